@@ -1,0 +1,33 @@
+# make demo: the main job on real input.   make test: the whole suite.   make check: format, lint, types, quick tests.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: demo test check bench clean
+
+demo: $(STAMP)
+	$(BIN)/kvthaw demo
+
+test: $(STAMP)
+	$(BIN)/pytest -n 2
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/pytest -n 2 -m "not model and not slow"
+
+bench: $(STAMP)
+	$(BIN)/kvthaw bench decode --shape tiny --length 8192 --method full,icecache --json
+
+# torch first and by its exact version: any looser request would bring the CUDA build, several GB
+$(STAMP): constraints.txt pyproject.toml CMakeLists.txt $(wildcard src/kvthaw/native/*.cpp src/kvthaw/native/*.h)
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/pip install --quiet -c constraints.txt $$(grep -v '^#' constraints.txt | cut -d= -f1)
+	$(BIN)/pip install --quiet --no-build-isolation --no-deps --editable .
+	touch $@
+
+clean:
+	rm -rf build dist .venv

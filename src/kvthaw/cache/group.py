@@ -1,0 +1,119 @@
+"""A layer group: an anchor layer that chooses rows and the layers that follow its choice, or one layer alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvthaw.cache.pipeline import Pipeline
+from kvthaw.cache.residency import Residency
+from kvthaw.types import Index, LayerShape, Method, Selection
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What one decode step of a group attends to, and where it lies.
+
+    slots [B, H, M] int32: the pool slot of every selected row, -1 padded. fetch [B, H, M] int32: the rows to bring, else -1. Both
+    where the index works (CPU or device). live [B, H, C] bool on the device: slots that hold a selected row.
+    """
+
+    selection: Selection
+    slots: Tensor
+    fetch: Tensor
+    live: Tensor
+
+
+class Meter:
+    """Counts of a group, kept where its index works, so that reading them is the only sync."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.selected: Tensor | None = None
+        self.fetched: Tensor | None = None
+        self.most: Tensor | None = None
+
+    def add(self, choice: Choice) -> None:
+        counts = choice.selection.counts
+        selected, fetched, most = counts.sum(), (choice.fetch >= 0).sum(), counts.max()
+        if self.selected is None or self.fetched is None or self.most is None:
+            self.selected, self.fetched, self.most = selected, fetched, most
+        else:
+            self.selected, self.fetched = self.selected + selected, self.fetched + fetched
+            self.most = torch.maximum(self.most, most)
+        self.steps += counts.shape[0] * counts.shape[1]
+
+
+class Group:
+    """Index, residency and the last choices, shared by the layers of a group.
+
+    The anchor makes a choice a token; followers take the same choices in the same order and fetch their own rows of them.
+    """
+
+    def __init__(self, method: Method, shape: LayerShape, lanes: int, rows: int, pipeline: Pipeline) -> None:
+        assert method.index is not None
+        self.method, self.shape, self.rows = method, shape, rows
+        self.index: Index = method.index(shape)
+        self.slots = rows
+        where = torch.device("cpu") if self.index.on_host else shape.device
+        self.residency = Residency(lanes, shape.kv_heads, self.slots, device=where)
+        self.choices: list[Choice] = []
+        self.meter = Meter()
+        self._pipeline = pipeline
+        self._jobs: list[Future[None]] = []
+
+    def submit(self, after: torch.cuda.Event | None, job: Callable[[], None]) -> None:
+        """Change the index: on the worker thread if it works on the host, else now."""
+        if self.index.on_host:
+            self._jobs.append(self._pipeline.submit(after, job))
+        else:
+            job()
+
+    def settle(self) -> None:
+        """Wait until the index has taken in all that it was given; raises what went wrong there."""
+        jobs, self._jobs = self._jobs, []
+        for job in jobs:
+            job.result()
+
+    def choose(self, query: Tensor, length: int) -> Choice:
+        """Select rows for one query a head, [B, Hq, D], and give them slots. length: of the longest lane."""
+        self.settle()
+        selection = self.index.select(query, self.rows)
+        self.residency.grow(length)
+        if not self.method.resident:
+            for lane in range(query.shape[0]):
+                self.residency.clear(lane)
+        slots, fetch = self.residency.admit(selection.rows)
+        place = torch.where(slots >= 0, slots, self.slots).to(query.device, non_blocking=True).long()
+        live = torch.zeros((*slots.shape[:2], self.slots + 1), dtype=torch.bool, device=query.device)
+        live.scatter_(2, place, True)
+        choice = Choice(selection, slots, fetch, live[:, :, : self.slots])
+        self.choices.append(choice)
+        self.meter.add(choice)
+        return choice
+
+    def truncate(self, lane: int, length: int) -> None:
+        """Forget positions >= length of a lane."""
+        self.settle()
+        self.index.truncate(lane, length)
+        self.residency.clear(lane, length)
+
+    def reorder(self, lanes: Sequence[int]) -> None:
+        """Lane i becomes what lane lanes[i] was."""
+        self.settle()
+        self.index.reorder(lanes)
+        self.residency.reorder(torch.tensor(lanes, device=self.residency.device))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Group:
+        self.settle()
+        lanes = self.residency.slot_row.shape[0]
+        twin = Group(self.method, copy.deepcopy(self.shape, memo), lanes, self.rows, copy.deepcopy(self._pipeline, memo))
+        twin.index.load_state_dict(self.index.state_dict())
+        twin.residency = copy.deepcopy(self.residency, memo)
+        return twin

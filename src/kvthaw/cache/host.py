@@ -1,0 +1,170 @@
+"""The frozen part: an append-only store of rows in host memory, one per layer.
+
+A row is one token of one KV head, its K then its V. Rows lie in token order in extents of [H, E, 2, D], pinned where there is a
+GPU. Nothing is ever rewritten, so extents are shared between lanes that have a prefix in common (beams, repeated prompts) and
+copied only when a lane writes into one that it shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvthaw.errors import HostMemoryError
+
+
+def check_host_memory(need: int, limit: int | None) -> None:
+    """Raise HostMemoryError where `need` bytes exceed `limit`, or what the system has free where limit is None and it tells."""
+    free = _available() if limit is None else limit
+    if free is not None and need > free:
+        raise HostMemoryError(
+            f"the prompt's KV needs {need:,} bytes of host memory and {free:,} are free; shorten the prompt, use fewer rows, or set "
+            "host_bytes if you know of more"
+        )
+
+
+def _available() -> int | None:
+    try:
+        with open("/proc/meminfo") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None
+
+
+class Extent:
+    """E tokens of all KV heads of one lane, and how many lanes point at it."""
+
+    __slots__ = ("data", "owners")
+
+    def __init__(self, data: Tensor) -> None:
+        self.data = data  # [H, E, 2, D]
+        self.owners = 1
+
+
+class HostStore:
+    """Rows of one layer, by lane and position.
+
+    Rows 0 .. length(lane) - 1 of a lane are readable. `extent` is E. Every extent is one contiguous tensor, so that the K of
+    row (h, t) begins ((h * E + t % E) * 2) * D elements after address `addresses(lane)[t // E]`, and its V follows K.
+    """
+
+    def __init__(
+        self, lanes: int, kv_heads: int, head_dim: int, dtype: torch.dtype, *, extent: int = 1024, pinned: bool = False
+    ) -> None:
+        self.kv_heads, self.head_dim, self.dtype = kv_heads, head_dim, dtype
+        self.extent, self.pinned = extent, pinned
+        self._extents: list[list[Extent]] = [[] for _ in range(lanes)]
+        self._length = [0] * lanes
+        self.version = 0
+        """Changes whenever addresses do."""
+
+    @property
+    def lanes(self) -> int:
+        return len(self._extents)
+
+    def length(self, lane: int) -> int:
+        """Tokens of a lane that are readable."""
+        return self._length[lane]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row, K and V."""
+        return 2 * self.head_dim * self.dtype.itemsize
+
+    def nbytes(self) -> int:
+        """Bytes of host memory held, shared extents counted once."""
+        unique = {id(e): e.data for extents in self._extents for e in extents}
+        return sum(data.nbytes for data in unique.values())
+
+    def addresses(self, lane: int) -> Tensor:
+        """[extents] int64: where each extent of a lane begins."""
+        return torch.tensor([e.data.data_ptr() for e in self._extents[lane]], dtype=torch.int64)
+
+    def append(self, lane: int, rows: Tensor, *, non_blocking: bool = False) -> None:
+        """Add rows [H, n, 2, D] of any device behind a lane's last. With non_blocking, a copy from the device is only
+        enqueued on the current stream; the caller waits before anyone reads."""
+        start, n = self._length[lane], rows.shape[1]
+        self.reserve(lane, start + n)
+        done = 0
+        while done < n:
+            at = start + done
+            extent = self._writable(lane, at // self.extent)
+            offset = at % self.extent
+            take = min(n - done, self.extent - offset)
+            source = rows[:, done : done + take]
+            if take == self.extent:
+                extent.copy_(source, non_blocking=non_blocking)
+            else:  # a part of an extent is one contiguous piece a head
+                for h in range(self.kv_heads):
+                    extent[h, offset : offset + take].copy_(source[h], non_blocking=non_blocking)
+            done += take
+        self._length[lane] = start + n
+
+    def reserve(self, lane: int, length: int) -> None:
+        """Allocate extents for `length` tokens of a lane."""
+        extents = self._extents[lane]
+        while len(extents) * self.extent < length:
+            shape = (self.kv_heads, self.extent, 2, self.head_dim)
+            extents.append(Extent(torch.empty(shape, dtype=self.dtype, pin_memory=self.pinned)))
+            self.version += 1
+
+    def read(self, lane: int, start: int, stop: int) -> Tensor:
+        """Rows start .. stop of a lane as [H, stop - start, 2, D] on the host; a view where they lie in one extent."""
+        if not 0 <= start <= stop <= self._length[lane]:
+            raise IndexError(f"rows {start}..{stop} of lane {lane}, which holds {self._length[lane]}")
+        parts = []
+        while start < stop:
+            offset = start % self.extent
+            take = min(stop - start, self.extent - offset)
+            parts.append(self._extents[lane][start // self.extent].data[:, offset : offset + take])
+            start += take
+        if not parts:
+            return torch.empty((self.kv_heads, 0, 2, self.head_dim), dtype=self.dtype)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def truncate(self, lane: int, length: int) -> None:
+        """Forget rows >= length; extents no longer needed are let go."""
+        if length > self._length[lane]:
+            raise IndexError(f"lane {lane} holds {self._length[lane]} rows, fewer than {length}")
+        keep = -(-length // self.extent)
+        for extent in self._extents[lane][keep:]:
+            extent.owners -= 1
+        del self._extents[lane][keep:]
+        self._length[lane] = length
+        self.version += 1
+
+    def reorder(self, lanes: Sequence[int]) -> None:
+        """Lane i becomes what lane lanes[i] was. No row is copied: lanes share extents until one writes."""
+        extents = [list(self._extents[lane]) for lane in lanes]
+        for old in self._extents:
+            for extent in old:
+                extent.owners -= 1
+        for new in extents:
+            for extent in new:
+                extent.owners += 1
+        self._extents, self._length = extents, [self._length[lane] for lane in lanes]
+        self.version += 1
+
+    def __deepcopy__(self, memo: dict[int, object]) -> HostStore:
+        """A store of its own whose extents are shared until either writes."""
+        twin = HostStore(0, self.kv_heads, self.head_dim, self.dtype, extent=self.extent, pinned=self.pinned)
+        twin._extents = [list(extents) for extents in self._extents]
+        twin._length = list(self._length)
+        for extents in twin._extents:
+            for extent in extents:
+                extent.owners += 1
+        return twin
+
+    def _writable(self, lane: int, number: int) -> Tensor:
+        extent = self._extents[lane][number]
+        if extent.owners > 1:
+            extent.owners -= 1
+            copy = torch.empty_like(extent.data, pin_memory=self.pinned).copy_(extent.data)
+            extent = self._extents[lane][number] = Extent(copy)
+            self.version += 1
+        return extent.data

@@ -1,0 +1,437 @@
+"""One attention layer: what happens to a new token, and what a query attends to. The file to read first.
+
+A decode step, start to finish:
+
+    new K, V -> ring      (ring full: its oldest tokens leave for the retrieval region, are offloaded and indexed)
+    query    -> index     -> rows -> residency: which of them are on the device already?
+             -> transfer brings the others -> attention over sink + ring + selected rows
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvthaw.cache.dense import WATCHED, DenseLayer, padded
+from kvthaw.cache.group import Choice, Group
+from kvthaw.cache.host import HostStore
+from kvthaw.cache.masks import HeldMasks
+from kvthaw.cache.pipeline import Pipeline
+from kvthaw.cache.plan import Plan, Settings
+from kvthaw.cache.pool import Slab
+from kvthaw.cache.transfer import BulkCopy, UvaGather
+from kvthaw.errors import CacheError
+from kvthaw.kernels.dense import attend, causal_attention, with_sinks
+from kvthaw.kernels.merge import merge
+from kvthaw.kernels.sparse_decode import sparse_decode
+from kvthaw.types import LayerShape, Transfer
+
+_PAST_BLOCK = 8192  # tokens of past KV brought back at once for a dense continuation
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """How a layer of the model attends: softmax scale, Gemma's softcap, gpt-oss's sink logits [Hq]."""
+
+    scale: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+class FrozenLayer:
+    """KV of one layer, frozen on the host beyond sink and ring.
+
+    Lanes have lengths of their own: position p of a lane is its p-th token after the left padding. `seen` counts padded tokens.
+    """
+
+    def __init__(
+        self, number: int, settings: Settings, pipeline: Pipeline, masks: HeldMasks, leader: FrozenLayer | None = None
+    ) -> None:
+        self.number, self.settings, self.pipeline, self.masks = number, settings, pipeline, masks
+        self.leader = leader  # the anchor whose choices this layer follows; None: it chooses for itself
+        self.observer: Callable[[FrozenLayer, Tensor, Choice | None], None] | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.seen = 0
+        self.left_pad: list[int] = []
+        self._start: list[int] = []  # where each lane's ring began at its last dense pass
+        self.plan: Plan | None = None
+        self.group: Group | None = None
+        self.sparse_steps = 0
+        self.held_sum = self.held_max = 0  # tokens attended in sink and ring, over lanes and steps
+        self.watched: Tensor | None = None
+        self.scale = 0.0
+        self._transfer: Transfer | None = None
+        self._copied: torch.cuda.Event | None = None
+        self._finite: Tensor | None = None
+
+    # What is where
+
+    def length(self, lane: int) -> int:
+        """Tokens of a lane, padding not counted."""
+        return self.seen - self.left_pad[lane]
+
+    def indexed(self, lane: int, length: int | None = None) -> int:
+        """Where the lane's ring begins: positions [sink, this) are in the retrieval region."""
+        assert self.plan is not None
+        n = self.length(lane) if length is None else length
+        return self.plan.regions.indexed(self._start[lane], n)
+
+    @property
+    def lanes(self) -> int:
+        return len(self.left_pad)
+
+    def settle(self) -> None:
+        """Wait until everything is offloaded and indexed. Raises CacheError where keys or values were not finite."""
+        if self._finite is not None:
+            finite, self._finite = bool(self._finite), None
+            if not finite:
+                raise CacheError(f"the model gave keys or values that are not finite in layer {self.number}")
+        self._wait_for_copies()
+        if self.group is not None:
+            self.group.settle()
+
+    def read(self, lane: int, start: int, stop: int) -> Tensor:
+        """Rows [H, stop - start, 2, D] of a lane, wherever they lie; on the host or on the device."""
+        assert self.plan is not None
+        if self.settings.method.evicts:
+            return self.slab.read(lane, start, stop)
+        self._wait_for_copies()
+        stored = min(max(self.store.length(lane), start), stop)
+        if stored == stop:
+            return self.store.read(lane, start, stop)
+        ring = self.slab.read(lane, stored, stop)
+        return torch.cat((self.store.read(lane, start, stored).to(ring.device), ring), dim=1)
+
+    def device_bytes(self) -> int:
+        """Bytes of KV on the device: sink, ring and pool."""
+        return self.slab.data.nbytes if self.plan else 0
+
+    def host_bytes(self) -> int:
+        """Bytes of KV on the host."""
+        return self.store.nbytes() if self.plan else 0
+
+    # Attention
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, left_pad: list[int], how: Attention, fresh: bool) -> Tensor:
+        """Attend to everything up to each query. query [B, Hq, T, D]; key, value [B, H, T, D], the same tokens'.
+
+        fresh: the tokens are new and become part of the cache; else a layer that shares this layer's KV asks again. left_pad: of
+        each lane, as far as it is known. Returns [B, Hq, T, D]; queries that are padding get 0.
+        """
+        batch, steps = query.shape[0], query.shape[2]
+        if self.plan is None:
+            self._begin(query, key, left_pad, how.scale)
+        if batch != self.lanes:
+            raise CacheError(f"the cache holds {self.lanes} rows and was given {batch}; use one cache for each batch")
+        before = self.seen if fresh else self.seen - steps
+        assert self.plan is not None
+        few = steps <= min(self.settings.sparse_queries, self.plan.regions.window)
+        if before == 0 or not few:
+            if fresh:
+                self.left_pad = left_pad
+            out = self._dense(query, key, value, before, how)
+            if fresh:
+                self._take_in(query, key, value)
+            return out
+        if self.group is not None and self._chooses and fresh:
+            self.group.choices.clear()
+        outs = []
+        for t in range(steps):
+            if fresh:
+                self._take_one(key[:, :, t], value[:, :, t])
+            outs.append(self._sparse(query[:, :, t], before + t + 1, t, how))
+        return torch.stack(outs, dim=2)
+
+    @property
+    def _chooses(self) -> bool:
+        return self.leader is None
+
+    def copy_from(self, other: FrozenLayer | DenseLayer) -> None:
+        """Take over the tokens of another layer, as if they had been this layer's prompt."""
+        if other.seen == 0:
+            return
+        if isinstance(other, FrozenLayer):
+            other.settle()
+            if other.settings.method.evicts:
+                raise CacheError(f"{other.settings.method.name} has dropped tokens, so its cache cannot be forked")
+        assert other.watched is not None
+        key, value = padded(other)
+        self._begin(other.watched, key, list(other.left_pad), other.scale)
+        self._take_in(other.watched, key, value)
+
+    def _begin(self, query: Tensor, key: Tensor, left_pad: list[int], scale: float) -> None:
+        batch, heads, steps, dim = key.shape
+        lengths = {steps - pad for pad in left_pad}
+        if isinstance(self.settings.budget, float) and len(lengths) > 1:
+            raise CacheError(f"budget is {self.settings.budget}, a fraction of the prompt, but the rows' prompts differ in length")
+        plan, method, device = self.settings.plan(max(lengths)), self.settings.method, key.device
+        self.left_pad, self.scale = left_pad, scale
+        self._start = [plan.regions.sink] * batch
+        pinned = device.type == "cuda"
+        self.store = HostStore(batch, heads, dim, key.dtype, extent=self.settings.extent, pinned=pinned)
+        self.slab = Slab(batch, heads, dim, plan.regions, plan.rows, dtype=key.dtype, device=device)
+        if method.index is not None:
+            if self.leader is None:
+                sizes = (self.number, query.shape[1], heads, dim, key.dtype, device)
+                shape = LayerShape(*sizes, self.store, plan.regions, scale, self.settings.seed)
+                self.group = Group(method, shape, batch, plan.rows, self.pipeline)
+            else:
+                self.group = self.leader.group
+            assert self.group is not None
+            self._transfer = BulkCopy() if self.group.index.on_host or not pinned else UvaGather()
+        self.plan = plan
+
+    def _dense(self, query: Tensor, key: Tensor, value: Tensor, before: int, how: Attention) -> Tensor:
+        """Causal attention over all earlier tokens and the new ones, exact."""
+        steps = query.shape[2]
+        if before == 0 and not any(self.left_pad):
+            return causal_attention(query, key, value, scale=how.scale, softcap=how.softcap, sinks=how.sinks)
+        out = torch.zeros_like(query)
+        for lane in range(self.lanes):
+            pad = min(steps, max(0, self.left_pad[lane] - before))
+            past = max(0, before - self.left_pad[lane])
+            if pad == steps:
+                continue
+            q, k, v = (x[lane : lane + 1, :, pad:] for x in (query, key, value))
+            if past == 0:
+                out[lane : lane + 1, :, pad:] = causal_attention(
+                    q, k, v, scale=how.scale, softcap=how.softcap, sinks=how.sinks
+                )
+                continue
+            parts = [attend(q, k, v, scale=how.scale, causal=True, softcap=how.softcap)]
+            for start, stop in self._past_blocks(lane, past):
+                rows = self.read(lane, start, stop).to(query.device)[None]
+                parts.append(attend(q, rows[:, :, :, 0], rows[:, :, :, 1], scale=how.scale, causal=False, softcap=how.softcap))
+            merged, lse = merge([p[0] for p in parts], [p[1] for p in parts])
+            out[lane : lane + 1, :, pad:] = with_sinks(merged, lse, how.sinks).to(out.dtype)
+        return out
+
+    def _past_blocks(self, lane: int, past: int) -> list[tuple[int, int]]:
+        assert self.plan is not None
+        spans = [(0, past)]
+        if self.settings.method.evicts:  # what has left the window is gone
+            sink = min(self.plan.regions.sink, past)
+            spans = [(0, sink), (max(sink, min(self.indexed(lane), past)), past)]
+        return [(at, min(at + _PAST_BLOCK, stop)) for start, stop in spans for at in range(start, stop, _PAST_BLOCK)]
+
+    def _sparse(self, query: Tensor, seen: int, t: int, how: Attention) -> Tensor:
+        """One decode step: select, fetch, attend. query [B, Hq, D]; seen: padded tokens up to this query's own."""
+        assert self.plan is not None
+        if self._finite is not None:
+            self.settle()
+        self._count(seen)
+        visible = self._held(seen)[:, None].expand(-1, self.slab.data.shape[1], -1)
+        choice = None
+        log_weight, partials = None, []
+        if self.group is not None and self._transfer is not None:
+            if self._chooses:
+                choice = self.group.choose(query, seen)
+            else:
+                choice = self.group.choices[t]
+            self._wait_for_copies()
+            self._transfer.fetch(self.store, self.slab, choice.fetch, choice.slots)
+            visible = torch.cat((visible, choice.live), dim=2)
+            selection = choice.selection
+            if selection.partial is not None:
+                partials.append(selection.partial)
+            if selection.log_weight is not None:
+                log_weight = self._by_place(selection.log_weight, choice)
+        if self.observer is not None:
+            self.observer(self, query, choice)
+        return sparse_decode(
+            query,
+            self.slab.keys,
+            self.slab.values,
+            visible,
+            scale=how.scale,
+            softcap=how.softcap,
+            sinks=how.sinks,
+            log_weight=log_weight,
+            partials=partials,
+        )
+
+    def _count(self, seen: int) -> None:
+        assert self.plan is not None
+        self.sparse_steps += 1
+        for lane in range(self.lanes):
+            n = seen - self.left_pad[lane]
+            held = min(n, self.plan.regions.sink) + max(0, n - self.indexed(lane))
+            self.held_sum += held
+            self.held_max = max(self.held_max, held)
+
+    def _held(self, seen: int) -> Tensor:
+        """[B, sink + ring] bool: the places of sink and ring that hold a token."""
+        assert self.plan is not None
+        lengths = [seen - pad for pad in self.left_pad]
+        spans = tuple((self.indexed(lane), n) for lane, n in enumerate(lengths))
+        return self.masks.held(self.plan.regions, spans, self.slab.data.device)
+
+    def _by_place(self, log_weight: Tensor, choice: Choice) -> Tensor:
+        """log_weight [B, Hq, M] moved to the places of the slab, [B, Hq, N]; 0 elsewhere."""
+        batch, q_heads, count = log_weight.shape
+        heads, places = self.slab.data.shape[1:3]
+        slot = torch.where(choice.slots >= 0, choice.slots + self.slab.pool_start, places).to(log_weight.device).long()
+        slot = slot.repeat_interleave(q_heads // heads, dim=1)
+        spread = torch.zeros((batch, q_heads, places + 1), dtype=torch.float32, device=log_weight.device)
+        return spread.scatter_(2, slot, log_weight)[:, :, :places]
+
+    # New tokens
+
+    def _take_in(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Tokens of a dense pass become part of the cache."""
+        assert self.plan is not None
+        regions, before, steps = self.plan.regions, self.seen, key.shape[2]
+        self.watched = query[:, :, -WATCHED:].clone()
+        finite = torch.isfinite(key).all() & torch.isfinite(value).all()
+        self._finite = finite if self._finite is None else self._finite & finite
+        for lane in range(self.lanes):
+            pad = min(steps, max(0, self.left_pad[lane] - before))
+            past = max(0, before - self.left_pad[lane])
+            if pad == steps:
+                continue
+            k, v = key[lane, :, pad:], value[lane, :, pad:]
+            length, old = past + steps - pad, self.indexed(lane, past) if past else regions.sink
+            new = regions.first_indexed(length)
+            if not self.settings.method.evicts:
+                self._store_ring(lane, past)
+                self._copied = self.pipeline.offload(self.store, lane, k, v) or self._copied
+            if self.group is not None and self._chooses and new > old:
+                watched = query[lane, :, -min(WATCHED, steps - pad) :]
+                self._index(lane, old, new, k, v, past, watched)
+            sink = max(0, min(regions.sink, length) - past)
+            if sink:
+                self.slab.write(lane, past, torch.stack((k[:, :sink], v[:, :sink]), dim=2))
+            ring = max(new, past)
+            if ring < length:
+                self.slab.write(lane, ring, torch.stack((k[:, ring - past :], v[:, ring - past :]), dim=2))
+            self._start[lane] = new
+        self.seen += steps
+
+    def _index(self, lane: int, old: int, new: int, k: Tensor, v: Tensor, past: int, queries: Tensor) -> None:
+        """Give the index positions [old, new): some may stand in the ring, the rest are k, v [H, n, D] from position `past` on."""
+        group = self.group
+        assert group is not None and self.plan is not None
+        index = group.index
+        keys, values = k, v
+        if not index.on_host:
+            if old < past:
+                ring = self.slab.read(lane, old, past)
+                keys, values = torch.cat((ring[:, :, 0], k), dim=1), torch.cat((ring[:, :, 1], v), dim=1)
+            begin = min(old, past)
+            keys, values = keys[:, old - begin : new - begin], values[:, old - begin : new - begin]
+        first = old == self.plan.regions.sink
+
+        def job() -> None:
+            nonlocal keys, values
+            if index.on_host:
+                rows = self.store.read(lane, old, new)
+                keys, values = rows[:, :, 0], rows[:, :, 1]
+            if first:
+                index.build(lane, old, keys, values, queries)
+            else:
+                index.append([lane], keys[None], values[None], queries[None])
+
+        group.submit(self._copied, job)
+
+    def _take_one(self, key: Tensor, value: Tensor) -> None:
+        """One new token a lane, [B, H, D]."""
+        lengths = [self.length(lane) for lane in range(self.lanes)]
+        leaving = [lane for lane, n in enumerate(lengths) if self.indexed(lane, n + 1) > self.indexed(lane, n)]
+        if leaving:
+            self._leave(leaving)
+        self.slab.write_step(lengths, torch.stack((key, value), dim=2))
+        self.seen += 1
+
+    def _leave(self, lanes: list[int]) -> None:
+        """The oldest tokens of full rings leave for the retrieval region."""
+        assert self.plan is not None
+        if self.settings.method.evicts:
+            return
+        spans = [(self.indexed(lane), self.indexed(lane) + self.plan.regions.buffer) for lane in lanes]
+        for lane, (_, stop) in zip(lanes, spans, strict=True):
+            self._store_ring(lane, stop)
+        group = self.group
+        if group is None or not self._chooses:
+            return
+        index = group.index
+        rows = [] if index.on_host else [self.slab.read(lane, *span) for lane, span in zip(lanes, spans, strict=True)]
+
+        def job() -> None:
+            data = torch.stack(rows or [self.store.read(lane, *span) for lane, span in zip(lanes, spans, strict=True)])
+            index.append(lanes, data[:, :, :, 0], data[:, :, :, 1], None)
+
+        group.submit(self._copied, job)
+
+    def _store_ring(self, lane: int, length: int) -> None:
+        """Offload what of the first `length` tokens stands in sink or ring only."""
+        stored = self.store.length(lane)
+        if stored < length:
+            rows = self.slab.read(lane, stored, length)
+            self._copied = self.pipeline.offload(self.store, lane, rows[:, :, 0], rows[:, :, 1]) or self._copied
+
+    def _wait_for_copies(self) -> None:
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied = None
+
+    # Changes from outside
+
+    def crop(self, drop: int) -> None:
+        """Forget the last `drop` tokens of every lane; the window is refilled from the store."""
+        if self.plan is None or drop <= 0:
+            return
+        regions = self.plan.regions
+        for lane in range(self.lanes):
+            old = self.indexed(lane)
+            length = max(0, self.length(lane) - drop)
+            if self.settings.method.evicts:
+                if length < old and old > regions.sink:
+                    raise CacheError(f"{self.settings.method.name} has dropped the tokens that crop({-drop}) would bring back")
+                self._start[lane] = old
+                continue
+            start = min(old, regions.first_indexed(length))
+            if start < old:
+                self._wait_for_copies()
+                if self.group is not None and self._chooses:
+                    self.group.truncate(lane, start)
+                back = min(old, length)
+                if back > start:
+                    self.slab.write(lane, start, self.store.read(lane, start, back))
+            if self.store.length(lane) > length:
+                self._wait_for_copies()
+                if self.group is not None:
+                    self.group.settle()
+                self.store.truncate(lane, length)
+            self._start[lane] = start
+        self.seen = max(0, self.seen - drop)
+        if self.seen == 0:
+            self.reset()
+
+    def reorder(self, lanes: list[int]) -> None:
+        """Lane i becomes what lane lanes[i] was; lanes may repeat and may be fewer or more."""
+        if self.plan is None:
+            return
+        self._wait_for_copies()
+        if self.group is not None:
+            self.group.settle()
+            if self._chooses:
+                self.group.reorder(lanes)
+        self.store.reorder(lanes)
+        self.slab.reorder(torch.tensor(lanes, device=self.slab.data.device))
+        self.left_pad = [self.left_pad[lane] for lane in lanes]
+        self._start = [self._start[lane] for lane in lanes]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FrozenLayer:
+        self._wait_for_copies()
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        return twin

@@ -1,0 +1,66 @@
+"""Offloading and indexing beside the device's work (IceCache, figure 5b).
+
+While the device computes the next layers, keys and values of a finished one leave it on a stream of their own, and a thread
+indexes them as soon as they have arrived.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from kvthaw.cache.host import HostStore
+
+
+class Pipeline:
+    """One copy stream and one indexing thread, shared by the layers of a cache."""
+
+    _IN_FLIGHT = 2  # layers whose keys and values may still be on their way out
+
+    def __init__(self) -> None:
+        self._thread: ThreadPoolExecutor | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._copies: deque[torch.cuda.Event] = deque()
+
+    def offload(self, store: HostStore, lane: int, keys: Tensor, values: Tensor) -> torch.cuda.Event | None:
+        """Append keys and values [H, n, D] to a lane. Returns an event that ends the copy, or None when it is done.
+
+        On a GPU the copy goes beside later work; the device waits for the layer before the last, so that only few layers are
+        ever held twice.
+        """
+        if keys.device.type != "cuda":
+            store.append(lane, torch.stack((keys, values), dim=2))
+            return None
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(keys.device)
+        current = torch.cuda.current_stream(keys.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            store.append(lane, torch.stack((keys, values), dim=2), non_blocking=True)
+            for tensor in (keys, values):
+                tensor.record_stream(self._stream)
+            done = torch.cuda.Event()
+            done.record(self._stream)
+        self._copies.append(done)
+        if len(self._copies) > self._IN_FLIGHT:
+            current.wait_event(self._copies.popleft())
+        return done
+
+    def submit(self, after: torch.cuda.Event | None, job: Callable[[], None]) -> Future[None]:
+        """Run a job on the indexing thread once an event has passed. Jobs run in the order given."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvthaw-index")
+
+        def run() -> None:
+            if after is not None:
+                after.synchronize()
+            job()
+
+        return self._thread.submit(run)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Pipeline:
+        return Pipeline()

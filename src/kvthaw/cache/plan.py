@@ -1,0 +1,73 @@
+"""What a user asked for, validated once, and what follows from it for a prompt."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from kvthaw.cache.regions import Regions
+from kvthaw.errors import ConfigError
+from kvthaw.types import Method
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Sizes for one cache: the regions and how many rows the index may bring, per KV head and step."""
+
+    regions: Regions
+    rows: int
+
+    @property
+    def budget(self) -> int:
+        """The most tokens attended per KV head in a step, the buffer at its fullest."""
+        return self.regions.held + self.rows
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """A cache's settings.
+
+    budget: the most tokens that attention reads per KV head in one decode step, sink, window and buffer at their fullest included;
+    an integer, or a fraction in (0, 1) of the prompt. retrieved: instead of budget, the paper's regions and exactly this many rows
+    from the index. dense_layers: the first layers, which keep all KV on the device. sparse_queries: continuations of at most this
+    many tokens (and at most the window) are decoded one by one through the index, longer ones are dense. extent: tokens in a
+    piece of host memory. host_bytes: the most host memory to use; None asks the system what is free.
+    """
+
+    method: Method
+    budget: int | float | None = None
+    retrieved: int | None = None
+    dense_layers: int = 0
+    seed: int = 0
+    sparse_queries: int = 16
+    extent: int = 1024
+    host_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.retrieved is not None and self.budget is not None:
+            raise ConfigError(f"budget is {self.budget} and retrieved is {self.retrieved}; give one of them")
+        if self.retrieved is not None and (self.retrieved < 1 or self.method.index is None):
+            raise ConfigError(f"retrieved is {self.retrieved}; it must be at least 1, for a method that retrieves")
+        if isinstance(self.budget, float) and not 0 < self.budget < 1:
+            raise ConfigError(f"budget is {self.budget}; a fraction of the prompt must lie between 0 and 1")
+        for name, least in (("dense_layers", 0), ("sparse_queries", 1), ("extent", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        if isinstance(self.budget, int):
+            self.plan(0)
+
+    def plan(self, prompt: int) -> Plan:
+        """The sizes for a prompt of so many tokens; only a fraction depends on it."""
+        regions = self.method.regions
+        if self.retrieved is not None:
+            return Plan(regions, self.retrieved)
+        budget = 256 if self.budget is None else self.budget
+        if isinstance(budget, float):
+            budget = math.ceil(budget * prompt)
+        if self.method.index is None:
+            least = regions.sink + regions.buffer + 1
+            if budget < least:
+                raise ConfigError(f"budget is {budget}; the smallest that works with {self.method.name} is {least} tokens")
+            return Plan(replace(regions, window=budget - regions.sink - regions.buffer), 0)
+        fitted = regions.for_budget(budget)
+        return Plan(fitted, budget - fitted.held)

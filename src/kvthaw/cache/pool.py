@@ -1,0 +1,62 @@
+"""The thawed part of one layer: sink, ring and pool in one tensor on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvthaw.cache.regions import Regions
+
+
+class Slab:
+    """data [B, H, N, 2, D] with N = sink + ring + slots: first the sink by position, then the ring, then the pool's slots.
+
+    One tensor, so that a decode step is one attention over it under a mask. It starts as zeros and holds only what was written,
+    so places that the mask hides are finite.
+    """
+
+    def __init__(
+        self, lanes: int, kv_heads: int, head_dim: int, regions: Regions, slots: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.regions, self.slots = regions, slots
+        self.pool_start = regions.sink + regions.ring
+        self.data = torch.zeros((lanes, kv_heads, self.pool_start + slots, 2, head_dim), dtype=dtype, device=device)
+
+    @property
+    def keys(self) -> Tensor:
+        """[B, H, N, D], a view."""
+        return self.data[:, :, :, 0]
+
+    @property
+    def values(self) -> Tensor:
+        """[B, H, N, D], a view."""
+        return self.data[:, :, :, 1]
+
+    def place(self, position: int) -> int:
+        """Where the token at a position stands while it is in the sink or in the ring."""
+        sink = self.regions.sink
+        return position if position < sink else sink + (position - sink) % self.regions.ring
+
+    def write(self, lane: int, start: int, rows: Tensor) -> None:
+        """Put rows [H, n, 2, D], positions start .. start + n, in their places; n no more than fits in sink and ring."""
+        places = torch.tensor([self.place(start + i) for i in range(rows.shape[1])], device=self.data.device)
+        self.data[lane].index_copy_(1, places, rows.to(self.data.device))
+
+    def write_step(self, positions: Sequence[int], rows: Tensor) -> None:
+        """Put one new token a lane in its place. positions: [B], a lane's own; rows: [B, H, 2, D]."""
+        if len(set(positions)) == 1:
+            self.data[:, :, self.place(positions[0])] = rows
+        else:
+            for lane, position in enumerate(positions):
+                self.data[lane, :, self.place(position)] = rows[lane]
+
+    def read(self, lane: int, start: int, stop: int) -> Tensor:
+        """Rows [H, stop - start, 2, D] of positions that stand in the sink or in the ring."""
+        places = torch.tensor([self.place(p) for p in range(start, stop)], dtype=torch.int64, device=self.data.device)
+        return self.data[lane].index_select(1, places)
+
+    def reorder(self, lanes: Tensor) -> None:
+        """Lane i becomes what lane lanes[i] was; lanes [B'] int64."""
+        self.data = self.data.index_select(0, lanes)

@@ -1,0 +1,79 @@
+"""Two ways to bring rows from the host to the device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvthaw.cache.host import HostStore
+from kvthaw.cache.pool import Slab
+from kvthaw.kernels.uva_gather import uva_gather
+
+
+def gather_rows(host: HostStore, fetch: Tensor, staging: Tensor) -> tuple[int, Tensor]:
+    """The definition of a gather: wanted rows to the front of staging [n, 2, D], in order. Returns how many, and their flat places."""
+    which = (fetch.reshape(-1) >= 0).nonzero()[:, 0]
+    lanes, heads, count = fetch.shape
+    for i, place in enumerate(which.tolist()):
+        row = int(fetch.reshape(-1)[place])
+        staging[i] = host.read(place // (heads * count), row, row + 1)[place // count % heads, 0]
+    return len(which), which
+
+
+class BulkCopy:
+    """Gather on CPU threads into one pinned buffer, one copy, scatter (IceCache, section 4.3, figure 4)."""
+
+    graph_safe = False
+
+    def __init__(self) -> None:
+        self._staging: Tensor | None = None
+        self._sent: torch.cuda.Event | None = None
+
+    def fetch(self, host: HostStore, slab: Slab, fetch: Tensor, slots: Tensor) -> None:
+        """Write row fetch[b, h, m] of lane b, head h into pool slot slots[b, h, m]. Both [B, H, M] int32 on the CPU; -1 skips."""
+        if self._sent is not None:  # the last copy may still read the staging buffer
+            self._sent.synchronize()
+        wanted = fetch.numel()
+        staging = self._buffer(host, wanted)
+        count, which = gather_rows(host, fetch, staging)
+        if count == 0:
+            return
+        lanes, heads, n = slab.data.shape[:3]
+        place = which // fetch.shape[2] * n + slab.pool_start + slots.reshape(-1)[which]
+        rows = staging[:count]
+        if slab.data.device.type == "cuda":
+            rows = rows.to(slab.data.device, non_blocking=True)
+            place = place.pin_memory().to(slab.data.device, non_blocking=True)
+            self._sent = torch.cuda.Event()
+            self._sent.record()
+        slab.data.view(lanes * heads * n, 2, -1).index_copy_(0, place, rows)
+
+    def _buffer(self, host: HostStore, rows: int) -> Tensor:
+        if self._staging is None or self._staging.shape[0] < rows or self._staging.dtype != host.dtype:
+            shape = (rows, 2, host.head_dim)
+            self._staging = torch.empty(shape, dtype=host.dtype, pin_memory=host.pinned)
+        return self._staging
+
+    def __deepcopy__(self, memo: dict[int, object]) -> BulkCopy:
+        return BulkCopy()
+
+
+class UvaGather:
+    """A kernel on the device reads the rows from pinned host memory (ParisKV, section 4.3). No host sync."""
+
+    graph_safe = True
+
+    def __init__(self) -> None:
+        self._table: Tensor | None = None
+        self._version = -1
+
+    def fetch(self, host: HostStore, slab: Slab, fetch: Tensor, slots: Tensor) -> None:
+        """As BulkCopy.fetch, with fetch and slots on the device."""
+        if self._table is None or self._version != host.version:
+            addresses = [host.addresses(lane) for lane in range(host.lanes)]
+            table = torch.nn.utils.rnn.pad_sequence(addresses, batch_first=True)
+            self._table, self._version = table.to(slab.data.device), host.version
+        uva_gather(self._table, host.extent, slab.data, fetch, slots, slab.pool_start)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> UvaGather:
+        return UvaGather()

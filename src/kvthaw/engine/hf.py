@@ -1,0 +1,507 @@
+"""The adapter to Hugging Face transformers: the only file that touches its internals.
+
+An attention function registered under the name "kvthaw" receives q, k, v after RoPE, but neither the cache nor the layer. So a cache
+layer's update() returns the new keys and values as views that carry the layer as an attribute, and the attention function reads it.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from kvthaw.cache.dense import DenseLayer
+from kvthaw.cache.host import check_host_memory
+from kvthaw.cache.layer import Attention, FrozenLayer
+from kvthaw.cache.masks import HeldMasks
+from kvthaw.cache.pipeline import Pipeline
+from kvthaw.cache.plan import Settings
+from kvthaw.errors import CacheError, ConfigError, UnsupportedModelError
+from kvthaw.kernels.dense import with_sinks
+from kvthaw.methods import resolve
+from kvthaw.types import Method
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_NAME = "kvthaw"
+_TAG = "_kvthaw_layer"
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What a cache holds and did. Bytes are of K and V; counts are per KV head and step, over the layers that retrieve.
+
+    budget: the promise; attended: tokens that were read (mean and largest); retrieved: rows from the index among them (mean);
+    hit_rate: share of the retrieved rows that were on the device already, None before anything was retrieved.
+    """
+
+    method: str
+    budget: int | None
+    layers: int
+    dense_layers: int
+    batch: int
+    tokens: int
+    sparse_steps: int
+    attended_mean: float | None
+    attended_max: int | None
+    retrieved: float | None
+    hit_rate: float | None
+    fetched_bytes: int
+    kv_device_bytes: int
+    kv_dense_bytes: int
+    kv_host_bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """A plain dict, for JSON."""
+        return asdict(self)
+
+
+class _Shared:
+    """What the layers of one cache share: which layer's keys are on their way, what padding was last seen, whose modules ask."""
+
+    def __init__(self, model: PreTrainedModel, settings: Settings, frozen: int) -> None:
+        self.model = weakref.ref(model)
+        self.modules = {id(module) for module in model.modules()}
+        self.positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        self.settings, self.frozen = settings, frozen
+        self.pending: int | None = None
+        self._mask: weakref.ref[Tensor] | None = None
+        self._pads: list[int] = []
+
+    def left_pads(self, mask: Tensor | None, batch: int) -> list[int]:
+        """Left padding of each row of a 2-D attention mask [B, n], which syncs once a forward."""
+        if mask is None:
+            return [0] * batch
+        if self._mask is None or self._mask() is not mask:
+            seen = mask.bool()
+            if bool((seen[:, :-1] & ~seen[:, 1:]).any()):
+                raise CacheError("attention_mask hides tokens after visible ones; kvthaw takes padding on the left only")
+            self._pads = (mask.shape[1] - seen.sum(dim=1)).tolist()
+            self._mask = weakref.ref(mask)
+        return list(self._pads)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Shared:
+        twin = object.__new__(_Shared)
+        twin.__dict__.update(self.__dict__)
+        return twin
+
+
+class _CacheLayer(CacheLayerMixin):
+    """What transformers sees of a layer; the KV itself is a FrozenLayer's or a DenseLayer's."""
+
+    is_sliding = False
+    is_croppable = True
+    is_compileable = False
+
+    def __init__(self, kv: FrozenLayer | DenseLayer, shared: _Shared) -> None:
+        super().__init__()
+        self.kv, self.shared = kv, shared
+        self.is_initialized = True  # nothing to initialise early
+        self._coming = 0
+        self._offered: tuple[weakref.ref[Tensor], weakref.ref[Tensor]] | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: sizes follow from the first tokens."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Note new keys and values [B, H, T, D]; they enter the cache when the attention function brings the queries."""
+        shared = self.shared
+        if shared.pending is not None:
+            layer, shared.pending = shared.pending, None
+            raise UnsupportedModelError(
+                f"the keys of layer {layer} did not reach kvthaw's attention: the model changes them after caching, or this cache is "
+                "used with a model that is not attached (any longer)"
+            )
+        shared.pending = self.kv.number
+        self._coming = key_states.shape[2]
+        key, value = key_states.view_as(key_states), value_states.view_as(value_states)
+        setattr(key, _TAG, self)
+        setattr(value, _TAG, self)
+        return key, value
+
+    def attend(
+        self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: Attention
+    ) -> Tensor:
+        """[B, Hq, T, D] for queries [B, Hq, T, D] of the tokens whose keys are given."""
+        shared = self.shared
+        fresh = shared.pending == self.kv.number
+        shared.pending = None
+        self._coming = 0
+        if id(module) not in shared.modules:
+            raise CacheError("this cache belongs to another model")
+        batch, steps = query.shape[0], query.shape[2]
+        if mask is not None and mask.ndim != 2:
+            raise CacheError(f"attention_mask has {mask.ndim} dimensions; kvthaw takes the 2-D mask of the padding, or none")
+        pads = self.kv.left_pad
+        if fresh and (steps > 1 or self.kv.seen == 0):
+            pads = shared.left_pads(mask, batch)
+            self._check_room(key)
+        return self.kv.attend(query, key, value, pads, how, fresh)
+
+    def _check_room(self, key: Tensor) -> None:
+        shared, total = self.shared, self.kv.seen + key.shape[2]
+        if shared.positions is not None and total > shared.positions:
+            raise ConfigError(f"the prompt has {total} tokens; the model's positions end at {shared.positions}")
+        if isinstance(self.kv, FrozenLayer) and self.kv.seen == 0 and not shared.settings.method.evicts:
+            need = 2 * key.numel() * key.element_size() * shared.frozen
+            check_host_memory(need, shared.settings.host_bytes)
+            shared.frozen = 0  # asked once, for all layers
+
+    def get_seq_length(self) -> int:
+        return self.kv.seen + self._coming
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self.kv.reset()
+        self.shared.pending, self._coming = None, 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last -tokens_to_remove tokens; a positive number is the length to keep."""
+        if tokens_to_remove > 0:
+            tokens_to_remove = min(0, tokens_to_remove - self.kv.seen)
+        self.kv.crop(-tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.kv.reorder(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.kv.reorder([lane for lane in range(self.kv.lanes) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        lanes = torch.arange(self.kv.lanes)[indices.cpu()]
+        self.kv.reorder(lanes.tolist())
+
+    def offload(self) -> None:
+        raise CacheError("kvthaw offloads by itself; use it without cache_implementation='offloaded'")
+
+    prefetch = offload
+
+
+class Cache(DynamicCache):
+    """A KV cache that keeps most of itself frozen on the host; give it to generate() or forward() as past_key_values.
+
+    Takes a DynamicCache of the model and replaces its full-attention layers; sliding-window and linear layers stay as they are.
+    Making one sets the model's attention function to kvthaw's, which serves plain caches as well; `attach` undoes that on detach.
+
+    model: a decoder whose attention goes through transformers' AttentionInterface. method: a name in METHODS or a Method; further
+    keyword arguments are the method's options. budget, retrieved, seed, sparse_queries, extent, host_bytes: see
+    `kvthaw.cache.plan.Settings`. dense_layers: the first layers, which keep all KV on the device (default: the papers' 2 for models of
+    16 layers and more, else 0).
+
+    Raises ConfigError for a setting out of range and UnsupportedModelError for a model that cannot work.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        method: str | Method = "icecache",
+        *,
+        budget: int | float | None = None,
+        retrieved: int | None = None,
+        dense_layers: int | None = None,
+        seed: int = 0,
+        sparse_queries: int = 16,
+        extent: int = 1024,
+        host_bytes: int | None = None,
+        **options: Any,
+    ) -> None:
+        use_kvthaw_attention(model)
+        chosen = resolve(method, **options)
+        config = model.config.get_text_config(decoder=True)
+        super().__init__(config=config)
+        full = [i for i, layer in enumerate(self.layers) if type(layer) is DynamicLayer]
+        if not full:
+            raise UnsupportedModelError(f"{type(model).__name__} has no full-attention layer whose KV could be offloaded")
+        if dense_layers is None:
+            dense_layers = 2 if len(self.layers) >= 16 else 0
+        self.settings = Settings(chosen, budget, retrieved, dense_layers, seed, sparse_queries, extent, host_bytes)
+        frozen = [] if chosen.dense else [i for i in full if i >= dense_layers]
+        self._shared = _Shared(model, self.settings, len(frozen))
+        pipeline, masks = Pipeline(), HeldMasks()
+        leader: FrozenLayer | None = None
+        for i in full:
+            kv: FrozenLayer | DenseLayer
+            if i not in frozen:
+                kv = DenseLayer(i)
+            elif chosen.index is None or self._anchors(i, frozen):
+                kv = leader = FrozenLayer(i, self.settings, pipeline, masks)
+            else:
+                if leader is None:
+                    raise ConfigError(f"anchors is {chosen.anchors}; layer {i} comes before the first and has nothing to follow")
+                kv = FrozenLayer(i, self.settings, pipeline, masks, leader)
+            self.layers[i] = _CacheLayer(kv, self._shared)
+
+    def _anchors(self, layer: int, frozen: list[int]) -> bool:
+        anchors = self.settings.method.anchors
+        return frozen.index(layer) % anchors == 0 if isinstance(anchors, int) else layer in anchors
+
+    @property
+    def kv_layers(self) -> list[FrozenLayer | DenseLayer]:
+        """The layers that kvthaw serves, in order."""
+        return [layer.kv for layer in self.layers if isinstance(layer, _CacheLayer)]
+
+    @property
+    def frozen_layers(self) -> list[FrozenLayer]:
+        """Those of them whose KV is offloaded or evicted."""
+        return [kv for kv in self.kv_layers if isinstance(kv, FrozenLayer)]
+
+    def wait(self) -> None:
+        """Until every token is offloaded and indexed; raises what went wrong on the way."""
+        for kv in self.frozen_layers:
+            kv.settle()
+
+    def fork(self, method: str | Method, **settings: Any) -> Cache:
+        """A cache of the same tokens under another method or budget (one prefill serves many). Settings as in the constructor;
+        those not given are this cache's, the budget included. The two are independent afterwards."""
+        model = self._shared.model()
+        if model is None:
+            raise CacheError("the model of this cache is gone")
+        mine = self.settings
+        if "budget" not in settings and "retrieved" not in settings:
+            settings |= {"budget": mine.budget, "retrieved": mine.retrieved}
+        for name in ("dense_layers", "seed", "sparse_queries", "extent", "host_bytes"):
+            settings.setdefault(name, getattr(mine, name))
+        twin = Cache(model, method, **settings)
+        for i, layer in enumerate(self.layers):
+            if isinstance(layer, _CacheLayer):
+                twin.layers[i].kv.copy_from(layer.kv)
+            else:
+                twin.layers[i] = copy.deepcopy(layer)
+        return twin
+
+    def stats(self) -> Stats:
+        """What the cache holds and did so far. Waits for the device."""
+        layers, frozen = self.kv_layers, self.frozen_layers
+        plan = frozen[0].plan if frozen else None
+        groups = {id(kv.group): kv.group for kv in frozen if kv.group is not None}.values()
+        steps = sum(group.meter.steps for group in groups)
+        selected = sum(int(group.meter.selected) for group in groups if group.meter.selected is not None)
+        fetched = sum(int(group.meter.fetched) for group in groups if group.meter.fetched is not None)
+        most = max((int(group.meter.most) for group in groups if group.meter.most is not None), default=0)
+        held_steps = sum(kv.sparse_steps * kv.lanes for kv in frozen)
+        attended = sum(kv.held_sum for kv in frozen) / held_steps if held_steps else None
+        retrieved = selected / steps if steps else (0.0 if held_steps else None)
+        fetched_bytes = sum(
+            int(kv.group.meter.fetched) * kv.store.row_bytes
+            for kv in frozen
+            if kv.group is not None and kv.group.meter.fetched is not None
+        )
+        return Stats(
+            method=self.settings.method.name,
+            budget=plan.budget if plan else None,
+            layers=len(layers),
+            dense_layers=len(layers) - len(frozen),
+            batch=layers[0].lanes,
+            tokens=layers[0].seen,
+            sparse_steps=sum(kv.sparse_steps for kv in frozen),
+            attended_mean=None if attended is None else attended + (retrieved or 0.0),
+            attended_max=max((kv.held_max for kv in frozen), default=0) + most if held_steps else None,
+            retrieved=retrieved,
+            hit_rate=1 - fetched / selected if selected else None,
+            fetched_bytes=fetched_bytes,
+            kv_device_bytes=sum(kv.device_bytes() for kv in frozen),
+            kv_dense_bytes=sum(kv.device_bytes() for kv in layers if isinstance(kv, DenseLayer)),
+            kv_host_bytes=sum(kv.host_bytes() for kv in frozen),
+        )
+
+
+class Handle:
+    """An attached model. Every generate() or forward() that would make a plain cache gets a kvthaw cache instead."""
+
+    def __init__(self, model: PreTrainedModel, make: Callable[[], Cache], before: str) -> None:
+        self._model: PreTrainedModel | None = model
+        self._make, self._before = make, before
+        self._cache: Cache | None = None
+        self._hook = model.register_forward_pre_hook(self._supply, with_kwargs=True)
+
+    @property
+    def cache(self) -> Cache:
+        """The cache of the latest generate(). Raises CacheError before the first and after detach."""
+        self._open()
+        if self._cache is None:
+            raise CacheError("nothing was generated yet")
+        return self._cache
+
+    def stats(self) -> Stats:
+        """Stats of the latest generate()'s cache."""
+        return self.cache.stats()
+
+    def detach(self) -> None:
+        """Give the model its own attention and caches back."""
+        model = self._open()
+        self._hook.remove()
+        model.set_attn_implementation(self._before)
+        self._model = self._cache = None
+
+    def __enter__(self) -> Handle:
+        self._open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._model is not None:
+            self.detach()
+
+    def _open(self) -> PreTrainedModel:
+        if self._model is None:
+            raise CacheError("this handle is closed; attach the model again")
+        return self._model
+
+    def _supply(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = kwargs.get("past_key_values")
+        if given is None:
+            config = module.config.get_text_config(decoder=True)  # type: ignore[union-attr, operator]
+            use = kwargs.get("use_cache")
+            if not (getattr(config, "use_cache", True) if use is None else use):
+                return None
+            self._cache = self._make()
+            return args, {**kwargs, "past_key_values": self._cache}
+        if type(given) is DynamicCache:
+            if getattr(given, "offloading", False):
+                raise CacheError("cache_implementation='offloaded' does not go with kvthaw, which offloads by itself")
+            if given.get_seq_length() == 0 and not any(isinstance(layer, _CacheLayer) for layer in given.layers):
+                self._cache = self._make()
+                given.layers = self._cache.layers  # generate() keeps its own object; from here on the two are one
+        elif isinstance(given, Cache):
+            self._cache = given
+        else:
+            raise CacheError(f"past_key_values is a {type(given).__name__}; kvthaw works with its own Cache or a DynamicCache")
+        return None
+
+
+def attach(
+    model: PreTrainedModel,
+    method: str | Method = "icecache",
+    *,
+    budget: int | float | None = None,
+    retrieved: int | None = None,
+    dense_layers: int | None = None,
+    seed: int = 0,
+    sparse_queries: int = 16,
+    extent: int = 1024,
+    host_bytes: int | None = None,
+    **options: Any,
+) -> Handle:
+    """Let a model attend to a frozen context: from now on plain generate() and pipeline() thaw only what each step needs.
+
+    Arguments as for `Cache`. Returns a handle, also a context manager; handle.detach() undoes everything.
+
+    Example: ``with kvthaw.attach(model, "icecache", budget=256): model.generate(**inputs)``
+    """
+    before = model.config._attn_implementation
+    if before == _NAME:
+        raise CacheError("the model is attached already; detach its handle first")
+
+    def make() -> Cache:
+        return Cache(
+            model,
+            method,
+            budget=budget,
+            retrieved=retrieved,
+            dense_layers=dense_layers,
+            seed=seed,
+            sparse_queries=sparse_queries,
+            extent=extent,
+            host_bytes=host_bytes,
+            **options,
+        )
+
+    try:
+        make()  # refuse bad settings now, not at the first token
+    except Exception:
+        if model.config._attn_implementation != before:
+            model.set_attn_implementation(before)
+        raise
+    return Handle(model, make, before)
+
+
+def use_kvthaw_attention(model: PreTrainedModel) -> None:
+    """Set the model's attention function to kvthaw's. Raises UnsupportedModelError, with the reason, where that cannot work."""
+    name, config = type(model).__name__, model.config
+    text = config.get_text_config(decoder=True)
+    if text._attn_implementation == _NAME:
+        return
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{name} is an encoder-decoder; kvthaw serves decoders")
+    if getattr(text, "kv_lora_rank", None) is not None:
+        raise UnsupportedModelError(f"{name} uses multi-head latent attention, whose cached keys are not the keys attended to")
+    AttentionInterface.register(_NAME, _attention)
+    AttentionMaskInterface.register(_NAME, _mask)
+    if not getattr(model, "_supports_attention_backend", False):
+        raise UnsupportedModelError(f"{name} does not use transformers' AttentionInterface, through which kvthaw attends")
+    model.set_attn_implementation(_NAME)
+    if text._attn_implementation != _NAME:
+        raise UnsupportedModelError(f"{name} did not take kvthaw's attention function")
+
+
+def _mask(*args: Any, mask_function: Callable[..., Any] = causal_mask_function, **kwargs: Any) -> Tensor | None:
+    """Plain causal layers get the 2-D padding mask as it is: no sync, and no [q, kv] tensor. Others get sdpa's 4-D mask."""
+    if mask_function is causal_mask_function:
+        mask: Tensor | None = kwargs.get("attention_mask")
+        return mask
+    full: Tensor | None = sdpa_mask(*args, mask_function=mask_function, **kwargs)
+    return full
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function. query [B, Hq, T, D], key and value [B, H, n, D]; returns ([B, T, Hq, D], None)."""
+    how = Attention(query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.get("softcap"), kwargs.get("s_aux"))
+    layer: _CacheLayer | None = getattr(key, _TAG, None)
+    if layer is not None:
+        return layer.attend(module, query, key, value, attention_mask, how).transpose(1, 2).contiguous(), None
+    if attention_mask is not None and attention_mask.ndim == 2:
+        attention_mask = _expand(attention_mask, query.shape[2], key.shape[2])
+    if how.softcap is None and how.sinks is None:
+        out, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=how.scale, is_causal=kwargs.get("is_causal")
+        )
+        return out, None
+    return _masked(query, key, value, attention_mask, how).transpose(1, 2).contiguous(), None
+
+
+def _expand(mask: Tensor, steps: int, n: int) -> Tensor:
+    """The 4-D causal bool mask of a 2-D padding mask, for a layer that is not kvthaw's."""
+    causal = torch.ones(steps, n, dtype=torch.bool, device=mask.device).tril(n - steps)
+    return causal[None, None] & mask[:, None, None, -n:].bool()
+
+
+def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: Attention) -> Tensor:
+    """Attention with softcap or sinks for sliding-window layers, which are short. mask [B, 1, T, n] bool or None (causal)."""
+    steps, n = query.shape[2], key.shape[2]
+    if mask is None:
+        mask = torch.ones(steps, n, dtype=torch.bool, device=query.device).tril(n - steps)[None, None]
+    group = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(group, dim=1).float() for x in (key, value))
+    scores = query.float() @ key.transpose(2, 3) * how.scale
+    if how.softcap is not None:
+        scores = how.softcap * torch.tanh(scores / how.softcap)
+    scores = scores.masked_fill(~mask, -torch.inf)
+    lse = torch.logsumexp(scores, dim=-1)
+    weights = torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
+    return with_sinks(weights @ value, lse, how.sinks).to(query.dtype)

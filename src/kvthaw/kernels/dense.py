@@ -1,0 +1,106 @@
+"""Dense attention over a contiguous run of keys, with its log-sum-exp so that runs can be merged.
+
+The plain definition is `definition`; `attend` gives the same result through the fastest op of torch that can serve it.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvthaw.kernels.merge import merge
+
+_SCORES = 1 << 24  # float32 scores held at once by the plain path
+
+
+def definition(
+    query: Tensor, keys: Tensor, values: Tensor, *, scale: float, causal: bool, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """softmax(scale q.k) v in float32. query [B, Hq, T, D], keys and values [B, H, n, D]; Hq a multiple of H.
+
+    causal: key j is visible to query i where j <= n - T + i. softcap c: scores become c tanh(score / c).
+    Returns (out [B, Hq, T, D] float32, lse [B, Hq, T] float32, natural log); no visible key: 0 and -inf.
+    """
+    batch, q_heads, steps, dim = query.shape
+    heads, n = keys.shape[1], keys.shape[2]
+    grouped = query.float().reshape(batch, heads, -1, steps, dim)
+    scores = torch.einsum("bhgtd,bhnd->bhgtn", grouped, keys.float()) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if causal:
+        hidden = torch.ones(steps, n, dtype=torch.bool, device=query.device).triu(n - steps + 1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    lse = torch.logsumexp(scores, dim=-1)
+    weights = torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
+    out = torch.einsum("bhgtn,bhnd->bhgtd", weights, values.float())
+    return out.reshape(batch, q_heads, steps, -1), lse.reshape(batch, q_heads, steps)
+
+
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, *, scale: float, causal: bool, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """As `definition`, out in the dtype of query, by flash attention where torch has it for these arguments."""
+    heads, n, steps = keys.shape[1], keys.shape[2], query.shape[2]
+    group = query.shape[1] // heads
+    if softcap is None and (not causal or n == steps) and _flash(query):
+        if causal:  # the query heads of a group may not share a row of scores
+            spread = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (keys, values))
+            return _flash_attend(query, *spread, scale=scale, causal=True)
+        folded = query.reshape(query.shape[0], heads, group * steps, -1)
+        out, lse = _flash_attend(folded, keys, values, scale=scale, causal=False)
+        return out.reshape(query.shape), lse.reshape(query.shape[:3])
+    block = max(1, _SCORES // max(1, query.shape[0] * query.shape[1] * n))
+    parts = []
+    for start in range(0, steps, block):
+        stop = min(steps, start + block)
+        visible = n - steps + stop if causal else n
+        part = query[:, :, start:stop], keys[:, :, :visible], values[:, :, :visible]
+        parts.append(definition(*part, scale=scale, causal=causal, softcap=softcap))
+    return torch.cat([p[0] for p in parts], dim=2).to(query.dtype), torch.cat([p[1] for p in parts], dim=2)
+
+
+def causal_attention(
+    query: Tensor, keys: Tensor, values: Tensor, *, scale: float, softcap: float | None = None, sinks: Tensor | None = None
+) -> Tensor:
+    """Causal attention of the last T of n tokens, [B, Hq, T, D] in the dtype of query.
+
+    sinks [Hq]: a learned logit a head that takes weight and gives nothing (gpt-oss).
+    """
+    steps, n = query.shape[2], keys.shape[2]
+    if softcap is None and sinks is None and (steps == n or steps == 1):
+        if steps == 1:  # the group's query heads attend as so many queries of one KV head
+            folded = query.reshape(query.shape[0], keys.shape[1], -1, query.shape[3])
+            return F.scaled_dot_product_attention(folded, keys, values, scale=scale).reshape(query.shape)
+        return F.scaled_dot_product_attention(query, keys, values, scale=scale, is_causal=True, enable_gqa=True)
+    if steps < n and softcap is None:
+        past = attend(query, keys[:, :, :-steps], values[:, :, :-steps], scale=scale, causal=False)
+        new = attend(query, keys[:, :, -steps:], values[:, :, -steps:], scale=scale, causal=True)
+        out, lse = merge((past[0], new[0]), (past[1], new[1]))
+    else:
+        out, lse = attend(query, keys, values, scale=scale, causal=True, softcap=softcap)
+    return with_sinks(out, lse, sinks).to(query.dtype)
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
+    """Attention [B, Hq, T, D] with lse [B, Hq, T] after sinks [Hq] have taken their share."""
+    if sinks is None:
+        return out
+    share = torch.sigmoid(lse - sinks.float().to(lse.device)[None, :, None])
+    return out.float() * share[..., None]
+
+
+def _flash(query: Tensor) -> bool:
+    if query.device.type == "cpu":
+        return query.dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+    dims = query.shape[-1]
+    return query.device.type == "cuda" and query.dtype in (torch.bfloat16, torch.float16) and dims % 8 == 0 and dims <= 256
+
+
+def _flash_attend(query: Tensor, keys: Tensor, values: Tensor, *, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    aten = torch.ops.aten
+    if query.device.type == "cpu":
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(query, keys, values, 0.0, causal, scale=scale)
+    else:
+        out, lse = aten._scaled_dot_product_flash_attention(query, keys, values, 0.0, causal, scale=scale)[:2]
+    return out, lse.float()

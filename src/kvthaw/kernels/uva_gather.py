@@ -1,0 +1,74 @@
+"""UVA fetch: a kernel reads the wanted rows straight from pinned host memory into their slots (ParisKV, section 4.3)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvthaw.kernels import HAS_TRITON
+
+
+def definition(table: Tensor, extent: int, slab: Tensor, fetch: Tensor, slots: Tensor, offset: int) -> None:
+    """Copy row fetch[b, h, m] of lane b to slab[b, h, offset + slots[b, h, m]]; fetch -1 skips.
+
+    table: a list of lists of extents [H, E, 2, D] would say the same; here the caller passes them as `table[b][e]`.
+    """
+    for b, h, m in (fetch >= 0).nonzero().tolist():
+        row = int(fetch[b, h, m])
+        slab[b, h, offset + int(slots[b, h, m])] = table[b][row // extent][h, row % extent].to(slab.device)
+
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def _uva_gather(
+        table, fetch, slots, slab, extent, width, heads, count, offset, table_stride, lane_stride, head_stride, BLOCK: tl.constexpr
+    ):
+        # One program a (lane, head, m): 2 D contiguous elements, as 32-bit words, from the host to the slot.
+        pid = tl.program_id(0).to(tl.int64)
+        m = pid % count
+        h = (pid // count) % heads
+        b = pid // (count * heads)
+        row = tl.load(fetch + pid)
+        slot = tl.load(slots + pid)
+        if row >= 0:
+            base = tl.load(table + b * table_stride + row // extent).to(tl.pointer_type(tl.int32))
+            source = base + (h * extent + row % extent) * width
+            target = slab + b * lane_stride + h * head_stride + (offset + slot).to(tl.int64) * width
+            for start in range(0, width, BLOCK):
+                words = start + tl.arange(0, BLOCK)
+                inside = words < width
+                tl.store(target + words, tl.load(source + words, mask=inside), mask=inside)
+
+
+def uva_gather(table: Tensor, extent: int, slab: Tensor, fetch: Tensor, slots: Tensor, offset: int) -> None:
+    """As `definition`, on the device, without a sync.
+
+    table [B, extents] int64: addresses of extents, on the device. slab [B, H, N, 2, D] contiguous. fetch, slots [B, H, M] int32.
+    """
+    assert slab.is_contiguous() and fetch.is_contiguous() and slots.is_contiguous() and table.is_contiguous()
+    assert fetch.dtype == slots.dtype == torch.int32 and table.dtype == torch.int64
+    row_bytes = 2 * slab.shape[-1] * slab.element_size()
+    assert row_bytes % 4 == 0, "a row is copied in 32-bit words"
+    width = row_bytes // 4
+    words = slab.view(torch.int32) if slab.element_size() != 4 else slab.view(torch.int32)
+    lanes, heads, count = fetch.shape
+    block = min(1024, 1 << (width - 1).bit_length())
+    _uva_gather[(lanes * heads * count,)](
+        table,
+        fetch,
+        slots,
+        words,
+        extent,
+        width,
+        heads,
+        count,
+        offset,
+        table.stride(0),
+        slab.stride(0) * slab.element_size() // 4,
+        slab.stride(1) * slab.element_size() // 4,
+        BLOCK=block,
+        num_warps=1 if block <= 256 else 4,
+    )

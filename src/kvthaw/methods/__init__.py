@@ -1,0 +1,36 @@
+"""The methods: one file each, one line each in METHODS."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from typing import Any
+
+from kvthaw.errors import ConfigError
+from kvthaw.methods.full import full
+from kvthaw.methods.oracle import oracle
+from kvthaw.methods.streaming import streaming
+from kvthaw.types import Method
+
+METHODS: dict[str, Callable[..., Method]] = {
+    "full": full,
+    "oracle": oracle,
+    "streaming": streaming,
+}
+"""Name -> what makes the Method from its options. The only list of methods."""
+
+
+def resolve(method: str | Method, **options: Any) -> Method:
+    """A Method by name, with options, or as it is. Raises ConfigError, naming the nearest, for a name that is not in METHODS."""
+    if isinstance(method, Method):
+        if options:
+            raise ConfigError(f"options {sorted(options)} go with a method's name; this is the finished method {method.name}")
+        return method
+    if method not in METHODS:
+        near = difflib.get_close_matches(method, METHODS, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(f"method is {method!r}; {hint}There are: {', '.join(METHODS)}")
+    try:
+        return METHODS[method](**options)
+    except TypeError as error:
+        raise ConfigError(f"method {method!r}: {error}") from None

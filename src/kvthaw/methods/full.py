@@ -1,0 +1,11 @@
+"""Full attention: every layer keeps all KV on the device."""
+
+from __future__ import annotations
+
+from kvthaw.cache.regions import Regions
+from kvthaw.types import Method
+
+
+def full() -> Method:
+    """Dense attention, the baseline that every other method is held to. Its budget means nothing."""
+    return Method("full", paper="-", unit="-", index=None, regions=Regions(0, 1, 1), dense=True)

@@ -1,0 +1,14 @@
+"""Exact top-k: what a perfect index would choose. The bound of every method, at the price of keeping all keys on the device."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from kvthaw.cache.regions import Regions
+from kvthaw.index.exact import ExactIndex, Policy
+from kvthaw.types import Method
+
+
+def oracle(*, policy: Policy = "max") -> Method:
+    """The rows of the largest attention weights. policy: how the query heads of a group agree, see ExactIndex."""
+    return Method("oracle", paper="-", unit="token", index=partial(ExactIndex, policy=policy), regions=Regions(4, 32, 16))

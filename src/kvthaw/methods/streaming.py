@@ -1,0 +1,11 @@
+"""StreamingLLM (Xiao et al., 2023): the first tokens and the most recent ones; all others are evicted."""
+
+from __future__ import annotations
+
+from kvthaw.cache.regions import Regions
+from kvthaw.types import Method
+
+
+def streaming(*, sink: int = 4) -> Method:
+    """Sink and window fill the whole budget. Keys keep the positions they were cached with."""
+    return Method("streaming", paper="StreamingLLM", unit="-", index=None, regions=Regions(sink, 1, 1), evicts=True)

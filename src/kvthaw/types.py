@@ -1,0 +1,142 @@
+"""The nouns that every part of kvthaw shares, and nothing else.
+
+Letters used in shapes: B lanes, Hq query heads, H KV heads, G = Hq // H, D head_dim, T tokens, M rows selected, C pool slots,
+W the width of an observation window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kvthaw.cache.regions import Regions
+
+if TYPE_CHECKING:
+    from kvthaw.cache.host import HostStore
+    from kvthaw.cache.pool import Slab
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """Attention over some of the keys, ready to be merged with the rest.
+
+    out: [B, Hq, D] float32; 0, never NaN, where lse is -inf.
+    lse: [B, Hq] float32, natural log of the sum of exponentials. gpt-oss sinks are ``Partial(0, s_aux)``.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What one layer attends to this step, besides sink, window and buffer. No row twice.
+
+    rows: [B, H, M] int32 token positions (a lane's own, its left padding not counted), -1 padded; M fixed by the budget.
+    counts: [B, H] int32, how many of the M are rows.
+    log_weight: [B, Hq, M] float32 added to the logits, per query head; -inf: not drawn by this head.
+    partial: attention the index did itself, over tokens disjoint from rows.
+    """
+
+    rows: Tensor
+    counts: Tensor
+    log_weight: Tensor | None = None
+    partial: Partial | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What an index must know of the layer it serves.
+
+    store holds the layer's rows on the host; an index that works on the CPU reads keys from it, by position, and copies none.
+    device is where queries come from and where a graph-safe index keeps its metadata. scale multiplies q.k before the softmax.
+    """
+
+    layer: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    store: HostStore
+    regions: Regions
+    scale: float
+    seed: int = 0
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head, G."""
+        return self.q_heads // self.kv_heads
+
+
+class Index(Protocol):
+    """Finds the tokens a query needs. One per layer group. Owns no KV; maps its units (pages, clusters, tokens) to rows.
+
+    Positions are a lane's own. An index holds the positions [first, length) that it was given, where first is the end of the
+    sink; it never returns a row outside them. Everything random derives from (seed, layer, head, position), never from the lane.
+    """
+
+    graph_safe: bool
+    """select() has static shapes and never syncs the host."""
+    on_host: bool
+    """build() and append() want keys on the CPU; they run on a worker thread while the device computes on."""
+
+    def build(self, lane: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
+        """Index a lane anew. keys, values: [H, T, D], positions first .. first + T; queries: the prompt's last, [Hq, W, D]."""
+
+    def append(self, lanes: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
+        """Add the next n positions of some lanes, in place. keys, values: [R, H, n, D] for the R lanes; queries: None or
+        [R, Hq, W, D]."""
+
+    def select(self, query: Tensor, budget: int) -> Selection:
+        """The rows for one query a head, at most budget a KV head. query: [B, Hq, D], after RoPE, unscaled."""
+
+    def truncate(self, lane: int, length: int) -> None:
+        """Forget positions >= length; 0 clears the lane."""
+
+    def reorder(self, lanes: Sequence[int]) -> None:
+        """Lane i becomes what lane lanes[i] was; lanes may repeat and may be more or fewer than before."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that load_state_dict needs to continue as if nothing had happened."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Transfer(Protocol):
+    """Brings rows from the host to the device."""
+
+    graph_safe: bool
+
+    def fetch(self, host: HostStore, slab: Slab, fetch: Tensor, slots: Tensor) -> None:
+        """Write row fetch[b, h, m] of lane b, head h into pool slot slots[b, h, m]. Both [B, H, M] int32; fetch -1 skips."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """How a layer group finds its rows. A method is one file in kvthaw.methods and one line in METHODS.
+
+    name: as in METHODS. paper: where it comes from. unit: what it selects (token, page, cluster, or - for none).
+    index: makes the index of a layer group; None means that nothing is retrieved.
+    dense: every layer keeps all of its KV on the device and attends to all of it.
+    regions: the paper's sink, window and update buffer.
+    evicts: tokens that leave the window are dropped for good instead of offloaded.
+    resident: rows stay on the device from step to step while they are selected again.
+    anchors: the layers that select, by number, or every how manieth of the layers that are not dense; the layers between follow the
+    anchor before them.
+    """
+
+    name: str
+    paper: str
+    unit: str
+    index: Callable[[LayerShape], Index] | None
+    regions: Regions
+    dense: bool = False
+    evicts: bool = False
+    resident: bool = True
+    anchors: int | tuple[int, ...] = 1
+    options: dict[str, Any] = field(default_factory=dict, compare=False)
