@@ -1,0 +1,227 @@
+"""Time to first and second token, time per output token and memory, for methods side by side on one model."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from kvthaw.bench.card import emit, provenance
+from kvthaw.bench.shapes import build
+from kvthaw.engine.hf import Cache
+from kvthaw.errors import CacheError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+HF = "hf-dynamic"
+"""transformers' own DynamicCache with sdpa attention, the baseline of every run."""
+
+
+def main(
+    *,
+    shape: str = "llama-3.1-8b",
+    length: list[int] | None = None,
+    batch: list[int] | None = None,
+    method: list[str] | None = None,
+    budget: int = 256,
+    new_tokens: int = 64,
+    host_bytes: int | None = None,
+    out: Path | None = None,
+    commit: str | None = None,
+    **options: Any,
+) -> list[dict[str, Any]]:
+    """Measure every method at every length and batch; prints a JSON line each. Checks every method against transformers first."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = build(shape, device)
+    methods = [HF, *(m for m in (method or ["full", "icecache"]) if m != HF)]
+    lines = []
+    for name in methods[1:]:
+        check(model, name)
+    for n in length or [36864]:
+        for rows in batch or [1]:
+            for name in methods:
+                line = measure(model, name, length=n, batch=rows, budget=budget, new_tokens=new_tokens, host_bytes=host_bytes)
+                line = {"bench": "decode", "shape": shape, **line, **provenance(commit)}
+                emit(line, out)
+                lines.append(line)
+    return lines
+
+
+@contextmanager
+def _attention(model: PreTrainedModel, name: str) -> Iterator[None]:
+    before = model.config._attn_implementation
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _cache(model: PreTrainedModel, method: str, **settings: Any) -> DynamicCache:
+    return DynamicCache(config=model.config) if method == HF else Cache(model, method, **settings)
+
+
+@torch.inference_mode()
+def check(model: PreTrainedModel, method: str) -> None:
+    """A method whose budget exceeds the prompt must give transformers' own logits. Raises CacheError where it does not."""
+    device = model.device
+    generator = torch.Generator(device="cpu").manual_seed(int(time.time()))
+    ids = torch.randint(0, model.config.vocab_size, (1, 512), generator=generator).to(device)
+    logits = {}
+    for name in (HF, method):
+        budget = None if method == "full" else 2048
+        with _attention(model, "sdpa"):
+            cache = _cache(model, name, budget=budget)
+            model(ids[:, :480], past_key_values=cache)
+            logits[name] = [model(ids[:, i : i + 1], past_key_values=cache).logits[:, -1].float() for i in range(480, 512)]
+    if method == "streaming":  # evicts; there is nothing to compare with
+        return
+    for ours, theirs in zip(logits[method], logits[HF], strict=True):
+        error = float((ours - theirs).norm() / theirs.norm())
+        if not error < 0.05:
+            raise CacheError(f"{method} differs from transformers by {error:.3f} of the logits' norm at a budget above the length")
+
+
+@torch.inference_mode()
+def measure(
+    model: PreTrainedModel, method: str, *, length: int, batch: int, budget: int, new_tokens: int, host_bytes: int | None
+) -> dict[str, Any]:
+    """One method at one length: a cold run for the time with fresh host memory, then the run that counts."""
+    device = model.device
+    ids = torch.randint(0, model.config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(length)).to(device)
+    settings: dict[str, Any] = {} if method == HF else {"budget": None if method == "full" else budget, "host_bytes": host_bytes}
+    with _attention(model, "sdpa"):
+        cold = _run(model, lambda: _cache(model, method, **settings), ids, 4)
+        run = _run(model, lambda: _cache(model, method, **settings), ids, new_tokens)
+    line = {
+        "method": method,
+        "budget": budget if method not in (HF, "full") else None,
+        "length": length,
+        "batch": batch,
+        "new_tokens": new_tokens,
+        "ttft_s": run["ttft"],
+        "tt2t_s": run["tt2t"],
+        "tpot_s": run["tpot"],
+        "itl_p50_s": run["p50"],
+        "itl_p95_s": run["p95"],
+        "tokens_per_s": batch / run["tpot"],
+        "cold_ttft_s": cold["ttft"],
+        "cold_tt2t_s": cold["tt2t"],
+        "peak_device_bytes": run["peak"],
+        "weight_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
+    }
+    line["full_kv_bytes"] = _kv_bytes(model, length + new_tokens, batch)
+    line.update(run["stats"])
+    line.update({f"{part}_s": seconds for part, seconds in run["parts"].items()})
+    return line
+
+
+def _kv_bytes(model: PreTrainedModel, tokens: int, batch: int) -> int:
+    config = model.config
+    width = config.num_key_value_heads * config.head_dim * model.dtype.itemsize
+    return int(2 * config.num_hidden_layers * width * tokens * batch)
+
+
+def _run(model: PreTrainedModel, make: Callable[[], DynamicCache], ids: Tensor, new_tokens: int) -> dict[str, Any]:
+    gc.collect()
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    cache = make()
+    _sync(model)
+    begin = time.perf_counter()
+    token = _step(model, ids, cache)
+    _sync(model)
+    first = time.perf_counter()
+    gaps = []
+    last = first
+    for _ in range(new_tokens):
+        token = _step(model, token, cache)
+        _sync(model)
+        now = time.perf_counter()
+        gaps.append(now - last)
+        last = now
+    peak = torch.cuda.max_memory_allocated() if model.device.type == "cuda" else None
+    stats, parts = {}, {}
+    if isinstance(cache, Cache):
+        stats = {k: v for k, v in cache.stats().to_dict().items() if k not in ("method", "budget", "batch")}
+        parts = _parts(model, cache, token)
+    steady = gaps[1:] or gaps  # the first decode step waits for the index
+    ordered = sorted(steady)
+    return {
+        "ttft": first - begin,
+        "tt2t": first - begin + gaps[0],
+        "tpot": statistics.mean(steady),
+        "p50": statistics.median(steady),
+        "p95": ordered[min(len(ordered) - 1, round(0.95 * len(ordered)))],
+        "peak": peak,
+        "stats": stats,
+        "parts": parts,
+    }
+
+
+def _parts(model: PreTrainedModel, cache: Cache, token: Tensor, steps: int = 16) -> dict[str, float]:
+    """Seconds a token spends in searching the index and in fetching rows, the device idle before each."""
+    spent: dict[str, float] = {}
+
+    def timed(part: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any) -> Any:
+            _sync(model)
+            begin = time.perf_counter()
+            result = call(*args)
+            _sync(model)
+            spent[part] = spent.get(part, 0.0) + time.perf_counter() - begin
+            return result
+
+        return wrapper
+
+    originals: list[tuple[Any, str, Any]] = []
+
+    def wrap(owner: Any, name: str, part: str) -> None:
+        originals.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, timed(part, getattr(owner, name)))
+
+    for layer in cache.frozen_layers:
+        if layer.group is None or layer._transfer is None:
+            continue
+        wrap(layer._transfer, "fetch", "fetch")
+        if layer.leader is None:
+            wrap(layer.group.index, "select", "query")
+            wrap(layer.group.residency, "admit", "residency")
+    for _ in range(steps):
+        token = _step(model, token, cache)
+    for owner, name, _ in originals:
+        delattr(owner, name)
+    return {part: seconds / steps for part, seconds in spent.items()}
+
+
+def _step(model: PreTrainedModel, ids: Tensor, cache: DynamicCache) -> Tensor:
+    logits: Tensor = model(ids, past_key_values=cache, logits_to_keep=1).logits
+    return logits[:, -1:].argmax(dim=-1)
+
+
+def _sync(model: PreTrainedModel) -> None:
+    if model.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    arguments = dict(pair.split("=", 1) for pair in sys.argv[1:])
+    main(
+        shape=arguments.get("shape", "llama-3.1-8b"),
+        length=[int(n) for n in arguments.get("length", "36864").split(",")],
+        method=arguments.get("method", "full,icecache").split(","),
+        budget=int(arguments.get("budget", "256")),
+        out=Path(arguments["out"]) if "out" in arguments else None,
+        commit=arguments.get("commit"),
+    )
