@@ -84,7 +84,8 @@ class Group:
     def choose(self, query: Tensor, length: int) -> Choice:
         """Select rows for one query a head, [B, Hq, D], and give them slots. length: of the longest lane."""
         self.settle()
-        selection = self.index.select(query, self.rows)
+        asked = query.to(device="cpu", dtype=torch.float32) if self.index.on_host else query
+        selection = self.index.select(asked, self.rows)
         self.residency.grow(length)
         if not self.method.resident:
             for lane in range(query.shape[0]):

@@ -62,6 +62,8 @@ class HostStore:
         self._length = [0] * lanes
         self.version = 0
         """Changes whenever addresses do."""
+        self._table: Tensor | None = None
+        self._table_version = -1
 
     @property
     def lanes(self) -> int:
@@ -84,6 +86,14 @@ class HostStore:
     def addresses(self, lane: int) -> Tensor:
         """[extents] int64: where each extent of a lane begins."""
         return torch.tensor([e.data.data_ptr() for e in self._extents[lane]], dtype=torch.int64)
+
+    def table(self) -> Tensor:
+        """[lanes, most extents] int64: the addresses of all lanes, 0 padded."""
+        if self._table is None or self._table_version != self.version:
+            tables = [self.addresses(lane) for lane in range(self.lanes)]
+            self._table = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)
+            self._table_version = self.version
+        return self._table
 
     def append(self, lane: int, rows: Tensor, *, non_blocking: bool = False) -> None:
         """Add rows [H, n, 2, D] of any device behind a lane's last. With non_blocking, a copy from the device is only

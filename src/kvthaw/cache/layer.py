@@ -364,9 +364,17 @@ class FrozenLayer:
         index = group.index
         rows = [] if index.on_host else [self.slab.read(lane, *span) for lane, span in zip(lanes, spans, strict=True)]
 
+        sink, watched = self.plan.regions.sink, self.watched
+
         def job() -> None:
             data = torch.stack(rows or [self.store.read(lane, *span) for lane, span in zip(lanes, spans, strict=True)])
-            index.append(lanes, data[:, :, :, 0], data[:, :, :, 1], None)
+            known = [i for i, (start, _) in enumerate(spans) if start > sink]
+            for i in set(range(len(lanes))).difference(known):  # the first tokens of a lane that had none to index
+                assert watched is not None
+                index.build(lanes[i], sink, data[i, :, :, 0], data[i, :, :, 1], watched[lanes[i]])
+            if known:
+                data = data[known]
+                index.append([lanes[i] for i in known], data[:, :, :, 0], data[:, :, :, 1], None)
 
         group.submit(self._copied, job)
 

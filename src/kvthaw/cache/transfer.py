@@ -8,16 +8,7 @@ from torch import Tensor
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.pool import Slab
 from kvthaw.kernels.uva_gather import uva_gather
-
-
-def gather_rows(host: HostStore, fetch: Tensor, staging: Tensor) -> tuple[int, Tensor]:
-    """The definition of a gather: wanted rows to the front of staging [n, 2, D], in order. Returns how many, and their flat places."""
-    which = (fetch.reshape(-1) >= 0).nonzero()[:, 0]
-    lanes, heads, count = fetch.shape
-    for i, place in enumerate(which.tolist()):
-        row = int(fetch.reshape(-1)[place])
-        staging[i] = host.read(place // (heads * count), row, row + 1)[place // count % heads, 0]
-    return len(which), which
+from kvthaw.native import gather_rows
 
 
 class BulkCopy:
@@ -35,7 +26,7 @@ class BulkCopy:
             self._sent.synchronize()
         wanted = fetch.numel()
         staging = self._buffer(host, wanted)
-        count, which = gather_rows(host, fetch, staging)
+        count, which = gather_rows(host.table(), host.extent, fetch.contiguous(), staging)
         if count == 0:
             return
         lanes, heads, n = slab.data.shape[:3]
@@ -70,9 +61,7 @@ class UvaGather:
     def fetch(self, host: HostStore, slab: Slab, fetch: Tensor, slots: Tensor) -> None:
         """As BulkCopy.fetch, with fetch and slots on the device."""
         if self._table is None or self._version != host.version:
-            addresses = [host.addresses(lane) for lane in range(host.lanes)]
-            table = torch.nn.utils.rnn.pad_sequence(addresses, batch_first=True)
-            self._table, self._version = table.to(slab.data.device), host.version
+            self._table, self._version = host.table().to(slab.data.device), host.version
         uva_gather(self._table, host.extent, slab.data, fetch, slots, slab.pool_start)
 
     def __deepcopy__(self, memo: dict[int, object]) -> UvaGather:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from kvthaw.errors import ConfigError
 from kvthaw.methods.full import full
+from kvthaw.methods.icecache import icecache
 from kvthaw.methods.oracle import oracle
 from kvthaw.methods.streaming import streaming
 from kvthaw.types import Method
@@ -16,6 +18,8 @@ METHODS: dict[str, Callable[..., Method]] = {
     "full": full,
     "oracle": oracle,
     "streaming": streaming,
+    "icecache": icecache,
+    "icecache-reuse": partial(icecache, reuse=3),
 }
 """Name -> what makes the Method from its options. The only list of methods."""
 

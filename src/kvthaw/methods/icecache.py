@@ -1,0 +1,45 @@
+"""IceCache (Mao et al., 2026): a DCI-tree over the keys of every KV head, whose nodes are pages of tokens alike."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from kvthaw.cache.regions import Regions
+from kvthaw.errors import ConfigError
+from kvthaw.index.forest import TreeIndex
+from kvthaw.index.tree import TreeConfig
+from kvthaw.types import LayerShape, Method
+
+_PRESETS: dict[str, dict[str, Any]] = {
+    "paper": {},
+    "code": {"promote": 0.03, "promote_higher": 0.2, "merge": "interleave"},
+}
+
+
+def icecache(*, preset: str = "paper", reuse: int = 1, threads: int = 0, **tree: Any) -> Method:
+    """Two pages of sink, two of window, one of buffer; whole pages of the tokens that a tree search found.
+
+    Host: the trees, their search and the rows. Device: sink, window and the rows selected. GQA: the query heads of a group search
+    on their own and share the budget as `merge` says. reuse: every how manieth layer searches; those between take its choice (the
+    paper's IceCache (reuse) has 3). threads: of the search, 0 for one a core. Other options are TreeConfig's fields.
+    """
+    if preset not in _PRESETS:
+        raise ConfigError(f"preset is {preset!r}; it must be one of {', '.join(_PRESETS)}")
+    if reuse < 1:
+        raise ConfigError(f"reuse is {reuse}; it must be at least 1")
+    options = {**_PRESETS[preset], **tree}
+    TreeConfig(**options)  # refuse bad options now
+    return Method(
+        "icecache" if reuse == 1 else "icecache-reuse",
+        paper="IceCache",
+        unit="page",
+        index=partial(_index, options, threads),
+        regions=Regions(32, 32, 16),
+        anchors=reuse,
+        options={"preset": preset, "reuse": reuse, **options},
+    )
+
+
+def _index(options: dict[str, Any], threads: int, shape: LayerShape) -> TreeIndex:
+    return TreeIndex(shape, TreeConfig(**{"seed": shape.seed, **options}), threads=threads)
