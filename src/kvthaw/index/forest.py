@@ -1,0 +1,221 @@
+"""IceCache's index of one layer: a DCI-tree for every lane and KV head, in C++. `kvthaw.index.tree` defines what it does."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvthaw.errors import CacheError, ConfigError
+from kvthaw.index.tree import DciTree
+from kvthaw.index.tree_config import TreeConfig, directions
+from kvthaw.native import DTYPES, Forest, Isa, isa_code
+from kvthaw.types import LayerShape, Selection
+
+
+class TreeIndex:
+    """The DCI-trees of a layer, behind the Index protocol.
+
+    Keys are read from the layer's host store, by position, and never copied: rows must be in the store, and readable, before
+    build() or append() is told of them. Lanes that reorder() made of one share their trees until one of them changes.
+
+    threads: how many threads a call may use, the caller's included; 0: one for each core. isa: the instruction set, None for
+    the best; for tests.
+    """
+
+    graph_safe = False
+    on_host = True
+
+    def __init__(
+        self, shape: LayerShape, config: TreeConfig | None = None, *, threads: int = 0, isa: Isa | None = None
+    ) -> None:
+        self.shape, self.threads = shape, threads
+        self.config = config or TreeConfig(seed=shape.seed)
+        if shape.dtype not in DTYPES:
+            raise ConfigError(f"dtype is {shape.dtype}; a DCI-tree reads {', '.join(str(d) for d in DTYPES)}")
+        c = self.config
+        units = torch.stack([directions(c, shape.layer, h, shape.head_dim) for h in range(shape.kv_heads)]).contiguous()
+        self._forest = Forest(
+            shape.store.lanes,
+            shape.kv_heads,
+            shape.head_dim,
+            DTYPES[shape.dtype],
+            shape.store.extent,
+            shape.layer,
+            units.data_ptr(),
+            c.page_size,
+            c.composites,
+            c.simples,
+            c.promote,
+            c.promote_higher,
+            c.seed,
+            [c.query_beam, c.query_visit, c.query_retrieve],
+            [c.query_visit_share, c.query_retrieve_share],
+            c.query_beam_share,
+            [c.insert_beam, c.insert_visit, c.insert_retrieve],
+            [c.insert_visit_share, c.insert_retrieve_share],
+            ("best", "mean").index(c.page_score),
+            ("interleave", "union").index(c.merge),
+            shape.scale,
+            isa_code(isa),
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TreeIndex:
+        twin = copy.copy(self)
+        memo[id(self)] = twin
+        twin.shape = copy.deepcopy(self.shape, memo)
+        twin._forest = self._forest.copy()
+        return twin
+
+    def build(self, lane: int, first: int, keys: Tensor, values: Tensor | None = None, queries: Tensor | None = None) -> None:
+        """Index a lane anew: positions first .. first + T, T from keys [H, T, D], whose numbers come from the store.
+
+        Raises ValueError, with the lane as it was, where a key is not finite; CacheError where the store lacks a row."""
+        points = keys.shape[1]
+        bases = self._addresses(lane, lane + 1, {lane: first + points})
+        self._forest.build(lane, first, points, bases.data_ptr(), self.threads)
+
+    def append(self, lanes: Sequence[int], keys: Tensor, values: Tensor | None = None, queries: Tensor | None = None) -> None:
+        """Insert the next n positions of some lanes, n from keys [R, H, n, D]. A lane that was never built begins after the
+        sink. Raises as build() does, with nothing changed."""
+        lanes, points = list(lanes), keys.shape[2]
+        if len(set(lanes)) != len(lanes):
+            raise CacheError(f"append to lanes {lanes}: a lane stands there twice")
+        if not lanes or not points:
+            return
+        for lane in lanes:
+            if not self._forest.has(lane):
+                self._forest.build(lane, self.shape.regions.sink, 0, 0, 1)
+        bases = self._addresses(0, max(lanes) + 1, {lane: self.length(lane) + points for lane in lanes})[lanes]
+        self._forest.append(lanes, points, bases.data_ptr(), bases.shape[1], self.threads)
+
+    def select(self, query: Tensor, budget: int) -> Selection:
+        """At most `budget` rows a KV head: query [B, Hq, D], on any device; rows [B, H, budget] and counts come back there.
+
+        A lane that holds no more than the budget is selected whole, without a search."""
+        rows, counts = self.select_host(query.to(device="cpu", dtype=torch.float32), budget)
+        return Selection(rows.to(query.device), counts.to(query.device))
+
+    def select_host(self, query: Tensor, budget: int) -> tuple[Tensor, Tensor]:
+        """select() without the device: query [B, Hq, D] float32 on the CPU; rows [B, H, budget] and counts [B, H], int32."""
+        batch, q_heads, dim = query.shape
+        if (q_heads, dim) != (self.shape.q_heads, self.shape.head_dim) or batch > self._forest.lanes:
+            most = [self._forest.lanes, self.shape.q_heads, self.shape.head_dim]
+            raise ValueError(f"query is {list(query.shape)}; it must be {most}, or fewer lanes")
+        if budget < 0:
+            raise ConfigError(f"budget is {budget}; it must be at least 0")
+        query = query.contiguous()
+        rows = torch.empty((batch, self.shape.kv_heads, budget), dtype=torch.int32)
+        counts = torch.empty((batch, self.shape.kv_heads), dtype=torch.int32)
+        bases = self._addresses(0, batch, {lane: self.length(lane) for lane in range(batch)})
+        self._forest.select(
+            batch,
+            self.shape.group,
+            query.data_ptr(),
+            budget,
+            bases.data_ptr(),
+            bases.shape[1],
+            rows.data_ptr(),
+            counts.data_ptr(),
+            self.threads,
+        )
+        return rows, counts
+
+    def truncate(self, lane: int, length: int) -> None:
+        """Forget positions >= length; 0 clears the lane. The store must still hold the positions that stay."""
+        if lane < self._forest.lanes and length < self.length(lane):
+            bases = self._addresses(lane, lane + 1, {lane: length})
+            self._forest.truncate(lane, length, bases.data_ptr())
+
+    def reorder(self, lanes: Sequence[int]) -> None:
+        """Lane i becomes what lane lanes[i] was. Trees are shared, and copied when one of their lanes changes."""
+        self._forest.reorder(list(lanes))
+
+    def length(self, lane: int) -> int:
+        """Where a lane's positions end: it holds [first, length)."""
+        return self._forest.first(lane) + self._forest.size(lane)
+
+    def nbytes(self) -> int:
+        """Bytes of host memory that the trees hold, shared ones once."""
+        return self._forest.nbytes()
+
+    def _addresses(self, start: int, stop: int, lengths: dict[int, int]) -> Tensor:
+        """[stop - start, extents] int64 of these lanes, as the store has them now; it must hold so many rows of some."""
+        store = self.shape.store
+        for lane, length in lengths.items():
+            held = store.length(lane) if lane < store.lanes else 0
+            if held < length:
+                raise CacheError(f"lane {lane} is to be indexed to position {length}, but the store holds {held} rows")
+        table, missing = store.table(), stop - store.lanes
+        return (torch.nn.functional.pad(table, (0, 0, 0, missing)) if missing > 0 else table)[start:stop]
+
+    # -- state -------------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The trees as plain tensors, exactly; without keys, which the store has. A lane that was never built is empty."""
+        lanes = []
+        for lane in range(self._forest.lanes):
+            heads = range(self.shape.kv_heads) if self._forest.has(lane) else ()
+            lanes.append([self._save(lane, head) for head in heads])
+        return {"config": dataclasses.asdict(self.config), "layer": self.shape.layer, "lanes": lanes}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state_dict() of the same layer, shape and settings; CacheError names the one that differs."""
+        own = {"layer": self.shape.layer, **dataclasses.asdict(self.config)}
+        for name, value in {"layer": state["layer"], **state["config"]}.items():
+            if own.get(name) != value:
+                raise CacheError(f"the saved index has {name} {value!r}, this one {own.get(name)!r}")
+        self._forest.reorder([])
+        for lane, heads in enumerate(state["lanes"]):
+            if heads and len(heads) != self.shape.kv_heads:
+                raise CacheError(f"the saved index has {len(heads)} KV heads, this one {self.shape.kv_heads}")
+            for head, tree in enumerate(heads):
+                self._load(lane, head, tree)
+        self._forest.grow(len(state["lanes"]))
+
+    def _save(self, lane: int, head: int) -> dict[str, Tensor]:
+        points, pages = self._forest.size(lane), self._forest.pages(lane, head)
+        indices = self.config.composites * self.config.simples
+        state = {
+            "radius2": torch.empty((), dtype=torch.float64),
+            "norm2": torch.empty(points, dtype=torch.float64),
+            "raw": torch.empty((points, indices), dtype=torch.float32),
+            "level": torch.empty(points, dtype=torch.uint8),
+            "parent": torch.empty(points, dtype=torch.int32),
+            "page_node": torch.empty(pages, dtype=torch.int32),
+            "page_count": torch.empty(pages, dtype=torch.int32),
+            "members": torch.empty(points, dtype=torch.int32),
+        }
+        self._forest.save(lane, head, *(tensor.data_ptr() for tensor in state.values()))
+        return {"first": torch.tensor(self._forest.first(lane), dtype=torch.int64), **state}
+
+    def _load(self, lane: int, head: int, state: dict[str, Tensor]) -> None:
+        names = ("norm2", "raw", "level", "parent", "page_node", "page_count", "members")
+        kept = [state[name].contiguous() for name in names]
+        points, pages = len(state["level"]), len(state["page_node"])
+        addresses = [tensor.data_ptr() for tensor in kept]
+        self._forest.load(lane, head, int(state["first"]), points, pages, float(state["radius2"]), *addresses)
+
+    def tree(self, lane: int, head: int) -> DciTree:
+        """A lane's tree as the plain definition, with its keys; for tests and for reading."""
+        shape = self.shape
+        tree = DciTree(shape.head_dim, self.config, layer=shape.layer, head=head, scale=shape.scale)
+        keys = self.shape.store.read(lane, self._forest.first(lane), self.length(lane))[head, :, 0]
+        tree.load(self._save(lane, head), keys)
+        return tree
+
+    def invariants(self, *, nearest: bool = False) -> None:
+        """Raise AssertionError where a tree is not one. nearest: as after build(), every parent is the nearest there is."""
+        wrong = self._forest.check()
+        assert not wrong, wrong
+        for lane in range(self._forest.lanes):
+            for head in range(self.shape.kv_heads if self._forest.has(lane) else 0):
+                tree = self.tree(lane, head)
+                tree.invariants(nearest=nearest)
+                raw = tree.keys.float() @ tree.directions[:, :-1].T.float()
+                saved = self._save(lane, head)["raw"]
+                assert torch.allclose(saved, raw, rtol=1e-4, atol=1e-4 * max(1.0, tree.radius2**0.5)), "raw projections"

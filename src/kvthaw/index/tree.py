@@ -1,0 +1,429 @@
+"""The DCI-tree of IceCache, as plainly as the paper states it: one tree, in float64, on keys that it keeps.
+
+This file is the definition. `kvthaw.index.forest` is the same tree in C++ for every lane and KV head of a layer, and tests hold
+it to this one.
+
+A key k is searched as T_K(k) = [k/c, sqrt(1 - |k|^2/c^2)] and a query q as T_Q(q) = [q/|q|, 0] (equations 2 and 3), with
+c >= max |k|, under Euclidean distance. Everything here is written multiplied by c, which changes no order: with
+lift(k) = sqrt(c^2 - |k|^2), two keys are the nearer the larger a.b + lift(a) lift(b), a key is the nearer to a query the larger
+q.k, and the projection of a key on a direction u of R^(d+1) is k.u[:d] + lift(k) u[d].
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvthaw.index.tree_config import TreeConfig, directions, draw_level
+
+ROOT = -1
+"""Parent of the points of the top level."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What a search looks for: how near given points are (larger is nearer), its own projections, and the effort to spend."""
+
+    nearness: Callable[[Sequence[int]], list[float]]
+    projections: Tensor
+    beam: int
+    visit: int
+    visit_share: float
+    retrieve: int
+    retrieve_share: float
+
+
+Page = tuple[int, int]
+"""A page of the definition: (its node, its place in the node)."""
+
+
+class DciTree:
+    """One tree over the keys at positions first, first + 1, ... of one KV head.
+
+    Points are numbered from 0 in order of position. level[i] is the level drawn for point i; levels without points do not
+    exist, so that "one level up" means the next one that has points. parent[i] is a point of the level above, or ROOT. pages[p]
+    are the pages of node p, the points whose parent is p, in the order of their projection on the first direction.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        config: TreeConfig | None = None,
+        *,
+        first: int = 0,
+        layer: int = 0,
+        head: int = 0,
+        scale: float | None = None,
+    ) -> None:
+        self.config = config or TreeConfig()
+        self.scale = head_dim**-0.5 if scale is None else scale  # of q.k in attention
+        self.first, self.layer, self.head = first, layer, head
+        self.directions = directions(self.config, layer, head, head_dim).double()
+        self.keys = torch.empty(0, head_dim, dtype=torch.float64)
+        self.level: list[int] = []
+        self.parent: list[int] = []
+        self.pages: dict[int, list[list[int]]] = {ROOT: []}
+        self.radius2 = 0.0  # c^2
+
+    def __len__(self) -> int:
+        return len(self.level)
+
+    # -- the space ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def lift(self) -> Tensor:
+        """[n]: sqrt(c^2 - |k|^2)."""
+        return (self.radius2 - self.keys.square().sum(1)).clamp_min(0).sqrt()
+
+    def projections(self, points: Sequence[int]) -> Tensor:
+        """[len(points), composites * simples]."""
+        index = torch.as_tensor(points, dtype=torch.int64)
+        return self.keys[index] @ self.directions[:, :-1].T + self.lift[index, None] * self.directions[:, -1]
+
+    def closeness(self, point: int, others: Sequence[int]) -> list[float]:
+        """How near keys are to a key, larger is nearer: c^2 (1 - distance^2 / 2)."""
+        index = torch.as_tensor(others, dtype=torch.int64)
+        near: list[float] = (self.keys[index] @ self.keys[point] + self.lift[index] * self.lift[point]).tolist()
+        return near
+
+    def levels(self) -> list[int]:
+        """The levels that have points, from the top."""
+        return sorted(set(self.level), reverse=True)
+
+    def at_level(self, level: int) -> list[int]:
+        return [i for i, own in enumerate(self.level) if own == level]
+
+    # -- building, algorithm 2 ---------------------------------------------------------------------------------------------
+
+    def build(self, keys: Tensor) -> None:
+        """Index keys [n, D] anew. Every parent is the nearest point of the level above."""
+        keys = self._finite(keys, self.first)
+        self.keys = keys
+        self.level = [draw_level(self.config, self.layer, self.head, self.first + i) for i in range(len(keys))]
+        self.parent = [ROOT] * len(keys)
+        self.radius2 = float(keys.square().sum(1).max()) if len(keys) else 0.0
+        present = self.levels()
+        for above, below in itertools.pairwise(present):
+            self._adopt(self.at_level(below), self.at_level(above))
+        self._fill_all()
+
+    def _adopt(self, orphans: Sequence[int], parents: Sequence[int]) -> None:
+        """Give each orphan its nearest parent, the first of equals."""
+        for i in orphans:
+            near = self.closeness(i, parents)
+            self.parent[i] = parents[near.index(max(near))]
+
+    def _fill_all(self) -> None:
+        """Lay out every node's pages from the parents."""
+        self._no_pages()
+        nodes: dict[int, list[int]] = {}
+        for i, parent in enumerate(self.parent):
+            nodes.setdefault(parent, []).append(i)
+        for node, members in nodes.items():
+            self._fill(node, members)
+
+    def _no_pages(self) -> None:
+        self.pages = {ROOT: []}
+        for i, level in enumerate(self.level):
+            if level > 1:
+                self.pages[i] = []
+
+    def _fill(self, node: int, members: Sequence[int]) -> None:
+        """Sorted by projection, a node's members fill as few pages as hold them, near-equally."""
+        ordered = self._ordered(members)
+        count = -(-len(ordered) // self.config.page_size)
+        cuts = [b * len(ordered) // count for b in range(count + 1)] if count else []
+        self.pages[node] = [ordered[a:b] for a, b in itertools.pairwise(cuts)]
+
+    def _ordered(self, members: Sequence[int]) -> list[int]:
+        line = self.projections(members)[:, 0].tolist() if members else []
+        return [i for _, i in sorted(zip(line, members, strict=True))]
+
+    def members(self, node: int) -> list[int]:
+        """The points of a node, in order."""
+        return [i for page in self.pages[node] for i in page]
+
+    # -- searching, algorithm 4 --------------------------------------------------------------------------------------------
+
+    def search(self, probe: Probe, level: int) -> list[dict[int, float]]:
+        """From the root down to a level: the points that got a true distance, and how near they are, level by level.
+
+        Where no point of the beam has children, it descends from every point of the level, so that no level comes out empty."""
+        nodes, seen = [ROOT], []
+        for current in self.levels():
+            if current < level:
+                break
+            here: dict[int, float] = {}
+            for node in nodes:
+                found = self.prioritized_dci(node, probe)
+                here |= dict(zip(found, probe.nearness(found), strict=True))
+            seen.append(here)
+            beam = sorted(here, key=lambda i: (-here[i], i))[: probe.beam]
+            nodes = [i for i in beam if self.pages.get(i)] or [i for i in self.at_level(current) if self.pages.get(i)]
+        return seen
+
+    def prioritized_dci(self, node: int, probe: Probe) -> list[int]:
+        """The members of a node that deserve a true distance: near in the largest projected distance over the simple indices
+        of some composite one."""
+        members = self.members(node)
+        if not members:
+            return []
+        visit = max(probe.visit, math.ceil(probe.visit_share * len(members)))
+        retrieve = max(probe.retrieve, math.ceil(probe.retrieve_share * len(members)))
+        apart = (self.projections(members) - probe.projections).abs()
+        bound = apart.view(len(members), self.config.composites, self.config.simples).amax(2)
+        priority: dict[int, float] = {}
+        for composite in range(self.config.composites):
+            line = dict(zip(members, bound[:, composite].tolist(), strict=True))
+            for i in sorted(line, key=lambda i: (line[i], i))[:visit]:
+                priority[i] = min(priority.get(i, math.inf), line[i])
+        return sorted(priority, key=lambda i: (priority[i], i))[:retrieve]
+
+    def _probe_query(self, query: Tensor, budget: int) -> Probe:
+        config, norm = self.config, float(query.norm())
+        target = self.directions[:, :-1] @ query * (math.sqrt(self.radius2) / norm if norm else 0.0)
+
+        def nearness(points: Sequence[int]) -> list[float]:
+            return [float(x) for x in (self.keys[torch.as_tensor(points, dtype=torch.int64)] @ query).tolist()]
+
+        return Probe(
+            nearness,
+            target,
+            config.beam(len(self), budget),
+            config.query_visit,
+            config.query_visit_share,
+            config.query_retrieve,
+            config.query_retrieve_share,
+        )
+
+    def _probe_key(self, point: int) -> Probe:
+        config = self.config
+        return Probe(
+            lambda points: self.closeness(point, points),
+            self.projections([point])[0],
+            config.insert_beam,
+            config.insert_visit,
+            config.insert_visit_share,
+            config.insert_retrieve,
+            config.insert_retrieve_share,
+        )
+
+    # -- selecting pages, algorithm 3, and cutting them to a budget --------------------------------------------------------
+
+    def select(self, queries: Tensor, budget: int) -> list[int]:
+        """At most `budget` positions, none twice, for the queries [G, D] of the heads that share these keys.
+
+        Pages are taken in rank order, whole, while they fit. Of the first that does not fit, its best tokens that got a true
+        distance fill what is left (then its other tokens, in order), so that no budget is wasted while pages are left.
+        """
+        if budget >= len(self):
+            return [self.first + i for i in range(len(self))]
+        home = {i: (node, p) for node, pages in self.pages.items() for p, page in enumerate(pages) for i in page}
+        heads = []
+        for query in queries.double():
+            seen: dict[int, float] = {}
+            for level in self.search(self._probe_query(query, budget), 1):
+                seen |= level
+            heads.append(seen)
+        if self.config.merge == "union":
+            heads = [self._normalised(heads)]
+        ranked = [self._rank(seen, home) for seen in heads]
+        chosen: list[int] = []
+        taken: set[Page] = set()
+        turn = 0
+        while len(chosen) < budget and any(ranked):
+            seen, pages = heads[turn % len(heads)], ranked[turn % len(heads)]
+            turn += 1
+            while pages and pages[0] in taken:
+                pages.pop(0)
+            if not pages:
+                continue
+            node, place = page = pages.pop(0)
+            taken.add(page)
+            tokens = self.pages[node][place]
+            room = budget - len(chosen)
+            if len(tokens) > room:
+                tokens = sorted(tokens, key=lambda i: (-seen.get(i, -math.inf), i))[:room]
+            chosen += tokens
+        return [self.first + i for i in chosen]
+
+    def _rank(self, seen: dict[int, float], home: dict[int, Page]) -> list[Page]:
+        """Pages with a seen token, the best first; of equals the one with the earliest seen token."""
+        scores: dict[Page, list[float]] = {}
+        earliest: dict[Page, int] = {}
+        for i, score in seen.items():
+            scores.setdefault(home[i], []).append(score)
+            earliest[home[i]] = min(i, earliest.get(home[i], i))
+        mean = self.config.page_score == "mean"
+        rank = {page: sum(values) / len(values) if mean else max(values) for page, values in scores.items()}
+        return sorted(scores, key=lambda page: (-rank[page], earliest[page]))
+
+    def _normalised(self, heads: Sequence[dict[int, float]]) -> dict[int, float]:
+        """One score a token for the group: the largest of its log shares in the heads' attention over what they saw."""
+        joint: dict[int, float] = {}
+        for seen in heads:
+            lse = float(torch.logsumexp(torch.tensor(list(seen.values()), dtype=torch.float64) * self.scale, 0))
+            for i, score in seen.items():
+                joint[i] = max(joint.get(i, -math.inf), score * self.scale - lse)
+        return joint
+
+    # -- changing ----------------------------------------------------------------------------------------------------------
+
+    def append(self, keys: Tensor) -> None:
+        """Insert the keys [n, D] of the next n positions, one after the other."""
+        keys = self._finite(keys, self.first + len(self))
+        for key in keys:
+            self._insert(key)
+
+    def _insert(self, key: Tensor) -> None:
+        new = len(self)
+        level = draw_level(self.config, self.layer, self.head, self.first + new)
+        present = self.levels()
+        above = min((one for one in present if one > level), default=None)
+        below = max((one for one in present if one < level), default=None)
+        self.keys = torch.cat([self.keys, key[None]])
+        norm2 = float(key.square().sum())
+        if norm2 > self.radius2:  # c grows: every lift and projection changes, and with them the order in the nodes
+            self.radius2 = norm2
+            for node in self.pages:
+                self._fill(node, self.members(node))
+
+        probe = self._probe_key(new)
+        parent = ROOT
+        if above is not None:
+            nearest = self.search(probe, above)[-1]
+            parent = min(nearest, key=lambda i: (-nearest[i], i))
+        moved: list[int] = []
+        if below is not None and level not in present:  # a level of its own: it becomes the parent of all below
+            moved = self.at_level(below)
+        elif below is not None:
+            found = self.search(probe, below)[-1]
+            moved = sorted(i for i, near in found.items() if near > self.closeness(i, [self.parent[i]])[0])
+        self.level.append(level)
+        self.parent.append(parent)
+        if level > 1:
+            self.pages[new] = []
+        self._move(moved, new)
+        self._place(new)
+
+    def _move(self, points: Sequence[int], node: int) -> None:
+        """Give points of other nodes to a node that has none; pages of both are laid out anew."""
+        gone = set(points)
+        for old in sorted({self.parent[i] for i in points}):
+            self._fill(old, [i for i in self.members(old) if i not in gone])
+        for i in points:
+            self.parent[i] = node
+        if points:
+            self._fill(node, points)
+
+    def _place(self, point: int) -> None:
+        """Put a point into its place in the order of its node; a full page becomes two halves."""
+        pages = self.pages[self.parent[point]]
+        if not pages:
+            pages.append([point])
+            return
+        line = self.projections([point])[0, 0].item()
+        ends = [(self.projections(page[-1:])[0, 0].item(), page[-1]) for page in pages]
+        where = next((p for p, end in enumerate(ends) if (line, point) <= end), len(pages) - 1)
+        page = self._ordered([*pages[where], point])
+        half = (len(page) + 1) // 2
+        pages[where : where + 1] = [page] if len(page) <= self.config.page_size else [page[:half], page[half:]]
+
+    def truncate(self, length: int) -> None:
+        """Forget positions >= length. Children of a point that goes get the nearest parent that stays."""
+        keep = max(0, length - self.first)
+        if keep >= len(self):
+            return
+        parent_was = self.parent[:keep]
+        self.keys, self.level, self.parent = self.keys[:keep], self.level[:keep], self.parent[:keep]
+        present = self.levels()
+        orphans = [i for i, parent in enumerate(parent_was) if parent >= keep]
+        for level in present:
+            above = min((one for one in present if one > level), default=None)
+            here = [i for i in orphans if self.level[i] == level]
+            if above is None:
+                for i in here:
+                    self.parent[i] = ROOT
+            else:
+                self._adopt(here, self.at_level(above))
+        touched = {parent for i, parent in enumerate(self.parent) if parent_was[i] != parent}
+        for node in list(self.pages):
+            if node >= keep:
+                del self.pages[node]
+                continue
+            own = [i for i in range(keep) if self.parent[i] == node]
+            if node in touched or len(own) != len(self.members(node)):
+                self._fill(node, own)
+        if not keep:
+            self.radius2 = 0.0
+
+    def _finite(self, keys: Tensor, position: int) -> Tensor:
+        keys = keys.double()
+        bad = (~keys.isfinite().all(1)).nonzero()
+        if len(bad):
+            where = f"layer {self.layer}, KV head {self.head}"
+            raise ValueError(f"{where}: the key at position {position + int(bad[0])} is not finite")
+        return keys
+
+    # -- state and invariants ----------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Tensor]:
+        """The tree as tensors, without keys: pages in order of node (the root first) and of place."""
+        nodes = sorted(self.pages)
+        pages = [(node, page) for node in nodes for page in self.pages[node]]
+        return {
+            "first": torch.tensor(self.first, dtype=torch.int64),
+            "radius2": torch.tensor(self.radius2, dtype=torch.float64),
+            "level": torch.tensor(self.level, dtype=torch.uint8),
+            "parent": torch.tensor(self.parent, dtype=torch.int32),
+            "page_node": torch.tensor([node for node, _ in pages], dtype=torch.int32),
+            "page_count": torch.tensor([len(page) for _, page in pages], dtype=torch.int32),
+            "members": torch.tensor([i for _, page in pages for i in page], dtype=torch.int32),
+        }
+
+    def load(self, state: dict[str, Any], keys: Tensor) -> None:
+        """Become the tree of a state, over its keys [n, D]."""
+        self.first, self.radius2 = int(state["first"]), float(state["radius2"])
+        self.keys = keys.double()
+        self.level, self.parent = state["level"].tolist(), state["parent"].tolist()
+        self._no_pages()
+        done = 0
+        for node, count in zip(state["page_node"].tolist(), state["page_count"].tolist(), strict=True):
+            self.pages[node].append(state["members"][done : done + count].tolist())
+            done += count
+
+    def invariants(self, *, nearest: bool = False, tolerance: float = 1e-5) -> None:
+        """Raise AssertionError where the tree is not one. nearest: as after build(), every parent is the nearest there is;
+        tolerance: relative to c, for a tree that was made in float32."""
+        n, size, c = len(self), self.config.page_size, math.sqrt(self.radius2)
+        slack = tolerance * max(c, 1e-30)
+        assert self.level == [draw_level(self.config, self.layer, self.head, self.first + i) for i in range(n)], "levels"
+        assert set(self.pages) == {ROOT} | {i for i in range(n) if self.level[i] > 1}, "nodes"
+        everyone = [i for node in self.pages for i in self.members(node)]
+        assert sorted(everyone) == list(range(n)), "each point stands in exactly one page"
+        assert not n or float(self.keys.square().sum(1).max()) <= self.radius2 * (1 + tolerance), "c is at least every norm"
+        for node, pages in self.pages.items():
+            members = self.members(node)
+            assert all(self.parent[i] == node for i in members), f"node {node} holds another's children"
+            assert all(1 <= len(page) <= size for page in pages), f"node {node} has a page that is empty or too full"
+            if len(members) > size:
+                assert all(len(page) >= size // 2 for page in pages), f"node {node} has a page under its minimum fill"
+            line = self.projections(members)[:, 0].tolist() if members else []
+            assert all(b >= a - slack for a, b in itertools.pairwise(line)), f"node {node} is out of order"
+        present = self.levels()
+        for above, below in zip([None, *present], present, strict=False):
+            parents = self.at_level(above) if above is not None else []
+            for i in self.at_level(below):
+                if above is None:
+                    assert self.parent[i] == ROOT, f"point {i} of the top level has a parent"
+                    continue
+                assert self.parent[i] in parents, f"the parent of point {i} is not one level up"
+                if nearest:
+                    near = dict(zip(parents, self.closeness(i, parents), strict=True))
+                    assert near[self.parent[i]] >= max(near.values()) - slack * c, f"point {i} has a nearer parent"

@@ -1,0 +1,116 @@
+"""The settings of a DCI-tree, and what it draws at random: levels and directions, from seed, layer, head and position."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvthaw.errors import ConfigError
+
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class TreeConfig:
+    """Settings of a DCI-tree.
+
+    promote, promote_higher: a point is at level >= 2 with probability promote, and at each further one with promote_higher
+        times the one before. The paper has one ratio r for both.
+    page_size: slots of a page.
+    composites, simples: P-DCI keeps `composites` composite indices of `simples` simple ones each.
+    query_beam, query_beam_share: a query descends from the best max(query_beam, query_beam_share * n) points of a level (the
+        authors' field of view), and from no fewer than two for each page that the budget holds.
+    query_visit, query_visit_share: a composite index visits the max(visit, share * members) points of a node that are nearest
+        in projection; query_retrieve, query_retrieve_share: so many of those visited get a true distance.
+    insert_*: the same for the searches that insert a key. Building needs none: it finds every nearest parent.
+    page_score: a page ranks by the best ("best") or by the mean ("mean") of its tokens that got a true distance.
+    merge: how the query heads of one KV head share the budget. "interleave" takes their ranked pages in turn, "union" all pages
+        by their best score, a score being q.k times the attention's scale less the head's own log-sum-exp over what it saw.
+    seed: of promotions and directions.
+    """
+
+    promote: float = 0.05
+    promote_higher: float = 0.2
+    page_size: int = 16
+    composites: int = 1
+    simples: int = 1
+    query_beam: int = 30
+    query_beam_share: float = 0.0015
+    query_visit: int = 0
+    query_visit_share: float = 1.0
+    query_retrieve: int = 0
+    query_retrieve_share: float = 1.0
+    insert_beam: int = 20
+    insert_visit: int = 0
+    insert_visit_share: float = 1.0
+    insert_retrieve: int = 0
+    insert_retrieve_share: float = 0.6
+    page_score: str = "best"
+    merge: str = "interleave"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        def need(name: str, ok: bool, allowed: str) -> None:
+            if not ok:
+                raise ConfigError(f"tree.{name} is {getattr(self, name)!r}; it must be {allowed}")
+
+        for name in ("promote", "promote_higher"):
+            need(name, 0.0 < getattr(self, name) <= 0.5, "above 0 and at most 0.5")
+        need("page_size", 1 <= self.page_size <= 256, "from 1 to 256")
+        for name in ("composites", "simples"):
+            need(name, 1 <= getattr(self, name) <= 16, "from 1 to 16")
+        for name in ("query_beam", "insert_beam"):
+            need(name, getattr(self, name) >= 1, "at least 1")
+        for name in ("query_visit", "query_retrieve", "insert_visit", "insert_retrieve"):
+            need(name, getattr(self, name) >= 0, "at least 0")
+        need("query_beam_share", 0.0 <= self.query_beam_share <= 1.0, "from 0 to 1")
+        for name in ("query_visit_share", "query_retrieve_share", "insert_visit_share", "insert_retrieve_share"):
+            need(name, 0.0 < getattr(self, name) <= 1.0, "above 0 and at most 1")
+        need("page_score", self.page_score in ("best", "mean"), "'best' or 'mean'")
+        need("merge", self.merge in ("interleave", "union"), "'interleave' or 'union'")
+        need("seed", 0 <= self.seed < 1 << 63, "from 0 to 2^63 - 1")
+
+    def beam(self, points: int, budget: int) -> int:
+        """How many points of a level a query descends from."""
+        return max(self.query_beam, math.ceil(self.query_beam_share * points), -(-2 * budget // self.page_size))
+
+
+def splitmix64(x: int) -> int:
+    """One step of splitmix64: a bijection of 64-bit numbers that mixes well."""
+    x = (x + 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
+
+
+def draw_level(config: TreeConfig, layer: int, head: int, position: int) -> int:
+    """The level of a position, from 1: a pure function, so that a lane alone equals the lane in a batch. No more than 32."""
+    x = splitmix64(splitmix64(splitmix64(splitmix64(config.seed) ^ layer) ^ head) ^ position)
+    uniform = (x >> 11) * 2.0**-53
+    level, threshold = 1, config.promote
+    while uniform < threshold and level < 32:
+        level, threshold = level + 1, threshold * config.promote_higher
+    return level
+
+
+def directions(config: TreeConfig, layer: int, head: int, head_dim: int) -> Tensor:
+    """[composites * simples, head_dim + 1] float32: random unit vectors, the simple indices of a composite one together."""
+    seed = splitmix64(splitmix64(splitmix64(config.seed + 1) ^ layer) ^ head) >> 1
+    generator = torch.Generator().manual_seed(seed)
+    draws = torch.randn(config.composites * config.simples, head_dim + 1, generator=generator, dtype=torch.float64)
+    units: Tensor = draws / draws.norm(dim=1, keepdim=True)
+    return units.float()
+
+
+def config_from(options: dict[str, Any]) -> TreeConfig:
+    """A TreeConfig from loose options; unknown names are refused with the known ones."""
+    known = {field.name for field in dataclasses.fields(TreeConfig)}
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"tree.{name} is not a setting; the settings are {', '.join(sorted(known))}")
+    return TreeConfig(**options)

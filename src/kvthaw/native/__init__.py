@@ -1,0 +1,133 @@
+"""What must run on CPU threads, in C++: DCI-trees, gathering of rows, the flat scan that a tree must beat.
+
+The functions here check tensors and hand their addresses over; the extension neither checks nor keeps them. Work runs on one
+pool of threads that is made on first use and stays; `threads` limits how many of them a call uses, 0 being one for each core.
+No call holds the GIL while it works. isa chooses the instruction set; without it the best of this machine is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from kvthaw.native import _native
+from kvthaw.native._native import Forest, cores
+
+__all__ = ["DTYPES", "Forest", "Isa", "best_isa", "cores", "dots", "flat_topk", "gather_rows", "isa_code", "isas"]
+
+Isa = Literal["scalar", "avx2", "avx512"]
+DTYPES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+def isas() -> list[Isa]:
+    """The instruction sets of this machine and build, the plainest first."""
+    return [name for code, name in enumerate(get_args(Isa)) if _native.has_isa(code)]
+
+
+def best_isa() -> Isa:
+    """What runs when nothing else is asked for."""
+    name: Isa = get_args(Isa)[_native.best_isa()]
+    return name
+
+
+def isa_code(isa: Isa | None) -> int:
+    """The extension's number of an instruction set; ValueError where this machine has none such."""
+    if isa is None:
+        return -1
+    if isa not in isas():
+        raise ValueError(f"isa is {isa!r}; this machine has {', '.join(isas())}")
+    return get_args(Isa).index(isa)
+
+
+def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> int:
+    """The address of a tensor that is contiguous on the host, or an error that says what it is instead."""
+    if (
+        tensor.dtype != dtype
+        or tensor.device.type != "cpu"
+        or not tensor.is_contiguous()
+        or tuple(tensor.shape) != tuple(shape)
+    ):
+        found = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+        raise ValueError(f"{name} is {found}; it must be contiguous {dtype} {list(shape)} on the CPU")
+    return tensor.data_ptr()
+
+
+def gather_rows(addresses: Tensor, extent: int, rows: Tensor, out: Tensor, *, threads: int = 0) -> tuple[int, Tensor]:
+    """Bring scattered rows together, K and V, for one copy to the device.
+
+    addresses: [B, extents] int64, a HostStore's tables, 0 padded. rows: [B, H, M] int32 positions, -1 skips. out: [at least the
+    rows wanted, 2, D] of the store's dtype, on the host (pinned where it is to be copied); rows behind those wanted are left as
+    they were. Returns how many were wanted and, [that many] int64, the flat index into rows of each. Raises ValueError where
+    out is too small.
+    """
+    batch, heads, width = rows.shape
+    bases = _check("addresses", addresses, torch.int64, (batch, addresses.shape[1]))
+    source = _check("rows", rows, torch.int32, rows.shape)
+    if out.dim() != 3 or out.shape[1] != 2 or out.device.type != "cpu" or not out.is_contiguous():
+        raise ValueError(f"out is {list(out.shape)} on {out.device}; it must be contiguous [rows, 2, D] on the CPU")
+    if out.shape[0] < rows.numel() and out.shape[0] < int((rows >= 0).sum()):
+        raise ValueError(f"out has room for {out.shape[0]} rows; {int((rows >= 0).sum())} are wanted")
+    row_bytes = 2 * out.shape[2] * out.element_size()
+    where = torch.empty(rows.numel(), dtype=torch.int64)
+    count = _native.gather_rows(
+        bases, addresses.shape[1], extent, row_bytes, batch, heads, width, source, out.data_ptr(), where.data_ptr(), threads
+    )
+    return count, where[:count]
+
+
+def flat_topk(
+    addresses: Tensor,
+    extent: int,
+    heads: int,
+    dtype: torch.dtype,
+    query: Tensor,
+    firsts: Tensor,
+    lengths: Tensor,
+    k: int,
+    *,
+    threads: int = 0,
+    isa: Isa | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The exact top k of q.k for every query head, by one pass over all keys that the heads of a group share.
+
+    addresses: [B, extents] int64. dtype: of the store, of `heads` KV heads. query: [B, Hq, D] float32. firsts, lengths: [B]
+    int32; positions [first, length) of a lane are searched. Returns positions [B, Hq, k] int32, the best first, -1 where there
+    are fewer, and their scores [B, Hq, k] float32, -inf there.
+    """
+    batch, q_heads, dim = query.shape
+    out = torch.empty((batch, q_heads, k), dtype=torch.int32)
+    scores = torch.empty((batch, q_heads, k), dtype=torch.float32)
+    _native.flat_topk(
+        _check("addresses", addresses, torch.int64, (batch, addresses.shape[1])),
+        addresses.shape[1],
+        extent,
+        dim,
+        DTYPES[dtype],
+        batch,
+        heads,
+        q_heads // heads,
+        _check("query", query, torch.float32, query.shape),
+        _check("firsts", firsts, torch.int32, (batch,)),
+        _check("lengths", lengths, torch.int32, (batch,)),
+        k,
+        out.data_ptr(),
+        scores.data_ptr(),
+        threads,
+        isa_code(isa),
+    )
+    return out, scores
+
+
+def dots(query: Tensor, rows: Tensor, *, isa: Isa | None = None) -> Tensor:
+    """[n] float32: query [D] float32 times rows [n, D] of any stored dtype, accumulated in float32."""
+    out = torch.empty(rows.shape[0], dtype=torch.float32)
+    dim = rows.shape[1]
+    if rows.device.type != "cpu" or rows.stride(1) != 1:
+        raise ValueError(f"rows lie on {rows.device} with strides {rows.stride()}; each must be contiguous on the CPU")
+    address = _check("query", query, torch.float32, (dim,))
+    stride = rows.stride(0) * rows.element_size()
+    _native.dots(address, rows.data_ptr(), len(rows), stride, dim, DTYPES[rows.dtype], out.data_ptr(), isa_code(isa))
+    return out

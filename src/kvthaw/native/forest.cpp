@@ -1,0 +1,224 @@
+#include "forest.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <mutex>
+#include <stdexcept>
+
+#include "pool.h"
+
+namespace kvthaw {
+
+Forest::Forest(Settings settings, int lanes, int heads, int extent, Dtype dtype)
+    : settings_(std::make_shared<const Settings>(std::move(settings))), heads_(heads), extent_(extent), dtype_(dtype),
+      trees_(lanes, std::vector<std::shared_ptr<Tree>>(heads)) {}
+
+Forest::Forest(const Forest& other)
+    : settings_(other.settings_), heads_(other.heads_), extent_(other.extent_), dtype_(other.dtype_) {
+    std::shared_lock lock(other.mutex_);
+    trees_ = other.trees_;
+}
+
+void Forest::refuse(int head, int position) const {
+    throw std::invalid_argument("layer " + std::to_string(settings_->layer) + ", KV head " + std::to_string(head) +
+                                ": the key at position " + std::to_string(position) + " is not finite");
+}
+
+Tree& Forest::tree(int lane, int head) {
+    std::shared_ptr<Tree>& tree = trees_.at(lane).at(head);
+    if (!tree) throw std::out_of_range("lane " + std::to_string(lane) + " has no tree");
+    if (tree.use_count() > 1) tree = std::make_shared<Tree>(*tree);
+    return *tree;
+}
+
+const Tree& Forest::tree(int lane, int head) const {
+    const std::shared_ptr<Tree>& tree = trees_.at(lane).at(head);
+    if (!tree) throw std::out_of_range("lane " + std::to_string(lane) + " has no tree");
+    return *tree;
+}
+
+void Forest::set_tree(int lane, int head, Tree tree) {
+    grow(lane + 1);
+    std::unique_lock lock(mutex_);
+    trees_[lane].at(head) = std::make_shared<Tree>(std::move(tree));
+}
+
+void Forest::grow(int lanes) {
+    std::unique_lock lock(mutex_);
+    if (lanes > this->lanes()) trees_.resize(lanes, std::vector<std::shared_ptr<Tree>>(heads_));
+}
+
+void Forest::build(int lane, int first, int points, const int64_t* bases, int threads) {
+    grow(lane + 1);
+    std::unique_lock lock(mutex_);
+    Pool& pool = Pool::instance();
+    std::vector<std::shared_ptr<Tree>> made;
+    for (int head = 0; head < heads_; ++head) made.push_back(std::make_shared<Tree>(empty_tree(head, first)));
+
+    // Measured in blocks, so that a model of two KV heads uses every thread too.
+    constexpr int kBlock = 1024;
+    const int blocks = (points + kBlock - 1) / kBlock;
+    std::vector<int> bad(static_cast<size_t>(heads_) * blocks, -1);
+    for (auto& tree : made) tree->resize(points);
+    pool.run(static_cast<size_t>(heads_) * blocks, threads, [&](size_t item) {
+        const int head = static_cast<int>(item) / blocks, begin = static_cast<int>(item) % blocks * kBlock;
+        bad[item] = made[head]->measure_points(rows(bases, head), begin, std::min(points, begin + kBlock));
+    });
+    for (size_t item = 0; item < bad.size(); ++item)
+        if (bad[item] >= 0) refuse(static_cast<int>(item) / blocks, first + bad[item]);
+
+    std::vector<std::vector<Tree::Adoption>> adoptions(heads_);
+    pool.run(heads_, threads, [&](size_t head) {
+        made[head]->lay_levels();
+        for (const auto& [below, above] : made[head]->level_pairs())
+            adoptions[head].push_back(made[head]->pack(rows(bases, static_cast<int>(head)), below, above));
+    });
+
+    struct Item {
+        int head, adoption, begin, count;
+    };
+    std::vector<Item> items;
+    constexpr int kOrphans = 4 * kNearestKeys;
+    for (int head = 0; head < heads_; ++head)
+        for (size_t a = 0; a < adoptions[head].size(); ++a) {
+            const int orphans = static_cast<int>(made[head]->at_level(adoptions[head][a].below).size());
+            for (int begin = 0; begin < orphans; begin += kOrphans)
+                items.push_back({head, static_cast<int>(a), begin, std::min(kOrphans, orphans - begin)});
+        }
+    pool.run(items.size(), threads, [&](size_t i) {
+        const Item& item = items[i];
+        const Tree::Adoption& to = adoptions[item.head][item.adoption];
+        made[item.head]->adopt(rows(bases, item.head), to, made[item.head]->at_level(to.below).data() + item.begin, item.count);
+    });
+    pool.run(heads_, threads, [&](size_t head) { made[head]->fill_all(); });
+    trees_[lane] = std::move(made);
+}
+
+void Forest::append(const std::vector<int>& lanes, int points, const int64_t* bases, int extents, int threads) {
+    std::unique_lock lock(mutex_);
+    Pool& pool = Pool::instance();
+    const size_t items = lanes.size() * heads_;
+    const int indices = settings_->indices();
+    for (int lane : lanes)
+        if (!has(lane)) throw std::out_of_range("lane " + std::to_string(lane) + " has no tree");
+    // Measure all before anything changes: a bad key leaves every tree as it was.
+    struct Measured {
+        std::vector<double> norm2;
+        std::vector<float> raw;
+        int bad = -1;
+    };
+    std::vector<Measured> measured(items);
+    pool.run(items, threads, [&](size_t item) {
+        const int lane = static_cast<int>(item) / heads_, head = static_cast<int>(item) % heads_;
+        const Rows at = rows(bases + static_cast<size_t>(lane) * extents, head);
+        const Tree& tree = *trees_[lanes[lane]][head];
+        Measured& own = measured[item];
+        own.norm2.resize(points);
+        own.raw.resize(static_cast<size_t>(points) * indices);
+        std::vector<float> key(settings_->dim);
+        for (int i = 0; i < points; ++i) {
+            settings_->kernels->widen(at.key(tree.first() + tree.size() + i), settings_->dim, dtype_, key.data());
+            settings_->kernels->measure(key.data(), settings_->dim, settings_->directions_of(head), indices, settings_->dim + 1, &own.norm2[i],
+                                       &own.raw[static_cast<size_t>(i) * indices]);
+            if (own.bad < 0 && !std::isfinite(own.norm2[i])) own.bad = tree.first() + tree.size() + i;
+        }
+    });
+    for (size_t item = 0; item < items; ++item)
+        if (measured[item].bad >= 0) refuse(static_cast<int>(item) % heads_, measured[item].bad);
+
+    // Trees that other lanes share are copied; what each item replaces is decided before any runs.
+    std::vector<std::shared_ptr<Tree>> before(items);
+    std::vector<uint8_t> shared(items);
+    for (size_t item = 0; item < items; ++item)
+        shared[item] = trees_[lanes[item / heads_]][item % heads_].use_count() > 1;
+    for (size_t item = 0; item < items; ++item) before[item] = trees_[lanes[item / heads_]][item % heads_];
+    pool.run(items, threads, [&](size_t item) {
+        std::shared_ptr<Tree>& tree = trees_[lanes[item / heads_]][item % heads_];
+        if (shared[item]) tree = std::make_shared<Tree>(*before[item]);
+        tree->append(rows(bases + item / heads_ * extents, static_cast<int>(item % heads_)), points, measured[item].norm2.data(),
+                     measured[item].raw.data());
+    });
+}
+
+void Forest::select(int batch, int group, const float* query, int budget, const int64_t* bases, int extents, int32_t* out,
+                    int32_t* counts, int threads) const {
+    std::shared_lock lock(mutex_);
+    if (batch > lanes()) throw std::out_of_range("more queries than lanes");
+    const size_t trees = static_cast<size_t>(batch) * heads_;
+    std::fill(out, out + trees * budget, -1);
+    std::fill(counts, counts + trees, 0);
+    // A tree that fits the budget goes whole; the others are searched, one item a query head.
+    std::vector<int> searched;
+    for (size_t t = 0; t < trees; ++t) {
+        const Tree* tree = trees_[t / heads_][t % heads_].get();
+        if (tree == nullptr || tree->size() == 0) continue;
+        if (tree->size() > budget) {
+            searched.push_back(static_cast<int>(t));
+            continue;
+        }
+        counts[t] = tree->size();
+        for (int i = 0; i < tree->size(); ++i) out[t * budget + i] = tree->first() + i;
+    }
+    if (searched.empty() || budget == 0) return;
+    for (int t : searched)
+        for (size_t i = 0; i < static_cast<size_t>(group) * settings_->dim; ++i)
+            if (!std::isfinite(query[static_cast<size_t>(t) * group * settings_->dim + i]))
+                throw std::invalid_argument("layer " + std::to_string(settings_->layer) + ", lane " + std::to_string(t / heads_) +
+                                            ", KV head " + std::to_string(t % heads_) + ": a query is not finite");
+    // Room for every search of a call, kept by the calling thread; whoever ends the last search of a tree merges them.
+    static thread_local std::vector<Seen> kept;
+    std::vector<Seen>& seen = kept;
+    if (seen.size() < searched.size() * group) seen.resize(searched.size() * group);
+    std::vector<std::atomic<int>> left(searched.size());
+    for (auto& count : left) count.store(group, std::memory_order_relaxed);
+    Pool::instance().run(searched.size() * group, threads, [&](size_t item) {
+        const size_t s = item / group, t = searched[s], lane = t / heads_;
+        const Tree& tree = *trees_[lane][t % heads_];
+        tree.search_query(rows(bases + lane * extents, static_cast<int>(t % heads_)),
+                          query + (t * group + item % group) * settings_->dim, budget, seen[item]);
+        if (left[s].fetch_sub(1, std::memory_order_acq_rel) == 1)
+            counts[t] = tree.choose(&seen[s * group], group, budget, out + t * budget);
+    });
+}
+
+void Forest::truncate(int lane, int length, const int64_t* bases) {
+    std::unique_lock lock(mutex_);
+    if (!has(lane)) return;
+    for (int head = 0; head < heads_; ++head) {
+        const Tree& now = *trees_[lane][head];
+        if (length - now.first() < now.size()) tree(lane, head).truncate(rows(bases, head), length);
+    }
+}
+
+void Forest::reorder(const std::vector<int>& lanes) {
+    std::unique_lock lock(mutex_);
+    std::vector<std::vector<std::shared_ptr<Tree>>> next;
+    for (int lane : lanes) next.push_back(trees_.at(lane));
+    trees_ = std::move(next);
+}
+
+std::string Forest::check() const {
+    std::shared_lock lock(mutex_);
+    for (int lane = 0; lane < lanes(); ++lane)
+        for (int head = 0; head < heads_; ++head)
+            if (const auto& tree = trees_[lane][head])
+                if (const std::string wrong = tree->check(); !wrong.empty())
+                    return "lane " + std::to_string(lane) + ", KV head " + std::to_string(head) + ": " + wrong;
+    return "";
+}
+
+size_t Forest::nbytes() const {
+    std::shared_lock lock(mutex_);
+    std::vector<const Tree*> trees;
+    for (const auto& lane : trees_)
+        for (const auto& tree : lane)
+            if (tree) trees.push_back(tree.get());
+    std::sort(trees.begin(), trees.end());
+    trees.erase(std::unique(trees.begin(), trees.end()), trees.end());
+    size_t total = 0;
+    for (const Tree* tree : trees) total += tree->nbytes();
+    return total;
+}
+
+}  // namespace kvthaw

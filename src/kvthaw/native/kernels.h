@@ -1,0 +1,40 @@
+// The arithmetic that is worth an instruction set: chosen once, at run time, as a table of functions.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace kvthaw {
+
+enum class Dtype : int { f32 = 0, bf16 = 1, f16 = 2 };
+enum class Isa : int { scalar = 0, avx2 = 1, avx512 = 2 };
+
+constexpr size_t size_of(Dtype dtype) { return dtype == Dtype::f32 ? 4 : 2; }
+
+struct Kernels {
+    Isa isa;
+    int panel;  // parents side by side in a packed panel of `nearest`
+    int group;  // `nearest` wants a multiple of this many keys
+    // out[dim]: a stored row as float32.
+    void (*widen)(const void* row, int dim, Dtype dtype, float* out);
+    // |key|^2 in double, and the inner products with `count` directions that lie `stride` floats apart.
+    void (*measure)(const float* key, int dim, const float* directions, int count, int stride, double* norm2, float* raw);
+    // out[count]: query . row for rows scattered in memory. Each value is the same whatever its neighbours are.
+    void (*dots)(const float* query, const void* const* rows, size_t count, int dim, Dtype dtype, float* out);
+    // out[group][out_stride]: inner products of `group` queries with `count` rows that lie `stride` bytes apart.
+    void (*group_dots)(const float* queries, int group, const void* rows, size_t stride, size_t count, int dim, Dtype dtype,
+                       float* out, size_t out_stride);
+    // For `count` keys [count][depth] the parent with the largest inner product, the first of equals. panels: ceil(parents /
+    // panel) panels [depth][panel]; the last is filled up with copies of the last parent. count: a multiple of group, at most
+    // kNearestKeys.
+    void (*nearest)(const float* keys, int count, const float* panels, int parents, int depth, int32_t* which);
+};
+
+constexpr int kNearestKeys = 96;
+
+// The table of an instruction set, or null where this build or this machine has none.
+const Kernels* find_kernels(Isa isa);
+// The best table of this machine.
+const Kernels* best_kernels();
+
+}  // namespace kvthaw

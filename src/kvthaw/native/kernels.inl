@@ -1,0 +1,283 @@
+// The kernels, written once on GCC's vector types and compiled once per instruction set: the including file defines KV_NAME,
+// KV_ISA, KV_WIDTH (floats per vector) and KV_GROUP (keys per register block of `nearest`). Nothing here may be an inline function
+// of another header: the linker could keep this file's copy of it, with instructions that a lesser machine lacks.
+
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "kernels.h"
+
+namespace kvthaw {
+namespace KV_NAME {
+namespace {
+
+constexpr int W = KV_WIDTH;
+typedef float Vec __attribute__((vector_size(4 * W)));
+typedef float Loose __attribute__((vector_size(4 * W), aligned(4), may_alias));
+typedef int32_t Ints __attribute__((vector_size(4 * W)));
+typedef uint32_t Bits __attribute__((vector_size(4 * W)));
+typedef uint16_t Halves __attribute__((vector_size(2 * W), aligned(2), may_alias));
+typedef float HalfVec __attribute__((vector_size(2 * W), aligned(4), may_alias));
+typedef double Doubles __attribute__((vector_size(4 * W)));
+
+inline float from_bits(uint32_t bits) {
+    float x;
+    std::memcpy(&x, &bits, 4);
+    return x;
+}
+
+inline float half_to_float(uint16_t h) {
+    uint32_t bits = static_cast<uint32_t>(h & 0x7fff) << 13;
+    const float scaled = from_bits(bits) * 0x1p112f;  // exponents 15 -> 127, subnormals included
+    std::memcpy(&bits, &scaled, 4);
+    if ((h & 0x7c00) == 0x7c00) bits |= 0x7f800000u;
+    return from_bits(bits | static_cast<uint32_t>(h & 0x8000) << 16);
+}
+
+template <Dtype T>
+inline float load_one(const void* row, int i) {
+    if constexpr (T == Dtype::f32) return static_cast<const float*>(row)[i];
+    const uint16_t h = static_cast<const uint16_t*>(row)[i];
+    return T == Dtype::bf16 ? from_bits(static_cast<uint32_t>(h) << 16) : half_to_float(h);
+}
+
+template <Dtype T>
+inline Vec load(const void* row, int i) {
+    if constexpr (T == Dtype::f32) {
+        return *reinterpret_cast<const Loose*>(static_cast<const float*>(row) + i);
+    } else {
+        const uint16_t* at = static_cast<const uint16_t*>(row) + i;
+        if constexpr (T == Dtype::bf16) {
+#if defined(__AVX512F__)
+            return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at))), 16);
+#elif defined(__AVX2__)
+            return (Vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at))), 16);
+#else
+            return (Vec)(__builtin_convertvector(*reinterpret_cast<const Halves*>(at), Bits) << 16);
+#endif
+        } else {
+#if defined(__AVX512F__)
+            return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
+#elif defined(__F16C__)
+            return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+#else
+            Vec x;
+            for (int j = 0; j < W; ++j) x[j] = half_to_float(at[j]);
+            return x;
+#endif
+        }
+    }
+}
+
+inline Vec load(const float* at) { return *reinterpret_cast<const Loose*>(at); }
+
+inline float sum(Vec x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps(x);
+#elif defined(__AVX2__)
+    __m128 a = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    a = _mm_add_ps(a, _mm_movehl_ps(a, a));
+    return _mm_cvtss_f32(_mm_add_ss(a, _mm_movehdup_ps(a)));
+#else
+    float total = 0;
+    for (int j = 0; j < W; ++j) total += x[j];
+    return total;
+#endif
+}
+
+template <Dtype T>
+void widen_as(const void* row, int dim, float* out) {
+    int i = 0;
+    for (; i + W <= dim; i += W) *reinterpret_cast<Loose*>(out + i) = load<T>(row, i);
+    for (; i < dim; ++i) out[i] = load_one<T>(row, i);
+}
+
+void widen(const void* row, int dim, Dtype dtype, float* out) {
+    if (dtype == Dtype::f32) return widen_as<Dtype::f32>(row, dim, out);
+    if (dtype == Dtype::bf16) return widen_as<Dtype::bf16>(row, dim, out);
+    return widen_as<Dtype::f16>(row, dim, out);
+}
+
+void measure(const float* key, int dim, const float* directions, int count, int stride, double* norm2, float* raw) {
+    Doubles squares = {};
+    double total = 0;
+    int i = 0;
+    for (; i + W / 2 <= dim; i += W / 2) {
+        const Doubles x = __builtin_convertvector(*reinterpret_cast<const HalfVec*>(key + i), Doubles);
+        squares += x * x;
+    }
+    for (; i < dim; ++i) total += static_cast<double>(key[i]) * key[i];
+    for (int j = 0; j < W / 2; ++j) total += squares[j];
+    *norm2 = total;
+    for (int d = 0; d < count; ++d) {
+        const float* direction = directions + static_cast<size_t>(d) * stride;
+        Vec dot = {};
+        for (i = 0; i + W <= dim; i += W) dot += load(key + i) * load(direction + i);
+        float value = sum(dot);
+        for (; i < dim; ++i) value += key[i] * direction[i];
+        raw[d] = value;
+    }
+}
+
+template <Dtype T, int R>
+inline void dot_rows(const float* query, const void* const* rows, int dim, float* out) {
+    Vec dot[R] = {};
+    int i = 0;
+    for (; i + W <= dim; i += W) {
+        const Vec q = load(query + i);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) dot[r] += load<T>(rows[r], i) * q;
+    }
+    for (int r = 0; r < R; ++r) {
+        float value = sum(dot[r]);
+        for (int j = i; j < dim; ++j) value += load_one<T>(rows[r], j) * query[j];
+        out[r] = value;
+    }
+}
+
+// Rows lie anywhere, so the hardware cannot foresee them: ask for those kAhead further on.
+constexpr size_t kAhead = 12;
+
+template <Dtype T>
+void dots_as(const float* query, const void* const* rows, size_t count, int dim, float* out) {
+    const size_t bytes = static_cast<size_t>(dim) * size_of(T);
+    for (size_t r = 0; r < count && r < kAhead; ++r)
+        for (size_t b = 0; b < bytes; b += 64) __builtin_prefetch(static_cast<const char*>(rows[r]) + b);
+    size_t r = 0;
+    for (; r + 4 <= count; r += 4) {
+        for (size_t a = r + kAhead; a < r + kAhead + 4 && a < count; ++a)
+            for (size_t b = 0; b < bytes; b += 64) __builtin_prefetch(static_cast<const char*>(rows[a]) + b);
+        dot_rows<T, 4>(query, rows + r, dim, out + r);
+    }
+    for (; r < count; ++r) dot_rows<T, 1>(query, rows + r, dim, out + r);
+}
+
+void dots(const float* query, const void* const* rows, size_t count, int dim, Dtype dtype, float* out) {
+    if (dtype == Dtype::f32) return dots_as<Dtype::f32>(query, rows, count, dim, out);
+    if (dtype == Dtype::bf16) return dots_as<Dtype::bf16>(query, rows, count, dim, out);
+    return dots_as<Dtype::f16>(query, rows, count, dim, out);
+}
+
+// G queries share one reading of R rows.
+template <Dtype T, int G, int R>
+inline void group_block(const float* queries, const char* rows, size_t stride, int dim, float* out, size_t out_stride) {
+    Vec dot[G][R] = {};
+    int i = 0;
+    for (; i + W <= dim; i += W) {
+        Vec k[R];
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) k[r] = load<T>(rows + r * stride, i);
+#pragma GCC unroll 4
+        for (int g = 0; g < G; ++g) {
+            const Vec q = load(queries + static_cast<size_t>(g) * dim + i);
+#pragma GCC unroll 4
+            for (int r = 0; r < R; ++r) dot[g][r] += q * k[r];
+        }
+    }
+    for (int g = 0; g < G; ++g)
+        for (int r = 0; r < R; ++r) {
+            float value = sum(dot[g][r]);
+            for (int j = i; j < dim; ++j) value += load_one<T>(rows + r * stride, j) * queries[static_cast<size_t>(g) * dim + j];
+            out[g * out_stride + r] = value;
+        }
+}
+
+template <Dtype T, int G>
+void group_rows(const float* queries, const char* rows, size_t stride, size_t count, int dim, float* out, size_t out_stride) {
+    constexpr int R = W >= 16 ? 4 : 2;
+    const size_t bytes = static_cast<size_t>(dim) * size_of(T);
+    size_t r = 0;
+    for (; r + R <= count; r += R) {
+        for (size_t a = r + 8; a < r + 8 + R && a < count; ++a)
+            for (size_t b = 0; b < bytes; b += 64) __builtin_prefetch(rows + a * stride + b);
+        group_block<T, G, R>(queries, rows + r * stride, stride, dim, out + r, out_stride);
+    }
+    for (; r < count; ++r) group_block<T, G, 1>(queries, rows + r * stride, stride, dim, out + r, out_stride);
+}
+
+template <Dtype T>
+void group_as(const float* queries, int group, const char* rows, size_t stride, size_t count, int dim, float* out,
+              size_t out_stride) {
+    int g = 0;
+    for (; g + 4 <= group; g += 4)
+        group_rows<T, 4>(queries + static_cast<size_t>(g) * dim, rows, stride, count, dim, out + g * out_stride, out_stride);
+    for (; g < group; ++g)
+        group_rows<T, 1>(queries + static_cast<size_t>(g) * dim, rows, stride, count, dim, out + g * out_stride, out_stride);
+}
+
+void group_dots(const float* queries, int group, const void* rows, size_t stride, size_t count, int dim, Dtype dtype, float* out,
+                size_t out_stride) {
+    const char* at = static_cast<const char*>(rows);
+    if (dtype == Dtype::f32) return group_as<Dtype::f32>(queries, group, at, stride, count, dim, out, out_stride);
+    if (dtype == Dtype::bf16) return group_as<Dtype::bf16>(queries, group, at, stride, count, dim, out, out_stride);
+    return group_as<Dtype::f16>(queries, group, at, stride, count, dim, out, out_stride);
+}
+
+inline void keep_larger(Vec& best, Ints& which, Vec value, int at) {
+#if defined(__AVX512F__)
+    const __mmask16 larger = _mm512_cmp_ps_mask(value, best, _CMP_GT_OQ);
+    best = _mm512_mask_mov_ps(best, larger, value);
+    which = (Ints)_mm512_mask_set1_epi32((__m512i)which, larger, at);
+#else
+    const Ints larger = value > best;
+    best = larger ? value : best;
+    which = larger ? Ints{} + at : which;
+#endif
+}
+
+// One register block: KV_GROUP keys against a panel of two vectors of parents, all of depth.
+void nearest(const float* keys, int count, const float* panels, int parents, int depth, int32_t* which) {
+    constexpr int M = KV_GROUP;
+    Vec best[kNearestKeys];
+    Ints at[kNearestKeys];
+    for (int k = 0; k < count; ++k) {
+        best[k] = Vec{} - __builtin_inff();
+        at[k] = Ints{};
+    }
+    for (int p = 0; p * 2 * W < parents; ++p) {
+        const float* panel = panels + static_cast<size_t>(p) * 2 * W * depth;
+        for (int k = 0; k < count; k += M) {
+            const float* key = keys + static_cast<size_t>(k) * depth;
+            Vec low[M] = {}, high[M] = {};
+            for (int d = 0; d < depth; ++d) {
+                const Vec a = load(panel + d * 2 * W), b = load(panel + d * 2 * W + W);
+#pragma GCC unroll 16
+                for (int m = 0; m < M; ++m) {
+                    const float x = key[m * depth + d];
+                    low[m] += x * a;
+                    high[m] += x * b;
+                }
+            }
+#pragma GCC unroll 16
+            for (int m = 0; m < M; ++m) {
+                keep_larger(best[k + m], at[k + m], low[m], 2 * p);
+                keep_larger(best[k + m], at[k + m], high[m], 2 * p + 1);
+            }
+        }
+    }
+    for (int k = 0; k < count; ++k) {
+        float top = -__builtin_inff();
+        int32_t first = 0;
+        for (int lane = 0; lane < W; ++lane) {
+            const int32_t parent = at[k][lane] * W + lane;
+            if (best[k][lane] > top || (best[k][lane] == top && parent < first)) {
+                top = best[k][lane];
+                first = parent;
+            }
+        }
+        which[k] = first < parents ? first : parents - 1;
+    }
+}
+
+}  // namespace
+
+const Kernels* table() {
+    static const Kernels kernels = {Isa::KV_ISA, 2 * W, KV_GROUP, widen, measure, dots, group_dots, nearest};
+    return &kernels;
+}
+
+}  // namespace KV_NAME
+}  // namespace kvthaw

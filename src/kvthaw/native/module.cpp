@@ -1,0 +1,143 @@
+// The extension's face to Python: tensors come as addresses, which __init__.py has checked. No call holds the GIL while it works.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+
+#include "forest.h"
+#include "pool.h"
+#include "scan.h"
+
+namespace nb = nanobind;
+using namespace kvthaw;
+
+namespace {
+
+template <class T>
+T* at(uintptr_t address) {
+    return reinterpret_cast<T*>(address);
+}
+
+const Kernels& kernels_named(int isa) {  // -1: the best of this machine
+    const Kernels* found = isa < 0 ? best_kernels() : find_kernels(static_cast<Isa>(isa));
+    if (found == nullptr) throw std::invalid_argument("this machine or build has no such instruction set");
+    return *found;
+}
+
+constexpr auto kFree = nb::call_guard<nb::gil_scoped_release>();
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+    nb::set_leak_warnings(false);
+    m.def("best_isa", [] { return static_cast<int>(best_kernels()->isa); });
+    m.def("has_isa", [](int isa) { return find_kernels(static_cast<Isa>(isa)) != nullptr; });
+    m.def("cores", &Pool::cores);
+    m.def(
+        "gather_rows",
+        [](uintptr_t bases, int extents, int extent, size_t row_bytes, int batch, int heads, int width, uintptr_t rows, uintptr_t out,
+           uintptr_t where, int threads) {
+            return gather_rows(at<const int64_t>(bases), extents, extent, row_bytes, batch, heads, width, at<const int32_t>(rows),
+                               at<char>(out), at<int64_t>(where), threads);
+        },
+        kFree);
+    m.def(
+        "flat_topk",
+        [](uintptr_t bases, int extents, int extent, int dim, int dtype, int batch, int heads, int group, uintptr_t query,
+           uintptr_t firsts, uintptr_t lengths, int k, uintptr_t out, uintptr_t scores, int threads, int isa) {
+            flat_topk(kernels_named(isa), at<const int64_t>(bases), extents, extent, dim, static_cast<Dtype>(dtype), batch, heads,
+                      group, at<const float>(query), at<const int32_t>(firsts), at<const int32_t>(lengths), k, at<int32_t>(out),
+                      at<float>(scores), threads);
+        },
+        kFree);
+    m.def(
+        "dots",
+        [](uintptr_t query, uintptr_t rows, size_t count, size_t stride, int dim, int dtype, uintptr_t out, int isa) {
+            std::vector<const void*> from(count);
+            for (size_t i = 0; i < count; ++i) from[i] = at<const char>(rows) + i * stride;
+            kernels_named(isa).dots(at<const float>(query), from.data(), count, dim, static_cast<Dtype>(dtype), at<float>(out));
+        },
+        kFree);
+
+    nb::class_<Forest>(m, "Forest")
+        .def(
+            "__init__",
+            [](Forest* self, int lanes, int heads, int dim, int dtype, int extent, int layer, uintptr_t directions, int page_size,
+               int composites, int simples, double promote, double promote_higher, uint64_t seed, const std::vector<int>& query,
+               const std::vector<double>& query_shares, double query_beam_share, const std::vector<int>& insert,
+               const std::vector<double>& insert_shares, int page_score, int merge, double scale, int isa) {
+                const auto effort = [](const std::vector<int>& counts, const std::vector<double>& shares) {
+                    return Effort{counts.at(0), counts.at(1), counts.at(2), shares.at(0), shares.at(1)};
+                };
+                Settings settings{dim,
+                                        layer,
+                                        page_size,
+                                        composites,
+                                        simples,
+                                        promote,
+                                        promote_higher,
+                                        seed,
+                                        effort(query, query_shares),
+                                        effort(insert, insert_shares),
+                                        query_beam_share,
+                                        static_cast<PageScore>(page_score),
+                                        static_cast<Merge>(merge),
+                                        static_cast<float>(scale),
+                                        &kernels_named(isa),
+                                        {}};
+                const auto* from = at<const float>(directions);
+                settings.directions.assign(from, from + static_cast<size_t>(heads) * settings.indices() * (dim + 1));
+                new (self) Forest(std::move(settings), lanes, heads, extent, static_cast<Dtype>(dtype));
+            })
+        .def("copy", [](const Forest& self) { return new Forest(self); }, nb::rv_policy::take_ownership)
+        .def_prop_ro("lanes", &Forest::lanes)
+        .def_prop_ro("heads", &Forest::heads)
+        .def("nbytes", &Forest::nbytes)
+        .def("check", &Forest::check, kFree)
+        .def("has", &Forest::has)
+        .def("size", [](const Forest& self, int lane) { return self.has(lane) ? self.tree(lane, 0).size() : 0; })
+        .def("first", [](const Forest& self, int lane) { return self.has(lane) ? self.tree(lane, 0).first() : 0; })
+        .def(
+            "build",
+            [](Forest& self, int lane, int first, int points, uintptr_t bases, int threads) {
+                self.build(lane, first, points, at<const int64_t>(bases), threads);
+            },
+            kFree)
+        .def(
+            "append",
+            [](Forest& self, const std::vector<int>& lanes, int points, uintptr_t bases, int extents, int threads) {
+                self.append(lanes, points, at<const int64_t>(bases), extents, threads);
+            },
+            kFree)
+        .def(
+            "select",
+            [](const Forest& self, int batch, int group, uintptr_t query, int budget, uintptr_t bases, int extents, uintptr_t rows,
+               uintptr_t counts, int threads) {
+                self.select(batch, group, at<const float>(query), budget, at<const int64_t>(bases), extents, at<int32_t>(rows),
+                            at<int32_t>(counts), threads);
+            },
+            kFree)
+        .def(
+            "truncate",
+            [](Forest& self, int lane, int length, uintptr_t bases) { self.truncate(lane, length, at<const int64_t>(bases)); }, kFree)
+        .def("reorder", &Forest::reorder, kFree)
+        .def("grow", &Forest::grow)
+        .def("pages", [](const Forest& self, int lane, int head) { return self.tree(lane, head).page_total(); })
+        .def("save",
+             [](const Forest& self, int lane, int head, uintptr_t radius2, uintptr_t norm2, uintptr_t raw, uintptr_t level,
+                uintptr_t parent, uintptr_t page_node, uintptr_t page_count, uintptr_t members) {
+                 self.tree(lane, head).save(at<double>(radius2), at<double>(norm2), at<float>(raw), at<uint8_t>(level),
+                                            at<int32_t>(parent), at<int32_t>(page_node), at<int32_t>(page_count),
+                                            at<int32_t>(members));
+             })
+        .def("load", [](Forest& self, int lane, int head, int first, int points, int pages, double radius2, uintptr_t norm2,
+                        uintptr_t raw, uintptr_t level, uintptr_t parent, uintptr_t page_node, uintptr_t page_count,
+                        uintptr_t members) {
+            Tree tree = self.empty_tree(head, first);
+            tree.load(points, pages, radius2, at<const double>(norm2), at<const float>(raw), at<const uint8_t>(level),
+                      at<const int32_t>(parent), at<const int32_t>(page_node), at<const int32_t>(page_count),
+                      at<const int32_t>(members));
+            self.set_tree(lane, head, std::move(tree));
+        });
+}

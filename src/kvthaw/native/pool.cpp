@@ -1,0 +1,131 @@
+#include "pool.h"
+
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <thread>
+
+namespace kvthaw {
+
+namespace {
+
+inline void pause_briefly() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+// A sleeping thread takes tens of microseconds to wake, as long as a layer's search, and the next layer's follows soon: an idle
+// worker first spins, then offers its core to others, and only then sleeps.
+constexpr auto kSpin = std::chrono::microseconds(30), kYield = std::chrono::microseconds(250);
+
+}  // namespace
+
+Pool& Pool::instance() {
+    static std::mutex mutex;
+    static Pool* pool = nullptr;  // never deleted: workers may outlive static destructors
+    static pid_t owner = 0;
+    std::lock_guard lock(mutex);
+    if (pool == nullptr || owner != getpid()) {
+        pool = new Pool;
+        owner = getpid();
+    }
+    return *pool;
+}
+
+int Pool::cores() { return std::max(1u, std::thread::hardware_concurrency()); }
+
+void Pool::grow(int workers) {  // under the lock
+    for (; workers_ < workers; ++workers_) std::thread(&Pool::serve, this).detach();
+}
+
+void Pool::run(size_t count, int threads, const std::function<void(size_t)>& work) {
+    if (threads <= 0) threads = cores();
+    const size_t helpers = std::min<size_t>(threads, count) - (count > 0);
+    if (helpers == 0) {
+        for (size_t i = 0; i < count; ++i) work(i);
+        return;
+    }
+    auto job = std::make_shared<Job>();
+    job->work = &work;
+    job->count = count;
+    job->seats = static_cast<int>(helpers);
+    {
+        std::lock_guard lock(mutex_);
+        grow(threads - 1);
+        jobs_.push_back(job);
+        open_.fetch_add(1, std::memory_order_release);
+        if (sleeping_ > 0) helpers >= static_cast<size_t>(sleeping_) ? wake_.notify_all() : [&] {
+            for (size_t i = 0; i < helpers; ++i) wake_.notify_one();
+        }();
+    }
+    drain(*job);
+    {
+        std::lock_guard lock(mutex_);
+        const auto at = std::find(jobs_.begin(), jobs_.end(), job);
+        if (at != jobs_.end()) {
+            jobs_.erase(at);
+            open_.fetch_sub(1, std::memory_order_release);
+        }
+    }
+    for (int spins = 0; job->done.load(std::memory_order_acquire) != count; ++spins)
+        spins < 2000 ? pause_briefly() : (void)sched_yield();
+    if (job->failed.load(std::memory_order_acquire)) std::rethrow_exception(job->error);
+}
+
+void Pool::drain(Job& job) {
+    for (size_t i; (i = job.next.fetch_add(1, std::memory_order_relaxed)) < job.count;) {
+        try {
+            (*job.work)(i);
+        } catch (...) {
+            if (!job.failed.exchange(true)) job.error = std::current_exception();
+        }
+        job.done.fetch_add(1, std::memory_order_acq_rel);
+    }
+}
+
+std::shared_ptr<Pool::Job> Pool::join_one() {  // under the lock
+    while (!jobs_.empty()) {
+        std::shared_ptr<Job> job = jobs_.back();
+        const bool left = job->next.load(std::memory_order_relaxed) < job->count;
+        if (left) --job->seats;
+        if (!left || job->seats == 0) {
+            jobs_.pop_back();
+            open_.fetch_sub(1, std::memory_order_release);
+        }
+        if (left) return job;
+    }
+    return nullptr;
+}
+
+std::shared_ptr<Pool::Job> Pool::take() {
+    using Clock = std::chrono::steady_clock;
+    for (;;) {
+        const auto start = Clock::now();
+        for (auto idle = Clock::duration::zero(); idle < kYield; idle = Clock::now() - start) {
+            if (open_.load(std::memory_order_acquire) > 0) {
+                std::lock_guard lock(mutex_);
+                if (auto job = join_one()) return job;
+            }
+            if (idle < kSpin)
+                for (int i = 0; i < 16; ++i) pause_briefly();
+            else
+                sched_yield();
+        }
+        std::unique_lock lock(mutex_);
+        ++sleeping_;
+        wake_.wait(lock, [&] { return !jobs_.empty(); });
+        --sleeping_;
+        if (auto job = join_one()) return job;
+    }
+}
+
+void Pool::serve() {
+    for (;;) drain(*take());
+}
+
+}  // namespace kvthaw

@@ -1,0 +1,229 @@
+// Building a tree, and the pages of its nodes.
+#include "tree.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+namespace kvthaw {
+
+namespace {
+
+uint64_t splitmix64(uint64_t x) {
+    x += 0x9E3779B97F4A7C15ull;
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
+    return x ^ (x >> 31);
+}
+
+}  // namespace
+
+int Tree::draw_level(const Settings& settings, int head, int position) {
+    const uint64_t x = splitmix64(splitmix64(splitmix64(splitmix64(settings.seed) ^ static_cast<uint64_t>(settings.layer)) ^
+                                             static_cast<uint64_t>(head)) ^
+                                  static_cast<uint64_t>(position));
+    const double uniform = static_cast<double>(x >> 11) * 0x1p-53;
+    int level = 1;
+    for (double threshold = settings.promote; uniform < threshold && level < kMaxLevel; threshold *= settings.promote_higher)
+        ++level;
+    return level;
+}
+
+void Tree::resize(int points) {
+    const size_t n = points, indices = settings_->indices();
+    norm2_.resize(n);
+    raw_.resize(n * indices);
+    lift_.resize(n);
+    projection_.resize(n * indices);
+    level_.resize(n);
+    parent_.resize(n, kRoot);
+    page_.resize(n, -1);
+    node_of_.resize(n, -1);
+}
+
+int Tree::measure_points(const Rows& rows, int begin, int end) {
+    std::vector<float> key(settings_->dim);
+    const int indices = settings_->indices();
+    int bad = -1;
+    for (int i = begin; i < end; ++i) {
+        settings_->kernels->widen(rows.key(first_ + i), settings_->dim, rows.dtype(), key.data());
+        settings_->kernels->measure(key.data(), settings_->dim, directions_, indices, settings_->dim + 1, &norm2_[i],
+                                    &raw_[static_cast<size_t>(i) * indices]);
+        if (bad < 0 && !std::isfinite(norm2_[i])) bad = i;
+        level_[i] = static_cast<uint8_t>(draw_level(*settings_, head_, first_ + i));
+    }
+    return bad;
+}
+
+void Tree::place_in_space(int point) {
+    const size_t indices = settings_->indices();
+    const double lift = std::sqrt(std::max(0.0, radius2_ - norm2_[point]));
+    lift_[point] = static_cast<float>(lift);
+    for (size_t j = 0; j < indices; ++j)
+        projection_[point * indices + j] =
+            static_cast<float>(raw_[point * indices + j] + lift * directions_[j * (settings_->dim + 1) + settings_->dim]);
+}
+
+void Tree::lay_levels() {
+    radius2_ = 0;
+    for (auto& level : levels_) level.clear();
+    for (int i = 0; i < size(); ++i) {
+        radius2_ = std::max(radius2_, norm2_[i]);
+        levels_[level_[i]].push_back(i);
+    }
+    for (int i = 0; i < size(); ++i) place_in_space(i);
+}
+
+std::vector<std::array<int, 2>> Tree::level_pairs() const {
+    std::vector<std::array<int, 2>> pairs;
+    int above = 0;
+    for (int level = kMaxLevel; level > 0; --level) {
+        if (levels_[level].empty()) continue;
+        if (above) pairs.push_back({level, above});
+        above = level;
+    }
+    return pairs;
+}
+
+int Tree::level_above(int level) const {
+    for (++level; level <= kMaxLevel; ++level)
+        if (!levels_[level].empty()) return level;
+    return 0;
+}
+
+int Tree::level_below(int level) const {
+    for (--level; level > 0; --level)
+        if (!levels_[level].empty()) return level;
+    return 0;
+}
+
+Tree::Adoption Tree::pack(const Rows& rows, int below, int above) const {
+    const int dim = settings_->dim, depth = dim + 1, width = settings_->kernels->panel;
+    Adoption to{below, levels_[above], {}};
+    const int parents = static_cast<int>(to.parents.size()), panels = (parents + width - 1) / width;
+    to.panels.resize(static_cast<size_t>(panels) * width * depth);
+    std::vector<float> key(depth);
+    for (int p = 0; p < panels * width; ++p) {
+        const int point = to.parents[std::min(p, parents - 1)];
+        settings_->kernels->widen(rows.key(first_ + point), dim, rows.dtype(), key.data());
+        key[dim] = lift_[point];
+        float* at = to.panels.data() + static_cast<size_t>(p / width) * width * depth + p % width;
+        for (int d = 0; d < depth; ++d) at[static_cast<size_t>(d) * width] = key[d];
+    }
+    return to;
+}
+
+// In T_K's space the nearest parent has the largest inner product, the lift being one more dimension, so that a blocked product
+// finds every parent exactly; on vectors of 16 it costs no more than a beam search would, and misses none.
+void Tree::adopt(const Rows& rows, const Adoption& to, const int32_t* orphans, int count) {
+    const int dim = settings_->dim, depth = dim + 1, group = settings_->kernels->group;
+    std::vector<float> keys(static_cast<size_t>(kNearestKeys) * depth);
+    int32_t which[kNearestKeys];
+    for (int begin = 0; begin < count; begin += kNearestKeys) {
+        const int n = std::min(kNearestKeys, count - begin), padded = (n + group - 1) / group * group;
+        for (int i = 0; i < n; ++i) {
+            float* key = keys.data() + static_cast<size_t>(i) * depth;
+            settings_->kernels->widen(rows.key(first_ + orphans[begin + i]), dim, rows.dtype(), key);
+            key[dim] = lift_[orphans[begin + i]];
+        }
+        std::fill(keys.begin() + static_cast<size_t>(n) * depth, keys.begin() + static_cast<size_t>(padded) * depth, 0.0f);
+        settings_->kernels->nearest(keys.data(), padded, to.panels.data(), static_cast<int>(to.parents.size()), depth, which);
+        for (int i = 0; i < n; ++i) parent_[orphans[begin + i]] = to.parents[which[i]];
+    }
+}
+
+int Tree::new_node(int point) {
+    int node;
+    if (free_nodes_.empty()) {
+        node = static_cast<int>(nodes_.size());
+        nodes_.emplace_back();
+    } else {
+        node = free_nodes_.back();
+        free_nodes_.pop_back();
+        nodes_[node] = Node{};
+    }
+    return node_of_[point] = node;
+}
+
+int Tree::new_page(int node) {
+    int page;
+    if (free_page_ids_.empty()) {
+        page = static_cast<int>(pages_.size());
+        pages_.push_back({node, -1, 0});
+        page_slots_.resize(page_slots_.size() + settings_->page_size);
+        page_line_.resize(page_line_.size() + settings_->page_size);
+    } else {
+        page = free_page_ids_.back();
+        free_page_ids_.pop_back();
+        pages_[page] = {node, -1, 0};
+    }
+    return page;
+}
+
+void Tree::free_pages(int node) {
+    std::vector<int32_t> chain;
+    for (int page = nodes_[node].page; page >= 0; page = pages_[page].next) chain.push_back(page);
+    for (int page : chain) pages_[page].node = -1;
+    free_page_ids_.insert(free_page_ids_.end(), chain.rbegin(), chain.rend());
+    nodes_[node] = Node{};
+}
+
+void Tree::members_of(int node, std::vector<int32_t>& out) const {
+    out.clear();
+    for (int page = nodes_[node].page; page >= 0; page = pages_[page].next)
+        out.insert(out.end(), slots(page), slots(page) + pages_[page].count);
+}
+
+void Tree::fill(int node, std::vector<int32_t>& members) {
+    std::sort(members.begin(), members.end(), [&](int a, int b) {
+        const float x = projection(a), y = projection(b);
+        return x < y || (x == y && a < b);
+    });
+    free_pages(node);
+    const int64_t n = static_cast<int64_t>(members.size()), size = settings_->page_size, count = (n + size - 1) / size;
+    int previous = -1;
+    for (int64_t b = 0; b < count; ++b) {
+        const int page = new_page(node);
+        (previous < 0 ? nodes_[node].page : pages_[previous].next) = page;
+        previous = page;
+        for (int64_t m = b * n / count; m < (b + 1) * n / count; ++m) {
+            const int slot = pages_[page].count++;
+            slots(page)[slot] = members[m];
+            line(page)[slot] = projection(members[m]);
+            page_[members[m]] = page;
+        }
+    }
+    nodes_[node].members = static_cast<int32_t>(n);
+}
+
+void Tree::fill_all() {
+    nodes_.assign(1, Node{});
+    pages_.clear();
+    page_slots_.clear();
+    page_line_.clear();
+    free_nodes_.clear();
+    free_page_ids_.clear();
+    for (int i = 0; i < size(); ++i)
+        if (level_[i] > 1) new_node(i);
+    // Members by node: a counting sort.
+    std::vector<int32_t> start(nodes_.size() + 1, 0), sorted(size()), members;
+    for (int i = 0; i < size(); ++i) ++start[node_of(parent_[i]) + 1];
+    for (size_t node = 0; node < nodes_.size(); ++node) start[node + 1] += start[node];
+    std::vector<int32_t> at(start.begin(), start.end() - 1);
+    for (int i = 0; i < size(); ++i) sorted[at[node_of(parent_[i])]++] = i;
+    for (size_t node = 0; node < nodes_.size(); ++node) {
+        members.assign(sorted.begin() + start[node], sorted.begin() + start[node + 1]);
+        fill(static_cast<int>(node), members);
+    }
+}
+
+size_t Tree::nbytes() const {
+    const auto bytes = [](const auto& v) { return v.capacity() * sizeof(v[0]); };
+    size_t total = bytes(norm2_) + bytes(raw_) + bytes(lift_) + bytes(projection_) + bytes(level_) + bytes(parent_) + bytes(page_) +
+                   bytes(node_of_) + bytes(nodes_) + bytes(free_nodes_) + bytes(free_page_ids_) + bytes(pages_) +
+                   bytes(page_slots_) + bytes(page_line_);
+    for (const auto& level : levels_) total += bytes(level);
+    return total;
+}
+
+}  // namespace kvthaw

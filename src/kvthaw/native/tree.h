@@ -1,0 +1,176 @@
+// One DCI-tree: the index of one KV head of one lane. src/kvthaw/index/tree.py defines what it does; the names are the same.
+// It keeps no keys: every call that needs them is told where the rows lie now.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+#include "rows.h"
+
+namespace kvthaw {
+
+constexpr int kRoot = -1;
+constexpr int kMaxLevel = 32;
+
+enum class PageScore : int { best = 0, mean = 1 };
+enum class Merge : int { interleave = 0, join = 1 };
+
+// How much of a node a search visits and retrieves, and how many points it descends from.
+struct Effort {
+    int beam, visit, retrieve;
+    double visit_share, retrieve_share;
+};
+
+// What the trees of one layer have in common.
+struct Settings {
+    int dim, layer, page_size, composites, simples;
+    double promote, promote_higher;
+    uint64_t seed;
+    Effort query, insert;
+    double query_beam_share;
+    PageScore page_score;
+    Merge merge;
+    float scale;  // of q.k in attention
+    const Kernels* kernels;
+    std::vector<float> directions;  // [heads][indices][dim + 1]
+
+    int indices() const { return composites * simples; }
+    const float* directions_of(int head) const { return directions.data() + static_cast<size_t>(head) * indices() * (dim + 1); }
+};
+
+// What a search looks for. key is float32 [dim]; lift 0 and any scale for a query.
+struct Probe {
+    const float* key;
+    float lift;
+    const float* projections;
+    Effort effort;
+};
+
+// The members of one page that got a true distance: [begin, end) of Seen's points.
+struct Span {
+    int32_t page;
+    int32_t begin, end;
+};
+
+// Everything a search gave a true distance, level by level.
+struct Seen {
+    std::vector<int32_t> points;
+    std::vector<float> scores;
+    std::vector<Span> spans;
+    size_t last = 0;  // where the last level begins in points
+    // Room to work in.
+    std::vector<const void*> rows;
+    std::vector<int32_t> frontier, members;
+    std::vector<uint64_t> order;
+    std::vector<float> lines;
+
+    void clear() {
+        points.clear();
+        scores.clear();
+        spans.clear();
+        last = 0;
+    }
+};
+
+class Tree {
+public:
+    Tree(std::shared_ptr<const Settings> settings, int head, int first)
+        : settings_(std::move(settings)), directions_(settings_->directions_of(head)), head_(head), first_(first) {}
+
+    int size() const { return static_cast<int>(parent_.size()); }
+    int first() const { return first_; }
+
+    // Building, in the steps that the forest runs in parallel.
+    void resize(int points);                                      // room for points that measure_points then fills
+    int measure_points(const Rows& rows, int begin, int end);     // norms, projections, levels; the first bad point or -1
+    void lay_levels();                                            // after all are measured: c, lifts, levels
+    struct Adoption {
+        int below;                    // the level whose points need parents
+        std::vector<int32_t> parents;  // the points of the level above
+        std::vector<float> panels;    // them, packed for Kernels::nearest
+    };
+    Adoption pack(const Rows& rows, int below, int above) const;
+    void adopt(const Rows& rows, const Adoption& to, const int32_t* orphans, int count);
+    std::vector<std::array<int, 2>> level_pairs() const;          // (below, above), from the top
+    const std::vector<int32_t>& at_level(int level) const { return levels_[level]; }
+    void fill_all();
+
+    // Changing. measured: norms and raw projections of the new points, finite.
+    void append(const Rows& rows, int count, const double* norm2, const float* raw);
+    void truncate(const Rows& rows, int length);
+
+    // Searching. Algorithm 4 down to a level.
+    void search(const Rows& rows, const Probe& probe, int level, Seen& seen) const;
+    // Search for a query: all levels. Its effort grows with the budget.
+    void search_query(const Rows& rows, const float* query, int budget, Seen& seen) const;
+    // Pages of the heads' searches, cut to a budget: writes positions, returns how many.
+    int choose(const Seen* seen, int heads, int budget, int32_t* out) const;
+
+    // State, in the order of tree.py's state().
+    int page_total() const { return static_cast<int>(page_of_node_order().size()); }
+    void save(double* radius2, double* norm2, float* raw, uint8_t* level, int32_t* parent, int32_t* page_node, int32_t* page_count,
+              int32_t* members) const;
+    void load(int points, int pages, double radius2, const double* norm2, const float* raw, const uint8_t* level,
+              const int32_t* parent, const int32_t* page_node, const int32_t* page_count, const int32_t* members);
+    // What is wrong with the maps between points, nodes and pages; empty if nothing.
+    std::string check() const;
+    size_t nbytes() const;
+
+    static int draw_level(const Settings& settings, int head, int position);
+
+private:
+    struct Node {
+        int32_t page = -1, members = 0;  // the first of its chain of pages
+    };
+    struct Page {
+        int32_t node, next, count;
+    };
+
+    // lift and projections of a point at the present c
+    void place_in_space(int point);
+    void grow_radius();
+    float* line(int page) { return page_line_.data() + static_cast<size_t>(page) * settings_->page_size; }
+    const float* line(int page) const { return page_line_.data() + static_cast<size_t>(page) * settings_->page_size; }
+    int32_t* slots(int page) { return page_slots_.data() + static_cast<size_t>(page) * settings_->page_size; }
+    const int32_t* slots(int page) const { return page_slots_.data() + static_cast<size_t>(page) * settings_->page_size; }
+    float projection(int point) const { return projection_[static_cast<size_t>(point) * settings_->indices()]; }
+
+    int node_of(int point) const { return point == kRoot ? 0 : node_of_[point]; }
+    int new_node(int point);
+    int new_page(int node);
+    void free_pages(int node);
+    void fill(int node, std::vector<int32_t>& members);
+    void members_of(int node, std::vector<int32_t>& out) const;
+    std::vector<int32_t> page_of_node_order() const;  // every page, nodes by point
+    void insert(const Rows& rows, int point, Seen& seen);
+    void move(const std::vector<int32_t>& points, int to);
+    void place(int point);
+    int level_above(int level) const;  // the next that has points; 0: none
+    int level_below(int level) const;
+    void collect(int node, const Probe& probe, Seen& seen) const;
+    void prioritized_dci(int node, const Probe& probe, int visit, int retrieve, Seen& seen) const;
+
+    std::shared_ptr<const Settings> settings_;  // outlives the forest that made the tree: copies share trees
+    const float* directions_;  // [indices][dim + 1]
+    int head_, first_;
+    double radius2_ = 0;  // c^2
+
+    // By point.
+    std::vector<double> norm2_;
+    std::vector<float> raw_, lift_, projection_;  // raw_ and projection_ [indices] each
+    std::vector<uint8_t> level_;
+    std::vector<int32_t> parent_, page_, node_of_;  // node_of_: -1 at level 1
+
+    std::array<std::vector<int32_t>, kMaxLevel + 1> levels_;
+    std::vector<Node> nodes_{Node{}};  // the root first
+    std::vector<int32_t> free_nodes_, free_page_ids_;
+    std::vector<Page> pages_;
+    std::vector<int32_t> page_slots_;
+    std::vector<float> page_line_;  // projections of the slots on the first direction
+};
+
+}  // namespace kvthaw

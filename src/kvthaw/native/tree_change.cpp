@@ -1,0 +1,267 @@
+// Inserting into a tree and removing from its end; its state.
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+#include "tree.h"
+
+namespace kvthaw {
+
+void Tree::append(const Rows& rows, int count, const double* norm2, const float* raw) {
+    const int begin = size(), indices = settings_->indices();
+    resize(begin + count);
+    std::copy(norm2, norm2 + count, norm2_.begin() + begin);
+    std::copy(raw, raw + static_cast<size_t>(count) * indices, raw_.begin() + static_cast<size_t>(begin) * indices);
+    Seen seen;
+    for (int i = begin; i < begin + count; ++i) insert(rows, i, seen);
+}
+
+void Tree::insert(const Rows& rows, int point, Seen& seen) {
+    const int dim = settings_->dim;
+    const Kernels& kernels = *settings_->kernels;
+    const int level = draw_level(*settings_, head_, first_ + point);
+    const int above = level_above(level), below = level_below(level);
+    const bool lonely = levels_[level].empty();
+    if (norm2_[point] > radius2_) {
+        radius2_ = norm2_[point];
+        grow_radius();  // of the points that stand in the tree
+    }
+    place_in_space(point);
+    level_[point] = static_cast<uint8_t>(level);
+
+    std::vector<float> key(dim);
+    kernels.widen(rows.key(first_ + point), dim, rows.dtype(), key.data());
+    const Probe probe{key.data(), lift_[point], &projection_[static_cast<size_t>(point) * settings_->indices()], settings_->insert};
+    int parent = kRoot;
+    if (above) {
+        seen.clear();
+        search(rows, probe, above, seen);
+        float best = -HUGE_VALF;
+        for (size_t s = seen.last; s < seen.points.size(); ++s)
+            if (parent == kRoot || seen.scores[s] > best || (seen.scores[s] == best && seen.points[s] < parent)) {
+                best = seen.scores[s];
+                parent = seen.points[s];
+            }
+    }
+    std::vector<int32_t> moved;
+    if (below && lonely) {  // a level of its own: it becomes the parent of all below
+        moved = levels_[below];
+    } else if (below) {
+        seen.clear();
+        search(rows, probe, below, seen);
+        std::vector<float> held(dim), other(dim);
+        int holder = kRoot;
+        for (size_t s = seen.last; s < seen.points.size(); ++s) {
+            const int child = seen.points[s];
+            if (holder != parent_[child]) {  // a node's members come one after the other
+                holder = parent_[child];
+                kernels.widen(rows.key(first_ + holder), dim, rows.dtype(), held.data());
+            }
+            const void* row = rows.key(first_ + child);
+            float near;
+            kernels.dots(held.data(), &row, 1, dim, rows.dtype(), &near);
+            if (seen.scores[s] > near + lift_[holder] * lift_[child]) moved.push_back(child);
+        }
+    }
+    levels_[level].push_back(point);
+    parent_[point] = parent;
+    if (level > 1) new_node(point);
+    move(moved, point);
+    place(point);
+}
+
+void Tree::grow_radius() {
+    std::vector<int32_t> members;
+    for (const auto& level : levels_)
+        for (int i : level) place_in_space(i);
+    for (size_t node = 0; node < nodes_.size(); ++node) {
+        members_of(static_cast<int>(node), members);
+        if (!members.empty()) fill(static_cast<int>(node), members);
+    }
+}
+
+void Tree::move(const std::vector<int32_t>& points, int to) {
+    if (points.empty()) return;
+    std::vector<int32_t> losing, members, staying;
+    for (int i : points) losing.push_back(node_of(parent_[i]));
+    std::sort(losing.begin(), losing.end());
+    losing.erase(std::unique(losing.begin(), losing.end()), losing.end());
+    for (int i : points) parent_[i] = to;
+    for (int node : losing) {
+        members_of(node, members);
+        staying.clear();
+        for (int i : members)
+            if (parent_[i] != to) staying.push_back(i);
+        fill(node, staying);
+    }
+    members = points;
+    fill(node_of(to), members);
+}
+
+void Tree::place(int point) {
+    const int node = node_of(parent_[point]), size = settings_->page_size;
+    const float at = projection(point);
+    const auto before = [&](float x, int other) { return x < at || (x == at && other < point); };
+    ++nodes_[node].members;
+    int page = nodes_[node].page;
+    if (page < 0) {
+        page = new_page(node);
+        nodes_[node].page = page;
+    }
+    while (pages_[page].next >= 0 && before(line(page)[pages_[page].count - 1], slots(page)[pages_[page].count - 1]))
+        page = pages_[page].next;
+    int count = pages_[page].count, slot = 0;
+    while (slot < count && before(line(page)[slot], slots(page)[slot])) ++slot;
+    if (count == size) {  // with the new point the page has one too many: its halves become two pages
+        const int half = (size + 2) / 2, kept = slot < half ? half - 1 : half, right = new_page(node);
+        pages_[right].next = pages_[page].next;
+        pages_[page].next = right;
+        for (int s = kept; s < size; ++s) {
+            slots(right)[s - kept] = slots(page)[s];
+            line(right)[s - kept] = line(page)[s];
+            page_[slots(page)[s]] = right;
+        }
+        pages_[right].count = size - kept;
+        pages_[page].count = kept;
+        if (slot >= half) {
+            slot -= kept;
+            page = right;
+        }
+        count = pages_[page].count;
+    }
+    for (int s = count; s > slot; --s) {
+        slots(page)[s] = slots(page)[s - 1];
+        line(page)[s] = line(page)[s - 1];
+    }
+    slots(page)[slot] = point;
+    line(page)[slot] = at;
+    pages_[page].count = count + 1;
+    page_[point] = page;
+}
+
+void Tree::truncate(const Rows& rows, int length) {
+    const int keep = std::max(0, length - first_), n = size();
+    if (keep >= n) return;
+    if (keep == 0) {
+        *this = Tree(settings_, head_, first_);
+        return;
+    }
+    for (auto& level : levels_) level.erase(std::lower_bound(level.begin(), level.end(), keep), level.end());
+    // Nodes whose members change: those that lose some, and those that adopt.
+    std::vector<uint8_t> touched(nodes_.size(), 0);
+    for (int i = keep; i < n; ++i)
+        if (parent_[i] < keep) touched[node_of(parent_[i])] = 1;
+    std::vector<int32_t> orphans;
+    for (int level = kMaxLevel; level > 0; --level) {
+        orphans.clear();
+        for (int i : levels_[level])
+            if (parent_[i] >= keep) orphans.push_back(i);
+        if (orphans.empty()) continue;
+        if (const int above = level_above(level))
+            adopt(rows, pack(rows, level, above), orphans.data(), static_cast<int>(orphans.size()));
+        else
+            for (int i : orphans) parent_[i] = kRoot;
+        for (int i : orphans) touched[node_of(parent_[i])] = 1;
+    }
+    for (int i = keep; i < n; ++i)
+        if (node_of_[i] >= 0) {
+            free_pages(node_of_[i]);
+            free_nodes_.push_back(node_of_[i]);
+        }
+    std::vector<std::vector<int32_t>> members(nodes_.size());
+    for (int i = 0; i < keep; ++i)
+        if (const int node = node_of(parent_[i]); touched[node]) members[node].push_back(i);
+    resize(keep);
+    for (size_t node = 0; node < nodes_.size(); ++node)
+        if (touched[node]) fill(static_cast<int>(node), members[node]);
+}
+
+std::vector<int32_t> Tree::page_of_node_order() const {
+    std::vector<int32_t> order;
+    for (int point = kRoot; point < size(); ++point) {
+        if (point != kRoot && node_of_[point] < 0) continue;
+        for (int page = nodes_[node_of(point)].page; page >= 0; page = pages_[page].next) order.push_back(page);
+    }
+    return order;
+}
+
+void Tree::save(double* radius2, double* norm2, float* raw, uint8_t* level, int32_t* parent, int32_t* page_node, int32_t* page_count,
+                int32_t* members) const {
+    *radius2 = radius2_;
+    std::copy(norm2_.begin(), norm2_.end(), norm2);
+    std::copy(raw_.begin(), raw_.end(), raw);
+    std::copy(level_.begin(), level_.end(), level);
+    std::copy(parent_.begin(), parent_.end(), parent);
+    for (int page : page_of_node_order()) {
+        *page_node++ = parent_[slots(page)[0]];
+        *page_count++ = pages_[page].count;
+        members = std::copy(slots(page), slots(page) + pages_[page].count, members);
+    }
+}
+
+void Tree::load(int points, int pages, double radius2, const double* norm2, const float* raw, const uint8_t* level,
+                const int32_t* parent, const int32_t* page_node, const int32_t* page_count, const int32_t* members) {
+    *this = Tree(settings_, head_, first_);
+    resize(points);
+    norm2_.assign(norm2, norm2 + points);
+    raw_.assign(raw, raw + static_cast<size_t>(points) * settings_->indices());
+    level_.assign(level, level + points);
+    parent_.assign(parent, parent + points);
+    lay_levels();
+    radius2_ = radius2;
+    for (int i = 0; i < points; ++i) {
+        place_in_space(i);
+        if (level_[i] > 1) new_node(i);
+    }
+    for (int p = 0, last = -1, previous = -1; p < pages; ++p) {
+        const int node = node_of(page_node[p]), page = new_page(node);
+        (node == last ? pages_[previous].next : nodes_[node].page) = page;
+        last = node;
+        previous = page;
+        for (int s = 0; s < page_count[p]; ++s) {
+            const int point = *members++;
+            slots(page)[s] = point;
+            line(page)[s] = projection(point);
+            page_[point] = page;
+        }
+        pages_[page].count = page_count[p];
+        nodes_[node].members += page_count[p];
+    }
+}
+
+std::string Tree::check() const {
+    std::vector<int> found(size(), 0);
+    size_t chained = 0;
+    for (int point = kRoot; point < size(); ++point) {
+        if (point != kRoot && (node_of_[point] >= 0) != (level_[point] > 1)) return "a node at level 1, or none above it";
+        if (point != kRoot && node_of_[point] < 0) continue;
+        const int node = node_of(point);
+        int members = 0;
+        for (int page = nodes_[node].page; page >= 0; page = pages_[page].next, ++chained) {
+            if (pages_[page].node != node) return "a page of another node";
+            if (pages_[page].count < 1 || pages_[page].count > settings_->page_size) return "a page's count";
+            members += pages_[page].count;
+            for (int s = 0; s < pages_[page].count; ++s) {
+                const int i = slots(page)[s];
+                if (i < 0 || i >= size()) return "a slot without a point";
+                ++found[i];
+                if (page_[i] != page) return "a point that does not know its page";
+                if (parent_[i] != point) return "a point in the node of another parent";
+                if (line(page)[s] != projection(i)) return "a slot's projection";
+                if (lift_[i] != static_cast<float>(std::sqrt(std::max(0.0, radius2_ - norm2_[i])))) return "a lift";
+            }
+        }
+        if (members != nodes_[node].members) return "a node's count";
+    }
+    if (std::any_of(found.begin(), found.end(), [](int times) { return times != 1; })) return "a point in no page, or in two";
+    if (chained + free_page_ids_.size() != pages_.size()) return "lost pages";
+    size_t levelled = 0;
+    for (int level = 1; level <= kMaxLevel; ++level) {
+        levelled += levels_[level].size();
+        for (int i : levels_[level])
+            if (level_[i] != level) return "a point in another's level";
+    }
+    return levelled == parent_.size() ? "" : "a point at no level";
+}
+
+}  // namespace kvthaw

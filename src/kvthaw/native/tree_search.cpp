@@ -1,0 +1,285 @@
+// Algorithm 4: from the root down, with prioritized DCI in every node.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "tree.h"
+
+namespace kvthaw {
+
+namespace {
+
+// Ascending keys are descending scores, and of equal scores ascending points.
+uint64_t rank_key(float score, int32_t point) {
+    uint32_t bits;
+    std::memcpy(&bits, &score, 4);
+    bits ^= bits & 0x80000000u ? 0xffffffffu : 0x80000000u;
+    return static_cast<uint64_t>(~bits) << 32 | static_cast<uint32_t>(point);
+}
+
+int share_of(double share, int members) { return static_cast<int>(std::ceil(share * members)); }
+
+}  // namespace
+
+void Tree::collect(int node, const Probe& probe, Seen& seen) const {
+    const int members = nodes_[node].members;
+    const int visit = std::max(probe.effort.visit, share_of(probe.effort.visit_share, members));
+    const int retrieve = std::max(probe.effort.retrieve, share_of(probe.effort.retrieve_share, members));
+    const int limit = std::min(visit, retrieve);
+    if (limit < members && settings_->indices() > 1) return prioritized_dci(node, probe, visit, retrieve, seen);
+    // With one direction the members nearest in projection are a run of the node's order: cut it from the farther end.
+    int low = 0, high = members;
+    if (limit < members) {
+        seen.lines.clear();
+        seen.members.clear();
+        for (int page = nodes_[node].page; page >= 0; page = pages_[page].next) {
+            seen.lines.insert(seen.lines.end(), line(page), line(page) + pages_[page].count);
+            seen.members.insert(seen.members.end(), slots(page), slots(page) + pages_[page].count);
+        }
+        const float at = probe.projections[0];
+        while (high - low > limit) {
+            const float left = std::fabs(seen.lines[low] - at), right = std::fabs(seen.lines[high - 1] - at);
+            if (left > right || (left == right && seen.members[low] > seen.members[high - 1]))
+                ++low;
+            else
+                --high;
+        }
+    }
+    int start = 0;
+    for (int page = nodes_[node].page; page >= 0; start += pages_[page].count, page = pages_[page].next) {
+        const int begin = std::max(low - start, 0), end = std::min(high - start, static_cast<int>(pages_[page].count));
+        if (begin >= end) continue;
+        const int32_t at = static_cast<int32_t>(seen.points.size());
+        seen.points.insert(seen.points.end(), slots(page) + begin, slots(page) + end);
+        seen.spans.push_back({page, at, at + end - begin});
+    }
+}
+
+void Tree::prioritized_dci(int node, const Probe& probe, int visit, int retrieve, Seen& seen) const {
+    const int members = nodes_[node].members, simples = settings_->simples, composites = settings_->composites;
+    std::vector<int32_t> points;
+    members_of(node, points);
+    std::vector<float> priority(members, HUGE_VALF), bound(members);
+    std::vector<int> order(members);
+    const auto nearer = [&](const std::vector<float>& by) {
+        return [&](int a, int b) { return by[a] < by[b] || (by[a] == by[b] && points[a] < points[b]); };
+    };
+    for (int composite = 0; composite < composites; ++composite) {
+        for (int m = 0; m < members; ++m) {
+            const float* own = &projection_[static_cast<size_t>(points[m]) * settings_->indices() + composite * simples];
+            bound[m] = 0;
+            for (int s = 0; s < simples; ++s)
+                bound[m] = std::max(bound[m], std::fabs(own[s] - probe.projections[composite * simples + s]));
+            order[m] = m;
+        }
+        if (visit < members) std::nth_element(order.begin(), order.begin() + visit, order.end(), nearer(bound));
+        for (int m = 0; m < std::min(visit, members); ++m) priority[order[m]] = std::min(priority[order[m]], bound[order[m]]);
+    }
+    for (int m = 0; m < members; ++m) order[m] = m;
+    if (retrieve < members) std::nth_element(order.begin(), order.begin() + retrieve, order.end(), nearer(priority));
+    std::vector<uint8_t> chosen(members, 0);
+    for (int m = 0; m < std::min(retrieve, members); ++m) chosen[order[m]] = priority[order[m]] < HUGE_VALF;
+    for (int page = nodes_[node].page, m = 0; page >= 0; page = pages_[page].next) {
+        const int32_t at = static_cast<int32_t>(seen.points.size());
+        for (int s = 0; s < pages_[page].count; ++s, ++m)
+            if (chosen[m]) seen.points.push_back(points[m]);
+        if (static_cast<size_t>(at) < seen.points.size()) seen.spans.push_back({page, at, static_cast<int32_t>(seen.points.size())});
+    }
+}
+
+void Tree::search(const Rows& rows, const Probe& probe, int stop, Seen& seen) const {
+    seen.frontier.assign(1, 0);
+    for (int level = kMaxLevel; level >= stop; --level) {
+        if (levels_[level].empty()) continue;
+        const size_t begin = seen.last = seen.points.size();
+        // Nodes, then their pages, then rows lie anywhere: ask for all of one kind before the first is needed.
+        for (int node : seen.frontier) __builtin_prefetch(&nodes_[node]);
+        for (int node : seen.frontier)
+            if (const int page = nodes_[node].page; page >= 0) {
+                __builtin_prefetch(&pages_[page]);
+                __builtin_prefetch(slots(page));
+                __builtin_prefetch(line(page));
+            }
+        for (int node : seen.frontier) collect(node, probe, seen);
+
+        const size_t found = seen.points.size() - begin;
+        seen.rows.resize(found);
+        for (size_t s = 0; s < found; ++s) seen.rows[s] = rows.key(first_ + seen.points[begin + s]);
+        seen.scores.resize(seen.points.size());
+        settings_->kernels->dots(probe.key, seen.rows.data(), found, rows.dim(), rows.dtype(), seen.scores.data() + begin);
+        if (probe.lift != 0)
+            for (size_t s = begin; s < seen.points.size(); ++s) seen.scores[s] += probe.lift * lift_[seen.points[s]];
+
+        if (level == 1) break;
+        seen.frontier.clear();
+        const size_t beam = probe.effort.beam;
+        bool children = false;
+        const auto descend = [&](int point) {
+            seen.frontier.push_back(node_of_[point]);
+            children |= nodes_[node_of_[point]].members > 0;
+        };
+        if (found <= beam) {
+            for (size_t s = begin; s < seen.points.size(); ++s) descend(seen.points[s]);
+        } else {
+            seen.order.clear();
+            for (size_t s = begin; s < seen.points.size(); ++s) seen.order.push_back(rank_key(seen.scores[s], seen.points[s]));
+            std::nth_element(seen.order.begin(), seen.order.begin() + beam, seen.order.end());
+            for (size_t s = 0; s < beam; ++s) descend(static_cast<int>(static_cast<uint32_t>(seen.order[s])));
+        }
+        if (!children) {  // the level below has points, but none here: descend from all
+            seen.frontier.clear();
+            for (int point : levels_[level]) descend(point);
+        }
+    }
+}
+
+void Tree::search_query(const Rows& rows, const float* query, int budget, Seen& seen) const {
+    const Settings& set = *settings_;
+    double norm2;
+    std::vector<float> projections(set.indices());
+    set.kernels->measure(query, set.dim, directions_, set.indices(), set.dim + 1, &norm2, projections.data());
+    const float scale = norm2 > 0 ? static_cast<float>(std::sqrt(radius2_ / norm2)) : 0.0f;
+    for (float& x : projections) x *= scale;
+    Probe probe{query, 0.0f, projections.data(), set.query};
+    const int64_t pages = (2 * static_cast<int64_t>(budget) + set.page_size - 1) / set.page_size;
+    probe.effort.beam = static_cast<int>(std::max<int64_t>({set.query.beam, share_of(set.query_beam_share, size()), pages}));
+    seen.clear();
+    search(rows, probe, 1, seen);
+}
+
+namespace {
+
+struct Ranked {
+    float score;
+    int32_t tie;           // the earliest token that got a true distance
+    int32_t page;
+    int32_t begin, end;    // of the parts, below
+};
+
+// A heap's largest is the best page.
+bool worse(const Ranked& a, const Ranked& b) { return a.score < b.score || (a.score == b.score && a.tie > b.tie); }
+
+// One head's view of a page.
+struct Part {
+    int32_t page, head, span;
+};
+
+struct Room {
+    std::vector<std::vector<Ranked>> queues;
+    std::vector<Part> parts;
+    std::vector<uint8_t> taken;
+    std::vector<int32_t> undo;
+    std::vector<float> slot_scores, lse;
+    std::vector<int> order;
+};
+
+float log_sum_exp(const std::vector<float>& scores, float scale) {
+    float top = -HUGE_VALF, total = 0;
+    for (float s : scores) top = std::max(top, s);
+    for (float s : scores) total += std::exp((s - top) * scale);
+    return top * scale + std::log(total);
+}
+
+}  // namespace
+
+int Tree::choose(const Seen* seen, int heads, int budget, int32_t* out) const {
+    static thread_local Room room;
+    const bool join = settings_->merge == Merge::join, mean = settings_->page_score == PageScore::mean;
+    const float scale = settings_->scale;
+    const auto value = [&](int head, int at) {
+        return join ? seen[head].scores[at] * scale - room.lse[head] : seen[head].scores[at];
+    };
+    // Scores of a page's slots as its queue sees them; -inf: no true distance.
+    const auto score_slots = [&](int page, int begin, int end) {
+        room.slot_scores.assign(settings_->page_size, -HUGE_VALF);
+        for (int p = begin; p < end; ++p) {
+            const Part& part = room.parts[p];
+            const Span& span = seen[part.head].spans[part.span];
+            for (int at = span.begin, slot = 0; at < span.end; ++at, ++slot) {
+                while (slots(page)[slot] != seen[part.head].points[at]) ++slot;  // both are in the node's order
+                room.slot_scores[slot] = std::max(room.slot_scores[slot], value(part.head, at));
+            }
+        }
+    };
+
+    room.parts.clear();
+    room.lse.clear();
+    for (int head = 0; head < heads; ++head) {
+        for (size_t s = 0; s < seen[head].spans.size(); ++s)
+            room.parts.push_back({seen[head].spans[s].page, head, static_cast<int32_t>(s)});
+        if (join) room.lse.push_back(log_sum_exp(seen[head].scores, scale));
+    }
+    if (join)
+        std::sort(room.parts.begin(), room.parts.end(), [](const Part& a, const Part& b) {
+            return a.page < b.page || (a.page == b.page && a.head < b.head);
+        });
+    const int queues = join ? 1 : heads;
+    if (static_cast<int>(room.queues.size()) < queues) room.queues.resize(queues);
+    for (int q = 0; q < queues; ++q) room.queues[q].clear();
+    for (size_t begin = 0, end; begin < room.parts.size(); begin = end) {
+        const int page = room.parts[begin].page;
+        for (end = begin + 1; join && end < room.parts.size() && room.parts[end].page == page;) ++end;
+        Ranked ranked{-HUGE_VALF, INT32_MAX, page, static_cast<int32_t>(begin), static_cast<int32_t>(end)};
+        float total = 0;
+        int count = 0;
+        const auto add = [&](float score, int32_t point) {
+            ranked.score = std::max(ranked.score, score);
+            ranked.tie = std::min(ranked.tie, point);
+            total += score;
+            ++count;
+        };
+        if (join) {
+            score_slots(page, ranked.begin, ranked.end);
+            for (int slot = 0; slot < pages_[page].count; ++slot)
+                if (room.slot_scores[slot] > -HUGE_VALF) add(room.slot_scores[slot], slots(page)[slot]);
+        } else {
+            const Seen& own = seen[room.parts[begin].head];
+            const Span& span = own.spans[room.parts[begin].span];
+            for (int at = span.begin; at < span.end; ++at) add(own.scores[at], own.points[at]);
+        }
+        if (mean) ranked.score = total / static_cast<float>(count);
+        room.queues[join ? 0 : room.parts[begin].head].push_back(ranked);
+    }
+    for (int q = 0; q < queues; ++q) std::make_heap(room.queues[q].begin(), room.queues[q].end(), worse);
+
+    if (room.taken.size() < pages_.size()) room.taken.resize(pages_.size(), 0);
+    room.undo.clear();
+    int chosen = 0;
+    size_t idle = 0;
+    for (int turn = 0; chosen < budget && idle < static_cast<size_t>(queues); turn = (turn + 1) % queues) {
+        auto& queue = room.queues[turn];
+        Ranked next{};
+        bool found = false;
+        while (!found && !queue.empty()) {
+            std::pop_heap(queue.begin(), queue.end(), worse);
+            next = queue.back();
+            queue.pop_back();
+            found = !room.taken[next.page];
+        }
+        if (!found) {
+            ++idle;
+            continue;
+        }
+        idle = 0;
+        room.taken[next.page] = 1;
+        room.undo.push_back(next.page);
+        const int count = pages_[next.page].count, left = budget - chosen;
+        const int32_t* tokens = slots(next.page);
+        if (count <= left) {
+            for (int slot = 0; slot < count; ++slot) out[chosen++] = first_ + tokens[slot];
+            continue;
+        }
+        score_slots(next.page, next.begin, next.end);
+        room.order.resize(count);
+        for (int slot = 0; slot < count; ++slot) room.order[slot] = slot;
+        std::sort(room.order.begin(), room.order.end(), [&](int a, int b) {
+            const float x = room.slot_scores[a], y = room.slot_scores[b];
+            return x > y || (x == y && tokens[a] < tokens[b]);
+        });
+        for (int slot = 0; slot < left; ++slot) out[chosen++] = first_ + tokens[room.order[slot]];
+    }
+    for (int page : room.undo) room.taken[page] = 0;
+    return chosen;
+}
+
+}  // namespace kvthaw

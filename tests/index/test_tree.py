@@ -1,0 +1,448 @@
+"""The C++ trees against the plain definition: the same trees, and the same rows."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import threading
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvthaw.cache.host import HostStore
+from kvthaw.cache.regions import Regions
+from kvthaw.errors import CacheError, ConfigError
+from kvthaw.index.forest import TreeIndex
+from kvthaw.index.tree import DciTree
+from kvthaw.index.tree_config import TreeConfig, config_from, draw_level
+from kvthaw.native import Isa, isas
+from kvthaw.types import LayerShape
+
+BUSY = TreeConfig(promote=0.2, promote_higher=0.3)  # many levels at few points
+
+
+def random_keys(heads: int, n: int, dim: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(heads, n, dim, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def clustered(n: int, dim: int, seed: int = 0, clusters: int = 40) -> tuple[Tensor, Tensor]:
+    """[n, dim] keys around centres, each turned a little by its position as RoPE would, and 20 queries near keys."""
+    g = torch.Generator().manual_seed(seed)
+    centres = 2.0 * torch.randn(clusters, dim, generator=g)
+    keys = centres[torch.randint(clusters, (n,), generator=g)] + 0.6 * torch.randn(n, dim, generator=g)
+    angle = torch.arange(n)[:, None] * 10000.0 ** (-torch.arange(dim // 2) / (dim // 2)) * 1e-3
+    a, b = keys[:, : dim // 2], keys[:, dim // 2 :]
+    keys = torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], 1)
+    queries = keys[torch.randint(n, (20,), generator=g)] + 0.8 * torch.randn(20, dim, generator=g)
+    return keys, queries
+
+
+def make_index(
+    keys: Sequence[Tensor],
+    q_heads: int,
+    config: TreeConfig,
+    *,
+    first: int = 0,
+    layer: int = 3,
+    isa: Isa | None = None,
+    threads: int = 2,
+) -> TreeIndex:
+    """An index over lanes of keys [H, T, D] that the store holds; nothing is built."""
+    heads, _, dim = keys[0].shape
+    store = HostStore(len(keys), heads, dim, keys[0].dtype, extent=32)
+    for lane, own in enumerate(keys):
+        store.append(lane, torch.stack([own, own.flip(1)], 2))
+    shape = LayerShape(layer, q_heads, heads, dim, keys[0].dtype, torch.device("cpu"), store, Regions(4, 16, 16), scale=0.2)
+    return TreeIndex(shape, config, threads=threads, isa=isa)
+
+
+def defined(index: TreeIndex, head: int, first: int = 0) -> DciTree:
+    return DciTree(index.shape.head_dim, index.config, first=first, layer=index.shape.layer, head=head, scale=0.2)
+
+
+def same_tree(mine: DciTree, theirs: DciTree) -> None:
+    a, b = mine.state(), theirs.state()
+    for name in ("first", "level", "parent", "page_node", "page_count", "members"):
+        assert torch.equal(a[name], b[name]), name
+    assert torch.allclose(a["radius2"], b["radius2"], rtol=1e-9)
+
+
+def selected(index: TreeIndex, query: Tensor, budget: int, lane: int = 0) -> list[list[int]]:
+    rows, counts = index.select_host(query, budget)
+    for row, count in zip(rows.flatten(0, 1), counts.flatten(), strict=True):
+        assert (row[:count] >= 0).all()
+        assert (row[count:] == -1).all()
+        assert len(set(row[:count].tolist())) == int(count) <= budget
+    return [rows[lane, h, : counts[lane, h]].tolist() for h in range(rows.shape[1])]
+
+
+@pytest.mark.parametrize("n", [0, 1, 15, 16, 17, 63, 500, 2000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_building_and_selecting_equal_the_definition(n: int, dtype: torch.dtype) -> None:
+    keys = random_keys(2, n + 5, 64, dtype, seed=n)
+    index = make_index([keys], 8, TreeConfig(query_beam=8, query_beam_share=0.0))
+    index.build(0, 5, keys[:, 5:])
+    index.invariants(nearest=True)
+    query = random_keys(1, 8, 64, seed=n + 1)
+    rows = {budget: selected(index, query, budget) for budget in (0, 1, 7, 40, 200)}
+    for head in range(2):
+        tree = defined(index, head, first=5)
+        tree.build(keys[head, 5:])
+        same_tree(index.tree(0, head), tree)
+        for budget, got in rows.items():
+            assert sorted(got[head]) == sorted(tree.select(query[0, 4 * head : 4 * head + 4], budget))
+
+
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize("merge", ["interleave", "union"])
+@pytest.mark.parametrize("page_score", ["best", "mean"])
+def test_groups_and_policies_equal_the_definition(dim: int, group: int, merge: str, page_score: str) -> None:
+    keys = random_keys(1, 600, dim, torch.bfloat16, seed=dim)
+    config = dataclasses.replace(BUSY, merge=merge, page_score=page_score, query_beam=6, query_beam_share=0.0)
+    index = make_index([keys], group, config)
+    index.build(0, 0, keys)
+    tree = defined(index, 0)
+    tree.build(keys[0])
+    query = random_keys(1, group, dim, seed=dim + group)
+    for budget in (20, 75):
+        assert selected(index, query, budget)[0] == tree.select(query[0], budget)
+
+
+@pytest.mark.parametrize(("composites", "simples"), [(1, 3), (2, 1), (2, 2)])
+def test_more_indices_equal_the_definition(composites: int, simples: int) -> None:
+    config = dataclasses.replace(
+        BUSY, composites=composites, simples=simples, query_visit_share=0.5, query_retrieve_share=0.4, insert_visit_share=0.7
+    )
+    keys = random_keys(1, 400, 64, seed=1)
+    index = make_index([keys], 2, config)
+    index.build(0, 0, keys[:, :300])
+    index.append([0], keys[None, :, 300:])
+    index.invariants()
+    tree = defined(index, 0)
+    tree.build(keys[0, :300])
+    tree.append(keys[0, 300:])
+    same_tree(index.tree(0, 0), tree)
+    query = random_keys(1, 2, 64, seed=2)
+    assert selected(index, query, 60)[0] == tree.select(query[0], 60)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("built", [0, 1, 100, 300])
+def test_inserting_and_truncating_equal_the_definition(dtype: torch.dtype, built: int) -> None:
+    keys = random_keys(2, 420, 96, dtype, seed=built) * torch.linspace(0.8, 1.3, 420)[:, None]  # c grows all the way
+    keys = keys.to(dtype)
+    index = make_index([keys], 2, BUSY)
+    index.build(0, 0, keys[:, :built])
+    trees = [defined(index, head) for head in range(2)]
+    for head, tree in enumerate(trees):
+        tree.build(keys[head, :built])
+    at = built
+    for size in (1, 16, 40, 63):
+        index.append([0], keys[None, :, at : at + size])
+        for head, tree in enumerate(trees):
+            tree.append(keys[head, at : at + size])
+            same_tree(index.tree(0, head), tree)
+        at += size
+    index.invariants()
+    for length in (at - 3, at // 2, 1):
+        index.truncate(0, length)
+        index.append([0], keys[None, :, length : length + 20])
+        index.invariants()
+        for head, tree in enumerate(trees):
+            tree.truncate(length)
+            tree.append(keys[head, length : length + 20])
+            same_tree(index.tree(0, head), tree)
+
+
+def test_one_append_equals_several() -> None:
+    keys = random_keys(2, 300, 64, seed=4)
+    one, many = (make_index([keys], 2, BUSY) for _ in range(2))
+    for index in (one, many):
+        index.build(0, 0, keys[:, :100])
+    one.append([0], keys[None, :, 100:])
+    for at in range(100, 300, 25):
+        many.append([0], keys[None, :, at : at + 25])
+    for head in range(2):
+        same_tree(one.tree(0, head), many.tree(0, head))
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_instruction_set_makes_the_same_tree(isa: Isa, dtype: torch.dtype) -> None:
+    keys = random_keys(1, 900, 80, dtype, seed=8)
+    plain, index = (make_index([keys], 4, BUSY, isa=one) for one in ("scalar", isa))
+    for one in (plain, index):
+        one.build(0, 0, keys[:, :800])
+        one.append([0], keys[None, :, 800:])
+    same_tree(index.tree(0, 0), plain.tree(0, 0))
+    query = random_keys(1, 4, 80, seed=9)
+    assert selected(index, query, 100) == selected(plain, query, 100)
+
+
+def test_threads_change_nothing() -> None:
+    keys = random_keys(3, 1500, 64, seed=5)
+    states = []
+    for threads in (1, 2, 5):
+        index = make_index([keys], 6, BUSY, threads=threads)
+        index.build(0, 0, keys[:, :1400])
+        index.append([0], keys[None, :, 1400:])
+        states.append((index.state_dict(), selected(index, random_keys(1, 6, 64, seed=6), 90)))
+    for state, rows in states[1:]:
+        assert rows == states[0][1]
+        for mine, theirs in zip(state["lanes"][0], states[0][0]["lanes"][0], strict=True):
+            assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_ragged_lanes_equal_lanes_alone() -> None:
+    lanes = [random_keys(2, n, 64, seed=n) for n in (700, 0, 33, 220)]
+    index = make_index(lanes, 4, TreeConfig())
+    for lane, keys in enumerate(lanes):
+        index.build(lane, min(4, keys.shape[1]), keys[:, 4:])
+    index.invariants(nearest=True)
+    query = random_keys(4, 4, 64, seed=3)
+    together = [selected(index, query, 48, lane) for lane in range(4)]
+    assert together[1] == [[], []]
+    for lane, keys in enumerate(lanes):
+        alone = make_index([keys], 4, TreeConfig())
+        alone.build(0, min(4, keys.shape[1]), keys[:, 4:])
+        assert selected(alone, query[lane : lane + 1], 48)[0] == together[lane][0]
+        assert selected(alone, query[lane : lane + 1], 48) == together[lane]
+
+
+def test_a_budget_for_all_returns_all_and_never_built_lanes_return_none() -> None:
+    keys = [random_keys(2, 100, 64), random_keys(2, 100, 64)]
+    index = make_index(keys, 2, TreeConfig())
+    index.build(0, 3, keys[0][:, 3:])
+    query = random_keys(2, 2, 64)
+    assert selected(index, query, 97) == [list(range(3, 100))] * 2
+    assert selected(index, query, 97, lane=1) == [[], []]
+
+
+def test_the_budget_is_filled() -> None:
+    keys, queries = clustered(3000, 64)
+    index = make_index([keys[None]], 4, TreeConfig())
+    index.build(0, 0, keys[None])
+    for budget in (1, 10, 36, 72, 176, 400):
+        assert len(selected(index, queries[None, :4], budget)[0]) == budget
+
+
+@pytest.mark.parametrize(("budget", "least"), [(36, 0.80), (72, 0.93), (176, 0.98)])
+def test_what_matters_is_found(budget: int, least: float) -> None:
+    keys, queries = clustered(6000, 64)
+    index = make_index([keys[None]], 1, TreeConfig())
+    index.build(0, 0, keys[None])
+    found, best = 0.0, 0.0
+    for query in queries:
+        mass = (keys @ query / 8).softmax(0)
+        found += float(mass[selected(index, query[None, None], budget)[0]].sum())
+        best += float(mass.topk(budget).values.sum())
+    assert found >= least * best, f"{found / best:.3f} of the attention that {budget} rows can cover"
+
+
+def test_lanes_share_trees_until_one_changes() -> None:
+    keys = random_keys(2, 400, 64, seed=7)
+    index = make_index([keys[:, :300], keys[:, :1]], 2, BUSY)
+    index.build(0, 0, keys[:, :300])
+    alone = index.nbytes()
+    index.shape.store.reorder([0, 0, 0])
+    index.reorder([0, 0, 0])
+    assert index.nbytes() == alone
+    index.shape.store.append(1, torch.stack([keys[:, 300:], keys[:, 300:]], 2))
+    index.append([1], keys[None, :, 300:])
+    index.truncate(2, 150)
+    index.shape.store.truncate(2, 150)
+    index.invariants()
+    assert [index.length(lane) for lane in range(3)] == [300, 400, 150]
+    tree = defined(index, 1)
+    tree.build(keys[1, :300])
+    same_tree(index.tree(0, 1), tree)
+    tree.append(keys[1, 300:])
+    same_tree(index.tree(1, 1), tree)
+
+
+def test_a_lane_may_begin_with_append() -> None:
+    keys = random_keys(1, 60, 64, seed=2)
+    begun, built = (make_index([keys], 1, BUSY) for _ in range(2))
+    begun.append([0], keys[None, :, 4:])  # regions.sink is 4
+    built.build(0, 4, keys[:, :0])
+    built.append([0], keys[None, :, 4:])
+    same_tree(begun.tree(0, 0), built.tree(0, 0))
+
+
+def test_a_deep_copy_goes_its_own_way() -> None:
+    keys = random_keys(2, 300, 64, seed=3)
+    index = make_index([keys], 2, BUSY)
+    index.build(0, 0, keys[:, :200])
+    twin = copy.deepcopy(index)
+    assert twin.shape.store is not index.shape.store
+    before = index.state_dict()["lanes"][0]
+    twin.append([0], keys[None, :, 200:])
+    for mine, theirs in zip(index.state_dict()["lanes"][0], before, strict=True):
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    query = random_keys(1, 2, 64, seed=4)
+    index.append([0], keys[None, :, 200:])
+    want = selected(index, query, 50)
+    del index
+    twin.invariants()
+    assert selected(twin, query, 50) == want
+
+
+def test_state_is_exact() -> None:
+    keys = random_keys(2, 500, 64, seed=10)
+    index = make_index([keys, keys], 4, BUSY)
+    index.build(0, 4, keys[:, 4:300])
+    index.append([0], keys[None, :, 300:400])
+    state = index.state_dict()
+    other = make_index([keys, keys], 4, BUSY)
+    other.load_state_dict(state)
+    other.invariants()
+    query = random_keys(2, 4, 64, seed=11)
+    for budget in (30, 90):
+        assert selected(other, query, budget) == selected(index, query, budget)
+    for one in (index, other):
+        one.append([0], keys[None, :, 400:])
+        one.truncate(0, 350)
+    again = (index.state_dict()["lanes"], other.state_dict()["lanes"])
+    assert len(again[0]) == len(again[1]) == 2
+    assert again[0][1] == again[1][1] == []
+    for mine, theirs in zip(again[0][0], again[1][0], strict=True):
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    with pytest.raises(CacheError, match="page_size 16, this one 8"):
+        make_index([keys], 4, dataclasses.replace(BUSY, page_size=8)).load_state_dict(state)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_bad_key_is_named_and_changes_nothing(bad: float) -> None:
+    keys = random_keys(2, 300, 64, seed=12)
+    keys[1, 250, 3] = bad
+    index = make_index([keys], 2, BUSY)
+    with pytest.raises(ValueError, match="layer 3, KV head 1: the key at position 250 is not finite"):
+        index.build(0, 10, keys[:, 10:])
+    index.build(0, 0, keys[:, :200])
+    before = index.state_dict()
+    with pytest.raises(ValueError, match="layer 3, KV head 1: the key at position 250 is not finite"):
+        index.append([0], keys[None, :, 200:])
+    index.invariants(nearest=True)
+    for mine, theirs in zip(index.state_dict()["lanes"][0], before["lanes"][0], strict=True):
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    with pytest.raises(ValueError, match="position 250 is not finite"):
+        defined(index, 0).build(keys[1])
+    query = random_keys(1, 2, 64)
+    query[0, 1, 0] = bad
+    with pytest.raises(ValueError, match="KV head 1: a query is not finite"):
+        index.select_host(query, 8)
+
+
+def test_misuse_is_refused() -> None:
+    keys = random_keys(1, 50, 64)
+    index = make_index([keys, keys], 1, TreeConfig())
+    with pytest.raises(CacheError, match="store holds 50 rows"):
+        index.build(0, 0, torch.zeros(1, 60, 64))
+    with pytest.raises(CacheError, match="store holds 50 rows"):
+        index.append([1], keys[None])
+    index.build(0, 0, keys)
+    with pytest.raises(CacheError, match="twice"):
+        index.append([0, 0], keys[None])
+    with pytest.raises(ConfigError, match="budget is -1"):
+        index.select_host(keys[:, :1], -1)
+    with pytest.raises(ValueError, match="query is"):
+        index.select_host(keys[:, :2], 8)
+    with pytest.raises(ValueError, match="isa is 'mmx'"):
+        make_index([keys], 1, TreeConfig(), isa="mmx")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("promote", 0.0), ("promote_higher", 0.9), ("page_size", 0), ("composites", 17), ("query_beam", 0), ("query_visit", -1),
+     ("insert_retrieve_share", 1.5), ("page_score", "worst"), ("merge", "max"), ("seed", -1)],
+)  # fmt: skip
+def test_settings_out_of_range_are_named(field: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"tree.{field} is {value!r}; it must be"):
+        config_from({field: value})
+    with pytest.raises(ConfigError, match=r"tree\.beam is not a setting; the settings are composites"):
+        config_from({"beam": 3})
+
+
+def test_levels_are_drawn_as_configured() -> None:
+    config = TreeConfig(promote=0.1, promote_higher=0.5)
+    levels = [draw_level(config, 2, 1, position) for position in range(20000)]
+    assert abs(sum(level >= 2 for level in levels) / 20000 - 0.1) < 0.01
+    assert abs(sum(level >= 3 for level in levels) / 20000 - 0.05) < 0.01
+    assert levels[:500] != [draw_level(config, 2, 0, position) for position in range(500)]
+
+
+def test_keys_that_are_equal_or_zero() -> None:
+    keys = torch.cat([torch.zeros(1, 40, 64), random_keys(1, 1, 64).expand(1, 200, 64), torch.zeros(1, 40, 64)], 1).contiguous()
+    index = make_index([keys], 2, BUSY)
+    index.build(0, 0, keys[:, :30])
+    index.append([0], keys[None, :, 30:])
+    index.invariants()
+    assert len(selected(index, torch.zeros(1, 2, 64), 50)[0]) == 50
+    index.build(0, 0, keys)
+    index.invariants(nearest=True)
+    assert len(selected(index, keys[None, :, 50].expand(1, 2, 64), 50)[0]) == 50
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_any_history_leaves_trees(data: st.DataObject) -> None:
+    page_size = data.draw(st.sampled_from([1, 2, 5, 16]))
+    config = TreeConfig(
+        promote=data.draw(st.sampled_from([0.05, 0.5])),
+        promote_higher=0.4,
+        page_size=page_size,
+        simples=data.draw(st.integers(1, 2)),
+        seed=data.draw(st.integers(0, 9)),
+    )
+    first = data.draw(st.integers(0, 3))
+    keys = random_keys(2, 150, 16, seed=data.draw(st.integers(0, 99)))
+    index = make_index([keys, keys], 4, config)
+    for lane in range(2):
+        index.build(lane, first, keys[:, first : data.draw(st.integers(first, 80))])
+    index.invariants(nearest=True)
+    for _ in range(data.draw(st.integers(1, 5))):
+        lane = data.draw(st.integers(0, 1))
+        end = index.length(lane)
+        match data.draw(st.sampled_from(["append", "append", "truncate", "reorder"])):
+            case "append":
+                index.append([lane], keys[None, :, end : data.draw(st.integers(end, 150))])
+            case "truncate":
+                index.truncate(lane, data.draw(st.integers(0, end + 1)))
+            case _:
+                index.reorder([lane, lane])
+        index.invariants()
+        budget = data.draw(st.integers(0, 160))
+        for lane in range(2):
+            for rows in selected(index, keys[:, :4].reshape(2, 4, 16), budget, lane):
+                held = range(first, max(first, index.length(lane)))
+                assert set(rows) <= set(held)
+                assert budget < len(held) or rows == list(held)
+
+
+def test_two_python_threads_at_once() -> None:
+    keys = [random_keys(4, 1200, 64, seed=seed) for seed in range(2)]
+    want = []
+    for own in keys:
+        index = make_index([own], 8, BUSY)
+        index.build(0, 0, own)
+        want.append(selected(index, random_keys(1, 8, 64), 64))
+    got: list[list[list[list[int]]]] = [[], []]
+
+    def work(who: int) -> None:
+        for _ in range(8):
+            index = make_index([keys[who]], 8, BUSY)
+            index.build(0, 0, keys[who])
+            got[who].append(selected(index, random_keys(1, 8, 64), 64))
+
+    threads = [threading.Thread(target=work, args=(who,)) for who in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(rows == want[who] for who in range(2) for rows in got[who])
+    assert len(got[0]) == len(got[1]) == 8
