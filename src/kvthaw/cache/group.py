@@ -33,21 +33,20 @@ class Choice:
 class Meter:
     """Counts of a group, kept where its index works, so that reading them is the only sync."""
 
-    def __init__(self) -> None:
-        self.steps = 0
-        self.selected: Tensor | None = None
-        self.fetched: Tensor | None = None
-        self.most: Tensor | None = None
+    def __init__(self, device: torch.device) -> None:
+        self.steps = 0  # KV heads of lanes, over steps
+        self.selected, self.fetched, self.most = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(3))
 
     def add(self, choice: Choice) -> None:
         counts = choice.selection.counts
-        selected, fetched, most = counts.sum(), (choice.fetch >= 0).sum(), counts.max()
-        if self.selected is None or self.fetched is None or self.most is None:
-            self.selected, self.fetched, self.most = selected, fetched, most
-        else:
-            self.selected, self.fetched = self.selected + selected, self.fetched + fetched
-            self.most = torch.maximum(self.most, most)
-        self.steps += counts.shape[0] * counts.shape[1]
+        self.selected += counts.sum()
+        self.fetched += (choice.fetch >= 0).sum()
+        torch.maximum(self.most, counts.max(), out=self.most)
+        self.tick(counts.numel())
+
+    def tick(self, heads: int) -> None:
+        """Count a step of so many KV heads whose numbers the device added by itself."""
+        self.steps += heads
 
 
 class Group:
@@ -64,7 +63,7 @@ class Group:
         where = torch.device("cpu") if self.index.on_host else shape.device
         self.residency = Residency(lanes, shape.kv_heads, self.slots, device=where)
         self.choices: list[Choice] = []
-        self.meter = Meter()
+        self.meter = Meter(where)
         self._pipeline = pipeline
         self._jobs: list[Future[None]] = []
 

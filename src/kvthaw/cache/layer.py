@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvthaw.cache.clock import Clock
 from kvthaw.cache.dense import WATCHED, DenseLayer, padded
 from kvthaw.cache.group import Choice, Group
 from kvthaw.cache.host import HostStore
-from kvthaw.cache.masks import HeldMasks
 from kvthaw.cache.pipeline import Pipeline
 from kvthaw.cache.plan import Plan, Settings
 from kvthaw.cache.pool import Slab
@@ -50,9 +50,9 @@ class FrozenLayer:
     """
 
     def __init__(
-        self, number: int, settings: Settings, pipeline: Pipeline, masks: HeldMasks, leader: FrozenLayer | None = None
+        self, number: int, settings: Settings, pipeline: Pipeline, clock: Clock, leader: FrozenLayer | None = None
     ) -> None:
-        self.number, self.settings, self.pipeline, self.masks = number, settings, pipeline, masks
+        self.number, self.settings, self.pipeline, self.clock = number, settings, pipeline, clock
         self.leader = leader  # the anchor whose choices this layer follows; None: it chooses for itself
         self.observer: Callable[[FrozenLayer, Tensor, Choice | None], None] | None = None
         self.reset()
@@ -228,7 +228,8 @@ class FrozenLayer:
         if self._finite is not None:
             self.settle()
         self._count(seen)
-        visible = self._held(seen)[:, None].expand(-1, self.slab.data.shape[1], -1)
+        self._tick(seen)
+        visible = self.clock.held[:, None].expand(-1, self.slab.data.shape[1], -1)
         choice = None
         log_weight, partials = None, []
         if self.group is not None and self._transfer is not None:
@@ -267,12 +268,12 @@ class FrozenLayer:
             self.held_sum += held
             self.held_max = max(self.held_max, held)
 
-    def _held(self, seen: int) -> Tensor:
-        """[B, sink + ring] bool: the places of sink and ring that hold a token."""
+    def _tick(self, seen: int) -> None:
+        """Set the clock to the step whose newest token is the `seen`-th of the batch."""
         assert self.plan is not None
-        lengths = [seen - pad for pad in self.left_pad]
-        spans = tuple((self.indexed(lane), n) for lane, n in enumerate(lengths))
-        return self.masks.held(self.plan.regions, spans, self.slab.data.device)
+        lengths = tuple(seen - pad for pad in self.left_pad)
+        starts = tuple(self.indexed(lane) for lane in range(self.lanes))
+        self.clock.at(self.plan.regions, lengths, starts, self.slab.data.device)
 
     def _by_place(self, log_weight: Tensor, choice: Choice) -> Tensor:
         """log_weight [B, Hq, M] moved to the places of the slab, [B, Hq, N]; 0 elsewhere."""
@@ -347,8 +348,9 @@ class FrozenLayer:
         leaving = [lane for lane, n in enumerate(lengths) if self.indexed(lane, n + 1) > self.indexed(lane, n)]
         if leaving:
             self._leave(leaving)
-        self.slab.write_step(lengths, torch.stack((key, value), dim=2))
         self.seen += 1
+        self._tick(self.seen)
+        self.slab.write_step(self.clock.place, torch.stack((key, value), dim=2))
 
     def _leave(self, lanes: list[int]) -> None:
         """The oldest tokens of full rings leave for the retrieval region."""

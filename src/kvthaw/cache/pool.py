@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -44,13 +42,10 @@ class Slab:
         places = torch.tensor([self.place(start + i) for i in range(rows.shape[1])], device=self.data.device)
         self.data[lane].index_copy_(1, places, rows.to(self.data.device))
 
-    def write_step(self, positions: Sequence[int], rows: Tensor) -> None:
-        """Put one new token a lane in its place. positions: [B], a lane's own; rows: [B, H, 2, D]."""
-        if len(set(positions)) == 1:
-            self.data[:, :, self.place(positions[0])] = rows
-        else:
-            for lane, position in enumerate(positions):
-                self.data[lane, :, self.place(position)] = rows[lane]
+    def write_step(self, place: Tensor, rows: Tensor) -> None:
+        """Put one new token a lane in its place. place: [B] int64 on the device; rows: [B, H, 2, D]."""
+        index = place[:, None, None, None, None].expand(-1, rows.shape[1], 1, 2, rows.shape[3])
+        self.data.scatter_(2, index, rows[:, :, None])
 
     def read(self, lane: int, start: int, stop: int) -> Tensor:
         """Rows [H, stop - start, 2, D] of positions that stand in the sink or in the ring."""

@@ -19,7 +19,7 @@ class Residency:
         self.row_slot = torch.full((lanes, kv_heads, 1), -1, dtype=torch.int32, device=device)
         self.slot_row = torch.full((lanes, kv_heads, slots + 1), -1, dtype=torch.int32, device=device)
         self.used = torch.zeros((lanes, kv_heads, slots + 1), dtype=torch.int32, device=device)
-        self.step = 0
+        self.step = torch.zeros((), dtype=torch.int32, device=device)
 
     def grow(self, length: int) -> None:
         """Make room for rows 0 .. length - 1; tables grow by doubling."""
@@ -35,14 +35,14 @@ class Residency:
 
         Returns (slots [B, H, M] int32, -1 where rows is -1; fetch [B, H, M] int32: the row where it must be brought, else -1).
         """
-        self.step += 1
+        self.step += 1  # in place: a captured step counts on
         trash_row, trash_slot = self.row_slot.shape[2] - 1, self.slots
         wanted = rows >= 0
         row = torch.where(wanted, rows, trash_row).long()
         slot = self.row_slot.gather(2, row)
         hit = wanted & (slot >= 0)
         miss = wanted & (slot < 0)
-        self.used.scatter_(2, torch.where(hit, slot, trash_slot).long(), self.step)
+        self.used.scatter_(2, torch.where(hit, slot, trash_slot).long(), self.step.expand(rows.shape))
         # The i-th miss takes the i-th slot in the order of last use; slots that were hit come last, and C >= M leaves enough.
         order = torch.sort(self.used[:, :, : self.slots], dim=2, stable=True).indices
         rank = (torch.cumsum(miss, dim=2) - 1).clamp_(0, self.slots - 1)
@@ -53,7 +53,7 @@ class Residency:
         self.row_slot.scatter_(2, taken, victim.int())
         self.row_slot[:, :, trash_row] = -1
         self.slot_row.scatter_(2, victim, torch.where(miss, rows, -1))
-        self.used.scatter_(2, victim, self.step)
+        self.used.scatter_(2, victim, self.step.expand(rows.shape))
         self.slot_row[:, :, trash_slot] = -1
         fetch = torch.where(miss, rows, -1)
         return torch.where(hit, slot, torch.where(miss, victim.int(), -1)), fetch

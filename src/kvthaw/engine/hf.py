@@ -19,10 +19,10 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+from kvthaw.cache.clock import Clock
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.host import check_host_memory
 from kvthaw.cache.layer import Attention, FrozenLayer
-from kvthaw.cache.masks import HeldMasks
 from kvthaw.cache.pipeline import Pipeline
 from kvthaw.cache.plan import Settings
 from kvthaw.errors import CacheError, ConfigError, UnsupportedModelError
@@ -79,14 +79,14 @@ class _Shared:
         self._pads: list[int] = []
 
     def left_pads(self, mask: Tensor | None, batch: int) -> list[int]:
-        """Left padding of each row of a 2-D attention mask [B, n], which syncs once a forward."""
+        """Left padding of each row of a padding mask [B, 1, 1, n], which syncs once a forward."""
         if mask is None:
             return [0] * batch
         if self._mask is None or self._mask() is not mask:
-            seen = mask.bool()
+            seen = mask[:, 0, 0]
             if bool((seen[:, :-1] & ~seen[:, 1:]).any()):
                 raise CacheError("attention_mask hides tokens after visible ones; kvthaw takes padding on the left only")
-            self._pads = (mask.shape[1] - seen.sum(dim=1)).tolist()
+            self._pads = (seen.shape[1] - seen.sum(dim=1)).tolist()
             self._mask = weakref.ref(mask)
         return list(self._pads)
 
@@ -140,8 +140,8 @@ class _CacheLayer(CacheLayerMixin):
         if id(module) not in shared.modules:
             raise CacheError("this cache belongs to another model")
         batch, steps = query.shape[0], query.shape[2]
-        if mask is not None and mask.ndim != 2:
-            raise CacheError(f"attention_mask has {mask.ndim} dimensions; kvthaw takes the 2-D mask of the padding, or none")
+        if mask is not None and not _is_padding(mask):
+            raise CacheError("attention_mask is of every query's own; kvthaw takes the 2-D mask of the padding, or none")
         pads = self.kv.left_pad
         if fresh and (steps > 1 or self.kv.seen == 0):
             pads = shared.left_pads(mask, batch)
@@ -235,18 +235,18 @@ class Cache(DynamicCache):
         self.settings = Settings(chosen, budget, retrieved, dense_layers, seed, sparse_queries, extent, host_bytes)
         frozen = [] if chosen.dense else [i for i in full if i >= dense_layers]
         self._shared = _Shared(model, self.settings, len(frozen))
-        pipeline, masks = Pipeline(), HeldMasks()
+        pipeline, clock = Pipeline(), Clock()
         leader: FrozenLayer | None = None
         for i in full:
             kv: FrozenLayer | DenseLayer
             if i not in frozen:
                 kv = DenseLayer(i)
             elif chosen.index is None or self._anchors(i, frozen):
-                kv = leader = FrozenLayer(i, self.settings, pipeline, masks)
+                kv = leader = FrozenLayer(i, self.settings, pipeline, clock)
             else:
                 if leader is None:
                     raise ConfigError(f"anchors is {chosen.anchors}; layer {i} comes before the first and has nothing to follow")
-                kv = FrozenLayer(i, self.settings, pipeline, masks, leader)
+                kv = FrozenLayer(i, self.settings, pipeline, clock, leader)
             self.layers[i] = _CacheLayer(kv, self._shared)
 
     def _anchors(self, layer: int, frozen: list[int]) -> bool:
@@ -293,17 +293,13 @@ class Cache(DynamicCache):
         plan = frozen[0].plan if frozen else None
         groups = {id(kv.group): kv.group for kv in frozen if kv.group is not None}.values()
         steps = sum(group.meter.steps for group in groups)
-        selected = sum(int(group.meter.selected) for group in groups if group.meter.selected is not None)
-        fetched = sum(int(group.meter.fetched) for group in groups if group.meter.fetched is not None)
-        most = max((int(group.meter.most) for group in groups if group.meter.most is not None), default=0)
+        selected = sum(int(group.meter.selected) for group in groups)
+        fetched = sum(int(group.meter.fetched) for group in groups)
+        most = max((int(group.meter.most) for group in groups), default=0)
         held_steps = sum(kv.sparse_steps * kv.lanes for kv in frozen)
         attended = sum(kv.held_sum for kv in frozen) / held_steps if held_steps else None
         retrieved = selected / steps if steps else (0.0 if held_steps else None)
-        fetched_bytes = sum(
-            int(kv.group.meter.fetched) * kv.store.row_bytes
-            for kv in frozen
-            if kv.group is not None and kv.group.meter.fetched is not None
-        )
+        fetched_bytes = sum(int(kv.group.meter.fetched) * kv.store.row_bytes for kv in frozen if kv.group is not None)
         return Stats(
             method=self.settings.method.name,
             budget=plan.budget if plan else None,
@@ -442,20 +438,22 @@ def use_kvthaw_attention(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(f"{name} is an encoder-decoder; kvthaw serves decoders")
     if getattr(text, "kv_lora_rank", None) is not None:
         raise UnsupportedModelError(f"{name} uses multi-head latent attention, whose cached keys are not the keys attended to")
+    if not model._can_set_attn_implementation():
+        raise UnsupportedModelError(f"{name} does not use transformers' AttentionInterface, through which kvthaw attends")
     AttentionInterface.register(_NAME, _attention)
     AttentionMaskInterface.register(_NAME, _mask)
-    if not getattr(model, "_supports_attention_backend", False):
-        raise UnsupportedModelError(f"{name} does not use transformers' AttentionInterface, through which kvthaw attends")
+    before = config._attn_implementation
     model.set_attn_implementation(_NAME)
     if text._attn_implementation != _NAME:
+        model.set_attn_implementation(before)
         raise UnsupportedModelError(f"{name} did not take kvthaw's attention function")
 
 
 def _mask(*args: Any, mask_function: Callable[..., Any] = causal_mask_function, **kwargs: Any) -> Tensor | None:
-    """Plain causal layers get the 2-D padding mask as it is: no sync, and no [q, kv] tensor. Others get sdpa's 4-D mask."""
+    """Plain causal layers get the padding mask as [B, 1, 1, n]: no sync, and no [q, n] tensor. Others get sdpa's [B, 1, q, n]."""
     if mask_function is causal_mask_function:
         mask: Tensor | None = kwargs.get("attention_mask")
-        return mask
+        return None if mask is None else mask[:, None, None]
     full: Tensor | None = sdpa_mask(*args, mask_function=mask_function, **kwargs)
     return full
 
@@ -475,8 +473,8 @@ def _attention(
     layer: _CacheLayer | None = getattr(key, _TAG, None)
     if layer is not None:
         return layer.attend(module, query, key, value, attention_mask, how).transpose(1, 2).contiguous(), None
-    if attention_mask is not None and attention_mask.ndim == 2:
-        attention_mask = _expand(attention_mask, query.shape[2], key.shape[2])
+    if attention_mask is not None and _is_padding(attention_mask):
+        attention_mask = _causal(attention_mask, query.shape[2], key.shape[2])
     if how.softcap is None and how.sinks is None:
         out, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=how.scale, is_causal=kwargs.get("is_causal")
@@ -485,10 +483,15 @@ def _attention(
     return _masked(query, key, value, attention_mask, how).transpose(1, 2).contiguous(), None
 
 
-def _expand(mask: Tensor, steps: int, n: int) -> Tensor:
-    """The 4-D causal bool mask of a 2-D padding mask, for a layer that is not kvthaw's."""
+def _is_padding(mask: Tensor) -> bool:
+    """Whether a mask is one for all queries, as _mask() makes it."""
+    return mask.ndim == 4 and mask.shape[2] == 1 and mask.dtype == torch.bool
+
+
+def _causal(mask: Tensor, steps: int, n: int) -> Tensor:
+    """The causal bool mask [B, 1, q, n] of a padding mask, for a layer that is not kvthaw's."""
     causal = torch.ones(steps, n, dtype=torch.bool, device=mask.device).tril(n - steps)
-    return causal[None, None] & mask[:, None, None, -n:].bool()
+    return causal[None, None] & mask[..., -n:]
 
 
 def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: Attention) -> Tensor:
