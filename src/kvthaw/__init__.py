@@ -1,13 +1,20 @@
 """kvthaw: attend to a context far larger than the accelerator's KV memory.
 
-The whole KV cache lies frozen in host memory; at every decode step each KV head finds, by an index over its keys, the few tokens
-that its query needs, and only those are thawed into the device.
+The whole KV cache lies frozen in host memory; at every decode step each KV head finds, by an index over its keys, the few
+tokens that its query needs, and only those are thawed into the device.
 """
 
-from kvthaw.engine.hf import Cache, Handle, Stats, attach
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from kvthaw.errors import CacheError, ConfigError, HostMemoryError, KvthawError, UnsupportedModelError
-from kvthaw.methods import METHODS
-from kvthaw.types import Method
+
+if TYPE_CHECKING:
+    from kvthaw.engine.hf import Cache, Handle, Stats, attach
+    from kvthaw.methods import METHODS
+    from kvthaw.types import Method
 
 __version__ = "0.1.0"
 
@@ -25,3 +32,25 @@ __all__ = [
     "__version__",
     "attach",
 ]
+
+_HOMES = {
+    "Cache": "kvthaw.engine.hf",
+    "Handle": "kvthaw.engine.hf",
+    "Stats": "kvthaw.engine.hf",
+    "attach": "kvthaw.engine.hf",
+    "METHODS": "kvthaw.methods",
+    "Method": "kvthaw.types",
+}
+"""Names that bring torch with them are imported when they are first asked for, so that `kvthaw --help` answers at once."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
