@@ -1,0 +1,6 @@
+"""``python -m kvthaw``."""
+
+from kvthaw.cli import main
+
+if __name__ == "__main__":
+    main()

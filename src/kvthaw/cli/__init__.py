@@ -1,0 +1,51 @@
+"""The command line. Nothing here loads torch before a command needs it, so that --help answers at once."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvthaw.cli import bench, demo, evaluate, generate, methods
+from kvthaw.cli.common import Commands
+
+app = typer.Typer(
+    name="kvthaw",
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Exit codes: 0 done, 1 it failed (one line on stderr says why), 2 wrong usage, 130 stopped by Ctrl-C.",
+)
+app.command("generate", epilog=generate.EXAMPLES)(generate.generate)
+app.command("methods", epilog=methods.EXAMPLES)(methods.methods)
+app.command("eval", epilog=evaluate.EXAMPLES)(evaluate.evaluate)
+app.command("demo", epilog=demo.EXAMPLES)(demo.demo)
+app.add_typer(bench.app, name="bench")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from kvthaw import __version__
+
+        typer.echo(f"kvthaw {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Attend to a context far larger than the accelerator's KV memory.
+
+    The KV cache lies frozen on the host; each decode step thaws the few tokens that it needs.
+    """
+
+
+def main() -> None:
+    """The entry point of the ``kvthaw`` command."""
+    app()

@@ -1,0 +1,172 @@
+"""What the commands share: options, errors and progress bars."""
+
+from __future__ import annotations
+
+import errno
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+from rich.measure import Measurement
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+from typer.core import TyperGroup
+
+from kvthaw.errors import KvthawError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+T = TypeVar("T")
+
+ModelOption = Annotated[
+    str, typer.Option("--model", metavar="NAME", help="[bold]shipped[/], a local folder, or an id on the Hugging Face hub.")
+]
+DeviceOption = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1, ...; the GPU if there is one.")]
+DtypeOption = Annotated[
+    str, typer.Option("--dtype", help="float32, bfloat16, float16; auto: bfloat16 on a GPU, float32 on a CPU.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on stdout.")]
+SeedOption = Annotated[int, typer.Option("--seed", help="Of everything that is drawn.")]
+
+
+class Commands(TyperGroup):
+    """The command group: an error that kvthaw raises is one readable line and exit code 1; Ctrl-C is exit code 130."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that was asked for."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            complain("stopped")
+            raise typer.Exit(130) from None
+        except KvthawError as error:
+            complain(str(error))
+            raise typer.Exit(1) from None
+        except OSError as error:
+            if error.errno == errno.EPIPE:
+                raise
+            where = f"{error.filename}: " if error.filename else ""
+            complain(f"{where}{error.strerror or error}")
+            raise typer.Exit(1) from None
+
+
+def complain(message: str) -> None:
+    """One red line on stderr."""
+    Console(stderr=True, soft_wrap=True).print(Text(f"kvthaw: {message}", style="red"))
+
+
+def stderr() -> Console:
+    """Where everything goes that is not the result."""
+    return Console(stderr=True)
+
+
+def stdout() -> Console:
+    """Where results go."""
+    return Console()
+
+
+def print_wide(table: Table) -> None:
+    """A table on stdout at its own width: a line that is too long for the terminal is better than cells cut short."""
+    console = stdout()
+    console.width = max(console.width, Measurement.get(console, console.options.update(max_width=1000), table).maximum)
+    console.print(table)
+
+
+def listed(text: str, kind: Callable[[str], T], option: str) -> list[T]:
+    """The values of an option that are separated by commas, without repeats. Raises a usage error that names the value."""
+    found: dict[T, None] = {}
+    for part in text.split(","):
+        if part.strip():
+            try:
+                found[kind(part.strip())] = None
+            except ValueError:
+                raise typer.BadParameter(f"{part.strip()!r} in {text!r} is not a number", param_hint=option) from None
+    if not found:
+        raise typer.BadParameter("it is empty", param_hint=option)
+    return list(found)
+
+
+def budget_of(text: str) -> int | float:
+    """A budget: tokens, or with a point a fraction of the prompt. Raises ValueError."""
+    return float(text) if "." in text else int(text)
+
+
+def one_budget(text: str | None) -> int | float | None:
+    """A budget option that takes one value."""
+    return None if text is None else listed(text, budget_of, "--budget")[0]
+
+
+def load_model(name: str, device: str | None, dtype: str) -> tuple[PreTrainedModel, Any]:
+    """Load a model under a spinner on stderr."""
+    with stderr().status(f"loading {name}"):
+        import transformers
+        from transformers.utils import logging
+
+        from kvthaw.evaluate.model import load
+
+        logging.disable_progress_bar()
+        transformers.logging.set_verbosity_error()
+        return load(name, device=device, dtype=dtype)  # type: ignore[arg-type]
+
+
+@contextmanager
+def bars() -> Iterator[Progress]:
+    """Progress bars on stderr, gone when done."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=stderr(), transient=True) as progress:
+        yield progress
+
+
+def prompt_text(prompt: str | None, file: Path | None) -> str:
+    """The prompt from the argument, the file, or stdin. Raises a usage error where there is none or more than one."""
+    if prompt is not None and file is not None:
+        raise typer.BadParameter("give a prompt or --file, not both", param_hint="PROMPT")
+    if prompt is not None:
+        return prompt
+    if file is not None:
+        return file.read_text(encoding="utf-8")
+    if sys.stdin.isatty():
+        raise typer.BadParameter("give a prompt, --file, or text on stdin", param_hint="PROMPT")
+    return sys.stdin.read()
+
+
+def human(count: float | None) -> str:
+    """Bytes for people, in powers of 1024."""
+    if count is None:
+        return "-"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def share(value: float | None) -> str:
+    """A share as a percentage."""
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def seconds(value: float | None) -> str:
+    """Seconds, or milliseconds below one."""
+    if value is None:
+        return "-"
+    return f"{value:.2f} s" if value >= 1 else f"{1000 * value:.1f} ms"
+
+
+def number(value: float | None) -> str:
+    """A mean with one digit, a whole number with none."""
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.1f}"

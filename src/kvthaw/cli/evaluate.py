@@ -1,0 +1,135 @@
+"""kvthaw eval: a task under many methods, budgets and lengths."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvthaw.cli.common import (
+    DeviceOption,
+    DtypeOption,
+    ModelOption,
+    SeedOption,
+    bars,
+    budget_of,
+    listed,
+    load_model,
+    print_wide,
+    stderr,
+)
+from kvthaw.evaluate.tasks import TASKS
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bars
+
+    from kvthaw.evaluate.results import Line, Summary
+    from kvthaw.evaluate.runner import Job, Progress, Runner, Variant
+
+EXAMPLES = (
+    "Tasks: " + ", ".join(TASKS) + "\n\nExamples:\n\n"
+    "  kvthaw eval passkey --method icecache --budget 64 --length 16384 --samples 20\n\n"
+    "  kvthaw eval passkey --method icecache,oracle,streaming --budget 64,256 --length 4096,16384 --plot passkey.png\n\n"
+    "  kvthaw eval niah_multikey --method icecache --dense-layers 0,2 --question sparse --json --out niah.jsonl"
+)
+
+
+def evaluate(
+    task: Annotated[str, typer.Argument(help="The task; all of them stand below.")],
+    model: ModelOption = "shipped",
+    method: Annotated[str, typer.Option(help="Methods, separated by commas.")] = "icecache",
+    budget: Annotated[
+        str, typer.Option(help="Most tokens attended per KV head and step, or fractions of the prompt, separated by commas.")
+    ] = "256",
+    retrieved: Annotated[
+        str | None,
+        typer.Option(help="Instead of --budget: tokens retrieved beside the paper's own sink and window, separated by commas."),
+    ] = None,
+    length: Annotated[str, typer.Option(help="Tokens of the prompt, separated by commas.")] = "4096",
+    samples: Annotated[int, typer.Option(min=1, help="Samples for each length.")] = 20,
+    depths: Annotated[
+        str,
+        typer.Option(help="Where the facts stand, in percent, in turn; [bold]even[/] is 0 to 95 by 5, [bold]random[/] draws."),
+    ] = "even",
+    dense_layers: Annotated[
+        str, typer.Option(help="First layers that keep all KV, separated by commas; auto: 2 from 16 layers on, else 0.")
+    ] = "auto",
+    question: Annotated[
+        str, typer.Option(help="[bold]dense[/]: prefilled with the context; [bold]sparse[/]: after it, under the budget.")
+    ] = "dense",
+    probe: Annotated[int, typer.Option(min=0, help="Compare every n-th step with exact attention; 0 never.")] = 2,
+    seed: SeedOption = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a run and nothing else on stdout.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Append a JSON line a sample to this file; what stands there is not run again.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw depth by length, a panel a method and budget, into this PNG file.")
+    ] = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = "auto",
+) -> None:
+    """Run a task under every method, budget and length, full attention beside them on the same samples.
+
+    One prefill a sample serves all of them.
+    """
+    names = listed(method, str, "--method")
+    budgets = listed(budget, budget_of, "--budget") if retrieved is None else [None]
+    chosen = [None] if retrieved is None else listed(retrieved, int, "--retrieved")
+    dense = [None] if dense_layers == "auto" else listed(dense_layers, int, "--dense-layers")
+    lengths, where = listed(length, int, "--length"), _depths(depths)
+    if task not in TASKS:
+        raise typer.BadParameter(f"{task!r} is not a task; there are: {', '.join(TASKS)}", param_hint="TASK")
+    from kvthaw.evaluate.report import table
+    from kvthaw.evaluate.results import Results, summarize
+    from kvthaw.evaluate.runner import Job, Runner, Variant
+    from kvthaw.methods import resolve
+
+    for name in names:
+        resolve(name)  # a wrong name costs no loading
+    grid = itertools.product(names, budgets, chosen, dense)
+    variants = list(dict.fromkeys(Variant(n) if resolve(n).dense else Variant(n, b, r, d) for n, b, r, d in grid))
+    jobs = [Job(task, n, samples, seed, where, question, probe) for n in lengths]  # type: ignore[arg-type]
+    results = Results(out)
+    llm, tokenizer = load_model(model, device, dtype)
+    runner = Runner(llm, tokenizer, results, name=model)
+    summaries: list[Summary] = []
+    found: dict[tuple[Variant, int], list[Line]] = {}
+    with bars() as progress:
+        for job in jobs:
+            lines = _run(progress, runner, job, variants)
+            for variant in variants:
+                found[variant, job.length] = lines[variant]
+                summaries.append(summarize(lines[variant], lines[Variant("full")]))
+    if plot is not None:
+        from kvthaw.evaluate.plot import heat_maps
+
+        heat_maps(found, plot, title=f"{task}, question {question}")
+        stderr().print(f"wrote {plot}", style="dim")
+    if as_json:
+        for summary in summaries:
+            print(json.dumps(summary.to_dict()))
+    else:
+        print_wide(table(summaries))
+
+
+def _run(progress: Bars, runner: Runner, job: Job, variants: list[Variant]) -> dict[Variant, list[Line]]:
+    whole = progress.add_task(f"{job.task} {job.length:,}", total=job.samples)
+    part = progress.add_task("prefill", total=None)
+
+    def show(state: Progress) -> None:
+        progress.update(whole, completed=state.samples)
+        progress.update(part, completed=state.tokens, total=state.prompt or None, description=state.doing)
+
+    lines = runner.run(job, variants, show)
+    progress.remove_task(part)
+    return lines
+
+
+def _depths(text: str) -> tuple[float, ...]:
+    if text in ("even", "random"):
+        return tuple(i / 100 for i in range(0, 100, 5)) if text == "even" else ()
+    return tuple(percent / 100 for percent in listed(text, float, "--depths"))

@@ -1,0 +1,123 @@
+"""kvthaw generate: continue a prompt."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvthaw.cli.common import (
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    ModelOption,
+    SeedOption,
+    bars,
+    human,
+    load_model,
+    number,
+    one_budget,
+    prompt_text,
+    seconds,
+    share,
+    stderr,
+)
+
+EXAMPLES = (
+    'Examples:\n\n  kvthaw generate "The sky is blue. The sun is" --max-new-tokens 8\n\n'
+    "  kvthaw generate --file book.txt --method icecache --budget 256\n\n"
+    "  cat book.txt | kvthaw generate --model meta-llama/Llama-3.1-8B --budget 0.05 --json"
+)
+
+
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="The prompt; without it, --file or stdin.")] = None,
+    file: Annotated[Path | None, typer.Option(help="Read the prompt from this file.", exists=True, dir_okay=False)] = None,
+    model: ModelOption = "shipped",
+    method: Annotated[str, typer.Option(help="A name of [bold]kvthaw methods[/].")] = "icecache",
+    budget: Annotated[
+        str | None, typer.Option(help="Most tokens attended per KV head and step, or a fraction of the prompt. Default 256.")
+    ] = None,
+    retrieved: Annotated[
+        int | None, typer.Option(help="Instead of --budget: tokens retrieved, beside the paper's own sink and window.")
+    ] = None,
+    dense_layers: Annotated[
+        int | None, typer.Option(help="First layers that keep all KV. Default: 2 from 16 layers on, else 0.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after so many tokens.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
+    seed: SeedOption = 0,
+    stream: Annotated[bool, typer.Option(help="Print the text as it comes.")] = True,
+    as_json: JsonOption = False,
+    device: DeviceOption = None,
+    dtype: DtypeOption = "auto",
+) -> None:
+    """Continue a prompt under a method and a budget.
+
+    The text goes to stdout, progress and what the cache did to stderr.
+    """
+    allowed = one_budget(budget)
+    text = prompt_text(prompt, file)
+    import kvthaw
+    from kvthaw.errors import ConfigError
+    from kvthaw.evaluate.decode import TextStream, check_prompt, decode, prefill, sampler, stop_tokens
+    from kvthaw.evaluate.runner import now, versions
+    from kvthaw.methods import resolve
+
+    if not text.strip():
+        raise ConfigError("the prompt is empty")
+    resolve(method)  # a wrong name costs no loading
+    pick = sampler(temperature, seed)
+    llm, tokenizer = load_model(model, device, dtype)
+    ids = list(tokenizer(text)["input_ids"])
+    check_prompt(llm, len(ids))
+    cache = kvthaw.Cache(llm, method, budget=allowed, retrieved=retrieved, dense_layers=dense_layers, seed=seed)
+    start = now(llm.device)
+    with bars() as progress:
+        task = progress.add_task("prefill", total=len(ids))
+        logits = prefill(llm, cache, ids, progress=lambda done, _: progress.update(task, completed=done))
+        now(llm.device)
+    out, times = TextStream(tokenizer), [time.perf_counter()]
+    stops = stop_tokens(llm, tokenizer)
+    live = stream and not as_json
+    for token in decode(llm, cache, logits, limit=max_new_tokens, stops=stops, pick=pick):
+        times.append(time.perf_counter())
+        piece = out.push(token)
+        if live:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+    new = len(out.tokens)
+    stats = cache.stats()
+    timing = {
+        "ttft_s": times[1] - start if new else None,
+        "tt2t_s": times[2] - start if new > 1 else None,
+        "tpot_s": (times[-1] - times[1]) / (new - 1) if new > 1 else None,
+    }
+    if as_json:
+        record: dict[str, Any] = {
+            "model": model,
+            "text": out.text,
+            "prompt_tokens": len(ids),
+            "new_tokens": new,
+            "finish": "length" if new == max_new_tokens else "stop",
+            "temperature": temperature,
+            "seed": seed,
+            **timing,
+            **stats.to_dict(),
+            "versions": versions(),
+        }
+        print(json.dumps(record))
+        return
+    print(out.finish() if live else out.text)
+    of = f"{number(stats.attended_mean)} of {len(ids) + new:,}" if stats.attended_mean else f"all {len(ids) + new:,}"
+    device_bytes = stats.kv_device_bytes + stats.kv_dense_bytes
+    line = (
+        f"{stats.method}: {len(ids):,} prompt tokens, {new} new; {of} tokens attended a step; KV {human(device_bytes)} on the "
+        f"device, {human(stats.kv_host_bytes)} on the host; hit rate {share(stats.hit_rate)}; first token after "
+        f"{seconds(timing['ttft_s'])}, then {seconds(timing['tpot_s'])} a token"
+    )
+    stderr().print(line, style="dim", highlight=False)

@@ -1,0 +1,218 @@
+"""The main job, end to end: facts planted in a whole book, asked for under a budget and with full attention beside it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from kvthaw.engine.hf import Cache
+from kvthaw.errors import ConfigError
+from kvthaw.evaluate.decode import check_prompt, prefill, stop_tokens
+from kvthaw.evaluate.metrics import mean
+from kvthaw.evaluate.probe import Probe
+from kvthaw.evaluate.runner import Answer, now
+from kvthaw.evaluate.tasks import niah, passkey
+from kvthaw.evaluate.tasks.base import Haystack, count, depth_of, distinct, number, read_asset, uuid, word_key
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+PROBED = 4  # every so manieth step is compared with exact attention
+DEPTHS = (0.08, 0.29, 0.47, 0.66, 0.88)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A fact in the book and what asks for it. depth: where it stands, 0..1."""
+
+    fact: str
+    text: str
+    answer: str
+    limit: int
+    depth: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The book with its facts, as tokens, and the questions about them."""
+
+    tokens: list[int]
+    questions: list[Question]
+
+
+@dataclass(slots=True)
+class Side:
+    """What one method answered, and what that took. Counts as in `kvthaw.Stats`; ttft_s and tt2t_s hold the shared prefill."""
+
+    method: str
+    budget: int | None = None
+    answers: list[str] = field(default_factory=list)
+    right: list[bool] = field(default_factory=list)
+    attended_mean: float | None = None
+    attended_max: int | None = None
+    kv_device_bytes: int = 0
+    kv_host_bytes: int = 0
+    hit_rate: float | None = None
+    attention_mass: float | None = None
+    recall_at_k: float | None = None
+    sparse_steps: int = 0
+    index_s: float = 0.0
+    ttft_s: float | None = None
+    tt2t_s: float | None = None
+    tpot_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something to show. what: "index" (a side begins), "ask" (a question), "text" (a piece of its answer) or
+    "answer" (it is complete)."""
+
+    what: Literal["index", "ask", "text", "answer"]
+    side: Side | None = None
+    question: Question | None = None
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The demo's result. prefill_s: of the one prefill that served both sides."""
+
+    prompt_tokens: int
+    prefill_s: float
+    questions: list[Question]
+    thawed: Side
+    full: Side
+
+    def to_dict(self) -> dict[str, Any]:
+        """A plain dict, for JSON."""
+        return asdict(self)
+
+
+def read_book(tokenizer: Any, *, length: int | None = None, seed: int = 0) -> Reading:
+    """The book that ships with five facts planted in it, cut to at most `length` tokens if given.
+
+    Raises ConfigError where the facts alone are longer.
+    """
+    rng = random.Random(seed)
+    planted = _facts(rng)
+    book = Haystack.of(read_asset("book.txt"))
+    words = len(book.words)
+    while True:
+        body = book.with_facts(words, [q.fact for q in planted], list(DEPTHS))
+        context = INTRO + body
+        tokens = count(tokenizer, context)
+        if length is None or tokens <= length:
+            break
+        if words == 0:
+            raise ConfigError(f"length is {length}; the facts alone take {tokens} tokens")
+        words = max(0, min(words - 1, int(words * length / tokens * 0.999)))
+    questions = [Question(q.fact, q.text, q.answer, q.limit, depth_of(context, q.fact)) for q in planted]
+    return Reading(list(tokenizer(context)["input_ids"]), questions)
+
+
+INTRO = niah.INTRO.format(kind="numbers")
+
+
+def _facts(rng: random.Random) -> list[Question]:
+    key = number(rng, 5)
+    found = [Question(passkey.FACT.format(key=key), passkey.QUESTION, key, 8, 0.0)]
+    names = distinct(rng, word_key, len(DEPTHS) - 1)
+    kinds: list[niah.Kind] = ["numbers", "words", "numbers", "uuids"]
+    for name, kind in zip(names, kinds, strict=True):
+        value = {"numbers": number, "words": word_key, "uuids": uuid}[kind](rng)
+        fact = niah.NEEDLE.format(kind=kind, key=name, value=value)
+        text = niah.QUESTION_ONE.format(one=kind[:-1], query=name)
+        found.append(Question(fact, text, value, 48 if kind == "uuids" else 16, 0.0))
+    rng.shuffle(found)
+    return found
+
+
+def run(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    *,
+    method: str = "icecache",
+    budget: int | float = 256,
+    length: int | None = None,
+    seed: int = 0,
+    show: Callable[[Event], None] = lambda _: None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Outcome:
+    """Read the book once, then answer every question under a method (dense_layers=0) and with full attention.
+
+    Each question starts from the book alone. Its tokens go through the sparse path one by one, so that nothing but the prefill
+    reads more than the budget. Raises ConfigError for settings that do not work, before the prefill.
+    """
+    reading = read_book(tokenizer, length=length, seed=seed)
+    longest = max(len(_question(tokenizer, q)) + q.limit for q in reading.questions)
+    check_prompt(model, len(reading.tokens) + longest)
+    Cache(model, method, budget=budget, dense_layers=0)
+    start = now(model.device)
+    base = Cache(model, "full")
+    logits = prefill(model, base, reading.tokens, progress=progress)
+    prefill_s = now(model.device) - start
+    thawed, full = Side(method), Side("full")
+    for side in (thawed, full):
+        show(Event("index", side))
+        settings: dict[str, Any] = {} if side is full else {"budget": budget}
+        _answer_all(_Session(model, tokenizer, base, logits, show), side, reading, settings, prefill_s)
+    return Outcome(len(reading.tokens), prefill_s, reading.questions, thawed, full)
+
+
+@dataclass(frozen=True, slots=True)
+class _Session:
+    model: PreTrainedModel
+    tokenizer: Any
+    base: Cache
+    logits: Tensor
+    show: Callable[[Event], None]
+
+
+def _answer_all(session: _Session, side: Side, reading: Reading, settings: dict[str, Any], prefill_s: float) -> None:
+    """Fork the book once for a side; between questions the cache is cut back to the book."""
+    device = session.model.device
+    start = now(device)
+    cache = session.base.fork(side.method, dense_layers=0, **settings)
+    cache.wait()
+    side.index_s = now(device) - start
+    probe = Probe(cache, every=PROBED, reference=session.base)
+    first, second, each = [], [], []
+    for question in reading.questions:
+        session.show(Event("ask", side, question))
+        begin, watched = now(device), probe.seconds
+        times = []
+        answer = Answer(session.model, session.tokenizer, cache, stop_tokens(session.model, session.tokenizer))
+        for piece in answer.stream(session.logits, _question(session.tokenizer, question), question.limit):
+            times.append(now(device) - begin - (probe.seconds - watched))
+            session.show(Event("text", side, question, piece))
+        side.answers.append(answer.text.strip())
+        side.right.append(question.answer in answer.text)
+        session.show(Event("answer", side, question, answer.text))
+        if times:
+            first.append(times[0])
+        if len(times) > 1:
+            second.append(times[1])
+            each.append((times[-1] - times[0]) / (len(times) - 1))
+        cache.crop(len(reading.tokens))
+    stats, quality = cache.stats(), probe.quality()
+    dense = cache.settings.method.dense
+    side.budget, side.attended_mean, side.attended_max = stats.budget, stats.attended_mean, stats.attended_max
+    side.kv_device_bytes, side.kv_host_bytes = stats.kv_device_bytes + stats.kv_dense_bytes, stats.kv_host_bytes
+    side.hit_rate, side.sparse_steps = stats.hit_rate, stats.sparse_steps
+    side.attention_mass, side.recall_at_k = quality.attention_mass, quality.recall_at_k
+    if dense:
+        side.attended_mean, side.attended_max, side.attention_mass = float(len(reading.tokens)), len(reading.tokens), 1.0
+    side.ttft_s, side.tt2t_s, side.tpot_s = _plus(mean(first), prefill_s + side.index_s), None, mean(each)
+    side.tt2t_s = _plus(mean(second), prefill_s + side.index_s)
+
+
+def _plus(value: float | None, more: float) -> float | None:
+    return None if value is None else value + more
+
+
+def _question(tokenizer: Any, question: Question) -> list[int]:
+    """A question's own tokens; it begins with a newline, which no token spans."""
+    return list(tokenizer(question.text, add_special_tokens=False)["input_ids"])

@@ -1,0 +1,1 @@
+"""Tasks, and what measures methods on them. Importing this package loads neither torch nor transformers."""

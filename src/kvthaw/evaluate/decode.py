@@ -1,0 +1,160 @@
+"""Plain loops over a model's forward: chunked prefill with a report of how far it is, and decoding token by token."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kvthaw.errors import ConfigError
+from kvthaw.evaluate.model import positions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from kvthaw.engine.hf import Cache
+
+CHUNK = 2048
+"""Tokens of a prompt that go through the model at once."""
+
+Pick = Callable[[Tensor], int]
+
+
+def greedy(logits: Tensor) -> int:
+    """The likeliest token of logits [V]."""
+    return int(logits.argmax())
+
+
+def sampler(temperature: float, seed: int) -> Pick:
+    """Draws from softmax(logits / temperature), the same tokens for the same seed; temperature 0 is greedy.
+
+    Raises ConfigError for a negative temperature.
+    """
+    if temperature < 0:
+        raise ConfigError(f"temperature is {temperature}; it must be at least 0")
+    if temperature == 0:
+        return greedy
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(logits: Tensor) -> int:
+        weights = torch.softmax(logits.float().cpu() / temperature, dim=-1)
+        return int(torch.multinomial(weights, 1, generator=generator))
+
+    return draw
+
+
+def check_prompt(model: PreTrainedModel, tokens: int) -> None:
+    """Raise ConfigError, before any work is done, for a prompt that is empty or longer than the model's positions."""
+    if tokens == 0:
+        raise ConfigError("the prompt is empty")
+    limit = positions(model)
+    if limit is not None and tokens > limit:
+        raise ConfigError(f"the prompt has {tokens:,} tokens; the model's positions end at {limit:,}")
+
+
+def chunks(tokens: int, size: int = CHUNK) -> list[tuple[int, int]]:
+    """Equal spans that cover a prompt; a short last one would pass for decoding and read only a part of the cache."""
+    count = max(1, -(-tokens // size))
+    edges = [tokens * i // count for i in range(count + 1)]
+    return list(itertools.pairwise(edges))
+
+
+@torch.no_grad()
+def prefill(
+    model: PreTrainedModel,
+    cache: Cache,
+    ids: Sequence[int],
+    *,
+    chunk: int = CHUNK,
+    progress: Callable[[int, int], None] | None = None,
+) -> Tensor:
+    """Bring a prompt into the cache, chunk by chunk, which is exact. Returns the logits [V] after its last token.
+
+    progress(done, total) is called before the first chunk and after each. Does not wait for offloading and indexing.
+    Raises ConfigError as `check_prompt`, before anything has changed.
+    """
+    check_prompt(model, cache.get_seq_length() + len(ids) if ids else 0)
+    logits: Tensor | None = None
+    if progress is not None:
+        progress(0, len(ids))
+    for start, stop in chunks(len(ids), chunk):
+        logits = forward(model, cache, ids[start:stop])
+        if progress is not None:
+            progress(stop, len(ids))
+    assert logits is not None
+    return logits
+
+
+@torch.no_grad()
+def forward(model: PreTrainedModel, cache: Cache, ids: Sequence[int]) -> Tensor:
+    """One forward over a few tokens of one row; the logits [V] after the last."""
+    tokens = torch.tensor([list(ids)], device=model.device)
+    out = model(input_ids=tokens, past_key_values=cache, use_cache=True, **_last_only(model))
+    last: Tensor = out.logits[0, -1]
+    return last
+
+
+def decode(
+    model: PreTrainedModel, cache: Cache, logits: Tensor, *, limit: int, stops: frozenset[int], pick: Pick = greedy
+) -> Iterator[int]:
+    """Tokens one by one, from the logits [V] before the first, until `limit`, a stop token (kept back) or the last position.
+
+    A token enters the cache when the next one is asked for.
+    """
+    most = positions(model)
+    for left in range(limit, 0, -1):
+        token = pick(logits)
+        if token in stops:
+            return
+        yield token
+        if left == 1 or (most is not None and cache.get_seq_length() >= most):
+            return
+        logits = forward(model, cache, [token])
+
+
+def stop_tokens(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
+    """The tokens that end a generation, from the generation config and the tokenizer."""
+    found: set[int] = set()
+    for source in (getattr(model, "generation_config", None), tokenizer):
+        value = getattr(source, "eos_token_id", None)
+        if value is not None:
+            found.update([value] if isinstance(value, int) else value)
+    return frozenset(found)
+
+
+class TextStream:
+    """Turns tokens into text as they come; holds back bytes that are not a whole character yet."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.tokens: list[int] = []
+        self.shown = ""
+
+    @property
+    def text(self) -> str:
+        """All the text so far."""
+        text: str = self._tokenizer.decode(self.tokens, skip_special_tokens=True)
+        return text
+
+    def push(self, token: int) -> str:
+        """The text that a token adds."""
+        self.tokens.append(token)
+        text = self.text
+        return "" if text.endswith("�") else self._advance(text)
+
+    def finish(self) -> str:
+        """What was held back."""
+        return self._advance(self.text)
+
+    def _advance(self, text: str) -> str:
+        new, self.shown = text[len(self.shown) :], text
+        return new
+
+
+def _last_only(model: PreTrainedModel) -> dict[str, int]:
+    """Ask for the last token's logits alone, where the model can."""
+    return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}

@@ -1,0 +1,21 @@
+"""Small statistics over samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    """The mean of the values that are numbers; None where there is none."""
+    known = [value for value in values if value is not None and not math.isnan(value)]
+    return sum(known) / len(known) if known else None
+
+
+def wilson(share: float, n: int, z: float = 1.959964) -> tuple[float, float]:
+    """Wilson's interval, 95 % by default, around a share of n trials. Nothing is known of n = 0: (0, 1)."""
+    if n == 0:
+        return 0.0, 1.0
+    spread = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    middle, scale = share + z * z / (2 * n), 1 + z * z / n
+    return max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale)

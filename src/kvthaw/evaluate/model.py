@@ -1,0 +1,96 @@
+"""Loading a model for the command line and for evaluation: the one that ships, a local folder, or one from the hub."""
+
+from __future__ import annotations
+
+import hashlib
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+
+from kvthaw.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+SHIPPED = "shipped"
+"""The name of the model that comes with the package."""
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+def shipped_path() -> Path:
+    """The folder of the model that comes with the package."""
+    return Path(str(files("kvthaw"))) / "assets" / "model"
+
+
+def load_shipped(*, dtype: Dtype = "auto", device: str | None = None) -> tuple[PreTrainedModel, Any]:
+    """The model that comes with the package and its tokenizer; see `load`."""
+    return load(SHIPPED, dtype=dtype, device=device)
+
+
+def load(name: str = SHIPPED, *, dtype: Dtype = "auto", device: str | None = None) -> tuple[PreTrainedModel, Any]:
+    """A causal language model, ready to decode, and its tokenizer.
+
+    name: "shipped", a local folder, or an id on the Hugging Face hub. dtype: "auto" is bfloat16 on a GPU and float32 on a CPU.
+    device: as torch names it; None takes the GPU where there is one. Raises ConfigError, naming what was not found.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    where = _device(device)
+    if dtype not in get_args(Dtype):
+        raise ConfigError(f"dtype is {dtype!r}; it must be one of {', '.join(get_args(Dtype))}")
+    kind = dtype if dtype != "auto" else "bfloat16" if where.type == "cuda" else "float32"
+    source = _source(name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, kind))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model is {name!r}; it could not be loaded: {_first_line(error)}") from error
+    return model.to(where).eval(), tokenizer
+
+
+def positions(model: PreTrainedModel) -> int | None:
+    """How many positions a model has, where its config says."""
+    value = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return None if value is None else int(value)
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """A short hash of names, shapes, dtypes and the first values of every weight, wherever they came from."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name, weight in model.named_parameters():
+        head = weight.detach().flatten()[:16].float().cpu().numpy().tobytes()
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode() + head)
+    return digest.hexdigest()
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"device is {name!r}; torch cannot use it: {_first_line(error)}") from error
+    return device
+
+
+def _source(name: str) -> str:
+    if name == SHIPPED:
+        if not (shipped_path() / "config.json").exists():
+            raise ConfigError(f"model is {SHIPPED!r}, but this installation holds no model; name a folder or a hub id")
+        return str(shipped_path())
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").exists():
+            raise ConfigError(f"model is {name!r}; that folder holds no config.json")
+        return str(path)
+    if path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1 or not name:
+        raise ConfigError(f"model is {name!r}; there is no such folder")
+    return name
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,203 @@
+"""What a run writes: one line a sample and variant, kept in a file that a later run continues, and their summary."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvthaw.errors import ConfigError
+from kvthaw.evaluate.metrics import mean, wilson
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """All that a line depends on; two lines of one setting are the same line.
+
+    model, weights: its name and the fingerprint of its weights. depth: where the fact was asked to stand, 0..1, None if left to
+    the task. question: "dense" or "sparse". budget, retrieved: as asked for. probe: observed every n-th step, 0 for none.
+    """
+
+    task: str
+    model: str
+    weights: str
+    dtype: str
+    device: str
+    length: int
+    seed: int
+    depth: float | None
+    question: str
+    method: str
+    budget: int | float | None
+    retrieved: int | None
+    dense_layers: int
+    probe: int
+    kvthaw: str
+
+    def key(self) -> str:
+        """The setting as one string."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One sample under one variant. Bytes are of K and V; seconds are wall time without the probe's.
+
+    accuracy: the share of the answers that the output holds. prompt: tokens. held_budget: the promise that the cache kept.
+    attended: tokens read per KV head and step. kv_device_bytes: of the layers under the method; kv_dense_bytes: of the first
+    layers kept dense beside it. prefill_s: shared by all variants; index_s: offloading and indexing after it; ttft_s, tt2t_s:
+    from the start of the prefill, with index_s where the cache was needed by then; tpot_s: (end - first) / (tokens - 1).
+    """
+
+    setting: Setting
+    prompt: int
+    output: str
+    answers: tuple[str, ...]
+    at: float | None
+    accuracy: float
+    held_budget: int | None
+    retrieved: float | None
+    attended_mean: float | None
+    attended_max: int | None
+    attention_mass: float | None
+    recall_at_k: float | None
+    output_error: float | None
+    hit_rate: float | None
+    sparse_steps: int
+    kv_device_bytes: int
+    kv_dense_bytes: int
+    kv_host_bytes: int
+    new_tokens: int
+    prefill_s: float
+    index_s: float
+    ttft_s: float
+    tt2t_s: float | None
+    tpot_s: float | None
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Line:
+        """The reverse. Raises ValueError, KeyError or TypeError for anything else."""
+        data = json.loads(text)
+        data["setting"] = Setting(**data["setting"])
+        data["answers"] = tuple(data["answers"])
+        return Line(**data)
+
+
+class Results:
+    """Lines by setting, in a file if a path is given: what stands there is known, what is added is appended at once."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path
+        self._lines: dict[str, Line] = {}
+        if path is not None and path.exists():
+            for line in _read(path):
+                self._lines[line.setting.key()] = line
+
+    def get(self, setting: Setting) -> Line | None:
+        """The line of a setting, if known."""
+        return self._lines.get(setting.key())
+
+    def add(self, line: Line) -> None:
+        """Keep a line. A file is written and closed, so that a stop at any time loses nothing."""
+        self._lines[line.setting.key()] = line
+        if self.path is not None:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(line.to_json() + "\n")
+
+    def __iter__(self) -> Iterator[Line]:
+        return iter(self._lines.values())
+
+
+def _read(path: Path) -> Iterator[Line]:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for number, text in enumerate(lines, 1):
+        if not text.strip():
+            continue
+        try:
+            yield Line.from_json(text)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"out is {str(path)!r}, whose line {number} is not a result of kvthaw eval; name another file"
+            ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Means over the samples of one variant. accuracy_95: Wilson's interval. full_accuracy: full attention's on them."""
+
+    task: str
+    method: str
+    budget: int | float | None
+    retrieved: float | None
+    dense_layers: int
+    length: int
+    n: int
+    accuracy: float
+    accuracy_95: tuple[float, float]
+    full_accuracy: float | None
+    attention_mass: float | None
+    recall_at_k: float | None
+    output_error: float | None
+    hit_rate: float | None
+    attended_mean: float | None
+    attended_max: int | None
+    kv_device_bytes: int
+    kv_dense_bytes: int
+    kv_host_bytes: int
+    prefill_s: float | None
+    index_s: float | None
+    ttft_s: float | None
+    tt2t_s: float | None
+    tpot_s: float | None
+    question: str
+    seed: int
+    model: str
+    weights: str
+    dtype: str
+    device: str
+    versions: dict[str, str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """A plain dict, for JSON."""
+        return asdict(self)
+
+
+_MEANS = ("retrieved", "attention_mass", "recall_at_k", "output_error", "hit_rate", "attended_mean")
+_SECONDS = ("prefill_s", "index_s", "ttft_s", "tt2t_s", "tpot_s")
+
+
+def summarize(lines: Iterable[Line], full: Iterable[Line]) -> Summary:
+    """One variant's lines, all of one task and length, and full attention's on the same samples."""
+    mine, theirs = list(lines), list(full)
+    first = mine[0]
+    accuracy = sum(line.accuracy for line in mine) / len(mine)
+    means: dict[str, Any] = {name: mean(getattr(line, name) for line in mine) for name in (*_MEANS, *_SECONDS)}
+    most = [line.attended_max for line in mine if line.attended_max is not None]
+    same: dict[str, Any] = {
+        name: getattr(first.setting, name) for name in ("task", "method", "dense_layers", "length", "question")
+    }
+    of_model: dict[str, Any] = {name: getattr(first.setting, name) for name in ("model", "weights", "dtype", "device")}
+    asked = first.setting.budget
+    return Summary(
+        **same,
+        **of_model,
+        **means,
+        budget=asked if asked is not None else first.held_budget,
+        n=len(mine),
+        accuracy=accuracy,
+        accuracy_95=wilson(accuracy, len(mine)),
+        full_accuracy=mean(line.accuracy for line in theirs),
+        attended_max=max(most) if most else None,
+        kv_device_bytes=max(line.kv_device_bytes for line in mine),
+        kv_dense_bytes=max(line.kv_dense_bytes for line in mine),
+        kv_host_bytes=max(line.kv_host_bytes for line in mine),
+        seed=min(line.setting.seed for line in mine),
+        versions=first.versions,
+    )
