@@ -1,0 +1,152 @@
+"""Giving every selected row a slot of the pool, in one launch: `Residency.admit` for a captured decode step."""
+
+# ruff: noqa: N803 - constants of a kernel are capitals
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kvthaw.kernels import HAS_TRITON
+
+
+def definition(rows: Tensor, row_slot: Tensor, slot_row: Tensor, used: Tensor, step: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Give every row a slot, replacing those wanted longest ago; ties go to the lower slot.
+
+    rows [B, H, M] int32, -1 padded, none twice, M <= C. Tables, changed in place: row_slot [B, H, T + 1] int32, the slot of a
+    row or -1; slot_row [B, H, C + 1] int32, the row in a slot or -1; used [B, H, C + 1] int32, the step that last wanted a
+    slot. Their last column is where writes go that mean nothing. step: int32 scalar, this step's number, above all in `used`.
+
+    Returns slots [B, H, M] int32, -1 where rows is -1; fetch [B, H, M] int32, the row where it must be brought, else -1; live
+    [B, H, C] bool, the slots that hold a row of this step. The i-th miss takes the i-th slot in the order (used, slot).
+    """
+    trash_row, count = row_slot.shape[2] - 1, slot_row.shape[2] - 1
+    wanted = rows >= 0
+    row = torch.where(wanted, rows, trash_row).long()
+    slot = row_slot.gather(2, row)
+    hit, miss = wanted & (slot >= 0), wanted & (slot < 0)
+    now = step.to(torch.int32).expand(slot.shape)
+    used.scatter_(2, torch.where(hit, slot, count).long(), now)
+    order = torch.sort(used[:, :, :count], dim=2, stable=True).indices
+    rank = (torch.cumsum(miss, dim=2) - 1).clamp_(0, count - 1)
+    victim = torch.where(miss, order.gather(2, rank), count)
+    old = slot_row.gather(2, victim).long()
+    row_slot.scatter_(2, torch.where(miss & (old >= 0), old, trash_row), -1)
+    row_slot.scatter_(2, torch.where(miss, row, trash_row), victim.int())
+    row_slot[:, :, trash_row] = -1
+    slot_row.scatter_(2, victim, torch.where(miss, rows, -1))
+    slot_row[:, :, count] = -1
+    used.scatter_(2, victim, now)
+    slots = torch.where(hit, slot, torch.where(miss, victim.int(), -1))
+    live = used[:, :, :count] == step
+    return slots, torch.where(miss, rows, -1), live
+
+
+if TYPE_CHECKING:
+    _admit: Any
+elif HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def _admit(
+        rows,
+        row_slot,
+        slot_row,
+        used,
+        step,
+        slots,
+        fetch,
+        live,
+        order,
+        count,
+        places,
+        row_stride,
+        BLOCK_M: tl.constexpr,
+        BLOCK_C: tl.constexpr,
+    ):
+        # One program a (lane, KV head). Lanes of the program speak through its tables in global memory, barriers between.
+        pair = tl.program_id(0).to(tl.int64)
+        row_slot += pair * row_stride
+        slot_row += pair * (places + 1)
+        used += pair * (places + 1)
+        order += pair * places
+        m, c = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_C)
+        given, is_slot = m < count, c < places
+        now = tl.load(step)
+        row = tl.load(rows + pair * count + m, mask=given, other=-1)
+        old = tl.load(slot_row + c, mask=is_slot, other=-1)
+        slot = tl.load(row_slot + row, mask=row >= 0, other=-1)
+        hit, miss = slot >= 0, (row >= 0) & (slot < 0)
+        tl.store(used + slot, now, mask=hit)
+        rank = tl.cumsum(miss.to(tl.int32), 0) - 1
+        missing = tl.sum(miss.to(tl.int32), 0)
+        tl.debug_barrier()
+
+        # Victims, an age at a time. An age is a step at which slots were last wanted; all rounds but a step's last empty an age
+        # for good, and a step makes one, so there are two rounds a step in the mean.
+        last = tl.load(used + c, mask=is_slot, other=now)
+        free = last != now
+        turn = tl.full((BLOCK_C,), -1, tl.int32)
+        found = 0
+        while found < missing:
+            oldest = tl.min(tl.where(free, last, 2147483647), 0)
+            same = free & (last == oldest)
+            count_same = tl.sum(same.to(tl.int32), 0)
+            place = found + tl.cumsum(same.to(tl.int32), 0) - 1
+            turn = tl.where(same & (place < missing), place, turn)
+            free = free & (last != oldest)
+            found = tl.where(count_same > 0, found + count_same, missing)  # rows that come twice must not hang the device
+        victim = turn >= 0
+        tl.store(order + turn, c, mask=victim)
+        tl.store(row_slot + old, -1, mask=victim & (old >= 0))
+        tl.store(used + c, now, mask=victim)
+        tl.store(live + pair * places + c, is_slot & ((last == now) | victim), mask=is_slot)
+        tl.debug_barrier()
+
+        taken = tl.load(order + rank, mask=miss, other=-1)
+        tl.store(row_slot + row, taken, mask=miss)
+        tl.store(slot_row + taken, row, mask=miss)
+        tl.store(slots + pair * count + m, tl.where(hit, slot, taken), mask=given)
+        tl.store(fetch + pair * count + m, tl.where(miss, row, -1), mask=given)
+
+
+def admit(rows: Tensor, row_slot: Tensor, slot_row: Tensor, used: Tensor, step: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As `definition`, in one launch without a sync; the last columns of the tables are left alone.
+
+    8 heads of 1024 rows read and write some 200 KB, which is nothing: the time is four dependent trips to memory (rows, their
+    slots, the marks on the slots, the order of the victims) and about two rounds of sums over the slots.
+    """
+    lanes, heads, count = rows.shape
+    places = slot_row.shape[2] - 1
+    tables = (row_slot, slot_row, used)
+    assert count <= places, f"{count} rows do not fit into {places} slots"
+    for tensor in (rows, *tables):
+        assert tensor.is_contiguous()
+        assert tensor.dtype == torch.int32
+        assert tensor.shape[:2] == (lanes, heads)
+    assert used.shape == slot_row.shape
+    assert step.dtype == torch.int32
+    assert step.numel() == 1
+    slots, fetch = torch.empty_like(rows), torch.empty_like(rows)
+    live = torch.empty((lanes, heads, places), dtype=torch.bool, device=rows.device)
+    order = torch.empty((lanes, heads, places), dtype=torch.int32, device=rows.device)
+    block_m, block_c = (max(32, 1 << (size - 1).bit_length()) for size in (count, places))
+    _admit[(lanes * heads,)](
+        rows,
+        *tables,
+        step,
+        slots,
+        fetch,
+        live,
+        order,
+        count,
+        places,
+        row_slot.shape[2],
+        BLOCK_M=block_m,
+        BLOCK_C=block_c,
+        num_warps=min(16, max(1, max(block_m, block_c) // 128)),
+    )
+    return slots, fetch, live
