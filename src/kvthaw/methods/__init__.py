@@ -8,9 +8,12 @@ from functools import partial
 from typing import Any
 
 from kvthaw.errors import ConfigError
+from kvthaw.methods.arkvale import arkvale
+from kvthaw.methods.clusterkv import clusterkv
 from kvthaw.methods.full import full
 from kvthaw.methods.icecache import icecache
 from kvthaw.methods.oracle import oracle
+from kvthaw.methods.quest import quest
 from kvthaw.methods.streaming import streaming
 from kvthaw.types import Method
 
@@ -18,6 +21,9 @@ METHODS: dict[str, Callable[..., Method]] = {
     "full": full,
     "oracle": oracle,
     "streaming": streaming,
+    "clusterkv": clusterkv,
+    "arkvale": arkvale,
+    "quest": quest,
     "icecache": icecache,
     "icecache-reuse": partial(icecache, reuse=3),
 }

@@ -1,0 +1,255 @@
+"""Units of tokens with a digest each: what ClusterKV, Quest, ArkVale and PRKV have in common.
+
+A lane's tokens stand in a map, unit after unit; a unit has a digest and a stop in the map. Tokens come in batches (a page, or
+the tokens that are clustered together). A batch that is not full yet is cut into units of `size` tokens in text order and
+their digests are made anew with every append, so that every token can be selected as soon as it has come.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvthaw.kernels.unit_select import Policy, check_policy, unit_select
+from kvthaw.types import LayerShape, Selection
+
+
+@dataclass(slots=True)
+class Lane:
+    """What the host knows of a lane: tokens and units in its tables, how many of the last tokens' keys are kept (at most a
+    batch), and (tokens, units) before each batch, or before several that came together."""
+
+    tokens: int = 0
+    units: int = 0
+    kept: int = 0
+    marks: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
+
+
+class UnitIndex:
+    """Tables of units, and selection by digest. Subclasses say how a batch becomes units.
+
+    digests [B, H, U, E], stops [B, H, U + 1] int32, counts [B] int32, order [B, H, T] int32 or None (text order), recent
+    [B, H, batch, D]: the keys of the last batch. All on the device, at a capacity that doubles, written in place.
+    """
+
+    graph_safe = True
+    on_host = False
+    mapped = False
+
+    def __init__(self, shape: LayerShape, *, size: int, batch: int, width: int, policy: Policy) -> None:
+        check_policy(policy)
+        self.shape, self.size, self.batch, self.policy = shape, size, batch, policy
+        self.first = shape.regions.sink
+        heads, device = shape.kv_heads, shape.device
+        self.digests = torch.zeros((0, heads, 0, width), dtype=shape.dtype, device=device)
+        self.stops = torch.zeros((0, heads, 1), dtype=torch.int32, device=device)
+        self.counts = torch.zeros(0, dtype=torch.int32, device=device)
+        self.order = torch.zeros((0, heads, 0), dtype=torch.int32, device=device) if self.mapped else None
+        self.recent = torch.zeros((0, heads, batch, shape.head_dim), dtype=shape.dtype, device=device)
+        self.lanes: list[Lane] = []
+        self._stream: torch.cuda.Stream | None = None
+        self._done: torch.cuda.Event | None = None
+
+    # What a method adds
+
+    def digest(self, keys: Tensor) -> Tensor:
+        """keys [H, n, D] -> digests [H, ceil(n / size), E] of units of `size` tokens in text order, the last one partial."""
+        raise NotImplementedError
+
+    def close(self, lane: int, begin: int, before: int, keys: Tensor) -> None:
+        """Batches are full: keys [H, n, batch, D]. The first begins at `begin` in the map and at unit `before`; units in text
+        order are in the tables."""
+
+    # Index
+
+    def build(self, lane: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
+        """See Index."""
+        self.truncate(lane, 0)
+        self.first = first
+        self.append([lane], keys[None], values[None], None)
+
+    def append(self, lanes: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
+        """See Index."""
+        self.join()
+        n = keys.shape[2]
+        self.reserve(max(lanes) + 1)
+        self.reserve(
+            0, max(self.lanes[i].units for i in lanes) + -(-n // self.size) + 1, max(self.lanes[i].tokens for i in lanes) + n
+        )
+        for i, lane in enumerate(lanes):
+            self._add(lane, keys[i])
+
+    def select(self, query: Tensor, budget: int) -> Selection:
+        """See Index."""
+        batch = query.shape[0]
+        self.join()
+        self.reserve(batch)
+        units = self.digests.shape[2]
+        if query.device.type == "cpu":  # no kernel that stops at the lanes' lengths
+            units = max(lane.units for lane in self.lanes[:batch])
+        rows, counts = unit_select(
+            query,
+            self.digests[:batch, :, :units],
+            self.stops[:batch, :, : units + 1],
+            None if self.order is None else self.order[:batch],
+            self.counts[:batch],
+            first=self.first,
+            budget=budget,
+            scale=self.shape.scale,
+            policy=self.policy,
+        )
+        return Selection(rows, counts)
+
+    def truncate(self, lane: int, length: int) -> None:
+        """See Index. A batch whose keys are kept is cut exactly; of an older unit that is cut, the digest stays."""
+        keep = max(0, length - self.first)
+        if lane >= len(self.lanes) or keep >= self.lanes[lane].tokens:
+            return
+        self.join()
+        host = self.lanes[lane]
+        if keep == 0:
+            self._set(lane, Lane())
+            return
+        whole, units = True, host.units
+        while host.marks[-1][0] >= keep:
+            units = host.marks.pop()[1]
+            whole = False
+        begin, before = host.marks[-1]
+        if whole and host.kept and host.tokens - host.kept == begin:
+            keys = self.recent[lane, :, : keep - begin].clone()
+            self._set(lane, Lane(begin, before, 0, host.marks))
+            self._add(lane, keys)
+            return
+        if self.order is None:
+            self.stops[lane].clamp_(max=keep)
+            units = before + -(-(keep - begin) // self.size)
+        else:
+            order = self.order[lane, :, : host.tokens]
+            kept = order < length
+            upto = torch.nn.functional.pad(kept.cumsum(dim=1), (1, 0))
+            stops = self.stops[lane, :, : units + 1]
+            stops.copy_(upto.gather(1, stops.long()))
+            order[:, :keep] = order[kept].view(-1, keep)
+        self._set(lane, Lane(keep, units, 0, [*host.marks, (keep, units)]))
+
+    def reorder(self, lanes: Sequence[int]) -> None:
+        """See Index."""
+        self.join()
+        self.reserve(max(lanes) + 1)
+        which = torch.tensor(lanes, device=self.counts.device)
+        for name in self._tables():
+            setattr(self, name, getattr(self, name).index_select(0, which))
+        self.lanes = [copy.deepcopy(self.lanes[lane]) for lane in lanes]
+
+    def state_dict(self) -> dict[str, Any]:
+        """See Index."""
+        self.join()
+        state: dict[str, Any] = {name: getattr(self, name).clone() for name in self._tables()}
+        lanes = [(lane.tokens, lane.units, lane.kept, list(lane.marks)) for lane in self.lanes]
+        return state | {"lanes": lanes, "first": self.first}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See Index."""
+        for name in self._tables():
+            setattr(self, name, state[name].to(self.shape.device, copy=True))
+        self.lanes = [Lane(t, u, k, [(a, b) for a, b in marks]) for t, u, k, marks in state["lanes"]]
+        self.first = int(state["first"])
+
+    # Work beside the current stream
+
+    def beside(self, job: Callable[[], None], *used: Tensor) -> None:
+        """Run a job that writes tables: now, or on a GPU on a stream of this index's own, after what the current stream has
+        been given so far. used: tensors of others that it reads."""
+        if self.shape.device.type != "cuda":
+            job()
+            return
+        self._stream = self._stream or torch.cuda.Stream(self.shape.device)
+        self._stream.wait_stream(torch.cuda.current_stream(self.shape.device))
+        with torch.cuda.stream(self._stream):
+            job()
+            for tensor in used:
+                tensor.record_stream(self._stream)
+            self._done = torch.cuda.Event()
+            self._done.record(self._stream)
+
+    def join(self) -> None:
+        """What follows on the current stream sees what was done beside it; the host does not wait."""
+        if self._done is not None:
+            torch.cuda.current_stream(self.shape.device).wait_event(self._done)
+            self._done = None
+
+    # Inside
+
+    def reserve(self, lanes: int, units: int = 0, tokens: int = 0) -> None:
+        """Room for so many lanes, units and tokens; what is there stays. Addresses change only where room was lacking."""
+        self.lanes += [Lane() for _ in range(lanes - len(self.lanes))]
+        many, have, known = len(self.lanes), self.digests.shape[2], 0 if self.order is None else self.order.shape[2]
+        if many <= self.counts.shape[0] and units <= have and (self.order is None or tokens <= known):
+            return
+        self.join()
+        units = have if units <= have else max(units + units // 4 + 64, 2 * have)
+        self.digests = _grown(self.digests, many, units)
+        self.stops = _grown(self.stops, many, units + 1)
+        self.counts = _grown(self.counts, many)
+        self.recent = _grown(self.recent, many, self.batch)
+        if self.order is not None:
+            self.order = _grown(self.order, many, known if tokens <= known else max(tokens + tokens // 4 + 64, 2 * known))
+
+    def _tables(self) -> list[str]:
+        return ["digests", "stops", "counts", "recent"] + ["order"] * (self.order is not None)
+
+    def _set(self, lane: int, host: Lane) -> None:
+        self.lanes[lane] = host
+        self.counts[lane].fill_(host.units)
+        if not host.tokens:
+            self.stops[lane, :, 0] = 0
+
+    def _add(self, lane: int, keys: Tensor) -> None:
+        """The next tokens of a lane, keys [H, n, D]; there is room."""
+        host = self.lanes[lane]
+        if not keys.shape[1]:
+            return
+        if host.kept in (0, self.batch) and host.marks[-1] != (host.tokens, host.units):
+            host.marks.append((host.tokens, host.units))
+            host.kept = 0
+        begin, before = host.marks[-1]
+        together = torch.cat((self.recent[lane, :, : host.kept], keys), dim=1) if host.kept else keys
+        n = together.shape[1]
+        found = self.digest(together)
+        stop = before + found.shape[1]
+        self.digests[lane, :, before:stop] = found.to(self.digests.dtype)
+        at = torch.arange(1, stop - before + 1, device=keys.device) * self.size
+        self.stops[lane, :, before] = begin  # as it is already, but for a lane's first
+        self.stops[lane, :, before + 1 : stop + 1] = (at.clamp(max=n) + begin).int()
+        if self.order is not None:
+            new = torch.arange(host.tokens, begin + n, device=keys.device, dtype=torch.int32)
+            self.order[lane, :, host.tokens : begin + n] = new + self.first
+        per, last = self.batch // self.size, (n - 1) // self.batch
+        full = n // self.batch
+        if full:
+            self.close(lane, begin, before, together[:, : full * self.batch].unflatten(1, (full, self.batch)))
+        if self.batch > self.size:
+            host.marks += [(begin + i * self.batch, before + i * per) for i in range(1, last + 1)]
+        elif last:
+            host.marks.append((begin + last * self.batch, before + last * per))
+        host.kept = n - last * self.batch
+        self.recent[lane, :, : host.kept] = together[:, last * self.batch :]
+        host.tokens, host.units = begin + n, stop
+        self.counts[lane].fill_(stop)
+
+
+def _grown(table: Tensor, lanes: int, length: int | None = None) -> Tensor:
+    """A table with at least so many lanes and, in dimension 2, so many places; itself where it is large enough."""
+    shape = [max(lanes, table.shape[0]), *table.shape[1:]]
+    if length is not None:
+        shape[2] = max(length, table.shape[2])
+    if shape == list(table.shape):
+        return table
+    grown = table.new_zeros(shape)
+    grown[tuple(slice(0, n) for n in table.shape)] = table
+    return grown

@@ -1,0 +1,106 @@
+"""Bounding volumes of pages: the box around a page's keys, as its centre and its half extent.
+
+One pass: N T D keys are read once and N (T / page) 2 D numbers are written; 2 to 4 operations a key and channel. At 128k
+tokens of 8 heads, d = 128, bf16: 268 MB read, 17 MB written (pages of 32), 66 us at 4300 GB/s; with an order the rows are
+gathered, whole rows of 2 D bytes at a time.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvthaw.kernels import HAS_TRITON
+
+Spread = Literal["max", "mean"]
+"""Half extent of a page's box: "max" reaches every key (Quest), "mean" is the mean distance of the keys (ArkVale)."""
+
+
+def definition(keys: Tensor, page: int, *, spread: Spread, order: Tensor | None = None) -> Tensor:
+    """keys [N, T, D] -> [N, P, 2 D] in the dtype of keys, P = ceil(T / page): centre c = (max + min) / 2 a channel, half extent
+    delta. order [N, T'] int64: page p holds keys order[p * page : (p + 1) * page]; without it all keys in their order.
+
+    "max": delta reaches from the rounded c to the furthest key and is rounded up, so q.c + |q|.delta is never below any q.k of
+    the page. "mean": delta = mean |c - k|. The last page may be partial.
+    """
+    if order is not None:
+        keys = keys.gather(1, order[:, :, None].expand(-1, -1, keys.shape[2]))
+    full = keys.shape[1] // page * page
+    parts = [_boxes(keys[:, :full].reshape(keys.shape[0], -1, page, keys.shape[2]), spread)]
+    if full < keys.shape[1]:
+        parts.append(_boxes(keys[:, None, full:], spread))
+    return torch.cat(parts, dim=1)
+
+
+def _boxes(keys: Tensor, spread: Spread) -> Tensor:
+    """[N, P, n, D] -> [N, P, 2 D]."""
+    k = keys.float()
+    if k.shape[1] == 0:
+        return keys.new_zeros((k.shape[0], 0, 2 * k.shape[3]))
+    low, high = k.amin(dim=2), k.amax(dim=2)
+    centre = (0.5 * low + 0.5 * high).to(keys.dtype).float()
+    if spread == "max":
+        delta = torch.maximum(high - centre, centre - low) * (1 + torch.finfo(keys.dtype).eps)
+    else:
+        delta = (k - centre[:, :, None]).abs().mean(dim=2)
+    return torch.cat((centre, delta), dim=2).to(keys.dtype)
+
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def _page_bounds(
+        keys, order, out, tokens, count, pages, dim, head_stride, token_stride, grown,
+        PAGE: tl.constexpr, PP: tl.constexpr, DP: tl.constexpr, MAPPED: tl.constexpr, MAX: tl.constexpr,
+    ):  # fmt: skip
+        # One program a (page, head): PAGE rows, reduced channel by channel.
+        p, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
+        i, d = tl.arange(0, PP), tl.arange(0, DP)
+        place = p * PAGE + i
+        inside = (i < PAGE) & (place < count)
+        row = tl.load(order + n * count + place, mask=inside, other=0) if MAPPED else place
+        where = keys + n * head_stride + row.to(tl.int64)[:, None] * token_stride + d[None, :]
+        valid = inside[:, None] & (d < dim)[None, :]
+        k = tl.load(where, mask=valid, other=0.0).to(tl.float32)
+        low = tl.min(tl.where(valid, k, float("inf")), axis=0)
+        high = tl.max(tl.where(valid, k, float("-inf")), axis=0)
+        low = tl.where(d < dim, low, 0.0)
+        high = tl.where(d < dim, high, 0.0)
+        kind = out.dtype.element_ty
+        centre = (0.5 * low + 0.5 * high).to(kind).to(tl.float32)
+        if MAX:
+            delta = tl.maximum(high - centre, centre - low) * grown
+        else:
+            here = tl.minimum(count - p * PAGE, PAGE).to(tl.float32)
+            delta = tl.sum(tl.where(valid, tl.abs(k - centre[None, :]), 0.0), axis=0) / here
+        box = out + (n * pages + p) * 2 * dim + d
+        tl.store(box, centre.to(kind), mask=d < dim)
+        tl.store(box + dim, delta.to(kind), mask=d < dim)
+
+
+def launch(keys: Tensor, page: int, *, spread: Spread, order: Tensor | None = None) -> Tensor:
+    """The Triton kernel; arguments and result as in `definition`. The channels of a key are contiguous."""
+    heads, tokens, dim = keys.shape
+    count = tokens if order is None else order.shape[1]
+    pages = triton.cdiv(count, page)
+    out = keys.new_empty((heads, pages, 2 * dim))
+    assert keys.stride(2) == 1, "the channels of a key must be contiguous"
+    assert order is None or order.is_contiguous(), "order must be contiguous"
+    if pages:
+        _page_bounds[(pages, heads)](
+            keys, keys if order is None else order, out, tokens, count, pages, dim, keys.stride(0), keys.stride(1),
+            1 + torch.finfo(keys.dtype).eps, PAGE=page, PP=triton.next_power_of_2(page), DP=triton.next_power_of_2(dim),
+            MAPPED=order is not None, MAX=spread == "max", num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def page_bounds(keys: Tensor, page: int, *, spread: Spread, order: Tensor | None = None) -> Tensor:
+    """As `definition`: the kernel on a GPU, torch elsewhere."""
+    if HAS_TRITON and keys.device.type == "cuda":
+        return launch(keys, page, spread=spread, order=order)
+    return definition(keys, page, spread=spread, order=order)

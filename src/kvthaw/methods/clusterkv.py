@@ -1,0 +1,40 @@
+"""ClusterKV (Liu et al., 2024): semantic clusters of keys, taken whole in the order of q.mu."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from kvthaw.cache.regions import Regions
+from kvthaw.index.clusters import ClusterIndex
+from kvthaw.kernels.kmeans import Distance
+from kvthaw.kernels.unit_select import Policy
+from kvthaw.types import Method
+
+
+def clusterkv(
+    *,
+    policy: Policy = "max",
+    distance: Distance = "cosine",
+    tokens_per_cluster: int = 80,
+    clusters: int | None = None,
+    batch: int = 320,
+    clusters_per_batch: int = 4,
+    iterations: int = 20,
+) -> Method:
+    """Clusters of the prompt's keys and, every `batch` tokens, of those that came since.
+
+    policy: how the query heads of a group agree, see `kvthaw.kernels.unit_select.Policy`. distance: what k-means compares by.
+    clusters: as many for any prompt, instead of one for every tokens_per_cluster. clusters_per_batch: of later tokens (the
+    authors' code: 8). The paper keeps 16 sink tokens; it states no window, so tokens leave by 16.
+    """
+    index = partial(
+        ClusterIndex,
+        policy=policy,
+        distance=distance,
+        tokens_per_cluster=tokens_per_cluster,
+        clusters=clusters,
+        batch=batch,
+        clusters_per_batch=clusters_per_batch,
+        iterations=iterations,
+    )
+    return Method("clusterkv", paper="ClusterKV", unit="cluster", index=index, regions=Regions(16, 16, 16))

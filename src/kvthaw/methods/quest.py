@@ -1,0 +1,21 @@
+"""Quest (Tang et al., 2024): pages of 16 by the largest q.k within their channels' minimum and maximum."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from kvthaw.cache.regions import Regions
+from kvthaw.index.bounds import BoundIndex
+from kvthaw.kernels.unit_select import Policy
+from kvthaw.types import Method
+
+
+def quest(*, page: int = 16, policy: Policy = "max") -> Method:
+    """The pages of the best upper bounds. Quest keeps all KV on the device; here its pages are offloaded as all methods' are.
+
+    policy: how the query heads of a group agree, see `kvthaw.kernels.unit_select.Policy`. Quest has no sink and attends to
+    the page it is filling: the window and the buffer are a page each. Its rule of max(3, budget / 16) pages follows from the
+    budget, which includes them.
+    """
+    index = partial(BoundIndex, page=page, spread="max", policy=policy)
+    return Method("quest", paper="Quest", unit="page", index=index, regions=Regions(0, page, page))

@@ -1,0 +1,115 @@
+"""Choosing units against the plain definition: the vectorised path, and the kernels."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvthaw.errors import ConfigError
+from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels import unit_select as op
+
+NAN = float("nan")
+
+
+def tables(
+    sizes: list[int],
+    heads: int,
+    dim: int,
+    *,
+    wide: bool,
+    mapped: bool,
+    static: int,
+    dtype: torch.dtype,
+    capacity: int = 0,
+    seed: int = 0,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """digests, stops, order and counts of lanes with so many units; what lies behind the units is NaN or nonsense."""
+    g = torch.Generator().manual_seed(seed)
+    units = max([capacity, *sizes])
+    width = dim * (1 + wide)
+    digests = torch.full((len(sizes), heads, units, width), NAN).to(dtype)
+    stops = torch.full((len(sizes), heads, units + 1), -7, dtype=torch.int32)
+    lengths = torch.randint(0, 9, (len(sizes), heads, units), generator=g)
+    total = static + int(lengths.sum(dim=2).max()) + 5
+    order = torch.full((len(sizes), heads, total), -9, dtype=torch.int32)
+    for b, n in enumerate(sizes):
+        tile = torch.randn(heads, n, width, generator=g)
+        if wide:
+            tile[..., dim:] = tile[..., dim:].abs()
+        digests[b, :, :n] = tile.to(dtype)
+        stops[b, :, 0] = static
+        stops[b, :, 1 : n + 1] = static + lengths[b, :, :n].cumsum(1).int()
+        for h in range(heads):
+            end = int(stops[b, h, n])
+            order[b, h, :end] = 4 + torch.randperm(end, generator=g).int()
+    counts = torch.tensor(sizes, dtype=torch.int32)
+    return digests, stops, order if mapped else None, counts
+
+
+CASES = [
+    # lanes' units, heads, group, dim, budget, wide, mapped, static, policy, dtype
+    ([1], 1, 1, 64, 5, False, True, 0, "max", torch.float32),
+    ([63, 7], 2, 4, 96, 40, True, True, 6, "max", torch.bfloat16),
+    ([130, 0, 64], 2, 1, 64, 33, True, False, 0, "max", torch.float16),
+    ([70], 1, 8, 128, 100, False, True, 0, "mean", torch.float32),
+    ([40, 41], 2, 4, 64, 1, False, True, 0, "mean_query", torch.bfloat16),
+    ([20], 2, 2, 256, 1000, True, True, 3, "mean", torch.float32),
+    ([30], 1, 2, 64, 4, True, True, 9, "max", torch.float32),
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("path", ["vectorised", "kernels"])
+def test_choice_is_the_definitions(case: tuple[Any, ...], path: str, device: torch.device) -> None:
+    sizes, heads, group, dim, budget, wide, mapped, static, policy, dtype = case
+    if path == "kernels" and not HAS_TRITON:
+        pytest.skip("no Triton")
+    made = tables(sizes, heads, dim, wide=wide, mapped=mapped, static=static, dtype=dtype, capacity=max(sizes) + 3)
+    digests, stops, order, counts = (None if t is None else t.to(device) for t in made)
+    query = torch.randn(len(sizes), heads * group, dim).to(dtype).to(device)
+    how = {"first": 4, "budget": budget, "scale": dim**-0.5, "policy": policy}
+    wanted, wanted_counts = op.definition(query, digests, stops, order, counts, **how)
+    rows, taken = (op.vectorised if path == "vectorised" else op.launch)(query, digests, stops, order, counts, **how)
+    assert torch.equal(rows, wanted)
+    assert torch.equal(taken, wanted_counts)
+    assert rows.dtype == taken.dtype == torch.int32
+
+
+@pytest.mark.parametrize("path", ["vectorised", "kernels"])
+def test_of_equal_scores_the_earlier_goes_first_and_the_last_is_cut(path: str, device: torch.device) -> None:
+    run = op.vectorised if path == "vectorised" else op.launch
+    if path == "kernels" and not HAS_TRITON:
+        pytest.skip("no Triton")
+    digests = torch.ones(1, 1, 6, 64, device=device)
+    digests[0, 0, 4] = 2.0
+    stops = torch.tensor([[[0, 3, 3, 6, 9, 12, 15]]], dtype=torch.int32, device=device)
+    counts = torch.tensor([6], dtype=torch.int32, device=device)
+    query = torch.ones(1, 1, 64, device=device)
+    for budget, wanted in [(3, [9, 10, 11]), (5, [0, 1, 9, 10, 11]), (8, [0, 1, 2, 3, 4, 9, 10, 11])]:
+        rows, taken = run(query, digests, stops, None, counts, first=0, budget=budget, scale=1.0, policy="max")
+        assert rows[0, 0].tolist() == wanted
+        assert taken.tolist() == [[budget]]
+
+
+def test_extreme_scores_keep_their_order(device: torch.device) -> None:
+    scores = [-3e38, 3e38, -1e-30, 0.0, 1e-30, -5.0, 5.0, 2.0]
+    digests = torch.zeros(1, 1, 8, 64, device=device)
+    digests[0, 0, :, 0] = torch.tensor(scores)
+    query = torch.zeros(1, 1, 64, device=device)
+    query[0, 0, 0] = 1.0
+    stops = torch.arange(9, dtype=torch.int32, device=device)[None, None].contiguous()
+    counts = torch.tensor([8], dtype=torch.int32, device=device)
+    ranked = sorted(range(8), key=lambda i: -scores[i])
+    for run, budget in product([op.vectorised] + [op.launch] * HAS_TRITON, range(1, 9)):
+        rows, _ = run(query, digests, stops, None, counts, first=0, budget=budget, scale=1.0, policy="max")
+        assert rows[0, 0].tolist() == sorted(ranked[:budget])
+
+
+def test_unknown_policy_is_named() -> None:
+    with pytest.raises(ConfigError, match="policy is 'best'; it must be one of max, mean, mean_query"):
+        op.check_policy("best")
