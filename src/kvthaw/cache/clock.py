@@ -17,7 +17,7 @@ class Clock:
     """
 
     def __init__(self) -> None:
-        self._now: object = None
+        self._now: tuple[Regions, tuple[int, ...], tuple[int, ...], torch.device] | None = None
         self.length = self.place = self.held = torch.empty(0)
 
     def at(self, regions: Regions, lengths: tuple[int, ...], starts: tuple[int, ...], device: torch.device) -> None:
@@ -36,6 +36,12 @@ class Clock:
         """One more token a lane."""
         self.length.add_(1)
         self._derive()
+
+    def passed(self) -> None:
+        """A replayed step advanced the tensors; remember where they are."""
+        assert self._now is not None
+        regions, lengths, starts, device = self._now
+        self._now = (regions, tuple(n + 1 for n in lengths), starts, device)
 
     def _set(self, regions: Regions, lengths: tuple[int, ...], starts: tuple[int, ...], device: torch.device) -> None:
         if self.length.shape != (len(lengths),) or self.held.shape[1:] != (regions.held,) or self.held.device != device:

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvthaw.errors import CacheError
 from kvthaw.kernels.dense import causal_attention
+from kvthaw.kernels.flash_decode import flash_decode
 from kvthaw.kernels.sparse_decode import sparse_decode
 
 if TYPE_CHECKING:
@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 
 WATCHED = 64
 """The prompt's last queries, which some indices look at."""
+
+
+def watch(before: Tensor | None, query: Tensor) -> Tensor:
+    """The last WATCHED queries of a prompt that came in parts, [B, Hq, W, D]."""
+    last = query[:, :, -WATCHED:]
+    return last.clone() if before is None else torch.cat((before, last), dim=2)[:, :, -WATCHED:].clone()
 
 
 def padded(layer: FrozenLayer | DenseLayer) -> tuple[Tensor, Tensor]:
@@ -36,6 +42,8 @@ class DenseLayer:
 
     def __init__(self, number: int) -> None:
         self.number = number
+        self.static = False
+        """Take single tokens by device counters alone, at fixed addresses, as a captured step must."""
         self.reset()
 
     def reset(self) -> None:
@@ -45,6 +53,7 @@ class DenseLayer:
         self.watched: Tensor | None = None
         self.scale = 0.0
         self._data: Tensor | None = None
+        self._end = self._begin = torch.empty(0)  # [B] int32 on the device: where each lane's tokens end and begin in the buffer
 
     @property
     def lanes(self) -> int:
@@ -70,15 +79,13 @@ class DenseLayer:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, left_pad: list[int], how: Attention, fresh: bool) -> Tensor:
         """As FrozenLayer.attend."""
         steps = query.shape[2]
-        if self._data is not None and query.shape[0] != self._data.shape[0]:
-            raise CacheError(
-                f"the cache holds {self._data.shape[0]} rows and was given {query.shape[0]}; use one cache for each batch"
-            )
+        if self.static and fresh and steps == 1:
+            return self._step(query, key, value, how)
         if fresh:
             self.left_pad = left_pad
             self._append(key, value)
             if steps > 1 or self.watched is None:
-                self.watched, self.scale = query[:, :, -WATCHED:].clone(), how.scale
+                self.watched, self.scale = watch(self.watched, query), how.scale
         assert self._data is not None
         keys, values = self._data[:, :, : self.seen, 0], self._data[:, :, : self.seen, 1]
         if not any(self.left_pad):
@@ -101,6 +108,47 @@ class DenseLayer:
                 )
         return out
 
+    def before_step(self) -> None:
+        """Make room for one more token and set the device counters, so that a step is work of the device alone."""
+        assert self._data is not None
+        self._reserve(1)
+        device = self._data.device
+        if self._end.shape != (self.lanes,):
+            self._end, self._begin = (torch.empty(self.lanes, dtype=torch.int32, device=device) for _ in range(2))
+        self._end.fill_(self.seen)
+        self._begin.copy_(torch.tensor(self.left_pad, dtype=torch.int32), non_blocking=True)
+
+    def due(self) -> bool:
+        """Whether before_step() must be called again: the buffer is full."""
+        return self._data is None or self._data.shape[2] <= self.seen
+
+    def count_step(self) -> None:
+        """Count a step of one token that the device took by itself."""
+        self.seen += 1
+
+    def tensors(self) -> list[Tensor]:
+        """What a step reads and writes at fixed addresses."""
+        return [] if self._data is None else [self._data, self._end, self._begin]
+
+    def _step(self, query: Tensor, key: Tensor, value: Tensor, how: Attention) -> Tensor:
+        assert self._data is not None
+        place = self._end[:1].long()
+        self._data.index_copy_(2, place, torch.stack((key, value), dim=3))
+        self._end.add_(1)
+        self.seen += 1
+        keys, values = self._data[:, :, :, 0], self._data[:, :, :, 1]
+        out = flash_decode(
+            query[:, :, 0],
+            keys,
+            values,
+            scale=how.scale,
+            softcap=how.softcap,
+            sinks=how.sinks,
+            lengths=self._end,
+            starts=self._begin,
+        )
+        return out[:, :, None]
+
     def copy_from(self, other: FrozenLayer | DenseLayer) -> None:
         """Take over the tokens of another layer."""
         if other.seen:
@@ -110,6 +158,7 @@ class DenseLayer:
     def crop(self, drop: int) -> None:
         """Forget the last `drop` tokens of every lane."""
         self.seen = max(0, self.seen - max(0, drop))
+        self.left_pad = [min(pad, self.seen) for pad in self.left_pad]
         if self.seen == 0:
             self.reset()
 
@@ -118,16 +167,23 @@ class DenseLayer:
         if self._data is not None:
             self._data = self._data[torch.tensor(lanes, device=self._data.device)]
             self.left_pad = [self.left_pad[lane] for lane in lanes]
+            self.watched = None if self.watched is None else self.watched[lanes]
 
     def _append(self, key: Tensor, value: Tensor) -> None:
         batch, heads, steps, dim = key.shape
+        if self._data is None:
+            self._data = torch.empty((batch, heads, steps + 64, 2, dim), dtype=key.dtype, device=key.device)
+        self._reserve(steps)
+        end = self.seen + steps
+        self._data[:, :, self.seen : end, 0] = key
+        self._data[:, :, self.seen : end, 1] = value
+        self.seen = end
+
+    def _reserve(self, steps: int) -> None:
+        assert self._data is not None
         need = self.seen + steps
-        if self._data is None or self._data.shape[2] < need:
-            capacity = need + 64 if self._data is None else need + need // 2
-            grown = torch.empty((batch, heads, capacity, 2, dim), dtype=key.dtype, device=key.device)
-            if self._data is not None:
-                grown[:, :, : self.seen] = self._data[:, :, : self.seen]
+        if need > self._data.shape[2]:
+            batch, heads, _, _, dim = self._data.shape
+            grown = self._data.new_empty((batch, heads, need + need // 2, 2, dim))
+            grown[:, :, : self.seen] = self._data[:, :, : self.seen]
             self._data = grown
-        self._data[:, :, self.seen : need, 0] = key
-        self._data[:, :, self.seen : need, 1] = value
-        self.seen = need

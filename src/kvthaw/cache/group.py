@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvthaw.cache.pipeline import Pipeline
 from kvthaw.cache.residency import Residency
+from kvthaw.errors import CacheError
 from kvthaw.types import Index, LayerShape, Method, Selection
 
 
@@ -78,7 +79,10 @@ class Group:
         """Wait until the index has taken in all that it was given; raises what went wrong there."""
         jobs, self._jobs = self._jobs, []
         for job in jobs:
-            job.result()
+            try:
+                job.result()
+            except ValueError as error:
+                raise CacheError(f"layer {self.shape.layer}: {error}") from error
 
     def choose(self, query: Tensor, length: int) -> Choice:
         """Select rows for one query a head, [B, Hq, D], and give them slots. length: of the longest lane."""
@@ -89,11 +93,8 @@ class Group:
         if not self.method.resident:
             for lane in range(query.shape[0]):
                 self.residency.clear(lane)
-        slots, fetch = self.residency.admit(selection.rows)
-        place = torch.where(slots >= 0, slots, self.slots).to(query.device, non_blocking=True).long()
-        live = torch.zeros((*slots.shape[:2], self.slots + 1), dtype=torch.bool, device=query.device)
-        live.scatter_(2, place, True)
-        choice = Choice(selection, slots, fetch, live[:, :, : self.slots])
+        slots, fetch, live = self.residency.admit(selection.rows)
+        choice = Choice(selection, slots, fetch, live.to(query.device, non_blocking=True))
         self.choices.append(choice)
         self.meter.add(choice)
         return choice
@@ -116,4 +117,5 @@ class Group:
         twin = Group(self.method, copy.deepcopy(self.shape, memo), lanes, self.rows, copy.deepcopy(self._pipeline, memo))
         twin.index.load_state_dict(self.index.state_dict())
         twin.residency = copy.deepcopy(self.residency, memo)
+        twin.meter = copy.copy(self.meter)
         return twin

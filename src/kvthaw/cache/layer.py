@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.clock import Clock
-from kvthaw.cache.dense import WATCHED, DenseLayer, padded
+from kvthaw.cache.dense import WATCHED, DenseLayer, padded, watch
 from kvthaw.cache.group import Choice, Group
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.pipeline import Pipeline
@@ -65,7 +65,7 @@ class FrozenLayer:
         self.plan: Plan | None = None
         self.group: Group | None = None
         self.sparse_steps = 0
-        self.held_sum = self.held_max = 0  # tokens attended in sink and ring, over lanes and steps
+        self.held_steps = self.held_sum = self.held_max = 0  # tokens attended in sink and ring, over lanes and steps
         self.watched: Tensor | None = None
         self.scale = 0.0
         self._transfer: Transfer | None = None
@@ -91,9 +91,9 @@ class FrozenLayer:
     def settle(self) -> None:
         """Wait until everything is offloaded and indexed. Raises CacheError where keys or values were not finite."""
         if self._finite is not None:
-            finite, self._finite = bool(self._finite), None
-            if not finite:
+            if not self._finite:
                 raise CacheError(f"the model gave keys or values that are not finite in layer {self.number}")
+            self._finite = None
         self._wait_for_copies()
         if self.group is not None:
             self.group.settle()
@@ -126,15 +126,13 @@ class FrozenLayer:
         fresh: the tokens are new and become part of the cache; else a layer that shares this layer's KV asks again. left_pad: of
         each lane, as far as it is known. Returns [B, Hq, T, D]; queries that are padding get 0.
         """
-        batch, steps = query.shape[0], query.shape[2]
+        steps = query.shape[2]
         if self.plan is None:
             self._begin(query, key, left_pad, how.scale)
-        if batch != self.lanes:
-            raise CacheError(f"the cache holds {self.lanes} rows and was given {batch}; use one cache for each batch")
         before = self.seen if fresh else self.seen - steps
         assert self.plan is not None
         few = steps <= min(self.settings.sparse_queries, self.plan.regions.window)
-        if before == 0 or not few:
+        if before < max(1, *left_pad) or not few:
             if fresh:
                 self.left_pad = left_pad
             out = self._dense(query, key, value, before, how)
@@ -228,7 +226,7 @@ class FrozenLayer:
         if self._finite is not None:
             self.settle()
         self._count(seen)
-        self._tick(seen)
+        self.tick(seen)
         visible = self.clock.held[:, None].expand(-1, self.slab.data.shape[1], -1)
         choice = None
         log_weight, partials = None, []
@@ -265,19 +263,22 @@ class FrozenLayer:
         for lane in range(self.lanes):
             n = seen - self.left_pad[lane]
             held = min(n, self.plan.regions.sink) + max(0, n - self.indexed(lane))
+            self.held_steps += 1
             self.held_sum += held
             self.held_max = max(self.held_max, held)
 
-    def _tick(self, seen: int) -> None:
-        """Set the clock to the step whose newest token is the `seen`-th of the batch."""
+    def tick(self, seen: int, coming: int | None = None) -> None:
+        """Set the clock to the step whose newest token is the `seen`-th of the batch, with the rings as they are at `coming`, which
+        is the next step where a captured one will advance the clock itself."""
         assert self.plan is not None
+        at = self.seen if coming is None else coming
         lengths = tuple(seen - pad for pad in self.left_pad)
-        starts = tuple(self.indexed(lane) for lane in range(self.lanes))
+        starts = tuple(self.indexed(lane, at - pad) for lane, pad in enumerate(self.left_pad))
         self.clock.at(self.plan.regions, lengths, starts, self.slab.data.device)
 
     def _by_place(self, log_weight: Tensor, choice: Choice) -> Tensor:
         """log_weight [B, Hq, M] moved to the places of the slab, [B, Hq, N]; 0 elsewhere."""
-        batch, q_heads, count = log_weight.shape
+        batch, q_heads, _ = log_weight.shape
         heads, places = self.slab.data.shape[1:3]
         slot = torch.where(choice.slots >= 0, choice.slots + self.slab.pool_start, places).to(log_weight.device).long()
         slot = slot.repeat_interleave(q_heads // heads, dim=1)
@@ -290,7 +291,7 @@ class FrozenLayer:
         """Tokens of a dense pass become part of the cache."""
         assert self.plan is not None
         regions, before, steps = self.plan.regions, self.seen, key.shape[2]
-        self.watched = query[:, :, -WATCHED:].clone()
+        self.watched = watch(self.watched, query)
         finite = torch.isfinite(key).all() & torch.isfinite(value).all()
         self._finite = finite if self._finite is None else self._finite & finite
         for lane in range(self.lanes):
@@ -342,14 +343,50 @@ class FrozenLayer:
 
         group.submit(self._copied, job)
 
-    def _take_one(self, key: Tensor, value: Tensor) -> None:
-        """One new token a lane, [B, H, D]."""
-        lengths = [self.length(lane) for lane in range(self.lanes)]
-        leaving = [lane for lane, n in enumerate(lengths) if self.indexed(lane, n + 1) > self.indexed(lane, n)]
+    def due(self) -> bool:
+        """Whether one more token asks for work on the host first: a full ring, or tables that must grow."""
+        grow = self.group is not None and self.group.residency.capacity <= self.seen
+        return grow or self._finite is not None or self._copied is not None or bool(self._leaving())
+
+    def before_step(self) -> None:
+        """That work. Afterwards a step of one token is work of the device alone, where index and transfer are graph-safe."""
+        leaving = self._leaving()
         if leaving:
             self._leave(leaving)
+        self.settle()
+        if self.group is not None:
+            self.group.residency.grow(self.seen + 1)
+            if isinstance(self._transfer, UvaGather):
+                self._transfer.prepare(self.store, self.slab.data.device)
+
+    def count_step(self) -> None:
+        """Count a step of one token that the device took by itself."""
         self.seen += 1
-        self._tick(self.seen)
+        self._count(self.seen)
+        if self.group is not None and self._chooses:
+            self.group.meter.tick(self.lanes * self.slab.data.shape[1])
+
+    def tensors(self) -> list[Tensor]:
+        """What a step reads and writes at fixed addresses."""
+        found = [self.slab.data]
+        if self.group is not None:
+            residency = self.group.residency
+            found += [residency.row_slot, residency.slot_row, residency.used, *_tensors(self.group.index)]
+        if isinstance(self._transfer, UvaGather) and self._transfer.table is not None:
+            found.append(self._transfer.table)
+        return found
+
+    def _leaving(self) -> list[int]:
+        """Lanes whose ring is full."""
+        lengths = [self.length(lane) for lane in range(self.lanes)]
+        return [lane for lane, n in enumerate(lengths) if self.indexed(lane, n + 1) > self.indexed(lane, n)]
+
+    def _take_one(self, key: Tensor, value: Tensor) -> None:
+        """One new token a lane, [B, H, D]."""
+        if self.due():
+            self.before_step()
+        self.seen += 1
+        self.tick(self.seen)
         self.slab.write_step(self.clock.place, torch.stack((key, value), dim=2))
 
     def _leave(self, lanes: list[int]) -> None:
@@ -398,32 +435,36 @@ class FrozenLayer:
         """Forget the last `drop` tokens of every lane; the window is refilled from the store."""
         if self.plan is None or drop <= 0:
             return
-        regions = self.plan.regions
-        for lane in range(self.lanes):
-            old = self.indexed(lane)
-            length = max(0, self.length(lane) - drop)
-            if self.settings.method.evicts:
-                if length < old and old > regions.sink:
-                    raise CacheError(f"{self.settings.method.name} has dropped the tokens that crop({-drop}) would bring back")
-                self._start[lane] = old
-                continue
-            start = min(old, regions.first_indexed(length))
-            if start < old:
-                self._wait_for_copies()
-                if self.group is not None and self._chooses:
-                    self.group.truncate(lane, start)
-                back = min(old, length)
-                if back > start:
-                    self.slab.write(lane, start, self.store.read(lane, start, back))
-            if self.store.length(lane) > length:
-                self._wait_for_copies()
-                if self.group is not None:
-                    self.group.settle()
-                self.store.truncate(lane, length)
-            self._start[lane] = start
+        sink = self.plan.regions.sink
+        olds, lengths = ([of(lane) for lane in range(self.lanes)] for of in (self.indexed, self.length))
+        lengths = [max(0, length - drop) for length in lengths]
+        if self.settings.method.evicts:
+            if any(length < old > sink for length, old in zip(lengths, olds, strict=True)):
+                raise CacheError(f"{self.settings.method.name} has dropped the tokens that crop({-drop}) would bring back")
+            self._start = olds
+        else:
+            for lane, (old, length) in enumerate(zip(olds, lengths, strict=True)):
+                self._crop_lane(lane, old, length)
         self.seen = max(0, self.seen - drop)
+        self.left_pad = [min(pad, self.seen) for pad in self.left_pad]
         if self.seen == 0:
             self.reset()
+
+    def _crop_lane(self, lane: int, old: int, length: int) -> None:
+        """Keep `length` tokens of a lane whose ring begins at `old`; afterwards it begins where it would without the others."""
+        assert self.plan is not None
+        regions = self.plan.regions
+        self._start[lane] = min(self._start[lane], regions.first_indexed(length))
+        new = regions.indexed(self._start[lane], length)
+        self._wait_for_copies()
+        if self.group is not None:
+            self.group.settle()
+            if new < old and self._chooses:
+                self.group.truncate(lane, new if new > regions.sink else 0)
+        if new < min(old, length):
+            self.slab.write(lane, new, self.store.read(lane, new, min(old, length)))
+        if self.store.length(lane) > length:
+            self.store.truncate(lane, length)
 
     def reorder(self, lanes: list[int]) -> None:
         """Lane i becomes what lane lanes[i] was; lanes may repeat and may be fewer or more."""
@@ -438,6 +479,7 @@ class FrozenLayer:
         self.slab.reorder(torch.tensor(lanes, device=self.slab.data.device))
         self.left_pad = [self.left_pad[lane] for lane in lanes]
         self._start = [self._start[lane] for lane in lanes]
+        self.watched = None if self.watched is None else self.watched[lanes]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FrozenLayer:
         self._wait_for_copies()
@@ -445,3 +487,16 @@ class FrozenLayer:
         memo[id(self)] = twin
         twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
         return twin
+
+
+def _tensors(owner: object) -> list[Tensor]:
+    """The tensors that an index holds, its parts' included."""
+    found = []
+    for value in vars(owner).values() if hasattr(owner, "__dict__") else ():
+        parts = value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else (value,)
+        for part in parts:
+            if isinstance(part, Tensor):
+                found.append(part)
+            elif type(part).__module__.startswith("kvthaw.index"):
+                found += _tensors(part)
+    return found

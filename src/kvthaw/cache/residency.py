@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvthaw.kernels.admit import admit as device_admit
+from kvthaw.native import admit as native_admit
+
 
 class Residency:
     """A direct-mapped table from rows to slots for each lane and KV head.
@@ -21,42 +24,29 @@ class Residency:
         self.used = torch.zeros((lanes, kv_heads, slots + 1), dtype=torch.int32, device=device)
         self.step = torch.zeros((), dtype=torch.int32, device=device)
 
+    @property
+    def capacity(self) -> int:
+        """Rows that the tables have room for."""
+        return self.row_slot.shape[2] - 1
+
     def grow(self, length: int) -> None:
         """Make room for rows 0 .. length - 1; tables grow by doubling."""
-        have = self.row_slot.shape[2] - 1
+        have = self.capacity
         if length > have:
             shape = (*self.row_slot.shape[:2], max(length, 2 * have, 256) + 1)
             grown = torch.full(shape, -1, dtype=torch.int32, device=self.device)
             grown[:, :, :have] = self.row_slot[:, :, :have]
             self.row_slot = grown
 
-    def admit(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def admit(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Give every row a slot. rows: [B, H, M] int32, -1 padded, none twice, M <= C.
 
-        Returns (slots [B, H, M] int32, -1 where rows is -1; fetch [B, H, M] int32: the row where it must be brought, else -1).
+        Returns (slots [B, H, M] int32, -1 where rows is -1; fetch [B, H, M] int32: the row where it must be brought, else -1; live
+        [B, H, C] bool: the slots that hold a row of this step).
         """
         self.step += 1  # in place: a captured step counts on
-        trash_row, trash_slot = self.row_slot.shape[2] - 1, self.slots
-        wanted = rows >= 0
-        row = torch.where(wanted, rows, trash_row).long()
-        slot = self.row_slot.gather(2, row)
-        hit = wanted & (slot >= 0)
-        miss = wanted & (slot < 0)
-        self.used.scatter_(2, torch.where(hit, slot, trash_slot).long(), self.step.expand(rows.shape))
-        # The i-th miss takes the i-th slot in the order of last use; slots that were hit come last, and C >= M leaves enough.
-        order = torch.sort(self.used[:, :, : self.slots], dim=2, stable=True).indices
-        rank = (torch.cumsum(miss, dim=2) - 1).clamp_(0, self.slots - 1)
-        victim = torch.where(miss, order.gather(2, rank), trash_slot)
-        old = self.slot_row.gather(2, victim).long()
-        self.row_slot.scatter_(2, torch.where(miss & (old >= 0), old, trash_row), -1)
-        taken = torch.where(miss, row, trash_row)
-        self.row_slot.scatter_(2, taken, victim.int())
-        self.row_slot[:, :, trash_row] = -1
-        self.slot_row.scatter_(2, victim, torch.where(miss, rows, -1))
-        self.used.scatter_(2, victim, self.step.expand(rows.shape))
-        self.slot_row[:, :, trash_slot] = -1
-        fetch = torch.where(miss, rows, -1)
-        return torch.where(hit, slot, torch.where(miss, victim.int(), -1)), fetch
+        run = device_admit if self.device.type == "cuda" else native_admit
+        return run(rows.contiguous(), self.row_slot, self.slot_row, self.used, self.step)
 
     def clear(self, lane: int, length: int = 0) -> None:
         """Forget the rows >= length of a lane."""

@@ -55,14 +55,25 @@ class UvaGather:
     graph_safe = True
 
     def __init__(self) -> None:
-        self._table: Tensor | None = None
+        self.table: Tensor | None = None
         self._version = -1
+
+    def prepare(self, host: HostStore, device: torch.device) -> None:
+        """Bring the addresses of the extents to the device, in place while there is room."""
+        if self._version == host.version and self.table is not None:
+            return
+        table = host.table()
+        width = table.shape[1]
+        if self.table is None or self.table.shape[0] != table.shape[0] or self.table.shape[1] < width:
+            self.table = torch.zeros((table.shape[0], max(8, 2 * width)), dtype=torch.int64, device=device)
+        self.table[:, :width].copy_(table, non_blocking=True)
+        self._version = host.version
 
     def fetch(self, host: HostStore, slab: Slab, fetch: Tensor, slots: Tensor) -> None:
         """As BulkCopy.fetch, with fetch and slots on the device."""
-        if self._table is None or self._version != host.version:
-            self._table, self._version = host.table().to(slab.data.device), host.version
-        uva_gather(self._table, host.extent, slab.data, fetch, slots, slab.pool_start)
+        self.prepare(host, slab.data.device)
+        assert self.table is not None
+        uva_gather(self.table, host.extent, slab.data, fetch, slots, slab.pool_start)
 
     def __deepcopy__(self, memo: dict[int, object]) -> UvaGather:
         return UvaGather()

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels.flash_decode import flash_decode
 from kvthaw.kernels.merge import merge
 from kvthaw.types import Partial
 
@@ -60,6 +62,9 @@ def sparse_decode(
     sinks [Hq]: learned logits that take weight and give nothing (gpt-oss). partials: attention over further, disjoint tokens.
     The keys and values of invisible places must be finite here; the pool keeps them so.
     """
+    if query.device.type == "cuda" and HAS_TRITON:
+        weighing = {"softcap": softcap, "sinks": sinks, "log_weight": log_weight}
+        return flash_decode(query, keys, values, scale=scale, visible=visible, partials=partials, **weighing)
     if softcap is None and sinks is None and log_weight is None and not partials:
         folded = query.reshape(query.shape[0], keys.shape[1], -1, query.shape[2])
         out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=visible[:, :, None], scale=scale)

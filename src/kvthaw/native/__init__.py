@@ -16,7 +16,7 @@ from torch import Tensor
 from kvthaw.native import _native
 from kvthaw.native._native import Forest, cores
 
-__all__ = ["DTYPES", "Forest", "Isa", "best_isa", "cores", "dots", "flat_topk", "gather_rows", "isa_code", "isas"]
+__all__ = ["DTYPES", "Forest", "Isa", "admit", "best_isa", "cores", "dots", "flat_topk", "gather_rows", "isa_code", "isas"]
 
 Isa = Literal["scalar", "avx2", "avx512"]
 DTYPES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -76,6 +76,25 @@ def gather_rows(addresses: Tensor, extent: int, rows: Tensor, out: Tensor, *, th
         bases, addresses.shape[1], extent, row_bytes, batch, heads, width, source, out.data_ptr(), where.data_ptr(), threads
     )
     return count, where[:count]
+
+
+def admit(rows: Tensor, row_slot: Tensor, slot_row: Tensor, used: Tensor, step: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As `kvthaw.kernels.admit.definition`, on the host; the last columns of the tables are left alone."""
+    lanes, heads, width = rows.shape
+    capacity, places = row_slot.shape[2] - 1, slot_row.shape[2] - 1
+    if width > places:
+        raise ValueError(f"{width} rows do not fit into {places} slots")
+    tables = [
+        _check("row_slot", row_slot, torch.int32, (lanes, heads, capacity + 1)),
+        _check("slot_row", slot_row, torch.int32, (lanes, heads, places + 1)),
+        _check("used", used, torch.int32, (lanes, heads, places + 1)),
+    ]
+    slots, fetch = torch.empty_like(rows), torch.empty_like(rows)
+    live = torch.empty((lanes, heads, places), dtype=torch.bool)
+    outs = (slots.data_ptr(), fetch.data_ptr(), live.data_ptr())
+    source = _check("rows", rows, torch.int32, rows.shape)
+    _native.admit(lanes * heads, width, capacity, places, int(step), source, *tables, *outs)
+    return slots, fetch, live
 
 
 def flat_topk(

@@ -5,6 +5,10 @@ def gather_rows(
     bases: int, extents: int, extent: int, row_bytes: int, batch: int, heads: int, width: int, rows: int, out: int, where: int,
     threads: int, /
 ) -> int: ...  # fmt: skip
+def admit(
+    pairs: int, width: int, capacity: int, places: int, step: int, rows: int, row_slot: int, slot_row: int, used: int, slots: int,
+    fetch: int, live: int, /
+) -> None: ...  # fmt: skip
 def flat_topk(
     bases: int, extents: int, extent: int, dim: int, dtype: int, batch: int, heads: int, group: int, query: int, firsts: int,
     lengths: int, k: int, out: int, scores: int, threads: int, isa: int, /

@@ -5,6 +5,7 @@
 
 #include <stdexcept>
 
+#include "admit.h"
 #include "forest.h"
 #include "pool.h"
 #include "scan.h"
@@ -40,6 +41,14 @@ NB_MODULE(_native, m) {
            uintptr_t where, int threads) {
             return gather_rows(at<const int64_t>(bases), extents, extent, row_bytes, batch, heads, width, at<const int32_t>(rows),
                                at<char>(out), at<int64_t>(where), threads);
+        },
+        kFree);
+    m.def(
+        "admit",
+        [](size_t pairs, int width, int capacity, int places, int32_t step, uintptr_t rows, uintptr_t row_slot, uintptr_t slot_row,
+           uintptr_t used, uintptr_t slots, uintptr_t fetch, uintptr_t live) {
+            admit(pairs, width, capacity, places, step, at<const int32_t>(rows), at<int32_t>(row_slot), at<int32_t>(slot_row),
+                  at<int32_t>(used), at<int32_t>(slots), at<int32_t>(fetch), at<bool>(live));
         },
         kFree);
     m.def(

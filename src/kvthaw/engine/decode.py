@@ -1,0 +1,113 @@
+"""Decoding by replay: a whole forward of one token, captured once in a CUDA graph.
+
+Selection, fetch from the host, attention and residency are inside; nothing waits for the host. What needs the host (a full ring,
+tables that grow) happens between replays. Where a tensor that the graph reads has moved since, the step runs eagerly and the next
+one captures anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kvthaw.cache.dense import DenseLayer
+from kvthaw.cache.layer import FrozenLayer
+
+if TYPE_CHECKING:
+    from kvthaw.engine.hf import Cache
+
+_log = logging.getLogger(__name__)
+_WARM = 2  # eager steps before a capture, in which kernels are compiled and tuned
+
+
+def capturable(cache: Cache) -> str | None:
+    """None if every step of a cache can be captured, else the reason why not."""
+    if len(cache.kv_layers) != len(cache.layers):
+        return "the model has layers that transformers serves itself"
+    layers = cache.frozen_layers
+    if cache.settings.method.index is not None and layers:
+        group = layers[0].group
+        if group is None or not group.index.graph_safe:
+            return f"{cache.settings.method.name} selects on the host"
+    return None
+
+
+class Replay:
+    """Takes single tokens of one cache by replaying a captured forward.
+
+    forward(input_ids=, position_ids=, past_key_values=, use_cache=) is the model's own and returns an output with logits.
+    captures, capture_seconds: how often a graph was captured and how long that took in all.
+    """
+
+    def __init__(self, forward: Callable[..., Any], cache: Cache) -> None:
+        self.cache = cache
+        self.captures, self.capture_seconds = 0, 0.0
+        self._forward = forward
+        self._layers: list[FrozenLayer | DenseLayer] = cache.kv_layers
+        self._frozen = next((layer for layer in self._layers if isinstance(layer, FrozenLayer)), None)
+        dense = next((layer for layer in self._layers if isinstance(layer, DenseLayer)), None)
+        self._watch = [layer for layer in (self._frozen, dense) if layer is not None]  # all layers of a kind are due at once
+        self._seen = -1
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._addresses: tuple[int, ...] = ()
+        self._steady = 0
+        self._ids = self._positions = self._logits = torch.empty(0)
+
+    def __call__(self, ids: Tensor, positions: Tensor) -> Tensor | None:
+        """Logits [B, 1, V] of one token a row, ids and positions [B, 1]; valid until the next step. None: take this step eagerly."""
+        moved = self._seen != self._layers[0].seen
+        if self._graph is None or moved or any(layer.due() for layer in self._watch):
+            self._prepare()
+        if self._graph is None:
+            self._steady += 1
+            if self._steady <= _WARM:
+                return None
+        if self._frozen is not None:  # the graph itself advances the clock
+            self._frozen.tick(self._frozen.seen, self._frozen.seen + 1)
+        if self._graph is None:
+            self._capture(ids, positions)  # runs the step's Python once, so that the layers have counted it
+        else:
+            self._ids.copy_(ids)
+            self._positions.copy_(positions)
+            for layer in self._layers:
+                layer.count_step()
+            if self._frozen is not None:
+                self._frozen.clock.passed()
+        assert self._graph is not None
+        self._graph.replay()
+        self._seen = self._layers[0].seen
+        return self._logits
+
+    def _prepare(self) -> None:
+        for layer in self._layers:
+            layer.before_step()
+        addresses = tuple(tensor.data_ptr() for layer in self._layers for tensor in layer.tensors())
+        if addresses != self._addresses:
+            if self._graph is not None:
+                _log.info("what the captured step reads has moved; decoding eagerly until it is steady")
+            self._graph, self._addresses, self._steady = None, addresses, 0
+
+    def _capture(self, ids: Tensor, positions: Tensor) -> None:
+        begin = time.perf_counter()
+        self._ids, self._positions = ids.clone(), positions.clone()
+        dense = [layer for layer in self._layers if isinstance(layer, DenseLayer)]
+        for layer in dense:
+            layer.static = True
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                if self._frozen is not None:
+                    self._frozen.tick(self._frozen.seen + 1, self._frozen.seen + 1)
+                out = self._forward(input_ids=self._ids, position_ids=self._positions, past_key_values=self.cache, use_cache=True)
+                self._logits = out.logits
+        finally:
+            for layer in dense:
+                layer.static = False
+        self._graph = graph
+        self.captures += 1
+        self.capture_seconds += time.perf_counter() - begin
