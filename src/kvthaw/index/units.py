@@ -40,6 +40,9 @@ class UnitIndex:
     graph_safe = True
     on_host = False
     mapped = False
+    """Units hold tokens of any place in the text: there is an order."""
+    shuffled = False
+    """And so do batches: a token's place in the map says nothing of its position."""
 
     def __init__(self, shape: LayerShape, *, size: int, batch: int, width: int, policy: Policy) -> None:
         check_policy(policy)
@@ -116,13 +119,14 @@ class UnitIndex:
             self._set(lane, Lane())
             return
         whole, units = True, host.units
-        while host.marks[-1][0] >= keep:
-            units = host.marks.pop()[1]
+        marks = [(0, 0)] if self.shuffled else host.marks
+        while marks[-1][0] >= keep:
+            units = marks.pop()[1]
             whole = False
-        begin, before = host.marks[-1]
-        if whole and host.kept and host.tokens - host.kept == begin:
+        begin, before = marks[-1]
+        if whole and host.kept and host.tokens - host.kept == begin and not self.shuffled:
             keys = self.recent[lane, :, : keep - begin].clone()
-            self._set(lane, Lane(begin, before, 0, host.marks))
+            self._set(lane, Lane(begin, before, 0, marks))
             self._add(lane, keys)
             return
         if self.order is None:
@@ -135,7 +139,7 @@ class UnitIndex:
             stops = self.stops[lane, :, : units + 1]
             stops.copy_(upto.gather(1, stops.long()))
             order[:, :keep] = order[kept].view(-1, keep)
-        self._set(lane, Lane(keep, units, 0, [*host.marks, (keep, units)]))
+        self._set(lane, Lane(keep, units, 0, [*marks, (keep, units)]))
 
     def reorder(self, lanes: Sequence[int]) -> None:
         """See Index."""
@@ -193,12 +197,12 @@ class UnitIndex:
             return
         self.join()
         units = have if units <= have else max(units + units // 4 + 64, 2 * have)
-        self.digests = _grown(self.digests, many, units)
-        self.stops = _grown(self.stops, many, units + 1)
-        self.counts = _grown(self.counts, many)
-        self.recent = _grown(self.recent, many, self.batch)
+        self.digests = grown(self.digests, many, units)
+        self.stops = grown(self.stops, many, units + 1)
+        self.counts = grown(self.counts, many)
+        self.recent = grown(self.recent, many, self.batch)
         if self.order is not None:
-            self.order = _grown(self.order, many, known if tokens <= known else max(tokens + tokens // 4 + 64, 2 * known))
+            self.order = grown(self.order, many, known if tokens <= known else max(tokens + tokens // 4 + 64, 2 * known))
 
     def _tables(self) -> list[str]:
         return ["digests", "stops", "counts", "recent"] + ["order"] * (self.order is not None)
@@ -243,13 +247,13 @@ class UnitIndex:
         self.counts[lane].fill_(stop)
 
 
-def _grown(table: Tensor, lanes: int, length: int | None = None) -> Tensor:
+def grown(table: Tensor, lanes: int, length: int | None = None) -> Tensor:
     """A table with at least so many lanes and, in dimension 2, so many places; itself where it is large enough."""
     shape = [max(lanes, table.shape[0]), *table.shape[1:]]
     if length is not None:
         shape[2] = max(length, table.shape[2])
     if shape == list(table.shape):
         return table
-    grown = table.new_zeros(shape)
-    grown[tuple(slice(0, n) for n in table.shape)] = table
-    return grown
+    larger = table.new_zeros(shape)
+    larger[tuple(slice(0, n) for n in table.shape)] = table
+    return larger

@@ -13,6 +13,7 @@ from kvthaw.methods.clusterkv import clusterkv
 from kvthaw.methods.full import full
 from kvthaw.methods.icecache import icecache
 from kvthaw.methods.oracle import oracle
+from kvthaw.methods.prkv import prkv
 from kvthaw.methods.quest import quest
 from kvthaw.methods.streaming import streaming
 from kvthaw.types import Method
@@ -22,6 +23,7 @@ METHODS: dict[str, Callable[..., Method]] = {
     "oracle": oracle,
     "streaming": streaming,
     "clusterkv": clusterkv,
+    "prkv": prkv,
     "arkvale": arkvale,
     "quest": quest,
     "icecache": icecache,

@@ -1,0 +1,304 @@
+"""PRKV: a static set of single tokens, chosen by an observation window, before pages of all the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from kvthaw.errors import ConfigError
+from kvthaw.index.bounds import BoundIndex
+from kvthaw.index.units import Lane, UnitIndex, grown
+from kvthaw.kernels.observe import observe
+from kvthaw.kernels.page_bounds import Spread, page_bounds
+from kvthaw.kernels.stream_keys import stream_keys
+from kvthaw.kernels.unit_select import Policy
+from kvthaw.types import LayerShape, Selection
+
+_WATCHED = 64  # queries of the observation window, at most
+
+
+@dataclass(slots=True)
+class Plan:
+    """A new order of a lane's tokens, ready to be put in place whole.
+
+    order [H, T] int32: positions, first the static ones, best first, then the others as in the text. static: how many.
+    digests of the others' pages; tail: the keys of the last page. done: passes when these are there.
+    """
+
+    order: Tensor
+    static: int
+    digests: Tensor
+    tail: Tensor
+    done: torch.cuda.Event | None = None
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.order, self.digests, self.tail
+
+
+@dataclass(slots=True)
+class Watch:
+    """Of a lane: tokens since its static set was chosen, for how many rows it was, the share that is static, how many queries
+    of its prompt were watched, and the plan that the next append puts in place."""
+
+    since: int = 0
+    rows: int | None = None
+    share: float | None = None
+    watched: int = 0
+    plan: Plan | None = None
+
+
+def choose_static(mass: Tensor, count: int, first: int) -> Tensor:
+    """Order of T tokens by PRKV's algorithm 1, lines 9-11: [H, T] int32 positions from `first` on. mass [H, T]: the `count`
+    tokens of most mass come first, by mass; the others follow in text order. No host sync."""
+    heads, tokens = mass.shape
+    top = torch.topk(mass, count, dim=1).indices
+    static = torch.zeros((heads, tokens), dtype=torch.bool, device=mass.device).scatter_(1, top, True)
+    place = torch.where(static, tokens, count + torch.cumsum(~static, dim=1) - 1)
+    order = torch.empty((heads, tokens + 1), dtype=torch.int32, device=mass.device)
+    order.scatter_(1, place, (first + torch.arange(tokens, dtype=torch.int32, device=mass.device)).expand(heads, -1))
+    order[:, :count] = first + top.int()
+    return order[:, :tokens].contiguous()
+
+
+def overlap_share(queries: Tensor, keys: Tensor, rows: int, page: int) -> float:
+    """PRKV's appendix G: S = page floor(E_h[C_h] / page) / rows, C_h the overlap of the top `rows` keys of two queries of
+    head h. queries [Hq, 2, D]: the first and the last of the observation window; keys [H, T, D]. Syncs the host."""
+    heads, tokens = keys.shape[:2]
+    k = min(rows, tokens)
+    scores = queries.unflatten(0, (heads, -1)).flatten(1, 2).float() @ keys.float().transpose(1, 2)
+    best = torch.topk(scores, k, dim=2).indices
+    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(2, best, True).unflatten(1, (-1, 2))
+    common = float(chosen.all(dim=2).sum(dim=2).float().mean())
+    return page * int(common / page) / rows
+
+
+class HybridIndex(BoundIndex):
+    """Static tokens first, then pages of the rest, ranked by their bounds (PRKV, section 4).
+
+    share: of the rows that select() may bring, how many are static; "auto" chooses it at the prompt. Every `interval` tokens
+    the last queries that select() was given choose the static set anew and pages and digests are rebuilt around it: in the
+    map of this index, no row moves. The work starts in one append and is put in place, whole, by the next; on a GPU it runs
+    beside the steps between, on a stream of its own, and reads the keys from the host.
+
+    A lane that was built before the number of rows was known begins as pages only; the first select() makes its static set,
+    from the keys in the store.
+    """
+
+    mapped = shuffled = True
+
+    def __init__(
+        self,
+        shape: LayerShape,
+        *,
+        page: int = 32,
+        spread: Spread = "mean",
+        share: float | Literal["auto"] = 0.25,
+        interval: int = 128,
+        policy: Policy = "max",
+    ) -> None:
+        if share != "auto" and not (isinstance(share, int | float) and 0 <= share <= 1):
+            raise ConfigError(f"share is {share!r}; it must be 'auto' or between 0 and 1")
+        if interval < 1:
+            raise ConfigError(f"interval is {interval}; it must be at least 1")
+        super().__init__(shape, page=page, spread=spread, policy=policy)
+        self.share, self.interval = share, interval
+        self.rows: int | None = getattr(shape, "rows", None) or None
+        self.window = max(1, min(_WATCHED, shape.regions.window))
+        device, heads = shape.device, shape.q_heads
+        self.queries = torch.zeros((0, heads, self.window, shape.head_dim), dtype=shape.dtype, device=device)
+        self.seen = torch.zeros((0, self.window), dtype=torch.float32, device=device)
+        self.clock = torch.zeros(1, dtype=torch.int64, device=device)
+        self.watches: list[Watch] = []
+        self._beside: torch.cuda.Stream | None = None
+
+    # Index
+
+    def build(self, lane: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
+        """See Index."""
+        self.truncate(lane, 0)
+        self.first = first
+        self.reserve(lane + 1)
+        self.watches[lane] = Watch()
+        self.seen[lane].zero_()
+        self._watch(lane, queries)
+        UnitIndex.append(self, [lane], keys[None], values[None], None)
+        if self.rows and keys.shape[1]:
+            self._place(lane, self._plan(lane, keys, *self._window(lane)))
+
+    def append(self, lanes: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
+        """See Index."""
+        self.reserve(max(lanes) + 1)
+        for lane in lanes:
+            plan = self.watches[lane].plan
+            if plan is not None:
+                self._place(lane, plan)
+        super().append(lanes, keys, values, queries)
+        for i, lane in enumerate(lanes):
+            watch = self.watches[lane]
+            if queries is not None:
+                self._watch(lane, queries[i])
+            watch.since += keys.shape[2]
+            if watch.since >= self.interval and watch.rows is not None:
+                self._refresh(lane, keys[i])
+
+    def select(self, query: Tensor, budget: int) -> Selection:
+        """See Index. A change of budget makes every lane's static set anew."""
+        batch = query.shape[0]
+        self.reserve(batch)
+        self.rows = budget
+        for lane in range(batch):
+            host, watch = self.lanes[lane], self.watches[lane]
+            if host.tokens and watch.rows != budget and self._stored(lane, host.tokens):
+                if not watch.watched:  # no prompt was long enough to be built
+                    self._watch(lane, query[lane, :, None])
+                self._drop(lane)
+                self._place(lane, self._plan(lane, self._read(lane, host.tokens), *self._window(lane)))
+        selection = super().select(query, budget)
+        slot = self.clock % self.window
+        self.queries[:batch].index_copy_(2, slot, query[:, :, None].to(self.queries.dtype))
+        self.seen[:batch].index_fill_(1, slot, 1.0)
+        self.clock.add_(1)
+        return selection
+
+    def truncate(self, lane: int, length: int) -> None:
+        """See Index. A plan that has not been put in place is dropped, and made again with the next append."""
+        if lane < len(self.watches):
+            if self._drop(lane):
+                self.watches[lane].since = self.interval
+            if length <= self.first:
+                self.watches[lane] = Watch()
+                self.seen[lane].zero_()
+        super().truncate(lane, length)
+
+    def reorder(self, lanes: Sequence[int]) -> None:
+        """See Index."""
+        super().reorder(lanes)
+        self.watches = [replace(self.watches[lane]) for lane in lanes]
+
+    def state_dict(self) -> dict[str, Any]:
+        """See Index."""
+        watches = []
+        for watch in self.watches:
+            if watch.plan is not None and watch.plan.done is not None:
+                torch.cuda.current_stream(self.shape.device).wait_event(watch.plan.done)
+            plan = None if watch.plan is None else (*(t.clone() for t in watch.plan.tensors()), watch.plan.static)
+            watches.append((watch.since, watch.rows, watch.share, watch.watched, plan))
+        return super().state_dict() | {"clock": self.clock.clone(), "rows": self.rows, "watches": watches}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See Index."""
+        super().load_state_dict(state)
+        self.clock, self.rows = state["clock"].to(self.shape.device, copy=True), state["rows"]
+        self.watches = []
+        for since, rows, share, watched, plan in state["watches"]:
+            tensors = [] if plan is None else [t.to(self.shape.device, copy=True) for t in plan[:3]]
+            made = None if plan is None else Plan(tensors[0], plan[3], tensors[1], tensors[2])
+            self.watches.append(Watch(since, rows, share, watched, made))
+
+    def reserve(self, lanes: int, units: int = 0, tokens: int = 0) -> None:
+        """See UnitIndex."""
+        super().reserve(lanes, units, tokens)
+        self.watches += [Watch() for _ in range(len(self.lanes) - len(self.watches))]
+        self.queries, self.seen = grown(self.queries, len(self.lanes)), grown(self.seen, len(self.lanes))
+
+    # The static set
+
+    def _watch(self, lane: int, queries: Tensor) -> None:
+        """Queries [Hq, W, D] become the last that the window saw."""
+        recent = queries[:, -self.window :]
+        width = recent.shape[1]
+        slots = (self.clock + torch.arange(-width, 0, device=self.clock.device)) % self.window
+        self.queries[lane].index_copy_(1, slots, recent.to(self.queries.dtype))
+        self.seen[lane].index_fill_(0, slots, 1.0)
+        self.watches[lane].watched = width
+
+    def _window(self, lane: int) -> tuple[Tensor, Tensor]:
+        """Copies of the window's queries [H, G W, D] and their weights [G W], which sum to 1."""
+        queries = self.queries[lane].unflatten(0, (self.shape.kv_heads, -1)).flatten(1, 2)
+        weights = self.seen[lane].repeat(queries.shape[1] // self.window)
+        return queries.clone(), weights / weights.sum().clamp(min=1)
+
+    def _plan(self, lane: int, keys: Tensor, queries: Tensor, weights: Tensor) -> Plan:
+        """The static set that a window's queries choose from keys [H, T, D], and the pages of the others."""
+        tokens, watch = keys.shape[1], self.watches[lane]
+        assert self.rows is not None
+        if watch.share is None:
+            watch.share = self._auto(lane, keys) if self.share == "auto" else float(self.share)
+        count = min(tokens, int(watch.share * self.rows + 1e-6))
+        mass = observe(queries, keys, weights, scale=self.shape.scale)
+        order = choose_static(mass, count, self.first)
+        rest = (order[:, count:] - self.first).long()
+        digests = page_bounds(keys, self.size, spread=self.spread, order=rest.contiguous())
+        kept = (tokens - count - 1) % self.size + 1 if tokens > count else 0
+        tail = keys.gather(1, rest[:, rest.shape[1] - kept :, None].expand(-1, -1, keys.shape[2]))
+        return Plan(order, count, digests, tail)
+
+    def _auto(self, lane: int, keys: Tensor) -> float:
+        """Appendix G, from the first and the last of the prompt's watched queries; 0.25 where none was."""
+        assert self.rows is not None
+        if not self.watches[lane].watched:
+            return 0.25
+        back = torch.tensor([-self.watches[lane].watched, -1], device=self.clock.device)
+        ends = self.queries[lane].index_select(1, (self.clock + back) % self.window)
+        return overlap_share(ends, keys, self.rows, self.size)
+
+    def _refresh(self, lane: int, new: Tensor) -> None:
+        """Make the plan that the next append will put in place. new [H, n, D]: the keys of this append."""
+        host, watch = self.lanes[lane], self.watches[lane]
+        old = host.tokens - new.shape[1]
+        if not self._stored(lane, old):
+            return
+        watch.since = 0
+        window = self._window(lane)
+        if new.device.type != "cuda":
+            watch.plan = self._plan(lane, torch.cat((self._read(lane, old), new), dim=1), *window)
+            return
+        self._beside = self._beside or torch.cuda.Stream(new.device)
+        self._beside.wait_stream(torch.cuda.current_stream(new.device))
+        with torch.cuda.stream(self._beside):
+            for tensor in (new, *window):
+                tensor.record_stream(self._beside)
+            watch.plan = self._plan(lane, torch.cat((self._read(lane, old), new), dim=1), *window)
+            watch.plan.done = torch.cuda.Event()
+            watch.plan.done.record(self._beside)
+
+    def _drop(self, lane: int) -> bool:
+        """Forget a plan; the host waits until the device no longer reads the store for it. Whether there was one."""
+        plan, self.watches[lane].plan = self.watches[lane].plan, None
+        if plan is not None and plan.done is not None:
+            plan.done.synchronize()
+        return plan is not None
+
+    def _place(self, lane: int, plan: Plan) -> None:
+        """Put a plan in place, whole: on the current stream, so between two steps."""
+        tokens, units, kept = plan.order.shape[1], plan.digests.shape[1], plan.tail.shape[1]
+        self.reserve(lane + 1, units + 1, tokens)
+        if plan.done is not None:
+            stream = torch.cuda.current_stream(self.shape.device)
+            stream.wait_event(plan.done)
+            for tensor in plan.tensors():
+                tensor.record_stream(stream)
+        assert self.order is not None
+        self.order[lane, :, :tokens] = plan.order
+        self.digests[lane, :, :units] = plan.digests
+        ends = (torch.arange(units + 1, device=plan.order.device) * self.size).clamp(max=tokens - plan.static)
+        self.stops[lane, :, : units + 1] = (plan.static + ends).int()
+        self.recent[lane, :, :kept] = plan.tail
+        marks = [(0, 0)] if units <= 1 and not plan.static else [(0, 0), (tokens - kept, max(0, units - 1))]
+        self._set(lane, Lane(tokens, units, kept, marks))
+        self.watches[lane].rows, self.watches[lane].plan = self.rows, None
+
+    def _stored(self, lane: int, tokens: int) -> bool:
+        store = self.shape.store
+        return lane < store.lanes and store.length(lane) >= self.first + tokens
+
+    def _read(self, lane: int, tokens: int) -> Tensor:
+        """Keys [H, tokens, D] of a lane, from the store."""
+        return stream_keys(self.shape.store, lane, self.first, self.first + tokens, self.shape.device)
+
+    def _tables(self) -> list[str]:
+        return [*super()._tables(), "queries", "seen"]

@@ -1,0 +1,128 @@
+"""Attention that an observation window pays to each key: PRKV's and SnapKV's score of tokens.
+
+Softmax needs its denominators first, so keys are read twice: N T D elements each time, 4 N W T D operations in all. At 128k
+tokens of 8 heads, d = 128, 64 queries of 4 heads each: 2 x 268 MB (125 us at 4300 GB/s) and 275 GFLOP (0.35 ms at 795
+TFLOP/s), with 2 x 268M exponentials between them. Scores are never in memory all at once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvthaw.kernels import HAS_TRITON
+
+_SCORES = 1 << 22  # float32 scores held at once by the vectorised path
+
+
+def definition(queries: Tensor, keys: Tensor, weights: Tensor, *, scale: float) -> Tensor:
+    """sum_w weights[w] softmax_t(scale q_w.k_t), [N, T] float32. queries [N, W, D], keys [N, T, D], weights [W] float32, not
+    negative; a query of weight 0 may hold anything finite."""
+    scores = scale * queries.float() @ keys.float().transpose(1, 2)
+    return (torch.softmax(scores, dim=2) * weights[None, :, None]).sum(dim=1)
+
+
+def vectorised(queries: Tensor, keys: Tensor, weights: Tensor, *, scale: float) -> Tensor:
+    """As `definition`, in blocks of keys."""
+    q, tokens = queries.float() * scale, keys.shape[1]
+    block = max(1, _SCORES // max(1, q.shape[0] * q.shape[1]))
+    lse = torch.full(q.shape[:2], -torch.inf, device=q.device)
+    for at in range(0, tokens, block):
+        lse = torch.logaddexp(lse, torch.logsumexp(q @ keys[:, at : at + block].float().transpose(1, 2), dim=2))
+    out = torch.empty((q.shape[0], tokens), device=q.device)
+    for at in range(0, tokens, block):
+        part = torch.exp(q @ keys[:, at : at + block].float().transpose(1, 2) - lse[..., None])
+        out[:, at : at + block] = torch.einsum("nwt,w->nt", part, weights)
+    return out
+
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def _denominators(
+        queries, keys, parts, width, tokens, dim, key_stride, row_stride, scale, span,
+        WB: tl.constexpr, TB: tl.constexpr, DP: tl.constexpr, UPCAST: tl.constexpr,
+    ):  # fmt: skip
+        # One program a (span of keys; head; block of queries): parts [N, spans, W, 2], maximum and sum of exponentials, base 2.
+        split, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
+        w, d = tl.program_id(2) * WB + tl.arange(0, WB), tl.arange(0, DP)
+        q = tl.load(
+            queries + (n * width + w[:, None]) * dim + d[None, :], mask=(w < width)[:, None] & (d < dim)[None, :], other=0.0
+        )
+        if UPCAST:
+            q = q.to(tl.float32)
+        top, total = tl.full([WB], float("-inf"), tl.float32), tl.zeros([WB], tl.float32)
+        for start in range(split * span, tl.minimum(tokens, (split + 1) * span), TB):
+            t = start + tl.arange(0, TB)
+            known = (t < tokens) & (t < (split + 1) * span)
+            where = keys + n * key_stride + t[:, None].to(tl.int64) * row_stride + d[None, :]
+            k = tl.load(where, mask=known[:, None] & (d < dim)[None, :], other=0.0)
+            if UPCAST:
+                k = k.to(tl.float32)
+            found = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * 1.4426950408889634)
+            found = tl.where(known[None, :], found, float("-inf"))
+            new = tl.maximum(top, tl.max(found, axis=1))
+            total = total * tl.exp2(top - new) + tl.sum(tl.exp2(found - new[:, None]), axis=1)
+            top = new
+        part = parts + ((n * tl.num_programs(0) + split) * width + w) * 2
+        tl.store(part, top, mask=w < width)
+        tl.store(part + 1, total, mask=w < width)
+
+    @triton.jit
+    def _mass(
+        queries, keys, lse, weights, out, width, tokens, dim, key_stride, row_stride, scale,
+        WB: tl.constexpr, TB: tl.constexpr, DP: tl.constexpr, UPCAST: tl.constexpr,
+    ):  # fmt: skip
+        # One program a (block of keys; head): all queries pass by.
+        n = tl.program_id(1).to(tl.int64)
+        t, d = tl.program_id(0) * TB + tl.arange(0, TB), tl.arange(0, DP)
+        where = keys + n * key_stride + t[:, None].to(tl.int64) * row_stride + d[None, :]
+        k = tl.load(where, mask=(t < tokens)[:, None] & (d < dim)[None, :], other=0.0)
+        if UPCAST:
+            k = k.to(tl.float32)
+        mass = tl.zeros([TB], tl.float32)
+        for start in range(0, width, WB):
+            w = start + tl.arange(0, WB)
+            known = w < width
+            q = tl.load(
+                queries + (n * width + w[:, None]) * dim + d[None, :], mask=known[:, None] & (d < dim)[None, :], other=0.0
+            )
+            if UPCAST:
+                q = q.to(tl.float32)
+            found = tl.dot(k, tl.trans(q), input_precision="ieee") * (scale * 1.4426950408889634)
+            below = tl.load(lse + n * width + w, mask=known, other=0.0)
+            weight = tl.load(weights + w, mask=known, other=0.0)
+            share = tl.exp2(found - below[None, :]) * weight[None, :]
+            mass += tl.sum(tl.where(known[None, :], share, 0.0), axis=1)
+        tl.store(out + n * tokens + t, mass, mask=t < tokens)
+
+
+def launch(queries: Tensor, keys: Tensor, weights: Tensor, *, scale: float) -> Tensor:
+    """The Triton kernels; arguments and result as in `definition`. The channels of a key are contiguous."""
+    heads, width, dim = queries.shape
+    tokens = keys.shape[1]
+    queries = queries.contiguous()
+    assert keys.stride(2) == 1, "the channels of a key must be contiguous"
+    assert weights.dtype == torch.float32, f"weights are {weights.dtype}"
+    assert keys.dtype == queries.dtype, f"queries are {queries.dtype}, keys {keys.dtype}"
+    block, tile = max(16, min(64, triton.next_power_of_2(width))), 64
+    span = max(tile, triton.cdiv(triton.cdiv(tokens, 32), tile) * tile)
+    spans, around = max(1, triton.cdiv(tokens, span)), (width, tokens, dim, keys.stride(0), keys.stride(1), scale)
+    parts = queries.new_empty((heads, spans, width, 2), dtype=torch.float32)
+    out = queries.new_empty((heads, tokens), dtype=torch.float32)
+    if tokens:
+        sizes = {"WB": block, "TB": tile, "DP": triton.next_power_of_2(dim), "num_warps": 4}
+        upcast = queries.device.type == "cpu" or queries.dtype == torch.float32
+        _denominators[(spans, heads, triton.cdiv(width, block))](queries, keys, parts, *around, span, **sizes, UPCAST=upcast)
+        top = parts[..., 0].amax(dim=1)
+        lse = top + torch.log2((parts[..., 1] * torch.exp2(parts[..., 0] - top[:, None])).sum(dim=1))
+        _mass[(triton.cdiv(tokens, tile), heads)](queries, keys, lse, weights, out, *around, **sizes, UPCAST=upcast)
+    return out
+
+
+def observe(queries: Tensor, keys: Tensor, weights: Tensor, *, scale: float) -> Tensor:
+    """As `definition`: the kernels on a GPU, torch in blocks elsewhere."""
+    run = launch if HAS_TRITON and keys.device.type == "cuda" else vectorised
+    return run(queries, keys, weights, scale=scale)
