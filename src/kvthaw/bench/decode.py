@@ -17,11 +17,14 @@ from transformers import DynamicCache
 
 from kvthaw.bench.card import emit, provenance
 from kvthaw.bench.shapes import build
+from kvthaw.engine.decode import Replay, capturable
 from kvthaw.engine.hf import Cache
 from kvthaw.errors import CacheError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_WARM = 6  # steps that do not count
 
 HF = "hf-dynamic"
 """transformers' own DynamicCache with sdpa attention, the baseline of every run."""
@@ -34,6 +37,7 @@ def main(
     batch: list[int] | None = None,
     method: list[str] | None = None,
     budget: int = 256,
+    retrieved: int | None = None,
     new_tokens: int = 64,
     host_bytes: int | None = None,
     out: Path | None = None,
@@ -45,15 +49,21 @@ def main(
     model = build(shape, device)
     methods = [HF, *(m for m in (method or ["full", "icecache"]) if m != HF)]
     lines = []
+
+    def settings(name: str) -> dict[str, Any]:
+        if name in (HF, "full"):
+            return {}
+        sizes = {"budget": budget} if retrieved is None else {"retrieved": retrieved}
+        return {**sizes, "host_bytes": host_bytes}
+
     for name in methods[1:]:
         check(model, name)
     for n in length or [36864]:
         for rows in batch or [1]:
             for name in methods:
-                line = measure(model, name, length=n, batch=rows, budget=budget, new_tokens=new_tokens, host_bytes=host_bytes)
-                line = {"bench": "decode", "shape": shape, **line, **provenance(commit)}
-                emit(line, out)
-                lines.append(line)
+                for line in measure(model, name, length=n, batch=rows, new_tokens=new_tokens, **settings(name)):
+                    lines.append({"bench": "decode", "shape": shape, **line, **provenance(commit)})
+                    emit(lines[-1], out)
     return lines
 
 
@@ -94,36 +104,40 @@ def check(model: PreTrainedModel, method: str) -> None:
 
 @torch.inference_mode()
 def measure(
-    model: PreTrainedModel, method: str, *, length: int, batch: int, budget: int, new_tokens: int, host_bytes: int | None
-) -> dict[str, Any]:
-    """One method at one length: a cold run for the time with fresh host memory, then the run that counts."""
+    model: PreTrainedModel, method: str, *, length: int, batch: int, new_tokens: int, **settings: Any
+) -> Iterator[dict[str, Any]]:
+    """One method at one length: a cold run for the time with fresh host memory, then the runs that count: eager, and captured where
+    the method allows it. Cache settings as for `kvthaw.Cache`."""
     device = model.device
     ids = torch.randint(0, model.config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(length)).to(device)
-    settings: dict[str, Any] = {} if method == HF else {"budget": None if method == "full" else budget, "host_bytes": host_bytes}
     with _attention(model, "sdpa"):
         cold = _run(model, lambda: _cache(model, method, **settings), ids, 4)
-        run = _run(model, lambda: _cache(model, method, **settings), ids, new_tokens)
-    line = {
-        "method": method,
-        "budget": budget if method not in (HF, "full") else None,
-        "length": length,
-        "batch": batch,
-        "new_tokens": new_tokens,
-        "ttft_s": run["ttft"],
-        "tt2t_s": run["tt2t"],
-        "tpot_s": run["tpot"],
-        "itl_p50_s": run["p50"],
-        "itl_p95_s": run["p95"],
-        "tokens_per_s": batch / run["tpot"],
-        "cold_ttft_s": cold["ttft"],
-        "cold_tt2t_s": cold["tt2t"],
-        "peak_device_bytes": run["peak"],
-        "weight_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
-    }
-    line["full_kv_bytes"] = _kv_bytes(model, length + new_tokens, batch)
-    line.update(run["stats"])
-    line.update({f"{part}_s": seconds for part, seconds in run["parts"].items()})
-    return line
+        for captured in (False, True):
+            run = _run(model, lambda: _cache(model, method, **settings), ids, new_tokens, captured=captured)
+            if run is None or cold is None:
+                continue
+            yield {
+                "method": method,
+                "captured": captured,
+                "requested": settings.get("budget"),
+                "retrieve": settings.get("retrieved"),
+                "length": length,
+                "batch": batch,
+                "new_tokens": new_tokens,
+                "ttft_s": run["ttft"],
+                "tt2t_s": run["tt2t"],
+                "tpot_s": run["tpot"],
+                "itl_p50_s": run["p50"],
+                "itl_p95_s": run["p95"],
+                "tokens_per_s": batch / run["tpot"],
+                "cold_ttft_s": cold["ttft"],
+                "cold_tt2t_s": cold["tt2t"],
+                "peak_device_bytes": run["peak"],
+                "weight_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
+                "full_kv_bytes": _kv_bytes(model, length + new_tokens, batch),
+                **run["stats"],
+                **run["parts"],
+            }
 
 
 def _kv_bytes(model: PreTrainedModel, tokens: int, batch: int) -> int:
@@ -132,31 +146,43 @@ def _kv_bytes(model: PreTrainedModel, tokens: int, batch: int) -> int:
     return int(2 * config.num_hidden_layers * width * tokens * batch)
 
 
-def _run(model: PreTrainedModel, make: Callable[[], DynamicCache], ids: Tensor, new_tokens: int) -> dict[str, Any]:
+def _run(
+    model: PreTrainedModel, make: Callable[[], DynamicCache], ids: Tensor, new_tokens: int, *, captured: bool = False
+) -> dict[str, Any] | None:
+    """One prompt and its continuation; None where the steps of this cache cannot be captured and shall be."""
     gc.collect()
-    if model.device.type == "cuda":
+    cuda = model.device.type == "cuda"
+    if cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     cache = make()
+    if captured and not (cuda and isinstance(cache, Cache)):
+        return None
     _sync(model)
     begin = time.perf_counter()
     token = _step(model, ids, cache)
     _sync(model)
-    first = time.perf_counter()
+    first = last = time.perf_counter()
+    replay = None
+    if captured:
+        if capturable(cache) is not None:
+            return None
+        replay = Replay(model.forward, cache)
     gaps = []
-    last = first
-    for _ in range(new_tokens):
-        token = _step(model, token, cache)
+    for i in range(new_tokens + _WARM):
+        token = _replay(model, replay, token, cache, ids.shape[1] + i) if replay else _step(model, token, cache)
         _sync(model)
         now = time.perf_counter()
         gaps.append(now - last)
         last = now
-    peak = torch.cuda.max_memory_allocated() if model.device.type == "cuda" else None
+    peak = torch.cuda.max_memory_allocated() if cuda else None
     stats, parts = {}, {}
     if isinstance(cache, Cache):
-        stats = {k: v for k, v in cache.stats().to_dict().items() if k not in ("method", "budget", "batch")}
-        parts = _parts(model, cache, token)
-    steady = gaps[1:] or gaps  # the first decode step waits for the index
+        stats = {k: v for k, v in cache.stats().to_dict().items() if k not in ("method", "batch")}
+        parts = {f"{part}_s": s for part, s in _parts(model, cache, token).items()} if not captured else {}
+        if replay is not None:
+            parts = {"captures": replay.captures, "capture_s": replay.capture_seconds}
+    steady = gaps[_WARM:]  # the first steps wait for the index and compile kernels
     ordered = sorted(steady)
     return {
         "ttft": first - begin,
@@ -168,6 +194,14 @@ def _run(model: PreTrainedModel, make: Callable[[], DynamicCache], ids: Tensor, 
         "stats": stats,
         "parts": parts,
     }
+
+
+def _replay(model: PreTrainedModel, replay: Replay, token: Tensor, cache: DynamicCache, position: int) -> Tensor:
+    positions = torch.full_like(token, position)
+    logits = replay(token, positions)
+    if logits is None:
+        return _step(model, token, cache)
+    return logits[:, -1:].argmax(dim=-1)
 
 
 def _parts(model: PreTrainedModel, cache: Cache, token: Tensor, steps: int = 16) -> dict[str, float]:
@@ -215,13 +249,17 @@ def _sync(model: PreTrainedModel) -> None:
         torch.cuda.synchronize()
 
 
-if __name__ == "__main__":
-    arguments = dict(pair.split("=", 1) for pair in sys.argv[1:])
+if __name__ == "__main__":  # key=value arguments, for machines without the command line's packages
+    given = dict(pair.split("=", 1) for pair in sys.argv[1:])
     main(
-        shape=arguments.get("shape", "llama-3.1-8b"),
-        length=[int(n) for n in arguments.get("length", "36864").split(",")],
-        method=arguments.get("method", "full,icecache").split(","),
-        budget=int(arguments.get("budget", "256")),
-        out=Path(arguments["out"]) if "out" in arguments else None,
-        commit=arguments.get("commit"),
+        shape=given.get("shape", "llama-3.1-8b"),
+        length=[int(n) for n in given.get("length", "36864").split(",")],
+        batch=[int(n) for n in given.get("batch", "1").split(",")],
+        method=given.get("method", "full,icecache").split(","),
+        budget=int(given.get("budget", "256")),
+        retrieved=int(given["retrieved"]) if "retrieved" in given else None,
+        new_tokens=int(given.get("new_tokens", "64")),
+        host_bytes=int(given["host_bytes"]) if "host_bytes" in given else None,
+        out=Path(given["out"]) if "out" in given else None,
+        commit=given.get("commit"),
     )

@@ -7,6 +7,7 @@ one captures anew.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.layer import FrozenLayer
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from kvthaw.engine.hf import Cache
 
 _log = logging.getLogger(__name__)
+_PLAIN = {"input_ids", "position_ids", "past_key_values", "attention_mask", "use_cache", "logits_to_keep", "return_dict"}
 _WARM = 2  # eager steps before a capture, in which kernels are compiled and tuned
 
 
@@ -35,6 +38,36 @@ def capturable(cache: Cache) -> str | None:
         if group is None or not group.index.graph_safe:
             return f"{cache.settings.method.name} selects on the host"
     return None
+
+
+def replaying(forward: Callable[..., Any], cache_of: Callable[[Any], Cache | None]) -> Callable[..., Any]:
+    """A model's forward that replays single tokens where it can and calls the model where it cannot.
+
+    cache_of: the kvthaw cache behind a past_key_values, or None. What is not a plain step of one token (prompts, several tokens at
+    once, hidden states or attentions asked for, embeddings given) goes to the model as before.
+    """
+
+    @functools.wraps(forward)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        cache = cache_of(kwargs.get("past_key_values"))
+        extra = set(kwargs) - _PLAIN
+        if cache is None or ids is None or ids.shape[1] != 1 or not ids.is_cuda or any(kwargs[name] is not None for name in extra):
+            return forward(*args, **kwargs)
+        if cache.kv_layers[0].seen == 0 or capturable(cache) is not None:
+            return forward(*args, **kwargs)
+        if cache.replay is None:
+            cache.replay = Replay(forward, cache)
+        positions = kwargs.get("position_ids")
+        if positions is None:
+            layer = cache.kv_layers[0]
+            positions = torch.tensor([[layer.length(lane)] for lane in range(layer.lanes)], device=ids.device)
+        logits = cache.replay(ids, positions)
+        if logits is None:
+            return forward(*args, **kwargs)
+        return CausalLMOutputWithPast(logits=logits, past_key_values=kwargs["past_key_values"])
+
+    return step
 
 
 class Replay:
@@ -111,3 +144,6 @@ class Replay:
         self._graph = graph
         self.captures += 1
         self.capture_seconds += time.perf_counter() - begin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copied cache captures anew."""

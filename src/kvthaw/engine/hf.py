@@ -1,7 +1,8 @@
 """The adapter to Hugging Face transformers: the only file that touches its internals.
 
-An attention function registered under the name "kvthaw" receives q, k, v after RoPE, but neither the cache nor the layer. So a cache
-layer's update() returns the new keys and values as views that carry the layer as an attribute, and the attention function reads it.
+An attention function registered under the name "kvthaw" receives q, k, v after RoPE, but neither the cache nor the layer. So a
+cache layer's update() returns the new keys and values as views that carry the layer as an attribute, and the attention function
+reads it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from kvthaw.cache.host import check_host_memory
 from kvthaw.cache.layer import Attention, FrozenLayer
 from kvthaw.cache.pipeline import Pipeline
 from kvthaw.cache.plan import Settings
-from kvthaw.errors import CacheError, ConfigError, UnsupportedModelError
+from kvthaw.engine.decode import Replay, replaying
+from kvthaw.errors import CacheError, ConfigError, KvthawError, UnsupportedModelError
 from kvthaw.kernels.dense import with_sinks
 from kvthaw.methods import resolve
 from kvthaw.types import Method
@@ -35,6 +37,10 @@ if TYPE_CHECKING:
 
 _NAME = "kvthaw"
 _TAG = "_kvthaw_layer"
+_BEFORE: weakref.WeakKeyDictionary[PreTrainedModel, str] = weakref.WeakKeyDictionary()
+"""The attention that models had before kvthaw's."""
+_ATTACHED: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
+"""Models with an open handle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,32 +73,50 @@ class Stats:
 
 
 class _Shared:
-    """What the layers of one cache share: which layer's keys are on their way, what padding was last seen, whose modules ask."""
+    """What the layers of one cache share: whose keys are on their way, what padding was last seen, whose modules ask."""
 
     def __init__(self, model: PreTrainedModel, settings: Settings, frozen: int) -> None:
         self.model = weakref.ref(model)
         self.modules = {id(module) for module in model.modules()}
         self.positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         self.settings, self.frozen = settings, frozen
-        self.pending: int | None = None
+        self.layers: list[Any] = []  # the cache's own list of its layers
+        self.pending: _CacheLayer | None = None
         self._mask: weakref.ref[Tensor] | None = None
         self._pads: list[int] = []
 
-    def left_pads(self, mask: Tensor | None, batch: int) -> list[int]:
-        """Left padding of each row of a padding mask [B, 1, 1, n], which syncs once a forward."""
+    def left_pads(self, mask: Tensor | None, kv: FrozenLayer | DenseLayer, batch: int, steps: int) -> list[int]:
+        """Left padding of each row, by a mask [B, 1, 1, n] over a layer's tokens and the new ones; syncs once a forward."""
+        known = kv.left_pad or [0] * batch
         if mask is None:
-            return [0] * batch
+            return known
         if self._mask is None or self._mask() is not mask:
             seen = mask[:, 0, 0]
             if bool((seen[:, :-1] & ~seen[:, 1:]).any()):
                 raise CacheError("attention_mask hides tokens after visible ones; kvthaw takes padding on the left only")
             self._pads = (seen.shape[1] - seen.sum(dim=1)).tolist()
             self._mask = weakref.ref(mask)
+        if mask.shape[3] != kv.seen + steps:
+            raise CacheError(
+                f"attention_mask covers {mask.shape[3]} tokens; it must cover the {kv.seen} that the cache holds and {steps} new ones"
+            )
+        for row, (before, now) in enumerate(zip(known, self._pads, strict=True)):
+            if now != before and before < kv.seen:
+                raise CacheError(
+                    f"attention_mask hides {now} tokens of row {row}, of which the cache knows {before} as padding"
+                )
         return list(self._pads)
+
+    def attached(self) -> bool:
+        """Whether the model of this cache attends through kvthaw."""
+        model = self.model()
+        return model is not None and model.config.get_text_config(decoder=True)._attn_implementation == _NAME
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Shared:
         twin = object.__new__(_Shared)
+        memo[id(self)] = twin
         twin.__dict__.update(self.__dict__)
+        twin.layers, twin.pending = copy.deepcopy(self.layers, memo), None
         return twin
 
 
@@ -108,7 +132,6 @@ class _CacheLayer(CacheLayerMixin):
         self.kv, self.shared = kv, shared
         self.is_initialized = True  # nothing to initialise early
         self._coming = 0
-        self._offered: tuple[weakref.ref[Tensor], weakref.ref[Tensor]] | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: sizes follow from the first tokens."""
@@ -118,11 +141,15 @@ class _CacheLayer(CacheLayerMixin):
         shared = self.shared
         if shared.pending is not None:
             layer, shared.pending = shared.pending, None
+            layer._coming = 0
+            layer.undo()
+            if not shared.attached():
+                raise CacheError("the model of this cache does not attend through kvthaw any longer; attach it again")
             raise UnsupportedModelError(
-                f"the keys of layer {layer} did not reach kvthaw's attention: the model changes them after caching, or this cache is "
-                "used with a model that is not attached (any longer)"
+                f"the keys of layer {layer.kv.number} did not reach kvthaw's attention: the model changes them after caching, or "
+                "the cache was given to a model that is not attached"
             )
-        shared.pending = self.kv.number
+        shared.pending = self
         self._coming = key_states.shape[2]
         key, value = key_states.view_as(key_states), value_states.view_as(value_states)
         setattr(key, _TAG, self)
@@ -134,28 +161,45 @@ class _CacheLayer(CacheLayerMixin):
     ) -> Tensor:
         """[B, Hq, T, D] for queries [B, Hq, T, D] of the tokens whose keys are given."""
         shared = self.shared
-        fresh = shared.pending == self.kv.number
+        fresh = shared.pending is self
         shared.pending = None
         self._coming = 0
-        if id(module) not in shared.modules:
-            raise CacheError("this cache belongs to another model")
-        batch, steps = query.shape[0], query.shape[2]
-        if mask is not None and not _is_padding(mask):
-            raise CacheError("attention_mask is of every query's own; kvthaw takes the 2-D mask of the padding, or none")
-        pads = self.kv.left_pad
-        if fresh and (steps > 1 or self.kv.seen == 0):
-            pads = shared.left_pads(mask, batch)
-            self._check_room(key)
-        return self.kv.attend(query, key, value, pads, how, fresh)
+        pads, steps = self.kv.left_pad, query.shape[2]
+        try:
+            if id(module) not in shared.modules:
+                raise CacheError("this cache belongs to another model")
+            if self.kv.seen and query.shape[0] != self.kv.lanes:
+                raise CacheError(
+                    f"the cache holds {self.kv.lanes} rows and was given {query.shape[0]}; use one cache for each batch"
+                )
+            if mask is not None and not _is_padding(mask):
+                raise CacheError("attention_mask is of every query's own; kvthaw takes the 2-D mask of the padding, or none")
+            if fresh and (steps > 1 or self.kv.seen == 0 or self.kv.seen in pads):
+                pads = shared.left_pads(mask, self.kv, query.shape[0], steps)
+                self._check_room(key)
+        except KvthawError:
+            self.undo()
+            raise
+        with torch.inference_mode(False), torch.no_grad():
+            return self.kv.attend(query, key, value, pads, how, fresh)
+
+    def undo(self) -> None:
+        """Leave nothing of a first prompt that was refused: layers before this one that are not kvthaw's have it already."""
+        if self.kv.seen == 0:
+            for layer in self.shared.layers:
+                layer.reset()
 
     def _check_room(self, key: Tensor) -> None:
-        shared, total = self.shared, self.kv.seen + key.shape[2]
-        if shared.positions is not None and total > shared.positions:
-            raise ConfigError(f"the prompt has {total} tokens; the model's positions end at {shared.positions}")
-        if isinstance(self.kv, FrozenLayer) and self.kv.seen == 0 and not shared.settings.method.evicts:
-            need = 2 * key.numel() * key.element_size() * shared.frozen
-            check_host_memory(need, shared.settings.host_bytes)
-            shared.frozen = 0  # asked once, for all layers
+        """Refuse a prompt that is too long, before the first layer takes it in."""
+        shared, held, new = self.shared, self.kv.seen, key.shape[2]
+        if self is not next(layer for layer in shared.layers if isinstance(layer, _CacheLayer)):
+            return
+        if shared.positions is not None and held + new > shared.positions:
+            raise ConfigError(f"the prompt has {held + new} tokens; the model's positions end at {shared.positions}")
+        if shared.frozen and not shared.settings.method.evicts:
+            token = 2 * key[:, :, 0].numel() * key.element_size() * shared.frozen
+            limit = shared.settings.host_bytes
+            check_host_memory(token * (new if limit is None else held + new), limit)
 
     def get_seq_length(self) -> int:
         return self.kv.seen + self._coming
@@ -199,12 +243,13 @@ class Cache(DynamicCache):
     """A KV cache that keeps most of itself frozen on the host; give it to generate() or forward() as past_key_values.
 
     Takes a DynamicCache of the model and replaces its full-attention layers; sliding-window and linear layers stay as they are.
-    Making one sets the model's attention function to kvthaw's, which serves plain caches as well; `attach` undoes that on detach.
+    Making one sets the model's attention function to kvthaw's, which serves plain caches as well; a handle undoes that on detach.
+    No gradients flow through it.
 
     model: a decoder whose attention goes through transformers' AttentionInterface. method: a name in METHODS or a Method; further
     keyword arguments are the method's options. budget, retrieved, seed, sparse_queries, extent, host_bytes: see
-    `kvthaw.cache.plan.Settings`. dense_layers: the first layers, which keep all KV on the device (default: the papers' 2 for models of
-    16 layers and more, else 0).
+    `kvthaw.cache.plan.Settings`. dense_layers: the first layers, which keep all KV on the device (default: the papers' 2 for
+    models of 16 layers and more, else 0).
 
     Raises ConfigError for a setting out of range and UnsupportedModelError for a model that cannot work.
     """
@@ -234,6 +279,7 @@ class Cache(DynamicCache):
             dense_layers = 2 if len(self.layers) >= 16 else 0
         self.settings = Settings(chosen, budget, retrieved, dense_layers, seed, sparse_queries, extent, host_bytes)
         frozen = [] if chosen.dense else [i for i in full if i >= dense_layers]
+        self.replay: Replay | None = None
         self._shared = _Shared(model, self.settings, len(frozen))
         pipeline, clock = Pipeline(), Clock()
         leader: FrozenLayer | None = None
@@ -245,9 +291,12 @@ class Cache(DynamicCache):
                 kv = leader = FrozenLayer(i, self.settings, pipeline, clock)
             else:
                 if leader is None:
-                    raise ConfigError(f"anchors is {chosen.anchors}; layer {i} comes before the first and has nothing to follow")
+                    raise ConfigError(
+                        f"anchors is {chosen.anchors}; layer {i} comes before the first and has nothing to follow"
+                    )
                 kv = FrozenLayer(i, self.settings, pipeline, clock, leader)
             self.layers[i] = _CacheLayer(kv, self._shared)
+        self._shared.layers = self.layers
 
     def _anchors(self, layer: int, frozen: list[int]) -> bool:
         anchors = self.settings.method.anchors
@@ -284,7 +333,7 @@ class Cache(DynamicCache):
             if isinstance(layer, _CacheLayer):
                 twin.layers[i].kv.copy_from(layer.kv)
             else:
-                twin.layers[i] = copy.deepcopy(layer)
+                twin.layers[i] = copy.deepcopy(layer)  # in place: twin._shared has the same list
         return twin
 
     def stats(self) -> Stats:
@@ -296,7 +345,7 @@ class Cache(DynamicCache):
         selected = sum(int(group.meter.selected) for group in groups)
         fetched = sum(int(group.meter.fetched) for group in groups)
         most = max((int(group.meter.most) for group in groups), default=0)
-        held_steps = sum(kv.sparse_steps * kv.lanes for kv in frozen)
+        held_steps = sum(kv.held_steps for kv in frozen)
         attended = sum(kv.held_sum for kv in frozen) / held_steps if held_steps else None
         retrieved = selected / steps if steps else (0.0 if held_steps else None)
         fetched_bytes = sum(int(kv.group.meter.fetched) * kv.store.row_bytes for kv in frozen if kv.group is not None)
@@ -322,11 +371,15 @@ class Cache(DynamicCache):
 class Handle:
     """An attached model. Every generate() or forward() that would make a plain cache gets a kvthaw cache instead."""
 
-    def __init__(self, model: PreTrainedModel, make: Callable[[], Cache], before: str) -> None:
+    def __init__(self, model: PreTrainedModel, make: Callable[[], Cache], capture: bool) -> None:
         self._model: PreTrainedModel | None = model
-        self._make, self._before = make, before
+        self._make = make
         self._cache: Cache | None = None
+        _ATTACHED.add(model)
         self._hook = model.register_forward_pre_hook(self._supply, with_kwargs=True)
+        self._capture = capture
+        if capture:
+            model.forward = replaying(model.forward, self._behind)
 
     @property
     def cache(self) -> Cache:
@@ -344,7 +397,10 @@ class Handle:
         """Give the model its own attention and caches back."""
         model = self._open()
         self._hook.remove()
-        model.set_attn_implementation(self._before)
+        if self._capture:
+            del model.forward
+        model.set_attn_implementation(_BEFORE[model])
+        _ATTACHED.discard(model)
         self._model = self._cache = None
 
     def __enter__(self) -> Handle:
@@ -360,6 +416,13 @@ class Handle:
             raise CacheError("this handle is closed; attach the model again")
         return self._model
 
+    def _behind(self, given: Any) -> Cache | None:
+        """The cache whose layers a past_key_values has."""
+        if isinstance(given, Cache):
+            return given
+        ours = self._cache is not None and getattr(given, "layers", None) is self._cache.layers
+        return self._cache if ours else None
+
     def _supply(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = kwargs.get("past_key_values")
         if given is None:
@@ -374,6 +437,9 @@ class Handle:
                 raise CacheError("cache_implementation='offloaded' does not go with kvthaw, which offloads by itself")
             if given.get_seq_length() == 0 and not any(isinstance(layer, _CacheLayer) for layer in given.layers):
                 self._cache = self._make()
+                for i, layer in enumerate(given.layers):  # those that are not kvthaw's may have been prepared already
+                    if not isinstance(self._cache.layers[i], _CacheLayer):
+                        self._cache.layers[i] = layer
                 given.layers = self._cache.layers  # generate() keeps its own object; from here on the two are one
         elif isinstance(given, Cache):
             self._cache = given
@@ -393,17 +459,19 @@ def attach(
     sparse_queries: int = 16,
     extent: int = 1024,
     host_bytes: int | None = None,
+    capture: bool = True,
     **options: Any,
 ) -> Handle:
     """Let a model attend to a frozen context: from now on plain generate() and pipeline() thaw only what each step needs.
 
-    Arguments as for `Cache`. Returns a handle, also a context manager; handle.detach() undoes everything.
+    Arguments as for `Cache`. capture: on a GPU, with a method that decides there, replay decoding steps as one captured CUDA graph; other
+    steps, and everything on a CPU, run eagerly. Returns a handle, also a context manager; handle.detach() undoes everything.
 
     Example: ``with kvthaw.attach(model, "icecache", budget=256): model.generate(**inputs)``
     """
-    before = model.config._attn_implementation
-    if before == _NAME:
+    if model in _ATTACHED:
         raise CacheError("the model is attached already; detach its handle first")
+    before = model.config._attn_implementation
 
     def make() -> Cache:
         return Cache(
@@ -425,7 +493,7 @@ def attach(
         if model.config._attn_implementation != before:
             model.set_attn_implementation(before)
         raise
-    return Handle(model, make, before)
+    return Handle(model, make, capture)
 
 
 def use_kvthaw_attention(model: PreTrainedModel) -> None:
@@ -447,10 +515,11 @@ def use_kvthaw_attention(model: PreTrainedModel) -> None:
     if text._attn_implementation != _NAME:
         model.set_attn_implementation(before)
         raise UnsupportedModelError(f"{name} did not take kvthaw's attention function")
+    _BEFORE[model] = before
 
 
 def _mask(*args: Any, mask_function: Callable[..., Any] = causal_mask_function, **kwargs: Any) -> Tensor | None:
-    """Plain causal layers get the padding mask as [B, 1, 1, n]: no sync, and no [q, n] tensor. Others get sdpa's [B, 1, q, n]."""
+    """Plain causal layers get the padding mask as [B, 1, 1, n]: no sync, no [q, n] tensor. Others get sdpa's [B, 1, q, n]."""
     if mask_function is causal_mask_function:
         mask: Tensor | None = kwargs.get("attention_mask")
         return None if mask is None else mask[:, None, None]
@@ -475,9 +544,16 @@ def _attention(
         return layer.attend(module, query, key, value, attention_mask, how).transpose(1, 2).contiguous(), None
     if attention_mask is not None and _is_padding(attention_mask):
         attention_mask = _causal(attention_mask, query.shape[2], key.shape[2])
+    causal = kwargs.get("is_causal")
+    if (
+        attention_mask is None
+        and 1 < query.shape[2] < key.shape[2]
+        and (getattr(module, "is_causal", True) if causal is None else causal)
+    ):
+        attention_mask = _causal(query.new_ones((1, 1, 1, key.shape[2]), dtype=torch.bool), query.shape[2], key.shape[2])
     if how.softcap is None and how.sinks is None:
         out, _ = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=how.scale, is_causal=kwargs.get("is_causal")
+            module, query, key, value, attention_mask, dropout=dropout, scaling=how.scale, is_causal=causal
         )
         return out, None
     return _masked(query, key, value, attention_mask, how).transpose(1, 2).contiguous(), None

@@ -63,8 +63,17 @@ def sparse_decode(
     The keys and values of invisible places must be finite here; the pool keeps them so.
     """
     if query.device.type == "cuda" and HAS_TRITON:
-        weighing = {"softcap": softcap, "sinks": sinks, "log_weight": log_weight}
-        return flash_decode(query, keys, values, scale=scale, visible=visible, partials=partials, **weighing)
+        return flash_decode(
+            query,
+            keys,
+            values,
+            scale=scale,
+            visible=visible,
+            softcap=softcap,
+            sinks=sinks,
+            log_weight=log_weight,
+            partials=partials,
+        )
     if softcap is None and sinks is None and log_weight is None and not partials:
         folded = query.reshape(query.shape[0], keys.shape[1], -1, query.shape[2])
         out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=visible[:, :, None], scale=scale)

@@ -8,7 +8,7 @@ from typing import Any
 from kvthaw.cache.regions import Regions
 from kvthaw.errors import ConfigError
 from kvthaw.index.forest import TreeIndex
-from kvthaw.index.tree import TreeConfig
+from kvthaw.index.tree_config import TreeConfig
 from kvthaw.types import LayerShape, Method
 
 _PRESETS: dict[str, dict[str, Any]] = {

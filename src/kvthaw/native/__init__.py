@@ -84,11 +84,11 @@ def admit(rows: Tensor, row_slot: Tensor, slot_row: Tensor, used: Tensor, step: 
     capacity, places = row_slot.shape[2] - 1, slot_row.shape[2] - 1
     if width > places:
         raise ValueError(f"{width} rows do not fit into {places} slots")
-    tables = [
+    tables = (
         _check("row_slot", row_slot, torch.int32, (lanes, heads, capacity + 1)),
         _check("slot_row", slot_row, torch.int32, (lanes, heads, places + 1)),
         _check("used", used, torch.int32, (lanes, heads, places + 1)),
-    ]
+    )
     slots, fetch = torch.empty_like(rows), torch.empty_like(rows)
     live = torch.empty((lanes, heads, places), dtype=torch.bool)
     outs = (slots.data_ptr(), fetch.data_ptr(), live.data_ptr())
