@@ -129,22 +129,28 @@ elif HAS_TRITON:
         keys += b * k_lane + h * k_head
         values += b * v_lane + h * v_head
         top = tl.full((BLOCK_G,), float("-inf"), tl.float32)
-        total = tl.zeros((BLOCK_G,), tl.float32)
+        sums = tl.zeros((BLOCK_G, BLOCK_N), tl.float32)  # added up over the block's places only at the end
         acc = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
+        offset = tl.arange(0, BLOCK_N)
+        if visible is not None:  # a block ahead, or every block would wait for it
+            visible += b * m_lane + h * m_head
+            ahead = tl.load(visible + (begin + offset).to(tl.int64) * m_row, mask=begin + offset < end, other=0)
         for at in range(begin, end, BLOCK_N):
-            place = at + tl.arange(0, BLOCK_N)
+            place = at + offset
             inside = place < end
             row = place.to(tl.int64)[:, None]
             both = inside[:, None] & is_dim[None, :]
             k = tl.load(keys + row * k_row + d[None, :], mask=both, other=0.0)
             v = tl.load(values + row * v_row + d[None, :], mask=both, other=0.0)
             seen = inside
-            if visible is not None:  # what hides a row's place does not delay the load of the row; it blanks it afterwards
-                seen = tl.load(visible + b * m_lane + h * m_head + place.to(tl.int64) * m_row, mask=inside, other=0) != 0
+            if visible is not None:  # does not delay the loads of rows; it blanks them afterwards
+                seen = ahead != 0
                 v = tl.where(seen[:, None], v, 0.0)
+                later = place + BLOCK_N
+                ahead = tl.load(visible + later.to(tl.int64) * m_row, mask=later < end, other=0)
             if UPCAST:
                 k, v = k.to(tl.float32), v.to(tl.float32)
-            score = tl.dot(q, tl.trans(k), input_precision="ieee")
+            score = tl.dot(q, tl.trans(k), input_precision="tf32x3")
             if softcap is not None:
                 score = score * (scale / softcap)
                 score = (2.0 * tl.sigmoid(2.0 * score) - 1.0) * (softcap * _LOG2E)
@@ -158,10 +164,11 @@ elif HAS_TRITON:
             shift = tl.where(new == float("-inf"), 0.0, new)
             weight = tl.exp2(score - shift[:, None])
             decay = tl.exp2(top - shift)
-            total = total * decay + tl.sum(weight, 1)
-            acc = tl.dot(weight.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+            sums = sums * decay[:, None] + weight
+            acc = tl.dot(weight.to(v.dtype), v, acc * decay[:, None], input_precision="tf32x3")
             top = new
 
+        total = tl.sum(sums, 1)
         some = total > 0
         divisor = tl.where(some, total, 1.0)
         lse = tl.where(some, tl.where(some, top, 0.0) + tl.log2(divisor), float("-inf"))
@@ -209,7 +216,7 @@ elif HAS_TRITON:
         if more_lse is not None:
             share = tl.exp2(more - top)
             total += share
-            mixed += share * tl.load(more_out + row * DIM + d, mask=is_dim & (share > 0), other=0.0)
+            mixed += share * tl.where(share > 0, tl.load(more_out + row * DIM + d, mask=is_dim, other=0.0), 0.0)
         some = total > 0
         divisor = tl.where(some, total, 1.0)
         tl.store(out + row * DIM + d, mixed / divisor, mask=is_dim)
