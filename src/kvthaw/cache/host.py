@@ -20,8 +20,8 @@ def check_host_memory(need: int, limit: int | None) -> None:
     free = _available() if limit is None else limit
     if free is not None and need > free:
         raise HostMemoryError(
-            f"the prompt's KV needs {need:,} bytes of host memory and {free:,} are free; shorten the prompt, use fewer rows, or set "
-            "host_bytes if you know of more"
+            f"the prompt's KV needs {need:,} bytes of host memory and {free:,} are free; shorten the prompt, use fewer rows, "
+            "or set host_bytes if you know of more"
         )
 
 
@@ -62,8 +62,7 @@ class HostStore:
         self._length = [0] * lanes
         self.version = 0
         """Changes whenever addresses do."""
-        self._table: Tensor | None = None
-        self._table_version = -1
+        self._table: tuple[int, Tensor] | None = None
 
     @property
     def lanes(self) -> int:
@@ -89,11 +88,11 @@ class HostStore:
 
     def table(self) -> Tensor:
         """[lanes, most extents] int64: the addresses of all lanes, 0 padded."""
-        if self._table is None or self._table_version != self.version:
+        known, version = self._table, self.version  # read first: another thread may add extents meanwhile
+        if known is None or known[0] != version:
             tables = [self.addresses(lane) for lane in range(self.lanes)]
-            self._table = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)
-            self._table_version = self.version
-        return self._table
+            known = self._table = version, torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)
+        return known[1]
 
     def append(self, lane: int, rows: Tensor, *, non_blocking: bool = False) -> None:
         """Add rows [H, n, 2, D] of any device behind a lane's last. With non_blocking, a copy from the device is only

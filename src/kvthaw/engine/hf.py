@@ -98,7 +98,7 @@ class _Shared:
             self._mask = weakref.ref(mask)
         if mask.shape[3] != kv.seen + steps:
             raise CacheError(
-                f"attention_mask covers {mask.shape[3]} tokens; it must cover the {kv.seen} that the cache holds and {steps} new ones"
+                f"attention_mask covers {mask.shape[3]} tokens; it must cover the {kv.seen} in the cache and {steps} new ones"
             )
         for row, (before, now) in enumerate(zip(known, self._pads, strict=True)):
             if now != before and before < kv.seen:
@@ -146,8 +146,8 @@ class _CacheLayer(CacheLayerMixin):
             if not shared.attached():
                 raise CacheError("the model of this cache does not attend through kvthaw any longer; attach it again")
             raise UnsupportedModelError(
-                f"the keys of layer {layer.kv.number} did not reach kvthaw's attention: the model changes them after caching, or "
-                "the cache was given to a model that is not attached"
+                f"the keys of layer {layer.kv.number} did not reach kvthaw's attention: the model changes them after caching, "
+                "or the cache was given to a model that is not attached"
             )
         shared.pending = self
         self._coming = key_states.shape[2]
@@ -243,11 +243,11 @@ class Cache(DynamicCache):
     """A KV cache that keeps most of itself frozen on the host; give it to generate() or forward() as past_key_values.
 
     Takes a DynamicCache of the model and replaces its full-attention layers; sliding-window and linear layers stay as they are.
-    Making one sets the model's attention function to kvthaw's, which serves plain caches as well; a handle undoes that on detach.
+    Making one sets the model's attention function to kvthaw's, which serves plain caches too; a handle's detach() undoes that.
     No gradients flow through it.
 
-    model: a decoder whose attention goes through transformers' AttentionInterface. method: a name in METHODS or a Method; further
-    keyword arguments are the method's options. budget, retrieved, seed, sparse_queries, extent, host_bytes: see
+    model: a decoder whose attention goes through transformers' AttentionInterface. method: a name in METHODS or a Method;
+    further keyword arguments are the method's options. budget, retrieved, seed, sparse_queries, extent, host_bytes: see
     `kvthaw.cache.plan.Settings`. dense_layers: the first layers, which keep all KV on the device (default: the papers' 2 for
     models of 16 layers and more, else 0).
 

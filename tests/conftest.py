@@ -1,0 +1,46 @@
+"""What every test stands on: the interpreter for kernels, one thread, fixed seeds, tiny models."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():  # before triton is imported anywhere
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import pytest
+from hypothesis import HealthCheck, settings
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from zoo import build
+
+settings.register_profile("kvthaw", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+settings.load_profile("kvthaw")
+torch.set_num_threads(1)
+logging.set_verbosity_error()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """Where kernels run: the GPU if there is one, else the CPU (kernels under the interpreter)."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def llama() -> PreTrainedModel:
+    """A tiny Llama of 3 layers, 4 query and 2 KV heads, with sharp random weights; of the test's own."""
+    return build("llama")

@@ -1,0 +1,109 @@
+"""Captured decoding gives what eager decoding gives. Captures need a GPU; what surrounds them does not."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import kvthaw
+from kvthaw.cache.clock import Clock
+from kvthaw.cache.regions import Regions
+
+
+def model(device: str, dtype: torch.dtype) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        vocab_size=512,
+        max_position_embeddings=8192,
+        initializer_range=0.1,
+    )
+    return LlamaForCausalLM(config).eval().to(device=device, dtype=dtype)
+
+
+def generate(llama: LlamaForCausalLM, ids: torch.Tensor, new: int, **kwargs: object) -> torch.Tensor:
+    return llama.generate(ids, max_new_tokens=new, do_sample=False, pad_token_id=0, **kwargs)[:, ids.shape[1] :]
+
+
+def graph_safe_methods() -> list[str]:
+    return [name for name in kvthaw.METHODS if name not in ("icecache", "icecache-reuse")]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", graph_safe_methods())
+def test_replayed_tokens_equal_eager_ones(method: str) -> None:
+    llama = model("cuda", torch.float32)
+    ids = torch.randint(3, 512, (3, 900), device="cuda")
+    mask = torch.ones_like(ids)
+    mask[0, :100] = 0
+    mask[2, :37] = 0
+    budget = None if method == "full" else 256
+    with kvthaw.attach(llama, method, budget=budget, capture=False) as handle:
+        eager = generate(llama, ids, 100, attention_mask=mask)
+        expected = handle.stats()
+    with kvthaw.attach(llama, method, budget=budget) as handle:
+        replayed = generate(llama, ids, 100, attention_mask=mask)
+        stats = handle.stats()
+        replay = handle.cache.replay
+        assert replay is not None
+        assert replay.captures >= 1
+        again = generate(llama, ids, 100, attention_mask=mask)
+    assert torch.equal(replayed, eager)
+    assert torch.equal(again, eager)
+    assert stats == expected
+    assert stats.sparse_steps > 0 or method == "full"
+
+
+@pytest.mark.gpu
+def test_a_captured_cache_can_be_cropped_copied_and_continued() -> None:
+    llama = model("cuda", torch.float32)
+    ids = torch.randint(3, 512, (1, 700), device="cuda")
+    outs = []
+    for capture in (False, True):
+        with kvthaw.attach(llama, "oracle", budget=128, capture=capture) as handle:
+            generate(llama, ids, 40)
+            cache = handle.cache
+            cache.crop(-20)
+            twin = copy.deepcopy(cache)
+            more = torch.randint(3, 512, (1, 30), generator=torch.Generator("cuda").manual_seed(1), device="cuda")
+            pair = []
+            for one in (cache, twin):
+                whole = torch.cat((torch.zeros(1, one.get_seq_length(), dtype=torch.int64, device="cuda"), more), dim=1)
+                pair.append(generate(llama, whole, 30, past_key_values=one))
+            outs.append(torch.cat(pair))
+    assert torch.equal(outs[0], outs[1])
+
+
+def test_clock_advances_as_it_is_set() -> None:
+    regions, device = Regions(3, 5, 2), torch.device("cpu")
+    stepped, jumped = Clock(), Clock()
+    for n in range(1, 40):
+        lengths = (n, n + 7)
+        starts = tuple(regions.indexed(regions.sink, length) for length in lengths)
+        stepped.at(regions, lengths, starts, device)
+        jumped = Clock()
+        jumped.at(regions, lengths, starts, device)
+        assert torch.equal(stepped.place, jumped.place)
+        assert torch.equal(stepped.held, jumped.held)
+        for lane, (length, start) in enumerate(zip(lengths, starts, strict=True)):
+            assert int(stepped.held[lane].sum()) == min(length, regions.sink) + max(0, length - start)
+            assert bool(stepped.held[lane, stepped.place[lane]])
+
+
+def test_clock_passed_equals_advance() -> None:
+    regions, device = Regions(2, 4, 4), torch.device("cpu")
+    clock = Clock()
+    clock.at(regions, (9,), (2,), device)
+    clock.advance()  # what a replay does on the device
+    clock.passed()
+    held = clock.held.clone()
+    clock.at(regions, (10,), (2,), device)
+    assert torch.equal(clock.held, held)
+    assert int(clock.length) == 10

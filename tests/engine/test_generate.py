@@ -1,0 +1,340 @@
+"""What generate() can do, at full budget token for token as with DynamicCache, and below it consistent with itself."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, pipeline
+
+import kvthaw
+from zoo import VOCAB, build, prompt, ragged
+
+METHODS = [name for name in ("oracle", "icecache") if name in kvthaw.METHODS]
+AMPLE = 1024
+IDS = prompt(1, 90)
+BATCH = ragged([90, 37, 61])
+
+
+def new_tokens(model: PreTrainedModel, inputs: dict[str, Tensor], **how: Any) -> Tensor:
+    how = {"max_new_tokens": 24, "do_sample": False} | how
+    return model.generate(**inputs, **how)[:, inputs["input_ids"].shape[1] :]
+
+
+@pytest.fixture(params=METHODS)
+def method(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+WAYS: dict[str, tuple[dict[str, Tensor], dict[str, Any]]] = {
+    "greedy": (BATCH, {}),
+    "beams": (BATCH, {"num_beams": 3}),
+    "beams, several returned": (BATCH, {"num_beams": 3, "num_return_sequences": 2}),
+    "sampling": (BATCH, {"do_sample": True}),
+    "sampling, several returned": (BATCH, {"do_sample": True, "num_return_sequences": 3}),
+    "sampled beams": (BATCH, {"do_sample": True, "num_beams": 2}),
+    "prompt lookup": ({"input_ids": IDS.repeat(1, 2)}, {"prompt_lookup_num_tokens": 5}),
+    "chunks": (BATCH, {"prefill_chunk_size": 40}),
+    "chunks inside the padding": (BATCH, {"prefill_chunk_size": 17}),
+    "small chunks": (BATCH, {"prefill_chunk_size": 5}),
+    "chunks of one": (BATCH, {"prefill_chunk_size": 1}),
+    "long": ({"input_ids": IDS[:, :20]}, {"max_new_tokens": 200}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_attached_equals_dynamic_cache(llama: PreTrainedModel, method: str, way: str) -> None:
+    inputs, how = WAYS[way]
+    torch.manual_seed(1)
+    expected = new_tokens(llama, inputs, **how)
+    with kvthaw.attach(llama, method, budget=AMPLE) as handle:
+        torch.manual_seed(1)
+        assert torch.equal(new_tokens(llama, inputs, **how), expected)
+        assert handle.stats().sparse_steps > 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_explicit_cache_equals_dynamic_cache(llama: PreTrainedModel, method: str, way: str) -> None:
+    inputs, how = WAYS[way]
+    torch.manual_seed(1)
+    expected = new_tokens(llama, inputs, **how)
+    torch.manual_seed(1)
+    cache = kvthaw.Cache(llama, method, budget=AMPLE)
+    assert torch.equal(new_tokens(llama, inputs, past_key_values=cache, **how), expected)
+    assert cache.stats().sparse_steps > 0
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gemma3n"])
+def test_assistant(architecture: str, method: str) -> None:
+    model, assistant = build(architecture), build(architecture)
+    with torch.no_grad():  # now and then of another opinion
+        assistant.get_output_embeddings().weight += 0.05 * torch.randn_like(assistant.get_output_embeddings().weight)
+    inputs = {"input_ids": IDS}
+    expected = new_tokens(model, inputs)
+    with kvthaw.attach(model, method, budget=AMPLE) as handle:
+        assert torch.equal(new_tokens(model, inputs, assistant_model=assistant), expected)
+        assert handle.stats().sparse_steps > 0
+
+
+def test_pipeline(llama: PreTrainedModel, method: str) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{i}": i for i in range(VOCAB)}
+    core = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="w0", padding_side="left")
+    write = pipeline("text-generation", llama, tokenizer=tokenizer)
+    texts = [" ".join(f"w{i}" for i in row.tolist()) for row in (IDS[0], IDS[0, :50])]
+    expected = write(texts, max_new_tokens=20, do_sample=False, batch_size=2)
+    with kvthaw.attach(llama, method, budget=AMPLE) as handle:
+        assert write(texts, max_new_tokens=20, do_sample=False, batch_size=2) == expected
+        assert handle.stats().sparse_steps > 0
+
+
+@pytest.mark.parametrize("length", [1, 3, 10])
+def test_short_prompt_then_long_text(llama: PreTrainedModel, method: str, length: int) -> None:
+    inputs = {"input_ids": IDS[:, :length]}
+    expected = new_tokens(llama, inputs, max_new_tokens=200)
+    with kvthaw.attach(llama, method, budget=256) as handle:
+        assert torch.equal(new_tokens(llama, inputs, max_new_tokens=200), expected)
+        assert handle.stats().retrieved > 0
+    with kvthaw.attach(llama, method, budget=32) as handle:
+        assert new_tokens(llama, inputs, max_new_tokens=200).shape == (1, 200)
+        assert handle.stats().attended_max <= 32
+
+
+# Turns
+
+
+def turns(model: PreTrainedModel, make: Any) -> list[Tensor]:
+    """Three turns over one cache, with masks, the second one short."""
+    cache, out = make(), []
+    ids, mask = BATCH["input_ids"], BATCH["attention_mask"]
+    for turn, length in enumerate((0, 7, 40)):
+        more = prompt(3, length, seed=10 + turn)
+        ids = torch.cat((ids, more), dim=1)
+        mask = torch.cat((mask, torch.ones_like(more)), dim=1)
+        ids = model.generate(input_ids=ids, attention_mask=mask, past_key_values=cache, max_new_tokens=20, do_sample=False)
+        mask = torch.cat((mask, mask.new_ones(3, ids.shape[1] - mask.shape[1])), dim=1)
+        out.append(ids)
+    return out
+
+
+def same(found: list[Tensor], expected: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_several_turns(llama: PreTrainedModel, method: str) -> None:
+    expected = turns(llama, DynamicCache)
+    with kvthaw.attach(llama, method, budget=AMPLE) as handle:
+        assert same(turns(llama, DynamicCache), expected)
+        assert handle.stats().sparse_steps > 0
+    cache = kvthaw.Cache(llama, method, budget=AMPLE)
+    assert same(turns(llama, lambda: cache), expected)
+    assert cache.stats().tokens == expected[-1].shape[1] - 1
+    cache.reset()
+    assert same(turns(llama, lambda: cache), expected), "a cache that was reset is as new"
+
+
+def test_returned_cache_goes_on(llama: PreTrainedModel, method: str) -> None:
+    def twice() -> Tensor:
+        first = llama.generate(IDS, max_new_tokens=10, do_sample=False, return_dict_in_generate=True)
+        ids = torch.cat((first.sequences, IDS[:, :30]), dim=1)
+        return llama.generate(ids, past_key_values=first.past_key_values, max_new_tokens=20, do_sample=False)
+
+    expected = twice()
+    with kvthaw.attach(llama, method, budget=AMPLE) as handle:
+        assert torch.equal(twice(), expected)
+        assert handle.stats().tokens == expected.shape[1] - 1
+
+
+def forward(model: PreTrainedModel, cache: Any, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Logits of every position."""
+    with torch.no_grad():
+        return model(ids, attention_mask=mask, past_key_values=cache).logits
+
+
+@pytest.mark.parametrize("drop", [1, 5, 20, 37, 70, 89])
+def test_crop(llama: PreTrainedModel, method: str, drop: int) -> None:
+    plain, cache = DynamicCache(config=llama.config), kvthaw.Cache(llama, method, budget=AMPLE)
+    for c in (plain, cache):
+        forward(llama, c, IDS)
+        for t in range(25):
+            forward(llama, c, IDS[:, t : t + 1])
+        c.crop(-drop)
+        assert c.get_seq_length() == 115 - drop
+    for ids in (IDS[:, 3:4], IDS[:, 3:9], IDS[:, 3:60], IDS[:, 3:4]):
+        torch.testing.assert_close(forward(llama, cache, ids), forward(llama, plain, ids), atol=1e-4, rtol=1e-4)
+
+
+def test_crop_to_nothing(llama: PreTrainedModel, method: str) -> None:
+    cache = kvthaw.Cache(llama, method, budget=AMPLE)
+    forward(llama, cache, IDS)
+    cache.crop(-90)
+    assert cache.get_seq_length() == 0
+    expected = forward(llama, None, IDS[:, :30])
+    torch.testing.assert_close(forward(llama, cache, IDS[:, :30]), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("change", ["repeat", "select", "select by mask", "reorder"])
+def test_lanes_change(llama: PreTrainedModel, method: str, change: str) -> None:
+    rows = {"repeat": [0, 0, 1, 1, 2, 2], "select": [2, 0], "select by mask": [0, 2], "reorder": [1, 1, 0]}[change]
+    cache = kvthaw.Cache(llama, method, budget=AMPLE)
+    ids, mask = torch.empty(3, 0, dtype=torch.long), torch.empty(3, 0, dtype=torch.long)
+
+    def grow(more: Tensor, visible: Tensor | None = None) -> Tensor:
+        nonlocal ids, mask
+        ids = torch.cat((ids, more), dim=1)
+        mask = torch.cat((mask, torch.ones_like(more) if visible is None else visible), dim=1)
+        places = positions(mask)[:, -more.shape[1] :]
+        with torch.no_grad():
+            return llama(more, attention_mask=mask, position_ids=places, past_key_values=cache).logits
+
+    grow(BATCH["input_ids"], BATCH["attention_mask"])
+    for t in range(3):
+        grow(prompt(3, 1, seed=50 + t))
+    if change == "repeat":
+        cache.batch_repeat_interleave(2)
+    elif change == "select":
+        cache.batch_select_indices(torch.tensor(rows))
+    elif change == "select by mask":
+        cache.batch_select_indices(torch.tensor([True, False, True]))
+    else:
+        cache.reorder_cache(torch.tensor(rows))
+    ids, mask = ids[rows], mask[rows]
+    for t in range(40):  # lanes now differ in what they are given
+        found = grow(prompt(len(rows), 1, seed=t))
+    with torch.no_grad():
+        expected = llama(ids, attention_mask=mask, position_ids=positions(mask), use_cache=False).logits
+    torch.testing.assert_close(found[:, -1], expected[:, -1], atol=1e-4, rtol=1e-4)
+
+
+def positions(mask: Tensor) -> Tensor:
+    """As generate() numbers them."""
+    return (mask.cumsum(1) - 1).clamp(min=0)
+
+
+def test_deepcopied_prefix_serves_two_continuations(llama: PreTrainedModel, method: str) -> None:
+    prefix = kvthaw.Cache(llama, method, budget=AMPLE)
+    forward(llama, prefix, IDS)
+    for seed in (1, 2):
+        ids = torch.cat((IDS, prompt(1, 20, seed=seed)), dim=1)
+        expected = llama.generate(ids, max_new_tokens=60, do_sample=False)
+        found = llama.generate(ids, past_key_values=copy.deepcopy(prefix), max_new_tokens=60, do_sample=False)
+        assert torch.equal(found, expected)
+    assert prefix.get_seq_length() == 90
+    ids = torch.cat((IDS, IDS[:, :9]), dim=1)
+    expected = llama.generate(ids, max_new_tokens=60, do_sample=False)
+    assert torch.equal(llama.generate(ids, past_key_values=prefix, max_new_tokens=60, do_sample=False), expected)
+
+
+# Below the full budget a cache must agree with itself
+
+
+TIGHT = 32
+
+
+def decode(model: PreTrainedModel, cache: Any, ids: Tensor) -> Tensor:
+    """Logits of tokens given one by one."""
+    logits = [forward(model, cache, ids[:, t : t + 1]) for t in range(ids.shape[1])]
+    return torch.cat(logits, dim=1) if logits else torch.empty(0)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("steps", [2, 5, 8])
+def test_several_tokens_equal_one_by_one(architecture: str, method: str, steps: int) -> None:
+    model = build(architecture)
+    one, many = (kvthaw.Cache(model, method, budget=TIGHT) for _ in range(2))
+    ids = prompt(1, 5 * steps, seed=3)
+    for cache in (one, many):
+        forward(model, cache, IDS)
+    expected = decode(model, one, ids)
+    found = torch.cat([forward(model, many, ids[:, t : t + steps]) for t in range(0, 5 * steps, steps)], dim=1)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert one.stats() == many.stats()
+
+
+@pytest.mark.parametrize("size", [20, 33, 45])
+def test_chunked_prefill_equals_unchunked(llama: PreTrainedModel, size: int) -> None:
+    """With an index that does not care how its tokens came; a tree that grew is another tree than one that was built."""
+    method, ids = "oracle", prompt(1, 140)
+    found, expected = [], []
+    for to, chunk in ((expected, 140), (found, size)):
+        cache = kvthaw.Cache(llama, method, budget=TIGHT, sparse_queries=1)
+        for start in range(0, 140, chunk):
+            last = forward(llama, cache, ids[:, start : start + chunk])[:, -1:]
+        to += [last, decode(llama, cache, ids[:, :40])]
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+def test_copy_goes_on_as_the_original(llama: PreTrainedModel, method: str) -> None:
+    cache = kvthaw.Cache(llama, method, budget=TIGHT)
+    forward(llama, cache, IDS)
+    decode(llama, cache, IDS[:, :13])
+    twin = copy.deepcopy(cache)
+    assert twin.stats() == cache.stats()
+    assert torch.equal(decode(llama, twin, IDS[:, 20:60]), decode(llama, cache, IDS[:, 20:60]))
+    assert twin.stats() == cache.stats()
+
+
+@pytest.mark.parametrize("decoded", [0, 3, 17, 40])
+@pytest.mark.parametrize("drop", [1, 6, 12])
+def test_crop_undoes(llama: PreTrainedModel, decoded: int, drop: int) -> None:
+    """Oracle's index forgets completely, so what follows a crop is what would have followed without the dropped tokens."""
+    cache = kvthaw.Cache(llama, "oracle", budget=TIGHT)
+    forward(llama, cache, IDS)
+    decode(llama, cache, IDS[:, :decoded])
+    twin = copy.deepcopy(cache)
+    decode(llama, cache, IDS[:, 50 : 50 + drop])
+    cache.crop(-drop)
+    torch.testing.assert_close(decode(llama, cache, IDS[:, 20:60]), decode(llama, twin, IDS[:, 20:60]), atol=1e-4, rtol=1e-4)
+
+
+def test_assisted_below_the_full_budget(llama: PreTrainedModel) -> None:
+    inputs = {"input_ids": IDS.repeat(1, 2)}
+    with kvthaw.attach(llama, "oracle", budget=TIGHT):
+        expected = new_tokens(llama, inputs, max_new_tokens=60)
+        assert torch.equal(new_tokens(llama, inputs, max_new_tokens=60, prompt_lookup_num_tokens=5), expected)
+
+
+def test_deterministic_with_a_seed(llama: PreTrainedModel, method: str) -> None:
+    with kvthaw.attach(llama, method, budget=TIGHT, seed=5):
+        first = new_tokens(llama, BATCH, max_new_tokens=60)
+        torch.manual_seed(99)
+        assert torch.equal(new_tokens(llama, BATCH, max_new_tokens=60), first)
+
+
+@pytest.mark.parametrize("source", ["full", "oracle", "icecache"])
+@pytest.mark.parametrize("target", ["full", "oracle", "streaming", "icecache"])
+def test_fork_equals_a_fresh_prefill(llama: PreTrainedModel, source: str, target: str) -> None:
+    for name in (source, target):
+        if name not in kvthaw.METHODS:
+            pytest.skip(f"{name} is not there yet")
+    ids, mask = BATCH["input_ids"], BATCH["attention_mask"]
+    origin = kvthaw.Cache(llama, source, budget=64)
+    fresh = kvthaw.Cache(llama, target, budget=TIGHT)
+    for cache in (origin, fresh):
+        forward(llama, cache, ids, mask)
+    forks = [origin.fork(target, budget=TIGHT) for _ in range(2)]
+    expected = decode(llama, fresh, prompt(3, 40, seed=4))
+    decode(llama, origin, prompt(3, 40, seed=5))
+    for fork in forks:
+        assert fork.get_seq_length() == 90
+        assert torch.equal(decode(llama, fork, prompt(3, 40, seed=4)), expected)
+        assert fork.stats() == fresh.stats()
+
+
+def test_fork_later(llama: PreTrainedModel, method: str) -> None:
+    origin = kvthaw.Cache(llama, method, budget=TIGHT)
+    forward(llama, origin, IDS)
+    decode(llama, origin, IDS[:, :30])
+    fork = origin.fork("full")
+    for mine, theirs in zip(origin.kv_layers, fork.kv_layers, strict=True):
+        assert torch.equal(mine.read(0, 0, 120), theirs.read(0, 0, 120))
+    origin.batch_repeat_interleave(2)
+    assert origin.fork("full").stats().batch == 2
