@@ -32,6 +32,7 @@ class ExactIndex:
         self._first = shape.regions.sink
         self._keys = torch.zeros((0, shape.kv_heads, 0, shape.head_dim), dtype=shape.dtype, device=shape.device)
         self._counts: list[int] = []
+        self._known = torch.zeros(0, dtype=torch.int64, device=shape.device)  # the same on the device
 
     def build(self, lane: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         """See Index."""
@@ -48,17 +49,20 @@ class ExactIndex:
             start = self._counts[lane]
             self._keys[lane, :, start : start + n] = keys[i]
             self._counts[lane] = start + n
+        self._tell()
 
     def select(self, query: Tensor, budget: int) -> Selection:
         """See Index."""
         batch, heads = query.shape[0], self.shape.kv_heads
-        self._counts += [0] * (batch - len(self._counts))
-        self._reserve(max(self._counts))
+        if batch > len(self._counts):
+            self._counts += [0] * (batch - len(self._counts))
+            self._reserve(max(self._counts))
+            self._tell()
         grouped = query.reshape(batch, heads, -1, self.shape.head_dim)
         if self.policy == "mean_query":
             grouped = grouped.float().mean(dim=2, keepdim=True).to(query.dtype)
         scores = (grouped @ self._keys.transpose(2, 3)).float() * self.scale  # [B, H, G, capacity]
-        counts = torch.tensor(self._counts, device=query.device)
+        counts = self._known
         known = torch.arange(scores.shape[3], device=query.device) < counts[:, None]
         scores = scores.masked_fill(~known[:, None, None], -torch.inf)
         # in logs, so that a weight too small for float32 still has its rank
@@ -74,6 +78,7 @@ class ExactIndex:
         """See Index."""
         if lane < len(self._counts):
             self._counts[lane] = min(self._counts[lane], max(0, length - self._first))
+            self._tell()
 
     def reorder(self, lanes: Sequence[int]) -> None:
         """See Index."""
@@ -81,6 +86,7 @@ class ExactIndex:
         self._reserve(max(self._counts))
         self._keys = self._keys[torch.tensor(lanes, device=self._keys.device)]
         self._counts = [self._counts[lane] for lane in lanes]
+        self._tell()
 
     def state_dict(self) -> dict[str, Any]:
         """See Index."""
@@ -89,6 +95,12 @@ class ExactIndex:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See Index."""
         self._keys, self._counts, self._first = state["keys"].clone(), list(state["counts"]), state["first"]
+        self._tell()
+
+    def _tell(self) -> None:
+        if len(self._known) != len(self._counts):
+            self._known = torch.empty(len(self._counts), dtype=torch.int64, device=self.shape.device)
+        self._known.copy_(torch.tensor(self._counts, dtype=torch.int64), non_blocking=True)
 
     def _reserve(self, length: int) -> None:
         lanes, heads, have, dim = self._keys.shape
