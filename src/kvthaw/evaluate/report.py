@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from kvthaw.evaluate.results import Summary
@@ -33,7 +34,7 @@ def table(summaries: Sequence[Summary]) -> Table:
     samples = " / ".join(dict.fromkeys(str(row.n) for row in summaries))
     made = Table(
         title=f"{first.task}: {samples} samples, question {first.question}, {first.model} in {first.dtype} on {first.device}",
-        padding=(0, 1, 0, 0),
+        box=SIMPLE_HEAD,
     )
     for name in _COLUMNS:
         made.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)

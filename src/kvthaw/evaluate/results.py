@@ -116,16 +116,18 @@ class Results:
 
 
 def _read(path: Path) -> Iterator[Line]:
-    lines = path.read_text(encoding="utf-8").splitlines()
-    for number, text in enumerate(lines, 1):
-        if not text.strip():
-            continue
+    """The lines of a file. A last line that a stop left unfinished is cut off, in the file too."""
+    text = path.read_text(encoding="utf-8")
+    for number, line in enumerate(text.splitlines(keepends=True), 1):
         try:
-            yield Line.from_json(text)
+            if line.strip():
+                yield Line.from_json(line)
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"out is {str(path)!r}, whose line {number} is not a result of kvthaw eval; name another file"
-            ) from error
+            if line.startswith('{"setting"') and not line.endswith("\n"):
+                path.write_text(text[: -len(line)], encoding="utf-8")
+                return
+            problem = f"out is {str(path)!r}, whose line {number} is not a result of kvthaw eval; name another file"
+            raise ConfigError(problem) from error
 
 
 @dataclass(frozen=True, slots=True)

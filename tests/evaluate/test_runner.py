@@ -1,0 +1,249 @@
+"""The runner: forks equal fresh caches, protocols, resuming, and what a line says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import bytemodel
+import kvthaw
+from kvthaw.errors import ConfigError
+from kvthaw.evaluate import decode as loops
+from kvthaw.evaluate.metrics import mean, wilson
+from kvthaw.evaluate.model import fingerprint, load
+from kvthaw.evaluate.results import Results, summarize
+from kvthaw.evaluate.runner import EVEN_DEPTHS, FULL, Answer, Job, Progress, Runner, Variant, cut, ended, split_prompt
+from kvthaw.evaluate.tasks import TASKS, Sample
+
+ORACLE, STREAMING = Variant("oracle", 64), Variant("streaming", 64)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return bytemodel.save(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def loaded(folder: Path) -> tuple[Any, Any]:
+    return load(str(folder))
+
+
+def runner(loaded: tuple[Any, Any], results: Results | None = None) -> Runner:
+    return Runner(*loaded, results)
+
+
+def count_forwards(model: Any) -> list[int]:
+    """Tokens of every forward from now on."""
+    seen: list[int] = []
+    model.register_forward_pre_hook(lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True)
+    return seen
+
+
+@pytest.mark.parametrize("question", ["dense", "sparse"])
+def test_full_is_what_transformers_generates(loaded: tuple[Any, Any], folder: Path, question: Any) -> None:
+    tokenizer = loaded[1]
+    line = runner(loaded).run(Job("passkey", 600, 1, question=question), [])[FULL][0]
+    sample = TASKS["passkey"].sample(tokenizer, length=600, seed=0, depth=0.0)
+    ids = tokenizer(sample.prompt, return_tensors="pt")["input_ids"]
+    plain = AutoModelForCausalLM.from_pretrained(folder).eval()
+    out = plain.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=257)
+    assert line.output == cut(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+    assert line.prompt == ids.shape[1] <= 600
+    assert line.sparse_steps == line.kv_host_bytes == 0
+    assert line.kv_device_bytes == 2 * 2 * 2 * 16 * 4 * (line.prompt + line.new_tokens - 1)
+
+
+@pytest.mark.parametrize("question", ["dense", "sparse"])
+def test_room_for_everything_equals_full(loaded: tuple[Any, Any], question: Any) -> None:
+    wide = Variant("oracle", 2000)
+    found = runner(loaded).run(Job("passkey", 400, 2, question=question), [wide])
+    assert [line.output for line in found[wide]] == [line.output for line in found[FULL]]
+    assert all(line.attention_mass == pytest.approx(1, abs=1e-5) for line in found[wide])
+
+
+def test_one_prefill_serves_all_and_sparse_layers_ran(loaded: tuple[Any, Any]) -> None:
+    seen = count_forwards(loaded[0])
+    found = runner(loaded).run(Job("passkey", 600, 1), [ORACLE, STREAMING])
+    assert [n for n in seen if n > 1] == [found[FULL][0].prompt]
+    for variant in (ORACLE, STREAMING):
+        line = found[variant][0]
+        assert line.sparse_steps == 2 * (line.new_tokens - 1)
+        assert line.attended_max is not None
+        assert line.attended_max <= 64 == line.held_budget
+        assert line.attention_mass is not None
+        assert 0 < line.attention_mass < 1
+        assert line.kv_device_bytes < found[FULL][0].kv_device_bytes
+    assert found[ORACLE][0].recall_at_k == 1
+    assert found[STREAMING][0].recall_at_k is None
+
+
+def test_sparse_question_goes_through_the_sparse_path_token_by_token(loaded: tuple[Any, Any]) -> None:
+    model, tokenizer = loaded
+    line = runner(loaded).run(Job("passkey", 600, 1, question="sparse"), [ORACLE])[ORACLE][0]
+    sample = TASKS["passkey"].sample(tokenizer, length=600, seed=0, depth=0.0)
+    context, question = split_prompt(tokenizer, sample)
+    assert line.sparse_steps == 2 * (len(question) + line.new_tokens - 1)
+    cache = kvthaw.Cache(model, "oracle", budget=64)  # the same, without the runner
+    logits = loops.prefill(model, cache, context)
+    for token in question:
+        logits = loops.forward(model, cache, [token])
+    answer = Answer(model, tokenizer, cache, frozenset([257]))
+    "".join(answer.stream(logits, [], 8))
+    assert answer.text == line.output
+
+
+def test_dense_layers_are_counted_beside(loaded: tuple[Any, Any]) -> None:
+    some = Variant("oracle", 64, dense_layers=1)
+    line = runner(loaded).run(Job("passkey", 600, 1), [some])[some][0]
+    assert line.sparse_steps == line.new_tokens - 1
+    assert line.kv_dense_bytes == 2 * 2 * 16 * 4 * (line.prompt + line.new_tokens - 1)
+    assert line.kv_device_bytes == 2 * 2 * 16 * 4 * 64
+
+
+def test_run_continues_where_the_file_ends(loaded: tuple[Any, Any], tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    first = runner(loaded, Results(path)).run(Job("passkey", 400, 2), [ORACLE])
+    assert len(path.read_text().splitlines()) == 4
+    seen = count_forwards(loaded[0])
+    again = runner(loaded, Results(path)).run(Job("passkey", 400, 2), [ORACLE])
+    assert seen == []
+    assert again == first
+    more = runner(loaded, Results(path)).run(Job("passkey", 400, 3), [ORACLE, STREAMING])
+    assert len(path.read_text().splitlines()) == 4 + 3 + 4  # other depths for two of three samples
+    assert sum(n > 1 for n in seen) == 3
+    assert len(more[STREAMING]) == 3
+    loaded[0].lm_head.weight.data[0] += 1  # other weights, other results
+    runner(loaded, Results(path)).run(Job("passkey", 400, 1), [])
+    assert len(path.read_text().splitlines()) == 12
+    path.write_text(path.read_text() + '{"not": "a result"}\n')
+    with pytest.raises(ConfigError, match="line 13 is not a result"):
+        Results(path)
+
+
+def test_a_torn_last_line_is_run_again(loaded: tuple[Any, Any], tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    runner(loaded, Results(path)).run(Job("passkey", 400, 2), [])
+    text = path.read_text()
+    path.write_text(text[:-40])
+    runner(loaded, Results(path)).run(Job("passkey", 400, 2), [])
+    assert [json.loads(line)["setting"]["seed"] for line in path.read_text().splitlines()] == [0, 1]
+
+
+def test_summary_has_the_means(loaded: tuple[Any, Any]) -> None:
+    found = runner(loaded).run(Job("passkey", 400, 3, seed=5), [ORACLE])
+    summary = summarize(found[ORACLE], found[FULL])
+    record = json.loads(json.dumps(summary.to_dict()))
+    expected = {"task": "passkey", "method": "oracle", "budget": 64, "length": 400, "n": 3, "seed": 5}
+    assert {name: record[name] for name in expected} == expected
+    assert record["hit_rate"] == pytest.approx(sum(line.hit_rate or 0 for line in found[ORACLE]) / 3)
+    assert record["tpot_s"] == pytest.approx(sum(line.tpot_s or 0 for line in found[ORACLE]) / 3)
+
+
+def test_progress_tells_prefill_and_samples(loaded: tuple[Any, Any]) -> None:
+    told: list[Progress] = []
+    runner(loaded).run(Job("passkey", 400, 2), [], told.append)
+    assert (told[0].samples, told[0].of, told[0].doing, told[0].tokens) == (0, 2, "prefill", 0)
+    assert told[1].tokens == told[1].prompt > 300
+    assert told[-1].samples == 2
+
+
+def test_samples_spread_over_the_depths() -> None:
+    assert [d for _, d in Job("passkey", 400, 20).cells()] == list(EVEN_DEPTHS)
+    assert [d for _, d in Job("passkey", 400, 4).cells()] == [0.0, 0.25, 0.5, 0.75]
+    assert [d for _, d in Job("passkey", 400, 21).cells()][-1] == 0.0
+    assert Job("passkey", 400, 2, seed=7, depths=()).cells() == [(7, None), (8, None)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"task": "paskey"}, "task is 'paskey'"),
+        ({"samples": 0}, "samples is 0"),
+        ({"question": "both"}, "question is 'both'"),
+        ({"depths": (1.5,)}, "a depth is 1.5"),
+        ({"probe": -1}, "probe is -1"),
+    ],
+)
+def test_bad_jobs_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Job(**{"task": "passkey", "length": 400, "samples": 1, **settings})
+
+
+def test_bad_settings_cost_no_prefill(loaded: tuple[Any, Any]) -> None:
+    seen = count_forwards(loaded[0])
+    with pytest.raises(ConfigError, match="budget is 3"):
+        runner(loaded).run(Job("passkey", 400, 1), [Variant("oracle", 3)])
+    with pytest.raises(ConfigError, match="length 20 is too short"):
+        runner(loaded).run(Job("passkey", 20, 1), [])
+    with pytest.raises(ConfigError, match=r"positions end at 2,048"):
+        runner(loaded).run(Job("passkey", 3000, 1), [])
+    assert seen == []
+
+
+def test_prompt_is_split_where_the_tokens_are_the_same(loaded: tuple[Any, Any]) -> None:
+    tokenizer = loaded[1]
+    context, question = split_prompt(tokenizer, Sample("some text", "\nWhat?", ("x",), None))
+    assert context + question == tokenizer("some text\nWhat?")["input_ids"]
+    assert tokenizer.decode(question) == "\nWhat?"
+
+
+def test_answers_end_at_a_newline_after_the_first_word() -> None:
+    assert [ended(text) for text in ("", "\n", "\n 12", " 12\n", "12\nand")] == [False, False, False, True, True]
+    assert [cut(text) for text in (" 12\nand", "\n12\n", "12")] == [" 12", "\n12", "12"]
+
+
+def test_chunks_are_even() -> None:
+    assert loops.chunks(4097) == [(0, 1365), (1365, 2731), (2731, 4097)]
+    assert loops.chunks(5) == [(0, 5)]
+    assert loops.chunks(2048) == [(0, 2048)]
+
+
+def test_chunked_prefill_is_exact_and_counts(loaded: tuple[Any, Any]) -> None:
+    model, _ = loaded
+    ids, told = torch.randint(0, 256, (300,)).tolist(), []
+    whole, parts = (kvthaw.Cache(model, "oracle", budget=64) for _ in range(2))
+    one = loops.prefill(model, whole, ids)
+    many = loops.prefill(model, parts, ids, chunk=100, progress=lambda done, total: told.append((done, total)))
+    torch.testing.assert_close(one, many, atol=1e-4, rtol=1e-4)
+    assert told == [(0, 300), (100, 300), (200, 300), (300, 300)]
+
+
+def test_text_comes_in_whole_characters(loaded: tuple[Any, Any]) -> None:
+    tokenizer = loaded[1]
+    stream = loops.TextStream(tokenizer)
+    pieces = [stream.push(token) for token in tokenizer("aé€")["input_ids"]]
+    assert pieces == ["a", "", "é", "", "", "€"]
+    assert stream.finish() == ""
+
+
+def test_sampling_follows_its_seed() -> None:
+    logits = torch.tensor([1.0, 2.0, 3.0, 2.5])
+
+    def draw(seed: int) -> list[int]:
+        pick = loops.sampler(1.5, seed)
+        return [pick(logits) for _ in range(20)]
+
+    assert draw(1) == draw(1) != draw(2)
+    assert loops.sampler(0, 1)(logits) == 2
+    with pytest.raises(ConfigError, match="temperature is -1"):
+        loops.sampler(-1, 0)
+
+
+def test_wilson_against_known_values() -> None:
+    assert wilson(1.0, 20) == pytest.approx((0.8389, 1.0), abs=1e-4)
+    assert wilson(0.5, 10) == pytest.approx((0.2366, 0.7634), abs=1e-4)
+    assert wilson(0.0, 0) == (0.0, 1.0)
+    assert mean([None, 1.0, float("nan"), 2.0]) == 1.5
+    assert mean([None]) is None
+
+
+def test_fingerprint_follows_the_weights(folder: Path) -> None:
+    one, two = load(str(folder))[0], load(str(folder))[0]
+    assert fingerprint(one) == fingerprint(two)
+    two.model.norm.weight.data[3] += 0.5
+    assert fingerprint(one) != fingerprint(two)
