@@ -187,7 +187,7 @@ elif HAS_TRITON:
         out,
         lse_out,
         q_heads,
-        SPLITS: tl.constexpr,
+        splits,
         DIM: tl.constexpr,
         BLOCK_S: tl.constexpr,
         BLOCK_D: tl.constexpr,
@@ -196,9 +196,9 @@ elif HAS_TRITON:
         row = tl.program_id(0).to(tl.int64)
         s, d = tl.arange(0, BLOCK_S), tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
         is_dim = d < DIM
-        parts = tl.load(lse + row * SPLITS + s, mask=s < SPLITS, other=float("-inf"))
+        parts = tl.load(lse + row * splits + s, mask=s < splits, other=float("-inf"))
         filled = parts > float("-inf")
-        where = acc + (row * SPLITS + s)[:, None] * DIM + d[None, :]
+        where = acc + (row * splits + s)[:, None] * DIM + d[None, :]
         piece = tl.load(where, mask=filled[:, None] & is_dim[None, :], other=0.0)
         top = tl.max(parts, 0)
         if sinks is not None:
@@ -248,7 +248,7 @@ def split_for(pairs: int, n: int, dim: int, itemsize: int, multiprocessors: int)
     while block > 16 and pairs * -(-n // block) < 100:
         block //= 2
     splits = max(1, min(2 * multiprocessors // pairs, -(-n // block)))
-    return Split(block, splits, warps=4 if block > 16 else 2, stages=3)
+    return Split(block, splits, warps=2 if block * dim * itemsize <= 4096 else 4, stages=3)
 
 
 def triton_block(size: int, least: int = 1) -> int:
@@ -386,7 +386,7 @@ def _launch(
         out,
         lse,
         q_heads,
-        SPLITS=split.splits,
+        split.splits,
         DIM=dim,
         BLOCK_S=triton_block(split.splits),
         BLOCK_D=width,
