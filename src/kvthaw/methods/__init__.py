@@ -13,6 +13,7 @@ from kvthaw.methods.clusterkv import clusterkv
 from kvthaw.methods.full import full
 from kvthaw.methods.icecache import icecache
 from kvthaw.methods.oracle import oracle
+from kvthaw.methods.pariskv import pariskv
 from kvthaw.methods.prkv import prkv
 from kvthaw.methods.quest import quest
 from kvthaw.methods.streaming import streaming
@@ -28,6 +29,7 @@ METHODS: dict[str, Callable[..., Method]] = {
     "quest": quest,
     "icecache": icecache,
     "icecache-reuse": partial(icecache, reuse=3),
+    "pariskv": pariskv,
 }
 """Name -> what makes the Method from its options. The only list of methods."""
 

@@ -1,0 +1,252 @@
+"""ParisKV's index: every decision is taken on the device, from a summary of 112 bytes a key (head_dim 128).
+
+query -> tiers: votes of each centroid -> collide: votes of each key -> bucket_topk: candidates -> rerank: estimated scores
+      -> topk: rows
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from kvthaw.errors import ConfigError
+from kvthaw.index.learned import assign, learn, subspaces
+from kvthaw.index.ratios import Ratios
+from kvthaw.kernels.bucket_topk import bucket_topk
+from kvthaw.kernels.collide import CHUNK, bins, collide
+from kvthaw.kernels.encode import CENTROIDS, SUB, Summaries, count, encode, make_quantizer
+from kvthaw.kernels.rerank import TILE, rerank
+from kvthaw.kernels.sparse_decode import definition as attend
+from kvthaw.kernels.srht import make_rotation
+from kvthaw.kernels.tiers import Combine, definition, pack, rotate_queries, tiers
+from kvthaw.kernels.topk import Merge, topk
+from kvthaw.types import LayerShape, Partial, Selection
+
+Policy = Literal["max", "mean", "mean_query"]
+Centroids = Literal["signs", "learned"]
+
+
+class CodesIndex:
+    """Collisions choose candidates, 4-bit codes rank them.
+
+    policy: how the G query heads of a KV head agree. max, mean: votes and softmax weights are computed for each head and the
+    largest or the sum counts; mean_query: the mean of the queries stands for all. ratios: see Ratios. rotate, centroids,
+    normalise: for ablations; centroids="learned" learns them on the prompt, of keys normalised or not (sign patterns do not
+    depend on length). dense_below: a lane whose region is shorter is attended to whole, from its first keys and values, which
+    the index then keeps on the device, [L, H, dense_below, D] each; its rows are none and its attention is the selection's
+    partial. The budget does not bound that, nor does it know of a softcap; 0 never does it.
+
+    Summaries are allocated at a capacity that doubles; within one, all tensors stay where they are. Lengths and limits are
+    int32 on the device. select() launches six kernels of fixed shape on a GPU; on a CPU the same steps run in torch."""
+
+    graph_safe = True
+    on_host = False
+
+    def __init__(
+        self,
+        shape: LayerShape,
+        *,
+        policy: Policy = "max",
+        ratios: Ratios | None = None,
+        rotate: bool = True,
+        normalise: bool = True,
+        centroids: Centroids = "signs",
+        dense_below: int = 0,
+    ) -> None:
+        for name, value, allowed in (("policy", policy, Policy), ("centroids", centroids, Centroids)):
+            if value not in get_args(allowed):
+                raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(get_args(allowed))}")
+        if shape.head_dim < SUB:
+            raise ConfigError(f"head_dim is {shape.head_dim}; pariskv needs at least {SUB}, one subspace")
+        if dense_below < 0:
+            raise ConfigError(f"dense_below is {dense_below}; it must be at least 0")
+        self.shape, self.policy, self.ratios = shape, policy, ratios or Ratios()
+        self.normalise, self.dense_below = normalise, dense_below
+        self._rotation = make_rotation(shape.head_dim, shape.seed, rotate=rotate, device=shape.device)
+        self._quantizer = make_quantizer(shape.device)
+        self._subs = self._rotation.padded // SUB
+        scored = 1 if policy == "mean_query" else shape.group
+        self._combine: Combine = "sum" if policy == "mean" else "max"
+        self._merge: Merge = "mean" if policy == "mean" else "max"
+        self._bins = bins(self._subs, scored, self._combine)
+        self._learned: Tensor | None = None  # [L, H, B, 256, 8]
+        self._learn = centroids == "learned"
+        self._first, self._k = shape.regions.sink, 1
+        self._counts: list[int] = []
+        self._data: dict[str, Tensor] = {}
+        self._reserve(shape.store.lanes, 0)
+
+    # Changes
+
+    def build(self, lane: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
+        """See Index."""
+        self.truncate(lane, 0)
+        self._first = first
+        if self._learn and keys.shape[1]:
+            self._reserve(lane + 1, 0)
+            assert self._learned is not None
+            points = subspaces(keys, self._rotation, normalise=self.normalise)
+            self._learned[lane] = learn(points, self.shape.seed)
+        self.append([lane], keys[None], values[None], None)
+
+    def append(self, lanes: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
+        """See Index."""
+        n = keys.shape[2]
+        self._reserve(max(lanes) + 1, 0)
+        starts = [self._counts[lane] for lane in lanes]
+        self._reserve(0, max(starts) + n)
+        encode(keys, self._rotation, self._quantizer, self._summaries, lanes, starts)
+        for i, (lane, start) in enumerate(zip(lanes, starts, strict=True)):
+            if self._learned is not None and n:
+                points = subspaces(keys[i], self._rotation, normalise=self.normalise)
+                self._data["ids"][lane, :, :, start : start + n] = assign(points, self._learned[lane])
+            near = min(n, self.dense_below - start)
+            if near > 0:
+                for name, new in (("keys", keys), ("values", values)):
+                    self._data[name][lane, :, start : start + near] = new[i, :, :near]
+            self._counts[lane] = start + n
+        count(self._summaries, lanes, starts, [start + n for start in starts])
+        self._update()
+
+    def truncate(self, lane: int, length: int) -> None:
+        """See Index."""
+        if lane < len(self._counts):
+            old = self._counts[lane]
+            new = min(old, max(0, length - self._first))
+            if new < old:
+                count(self._summaries, [lane], [new], [old], -1)
+                self._counts[lane] = new
+                self._update()
+
+    def reorder(self, lanes: Sequence[int]) -> None:
+        """See Index."""
+        self._reserve(max(lanes) + 1, 0)
+        index = torch.tensor(lanes, device=self.shape.device)
+        for name, tensor in self._data.items():
+            moved = tensor[index]
+            if moved.shape == tensor.shape:
+                tensor.copy_(moved)
+            else:
+                self._data[name] = moved
+        self._counts = [self._counts[lane] for lane in lanes]
+        self._bind()
+        self._update()
+
+    # Queries
+
+    def select(self, query: Tensor, budget: int) -> Selection:
+        """See Index."""
+        batch, mean = query.shape[0], self.policy == "mean_query"
+        if self.ratios.candidates is not None and budget > self.ratios.candidates:
+            raise ConfigError(f"candidates is {self.ratios.candidates}; it must be at least the {budget} rows to select")
+        if batch > len(self._counts):
+            self._reserve(batch, 0)
+        if budget != self._k:
+            self._k = budget
+            self._update()
+        data, now, scale = self._data, self._summaries, self.shape.scale
+        lengths, wanted = data["lengths"][:batch], data["wanted"][:batch]
+        if query.device.type == "cpu":  # no fixed shapes needed: leave out what no lane has
+            most = max(1, *self._counts[:batch])
+            now = Summaries(now.ids[:, :, :, :most], now.codes[:, :, :most], now.weights[:, :, :most], now.sizes)
+        width = max(budget, -(-self.ratios.most(now.capacity, budget) // TILE) * TILE)
+        totals = torch.empty((batch, self.shape.kv_heads, self._bins), dtype=torch.int32, device=query.device)
+        sizes, limits = now.sizes[:batch], data["limits"][:batch]
+        if self._learned is None:
+            rotated, table = tiers(query, self._rotation, sizes, limits, totals, mean=mean, combine=self._combine)
+        else:
+            rotated = rotate_queries(query, self.shape.kv_heads, self._rotation, mean=mean)
+            similarity = torch.einsum("lhpjb,lhbcj->lhpbc", rotated, self._learned[:batch])
+            table = pack(definition(similarity, sizes, limits), self._combine)
+            totals.zero_()
+        scores = collide(table, now.ids, lengths, totals, self._combine)
+        candidates = bucket_topk(scores, lengths, wanted, width, self._bins)
+        found = rerank(rotated, now, candidates, wanted, self._quantizer, scale)
+        rows, counts = topk(found, candidates, wanted, budget, self._first, scale, self._merge)
+        return Selection(rows, counts, partial=self._dense(query))
+
+    def estimate(self, query: Tensor) -> Tensor:
+        """Estimates of q.k for every indexed key, [B, Hq, longest] float32; -inf beyond a lane's length. For measurements."""
+        batch, most = query.shape[0], max(self._counts, default=0)
+        rotated = rotate_queries(query, self.shape.kv_heads, self._rotation, mean=False)
+        place = torch.arange(most, dtype=torch.int32, device=query.device)
+        known = place < self._data["lengths"][:batch, None]
+        candidates = torch.where(known, place, -1)[:, None].expand(-1, self.shape.kv_heads, -1).contiguous()
+        found = rerank(rotated, self._summaries, candidates, self._data["lengths"][:batch], self._quantizer, self.shape.scale)
+        return found.scores.flatten(1, 2).masked_fill(~known[:, None], -torch.inf)
+
+    def _dense(self, query: Tensor) -> Partial | None:
+        if not self.dense_below:
+            return None
+        if query.device.type == "cpu" and not any(0 < n < self.dense_below for n in self._counts[: query.shape[0]]):
+            return None  # on a GPU it stays, for a captured step must serve lanes that shrink
+        place = torch.arange(self.dense_below, device=query.device)
+        lengths = self._data["lengths"][: query.shape[0], None]
+        visible = ((place < lengths) & (lengths < self.dense_below))[:, None].expand(-1, self.shape.kv_heads, -1)
+        keys, values = (self._data[name][: query.shape[0]] for name in ("keys", "values"))
+        return attend(query, keys, values, visible, scale=self.shape.scale)
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """See Index."""
+        data = {name: tensor.clone() for name, tensor in self._data.items()}
+        return {"data": data, "counts": list(self._counts), "first": self._first, "k": self._k}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See Index."""
+        self._data = {name: tensor.to(self.shape.device).clone() for name, tensor in state["data"].items()}
+        self._counts, self._first, self._k = list(state["counts"]), state["first"], state["k"]
+        self._bind()
+        self._update()
+
+    def nbytes(self) -> int:
+        """Bytes on the device, unused capacity included."""
+        return sum(tensor.nbytes for tensor in self._data.values())
+
+    def _bind(self) -> None:
+        data = self._data
+        self._summaries = Summaries(data["ids"], data["codes"], data["weights"], data["sizes"])
+        self._learned = data.get("learned")
+
+    def _reserve(self, lanes: int, length: int) -> None:
+        """Room for so many lanes and positions; what is there stays."""
+        have_lanes = len(self._counts)
+        have = self._data["ids"].shape[3] if self._data else 0
+        if lanes <= have_lanes and length <= have and self._data:
+            return
+        self._counts += [0] * (lanes - have_lanes)
+        room = length + length // 8 if have == 0 else max(length, 2 * have)
+        capacity = have if length <= have and have else max(CHUNK, -(-room // CHUNK) * CHUNK)
+        heads, subs, dim, device = self.shape.kv_heads, self._subs, self.shape.head_dim, self.shape.device
+        sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "ids": ((heads, subs, capacity), torch.uint8),
+            "codes": ((heads, capacity, subs), torch.int32),
+            "weights": ((heads, capacity, subs), torch.bfloat16),
+            "sizes": ((heads, subs, CENTROIDS), torch.int32),
+            "lengths": ((), torch.int32),
+            "wanted": ((), torch.int32),
+            "limits": ((6,), torch.int32),
+        }
+        if self.dense_below:
+            sizes |= dict.fromkeys(("keys", "values"), ((heads, self.dense_below, dim), self.shape.dtype))
+        if self._learn:
+            sizes["learned"] = ((heads, subs, CENTROIDS, SUB), torch.float32)
+        for name, (size, dtype) in sizes.items():
+            new = torch.zeros((len(self._counts), *size), dtype=dtype, device=device)
+            if name in self._data:
+                old = self._data[name]
+                new[tuple(slice(n) for n in old.shape)] = old
+            self._data[name] = new
+        self._bind()
+
+    def _update(self) -> None:
+        """Lengths, candidates wanted and tier limits on the device follow the counts, in place."""
+        dense = [n < self.dense_below for n in self._counts]
+        wanted = [0 if d else self.ratios.wanted(n, self._k) for n, d in zip(self._counts, dense, strict=True)]
+        limits = [self.ratios.limits(n) for n in self._counts]
+        for name, values in (("lengths", self._counts), ("wanted", wanted), ("limits", limits)):
+            self._data[name].copy_(torch.tensor(values, dtype=torch.int32).reshape(self._data[name].shape))

@@ -1,0 +1,116 @@
+"""Votes a key: in each subspace its centroid's, summed (ParisKV, equation 15).
+
+Bytes and operations, 8 KV heads, n = 128k, d = 128: the 16 id bytes a key are read once for all query heads of a group (16.8
+MB), a score byte is written (1 MB); 4 us at 4300 GB/s. 16 table lookups a key, 16.8 M in all: the 256 words of a subspace lie
+in shared memory, where 32 random words take about 3.5 cycles, 14 k cycles or 8 us over 132 multiprocessors. With "max" a word
+holds the votes of four query heads in its bytes, so that one lookup and one addition serve four heads; 6 B <= 192 never
+overflows one. The ids of a subspace lie together, [B, capacity], so that a thread loads 16 keys at once. The scores' histogram
+is made in passing: of every chunk of keys, and of all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels.tiers import Combine
+
+CHUNK = 2048
+"""Keys a program; capacities are multiples of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Coarse scores and their counts.
+
+    scores [L, H, capacity] uint8 or int16, anything beyond a lane's length. counts [L, H, bins, chunks] int32: keys of a chunk
+    that score at least the bin; totals [L, H, bins] int32 likewise for all keys. The launcher alone fills counts and totals.
+    """
+
+    scores: Tensor
+    counts: Tensor | None = None
+    totals: Tensor | None = None
+
+
+def bins(subs: int, heads: int, combine: Combine) -> int:
+    """How many values a score can have, rounded up to a power of two."""
+    most = 6 * subs * (heads if combine == "sum" else 1)
+    return 1 << most.bit_length()
+
+
+def definition(table: Tensor, ids: Tensor, combine: Combine) -> Tensor:
+    """scores [L, H, n] int32 from packed votes [L, H, W, B, 256] and ids [L, H, B, n]."""
+    total = torch.zeros((*table.shape[:3], ids.shape[3]), dtype=torch.int32, device=ids.device)
+    for b in range(ids.shape[2]):
+        total += table[:, :, :, b].gather(3, ids[:, :, None, b].long().expand(-1, -1, table.shape[2], -1))
+    if combine == "sum":
+        return total[:, :, 0]
+    scores = torch.zeros_like(total[:, :, 0])
+    for byte in range(4):
+        scores = torch.maximum(scores, ((total >> (8 * byte)) & 255).amax(dim=2))
+    return scores
+
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def _collide(table, ids, lengths, scores, counts, totals, heads, capacity, chunks, W: tl.constexpr, SUBS: tl.constexpr,
+                 BINS: tl.constexpr, SUM: tl.constexpr, CHUNK: tl.constexpr, SHARED: tl.constexpr):  # fmt: skip
+        # One program: CHUNK keys of one KV head.
+        chunk = tl.program_id(0)
+        pair = (tl.program_id(2) * heads + tl.program_id(1)).to(tl.int64)
+        length = tl.load(lengths + tl.program_id(2))
+        if chunk * CHUNK < length:
+            place = chunk * CHUNK + tl.arange(0, CHUNK)
+            best = tl.zeros((CHUNK,), tl.int32)
+            entry = tl.arange(0, 256)
+            for w in tl.static_range(W):
+                total = tl.zeros((CHUNK,), tl.int32)
+                for b in tl.static_range(SUBS):
+                    row = table + ((pair * W + w) * SUBS + b) * 256
+                    id = tl.load(ids + (pair * SUBS + b) * capacity + place).to(tl.int32)  # in bounds, whatever it holds
+                    if SHARED:
+                        total += tl.gather(tl.load(row + entry), id, 0)
+                    else:
+                        total += tl.load(row + id)
+                if SUM:
+                    best = total
+                else:
+                    for byte in tl.static_range(4):
+                        best = tl.maximum(best, (total >> (8 * byte)) & 255)
+            tl.store(scores + pair * capacity + place, best.to(scores.dtype.element_ty))
+            bin = tl.arange(0, BINS)
+            counted = tl.histogram(best, BINS, mask=place < length)
+            above = tl.sum(counted) - (tl.cumsum(counted, axis=0) - counted)
+            tl.store(counts + (pair * BINS + bin) * chunks + chunk, above)
+            tl.atomic_add(totals + pair * BINS + bin, above, mask=above > 0, sem="relaxed")
+
+
+def launch(table: Tensor, ids: Tensor, lengths: Tensor, totals: Tensor, combine: Combine, *, shared: bool = True) -> Scores:
+    """The kernel, on whatever device ids are. totals [L, H, bins] int32 holds zeros. shared: look votes up in shared memory,
+    not through the cache."""
+    lanes, heads, words, subs = table.shape[:4]
+    capacity = ids.shape[3]
+    assert capacity % CHUNK == 0 and ids.is_contiguous() and table.is_contiguous() and totals.is_contiguous()
+    assert ids.dtype == torch.uint8 and table.dtype == lengths.dtype == totals.dtype == torch.int32
+    chunks, width = capacity // CHUNK, totals.shape[2]
+    scores = torch.empty((lanes, heads, capacity), dtype=torch.uint8 if width <= 256 else torch.int16, device=ids.device)
+    counts = torch.empty((lanes, heads, width, chunks), dtype=torch.int32, device=ids.device)
+    _collide[(chunks, heads, lanes)](
+        table, ids, lengths, scores, counts, totals, heads, capacity, chunks, W=words, SUBS=subs, BINS=width,
+        SUM=combine == "sum", CHUNK=CHUNK, SHARED=shared, num_warps=4,
+    )  # fmt: skip
+    return Scores(scores, counts, totals)
+
+
+def collide(table: Tensor, ids: Tensor, lengths: Tensor, totals: Tensor, combine: Combine) -> Scores:
+    """Coarse scores of all keys. table as packed by tiers; ids [L', H, B, capacity] uint8, L' >= L; lengths [L'] int32; totals
+    [L, H, bins] int32, zeros, which it fills on a GPU."""
+    if ids.is_cuda and HAS_TRITON:
+        return launch(table, ids, lengths, totals, combine)
+    return Scores(definition(table, ids[: table.shape[0]], combine).to(torch.uint8 if totals.shape[2] <= 256 else torch.int16))

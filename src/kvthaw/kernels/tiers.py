@@ -1,0 +1,163 @@
+"""What a collision with each centroid is worth to a query: 0 to 6 votes (ParisKV, appendix B.2.1).
+
+In each subspace the 256 sign patterns c are ranked by <q_b, c>. A cluster whose keys rank in the top 5, 15, 30, 50, 75 or 100 %
+of the rho n nearest keys gives 6, 5, 4, 3, 2 or 1 votes: as many as there are limits above the number of keys ranked before it.
+One limit for all tiers makes the vote binary.
+
+Bytes and operations, 32 query heads, d = 128: 8 KB of queries, 131 KB of cluster sizes, 512 tables; ranking compares all pairs
+of 256 centroids, 512 x 65536 comparisons and additions, about 4 us of the chip's integer units and no sort.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels.encode import CENTROIDS, SUB
+from kvthaw.kernels.srht import Rotation, srht
+
+Combine = Literal["max", "sum"]
+"""How the votes of a group's query heads become one number a key: the largest, or all together."""
+
+
+def rotate_queries(query: Tensor, heads: int, rotation: Rotation, *, mean: bool) -> Tensor:
+    """query [L, Hq, d] -> [L, H, P, 8, B] float32: coordinate j of subspace b, P = G heads, or 1 with mean=True (their
+    mean)."""
+    grouped = query.float().reshape(query.shape[0], heads, -1, query.shape[2])
+    if mean:
+        grouped = grouped.mean(dim=2, keepdim=True)
+    y = srht(grouped, rotation)
+    return y.reshape(*y.shape[:3], -1, SUB).transpose(3, 4).contiguous()
+
+
+def similarities(rotated: Tensor) -> Tensor:
+    """<q_b, c> for all sign patterns: [L, H, P, 8, B] -> [L, H, P, B, 256], added up in the order of j."""
+    c = torch.arange(CENTROIDS, device=rotated.device)
+    out = torch.zeros((*rotated.shape[:3], rotated.shape[4], CENTROIDS), device=rotated.device)
+    for j in range(SUB):
+        y = rotated[:, :, :, j, :, None]
+        out = out + torch.where((c >> j) & 1 > 0, y, -y)
+    return out
+
+
+def definition(similarity: Tensor, sizes: Tensor, limits: Tensor) -> Tensor:
+    """Votes [L, H, P, B, 256] int32. similarity likewise; sizes [L, H, B, 256]; limits [L, 6]: how many keys a tier ends at.
+
+    Equal similarities rank by centroid number.
+    """
+    order = torch.sort(similarity, dim=-1, descending=True, stable=True).indices
+    ranked = sizes[:, :, None].expand_as(similarity).gather(-1, order)
+    before = ranked.cumsum(dim=-1) - ranked
+    votes = (before[..., None] < limits[:, None, None, None, None]).sum(dim=-1)
+    return torch.zeros_like(votes).scatter_(-1, order, votes).int()
+
+
+def pack(votes: Tensor, combine: Combine) -> Tensor:
+    """Votes [L, H, P, B, 256] as [L, H, W, B, 256] int32: their sum over P, or for "max" four heads in the bytes of a word."""
+    if combine == "sum":
+        return votes.sum(dim=2, keepdim=True).int()
+    spare = -votes.shape[2] % 4
+    full = torch.nn.functional.pad(votes, (0, 0, 0, 0, 0, spare)).unflatten(2, (-1, 4))
+    packed: Tensor = (full << (8 * torch.arange(4, device=votes.device))[:, None, None]).sum(dim=3)
+    return packed.int()
+
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def _signed(c, y0, y1, y2, y3, y4, y5, y6, y7):
+        out = tl.where(c & 1 > 0, y0, -y0)
+        out += tl.where(c & 2 > 0, y1, -y1)
+        out += tl.where(c & 4 > 0, y2, -y2)
+        out += tl.where(c & 8 > 0, y3, -y3)
+        out += tl.where(c & 16 > 0, y4, -y4)
+        out += tl.where(c & 32 > 0, y5, -y5)
+        out += tl.where(c & 64 > 0, y6, -y6)
+        out += tl.where(c & 128 > 0, y7, -y7)
+        return out
+
+    @triton.jit
+    def _tiers(query, basis, sizes, limits, rotated, table, totals, heads, scale, dim, GROUP: tl.constexpr,
+               P: tl.constexpr, SUBS: tl.constexpr, SQUARE: tl.constexpr, BINS: tl.constexpr, SUM: tl.constexpr,
+               STEP: tl.constexpr):  # fmt: skip
+        # One program: one subspace of one KV head, all its query heads. Also clears the histogram of that head's scores.
+        pair = tl.program_id(0)
+        b = tl.program_id(1)
+        limit = limits + (pair // heads) * 6
+        if b == 0:
+            tl.store(totals + pair * BINS + tl.arange(0, BINS), tl.zeros((BINS,), tl.int32))
+        i = tl.arange(0, SQUARE)
+        j = tl.arange(0, 8)
+        c = tl.arange(0, 256)
+        columns = tl.load(basis + i[:, None] * SQUARE + b * 8 + j[None, :]).to(tl.float32)
+        word = tl.zeros((256,), tl.int32)
+        for p in tl.static_range(P):
+            x = tl.zeros((SQUARE,), tl.float32)
+            for g in tl.static_range(GROUP // P):
+                row = (pair * GROUP + p * (GROUP // P) + g) * dim
+                x += tl.load(query + row + i, mask=i < dim, other=0.0).to(tl.float32)
+            y = tl.sum(columns * (x / (GROUP // P))[:, None], axis=0) * scale
+            tl.store(rotated + ((pair * P + p) * 8 + j) * SUBS + b, y)
+            y0 = tl.sum(tl.where(j == 0, y, 0.0))
+            y1 = tl.sum(tl.where(j == 1, y, 0.0))
+            y2 = tl.sum(tl.where(j == 2, y, 0.0))
+            y3 = tl.sum(tl.where(j == 3, y, 0.0))
+            y4 = tl.sum(tl.where(j == 4, y, 0.0))
+            y5 = tl.sum(tl.where(j == 5, y, 0.0))
+            y6 = tl.sum(tl.where(j == 6, y, 0.0))
+            y7 = tl.sum(tl.where(j == 7, y, 0.0))
+            mine = _signed(c, y0, y1, y2, y3, y4, y5, y6, y7)[:, None]
+            before = tl.zeros((256,), tl.int32)
+            for first in range(0, 256, STEP):
+                o = first + tl.arange(0, STEP)
+                other = _signed(o, y0, y1, y2, y3, y4, y5, y6, y7)[None, :]
+                size = tl.load(sizes + (pair * SUBS + b) * 256 + o)
+                ahead = (other > mine) | ((other == mine) & (o[None, :] < c[:, None]))
+                before += tl.sum(tl.where(ahead, size[None, :], 0), axis=1)
+            votes = tl.zeros((256,), tl.int32)
+            for t in tl.static_range(6):
+                votes += (before < tl.load(limit + t)).to(tl.int32)
+            if SUM:
+                word += votes
+                if p == P - 1:
+                    tl.store(table + (pair * SUBS + b) * 256 + c, word)
+            else:
+                word |= votes << (8 * (p % 4))
+                if p % 4 == 3 or p == P - 1:
+                    tl.store(table + ((pair * ((P + 3) // 4) + p // 4) * SUBS + b) * 256 + c, word)
+                    word = tl.zeros((256,), tl.int32)
+
+
+def launch(query: Tensor, rotation: Rotation, sizes: Tensor, limits: Tensor, totals: Tensor, *, mean: bool,
+           combine: Combine) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The kernel, on whatever device query [L, Hq, d] is: rotates, ranks, packs, and clears totals [L, H, bins] int32."""
+    lanes, q_heads, dim = query.shape
+    heads, subs = sizes.shape[1:3]
+    assert query.is_contiguous() and sizes.is_contiguous() and limits.is_contiguous() and totals.is_contiguous()
+    assert sizes.dtype == limits.dtype == totals.dtype == torch.int32
+    group = q_heads // heads
+    scored = 1 if mean else group
+    rotated = torch.empty((lanes, heads, scored, SUB, subs), dtype=torch.float32, device=query.device)
+    words = 1 if combine == "sum" else (scored + 3) // 4
+    table = torch.empty((lanes, heads, words, subs, CENTROIDS), dtype=torch.int32, device=query.device)
+    _tiers[(lanes * heads, subs)](
+        query, rotation.basis, sizes, limits, rotated, table, totals, heads, rotation.scale, dim, GROUP=group, P=scored,
+        SUBS=subs, SQUARE=rotation.basis.shape[0], BINS=totals.shape[2], SUM=combine == "sum",
+        STEP=32 if query.is_cuda else 256,
+    )  # fmt: skip
+    return rotated, table
+
+
+def tiers(query: Tensor, rotation: Rotation, sizes: Tensor, limits: Tensor, totals: Tensor, *, mean: bool,
+          combine: Combine) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Rotated queries [L, H, P, 8, B] float32 and packed votes [L, H, W, B, 256] int32 of query [L, Hq, d]."""
+    if query.is_cuda and HAS_TRITON:
+        return launch(query.contiguous(), rotation, sizes, limits, totals, mean=mean, combine=combine)
+    rotated = rotate_queries(query, sizes.shape[1], rotation, mean=mean)
+    totals.zero_()
+    return rotated, pack(definition(similarities(rotated), sizes, limits), combine)

@@ -1,0 +1,345 @@
+"""ParisKV's index: summaries kept in step, selection against exact scores, the estimator's promise, errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvthaw.cache.host import HostStore
+from kvthaw.cache.regions import Regions
+from kvthaw.errors import ConfigError
+from kvthaw.index.codes import CodesIndex
+from kvthaw.index.ratios import Ratios
+from kvthaw.types import LayerShape, Selection
+
+SINK = 4
+
+
+def make(
+    *,
+    lanes: int = 1,
+    heads: int = 2,
+    group: int = 2,
+    dim: int = 64,
+    dtype: torch.dtype = torch.float32,
+    device: Any = "cpu",
+    **options: Any,
+) -> CodesIndex:
+    store = HostStore(lanes, heads, dim, dtype)
+    shape = LayerShape(0, heads * group, heads, dim, dtype, torch.device(device), store, Regions(SINK, 8, 8), dim**-0.5, seed=5)
+    return CodesIndex(shape, **options)
+
+
+def fill(index: CodesIndex, lane: int, keys: Tensor, values: Tensor | None = None) -> None:
+    index.build(lane, SINK, keys, keys if values is None else values, keys[:, -1:].repeat_interleave(index.shape.group, dim=0))
+
+
+def sets(selection: Selection) -> list[set[int]]:
+    """The rows of every lane and head, checked to be well formed."""
+    rows, counts = selection.rows.flatten(0, 1), selection.counts.flatten()
+    assert rows.dtype == counts.dtype == torch.int32
+    found = []
+    for row, n in zip(rows.tolist(), counts.tolist(), strict=True):
+        chosen = row[:n]
+        assert len(set(chosen)) == n
+        assert all(at >= SINK for at in chosen)
+        assert all(at == -1 for at in row[n:])
+        found.append(set(chosen))
+    return found
+
+
+def same(a: CodesIndex, b: CodesIndex) -> None:
+    """Equal where there are keys."""
+    assert a._counts == b._counts
+    for lane, n in enumerate(a._counts):
+        x, y = a._summaries, b._summaries
+        assert torch.equal(x.ids[lane, :, :, :n], y.ids[lane, :, :, :n])
+        assert torch.equal(x.codes[lane, :, :n], y.codes[lane, :, :n])
+        assert torch.equal(x.weights[lane, :, :n], y.weights[lane, :, :n])
+        assert torch.equal(x.sizes[lane], y.sizes[lane])
+        for name in ("lengths", "wanted", "limits"):
+            assert torch.equal(a._data[name][lane], b._data[name][lane])
+
+
+@pytest.mark.parametrize("policy", ["max", "mean", "mean_query"])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("group", [1, 4])
+def test_recall_with_all_candidates_is_limited_by_the_codes_alone(policy: str, dim: int, group: int) -> None:
+    index = make(dim=dim, group=group, policy=policy, ratios=Ratios(rho=1.0, beta=1.0))
+    keys, query = torch.randn(2, 3000, dim), torch.randn(1, 2 * group, dim)
+    fill(index, 0, keys)
+    scores = torch.einsum("bhgd,hnd->bhgn", query.reshape(1, 2, group, dim), keys) * dim**-0.5
+    weight = {
+        "max": lambda s: torch.log_softmax(s, dim=3).amax(dim=2),
+        "mean": lambda s: torch.softmax(s, dim=3).mean(dim=2),
+        "mean_query": lambda s: s.mean(dim=2),
+    }[policy](scores)
+    best = (weight.topk(100, dim=2).indices + SINK).flatten(0, 1).tolist()
+    hits = [len(found & set(exact)) for found, exact in zip(sets(index.select(query, 100)), best, strict=True)]
+    assert min(hits) >= 80
+
+
+@pytest.mark.parametrize("lengths", [(1, 63), (700, 0, 2100)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_lane_of_a_batch_is_the_lane_alone(lengths: tuple[int, ...], dtype: torch.dtype) -> None:
+    together = make(lanes=len(lengths), dtype=dtype)
+    keys = [torch.randn(2, n, 64).to(dtype) for n in lengths]
+    query = torch.randn(len(lengths), 4, 64).to(dtype)
+    for lane, part in enumerate(keys):
+        fill(together, lane, part)
+    both = together.select(query, 40)
+    for lane, part in enumerate(keys):
+        alone = make(dtype=dtype)
+        fill(alone, 0, part)
+        one = alone.select(query[lane : lane + 1], 40)
+        assert torch.equal(one.rows[0], both.rows[lane])
+        assert torch.equal(one.counts[0], both.counts[lane])
+    sets(both)
+
+
+@pytest.mark.parametrize("length", [1, 39, 40])
+def test_everything_is_selected_where_it_fits(length: int) -> None:
+    index = make()
+    fill(index, 0, torch.randn(2, length, 64))
+    assert sets(index.select(torch.randn(1, 4, 64), 40)) == [set(range(SINK, SINK + length))] * 2
+
+
+def test_zero_keys_and_equal_keys_take_the_lowest_positions() -> None:
+    index = make()
+    fill(index, 0, torch.zeros(2, 500, 64))
+    assert sets(index.select(torch.randn(1, 4, 64), 30)) == [set(range(SINK, SINK + 30))] * 2
+    fill(index, 0, torch.ones(2, 500, 64))
+    assert sets(index.select(torch.randn(1, 4, 64), 30)) == [set(range(SINK, SINK + 30))] * 2
+
+
+def test_append_equals_build_and_addresses_stay() -> None:
+    keys, query = torch.randn(2, 5000, 64), torch.randn(1, 4, 64)
+    whole, parts = make(), make()
+    fill(whole, 0, keys)
+    fill(parts, 0, keys[:, :4500])
+    before = {name: tensor.data_ptr() for name, tensor in parts._data.items()}
+    for at in range(4500, 5000, 250):
+        parts.append([0], keys[None, :, at : at + 250], keys[None, :, at : at + 250], None)
+        parts.select(query, 20)
+    assert before == {name: tensor.data_ptr() for name, tensor in parts._data.items()}
+    same(whole, parts)
+    assert torch.equal(whole.select(query, 50).rows, parts.select(query, 50).rows)
+    for _ in range(2):
+        parts.append([0], keys[None], keys[None], None)
+    assert parts._counts == [15000]
+    assert parts._summaries.capacity >= 15000
+    assert torch.equal(parts._summaries.sizes.sum(dim=3), torch.full_like(parts._summaries.sizes[..., 0], 15000))
+
+
+def test_lanes_of_different_lengths_grow_together() -> None:
+    keys = torch.randn(3, 2, 300, 64)
+    index = make(lanes=3)
+    for lane, n in enumerate((300, 0, 40)):
+        fill(index, lane, keys[lane, :, :n])
+    index.append([2, 1], keys[:2, :, :40], keys[:2, :, :40], None)
+    assert index._counts == [300, 40, 80]
+    other = make(lanes=3)
+    fill(other, 0, keys[0])
+    fill(other, 1, keys[1, :, :40])
+    fill(other, 2, torch.cat((keys[2, :, :40], keys[0, :, :40]), dim=1))
+    same(index, other)
+
+
+def test_truncate_reorder_and_state() -> None:
+    keys, query = torch.randn(2, 2, 900, 64), torch.randn(2, 4, 64)
+    index, shorter = make(lanes=2), make(lanes=2)
+    for lane in range(2):
+        fill(index, lane, keys[lane])
+        fill(shorter, lane, keys[lane, :, : 333 if lane else 900])
+    index.truncate(1, SINK + 333)
+    same(index, shorter)
+    index.truncate(1, 5000)
+    same(index, shorter)
+    before = index.select(query, 25)
+    copy = make(lanes=2)
+    copy.load_state_dict(index.state_dict())
+    same(copy, index)
+    assert torch.equal(copy.select(query, 25).rows, before.rows)
+    index.reorder([1, 0])
+    swapped = index.select(query.flip(0), 25)
+    assert torch.equal(swapped.rows.flip(0), before.rows)
+    index.reorder([0, 0, 1])
+    assert index._counts == [333, 333, 900]
+    assert torch.equal(index.select(query[[1, 1, 0]], 25).rows, before.rows[[1, 1, 0]])
+    index.truncate(0, 0)
+    cleared = index.select(query[[1, 1, 0]], 25)
+    assert cleared.counts[0].tolist() == [0, 0]
+    assert torch.equal(cleared.rows[1], before.rows[1])
+    assert not index._summaries.sizes[0].any()
+
+
+def test_the_summary_takes_112_bytes_a_key_at_128() -> None:
+    index = make(dim=128, heads=1)
+    data = index._summaries
+    per_key = sum(t.nbytes for t in (data.ids, data.codes, data.weights)) / data.capacity
+    assert per_key == 112
+    assert make(dim=64, heads=1)._summaries.codes.nbytes * 2 == data.codes.nbytes
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+def test_estimates_have_slope_one(dim: int) -> None:
+    """The alignment correction's promise: regression of estimate on true inner product within 1 % of 1."""
+    keys = torch.randn(1, 1000, dim) * torch.rand(1, 1000, 1) * torch.linspace(0.2, 3, dim)
+    query = torch.randn(100, 1, dim)
+    index = make(lanes=100, heads=1, group=1, dim=dim)
+    for lane in range(100):
+        fill(index, lane, keys)
+    true = torch.einsum("bhd,hnd->bhn", query, keys).flatten().double()
+    estimate = index.estimate(query).flatten().double()
+    slope = float((true * estimate).sum() / true.square().sum())
+    correlation = float(torch.corrcoef(torch.stack((true, estimate)))[0, 1])
+    assert abs(slope - 1) < 0.01
+    assert correlation > 0.99
+
+
+def recall(index: CodesIndex, keys: Tensor, queries: Tensor, k: int = 100) -> float:
+    """Mean recall_at_k over single queries [n, Hq, D] of an index of one lane."""
+    hits = 0
+    for query in queries:
+        exact = (
+            torch.einsum("hgd,hnd->hgn", query.reshape(keys.shape[0], -1, keys.shape[2]), keys).amax(dim=1).topk(k).indices
+            + SINK
+        )
+        hits += sum(len(a & set(b)) for a, b in zip(sets(index.select(query[None], k)), exact.tolist(), strict=True))
+    return hits / (len(queries) * keys.shape[0] * k)
+
+
+def clustered(n: int, dim: int, shift: float = 0.0) -> Tensor:
+    """Keys as models have them: anisotropic, in clusters, away from the origin."""
+    centres = torch.randn(2, 64, dim) * torch.linspace(0.2, 2, dim)
+    which = torch.randint(64, (2, n))
+    return centres.gather(1, which[..., None].expand(-1, -1, dim)) + 0.7 * torch.randn(2, n, dim) + shift
+
+
+def test_options_change_recall_as_the_paper_says() -> None:
+    keys = clustered(6000, 64)
+    queries = keys[:, torch.randint(6000, (12,))].transpose(0, 1).contiguous() + 0.5 * torch.randn(12, 2, 64)
+
+    def measure(**options: Any) -> float:
+        index = make(group=1, **options)
+        fill(index, 0, keys)
+        return recall(index, keys, queries)
+
+    ours = measure(ratios=Ratios(rho=0.2, beta=0.1))
+    assert ours > measure(ratios=Ratios(rho=0.2, beta=0.1, tiered=False)) - 0.02
+    assert ours > measure(ratios=Ratios(rho=0.2, beta=0.1), rotate=False) - 0.02
+    assert measure(ratios=Ratios(rho=0.5, beta=0.5)) >= ours
+    assert measure(ratios=Ratios(rho=0.2, candidates=600)) == ours
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize("rotate", [False, True])
+def test_learned_centroids_serve_and_drift(normalise: bool, rotate: bool) -> None:
+    """Centroids of the prompt go stale when keys move; sign patterns do not."""
+    old, new = clustered(3000, 64), clustered(3000, 64, shift=2.0)
+    index = make(group=1, centroids="learned", normalise=normalise, rotate=rotate)
+    fill(index, 0, old)
+    learned = index._learned
+    assert learned is not None
+    before = learned.clone()
+    index.append([0], new[None], new[None], None)
+    assert torch.equal(index._learned, before)
+    keys = torch.cat((old, new), dim=1)
+    queries = new[:, :6].transpose(0, 1).contiguous()
+    assert recall(index, keys, queries) > 0.2
+    copy = make(group=1, centroids="learned", normalise=normalise, rotate=rotate)
+    copy.load_state_dict(index.state_dict())
+    assert torch.equal(copy.select(queries[:1], 50).rows, index.select(queries[:1], 50).rows)
+
+
+def test_short_regions_are_attended_to_whole_where_asked() -> None:
+    index = make(lanes=2, dense_below=64)
+    keys, values = torch.randn(2, 2, 100, 64), torch.randn(2, 2, 100, 64)
+    fill(index, 0, keys[0], values[0])
+    fill(index, 1, keys[1, :, :50], values[1, :, :50])
+    query = torch.randn(2, 4, 64)
+    selection = index.select(query, 10)
+    assert selection.counts.tolist() == [[10, 10], [0, 0]]
+    assert selection.partial is not None
+    scores = torch.einsum("hgd,hnd->hgn", query[1].reshape(2, 2, 64), keys[1, :, :50]) / 8
+    want = torch.einsum("hgn,hnd->hgd", scores.softmax(dim=2), values[1, :, :50]).reshape(4, 64)
+    torch.testing.assert_close(selection.partial.out[1], want, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(selection.partial.lse[1], torch.logsumexp(scores, dim=2).flatten())
+    assert (selection.partial.lse[0] == -torch.inf).all()
+    index.append([1], keys[None, 1, :, 50:], values[None, 1, :, 50:], None)
+    assert index.select(query, 10).partial is None
+
+
+def bad(**options: Any) -> Callable[[], Any]:
+    return lambda: make(**options)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (bad(dim=4), "head_dim is 4"),
+        (bad(policy="union"), "policy is 'union'"),
+        (bad(centroids="random"), "centroids is 'random'"),
+        (bad(dense_below=-1), "dense_below is -1"),
+        (lambda: Ratios(rho=0.05, beta=0.1), "rho is 0.05 and beta is 0.1"),
+        (lambda: Ratios(rho=0.1), "rho is 0.1 and beta is 0.5"),
+        (lambda: Ratios(rho=1.5), "rho is 1.5"),
+        (lambda: Ratios(beta=0.0), "beta is 0.0"),
+        (lambda: Ratios(candidates=0), "candidates is 0"),
+        (lambda: Ratios(beta=0.1, candidates=7), "give one of them"),
+        (lambda: make(ratios=Ratios(candidates=50)).select(torch.randn(1, 4, 64), 51), "candidates is 50"),
+    ],
+)
+def test_bad_input_is_named(call: Callable[[], Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        call()
+
+
+def test_ratios_follow_the_region() -> None:
+    ratios = Ratios()
+    assert [ratios.wanted(n, 100) for n in (0, 40, 4999, 5000, 9999, 10000, 29999, 30000)] == [
+        0, 40, 2500, 1250, 2500, 2000, 6000, 3000,
+    ]  # fmt: skip
+    assert ratios.most(131072, 100) == 13108
+    assert ratios.most(32768, 100) == 6000
+    assert ratios.limits(100_000) == [1000, 3000, 6000, 10000, 15000, 20000]
+    assert Ratios(tiered=False).limits(100_000) == [0, 0, 0, 0, 0, 20000]
+    assert all(ratios.wanted(n, 7) <= ratios.most(40000, 7) for n in range(0, 40001, 37))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["max", "mean", "mean_query"])
+def test_a_captured_select_replays_as_the_region_grows(policy: str) -> None:
+    index = make(lanes=2, group=4, dim=128, dtype=torch.bfloat16, device="cuda", policy=policy)
+    keys = torch.randn(2, 2, 9000, 128, device="cuda", dtype=torch.bfloat16)
+    for lane, n in enumerate((8000, 5000)):
+        fill(index, lane, keys[lane, :, :n])
+    query = torch.randn(2, 8, 128, device="cuda", dtype=torch.bfloat16)
+    index.select(query, 100)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = index.select(query, 100)
+    for _ in range(2):
+        query.copy_(torch.randn_like(query))
+        graph.replay()
+        again = index.select(query, 100)
+        assert torch.equal(captured.rows, again.rows)
+        assert torch.equal(captured.counts, again.counts)
+        index.append([1], keys[:1, :, 8000:8500], keys[:1, :, 8000:8500], None)
+
+
+@pytest.mark.gpu
+def test_the_device_selects_what_the_cpu_selects() -> None:
+    keys, query = torch.randn(2, 6000, 128), torch.randn(1, 8, 128)
+    chosen = []
+    for device in ("cpu", "cuda"):
+        index = make(group=4, dim=128, device=device)
+        fill(index, 0, keys.to(device))
+        chosen.append(sets(index.select(query.to(device), 100)))
+    for a, b in zip(*chosen, strict=True):
+        assert len(a & b) >= 98
