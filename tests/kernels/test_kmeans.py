@@ -1,0 +1,99 @@
+"""k-means against the plain definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvthaw.errors import ConfigError
+from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels import kmeans as op
+from kvthaw.kernels.kmeans import Distance
+
+
+def blobs(problems: int, tokens: int, count: int, dim: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Keys around well separated centres, so that rounding decides no assignment, and one start a centre."""
+    g = torch.Generator().manual_seed(seed)
+    centres = 4 * torch.nn.functional.normalize(torch.randn(problems, count, dim, generator=g), dim=2)
+    which = torch.randint(count, (problems, tokens), generator=g)
+    start = torch.stack([torch.randperm(tokens, generator=g)[:count].sort().values for _ in range(problems)])
+    which.scatter_(1, start, torch.arange(count).expand(problems, -1))
+    keys = centres.gather(1, which[:, :, None].expand(-1, -1, dim)) + 0.05 * torch.randn(problems, tokens, dim, generator=g)
+    return keys, start
+
+
+SHAPES = [(1, 1, 1, 64), (2, 63, 4, 64), (1, 200, 7, 96), (2, 150, 3, 128), (1, 40, 40, 256)]
+
+
+@pytest.mark.parametrize("distance", ["cosine", "l2", "inner"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_vectorised_is_the_definition(shape: tuple[int, int, int, int], distance: Distance) -> None:
+    keys, start = blobs(*shape)
+    means, labels = op.definition(keys, start, distance=distance)
+    found, found_labels = op.vectorised(keys, start, distance=distance)
+    assert torch.equal(found_labels, labels)
+    torch.testing.assert_close(found, means, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="no Triton")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("shape", "distance"), [*((s, "cosine") for s in SHAPES), (SHAPES[1], "l2"), (SHAPES[2], "inner")])
+def test_kernels_are_the_definition(
+    shape: tuple[int, int, int, int], distance: Distance, dtype: torch.dtype, device: torch.device
+) -> None:
+    keys, start = blobs(*shape)
+    keys, start = keys.to(dtype).to(device), start.to(device)
+    means, labels = op.definition(keys, start, distance=distance, iterations=3)
+    order, stops = op.grouped(labels, start.shape[1])
+    found, found_order, found_stops = op.launch(keys, start, distance=distance, iterations=3)
+    assert torch.equal(found_stops, stops)
+    assert torch.equal(found_order, order)
+    torch.testing.assert_close(found, means, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="no Triton")
+def test_kernels_assign_to_a_nearest_centroid(device: torch.device) -> None:
+    keys = torch.randn(1, 300, 64, device=device)
+    start = torch.arange(0, 300, 30, device=device)[None]
+    for distance in ("cosine", "l2", "inner"):
+        means, order, stops = op.launch(keys, start, distance=distance, iterations=1)
+        first = keys[:, start[0]].float()
+        m, b = op.probes(first, distance)
+        scores = (keys @ m.transpose(1, 2) + b[:, None])[0]
+        for c in range(10):
+            own = order[0, stops[0, c] : stops[0, c + 1]].long()
+            assert (scores[own, c] >= scores[own].amax(dim=1) - 1e-4).all()
+            if len(own):
+                torch.testing.assert_close(means[0, c], keys[0, own].mean(dim=0), rtol=1e-4, atol=1e-5)
+
+
+def test_stops_early_and_keeps_empty_clusters() -> None:
+    keys = torch.tensor([[[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 0.0]]])
+    start = torch.tensor([[0, 1, 2]])  # the second centroid equals the first: of equal ones the first takes all
+    means, order, stops = op.kmeans(keys, start, distance="cosine", iterations=10_000_000)
+    assert stops.tolist() == [[0, 3, 3, 4]]
+    assert order.tolist() == [[0, 1, 3, 2]]
+    assert means[0, 1].tolist() == [1.0, 0.0]
+
+
+def test_problems_do_not_mix() -> None:
+    keys, start = torch.randn(3, 90, 64), torch.stack([torch.randperm(90)[:6] for _ in range(3)])
+    together = op.kmeans(keys, start, distance="cosine")
+    for n in range(3):
+        alone = op.kmeans(keys[n : n + 1], start[n : n + 1], distance="cosine")
+        assert all(torch.equal(a[n : n + 1], b) for a, b in zip(together[1:], alone[1:], strict=True))
+
+
+def test_unknown_distance_is_named() -> None:
+    with pytest.raises(ConfigError, match="distance is 'l1'"):
+        op.check_distance("l1")
+
+
+def test_blocks_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, start = blobs(2, 100, 5, 64)
+    whole = op.vectorised(keys, start, distance="cosine")
+    monkeypatch.setattr(op, "_SCORES", 64)
+    parts = op.vectorised(keys, start, distance="cosine")
+    assert torch.equal(whole[1], parts[1])
+    torch.testing.assert_close(whole[0], parts[0])

@@ -1,0 +1,77 @@
+"""Bounding volumes, streamed keys and observation scores against their plain definitions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvthaw.cache.host import HostStore
+from kvthaw.kernels import HAS_TRITON, observe, page_bounds, stream_keys
+from kvthaw.kernels.page_bounds import Spread
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+triton = pytest.mark.skipif(not HAS_TRITON, reason="no Triton")
+
+
+@triton
+@pytest.mark.parametrize("spread", ["max", "mean"])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("tokens", "page", "dim"), [(1, 16, 64), (63, 32, 96), (64, 32, 128), (50, 12, 256)])
+def test_bounds_are_the_definition(
+    tokens: int, page: int, dim: int, dtype: torch.dtype, spread: Spread, device: torch.device
+) -> None:
+    keys = torch.randn(2, tokens, dim).to(dtype).to(device)
+    for order in (None, torch.stack([torch.randperm(tokens)[: tokens // 2 + 1] for _ in range(2)]).to(device)):
+        wanted = page_bounds.definition(keys, page, spread=spread, order=order)
+        found = page_bounds.launch(keys, page, spread=spread, order=order)
+        assert found.shape == wanted.shape
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.float(), wanted.float(), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@triton
+def test_bounds_of_keys_that_are_not_contiguous(device: torch.device) -> None:
+    rows = torch.randn(2, 40, 2, 64, device=device)
+    found = page_bounds.launch(rows[:, :, 0], 16, spread="max")
+    torch.testing.assert_close(found, page_bounds.definition(rows[:, :, 0], 16, spread="max"))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_max_bound_is_never_below_a_key(dtype: torch.dtype) -> None:
+    keys, query = (3 * torch.randn(2, 77, 64)).to(dtype), torch.randn(2, 64).to(dtype).float()
+    box = page_bounds.page_bounds(keys, 16, spread="max").float()
+    bound = (torch.cat((query, query.abs()), dim=1)[:, None] * box).sum(dim=2)
+    scores = (query[:, None] * keys.float()).sum(dim=2)
+    assert (bound.repeat_interleave(16, dim=1)[:, :77] >= scores - 1e-4).all()
+
+
+@pytest.mark.parametrize("path", ["vectorised", pytest.param("launch", marks=triton)])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("width", "tokens", "dim"), [(1, 1, 64), (70, 63, 96), (16, 200, 128), (4, 65, 256)])
+def test_observation_is_the_definition(
+    width: int, tokens: int, dim: int, dtype: torch.dtype, path: str, device: torch.device
+) -> None:
+    queries, keys = (torch.randn(2, n, dim).to(dtype).to(device) for n in (width, tokens))
+    weights = torch.rand(width, device=device)
+    weights[0] = 0.0 if width > 1 else 1.0
+    wanted = observe.definition(queries, keys, weights, scale=dim**-0.5)
+    found = getattr(observe, path)(queries, keys, weights, scale=dim**-0.5)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_observation_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    queries, keys, weights = torch.randn(2, 8, 64), torch.randn(2, 90, 64), torch.rand(8)
+    monkeypatch.setattr(observe, "_SCORES", 100)
+    found = observe.observe(queries, keys, weights, scale=0.3)
+    torch.testing.assert_close(found, observe.definition(queries, keys, weights, scale=0.3))
+
+
+@pytest.mark.parametrize("path", ["definition", pytest.param("launch", marks=triton)])
+@pytest.mark.parametrize(("dim", "dtype"), [(64, torch.float32), (96, torch.bfloat16), (256, torch.float16)])
+def test_keys_stream_from_any_extents(dim: int, dtype: torch.dtype, path: str, device: torch.device) -> None:
+    store = HostStore(2, 3, dim, dtype, extent=16, pinned=device.type == "cuda")
+    rows = torch.randn(3, 70, 2, dim).to(dtype)
+    store.append(1, rows)
+    for start, stop in [(0, 70), (5, 6), (15, 50), (9, 9)]:
+        found = getattr(stream_keys, path)(store, 1, start, stop, device)
+        assert torch.equal(found.cpu(), rows[:, start:stop, 0])
