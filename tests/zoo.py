@@ -36,6 +36,18 @@ _SHARED: dict[str, Any] = {
     "vocab_size_per_layer_input": VOCAB,
     "hidden_size_per_layer_input": 8,
 }
+_LATENT: dict[str, Any] = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "head_dim": 8,
+    "first_k_dense_replace": 3,
+    "n_routed_experts": 4,
+    "topk_group": 1,
+    "n_group": 1,
+}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -72,12 +84,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 """Architectures that work, as (prefix of its classes, settings that differ from the common ones)."""
 
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "deepseek_v2": ("DeepseekV2", {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
-                    "v_head_dim": 16, "first_k_dense_replace": 3, "n_routed_experts": 4, "topk_group": 1, "n_group": 1}),
-    "deepseek_v3": ("DeepseekV3", {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
-                    "v_head_dim": 16, "first_k_dense_replace": 3, "n_routed_experts": 4, "topk_group": 1, "n_group": 1}),
+    "deepseek_v2": ("DeepseekV2", _LATENT),
+    "deepseek_v3": ("DeepseekV3", _LATENT),
     "bloom": ("Bloom", {"n_layer": 2, "n_head": 4}),
-    "falcon": ("Falcon", {}),
+    "falcon": ("Falcon", {"head_dim": ...}),
     "gptj": ("GPTJ", {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8}),
     "mpt": ("Mpt", {"d_model": 64, "n_heads": 4, "n_layers": 2, "expansion_ratio": 2}),
     "mamba": ("Mamba", {"state_size": 4}),
@@ -85,10 +95,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def build(name: str, *, seed: int = 0, attention: str | None = None, **settings: Any) -> PreTrainedModel:
-    """A model by name, in float32 on the CPU, with settings of its config changed."""
+    """A model by name, in float32 on the CPU, with settings of its config changed, or left out where they are `...`."""
     prefix, own = (MODELS | REFUSED)[name]
     stem = prefix + "Text" if prefix in ("Gemma3", "Gemma3n", "Gemma4", "Llama4") else prefix
-    config = getattr(transformers, stem + "Config")(**{**_COMMON, **own, **settings})
+    chosen = {**_COMMON, **own, **settings}
+    config = getattr(transformers, stem + "Config")(**{key: value for key, value in chosen.items() if value is not ...})
     if attention is not None:
         config._attn_implementation = attention
     model = getattr(transformers, prefix + ("LMHeadModel" if name == "gpt2" else "ForCausalLM"))(config)

@@ -338,3 +338,16 @@ def test_fork_later(llama: PreTrainedModel, method: str) -> None:
         assert torch.equal(mine.read(0, 0, 120), theirs.read(0, 0, 120))
     origin.batch_repeat_interleave(2)
     assert origin.fork("full").stats().batch == 2
+
+
+@pytest.mark.parametrize("architecture", ["gemma3n", "gemma4"])
+def test_layers_that_share_kv_continue_densely(architecture: str, method: str) -> None:
+    """Their layers ask an index that has gone on already, so several tokens at once see everything instead."""
+    model = build(architecture)
+    cache, plain = kvthaw.Cache(model, method, budget=TIGHT), DynamicCache(config=model.config)
+    for c in (cache, plain):
+        forward(model, c, IDS)
+    steps = cache.stats().sparse_steps
+    more = prompt(1, 8)
+    torch.testing.assert_close(forward(model, cache, more), forward(model, plain, more), atol=1e-4, rtol=1e-4)
+    assert cache.stats().sparse_steps == steps

@@ -26,6 +26,7 @@ from kvthaw.cache.host import check_host_memory
 from kvthaw.cache.layer import Attention, FrozenLayer
 from kvthaw.cache.pipeline import Pipeline
 from kvthaw.cache.plan import Settings
+from kvthaw.engine import ops
 from kvthaw.engine.decode import Replay, replaying
 from kvthaw.errors import CacheError, ConfigError, KvthawError, UnsupportedModelError
 from kvthaw.kernels.dense import with_sinks
@@ -107,6 +108,22 @@ class _Shared:
                 )
         return list(self._pads)
 
+    def first(self) -> _CacheLayer:
+        """The first of kvthaw's layers."""
+        return next(layer for layer in self.layers if isinstance(layer, _CacheLayer))
+
+    def check_whole(self, steps: int) -> None:
+        """Refuse a cache whose layers hold different tokens, when the first of kvthaw's gets `steps` new ones."""
+        first = self.first()
+        at = self.layers.index(first)
+        for i, layer in enumerate(self.layers):
+            held = layer.get_seq_length() if isinstance(layer, CacheLayerMixin) else 0
+            due = first.kv.seen + (steps if i < at else 0)
+            if held != due and (held or isinstance(layer, _CacheLayer)):  # some layers that are not kvthaw's hold nothing
+                raise CacheError(
+                    f"layer {i} holds {held} tokens and layer {at} {first.kv.seen}: a forward was interrupted; reset() the cache"
+                )
+
     def attached(self) -> bool:
         """Whether the model of this cache attends through kvthaw."""
         model = self.model()
@@ -138,10 +155,14 @@ class _CacheLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Note new keys and values [B, H, T, D]; they enter the cache when the attention function brings the queries."""
-        shared = self.shared
-        if shared.pending is not None:
-            layer, shared.pending = shared.pending, None
-            layer._coming = 0
+        if torch.compiler.is_compiling():  # the operator takes them in
+            return key_states, value_states
+        shared, layer = self.shared, self.shared.pending
+        if layer is not None:
+            shared.pending, layer._coming = None, 0
+        if self is shared.first():
+            shared.check_whole(key_states.shape[2])
+        elif layer is not None:
             layer.undo()
             if not shared.attached():
                 raise CacheError("the model of this cache does not attend through kvthaw any longer; attach it again")
@@ -192,7 +213,7 @@ class _CacheLayer(CacheLayerMixin):
     def _check_room(self, key: Tensor) -> None:
         """Refuse a prompt that is too long, before the first layer takes it in."""
         shared, held, new = self.shared, self.kv.seen, key.shape[2]
-        if self is not next(layer for layer in shared.layers if isinstance(layer, _CacheLayer)):
+        if self is not shared.first():
             return
         if shared.positions is not None and held + new > shared.positions:
             raise ConfigError(f"the prompt has {held + new} tokens; the model's positions end at {shared.positions}")
@@ -277,6 +298,8 @@ class Cache(DynamicCache):
             raise UnsupportedModelError(f"{type(model).__name__} has no full-attention layer whose KV could be offloaded")
         if dense_layers is None:
             dense_layers = 2 if len(self.layers) >= 16 else 0
+        if getattr(config, "num_kv_shared_layers", 0):
+            sparse_queries = 1  # layers that share KV ask after the index has gone on, so several tokens at once are dense
         self.settings = Settings(chosen, budget, retrieved, dense_layers, seed, sparse_queries, extent, host_bytes)
         frozen = [] if chosen.dense else [i for i in full if i >= dense_layers]
         self.replay: Replay | None = None
@@ -371,7 +394,7 @@ class Cache(DynamicCache):
 class Handle:
     """An attached model. Every generate() or forward() that would make a plain cache gets a kvthaw cache instead."""
 
-    def __init__(self, model: PreTrainedModel, make: Callable[[], Cache], capture: bool) -> None:
+    def __init__(self, model: PreTrainedModel, make: Callable[[], Cache], capture: bool, compiled: bool) -> None:
         self._model: PreTrainedModel | None = model
         self._make = make
         self._cache: Cache | None = None
@@ -379,7 +402,7 @@ class Handle:
         self._hook = model.register_forward_pre_hook(self._supply, with_kwargs=True)
         self._capture = capture
         if capture:
-            model.forward = replaying(model.forward, self._behind)
+            model.forward = replaying(model.forward, self._behind, compiled=compiled)
 
     @property
     def cache(self) -> Cache:
@@ -460,12 +483,14 @@ def attach(
     extent: int = 1024,
     host_bytes: int | None = None,
     capture: bool = True,
+    compile: bool = False,
     **options: Any,
 ) -> Handle:
     """Let a model attend to a frozen context: from now on plain generate() and pipeline() thaw only what each step needs.
 
-    Arguments as for `Cache`. capture: on a GPU, with a method that decides there, replay decoding steps as one captured CUDA graph; other
-    steps, and everything on a CPU, run eagerly. Returns a handle, also a context manager; handle.detach() undoes everything.
+    Arguments as for `Cache`. capture: on a GPU, with a method that decides there, replay decoding steps as one captured CUDA graph;
+    other steps, and everything on a CPU, run eagerly. compile: the captured step is compiled by torch.compile first (a minute or
+    more, once). Returns a handle, also a context manager; handle.detach() undoes everything.
 
     Example: ``with kvthaw.attach(model, "icecache", budget=256): model.generate(**inputs)``
     """
@@ -493,7 +518,7 @@ def attach(
         if model.config._attn_implementation != before:
             model.set_attn_implementation(before)
         raise
-    return Handle(model, make, capture)
+    return Handle(model, make, capture, compile)
 
 
 def use_kvthaw_attention(model: PreTrainedModel) -> None:
@@ -508,6 +533,7 @@ def use_kvthaw_attention(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(f"{name} uses multi-head latent attention, whose cached keys are not the keys attended to")
     if not model._can_set_attn_implementation():
         raise UnsupportedModelError(f"{name} does not use transformers' AttentionInterface, through which kvthaw attends")
+    ops.register()
     AttentionInterface.register(_NAME, _attention)
     AttentionMaskInterface.register(_NAME, _mask)
     before = config._attn_implementation
@@ -539,7 +565,12 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention function. query [B, Hq, T, D], key and value [B, H, n, D]; returns ([B, T, Hq, D], None)."""
     how = Attention(query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.get("softcap"), kwargs.get("s_aux"))
+    if torch.compiler.is_compiling():
+        attended = torch.ops.kvthaw.attend(query, key, value, module.layer_idx, how.scale, how.softcap, how.sinks)
+        return attended.transpose(1, 2).contiguous(), None
     layer: _CacheLayer | None = getattr(key, _TAG, None)
+    if layer is not getattr(value, _TAG, None):
+        raise UnsupportedModelError(f"{type(module).__name__} changes keys or values after caching them")
     if layer is not None:
         return layer.attend(module, query, key, value, attention_mask, how).transpose(1, 2).contiguous(), None
     if attention_mask is not None and _is_padding(attention_mask):
