@@ -16,7 +16,7 @@ def provenance(commit: str | None = None) -> dict[str, Any]:
     """GPU or CPU, versions and commit; commit None asks git, which may not know."""
     cuda = torch.cuda.is_available()
     try:
-        import triton  # noqa: PLC0415
+        import triton
 
         triton_version = triton.__version__
     except ImportError:

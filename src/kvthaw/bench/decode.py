@@ -17,7 +17,7 @@ from transformers import DynamicCache
 
 from kvthaw.bench.card import emit, provenance
 from kvthaw.bench.shapes import build
-from kvthaw.engine.decode import Replay, capturable
+from kvthaw.engine.decode import Replay, capturable, compiled_step
 from kvthaw.engine.hf import Cache
 from kvthaw.errors import CacheError
 
@@ -42,11 +42,13 @@ def main(
     host_bytes: int | None = None,
     out: Path | None = None,
     commit: str | None = None,
+    compile: bool = False,
     **options: Any,
 ) -> list[dict[str, Any]]:
     """Measure every method at every length and batch; prints a JSON line each. Checks every method against transformers first."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = build(shape, device)
+    compiled = compiled_step(model.forward) if compile else None
     methods = [HF, *(m for m in (method or ["full", "icecache"]) if m != HF)]
     lines = []
 
@@ -61,7 +63,9 @@ def main(
     for n in length or [36864]:
         for rows in batch or [1]:
             for name in methods:
-                for line in measure(model, name, length=n, batch=rows, new_tokens=new_tokens, **settings(name)):
+                for line in measure(
+                    model, name, length=n, batch=rows, new_tokens=new_tokens, compiled=compiled, **settings(name)
+                ):
                     lines.append({"bench": "decode", "shape": shape, **line, **provenance(commit)})
                     emit(lines[-1], out)
     return lines
@@ -99,26 +103,38 @@ def check(model: PreTrainedModel, method: str) -> None:
     for ours, theirs in zip(logits[method], logits[HF], strict=True):
         error = float((ours - theirs).norm() / theirs.norm())
         if not error < 0.05:
-            raise CacheError(f"{method} differs from transformers by {error:.3f} of the logits' norm at a budget above the length")
+            raise CacheError(
+                f"{method} differs from transformers by {error:.3f} of the logits' norm at a budget above the length"
+            )
 
 
 @torch.inference_mode()
 def measure(
-    model: PreTrainedModel, method: str, *, length: int, batch: int, new_tokens: int, **settings: Any
+    model: PreTrainedModel,
+    method: str,
+    *,
+    length: int,
+    batch: int,
+    new_tokens: int,
+    compiled: Callable[..., Any] | None = None,
+    **settings: Any,
 ) -> Iterator[dict[str, Any]]:
-    """One method at one length: a cold run for the time with fresh host memory, then the runs that count: eager, and captured where
-    the method allows it. Cache settings as for `kvthaw.Cache`."""
+    """One method at one length: a cold run for the time with fresh host memory, then the runs that count: eager, and where the
+    method allows it captured, and compiled and captured if a compiled forward is given. Cache settings as for `kvthaw.Cache`."""
     device = model.device
     ids = torch.randint(0, model.config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(length)).to(device)
     with _attention(model, "sdpa"):
         cold = _run(model, lambda: _cache(model, method, **settings), ids, 4)
-        for captured in (False, True):
-            run = _run(model, lambda: _cache(model, method, **settings), ids, new_tokens, captured=captured)
+        forwards = {"eager": None, "captured": model.forward}
+        if compiled is not None:
+            forwards["compiled"] = compiled
+        for steps, forward in forwards.items():
+            run = _run(model, lambda: _cache(model, method, **settings), ids, new_tokens, steps=steps, forward=forward)
             if run is None or cold is None:
                 continue
             yield {
                 "method": method,
-                "captured": captured,
+                "steps": steps,
                 "requested": settings.get("budget"),
                 "retrieve": settings.get("retrieved"),
                 "length": length,
@@ -147,9 +163,16 @@ def _kv_bytes(model: PreTrainedModel, tokens: int, batch: int) -> int:
 
 
 def _run(
-    model: PreTrainedModel, make: Callable[[], DynamicCache], ids: Tensor, new_tokens: int, *, captured: bool = False
+    model: PreTrainedModel,
+    make: Callable[[], DynamicCache],
+    ids: Tensor,
+    new_tokens: int,
+    *,
+    steps: str = "eager",
+    forward: Callable[..., Any] | None = None,
 ) -> dict[str, Any] | None:
     """One prompt and its continuation; None where the steps of this cache cannot be captured and shall be."""
+    captured = forward is not None
     gc.collect()
     cuda = model.device.type == "cuda"
     if cuda:
@@ -167,10 +190,11 @@ def _run(
     if captured:
         if capturable(cache) is not None:
             return None
-        replay = Replay(model.forward, cache)
+        assert forward is not None
+        replay = Replay(forward, cache, compiled=steps == "compiled")
     gaps = []
     for i in range(new_tokens + _WARM):
-        token = _replay(model, replay, token, cache, ids.shape[1] + i) if replay else _step(model, token, cache)
+        token = _replay(replay, token, ids.shape[1] + i) if replay else _step(model, token, cache)
         _sync(model)
         now = time.perf_counter()
         gaps.append(now - last)
@@ -196,12 +220,9 @@ def _run(
     }
 
 
-def _replay(model: PreTrainedModel, replay: Replay, token: Tensor, cache: DynamicCache, position: int) -> Tensor:
+def _replay(replay: Replay, token: Tensor, position: int) -> Tensor:
     positions = torch.full_like(token, position)
-    logits = replay(token, positions)
-    if logits is None:
-        return _step(model, token, cache)
-    return logits[:, -1:].argmax(dim=-1)
+    return replay(token, positions)[:, -1:].argmax(dim=-1)
 
 
 def _parts(model: PreTrainedModel, cache: Cache, token: Tensor, steps: int = 16) -> dict[str, float]:
@@ -262,4 +283,5 @@ if __name__ == "__main__":  # key=value arguments, for machines without the comm
         host_bytes=int(given["host_bytes"]) if "host_bytes" in given else None,
         out=Path(given["out"]) if "out" in given else None,
         commit=given.get("commit"),
+        compile=given.get("compile") == "1",
     )

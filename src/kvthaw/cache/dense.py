@@ -53,7 +53,9 @@ class DenseLayer:
         self.watched: Tensor | None = None
         self.scale = 0.0
         self._data: Tensor | None = None
-        self._end = self._begin = torch.empty(0)  # [B] int32 on the device: where each lane's tokens end and begin in the buffer
+        self._end = self._begin = torch.empty(
+            0
+        )  # [B] int32 on the device: where each lane's tokens end and begin in the buffer
 
     @property
     def lanes(self) -> int:
@@ -94,9 +96,7 @@ class DenseLayer:
             place = torch.arange(self.seen, device=query.device)
             visible = place >= torch.tensor(self.left_pad, device=query.device)[:, None]
             visible = visible[:, None].expand(-1, keys.shape[1], -1)
-            out = sparse_decode(
-                query[:, :, 0], keys, values, visible, scale=how.scale, softcap=how.softcap, sinks=how.sinks
-            )
+            out = sparse_decode(query[:, :, 0], keys, values, visible, scale=how.scale, softcap=how.softcap, sinks=how.sinks)
             return out[:, :, None]
         out = torch.zeros_like(query)
         for lane, left in enumerate(self.left_pad):

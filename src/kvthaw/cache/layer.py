@@ -169,7 +169,9 @@ class FrozenLayer:
         batch, heads, steps, dim = key.shape
         lengths = {steps - pad for pad in left_pad}
         if isinstance(self.settings.budget, float) and len(lengths) > 1:
-            raise CacheError(f"budget is {self.settings.budget}, a fraction of the prompt, but the rows' prompts differ in length")
+            raise CacheError(
+                f"budget is {self.settings.budget}, a fraction of the prompt, but the rows' prompts differ in length"
+            )
         plan, method, device = self.settings.plan(max(lengths)), self.settings.method, key.device
         self.left_pad, self.scale = left_pad, scale
         self._start = [plan.regions.sink] * batch
@@ -200,9 +202,7 @@ class FrozenLayer:
                 continue
             q, k, v = (x[lane : lane + 1, :, pad:] for x in (query, key, value))
             if past == 0:
-                out[lane : lane + 1, :, pad:] = causal_attention(
-                    q, k, v, scale=how.scale, softcap=how.softcap, sinks=how.sinks
-                )
+                out[lane : lane + 1, :, pad:] = causal_attention(q, k, v, scale=how.scale, softcap=how.softcap, sinks=how.sinks)
                 continue
             parts = [attend(q, k, v, scale=how.scale, causal=True, softcap=how.softcap)]
             for start, stop in self._past_blocks(lane, past):
@@ -231,10 +231,7 @@ class FrozenLayer:
         choice = None
         log_weight, partials = None, []
         if self.group is not None and self._transfer is not None:
-            if self._chooses:
-                choice = self.group.choose(query, seen)
-            else:
-                choice = self.group.choices[t]
+            choice = self.group.choose(query, seen) if self._chooses else self.group.choices[t]
             self._wait_for_copies()
             self._transfer.fetch(self.store, self.slab, choice.fetch, choice.slots)
             visible = torch.cat((visible, choice.live), dim=2)

@@ -19,6 +19,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.layer import FrozenLayer
+from kvthaw.engine.ops import serving
 
 if TYPE_CHECKING:
     from kvthaw.engine.hf import Cache
@@ -40,32 +41,43 @@ def capturable(cache: Cache) -> str | None:
     return None
 
 
-def replaying(forward: Callable[..., Any], cache_of: Callable[[Any], Cache | None]) -> Callable[..., Any]:
+def compiled_step(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A model's forward compiled for single tokens, kvthaw's attention being one operator of its one graph."""
+    return torch.compile(forward, fullgraph=True, dynamic=False, mode="max-autotune-no-cudagraphs")
+
+
+def replaying(
+    forward: Callable[..., Any], cache_of: Callable[[Any], Cache | None], *, compiled: bool = False
+) -> Callable[..., Any]:
     """A model's forward that replays single tokens where it can and calls the model where it cannot.
 
     cache_of: the kvthaw cache behind a past_key_values, or None. What is not a plain step of one token (prompts, several tokens at
-    once, hidden states or attentions asked for, embeddings given) goes to the model as before.
+    once, hidden states or attentions asked for, embeddings given) goes to the model as before. compiled: see compiled_step.
     """
+    single = compiled_step(forward) if compiled else forward
 
     @functools.wraps(forward)
     def step(*args: Any, **kwargs: Any) -> Any:
         ids = kwargs.get("input_ids", args[0] if args else None)
         cache = cache_of(kwargs.get("past_key_values"))
         extra = set(kwargs) - _PLAIN
-        if cache is None or ids is None or ids.shape[1] != 1 or not ids.is_cuda or any(kwargs[name] is not None for name in extra):
+        if (
+            cache is None
+            or ids is None
+            or ids.shape[1] != 1
+            or not ids.is_cuda
+            or any(kwargs[name] is not None for name in extra)
+        ):
             return forward(*args, **kwargs)
         if cache.kv_layers[0].seen == 0 or capturable(cache) is not None:
             return forward(*args, **kwargs)
         if cache.replay is None:
-            cache.replay = Replay(forward, cache)
+            cache.replay = Replay(single, cache, compiled=compiled)
         positions = kwargs.get("position_ids")
         if positions is None:
             layer = cache.kv_layers[0]
             positions = torch.tensor([[layer.length(lane)] for lane in range(layer.lanes)], device=ids.device)
-        logits = cache.replay(ids, positions)
-        if logits is None:
-            return forward(*args, **kwargs)
-        return CausalLMOutputWithPast(logits=logits, past_key_values=kwargs["past_key_values"])
+        return CausalLMOutputWithPast(logits=cache.replay(ids, positions), past_key_values=kwargs["past_key_values"])
 
     return step
 
@@ -73,12 +85,12 @@ def replaying(forward: Callable[..., Any], cache_of: Callable[[Any], Cache | Non
 class Replay:
     """Takes single tokens of one cache by replaying a captured forward.
 
-    forward(input_ids=, position_ids=, past_key_values=, use_cache=) is the model's own and returns an output with logits.
+    forward(input_ids=, position_ids=, past_key_values=, use_cache=, attention_mask=) is the model's own, or that compiled.
     captures, capture_seconds: how often a graph was captured and how long that took in all.
     """
 
-    def __init__(self, forward: Callable[..., Any], cache: Cache) -> None:
-        self.cache = cache
+    def __init__(self, forward: Callable[..., Any], cache: Cache, *, compiled: bool = False) -> None:
+        self.cache, self.compiled = cache, compiled
         self.captures, self.capture_seconds = 0, 0.0
         self._forward = forward
         self._layers: list[FrozenLayer | DenseLayer] = cache.kv_layers
@@ -91,15 +103,15 @@ class Replay:
         self._steady = 0
         self._ids = self._positions = self._logits = torch.empty(0)
 
-    def __call__(self, ids: Tensor, positions: Tensor) -> Tensor | None:
-        """Logits [B, 1, V] of one token a row, ids and positions [B, 1]; valid until the next step. None: take this step eagerly."""
+    def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """Logits [B, 1, V] of one token a row, ids and positions [B, 1]; valid until the next step."""
         moved = self._seen != self._layers[0].seen
         if self._graph is None or moved or any(layer.due() for layer in self._watch):
             self._prepare()
         if self._graph is None:
             self._steady += 1
             if self._steady <= _WARM:
-                return None
+                return self._run(ids, positions)
         if self._frozen is not None:  # the graph itself advances the clock
             self._frozen.tick(self._frozen.seen, self._frozen.seen + 1)
         if self._graph is None:
@@ -125,6 +137,16 @@ class Replay:
                 _log.info("what the captured step reads has moved; decoding eagerly until it is steady")
             self._graph, self._addresses, self._steady = None, addresses, 0
 
+    def _run(self, ids: Tensor, positions: Tensor) -> Tensor:
+        # A mask of four dimensions is taken as it is, so that a compiled forward asks for no length; the layers know their padding.
+        mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=ids.device) if self.compiled else None
+        with serving(self.cache):
+            out = self._forward(
+                input_ids=ids, position_ids=positions, past_key_values=self.cache, use_cache=True, attention_mask=mask
+            )
+        logits: Tensor = out.logits
+        return logits
+
     def _capture(self, ids: Tensor, positions: Tensor) -> None:
         begin = time.perf_counter()
         self._ids, self._positions = ids.clone(), positions.clone()
@@ -136,8 +158,7 @@ class Replay:
             with torch.cuda.graph(graph):
                 if self._frozen is not None:
                     self._frozen.tick(self._frozen.seen + 1, self._frozen.seen + 1)
-                out = self._forward(input_ids=self._ids, position_ids=self._positions, past_key_values=self.cache, use_cache=True)
-                self._logits = out.logits
+                self._logits = self._run(self._ids, self._positions)
         finally:
             for layer in dense:
                 layer.static = False

@@ -1,7 +1,5 @@
 """Giving every selected row a slot of the pool, in one launch: `Residency.admit` for a captured decode step."""
 
-# ruff: noqa: N803 - constants of a kernel are capitals
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any

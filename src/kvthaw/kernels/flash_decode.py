@@ -1,7 +1,5 @@
 """Attention of one query a head over keys on the device, split along the keys and merged; static shapes, no sync."""
 
-# ruff: noqa: N803 - constants of a kernel are capitals
-
 from __future__ import annotations
 
 from collections.abc import Sequence

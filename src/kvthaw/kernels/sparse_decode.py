@@ -29,7 +29,7 @@ def definition(
     query [B, Hq, D]; keys, values [B, H, N, D]; visible [B, H, N] bool; log_weight [B, Hq, N] is added to the logits.
     Invisible keys and values may hold anything, NaN included. A head that sees nothing gives 0 with lse -inf.
     """
-    batch, heads, n, dim = keys.shape
+    batch, heads, _, dim = keys.shape
     hidden = ~visible[:, :, None]
     grouped = query.float().reshape(batch, heads, -1, dim)
     scores = torch.einsum("bhgd,bhnd->bhgn", grouped, keys.float()) * scale

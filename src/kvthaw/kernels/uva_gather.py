@@ -24,11 +24,22 @@ if HAS_TRITON:
 
     @triton.jit
     def _uva_gather(
-        table, fetch, slots, slab, extent, width, heads, count, offset, table_stride, lane_stride, head_stride, BLOCK: tl.constexpr
+        table,
+        fetch,
+        slots,
+        slab,
+        extent,
+        width,
+        heads,
+        count,
+        offset,
+        table_stride,
+        lane_stride,
+        head_stride,
+        BLOCK: tl.constexpr,
     ):
         # One program a (lane, head, m): 2 D contiguous elements, as 32-bit words, from the host to the slot.
         pid = tl.program_id(0).to(tl.int64)
-        m = pid % count
         h = (pid // count) % heads
         b = pid // (count * heads)
         row = tl.load(fetch + pid)
@@ -53,7 +64,7 @@ def uva_gather(table: Tensor, extent: int, slab: Tensor, fetch: Tensor, slots: T
     row_bytes = 2 * slab.shape[-1] * slab.element_size()
     assert row_bytes % 4 == 0, "a row is copied in 32-bit words"
     width = row_bytes // 4
-    words = slab.view(torch.int32) if slab.element_size() != 4 else slab.view(torch.int32)
+    words = slab.view(torch.int32)
     lanes, heads, count = fetch.shape
     block = min(1024, 1 << (width - 1).bit_length())
     _uva_gather[(lanes * heads * count,)](

@@ -1,0 +1,56 @@
+"""kvthaw's attention as an operator that torch.compile sees through: the model around it becomes one graph.
+
+A compiled forward knows a layer by its number only, so that it serves every cache; `serving` says which cache it serves now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvthaw.cache.layer import Attention
+from kvthaw.errors import CacheError
+
+if TYPE_CHECKING:
+    from kvthaw.engine.hf import Cache
+
+_SERVED: ContextVar[Cache | None] = ContextVar("kvthaw_served", default=None)
+
+
+@contextmanager
+def serving(cache: Cache) -> Iterator[None]:
+    """Within it, compiled forwards attend to this cache."""
+    token = _SERVED.set(cache)
+    try:
+        yield
+    finally:
+        _SERVED.reset(token)
+
+
+def register() -> None:
+    """Define torch.ops.kvthaw.attend, once a process and not before it is needed."""
+    if not hasattr(torch.ops.kvthaw, "attend"):
+        torch.library.custom_op("kvthaw::attend", _attend, mutates_args=()).register_fake(_shape)
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """New tokens of a layer enter the cache that is served and are attended from, [B, Hq, T, D]. key, value: [B, H, T, D]."""
+    cache = _SERVED.get()
+    if cache is None:
+        raise CacheError("a compiled forward was called outside of kvthaw's decoding")
+    kv = cache.layers[layer].kv
+    out: Tensor = kv.attend(query, key, value, kv.left_pad, Attention(scale, softcap, sinks), True)
+    return out.contiguous()
+
+
+def _shape(
+    query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    return torch.empty_like(query, memory_format=torch.contiguous_format)
