@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.errors import ConfigError
-from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels import HAS_TRITON, unit_scores
 from kvthaw.kernels import unit_select as op
 
 NAN = float("nan")
@@ -113,3 +113,26 @@ def test_extreme_scores_keep_their_order(device: torch.device) -> None:
 def test_unknown_policy_is_named() -> None:
     with pytest.raises(ConfigError, match="policy is 'best'; it must be one of max, mean, mean_query"):
         op.check_policy("best")
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="no Triton")
+@pytest.mark.parametrize(("wide", "mean", "dtype"), [(False, False, torch.float32), (True, True, torch.bfloat16)])
+def test_scores_are_the_definition(wide: bool, mean: bool, dtype: torch.dtype, device: torch.device) -> None:
+    made = tables([70, 3], 2, 96, wide=wide, mapped=False, static=0, dtype=dtype, capacity=80)
+    digests, stops, _, counts = (None if t is None else t.to(device) for t in made)
+    query = torch.randn(2, 8, 96).to(dtype).to(device)
+    wanted = unit_scores.definition(query, digests, stops, counts, scale=0.1, mean=mean)
+    found, _ = unit_scores.launch(query, digests, stops, counts, scale=0.1, mean=mean)
+    near = 2e-2 if dtype == torch.bfloat16 else 1e-5  # the interpreter cuts the mean query to bfloat16 where a GPU rounds it
+    for lane, units in enumerate((70, 3)):
+        torch.testing.assert_close(found[lane, ..., :units], wanted[lane, ..., :units], rtol=near, atol=near)
+
+
+def test_units_that_are_all_empty_give_nothing(device: torch.device) -> None:
+    digests, query = torch.ones(1, 1, 3, 64, device=device), torch.ones(1, 2, 64, device=device)
+    stops = torch.zeros(1, 1, 4, dtype=torch.int32, device=device)
+    counts = torch.tensor([3], dtype=torch.int32, device=device)
+    for run in [op.definition, op.vectorised] + [op.launch] * HAS_TRITON:
+        rows, taken = run(query, digests, stops, None, counts, first=0, budget=5, scale=1.0, policy="mean")
+        assert rows.tolist() == [[[-1] * 5]]
+        assert taken.tolist() == [[0]]

@@ -109,7 +109,7 @@ if HAS_TRITON:
     @triton.jit
     def _assign(
         keys, probes, bias, labels, changed, tokens, count, dim,
-        BM: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr, UPCAST: tl.constexpr,
+        BM: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr, L2: tl.constexpr, UPCAST: tl.constexpr,
     ):  # fmt: skip
         # One program a (block of keys; problem): all centroids pass by. changed: this iteration's flags, then the next one's.
         n = tl.program_id(1).to(tl.int64)
@@ -127,10 +127,13 @@ if HAS_TRITON:
                 )
                 if UPCAST:
                     m = m.to(tl.float32)
-                b = tl.load(bias + n * count + c, mask=c < count, other=float("-inf"))
-                found = tl.dot(k, tl.trans(m), input_precision="ieee") + b[None, :]
+                found = tl.dot(k, tl.trans(m), input_precision="tf32x3")
+                if L2:
+                    found += tl.load(bias + n * count + c, mask=c < count, other=0.0)[None, :]
+                if start + BN > count:
+                    found = tl.where((c < count)[None, :], found, float("-inf"))
                 better = found > best
-                best = tl.where(better, found, best)
+                best = tl.maximum(best, found)
                 where = tl.where(better, start, where)
             top = tl.max(best, axis=1)
             label = tl.min(tl.where(best == top[:, None], where + i[None, :], count - 1), axis=1)
@@ -214,13 +217,18 @@ def launch(keys: Tensor, start: Tensor, *, distance: Distance, iterations: int =
     blocks = triton.cdiv(tokens, block)
     counts = torch.empty((problems, count, blocks), **like)  # type: ignore[call-overload]
     padded = triton.next_power_of_2(dim)
-    tall = 128 if keys.dtype.itemsize == 2 and padded <= 128 else 64
+    row = padded * keys.dtype.itemsize
+    tall, broad = (128, 64) if row <= 256 else (64, 64) if row <= 512 else (64, 16)
+    metric = {"L2": distance == "l2", "DP": padded}
+    capped = (
+        {"maxnreg": 128} if row <= 512 and keys.dtype.itemsize == 2 else {}
+    )  # two programs a multiprocessor, without a spill
     tiles = (triton.cdiv(tokens, tile), problems)
     upto = counts
     for i in range(iterations):
         _assign[(triton.cdiv(tokens, tall), problems)](
             keys, m, bias, labels, changed[i:], tokens, count, dim,
-            BM=tall, BN=64, DP=padded, num_warps=8, UPCAST=keys.device.type == "cpu" or keys.dtype == torch.float32,
+            BM=tall, BN=broad, **metric, **capped, num_warps=8, UPCAST=keys.device.type == "cpu" or keys.dtype == torch.float32,
         )  # fmt: skip
         counts.zero_()
         _rank[tiles](labels, ranks, counts, tokens, count, blocks, block, TILE=tile, CHUNK=32, num_warps=4)
@@ -228,7 +236,7 @@ def launch(keys: Tensor, start: Tensor, *, distance: Distance, iterations: int =
         _sort[tiles](labels, ranks, upto, order, tokens, count, blocks, block, TILE=tile)
         _average[(count, problems)](
             keys, order, upto, means, m, bias, tokens, count, dim, blocks,
-            CHUNK=32, DP=padded, COSINE=distance == "cosine", L2=distance == "l2", num_warps=4,
+            CHUNK=32, **metric, COSINE=distance == "cosine", num_warps=4,
         )  # fmt: skip
     ends = upto.view(problems, count, blocks)[:, :, -1] - torch.arange(problems, device=keys.device)[:, None] * tokens
     return means, order, torch.nn.functional.pad(ends, (1, 0)).int()

@@ -1,9 +1,8 @@
 """From a query to the rows of the best units (pages or clusters), cut at a budget of rows.
 
-Two kernels. Scoring reads every digest once: B H U E elements (ClusterKV at 128k tokens, 8 heads, d = 128: 1638 centroids,
-3.4 MB; pages of 32 at 1M: 134 MB, 31 us at 4300 GB/s) for 2 G operations an element, on the tensor cores. Choosing reads G U
-float32 scores a KV head, a few hundred kB in all, finds the score of the last unit taken by bisection over its 32 bits, in 32
-passes over U integers that stay in the nearest cache, and writes `budget` rows.
+After the scores (see unit_scores) one kernel, a program a lane and KV head: it reads G U float32 scores (1638 clusters at
+128k tokens and G = 4: 26 kB; 32768 pages at 1M: 0.5 MB), finds the score of the last unit taken by bisection over its 32
+bits, in 32 passes over U integers that stay in the nearest cache, and writes `budget` rows. Nothing is sorted.
 """
 
 from __future__ import annotations
@@ -14,13 +13,11 @@ import torch
 from torch import Tensor
 
 from kvthaw.errors import ConfigError
-from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels import HAS_TRITON, unit_scores
 
 Policy = Literal["max", "mean", "mean_query"]
 """How the query heads of a group agree on units: the largest or the mean of their softmax weights, where a unit of n tokens
 weighs n exp(score) in the denominator, or the score of their mean query."""
-
-_BLOCK = 64  # units a scoring program takes
 
 
 def check_policy(policy: str) -> None:
@@ -52,19 +49,15 @@ def definition(
     earlier unit wins.
     """
     heads = stops.shape[1]
+    all_scores = unit_scores.definition(query, digests, stops, counts, scale=scale, mean=policy == "mean_query")
     rows = torch.full((query.shape[0], heads, budget), -1, dtype=torch.int32)
     for b in range(query.shape[0]):
         for h in range(heads):
             bounds = stops[b, h, : int(counts[b]) + 1].tolist()
-            q = query[b].float().reshape(heads, -1, query.shape[2])[h]
-            if policy == "mean_query":
-                q = q.mean(dim=0, keepdim=True).to(query.dtype).float()
-            if digests.shape[3] == 2 * q.shape[1]:
-                q = torch.cat((q, q.abs()), dim=1)
-            sizes = torch.tensor(bounds).diff().float().to(q.device)
-            scores = scale * q @ digests[b, h, : len(sizes)].float().T + torch.where(sizes > 0, 0.0, -torch.inf)
-            if len(q) > 1:
-                scores = scores - torch.logsumexp(scores + sizes.log(), dim=1, keepdim=True)
+            sizes = torch.tensor(bounds).diff().float().to(query.device)
+            scores = all_scores[b, h, :, : len(sizes)]
+            if len(scores) > 1:
+                scores = scores - torch.logsumexp(scores + sizes.log(), dim=1, keepdim=True).clamp(min=-3e38)
             merged = scores.amax(dim=0) if policy == "max" else torch.logsumexp(scores, dim=0)
             room = budget - min(bounds[0], budget)
             taken = [0] * len(sizes)
@@ -92,17 +85,10 @@ def vectorised(
 ) -> tuple[Tensor, Tensor]:
     """As `definition`, in torch operations over all units of the tables; no host sync on a GPU."""
     batch, heads, units = digests.shape[:3]
-    q = query.float().reshape(batch, heads, -1, query.shape[2])
-    if policy == "mean_query":
-        q = q.mean(dim=2, keepdim=True).to(query.dtype).float()
-    if digests.shape[3] == 2 * q.shape[3]:
-        q = torch.cat((q, q.abs()), dim=3)
     known = torch.arange(units, device=query.device) < counts[:, None, None]
     sizes = torch.where(known, stops[:, :, 1:] - stops[:, :, :-1], 0)
-    clean = torch.where(known[..., None], digests, 0) if query.device.type == "cuda" else digests
-    scores = scale * (q @ clean.float().transpose(2, 3))
-    scores = scores.masked_fill((sizes <= 0)[:, :, None], -torch.inf)
-    if q.shape[2] > 1:
+    scores = unit_scores.definition(query, digests, stops, counts, scale=scale, mean=policy == "mean_query")
+    if scores.shape[2] > 1:
         lse = torch.logsumexp(scores + sizes.log()[:, :, None], dim=3, keepdim=True)
         scores = scores - torch.where(lse == -torch.inf, 0.0, lse)
     merged = scores.amax(dim=2) if policy == "max" else torch.logsumexp(scores, dim=2)
@@ -129,48 +115,6 @@ def vectorised(
 if HAS_TRITON:
     import triton
     import triton.language as tl
-
-    @triton.jit
-    def _score(
-        query, digests, stops, counts, scores, parts, scale, heads, dim, width, units, blocks,
-        G: tl.constexpr, GS: tl.constexpr, GP: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr, UPCAST: tl.constexpr,
-    ):  # fmt: skip
-        # One program a (block of units; lane and head). scores [B, H, GS, U]; parts [B, H, blocks, 2, GP]: maximum, and
-        # the sum of size exp(score - maximum), from which _choose makes the denominators. GS is 1 where the mean query scores
-        # for all.
-        block, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
-        count = tl.load(counts + bh // heads)
-        if block * BLOCK < count:
-            u, e, g = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, EP), tl.arange(0, GP)
-            known, inside = u < count, e < width
-            tile = tl.load(
-                digests + (bh * units + u[:, None]) * width + e[None, :], mask=known[:, None] & inside[None, :], other=0.0
-            )
-            channel = tl.where(e < dim, e, e - dim)
-            q = tl.load(
-                query + (bh * G + g[:, None]) * dim + channel[None, :], mask=(g < G)[:, None] & inside[None, :], other=0.0
-            )
-            q = q.to(tl.float32)
-            if GS < G:
-                q = tl.broadcast_to((tl.sum(q, axis=0) / G)[None, :], (GP, EP))
-                q = q.to(query.dtype.element_ty).to(tl.float32)
-            q = tl.trans(tl.where((e < dim)[None, :], q, tl.abs(q)))
-            if UPCAST:
-                found = tl.dot(tile.to(tl.float32), q, input_precision="ieee") * scale
-            else:  # exact: both were in the tile's dtype, the sum is in float32
-                found = tl.dot(tile, q.to(tile.dtype)) * scale
-            stop = stops + bh * (units + 1) + u
-            size = tl.load(stop + 1, mask=known, other=0) - tl.load(stop, mask=known, other=0)
-            found = tl.where((size > 0)[:, None], found, float("-inf"))
-            place = scores + (bh * GS + g[None, :]) * units + u[:, None]
-            tl.store(place, found, mask=known[:, None] & (g < GS)[None, :])
-            if GS > 1:
-                top = tl.max(found, axis=0)
-                safe = tl.where(top == float("-inf"), 0.0, top)
-                total = tl.sum(tl.exp(found - safe[None, :]) * size.to(tl.float32)[:, None], axis=0)
-                part = parts + (bh * blocks + block) * 2 * GP + g
-                tl.store(part, top)
-                tl.store(part + GP, total)
 
     @triton.jit
     def _choose(
@@ -281,34 +225,17 @@ def launch(
     policy: Policy,
 ) -> tuple[Tensor, Tensor]:
     """The Triton kernels; arguments and result as in `definition`. All tensors contiguous; static shapes, no host sync."""
-    batch, heads, units, width = digests.shape
-    dim, group = query.shape[2], query.shape[1] // heads
-    query = query.contiguous()
-    assert all(t.is_contiguous() for t in (digests, stops, counts)), "the tables are read as contiguous"
-    assert stops.dtype == counts.dtype == torch.int32, f"stops are {stops.dtype}, counts {counts.dtype}"
-    assert stops.shape == (batch, heads, units + 1), f"stops are {tuple(stops.shape)}"
-    assert width in (dim, 2 * dim), f"digests are {width} wide"
-    assert query.dtype == digests.dtype, f"queries are {query.dtype}, digests {digests.dtype}"
+    batch, heads, units = digests.shape[:3]
     assert order is None or (order.is_contiguous() and order.dtype == torch.int32), "order is not contiguous int32"
-    seen = 1 if policy == "mean_query" else group
-    padded = max(16, triton.next_power_of_2(group))
-    blocks = max(1, triton.cdiv(units, _BLOCK))
-    empty = query.new_empty
-    scores = empty((batch, heads, seen, units), dtype=torch.float32)
-    parts = empty((batch, heads, blocks, 2, padded), dtype=torch.float32)
-    keys, ends = empty((2, batch, heads, units), dtype=torch.int32)
-    rows, taken = empty((batch, heads, budget), dtype=torch.int32), empty((batch, heads), dtype=torch.int32)
-    sizes = {"GS": seen, "GP": padded}
-    _score[(blocks, batch * heads)](
-        query, digests, stops, counts, scores, parts, scale, heads, dim, width, units, blocks,
-        G=group, **sizes, EP=triton.next_power_of_2(width), BLOCK=_BLOCK, num_warps=4,
-        UPCAST=query.device.type == "cpu" or digests.dtype == torch.float32,
-    )  # fmt: skip
+    scores, parts = unit_scores.launch(query, digests, stops, counts, scale=scale, mean=policy == "mean_query")
+    blocks, padded = parts.shape[2], parts.shape[4]
+    keys, ends = query.new_empty((2, batch, heads, units), dtype=torch.int32)
+    rows, taken = query.new_empty((batch, heads, budget), dtype=torch.int32), query.new_empty((batch, heads), dtype=torch.int32)
     block = min(4096, max(128, triton.next_power_of_2(units)))
     _choose[(batch * heads,)](
         scores, parts, stops, stops if order is None else order, counts, keys, ends, rows, taken, first, budget, heads, units,
-        blocks, 0 if order is None else order.shape[2], **sizes, BLOCK=block, SCORED=_BLOCK, PARTS=64, STEPS=units.bit_length(),
-        ROWS=min(1024, max(32, triton.next_power_of_2(budget))), MAPPED=order is not None, MEAN=policy == "mean",
+        blocks, 0 if order is None else order.shape[2], GS=scores.shape[2], GP=padded, BLOCK=block, SCORED=unit_scores.BLOCK,
+        PARTS=64, STEPS=units.bit_length(), ROWS=min(1024, max(32, triton.next_power_of_2(budget))), MAPPED=order is not None, MEAN=policy == "mean",
         num_warps=max(4, block // 256),
     )  # fmt: skip
     return rows, taken
