@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import kvthaw
 from kvthaw.cache.clock import Clock
 from kvthaw.cache.regions import Regions
+from kvthaw.engine.decode import Replay, compiled_step
 
 
 def model(device: str, dtype: torch.dtype) -> LlamaForCausalLM:
@@ -107,3 +108,22 @@ def test_clock_passed_equals_advance() -> None:
     clock.at(regions, (10,), (2,), device)
     assert torch.equal(clock.held, held)
     assert int(clock.length) == 10
+
+
+@pytest.mark.slow
+def test_a_compiled_step_is_one_graph_and_gives_the_same_tokens() -> None:
+    llama = model("cpu", torch.float32)
+    ids = torch.randint(3, 512, (2, 80))
+    tokens = []
+    for compiled in (False, True):
+        cache = kvthaw.Cache(llama, "oracle", budget=64)
+        forward = compiled_step(llama.forward) if compiled else llama.forward
+        with torch.no_grad():
+            token = llama(ids, past_key_values=cache).logits[:, -1:].argmax(dim=-1)
+            replay = Replay(forward, cache, compiled=compiled)
+            row = []
+            for i in range(2):  # steps before a capture run the same forward
+                token = replay(token, torch.full((2, 1), 80 + i)).argmax(dim=-1)
+                row.append(token)
+        tokens.append(torch.cat(row, dim=1))
+    assert torch.equal(tokens[0], tokens[1])

@@ -32,10 +32,11 @@ def provenance(commit: str | None = None) -> dict[str, Any]:
     }
 
 
-def emit(line: dict[str, Any], out: Path | None) -> None:
-    """Print one JSON line, and append it to a file if one is given."""
+def emit(line: dict[str, Any], out: Path | None, *, quiet: bool = False) -> None:
+    """Print one JSON line unless quiet, and append it to a file if one is given."""
     text = json.dumps(line)
-    print(text, flush=True)
+    if not quiet:
+        print(text, flush=True)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         with out.open("a") as file:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from kvthaw.bench import report
 from kvthaw.bench.card import emit, provenance
 from kvthaw.bench.shapes import build
 from kvthaw.engine.decode import Replay, capturable, compiled_step
@@ -43,9 +44,10 @@ def main(
     out: Path | None = None,
     commit: str | None = None,
     compile: bool = False,
-    **options: Any,
+    json: bool = True,
+    plot: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """Measure every method at every length and batch; prints a JSON line each. Checks every method against transformers first."""
+    """Measure every method at every length and batch; prints a JSON line each, or with json=False a table at the end. Checks every method against transformers first."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = build(shape, device)
     compiled = compiled_step(model.forward) if compile else None
@@ -67,7 +69,11 @@ def main(
                     model, name, length=n, batch=rows, new_tokens=new_tokens, compiled=compiled, **settings(name)
                 ):
                     lines.append({"bench": "decode", "shape": shape, **line, **provenance(commit)})
-                    emit(lines[-1], out)
+                    emit(lines[-1], out, quiet=not json)
+    if not json:
+        report.table(lines)
+    if plot is not None:
+        report.plot(lines, plot)
     return lines
 
 
