@@ -15,10 +15,12 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tenso
     -inf adds nothing; where all are -inf, out is 0 and lse is -inf.
     """
     lse = torch.stack([part.float() for part in lses])
-    total = torch.logsumexp(lse, dim=0)
-    shift = torch.where(total == -torch.inf, 0.0, total)
-    weight = torch.exp(lse - shift)
+    most = lse.amax(dim=0)
+    weight = torch.exp(
+        lse - torch.where(most == -torch.inf, 0.0, most)
+    )  # by the largest, not the total: exact for large lse too
+    total = weight.sum(dim=0)
     out = torch.zeros_like(outs[0], dtype=torch.float32)
-    for part, w in zip(outs, weight, strict=True):
+    for part, w in zip(outs, weight / total.clamp(min=1.0), strict=True):
         out = out + torch.where(w[..., None] > 0, part.float(), 0.0) * w[..., None]
-    return out, total
+    return out, most + torch.log(total)

@@ -1,0 +1,168 @@
+"""The host store against plain lists, and its layout in memory."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+
+from kvthaw.cache.host import HostStore, check_host_memory
+from kvthaw.errors import HostMemoryError
+from shapes import DTYPES
+
+HEADS, DIM, EXTENT = 2, 3, 4
+
+
+class Lists:
+    """What a store must say: of each lane the numbers of its rows."""
+
+    def __init__(self, lanes: list[list[int]]) -> None:
+        self.lanes = lanes
+
+
+def rows(numbers: list[int]) -> torch.Tensor:
+    """Rows [H, n, 2, D] that tell their numbers, heads and halves apart."""
+    base = torch.tensor(numbers, dtype=torch.float32)[None, :, None, None] * 100
+    return base + torch.arange(HEADS * 2 * DIM, dtype=torch.float32).reshape(HEADS, 1, 2, DIM)
+
+
+class Stores(RuleBasedStateMachine):
+    """Several stores at once, some of them copies of others, each with its lists."""
+
+    stores = Bundle("stores")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: list[tuple[HostStore, Lists]] = []
+        self.next = 0
+
+    def _new(self, store: HostStore, lists: Lists) -> tuple[HostStore, Lists]:
+        self.known.append((store, lists))
+        return self.known[-1]
+
+    @initialize(target=stores, lanes=st.integers(1, 3))
+    def begin(self, lanes: int) -> tuple[HostStore, Lists]:
+        return self._new(HostStore(lanes, HEADS, DIM, torch.float32, extent=EXTENT), Lists([[] for _ in range(lanes)]))
+
+    @rule(pair=stores, data=st.data(), count=st.integers(0, 11))
+    def append(self, pair: tuple[HostStore, Lists], data: st.DataObject, count: int) -> None:
+        store, lists = pair
+        lane = data.draw(st.integers(0, store.lanes - 1))
+        numbers = list(range(self.next, self.next + count))
+        self.next += count
+        store.append(lane, rows(numbers))
+        lists.lanes[lane] += numbers
+
+    @rule(pair=stores, data=st.data())
+    def truncate(self, pair: tuple[HostStore, Lists], data: st.DataObject) -> None:
+        store, lists = pair
+        lane = data.draw(st.integers(0, store.lanes - 1))
+        length = data.draw(st.integers(0, len(lists.lanes[lane])))
+        store.truncate(lane, length)
+        del lists.lanes[lane][length:]
+
+    @rule(pair=stores, data=st.data())
+    def reorder(self, pair: tuple[HostStore, Lists], data: st.DataObject) -> None:
+        store, lists = pair
+        lanes = data.draw(st.lists(st.integers(0, store.lanes - 1), min_size=1, max_size=4))
+        store.reorder(lanes)
+        lists.lanes = [list(lists.lanes[lane]) for lane in lanes]
+
+    @rule(target=stores, pair=stores)
+    def copied(self, pair: tuple[HostStore, Lists]) -> tuple[HostStore, Lists]:
+        return self._new(copy.deepcopy(pair[0]), Lists([list(lane) for lane in pair[1].lanes]))
+
+    @rule(pair=consumes(stores))
+    def dropped(self, pair: tuple[HostStore, Lists]) -> None:
+        self.known = [known for known in self.known if known is not pair]
+
+    @invariant()
+    def stores_say_what_the_lists_say(self) -> None:
+        for store, lists in self.known:
+            assert [store.length(lane) for lane in range(store.lanes)] == [len(lane) for lane in lists.lanes]
+            table = store.table()
+            for lane, numbers in enumerate(lists.lanes):
+                assert torch.equal(store.read(lane, 0, len(numbers)), rows(numbers))
+                middle = slice(len(numbers) // 3, 2 * len(numbers) // 3)
+                assert torch.equal(store.read(lane, middle.start, middle.stop), rows(numbers[middle]))
+                addresses = store.addresses(lane)
+                assert torch.equal(table[lane, : len(addresses)], addresses)
+                assert (table[lane, len(addresses) :] == 0).all()
+                assert len(addresses) * EXTENT >= len(numbers)
+
+
+Stores.TestCase.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
+TestStores = Stores.TestCase
+
+
+def test_prefixes_are_shared_until_one_writes() -> None:
+    store = HostStore(1, HEADS, DIM, torch.float32, extent=EXTENT)
+    store.append(0, rows(list(range(10))))
+    one = store.nbytes()
+    assert one == 3 * EXTENT * HEADS * store.row_bytes
+    store.reorder([0, 0, 0])
+    assert store.nbytes() == one
+    version = store.version
+    store.append(1, rows([50]))
+    assert store.nbytes() == one + EXTENT * HEADS * store.row_bytes, "only the extent that is written into is copied"
+    assert store.version > version
+    assert torch.equal(store.addresses(0)[:2], store.addresses(1)[:2])
+    assert torch.equal(store.read(0, 0, 10), store.read(2, 0, 10))
+    assert torch.equal(store.read(1, 0, 11), rows([*range(10), 50]))
+
+
+def test_a_copy_shares_and_is_independent() -> None:
+    store = HostStore(1, HEADS, DIM, torch.float32, extent=EXTENT)
+    store.append(0, rows(list(range(6))))
+    twin = copy.deepcopy(store)
+    assert torch.equal(store.addresses(0), twin.addresses(0))
+    twin.append(0, rows([70]))
+    store.append(0, rows([80]))
+    assert torch.equal(twin.read(0, 0, 7), rows([*range(6), 70]))
+    assert torch.equal(store.read(0, 0, 7), rows([*range(6), 80]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_lies_where_the_addresses_say(dtype: torch.dtype) -> None:
+    store = HostStore(2, 3, 8, dtype, extent=5)
+    data = torch.randn(3, 13, 2, 8).to(dtype)
+    store.append(1, data)
+    assert store.row_bytes == 2 * 8 * dtype.itemsize
+    for h, t in ((0, 0), (2, 4), (1, 5), (2, 12)):
+        address = int(store.addresses(1)[t // 5]) + (h * 5 + t % 5) * store.row_bytes
+        raw = ctypes.string_at(address, store.row_bytes)
+        assert torch.equal(torch.frombuffer(bytearray(raw), dtype=dtype).reshape(2, 8), data[h, t])
+
+
+def test_rows_that_are_not_there() -> None:
+    store = HostStore(1, HEADS, DIM, torch.float32, extent=EXTENT)
+    store.append(0, rows([1, 2, 3]))
+    for start, stop in ((0, 4), (2, 1), (-1, 2)):
+        with pytest.raises(IndexError, match=rf"rows {start}\.\.{stop} of lane 0, which holds 3"):
+            store.read(0, start, stop)
+    with pytest.raises(IndexError, match=r"lane 0 holds 3 rows, fewer than 4"):
+        store.truncate(0, 4)
+    assert store.read(0, 2, 2).shape == (HEADS, 0, 2, DIM)
+
+
+def test_memory_is_asked_for_before() -> None:
+    check_host_memory(100, 100)
+    check_host_memory(1, None)
+    with pytest.raises(HostMemoryError, match=r"needs 1,001 bytes of host memory and 1,000 are free"):
+        check_host_memory(1001, 1000)
+    with pytest.raises(HostMemoryError, match=r"are free"):
+        check_host_memory(1 << 60, None)
+
+
+@pytest.mark.gpu
+def test_extents_are_pinned() -> None:
+    store = HostStore(1, HEADS, DIM, torch.float32, extent=EXTENT, pinned=True)
+    store.append(0, rows(list(range(9))).cuda(), non_blocking=True)
+    torch.cuda.synchronize()
+    assert all(extent.data.is_pinned() for extent in store._extents[0])
+    assert torch.equal(store.read(0, 0, 9), rows(list(range(9))))

@@ -1,0 +1,68 @@
+"""Work beside the device: in order, and what goes wrong there is not lost."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvthaw.cache.host import HostStore
+from kvthaw.cache.pipeline import Pipeline
+
+
+def test_offload_appends() -> None:
+    store, line = HostStore(1, 2, 4, torch.float32, extent=4), Pipeline()
+    keys, values = torch.randn(2, 7, 4), torch.randn(2, 7, 4)
+    assert line.offload(store, 0, keys, values) is None, "done at once without a GPU"
+    assert torch.equal(store.read(0, 0, 7), torch.stack((keys, values), dim=2))
+
+
+@given(st.integers(1, 20))
+def test_jobs_run_in_order_on_one_thread(count: int) -> None:
+    line, seen, threads = Pipeline(), [], set()
+
+    def job(i: int) -> None:
+        seen.append(i)
+        threads.add(threading.current_thread().name)
+
+    futures = [line.submit(None, lambda i=i: job(i)) for i in range(count)]
+    for future in futures:
+        future.result()
+    assert seen == list(range(count))
+    assert len(threads) == 1
+    assert "kvthaw-index" in threads.pop()
+
+
+def test_no_thread_before_the_first_job() -> None:
+    before = threading.active_count()
+    Pipeline()
+    assert threading.active_count() == before
+
+
+def test_errors_come_to_whoever_waits() -> None:
+    line = Pipeline()
+
+    def fail() -> None:
+        raise RuntimeError("the index broke")
+
+    future = line.submit(None, fail)
+    with pytest.raises(RuntimeError, match=r"the index broke"):
+        future.result()
+    assert line.submit(None, lambda: None).result() is None, "later jobs still run"
+
+
+@pytest.mark.gpu
+def test_offload_from_the_device() -> None:
+    store, line = HostStore(1, 2, 64, torch.float16, extent=32, pinned=True), Pipeline()
+    sent = []
+    for _ in range(10):
+        keys, values = (torch.randn(2, 50, 64, device="cuda", dtype=torch.float16) for _ in range(2))
+        sent.append(torch.stack((keys, values), dim=2).cpu())
+        done = line.offload(store, 0, keys, values)
+        del keys, values
+    assert done is not None
+    done.synchronize()
+    assert torch.equal(store.read(0, 0, 500), torch.cat(sent, dim=1))

@@ -1,0 +1,97 @@
+"""Dense attention against its definition and torch's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kvthaw.kernels import dense
+from kvthaw.kernels.dense import attend, causal_attention, definition, with_sinks
+from shapes import DTYPES, Shape, close, over_shapes
+
+SCALE = 0.2
+
+
+def test_definition_is_softmax_attention() -> None:
+    shape = Shape(tokens=9)
+    q, k, v = shape.query(5), shape.keys(), shape.keys()
+    out, lse = definition(q, k, v, scale=SCALE, causal=True)
+    for head in range(shape.q_heads):
+        for i in range(5):
+            scores = q[1, head, i] @ k[1, head // shape.group, : 9 - 5 + i + 1].T * SCALE
+            close(out[1, head, i], torch.softmax(scores, 0) @ v[1, head // shape.group, : 9 - 5 + i + 1])
+            close(lse[1, head, i], scores.logsumexp(0))
+
+
+def test_definition_where_nothing_is_visible() -> None:
+    shape = Shape(tokens=0)
+    out, lse = definition(shape.query(3), shape.keys(), shape.keys(), scale=SCALE, causal=False)
+    assert (out == 0).all()
+    assert (lse == -torch.inf).all()
+    shape = Shape(tokens=2)  # more queries than keys: the first see none
+    out, lse = definition(shape.query(5), shape.keys(), shape.keys(), scale=SCALE, causal=True)
+    assert (out[:, :, :3] == 0).all()
+    assert (lse[:, :, :3] == -torch.inf).all()
+    assert (lse[:, :, 3:] > -torch.inf).all()
+
+
+@over_shapes
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("steps", [None, 1, 7])
+def test_attend(shape: Shape, softcap: float | None, steps: int | None) -> None:
+    """Causal with as many queries as keys, and without a mask for few queries."""
+    q, k, v = shape.query(steps or shape.tokens), shape.keys(), shape.keys()
+    causal = steps is None
+    out, lse = attend(q, k, v, scale=SCALE, causal=causal, softcap=softcap)
+    expected, expected_lse = definition(q, k, v, scale=SCALE, causal=causal, softcap=softcap)
+    assert out.dtype == shape.dtype
+    assert lse.dtype == torch.float32
+    close(out, expected)
+    close(lse, expected_lse, shape.dtype)
+
+
+@over_shapes
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("past", [0, 1, 40])
+def test_causal_attention(shape: Shape, softcap: float | None, sinks: bool, past: int) -> None:
+    q, k, v = shape.query(shape.tokens), shape.keys(shape.tokens + past), shape.keys(shape.tokens + past)
+    logits = torch.randn(shape.q_heads) if sinks else None
+    out = causal_attention(q, k, v, scale=SCALE, softcap=softcap, sinks=logits)
+    expected = with_sinks(*definition(q, k, v, scale=SCALE, causal=True, softcap=softcap), logits)
+    assert out.dtype == shape.dtype
+    close(out, expected)
+
+
+def test_sinks_are_a_column_of_the_softmax() -> None:
+    shape = Shape(tokens=11)
+    q, k, v, sinks = shape.query(11), shape.keys(), shape.keys(), torch.randn(8)
+    scores = q @ k.repeat_interleave(4, 1).transpose(2, 3) * SCALE
+    scores = scores.masked_fill(torch.ones(11, 11, dtype=torch.bool).triu(1), -torch.inf)
+    column = sinks[None, :, None, None].expand(2, -1, 11, 1)
+    weights = torch.softmax(torch.cat((scores, column), dim=3), dim=3)[..., :-1]
+    close(causal_attention(q, k, v, scale=SCALE, sinks=sinks), weights @ v.repeat_interleave(4, 1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_blocks_of_the_plain_path(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """Queries taken in pieces see what they would see together."""
+    shape = Shape(tokens=65, dtype=dtype)
+    q, k, v = shape.query(33), shape.keys(), shape.keys()
+    expected = definition(q, k, v, scale=SCALE, causal=True, softcap=3.0)
+    monkeypatch.setattr(dense, "_SCORES", 16 * 65 * 5)
+    out, lse = attend(q, k, v, scale=SCALE, causal=True, softcap=3.0)
+    close(out, expected[0])
+    close(lse, expected[1])
+
+
+def test_keys_of_a_slab_are_views() -> None:
+    """Keys and values with strides, as the cache hands them over."""
+    shape = Shape()
+    rows = torch.randn(2, 2, 65, 2, 64)
+    q = shape.query(65)
+    expected = F.scaled_dot_product_attention(
+        q, rows[:, :, :, 0].contiguous(), rows[:, :, :, 1].contiguous(), is_causal=True, scale=SCALE, enable_gqa=True
+    )
+    close(causal_attention(q, rows[:, :, :, 0], rows[:, :, :, 1], scale=SCALE), expected)

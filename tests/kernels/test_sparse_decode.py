@@ -1,0 +1,98 @@
+"""Attention over the visible places of a slab against its definition, and the definition against dense attention."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvthaw.kernels import dense
+from kvthaw.kernels.merge import merge
+from kvthaw.kernels.sparse_decode import definition, sparse_decode
+from kvthaw.types import Partial
+from shapes import Shape, close, over_shapes
+
+SCALE = 0.2
+
+
+def some(shape: Shape) -> torch.Tensor:
+    """[B, H, N] bool: about half of the places, at least one a head."""
+    visible = torch.rand(shape.batch, shape.heads, shape.tokens) < 0.5
+    visible[:, :, 0] = True
+    return visible
+
+
+@over_shapes
+def test_definition_is_dense_attention_over_the_visible(shape: Shape) -> None:
+    q, k, v, visible = shape.query(), shape.keys(), shape.keys(), some(shape)
+    found = definition(
+        q, k.masked_fill(~visible[..., None], torch.nan), v.masked_fill(~visible[..., None], torch.nan), visible, scale=SCALE
+    )
+    for b in range(shape.batch):
+        for h in range(shape.heads):
+            group = slice(h * shape.group, (h + 1) * shape.group)
+            seen = visible[b, h]
+            out, lse = dense.definition(
+                q[b : b + 1, group, None],
+                k[b : b + 1, h : h + 1, seen],
+                v[b : b + 1, h : h + 1, seen],
+                scale=SCALE,
+                causal=False,
+            )
+            close(found.out[b, group], out[0, :, 0])
+            close(found.lse[b, group], lse[0, :, 0])
+
+
+@over_shapes
+@pytest.mark.parametrize("extras", ["", "softcap", "sinks", "weights", "partials", "softcap sinks weights partials"])
+def test_sparse_decode(shape: Shape, extras: str) -> None:
+    softcap, parts = (3.0 if "softcap" in extras else None), (2 if "partials" in extras else 0)
+    sinks, weighed = "sinks" in extras, "weights" in extras
+    q, k, v, visible = shape.query(), shape.keys(), shape.keys(), some(shape)
+    log_weight = torch.randn(shape.batch, shape.q_heads, shape.tokens) if weighed else None
+    if log_weight is not None:
+        log_weight[:, :, ::3] = -torch.inf
+        log_weight[:, :, 0] = 0
+    logits = torch.randn(shape.q_heads) if sinks else None
+    partials = [
+        Partial(torch.randn(shape.batch, shape.q_heads, shape.head_dim), torch.randn(shape.batch, shape.q_heads))
+        for _ in range(parts)
+    ]
+    found = sparse_decode(
+        q, k, v, visible, scale=SCALE, softcap=softcap, sinks=logits, log_weight=log_weight, partials=partials
+    )
+    whole = definition(q, k, v, visible, scale=SCALE, softcap=softcap, log_weight=log_weight)
+    out, lse = merge([whole.out, *(p.out for p in partials)], [whole.lse, *(p.lse for p in partials)])
+    expected = dense.with_sinks(out[:, :, None], lse[:, :, None], logits)[:, :, 0]
+    assert found.dtype == shape.dtype
+    close(found, expected)
+
+
+def test_log_weight_is_a_weight_in_the_softmax() -> None:
+    shape = Shape(batch=1, heads=1, group=2, tokens=5)
+    q, k, v = shape.query(), shape.keys(), shape.keys()
+    weight = torch.rand(1, 2, 5)
+    found = definition(q, k, v, torch.ones(1, 1, 5, dtype=torch.bool), scale=SCALE, log_weight=weight.log())
+    mass = torch.exp(q[0] @ k[0, 0].T * SCALE) * weight[0]
+    close(found.out[0], mass @ v[0, 0] / mass.sum(1, keepdim=True))
+    close(found.lse[0], mass.sum(1).log())
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_a_head_that_sees_nothing_gives_nothing(softcap: float | None) -> None:
+    shape = Shape()
+    q, k, v = shape.query(), shape.keys(), shape.keys()
+    visible = torch.zeros(2, 2, 65, dtype=torch.bool)
+    visible[1] = True
+    whole = definition(q, k, v, visible, scale=SCALE, softcap=softcap)
+    assert (whole.out[0] == 0).all()
+    assert (whole.lse[0] == -torch.inf).all()
+    assert (sparse_decode(q, k, v, visible, scale=SCALE, softcap=softcap)[0] == 0).all()
+
+
+def test_disjoint_places_merge_to_the_whole() -> None:
+    shape = Shape()
+    q, k, v = shape.query(), shape.keys(), shape.keys()
+    every = torch.ones(2, 2, 65, dtype=torch.bool)
+    part = torch.rand(2, 2, 65) < 0.3
+    rest = definition(q, k, v, ~part, scale=SCALE)
+    close(sparse_decode(q, k, v, part, scale=SCALE, partials=[rest]), definition(q, k, v, every, scale=SCALE).out)

@@ -1,0 +1,69 @@
+"""The kernel that reads rows from host memory, under the interpreter without a GPU, against its definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvthaw.cache.host import HostStore
+from kvthaw.kernels.uva_gather import definition, uva_gather
+from shapes import DTYPES, HEAD_DIMS, poisoned
+
+pytest.importorskip("triton")
+
+
+def store(head_dim: int, dtype: torch.dtype, extent: int, lengths: list[int], heads: int = 3) -> HostStore:
+    made = HostStore(len(lengths), heads, head_dim, dtype, extent=extent, pinned=torch.cuda.is_available())
+    for lane, length in enumerate(lengths):
+        made.append(lane, torch.randn(heads, length, 2, head_dim).to(dtype))
+    return made
+
+
+def wishes(lengths: list[int], heads: int, count: int, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows to fetch, with holes, and distinct slots for them."""
+    fetch = torch.full((len(lengths), heads, count), -1, dtype=torch.int32)
+    places = torch.full_like(fetch, -1)
+    for b, length in enumerate(lengths):
+        for h in range(heads):
+            n = min(count, length)
+            where = torch.randperm(count)[:n]
+            fetch[b, h, where] = torch.randperm(length)[:n].int()
+            places[b, h] = torch.randperm(slots)[:count].int()
+            fetch[b, h, torch.rand(count) < 0.3] = -1
+    return fetch, places
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_against_the_definition(head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    lengths, heads, slots, offset = [37, 5, 64], 3, 12, 7
+    host = store(head_dim, dtype, 16, lengths)
+    fetch, places = wishes(lengths, heads, 9, slots)
+    found, expected = (poisoned(3, heads, offset + slots, 2, head_dim, dtype=dtype).to(device) for _ in range(2))
+    tables = [[e.data for e in extents] for extents in host._extents]
+    definition(tables, 16, expected, fetch, places, offset)
+    uva_gather(host.table().to(device), 16, found, fetch.to(device), places.to(device), offset)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    assert expected.isnan().any(), "what was not asked for is left as it was"
+
+
+def test_nothing_to_fetch(device: torch.device) -> None:
+    host = store(64, torch.float32, 16, [20])
+    slab = poisoned(1, 3, 5, 2, 64).to(device)
+    nothing = torch.full((1, 3, 4), -1, dtype=torch.int32, device=device)
+    uva_gather(host.table().to(device), 16, slab, nothing, nothing, 0)
+    assert slab.isnan().all()
+
+
+def test_layout_is_checked(device: torch.device) -> None:
+    host = store(64, torch.float32, 16, [20])
+    slab, rows = torch.zeros(1, 3, 5, 2, 64, device=device), torch.zeros(1, 3, 4, dtype=torch.int32, device=device)
+    table = host.table().to(device)
+    for bad in (
+        (table, 16, slab.transpose(1, 2), rows, rows, 0),
+        (table, 16, slab, rows.long(), rows, 0),
+        (table.int(), 16, slab, rows, rows, 0),
+        (table, 16, slab, rows.transpose(1, 2), rows, 0),
+    ):
+        with pytest.raises(AssertionError):
+            uva_gather(*bad)
