@@ -15,11 +15,13 @@ from kvthaw.evaluate.probe import Probe
 from kvthaw.evaluate.runner import Answer, now
 from kvthaw.evaluate.tasks import niah, passkey
 from kvthaw.evaluate.tasks.base import Haystack, count, depth_of, distinct, number, read_asset, uuid, word_key
+from kvthaw.methods import resolve
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+BOOK = "Alice's Adventures in Wonderland"
 PROBED = 4  # every so manieth step is compared with exact attention
 DEPTHS = (0.08, 0.29, 0.47, 0.66, 0.88)
 
@@ -67,10 +69,10 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something to show. what: "index" (a side begins), "ask" (a question), "text" (a piece of its answer) or
-    "answer" (it is complete)."""
+    """Something to show. what: "book" (text says what is read), "index" and "ready" (a side's cache), "ask" (a question), "text" (a
+    piece of its answer), "answer" (it is complete)."""
 
-    what: Literal["index", "ask", "text", "answer"]
+    what: Literal["book", "index", "ready", "ask", "text", "answer"]
     side: Side | None = None
     question: Question | None = None
     text: str = ""
@@ -150,13 +152,13 @@ def run(
     longest = max(len(_question(tokenizer, q)) + q.limit for q in reading.questions)
     check_prompt(model, len(reading.tokens) + longest)
     Cache(model, method, budget=budget, dense_layers=0)
+    show(Event("book", text=f"{BOOK}: {len(reading.tokens):,} tokens with {len(reading.questions)} facts planted in it"))
     start = now(model.device)
     base = Cache(model, "full")
     logits = prefill(model, base, reading.tokens, progress=progress)
     prefill_s = now(model.device) - start
     thawed, full = Side(method), Side("full")
     for side in (thawed, full):
-        show(Event("index", side))
         settings: dict[str, Any] = {} if side is full else {"budget": budget}
         _answer_all(_Session(model, tokenizer, base, logits, show), side, reading, settings, prefill_s)
     return Outcome(len(reading.tokens), prefill_s, reading.questions, thawed, full)
@@ -172,12 +174,14 @@ class _Session:
 
 
 def _answer_all(session: _Session, side: Side, reading: Reading, settings: dict[str, Any], prefill_s: float) -> None:
-    """Fork the book once for a side; between questions the cache is cut back to the book."""
-    device = session.model.device
+    """Fork the book once for a side, and cut the cache back to the book after each question. Full attention is the base itself."""
+    device, dense = session.model.device, resolve(side.method).dense
+    session.show(Event("index", side))
     start = now(device)
-    cache = session.base.fork(side.method, dense_layers=0, **settings)
+    cache = session.base if dense else session.base.fork(side.method, dense_layers=0, **settings)
     cache.wait()
     side.index_s = now(device) - start
+    session.show(Event("ready", side))
     probe = Probe(cache, every=PROBED, reference=session.base)
     first, second, each = [], [], []
     for question in reading.questions:
@@ -198,7 +202,6 @@ def _answer_all(session: _Session, side: Side, reading: Reading, settings: dict[
             each.append((times[-1] - times[0]) / (len(times) - 1))
         cache.crop(len(reading.tokens))
     stats, quality = cache.stats(), probe.quality()
-    dense = cache.settings.method.dense
     side.budget, side.attended_mean, side.attended_max = stats.budget, stats.attended_mean, stats.attended_max
     side.kv_device_bytes, side.kv_host_bytes = stats.kv_device_bytes + stats.kv_dense_bytes, stats.kv_host_bytes
     side.hit_rate, side.sparse_steps = stats.hit_rate, stats.sparse_steps

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
+from rich.live import Live
 from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
@@ -104,7 +106,7 @@ def one_budget(text: str | None) -> int | float | None:
 
 def load_model(name: str, device: str | None, dtype: str) -> tuple[PreTrainedModel, Any]:
     """Load a model under a spinner on stderr."""
-    with stderr().status(f"loading {name}"):
+    with waiting(f"loading {name}"):
         import transformers
         from transformers.utils import logging
 
@@ -125,8 +127,16 @@ def bars() -> Iterator[Progress]:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=stderr(), transient=True) as progress:
+    with Progress(*columns, console=stderr(), transient=True, redirect_stdout=False, redirect_stderr=False) as progress:
         yield progress
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """A spinner on stderr while something takes its time."""
+    console = stderr()
+    with Live(Spinner("dots", what), console=console, transient=True, redirect_stdout=False, redirect_stderr=False):
+        yield
 
 
 def prompt_text(prompt: str | None, file: Path | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -21,11 +22,13 @@ from kvthaw.cli.common import (
     seconds,
     share,
     stdout,
+    waiting,
 )
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.panel import Panel
+    from rich.progress import Progress, TaskID
 
     from kvthaw.demo import Event, Outcome
 
@@ -53,13 +56,8 @@ def demo(
 
     resolve(method)
     llm, tokenizer = load_model(model, device, dtype)
-    console = stdout()
-    with bars() as progress:
-        task = progress.add_task("reading the book", total=None)
-
-        def move(done: int, total: int) -> None:
-            progress.update(task, completed=done, total=total, visible=done < total)
-
+    with ExitStack() as shown:
+        stage = _Stage(shown, quiet=as_json)
         outcome = run(
             llm,
             tokenizer,
@@ -67,19 +65,47 @@ def demo(
             budget=allowed,
             length=length,
             seed=seed,
-            show=(lambda event: None) if as_json else (lambda event: _show(console, event)),
-            progress=move,
+            show=stage.show,
+            progress=stage.read,
         )
     if as_json:
         print(json.dumps(outcome.to_dict()))
     else:
-        console.print(card(outcome))
+        stdout().print(card(outcome))
+
+
+class _Stage:
+    """Shows the demo as it runs: bars and spinners on stderr, one at a time, the answers on stdout."""
+
+    def __init__(self, shown: ExitStack, *, quiet: bool) -> None:
+        self._shown, self._quiet, self._console = shown, quiet, stdout()
+        self._bars: tuple[Progress, TaskID] | None = None
+
+    def read(self, done: int, total: int) -> None:
+        """Move the prefill's bar; it goes when the book is read."""
+        if self._bars is None:
+            bar = self._shown.enter_context(bars())
+            self._bars = bar, bar.add_task("reading the book", total=total)
+        bar, task = self._bars
+        bar.update(task, completed=done)
+        if done == total:
+            self._shown.close()
+
+    def show(self, event: Event) -> None:
+        """Show what happens."""
+        if event.what == "index":
+            self._shown.enter_context(waiting("offloading and indexing"))
+        elif event.what == "ready":
+            self._shown.close()
+        if not self._quiet:
+            _show(self._console, event)
 
 
 def _show(console: Console, event: Event) -> None:
     side, question = event.side, event.question
-    assert side is not None
-    if event.what == "index":
+    if side is None:
+        console.print(event.text, highlight=False)
+    elif event.what == "ready":
         console.print(f"\n[bold]{side.method}[/]")
     elif event.what == "ask" and question is not None:
         asked = question.text.strip().split("?")[0] + "?"

@@ -25,6 +25,7 @@ from kvthaw.cli.common import (
     seconds,
     share,
     stderr,
+    waiting,
 )
 
 EXAMPLES = (
@@ -80,8 +81,10 @@ def generate(
     with bars() as progress:
         task = progress.add_task("prefill", total=len(ids))
         logits = prefill(llm, cache, ids, progress=lambda done, _: progress.update(task, completed=done))
-        now(llm.device)
-    out, times = TextStream(tokenizer), [time.perf_counter()]
+        first = now(llm.device) - start  # the first token follows from these logits
+    with waiting("offloading and indexing"):
+        cache.wait()
+    out, times = TextStream(tokenizer), []
     stops = stop_tokens(llm, tokenizer)
     live = stream and not as_json
     for token in decode(llm, cache, logits, limit=max_new_tokens, stops=stops, pick=pick):
@@ -93,9 +96,9 @@ def generate(
     new = len(out.tokens)
     stats = cache.stats()
     timing = {
-        "ttft_s": times[1] - start if new else None,
-        "tt2t_s": times[2] - start if new > 1 else None,
-        "tpot_s": (times[-1] - times[1]) / (new - 1) if new > 1 else None,
+        "ttft_s": first if new else None,
+        "tt2t_s": times[1] - start if new > 1 else None,
+        "tpot_s": (times[-1] - times[0]) / (new - 1) if new > 1 else None,
     }
     if as_json:
         record: dict[str, Any] = {

@@ -1,0 +1,25 @@
+"""Several questions about one context: the cache stays, and is cut back to the context before each next question."""
+
+import kvthaw
+from kvthaw.evaluate.decode import prefill, stop_tokens
+from kvthaw.evaluate.model import load_shipped
+from kvthaw.evaluate.runner import Answer
+from kvthaw.evaluate.tasks import niah
+
+facts = {"quiet-harbor": "4417382", "amber-lantern": "9052816", "rusty-compass": "2760935"}
+model, tokenizer = load_shipped()
+needles = [niah.NEEDLE.format(kind="numbers", key=key, value=value) for key, value in facts.items()]
+book = niah.Haystack.of(None).with_facts(1200, needles, [0.2, 0.5, 0.8])
+context = tokenizer(niah.INTRO.format(kind="numbers") + book)["input_ids"]
+
+cache = kvthaw.Cache(model, method="icecache", budget=256)
+logits = prefill(model, cache, context)
+for key, value in facts.items():
+    question = tokenizer(niah.QUESTION_ONE.format(one="number", query=key), add_special_tokens=False)["input_ids"]
+    answer = Answer(model, tokenizer, cache, stop_tokens(model, tokenizer))
+    text = "".join(answer.stream(logits, question, 12)).strip()
+    print(f"{key}: {text}   (planted: {value})")
+    cache.crop(len(context))
+
+stats = cache.stats()
+print(f"{stats.tokens} tokens cached once, {stats.attended_mean:.0f} attended a step, hit rate {stats.hit_rate:.2f}")

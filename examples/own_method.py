@@ -1,0 +1,61 @@
+"""A method of your own: an index, and the fields of a Method around it. This one keeps the keys of the largest norm."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import kvthaw
+from kvthaw.cache.regions import Regions
+from kvthaw.evaluate.model import load_shipped
+from kvthaw.types import LayerShape, Selection
+
+
+class LargestKeys:
+    """Selects the same rows whatever the query: those whose keys have the largest norm."""
+
+    graph_safe, on_host = False, False
+
+    def __init__(self, shape: LayerShape) -> None:
+        self.heads = shape.kv_heads
+        self.norms: dict[int, Tensor] = {}  # lane -> [H, T], from position `first` on
+        self.first = shape.regions.sink
+
+    def build(self, lane: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
+        self.first, self.norms[lane] = first, keys.float().norm(dim=-1)
+
+    def append(self, lanes: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
+        for lane, k in zip(lanes, keys, strict=True):
+            self.norms[lane] = torch.cat((self.norms[lane], k.float().norm(dim=-1)), dim=1)
+
+    def select(self, query: Tensor, budget: int) -> Selection:
+        rows = torch.full((query.shape[0], self.heads, budget), -1, dtype=torch.int32, device=query.device)
+        counts = torch.zeros(rows.shape[:2], dtype=torch.int32, device=query.device)
+        for lane, norms in self.norms.items():
+            best = torch.topk(norms, min(budget, norms.shape[1]), dim=1).indices + self.first
+            rows[lane, :, : best.shape[1]] = best.int()
+            counts[lane] = best.shape[1]
+        return Selection(rows, counts)
+
+    def truncate(self, lane: int, length: int) -> None:
+        if lane in self.norms:
+            self.norms[lane] = self.norms[lane][:, : max(0, length - self.first)]
+
+    def reorder(self, lanes: Sequence[int]) -> None:
+        self.norms = {new: self.norms[old] for new, old in enumerate(lanes) if old in self.norms}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"norms": dict(self.norms), "first": self.first}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.norms, self.first = dict(state["norms"]), state["first"]
+
+
+method = kvthaw.Method("largest-keys", paper="-", unit="token", index=LargestKeys, regions=Regions(4, 32, 16))
+model, tokenizer = load_shipped()
+inputs = tokenizer("The sky is blue. The sun is yellow. Here we go. " * 40, return_tensors="pt").to(model.device)
+with kvthaw.attach(model, method, budget=64) as handle:
+    out = model.generate(**inputs, max_new_tokens=12, do_sample=False)
+    print(tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+    print(handle.stats())

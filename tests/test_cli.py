@@ -1,0 +1,317 @@
+"""The command line, as a user meets it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import bytemodel
+import kvthaw
+from kvthaw import METHODS
+from kvthaw.cli import app
+from kvthaw.evaluate.tasks import TASKS
+
+
+class Said:
+    """What a command said."""
+
+    def __init__(self, *arguments: str, stdin: str | None = None) -> None:
+        result = CliRunner().invoke(app, list(arguments), input=stdin, env={"COLUMNS": "200", "NO_COLOR": "1"})
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        self.code, self.out, self.err = result.exit_code, result.stdout, result.stderr
+
+    @property
+    def records(self) -> list[Any]:
+        """stdout, which must be JSON line by line."""
+        return [json.loads(line) for line in self.out.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(bytemodel.save(tmp_path_factory.mktemp("model")))
+
+
+# Help
+
+
+@pytest.mark.parametrize(
+    "command", [["generate"], ["methods"], ["eval"], ["demo"], ["bench", "decode"]], ids=lambda command: " ".join(command)
+)
+def test_every_help_has_examples(command: list[str]) -> None:
+    said = Said(*command, "--help")
+    assert said.code == 0
+    assert "Examples:" in said.out
+    assert f"kvthaw {' '.join(command)}" in said.out
+
+
+def test_help_lists_commands_and_exit_codes() -> None:
+    said = Said("--help")
+    assert all(name in said.out for name in ("generate", "methods", "eval", "demo", "bench", "130"))
+    assert all(task in Said("eval", "--help").out for task in TASKS)
+
+
+def test_version() -> None:
+    assert Said("--version").out == f"kvthaw {kvthaw.__version__}\n"
+
+
+def test_help_needs_no_torch() -> None:
+    code = "import sys, kvthaw.cli; sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'matplotlib')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# methods
+
+
+def test_methods_are_those_of_the_list() -> None:
+    records = json.loads(Said("methods", "--json").out)
+    assert [record["name"] for record in records] == list(METHODS)
+    by_name = {record["name"]: record for record in records}
+    assert by_name["full"]["kv"] == "dense"
+    assert by_name["streaming"]["kv"] == "evicts"
+    assert by_name["oracle"] == {
+        "name": "oracle",
+        "paper": "-",
+        "unit": "token",
+        "kv": "offloads",
+        "decides": "device",
+        "graph_safe": True,
+    }
+    table = Said("methods").out
+    assert all(name in table for name in METHODS)
+
+
+# generate
+
+
+def test_generate_from_argument_file_and_stdin(model: str, tmp_path: Path) -> None:
+    text = "The grass is green. " * 20
+    path = tmp_path / "prompt.txt"
+    path.write_text(text)
+    common = ("--model", model, "--method", "oracle", "--budget", "64", "--max-new-tokens", "6")
+    streamed = Said("generate", text, *common)
+    assert streamed.code == 0
+    assert streamed.out.strip()
+    assert "tokens attended a step" in streamed.err
+    assert streamed.out == Said("generate", "--file", str(path), *common, "--no-stream").out
+    assert streamed.out == Said("generate", *common, stdin=text).out
+    record = Said("generate", text, *common, "--json").records[0]
+    assert record["text"] + "\n" == streamed.out
+    assert record["prompt_tokens"] == len(text)
+    assert record["new_tokens"] == 6
+    assert record["finish"] == "length"
+    assert record["sparse_steps"] == 2 * 5
+    assert record["attended_max"] <= record["budget"] == 64
+    assert record["ttft_s"] < record["tt2t_s"]
+
+
+def test_generate_draws_by_its_seed(model: str) -> None:
+    def draw(seed: int) -> str:
+        arguments = ("--model", model, "--method", "full", "--temperature", "2", "--seed", str(seed), "--max-new-tokens", "12")
+        return str(Said("generate", "Hello there", *arguments, "--json").records[0]["text"])
+
+    assert draw(1) == draw(1)
+    assert draw(1) != draw(2)
+
+
+def test_generate_takes_fractions_and_retrieved(model: str) -> None:
+    text = "The grass is green. " * 20
+    common = ("--model", model, "--method", "oracle", "--max-new-tokens", "4", "--json")
+    assert Said("generate", text, *common, "--budget", "0.25").records[0]["budget"] == 100
+    record = Said("generate", text, *common, "--retrieved", "10", "--dense-layers", "1").records[0]
+    assert (record["retrieved"], record["dense_layers"]) == (10, 1)
+
+
+# eval
+
+FIELDS = {"task", "method", "budget", "retrieved", "length", "n", "accuracy", "full_accuracy", "attention_mass", "recall_at_k"}
+FIELDS |= {"hit_rate", "kv_device_bytes", "kv_host_bytes", "ttft_s", "tpot_s", "dense_layers", "attended_mean", "attended_max"}
+FIELDS |= {"seed", "question", "versions"}
+
+
+def test_eval_prints_one_object_a_run(model: str, tmp_path: Path) -> None:
+    out, plot = tmp_path / "out.jsonl", tmp_path / "plot.png"
+    arguments = ["eval", "passkey", "--model", model, "--method", "full,oracle,streaming", "--budget", "64,128"]
+    arguments += ["--length", "300,500", "--samples", "2", "--out", str(out)]
+    said = Said(*arguments, "--json", "--plot", str(plot))
+    assert said.code == 0
+    assert len(said.records) == 2 * (1 + 2 * 2)
+    for record in said.records:
+        assert set(record) >= FIELDS
+        assert record["n"] == 2
+    assert [(r["method"], r["budget"]) for r in said.records[:5]] == [
+        ("full", None),
+        ("oracle", 64),
+        ("oracle", 128),
+        ("streaming", 64),
+        ("streaming", 128),
+    ]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert len(out.read_text().splitlines()) == 2 * 2 * 5
+    table = Said(*arguments)
+    assert len(out.read_text().splitlines()) == 2 * 2 * 5
+    assert "accuracy" in table.out
+    assert table.out.count("streaming") == 4
+
+
+def test_eval_takes_dense_layers_and_the_sparse_question(model: str) -> None:
+    arguments = (
+        "--model",
+        model,
+        "--method",
+        "oracle",
+        "--budget",
+        "64",
+        "--length",
+        "400",
+        "--samples",
+        "1",
+        "--depths",
+        "50",
+    )
+    said = Said("eval", "passkey", *arguments, "--dense-layers", "0,1", "--question", "sparse", "--json")
+    assert [(r["dense_layers"], r["question"]) for r in said.records] == [(0, "sparse"), (1, "sparse")]
+    assert said.records[0]["kv_dense_bytes"] == 0 < said.records[1]["kv_dense_bytes"]
+
+
+# demo
+
+
+def test_demo_answers_from_one_prefill(model: str) -> None:
+    arguments = ("demo", "--model", model, "--method", "oracle", "--budget", "64", "--length", "1700")
+    said = Said(*arguments)
+    assert said.code == 0
+    assert said.out.count("right") + said.out.count("wrong") == 10 + 1  # and once on the card
+    assert "What is the pass key?" in said.out
+    assert "attention mass covered" in said.out
+    record = Said(*arguments, "--json").records[0]
+    assert 1600 < record["prompt_tokens"] <= 1700
+    assert len(record["questions"]) == len(record["thawed"]["answers"]) == len(record["full"]["answers"]) == 5
+    assert record["thawed"]["sparse_steps"] > 0 == record["full"]["sparse_steps"]
+    assert record["thawed"]["attended_max"] <= 64
+    assert record["thawed"]["kv_device_bytes"] < record["full"]["kv_device_bytes"] / 10
+
+
+@pytest.mark.model
+def test_demo_on_the_shipped_model_is_right() -> None:
+    record = Said("demo", "--length", "6000", "--json").records[0]
+    assert record["full"]["right"] == [True] * 5
+    assert record["thawed"]["right"] == [True] * 5
+    assert record["thawed"]["attended_max"] <= 256
+
+
+# bench
+
+
+def test_bench_hands_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvthaw.bench import decode
+
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(decode, "main", lambda **options: given.update(options))
+    assert Said("bench", "decode", "--shape", "llama-3.1-8b", "--length", "100,200", "--method", "full", "--json").code == 0
+    assert given == {
+        "shape": "llama-3.1-8b",
+        "length": [100, 200],
+        "batch": [1],
+        "method": ["full"],
+        "budget": 256,
+        "new_tokens": 64,
+        "json": True,
+        "out": None,
+        "plot": None,
+    }
+
+
+# Errors
+
+
+def refused(said: Said, code: int, *words: str) -> None:
+    """One readable line on stderr, nothing on stdout."""
+    assert said.code == code
+    assert said.out == ""
+    assert all(word in said.err for word in words), said.err
+    assert "Traceback" not in said.err
+    if code == 1:
+        assert len(said.err.strip().splitlines()) == 1
+
+
+def test_errors_are_one_line_and_exit_code_1(model: str, tmp_path: Path) -> None:
+    generate = ("generate", "Hello", "--model", model)
+    refused(Said(*generate, "--method", "icecahe"), 1, "icecahe", "did you mean 'icecache'?")
+    refused(Said(*generate, "--method", "oracle", "--budget", "8"), 1, "budget is 8", "16")
+    refused(Said(*generate, "--budget", "64", "--retrieved", "8"), 1, "give one of them")
+    refused(Said(*generate, "--device", "abacus"), 1, "device is 'abacus'")
+    refused(Said(*generate, "--dtype", "int3"), 1, "dtype is 'int3'", "bfloat16")
+    refused(Said("generate", "Hello", "--model", "./nowhere"), 1, "'./nowhere'", "no such folder")
+    refused(Said("generate", "Hello", "--model", str(tmp_path)), 1, "no config.json")
+    refused(Said("generate", "", "--model", model), 1, "the prompt is empty")
+    refused(Said("generate", "--model", model, stdin="  \n"), 1, "the prompt is empty")
+    refused(Said("generate", "a" * 3000, "--model", model), 1, "3,000 tokens", "2,048")
+    refused(Said("eval", "passkey", "--model", model, "--length", "10"), 1, "length 10 is too short")
+    refused(Said("eval", "passkey", "--model", model, "--method", "orakle"), 1, "oracle")
+    refused(Said("eval", "passkey", "--model", model, "--out", "/nowhere/x", "--length", "300"), 1, "/nowhere/x")
+    refused(Said("eval", "passkey", "--question", "both"), 1, "question is 'both'")
+    refused(Said("demo", "--model", model, "--length", "100"), 1, "length is 100")
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text("{}")
+    refused(Said("generate", "Hello", "--model", str(broken)), 1, "could not be loaded")
+
+
+def test_wrong_usage_is_exit_code_2(model: str) -> None:
+    refused(Said("generate", "Hello", "--budget", "lots"), 2, "'lots'")
+    refused(Said("generate", "Hello", "--file", "nowhere.txt"), 2, "nowhere.txt")
+    refused(Said("generate", "Hello", "--max-new-tokens", "0"), 2, "max-new-tokens")
+    refused(Said("eval", "passkeys"), 2, "'passkeys'", "variable_tracking")
+    refused(Said("eval", "passkey", "--length", "4k"), 2, "'4k'")
+    refused(Said("eval", "passkey", "--depths", ","), 2, "--depths")
+    refused(Said("thaw"), 2, "thaw")
+
+
+def test_nan_in_the_keys_is_one_line(model: str, tmp_path: Path) -> None:
+    import shutil
+
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path / "nan"
+    shutil.copytree(model, folder)
+    llm = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        llm.model.layers[1].self_attn.k_proj.weight[0, 0] = torch.nan
+    llm.save_pretrained(folder)
+    said = Said("generate", "Hello " * 40, "--model", str(folder), "--method", "oracle", "--no-stream")
+    refused(said, 1, "not finite in layer 1")
+
+
+def test_ctrl_c_is_exit_code_130(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvthaw.evaluate import decode
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(decode, "prefill", stop)
+    said = Said("generate", "Hello", "--model", model)
+    assert (said.code, said.err.strip()) == (130, "kvthaw: stopped")
+
+
+@pytest.mark.slow
+def test_a_real_ctrl_c_stops_a_running_command(model: str) -> None:
+    command = [sys.executable, "-m", "kvthaw", "generate", "Hello", "--model", model, "--method", "oracle"]
+    command += ["--max-new-tokens", "100000", "--temperature", "3"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "NO_COLOR": "1"})
+    assert process.stdout is not None
+    process.stdout.read(1)  # it streams
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert b"Traceback" not in err
+    assert b"kvthaw: stopped" in err

@@ -1,0 +1,28 @@
+"""Every example runs."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
+EXPECTED = {
+    "attach.py": ["planted:", "tokens attended a step"],
+    "conversation.py": ["quiet-harbor: 4417382", "hit rate"],
+    "one_prefill_many_budgets.py": ["oracle", "streaming", "attention mass"],
+    "own_method.py": ["method='largest-keys'"],
+}
+
+
+def test_every_example_is_known() -> None:
+    assert [path.name for path in EXAMPLES] == sorted(EXPECTED)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(path), run_name="__main__")
+    said = capsys.readouterr().out
+    assert all(text in said for text in EXPECTED[path.name]), said
