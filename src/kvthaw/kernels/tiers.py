@@ -148,7 +148,7 @@ def launch(query: Tensor, rotation: Rotation, sizes: Tensor, limits: Tensor, tot
     _tiers[(lanes * heads, subs)](
         query, rotation.basis, sizes, limits, rotated, table, totals, heads, rotation.scale, dim, GROUP=group, P=scored,
         SUBS=subs, SQUARE=rotation.basis.shape[0], BINS=totals.shape[2], SUM=combine == "sum",
-        STEP=32 if query.is_cuda else 256,
+        STEP=32 if query.is_cuda else 256, num_warps=8,
     )  # fmt: skip
     return rotated, table
 

@@ -153,8 +153,8 @@ def launch(found: Estimates, candidates: Tensor, wanted: Tensor, k: int, first: 
         chunks = triton.cdiv(slots, block)
         final = chunks == 1
         size = triton.next_power_of_2(slots) if final else block
-        shared = {"KP": triton.next_power_of_2(k), "FINAL": final, "num_warps": min(16, max(4, size // 512))}
-        new_keys, new_places = counts.new_empty((2, lanes, heads, chunks * k)).unbind()
+        shared = {"KP": triton.next_power_of_2(k), "FINAL": final, "num_warps": min(16, max(4, size // 256))}
+        new_keys, new_places = torch.empty((2, lanes, heads, chunks * k), dtype=counts.dtype, device=counts.device).unbind()
         if start:
             _first_round[(chunks, heads, lanes)](
                 found.scores, found.parts, candidates, wanted, new_keys, new_places, counts, heads, width, tiles, scale, k,

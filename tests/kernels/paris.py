@@ -1,0 +1,74 @@
+"""What the tests of ParisKV's kernels share: shapes, poison, summaries of random keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvthaw.index.ratios import Ratios
+from kvthaw.kernels.collide import CHUNK
+from kvthaw.kernels.encode import Summaries, count, encode, make_quantizer
+from kvthaw.kernels.srht import Rotation, make_rotation
+
+SHAPES = [  # head_dim, query heads a KV head, lengths of the lanes, dtype
+    (64, 4, (1, 0, 63), torch.float32),
+    (80, 1, (100,), torch.bfloat16),
+    (128, 4, (2100,), torch.float16),
+    (256, 2, (65, 7), torch.bfloat16),
+    (8, 3, (40,), torch.float32),
+]
+SEED = 3
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Whatever torch allocates empty meanwhile holds NaN or nonsense."""
+    patch, empty = pytest.MonkeyPatch(), torch.empty
+
+    def poison(*args: Any, **kwargs: Any) -> Tensor:
+        made = empty(*args, **kwargs)
+        return made.fill_(float("nan") if made.is_floating_point() else 99)
+
+    with patch.context() as inner:
+        inner.setattr(torch, "empty", poison)
+        yield
+
+
+def blank(lanes: int, heads: int, rotation: Rotation, longest: int, device: torch.device) -> Summaries:
+    """Summaries with room for `longest` keys that hold nonsense and count nothing."""
+    subs, room = rotation.padded // 8, max(1, -(-longest // CHUNK)) * CHUNK
+    return Summaries(
+        torch.full((lanes, heads, subs, room), 77, dtype=torch.uint8, device=device),
+        torch.full((lanes, heads, room, subs), 77, dtype=torch.int32, device=device),
+        torch.full((lanes, heads, room, subs), torch.nan, dtype=torch.bfloat16, device=device),
+        torch.zeros((lanes, heads, subs, 256), dtype=torch.int32, device=device),
+    )
+
+
+class Case:
+    """Lanes of random keys of 2 KV heads, summarised by the definition."""
+
+    def __init__(
+        self, dim: int, group: int, lengths: tuple[int, ...], dtype: torch.dtype, device: torch.device, k: int = 10
+    ) -> None:
+        self.dim, self.group, self.heads = dim, group, 2 if max(lengths) < 1000 else 1
+        self.rotation, self.quantizer = make_rotation(dim, SEED, device=device), make_quantizer(device)
+        self.keys = [(torch.randn(self.heads, n, dim) * 2).to(dtype).to(device) for n in lengths]
+        made = blank(len(lengths), self.heads, self.rotation, max(lengths), torch.device("cpu"))
+        on_cpu = make_rotation(dim, SEED), make_quantizer()
+        for lane, keys in enumerate(self.keys):
+            encode(keys[None].cpu(), *on_cpu, made, [lane], [0])
+        count(made, range(len(lengths)), [0] * len(lengths), lengths)
+        self.summaries = Summaries(*(t.to(device) for t in (made.ids, made.codes, made.weights, made.sizes)))
+        ratios = Ratios()
+        self.k, self.width = k, -(-ratios.most(made.capacity, k) // 64) * 64
+        as_int = {"dtype": torch.int32, "device": device}
+        self.lengths = torch.tensor(lengths, **as_int)
+        self.wanted = torch.tensor([ratios.wanted(n, k) for n in lengths], **as_int)
+        self.limits = torch.tensor([ratios.limits(n) for n in lengths], **as_int)
+        self.query = torch.randn(len(lengths), self.heads * group, dim).to(dtype).to(device)

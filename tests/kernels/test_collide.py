@@ -1,0 +1,100 @@
+"""Votes of centroids and of keys."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels import collide as op
+from kvthaw.kernels import tiers
+from kvthaw.kernels.srht import make_rotation
+from paris import SEED, SHAPES, Case, poisoned
+
+CPU = torch.device("cpu")
+POLICIES = [("max", False), ("sum", False), ("max", True)]
+
+
+def votes_one_by_one(similarity: torch.Tensor, sizes: torch.Tensor, limits: torch.Tensor) -> list[int]:
+    """Appendix B.2.1, key by key: a cluster's votes by the rank of its first key."""
+    order = sorted(range(256), key=lambda c: (-float(similarity[c]), c))
+    votes, before = [0] * 256, 0
+    for c in order:
+        votes[c] = sum(before < int(limit) for limit in limits)
+        before += int(sizes[c])
+    return votes
+
+
+def test_tiers_by_hand() -> None:
+    case = Case(64, 2, (900, 30), torch.float32, CPU)
+    rotated = tiers.rotate_queries(case.query, case.heads, case.rotation, mean=False)
+    similarity = tiers.similarities(rotated)
+    votes = tiers.definition(similarity, case.summaries.sizes, case.limits)
+    assert int(votes.max()) == 6
+    for lane, head, p, b in ((0, 0, 0, 0), (0, 1, 1, 7), (1, 0, 1, 3)):
+        want = votes_one_by_one(similarity[lane, head, p, b], case.summaries.sizes[lane, head, b], case.limits[lane])
+        assert votes[lane, head, p, b].tolist() == want
+    q = rotated[0, 1, 1, :, 3]
+    assert float(similarity[0, 1, 1, 3, 0b10000010]) == pytest.approx(
+        float(q[1] + q[7] - q[[0, 2, 3, 4, 5, 6]].sum()), abs=1e-5
+    )
+
+
+def test_collisions_cover_rho() -> None:
+    """The keys that collide in a subspace are the top rho, and the rest of their last cluster."""
+    case = Case(64, 1, (2000,), torch.float32, CPU)
+    table = tiers.definition(
+        tiers.similarities(tiers.rotate_queries(case.query, 1, case.rotation, mean=False)), case.summaries.sizes, case.limits
+    )
+    for b in range(8):
+        size = case.summaries.sizes[0, 0, b]
+        covered = int(size[table[0, 0, 0, b] > 0].sum())
+        assert int(case.limits[0, 5]) <= covered < int(case.limits[0, 5]) + int(size.max())
+
+
+@pytest.mark.parametrize("combine", ["max", "sum"])
+def test_scores_by_hand(combine: tiers.Combine) -> None:
+    votes = torch.randint(0, 7, (2, 1, 5, 8, 256), dtype=torch.int32)
+    ids = torch.randint(0, 256, (2, 1, 8, 40), dtype=torch.uint8)
+    scores = op.definition(tiers.pack(votes, combine), ids, combine)
+    by_head = votes.gather(4, ids[:, :, None].long().expand(-1, -1, 5, -1, -1)).sum(dim=3)
+    assert torch.equal(scores, by_head.amax(dim=2) if combine == "max" else by_head.sum(dim=2).int())
+    assert int(scores.max()) < op.bins(8, 5, combine)
+
+
+def test_the_most_votes_fit_their_bytes() -> None:
+    votes = torch.full((1, 1, 8, 32, 256), 6, dtype=torch.int32)
+    ids = torch.zeros((1, 1, 32, 3), dtype=torch.uint8)
+    assert op.definition(tiers.pack(votes, "max"), ids, "max").tolist() == [[[192] * 3]]
+    assert (op.bins(32, 8, "max"), op.bins(16, 4, "max"), op.bins(16, 4, "sum")) == (256, 128, 512)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
+@pytest.mark.parametrize(("dim", "group", "lengths", "dtype"), SHAPES)
+@pytest.mark.parametrize(("combine", "mean"), POLICIES)
+def test_kernels(
+    dim: int, group: int, lengths: tuple[int, ...], dtype: torch.dtype, combine: tiers.Combine, mean: bool, device: torch.device
+) -> None:
+    case = Case(dim, group, lengths, dtype, device)
+    found = case.summaries
+    bins = op.bins(found.ids.shape[2], 1 if mean else group, combine)
+    totals = torch.full((len(lengths), case.heads, bins), 99, dtype=torch.int32, device=device)
+    with poisoned():
+        rotated, table = tiers.launch(case.query, case.rotation, found.sizes, case.limits, totals, mean=mean, combine=combine)
+    assert not totals.any()
+    want = tiers.rotate_queries(case.query.cpu(), case.heads, make_rotation(dim, SEED), mean=mean)
+    torch.testing.assert_close(rotated.cpu(), want, atol=5e-6, rtol=1e-5)
+    # ranked from the kernel's own numbers, so that only its ranking is judged
+    votes = tiers.definition(tiers.similarities(rotated), found.sizes, case.limits)
+    assert torch.equal(table, tiers.pack(votes, combine))
+    want_scores = op.definition(table, found.ids, combine)
+    for shuffled in (True, False):
+        with poisoned():
+            scores = op.launch(table, found.ids, case.lengths, totals.zero_(), combine, shuffled=shuffled)
+        assert scores.counts is not None
+        for lane, n in enumerate(lengths):
+            assert torch.equal(scores.scores[lane, :, :n].int(), want_scores[lane, :, :n])
+            one_hot = torch.nn.functional.one_hot(want_scores[lane, :, :n].long(), bins).sum(dim=1)
+            at_least = one_hot.flip(1).cumsum(dim=1).flip(1).int()
+            assert torch.equal(totals[lane], at_least)
+            assert torch.equal(scores.counts[lane, :, :, : -(-n // op.CHUNK)].sum(dim=2).int(), at_least)

@@ -1,0 +1,109 @@
+"""Keys to ids, codes and weights: the quantizer, the definition's promises, the kernels."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels import encode as op
+from kvthaw.kernels.srht import make_rotation, srht
+from paris import SEED, SHAPES, blank
+
+triton_only = pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
+
+
+def test_the_quantizer_is_the_best_for_its_prior() -> None:
+    thresholds, centres = op.lloyd_max()
+    table = (0.0420, 0.1266, 0.2130, 0.3025, 0.3973, 0.5001, 0.6169, 0.7633)
+    assert max(abs(a - b) for a, b in zip(centres, table, strict=True)) < 0.0035
+    assert all(abs((a + b) / 2 - t) < 1e-12 for (a, b), t in zip(itertools.pairwise(centres), thresholds, strict=True))
+    x = (torch.arange(400_000, dtype=torch.float64) + 0.5) / 400_000
+    density = (1 - x.square()) ** 2.5
+
+    def loss(values: tuple[float, ...]) -> float:
+        c = torch.tensor(values, dtype=torch.float64)
+        edges = (c[1:] + c[:-1]) / 2
+        return float(((x - c[torch.bucketize(x, edges)]).square() * density).sum() / density.sum())
+
+    assert loss(centres) < loss(table)
+    for i, step in itertools.product(range(8), (-1e-3, 1e-3)):
+        moved = tuple(c + step * (i == j) for j, c in enumerate(centres))
+        assert loss(centres) < loss(moved)
+    bins = torch.bucketize(x, torch.tensor(thresholds, dtype=torch.float64))
+    means = torch.zeros(8, dtype=torch.float64).scatter_add_(0, bins, x * density)
+    means /= torch.zeros(8, dtype=torch.float64).scatter_add_(0, bins, density)
+    torch.testing.assert_close(means, torch.tensor(centres, dtype=torch.float64), atol=1e-5, rtol=0)
+
+
+def test_codes_decode_to_nearly_the_key() -> None:
+    rotation, quantizer = make_rotation(128, SEED), op.make_quantizer()
+    keys = torch.randn(2, 300, 128)
+    ids, codes, weights = op.definition(keys, rotation, quantizer)
+    assert (ids.shape, codes.shape, weights.shape) == ((2, 16, 300), (2, 300, 16), (2, 300, 16))
+    y = srht(keys, rotation)
+    decoded = (op.decode(codes, quantizer) * weights.float()[..., None]).flatten(2)
+    assert float((decoded - y).norm() / y.norm()) < 0.12
+    assert torch.equal(decoded >= 0, y >= 0)
+    patterns = ((ids.transpose(1, 2)[..., None].long() >> torch.arange(8)) & 1).flatten(2).bool()
+    assert torch.equal(patterns, y >= 0)
+    # <v, u> corrects the length exactly along the key itself
+    along = (op.decode(codes, quantizer) * y.reshape(2, 300, 16, 8)).sum(dim=3) * weights.float()
+    torch.testing.assert_close(along, y.reshape(2, 300, 16, 8).square().sum(dim=3), rtol=5e-3, atol=1e-6)
+
+
+def test_zero_keys_weigh_nothing() -> None:
+    _, _, weights = op.definition(torch.zeros(1, 5, 64), make_rotation(64, SEED), op.make_quantizer())
+    assert not weights.any()
+
+
+@triton_only
+@pytest.mark.parametrize(("dim", "group", "lengths", "dtype"), SHAPES)
+def test_kernel(dim: int, group: int, lengths: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    rotation, quantizer, heads = make_rotation(dim, SEED, device=device), op.make_quantizer(device), 2
+    n, starts = min(300, max(lengths)), [5, 0][: len(lengths)]
+    lanes = [len(lengths) - 1, 0][: len(starts)]
+    keys = (torch.randn(len(lanes), n, heads, dim) * 2).to(dtype).to(device).transpose(1, 2)
+    keys[0, 0, n // 2] = 0
+    out = blank(len(lengths), heads, rotation, n + 5, device)
+    untouched = out.ids.clone(), out.codes.clone()
+    op.launch(keys, rotation, quantizer, out, lanes, starts)
+    cpu = make_rotation(dim, SEED), op.make_quantizer()
+    for i, (lane, start) in enumerate(zip(lanes, starts, strict=True)):
+        ids, codes, weights = op.definition(keys[i].cpu(), *cpu)
+        got = out.codes[lane, :, start : start + n].cpu()
+        y = srht(keys[i].cpu(), cpu[0]).reshape(heads, n, -1, 8)
+        radius = y.square().sum(dim=3, keepdim=True).sqrt()
+        u = y.abs() / torch.where(radius > 0, radius, 1.0)
+        near = ((u[..., None] - cpu[1].thresholds).abs().amin(dim=4) < 1e-6) | ((u < 1e-6) & (radius > 0))
+        differ = op.decode(got, cpu[1]) != op.decode(codes, cpu[1])
+        assert not (differ & ~near).any()
+        assert near.float().mean() < 1e-3
+        sure = ~near.any(dim=3)
+        assert torch.equal(out.ids[lane, :, :, start : start + n].cpu().transpose(1, 2)[sure], ids.transpose(1, 2)[sure])
+        torch.testing.assert_close(
+            out.weights[lane, :, start : start + n].cpu()[sure].float(), weights[sure].float(), rtol=2**-7, atol=1e-6
+        )
+        for new, old, axis in ((out.ids, untouched[0], 2), (out.codes, untouched[1], 1)):
+            for part in (slice(0, start), slice(start + n, None)):
+                assert torch.equal(new[lane].movedim(axis, 0)[part], old[lane].movedim(axis, 0)[part])
+
+
+@triton_only
+def test_counting_kernel_adds_and_takes_away(device: torch.device) -> None:
+    rotation = make_rotation(64, SEED, device=device)
+    out = blank(3, 2, rotation, 6000, device)
+    out.ids.random_(0, 256)
+    out.ids[0, 0, 0] = 7  # all keys in one cluster
+    lanes, starts, stops = [0, 2], [100, 0], [5000, 1]
+    op.launch_count(out, lanes, starts, stops)
+    want = torch.zeros(3, 2, 8, 256, dtype=torch.int32)
+    for lane, start, stop in zip(lanes, starts, stops, strict=True):
+        ids = out.ids[lane, :, :, start:stop].cpu().long()
+        want[lane].scatter_add_(2, ids, torch.ones_like(ids, dtype=torch.int32))
+    assert torch.equal(out.sizes.cpu(), want)
+    assert out.sizes[0, 0, 0, 7] == 4900
+    op.launch_count(out, lanes, starts, stops, -1)
+    assert not out.sizes.any()

@@ -1,0 +1,49 @@
+"""The rotation: orthogonal, the same for a seed, and alike as butterfly, product and kernel."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels import srht as op
+from paris import poisoned
+
+
+@pytest.mark.parametrize("dim", [8, 64, 80, 96, 128, 192, 256])
+def test_product_equals_the_butterfly_and_keeps_inner_products(dim: int) -> None:
+    rotation = op.make_rotation(dim, 7)
+    x = torch.randn(3, 50, dim)
+    y = op.srht(x, rotation)
+    assert y.shape == (3, 50, op.padded(dim))
+    torch.testing.assert_close(y, op.definition(x, op.signs(dim, 7)), atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(y @ y.transpose(1, 2), x @ x.transpose(1, 2), atol=1e-4, rtol=1e-4)
+
+
+def test_a_spike_is_spread_evenly() -> None:
+    x = torch.zeros(1, 128)
+    x[0, 5] = 3.0
+    torch.testing.assert_close(op.srht(x, op.make_rotation(128, 0)).abs(), torch.full((1, 128), 3.0 * 128**-0.5))
+
+
+def test_seeds_differ_and_repeat_and_the_identity_pads() -> None:
+    bases = [op.make_rotation(64, seed).basis for seed in (0, 0, 1)]
+    assert torch.equal(bases[0], bases[1])
+    assert not torch.equal(bases[0], bases[2])
+    x = torch.randn(4, 80)
+    plain = op.srht(x, op.make_rotation(80, 0, rotate=False))
+    assert torch.equal(plain[:, :80], x)
+    assert not plain[:, 80:].any()
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
+@pytest.mark.parametrize("count", [0, 1, 63, 130])
+@pytest.mark.parametrize(
+    ("dim", "dtype"), [(8, torch.float32), (64, torch.bfloat16), (96, torch.float16), (256, torch.float32)]
+)
+def test_kernel(dim: int, dtype: torch.dtype, count: int, device: torch.device) -> None:
+    rotation = op.make_rotation(dim, 7, device=device)
+    x = torch.randn(count, dim + 8, device=device).to(dtype)[:, :dim]
+    with poisoned():
+        y = op.launch(x, rotation)
+    torch.testing.assert_close(y.cpu(), op.definition(x.cpu(), op.signs(dim, 7)), atol=5e-6, rtol=1e-5)
