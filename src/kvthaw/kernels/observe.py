@@ -61,7 +61,7 @@ if HAS_TRITON:
             k = tl.load(where, mask=known[:, None] & (d < dim)[None, :], other=0.0)
             if UPCAST:
                 k = k.to(tl.float32)
-            found = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * 1.4426950408889634)
+            found = tl.dot(q, tl.trans(k), input_precision="tf32x3") * (scale * 1.4426950408889634)
             found = tl.where(known[None, :], found, float("-inf"))
             new = tl.maximum(top, tl.max(found, axis=1))
             total = total * tl.exp2(top - new) + tl.sum(tl.exp2(found - new[:, None]), axis=1)
@@ -91,7 +91,7 @@ if HAS_TRITON:
             )
             if UPCAST:
                 q = q.to(tl.float32)
-            found = tl.dot(k, tl.trans(q), input_precision="ieee") * (scale * 1.4426950408889634)
+            found = tl.dot(k, tl.trans(q), input_precision="tf32x3") * (scale * 1.4426950408889634)
             below = tl.load(lse + n * width + w, mask=known, other=0.0)
             weight = tl.load(weights + w, mask=known, other=0.0)
             share = tl.exp2(found - below[None, :]) * weight[None, :]
@@ -107,13 +107,15 @@ def launch(queries: Tensor, keys: Tensor, weights: Tensor, *, scale: float) -> T
     assert keys.stride(2) == 1, "the channels of a key must be contiguous"
     assert weights.dtype == torch.float32, f"weights are {weights.dtype}"
     assert keys.dtype == queries.dtype, f"queries are {queries.dtype}, keys {keys.dtype}"
-    block, tile = max(16, min(64, triton.next_power_of_2(width))), 64
+    padded = triton.next_power_of_2(dim)
+    tile = 64 if padded * keys.dtype.itemsize <= 512 else 16
+    block = max(16, min(tile, triton.next_power_of_2(width)))
     span = max(tile, triton.cdiv(triton.cdiv(tokens, 32), tile) * tile)
     spans, around = max(1, triton.cdiv(tokens, span)), (width, tokens, dim, keys.stride(0), keys.stride(1), scale)
     parts = queries.new_empty((heads, spans, width, 2), dtype=torch.float32)
     out = queries.new_empty((heads, tokens), dtype=torch.float32)
     if tokens:
-        sizes = {"WB": block, "TB": tile, "DP": triton.next_power_of_2(dim), "num_warps": 4}
+        sizes = {"WB": block, "TB": tile, "DP": padded, "num_warps": 4}
         upcast = queries.device.type == "cpu" or queries.dtype == torch.float32
         _denominators[(spans, heads, triton.cdiv(width, block))](queries, keys, parts, *around, span, **sizes, UPCAST=upcast)
         top = parts[..., 0].amax(dim=1)

@@ -235,7 +235,8 @@ def launch(
     _choose[(batch * heads,)](
         scores, parts, stops, stops if order is None else order, counts, keys, ends, rows, taken, first, budget, heads, units,
         blocks, 0 if order is None else order.shape[2], GS=scores.shape[2], GP=padded, BLOCK=block, SCORED=unit_scores.BLOCK,
-        PARTS=64, STEPS=units.bit_length(), ROWS=min(1024, max(32, triton.next_power_of_2(budget))), MAPPED=order is not None, MEAN=policy == "mean",
+        PARTS=64, STEPS=units.bit_length(), ROWS=min(1024, max(32, triton.next_power_of_2(budget))),
+        MAPPED=order is not None, MEAN=policy == "mean",
         num_warps=max(4, block // 256),
     )  # fmt: skip
     return rows, taken

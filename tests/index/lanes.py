@@ -1,0 +1,94 @@
+"""Lanes of random keys, and indexes over them with the store filled as a layer would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from kvthaw.cache.host import HostStore
+from kvthaw.cache.regions import Regions
+from kvthaw.types import Index, LayerShape, Selection
+
+FIRST = 4
+
+
+class Lanes:
+    """Lanes of one index, fed in step: keys[lane] [H, T, D], of which tokens FIRST .. length[lane] have been given."""
+
+    def __init__(
+        self,
+        make: Callable[[LayerShape], Index],
+        prompts: Sequence[int],
+        *,
+        heads: int = 2,
+        group: int = 2,
+        dim: int = 64,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+        more: int = 900,
+        seeds: Sequence[int] | None = None,
+        build: bool = True,
+    ) -> None:
+        self.device = device or torch.device("cpu")
+        seeds = range(len(prompts)) if seeds is None else seeds
+        self.keys, self.queries = [], []
+        for prompt, seed in zip(prompts, seeds, strict=True):
+            g = torch.Generator().manual_seed(seed)
+            self.keys.append(torch.randn(heads, FIRST + prompt + more, dim, generator=g).to(dtype).to(self.device))
+            self.queries.append(torch.randn(heads * group, 200, dim, generator=g).to(dtype).to(self.device))
+        pinned = self.device.type == "cuda"
+        self.store = HostStore(len(prompts), heads, dim, dtype, extent=32, pinned=pinned)
+        regions = Regions(FIRST, 64, 16)
+        self.shape = LayerShape(3, heads * group, heads, dim, dtype, self.device, self.store, regions, scale=dim**-0.5, seed=7)
+        self.index = make(self.shape)
+        self.length = [FIRST] * len(prompts)
+        for lane, prompt in enumerate(prompts):
+            self._store(lane, FIRST + prompt)
+            if prompt and build:
+                keys = self.keys[lane][:, FIRST : FIRST + prompt]
+                self.index.build(lane, FIRST, keys, keys, self.queries[lane][:, :64])
+            self.length[lane] = FIRST + prompt
+
+    def _store(self, lane: int, length: int) -> None:
+        have = self.store.length(lane)
+        if have < length:
+            keys = self.keys[lane][:, have:length].cpu()
+            self.store.append(lane, torch.stack((keys, keys), dim=2))
+
+    def append(self, n: int, lanes: Sequence[int] | None = None) -> None:
+        """The next n tokens of some lanes."""
+        lanes = range(len(self.length)) if lanes is None else lanes
+        keys = torch.stack([self.keys[lane][:, self.length[lane] : self.length[lane] + n] for lane in lanes])
+        for lane in lanes:
+            self._store(lane, self.length[lane] + n)
+            self.length[lane] += n
+        self.index.append(list(lanes), keys, keys, None)
+
+    def truncate(self, lane: int, length: int) -> None:
+        self.index.truncate(lane, length)
+        self.store.truncate(lane, length)
+        self.length[lane] = length
+
+    def query(self, step: int = 100) -> Tensor:
+        return torch.stack([queries[:, step] for queries in self.queries])
+
+    def select(self, budget: int, step: int = 100) -> Selection:
+        """One step, with the rows checked: none twice, none outside, -1 behind, as many as counts say, all where all fit."""
+        selection = self.index.select(self.query(step), budget)
+        rows, counts = selection.rows.cpu(), selection.counts.cpu()
+        assert rows.dtype == counts.dtype == torch.int32
+        assert rows.shape[2] == budget
+        for lane, length in enumerate(self.length):
+            for head in range(rows.shape[1]):
+                n, own = int(counts[lane, head]), rows[lane, head].tolist()
+                assert own[n:] == [-1] * (budget - n)
+                assert len(set(own[:n])) == n == min(budget, length - FIRST)
+                assert all(FIRST <= row < length for row in own[:n])
+        return selection
+
+    def sets(self, budget: int, step: int = 100) -> list[list[set[int]]]:
+        """The rows of every lane and head, as sets without the padding."""
+        rows = self.select(budget, step).rows
+        return [[set(head.tolist()) - {-1} for head in lane] for lane in rows]

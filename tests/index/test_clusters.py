@@ -1,0 +1,239 @@
+"""Semantic clusters as an index."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from lanes import FIRST, Lanes
+
+from kvthaw.errors import ConfigError
+from kvthaw.index.clusters import ClusterIndex, draw
+from kvthaw.kernels.kmeans import kmeans
+
+SMALL = partial(ClusterIndex, tokens_per_cluster=10, batch=40, clusters_per_batch=4)
+
+
+@pytest.mark.parametrize(("heads", "group"), [(4, 1), (2, 4), (1, 8)])
+@pytest.mark.parametrize(("dim", "dtype"), [(64, torch.float32), (96, torch.bfloat16), (256, torch.float16)])
+def test_rows_are_valid_at_every_length(heads: int, group: int, dim: int, dtype: torch.dtype) -> None:
+    lanes = Lanes(SMALL, [1, 63, 0, 150], heads=heads, group=group, dim=dim, dtype=dtype)
+    for n in (1, 16, 16, 7, 16, 100, 3):
+        for budget in (1, 33, 500):
+            lanes.select(budget)
+        lanes.append(n)
+    lanes.select(64)
+
+
+def test_clusters_are_taken_by_their_score_and_the_last_is_cut() -> None:
+    lanes = Lanes(SMALL, [300], heads=2, group=1)
+    index, found = lanes.index, lanes.sets(70)[0]
+    assert isinstance(index, ClusterIndex)
+    assert index.order is not None
+    for head in range(2):
+        stops, order = index.stops[0, head, :31].tolist(), index.order[0, head].tolist()
+        assert stops[0] == 0
+        assert stops[30] == 300
+        scores = index.digests[0, head, :30] @ lanes.query()[0, head]
+        wanted: list[int] = []
+        for unit in scores.argsort(descending=True).tolist():
+            wanted += order[stops[unit] : stops[unit + 1]]
+        assert found[head] == set(wanted[:70])
+
+
+def test_the_prompts_clusters_are_kmeans_of_its_keys() -> None:
+    lanes = Lanes(SMALL, [120], heads=2)
+    index = lanes.index
+    assert isinstance(index, ClusterIndex)
+    assert index.order is not None
+    start = draw(FIRST + torch.arange(120), 12, seed=7, layer=3, heads=2)
+    means, order, stops = kmeans(lanes.keys[0][:, FIRST : FIRST + 120], start, distance="cosine")
+    torch.testing.assert_close(index.digests[0, :, :12], means)
+    assert torch.equal(index.order[0, :, :120], order + FIRST)
+    assert torch.equal(index.stops[0, :, :13], stops)
+
+
+def test_a_full_batch_is_clustered_among_itself_however_it_came() -> None:
+    one, many = Lanes(SMALL, [100, 30]), Lanes(SMALL, [100, 30])
+    one.append(90)
+    for n in (16, 16, 16, 1, 30, 11):
+        many.append(n)
+    a, b = one.index, many.index
+    assert isinstance(a, ClusterIndex)
+    assert isinstance(b, ClusterIndex)
+    assert [lane.units for lane in a.lanes] == [10 + 4 + 4 + 1, 3 + 4 + 4 + 1]
+    for lane, host in enumerate(a.lanes):
+        assert host == b.lanes[lane]
+        for x, y in ((a.digests, b.digests), (a.order, b.order)):
+            assert x is not None
+            assert y is not None
+            used = host.units if x is a.digests else host.tokens
+            torch.testing.assert_close(x[lane, :, :used], y[lane, :, :used])
+        assert torch.equal(a.stops[lane, :, : host.units + 1], b.stops[lane, :, : host.units + 1])
+        assert a.order is not None
+        batch = a.order[lane, :, 100:140] if lane == 0 else a.order[lane, :, 30:70]
+        assert not torch.equal(batch, batch.sort(dim=1).values)  # clustered, no longer in text order
+
+
+def test_tokens_can_be_selected_before_their_batch_is_full() -> None:
+    lanes = Lanes(SMALL, [100])
+    lanes.append(5)
+    lanes.keys[0][:, 109] = 50 * lanes.query()[0].view(2, 2, -1).mean(dim=1)
+    lanes.append(1)
+    lanes.append(2)
+    assert all(109 in found for found in lanes.sets(12)[0])
+
+
+def test_a_lane_does_not_depend_on_the_others() -> None:
+    together = Lanes(SMALL, [150, 63, 90])
+    alone = Lanes(SMALL, [63], seeds=[1])
+    for n in (16, 40, 3):
+        together.append(n)
+        alone.append(n)
+        assert together.sets(50)[1] == alone.sets(50)[0]
+
+
+@pytest.mark.parametrize("length", [204, 200, 180, 150, 144, 140, 104, 60, 5])
+def test_truncate_forgets_and_goes_on(length: int) -> None:
+    lanes = Lanes(SMALL, [100, 100])
+    for _ in range(10):
+        lanes.append(10)
+    before = lanes.sets(60)[1]
+    lanes.truncate(0, length)
+    lanes.select(60)
+    lanes.select(1000)
+    for _ in range(5):
+        lanes.append(10, [0])
+        lanes.select(30)
+    assert lanes.sets(60)[1] == before
+
+
+def test_truncating_within_the_last_batch_is_as_if_it_had_not_come() -> None:
+    cut, plain = Lanes(SMALL, [100]), Lanes(SMALL, [100])
+    cut.append(75)
+    cut.truncate(0, FIRST + 155)
+    plain.append(55)
+    assert cut.sets(40) == plain.sets(40)
+    cut.append(30)
+    plain.append(30)
+    assert cut.sets(40) == plain.sets(40)
+    cut.append(5)  # 190
+    cut.truncate(0, FIRST + 180)  # exactly full, so clustered
+    plain.truncate(0, FIRST + 180)
+    assert cut.sets(40) == plain.sets(40)
+    # and the cut makes it an open batch again
+    cut.truncate(0, FIRST + 170)
+    plain.truncate(0, FIRST + 170)
+    assert cut.sets(40) == plain.sets(40)
+
+
+def test_cropping_again_and_again_adds_no_units() -> None:
+    lanes = Lanes(SMALL, [100])
+    lanes.append(200)
+    index = lanes.index
+    assert isinstance(index, ClusterIndex)
+    units = index.lanes[0].units
+    for _ in range(20):
+        lanes.truncate(0, FIRST + 210)
+        lanes.append(90)
+    assert index.lanes[0].units <= units + 4
+
+
+def test_reorder_and_state() -> None:
+    lanes = Lanes(SMALL, [150, 63, 0])
+    lanes.append(13)
+    before = lanes.sets(30)
+    other = Lanes(SMALL, [0, 0, 0])
+    other.index.load_state_dict(lanes.index.state_dict())
+    other.keys, other.length, other.queries = lanes.keys, list(lanes.length), lanes.queries
+    assert other.sets(30) == before
+    lanes.append(50)
+    other.store = lanes.store
+    other.append(50)
+    assert other.sets(30) == lanes.sets(30)
+    before = lanes.sets(30)
+    for name in ("keys", "length", "queries"):
+        setattr(lanes, name, [getattr(lanes, name)[lane] for lane in (1, 1, 0)])
+    lanes.index.reorder([1, 1, 0])
+    after = lanes.sets(30)
+    assert after == [before[1], before[1], before[0]]
+
+
+def test_addresses_stay_within_a_capacity() -> None:
+    lanes = Lanes(SMALL, [400, 400])
+    index = lanes.index
+    assert isinstance(index, ClusterIndex)
+    lanes.append(1)
+    tables = [getattr(index, name) for name in index._tables()]
+    where = [t.data_ptr() for t in tables]
+    for _ in range(10):
+        lanes.append(10)
+        lanes.select(64)
+    assert [getattr(index, name).data_ptr() for name in index._tables()] == where
+
+
+def test_recall_rises_with_the_number_of_clusters() -> None:
+    g = torch.Generator().manual_seed(0)
+    centres = torch.randn(60, 64, generator=g)
+    keys = (centres[torch.randint(60, (2, 1200), generator=g)] + 0.5 * torch.randn(2, 1200, 64, generator=g)).contiguous()
+    shares = []
+    for clusters in (4, 20, 100):
+        lanes = Lanes(partial(ClusterIndex, clusters=clusters), [0], group=1)
+        lanes.index.build(0, FIRST, keys, keys, lanes.queries[0][:, :64])
+        query = centres[:2][None]
+        found = lanes.index.select(query, 64).rows[0]
+        best = torch.topk(keys @ query[0, :, :, None], 64, dim=1).indices[..., 0] + FIRST
+        shares.append(sum(len(set(a.tolist()) & set(b.tolist())) for a, b in zip(found, best, strict=True)) / 128)
+    assert shares[0] < shares[1] < shares[2]
+    assert shares[2] > 0.5
+
+
+def test_draw_depends_on_seed_layer_head_and_position_only() -> None:
+    positions = torch.arange(50, 450)
+    drawn = draw(positions, 40, seed=1, layer=2, heads=3)
+    assert drawn.shape == (3, 40)
+    assert all(len(set(head.tolist())) == 40 for head in drawn)
+    assert torch.equal(drawn, draw(positions, 40, seed=1, layer=2, heads=3))
+    assert torch.equal(drawn[:2], draw(positions, 40, seed=1, layer=2, heads=2))
+    for seed, layer in ((2, 2), (1, 3)):
+        assert not torch.equal(drawn, draw(positions, 40, seed=seed, layer=layer, heads=3))
+    assert not torch.equal(drawn[0], drawn[1])
+    # where a position stands in the list does not matter
+    later = draw(positions[100:], 20, seed=1, layer=2, heads=1)[0] + 100
+    ranked = [p for p in draw(positions, 400, seed=1, layer=2, heads=1)[0].tolist() if p >= 100]
+    assert set(later.tolist()) <= set(ranked)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch": 0}, "batch is 0"),
+        ({"batch": 30, "clusters_per_batch": 4}, "batch is 30; it must be a multiple of clusters_per_batch, 4"),
+        ({"clusters": 0}, "clusters is 0"),
+        ({"distance": "l1"}, "distance is 'l1'"),
+        ({"policy": "best"}, "policy is 'best'"),
+    ],
+)
+def test_settings_out_of_range_are_named(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Lanes(partial(ClusterIndex, **options), [0])  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+def test_selecting_from_a_captured_graph(device: torch.device) -> None:
+    lanes = Lanes(SMALL, [400, 90], device=device, dtype=torch.bfloat16)
+    lanes.append(1)
+    query = lanes.query(0).clone()
+    lanes.index.select(query, 64)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        selection = lanes.index.select(query, 64)
+    for step in range(1, 6):
+        query.copy_(lanes.query(step))
+        selection.rows.fill_(-9)
+        graph.replay()
+        eager = lanes.index.select(query, 64)
+        assert torch.equal(selection.rows, eager.rows)
+        assert torch.equal(selection.counts, eager.counts)
+        lanes.append(16)

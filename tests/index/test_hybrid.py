@@ -1,0 +1,252 @@
+"""PRKV's static set and restructured pages as an index."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from lanes import FIRST, Lanes
+from torch import Tensor
+
+from kvthaw.cache.regions import Regions
+from kvthaw.errors import ConfigError
+from kvthaw.index.bounds import BoundIndex
+from kvthaw.index.hybrid import HybridIndex, choose_static, overlap_share
+from kvthaw.kernels import observe, page_bounds
+
+SMALL = partial(HybridIndex, page=8, interval=20)
+
+
+def hybrid(lanes: Lanes) -> HybridIndex:
+    assert isinstance(lanes.index, HybridIndex)
+    return lanes.index
+
+
+def table(index: HybridIndex, lane: int) -> list[Tensor]:
+    """What select() reads of a lane, copied."""
+    host = index.lanes[lane]
+    assert index.order is not None
+    parts = [index.order[lane, :, : host.tokens], index.stops[lane, :, : host.units + 1], index.digests[lane, :, : host.units]]
+    return [part.clone() for part in parts]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(x.shape == y.shape and torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0, "auto"])
+@pytest.mark.parametrize(("heads", "group", "dim", "dtype"), [(4, 1, 64, torch.float32), (2, 4, 96, torch.bfloat16)])
+def test_rows_are_valid_at_every_length(share: Any, heads: int, group: int, dim: int, dtype: torch.dtype) -> None:
+    lanes = Lanes(partial(SMALL, share=share), [1, 63, 0, 150], heads=heads, group=group, dim=dim, dtype=dtype)
+    for n in (1, 16, 16, 7, 16, 100, 3):
+        for budget in (33, 33, 500, 1):
+            lanes.select(budget)
+        lanes.append(n)
+    lanes.select(64)
+
+
+def test_the_static_set_is_what_the_window_attends_to() -> None:
+    lanes = Lanes(SMALL, [200], heads=2, group=2)
+    found = lanes.sets(40)[0]
+    keys, queries = lanes.keys[0][:, FIRST : FIRST + 200], lanes.queries[0][:, :64]
+    mass = observe.definition(queries.reshape(2, 128, 64), keys, torch.full((128,), 1 / 128), scale=64**-0.5)
+    index = hybrid(lanes)
+    for head in range(2):
+        static = mass[head].topk(10).indices + FIRST
+        assert set(static.tolist()) <= found[head]
+        assert index.order is not None
+        assert index.order[0, head, :10].tolist() == static.tolist()
+        rest = [p for p in range(FIRST, FIRST + 200) if p not in set(static.tolist())]
+        assert index.order[0, head, 10:200].tolist() == rest
+        pages = page_bounds.definition(keys[head : head + 1, torch.tensor(rest) - FIRST], 8, spread="mean")
+        torch.testing.assert_close(index.digests[0, head, :24], pages[0])
+
+
+def test_no_static_set_is_arkvale() -> None:
+    hybrids, pages = Lanes(partial(SMALL, share=0.0), [100, 31]), Lanes(partial(BoundIndex, page=8, spread="mean"), [100, 31])
+    for n in (16, 16, 5, 16):
+        assert hybrids.sets(40) == pages.sets(40)
+        hybrids.append(n)
+        pages.append(n)
+    assert hybrids.sets(40) == pages.sets(40)
+
+
+def test_all_static_does_not_look_at_the_query() -> None:
+    lanes = Lanes(partial(SMALL, share=1.0), [100])
+    assert lanes.sets(40, step=100) == lanes.sets(40, step=101)
+
+
+def test_every_step_sees_the_old_set_or_the_new_one() -> None:
+    lanes = Lanes(partial(SMALL, share=0.5), [200, 70])
+    lanes.select(40, 64)
+    index, changes = hybrid(lanes), 0
+    for step in range(65, 130):
+        before = [table(index, lane) for lane in range(2)]
+        plans = [watch.plan for watch in index.watches]
+        lanes.select(40, step)
+        assert all(same(table(index, lane), before[lane]) for lane in range(2))  # no step changes a set
+        if step % 10 == 0:
+            lanes.append(10)
+            for lane in range(2):
+                plan, now = plans[lane], table(index, lane)
+                if plan is None:  # the old set, and the new tokens behind it
+                    assert torch.equal(now[0][:, : before[lane][0].shape[1]], before[lane][0])
+                    assert torch.equal(now[1][:, 0], before[lane][1][:, 0])
+                else:  # the planned one whole, and the new tokens behind it
+                    changes += 1
+                    assert torch.equal(now[0][:, : plan.order.shape[1]], plan.order)
+                    full = plan.digests.shape[1] - 1
+                    assert torch.equal(now[2][:, :full], plan.digests[:, :full])
+    assert changes == 2 * 2
+
+
+def test_a_refresh_uses_the_last_queries_that_were_selected_for() -> None:
+    lanes = Lanes(partial(SMALL, share=0.5), [200])
+    lanes.select(40, 100)
+    for step in range(110, 190):  # more than the window's 64
+        lanes.select(40, step)
+    lanes.append(20)  # starts
+    lanes.append(1)  # puts in place
+    keys, queries = lanes.keys[0][:, FIRST : FIRST + 220], lanes.queries[0][:, 126:190]
+    mass = observe.definition(queries.reshape(2, 128, 64), keys, torch.full((128,), 1 / 128), scale=64**-0.5)
+    index = hybrid(lanes)
+    assert index.order is not None
+    static = mass.topk(20, dim=1).indices + FIRST
+    assert torch.equal(index.order[0, :, :20].sort(dim=1).values, static.int().sort(dim=1).values)
+
+
+def test_rows_known_at_the_prompt_or_at_the_first_step_are_the_same() -> None:
+    late, early = Lanes(SMALL, [150, 63]), Lanes(SMALL, [150, 63], build=False)
+    index = hybrid(early)
+    index.rows = 40
+    for lane, prompt in enumerate((150, 63)):
+        keys = early.keys[lane][:, FIRST : FIRST + prompt]
+        index.build(lane, FIRST, keys, keys, early.queries[lane][:, :64])
+    assert index.watches[0].rows == 40
+    for _ in range(4):
+        assert late.sets(40) == early.sets(40)
+        late.append(16)
+        early.append(16)
+
+
+def test_without_the_keys_in_the_store_pages_stay_as_they_are() -> None:
+    lanes = Lanes(SMALL, [100])
+    lanes.store.truncate(0, 0)
+    assert lanes.sets(30) == Lanes(partial(SMALL, share=0.0), [100]).sets(30)
+
+
+def test_a_prompt_that_was_never_built_gets_a_static_set_too() -> None:
+    lanes = Lanes(SMALL, [0])
+    lanes.append(60)
+    lanes.select(40)
+    assert hybrid(lanes).stops[0, :, 0].tolist() == [10, 10]
+
+
+def test_auto_share_is_the_papers_equation() -> None:
+    keys, queries = torch.randn(2, 120, 64), torch.randn(4, 2, 64)
+    common = []
+    for head in range(4):
+        tops = [set((keys[head // 2] @ queries[head, i]).topk(50).indices.tolist()) for i in range(2)]
+        common.append(len(tops[0] & tops[1]))
+    assert overlap_share(queries, keys, 50, 8) == pytest.approx(8 * int(sum(common) / 4 / 8) / 50)
+    assert overlap_share(queries[:, :1].expand(-1, 2, -1), keys, 48, 8) == 1.0
+
+
+def test_choose_static_keeps_the_others_in_text_order() -> None:
+    order = choose_static(torch.tensor([[0.1, 0.5, 0.0, 0.9]]), 2, 10)
+    assert order.tolist() == [[13, 11, 10, 12]]
+    assert choose_static(torch.rand(2, 5), 0, 3).tolist() == [[3, 4, 5, 6, 7]] * 2
+
+
+def test_a_lane_does_not_depend_on_the_others() -> None:
+    together, alone = Lanes(SMALL, [150, 63, 0]), Lanes(SMALL, [63], seeds=[1])
+    for step, n in enumerate((16, 16, 16, 3)):
+        assert together.sets(50, 70 + step)[1] == alone.sets(50, 70 + step)[0]
+        together.append(n)
+        alone.append(n)
+
+
+@pytest.mark.parametrize("length", [203, 190, 150, 130, 100, 36, 5, 4])
+def test_truncate_forgets_and_goes_on(length: int) -> None:
+    lanes = Lanes(SMALL, [100, 100])
+    for _ in range(10):
+        lanes.append(10)
+        lanes.select(60)
+    lanes.truncate(0, length)
+    lanes.select(60)
+    for _ in range(5):
+        lanes.append(10, [0])
+        lanes.select(60)
+    lanes.select(1000)
+
+
+def test_reorder_and_state_with_a_plan_under_way() -> None:
+    lanes = Lanes(partial(SMALL, share=0.5), [150, 63, 0])
+    lanes.select(40)
+    lanes.append(20)
+    lanes.select(40, 101)
+    assert hybrid(lanes).watches[0].plan is not None
+    other = Lanes(partial(SMALL, share=0.5), [0, 0, 0])
+    other.index.load_state_dict(copy.deepcopy(lanes.index.state_dict()))
+    other.keys, other.length, other.queries = lanes.keys, list(lanes.length), lanes.queries
+    for lane in range(3):
+        other._store(lane, lanes.length[lane])
+    for step, n in enumerate((10, 10, 10, 10)):
+        assert other.sets(40, step) == lanes.sets(40, step)
+        lanes.append(n)
+        other.append(n)
+    before = lanes.sets(40, 9)
+    other.sets(40, 9)
+    which = [1, 1, 0]
+    for name in ("keys", "length", "queries"):
+        setattr(lanes, name, [getattr(lanes, name)[lane] for lane in which])
+    lanes.index.reorder(which)
+    lanes.store.reorder(which)
+    assert lanes.sets(40, 9) == [before[1], before[1], before[0]]
+    lanes.append(20)
+    lanes.append(20)
+    found = lanes.sets(40, 9)
+    assert found[0] == found[1]
+
+
+def test_a_short_window_shortens_the_observation() -> None:
+    """Queries older than the window may stand before keys that are indexed."""
+    shape = Lanes(SMALL, [10]).shape
+    assert HybridIndex(shape).window == 64
+    index = HybridIndex(replace(shape, regions=Regions(FIRST, 8, 8)))
+    assert index.window == 8
+    index.rows = 8
+    keys, queries = torch.randn(2, 40, 64), torch.randn(4, 64, 64)
+    index.build(0, FIRST, keys, keys, queries)
+    assert torch.equal(index.queries[0].sort(dim=1).values, queries[:, -8:].sort(dim=1).values)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"share": 1.5}, "share is 1.5"), ({"share": "some"}, "share is 'some'"), ({"interval": 0}, "interval is 0")],
+)
+def test_settings_out_of_range_are_named(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Lanes(partial(HybridIndex, **options), [0])  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+def test_selecting_from_a_captured_graph(device: torch.device) -> None:
+    lanes = Lanes(SMALL, [400, 90], device=device, dtype=torch.bfloat16)
+    query = lanes.query(0).clone()
+    lanes.index.select(query, 64)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        selection = lanes.index.select(query, 64)
+    for step in range(1, 12):
+        query.copy_(lanes.query(step))
+        selection.rows.fill_(-9)
+        graph.replay()
+        eager = lanes.index.select(query, 64)
+        assert torch.equal(selection.rows, eager.rows)
+        assert torch.equal(selection.counts, eager.counts)
+        lanes.append(8)

@@ -1,0 +1,57 @@
+"""clusterkv as a method: what it is by default, options that reach the index, whole models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+from unit_methods import budget_is_kept, full_budget_is_full_attention, generate, indices, rows_alone_are_the_rows_of_a_batch
+
+import kvthaw
+from kvthaw.cache.regions import Regions
+from kvthaw.errors import ConfigError
+from kvthaw.index.clusters import ClusterIndex
+from kvthaw.methods import resolve
+from zoo import prompt
+
+
+def test_it_is_the_papers() -> None:
+    method = resolve("clusterkv")
+    assert (method.name, method.paper, method.unit) == ("clusterkv", "ClusterKV", "cluster")
+    assert method.regions == Regions(16, 16, 16)
+
+
+@pytest.mark.parametrize("options", [{}, {"batch": 16, "clusters_per_batch": 2}, {"distance": "l2", "clusters": 7}])
+def test_a_budget_for_everything_gives_full_attention(llama: PreTrainedModel, options: dict[str, Any]) -> None:
+    full_budget_is_full_attention(llama, "clusterkv", **options)
+
+
+def test_the_budget_is_kept(llama: PreTrainedModel) -> None:
+    budget_is_kept(llama, "clusterkv")
+
+
+@pytest.mark.parametrize("policy", ["max", "mean", "mean_query"])
+def test_rows_alone_are_the_rows_of_a_batch(llama: PreTrainedModel, policy: str) -> None:
+    rows_alone_are_the_rows_of_a_batch(llama, "clusterkv", policy=policy)
+
+
+def test_options_reach_the_index_and_generated_tokens_are_clustered(llama: PreTrainedModel) -> None:
+    options = {"batch": 32, "clusters_per_batch": 2, "tokens_per_cluster": 20, "distance": "inner", "policy": "mean"}
+    with kvthaw.attach(llama, "clusterkv", budget=96, **options) as handle:
+        generate(llama, {"input_ids": prompt(1, 200)}, 100)
+        for index in indices(handle):
+            assert isinstance(index, ClusterIndex)
+            assert (index.distance, index.policy, index.size) == ("inner", "mean", 16)
+            tokens, (prompts, clusters) = index.lanes[0].tokens, index.lanes[0].marks[1]
+            assert clusters == prompts // 20
+            assert tokens > prompts + 64
+            assert index.lanes[0].units == clusters + -(-(tokens - prompts) // 16)
+
+
+def test_settings_out_of_range_are_named(llama: PreTrainedModel) -> None:
+    for options, message in (({"distance": "l3"}, "distance is 'l3'"), ({"clusters_per_batch": 7}, "batch is 320")):
+        with kvthaw.attach(llama, "clusterkv", budget=64, **options), pytest.raises(ConfigError, match=message):
+            generate(llama, {"input_ids": prompt(1, 90)}, 2)
+    with pytest.raises(ConfigError, match="method 'clusterkv'"):
+        resolve("clusterkv", pages=3)

@@ -1,0 +1,51 @@
+"""quest as a method: what it is by default, options that reach the index, whole models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+from unit_methods import budget_is_kept, full_budget_is_full_attention, generate, indices, rows_alone_are_the_rows_of_a_batch
+
+import kvthaw
+from kvthaw.cache.regions import Regions
+from kvthaw.errors import ConfigError
+from kvthaw.index.bounds import BoundIndex
+from kvthaw.methods import resolve
+from zoo import prompt
+
+
+def test_it_is_the_papers() -> None:
+    method = resolve("quest")
+    assert (method.name, method.paper, method.unit) == ("quest", "Quest", "page")
+    assert method.regions == Regions(0, 16, 16)
+
+
+@pytest.mark.parametrize("options", [{}, {"page": 5}])
+def test_a_budget_for_everything_gives_full_attention(llama: PreTrainedModel, options: dict[str, Any]) -> None:
+    full_budget_is_full_attention(llama, "quest", **options)
+
+
+def test_the_budget_is_kept(llama: PreTrainedModel) -> None:
+    budget_is_kept(llama, "quest")
+
+
+@pytest.mark.parametrize("policy", ["max", "mean", "mean_query"])
+def test_rows_alone_are_the_rows_of_a_batch(llama: PreTrainedModel, policy: str) -> None:
+    rows_alone_are_the_rows_of_a_batch(llama, "quest", policy=policy)
+
+
+def test_options_reach_the_index(llama: PreTrainedModel) -> None:
+    with kvthaw.attach(llama, "quest", budget=96, page=8, policy="mean") as handle:
+        generate(llama, {"input_ids": prompt(1, 200)})
+        for index in indices(handle):
+            assert isinstance(index, BoundIndex)
+            assert (index.size, index.spread, index.policy) == (8, "max", "mean")
+
+
+def test_settings_out_of_range_are_named(llama: PreTrainedModel) -> None:
+    with pytest.raises(ConfigError, match="window is 0"):
+        resolve("quest", page=0)
+    with kvthaw.attach(llama, "quest", budget=64, policy="all"), pytest.raises(ConfigError, match="policy is 'all'"):
+        generate(llama, {"input_ids": prompt(1, 90)}, 2)
