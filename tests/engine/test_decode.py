@@ -76,8 +76,8 @@ def test_a_captured_cache_can_be_cropped_copied_and_continued() -> None:
             more = torch.randint(3, 512, (1, 30), generator=torch.Generator("cuda").manual_seed(1), device="cuda")
             pair = []
             for one in (cache, twin):
-                whole = torch.cat((torch.zeros(1, one.get_seq_length(), dtype=torch.int64, device="cuda"), more), dim=1)
-                pair.append(generate(llama, whole, 30, past_key_values=one))
+                whole = torch.cat((torch.full((1, one.get_seq_length()), 7, device="cuda"), more), dim=1)
+                pair.append(generate(llama, whole, 30, past_key_values=one, attention_mask=torch.ones_like(whole)))
             outs.append(torch.cat(pair))
     assert torch.equal(outs[0], outs[1])
 

@@ -91,7 +91,7 @@ def _cache(model: PreTrainedModel, method: str, **settings: Any) -> DynamicCache
     return DynamicCache(config=model.config) if method == HF else Cache(model, method, **settings)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def check(model: PreTrainedModel, method: str) -> None:
     """A method whose budget exceeds the prompt must give transformers' own logits. Raises CacheError where it does not."""
     device = model.device
@@ -114,7 +114,7 @@ def check(model: PreTrainedModel, method: str) -> None:
             )
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def measure(
     model: PreTrainedModel,
     method: str,

@@ -172,7 +172,7 @@ class DenseLayer:
     def _append(self, key: Tensor, value: Tensor) -> None:
         batch, heads, steps, dim = key.shape
         if self._data is None:
-            self._data = torch.empty((batch, heads, steps + 64, 2, dim), dtype=key.dtype, device=key.device)
+            self._data = torch.empty((batch, heads, steps + max(256, steps // 16), 2, dim), dtype=key.dtype, device=key.device)
         self._reserve(steps)
         end = self.seen + steps
         self._data[:, :, self.seen : end, 0] = key

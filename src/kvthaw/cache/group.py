@@ -21,14 +21,15 @@ from kvthaw.types import Index, LayerShape, Method, Selection
 class Choice:
     """What one decode step of a group attends to, and where it lies.
 
-    slots [B, H, M] int32: the pool slot of every selected row, -1 padded. fetch [B, H, M] int32: the rows to bring, else -1. Both
-    where the index works (CPU or device). live [B, H, C] bool on the device: slots that hold a selected row.
+    slots [B, H, M] int32: the pool slot of every selected row, -1 padded. fetch [B, H, M] int32: the rows to bring, else -1. live
+    [B, H, C] bool: slots that hold a selected row. All on the device; host: slots and fetch where the index works, if that is the CPU.
     """
 
     selection: Selection
     slots: Tensor
     fetch: Tensor
     live: Tensor
+    host: tuple[Tensor, Tensor] | None = None
 
 
 class Meter:
@@ -38,10 +39,10 @@ class Meter:
         self.steps = 0  # KV heads of lanes, over steps
         self.selected, self.fetched, self.most = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(3))
 
-    def add(self, choice: Choice) -> None:
-        counts = choice.selection.counts
+    def add(self, counts: Tensor, fetch: Tensor) -> None:
+        """Count a step. counts [B, H]: rows selected; fetch [B, H, M]: rows to bring, else -1."""
         self.selected += counts.sum()
-        self.fetched += (choice.fetch >= 0).sum()
+        self.fetched += (fetch >= 0).sum()
         torch.maximum(self.most, counts.max(), out=self.most)
         self.tick(counts.numel())
 
@@ -65,6 +66,7 @@ class Group:
         self.residency = Residency(lanes, shape.kv_heads, self.slots, device=where)
         self.choices: list[Choice] = []
         self.meter = Meter(where)
+        self._staging: Tensor | None = None
         self._pipeline = pipeline
         self._jobs: list[Future[None]] = []
 
@@ -94,10 +96,25 @@ class Group:
             for lane in range(query.shape[0]):
                 self.residency.clear(lane)
         slots, fetch, live = self.residency.admit(selection.rows)
-        choice = Choice(selection, slots, fetch, live.to(query.device, non_blocking=True))
+        self.meter.add(selection.counts, fetch)
+        if slots.device == query.device:
+            choice = Choice(selection, slots, fetch, live)
+        else:
+            choice = self._upload(selection, slots, fetch, live, query.device)
         self.choices.append(choice)
-        self.meter.add(choice)
         return choice
+
+    def _upload(self, selection: Selection, slots: Tensor, fetch: Tensor, live: Tensor, device: torch.device) -> Choice:
+        """A choice made on the host, brought to the device in one copy."""
+        count = slots.numel()
+        if self._staging is None or self._staging.numel() != 2 * count + live.numel():
+            self._staging = torch.empty(2 * count + live.numel(), dtype=torch.int32, pin_memory=True)
+        # The copy of the step before has ended: this step's query was waited for since, on the same stream.
+        self._staging[:count], self._staging[count : 2 * count] = slots.view(-1), fetch.view(-1)
+        self._staging[2 * count :] = live.view(-1)
+        there = self._staging.to(device, non_blocking=True)
+        parts = there[:count].view(slots.shape), there[count : 2 * count].view(fetch.shape)
+        return Choice(selection, *parts, there[2 * count :].view(live.shape).bool(), (slots, fetch))
 
     def truncate(self, lane: int, length: int) -> None:
         """Forget positions >= length of a lane."""
@@ -117,5 +134,5 @@ class Group:
         twin = Group(self.method, copy.deepcopy(self.shape, memo), lanes, self.rows, copy.deepcopy(self._pipeline, memo))
         twin.index.load_state_dict(self.index.state_dict())
         twin.residency = copy.deepcopy(self.residency, memo)
-        twin.meter = copy.copy(self.meter)
+        twin.meter = copy.deepcopy(self.meter, memo)
         return twin

@@ -186,7 +186,7 @@ class FrozenLayer:
             else:
                 self.group = self.leader.group
             assert self.group is not None
-            self._transfer = BulkCopy() if self.group.index.on_host or not pinned else UvaGather()
+            self._transfer = (method.transfer or UvaGather)() if pinned else BulkCopy()
         self.plan = plan
 
     def _dense(self, query: Tensor, key: Tensor, value: Tensor, before: int, how: Attention) -> Tensor:
@@ -233,7 +233,8 @@ class FrozenLayer:
         if self.group is not None and self._transfer is not None:
             choice = self.group.choose(query, seen) if self._chooses else self.group.choices[t]
             self._wait_for_copies()
-            self._transfer.fetch(self.store, self.slab, choice.fetch, choice.slots)
+            slots, fetch = choice.host if choice.host and not self._transfer.graph_safe else (choice.slots, choice.fetch)
+            self._transfer.fetch(self.store, self.slab, fetch, slots)
             visible = torch.cat((visible, choice.live), dim=2)
             selection = choice.selection
             if selection.partial is not None:

@@ -105,6 +105,10 @@ class Replay:
 
     def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Logits [B, 1, V] of one token a row, ids and positions [B, 1]; valid until the next step."""
+        with torch.inference_mode(False), torch.no_grad():  # what is kept from step to step are plain tensors
+            return self._take(ids, positions)
+
+    def _take(self, ids: Tensor, positions: Tensor) -> Tensor:
         moved = self._seen != self._layers[0].seen
         if self._graph is None or moved or any(layer.due() for layer in self._watch):
             self._prepare()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 from collections.abc import Callable
 from functools import partial
@@ -35,11 +36,15 @@ METHODS: dict[str, Callable[..., Method]] = {
 
 
 def resolve(method: str | Method, **options: Any) -> Method:
-    """A Method by name, with options, or as it is. Raises ConfigError, naming the nearest, for a name that is not in METHODS."""
+    """A Method by name, with options, or as it is. Options may stand in the name: "icecache:promote=0.1:merge=union".
+
+    Raises ConfigError, naming the nearest, for a name that is not in METHODS."""
     if isinstance(method, Method):
         if options:
             raise ConfigError(f"options {sorted(options)} go with a method's name; this is the finished method {method.name}")
         return method
+    method, *written = method.split(":")
+    options = {**dict(_option(text) for text in written), **options}
     if method not in METHODS:
         near = difflib.get_close_matches(method, METHODS, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
@@ -48,3 +53,11 @@ def resolve(method: str | Method, **options: Any) -> Method:
         return METHODS[method](**options)
     except TypeError as error:
         raise ConfigError(f"method {method!r}: {error}") from None
+
+
+def _option(text: str) -> tuple[str, Any]:
+    name, _, value = text.partition("=")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):  # a word
+        return name, value

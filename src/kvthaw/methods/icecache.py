@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from kvthaw.cache.regions import Regions
+from kvthaw.cache.transfer import BulkCopy, UvaGather
 from kvthaw.errors import ConfigError
 from kvthaw.index.forest import TreeIndex
 from kvthaw.index.tree_config import TreeConfig
-from kvthaw.types import LayerShape, Method
+from kvthaw.types import LayerShape, Method, Transfer
 
 _PRESETS: dict[str, dict[str, Any]] = {
     "paper": {},
     "code": {"promote": 0.03, "promote_higher": 0.2, "merge": "interleave"},
 }
 
+_TRANSFERS: dict[str, Callable[[], Transfer]] = {"uva": UvaGather, "bulk": BulkCopy}
 
-def icecache(*, preset: str = "paper", reuse: int = 1, threads: int = 0, **tree: Any) -> Method:
+
+def icecache(*, preset: str = "paper", reuse: int = 1, threads: int = 0, transfer: str = "uva", **tree: Any) -> Method:
     """Two pages of sink, two of window, one of buffer; whole pages of the tokens that a tree search found.
 
     Host: the trees, their search and the rows. Device: sink, window and the rows selected. GQA: the query heads of a group search
     on their own and share the budget as `merge` says. reuse: every how manieth layer searches; those between take its choice (the
-    paper's IceCache (reuse) has 3). threads: of the search, 0 for one a core. Other options are TreeConfig's fields.
+    paper's IceCache (reuse) has 3). threads: of the search, 0 for one a core. transfer, on a GPU: "bulk" as the paper has it, or "uva",
+    where a kernel reads the rows itself. Other options are TreeConfig's fields.
     """
     if preset not in _PRESETS:
         raise ConfigError(f"preset is {preset!r}; it must be one of {', '.join(_PRESETS)}")
+    if transfer not in _TRANSFERS:
+        raise ConfigError(f"transfer is {transfer!r}; it must be one of {', '.join(_TRANSFERS)}")
     if reuse < 1:
         raise ConfigError(f"reuse is {reuse}; it must be at least 1")
     options = {**_PRESETS[preset], **tree}
@@ -36,8 +43,9 @@ def icecache(*, preset: str = "paper", reuse: int = 1, threads: int = 0, **tree:
         unit="page",
         index=partial(_index, options, threads),
         regions=Regions(32, 32, 16),
+        transfer=_TRANSFERS[transfer],
         anchors=reuse,
-        options={"preset": preset, "reuse": reuse, **options},
+        options={"preset": preset, "reuse": reuse, "transfer": transfer, **options},
     )
 
 

@@ -1,43 +1,70 @@
 #include "admit.h"
 
 #include <algorithm>
-#include <numeric>
 #include <vector>
+
+#include "pool.h"
 
 namespace kvthaw {
 
+namespace {
+
+struct Pair {  // the tables of one (lane, KV head)
+    const int32_t* rows;
+    int32_t *row_slot, *slot_row, *used, *slots, *fetch;
+    bool* live;
+};
+
+void admit_one(const Pair& p, int width, int places, int32_t step) {
+    int missing = 0;
+    for (int m = 0; m < width; ++m) {
+        const int32_t slot = p.rows[m] < 0 ? -1 : p.row_slot[p.rows[m]];
+        p.slots[m] = slot;
+        if (slot >= 0) p.used[slot] = step;
+        missing += p.rows[m] >= 0 && slot < 0;
+    }
+    // Those wanted longest ago go first, ties by slot; slots hit in this step come last. One integer holds both.
+    std::vector<int64_t> order;
+    if (missing > 0) {
+        order.resize(places);
+        for (int slot = 0; slot < places; ++slot) order[slot] = static_cast<int64_t>(p.used[slot]) << 32 | slot;
+        if (missing < places) std::nth_element(order.begin(), order.begin() + missing, order.end());
+        std::sort(order.begin(), order.begin() + std::min(missing, places));
+    }
+    int next = 0;
+    for (int m = 0; m < width; ++m) {
+        p.fetch[m] = -1;
+        const int32_t row = p.rows[m];
+        if (row < 0 || p.slots[m] >= 0) continue;
+        const auto slot = static_cast<int32_t>(order[next++] & 0xffffffff);
+        if (p.slot_row[slot] >= 0) p.row_slot[p.slot_row[slot]] = -1;
+        p.slot_row[slot] = row;
+        p.row_slot[row] = slot;
+        p.used[slot] = step;
+        p.slots[m] = slot;
+        p.fetch[m] = row;
+    }
+    for (int slot = 0; slot < places; ++slot) p.live[slot] = p.used[slot] == step;
+}
+
+}  // namespace
+
 void admit(size_t pairs, int width, int capacity, int places, int32_t step, const int32_t* rows, int32_t* row_slot,
            int32_t* slot_row, int32_t* used, int32_t* slots, int32_t* fetch, bool* live) {
-    std::vector<int32_t> order(places);
-    for (size_t pair = 0; pair < pairs; ++pair) {
-        int missing = 0;
-        for (int m = 0; m < width; ++m) {
-            const int32_t slot = rows[m] < 0 ? -1 : row_slot[rows[m]];
-            slots[m] = slot;
-            if (slot >= 0) used[slot] = step;
-            missing += rows[m] >= 0 && slot < 0;
-        }
-        if (missing > 0) {  // those wanted longest ago go first, ties by slot; slots hit in this step come last
-            std::iota(order.begin(), order.end(), 0);
-            std::partial_sort(order.begin(), order.begin() + std::min(missing, places), order.end(), [&](int32_t a, int32_t b) {
-                return used[a] != used[b] ? used[a] < used[b] : a < b;
-            });
-        }
-        int next = 0;
-        for (int m = 0; m < width; ++m) {
-            fetch[m] = -1;
-            if (rows[m] < 0 || slots[m] >= 0) continue;
-            const int32_t slot = order[next++];
-            if (slot_row[slot] >= 0) row_slot[slot_row[slot]] = -1;
-            slot_row[slot] = rows[m];
-            row_slot[rows[m]] = slot;
-            used[slot] = step;
-            slots[m] = slot;
-            fetch[m] = rows[m];
-        }
-        for (int slot = 0; slot < places; ++slot) live[slot] = used[slot] == step;
-        rows += width, slots += width, fetch += width, live += places;
-        row_slot += capacity + 1, slot_row += places + 1, used += places + 1;
+    const auto one = [&](size_t i) {
+        const Pair pair{rows + i * width,
+                        row_slot + i * (capacity + size_t{1}),
+                        slot_row + i * (places + size_t{1}),
+                        used + i * (places + size_t{1}),
+                        slots + i * width,
+                        fetch + i * width,
+                        live + i * places};
+        admit_one(pair, width, places, step);
+    };
+    if (pairs * width < 4096) {  // less work than waking a thread
+        for (size_t i = 0; i < pairs; ++i) one(i);
+    } else {
+        Pool::instance().run(pairs, 0, one);
     }
 }
 
