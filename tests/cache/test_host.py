@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
 from kvthaw.cache.host import HostStore, check_host_memory
 from kvthaw.errors import HostMemoryError
@@ -77,6 +77,7 @@ class Stores(RuleBasedStateMachine):
     def copied(self, pair: tuple[HostStore, Lists]) -> tuple[HostStore, Lists]:
         return self._new(copy.deepcopy(pair[0]), Lists([list(lane) for lane in pair[1].lanes]))
 
+    @precondition(lambda self: len(self.known) > 1)
     @rule(pair=consumes(stores))
     def dropped(self, pair: tuple[HostStore, Lists]) -> None:
         self.known = [known for known in self.known if known is not pair]

@@ -1,0 +1,441 @@
+"""What every method keeps, over METHODS: a new method is held to it by its line there."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvthaw.cache.clock import Clock
+from kvthaw.cache.group import Choice
+from kvthaw.cache.layer import Attention, FrozenLayer
+from kvthaw.cache.pipeline import Pipeline
+from kvthaw.cache.plan import Settings
+from kvthaw.cache.regions import Regions
+from kvthaw.errors import CacheError, ConfigError
+from kvthaw.kernels import dense
+from kvthaw.kernels.merge import merge
+from kvthaw.kernels.sparse_decode import definition
+from kvthaw.methods import METHODS
+from kvthaw.types import Method
+from shapes import DTYPES, HEAD_DIMS, Shape, close
+
+MADE = {name: make() for name, make in METHODS.items()}
+RETRIEVES = [name for name, method in MADE.items() if method.index is not None]
+FROZEN = [name for name, method in MADE.items() if not method.dense]
+SMALL = Shape(batch=1, heads=2, group=2, head_dim=64)
+
+
+@dataclasses.dataclass
+class Text:
+    """Queries, keys and values of ragged rows, padded on the left; keys in clumps, so that there is something to find."""
+
+    shape: Shape
+    lengths: list[int]
+    steps: int
+    seed: int = 0
+    pads: list[int] = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        rng = torch.Generator().manual_seed(self.seed)
+        shape, longest = self.shape, max(self.lengths)
+        self.pads = [longest - n for n in self.lengths]
+        total = longest + self.steps
+
+        def noise(heads: int) -> Tensor:
+            return torch.randn(shape.batch, heads, total, shape.head_dim, generator=rng)
+
+        middles = 1.5 * torch.randn(shape.heads, 9, shape.head_dim, generator=rng)
+        which = torch.randint(0, 9, (shape.batch, total), generator=rng)
+        asked = torch.randint(0, 9, (shape.batch, total), generator=rng)
+        keys = middles[:, which].transpose(0, 1) + 0.7 * noise(shape.heads)
+        query = middles.repeat_interleave(shape.group, 0)[:, asked].transpose(0, 1) + 0.7 * noise(shape.q_heads)
+        self.query, self.keys, self.values = (x.to(shape.dtype) for x in (query, keys, noise(shape.heads)))
+
+    def row(self, lane: int) -> Text:
+        """One row alone, without its padding."""
+        twin = copy.copy(self)
+        twin.shape = Shape(1, self.shape.heads, self.shape.group, self.shape.head_dim, dtype=self.shape.dtype)
+        pad = self.pads[lane]
+        twin.query, twin.keys, twin.values = (x[lane : lane + 1, :, pad:] for x in (self.query, self.keys, self.values))
+        twin.lengths, twin.pads = [self.lengths[lane]], [0]
+        return twin
+
+
+@dataclasses.dataclass
+class Step:
+    """One decode step: what came out, and what was chosen."""
+
+    out: Tensor
+    choice: Choice | None
+    begins: list[int]
+
+
+class Layer:
+    """A layer of a method on its own, without a model."""
+
+    def __init__(self, name: str | Method, text: Text, **settings: Any) -> None:
+        method = MADE[name] if isinstance(name, str) else name
+        self.text, self.how = text, Attention(0.3)
+        self.frozen = FrozenLayer(3, Settings(method, extent=16, **settings), Pipeline(), Clock())
+        self.frozen.observer = self._observe
+        self.choices: list[Choice | None] = []
+
+    @property
+    def regions(self) -> Regions:
+        """As they were fitted to the budget."""
+        assert self.frozen.plan is not None
+        return self.frozen.plan.regions
+
+    @property
+    def rows(self) -> int:
+        """The most that the index may bring."""
+        assert self.frozen.plan is not None
+        return self.frozen.plan.rows
+
+    def _observe(self, layer: FrozenLayer, query: Tensor, choice: Choice | None) -> None:
+        self.choices.append(choice)
+
+    def take(self, start: int, stop: int, lanes: list[int] | None = None) -> Tensor:
+        """Tokens start .. stop of the text, the padding counted; [B, Hq, n, D]."""
+        text, rows = self.text, slice(None) if lanes is None else lanes
+        q, k, v = (x[rows, :, start:stop] for x in (text.query, text.keys, text.values))
+        pads = [text.pads[lane] for lane in (range(len(text.pads)) if lanes is None else lanes)]
+        return self.frozen.attend(q, k, v, [min(pad, stop) for pad in pads], self.how, fresh=True)
+
+    def prefill(self) -> Layer:
+        self.take(0, max(self.text.lengths))
+        return self
+
+    def decode(self, count: int | None = None, lanes: list[int] | None = None) -> Iterator[Step]:
+        for _ in range(self.text.steps if count is None else count):
+            at = self.frozen.seen
+            out = self.take(at, at + 1, lanes)
+            begins = [self.frozen.indexed(lane) for lane in range(self.frozen.lanes)]
+            yield Step(out[:, :, 0], self.choices[-1], begins)
+
+    def expected(self, step: Step, lane: int) -> Tensor:
+        """Attention over sink, ring and the chosen rows, taken from the text itself; [Hq, D]."""
+        text, pad, n = self.text, self.text.pads[lane], self.frozen.length(lane)
+        visible = torch.zeros(1, text.shape.heads, n, dtype=torch.bool)
+        visible[:, :, : self.regions.sink] = True
+        visible[:, :, step.begins[lane] :] = True
+        weight, parts = None, []
+        if step.choice is not None:
+            chosen = step.choice.selection
+            if chosen.log_weight is not None:
+                weight = torch.zeros(1, text.shape.q_heads, n)
+            for h in range(text.shape.heads):
+                rows = chosen.rows[lane, h]
+                visible[0, h, rows[rows >= 0].long()] = True
+                if weight is not None:
+                    for g in range(h * text.shape.group, (h + 1) * text.shape.group):
+                        weight[0, g, rows[rows >= 0].long()] = chosen.log_weight[lane, g][rows >= 0]
+            if chosen.partial is not None:
+                parts = [(chosen.partial.out[lane : lane + 1], chosen.partial.lse[lane : lane + 1])]
+        q, k, v = (x[lane : lane + 1, :, pad : pad + n] for x in (text.query, text.keys, text.values))
+        whole = definition(q[:, :, -1], k, v, visible, scale=self.how.scale, log_weight=weight)
+        return merge([whole.out, *(p[0] for p in parts)], [whole.lse, *(p[1] for p in parts)])[0][0]
+
+    def check(self, step: Step) -> None:
+        """The selection's contract, and the output that follows from it."""
+        frozen, shape, plan, lanes = self.frozen, self.text.shape, self.frozen.plan, self.frozen.lanes
+        assert plan is not None
+        if step.choice is not None:
+            chosen = step.choice.selection
+            assert chosen.rows.dtype == chosen.counts.dtype == torch.int32
+            assert chosen.rows.shape[:2] == chosen.counts.shape == (lanes, shape.heads)
+            assert chosen.rows.shape[2] <= plan.rows
+            assert int(chosen.counts.max()) <= plan.rows
+            assert torch.equal((chosen.rows >= 0).sum(dim=2).int(), chosen.counts)
+            if chosen.log_weight is not None:
+                assert chosen.log_weight.shape == (lanes, shape.q_heads, chosen.rows.shape[2])
+            if chosen.partial is not None:
+                assert chosen.partial.out.shape == (lanes, shape.q_heads, shape.head_dim)
+                assert chosen.partial.lse.shape == (lanes, shape.q_heads)
+            for lane in range(lanes):
+                for h in range(shape.heads):
+                    rows = chosen.rows[lane, h]
+                    rows = rows[rows >= 0].tolist()
+                    assert len(rows) == len(set(rows)), "a row was selected twice"
+                    assert all(plan.regions.sink <= row < step.begins[lane] for row in rows)
+                    n = frozen.length(lane)
+                    held = min(n, plan.regions.sink) + n - step.begins[lane]
+                    assert held + len(rows) <= plan.budget
+        for lane in range(lanes):
+            close(step.out[lane], self.expected(step, lane), shape.dtype)
+
+    def full(self, lane: int) -> Tensor:
+        """Full attention of the newest token, [Hq, D]."""
+        pad, n, text = self.text.pads[lane], self.frozen.length(lane), self.text
+        q, k, v = (x[lane : lane + 1, :, pad : pad + n] for x in (text.query, text.keys, text.values))
+        return dense.definition(q[:, :, -1:], k, v, scale=self.how.scale, causal=True)[0][0, :, 0]
+
+
+def sets(step: Step) -> list[list[set[int]]]:
+    """Of every lane and head, the rows chosen."""
+    if step.choice is None:
+        return []
+    return [[set(rows.tolist()) - {-1} for rows in lane] for lane in step.choice.selection.rows]
+
+
+BATCH = {"shape": Shape(batch=3, heads=2, group=2, head_dim=64), "lengths": [150, 61, 110], "steps": 45}
+
+
+@pytest.mark.parametrize("name", FROZEN)
+@pytest.mark.parametrize("budget", [16, 48, 100])
+def test_every_step_keeps_the_contract(name: str, budget: int) -> None:
+    layer = Layer(name, Text(**BATCH), budget=budget).prefill()
+    for step in layer.decode():
+        layer.check(step)
+    if name in RETRIEVES:
+        assert layer.frozen.group is not None
+        assert layer.frozen.group.meter.selected > 0
+    assert layer.frozen.held_max + (int(layer.frozen.group.meter.most) if layer.frozen.group else 0) <= budget
+
+
+@pytest.mark.parametrize("name", RETRIEVES)
+def test_retrieved_instead_of_a_budget(name: str) -> None:
+    text = Text(SMALL, [900], 40)
+    layer = Layer(name, text, retrieved=20).prefill()
+    for step in layer.decode():
+        layer.check(step)
+    assert layer.regions == MADE[name].regions
+    assert layer.rows == 20
+
+
+VARIANTS = [
+    *(Shape(batch=2, heads=2, group=4, head_dim=d) for d in HEAD_DIMS),
+    *(Shape(batch=2, heads=2, group=4, dtype=t) for t in DTYPES),
+    Shape(batch=2, heads=4, group=1, head_dim=128, dtype=torch.bfloat16),
+    Shape(batch=2, heads=1, group=8, head_dim=80, dtype=torch.float16),
+]
+
+
+@pytest.mark.parametrize("name", FROZEN)
+@pytest.mark.parametrize("shape", list(dict.fromkeys(VARIANTS)), ids=str)
+def test_budget_above_the_length_is_full_attention(name: str, shape: Shape) -> None:
+    layer = Layer(name, Text(shape, [120, 71], 24), budget=256).prefill()
+    for step in layer.decode():
+        for lane in range(2):
+            close(step.out[lane], layer.full(lane), shape.dtype)
+
+
+@pytest.mark.parametrize("name", FROZEN)
+@pytest.mark.parametrize("shape", list(dict.fromkeys(VARIANTS)), ids=str)
+def test_every_shape_keeps_the_contract(name: str, shape: Shape) -> None:
+    layer = Layer(name, Text(shape, [120, 71], 12), budget=40).prefill()
+    for step in layer.decode():
+        layer.check(step)
+
+
+@pytest.mark.parametrize("name", FROZEN)
+@pytest.mark.parametrize("length", [1, 2, 3, 7, 16, 33])
+def test_short_prompts(name: str, length: int) -> None:
+    """Steps enough that tokens leave for the index that had none."""
+    layer = Layer(name, Text(SMALL, [length], 50, seed=length), budget=40).prefill()
+    for step in layer.decode():
+        layer.check(step)
+        if step.begins[0] - layer.regions.sink <= layer.rows:
+            close(step.out[0], layer.full(0))
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_short_prompts_of_every_length_in_a_batch(name: str) -> None:
+    lengths = [*range(20, 41), *range(1, 20)]
+    layer = Layer(name, Text(Shape(batch=40, heads=1, group=2), lengths, 30), budget=24).prefill()
+    for i, step in enumerate(layer.decode()):
+        if i % 4 == 1 or i == 29:
+            layer.check(step)
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_a_row_of_a_batch_is_the_row_alone(name: str) -> None:
+    text = Text(**BATCH)
+    together = list(Layer(name, text, budget=48).prefill().decode())
+    for lane in range(3):
+        alone = Layer(name, text.row(lane), budget=48).prefill()
+        for step, one in zip(together, alone.decode(), strict=True):
+            if name in RETRIEVES:
+                assert sets(step)[lane] == sets(one)[0]
+            close(step.out[lane], one.out[0])
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_deterministic_with_a_seed(name: str) -> None:
+    runs = []
+    for noise in (1, 2):
+        torch.manual_seed(noise)
+        runs.append(list(Layer(name, Text(**BATCH), budget=48, seed=7).prefill().decode()))
+    for one, other in zip(*runs, strict=True):
+        assert torch.equal(one.out, other.out)
+        assert sets(one) == sets(other)
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_addresses_stay(name: str) -> None:
+    layer = Layer(name, Text(**BATCH), budget=48).prefill()
+    addresses = []
+    for step in layer.decode():
+        tensors = [layer.frozen.slab.data]
+        if layer.frozen.group is not None:
+            table = layer.frozen.group.residency
+            tensors += [table.row_slot, table.slot_row, table.used]
+            assert step.choice is not None
+        addresses.append([t.data_ptr() for t in tensors])
+    assert all(later == addresses[0] for later in addresses), "the tables were made for more tokens than these"
+
+
+def same_choices(one: Layer, other: Layer, count: int) -> None:
+    for a, b in zip(one.decode(count), other.decode(count), strict=True):
+        assert sets(a) == sets(b)
+        close(a.out, b.out)
+
+
+@pytest.mark.parametrize("name", RETRIEVES)
+def test_state_of_an_index_goes_on(name: str) -> None:
+    one = Layer(name, Text(**BATCH), budget=48).prefill()
+    list(one.decode(20))
+    other = copy.deepcopy(one)
+    other.frozen.observer = other._observe
+    assert one.frozen.group is not None
+    assert other.frozen.group is not None
+    one.frozen.settle()
+    index = MADE[name].index(other.frozen.group.shape)
+    index.load_state_dict(one.frozen.group.index.state_dict())
+    other.frozen.group.index = index
+    same_choices(one, other, 25)
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_copies_are_independent(name: str) -> None:
+    one = Layer(name, Text(**BATCH), budget=48).prefill()
+    list(one.decode(20))
+    other, third = copy.deepcopy(one), copy.deepcopy(one)
+    for layer in (other, third):
+        layer.frozen.observer = layer._observe
+    list(other.decode(25))
+    same_choices(one, third, 25)
+
+
+@pytest.mark.parametrize("name", RETRIEVES)
+@pytest.mark.parametrize("drop", [1, 9, 30, 59, 140])
+def test_crop_then_go_on(name: str, drop: int) -> None:
+    """Tokens that were dropped are never chosen; those that come in their place are."""
+    text = Text(SMALL, [120], 40)
+    layer = Layer(name, text, budget=48).prefill()
+    list(layer.decode())
+    layer.frozen.crop(drop)
+    assert layer.frozen.seen == 160 - drop
+    other = Text(SMALL, [120], 40, seed=5)
+    for x, y in ((text.query, other.query), (text.keys, other.keys), (text.values, other.values)):
+        x[:, :, 160 - drop :] = y[:, :, 160 - drop :]
+    for step in layer.decode(drop):
+        layer.check(step)
+
+
+@pytest.mark.parametrize("name", RETRIEVES)
+def test_crop_at_full_budget(name: str, request: pytest.FixtureRequest) -> None:
+    if name.startswith("icecache"):
+        reason = "a tree that was cleared still asks the store for the rows of the sink"
+        request.applymarker(pytest.mark.xfail(raises=CacheError, reason=reason))
+    text = Text(SMALL, [120], 40)
+    layer = Layer(name, text, budget=512).prefill()
+    list(layer.decode())
+    for drop in (3, 50, 130):
+        layer.frozen.crop(drop)
+        for step in layer.decode(drop):
+            close(step.out[0], layer.full(0))
+
+
+@pytest.mark.parametrize("name", FROZEN)
+@pytest.mark.parametrize("lanes", [[1, 0, 2], [2], [0, 0, 2, 1], [1, 1]], ids=str)
+def test_reorder(name: str, lanes: list[int]) -> None:
+    """A lane goes on as it would have, wherever it stands and whoever stands beside it."""
+    text = Text(**BATCH)
+    one, other = (Layer(name, text, budget=48).prefill() for _ in range(2))
+    list(one.decode(20))
+    list(other.decode(20))
+    other.frozen.reorder(lanes)
+    assert other.frozen.lanes == len(lanes)
+    for a, b in zip(one.decode(25), other.decode(25, lanes), strict=True):
+        for i, lane in enumerate(lanes):
+            if name in RETRIEVES:
+                assert sets(a)[lane] == sets(b)[i]
+            close(a.out[lane], b.out[i])
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_lanes_of_one_prefix_part(name: str) -> None:
+    """Beams: lanes made of one lane are given different tokens afterwards."""
+    text = Text(Shape(batch=2, heads=2, group=2), [150, 150], 45)
+    text.query[1, :, :150], text.keys[1, :, :150], text.values[1, :, :150] = (
+        text.query[0, :, :150],
+        text.keys[0, :, :150],
+        text.values[0, :, :150],
+    )
+    whole = Layer(name, text, budget=48).prefill()
+    grown = Layer(name, text, budget=48)
+    grown.take(0, 150, [0])
+    grown.frozen.reorder([0, 0])
+    for a, b in zip(whole.decode(), grown.decode(), strict=True):
+        grown.check(b)
+        assert sets(a) == sets(b)
+        close(a.out, b.out)
+
+
+@pytest.mark.parametrize("name", RETRIEVES)
+@pytest.mark.parametrize("chunk", [50, 64])
+def test_chunked_prefill_keeps_the_contract(name: str, chunk: int) -> None:
+    layer = Layer(name, Text(**BATCH), budget=48)
+    for start in range(0, 150, chunk):
+        layer.take(start, min(150, start + chunk))
+    for step in layer.decode():
+        layer.check(step)
+
+
+@pytest.mark.parametrize("name", RETRIEVES)
+def test_nothing_stays_when_the_method_says_so(name: str) -> None:
+    """Without residency every selected row is fetched, and the output is the same."""
+    text = Text(**BATCH)
+    keeps = Layer(name, text, budget=48).prefill()
+    drops = Layer(dataclasses.replace(MADE[name], resident=False), text, budget=48).prefill()
+    same_choices(keeps, drops, 30)
+    assert keeps.frozen.group is not None
+    assert drops.frozen.group is not None
+    assert drops.frozen.group.meter.fetched == drops.frozen.group.meter.selected
+    assert keeps.frozen.group.meter.fetched <= drops.frozen.group.meter.fetched
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_values_where_nothing_was_written_do_not_matter(name: str) -> None:
+    """The pool of a fresh layer holds zeros, and a row that was never fetched is never attended to."""
+    layer = Layer(name, Text(SMALL, [60], 20), budget=32).prefill()
+    slab = layer.frozen.slab
+    assert (slab.data[:, :, slab.pool_start :] == 0).all()
+    slab.data[:, :, slab.pool_start :] = 1e4  # finite, but seen in any output that it enters
+    for step in layer.decode():
+        layer.check(step)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_describe_themselves(name: str) -> None:
+    method = MADE[name]
+    assert method.name == name
+    assert set(method.unit.split(" + ")) <= {"token", "page", "cluster", "-"}
+    assert (method.unit == "-") == (method.index is None)
+    assert METHODS[name].__doc__
+
+
+@pytest.mark.parametrize("name", RETRIEVES)
+def test_the_smallest_budget_works_and_less_is_refused(name: str) -> None:
+    layer = Layer(name, Text(SMALL, [90], 5), budget=16).prefill()
+    for step in layer.decode():
+        layer.check(step)
+    with pytest.raises(ConfigError, match=r"smallest .* is 16 tokens"):
+        Layer(name, Text(SMALL, [90], 5), budget=15)
