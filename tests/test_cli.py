@@ -260,6 +260,9 @@ def test_errors_are_one_line_and_exit_code_1(model: str, tmp_path: Path) -> None
     refused(Said("eval", "passkey", "--model", model, "--out", "/nowhere/x", "--length", "300"), 1, "/nowhere/x")
     refused(Said("eval", "passkey", "--question", "both"), 1, "question is 'both'")
     refused(Said("demo", "--model", model, "--length", "100"), 1, "length is 100")
+    latin = tmp_path / "latin.txt"
+    latin.write_bytes(b"caf\xe9 au lait")
+    refused(Said("generate", "--file", str(latin), "--model", model), 1, "latin.txt is not UTF-8", "byte 3")
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "config.json").write_text("{}")

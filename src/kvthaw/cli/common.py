@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
-from kvthaw.errors import KvthawError
+from kvthaw.errors import ConfigError, KvthawError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -145,11 +145,12 @@ def prompt_text(prompt: str | None, file: Path | None) -> str:
         raise typer.BadParameter("give a prompt or --file, not both", param_hint="PROMPT")
     if prompt is not None:
         return prompt
-    if file is not None:
-        return file.read_text(encoding="utf-8")
-    if sys.stdin.isatty():
+    if file is None and sys.stdin.isatty():
         raise typer.BadParameter("give a prompt, --file, or text on stdin", param_hint="PROMPT")
-    return sys.stdin.read()
+    try:
+        return sys.stdin.read() if file is None else file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file or 'stdin'} is not UTF-8 text: {error.reason} at byte {error.start:,}") from None
 
 
 def human(count: float | None) -> str:

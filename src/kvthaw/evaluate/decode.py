@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +21,9 @@ if TYPE_CHECKING:
     from kvthaw.engine.hf import Cache
 
 CHUNK = 2048
-"""Tokens of a prompt that go through the model at once."""
+"""Tokens of a prompt that go through the model at once where all KV stays on the device."""
+WHOLE = 1 << 17
+"""The same where an index is built: one built over the whole prompt is better than one that grew chunk by chunk."""
 
 Pick = Callable[[Tensor], int]
 
@@ -69,24 +73,45 @@ def prefill(
     cache: Cache,
     ids: Sequence[int],
     *,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Tensor:
-    """Bring a prompt into the cache, chunk by chunk, which is exact. Returns the logits [V] after its last token.
+    """Bring a prompt into the cache, chunk by chunk. Returns the logits [V] after its last token, which no chunk size changes.
 
-    progress(done, total) is called before the first chunk and after each. Does not wait for offloading and indexing.
-    Raises ConfigError as `check_prompt`, before anything has changed.
+    chunk: tokens at once; None is CHUNK or, where an index is built, WHOLE. progress(done, total), in tokens, is called at the
+    start and after every layer of every chunk. Does not wait for offloading and indexing. Raises ConfigError as `check_prompt`,
+    before anything has changed.
     """
     check_prompt(model, cache.get_seq_length() + len(ids) if ids else 0)
+    tell = progress or (lambda done, total: None)
+    tell(0, len(ids))
     logits: Tensor | None = None
-    if progress is not None:
-        progress(0, len(ids))
-    for start, stop in chunks(len(ids), chunk):
-        logits = forward(model, cache, ids[start:stop])
-        if progress is not None:
-            progress(stop, len(ids))
+    for start, stop in chunks(len(ids), chunk or (CHUNK if cache.settings.method.dense else WHOLE)):
+        shares = partial(_between, tell, start, stop, len(ids))
+        with _by_layer(model, shares):
+            logits = forward(model, cache, ids[start:stop])
+        shares(1.0)
     assert logits is not None
     return logits
+
+
+def _between(tell: Callable[[int, int], None], start: int, stop: int, total: int, share: float) -> None:
+    tell(start + int((stop - start) * share), total)
+
+
+@contextmanager
+def _by_layer(model: PreTrainedModel, tell: Callable[[float], None]) -> Iterator[None]:
+    """Call tell(share) after every decoder layer but the last, where the model has its layers in the usual place."""
+    layers = list(getattr(model.get_decoder(), "layers", []))[:-1]
+    hooks = []
+    for number, layer in enumerate(layers, 1):
+        share = number / (len(layers) + 1)
+        hooks.append(layer.register_forward_hook(lambda *_, share=share: tell(share)))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @torch.no_grad()
