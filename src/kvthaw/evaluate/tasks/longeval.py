@@ -1,0 +1,69 @@
+"""LongEval's lines (LMSYS, 2023): many lines of a key and a register's content; what is the content in line X?"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .base import Sample, depth_of, distinct, fit, score_answers, word_key
+
+INTRO = (
+    "Below is a record of lines I want you to remember. Each line begins with 'line <line index>' and contains a "
+    "'<REGISTER_CONTENT>' at the end of the line as a numerical value. For each line index, memorize its corresponding "
+    "<REGISTER_CONTENT>. At the end of the record, I will ask you to retrieve the corresponding <REGISTER_CONTENT> of a "
+    "certain line index. Now the record start:\n\n"
+)
+LINE = "line {key}: REGISTER_CONTENT is <{value}>\n"
+QUESTION = "\nNow the record is over. Tell me what is the <REGISTER_CONTENT> in line {key}? I need the number. "
+
+
+def make(lines: list[tuple[str, int]], asked: int) -> Sample:
+    """The published prompt over `lines` (key, value), asking for the one at index `asked`."""
+    text = [LINE.format(key=key, value=value) for key, value in lines]
+    context = INTRO + "".join(text)
+    key, value = lines[asked]
+    return Sample(context, QUESTION.format(key=key), (str(value),), depth_of(context, text[asked]))
+
+
+@dataclass(frozen=True)
+class LongEval:
+    """Lines until the length is reached; in the published files 200 to 1350."""
+
+    name: str = "longeval"
+    max_new_tokens: int = 8
+
+    def sample(self, tokenizer: Any, *, length: int, seed: int, depth: float | None = None, text: str | None = None) -> Sample:
+        """See Task.sample; the unit is a line, `text` has no use here."""
+        at = random.Random(seed).random() if depth is None else depth
+        return fit(tokenizer, length, lambda n: self.with_lines(n + 1, seed, at))
+
+    def with_lines(self, n: int, seed: int, depth: float) -> Sample:
+        """A sample of `n` lines, whatever its length in tokens."""
+        rng = random.Random(f"{seed} lines")
+        lines = [(key, rng.randint(1, 50000)) for key in distinct(rng, word_key, n)]
+        return make(lines, min(n - 1, round(depth * (n - 1))))
+
+    def load(self, path: Path) -> list[Sample]:
+        """The samples of a published file, `200_lines.jsonl` and its like (gzip too), prompts byte for byte."""
+        opener = gzip.open if path.suffix == ".gz" else open
+        with opener(path, "rt", encoding="utf-8") as lines:
+            return [self._read(json.loads(line)) for line in lines]
+
+    def score(self, sample: Sample, output: str) -> float:
+        """1 if the content stands in the output as a whole number."""
+        return score_answers(sample, output)
+
+    @staticmethod
+    def _read(record: dict[str, Any]) -> Sample:
+        prompt: str = record["prompt"]
+        cut = prompt.rindex("\nNow the record is over.")
+        context = prompt[:cut]
+        depth = depth_of(context, record["correct_line"])
+        return Sample(context, prompt[cut:], (str(record["expected_number"]),), depth)
+
+
+GENERATORS = (LongEval(),)

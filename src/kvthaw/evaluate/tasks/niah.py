@@ -1,0 +1,104 @@
+"""Needles in a haystack, in RULER's wording (Hsieh et al., 2024): one, many keys, many values, many queries."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from .base import GRASS, Haystack, Sample, depth_of, distinct, fit, number, score_answers, uuid, word_key
+
+Kind = Literal["words", "numbers", "uuids"]
+MAKE = {"words": word_key, "numbers": number, "uuids": uuid}
+
+INTRO = (
+    "Some special magic {kind} are hidden within the following text. Make sure to memorize it. "
+    "I will quiz you about the {kind} afterwards.\n"
+)
+INTRO_ONE = (
+    "A special magic {one} is hidden within the following text. Make sure to memorize it. "
+    "I will quiz you about the {one} afterwards.\n"
+)
+NEEDLE = "One of the special magic {kind} for {key} is: {value}."
+QUESTION = (
+    "\nWhat are all the special magic {kind} for {query} mentioned in the provided text?"
+    " The special magic {kind} for {query} mentioned in the provided text are"
+)
+QUESTION_ONE = (
+    "\nWhat is the special magic {one} for {query} mentioned in the provided text?"
+    " The special magic {one} for {query} mentioned in the provided text is"
+)
+
+
+@dataclass(frozen=True)
+class Niah:
+    """One of RULER's needle tasks. `haystack`: the book, the grass filler line by line, or other needles."""
+
+    name: str
+    haystack: Literal["book", "grass", "needles"] = "book"
+    keys: int = 1  # how many keys stand in the text (needles: besides the haystack's own)
+    values: int = 1  # values a key
+    queries: int = 1  # keys that are asked for
+    key_kind: Kind = "words"
+    value_kind: Kind = "numbers"
+    max_new_tokens: int = 64
+
+    def sample(self, tokenizer: Any, *, length: int, seed: int, depth: float | None = None, text: str | None = None) -> Sample:
+        """See Task.sample; the unit is a word, a line of filler or a needle. `depth` is that of the first key asked for."""
+        rng = random.Random(seed)
+        keys = distinct(rng, MAKE[self.key_kind], max(self.keys, self.queries))
+        values = [distinct(rng, MAKE[self.value_kind], self.values) for _ in keys]
+        needles = [self._needle(k, v) for k, vs in zip(keys, values, strict=True) for v in vs]
+        depths = [rng.random() for _ in needles]
+        asked = keys[: self.queries]
+        if depth is not None:
+            depths[0] = depth
+            depths[1 : self.values] = [depth + (1 - depth) * d for d in depths[1 : self.values]]
+        one = self.queries * self.values == 1
+        query = ", ".join(asked[:-1]) + ", and " + asked[-1] if len(asked) > 1 else asked[0]
+        fields = {"kind": self.value_kind, "one": self.value_kind[:-1], "query": query}
+        question = (QUESTION_ONE if one else QUESTION).format(**fields)
+        intro = (INTRO_ONE if one else INTRO).format(**fields)
+        answers = tuple(v for vs in values[: self.queries] for v in vs)
+        words = Haystack.of(text) if self.haystack == "book" or text else None
+
+        def build(n: int) -> Sample:
+            body = (
+                words.with_facts(n, needles, depths) if words is not None else self._lines(n, needles, depths, seed, set(keys))
+            )
+            context = intro + body
+            return Sample(context, question, answers, depth_of(context, needles[0]))
+
+        return fit(tokenizer, length, build)
+
+    def score(self, sample: Sample, output: str) -> float:
+        """The share of the values asked for that stand in the output."""
+        return score_answers(sample, output)
+
+    def _needle(self, key: str, value: str) -> str:
+        return NEEDLE.format(kind=self.value_kind, key=key, value=value)
+
+    def _lines(self, n: int, needles: list[str], depths: list[float], seed: int, taken: set[str]) -> str:
+        lines = [GRASS] * n
+        if self.haystack == "needles":
+            rng = random.Random(f"{seed} haystack")
+            for i in range(n):
+                key = MAKE[self.key_kind](rng)
+                while key in taken:
+                    key = MAKE[self.key_kind](rng)
+                lines[i] = self._needle(key, MAKE[self.value_kind](rng))
+        for depth, needle in sorted(zip(depths, needles, strict=True), reverse=True):
+            lines.insert(round(depth * n), needle)
+        return "\n".join(lines)
+
+
+GENERATORS = (
+    Niah("niah_single"),
+    Niah("niah_single_grass", haystack="grass"),
+    Niah("niah_single_uuid", value_kind="uuids"),
+    Niah("niah_multikey", keys=4),
+    Niah("niah_multikey_needles", haystack="needles"),
+    Niah("niah_multikey_uuid", haystack="needles", key_kind="uuids", value_kind="uuids"),
+    Niah("niah_multivalue", values=4),
+    Niah("niah_multiquery", keys=4, queries=4, max_new_tokens=80),
+)

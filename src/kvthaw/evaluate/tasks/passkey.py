@@ -1,0 +1,46 @@
+"""Pass key retrieval (Mohtashami & Jaggi, 2023): one five-digit number in a text that is about something else."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from .base import GRASS, Haystack, Sample, depth_of, fit, number, score_answers
+
+INTRO = (
+    "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
+    "I will quiz you about the important information there.\n"
+)
+FACT = "The pass key is {key}. Remember it. {key} is the pass key."
+QUESTION = "\nWhat is the pass key? The pass key is"
+
+
+@dataclass(frozen=True)
+class Passkey:
+    """The pass key in the classic filler ("The grass is green. ...") or in a book."""
+
+    name: str
+    filler: str | None  # None: the book that ships
+    max_new_tokens: int = 8
+
+    def sample(self, tokenizer: Any, *, length: int, seed: int, depth: float | None = None, text: str | None = None) -> Sample:
+        """See Task.sample; the unit is a word."""
+        rng = random.Random(seed)
+        key = number(rng, 5)
+        at = rng.random() if depth is None else depth
+        haystack = Haystack.of(text or self.filler)
+        fact = FACT.format(key=key)
+
+        def build(n: int) -> Sample:
+            context = INTRO + haystack.with_facts(n, [fact], [at])
+            return Sample(context, QUESTION, (key,), depth_of(context, fact))
+
+        return fit(tokenizer, length, build)
+
+    def score(self, sample: Sample, output: str) -> float:
+        """1 if the pass key stands in the output as a whole number."""
+        return score_answers(sample, output)
+
+
+GENERATORS = (Passkey("passkey", GRASS), Passkey("passkey_book", None))

@@ -1,0 +1,75 @@
+"""Variable tracking, in RULER's wording (Hsieh et al., 2024): which variables got this value, through a chain?"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import string
+from dataclasses import dataclass
+from typing import Any
+
+from .base import GRASS, Haystack, Sample, depth_of, distinct, fit, number, score_answers
+
+INTRO = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
+FIRST = "VAR {name} = {value}"
+NEXT = "VAR {name} = VAR {before} "
+QUESTION = (
+    "\nQuestion: Find all variables that are assigned the value {value} in the text above."
+    " Answer: According to the chain(s) of variable assignment in the text above, {count} variables are assgined"
+    " the value {value}, they are: "
+)
+
+
+def variable(rng: random.Random) -> str:
+    """Five capital letters."""
+    return "".join(rng.choices(string.ascii_uppercase, k=5))
+
+
+@dataclass(frozen=True)
+class VariableTracking:
+    """One chain of assignments in filler or, with `text`, in a text. The wording, with its slip, is RULER's."""
+
+    name: str = "variable_tracking"
+    chains: int = 1
+    hops: int = 4
+    max_new_tokens: int = 48
+
+    def sample(self, tokenizer: Any, *, length: int, seed: int, depth: float | None = None, text: str | None = None) -> Sample:
+        """See Task.sample; the unit is a word of the text, or a line of filler. `depth` is that of the first link."""
+        rng = random.Random(seed)
+        steps = self.hops + 1
+        names = distinct(rng, variable, steps * self.chains)
+        values = distinct(rng, lambda r: number(r, 5), self.chains)
+        facts: list[str] = []
+        depths: list[float] = []
+        for chain, value in enumerate(values):
+            mine = names[chain * steps : (chain + 1) * steps]
+            facts.append(FIRST.format(name=mine[0], value=value))
+            facts += [NEXT.format(name=a, before=b) for b, a in itertools.pairwise(mine)]
+            places = sorted(rng.random() for _ in mine)
+            if chain == 0 and depth is not None:
+                places = [depth, *sorted(depth + (1 - depth) * rng.random() for _ in mine[1:])]
+            depths += places
+        question = QUESTION.format(value=values[0], count=steps)
+
+        def build(n: int) -> Sample:
+            body = Haystack.of(text).with_facts(n, facts, depths) if text is not None else self._lines(n, facts, depths)
+            context = INTRO + body
+            return Sample(context, question, tuple(names[:steps]), depth_of(context, facts[0]))
+
+        return fit(tokenizer, length, build)
+
+    def score(self, sample: Sample, output: str) -> float:
+        """The share of the chain's variables that stand in the output."""
+        return score_answers(sample, output)
+
+    @staticmethod
+    def _lines(n: int, facts: list[str], depths: list[float]) -> str:
+        lines = [GRASS + "\n"] * n
+        order = sorted(range(len(facts)), key=lambda i: (depths[i], i), reverse=True)
+        for i in order:
+            lines.insert(round(depths[i] * n), facts[i])
+        return " ".join(lines).rstrip()
+
+
+GENERATORS = (VariableTracking(),)

@@ -1,0 +1,229 @@
+"""The tasks: lengths, depths, seeds, scores, and the published formats."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from kvthaw.evaluate.tasks import TASKS, Sample
+from kvthaw.evaluate.tasks.base import ASSETS, Haystack, read_asset, word_list
+from kvthaw.evaluate.tasks.kv_retrieval import KVRetrieval
+from kvthaw.evaluate.tasks.longeval import LongEval
+from kvthaw.evaluate.tasks.niah import Niah
+from kvthaw.evaluate.tasks.variable_tracking import VariableTracking
+
+# the largest unit of each task under the shipped tokenizer; 8 tokens where it is a word
+UNIT = {
+    "niah_single_grass": 24,
+    "niah_multikey_needles": 40,
+    "niah_multikey_uuid": 100,
+    "longeval": 20,
+    "kv_retrieval": 80,
+    "variable_tracking": 26,
+}
+
+# the first lines and the end of LongEval's 200_lines.jsonl, with the other lines left out
+LONGEVAL_PROMPT = (
+    "Below is a record of lines I want you to remember. Each line begins with 'line <line index>' and contains a "
+    "'<REGISTER_CONTENT>' at the end of the line as a numerical value. For each line index, memorize its corresponding "
+    "<REGISTER_CONTENT>. At the end of the record, I will ask you to retrieve the corresponding <REGISTER_CONTENT> of a "
+    "certain line index. Now the record start:\n\n"
+    "line grotesque-classmate: REGISTER_CONTENT is <42527>\n"
+    "line imperfect-bull: REGISTER_CONTENT is <3119>\n"
+    "line torpid-kid: REGISTER_CONTENT is <2416>\n"
+    "\nNow the record is over. Tell me what is the <REGISTER_CONTENT> in line torpid-kid? I need the number. "
+)
+KV_PROMPT = """Extract the value corresponding to the specified key in the JSON object below.
+
+JSON data:
+{"a54e2eed-e625-4570-9f74-3624e77d6684": "d1ff29be-4e2a-4208-a182-0cea716be3d4",
+ "9f4a92b9-5f69-4725-ba1e-403f08dea695": "703a7ce5-f17f-4e6d-b895-5836ba5ec71c",
+ "52a9c80c-da51-4fc9-bf70-4a4901bc2ac3": "b2f8ea3d-4b1b-49e0-a141-b9823991ebeb"}
+
+Key: "9f4a92b9-5f69-4725-ba1e-403f08dea695"
+Corresponding value:"""
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(ASSETS / "model")
+
+
+def tokens(tokenizer: Any, text: str) -> int:
+    return len(tokenizer(text)["input_ids"])
+
+
+def answer(sample: Sample) -> str:
+    return ", ".join(sample.answers)
+
+
+@pytest.mark.parametrize("length", [640, 2500])
+@pytest.mark.parametrize("name", TASKS)
+def test_length(tokenizer: Any, name: str, length: int) -> None:
+    for seed in range(3):
+        sample = TASKS[name].sample(tokenizer, length=length, seed=seed)
+        n = tokens(tokenizer, sample.prompt)
+        assert length - UNIT.get(name, 8) < n <= length
+        question = tokenizer(sample.question, add_special_tokens=False)["input_ids"]
+        assert tokens(tokenizer, sample.context) + len(question) == n, "context and question split where tokens do"
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_deterministic(tokenizer: Any, name: str) -> None:
+    task = TASKS[name]
+    first, again = (task.sample(tokenizer, length=900, seed=5, depth=0.3) for _ in range(2))
+    assert first == again
+    other = task.sample(tokenizer, length=900, seed=6, depth=0.3)
+    assert other.answers != first.answers
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.25, 0.5, 1.0])
+@pytest.mark.parametrize("name", TASKS)
+def test_depth(tokenizer: Any, name: str, depth: float) -> None:
+    sample = TASKS[name].sample(tokenizer, length=6000, seed=1, depth=depth)
+    assert sample.depth == pytest.approx(depth, abs=0.08)
+    assert all(a in sample.context for a in sample.answers)
+    assert name == "kv_retrieval" or not any(a in sample.question for a in sample.answers)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_score(tokenizer: Any, name: str) -> None:
+    task = TASKS[name]
+    sample = task.sample(tokenizer, length=640, seed=2)
+    assert task.score(sample, f" {answer(sample)}.") == 1.0
+    assert task.score(sample, "") == 0.0
+    first = sample.answers[0]
+    share = 1 / len(sample.answers)
+    assert task.score(sample, f"It is '{first}'") == pytest.approx(share)
+    for fooled in (first[:-1], first[1:], first + "7", "7" + first, first + "x", f"x{first}", f"{first}-7"):
+        assert task.score(sample, f" {fooled}.") == 0.0
+
+
+def test_too_short(tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="length 20 is too short"):
+        TASKS["passkey"].sample(tokenizer, length=20, seed=0)
+
+
+def test_own_text(tokenizer: Any) -> None:
+    text = "Snow fell. Nobody spoke! Why? The lamp went out."
+    for name in ("passkey", "niah_multikey", "variable_tracking"):
+        sample = TASKS[name].sample(tokenizer, length=800, seed=0, text=text)
+        assert "The lamp went out." in sample.context
+        assert "Alice" not in sample.context
+        assert "grass" not in sample.context
+    with pytest.raises(ValueError, match="no word"):
+        Haystack.of("  \n ")
+
+
+def test_facts_stand_between_sentences() -> None:
+    text = Haystack.of("One two three. Four five six. Seven eight nine.")
+    assert text.with_facts(9, ["X."], [0.4]) == "One two three. Four five six. X. Seven eight nine."
+    assert text.with_facts(9, ["X.", "Y."], [0.0, 0.0]) == "X. Y. One two three. Four five six. Seven eight nine."
+
+
+def test_longeval_is_the_published_format(tmp_path: Path) -> None:
+    record = {
+        "random_idx": ["torpid-kid", 2],
+        "expected_number": 2416,
+        "num_lines": 3,
+        "correct_line": "line torpid-kid: REGISTER_CONTENT is <2416>\n",
+        "prompt": LONGEVAL_PROMPT,
+    }
+    file = tmp_path / "lines.jsonl"
+    file.write_text(json.dumps(record) + "\n")
+    (loaded,) = LongEval().load(file)
+    assert loaded.prompt == LONGEVAL_PROMPT
+    assert loaded.answers == ("2416",)
+    assert loaded.depth == 1.0
+    made = LongEval().with_lines(50, seed=0, depth=0.5)
+    head, *lines, blank, question = made.prompt.split("\n")[:1] + made.prompt.split("\n")[2:]
+    assert head + "\n\n" == LONGEVAL_PROMPT[: len(head) + 2]
+    assert len(lines) == 50
+    assert all(line.startswith("line ") and ": REGISTER_CONTENT is <" in line and line.endswith(">") for line in lines)
+    assert blank == ""
+    key = lines[round(0.5 * 49)].split(" ", 1)[1].split(":")[0]
+    assert question == LONGEVAL_PROMPT.rsplit("\n", 1)[1].replace("torpid-kid", key)
+
+
+def test_kv_is_the_published_format(tmp_path: Path) -> None:
+    records = [line.strip(' {},"').split('": "') for line in KV_PROMPT.split("\n")[3:6]]
+    records = [[key, value.rstrip('"}')] for key, value in records]
+    file = tmp_path / "kv.jsonl.gz"
+    with gzip.open(file, "wt") as out:
+        out.write(json.dumps({"ordered_kv_records": records, "key": records[1][0], "value": records[1][1]}) + "\n")
+    (loaded,) = KVRetrieval().load(file)
+    assert loaded.prompt == KV_PROMPT
+    assert loaded.answers == ("703a7ce5-f17f-4e6d-b895-5836ba5ec71c",)
+    made = KVRetrieval().with_records(75, seed=1, depth=0.0)
+    data = json.loads(made.context.split("JSON data:\n")[1])
+    assert len(data) == 75
+    assert data[made.question.split('"')[1]] == made.answers[0]
+    assert made.depth == pytest.approx(0.02, abs=0.02)
+
+
+def test_niah_wording(tokenizer: Any) -> None:
+    one = TASKS["niah_single"].sample(tokenizer, length=700, seed=0)
+    key = one.question.split("number for ")[1].split(" mentioned")[0]
+    assert one.context.startswith(
+        "A special magic number is hidden within the following text. Make sure to memorize it. "
+        "I will quiz you about the number afterwards.\n"
+    )
+    assert f"One of the special magic numbers for {key} is: {one.answers[0]}." in one.context
+    assert one.question == (
+        f"\nWhat is the special magic number for {key} mentioned in the provided text?"
+        f" The special magic number for {key} mentioned in the provided text is"
+    )
+    four = TASKS["niah_multiquery"].sample(tokenizer, length=700, seed=0)
+    assert four.question.startswith("\nWhat are all the special magic numbers for ")
+    assert four.question.count(", and ") == 2
+    assert four.question.endswith(" mentioned in the provided text are")
+    values = TASKS["niah_multivalue"].sample(tokenizer, length=700, seed=0)
+    assert len(values.answers) == 4
+    assert len(set(values.answers)) == 4
+
+
+def test_niah_needles_hold_the_key_once(tokenizer: Any) -> None:
+    for task in (Niah("a", haystack="needles"), Niah("b", haystack="needles", key_kind="uuids", value_kind="uuids")):
+        sample = task.sample(tokenizer, length=4000, seed=0)
+        key = sample.question.split(" for ")[1].split(" mentioned")[0]
+        assert sample.context.count(f" for {key} is: ") == 1
+
+
+def test_variable_chains(tokenizer: Any) -> None:
+    sample = VariableTracking(chains=3, hops=2).sample(tokenizer, length=1500, seed=4)
+    assert len(sample.answers) == 3
+    a, b, c = sample.answers
+    first, second, third = (sample.context.index(s) for s in (f"VAR {a} = ", f"VAR {b} = VAR {a}", f"VAR {c} = VAR {b}"))
+    assert first < second < third
+    assert sample.context.count("VAR ") == 9 + 6
+    assert "3 variables are assgined the value" in sample.question
+
+
+def test_assets(tokenizer: Any) -> None:
+    book = read_asset("book.txt")
+    assert len(book.encode()) <= 500_000
+    assert tokens(tokenizer, book) >= 33_000
+    assert tokenizer.decode(tokenizer(book)["input_ids"], skip_special_tokens=True) == book
+    assert len(word_list("adjectives.txt")) > 900
+    assert len(word_list("nouns.txt")) > 6700
+    shards = list((ASSETS / "model").glob("*.safetensors"))
+    assert shards
+    assert all(shard.stat().st_size < 16_000_000 for shard in shards)
+    assert sum(shard.stat().st_size for shard in shards) <= 32_000_000
+
+
+def test_tokenizer_keeps_keys_and_digits_apart(tokenizer: Any) -> None:
+    def pieces(text: str) -> list[str]:
+        return [tokenizer.decode([i]) for i in tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+    assert pieces("line torpid-kid: REGISTER_CONTENT is <24>\n") == [
+        *("line", " torpid", "-kid", ": REGISTER_CONTENT is <", "2", "4", ">\n"),
+    ]
+    uuid = "0b018c55-7fd0-48cc-face-2f3a45dd94bf"
+    assert pieces(f' "{uuid}"') == [' "', *uuid, '"']
+    assert pieces("VAR QWXYZ = 12") == ["VAR", " ", *"QWXYZ", " =", " ", "1", "2"]
