@@ -28,7 +28,7 @@ class ExactIndex:
         if policy not in get_args(Policy):
             raise ConfigError(f"policy is {policy!r}; it must be one of {', '.join(get_args(Policy))}")
         self.shape, self.policy = shape, policy
-        self.scale = shape.head_dim**-0.5
+        self.scale = shape.scale
         self._first = shape.regions.sink
         self._keys = torch.zeros((0, shape.kv_heads, 0, shape.head_dim), dtype=shape.dtype, device=shape.device)
         self._counts: list[int] = []

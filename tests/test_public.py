@@ -1,0 +1,120 @@
+"""The public face: what is visible is what is promised, and importing it changes nothing."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import kvthaw
+
+SOURCE = Path(kvthaw.__file__).parents[1]
+
+
+def run(program: str) -> str:
+    """What a program prints in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(SOURCE)!r})\n{program}"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_all_is_what_is_visible() -> None:
+    program = """
+import kvthaw
+for name in kvthaw.__all__:
+    getattr(kvthaw, name)
+modules = {name.split(".")[1] for name in sys.modules if name.startswith("kvthaw.")}
+visible = {name for name in dir(kvthaw) if not name.startswith("_")} - modules - {"annotations"}
+promised = set(kvthaw.__all__) - {"__version__"}
+assert visible == promised, visible ^ promised
+"""
+    run(program)
+    assert kvthaw.__version__.count(".") == 2
+
+
+def test_public_things_are_documented() -> None:
+    assert kvthaw.__doc__
+    for name in kvthaw.__all__:
+        thing = getattr(kvthaw, name)
+        if inspect.isclass(thing) or inspect.isfunction(thing):
+            assert thing.__doc__, name
+            for member, value in vars(thing).items():
+                if inspect.isfunction(value) and not member.startswith("_"):
+                    inherited = any(getattr(base, member, None) for base in thing.__mro__[1:])
+                    assert value.__doc__ or inherited, f"{name}.{member}"
+
+
+def test_importing_changes_nothing() -> None:
+    program = """
+import os, threading
+import torch, transformers
+from transformers import AttentionInterface, AttentionMaskInterface
+import warnings, logging, random
+
+def world():
+    return {
+        "attention": sorted(AttentionInterface().valid_keys()),
+        "masks": sorted(AttentionMaskInterface().valid_keys()),
+        "threads": threading.active_count(),
+        "environment": dict(os.environ),
+        "torch threads": torch.get_num_threads(),
+        "grad": torch.is_grad_enabled(),
+        "dtype": torch.get_default_dtype(),
+        "seed": torch.random.get_rng_state().sum().item(),
+        "random": hash(random.getstate()),
+        "filters": len(warnings.filters),
+        "loggers": [type(h).__name__ for h in logging.getLogger().handlers],
+        "cuda": torch.cuda.is_initialized(),
+        "folder": os.getcwd(),
+    }
+
+before = world()
+import kvthaw
+for name in kvthaw.__all__:
+    getattr(kvthaw, name)
+after = world()
+assert before == after, {k: (before[k], after[k]) for k in before if before[k] != after[k]}
+assert "kvthaw" not in after["attention"]
+for make in kvthaw.METHODS.values():
+    make()
+assert world() == before, "nor does making a method"
+"""
+    run(program)
+
+
+def test_attaching_registers_and_importing_is_light() -> None:
+    program = """
+import kvthaw
+assert "torch" not in sys.modules, "a name that needs no torch imports none"
+assert kvthaw.__version__
+from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+sizes = dict(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+model = LlamaForCausalLM(LlamaConfig(**sizes))
+before = model.config._attn_implementation
+hooks = len(model._forward_pre_hooks)
+handle = kvthaw.attach(model, "oracle", budget=32)
+assert "kvthaw" in AttentionInterface().valid_keys()
+assert model.config._attn_implementation == "kvthaw"
+handle.detach()
+assert model.config._attn_implementation == before
+assert len(model._forward_pre_hooks) == hooks
+assert "forward" not in vars(model)
+"""
+    run(program)
+
+
+def test_settings_and_results_are_frozen() -> None:
+    import dataclasses
+
+    from kvthaw.cache.plan import Plan, Settings
+
+    for cls in (kvthaw.Stats, kvthaw.Method, Settings, Plan):
+        assert dataclasses.is_dataclass(cls)
+        assert cls.__dataclass_params__.frozen
