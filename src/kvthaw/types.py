@@ -125,7 +125,7 @@ class Method:
     dense: every layer keeps all of its KV on the device and attends to all of it.
     regions: the paper's sink, window and update buffer.
     evicts: tokens that leave the window are dropped for good instead of offloaded.
-    resident: rows stay on the device from step to step while they are selected again.
+    keep: of how many steps, this one included, the selected rows stay on the device (ClusterKV's R); 0: each step brings its own.
     transfer: how rows come to a GPU; None: a kernel there reads them (UvaGather). On a CPU they are copied (BulkCopy).
     anchors: the layers that select, by number, or every how manieth of the layers that are not dense; the layers between follow the
     anchor before them.
@@ -138,7 +138,7 @@ class Method:
     regions: Regions
     dense: bool = False
     evicts: bool = False
-    resident: bool = True
+    keep: int = 1
     transfer: Callable[[], Transfer] | None = None
     anchors: int | tuple[int, ...] = 1
     options: dict[str, Any] = field(default_factory=dict, compare=False)

@@ -47,7 +47,11 @@ def main(
     json: bool = True,
     plot: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """Measure every method at every length and batch; prints a JSON line each, or with json=False a table at the end. Checks every method against transformers first."""
+    """Measure every method at every length and batch, after checking each against transformers.
+
+    Prints a JSON line a run, or with json=False a table at the end. Settings as for `kvthaw.Cache`. compile: also steps that
+    torch.compile has compiled. Needs a GPU for captured and compiled steps; elsewhere they are left out.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = build(shape, device)
     compiled = compiled_step(model.forward) if compile else None

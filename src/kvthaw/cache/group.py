@@ -22,7 +22,7 @@ class Choice:
     """What one decode step of a group attends to, and where it lies.
 
     slots [B, H, M] int32: the pool slot of every selected row, -1 padded. fetch [B, H, M] int32: the rows to bring, else -1. live
-    [B, H, C] bool: slots that hold a selected row. All on the device; host: slots and fetch where the index works, if that is the CPU.
+    [B, H, C] bool: slots that hold a selected row. All on the device; host: slots and fetch on the CPU too, if the index works there.
     """
 
     selection: Selection
@@ -61,7 +61,7 @@ class Group:
         assert method.index is not None
         self.method, self.shape, self.rows = method, shape, rows
         self.index: Index = method.index(shape)
-        self.slots = rows
+        self.slots = rows * max(1, method.keep)
         where = torch.device("cpu") if self.index.on_host else shape.device
         self.residency = Residency(lanes, shape.kv_heads, self.slots, device=where)
         self.choices: list[Choice] = []
@@ -92,7 +92,7 @@ class Group:
         asked = query.to(device="cpu", dtype=torch.float32) if self.index.on_host else query
         selection = self.index.select(asked, self.rows)
         self.residency.grow(length)
-        if not self.method.resident:
+        if self.method.keep == 0:
             for lane in range(query.shape[0]):
                 self.residency.clear(lane)
         slots, fetch, live = self.residency.admit(selection.rows)

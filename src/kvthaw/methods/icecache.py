@@ -26,8 +26,8 @@ def icecache(*, preset: str = "paper", reuse: int = 1, threads: int = 0, transfe
 
     Host: the trees, their search and the rows. Device: sink, window and the rows selected. GQA: the query heads of a group search
     on their own and share the budget as `merge` says. reuse: every how manieth layer searches; those between take its choice (the
-    paper's IceCache (reuse) has 3). threads: of the search, 0 for one a core. transfer, on a GPU: "bulk" as the paper has it, or "uva",
-    where a kernel reads the rows itself. Other options are TreeConfig's fields.
+    paper's IceCache (reuse) has 3). threads: of the search, 0 for one a core. transfer, on a GPU: "bulk" as the paper has it, or
+    "uva", where a kernel reads the rows itself. Other options are TreeConfig's fields.
     """
     if preset not in _PRESETS:
         raise ConfigError(f"preset is {preset!r}; it must be one of {', '.join(_PRESETS)}")
