@@ -404,7 +404,7 @@ def test_nothing_stays_when_the_method_says_so(name: str) -> None:
     """Without residency every selected row is fetched, and the output is the same."""
     text = Text(**BATCH)
     keeps = Layer(name, text, budget=48).prefill()
-    drops = Layer(dataclasses.replace(MADE[name], resident=False), text, budget=48).prefill()
+    drops = Layer(dataclasses.replace(MADE[name], keep=0), text, budget=48).prefill()
     same_choices(keeps, drops, 30)
     assert keeps.frozen.group is not None
     assert drops.frozen.group is not None
