@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-from kvthaw.kernels import HAS_TRITON
-from kvthaw.kernels import collide as op
-from kvthaw.kernels import tiers
-from kvthaw.kernels.srht import make_rotation
 from paris import SEED, SHAPES, Case, poisoned
 
+from kvthaw.kernels import HAS_TRITON, tiers
+from kvthaw.kernels import collide as op
+from kvthaw.kernels.srht import make_rotation
+
 CPU = torch.device("cpu")
-POLICIES = [("max", False), ("sum", False), ("max", True)]
+CASES = [
+    *((shape, "max", False) for shape in SHAPES),
+    *((shape, "sum", False) for shape in SHAPES[:2] + SHAPES[4:]),
+    *((shape, "max", True) for shape in SHAPES[1:2] + SHAPES[4:]),
+]  # shape, how a group's votes combine, whether its mean query stands for all
 
 
 def votes_one_by_one(similarity: torch.Tensor, sizes: torch.Tensor, limits: torch.Tensor) -> list[int]:
     """Appendix B.2.1, key by key: a cluster's votes by the rank of its first key."""
-    order = sorted(range(256), key=lambda c: (-float(similarity[c]), c))
-    votes, before = [0] * 256, 0
-    for c in order:
-        votes[c] = sum(before < int(limit) for limit in limits)
-        before += int(sizes[c])
+    votes = []
+    for c in range(256):
+        before = sum(int(sizes[o]) for o in range(256) if similarity[o] > similarity[c])
+        votes.append(sum(before < int(limit) for limit in limits))
     return votes
 
 
@@ -44,7 +46,9 @@ def test_collisions_cover_rho() -> None:
     """The keys that collide in a subspace are the top rho, and the rest of their last cluster."""
     case = Case(64, 1, (2000,), torch.float32, CPU)
     table = tiers.definition(
-        tiers.similarities(tiers.rotate_queries(case.query, 1, case.rotation, mean=False)), case.summaries.sizes, case.limits
+        tiers.similarities(tiers.rotate_queries(case.query, case.heads, case.rotation, mean=False)),
+        case.summaries.sizes,
+        case.limits,
     )
     for b in range(8):
         size = case.summaries.sizes[0, 0, b]
@@ -70,11 +74,11 @@ def test_the_most_votes_fit_their_bytes() -> None:
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
-@pytest.mark.parametrize(("dim", "group", "lengths", "dtype"), SHAPES)
-@pytest.mark.parametrize(("combine", "mean"), POLICIES)
+@pytest.mark.parametrize(("shape", "combine", "mean"), CASES)
 def test_kernels(
-    dim: int, group: int, lengths: tuple[int, ...], dtype: torch.dtype, combine: tiers.Combine, mean: bool, device: torch.device
+    shape: tuple[int, int, tuple[int, ...], torch.dtype], combine: tiers.Combine, mean: bool, device: torch.device
 ) -> None:
+    dim, group, lengths, dtype = shape
     case = Case(dim, group, lengths, dtype, device)
     found = case.summaries
     bins = op.bins(found.ids.shape[2], 1 if mean else group, combine)
@@ -88,9 +92,9 @@ def test_kernels(
     votes = tiers.definition(tiers.similarities(rotated), found.sizes, case.limits)
     assert torch.equal(table, tiers.pack(votes, combine))
     want_scores = op.definition(table, found.ids, combine)
-    for shuffled in (True, False):
+    for shared in (True, False):
         with poisoned():
-            scores = op.launch(table, found.ids, case.lengths, totals.zero_(), combine, shuffled=shuffled)
+            scores = op.launch(table, found.ids, case.lengths, totals.zero_(), combine, shared=shared)
         assert scores.counts is not None
         for lane, n in enumerate(lengths):
             assert torch.equal(scores.scores[lane, :, :n].int(), want_scores[lane, :, :n])

@@ -6,11 +6,11 @@ import itertools
 
 import pytest
 import torch
+from paris import SEED, SHAPES, blank
 
 from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels import encode as op
 from kvthaw.kernels.srht import make_rotation, srht
-from paris import SEED, SHAPES, blank
 
 triton_only = pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from paris import SHAPES, Case, poisoned
 
 from kvthaw.errors import ConfigError
 from kvthaw.kernels import HAS_TRITON, topk
 from kvthaw.kernels import rerank as op
 from kvthaw.kernels.encode import decode
 from kvthaw.kernels.tiers import rotate_queries
-from paris import SHAPES, Case, poisoned
 
 CPU = torch.device("cpu")
 triton_only = pytest.mark.skipif(not HAS_TRITON, reason="needs triton")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from paris import poisoned
 
 from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels import srht as op
-from paris import poisoned
 
 
 @pytest.mark.parametrize("dim", [8, 64, 80, 96, 128, 192, 256])

@@ -111,11 +111,11 @@ def check(policy: Policy, tokens: int = 40_000) -> dict[str, Any]:
     votes = tiering.definition(tiering.similarities(rotated), now.sizes, data["limits"])
     _demand(torch.equal(table, tiering.pack(votes, index._combine)), "tiers: votes differ")
     scores = collision.definition(table, now.ids, index._combine)
-    for shuffled in (True, False):
-        got = collision.launch(table, now.ids, lengths, totals.zero_(), index._combine, shuffled=shuffled)
+    for shared in (True, False):
+        got = collision.launch(table, now.ids, lengths, totals.zero_(), index._combine, shared=shared)
         for lane, n in enumerate(index._counts):
             _demand(
-                torch.equal(got.scores[lane, :, :n].int(), scores[lane, :, :n]), f"collide: scores differ (shuffled={shuffled})"
+                torch.equal(got.scores[lane, :, :n].int(), scores[lane, :, :n]), f"collide: scores differ (shared={shared})"
             )
     width = -(-found.most(now.capacity, K) // reranking.TILE) * reranking.TILE
     chosen = bucket.launch(got, lengths, wanted, width)
@@ -187,14 +187,15 @@ def steps(tokens: int, batch: int, *, with_torch: bool) -> list[dict[str, Any]]:
         return index.select(query, K)
 
     keys, picked = batch * HEADS * tokens, batch * HEADS * int(wanted[0])
-    scores = got.scores[:, :, :tokens]
+    want = int(wanted[0])
+    scores, real, estimates = got.scores[:, :, :tokens].contiguous(), chosen[:, :, :want].contiguous(), made.scores[..., :want]
     ours: dict[str, tuple[Callable[[encoding.Summaries], object], int]] = {
         "tiers": (
             lambda one: tiering.launch(query, index._rotation, one.sizes, data["limits"], totals, **how),
             query.nbytes + now.sizes.nbytes + rotated.nbytes + table.nbytes,
         ),
         "collide": (lambda one: collision.launch(table, one.ids, lengths, totals, "max"), keys * 17),
-        "collide_shuffled": (lambda one: collision.launch(table, one.ids, lengths, totals, "max", shuffled=True), keys * 17),
+        "collide_cached": (lambda one: collision.launch(table, one.ids, lengths, totals, "max", shared=False), keys * 17),
         "bucket_topk": (lambda one: bucket.launch(got, lengths, wanted, width), keys + 4 * picked),
         "rerank": (
             lambda one: reranking.launch(rotated, one, chosen, wanted, index._quantizer, scale),
@@ -206,9 +207,9 @@ def steps(tokens: int, batch: int, *, with_torch: bool) -> list[dict[str, Any]]:
     plain: dict[str, Callable[[encoding.Summaries], object]] = {
         "tiers": lambda one: tiering.definition(tiering.similarities(rotated), one.sizes, data["limits"]),
         "collide": lambda one: collision.definition(table, one.ids, "max"),
-        "bucket_topk": lambda one: torch.topk(scores.int(), int(index.ratios.wanted(tokens, K)), dim=2),
-        "rerank": lambda one: reranking.definition(rotated, one.codes, one.weights, chosen, index._quantizer),
-        "topk": lambda one: torch.topk(choosing.merge(made.scores, scale, "max"), K, dim=2),
+        "bucket_topk": lambda one: torch.topk(scores.int(), want, dim=2),
+        "rerank": lambda one: reranking.definition(rotated, one.codes, one.weights, real, index._quantizer),
+        "topk": lambda one: torch.topk(choosing.merge(estimates, scale, "max"), K, dim=2),
     }
     lines = []
     for name, (call, moved) in ours.items():

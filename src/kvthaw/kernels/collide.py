@@ -1,8 +1,8 @@
 """Votes a key: in each subspace its centroid's, summed (ParisKV, equation 15).
 
 Bytes and operations, 8 KV heads, n = 128k, d = 128: the 16 id bytes a key are read once for all query heads of a group (16.8
-MB), a score byte is written (1 MB); 4 us at 4300 GB/s. 16 table lookups a key, 16.8 M in all: the 256 words of a subspace stay
-in the nearest cache, where 32 random words take about 3.5 cycles, 14 k cycles or 8 us over 132 multiprocessors. With "max" a word
+MB), a score byte is written (1 MB); 4 us at 4300 GB/s. 16 table lookups a key, 16.8 M in all: the 256 words of a subspace lie
+in shared memory, where 32 random words take about 3.5 cycles, 14 k cycles or 8 us over 132 multiprocessors. With "max" a word
 holds the votes of four query heads in its bytes, so that one lookup and one addition serve four heads; 6 B <= 192 never
 overflows one. The ids of a subspace lie together, [B, capacity], so that a thread loads 16 keys at once. The scores' histogram
 is made in passing: of every chunk of keys, and of all.
@@ -60,7 +60,7 @@ if HAS_TRITON:
 
     @triton.jit
     def _collide(table, ids, lengths, scores, counts, totals, heads, capacity, chunks, W: tl.constexpr, SUBS: tl.constexpr,
-                 BINS: tl.constexpr, SUM: tl.constexpr, CHUNK: tl.constexpr, SHUFFLED: tl.constexpr):  # fmt: skip
+                 BINS: tl.constexpr, SUM: tl.constexpr, CHUNK: tl.constexpr, SHARED: tl.constexpr):  # fmt: skip
         # One program: CHUNK keys of one KV head.
         chunk = tl.program_id(0)
         pair = (tl.program_id(2) * heads + tl.program_id(1)).to(tl.int64)
@@ -74,7 +74,7 @@ if HAS_TRITON:
                 for b in tl.static_range(SUBS):
                     row = table + ((pair * W + w) * SUBS + b) * 256
                     id = tl.load(ids + (pair * SUBS + b) * capacity + place).to(tl.int32)  # in bounds, whatever it holds
-                    if SHUFFLED:
+                    if SHARED:
                         total += tl.gather(tl.load(row + entry), id, 0)
                     else:
                         total += tl.load(row + id)
@@ -91,9 +91,9 @@ if HAS_TRITON:
             tl.atomic_add(totals + pair * BINS + bin, above, mask=above > 0, sem="relaxed")
 
 
-def launch(table: Tensor, ids: Tensor, lengths: Tensor, totals: Tensor, combine: Combine, *, shuffled: bool = False) -> Scores:
-    """The kernel, on whatever device ids are. totals [L, H, bins] int32 holds zeros. shuffled: look votes up in registers, by
-    warp shuffles, instead of in memory (measured beside it)."""
+def launch(table: Tensor, ids: Tensor, lengths: Tensor, totals: Tensor, combine: Combine, *, shared: bool = True) -> Scores:
+    """The kernel, on whatever device ids are. totals [L, H, bins] int32 holds zeros. shared: look votes up in shared
+    memory, or else through the nearest cache (measured beside it)."""
     lanes, heads, words, subs = table.shape[:4]
     capacity = ids.shape[3]
     assert capacity % CHUNK == 0 and ids.is_contiguous() and table.is_contiguous() and totals.is_contiguous()
@@ -103,7 +103,7 @@ def launch(table: Tensor, ids: Tensor, lengths: Tensor, totals: Tensor, combine:
     counts = torch.empty((lanes, heads, width, chunks), dtype=torch.int32, device=ids.device)
     _collide[(chunks, heads, lanes)](
         table, ids, lengths, scores, counts, totals, heads, capacity, chunks, W=words, SUBS=subs, BINS=width,
-        SUM=combine == "sum", CHUNK=CHUNK, SHUFFLED=shuffled, num_warps=4,
+        SUM=combine == "sum", CHUNK=CHUNK, SHARED=shared, num_warps=8,
     )  # fmt: skip
     return Scores(scores, counts, totals)
 

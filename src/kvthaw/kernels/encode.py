@@ -176,7 +176,7 @@ def launch(keys: Tensor, rotation: Rotation, quantizer: Quantizer, into: Summari
     _encode[(triton.cdiv(n, block * loops), heads, rows)](
         keys, rotation.basis, quantizer.thresholds, quantizer.levels, into.ids, into.codes, into.weights, which[0], which[1], n,
         heads, into.capacity, rotation.scale, keys.stride(0), keys.stride(1), keys.stride(2), dim, SUBS=rotation.padded // SUB,
-        SQUARE=rotation.basis.shape[0], BLOCK=block, LOOPS=loops, UPCAST=keys.device.type == "cpu", num_warps=8,
+        SQUARE=rotation.basis.shape[0], BLOCK=block, LOOPS=loops, UPCAST=keys.device.type == "cpu", num_warps=16,
     )  # fmt: skip
 
 

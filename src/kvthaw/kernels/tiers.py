@@ -5,7 +5,8 @@ of the rho n nearest keys gives 6, 5, 4, 3, 2 or 1 votes: as many as there are l
 One limit for all tiers makes the vote binary.
 
 Bytes and operations, 32 query heads, d = 128: 8 KB of queries, 131 KB of cluster sizes, 512 tables; ranking compares all pairs
-of 256 centroids, 512 x 65536 comparisons and additions, about 4 us of the chip's integer units and no sort.
+of 256 centroids, 512 x 65536 comparisons and additions, 1300 instructions for each of them and its thread: about 4 us of the chip,
+with no sort.
 """
 
 from __future__ import annotations
@@ -46,11 +47,13 @@ def similarities(rotated: Tensor) -> Tensor:
 def definition(similarity: Tensor, sizes: Tensor, limits: Tensor) -> Tensor:
     """Votes [L, H, P, B, 256] int32. similarity likewise; sizes [L, H, B, 256]; limits [L, 6]: how many keys a tier ends at.
 
-    Equal similarities rank by centroid number.
+    Keys ranked before a cluster are those of clusters more similar; equally similar clusters share a tier.
     """
-    order = torch.sort(similarity, dim=-1, descending=True, stable=True).indices
-    ranked = sizes[:, :, None].expand_as(similarity).gather(-1, order)
-    before = ranked.cumsum(dim=-1) - ranked
+    ranked, order = torch.sort(similarity, dim=-1, descending=True)
+    size = sizes[:, :, None].expand_as(similarity).gather(-1, order)
+    before = size.cumsum(dim=-1) - size
+    again = torch.nn.functional.pad(ranked[..., 1:] == ranked[..., :-1], (1, 0))
+    before = torch.where(again, 0, before).cummax(dim=-1).values  # equal ones share the rank of the first
     votes = (before[..., None] < limits[:, None, None, None, None]).sum(dim=-1)
     return torch.zeros_like(votes).scatter_(-1, order, votes).int()
 
@@ -70,67 +73,54 @@ if HAS_TRITON:
     import triton.language as tl
 
     @triton.jit
-    def _signed(c, y0, y1, y2, y3, y4, y5, y6, y7):
-        out = tl.where(c & 1 > 0, y0, -y0)
-        out += tl.where(c & 2 > 0, y1, -y1)
-        out += tl.where(c & 4 > 0, y2, -y2)
-        out += tl.where(c & 8 > 0, y3, -y3)
-        out += tl.where(c & 16 > 0, y4, -y4)
-        out += tl.where(c & 32 > 0, y5, -y5)
-        out += tl.where(c & 64 > 0, y6, -y6)
-        out += tl.where(c & 128 > 0, y7, -y7)
-        return out
-
-    @triton.jit
-    def _tiers(query, basis, sizes, limits, rotated, table, totals, heads, scale, dim, GROUP: tl.constexpr,
-               P: tl.constexpr, SUBS: tl.constexpr, SQUARE: tl.constexpr, BINS: tl.constexpr, SUM: tl.constexpr,
-               STEP: tl.constexpr):  # fmt: skip
-        # One program: one subspace of one KV head, all its query heads. Also clears the histogram of that head's scores.
+    def _tiers(query, basis, sizes, limits, rotated, similarity, table, totals, heads, scale, dim, GROUP: tl.constexpr,
+               P: tl.constexpr, PER: tl.constexpr, SUBS: tl.constexpr, SQUARE: tl.constexpr, BINS: tl.constexpr,
+               SUM: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
+        # One program: PER query heads in one subspace, a centroid a thread. The first of a KV head clears its histogram of scores.
         pair = tl.program_id(0)
         b = tl.program_id(1)
         limit = limits + (pair // heads) * 6
-        if b == 0:
+        if (b == 0) & (tl.program_id(2) == 0):
             tl.store(totals + pair * BINS + tl.arange(0, BINS), tl.zeros((BINS,), tl.int32))
         i = tl.arange(0, SQUARE)
         j = tl.arange(0, 8)
         c = tl.arange(0, 256)
         columns = tl.load(basis + i[:, None] * SQUARE + b * 8 + j[None, :]).to(tl.float32)
-        word = tl.zeros((256,), tl.int32)
-        for p in tl.static_range(P):
+        together = tl.zeros((256,), tl.int32)
+        for one in tl.static_range(PER):
+            p = tl.program_id(2) * PER + one
             x = tl.zeros((SQUARE,), tl.float32)
             for g in tl.static_range(GROUP // P):
                 row = (pair * GROUP + p * (GROUP // P) + g) * dim
                 x += tl.load(query + row + i, mask=i < dim, other=0.0).to(tl.float32)
             y = tl.sum(columns * (x / (GROUP // P))[:, None], axis=0) * scale
             tl.store(rotated + ((pair * P + p) * 8 + j) * SUBS + b, y)
-            y0 = tl.sum(tl.where(j == 0, y, 0.0))
-            y1 = tl.sum(tl.where(j == 1, y, 0.0))
-            y2 = tl.sum(tl.where(j == 2, y, 0.0))
-            y3 = tl.sum(tl.where(j == 3, y, 0.0))
-            y4 = tl.sum(tl.where(j == 4, y, 0.0))
-            y5 = tl.sum(tl.where(j == 5, y, 0.0))
-            y6 = tl.sum(tl.where(j == 6, y, 0.0))
-            y7 = tl.sum(tl.where(j == 7, y, 0.0))
-            mine = _signed(c, y0, y1, y2, y3, y4, y5, y6, y7)[:, None]
+            mine = tl.zeros((256,), tl.float32)
+            for bit in tl.static_range(8):
+                part = tl.sum(tl.where(j == bit, y, 0.0))
+                mine += tl.where((c >> bit) & 1 > 0, part, -part)
+            all = similarity + ((pair * P + p) * SUBS + b) * 256
+            tl.store(all + c, mine)
+            tl.debug_barrier()  # each thread now reads what the others of this program wrote
             before = tl.zeros((256,), tl.int32)
             for first in range(0, 256, STEP):
                 o = first + tl.arange(0, STEP)
-                other = _signed(o, y0, y1, y2, y3, y4, y5, y6, y7)[None, :]
+                ahead = tl.load(all + o)[:, None] > mine[None, :]
                 size = tl.load(sizes + (pair * SUBS + b) * 256 + o)
-                ahead = (other > mine) | ((other == mine) & (o[None, :] < c[:, None]))
-                before += tl.sum(tl.where(ahead, size[None, :], 0), axis=1)
+                before += tl.sum(tl.where(ahead, size[:, None], 0), axis=0)
             votes = tl.zeros((256,), tl.int32)
             for t in tl.static_range(6):
                 votes += (before < tl.load(limit + t)).to(tl.int32)
             if SUM:
-                word += votes
-                if p == P - 1:
-                    tl.store(table + (pair * SUBS + b) * 256 + c, word)
-            else:
-                word |= votes << (8 * (p % 4))
-                if p % 4 == 3 or p == P - 1:
-                    tl.store(table + ((pair * ((P + 3) // 4) + p // 4) * SUBS + b) * 256 + c, word)
-                    word = tl.zeros((256,), tl.int32)
+                together += votes
+            else:  # a byte of the word of four heads; a last word that is not full has zeros in the rest
+                word = ((pair * ((P + 3) // 4) + p // 4) * SUBS + b) * 256 + c
+                tl.store(table + word * 4 + p % 4, votes.to(tl.uint8))
+                if (P % 4 != 0) & (p == P - 1):
+                    for rest in tl.static_range(4 - P % 4):
+                        tl.store(table + word * 4 + P % 4 + rest, tl.zeros((256,), tl.uint8))
+        if SUM:
+            tl.store(table + (pair * SUBS + b) * 256 + c, together)
 
 
 def launch(query: Tensor, rotation: Rotation, sizes: Tensor, limits: Tensor, totals: Tensor, *, mean: bool,
@@ -143,12 +133,14 @@ def launch(query: Tensor, rotation: Rotation, sizes: Tensor, limits: Tensor, tot
     group = q_heads // heads
     scored = 1 if mean else group
     rotated = torch.empty((lanes, heads, scored, SUB, subs), dtype=torch.float32, device=query.device)
+    similarity = torch.empty((lanes, heads, scored, subs, CENTROIDS), dtype=torch.float32, device=query.device)
     words = 1 if combine == "sum" else (scored + 3) // 4
     table = torch.empty((lanes, heads, words, subs, CENTROIDS), dtype=torch.int32, device=query.device)
-    _tiers[(lanes * heads, subs)](
-        query, rotation.basis, sizes, limits, rotated, table, totals, heads, rotation.scale, dim, GROUP=group, P=scored,
-        SUBS=subs, SQUARE=rotation.basis.shape[0], BINS=totals.shape[2], SUM=combine == "sum",
-        STEP=32 if query.is_cuda else 256, num_warps=8,
+    apart = 1 if combine == "sum" else scored
+    _tiers[(lanes * heads, subs, apart)](
+        query, rotation.basis, sizes, limits, rotated, similarity, table if combine == "sum" else table.view(torch.uint8), totals,
+        heads, rotation.scale, dim, GROUP=group, P=scored, PER=scored // apart, SUBS=subs, SQUARE=rotation.basis.shape[0],
+        BINS=totals.shape[2], SUM=combine == "sum", STEP=16 if query.is_cuda else 256, num_warps=8,
     )  # fmt: skip
     return rotated, table
 
