@@ -22,7 +22,8 @@ from kvthaw.index.tree_config import TreeConfig, config_from, draw_level
 from kvthaw.native import Isa, isas
 from kvthaw.types import LayerShape
 
-BUSY = TreeConfig(promote=0.2, promote_higher=0.3)  # many levels at few points
+# Many levels at few points, and searches that leave points out.
+BUSY = TreeConfig(promote=0.2, promote_higher=0.3, query_retrieve_share=0.8, insert_retrieve_share=0.6)
 
 
 def random_keys(heads: int, n: int, dim: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -100,10 +101,10 @@ def test_building_and_selecting_equal_the_definition(n: int, dtype: torch.dtype)
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("group", [1, 4, 8])
 @pytest.mark.parametrize("merge", ["interleave", "union"])
-@pytest.mark.parametrize("page_score", ["best", "mean"])
-def test_groups_and_policies_equal_the_definition(dim: int, group: int, merge: str, page_score: str) -> None:
+@pytest.mark.parametrize(("unit", "page_score"), [("page", "best"), ("page", "mean"), ("token", "best")])
+def test_groups_and_policies_equal_the_definition(dim: int, group: int, merge: str, unit: str, page_score: str) -> None:
     keys = random_keys(1, 600, dim, torch.bfloat16, seed=dim)
-    config = dataclasses.replace(BUSY, merge=merge, page_score=page_score, query_beam=6, query_beam_share=0.0)
+    config = dataclasses.replace(BUSY, merge=merge, unit=unit, page_score=page_score, query_beam=6, query_beam_share=0.0)
     index = make_index([keys], group, config)
     index.build(0, 0, keys)
     tree = defined(index, 0)
@@ -231,11 +232,16 @@ def test_the_budget_is_filled() -> None:
         assert len(selected(index, queries[None, :4], budget)[0]) == budget
 
 
-@pytest.mark.parametrize(("budget", "least"), [(36, 0.80), (72, 0.93), (176, 0.98)])
-def test_what_matters_is_found(budget: int, least: float) -> None:
+@pytest.mark.parametrize(
+    ("unit", "budget", "least"),
+    [("page", 36, 0.80), ("page", 72, 0.93), ("page", 176, 0.98), ("token", 36, 0.98), ("token", 176, 0.99)],
+)
+@pytest.mark.parametrize("built", [6000, 1000])
+def test_what_matters_is_found(unit: str, budget: int, least: float, built: int) -> None:
     keys, queries = clustered(6000, 64)
-    index = make_index([keys[None]], 1, TreeConfig())
-    index.build(0, 0, keys[None])
+    index = make_index([keys[None]], 1, TreeConfig(unit=unit))
+    index.build(0, 0, keys[None, :built])
+    index.append([0], keys[None, None, built:])
     found, best = 0.0, 0.0
     for query in queries:
         mass = (keys @ query / 8).softmax(0)

@@ -61,6 +61,7 @@ class TreeIndex:
             ("best", "mean").index(c.page_score),
             ("interleave", "union").index(c.merge),
             shape.scale,
+            ("page", "token").index(c.unit),
             isa_code(isa),
         )
 

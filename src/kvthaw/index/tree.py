@@ -39,8 +39,8 @@ class Probe:
     retrieve_share: float
 
 
-Page = tuple[int, int]
-"""A page of the definition: (its node, its place in the node)."""
+Unit = tuple[int, ...]
+"""The points of a page, in order; or one point."""
 
 
 class DciTree:
@@ -219,12 +219,16 @@ class DciTree:
     def select(self, queries: Tensor, budget: int) -> list[int]:
         """At most `budget` positions, none twice, for the queries [G, D] of the heads that share these keys.
 
-        Pages are taken in rank order, whole, while they fit. Of the first that does not fit, its best tokens that got a true
-        distance fill what is left (then its other tokens, in order), so that no budget is wasted while pages are left.
+        Units, pages or single tokens, are taken in rank order, whole, while they fit. Of a page that does not fit, its best
+        tokens that got a true distance fill what is left (then its other tokens, in order), so that no budget is wasted while
+        pages are left.
         """
         if budget >= len(self):
             return [self.first + i for i in range(len(self))]
-        home = {i: (node, p) for node, pages in self.pages.items() for p, page in enumerate(pages) for i in page}
+        if self.config.unit == "page":
+            home = {i: tuple(page) for pages in self.pages.values() for page in pages for i in page}
+        else:
+            home = {i: (i,) for i in range(len(self))}
         heads = []
         for query in queries.double():
             seen: dict[int, float] = {}
@@ -235,34 +239,31 @@ class DciTree:
             heads = [self._normalised(heads)]
         ranked = [self._rank(seen, home) for seen in heads]
         chosen: list[int] = []
-        taken: set[Page] = set()
+        taken: set[Unit] = set()
         turn = 0
         while len(chosen) < budget and any(ranked):
-            seen, pages = heads[turn % len(heads)], ranked[turn % len(heads)]
+            seen, units = heads[turn % len(heads)], ranked[turn % len(heads)]
             turn += 1
-            while pages and pages[0] in taken:
-                pages.pop(0)
-            if not pages:
+            while units and units[0] in taken:
+                units.pop(0)
+            if not units:
                 continue
-            node, place = page = pages.pop(0)
-            taken.add(page)
-            tokens = self.pages[node][place]
+            unit = units.pop(0)
+            taken.add(unit)
             room = budget - len(chosen)
-            if len(tokens) > room:
-                tokens = sorted(tokens, key=lambda i: (-seen.get(i, -math.inf), i))[:room]
-            chosen += tokens
+            chosen += unit if len(unit) <= room else sorted(unit, key=lambda i: (-seen.get(i, -math.inf), i))[:room]
         return [self.first + i for i in chosen]
 
-    def _rank(self, seen: dict[int, float], home: dict[int, Page]) -> list[Page]:
-        """Pages with a seen token, the best first; of equals the one with the earliest seen token."""
-        scores: dict[Page, list[float]] = {}
-        earliest: dict[Page, int] = {}
+    def _rank(self, seen: dict[int, float], home: dict[int, Unit]) -> list[Unit]:
+        """Units with a seen token, the best first; of equals the one with the earliest seen token."""
+        scores: dict[Unit, list[float]] = {}
+        earliest: dict[Unit, int] = {}
         for i, score in seen.items():
             scores.setdefault(home[i], []).append(score)
             earliest[home[i]] = min(i, earliest.get(home[i], i))
         mean = self.config.page_score == "mean"
-        rank = {page: sum(values) / len(values) if mean else max(values) for page, values in scores.items()}
-        return sorted(scores, key=lambda page: (-rank[page], earliest[page]))
+        rank = {unit: sum(values) / len(values) if mean else max(values) for unit, values in scores.items()}
+        return sorted(scores, key=lambda unit: (-rank[unit], earliest[unit]))
 
     def _normalised(self, heads: Sequence[dict[int, float]]) -> dict[int, float]:
         """One score a token for the group: the largest of its log shares in the heads' attention over what they saw."""

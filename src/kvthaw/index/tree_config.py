@@ -27,9 +27,12 @@ class TreeConfig:
         authors' field of view), and from no fewer than two for each page that the budget holds.
     query_visit, query_visit_share: a composite index visits the max(visit, share * members) points of a node that are nearest
         in projection; query_retrieve, query_retrieve_share: so many of those visited get a true distance.
+        The authors' code retrieves 0.8 (0.6 to insert); every level then loses that share of what it should have found.
     insert_*: the same for the searches that insert a key. Building needs none: it finds every nearest parent.
+    unit: what a selection is made of. "page": the pages of the best tokens, whole (algorithm 3). "token": those tokens alone
+        (algorithm 4's own answer): a store that fetches single rows need not bring a page's other tokens.
     page_score: a page ranks by the best ("best") or by the mean ("mean") of its tokens that got a true distance.
-    merge: how the query heads of one KV head share the budget. "interleave" takes their ranked pages in turn, "union" all pages
+    merge: how the query heads of one KV head share the budget. "interleave" takes their ranked units in turn, "union" all units
         by their best score, a score being q.k times the attention's scale less the head's own log-sum-exp over what it saw.
     seed: of promotions and directions.
     """
@@ -49,9 +52,10 @@ class TreeConfig:
     insert_visit: int = 0
     insert_visit_share: float = 1.0
     insert_retrieve: int = 0
-    insert_retrieve_share: float = 0.6
+    insert_retrieve_share: float = 1.0
+    unit: str = "page"
     page_score: str = "best"
-    merge: str = "interleave"
+    merge: str = "union"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -71,6 +75,7 @@ class TreeConfig:
         need("query_beam_share", 0.0 <= self.query_beam_share <= 1.0, "from 0 to 1")
         for name in ("query_visit_share", "query_retrieve_share", "insert_visit_share", "insert_retrieve_share"):
             need(name, 0.0 < getattr(self, name) <= 1.0, "above 0 and at most 1")
+        need("unit", self.unit in ("page", "token"), "'page' or 'token'")
         need("page_score", self.page_score in ("best", "mean"), "'best' or 'mean'")
         need("merge", self.merge in ("interleave", "union"), "'interleave' or 'union'")
         need("seed", 0 <= self.seed < 1 << 63, "from 0 to 2^63 - 1")

@@ -20,7 +20,7 @@ class Forest:
         self, lanes: int, heads: int, dim: int, dtype: int, extent: int, layer: int, directions: int, page_size: int,
         composites: int, simples: int, promote: float, promote_higher: float, seed: int, query: list[int],
         query_shares: list[float], query_beam_share: float, insert: list[int], insert_shares: list[float], page_score: int,
-        merge: int, scale: float, isa: int, /
+        merge: int, scale: float, unit: int, isa: int, /
     ) -> None: ...  # fmt: skip
     def copy(self) -> Forest: ...
     @property

@@ -75,7 +75,7 @@ NB_MODULE(_native, m) {
             [](Forest* self, int lanes, int heads, int dim, int dtype, int extent, int layer, uintptr_t directions, int page_size,
                int composites, int simples, double promote, double promote_higher, uint64_t seed, const std::vector<int>& query,
                const std::vector<double>& query_shares, double query_beam_share, const std::vector<int>& insert,
-               const std::vector<double>& insert_shares, int page_score, int merge, double scale, int isa) {
+               const std::vector<double>& insert_shares, int page_score, int merge, double scale, int unit, int isa) {
                 const auto effort = [](const std::vector<int>& counts, const std::vector<double>& shares) {
                     return Effort{counts.at(0), counts.at(1), counts.at(2), shares.at(0), shares.at(1)};
                 };
@@ -90,6 +90,7 @@ NB_MODULE(_native, m) {
                                         effort(query, query_shares),
                                         effort(insert, insert_shares),
                                         query_beam_share,
+                                        static_cast<Unit>(unit),
                                         static_cast<PageScore>(page_score),
                                         static_cast<Merge>(merge),
                                         static_cast<float>(scale),

@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <utility>
 #include <vector>
 
 #include "pool.h"
+#include "rank.h"
 #include "rows.h"
 
 namespace kvthaw {
@@ -43,20 +43,22 @@ size_t gather_rows(const int64_t* bases, int extents, int extent, size_t row_byt
 
 namespace {
 
-using Hit = std::pair<float, int32_t>;
-// A heap by this has the worst on top: the lowest score, of equals the latest position.
-bool better(const Hit& a, const Hit& b) { return a.first > b.first || (a.first == b.first && a.second < b.second); }
+// The best k so far, and some that were not yet sorted out.
+struct Best {
+    std::vector<uint64_t> keys;
+    float least = -HUGE_VALF;  // who scores less is not among the best k
 
-void offer(std::vector<Hit>& best, size_t k, Hit hit) {
-    if (best.size() < k) {
-        best.push_back(hit);
-        std::push_heap(best.begin(), best.end(), better);
-    } else if (better(hit, best.front())) {
-        std::pop_heap(best.begin(), best.end(), better);
-        best.back() = hit;
-        std::push_heap(best.begin(), best.end(), better);
+    void offer(float score, int32_t position, size_t k) {
+        keys.push_back(rank_key(score, position));
+        if (keys.size() >= 4 * k + 64) cut(k);
     }
-}
+    void cut(size_t k) {
+        if (keys.size() <= k) return;
+        std::nth_element(keys.begin(), keys.begin() + (k - 1), keys.end());
+        keys.resize(k);
+        least = score_of(keys.back());
+    }
+};
 
 }  // namespace
 
@@ -76,7 +78,7 @@ void flat_topk(const Kernels& kernels, const int64_t* bases, int extents, int ex
                 items.push_back({lane, head, begin, std::min(lengths[lane], begin + kItem)});
             items_of[static_cast<size_t>(lane) * heads + head + 1] = items.size();
         }
-    std::vector<std::vector<Hit>> found(items.size() * group);
+    std::vector<Best> found(items.size() * group);
     Pool::instance().run(items.size(), threads, [&](size_t i) {
         const Item& item = items[i];
         const Rows rows(bases + static_cast<size_t>(item.lane) * extents, extent, dim, dtype, item.head);
@@ -86,24 +88,27 @@ void flat_topk(const Kernels& kernels, const int64_t* bases, int extents, int ex
             n = std::min({kBlock, item.end - at, extent - at % extent});
             kernels.group_dots(own, group, rows.key(at), rows.stride(), n, dim, dtype, block.data(), kBlock);
             for (int g = 0; g < group; ++g) {
-                std::vector<Hit>& best = found[i * group + g];
-                for (int r = 0; r < n; ++r) {
-                    const float score = block[static_cast<size_t>(g) * kBlock + r];
-                    if (best.size() < static_cast<size_t>(k) || score > best.front().first) offer(best, k, {score, at + r});
-                }
+                Best& best = found[i * group + g];
+                const float* scores_of = block.data() + static_cast<size_t>(g) * kBlock;
+                for (int r = 0; r < n; ++r)
+                    if (scores_of[r] >= best.least) best.offer(scores_of[r], at + r, k);
             }
         }
+        for (int g = 0; g < group; ++g) found[i * group + g].cut(k);
     });
     Pool::instance().run(static_cast<size_t>(batch) * heads * group, threads, [&](size_t q) {
         const size_t plane = q / group, g = q % group;
-        std::vector<Hit> best;
-        for (size_t i = items_of[plane]; i < items_of[plane + 1]; ++i)
-            for (const Hit& hit : found[i * group + g]) offer(best, k, hit);
-        std::sort(best.begin(), best.end(), better);
-        best.resize(k, {-HUGE_VALF, -1});
+        Best best;
+        for (size_t i = items_of[plane]; i < items_of[plane + 1]; ++i) {
+            const std::vector<uint64_t>& more = found[i * group + g].keys;
+            best.keys.insert(best.keys.end(), more.begin(), more.end());
+        }
+        best.cut(k);
+        std::sort(best.keys.begin(), best.keys.end());
+        const int count = static_cast<int>(best.keys.size());
         for (int j = 0; j < k; ++j) {
-            scores[q * k + j] = best[j].first;
-            out[q * k + j] = best[j].second;
+            scores[q * k + j] = j < count ? score_of(best.keys[j]) : -HUGE_VALF;
+            out[q * k + j] = j < count ? id_of(best.keys[j]) : -1;
         }
     });
 }

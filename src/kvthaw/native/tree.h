@@ -16,6 +16,7 @@ namespace kvthaw {
 constexpr int kRoot = -1;
 constexpr int kMaxLevel = 32;
 
+enum class Unit : int { page = 0, token = 1 };
 enum class PageScore : int { best = 0, mean = 1 };
 enum class Merge : int { interleave = 0, join = 1 };
 
@@ -32,6 +33,7 @@ struct Settings {
     uint64_t seed;
     Effort query, insert;
     double query_beam_share;
+    Unit unit;
     PageScore page_score;
     Merge merge;
     float scale;  // of q.k in attention
@@ -62,6 +64,8 @@ struct Seen {
     std::vector<float> scores;
     std::vector<Span> spans;
     size_t last = 0;  // where the last level begins in points
+    float lse = 0;    // log-sum-exp of the scaled scores, where heads are joined by it
+    std::vector<uint64_t> best;  // the budget's best points by rank_key, in order, where single tokens are chosen
     // Room to work in.
     std::vector<const void*> rows;
     std::vector<int32_t> frontier, members;
@@ -105,9 +109,9 @@ public:
 
     // Searching. Algorithm 4 down to a level.
     void search(const Rows& rows, const Probe& probe, int level, Seen& seen) const;
-    // Search for a query: all levels. Its effort grows with the budget.
+    // Search for a query, all levels, and what choose() then needs of it. Its effort grows with the budget.
     void search_query(const Rows& rows, const float* query, int budget, Seen& seen) const;
-    // Pages of the heads' searches, cut to a budget: writes positions, returns how many.
+    // The heads' searches together, cut to a budget: writes positions, returns how many.
     int choose(const Seen* seen, int heads, int budget, int32_t* out) const;
 
     // State, in the order of tree.py's state().
@@ -151,6 +155,8 @@ private:
     void place(int point);
     int level_above(int level) const;  // the next that has points; 0: none
     int level_below(int level) const;
+    int choose_pages(const Seen* seen, int heads, int budget, int32_t* out) const;
+    int choose_tokens(const Seen* seen, int heads, int budget, int32_t* out) const;
     void collect(int node, const Probe& probe, Seen& seen) const;
     void prioritized_dci(int node, const Probe& probe, int visit, int retrieve, Seen& seen) const;
 

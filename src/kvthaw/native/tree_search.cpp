@@ -1,20 +1,19 @@
 // Algorithm 4: from the root down, with prioritized DCI in every node.
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 
+#include "rank.h"
 #include "tree.h"
 
 namespace kvthaw {
 
 namespace {
 
-// Ascending keys are descending scores, and of equal scores ascending points.
-uint64_t rank_key(float score, int32_t point) {
-    uint32_t bits;
-    std::memcpy(&bits, &score, 4);
-    bits ^= bits & 0x80000000u ? 0xffffffffu : 0x80000000u;
-    return static_cast<uint64_t>(~bits) << 32 | static_cast<uint32_t>(point);
+float log_sum_exp(const std::vector<float>& scores, float scale) {
+    float top = -HUGE_VALF, total = 0;
+    for (float s : scores) top = std::max(top, s);
+    for (float s : scores) total += std::exp((s - top) * scale);
+    return top * scale + std::log(total);
 }
 
 int share_of(double share, int members) { return static_cast<int>(std::ceil(share * members)); }
@@ -124,7 +123,7 @@ void Tree::search(const Rows& rows, const Probe& probe, int stop, Seen& seen) co
             seen.order.clear();
             for (size_t s = begin; s < seen.points.size(); ++s) seen.order.push_back(rank_key(seen.scores[s], seen.points[s]));
             std::nth_element(seen.order.begin(), seen.order.begin() + beam, seen.order.end());
-            for (size_t s = 0; s < beam; ++s) descend(static_cast<int>(static_cast<uint32_t>(seen.order[s])));
+            for (size_t s = 0; s < beam; ++s) descend(id_of(seen.order[s]));
         }
         if (!children) {  // the level below has points, but none here: descend from all
             seen.frontier.clear();
@@ -145,141 +144,15 @@ void Tree::search_query(const Rows& rows, const float* query, int budget, Seen& 
     probe.effort.beam = static_cast<int>(std::max<int64_t>({set.query.beam, share_of(set.query_beam_share, size()), pages}));
     seen.clear();
     search(rows, probe, 1, seen);
-}
-
-namespace {
-
-struct Ranked {
-    float score;
-    int32_t tie;           // the earliest token that got a true distance
-    int32_t page;
-    int32_t begin, end;    // of the parts, below
-};
-
-// A heap's largest is the best page.
-bool worse(const Ranked& a, const Ranked& b) { return a.score < b.score || (a.score == b.score && a.tie > b.tie); }
-
-// One head's view of a page.
-struct Part {
-    int32_t page, head, span;
-};
-
-struct Room {
-    std::vector<std::vector<Ranked>> queues;
-    std::vector<Part> parts;
-    std::vector<uint8_t> taken;
-    std::vector<int32_t> undo;
-    std::vector<float> slot_scores, lse;
-    std::vector<int> order;
-};
-
-float log_sum_exp(const std::vector<float>& scores, float scale) {
-    float top = -HUGE_VALF, total = 0;
-    for (float s : scores) top = std::max(top, s);
-    for (float s : scores) total += std::exp((s - top) * scale);
-    return top * scale + std::log(total);
-}
-
-}  // namespace
-
-int Tree::choose(const Seen* seen, int heads, int budget, int32_t* out) const {
-    static thread_local Room room;
-    const bool join = settings_->merge == Merge::join, mean = settings_->page_score == PageScore::mean;
-    const float scale = settings_->scale;
-    const auto value = [&](int head, int at) {
-        return join ? seen[head].scores[at] * scale - room.lse[head] : seen[head].scores[at];
-    };
-    // Scores of a page's slots as its queue sees them; -inf: no true distance.
-    const auto score_slots = [&](int page, int begin, int end) {
-        room.slot_scores.assign(settings_->page_size, -HUGE_VALF);
-        for (int p = begin; p < end; ++p) {
-            const Part& part = room.parts[p];
-            const Span& span = seen[part.head].spans[part.span];
-            for (int at = span.begin, slot = 0; at < span.end; ++at, ++slot) {
-                while (slots(page)[slot] != seen[part.head].points[at]) ++slot;  // both are in the node's order
-                room.slot_scores[slot] = std::max(room.slot_scores[slot], value(part.head, at));
-            }
-        }
-    };
-
-    room.parts.clear();
-    room.lse.clear();
-    for (int head = 0; head < heads; ++head) {
-        for (size_t s = 0; s < seen[head].spans.size(); ++s)
-            room.parts.push_back({seen[head].spans[s].page, head, static_cast<int32_t>(s)});
-        if (join) room.lse.push_back(log_sum_exp(seen[head].scores, scale));
+    if (set.merge == Merge::join) seen.lse = log_sum_exp(seen.scores, set.scale);
+    if (set.unit == Unit::token) {
+        const size_t keep = std::min<size_t>(budget, seen.points.size());
+        seen.best.clear();
+        for (size_t s = 0; s < seen.points.size(); ++s) seen.best.push_back(rank_key(seen.scores[s], seen.points[s]));
+        if (keep < seen.best.size()) std::nth_element(seen.best.begin(), seen.best.begin() + keep, seen.best.end());
+        seen.best.resize(keep);
+        std::sort(seen.best.begin(), seen.best.end());
     }
-    if (join)
-        std::sort(room.parts.begin(), room.parts.end(), [](const Part& a, const Part& b) {
-            return a.page < b.page || (a.page == b.page && a.head < b.head);
-        });
-    const int queues = join ? 1 : heads;
-    if (static_cast<int>(room.queues.size()) < queues) room.queues.resize(queues);
-    for (int q = 0; q < queues; ++q) room.queues[q].clear();
-    for (size_t begin = 0, end; begin < room.parts.size(); begin = end) {
-        const int page = room.parts[begin].page;
-        for (end = begin + 1; join && end < room.parts.size() && room.parts[end].page == page;) ++end;
-        Ranked ranked{-HUGE_VALF, INT32_MAX, page, static_cast<int32_t>(begin), static_cast<int32_t>(end)};
-        float total = 0;
-        int count = 0;
-        const auto add = [&](float score, int32_t point) {
-            ranked.score = std::max(ranked.score, score);
-            ranked.tie = std::min(ranked.tie, point);
-            total += score;
-            ++count;
-        };
-        if (join) {
-            score_slots(page, ranked.begin, ranked.end);
-            for (int slot = 0; slot < pages_[page].count; ++slot)
-                if (room.slot_scores[slot] > -HUGE_VALF) add(room.slot_scores[slot], slots(page)[slot]);
-        } else {
-            const Seen& own = seen[room.parts[begin].head];
-            const Span& span = own.spans[room.parts[begin].span];
-            for (int at = span.begin; at < span.end; ++at) add(own.scores[at], own.points[at]);
-        }
-        if (mean) ranked.score = total / static_cast<float>(count);
-        room.queues[join ? 0 : room.parts[begin].head].push_back(ranked);
-    }
-    for (int q = 0; q < queues; ++q) std::make_heap(room.queues[q].begin(), room.queues[q].end(), worse);
-
-    if (room.taken.size() < pages_.size()) room.taken.resize(pages_.size(), 0);
-    room.undo.clear();
-    int chosen = 0;
-    size_t idle = 0;
-    for (int turn = 0; chosen < budget && idle < static_cast<size_t>(queues); turn = (turn + 1) % queues) {
-        auto& queue = room.queues[turn];
-        Ranked next{};
-        bool found = false;
-        while (!found && !queue.empty()) {
-            std::pop_heap(queue.begin(), queue.end(), worse);
-            next = queue.back();
-            queue.pop_back();
-            found = !room.taken[next.page];
-        }
-        if (!found) {
-            ++idle;
-            continue;
-        }
-        idle = 0;
-        room.taken[next.page] = 1;
-        room.undo.push_back(next.page);
-        const int count = pages_[next.page].count, left = budget - chosen;
-        const int32_t* tokens = slots(next.page);
-        if (count <= left) {
-            for (int slot = 0; slot < count; ++slot) out[chosen++] = first_ + tokens[slot];
-            continue;
-        }
-        score_slots(next.page, next.begin, next.end);
-        room.order.resize(count);
-        for (int slot = 0; slot < count; ++slot) room.order[slot] = slot;
-        std::sort(room.order.begin(), room.order.end(), [&](int a, int b) {
-            const float x = room.slot_scores[a], y = room.slot_scores[b];
-            return x > y || (x == y && tokens[a] < tokens[b]);
-        });
-        for (int slot = 0; slot < left; ++slot) out[chosen++] = first_ + tokens[room.order[slot]];
-    }
-    for (int page : room.undo) room.taken[page] = 0;
-    return chosen;
 }
 
 }  // namespace kvthaw

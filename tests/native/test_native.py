@@ -1,0 +1,134 @@
+"""Kernels of every instruction set, gathering, and the flat scan, against torch."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from kvthaw.cache.host import HostStore
+from kvthaw.native import Isa, best_isa, cores, dots, flat_topk, gather_rows, isas
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def make_store(lengths: list[int], heads: int, dim: int, dtype: torch.dtype, extent: int = 24) -> HostStore:
+    store = HostStore(len(lengths), heads, dim, dtype, extent=extent)
+    g = torch.Generator().manual_seed(len(lengths))
+    for lane, n in enumerate(lengths):
+        store.append(lane, torch.randn(heads, n, 2, dim, generator=g).to(dtype))
+    return store
+
+
+def test_this_machine_has_what_it_says() -> None:
+    assert isas()[0] == "scalar"
+    assert best_isa() == isas()[-1]
+    assert cores() >= 1
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [1, 7, 16, 64, 80, 96, 128, 256])
+def test_dots(isa: Isa, dtype: torch.dtype, dim: int) -> None:
+    g = torch.Generator().manual_seed(dim)
+    query = torch.randn(dim, generator=g)
+    for n in (0, 1, 3, 4, 5, 37):
+        rows = torch.randn(n, 2 * dim, generator=g).to(dtype)[:, :dim]  # a K beside its V
+        torch.testing.assert_close(dots(query, rows, isa=isa), rows.float() @ query, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("isa", isas())
+def test_halves_of_every_size(isa: Isa) -> None:
+    bits = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16)
+    rows = bits.view(torch.float16)[:, None].repeat(1, 16).contiguous()  # every number there is, subnormals too
+    query = torch.zeros(16)
+    query[3] = 1.0
+    got, want = dots(query, rows, isa=isa), rows[:, 0].float()
+    finite = want.isfinite()
+    assert torch.equal(got[finite], want[finite])
+    assert not got[~finite].isfinite().any()
+
+
+@pytest.mark.parametrize("isa", isas())
+def test_equal_rows_have_equal_scores(isa: Isa) -> None:
+    g = torch.Generator().manual_seed(3)
+    row, query = torch.randn(1, 80, generator=g), torch.randn(80, generator=g)
+    assert len(dots(query, row.repeat(11, 1), isa=isa).unique()) == 1
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group", [1, 4, 6])
+def test_flat_topk(isa: Isa, dtype: torch.dtype, group: int) -> None:
+    lengths, firsts, heads, dim, k = [500, 0, 7, 131], [4, 0, 4, 4], 2, 80, 20
+    store = make_store(lengths, heads, dim, dtype)
+    query = torch.randn(4, heads * group, dim, generator=torch.Generator().manual_seed(1))
+    first, last = torch.tensor(firsts, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32)
+    rows, scores = flat_topk(store.table(), store.extent, heads, dtype, query, first, last, k, threads=2, isa=isa)
+    for lane, n in enumerate(lengths):
+        held = min(k, max(0, n - firsts[lane]))
+        assert (rows[lane, :, held:] == -1).all()
+        assert scores[lane, :, held:].isneginf().all()
+        if not held:
+            continue
+        keys = store.read(lane, firsts[lane], n)[:, :, 0].float().repeat_interleave(group, 0)
+        exact = torch.einsum("hnd,hd->hn", keys, query[lane])
+        torch.testing.assert_close(scores[lane, :, :held], exact.topk(held).values, rtol=1e-5, atol=1e-4)
+        own = exact.gather(1, rows[lane, :, :held].long() - firsts[lane])
+        torch.testing.assert_close(own, scores[lane, :, :held], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_gather_rows(dtype: torch.dtype, threads: int) -> None:
+    lengths, heads, dim, width = [500, 0, 70], 3, 64, 150
+    store = make_store(lengths, heads, dim, dtype)
+    g = torch.Generator().manual_seed(0)
+    rows = torch.full((3, heads, width), -1, dtype=torch.int32)
+    for lane, n in enumerate(lengths):
+        if n:
+            drawn = torch.randint(n, (heads, width), generator=g, dtype=torch.int32)
+            rows[lane] = torch.where(torch.rand(heads, width, generator=g) < 0.4, drawn, -1)
+    wanted = int((rows >= 0).sum())
+    out = torch.full((wanted + 2, 2, dim), float("nan"), dtype=dtype)
+    count, where = gather_rows(store.table(), store.extent, rows, out, threads=threads)
+    assert count == wanted
+    assert torch.equal(where, (rows.flatten() >= 0).nonzero()[:, 0])
+    for i, flat in enumerate(where.tolist()):
+        lane, head, row = flat // (heads * width), flat // width % heads, int(rows.flatten()[flat])
+        assert torch.equal(out[i], store.read(lane, row, row + 1)[head, 0])
+    assert out[wanted:].isnan().all()
+    assert gather_rows(store.table(), store.extent, torch.full_like(rows, -1), out)[0] == 0
+
+
+def test_bad_tensors_are_refused() -> None:
+    store = make_store([50], 1, 64, torch.float32)
+    rows = torch.arange(8, dtype=torch.int32)[None, None]
+    with pytest.raises(ValueError, match="room for 7 rows; 8 are wanted"):
+        gather_rows(store.table(), store.extent, rows, torch.empty(7, 2, 64))
+    with pytest.raises(ValueError, match="rows is torch.int64"):
+        gather_rows(store.table(), store.extent, rows.long(), torch.empty(8, 2, 64))
+    with pytest.raises(ValueError, match="contiguous"):
+        gather_rows(store.table(), store.extent, rows, torch.empty(8, 64, 2).mT)
+
+
+def test_many_python_threads_at_once() -> None:
+    store = make_store([3000], 2, 64, torch.float32, extent=512)
+    query = torch.randn(1, 8, 64, generator=torch.Generator().manual_seed(2))
+    first, last = torch.zeros(1, dtype=torch.int32), torch.tensor([3000], dtype=torch.int32)
+    want = flat_topk(store.table(), store.extent, 2, torch.float32, query, first, last, 50, threads=1)[0]
+    wrong = []
+
+    def work() -> None:
+        for threads in (0, 1, 2, 3, 4) * 10:
+            rows = flat_topk(store.table(), store.extent, 2, torch.float32, query, first, last, 50, threads=threads)[0]
+            if not torch.equal(rows, want):
+                wrong.append(threads)
+
+    workers = [threading.Thread(target=work) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not wrong
