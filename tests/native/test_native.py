@@ -107,7 +107,7 @@ def test_bad_tensors_are_refused() -> None:
     rows = torch.arange(8, dtype=torch.int32)[None, None]
     with pytest.raises(ValueError, match="room for 7 rows; 8 are wanted"):
         gather_rows(store.table(), store.extent, rows, torch.empty(7, 2, 64))
-    with pytest.raises(ValueError, match="rows is torch.int64"):
+    with pytest.raises(ValueError, match=r"rows is torch\.int64"):
         gather_rows(store.table(), store.extent, rows.long(), torch.empty(8, 2, 64))
     with pytest.raises(ValueError, match="contiguous"):
         gather_rows(store.table(), store.extent, rows, torch.empty(8, 64, 2).mT)
