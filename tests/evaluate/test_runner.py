@@ -19,6 +19,7 @@ from kvthaw.evaluate.model import fingerprint, load
 from kvthaw.evaluate.results import Results, summarize
 from kvthaw.evaluate.runner import EVEN_DEPTHS, FULL, Answer, Job, Progress, Runner, Variant, cut, ended, split_prompt
 from kvthaw.evaluate.tasks import TASKS, Sample
+from kvthaw.methods import METHODS
 
 ORACLE, STREAMING = Variant("oracle", 64), Variant("streaming", 64)
 
@@ -80,6 +81,17 @@ def test_one_prefill_serves_all_and_sparse_layers_ran(loaded: tuple[Any, Any]) -
         assert line.kv_device_bytes < found[FULL][0].kv_device_bytes
     assert found[ORACLE][0].recall_at_k == 1
     assert found[STREAMING][0].recall_at_k is None
+
+
+@pytest.mark.parametrize("question", ["dense", "sparse"])
+def test_every_method_runs(loaded: tuple[Any, Any], question: Any) -> None:
+    variants = [Variant(name) if name == "full" else Variant(name, 128) for name in METHODS]
+    for variant, lines in runner(loaded).run(Job("passkey", 600, 1, question=question), variants).items():
+        assert len(lines) == 1
+        if variant != FULL:
+            assert lines[0].sparse_steps > 0
+            assert lines[0].attended_max is not None
+            assert lines[0].attended_max <= 128
 
 
 def test_sparse_question_goes_through_the_sparse_path_token_by_token(loaded: tuple[Any, Any]) -> None:

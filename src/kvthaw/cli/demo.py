@@ -36,7 +36,9 @@ EXAMPLES = "Examples:\n\n  kvthaw demo\n\n  kvthaw demo --method icecache --budg
 
 
 def demo(
-    method: Annotated[str, typer.Option(help="A name of [bold]kvthaw methods[/].")] = "icecache",
+    method: Annotated[
+        str, typer.Option(help="A name of [bold]kvthaw methods[/], with options as in icecache:reuse=2.")
+    ] = "icecache",
     budget: Annotated[str, typer.Option(help="Most tokens attended per KV head and step, or a fraction of the book.")] = "256",
     length: Annotated[int | None, typer.Option(min=1, help="Cut the book to so many tokens.")] = None,
     model: ModelOption = "shipped",

@@ -40,7 +40,9 @@ EXAMPLES = (
 def evaluate(
     task: Annotated[str, typer.Argument(help="The task; all of them stand below.")],
     model: ModelOption = "shipped",
-    method: Annotated[str, typer.Option(help="Methods, separated by commas.")] = "icecache",
+    method: Annotated[
+        str, typer.Option(help="Methods, separated by commas, with options as in icecache:reuse=2.")
+    ] = "icecache",
     budget: Annotated[
         str, typer.Option(help="Most tokens attended per KV head and step, or fractions of the prompt, separated by commas.")
     ] = "256",

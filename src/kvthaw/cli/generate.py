@@ -39,7 +39,9 @@ def generate(
     prompt: Annotated[str | None, typer.Argument(help="The prompt; without it, --file or stdin.")] = None,
     file: Annotated[Path | None, typer.Option(help="Read the prompt from this file.", exists=True, dir_okay=False)] = None,
     model: ModelOption = "shipped",
-    method: Annotated[str, typer.Option(help="A name of [bold]kvthaw methods[/].")] = "icecache",
+    method: Annotated[
+        str, typer.Option(help="A name of [bold]kvthaw methods[/], with options as in icecache:reuse=2.")
+    ] = "icecache",
     budget: Annotated[
         str | None, typer.Option(help="Most tokens attended per KV head and step, or a fraction of the prompt. Default 256.")
     ] = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from kvthaw.cli.common import JsonOption, stdout
+from kvthaw.cli.common import JsonOption, print_wide
 
 EXAMPLES = "Examples:\n\n  kvthaw methods\n\n  kvthaw methods --json"
 
@@ -26,7 +26,7 @@ def methods(as_json: JsonOption = False) -> None:
         table.add_column(column.replace("_", " "))
     for row in rows:
         table.add_row(*(_cell(value) for value in row.values()))
-    stdout().print(table)
+    print_wide(table)
 
 
 def _cell(value: Any) -> str:
