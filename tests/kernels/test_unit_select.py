@@ -60,6 +60,8 @@ CASES = [
     ([40, 41], 2, 4, 64, 1, False, True, 0, "mean_query", torch.bfloat16),
     ([20], 2, 2, 256, 1000, True, True, 3, "mean", torch.float32),
     ([30], 1, 2, 64, 4, True, True, 9, "max", torch.float32),
+    ([2500, 1025], 1, 2, 64, 300, False, True, 0, "max", torch.float32),  # several chunks of units
+    ([1030], 1, 1, 64, 9000, False, False, 0, "max", torch.float32),
 ]
 
 
@@ -94,6 +96,17 @@ def test_of_equal_scores_the_earlier_goes_first_and_the_last_is_cut(path: str, d
         rows, taken = run(query, digests, stops, None, counts, first=0, budget=budget, scale=1.0, policy="max")
         assert rows[0, 0].tolist() == wanted
         assert taken.tolist() == [[budget]]
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="no Triton")
+def test_ties_across_chunks_go_to_the_earlier_unit(device: torch.device) -> None:
+    digests = torch.zeros(1, 1, 2100, 64, device=device)
+    digests[0, 0, 2050:2060, 0] = 1.0
+    stops = torch.arange(2101, dtype=torch.int32, device=device)[None, None].contiguous()
+    counts = torch.tensor([2100], dtype=torch.int32, device=device)
+    query = torch.ones(1, 1, 64, device=device)
+    rows, _ = op.launch(query, digests, stops, None, counts, first=0, budget=1100, scale=1.0, policy="max")
+    assert rows[0, 0].tolist() == [*range(1090), *range(2050, 2060)]
 
 
 def test_extreme_scores_keep_their_order(device: torch.device) -> None:

@@ -49,6 +49,15 @@ def test_options_reach_the_index_and_generated_tokens_are_clustered(llama: PreTr
             assert index.lanes[0].units == clusters + -(-(tokens - prompts) // 16)
 
 
+def test_keeping_the_rows_of_more_steps_hits_more(llama: PreTrainedModel) -> None:
+    rates = []
+    for keep in (1, 2, 3):
+        with kvthaw.attach(llama, "clusterkv", budget=80, keep=keep) as handle:
+            generate(llama, {"input_ids": prompt(1, 300)}, 60)
+            rates.append(handle.stats().hit_rate)
+    assert rates[0] < rates[1] < rates[2]
+
+
 def test_settings_out_of_range_are_named(llama: PreTrainedModel) -> None:
     for options, message in (({"distance": "l3"}, "distance is 'l3'"), ({"clusters_per_batch": 7}, "batch is 320")):
         with kvthaw.attach(llama, "clusterkv", budget=64, **options), pytest.raises(ConfigError, match=message):

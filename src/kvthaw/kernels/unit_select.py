@@ -1,12 +1,15 @@
 """From a query to the rows of the best units (pages or clusters), cut at a budget of rows.
 
-After the scores (see unit_scores) one kernel, a program a lane and KV head: it reads G U float32 scores (1638 clusters at
-128k tokens and G = 4: 26 kB; 32768 pages at 1M: 0.5 MB), finds the score of the last unit taken by bisection over its 32
-bits, in 32 passes over U integers that stay in the nearest cache, and writes `budget` rows. Nothing is sorted.
+After the scores (see unit_scores) two kernels, and nothing is sorted. One, a program for every 1024 units of a KV head, reads
+their G scores and keeps the units that this chunk alone would give: at most `budget` rows and one unit more, found by bisecting
+the 32 bits of the score that fills the budget, in registers. The other, a program a KV head, does the same among what is left
+(32768 pages at 1M tokens, 1024 rows: 32 x 32 pages) and writes the rows. Bytes: 4 (G + 2) a unit, 24 a unit kept, 8 a row: 0.8 MB
+a head at most there.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal, get_args
 
 import torch
@@ -27,17 +30,9 @@ def check_policy(policy: str) -> None:
 
 
 def definition(
-    query: Tensor,
-    digests: Tensor,
-    stops: Tensor,
-    order: Tensor | None,
-    counts: Tensor,
-    *,
-    first: int,
-    budget: int,
-    scale: float,
-    policy: Policy,
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, digests: Tensor, stops: Tensor, order: Tensor | None, counts: Tensor,
+    *, first: int, budget: int, scale: float, policy: Policy,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Rows of the units with the best scores, whole units and the last one cut: [B, H, budget] int32, and how many, [B, H]
     int32.
 
@@ -72,17 +67,9 @@ def definition(
 
 
 def vectorised(
-    query: Tensor,
-    digests: Tensor,
-    stops: Tensor,
-    order: Tensor | None,
-    counts: Tensor,
-    *,
-    first: int,
-    budget: int,
-    scale: float,
-    policy: Policy,
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, digests: Tensor, stops: Tensor, order: Tensor | None, counts: Tensor,
+    *, first: int, budget: int, scale: float, policy: Policy,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `definition`, in torch operations over all units of the tables; no host sync on a GPU."""
     batch, heads, units = digests.shape[:3]
     known = torch.arange(units, device=query.device) < counts[:, None, None]
@@ -116,87 +103,143 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
+    _CHUNK = tl.constexpr(1024)
+
     @triton.jit
-    def _choose(
-        scores, parts, stops, order, counts, keys, ends, rows, taken, first, budget, heads, units, blocks, capacity,
-        GS: tl.constexpr, GP: tl.constexpr, BLOCK: tl.constexpr, SCORED: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
-        STEPS: tl.constexpr, MAPPED: tl.constexpr, MEAN: tl.constexpr,
+    def _threshold(key, size, room):
+        # The largest t such that units of key >= t fill the room, or the least integer; and the rows of the units of key > t.
+        low, high, above = tl.full([], -0x80000000, tl.int64), tl.full([], 0x7FFFFFFF, tl.int64), tl.full([], 0, tl.int32)
+        for _ in range(32):
+            middle = low + (high - low) // 2
+            found = tl.sum(tl.where(key >= middle.to(tl.int32), size, 0))
+            low = tl.where(found >= room, middle, low)
+            high = tl.where(found >= room, high, middle)
+            above = tl.where(found >= room, above, found)
+        return low.to(tl.int32), above
+
+    @triton.jit
+    def _narrow(
+        scores, parts, stops, counts, keys, names, found, budget, heads, units, blocks, chunks,
+        GS: tl.constexpr, GP: tl.constexpr, SCORED: tl.constexpr, PARTS: tl.constexpr, MEAN: tl.constexpr,
     ):  # fmt: skip
-        # One program a (lane and head). keys, ends [B, H, U] int32 are scratch: a score as an ordered integer; how many rows
-        # the units up to this one give.
-        bh = tl.program_id(0).to(tl.int64)
+        # One program a (chunk of units; lane and head): the group's scores become one, as an integer of the same order, and of the
+        # chunk's units those stay that would be taken if there were no other chunk. keys, names [B, H, chunks, _CHUNK] int32: their
+        # keys and which they are, by unit; found [B, H, chunks]: how many.
+        chunk, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
         count = tl.load(counts + bh // heads)
-        stops += bh * (units + 1)
-        keys += bh * units
-        ends += bh * units
-        static = tl.minimum(tl.load(stops), budget)
-        room = budget - static
-        unit, group = tl.arange(0, BLOCK), tl.arange(0, GP)
-        lse = tl.zeros([GP], tl.float32)
-        if GS > 1:
-            top, total = tl.full([GP], float("-inf"), tl.float32), tl.zeros([GP], tl.float32)
-            filled = tl.cdiv(count, SCORED)
-            for start in range(0, filled, PARTS):
-                p = start + tl.arange(0, PARTS)
-                part = parts + (bh * blocks + p[:, None]) * 2 * GP + group[None, :]
-                high = tl.load(part, mask=(p < filled)[:, None], other=float("-inf"))
-                some = tl.load(part + GP, mask=(p < filled)[:, None], other=0.0)
-                new = tl.maximum(top, tl.max(high, axis=0))
-                safe = tl.where(new == float("-inf"), 0.0, new)
-                total = total * tl.exp(top - safe) + tl.sum(some * tl.exp(high - safe[None, :]), axis=0)
-                top = new
-            lse = tl.where(total > 0.0, top + tl.log(tl.where(total > 0.0, total, 1.0)), 0.0)
-        for start in range(0, count, BLOCK):  # merge the group; scores become integers of the same order
-            u = start + unit
+        kept = tl.full([], 0, tl.int32)
+        if chunk * _CHUNK < count:
+            group = tl.arange(0, GP)
+            lse = tl.zeros([GP], tl.float32)
+            if GS > 1:
+                top, total = tl.full([GP], float("-inf"), tl.float32), tl.zeros([GP], tl.float32)
+                filled = tl.cdiv(count, SCORED)
+                for start in range(0, filled, PARTS):
+                    p = start + tl.arange(0, PARTS)
+                    part = parts + (bh * blocks + p[:, None]) * 2 * GP + group[None, :]
+                    inside = (p < filled)[:, None] & (group < GS)[None, :]
+                    high = tl.load(part, mask=inside, other=float("-inf"))
+                    some = tl.load(part + GP, mask=inside, other=0.0)
+                    new = tl.maximum(top, tl.max(high, axis=0))
+                    safe = tl.where(new == float("-inf"), 0.0, new)
+                    total = total * tl.exp(top - safe) + tl.sum(some * tl.exp(high - safe[None, :]), axis=0)
+                    top = new
+                lse = tl.where(total > 0.0, top + tl.log(tl.where(total > 0.0, total, 1.0)), 0.0)
+            u = chunk * _CHUNK + tl.arange(0, _CHUNK)
             known = u < count
-            merged = tl.full([BLOCK], float("-inf"), tl.float32)
+            merged = tl.full([_CHUNK], float("-inf"), tl.float32)
             for i in tl.static_range(GS):
                 mine = tl.sum(tl.where(group == i, lse, 0.0))
                 merged = tl.maximum(merged, tl.load(scores + (bh * GS + i) * units + u, mask=known, other=float("-inf")) - mine)
             if MEAN:
                 safe = tl.where(merged == float("-inf"), 0.0, merged)
-                weight = tl.zeros([BLOCK], tl.float32)
+                weight = tl.zeros([_CHUNK], tl.float32)
                 for i in tl.static_range(GS):
                     mine = tl.sum(tl.where(group == i, lse, 0.0))
-                    found = tl.load(scores + (bh * GS + i) * units + u, mask=known, other=float("-inf")) - mine
-                    weight += tl.exp(found - safe)
+                    weight += tl.exp(tl.load(scores + (bh * GS + i) * units + u, mask=known, other=float("-inf")) - mine - safe)
                 merged = tl.where(merged == float("-inf"), merged, merged + tl.log(tl.maximum(weight, 1e-30)))
-            size = tl.load(stops + u + 1, mask=known, other=0) - tl.load(stops + u, mask=known, other=0)
+            stop = stops + bh * (units + 1) + u
+            size = tl.load(stop + 1, mask=known, other=0) - tl.load(stop, mask=known, other=0)
+            room = budget - tl.minimum(tl.load(stops + bh * (units + 1)), budget)
             bits = merged.to(tl.int32, bitcast=True)
             key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-            tl.store(keys + u, tl.where(size > 0, key, -0x80000000), mask=known)
-            tl.store(ends + u, size, mask=known)
+            least, above = _threshold(key, size, room)
+            tied = tl.where(key == least, size, 0)
+            stays = (key > least) | (tl.cumsum(tied, axis=0) - tied < room - above) & (key == least)
+            stays = stays & (size > 0)
+            place = (bh * chunks + chunk) * _CHUNK + tl.cumsum(stays.to(tl.int32), axis=0) - 1
+            tl.store(keys + place, key, mask=stays)
+            tl.store(names + place, u, mask=stays)
+            kept = tl.sum(stays.to(tl.int32))
+        tl.store(found + bh * chunks + chunk, kept)
+
+    @triton.jit
+    def _choose(
+        keys, names, found, stops, order, counts, scratch, rows, taken, first, budget, heads, units, chunks, capacity,
+        BLOCK: tl.constexpr, CP: tl.constexpr, ROWS: tl.constexpr, CSTEPS: tl.constexpr, STEPS: tl.constexpr, MAPPED: tl.constexpr,
+    ):  # fmt: skip
+        # One program a (lane and head), over the chunks' units. scratch [B, H, 4, chunks * _CHUNK] int32: of the units side by side
+        # their keys, which they are, their sizes and then how many rows those up to each give; and the chunks' prefix sums.
+        bh = tl.program_id(0).to(tl.int64)
+        wide = chunks * _CHUNK
+        keys += bh * wide
+        names += bh * wide
+        stops += bh * (units + 1)
+        key_of = scratch + bh * 4 * wide
+        name_of, ends, upto = key_of + wide, key_of + 2 * wide, key_of + 3 * wide
+        static = tl.minimum(tl.load(stops), budget)
+        room = budget - static
+        c, lane = tl.arange(0, CP), tl.arange(0, BLOCK)
+        sizes = tl.load(found + bh * chunks + c, mask=c < chunks, other=0)
+        total = tl.sum(sizes)
+        tl.store(upto + c, tl.cumsum(sizes, axis=0), mask=c < chunks)
         tl.debug_barrier()
-        # The largest key t such that the units of key >= t fill the room; `above` rows come from the keys > t.
+        for start in range(0, total, BLOCK):
+            j = start + lane
+            left, right = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32) + chunks
+            for _ in range(CSTEPS):  # the first chunk that ends behind j
+                middle = (left + right) // 2
+                open_ = left < right
+                past = open_ & (tl.load(upto + middle, mask=open_, other=0) <= j)
+                right = tl.where(open_ & (~past), middle, right)
+                left = tl.where(past, middle + 1, left)
+            here = j < total
+            source = left * _CHUNK + j - tl.load(upto + left - 1, mask=here & (left > 0), other=0)
+            name = tl.load(names + source, mask=here, other=0)
+            tl.store(key_of + j, tl.load(keys + source, mask=here, other=0), mask=here)
+            tl.store(name_of + j, name, mask=here)
+            tl.store(
+                ends + j, tl.load(stops + name + 1, mask=here, other=0) - tl.load(stops + name, mask=here, other=0), mask=here
+            )
+        tl.debug_barrier()
         low, high, above = tl.full([], -0x80000000, tl.int64), tl.full([], 0x7FFFFFFF, tl.int64), tl.full([], 0, tl.int32)
-        for _ in range(32):
+        for _ in range(32):  # as in _threshold, over more units than one block holds
             middle = low + (high - low) // 2
             some = tl.zeros([BLOCK], tl.int32)
-            for start in range(0, count, BLOCK):
-                u = start + unit
-                key = tl.load(keys + u, mask=u < count, other=-0x80000000)
-                some += tl.where(key >= middle.to(tl.int32), tl.load(ends + u, mask=u < count, other=0), 0)
-            found = tl.sum(some)
-            enough = found >= room
-            low = tl.where(enough, middle, low)
-            high = tl.where(enough, high, middle)
-            above = tl.where(enough, above, found)
+            for start in range(0, total, BLOCK):
+                j = start + lane
+                key = tl.load(key_of + j, mask=j < total, other=-0x80000000)
+                some += tl.where(key >= middle.to(tl.int32), tl.load(ends + j, mask=j < total, other=0), 0)
+            filled = tl.sum(some)
+            low = tl.where(filled >= room, middle, low)
+            high = tl.where(filled >= room, high, middle)
+            above = tl.where(filled >= room, above, filled)
         out, same = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
-        for start in range(0, count, BLOCK):
-            u = start + unit
-            key = tl.load(keys + u, mask=u < count, other=-0x80000000)
-            size = tl.load(ends + u, mask=u < count, other=0)
+        for start in range(0, total, BLOCK):
+            j = start + lane
+            key = tl.load(key_of + j, mask=j < total, other=-0x80000000)
+            size = tl.load(ends + j, mask=j < total, other=0)
             tied = tl.where(key == low.to(tl.int32), size, 0)
             rest = room - above - same - (tl.cumsum(tied, axis=0) - tied)
             take = tl.where(key > low.to(tl.int32), size, tl.minimum(tl.maximum(rest, 0), tied))
-            tl.store(ends + u, out + tl.cumsum(take, axis=0), mask=u < count)
+            tl.store(ends + j, out + tl.cumsum(take, axis=0), mask=j < total)
             out += tl.sum(take)
             same += tl.sum(tied)
         tl.debug_barrier()
         for start in range(0, budget, ROWS):
             m = start + tl.arange(0, ROWS)
             w = m - static
-            left, right = tl.zeros([ROWS], tl.int32), tl.zeros([ROWS], tl.int32) + count
+            left, right = tl.zeros([ROWS], tl.int32), tl.zeros([ROWS], tl.int32) + total
             for _ in range(STEPS):  # the first unit that ends behind w
                 middle = (left + right) // 2
                 open_ = left < right
@@ -205,7 +248,8 @@ if HAS_TRITON:
                 left = tl.where(past, middle + 1, left)
             of_unit = (w >= 0) & (w < out)
             before = tl.load(ends + left - 1, mask=of_unit & (left > 0), other=0)
-            source = tl.where(m < static, m, tl.load(stops + left, mask=of_unit, other=0) + w - before)
+            begin = tl.load(stops + tl.load(name_of + left, mask=of_unit, other=0), mask=of_unit, other=0)
+            source = tl.where(m < static, m, begin + w - before)
             wanted = m < static + out
             row = tl.load(order + bh * capacity + source, mask=wanted, other=-1) if MAPPED else source + first
             tl.store(rows + bh * budget + m, tl.where(wanted, row, -1), mask=m < budget)
@@ -213,47 +257,34 @@ if HAS_TRITON:
 
 
 def launch(
-    query: Tensor,
-    digests: Tensor,
-    stops: Tensor,
-    order: Tensor | None,
-    counts: Tensor,
-    *,
-    first: int,
-    budget: int,
-    scale: float,
-    policy: Policy,
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, digests: Tensor, stops: Tensor, order: Tensor | None, counts: Tensor,
+    *, first: int, budget: int, scale: float, policy: Policy,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The Triton kernels; arguments and result as in `definition`. All tensors contiguous; static shapes, no host sync."""
     batch, heads, units = digests.shape[:3]
     assert order is None or (order.is_contiguous() and order.dtype == torch.int32), "order is not contiguous int32"
     scores, parts = unit_scores.launch(query, digests, stops, counts, scale=scale, mean=policy == "mean_query")
-    blocks, padded = parts.shape[2], parts.shape[4]
-    keys, ends = query.new_empty((2, batch, heads, units), dtype=torch.int32)
-    rows, taken = query.new_empty((batch, heads, budget), dtype=torch.int32), query.new_empty((batch, heads), dtype=torch.int32)
-    block = min(4096, max(128, triton.next_power_of_2(units)))
+    blocks, padded, chunks = parts.shape[2], parts.shape[4], max(1, triton.cdiv(units, 1024))
+    empty = partial(query.new_empty, dtype=torch.int32)
+    scratch, found = empty((6, batch, heads, chunks * 1024)), empty((batch, heads, chunks))
+    rows, taken = empty((batch, heads, budget)), empty((batch, heads))
+    keys, names = scratch[0], scratch[1]
+    _narrow[(chunks, batch * heads)](
+        scores, parts, stops, counts, keys, names, found, budget, heads, units, blocks, chunks,
+        GS=scores.shape[2], GP=padded, SCORED=unit_scores.BLOCK, PARTS=64, MEAN=policy == "mean", num_warps=4,
+    )  # fmt: skip
     _choose[(batch * heads,)](
-        scores, parts, stops, stops if order is None else order, counts, keys, ends, rows, taken, first, budget, heads, units,
-        blocks, 0 if order is None else order.shape[2], GS=scores.shape[2], GP=padded, BLOCK=block, SCORED=unit_scores.BLOCK,
-        PARTS=64, STEPS=units.bit_length(), ROWS=min(1024, max(32, triton.next_power_of_2(budget))),
-        MAPPED=order is not None, MEAN=policy == "mean",
-        num_warps=max(4, block // 256),
+        keys, names, found, stops, stops if order is None else order, counts, scratch[2:], rows, taken, first, budget, heads, units,
+        chunks, 0 if order is None else order.shape[2], BLOCK=1024, CP=triton.next_power_of_2(chunks), CSTEPS=chunks.bit_length(),
+        ROWS=min(1024, max(32, triton.next_power_of_2(budget))), STEPS=units.bit_length(), MAPPED=order is not None, num_warps=8,
     )  # fmt: skip
     return rows, taken
 
 
 def unit_select(
-    query: Tensor,
-    digests: Tensor,
-    stops: Tensor,
-    order: Tensor | None,
-    counts: Tensor,
-    *,
-    first: int,
-    budget: int,
-    scale: float,
-    policy: Policy,
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, digests: Tensor, stops: Tensor, order: Tensor | None, counts: Tensor,
+    *, first: int, budget: int, scale: float, policy: Policy,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `definition`: the kernels on a GPU, vectorised torch elsewhere."""
     if HAS_TRITON and query.device.type == "cuda":
         return launch(query, digests, stops, order, counts, first=first, budget=budget, scale=scale, policy=policy)

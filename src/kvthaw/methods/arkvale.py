@@ -11,13 +11,13 @@ from kvthaw.kernels.unit_select import Policy
 from kvthaw.types import Method
 
 
-def arkvale(*, page: int = 32, spread: Spread = "mean", policy: Policy = "max") -> Method:
+def arkvale(*, page: int = 32, spread: Spread = "mean", policy: Policy = "max", keep: int = 1) -> Method:
     """The pages of the best bounds, from a box of half extent mean |c - k| around each page's centre.
 
     spread: "max" makes it a true upper bound. policy: how the query heads of a group agree, see
-    `kvthaw.kernels.unit_select.Policy`. The first page and the last two stay on the device. The device holds as many rows as
-    a step selects, so what leaves is what this step scored too low to select: ArkVale's rule, at the smallest cache it works
-    with.
+    `kvthaw.kernels.unit_select.Policy`. The first page and the last two stay on the device. keep: of how many steps the selected
+    rows stay there too; with 1, what leaves is what this step scored too low to select: ArkVale's rule, at the smallest cache it
+    works with.
     """
     index = partial(BoundIndex, page=page, spread=spread, policy=policy)
-    return Method("arkvale", paper="ArkVale", unit="page", index=index, regions=Regions(page, 2 * page, page))
+    return Method("arkvale", paper="ArkVale", unit="page", index=index, regions=Regions(page, 2 * page, page), keep=keep)

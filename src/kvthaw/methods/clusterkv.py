@@ -20,12 +20,14 @@ def clusterkv(
     batch: int = 320,
     clusters_per_batch: int = 4,
     iterations: int = 20,
+    keep: int = 1,
 ) -> Method:
     """Clusters of the prompt's keys and, every `batch` tokens, of those that came since.
 
     policy: how the query heads of a group agree, see `kvthaw.kernels.unit_select.Policy`. distance: what k-means compares by.
     clusters: as many for any prompt, instead of one for every tokens_per_cluster. clusters_per_batch: of later tokens (the
-    authors' code: 8). The paper keeps 16 sink tokens; it states no window, so tokens leave by 16.
+    authors' code: 8). keep: the paper's R, of how many steps the selected rows stay on the device. The paper keeps 16 sink tokens;
+    it states no window, so tokens leave by 16.
     """
     index = partial(
         ClusterIndex,
@@ -37,4 +39,4 @@ def clusterkv(
         clusters_per_batch=clusters_per_batch,
         iterations=iterations,
     )
-    return Method("clusterkv", paper="ClusterKV", unit="cluster", index=index, regions=Regions(16, 16, 16))
+    return Method("clusterkv", paper="ClusterKV", unit="cluster", index=index, regions=Regions(16, 16, 16), keep=keep)
