@@ -87,6 +87,7 @@ def test_rows_are_reproducible_and_follow_the_seed(llama: PreTrainedModel) -> No
         ({"policy": "union"}, "policy is 'union'"),
         ({"full_threshold": -1}, "full_threshold is -1"),
         ({"centroids": "new"}, "centroids is 'new'"),
+        ({"rotate": "false"}, "rotate is 'false'"),
         ({"threshold": 1}, "threshold"),
     ],
 )

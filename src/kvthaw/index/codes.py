@@ -33,11 +33,12 @@ class CodesIndex:
     """Collisions choose candidates, 4-bit codes rank them.
 
     policy: how the G query heads of a KV head agree. max, mean: votes and softmax weights are computed for each head and the
-    largest or the sum counts; mean_query: the mean of the queries stands for all. ratios: see Ratios. rotate, centroids,
-    normalise: for ablations; centroids="learned" learns them on the prompt, of keys normalised or not (sign patterns do not
-    depend on length). dense_below: a lane whose region is shorter is attended to whole, from its first keys and values, which
-    the index then keeps on the device, [L, H, dense_below, D] each; its rows are none and its attention is the selection's
-    partial. The budget does not bound that, nor does it know of a softcap; 0 never does it.
+    largest or the sum counts; mean_query: the mean of the queries stands for all. On the shipped model (longeval, 8192 tokens,
+    100 rows) their recall_at_k is .851, .830 and .622 and their attention mass .822, .822 and .818, so max is the default.
+    ratios: see Ratios. rotate, centroids, normalise: for ablations; centroids="learned" learns them on the prompt, of keys
+    normalised or not (sign patterns do not depend on length). dense_below: a lane whose region is shorter is attended to whole,
+    from its first keys and values, which the index then keeps on the device, [L, H, dense_below, D] each; its rows are none and
+    its attention is the selection's partial. The budget does not bound that, nor does it know of a softcap; 0 never does it.
 
     Summaries are allocated at a capacity that doubles; within one, all tensors stay where they are. Lengths and limits are
     int32 on the device. select() launches six kernels of fixed shape on a GPU; on a CPU the same steps run in torch."""
