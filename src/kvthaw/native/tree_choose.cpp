@@ -13,7 +13,7 @@ struct Ranked {
     float score;
     int32_t tie;           // the earliest token that got a true distance
     int32_t page;
-    int32_t begin, end;    // of the parts, below
+    int32_t part;          // the first head's view of it
 };
 
 // A heap's largest is the best page.
@@ -21,15 +21,15 @@ constexpr auto worse = [](const Ranked& a, const Ranked& b) {
     return a.score < b.score || (a.score == b.score && a.tie > b.tie);
 };
 
-// One head's view of a page.
+// One head's view of a page, and the next head's where heads are joined (-1: none).
 struct Part {
-    int32_t page, head, span;
+    int32_t head, span, next;
 };
 
 struct Room {
     std::vector<std::vector<Ranked>> queues;
     std::vector<Part> parts;
-    std::vector<uint8_t> taken;
+    std::vector<int32_t> mark;  // by page: its place in the joint queue, then whether it was taken; 0 between calls
     std::vector<int32_t> undo;
     std::vector<float> slot_scores;
     std::vector<int> order;
@@ -80,9 +80,9 @@ int Tree::choose_pages(const Seen* seen, int heads, int budget, int32_t* out) co
         return join ? seen[head].scores[at] * scale - seen[head].lse : seen[head].scores[at];
     };
     // Scores of a page's slots as its queue sees them; -inf: no true distance.
-    const auto score_slots = [&](int page, int begin, int end) {
+    const auto score_slots = [&](int page, int first) {
         room.slot_scores.assign(settings_->page_size, -HUGE_VALF);
-        for (int p = begin; p < end; ++p) {
+        for (int p = first; p >= 0; p = room.parts[p].next) {
             const Part& part = room.parts[p];
             const Span& span = seen[part.head].spans[part.span];
             for (int at = span.begin, slot = 0; at < span.end; ++at, ++slot) {
@@ -93,44 +93,48 @@ int Tree::choose_pages(const Seen* seen, int heads, int budget, int32_t* out) co
     };
 
     room.parts.clear();
-    for (int head = 0; head < heads; ++head) {
-        for (size_t s = 0; s < seen[head].spans.size(); ++s)
-            room.parts.push_back({seen[head].spans[s].page, head, static_cast<int32_t>(s)});
-    }
-    if (join)
-        std::sort(room.parts.begin(), room.parts.end(), [](const Part& a, const Part& b) {
-            return a.page < b.page || (a.page == b.page && a.head < b.head);
-        });
     const int queues = join ? 1 : heads;
     if (static_cast<int>(room.queues.size()) < queues) room.queues.resize(queues);
     for (int q = 0; q < queues; ++q) room.queues[q].clear();
-    for (size_t begin = 0, end; begin < room.parts.size(); begin = end) {
-        const int page = room.parts[begin].page;
-        for (end = begin + 1; join && end < room.parts.size() && room.parts[end].page == page;) ++end;
-        Ranked ranked{-HUGE_VALF, INT32_MAX, page, static_cast<int32_t>(begin), static_cast<int32_t>(end)};
-        float total = 0;
-        int count = 0;
-        const auto add = [&](float score, int32_t point) {
-            ranked.score = std::max(ranked.score, score);
-            ranked.tie = std::min(ranked.tie, point);
-            total += score;
-            ++count;
-        };
-        if (join) {
-            score_slots(page, ranked.begin, ranked.end);
-            for (int slot = 0; slot < pages_[page].count; ++slot)
-                if (room.slot_scores[slot] > -HUGE_VALF) add(room.slot_scores[slot], slots(page)[slot]);
-        } else {
-            const Seen& own = seen[room.parts[begin].head];
-            const Span& span = own.spans[room.parts[begin].span];
-            for (int at = span.begin; at < span.end; ++at) add(own.scores[at], own.points[at]);
+    if (room.mark.size() < pages_.size()) room.mark.resize(pages_.size(), 0);
+    for (int head = 0; head < heads; ++head) {
+        auto& queue = room.queues[join ? 0 : head];
+        for (size_t s = 0; s < seen[head].spans.size(); ++s) {
+            const Span& span = seen[head].spans[s];
+            Ranked ranked{-HUGE_VALF, INT32_MAX, span.page, static_cast<int32_t>(room.parts.size())};
+            float total = 0;
+            for (int at = span.begin; at < span.end; ++at) {
+                const float score = value(head, at);
+                ranked.score = std::max(ranked.score, score);
+                ranked.tie = std::min(ranked.tie, seen[head].points[at]);
+                total += score;
+            }
+            if (mean) ranked.score = total / static_cast<float>(span.end - span.begin);
+            int32_t next = -1;
+            if (int32_t& mark = room.mark[span.page]; !join || mark == 0) {
+                if (join) mark = static_cast<int32_t>(queue.size()) + 1;
+                queue.push_back(ranked);
+            } else {
+                Ranked& known = queue[mark - 1];
+                next = known.part;
+                known = {std::max(known.score, ranked.score), std::min(known.tie, ranked.tie), span.page, ranked.part};
+            }
+            room.parts.push_back({head, static_cast<int32_t>(s), next});
         }
-        if (mean) ranked.score = total / static_cast<float>(count);
-        room.queues[join ? 0 : room.parts[begin].head].push_back(ranked);
     }
+    if (join)
+        for (Ranked& ranked : room.queues[0]) {
+            room.mark[ranked.page] = 0;
+            if (!mean) continue;
+            score_slots(ranked.page, ranked.part);
+            float total = 0;
+            int count = 0;
+            for (float score : room.slot_scores)
+                if (score > -HUGE_VALF) total += score, ++count;
+            ranked.score = total / static_cast<float>(count);
+        }
     for (int q = 0; q < queues; ++q) std::make_heap(room.queues[q].begin(), room.queues[q].end(), worse);
 
-    if (room.taken.size() < pages_.size()) room.taken.resize(pages_.size(), 0);
     room.undo.clear();
     int chosen = 0;
     size_t idle = 0;
@@ -142,14 +146,14 @@ int Tree::choose_pages(const Seen* seen, int heads, int budget, int32_t* out) co
             std::pop_heap(queue.begin(), queue.end(), worse);
             next = queue.back();
             queue.pop_back();
-            found = !room.taken[next.page];
+            found = !room.mark[next.page];
         }
         if (!found) {
             ++idle;
             continue;
         }
         idle = 0;
-        room.taken[next.page] = 1;
+        room.mark[next.page] = 1;
         room.undo.push_back(next.page);
         const int count = pages_[next.page].count, left = budget - chosen;
         const int32_t* tokens = slots(next.page);
@@ -157,7 +161,7 @@ int Tree::choose_pages(const Seen* seen, int heads, int budget, int32_t* out) co
             for (int slot = 0; slot < count; ++slot) out[chosen++] = first_ + tokens[slot];
             continue;
         }
-        score_slots(next.page, next.begin, next.end);
+        score_slots(next.page, next.part);
         room.order.resize(count);
         for (int slot = 0; slot < count; ++slot) room.order[slot] = slot;
         std::sort(room.order.begin(), room.order.end(), [&](int a, int b) {
@@ -166,7 +170,7 @@ int Tree::choose_pages(const Seen* seen, int heads, int budget, int32_t* out) co
         });
         for (int slot = 0; slot < left; ++slot) out[chosen++] = first_ + tokens[room.order[slot]];
     }
-    for (int page : room.undo) room.taken[page] = 0;
+    for (int page : room.undo) room.mark[page] = 0;
     return chosen;
 }
 
