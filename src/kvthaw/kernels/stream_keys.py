@@ -46,7 +46,9 @@ def launch(store: HostStore, lane: int, start: int, stop: int, device: torch.dev
     assert dim * store.dtype.itemsize % 4 == 0, "a key is copied in 32-bit words"
     out = torch.empty((heads, count, dim), dtype=store.dtype, device=device)
     if count:
-        table = store.addresses(lane).to(device)
+        table = store.addresses(lane)
+        if device.type == "cuda":  # so that the host does not wait for the stream
+            table = table.pin_memory().to(device, non_blocking=True)
         rows = 32
         _stream_keys[(triton.cdiv(count, rows), heads)](
             table, out.view(torch.int32), start, count, store.extent, width, ROWS=rows, WP=triton.next_power_of_2(width)
