@@ -201,61 +201,6 @@ def test_estimates_have_slope_one(dim: int) -> None:
     assert correlation > 0.99
 
 
-def recall(index: CodesIndex, keys: Tensor, queries: Tensor, k: int = 100) -> float:
-    """Mean recall_at_k over single queries [n, Hq, D] of an index of one lane."""
-    hits = 0
-    for query in queries:
-        exact = (
-            torch.einsum("hgd,hnd->hgn", query.reshape(keys.shape[0], -1, keys.shape[2]), keys).amax(dim=1).topk(k).indices
-            + SINK
-        )
-        hits += sum(len(a & set(b)) for a, b in zip(sets(index.select(query[None], k)), exact.tolist(), strict=True))
-    return hits / (len(queries) * keys.shape[0] * k)
-
-
-def clustered(n: int, dim: int, shift: float = 0.0) -> Tensor:
-    """Keys as models have them: anisotropic, in clusters, away from the origin."""
-    centres = torch.randn(2, 64, dim) * torch.linspace(0.2, 2, dim)
-    which = torch.randint(64, (2, n))
-    return centres.gather(1, which[..., None].expand(-1, -1, dim)) + 0.7 * torch.randn(2, n, dim) + shift
-
-
-def test_options_change_recall_as_the_paper_says() -> None:
-    keys = clustered(6000, 64)
-    queries = keys[:, torch.randint(6000, (12,))].transpose(0, 1).contiguous() + 0.5 * torch.randn(12, 2, 64)
-
-    def measure(**options: Any) -> float:
-        index = make(group=1, **options)
-        fill(index, 0, keys)
-        return recall(index, keys, queries)
-
-    ours = measure(ratios=Ratios(rho=0.2, beta=0.1))
-    assert ours > measure(ratios=Ratios(rho=0.2, beta=0.1, tiered=False)) - 0.02
-    assert ours > measure(ratios=Ratios(rho=0.2, beta=0.1), rotate=False) - 0.02
-    assert measure(ratios=Ratios(rho=0.5, beta=0.5)) >= ours
-    assert measure(ratios=Ratios(rho=0.2, candidates=600)) == ours
-
-
-@pytest.mark.parametrize("normalise", [False, True])
-@pytest.mark.parametrize("rotate", [False, True])
-def test_learned_centroids_serve_and_drift(normalise: bool, rotate: bool) -> None:
-    """Centroids of the prompt go stale when keys move; sign patterns do not."""
-    old, new = clustered(3000, 64), clustered(3000, 64, shift=2.0)
-    index = make(group=1, centroids="learned", normalise=normalise, rotate=rotate)
-    fill(index, 0, old)
-    learned = index._learned
-    assert learned is not None
-    before = learned.clone()
-    index.append([0], new[None], new[None], None)
-    assert torch.equal(index._learned, before)
-    keys = torch.cat((old, new), dim=1)
-    queries = new[:, :6].transpose(0, 1).contiguous()
-    assert recall(index, keys, queries) > 0.2
-    copy = make(group=1, centroids="learned", normalise=normalise, rotate=rotate)
-    copy.load_state_dict(index.state_dict())
-    assert torch.equal(copy.select(queries[:1], 50).rows, index.select(queries[:1], 50).rows)
-
-
 def test_short_regions_are_attended_to_whole_where_asked() -> None:
     index = make(lanes=2, dense_below=64)
     keys, values = torch.randn(2, 2, 100, 64), torch.randn(2, 2, 100, 64)
@@ -285,30 +230,12 @@ def bad(**options: Any) -> Callable[[], Any]:
         (bad(policy="union"), "policy is 'union'"),
         (bad(centroids="random"), "centroids is 'random'"),
         (bad(dense_below=-1), "dense_below is -1"),
-        (lambda: Ratios(rho=0.05, beta=0.1), "rho is 0.05 and beta is 0.1"),
-        (lambda: Ratios(rho=0.1), "rho is 0.1 and beta is 0.5"),
-        (lambda: Ratios(rho=1.5), "rho is 1.5"),
-        (lambda: Ratios(beta=0.0), "beta is 0.0"),
-        (lambda: Ratios(candidates=0), "candidates is 0"),
-        (lambda: Ratios(beta=0.1, candidates=7), "give one of them"),
         (lambda: make(ratios=Ratios(candidates=50)).select(torch.randn(1, 4, 64), 51), "candidates is 50"),
     ],
 )
 def test_bad_input_is_named(call: Callable[[], Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         call()
-
-
-def test_ratios_follow_the_region() -> None:
-    ratios = Ratios()
-    assert [ratios.wanted(n, 100) for n in (0, 40, 4999, 5000, 9999, 10000, 29999, 30000)] == [
-        0, 40, 2500, 1250, 2500, 2000, 6000, 3000,
-    ]  # fmt: skip
-    assert ratios.most(131072, 100) == 13108
-    assert ratios.most(32768, 100) == 6000
-    assert ratios.limits(100_000) == [1000, 3000, 6000, 10000, 15000, 20000]
-    assert Ratios(tiered=False).limits(100_000) == [0, 0, 0, 0, 0, 20000]
-    assert all(ratios.wanted(n, 7) <= ratios.most(40000, 7) for n in range(0, 40001, 37))
 
 
 @pytest.mark.gpu

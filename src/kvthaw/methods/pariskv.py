@@ -47,9 +47,9 @@ def pariskv(
     for name, value, allowed in choices:
         if value not in get_args(allowed):
             raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(get_args(allowed))}")
-    for name, value in (("rotate", rotate), ("normalise", normalise)):
-        if not isinstance(value, bool):
-            raise ConfigError(f"{name} is {value!r}; it must be True or False")
+    for name, switch in (("rotate", rotate), ("normalise", normalise)):
+        if not isinstance(switch, bool):
+            raise ConfigError(f"{name} is {switch!r}; it must be True or False")
     if full_threshold < 0:
         raise ConfigError(f"full_threshold is {full_threshold}; it must be at least 0")
     index = partial(

@@ -1,0 +1,68 @@
+"""ParisKV's ablations: votes, rotation, candidates, and centroids learned on the prompt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_codes import SINK, fill, make, sets
+from torch import Tensor
+
+from kvthaw.index.codes import CodesIndex
+from kvthaw.index.ratios import Ratios
+
+
+def recall(index: CodesIndex, keys: Tensor, queries: Tensor, k: int = 100) -> float:
+    """Mean recall_at_k over single queries [n, Hq, D] of an index of one lane."""
+    hits = 0
+    for query in queries:
+        exact = (
+            torch.einsum("hgd,hnd->hgn", query.reshape(keys.shape[0], -1, keys.shape[2]), keys).amax(dim=1).topk(k).indices
+            + SINK
+        )
+        hits += sum(len(a & set(b)) for a, b in zip(sets(index.select(query[None], k)), exact.tolist(), strict=True))
+    return hits / (len(queries) * keys.shape[0] * k)
+
+
+def clustered(n: int, dim: int, shift: float = 0.0) -> Tensor:
+    """Keys as models have them: anisotropic, in clusters, away from the origin."""
+    centres = torch.randn(2, 64, dim) * torch.linspace(0.2, 2, dim)
+    which = torch.randint(64, (2, n))
+    return centres.gather(1, which[..., None].expand(-1, -1, dim)) + 0.7 * torch.randn(2, n, dim) + shift
+
+
+def test_options_change_recall_as_the_paper_says() -> None:
+    keys = clustered(6000, 64)
+    queries = keys[:, torch.randint(6000, (12,))].transpose(0, 1).contiguous() + 0.5 * torch.randn(12, 2, 64)
+
+    def measure(**options: Any) -> float:
+        index = make(group=1, **options)
+        fill(index, 0, keys)
+        return recall(index, keys, queries)
+
+    ours = measure(ratios=Ratios(rho=0.2, beta=0.1))
+    assert ours > measure(ratios=Ratios(rho=0.2, beta=0.1, tiered=False)) - 0.02
+    assert ours > measure(ratios=Ratios(rho=0.2, beta=0.1), rotate=False) - 0.02
+    assert measure(ratios=Ratios(rho=0.5, beta=0.5)) >= ours
+    assert measure(ratios=Ratios(rho=0.2, candidates=600)) == ours
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize("rotate", [False, True])
+def test_learned_centroids_serve_and_drift(normalise: bool, rotate: bool) -> None:
+    """Centroids of the prompt go stale when keys move; sign patterns do not."""
+    old, new = clustered(3000, 64), clustered(3000, 64, shift=2.0)
+    index = make(group=1, centroids="learned", normalise=normalise, rotate=rotate)
+    fill(index, 0, old)
+    learned = index._learned
+    assert learned is not None
+    before = learned.clone()
+    index.append([0], new[None], new[None], None)
+    assert torch.equal(index._learned, before)
+    keys = torch.cat((old, new), dim=1)
+    queries = new[:, :6].transpose(0, 1).contiguous()
+    assert recall(index, keys, queries) > 0.2
+    copy = make(group=1, centroids="learned", normalise=normalise, rotate=rotate)
+    copy.load_state_dict(index.state_dict())
+    assert torch.equal(copy.select(queries[:1], 50).rows, index.select(queries[:1], 50).rows)
