@@ -226,6 +226,7 @@ def test_budget_above_the_length_is_full_attention(name: str, shape: Shape) -> N
             close(step.out[lane], layer.full(lane), shape.dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FROZEN)
 @pytest.mark.parametrize("shape", list(dict.fromkeys(VARIANTS)), ids=str)
 def test_every_shape_keeps_the_contract(name: str, shape: Shape) -> None:
@@ -323,6 +324,7 @@ def test_copies_are_independent(name: str) -> None:
     same_choices(one, third, 25)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RETRIEVES)
 @pytest.mark.parametrize("drop", [1, 9, 30, 59, 140])
 def test_crop_then_go_on(name: str, drop: int) -> None:
@@ -353,6 +355,7 @@ def test_crop_at_full_budget(name: str, request: pytest.FixtureRequest) -> None:
             close(step.out[0], layer.full(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FROZEN)
 @pytest.mark.parametrize("lanes", [[1, 0, 2], [2], [0, 0, 2, 1], [1, 1]], ids=str)
 def test_reorder(name: str, lanes: list[int]) -> None:
@@ -387,6 +390,17 @@ def test_lanes_of_one_prefix_part(name: str) -> None:
         grown.check(b)
         assert sets(a) == sets(b)
         close(a.out, b.out)
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_several_tokens_equal_one_by_one(name: str) -> None:
+    """Also where they cross the moment at which tokens leave for the index."""
+    one, many = (Layer(name, Text(**BATCH), budget=64).prefill() for _ in range(2))
+    for _ in range(9):
+        at = many.frozen.seen
+        together = many.take(at, at + 5)
+        for t, step in enumerate(one.decode(5)):
+            close(together[:, :, t], step.out)
 
 
 @pytest.mark.parametrize("name", RETRIEVES)

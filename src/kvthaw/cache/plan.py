@@ -27,11 +27,13 @@ class Plan:
 class Settings:
     """A cache's settings.
 
-    budget: the most tokens that attention reads per KV head in one decode step, sink, window and buffer at their fullest included;
-    an integer, or a fraction in (0, 1) of the prompt. retrieved: instead of budget, the paper's regions and exactly this many rows
-    from the index. dense_layers: the first layers, which keep all KV on the device. sparse_queries: continuations of at most this
-    many tokens (and at most the window) are decoded one by one through the index, longer ones are dense. extent: tokens in a
-    piece of host memory. host_bytes: the most host memory to use; None asks the system what is free.
+    budget: the most tokens that attention reads per KV head in one decode step, sink, window and buffer at their fullest
+    included; an integer, or a fraction in (0, 1) of the prompt. It is full attention up to budget - buffer tokens. retrieved:
+    instead of budget, the paper's regions and exactly this many rows from the index. dense_layers: the first layers, which keep
+    all KV on the device. sparse_queries: continuations of at most this many tokens (and at most the window) are decoded one by
+    one through the index, longer ones are dense; so is the rest of a prompt that was given in chunks, however short, only
+    where it is longer than this. extent: tokens in a piece of host memory. host_bytes: the most host memory to use; None asks
+    the system what is free.
     """
 
     method: Method
