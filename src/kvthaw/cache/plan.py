@@ -31,8 +31,8 @@ class Settings:
     included; an integer, or a fraction in (0, 1) of the prompt. It is full attention up to budget - buffer tokens. retrieved:
     instead of budget, the paper's regions and exactly this many rows from the index. dense_layers: the first layers, which keep
     all KV on the device. sparse_queries: continuations of at most this many tokens (and at most the window) are decoded one by
-    one through the index, longer ones are dense; so is the rest of a prompt that was given in chunks, however short, only
-    where it is longer than this. extent: tokens in a piece of host memory. host_bytes: the most host memory to use; None asks
+    one through the index, longer ones are dense; the last chunk of a prompt given in chunks is a continuation too.
+    extent: tokens in a piece of host memory. host_bytes: the most host memory to use; None asks
     the system what is free.
     """
 
