@@ -22,7 +22,8 @@ class Choice:
     """What one decode step of a group attends to, and where it lies.
 
     slots [B, H, M] int32: the pool slot of every selected row, -1 padded. fetch [B, H, M] int32: the rows to bring, else -1. live
-    [B, H, C] bool: slots that hold a selected row. All on the device; host: slots and fetch on the CPU too, if the index works there.
+    [B, H, C] bool: slots that hold a selected row. All on the device; host: slots and fetch on the CPU too, if the index works
+    there.
     """
 
     selection: Selection
@@ -74,8 +75,10 @@ class Group:
         """Change the index: on the worker thread if it works on the host, else now."""
         if self.index.on_host:
             self._jobs.append(self._pipeline.submit(after, job))
-        else:
-            job()
+            return
+        if after is not None:  # it may read the rows that are on their way to the host
+            torch.cuda.current_stream(self.shape.device).wait_event(after)
+        job()
 
     def settle(self) -> None:
         """Wait until the index has taken in all that it was given; raises what went wrong there."""
