@@ -53,6 +53,7 @@ class LayerShape:
     """What an index must know of the layer it serves.
 
     store holds the layer's rows on the host; an index that works on the CPU reads keys from it, by position, and copies none.
+    rows: how many rows select() will be asked for, 0 where that is not known.
     device is where queries come from and where a graph-safe index keeps its metadata. scale multiplies q.k before the softmax.
     """
 
@@ -66,6 +67,7 @@ class LayerShape:
     regions: Regions
     scale: float
     seed: int = 0
+    rows: int = 0
 
     @property
     def group(self) -> int:
@@ -83,7 +85,8 @@ class Index(Protocol):
     graph_safe: bool
     """select() has static shapes and never syncs the host."""
     on_host: bool
-    """build() and append() want keys on the CPU; they run on a worker thread while the device computes on."""
+    """It works on the CPU and reads keys from the store: build() and append() are called on a worker thread, once the rows are
+    there, with keys and values of the right length and no columns; select() gets its query on the CPU."""
 
     def build(self, lane: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         """Index a lane anew. keys, values: [H, T, D], positions first .. first + T; queries: the prompt's last, [Hq, W, D]."""

@@ -342,10 +342,7 @@ def test_crop_then_go_on(name: str, drop: int) -> None:
 
 
 @pytest.mark.parametrize("name", RETRIEVES)
-def test_crop_at_full_budget(name: str, request: pytest.FixtureRequest) -> None:
-    if name.startswith("icecache"):
-        reason = "a tree that was cleared still asks the store for the rows of the sink"
-        request.applymarker(pytest.mark.xfail(raises=CacheError, reason=reason))
+def test_crop_at_full_budget(name: str) -> None:
     text = Text(SMALL, [120], 40)
     layer = Layer(name, text, budget=512).prefill()
     list(layer.decode())

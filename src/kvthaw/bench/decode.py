@@ -44,13 +44,15 @@ def main(
     out: Path | None = None,
     commit: str | None = None,
     compile: bool = False,
+    only: str | None = None,
     json: bool = True,
     plot: Path | None = None,
 ) -> list[dict[str, Any]]:
     """Measure every method at every length and batch, after checking each against transformers.
 
     Prints a JSON line a run, or with json=False a table at the end. Settings as for `kvthaw.Cache`. compile: also steps that
-    torch.compile has compiled. Needs a GPU for captured and compiled steps; elsewhere they are left out.
+    torch.compile has compiled. only: one of eager, captured and compiled, without the cold run. Captured and
+    compiled steps need a GPU; elsewhere they are left out.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = build(shape, device)
@@ -70,7 +72,7 @@ def main(
         for rows in batch or [1]:
             for name in methods:
                 for line in measure(
-                    model, name, length=n, batch=rows, new_tokens=new_tokens, compiled=compiled, **settings(name)
+                    model, name, length=n, batch=rows, new_tokens=new_tokens, compiled=compiled, only=only, **settings(name)
                 ):
                     lines.append({"bench": "decode", "shape": shape, **line, **provenance(commit)})
                     emit(lines[-1], out, quiet=not json)
@@ -127,6 +129,7 @@ def measure(
     batch: int,
     new_tokens: int,
     compiled: Callable[..., Any] | None = None,
+    only: str | None = None,
     **settings: Any,
 ) -> Iterator[dict[str, Any]]:
     """One method at one length: a cold run for the time with fresh host memory, then the runs that count: eager, and where the
@@ -134,13 +137,15 @@ def measure(
     device = model.device
     ids = torch.randint(0, model.config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(length)).to(device)
     with _attention(model, "sdpa"):
-        cold = _run(model, lambda: _cache(model, method, **settings), ids, 4)
+        cold = None if only else _run(model, lambda: _cache(model, method, **settings), ids, 4)
         forwards = {"eager": None, "captured": model.forward}
         if compiled is not None:
             forwards["compiled"] = compiled
         for steps, forward in forwards.items():
+            if only not in (None, steps):
+                continue
             run = _run(model, lambda: _cache(model, method, **settings), ids, new_tokens, steps=steps, forward=forward)
-            if run is None or cold is None:
+            if run is None:
                 continue
             yield {
                 "method": method,
@@ -156,8 +161,8 @@ def measure(
                 "itl_p50_s": run["p50"],
                 "itl_p95_s": run["p95"],
                 "tokens_per_s": batch / run["tpot"],
-                "cold_ttft_s": cold["ttft"],
-                "cold_tt2t_s": cold["tt2t"],
+                "cold_ttft_s": cold["ttft"] if cold else None,
+                "cold_tt2t_s": cold["tt2t"] if cold else None,
                 "peak_device_bytes": run["peak"],
                 "weight_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
                 "full_kv_bytes": _kv_bytes(model, length + new_tokens, batch),
@@ -294,4 +299,5 @@ if __name__ == "__main__":  # key=value arguments, for machines without the comm
         out=Path(given["out"]) if "out" in given else None,
         commit=given.get("commit"),
         compile=given.get("compile") == "1",
+        only=given.get("only"),
     )

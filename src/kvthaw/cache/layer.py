@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,6 +62,7 @@ class FrozenLayer:
         """Forget everything."""
         self.seen = 0
         self.left_pad: list[int] = []
+        self._stale: set[int] = set()  # lanes to be indexed anew before the next step
         self._start: list[int] = []  # where each lane's ring began at its last dense pass
         self.plan: Plan | None = None
         self.group: Group | None = None
@@ -181,7 +183,7 @@ class FrozenLayer:
         if method.index is not None:
             if self.leader is None:
                 sizes = (self.number, query.shape[1], heads, dim, key.dtype, device)
-                shape = LayerShape(*sizes, self.store, plan.regions, scale, self.settings.seed)
+                shape = LayerShape(*sizes, self.store, plan.regions, scale, self.settings.seed, plan.rows)
                 self.group = Group(method, shape, batch, plan.rows, self.pipeline)
             else:
                 self.group = self.leader.group
@@ -316,38 +318,51 @@ class FrozenLayer:
         self.seen += steps
 
     def _index(self, lane: int, old: int, new: int, k: Tensor, v: Tensor, past: int, queries: Tensor) -> None:
-        """Give the index positions [old, new): some may stand in the ring, the rest are k, v [H, n, D] from position `past` on."""
+        """Give the index positions [old, new): some may stand in the ring, the rest are k, v [H, n, D] from position `past` on.
+
+        An index made of one piece is better than one that was appended to, so a lane that a dense pass makes much longer (a prompt
+        in chunks) is indexed anew, once, before the next step that asks."""
         group = self.group
         assert group is not None and self.plan is not None
-        index = group.index
-        keys, values = k, v
-        if not index.on_host:
+        index, sink = group.index, self.plan.regions.sink
+        if old > sink and (lane in self._stale or 4 * (new - old) > old - sink):
+            self._stale.add(lane)
+            return
+        if index.on_host:
+            keys = values = k.new_empty((k.shape[0], new - old, 0))
+        else:
+            keys, values = k, v
             if old < past:
                 ring = self.slab.read(lane, old, past)
                 keys, values = torch.cat((ring[:, :, 0], k), dim=1), torch.cat((ring[:, :, 1], v), dim=1)
             begin = min(old, past)
             keys, values = keys[:, old - begin : new - begin], values[:, old - begin : new - begin]
-        first = old == self.plan.regions.sink
+        if old == sink:
+            group.submit(self._copied, partial(index.build, lane, sink, keys, values, queries))
+        else:
+            group.submit(self._copied, partial(index.append, [lane], keys[None], values[None], queries[None]))
 
-        def job() -> None:
-            nonlocal keys, values
-            if index.on_host:
-                rows = self.store.read(lane, old, new)
-                keys, values = rows[:, :, 0], rows[:, :, 1]
-            if first:
-                index.build(lane, old, keys, values, queries)
-            else:
-                index.append([lane], keys[None], values[None], queries[None])
-
-        group.submit(self._copied, job)
+    def _index_anew(self, lane: int) -> None:
+        assert self.plan is not None and self.group is not None and self.watched is not None
+        index, sink, end = self.group.index, self.plan.regions.sink, self.indexed(lane)
+        if index.on_host:
+            keys = values = self.watched.new_empty((self.slab.data.shape[1], end - sink, 0))
+        else:
+            rows = self.read(lane, sink, end).to(self.slab.data.device)
+            keys, values = rows[:, :, 0], rows[:, :, 1]
+        queries = self.watched[lane, :, -min(WATCHED, self.length(lane)) :]
+        self.group.submit(self._copied, partial(index.build, lane, sink, keys, values, queries))
 
     def due(self) -> bool:
         """Whether one more token asks for work on the host first: a full ring, or tables that must grow."""
         grow = self.group is not None and self.group.residency.capacity <= self.seen
-        return grow or self._finite is not None or self._copied is not None or bool(self._leaving())
+        return grow or self._finite is not None or self._copied is not None or bool(self._stale) or bool(self._leaving())
 
     def before_step(self) -> None:
         """That work. Afterwards a step of one token is work of the device alone, where index and transfer are graph-safe."""
+        for lane in sorted(self._stale):
+            self._index_anew(lane)
+        self._stale.clear()
         leaving = self._leaving()
         if leaving:
             self._leave(leaving)
@@ -398,22 +413,19 @@ class FrozenLayer:
         group = self.group
         if group is None or not self._chooses:
             return
-        index = group.index
-        rows = [] if index.on_host else [self.slab.read(lane, *span) for lane, span in zip(lanes, spans, strict=True)]
-
-        sink, watched = self.plan.regions.sink, self.watched
-
-        def job() -> None:
-            data = torch.stack(rows or [self.store.read(lane, *span) for lane, span in zip(lanes, spans, strict=True)])
-            known = [i for i, (start, _) in enumerate(spans) if start > sink]
-            for i in set(range(len(lanes))).difference(known):  # the first tokens of a lane that had none to index
-                assert watched is not None
-                index.build(lanes[i], sink, data[i, :, :, 0], data[i, :, :, 1], watched[lanes[i]])
-            if known:
-                data = data[known]
-                index.append([lanes[i] for i in known], data[:, :, :, 0], data[:, :, :, 1], None)
-
-        group.submit(self._copied, job)
+        index, sink, buffer = group.index, self.plan.regions.sink, self.plan.regions.buffer
+        if index.on_host:
+            data = self.slab.data.new_empty((len(lanes), self.slab.data.shape[1], buffer, 2, 0))
+        else:
+            data = torch.stack([self.slab.read(lane, *span) for lane, span in zip(lanes, spans, strict=True)])
+        known = [i for i, (start, _) in enumerate(spans) if start > sink]
+        for i in set(range(len(lanes))).difference(known):  # the first tokens of a lane that had none to index
+            assert self.watched is not None
+            keys, values = data[i, :, :, 0], data[i, :, :, 1]
+            group.submit(self._copied, partial(index.build, lanes[i], sink, keys, values, self.watched[lanes[i]]))
+        if known:
+            keys, values = data[known, :, :, 0], data[known, :, :, 1]
+            group.submit(self._copied, partial(index.append, [lanes[i] for i in known], keys, values, None))
 
     def _store_ring(self, lane: int, length: int) -> None:
         """Offload what of the first `length` tokens stands in sink or ring only."""
@@ -477,6 +489,7 @@ class FrozenLayer:
         self.slab.reorder(torch.tensor(lanes, device=self.slab.data.device))
         self.left_pad = [self.left_pad[lane] for lane in lanes]
         self._start = [self._start[lane] for lane in lanes]
+        self._stale = {i for i, lane in enumerate(lanes) if lane in self._stale}
         self.watched = None if self.watched is None else self.watched[lanes]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FrozenLayer:

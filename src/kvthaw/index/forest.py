@@ -112,7 +112,7 @@ class TreeIndex:
         query = query.contiguous()
         rows = torch.empty((batch, self.shape.kv_heads, budget), dtype=torch.int32)
         counts = torch.empty((batch, self.shape.kv_heads), dtype=torch.int32)
-        bases = self._addresses(0, batch, {lane: self.length(lane) for lane in range(batch)})
+        bases = self._addresses(0, batch, {lane: self.length(lane) for lane in range(batch) if self._forest.size(lane)})
         self._forest.select(
             batch,
             self.shape.group,

@@ -106,7 +106,7 @@ class HybridIndex(BoundIndex):
             raise ConfigError(f"interval is {interval}; it must be at least 1")
         super().__init__(shape, page=page, spread=spread, policy=policy)
         self.share, self.interval = share, interval
-        self.rows: int | None = getattr(shape, "rows", None) or None
+        self.rows: int | None = shape.rows or None
         self.window = max(1, min(_WATCHED, shape.regions.window))
         device, heads = shape.device, shape.q_heads
         self.queries = torch.zeros((0, heads, self.window, shape.head_dim), dtype=shape.dtype, device=device)

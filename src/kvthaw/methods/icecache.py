@@ -15,7 +15,14 @@ from kvthaw.types import LayerShape, Method, Transfer
 
 _PRESETS: dict[str, dict[str, Any]] = {
     "paper": {},
-    "code": {"promote": 0.03, "promote_higher": 0.2, "merge": "interleave"},
+    "code": {
+        "promote": 0.03,
+        "merge": "interleave",
+        "query_beam": 30,
+        "query_beam_share": 0.0015,
+        "query_retrieve_share": 0.8,
+        "insert_retrieve_share": 0.6,
+    },
 }
 
 _TRANSFERS: dict[str, Callable[[], Transfer]] = {"uva": UvaGather, "bulk": BulkCopy}

@@ -1,0 +1,131 @@
+"""Searching the DCI-trees of a model's layers against a flat scan of all keys, on the same threads and dot products."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvthaw.bench.card import emit, provenance
+from kvthaw.cache.host import HostStore
+from kvthaw.cache.regions import Regions
+from kvthaw.index.forest import TreeIndex
+from kvthaw.index.tree_config import TreeConfig
+from kvthaw.native import cores, flat_topk
+from kvthaw.types import LayerShape
+
+HEADS, GROUP, DIM = 8, 4, 128
+
+
+def keys(length: int, generator: torch.Generator) -> Tensor:
+    """[HEADS, length, DIM] bfloat16: clusters of very different sizes, as in a text, half of the dims turned by position."""
+    centres = torch.randn(HEADS, 256, DIM, generator=generator) * 1.5
+    share = 1 / torch.arange(1, 257).float()
+    which = torch.multinomial(share.expand(HEADS, -1), length, replacement=True, generator=generator)
+    made = centres.gather(1, which[..., None].expand(-1, -1, DIM)) + torch.randn(HEADS, length, DIM, generator=generator)
+    angle = torch.arange(length)[:, None] * 10_000 ** -(torch.arange(DIM // 4) / (DIM // 4))
+    x, y, rest = made.split((DIM // 4, DIM // 4, DIM // 2), dim=2)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat((x * cos - y * sin, x * sin + y * cos, rest), dim=2).bfloat16()
+
+
+def filled(length: int, layers: int) -> list[HostStore]:
+    """Stores of as many layers, each with keys of its own."""
+    generator = torch.Generator().manual_seed(length)
+    stores = []
+    for _ in range(layers):
+        stores.append(HostStore(1, HEADS, DIM, torch.bfloat16))
+        k = keys(length, generator)
+        stores[-1].append(0, torch.stack((k, k), dim=2))
+    return stores
+
+
+def measure(stores: list[HostStore], budget: int, threads: int, config: TreeConfig) -> dict[str, float]:
+    """Medians over layers with keys and queries of their own, so that no cache keeps them: milliseconds a layer."""
+    length, layers = stores[0].length(0), len(stores)
+    indices, build = [], []
+    for layer, store in enumerate(stores):
+        sizes = (layer, HEADS * GROUP, HEADS, DIM, store.dtype, torch.device("cpu"))
+        index = TreeIndex(LayerShape(*sizes, store, Regions(32, 32, 16), DIM**-0.5), config, threads=threads)
+        begin = time.perf_counter()
+        index.build(0, 32, torch.empty(HEADS, length - 32, 0))
+        build.append(time.perf_counter() - begin)
+        indices.append(index)
+    query = torch.randn(layers, 1, HEADS * GROUP, DIM, generator=torch.Generator().manual_seed(1)) * 2
+    lengths = torch.tensor([length], dtype=torch.int32)
+    firsts = torch.full_like(lengths, 32)
+
+    def flat(i: int) -> Tensor:
+        table, store = stores[i].table(), stores[i]
+        return flat_topk(table, store.extent, HEADS, store.dtype, query[i], firsts, lengths, budget, threads=threads)[0]
+
+    def tree(i: int) -> Tensor:
+        return indices[i].select(query[i], budget).rows
+
+    found = covered = 0.0
+    for i in range(layers):
+        exact = flat(i).view(HEADS, GROUP, budget)
+        rows = tree(i)[0]
+        for h in range(HEADS):
+            best = set(exact[h, :, : budget // GROUP].flatten().tolist())
+            found += len(best.intersection(rows[h].tolist())) / len(best) / HEADS / layers
+            stored = stores[i].read(0, 0, length)[h, :, 0].float()
+            weight = torch.softmax(query[i, 0].view(HEADS, GROUP, DIM)[h] @ stored.T * DIM**-0.5, dim=1)
+            covered += float(weight[:, rows[h][rows[h] >= 0].long()].sum(dim=1).mean()) / HEADS / layers
+    return {
+        "build_ms": 1e3 * statistics.median(build),
+        "tree_ms": _median(tree, layers),
+        "flat_ms": _median(flat, layers),
+        "recall": found,
+        "attention_mass": covered,
+    }
+
+
+def _median(call: Callable[[int], Tensor], layers: int, rounds: int = 5) -> float:
+    times = []
+    for _ in range(rounds):
+        for i in range(layers):
+            begin = time.perf_counter()
+            call(i)
+            times.append(time.perf_counter() - begin)
+    return 1e3 * statistics.median(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--length", type=int, default=36864, help="keys a KV head")
+    parser.add_argument("--budget", type=int, default=176, help="rows a KV head")
+    parser.add_argument("--threads", type=int, default=0, help="0 for one a core")
+    parser.add_argument("--layers", type=int, default=8, help="layers with keys of their own")
+    parser.add_argument("--json", action="store_true", help="print JSON lines; there is no other form")
+    parser.add_argument("--out", type=Path, help="append the lines to this file")
+    parser.add_argument("--commit", help="what the lines name as the commit")
+    given = parser.parse_args()
+    stores = filled(given.length, given.layers)
+    for promote in (0.03, 0.05):
+        for beam in (30, 60, 120):
+            for unit in ("page", "token"):
+                config = TreeConfig(promote=promote, query_beam=beam, unit=unit)
+                times = measure(stores, given.budget, given.threads, config)
+                line = {
+                    "bench": "tree",
+                    "length": given.length,
+                    "budget": given.budget,
+                    "threads": given.threads or cores(),
+                    "promote": promote,
+                    "query_beam": beam,
+                    "unit": unit,
+                    **times,
+                    "speedup": times["flat_ms"] / times["tree_ms"],
+                    **provenance(given.commit),
+                }
+                emit(line, given.out)
+
+
+if __name__ == "__main__":
+    main()
