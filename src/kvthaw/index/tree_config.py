@@ -42,7 +42,7 @@ class TreeConfig:
     page_size: int = 16
     composites: int = 1
     simples: int = 1
-    query_beam: int = 30
+    query_beam: int = 64
     query_beam_share: float = 0.0015
     query_visit: int = 0
     query_visit_share: float = 1.0

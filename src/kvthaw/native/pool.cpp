@@ -21,7 +21,7 @@ inline void pause_briefly() {
 
 // A sleeping thread takes tens of microseconds to wake, as long as a layer's search, and the next layer's follows soon: an idle
 // worker first spins, then offers its core to others, and only then sleeps.
-constexpr auto kSpin = std::chrono::microseconds(30), kYield = std::chrono::microseconds(250);
+constexpr auto kSpin = std::chrono::microseconds(30), kYield = std::chrono::microseconds(2000);
 
 }  // namespace
 
