@@ -43,7 +43,7 @@ class TreeConfig:
     composites: int = 1
     simples: int = 1
     query_beam: int = 64
-    query_beam_share: float = 0.0015
+    query_beam_share: float = 0.02
     query_visit: int = 0
     query_visit_share: float = 1.0
     query_retrieve: int = 0
