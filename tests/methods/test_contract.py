@@ -17,7 +17,7 @@ from kvthaw.cache.layer import Attention, FrozenLayer
 from kvthaw.cache.pipeline import Pipeline
 from kvthaw.cache.plan import Settings
 from kvthaw.cache.regions import Regions
-from kvthaw.errors import CacheError, ConfigError
+from kvthaw.errors import ConfigError
 from kvthaw.kernels import dense
 from kvthaw.kernels.merge import merge
 from kvthaw.kernels.sparse_decode import definition
