@@ -12,13 +12,15 @@ from zoo import sharpen
 POSITIONS = 2048
 
 
-def save(folder: Path) -> Path:
-    """Write model and tokenizer; returns the folder. Token 256 begins every prompt, 257 ends a generation."""
+def save(folder: Path, *, ends: bool = True) -> Path:
+    """Write model and tokenizer; returns the folder. Token 256 begins every prompt, 257 ends a generation, if one shall end."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>" if ends else None).save_pretrained(
+        folder
+    )
     config = LlamaConfig(
         vocab_size=258,
         hidden_size=64,
@@ -29,7 +31,7 @@ def save(folder: Path) -> Path:
         head_dim=16,
         max_position_embeddings=POSITIONS,
         bos_token_id=256,
-        eos_token_id=257,
+        eos_token_id=257 if ends else None,
     )
     sharpen(LlamaForCausalLM(config), seed=3).save_pretrained(folder)
     return folder

@@ -307,7 +307,8 @@ def test_ctrl_c_is_exit_code_130(model: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
-def test_a_real_ctrl_c_stops_a_running_command(model: str) -> None:
+def test_a_real_ctrl_c_stops_a_running_command(tmp_path: Path) -> None:
+    model = str(bytemodel.save(tmp_path, ends=False))
     command = [sys.executable, "-m", "kvthaw", "generate", "Hello", "--model", model, "--method", "oracle"]
     command += ["--max-new-tokens", "100000", "--temperature", "3"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "NO_COLOR": "1"})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -22,7 +21,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 def shipped_path() -> Path:
     """The folder of the model that comes with the package."""
-    return Path(str(files("kvthaw"))) / "assets" / "model"
+    return Path(__file__).parents[1] / "assets" / "model"
 
 
 def load_shipped(*, dtype: Dtype = "auto", device: str | None = None) -> tuple[PreTrainedModel, Any]:
