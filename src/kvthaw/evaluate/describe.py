@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from kvthaw.cache.host import HostStore
+from kvthaw.methods import METHODS, resolve
 from kvthaw.types import LayerShape, Method
 
 
@@ -28,3 +29,16 @@ def describe(method: Method) -> dict[str, Any]:
         "decides": decides,
         "graph_safe": safe,
     }
+
+
+def markdown() -> str:
+    """The table of all methods, as docs/methods.md has it."""
+    rows = [describe(resolve(name)) for name in METHODS]
+    lines = ["| " + " | ".join(column.replace("_", " ") for column in rows[0]) + " |", "|" + "---|" * len(rows[0])]
+    words = {True: "yes", False: "no", None: "-"}
+    lines += ["| " + " | ".join(words.get(value, str(value)) for value in row.values()) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")
