@@ -10,6 +10,8 @@ from kvthaw.kernels import HAS_TRITON, tiers
 from kvthaw.kernels import collide as op
 from kvthaw.kernels.srht import make_rotation
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 CASES = [
     *((shape, "max", False) for shape in SHAPES),

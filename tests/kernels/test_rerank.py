@@ -12,6 +12,8 @@ from kvthaw.kernels import rerank as op
 from kvthaw.kernels.encode import decode
 from kvthaw.kernels.tiers import rotate_queries
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 triton_only = pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
 

@@ -25,6 +25,8 @@ from kvthaw.methods import METHODS
 from kvthaw.types import Method
 from shapes import DTYPES, HEAD_DIMS, Shape, close
 
+pytestmark = pytest.mark.slow
+
 MADE = {name: make() for name, make in METHODS.items()}
 RETRIEVES = [name for name, method in MADE.items() if method.index is not None]
 FROZEN = [name for name, method in MADE.items() if not method.dense]
