@@ -18,7 +18,7 @@ def lines(name: str) -> list[dict[str, Any]]:
 def main() -> None:
     figure = Figure(figsize=(11, 4), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.1))
-    passkey = [line for line in lines("passkey") if line["budget"] == 64]
+    passkey = [line for line in lines("passkey") if (line["budget"], line["dense_layers"], line["seed"]) == (64, 0, 0)]
     for i, method in enumerate(dict.fromkeys(line["method"] for line in passkey)):
         runs = sorted((line for line in passkey if line["method"] == method), key=lambda line: line["length"])
         lift = 1.5 * i  # equal lines beside each other
