@@ -16,6 +16,7 @@ from torch import Tensor
 from kvthaw.cache.regions import Regions
 
 if TYPE_CHECKING:
+    from kvthaw.cache.clock import Clock
     from kvthaw.cache.host import HostStore
     from kvthaw.cache.pool import Slab
 
@@ -55,6 +56,8 @@ class LayerShape:
     store holds the layer's rows on the host; an index that works on the CPU reads keys from it, by position, and copies none.
     rows: how many rows select() will be asked for, 0 where that is not known.
     device is where queries come from and where a graph-safe index keeps its metadata. scale multiplies q.k before the softmax.
+    slab and clock: the tokens that stand in sink and ring, for an index that weighs what it brings against them; None without a
+    layer.
     """
 
     layer: int
@@ -68,6 +71,8 @@ class LayerShape:
     scale: float
     seed: int = 0
     rows: int = 0
+    slab: Slab | None = None
+    clock: Clock | None = None
 
     @property
     def group(self) -> int:
@@ -131,7 +136,7 @@ class Method:
     keep: of how many steps, this one included, the selected rows stay on the device (ClusterKV's R); 0: each step brings its own.
     transfer: how rows come to a GPU; None: a kernel there reads them (UvaGather). On a CPU they are copied (BulkCopy).
     anchors: the layers that select, by number, or every how manieth of the layers that are not dense; the layers between follow the
-    anchor before them.
+    anchor before them. Floats are shares of the model's depth, and the first layer that is not dense then selects too.
     """
 
     name: str
@@ -143,5 +148,5 @@ class Method:
     evicts: bool = False
     keep: int = 1
     transfer: Callable[[], Transfer] | None = None
-    anchors: int | tuple[int, ...] = 1
+    anchors: int | tuple[int, ...] | tuple[float, ...] = 1
     options: dict[str, Any] = field(default_factory=dict, compare=False)

@@ -183,7 +183,9 @@ class FrozenLayer:
         if method.index is not None:
             if self.leader is None:
                 sizes = (self.number, query.shape[1], heads, dim, key.dtype, device)
-                shape = LayerShape(*sizes, self.store, plan.regions, scale, self.settings.seed, plan.rows)
+                shape = LayerShape(
+                    *sizes, self.store, plan.regions, scale, self.settings.seed, plan.rows, self.slab, self.clock
+                )
                 self.group = Group(method, shape, batch, plan.rows, self.pipeline)
             else:
                 self.group = self.leader.group
@@ -239,9 +241,9 @@ class FrozenLayer:
             self._transfer.fetch(self.store, self.slab, fetch, slots)
             visible = torch.cat((visible, choice.live), dim=2)
             selection = choice.selection
-            if selection.partial is not None:
+            if selection.partial is not None and self._chooses:  # of the anchor's own keys and values
                 partials.append(selection.partial)
-            if selection.log_weight is not None:
+            if selection.log_weight is not None and self._chooses:
                 log_weight = self._by_place(selection.log_weight, choice)
         if self.observer is not None:
             self.observer(self, query, choice)

@@ -323,7 +323,10 @@ class Cache(DynamicCache):
 
     def _anchors(self, layer: int, frozen: list[int]) -> bool:
         anchors = self.settings.method.anchors
-        return frozen.index(layer) % anchors == 0 if isinstance(anchors, int) else layer in anchors
+        if isinstance(anchors, int):
+            return frozen.index(layer) % anchors == 0
+        shares = [int(a * len(self.layers)) for a in anchors if isinstance(a, float)]
+        return layer in anchors or layer in shares or (bool(shares) and layer == frozen[0])
 
     @property
     def kv_layers(self) -> list[FrozenLayer | DenseLayer]:
