@@ -1,0 +1,179 @@
+"""Something on the device for every key, and the tokens of the best scores: what exact top-k, PQCache, MagicPIG and OmniKV have
+in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from kvthaw.errors import ConfigError
+from kvthaw.types import LayerShape, Selection
+
+Policy = Literal["max", "mean", "mean_query"]
+"""How the query heads of a group agree on tokens: the largest or the mean of their softmax weights over the indexed keys, or the
+score of their mean query."""
+
+Columns = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+class TokenIndex:
+    """Tables with a place for every token, and selection by a score for each.
+
+    columns: what is kept of a token, name -> (shape, dtype); a table is [B, H, capacity, *shape]. learned: what is kept of a lane,
+    [B, H, *shape]. All on the device, at a capacity that doubles, written in place.
+    """
+
+    graph_safe = True
+    on_host = False
+
+    def __init__(self, shape: LayerShape, *, columns: Columns, learned: Columns | None = None, policy: Policy = "max") -> None:
+        if policy not in get_args(Policy):
+            raise ConfigError(f"policy is {policy!r}; it must be one of {', '.join(get_args(Policy))}")
+        self.shape, self.policy, self.scale = shape, policy, shape.scale
+        self.first = shape.regions.sink
+        heads, device = shape.kv_heads, shape.device
+        self.tables = {
+            name: torch.zeros((0, heads, 0, *size), dtype=dtype, device=device) for name, (size, dtype) in columns.items()
+        }
+        self.learned = {
+            name: torch.zeros((0, heads, *size), dtype=dtype, device=device) for name, (size, dtype) in (learned or {}).items()
+        }
+        self.counts: list[int] = []
+        self.known = torch.zeros(0, dtype=torch.int64, device=device)  # the same on the device
+
+    # What a method adds
+
+    def learn(self, lane: int, keys: Tensor) -> None:
+        """Write what is kept of a lane; keys [H, T, D], T > 0, are its first."""
+
+    def encode(self, lane: int, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
+        """What is kept of tokens, name -> [H, n, ...]. keys, values [H, n, D]."""
+        raise NotImplementedError
+
+    def estimate(self, query: Tensor, tokens: int) -> Tensor:
+        """Scores q.k, unscaled, of the first `tokens` places: query [B, H, P, D] -> [B, H, P, tokens]. Of places that hold no
+        token they may be anything."""
+        raise NotImplementedError
+
+    # Index
+
+    def build(self, lane: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
+        """See Index."""
+        self.truncate(lane, 0)
+        self.first = first
+        self.reserve(lane + 1, 0)
+        if keys.shape[1]:
+            self.learn(lane, keys)
+        self.append([lane], keys[None], values[None], None)
+
+    def append(self, lanes: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
+        """See Index."""
+        n = keys.shape[2]
+        self.reserve(max(lanes) + 1, 0)
+        self.reserve(0, max(self.counts[lane] for lane in lanes) + n)
+        for i, lane in enumerate(lanes):
+            start = self.counts[lane]
+            for name, kept in self.encode(lane, keys[i], values[i]).items():
+                self.tables[name][lane, :, start : start + n] = kept
+            self.counts[lane] = start + n
+        self.tell()
+
+    def select(self, query: Tensor, budget: int) -> Selection:
+        """See Index."""
+        tokens = self.ready(query)
+        grouped = query.unflatten(1, (self.shape.kv_heads, -1))
+        if self.policy == "mean_query":
+            grouped = grouped.float().mean(dim=2, keepdim=True).to(query.dtype)
+        weights = self.weigh(self.estimate(grouped, tokens))
+        merged = weights.amax(dim=2) if self.policy == "max" else torch.logsumexp(weights, dim=2)
+        return self.best(merged, budget)
+
+    def truncate(self, lane: int, length: int) -> None:
+        """See Index."""
+        if lane < len(self.counts):
+            self.counts[lane] = min(self.counts[lane], max(0, length - self.first))
+            self.tell()
+
+    def reorder(self, lanes: Sequence[int]) -> None:
+        """See Index."""
+        self.reserve(max(lanes) + 1, 0)
+        which = torch.tensor(lanes, device=self.shape.device)
+        for tables in (self.tables, self.learned):
+            for name, table in tables.items():
+                tables[name] = table.index_select(0, which)
+        self.counts = [self.counts[lane] for lane in lanes]
+        self.tell()
+
+    def state_dict(self) -> dict[str, Any]:
+        """See Index."""
+        parts = {"tables": self.tables, "learned": self.learned}
+        copies: dict[str, Any] = {part: {k: v.clone() for k, v in tables.items()} for part, tables in parts.items()}
+        return copies | {"counts": list(self.counts), "first": self.first}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See Index."""
+        device = self.shape.device
+        self.tables = {name: table.to(device, copy=True) for name, table in state["tables"].items()}
+        self.learned = {name: table.to(device, copy=True) for name, table in state["learned"].items()}
+        self.counts, self.first = list(state["counts"]), int(state["first"])
+        self.tell()
+
+    # Inside
+
+    def ready(self, query: Tensor) -> int:
+        """Room for the lanes of a query [B, Hq, D]. How many places select() looks at: the capacity, so that a captured step may
+        be replayed; on a CPU no more than the longest lane has."""
+        batch = query.shape[0]
+        if batch > len(self.counts):
+            self.reserve(batch, 0)
+            self.tell()
+        return max(self.counts[:batch]) if query.device.type == "cpu" else self.capacity
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that there is room for."""
+        return int(next(iter(self.tables.values())).shape[2])
+
+    def held(self, lanes: int, tokens: int) -> Tensor:
+        """Which of the first places hold a token, [B, 1, tokens] bool."""
+        return torch.arange(tokens, device=self.shape.device) < self.known[:lanes, None, None]
+
+    def weigh(self, scores: Tensor) -> Tensor:
+        """Logs of the softmax weights over the indexed keys, so that one too small for float32 still has its rank. scores
+        [B, H, P, T] of q.k -> the same, -inf where there is no token."""
+        held = self.held(scores.shape[0], scores.shape[3])[:, :, None]
+        logits = (scores.float() * self.scale).masked_fill(~held, -torch.inf)
+        total = torch.logsumexp(logits, dim=3, keepdim=True)
+        return logits - torch.where(total == -torch.inf, 0.0, total)
+
+    def best(self, merged: Tensor, budget: int) -> Selection:
+        """The `budget` tokens of the largest merged [B, H, T]; -inf: none."""
+        batch, heads, tokens = merged.shape
+        rows = torch.full((batch, heads, budget), -1, dtype=torch.int32, device=merged.device)
+        top = torch.topk(merged, min(budget, tokens), dim=2)
+        found = top.values > -torch.inf
+        rows[:, :, : found.shape[2]] = torch.where(found, top.indices + self.first, -1).int()
+        return Selection(rows, found.sum(dim=2, dtype=torch.int32))
+
+    def tell(self) -> None:
+        """The device knows the counts too."""
+        if len(self.known) != len(self.counts):
+            self.known = torch.empty(len(self.counts), dtype=torch.int64, device=self.shape.device)
+        self.known.copy_(torch.tensor(self.counts, dtype=torch.int64), non_blocking=True)
+
+    def reserve(self, lanes: int, tokens: int) -> None:
+        """Room for so many lanes and tokens; what is there stays. Addresses change only where room was lacking."""
+        self.counts += [0] * (lanes - len(self.counts))
+        many, have = len(self.counts), self.capacity
+        capacity = have if tokens <= have else max(tokens, 2 * have, 64)
+        for tables, length in ((self.tables, capacity), (self.learned, None)):
+            for name, table in tables.items():
+                size = [many, *table.shape[1:]]
+                if length is not None:
+                    size[2] = length
+                if size != list(table.shape):
+                    tables[name] = table.new_zeros(size)
+                    tables[name][tuple(slice(n) for n in table.shape)] = table
