@@ -14,7 +14,7 @@ import kvthaw
 from kvthaw.cache.group import Choice
 from kvthaw.cache.layer import FrozenLayer
 from kvthaw.errors import ConfigError
-from kvthaw.evaluate.probe import Probe, observe
+from kvthaw.evaluate.probe import Observation, Probe, Quality, observe
 from kvthaw.types import Partial
 from zoo import VOCAB
 
@@ -169,3 +169,84 @@ def test_every_nth_step_and_detach(llama: PreTrainedModel) -> None:
     assert len(probe.observations) == 9
     with pytest.raises(ConfigError, match="every is 0"):
         Probe(cache, every=0)
+
+
+def observed(model: PreTrainedModel, method: str, **settings: int) -> list[Observation]:
+    """What six steps after a prompt of 200 tokens show, every observation."""
+    cache = kvthaw.Cache(model, method, dense_layers=0, **settings)
+    probe = Probe(cache)
+    decode(model, cache, torch.randint(0, VOCAB, (1, 200), generator=torch.Generator().manual_seed(5)), 7)
+    return probe.observations
+
+
+def test_exact_mass_is_what_the_exact_rows_cover(llama: PreTrainedModel) -> None:
+    for seen in observed(llama, "oracle", budget=64):
+        torch.testing.assert_close(seen.exact_mass, seen.attention_mass)
+        assert seen.recall_at_rows.tolist() == [1.0, 1.0]
+        assert (seen.held_mass < seen.attention_mass).all()
+        assert seen.ceiling.isnan().all()
+        assert seen.ceiling_mass.isnan().all()
+
+
+def test_fewer_rows_than_asked_lower_recall_at_rows(llama: PreTrainedModel) -> None:
+    cache = kvthaw.Cache(llama, "oracle", retrieved=12, dense_layers=0)
+    steps = watch(cache, Probe(cache))
+    decode(llama, cache, torch.randint(0, VOCAB, (1, 90)), 2)
+    layer, query, choice, rows, _ = steps[0]
+    assert choice is not None
+    half = choice.selection.rows.clone()
+    best = observe(layer, 0, query[0], choice, [rows[0]])
+    half[:, :, 6:] = -1
+    seen = observe(layer, 0, query[0], replace(choice, selection=replace(choice.selection, rows=half)), [rows[0]])
+    assert seen.rows.tolist() == [6, 6]
+    assert seen.recall_at_rows.tolist() == [0.5, 0.5]
+    torch.testing.assert_close(seen.exact_mass, best.attention_mass)
+
+
+def test_the_ceiling_is_that_of_the_candidates(llama: PreTrainedModel) -> None:
+    """All are candidates: no loss. As many candidates as rows: the candidates are the rows. Else it lies between."""
+    for seen in observed(llama, "pariskv:rho=1.0:beta=1.0:window=16:buffer=16", retrieved=10):
+        assert seen.ceiling.tolist() == [1.0, 1.0]
+        torch.testing.assert_close(seen.ceiling_mass, seen.exact_mass)
+    for seen in observed(llama, "pariskv:candidates=10:window=16:buffer=16", retrieved=10):
+        torch.testing.assert_close(seen.ceiling, seen.recall_at_rows)
+        torch.testing.assert_close(seen.ceiling_mass, seen.attention_mass)
+    between = observed(llama, "pariskv:beta=0.2:rho=0.5:window=16:buffer=16", retrieved=4)
+    assert all((seen.recall_at_rows <= seen.ceiling).all() for seen in between)
+    assert any((seen.recall_at_rows < seen.ceiling).any() for seen in between)
+
+
+def test_observing_changes_no_choice(llama: PreTrainedModel) -> None:
+    ids = torch.randint(0, VOCAB, (1, 120))
+
+    def rows(probed: bool) -> list[Tensor]:
+        found: list[Tensor] = []
+        cache = kvthaw.Cache(llama, "pariskv:beta=0.3:rho=0.3:window=8:buffer=8", retrieved=6, dense_layers=0)
+        probe = Probe(cache)
+
+        def keep(layer: FrozenLayer, query: Tensor, choice: Choice | None) -> None:
+            assert choice is not None
+            if probed:
+                probe._observe(layer, query, choice)
+            found.append(choice.selection.rows.clone())
+
+        for layer in cache.frozen_layers:
+            layer.observer = keep
+        decode(llama, cache, ids, 20)
+        return found
+
+    plain = rows(False)
+    assert len(plain) == 19 * 3
+    assert all(torch.equal(a, b) for a, b in zip(plain, rows(True), strict=True))
+
+
+def test_quality_pools_by_how_much_was_observed(llama: PreTrainedModel) -> None:
+    seen = observed(llama, "pariskv:window=16:buffer=16", retrieved=10)
+    whole, parts = Quality.of(seen), Quality.pooled([Quality.of(seen[:5]), Quality.of(seen[5:]), Quality.of([])])
+    assert whole.to_dict() == pytest.approx(parts.to_dict())
+    assert Quality.of([]).to_dict()["mass_of_exact"] is None
+    assert whole.mass_of_exact is not None
+    assert whole.retrieved_of_exact is not None
+    assert whole.retrieved_of_exact < whole.mass_of_exact < 1
+    heads = [Quality.of([one.heads()[i] for one in seen]) for i in range(2)]
+    assert whole.recall_at_k == pytest.approx(sum(head.recall_at_k or 0 for head in heads) / 2)

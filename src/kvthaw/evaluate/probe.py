@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from kvthaw.cache.layer import FrozenLayer
 from kvthaw.engine.hf import Cache
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.metrics import mean
+from kvthaw.index.codes import CodesIndex
 from kvthaw.kernels.merge import merge
 
 
@@ -22,9 +25,14 @@ class Observation:
     """One sparse step of one layer and lane, after the token at position `length` - 1.
 
     attention_mass [Hq]: the share of the exact softmax over all tokens that sink, window, buffer and the selected rows cover;
-    for a sampling method, the rows that the head drew. recall_at_k [H]: the share of the exact top-k of the retrieval region
-    that was selected, k as many rows as were selected; NaN where none was. Rows rank by the largest softmax weight over the
-    retrieval region in their query group, ties allowed. output_error [Hq]: |sparse - full| / |full|. All float32, on the CPU.
+    for a sampling method, the rows that the head drew. held_mass [Hq]: the part of it that sink, window and buffer cover.
+    exact_mass [Hq]: what they and the exact top-n would cover, n as many rows as the index may bring.
+    rows [H]: how many rows were selected. recall_at_k [H]: the share of the exact top-k of the retrieval region that was selected,
+    k as many rows as were selected; NaN where none was. recall_at_rows [H]: the same for the exact top-n. Rows rank by the largest
+    softmax weight over the retrieval region in their query group, ties allowed.
+    ceiling [H], ceiling_mass [Hq]: recall_at_rows and attention_mass of the exact best n among the candidates of an index that
+    chooses candidates first; NaN for others. output_error [Hq]: |sparse - full| / |full|. Attention that an index did by itself
+    counts in the output error alone. All float32, on the CPU.
     """
 
     layer: int
@@ -33,16 +41,75 @@ class Observation:
     attention_mass: Tensor
     recall_at_k: Tensor
     output_error: Tensor
+    rows: Tensor
+    recall_at_rows: Tensor
+    held_mass: Tensor
+    exact_mass: Tensor
+    ceiling: Tensor
+    ceiling_mass: Tensor
+
+    def heads(self) -> list[Observation]:
+        """One a KV head, its query heads with it."""
+        heads = self.rows.shape[0]
+        parts = [getattr(self, name).chunk(heads) for name in _MEASURED]
+        return [Observation(self.layer, self.lane, self.length, *each) for each in zip(*parts, strict=True)]
+
+
+_MEASURED = tuple(name for name in Observation.__dataclass_fields__ if name not in ("layer", "lane", "length"))
 
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """Means over steps, layers and heads; None where nothing was observed. observed: steps times layers times lanes."""
+    """Means over steps, layers and heads; None where nothing was observed. observed: steps times layers times lanes. The others
+    are as in Observation."""
 
     attention_mass: float | None
     recall_at_k: float | None
     output_error: float | None
     observed: int
+    rows: float | None = None
+    recall_at_rows: float | None = None
+    held_mass: float | None = None
+    exact_mass: float | None = None
+    ceiling: float | None = None
+    ceiling_mass: float | None = None
+
+    @staticmethod
+    def of(observations: Sequence[Observation]) -> Quality:
+        """The means of observations, each counting once."""
+        means = {name: mean(float(getattr(o, name).nanmean()) for o in observations) for name in _MEASURED}
+        return Quality(observed=len(observations), **means)
+
+    @staticmethod
+    def pooled(parts: Sequence[Quality]) -> Quality:
+        """The means of all that the parts observed; a part counts by how much it observed."""
+        found: dict[str, float | None] = {}
+        for name in _MEASURED:
+            known = [(part.observed, value) for part in parts if (value := getattr(part, name)) is not None]
+            count = sum(n for n, _ in known)
+            found[name] = sum(n * value for n, value in known) / count if count else None
+        return Quality(observed=sum(part.observed for part in parts), **found)
+
+    @property
+    def mass_of_exact(self) -> float | None:
+        """The attention mass as a share of what the exact top-n would give, sink, window and buffer counted in both."""
+        return _share(self.attention_mass, self.exact_mass)
+
+    @property
+    def retrieved_of_exact(self) -> float | None:
+        """The same for the selected rows alone, which is stricter: sink, window and buffer counted in neither."""
+        held = self.held_mass or 0.0
+        return _share(_less(self.attention_mass, held), _less(self.exact_mass, held))
+
+    @property
+    def ceiling_of_exact(self) -> float | None:
+        """mass_of_exact of the exact best n among the candidates."""
+        return _share(self.ceiling_mass, self.exact_mass)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A plain dict with the shares, for JSON."""
+        shares = ("mass_of_exact", "retrieved_of_exact", "ceiling_of_exact")
+        return asdict(self) | {name: getattr(self, name) for name in shares}
 
 
 class Probe:
@@ -72,13 +139,7 @@ class Probe:
 
     def quality(self) -> Quality:
         """Means over all that was observed."""
-        seen = self.observations
-        return Quality(
-            mean(float(o.attention_mass.mean()) for o in seen),
-            mean(float(o.recall_at_k.nanmean()) for o in seen),
-            mean(float(o.output_error.mean()) for o in seen),
-            len(seen),
-        )
+        return Quality.of(self.observations)
 
     def _observe(self, layer: FrozenLayer, query: Tensor, choice: Choice | None) -> None:
         step = self._steps[layer.number]
@@ -115,9 +176,13 @@ def observe(layer: FrozenLayer, lane: int, query: Tensor, choice: Choice | None,
     added = torch.full_like(scores, -torch.inf)  # what the sparse softmax adds to each score
     added[:, :, : min(sink, length)] = 0.0
     added[:, :, ring:] = 0.0
-    recall = torch.full((heads,), math.nan)
+    exact = torch.softmax(scores, dim=2)
+    held = torch.where(added > -torch.inf, exact, 0.0).sum(dim=2)
+    at_k, at_rows, ceiling, counts = (torch.full((heads,), math.nan) for _ in range(4))
+    best_mass, ceiling_mass = torch.full_like(held, math.nan), torch.full_like(held, math.nan)
     if choice is not None:
         selected, log_weight = choice.selection.rows[lane].to(query.device), choice.selection.log_weight
+        among = _candidates(layer, lane, query)
         for head in range(heads):
             kept = selected[head] >= 0
             places = selected[head, kept].long()
@@ -125,8 +190,18 @@ def observe(layer: FrozenLayer, lane: int, query: Tensor, choice: Choice | None,
             if log_weight is not None:
                 drawn = log_weight[lane].to(scores).reshape(heads, -1, log_weight.shape[-1])[head, :, kept]
             added[head, :, places] = drawn
-            recall[head] = _recall(scores[head, :, sink:ring], places - sink)
-    exact = torch.softmax(scores, dim=2)
+            counts[head] = places.shape[0]
+            if not counts[head] and choice.selection.partial is not None:
+                continue  # the index attended by itself
+            region = _Region(scores[head, :, sink:ring])
+            at_k[head] = region.recall(places - sink, places.shape[0])
+            at_rows[head] = region.recall(places - sink, layer.plan.rows)
+            best_mass[head] = held[head] + exact[head, :, region.best(layer.plan.rows) + sink].sum(dim=1)
+            if among is not None:
+                candidates = among[head, among[head] >= 0].long() - sink
+                best = region.best(layer.plan.rows, candidates)
+                ceiling[head] = region.recall(best, layer.plan.rows)
+                ceiling_mass[head] = held[head] + exact[head, :, best + sink].sum(dim=1)
     mass = torch.where(added > -torch.inf, exact, 0.0).sum(dim=2)
     lse = torch.logsumexp(scores + added, dim=2)
     sparse = torch.exp(scores + added - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
@@ -142,17 +217,59 @@ def observe(layer: FrozenLayer, lane: int, query: Tensor, choice: Choice | None,
         merged, _ = merge(outs, [lse.reshape(1, -1), partial.lse[lane : lane + 1].to(lse)])
         thin = merged.reshape(thin.shape)
     error = (thin - full).norm(dim=2) / full.norm(dim=2).clamp_min(1e-30)
-    return Observation(layer.number, lane, length, mass.flatten().cpu(), recall, error.flatten().cpu())
+    return Observation(
+        layer=layer.number,
+        lane=lane,
+        length=length,
+        attention_mass=mass.flatten().cpu(),
+        recall_at_k=at_k,
+        output_error=error.flatten().cpu(),
+        rows=counts,
+        recall_at_rows=at_rows,
+        held_mass=held.flatten().cpu(),
+        exact_mass=best_mass.flatten().cpu(),
+        ceiling=ceiling,
+        ceiling_mass=ceiling_mass.flatten().cpu(),
+    )
 
 
-def _recall(scores: Tensor, chosen: Tensor) -> float:
-    """The share of the best that was chosen. scores [G, R] over the retrieval region; chosen [k] places in it."""
-    k = chosen.shape[0]
-    if k == 0 or scores.shape[1] == 0:
-        return math.nan
-    weights = torch.log_softmax(scores, dim=1).amax(dim=0)
-    least = torch.topk(weights, k).values[-1]
-    return float((weights[chosen] >= least).float().mean())
+class _Region:
+    """The retrieval region of one KV head, as its query group ranks it. scores [G, R]."""
+
+    def __init__(self, scores: Tensor) -> None:
+        self.weights = torch.log_softmax(scores, dim=1).amax(dim=0)
+
+    def best(self, k: int, among: Tensor | None = None) -> Tensor:
+        """The places of the best k, or of the best k among some places [N]."""
+        weights = self.weights if among is None else self.weights[among]
+        found = torch.topk(weights, min(k, weights.shape[0])).indices
+        return found if among is None else among[found]
+
+    def recall(self, chosen: Tensor, k: int) -> float:
+        """The share of the best k that stands among the places chosen [N]; NaN for k = 0 or an empty region."""
+        k = min(k, self.weights.shape[0])
+        if k == 0:
+            return math.nan
+        least = torch.topk(self.weights, k).values[-1]
+        return min(1.0, float((self.weights[chosen] >= least).sum()) / k)
+
+
+def _candidates(layer: FrozenLayer, lane: int, query: Tensor) -> Tensor | None:
+    """The rows [H, N] among which an index of two stages takes its rows for a query [Hq, D], -1 padded; None for other indexes."""
+    assert layer.plan is not None and layer.group is not None
+    index = layer.group.index
+    if not isinstance(index, CodesIndex):
+        return None
+    count = index.ratios.wanted(layer.indexed(lane) - layer.plan.regions.sink, layer.plan.rows)
+    return index.select(query.expand(lane + 1, -1, -1), count).rows[lane]  # as many rows as candidates: all of them
+
+
+def _share(part: float | None, whole: float | None) -> float | None:
+    return part / whole if part is not None and whole else None
+
+
+def _less(value: float | None, by: float) -> float | None:
+    return None if value is None else value - by
 
 
 def _now(device: torch.device) -> float:

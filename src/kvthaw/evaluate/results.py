@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.metrics import mean, wilson
@@ -90,38 +90,69 @@ class Line:
         return Line(**data)
 
 
-class Results:
-    """Lines by setting, in a file if a path is given: what stands there is known, what is added is appended at once."""
+class Keyed(Protocol):
+    """What a line depends on."""
 
-    def __init__(self, path: Path | None = None) -> None:
+    def key(self) -> str:
+        """All of it as one string."""
+
+
+class Written(Protocol):
+    """A line of a results file."""
+
+    @property
+    def setting(self) -> Keyed:
+        """What the line depends on, written first."""
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+
+
+L = TypeVar("L", bound=Written)
+
+
+class Kept(Generic[L]):
+    """Lines by setting, in a file if a path is given: what stands there is known, what is added is appended at once.
+
+    read: makes a line of its JSON; raises ValueError, KeyError or TypeError for anything else.
+    """
+
+    def __init__(self, path: Path | None, read: Callable[[str], L]) -> None:
         self.path = path
-        self._lines: dict[str, Line] = {}
+        self._lines: dict[str, L] = {}
         if path is not None and path.exists():
-            for line in _read(path):
+            for line in _read(path, read):
                 self._lines[line.setting.key()] = line
 
-    def get(self, setting: Setting) -> Line | None:
+    def get(self, setting: Keyed) -> L | None:
         """The line of a setting, if known."""
         return self._lines.get(setting.key())
 
-    def add(self, line: Line) -> None:
+    def add(self, line: L) -> None:
         """Keep a line. A file is written and closed, so that a stop at any time loses nothing."""
         self._lines[line.setting.key()] = line
         if self.path is not None:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(line.to_json() + "\n")
 
-    def __iter__(self) -> Iterator[Line]:
+    def __iter__(self) -> Iterator[L]:
         return iter(self._lines.values())
 
 
-def _read(path: Path) -> Iterator[Line]:
+class Results(Kept[Line]):
+    """The lines of tasks."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        super().__init__(path, Line.from_json)
+
+
+def _read(path: Path, read: Callable[[str], L]) -> Iterator[L]:
     """The lines of a file. A last line that a stop left unfinished is cut off, in the file too."""
     text = path.read_text(encoding="utf-8")
     for number, line in enumerate(text.splitlines(keepends=True), 1):
         try:
             if line.strip():
-                yield Line.from_json(line)
+                yield read(line)
         except (ValueError, KeyError, TypeError) as error:
             if line.startswith('{"setting"') and not line.endswith("\n"):
                 path.write_text(text[: -len(line)], encoding="utf-8")

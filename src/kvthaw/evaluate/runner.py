@@ -99,13 +99,7 @@ class Runner:
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.results = Results() if results is None else results
         self._stops = stop_tokens(model, tokenizer)
-        self._same = {
-            "model": name,
-            "weights": fingerprint(model),
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "device": device_name(model.device),
-            "kvthaw": kvthaw.__version__,
-        }
+        self._same = identity(model, name)
 
     def run(
         self, job: Job, variants: Sequence[Variant], progress: Callable[[Progress], None] | None = None
@@ -114,7 +108,7 @@ class Runner:
 
         Raises ConfigError, before any work, for a setting that no cache would take.
         """
-        wanted = [self._complete(variant) for variant in (*variants, FULL)]
+        wanted = [complete(self.model, variant) for variant in (*variants, FULL)]
         cells = job.cells()
         for number, (seed, depth) in enumerate(cells):
             settings = {v: self._setting(job, v, seed, depth) for v in dict.fromkeys(wanted)}
@@ -135,20 +129,6 @@ class Runner:
             lines = [self.results.get(self._setting(job, variant, *cell)) for cell in cells]
             found[asked] = [line for line in lines if line is not None]
         return found
-
-    def _complete(self, variant: Variant) -> Variant:
-        """The variant with nothing left open, its settings checked by making an empty cache."""
-        if resolve(variant.method).dense:
-            return FULL
-        cache = Cache(
-            self.model,
-            variant.method,
-            budget=variant.budget,
-            retrieved=variant.retrieved,
-            dense_layers=variant.dense_layers,
-        )
-        budget = 256 if variant.budget is None and variant.retrieved is None else variant.budget
-        return replace(variant, budget=budget, dense_layers=cache.settings.dense_layers)
 
     def _setting(self, job: Job, variant: Variant, seed: int, depth: float | None) -> Setting:
         return Setting(
@@ -234,6 +214,26 @@ class Runner:
             tpot_s=(times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None,
             versions=versions(),
         )
+
+
+def complete(model: PreTrainedModel, variant: Variant) -> Variant:
+    """The variant with nothing left open. Raises ConfigError for settings that no cache of the model would take."""
+    if resolve(variant.method).dense:
+        return FULL
+    cache = Cache(model, variant.method, budget=variant.budget, retrieved=variant.retrieved, dense_layers=variant.dense_layers)
+    budget = 256 if variant.budget is None and variant.retrieved is None else variant.budget
+    return replace(variant, budget=budget, dense_layers=cache.settings.dense_layers)
+
+
+def identity(model: PreTrainedModel, name: str) -> dict[str, str]:
+    """What a result depends on besides its job and variant: the model, how it runs, and kvthaw's version."""
+    return {
+        "model": name,
+        "weights": fingerprint(model),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": device_name(model.device),
+        "kvthaw": kvthaw.__version__,
+    }
 
 
 class Answer:
