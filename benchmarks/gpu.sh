@@ -16,7 +16,7 @@ for part in "$@"; do
     kernels) for bench in kernels_decode kernels_pariskv kernels_pages; do run 150 python3 -m "kvthaw.bench.$bench" --json --out "$out/$bench.jsonl" --commit "$commit"; done ;;
     decode-kernels) run 150 python3 -m kvthaw.bench.kernels_decode --json --out "$out/kernels_decode.jsonl" --commit "$commit" ;;
     tree) run 100 python3 -m kvthaw.bench.kernels_tree --layers 6 --threads 16 --json --out "$out/kernels_tree.jsonl" --commit "$commit" | cut -c1-330 ;;
-    icecache) decode 300 shape=llama-3.1-8b length=36864 method=full,icecache,icecache:query_beam_share=0.0015,icecache:query_beam_share=0.0015:transfer=bulk,icecache-reuse host_bytes=120000000000 ;;
+    icecache) decode 300 shape=llama-3.1-8b length=36864 method=full,icecache,icecache:query_beam=64,icecache:transfer=bulk,icecache:preset=paper,icecache-reuse host_bytes=120000000000 ;;
     captured) decode 300 shape=llama-3.1-8b length=36864 method=full,clusterkv,prkv,quest,arkvale budget=1024 only=captured host_bytes=120000000000
       decode 100 shape=llama-3.1-8b length=36864 method=pariskv retrieved=100 only=captured host_bytes=120000000000 ;;
     long) decode 200 shape=llama-3.1-8b length=131072 method=full,clusterkv,prkv budget=1024 only=captured host_bytes=120000000000

@@ -62,7 +62,9 @@ def make_index(
 
 
 def defined(index: TreeIndex, head: int, first: int = 0) -> DciTree:
-    return DciTree(index.shape.head_dim, index.config, first=first, layer=index.shape.layer, head=head, scale=0.2)
+    return DciTree(
+        index.shape.head_dim, index.config, first=first, layer=index.shape.layer, head=head, scale=0.2, dtype=index.shape.dtype
+    )
 
 
 def same_tree(mine: DciTree, theirs: DciTree) -> None:
@@ -112,6 +114,46 @@ def test_groups_and_policies_equal_the_definition(dim: int, group: int, merge: s
     query = random_keys(1, group, dim, seed=dim + group)
     for budget in (20, 75):
         assert selected(index, query, budget)[0] == tree.select(query[0], budget)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("descend", "outliers", "spread"), [("point", 2, 2.0), ("digest", 0, 2.0), ("digest", 1, 0.0), ("digest", 5, 3.0)]
+)
+def test_ways_to_descend_equal_the_definition(dtype: torch.dtype, descend: str, outliers: int, spread: float) -> None:
+    config = dataclasses.replace(BUSY, descend=descend, outliers=outliers, spread=spread, query_beam=5, query_beam_share=0.0)
+    keys = random_keys(1, 700, 64, dtype, seed=21)
+    index = make_index([keys], 2, config)
+    index.build(0, 0, keys[:, :500])
+    index.append([0], keys[None, :, 500:])
+    index.invariants()
+    tree = defined(index, 0)
+    tree.build(keys[0, :500])
+    tree.append(keys[0, 500:])
+    query = random_keys(1, 2, 64, seed=22)
+    for budget in (8, 40):
+        assert sorted(selected(index, query, budget)[0]) == sorted(tree.select(query[0], budget))
+
+
+def test_an_outlier_among_many_is_found() -> None:
+    """One key that the query wants, under a parent that is nothing like it: its node's digest knows of it."""
+    keys, _ = clustered(4000, 64)
+    query = random_keys(1, 1, 64, seed=5)[0, 0]
+    found = {}
+    for descend in ("digest", "point"):
+        config = TreeConfig(descend=descend, query_beam=16, query_beam_share=0.0)
+        index = make_index([keys[None]], 1, config)
+        hits = 0
+        for place in range(20, 4000, 200):
+            odd = keys.clone()
+            odd[place] += 25.0 * query / query.norm()
+            index.shape.store.truncate(0, 0)
+            index.shape.store.append(0, torch.stack([odd, odd], 1)[None])
+            index.build(0, 0, odd[None])
+            hits += place in selected(index, query[None, None], 16)[0]
+        found[descend] = hits
+    assert found["digest"] == 20
+    assert found["point"] < 20
 
 
 @pytest.mark.parametrize(("composites", "simples"), [(1, 3), (2, 1), (2, 2)])

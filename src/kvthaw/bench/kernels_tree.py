@@ -107,24 +107,22 @@ def main() -> None:
     parser.add_argument("--commit", help="what the lines name as the commit")
     given = parser.parse_args()
     stores = filled(given.length, given.layers)
-    for promote in (0.03, 0.05):
-        for beam in (30, 60, 120):
-            for unit in ("page", "token"):
-                config = TreeConfig(promote=promote, query_beam=beam, unit=unit)
-                times = measure(stores, given.budget, given.threads, config)
-                line = {
-                    "bench": "tree",
-                    "length": given.length,
-                    "budget": given.budget,
-                    "threads": given.threads or cores(),
-                    "promote": promote,
-                    "query_beam": beam,
-                    "unit": unit,
-                    **times,
-                    "speedup": times["flat_ms"] / times["tree_ms"],
-                    **provenance(given.commit),
-                }
-                emit(line, given.out)
+    for descend in ("digest", "point"):
+        for beam in (32, 64, 128):
+            config = TreeConfig(descend=descend, query_beam=beam, query_beam_share=0.0)
+            times = measure(stores, given.budget, given.threads, config)
+            line = {
+                "bench": "tree",
+                "length": given.length,
+                "budget": given.budget,
+                "threads": given.threads or cores(),
+                "descend": descend,
+                "query_beam": beam,
+                **times,
+                "speedup": times["flat_ms"] / times["tree_ms"],
+                **provenance(given.commit),
+            }
+            emit(line, given.out)
 
 
 if __name__ == "__main__":

@@ -62,6 +62,9 @@ class TreeIndex:
             ("interleave", "union").index(c.merge),
             shape.scale,
             ("page", "token").index(c.unit),
+            ("point", "digest").index(c.descend),
+            c.outliers,
+            c.spread,
             isa_code(isa),
         )
 
@@ -198,20 +201,23 @@ class TreeIndex:
         names = ("norm2", "raw", "level", "parent", "page_node", "page_count", "members")
         kept = [state[name].contiguous() for name in names]
         points, pages = len(state["level"]), len(state["page_node"])
-        addresses = [tensor.data_ptr() for tensor in kept]
-        self._forest.load(lane, head, int(state["first"]), points, pages, float(state["radius2"]), *addresses)
+        first = int(state["first"])
+        bases = self._addresses(lane, lane + 1, {lane: first + points})
+        addresses = [tensor.data_ptr() for tensor in (bases, *kept)]
+        self._forest.load(lane, head, first, points, pages, float(state["radius2"]), *addresses)
 
     def tree(self, lane: int, head: int) -> DciTree:
         """A lane's tree as the plain definition, with its keys; for tests and for reading."""
         shape = self.shape
-        tree = DciTree(shape.head_dim, self.config, layer=shape.layer, head=head, scale=shape.scale)
+        tree = DciTree(shape.head_dim, self.config, layer=shape.layer, head=head, scale=shape.scale, dtype=shape.dtype)
         keys = self.shape.store.read(lane, self._forest.first(lane), self.length(lane))[head, :, 0]
         tree.load(self._save(lane, head), keys)
         return tree
 
     def invariants(self, *, nearest: bool = False) -> None:
         """Raise AssertionError where a tree is not one. nearest: as after build(), every parent is the nearest there is."""
-        wrong = self._forest.check()
+        bases = self._addresses(0, self._forest.lanes, {lane: self.length(lane) for lane in range(self._forest.lanes)})
+        wrong = self._forest.check(bases.data_ptr(), bases.shape[1])
         assert not wrong, wrong
         for lane in range(self._forest.lanes):
             for head in range(self.shape.kv_heads if self._forest.has(lane) else 0):
@@ -220,3 +226,24 @@ class TreeIndex:
                 raw = tree.keys.float() @ tree.directions[:, :-1].T.float()
                 saved = self._save(lane, head)["raw"]
                 assert torch.allclose(saved, raw, rtol=1e-4, atol=1e-4 * max(1.0, tree.radius2**0.5)), "raw projections"
+                self._same_digests(lane, head, tree)
+
+    def _same_digests(self, lane: int, head: int, tree: DciTree) -> None:
+        if self.config.descend != "digest":
+            return
+        nodes, dim = [i for i in range(len(tree)) if tree.level[i] > 1], self.shape.head_dim
+        spread = torch.empty(len(nodes))
+        mean = torch.empty(len(nodes), dim, dtype=self.shape.dtype)
+        outliers = torch.empty(len(nodes), self.config.outliers, dtype=torch.int32)
+        self._forest.digests(lane, head, spread.data_ptr(), mean.data_ptr(), outliers.data_ptr())
+        defined, size = tree.digests(), max(1e-30, tree.radius2**0.5)
+        close = 4 * torch.finfo(self.shape.dtype).eps * size
+        for at, node in enumerate(nodes):
+            held = [i for i in outliers[at].tolist() if i >= 0]
+            if node not in defined:
+                assert not held, f"node {node} has no points, but outliers"
+                continue
+            want = defined[node]
+            assert torch.allclose(mean[at].double(), want.mean, rtol=0, atol=close), f"the mean of node {node}"
+            assert abs(float(spread[at]) - want.spread) <= close, f"the spread of node {node}"
+            assert len(held) == len(want.outliers) == len(set(held)), f"the outliers of node {node}"

@@ -25,6 +25,10 @@ from kvthaw.index.tree_config import TreeConfig, directions, draw_level
 ROOT = -1
 """Parent of the points of the top level."""
 
+TIE = 1e-4
+"""Squared distances that differ by less than this share are equal: two points lie equally far from their mean, whatever rounding
+says."""
+
 
 @dataclass(frozen=True, slots=True)
 class Probe:
@@ -37,6 +41,24 @@ class Probe:
     visit_share: float
     retrieve: int
     retrieve_share: float
+    merit: Callable[[int], float] | None = None  # how good a node is to descend to; None: as near as its point
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """What the keys below a node have in common, all of them, its own point apart.
+
+    points: how many they are. mean: [D], rounded to what keys are stored as. norm2: the sum of |k|^2. spread: root mean square of
+    their distances to the mean, over sqrt(D): the standard deviation along a direction, were they spread alike in all. outliers:
+    first the point farthest from the mean, then each time the one farthest from the mean and those before it, of the node's points
+    and the outliers of their nodes; of equals the first.
+    """
+
+    points: int
+    mean: Tensor
+    norm2: float
+    spread: float
+    outliers: tuple[int, ...]
 
 
 Unit = tuple[int, ...]
@@ -60,8 +82,10 @@ class DciTree:
         layer: int = 0,
         head: int = 0,
         scale: float | None = None,
+        dtype: torch.dtype = torch.float64,
     ) -> None:
         self.config = config or TreeConfig()
+        self.dtype = dtype  # that keys are stored as
         self.scale = head_dim**-0.5 if scale is None else scale  # of q.k in attention
         self.first, self.layer, self.head = first, layer, head
         self.directions = directions(self.config, layer, head, head_dim).double()
@@ -149,6 +173,31 @@ class DciTree:
         """The points of a node, in order."""
         return [i for page in self.pages[node] for i in page]
 
+    # -- digests -----------------------------------------------------------------------------------------------------------
+
+    def digests(self) -> dict[int, Digest]:
+        """The digest of every node that has points, from the lowest up."""
+        found: dict[int, Digest] = {}
+        for node in sorted((i for i in self.pages if i != ROOT and self.members(i)), key=lambda i: self.level[i]):
+            members = sorted(self.members(node))
+            below = [found[i] for i in members if i in found]
+            keys = self.keys[torch.tensor(members)]
+            points = len(members) + sum(digest.points for digest in below)
+            mean = torch.stack([keys.sum(0), *(digest.points * digest.mean for digest in below)]).sum(0) / points
+            norm2 = float(keys.square().sum()) + sum(digest.norm2 for digest in below)
+            spread = math.sqrt(max(0.0, norm2 / points - float(mean.square().sum())) / len(mean))
+            candidates = sorted({*members, *(o for digest in below for o in digest.outliers)})
+            around, outliers = [mean], list[int]()
+            while candidates and len(outliers) < self.config.outliers:
+                apart = torch.cdist(self.keys[torch.tensor(candidates)], torch.stack(around)).amin(1).square().tolist()
+                farthest = 0
+                for i, own in enumerate(apart):
+                    farthest = i if own > (1 + TIE) * apart[farthest] else farthest
+                outliers.append(candidates.pop(farthest))
+                around.append(self.keys[outliers[-1]])
+            found[node] = Digest(points, mean.to(self.dtype).double(), norm2, spread, tuple(outliers))
+        return found
+
     # -- searching, algorithm 4 --------------------------------------------------------------------------------------------
 
     def search(self, probe: Probe, level: int) -> list[dict[int, float]]:
@@ -164,7 +213,8 @@ class DciTree:
                 found = self.prioritized_dci(node, probe)
                 here |= dict(zip(found, probe.nearness(found), strict=True))
             seen.append(here)
-            beam = sorted(here, key=lambda i: (-here[i], i))[: probe.beam]
+            merit = here if probe.merit is None else {i: probe.merit(i) for i in here}
+            beam = sorted(here, key=lambda i: (-merit[i], i))[: probe.beam]
             nodes = [i for i in beam if self.pages.get(i)] or [i for i in self.at_level(current) if self.pages.get(i)]
         return seen
 
@@ -187,10 +237,17 @@ class DciTree:
 
     def _probe_query(self, query: Tensor, budget: int) -> Probe:
         config, norm = self.config, float(query.norm())
+        digests = self.digests() if config.descend == "digest" else {}
         target = self.directions[:, :-1] @ query * (math.sqrt(self.radius2) / norm if norm else 0.0)
 
         def nearness(points: Sequence[int]) -> list[float]:
             return [float(x) for x in (self.keys[torch.as_tensor(points, dtype=torch.int64)] @ query).tolist()]
+
+        def merit(node: int) -> float:
+            if node not in digests:
+                return -math.inf
+            digest = digests[node]
+            return max([float(digest.mean @ query) + config.spread * norm * digest.spread, *nearness(digest.outliers)])
 
         return Probe(
             nearness,
@@ -200,6 +257,7 @@ class DciTree:
             config.query_visit_share,
             config.query_retrieve,
             config.query_retrieve_share,
+            merit if config.descend == "digest" else None,
         )
 
     def _probe_key(self, point: int) -> Probe:

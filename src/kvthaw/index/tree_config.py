@@ -25,6 +25,11 @@ class TreeConfig:
     composites, simples: P-DCI keeps `composites` composite indices of `simples` simple ones each.
     query_beam, query_beam_share: a query descends from the best max(query_beam, query_beam_share * n) points of a level (the
         authors' field of view), and from no fewer than two for each page that the budget holds.
+    descend: what makes a point the better one to descend from. "point": the point itself, near to the query (algorithm 4).
+        "digest": the best that may lie below it, which a query finds at a tenth of the effort: the largest of its node's
+        outliers and of mean + spread, see `DciTree.digest`.
+    outliers: how many keys a digest names that its mean describes worst. spread: how many standard deviations above the mean a
+        key of a node is looked for.
     query_visit, query_visit_share: a composite index visits the max(visit, share * members) points of a node that are nearest
         in projection; query_retrieve, query_retrieve_share: so many of those visited get a true distance.
         The authors' code retrieves 0.8 (0.6 to insert); every level then loses that share of what it should have found.
@@ -42,8 +47,11 @@ class TreeConfig:
     page_size: int = 16
     composites: int = 1
     simples: int = 1
-    query_beam: int = 64
-    query_beam_share: float = 0.02
+    query_beam: int = 32
+    query_beam_share: float = 0.001
+    descend: str = "digest"
+    outliers: int = 2
+    spread: float = 2.0
     query_visit: int = 0
     query_visit_share: float = 1.0
     query_retrieve: int = 0
@@ -75,6 +83,9 @@ class TreeConfig:
         need("query_beam_share", 0.0 <= self.query_beam_share <= 1.0, "from 0 to 1")
         for name in ("query_visit_share", "query_retrieve_share", "insert_visit_share", "insert_retrieve_share"):
             need(name, 0.0 < getattr(self, name) <= 1.0, "above 0 and at most 1")
+        need("descend", self.descend in ("point", "digest"), "'point' or 'digest'")
+        need("outliers", 0 <= self.outliers <= 16, "from 0 to 16")
+        need("spread", 0.0 <= self.spread < math.inf, "finite and at least 0")
         need("unit", self.unit in ("page", "token"), "'page' or 'token'")
         need("page_score", self.page_score in ("best", "mean"), "'best' or 'mean'")
         need("merge", self.merge in ("interleave", "union"), "'interleave' or 'union'")

@@ -14,8 +14,10 @@ from kvthaw.index.tree_config import TreeConfig
 from kvthaw.types import LayerShape, Method, Transfer
 
 _PRESETS: dict[str, dict[str, Any]] = {
-    "paper": {},
+    "default": {},
+    "paper": {"descend": "point", "query_beam": 64, "query_beam_share": 0.02},
     "code": {
+        "descend": "point",
         "promote": 0.03,
         "merge": "interleave",
         "query_beam": 30,
@@ -28,13 +30,15 @@ _PRESETS: dict[str, dict[str, Any]] = {
 _TRANSFERS: dict[str, Callable[[], Transfer]] = {"uva": UvaGather, "bulk": BulkCopy}
 
 
-def icecache(*, preset: str = "paper", reuse: int = 1, threads: int = 0, transfer: str = "uva", **tree: Any) -> Method:
+def icecache(*, preset: str = "default", reuse: int = 1, threads: int = 0, transfer: str = "uva", **tree: Any) -> Method:
     """Two pages of sink, two of window, one of buffer; whole pages of the tokens that a tree search found.
 
     Host: the trees, their search and the rows. Device: sink, window and the rows selected. GQA: the query heads of a group search
     on their own and share the budget as `merge` says. reuse: every how manieth layer searches; those between take its choice (the
-    paper's IceCache (reuse) has 3). threads: of the search, 0 for one a core. transfer, on a GPU: "bulk" as the paper has it, or
-    "uva", where a kernel reads the rows itself. Other options are TreeConfig's fields.
+    paper's IceCache (reuse) has 3). preset: "default" descends by the nodes' digests, "paper" by their points (algorithm 4) in a
+    field of view wide enough to find as much, "code" does as the authors' code. threads: of the search, 0 for one a core.
+    transfer, on a GPU: "bulk" as the paper has it, or "uva", where a kernel reads the rows itself. Other options are TreeConfig's
+    fields.
     """
     if preset not in _PRESETS:
         raise ConfigError(f"preset is {preset!r}; it must be one of {', '.join(_PRESETS)}")

@@ -10,12 +10,12 @@
 
 namespace kvthaw {
 
-Forest::Forest(Settings settings, int lanes, int heads, int extent, Dtype dtype)
-    : settings_(std::make_shared<const Settings>(std::move(settings))), heads_(heads), extent_(extent), dtype_(dtype),
+Forest::Forest(Settings settings, int lanes, int heads, int extent)
+    : settings_(std::make_shared<const Settings>(std::move(settings))), heads_(heads), extent_(extent),
       trees_(lanes, std::vector<std::shared_ptr<Tree>>(heads)) {}
 
 Forest::Forest(const Forest& other)
-    : settings_(other.settings_), heads_(other.heads_), extent_(other.extent_), dtype_(other.dtype_) {
+    : settings_(other.settings_), heads_(other.heads_), extent_(other.extent_) {
     std::shared_lock lock(other.mutex_);
     trees_ = other.trees_;
 }
@@ -92,6 +92,25 @@ void Forest::build(int lane, int first, int points, const int64_t* bases, int th
         made[item.head]->adopt(rows(bases, item.head), to, made[item.head]->at_level(to.below).data() + item.begin, item.count);
     });
     pool.run(heads_, threads, [&](size_t head) { made[head]->fill_all(); });
+    if (settings_->digests()) {  // nearly all nodes are of the lowest level: in blocks
+        items.clear();
+        constexpr int kNodes = 64;
+        for (int head = 0; head < heads_; ++head) {
+            const int nodes = static_cast<int>(made[head]->at_level(made[head]->lowest_nodes()).size());
+            for (int begin = 0; begin < nodes; begin += kNodes) items.push_back({head, 0, begin, std::min(kNodes, nodes - begin)});
+        }
+        pool.run(items.size(), threads, [&](size_t i) {
+            const Item& item = items[i];
+            Tree& tree = *made[item.head];
+            tree.summarise(rows(bases, item.head), tree.at_level(tree.lowest_nodes()).data() + item.begin, item.count);
+        });
+        pool.run(heads_, threads, [&](size_t head) {
+            Tree& tree = *made[head];
+            for (int level = std::max(tree.lowest_nodes(), 1) + 1; level <= kMaxLevel; ++level)
+                tree.summarise(rows(bases, static_cast<int>(head)), tree.at_level(level).data(),
+                               static_cast<int>(tree.at_level(level).size()));
+        });
+    }
     trees_[lane] = std::move(made);
 }
 
@@ -118,7 +137,7 @@ void Forest::append(const std::vector<int>& lanes, int points, const int64_t* ba
         own.raw.resize(static_cast<size_t>(points) * indices);
         std::vector<float> key(settings_->dim);
         for (int i = 0; i < points; ++i) {
-            settings_->kernels->widen(at.key(tree.first() + tree.size() + i), settings_->dim, dtype_, key.data());
+            settings_->kernels->widen(at.key(tree.first() + tree.size() + i), settings_->dim, settings_->dtype, key.data());
             settings_->kernels->measure(key.data(), settings_->dim, settings_->directions_of(head), indices, settings_->dim + 1, &own.norm2[i],
                                        &own.raw[static_cast<size_t>(i) * indices]);
             if (own.bad < 0 && !std::isfinite(own.norm2[i])) own.bad = tree.first() + tree.size() + i;
@@ -170,13 +189,19 @@ void Forest::select(int batch, int group, const float* query, int budget, const 
     static thread_local std::vector<Seen> kept;
     std::vector<Seen>& seen = kept;
     if (seen.size() < searched.size() * group) seen.resize(searched.size() * group);
+    // The heads of a group read much the same nodes: as many of them in a row on one thread as leave no thread idle.
+    const int workers = threads > 0 ? threads : Pool::cores();
+    int parts = 1;
+    while (parts < group && static_cast<int>(searched.size()) * parts < workers) ++parts;
     std::vector<std::atomic<int>> left(searched.size());
-    for (auto& count : left) count.store(group, std::memory_order_relaxed);
-    Pool::instance().run(searched.size() * group, threads, [&](size_t item) {
-        const size_t s = item / group, t = searched[s], lane = t / heads_;
+    for (auto& count : left) count.store(parts, std::memory_order_relaxed);
+    Pool::instance().run(searched.size() * parts, threads, [&](size_t item) {
+        const size_t s = item / parts, t = searched[s], lane = t / heads_;
+        const int part = static_cast<int>(item % parts);
         const Tree& tree = *trees_[lane][t % heads_];
-        tree.search_query(rows(bases + lane * extents, static_cast<int>(t % heads_)),
-                          query + (t * group + item % group) * settings_->dim, budget, seen[item]);
+        for (int g = part * group / parts; g < (part + 1) * group / parts; ++g)
+            tree.search_query(rows(bases + lane * extents, static_cast<int>(t % heads_)),
+                              query + (t * group + g) * settings_->dim, budget, seen[s * group + g]);
         if (left[s].fetch_sub(1, std::memory_order_acq_rel) == 1)
             counts[t] = tree.choose(&seen[s * group], group, budget, out + t * budget);
     });
@@ -198,12 +223,12 @@ void Forest::reorder(const std::vector<int>& lanes) {
     trees_ = std::move(next);
 }
 
-std::string Forest::check() const {
+std::string Forest::check(const int64_t* bases, int extents) const {
     std::shared_lock lock(mutex_);
     for (int lane = 0; lane < lanes(); ++lane)
         for (int head = 0; head < heads_; ++head)
             if (const auto& tree = trees_[lane][head])
-                if (const std::string wrong = tree->check(); !wrong.empty())
+                if (const std::string wrong = tree->check(rows(bases + static_cast<size_t>(lane) * extents, head)); !wrong.empty())
                     return "lane " + std::to_string(lane) + ", KV head " + std::to_string(head) + ": " + wrong;
     return "";
 }

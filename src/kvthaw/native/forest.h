@@ -13,7 +13,7 @@ namespace kvthaw {
 
 class Forest {
 public:
-    Forest(Settings settings, int lanes, int heads, int extent, Dtype dtype);
+    Forest(Settings settings, int lanes, int heads, int extent);
     Forest(const Forest& other);  // shares its trees
 
     // Index positions first .. first + points of a lane anew. bases: its extents.
@@ -34,16 +34,16 @@ public:
     const Tree& tree(int lane, int head) const;
     void set_tree(int lane, int head, Tree tree);
     Tree empty_tree(int head, int first) const { return Tree(settings_, head, first); }
-    std::string check() const;
+    Rows rows(const int64_t* bases, int head) const { return Rows(bases, extent_, settings_->dim, settings_->dtype, head); }
+    // bases: [lanes][extents], where the rows lie now.
+    std::string check(const int64_t* bases, int extents) const;
     size_t nbytes() const;
 
 private:
-    Rows rows(const int64_t* bases, int head) const { return Rows(bases, extent_, settings_->dim, dtype_, head); }
     [[noreturn]] void refuse(int head, int position) const;
 
     std::shared_ptr<const Settings> settings_;
     int heads_, extent_;
-    Dtype dtype_;
     std::vector<std::vector<std::shared_ptr<Tree>>> trees_;  // [lane][head]; null: nothing was ever built
     mutable std::shared_mutex mutex_;
 };

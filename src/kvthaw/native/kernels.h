@@ -17,6 +17,8 @@ struct Kernels {
     int group;  // `nearest` wants a multiple of this many keys
     // out[dim]: a stored row as float32.
     void (*widen)(const void* row, int dim, Dtype dtype, float* out);
+    // out[dim]: float32 as a stored row, rounded to the nearest.
+    void (*narrow)(const float* from, int dim, Dtype dtype, void* out);
     // |key|^2 in double, and the inner products with `count` directions that lie `stride` floats apart.
     void (*measure)(const float* key, int dim, const float* directions, int count, int stride, double* norm2, float* raw);
     // out[count]: query . row for rows scattered in memory. Each value is the same whatever its neighbours are.

@@ -117,6 +117,36 @@ void widen(const void* row, int dim, Dtype dtype, float* out) {
     return widen_as<Dtype::f16>(row, dim, out);
 }
 
+inline uint16_t float_to_bf16(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+inline uint16_t float_to_half(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    const uint32_t sign = (bits >> 16) & 0x8000u;
+    bits &= 0x7fffffffu;
+    if (bits >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00u);  // rounds to infinity
+    if (bits < 0x38800000u) {                                              // subnormal: the sum rounds for us
+        const float shifted = from_bits(bits) + 0.5f;
+        std::memcpy(&bits, &shifted, 4);
+        return static_cast<uint16_t>(sign | (bits - 0x3f000000u));
+    }
+    bits += 0xc8000fffu + ((bits >> 13) & 1u);
+    return static_cast<uint16_t>(sign | (bits >> 13));
+}
+
+void narrow(const float* from, int dim, Dtype dtype, void* out) {
+    if (dtype == Dtype::f32) {
+        std::memcpy(out, from, 4 * static_cast<size_t>(dim));
+        return;
+    }
+    uint16_t* to = static_cast<uint16_t*>(out);
+    for (int i = 0; i < dim; ++i) to[i] = dtype == Dtype::bf16 ? float_to_bf16(from[i]) : float_to_half(from[i]);
+}
+
 void measure(const float* key, int dim, const float* directions, int count, int stride, double* norm2, float* raw) {
     Doubles squares = {};
     double total = 0;
@@ -295,7 +325,7 @@ void nearest(const float* keys, int count, const float* panels, int parents, int
 }  // namespace
 
 const Kernels* table() {
-    static const Kernels kernels = {Isa::KV_ISA, 2 * W, KV_GROUP, widen, measure, dots, group_dots, nearest};
+    static const Kernels kernels = {Isa::KV_ISA, 2 * W, KV_GROUP, widen, narrow, measure, dots, group_dots, nearest};
     return &kernels;
 }
 

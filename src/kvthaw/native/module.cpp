@@ -75,7 +75,8 @@ NB_MODULE(_native, m) {
             [](Forest* self, int lanes, int heads, int dim, int dtype, int extent, int layer, uintptr_t directions, int page_size,
                int composites, int simples, double promote, double promote_higher, uint64_t seed, const std::vector<int>& query,
                const std::vector<double>& query_shares, double query_beam_share, const std::vector<int>& insert,
-               const std::vector<double>& insert_shares, int page_score, int merge, double scale, int unit, int isa) {
+               const std::vector<double>& insert_shares, int page_score, int merge, double scale, int unit,
+               int descend, int outliers, double spread, int isa) {
                 const auto effort = [](const std::vector<int>& counts, const std::vector<double>& shares) {
                     return Effort{counts.at(0), counts.at(1), counts.at(2), shares.at(0), shares.at(1)};
                 };
@@ -93,18 +94,28 @@ NB_MODULE(_native, m) {
                                         static_cast<Unit>(unit),
                                         static_cast<PageScore>(page_score),
                                         static_cast<Merge>(merge),
+                                        static_cast<Descend>(descend),
+                                        descend ? outliers : 0,
+                                        static_cast<float>(spread),
                                         static_cast<float>(scale),
+                                        static_cast<Dtype>(dtype),
                                         &kernels_named(isa),
                                         {}};
                 const auto* from = at<const float>(directions);
                 settings.directions.assign(from, from + static_cast<size_t>(heads) * settings.indices() * (dim + 1));
-                new (self) Forest(std::move(settings), lanes, heads, extent, static_cast<Dtype>(dtype));
+                new (self) Forest(std::move(settings), lanes, heads, extent);
             })
         .def("copy", [](const Forest& self) { return new Forest(self); }, nb::rv_policy::take_ownership)
         .def_prop_ro("lanes", &Forest::lanes)
         .def_prop_ro("heads", &Forest::heads)
         .def("nbytes", &Forest::nbytes)
-        .def("check", &Forest::check, kFree)
+        .def(
+            "check", [](const Forest& self, uintptr_t bases, int extents) { return self.check(at<const int64_t>(bases), extents); },
+            kFree)
+        .def("digests",
+             [](const Forest& self, int lane, int head, uintptr_t spread, uintptr_t mean, uintptr_t outliers) {
+                 self.tree(lane, head).save_digests(at<float>(spread), at<void>(mean), at<int32_t>(outliers));
+             })
         .def("has", &Forest::has)
         .def("size", [](const Forest& self, int lane) { return self.has(lane) ? self.tree(lane, 0).size() : 0; })
         .def("first", [](const Forest& self, int lane) { return self.has(lane) ? self.tree(lane, 0).first() : 0; })
@@ -141,13 +152,13 @@ NB_MODULE(_native, m) {
                                             at<int32_t>(parent), at<int32_t>(page_node), at<int32_t>(page_count),
                                             at<int32_t>(members));
              })
-        .def("load", [](Forest& self, int lane, int head, int first, int points, int pages, double radius2, uintptr_t norm2,
-                        uintptr_t raw, uintptr_t level, uintptr_t parent, uintptr_t page_node, uintptr_t page_count,
-                        uintptr_t members) {
+        .def("load", [](Forest& self, int lane, int head, int first, int points, int pages, double radius2, uintptr_t bases,
+                        uintptr_t norm2, uintptr_t raw, uintptr_t level, uintptr_t parent, uintptr_t page_node,
+                        uintptr_t page_count, uintptr_t members) {
             Tree tree = self.empty_tree(head, first);
-            tree.load(points, pages, radius2, at<const double>(norm2), at<const float>(raw), at<const uint8_t>(level),
-                      at<const int32_t>(parent), at<const int32_t>(page_node), at<const int32_t>(page_count),
-                      at<const int32_t>(members));
+            tree.load(self.rows(at<const int64_t>(bases), head), points, pages, radius2, at<const double>(norm2), at<const float>(raw),
+                      at<const uint8_t>(level), at<const int32_t>(parent), at<const int32_t>(page_node),
+                      at<const int32_t>(page_count), at<const int32_t>(members));
             self.set_tree(lane, head, std::move(tree));
         });
 }

@@ -85,6 +85,12 @@ std::vector<std::array<int, 2>> Tree::level_pairs() const {
     return pairs;
 }
 
+int Tree::lowest_nodes() const {
+    for (int level = 2; level <= kMaxLevel; ++level)
+        if (!levels_[level].empty()) return level;
+    return 0;
+}
+
 int Tree::level_above(int level) const {
     for (++level; level <= kMaxLevel; ++level)
         if (!levels_[level].empty()) return level;
@@ -137,10 +143,16 @@ int Tree::new_node(int point) {
     if (free_nodes_.empty()) {
         node = static_cast<int>(nodes_.size());
         nodes_.emplace_back();
+        if (settings_->digests()) {
+            digests_.emplace_back();
+            means_.resize(means_.size() + settings_->mean_bytes());
+            outliers_.resize(outliers_.size() + settings_->outliers, -1);
+        }
     } else {
         node = free_nodes_.back();
         free_nodes_.pop_back();
         nodes_[node] = Node{};
+        if (settings_->digests()) digests_[node] = Digest{};
     }
     return node_of_[point] = node;
 }
@@ -198,6 +210,9 @@ void Tree::fill(int node, std::vector<int32_t>& members) {
 
 void Tree::fill_all() {
     nodes_.assign(1, Node{});
+    digests_.resize(1);
+    means_.resize(settings_->mean_bytes());
+    outliers_.resize(settings_->outliers);
     pages_.clear();
     page_slots_.clear();
     page_line_.clear();
@@ -221,7 +236,7 @@ size_t Tree::nbytes() const {
     const auto bytes = [](const auto& v) { return v.capacity() * sizeof(v[0]); };
     size_t total = bytes(norm2_) + bytes(raw_) + bytes(lift_) + bytes(projection_) + bytes(level_) + bytes(parent_) + bytes(page_) +
                    bytes(node_of_) + bytes(nodes_) + bytes(free_nodes_) + bytes(free_page_ids_) + bytes(pages_) +
-                   bytes(page_slots_) + bytes(page_line_);
+                   bytes(page_slots_) + bytes(page_line_) + bytes(digests_) + bytes(means_) + bytes(outliers_);
     for (const auto& level : levels_) total += bytes(level);
     return total;
 }

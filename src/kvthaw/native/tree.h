@@ -19,6 +19,7 @@ constexpr int kMaxLevel = 32;
 enum class Unit : int { page = 0, token = 1 };
 enum class PageScore : int { best = 0, mean = 1 };
 enum class Merge : int { interleave = 0, join = 1 };
+enum class Descend : int { point = 0, digest = 1 };
 
 // How much of a node a search visits and retrieves, and how many points it descends from.
 struct Effort {
@@ -36,20 +37,28 @@ struct Settings {
     Unit unit;
     PageScore page_score;
     Merge merge;
+    Descend descend;
+    int outliers;
+    float spread;
     float scale;  // of q.k in attention
+    Dtype dtype;
     const Kernels* kernels;
     std::vector<float> directions;  // [heads][indices][dim + 1]
 
     int indices() const { return composites * simples; }
+    bool digests() const { return descend == Descend::digest; }
+    size_t mean_bytes() const { return size_of(dtype) * dim; }
     const float* directions_of(int head) const { return directions.data() + static_cast<size_t>(head) * indices() * (dim + 1); }
 };
 
-// What a search looks for. key is float32 [dim]; lift 0 and any scale for a query.
+// What a search looks for. key is float32 [dim]; lift 0 and any scale for a query. reach: how far above a node's mean, in
+// spreads, its keys may lie; below 0: nodes are ranked by their points, not by their digests.
 struct Probe {
     const float* key;
     float lift;
     const float* projections;
     Effort effort;
+    float reach;
 };
 
 // The members of one page that got a true distance: [begin, end) of Seen's points.
@@ -70,7 +79,7 @@ struct Seen {
     std::vector<const void*> rows;
     std::vector<int32_t> frontier, members;
     std::vector<uint64_t> order;
-    std::vector<float> lines;
+    std::vector<float> lines, merits;
 
     void clear() {
         points.clear();
@@ -102,6 +111,8 @@ public:
     std::vector<std::array<int, 2>> level_pairs() const;          // (below, above), from the top
     const std::vector<int32_t>& at_level(int level) const { return levels_[level]; }
     void fill_all();
+    int lowest_nodes() const;                                     // the lowest level that has nodes; 0: none
+    void summarise(const Rows& rows, const int32_t* points, int count);  // the digests of these points' nodes, level by level
 
     // Changing. measured: norms and raw projections of the new points, finite.
     void append(const Rows& rows, int count, const double* norm2, const float* raw);
@@ -118,10 +129,12 @@ public:
     int page_total() const { return static_cast<int>(page_of_node_order().size()); }
     void save(double* radius2, double* norm2, float* raw, uint8_t* level, int32_t* parent, int32_t* page_node, int32_t* page_count,
               int32_t* members) const;
-    void load(int points, int pages, double radius2, const double* norm2, const float* raw, const uint8_t* level,
+    void load(const Rows& rows, int points, int pages, double radius2, const double* norm2, const float* raw, const uint8_t* level,
               const int32_t* parent, const int32_t* page_node, const int32_t* page_count, const int32_t* members);
-    // What is wrong with the maps between points, nodes and pages; empty if nothing.
-    std::string check() const;
+    // Of every node, by point: spread, mean [dim] as stored, outliers [outliers].
+    void save_digests(float* spread, void* mean, int32_t* outliers) const;
+    // What is wrong with the maps between points, nodes and pages, or with a digest; empty if nothing.
+    std::string check(const Rows& rows) const;
     size_t nbytes() const;
 
     static int draw_level(const Settings& settings, int head, int position);
@@ -132,6 +145,12 @@ private:
     };
     struct Page {
         int32_t node, next, count;
+    };
+    // Of a node's points and all below them; their mean is in means_.
+    struct Digest {
+        int32_t points = 0;
+        float spread = 0;  // root mean square of their distance to the mean, a dimension
+        double norm2 = 0;  // the sum of their |k|^2
     };
 
     // lift and projections of a point at the present c
@@ -148,6 +167,12 @@ private:
     int new_page(int node);
     void free_pages(int node);
     void fill(int node, std::vector<int32_t>& members);
+    char* mean(int node) { return means_.data() + node * settings_->mean_bytes(); }
+    const char* mean(int node) const { return means_.data() + node * settings_->mean_bytes(); }
+    int32_t* outliers(int node) { return outliers_.data() + static_cast<size_t>(node) * settings_->outliers; }
+    const int32_t* outliers(int node) const { return outliers_.data() + static_cast<size_t>(node) * settings_->outliers; }
+    void refresh(const Rows& rows, std::vector<int32_t>& points);  // digests of these points' nodes and of all above them
+    void weigh(const Rows& rows, const Probe& probe, size_t begin, Seen& seen) const;
     void members_of(int node, std::vector<int32_t>& out) const;
     std::vector<int32_t> page_of_node_order() const;  // every page, nodes by point
     void insert(const Rows& rows, int point, Seen& seen);
@@ -173,6 +198,9 @@ private:
 
     std::array<std::vector<int32_t>, kMaxLevel + 1> levels_;
     std::vector<Node> nodes_{Node{}};  // the root first
+    std::vector<Digest> digests_{Digest{}};  // by node; the root's and all of it stay empty where points are descended by
+    std::vector<char> means_ = std::vector<char>(settings_->mean_bytes());  // [nodes][dim] of the keys' dtype
+    std::vector<int32_t> outliers_ = std::vector<int32_t>(settings_->outliers, -1);
     std::vector<int32_t> free_nodes_, free_page_ids_;
     std::vector<Page> pages_;
     std::vector<int32_t> page_slots_;

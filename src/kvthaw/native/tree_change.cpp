@@ -1,6 +1,7 @@
 // Inserting into a tree and removing from its end; its state.
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <numeric>
 
 #include "tree.h"
@@ -31,7 +32,8 @@ void Tree::insert(const Rows& rows, int point, Seen& seen) {
 
     std::vector<float> key(dim);
     kernels.widen(rows.key(first_ + point), dim, rows.dtype(), key.data());
-    const Probe probe{key.data(), lift_[point], &projection_[static_cast<size_t>(point) * settings_->indices()], settings_->insert};
+    const Probe probe{key.data(), lift_[point], &projection_[static_cast<size_t>(point) * settings_->indices()], settings_->insert,
+                      -1.0f};
     int parent = kRoot;
     if (above) {
         seen.clear();
@@ -43,7 +45,7 @@ void Tree::insert(const Rows& rows, int point, Seen& seen) {
                 parent = seen.points[s];
             }
     }
-    std::vector<int32_t> moved;
+    std::vector<int32_t> moved, changed;
     if (below && lonely) {  // a level of its own: it becomes the parent of all below
         moved = levels_[below];
     } else if (below) {
@@ -66,8 +68,12 @@ void Tree::insert(const Rows& rows, int point, Seen& seen) {
     levels_[level].push_back(point);
     parent_[point] = parent;
     if (level > 1) new_node(point);
+    changed.assign(1, parent);
+    for (int i : moved) changed.push_back(parent_[i]);
+    if (level > 1) changed.push_back(point);
     move(moved, point);
     place(point);
+    refresh(rows, changed);
 }
 
 void Tree::grow_radius() {
@@ -149,8 +155,12 @@ void Tree::truncate(const Rows& rows, int length) {
     for (auto& level : levels_) level.erase(std::lower_bound(level.begin(), level.end(), keep), level.end());
     // Nodes whose members change: those that lose some, and those that adopt.
     std::vector<uint8_t> touched(nodes_.size(), 0);
+    std::vector<int32_t> changed;
     for (int i = keep; i < n; ++i)
-        if (parent_[i] < keep) touched[node_of(parent_[i])] = 1;
+        if (parent_[i] < keep) {
+            touched[node_of(parent_[i])] = 1;
+            changed.push_back(parent_[i]);
+        }
     std::vector<int32_t> orphans;
     for (int level = kMaxLevel; level > 0; --level) {
         orphans.clear();
@@ -161,7 +171,10 @@ void Tree::truncate(const Rows& rows, int length) {
             adopt(rows, pack(rows, level, above), orphans.data(), static_cast<int>(orphans.size()));
         else
             for (int i : orphans) parent_[i] = kRoot;
-        for (int i : orphans) touched[node_of(parent_[i])] = 1;
+        for (int i : orphans) {
+            touched[node_of(parent_[i])] = 1;
+            changed.push_back(parent_[i]);
+        }
     }
     for (int i = keep; i < n; ++i)
         if (node_of_[i] >= 0) {
@@ -174,6 +187,7 @@ void Tree::truncate(const Rows& rows, int length) {
     resize(keep);
     for (size_t node = 0; node < nodes_.size(); ++node)
         if (touched[node]) fill(static_cast<int>(node), members[node]);
+    refresh(rows, changed);
 }
 
 std::vector<int32_t> Tree::page_of_node_order() const {
@@ -199,7 +213,7 @@ void Tree::save(double* radius2, double* norm2, float* raw, uint8_t* level, int3
     }
 }
 
-void Tree::load(int points, int pages, double radius2, const double* norm2, const float* raw, const uint8_t* level,
+void Tree::load(const Rows& rows, int points, int pages, double radius2, const double* norm2, const float* raw, const uint8_t* level,
                 const int32_t* parent, const int32_t* page_node, const int32_t* page_count, const int32_t* members) {
     *this = Tree(settings_, head_, first_);
     resize(points);
@@ -227,9 +241,10 @@ void Tree::load(int points, int pages, double radius2, const double* norm2, cons
         pages_[page].count = page_count[p];
         nodes_[node].members += page_count[p];
     }
+    for (int level = 2; level <= kMaxLevel; ++level) summarise(rows, levels_[level].data(), static_cast<int>(levels_[level].size()));
 }
 
-std::string Tree::check() const {
+std::string Tree::check(const Rows& rows) const {
     std::vector<int> found(size(), 0);
     size_t chained = 0;
     for (int point = kRoot; point < size(); ++point) {
@@ -261,7 +276,19 @@ std::string Tree::check() const {
         for (int i : levels_[level])
             if (level_[i] != level) return "a point in another's level";
     }
-    return levelled == parent_.size() ? "" : "a point at no level";
+    if (levelled != parent_.size()) return "a point at no level";
+    if (!settings_->digests()) return "";
+    Tree fresh(*this);
+    for (int level = 2; level <= kMaxLevel; ++level)
+        fresh.summarise(rows, levels_[level].data(), static_cast<int>(levels_[level].size()));
+    for (int i = 0; i < size(); ++i)
+        if (const int node = node_of_[i]; node >= 0) {
+            if (digests_[node].points != fresh.digests_[node].points || digests_[node].spread != fresh.digests_[node].spread)
+                return "a digest's count or spread";
+            if (!std::equal(outliers(node), outliers(node) + settings_->outliers, fresh.outliers(node))) return "a digest's outliers";
+            if (digests_[node].points && std::memcmp(mean(node), fresh.mean(node), settings_->mean_bytes())) return "a digest's mean";
+        }
+    return "";
 }
 
 }  // namespace kvthaw

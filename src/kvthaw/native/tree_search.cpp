@@ -120,8 +120,12 @@ void Tree::search(const Rows& rows, const Probe& probe, int stop, Seen& seen) co
         if (found <= beam) {
             for (size_t s = begin; s < seen.points.size(); ++s) descend(seen.points[s]);
         } else {
+            if (probe.reach >= 0)
+                weigh(rows, probe, begin, seen);
+            else
+                seen.merits.assign(seen.scores.begin() + begin, seen.scores.end());
             seen.order.clear();
-            for (size_t s = begin; s < seen.points.size(); ++s) seen.order.push_back(rank_key(seen.scores[s], seen.points[s]));
+            for (size_t s = 0; s < found; ++s) seen.order.push_back(rank_key(seen.merits[s], seen.points[begin + s]));
             std::nth_element(seen.order.begin(), seen.order.begin() + beam, seen.order.end());
             for (size_t s = 0; s < beam; ++s) descend(id_of(seen.order[s]));
         }
@@ -139,7 +143,8 @@ void Tree::search_query(const Rows& rows, const float* query, int budget, Seen& 
     set.kernels->measure(query, set.dim, directions_, set.indices(), set.dim + 1, &norm2, projections.data());
     const float scale = norm2 > 0 ? static_cast<float>(std::sqrt(radius2_ / norm2)) : 0.0f;
     for (float& x : projections) x *= scale;
-    Probe probe{query, 0.0f, projections.data(), set.query};
+    const float reach = set.digests() ? set.spread * static_cast<float>(std::sqrt(norm2)) : -1.0f;
+    Probe probe{query, 0.0f, projections.data(), set.query, reach};
     const int64_t pages = (2 * static_cast<int64_t>(budget) + set.page_size - 1) / set.page_size;
     probe.effort.beam = static_cast<int>(std::max<int64_t>({set.query.beam, share_of(set.query_beam_share, size()), pages}));
     seen.clear();
