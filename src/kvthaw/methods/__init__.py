@@ -12,11 +12,13 @@ from kvthaw.errors import ConfigError
 from kvthaw.methods.arkvale import arkvale
 from kvthaw.methods.clusterkv import clusterkv
 from kvthaw.methods.full import full
+from kvthaw.methods.h2o import h2o
 from kvthaw.methods.icecache import icecache
 from kvthaw.methods.oracle import oracle
 from kvthaw.methods.pariskv import pariskv
 from kvthaw.methods.prkv import prkv
 from kvthaw.methods.quest import quest
+from kvthaw.methods.snapkv import snapkv
 from kvthaw.methods.streaming import streaming
 from kvthaw.types import Method
 
@@ -24,6 +26,9 @@ METHODS: dict[str, Callable[..., Method]] = {
     "full": full,
     "oracle": oracle,
     "streaming": streaming,
+    "h2o": h2o,
+    "snapkv": snapkv,
+    "snapkv-refreshed": partial(snapkv, refresh=128),
     "clusterkv": clusterkv,
     "prkv": prkv,
     "arkvale": arkvale,

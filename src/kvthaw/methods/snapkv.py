@@ -1,0 +1,30 @@
+"""SnapKV (Li et al., 2024): the prompt's last queries choose, once, which of its tokens stay."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from kvthaw.cache.regions import Regions
+from kvthaw.errors import ConfigError
+from kvthaw.index.kept import Agree, FreshSnapIndex, Pooling, SnapIndex
+from kvthaw.types import Method
+
+
+def snapkv(
+    *, width: int = 32, kernel: int = 5, pooling: Pooling = "avg", agree: Agree = "mean", refresh: int | None = None
+) -> Method:
+    """The tokens of most attention from the last `width` queries of the prompt, pooled over `kernel` neighbours (the paper's 5 to
+    7), beside a window of as many.
+
+    agree: how the query heads of a group agree, "mean" or "max" of their attention (the authors keep a choice for each query head).
+    Generated tokens, all of which SnapKV keeps, must fit the budget too: they stay in the ring, and behind it while there is room.
+    Host: rows that were not chosen lie there unread, so that a long continuation, which is a new prompt, may choose from them.
+    Device: the choice and the rows chosen; nothing else of a key. refresh: choose anew every so many tokens, by the last queries
+    and from all keys, which cross the bus for it between two steps; nothing is evicted then.
+    """
+    if refresh is not None and refresh < 1:
+        raise ConfigError(f"refresh is {refresh}; it must be at least 1")
+    made = SnapIndex if refresh is None else partial(FreshSnapIndex, interval=refresh)
+    index = partial(made, width=width, kernel=kernel, pooling=pooling, agree=agree)
+    name = "snapkv" if refresh is None else "snapkv-refreshed"
+    return Method(name, paper="SnapKV", unit="token", index=index, regions=Regions(0, max(1, width), 16))

@@ -1,0 +1,67 @@
+"""One layer of a method alone, and the attention that its tokens pay, in float64: for tests of methods that watch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvthaw.cache.clock import Clock
+from kvthaw.cache.group import Choice
+from kvthaw.cache.layer import Attention, FrozenLayer
+from kvthaw.cache.pipeline import Pipeline
+from kvthaw.cache.plan import Settings
+from kvthaw.methods import resolve
+
+SCALE = 0.4
+
+
+class OneLayer:
+    """A prompt and the steps after it, of random queries, keys and values; one lane."""
+
+    def __init__(
+        self,
+        method: str,
+        prompt: int,
+        steps: int,
+        *,
+        heads: int = 2,
+        group: int = 2,
+        dim: int = 16,
+        budget: int = 64,
+        **options: Any,
+    ) -> None:
+        total = prompt + steps
+        self.heads, self.group, self.prompt = heads, group, prompt
+        self.query = torch.randn(1, heads * group, total, dim)
+        self.keys, self.values = torch.randn(1, heads, total, dim), torch.randn(1, heads, total, dim)
+        self.layer = FrozenLayer(2, Settings(resolve(method, **options), budget=budget, extent=32), Pipeline(), Clock())
+        self.layer.observer = self._see
+        self.choice: Choice | None = None
+        self.out = self.take(0, prompt)
+
+    def _see(self, layer: FrozenLayer, query: Tensor, choice: Choice | None) -> None:
+        self.choice = choice
+
+    def take(self, start: int, stop: int) -> Tensor:
+        """Tokens start .. stop, [Hq, n, D]."""
+        q, k, v = (x[:, :, start:stop] for x in (self.query, self.keys, self.values))
+        return self.layer.attend(q, k, v, [0], Attention(SCALE), fresh=True)[0]
+
+    def step(self) -> list[set[int]]:
+        """The next token; the rows that were chosen for it, of each KV head."""
+        at = self.layer.seen
+        self.out = self.take(at, at + 1)
+        assert self.choice is not None
+        return [set(rows.tolist()) - {-1} for rows in self.choice.selection.rows[0]]
+
+    def weights(self, at: int, visible: list[set[int]] | None = None) -> Tensor:
+        """Softmax weights of the token at a place, [H, G, at + 1] float64: over all tokens up to it, or over some for each head."""
+        q = self.query[0, :, at].double().view(self.heads, self.group, -1)
+        scores = q @ self.keys[0, :, : at + 1].double().transpose(1, 2) * SCALE
+        if visible is not None:
+            for head, some in enumerate(visible):
+                hidden = torch.tensor(sorted(set(range(at + 1)) - some), dtype=torch.int64)
+                scores[head, :, hidden] = -torch.inf
+        return torch.softmax(scores, dim=2)
