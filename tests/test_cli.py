@@ -43,14 +43,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 # Help
 
 
-@pytest.mark.parametrize(
-    "command", [["generate"], ["methods"], ["eval"], ["demo"], ["bench", "decode"]], ids=lambda command: " ".join(command)
-)
+COMMANDS = ["generate", "methods", "eval", "eval task", "eval recall", "eval drift", "demo", "bench decode"]
+
+
+@pytest.mark.parametrize("command", [name.split() for name in COMMANDS], ids=COMMANDS)
 def test_every_help_has_examples(command: list[str]) -> None:
     said = Said(*command, "--help")
     assert said.code == 0
     assert "Examples:" in said.out
-    assert f"kvthaw {' '.join(command)}" in said.out
+    assert f"kvthaw {' '.join(command)}".removesuffix(" task") in said.out
 
 
 def test_help_lists_commands_and_exit_codes() -> None:
@@ -182,6 +183,96 @@ def test_eval_takes_dense_layers_and_the_sparse_question(model: str) -> None:
     assert said.records[0]["kv_dense_bytes"] == 0 < said.records[1]["kv_dense_bytes"]
 
 
+def test_eval_takes_options_before_the_task(model: str) -> None:
+    arguments = ("--samples", "1", "--length", "300", "--model", model, "--method", "streaming", "--json")
+    told = [
+        Said("eval", *arguments, "passkey"),
+        Said("eval", "passkey", *arguments),
+        Said("eval", "task", "passkey", *arguments),
+    ]
+    assert [[record["n"] for record in said.records] for said in told] == [[1]] * 3
+
+
+# eval recall, eval drift
+
+PARIS = "pariskv:window=16:buffer=16"
+
+
+def test_recall_prints_one_object_a_run(model: str, tmp_path: Path) -> None:
+    out, plot = tmp_path / "out.jsonl", tmp_path / "plot.png"
+    arguments = ["eval", "recall", "--model", model, "--method", f"{PARIS},quest", "--budget", "64", "--retrieved", "10"]
+    arguments += ["--length", "700", "--steps", "4", "--out", str(out)]
+    said = Said(*arguments, "--json", "--plot", str(plot))
+    assert said.code == 0
+    assert [(r["method"], r["budget"], r["retrieved"]) for r in said.records] == [
+        (PARIS, 64, None),
+        (PARIS, None, 10),
+        ("quest", 64, None),
+        ("quest", None, 10),
+    ]
+    named = {"recall_at_k", "attention_mass", "mass_of_exact", "retrieved_of_exact", "output_error", "ceiling", "rows"}
+    for record in said.records:
+        assert set(record) >= named | {"layers", "bins", "kinds", "samples", "seed", "versions", "model", "length"}
+        assert set(record["kinds"]) == {"text", "needle"}
+        assert [layer["layer"] for layer in record["layers"]] == [0, 1]
+        assert ("recall_at_10" in record) == (record["retrieved"] == 10)
+        assert (record["ceiling"] is None) == (record["method"] == "quest")
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert len(out.read_text().splitlines()) == 4 * 2
+    table = Said(*arguments)
+    assert len(out.read_text().splitlines()) == 4 * 2
+    assert "ceiling" in table.out
+    assert table.out.count("10 rows") == 2 * 2
+
+
+def test_recall_by_layer_of_a_text(model: str, tmp_path: Path) -> None:
+    text, plot = tmp_path / "text.txt", tmp_path / "plot.png"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 5)
+    arguments = (
+        "--model",
+        model,
+        "--method",
+        "quest,streaming",
+        "--prompt",
+        "text",
+        "--text",
+        str(text),
+        "--length",
+        "300,400",
+    )
+    said = Said("eval", "recall", *arguments, "--steps", "2", "--json", "--plot", str(plot))
+    assert [(r["method"], r["length"], r["budget"]) for r in said.records] == [
+        ("quest", 300, 256),
+        ("streaming", 300, 256),
+        ("quest", 400, 256),
+        ("streaming", 400, 256),
+    ]
+    assert said.records[1]["recall_at_k"] is None
+    assert len({record["text"] for record in said.records} | {"book"}) == 2
+    assert plot.exists()
+
+
+def test_drift_shows_first_and_last_quarter(model: str, tmp_path: Path) -> None:
+    out, plot = tmp_path / "out.jsonl", tmp_path / "plot.png"
+    arguments = ["eval", "drift", "--model", model, "--length", "300", "--new-tokens", "40", "--probe", "5", "--retrieved", "8"]
+    arguments += ["--method", f"{PARIS},{PARIS}:centroids=learned", "--out", str(out)]
+    said = Said(*arguments, "--json", "--plot", str(plot))
+    assert said.code == 0
+    assert len(said.records) == len(out.read_text().splitlines()) == 2
+    for record in said.records:
+        assert (len(record["quarters"]), len(record["bins"])) == (4, 8)
+        assert all(0 < part["recall_at_8"] <= 1 for part in record["quarters"])
+        assert record["follow"] == "text"
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    table = Said(*arguments).out
+    assert "quarter" in table
+    assert "last" in table
+    assert "ceiling" in table
+    own = Said("eval", "drift", "--model", model, "--length", "99", "--new-tokens", "8", "--probe", "2", "--method", "quest",
+               "--follow", "own", "--json").records[0]  # fmt: skip
+    assert (own["follow"], own["temperature"], own["retrieved"]) == ("own", 1.0, 100)
+
+
 # demo
 
 
@@ -260,6 +351,14 @@ def test_errors_are_one_line_and_exit_code_1(model: str, tmp_path: Path) -> None
     refused(Said("eval", "passkey", "--model", model, "--out", "/nowhere/x", "--length", "300"), 1, "/nowhere/x")
     refused(Said("eval", "passkey", "--question", "both"), 1, "question is 'both'")
     refused(Said("demo", "--model", model, "--length", "100"), 1, "length is 100")
+    recall = ("eval", "recall", "--model", model)
+    refused(Said(*recall, "--method", "pariskv:beta=2.0"), 1, "beta is 2.0")
+    refused(Said(*recall, "--method", "full"), 1, "'full'; it attends to everything")
+    refused(Said(*recall, "--prompt", "poem"), 1, "prompt is 'poem'", "needle")
+    refused(Said(*recall, "--length", "100"), 1, "length 100 is too short")
+    refused(Said(*recall, "--length", "4096", "--prompt", "text"), 1, "4,128 tokens", "2,048")
+    refused(Said(*recall, "--steps", "4", "--probe", "5"), 1, "probe is 5", "4 steps")
+    refused(Said("eval", "drift", "--model", model, "--follow", "you"), 1, "follow is 'you'", "text, own")
     latin = tmp_path / "latin.txt"
     latin.write_bytes(b"caf\xe9 au lait")
     refused(Said("generate", "--file", str(latin), "--model", model), 1, "latin.txt is not UTF-8", "byte 3")
@@ -276,6 +375,9 @@ def test_wrong_usage_is_exit_code_2(model: str) -> None:
     refused(Said("eval", "passkeys"), 2, "'passkeys'", "variable_tracking")
     refused(Said("eval", "passkey", "--length", "4k"), 2, "'4k'")
     refused(Said("eval", "passkey", "--depths", ","), 2, "--depths")
+    refused(Said("eval", "recall", "--retrieved", "many"), 2, "'many'", "--retrieved")
+    refused(Said("eval", "recall", "--text", "nowhere.txt"), 2, "nowhere.txt")
+    refused(Said("eval", "drift", "--new-tokens", "40"), 2, "--probe", "every 16th of 40")
     refused(Said("thaw"), 2, "thaw")
 
 

@@ -21,7 +21,7 @@ app = typer.Typer(
 )
 app.command("generate", epilog=generate.EXAMPLES)(generate.generate)
 app.command("methods", epilog=methods.EXAMPLES)(methods.methods)
-app.command("eval", epilog=evaluate.EXAMPLES)(evaluate.evaluate)
+app.add_typer(evaluate.app, name="eval")
 app.command("demo", epilog=demo.EXAMPLES)(demo.demo)
 app.add_typer(bench.app, name="bench")
 

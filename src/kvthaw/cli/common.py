@@ -24,6 +24,8 @@ from kvthaw.errors import ConfigError, KvthawError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from kvthaw.evaluate.runner import Progress as State
+
 T = TypeVar("T")
 
 ModelOption = Annotated[
@@ -129,6 +131,20 @@ def bars() -> Iterator[Progress]:
     )
     with Progress(*columns, console=stderr(), transient=True, redirect_stdout=False, redirect_stderr=False) as progress:
         yield progress
+
+
+def shown(progress: Progress, what: str, total: int) -> Callable[[State], None]:
+    """Two bars for a run over samples: how many are done, and how far the one at hand is. Returns what moves them."""
+    whole = progress.add_task(what, total=total)
+    part = progress.add_task("prefill", total=None)
+
+    def show(state: State) -> None:
+        progress.update(whole, completed=state.samples, total=state.of)
+        progress.update(part, completed=state.tokens, total=state.prompt or None, description=state.doing)
+        if state.samples == state.of:
+            progress.remove_task(part)
+
+    return show
 
 
 @contextmanager

@@ -1,14 +1,16 @@
-"""kvthaw eval: a task under many methods, budgets and lengths."""
+"""kvthaw eval: a task under many methods, budgets and lengths, or what selections miss."""
 
 from __future__ import annotations
 
 import itertools
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
+from kvthaw.cli import recall
 from kvthaw.cli.common import (
     DeviceOption,
     DtypeOption,
@@ -19,24 +21,43 @@ from kvthaw.cli.common import (
     listed,
     load_model,
     print_wide,
+    shown,
     stderr,
 )
 from kvthaw.evaluate.tasks import TASKS
 
 if TYPE_CHECKING:
-    from rich.progress import Progress as Bars
-
     from kvthaw.evaluate.results import Line, Summary
-    from kvthaw.evaluate.runner import Job, Progress, Runner, Variant
 
 EXAMPLES = (
-    "Tasks: " + ", ".join(TASKS) + "\n\nExamples:\n\n"
+    "Tasks: " + ", ".join(TASKS) + "\n\nTheir options: [bold]kvthaw eval task --help[/]\n\nExamples:\n\n"
     "  kvthaw eval passkey --method icecache --budget 64 --length 16384 --samples 20\n\n"
     "  kvthaw eval passkey --method icecache,oracle,streaming --budget 64,256 --length 4096,16384 --plot passkey.png\n\n"
-    "  kvthaw eval niah_multikey --method icecache --dense-layers 0,2 --question sparse --json --out niah.jsonl"
+    "  kvthaw eval niah_multikey --method icecache --dense-layers 0,2 --question sparse --json --out niah.jsonl\n\n"
+    "  kvthaw eval recall --method pariskv,clusterkv --retrieved 100 --length 8192\n\n"
+    "  kvthaw eval drift --method pariskv,pariskv:centroids=learned --new-tokens 4096"
 )
 
 
+class Tasks(TyperGroup):
+    """What is no command of its own is the name of a task, or an option of one."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Put the command's name before a task's."""
+        if args and args[0] not in (*self.commands, *ctx.help_option_names):
+            args = ["task", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(cls=Tasks, no_args_is_help=True, rich_markup_mode="rich", epilog=EXAMPLES)
+
+
+@app.callback()
+def _eval() -> None:
+    """Measure methods: kvthaw eval TASK runs a task, recall and drift compare selections with exact attention."""
+
+
+@app.command("task", epilog=EXAMPLES)
 def evaluate(
     task: Annotated[str, typer.Argument(help="The task; all of them stand below.")],
     model: ModelOption = "shipped",
@@ -102,7 +123,7 @@ def evaluate(
     found: dict[tuple[Variant, int], list[Line]] = {}
     with bars() as progress:
         for job in jobs:
-            lines = _run(progress, runner, job, variants)
+            lines = runner.run(job, variants, shown(progress, f"{job.task} {job.length:,}", job.samples))
             for variant in variants:
                 found[variant, job.length] = lines[variant]
                 summaries.append(summarize(lines[variant], lines[Variant("full")]))
@@ -118,17 +139,8 @@ def evaluate(
         print_wide(table(summaries))
 
 
-def _run(progress: Bars, runner: Runner, job: Job, variants: list[Variant]) -> dict[Variant, list[Line]]:
-    whole = progress.add_task(f"{job.task} {job.length:,}", total=job.samples)
-    part = progress.add_task("prefill", total=None)
-
-    def show(state: Progress) -> None:
-        progress.update(whole, completed=state.samples)
-        progress.update(part, completed=state.tokens, total=state.prompt or None, description=state.doing)
-
-    lines = runner.run(job, variants, show)
-    progress.remove_task(part)
-    return lines
+app.command("recall", epilog=recall.RECALL_EXAMPLES)(recall.recall)
+app.command("drift", epilog=recall.DRIFT_EXAMPLES)(recall.drift)
 
 
 def _depths(text: str) -> tuple[float, ...]:

@@ -1,12 +1,15 @@
-"""Heat maps, written without a display."""
+"""Plots, written without a display."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.metrics import mean
+from kvthaw.evaluate.probe import Quality
+from kvthaw.evaluate.recall import Summary
 from kvthaw.evaluate.results import Line
 from kvthaw.evaluate.runner import Variant
 
@@ -16,10 +19,7 @@ def heat_maps(found: Mapping[tuple[Variant, int], Sequence[Line]], path: Path, *
 
     Raises ConfigError where matplotlib is missing, where no sample has a depth, or where the file's suffix is no picture's.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError('a plot needs matplotlib: pip install "kvthaw[plot]"') from None
+    figure_of = _figure()
     variants = list(dict.fromkeys(variant for variant, _ in found))
     lengths = sorted({length for _, length in found})
     depths = sorted({line.setting.depth for lines in found.values() for line in lines if line.setting.depth is not None})
@@ -28,7 +28,7 @@ def heat_maps(found: Mapping[tuple[Variant, int], Sequence[Line]], path: Path, *
     across = min(3, len(variants))
     down = -(-len(variants) // across)
     wide = 2.0 + max(1.4, 0.6 * len(lengths))
-    figure = Figure(figsize=(across * wide + 1.2, down * (1.2 + 0.16 * len(depths))), layout="constrained")
+    figure = figure_of(figsize=(across * wide + 1.2, down * (1.2 + 0.16 * len(depths))), layout="constrained")
     axes = figure.subplots(down, across, squeeze=False).flatten()
     for axis, variant in zip(axes, variants, strict=False):
         cells = [[_cell(found[variant, length], depth) for length in lengths] for depth in depths]
@@ -43,6 +43,73 @@ def heat_maps(found: Mapping[tuple[Variant, int], Sequence[Line]], path: Path, *
         axis.remove()
     figure.suptitle(title, fontsize=10)
     figure.colorbar(axes[0].images[0], ax=list(axes[: len(variants)]), label="accuracy", shrink=0.8)
+    _save(figure, path)
+
+
+def recall_lines(summaries: Sequence[Summary], path: Path) -> None:
+    """Recall and share of the exact mass against the rows selected, a line a method, where a method has several budgets; else by
+    layer. Raises ConfigError as heat_maps."""
+    groups: dict[tuple[str, int, int], list[Summary]] = {}
+    for one in summaries:
+        groups.setdefault((one.setting.method, one.setting.length, one.setting.dense_layers), []).append(one)
+    several = any(len(group) > 1 for group in groups.values())
+    curves: dict[str, tuple[list[float], list[Quality]]] = {}
+    for (method, length, _), group in groups.items():
+        if several:
+            known = sorted((one for one in group if one.means.rows is not None), key=lambda one: one.means.rows or 0.0)
+            curves[f"{method}, {length:,}"] = [one.means.rows or 0.0 for one in known], [one.means for one in known]
+            continue
+        layers = group[0].layers
+        curves[f"{name(group[0].variant)}, {length:,}"] = [float(layer) for layer in layers], list(layers.values())
+    _two_panels(curves, "rows selected" if several else "layer", path, title="selections beside exact attention")
+
+
+def drift_lines(summaries: Sequence[Summary], path: Path) -> None:
+    """Recall and share of the exact mass by decode position, a line a variant. Raises ConfigError as heat_maps."""
+    curves = {}
+    for one in summaries:
+        width = one.study.steps / len(one.bins)
+        curves[name(one.variant)] = [(i + 0.5) * width for i in range(len(one.bins))], list(one.bins)
+    study = summaries[0].study
+    _two_panels(curves, "tokens after the prompt", path, title=f"drift after a prompt of {study.length:,} tokens")
+
+
+def _two_panels(
+    curves: Mapping[str, tuple[Sequence[float], Sequence[Quality]]], across: str, path: Path, *, title: str
+) -> None:
+    figure = _figure()(figsize=(11, 4.4), layout="constrained")
+    panels = figure.subplots(1, 2)
+    measures = (
+        ("recall_at_rows", "ceiling", "recall of the exact rows"),
+        ("mass_of_exact", "ceiling_of_exact", "mass, of exact"),
+    )
+    for axis, (field, ceiling, label) in zip(panels, measures, strict=True):
+        for number, (legend, (places, parts)) in enumerate(curves.items()):
+            values, best = ([getattr(part, of) for part in parts] for of in (field, ceiling))
+            axis.plot(places, _gaps(values), marker="o", markersize=3, color=f"C{number % 10}", label=legend)
+            if any(value is not None for value in best):
+                axis.plot(places, _gaps(best), linestyle=":", color=f"C{number % 10}")
+        axis.set_xlabel(across)
+        axis.set_ylabel(label)
+    panels[0].set_title("dotted: the ceiling that the candidates set", fontsize=8)
+    panels[1].legend(fontsize=7)
+    figure.suptitle(title, fontsize=10)
+    _save(figure, path)
+
+
+def _gaps(values: Sequence[float | None]) -> list[float]:
+    return [float("nan") if value is None else value for value in values]
+
+
+def _figure() -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError('a plot needs matplotlib: pip install "kvthaw[plot]"') from None
+    return Figure
+
+
+def _save(figure: Any, path: Path) -> None:
     try:
         figure.savefig(path, dpi=150)
     except ValueError as error:

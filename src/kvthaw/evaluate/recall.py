@@ -1,0 +1,312 @@
+"""Selections beside exact attention, step by step: what `kvthaw eval recall` and `kvthaw eval drift` run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from kvthaw.engine.hf import Cache
+from kvthaw.errors import ConfigError
+from kvthaw.evaluate.decode import Pick, check_prompt, forward, prefill, sampler
+from kvthaw.evaluate.passages import PASSAGES, Kind, Passage
+from kvthaw.evaluate.probe import Probe, Quality
+from kvthaw.evaluate.results import Kept
+from kvthaw.evaluate.runner import Progress, Variant, complete, identity, now, versions
+from kvthaw.methods import resolve
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Follow = Literal["text", "own"]
+MOST_BINS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """What is watched, under every variant.
+
+    length: tokens of the prompt. steps: tokens sent after it. kinds: "text", "needle"; samples: passages of each. follow: "text"
+    sends the passage's own continuation, "own" what each variant draws by itself at `temperature` (0: the likeliest), stop
+    tokens included; for text alone. probe: every n-th step is compared with exact attention. text: None is the book that ships.
+    """
+
+    length: int
+    steps: int
+    kinds: tuple[Kind, ...] = ("text", "needle")
+    samples: int = 1
+    seed: int = 0
+    probe: int = 1
+    follow: Follow = "text"
+    temperature: float = 1.0
+    text: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("length", 1), ("steps", 1), ("samples", 1), ("probe", 1), ("temperature", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        for kind in self.kinds:
+            if kind not in PASSAGES:
+                raise ConfigError(f"prompt is {kind!r}; it must be one of {', '.join(PASSAGES)}")
+        if self.follow not in get_args(Follow):
+            raise ConfigError(f"follow is {self.follow!r}; it must be one of {', '.join(get_args(Follow))}")
+        if self.follow == "own" and self.kinds != ("text",):
+            raise ConfigError(f"follow is 'own', for prompts of text alone; they are {', '.join(self.kinds)}")
+        if self.probe > self.steps:
+            raise ConfigError(f"probe is {self.probe}; it must be at most the {self.steps} steps")
+
+    @property
+    def bins(self) -> int:
+        """Into how many parts the steps are cut, at most 32; four or a multiple where so many are observed."""
+        observed = -(-self.steps // self.probe)
+        most = min(MOST_BINS, observed)
+        return most - most % 4 if most >= 4 else most
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """All that a line depends on; two lines of one setting are the same line. text: the hash of the text, "book" for what ships."""
+
+    model: str
+    weights: str
+    dtype: str
+    device: str
+    kvthaw: str
+    kind: str
+    text: str
+    length: int
+    steps: int
+    seed: int
+    probe: int
+    follow: str
+    temperature: float | None
+    method: str
+    budget: int | float | None
+    retrieved: int | None
+    dense_layers: int
+
+    def key(self) -> str:
+        """The setting as one string."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One passage under one variant.
+
+    prompt: tokens. bins: steps in order, cut into Study.bins parts. layers: by the layer's number, of those under the method;
+    heads: of each, its KV heads. held_budget: the promise that the cache kept. prefill_s: shared by all variants; seconds: for
+    indexing and steps, without the probe's.
+    """
+
+    setting: Setting
+    prompt: int
+    steps: int
+    held_budget: int | None
+    bins: tuple[Quality, ...]
+    layers: dict[int, Quality]
+    heads: dict[int, tuple[Quality, ...]]
+    prefill_s: float
+    seconds: float
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Line:
+        """The reverse. Raises ValueError, KeyError or TypeError for anything else."""
+        data = json.loads(text)
+        data["setting"] = Setting(**data["setting"])
+        data["bins"] = tuple(Quality(**part) for part in data["bins"])
+        data["layers"] = {int(layer): Quality(**part) for layer, part in data["layers"].items()}
+        data["heads"] = {int(layer): tuple(Quality(**part) for part in parts) for layer, parts in data["heads"].items()}
+        return Line(**data)
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """All lines of one variant. means: over everything; by kind of prompt, by bin of the steps, by layer and by KV head of it."""
+
+    study: Study
+    variant: Variant
+    setting: Setting
+    samples: int
+    held_budget: int | None
+    means: Quality
+    kinds: dict[str, Quality]
+    bins: tuple[Quality, ...]
+    layers: dict[int, Quality]
+    heads: dict[int, tuple[Quality, ...]]
+    seconds: float
+    versions: dict[str, str]
+
+    @staticmethod
+    def of(study: Study, variant: Variant, lines: Sequence[Line]) -> Summary:
+        """Pool the lines of a variant, of one study."""
+        first, pool = lines[0], Quality.pooled
+        return Summary(
+            study,
+            variant,
+            first.setting,
+            len(lines),
+            first.held_budget,
+            pool([part for line in lines for part in line.bins]),
+            {kind: pool([part for line in lines if line.setting.kind == kind for part in line.bins]) for kind in study.kinds},
+            tuple(pool(parts) for parts in zip(*(line.bins for line in lines), strict=True)),
+            {layer: pool([line.layers[layer] for line in lines]) for layer in first.layers},
+            {
+                layer: tuple(pool(parts) for parts in zip(*(line.heads[layer] for line in lines), strict=True))
+                for layer in first.heads
+            },
+            sum(line.seconds for line in lines),
+            first.versions,
+        )
+
+    def quarters(self) -> tuple[Quality, ...]:
+        """The steps in four parts; none where fewer were observed."""
+        size = len(self.bins) // 4
+        return tuple(Quality.pooled(self.bins[i * size : (i + 1) * size]) for i in range(4)) if size else ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """A plain dict, for JSON. Where a number of rows was asked for, their recall also stands under recall_at_<number>."""
+        setting = asdict(self.setting)
+        about = {
+            name: setting.pop(name) for name in ("method", "budget", "retrieved", "dense_layers", "length", "steps", "probe")
+        }
+        setting.pop("kind")
+        last = self.study.steps
+        edges = [(i * last // len(self.bins), (i + 1) * last // len(self.bins)) for i in range(len(self.bins))]
+        return {
+            **about,
+            "samples": self.samples,
+            "held_budget": self.held_budget,
+            **self._named(self.means),
+            "kinds": {kind: self._named(part) for kind, part in self.kinds.items()},
+            "quarters": [self._named(part) for part in self.quarters()],
+            "bins": [{"first": a, "stop": b, **self._named(part)} for (a, b), part in zip(edges, self.bins, strict=True)],
+            "layers": [
+                {"layer": layer, **self._named(part), "heads": [self._named(head) for head in self.heads[layer]]}
+                for layer, part in self.layers.items()
+            ],
+            "seconds": self.seconds,
+            **setting,
+            "versions": self.versions,
+        }
+
+    def _named(self, part: Quality) -> dict[str, Any]:
+        found = part.to_dict()
+        count = self.setting.retrieved
+        return found if count is None else found | {f"recall_at_{count}": part.recall_at_rows}
+
+
+class Watcher:
+    """A model, and what has been seen of it so far."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, known: Kept[Line] | None = None, *, name: str = "model") -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self.known: Kept[Line] = Kept(None, Line.from_json) if known is None else known
+        self._same = identity(model, name)
+
+    def run(
+        self, study: Study, variants: Sequence[Variant], progress: Callable[[Progress], None] | None = None
+    ) -> list[Summary]:
+        """A summary a variant, in their order. One prefill a passage serves all; only what is not known is computed.
+
+        Raises ConfigError, before any work, for a setting that no cache would take, and for a method that attends to everything.
+        """
+        for variant in variants:
+            if resolve(variant.method).dense:
+                raise ConfigError(f"method is {variant.method!r}; it attends to everything, so there is nothing to compare")
+        wanted = [complete(self.model, variant) for variant in variants]
+        tell = progress or (lambda _: None)
+        cells = [(kind, study.seed + i) for i in range(study.samples) for kind in study.kinds]
+        for number, (kind, seed) in enumerate(cells):
+            settings = {variant: self._setting(study, variant, kind, seed) for variant in dict.fromkeys(wanted)}
+            missing = {variant: setting for variant, setting in settings.items() if self.known.get(setting) is None}
+            if not missing:
+                continue
+            passage = PASSAGES[kind](self.tokenizer, length=study.length, steps=study.steps, seed=seed, text=study.text)
+
+            def show(done: int, total: int, doing: str, number: int = number) -> None:
+                tell(Progress(number, len(cells), done, total, doing))
+
+            for line in self._lines(study, passage, missing, show):
+                self.known.add(line)
+        tell(Progress(len(cells), len(cells), 0, 0, "done"))
+        summaries = []
+        for variant in wanted:
+            lines = [self.known.get(self._setting(study, variant, kind, seed)) for kind, seed in cells]
+            summaries.append(Summary.of(study, variant, [line for line in lines if line is not None]))
+        return summaries
+
+    def _setting(self, study: Study, variant: Variant, kind: str, seed: int) -> Setting:
+        hashed = None if study.text is None else hashlib.blake2b(study.text.encode(), digest_size=8).hexdigest()
+        return Setting(
+            kind=kind,
+            text=hashed or "book",
+            length=study.length,
+            steps=study.steps,
+            seed=seed,
+            probe=study.probe,
+            follow=study.follow,
+            temperature=study.temperature if study.follow == "own" else None,
+            method=variant.method,
+            budget=variant.budget,
+            retrieved=variant.retrieved,
+            dense_layers=variant.dense_layers or 0,
+            **self._same,
+        )
+
+    def _lines(
+        self, study: Study, passage: Passage, settings: dict[Variant, Setting], show: Callable[[int, int, str], None]
+    ) -> Iterator[Line]:
+        """Prefill once, then fork for each variant."""
+        check_prompt(self.model, len(passage.prompt) + len(passage.rest))
+        base = Cache(self.model, "full")
+        start = now(self.model.device)
+        logits = prefill(self.model, base, passage.prompt, progress=lambda done, total: show(done, total, "prefill"))
+        prefill_s = now(self.model.device) - start
+        for variant, setting in settings.items():
+            doing = f"{variant.method} {variant.budget or variant.retrieved}"
+            show(0, len(passage.rest), doing)
+            start = now(self.model.device)
+            cache = base.fork(
+                variant.method, budget=variant.budget, retrieved=variant.retrieved, dense_layers=variant.dense_layers
+            )
+            cache.wait()
+            probe = Probe(cache, every=study.probe, reference=base)
+            pick: Pick | None = sampler(study.temperature, setting.seed) if study.follow == "own" else None
+            after = logits
+            for step, token in enumerate(passage.rest):
+                after = forward(self.model, cache, [token if pick is None else pick(after)])
+                show(step + 1, len(passage.rest), doing)
+            seconds = now(self.model.device) - start - probe.seconds
+            yield _line(setting, study, passage, cache, probe, prefill_s, seconds)
+
+
+def _line(
+    setting: Setting, study: Study, passage: Passage, cache: Cache, probe: Probe, prefill_s: float, seconds: float
+) -> Line:
+    seen, before, steps = probe.observations, len(passage.prompt), len(passage.rest)
+    numbers = sorted({one.layer for one in seen})
+    if not numbers:
+        raise ConfigError(f"dense_layers is {setting.dense_layers}; that leaves no layer to {setting.method}")
+    by_layer = {number: [one for one in seen if one.layer == number] for number in numbers}
+    heads = {number: list(zip(*(one.heads() for one in of), strict=True)) for number, of in by_layer.items()}
+    bins = [(one.length - before - 1) * study.bins // steps for one in seen]
+    return Line(
+        setting=setting,
+        prompt=before,
+        steps=steps,
+        held_budget=cache.stats().budget,
+        bins=tuple(Quality.of([one for one, at in zip(seen, bins, strict=True) if at == i]) for i in range(study.bins)),
+        layers={number: Quality.of(of) for number, of in by_layer.items()},
+        heads={number: tuple(Quality.of(of) for of in parts) for number, parts in heads.items()},
+        prefill_s=prefill_s,
+        seconds=seconds,
+        versions=versions(),
+    )

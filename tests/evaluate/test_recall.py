@@ -1,0 +1,207 @@
+"""Watching selections: passages, one prefill for all, bins, pooling, and files that a later run continues."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import bytemodel
+from kvthaw.errors import ConfigError
+from kvthaw.evaluate.model import load, load_shipped
+from kvthaw.evaluate.passages import needle_passage, text_passage
+from kvthaw.evaluate.recall import Line, Study, Summary, Watcher
+from kvthaw.evaluate.results import Kept, Results
+from kvthaw.evaluate.runner import Progress, Variant
+from kvthaw.methods import METHODS, resolve
+
+PARIS = Variant("pariskv:window=16:buffer=16", retrieved=10)
+QUEST = Variant("quest", 64)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return bytemodel.save(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def loaded(folder: Path) -> tuple[Any, Any]:
+    return load(str(folder))
+
+
+def watcher(loaded: tuple[Any, Any], known: Kept[Line] | None = None) -> Watcher:
+    return Watcher(*loaded, known)
+
+
+def kept(path: Path) -> Kept[Line]:
+    return Kept(path, Line.from_json)
+
+
+def count_forwards(model: Any) -> list[int]:
+    seen: list[int] = []
+    model.register_forward_pre_hook(lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True)
+    return seen
+
+
+# Passages
+
+
+def test_a_text_goes_on_and_begins_anew(loaded: tuple[Any, Any]) -> None:
+    tokenizer = loaded[1]
+    text = "abcdefghij" * 3 + "z"
+    passage = text_passage(tokenizer, length=40, steps=5, seed=0, text=text)
+    assert (len(passage.prompt), len(passage.rest)) == (40, 5)
+    assert tokenizer.decode(passage.prompt + passage.rest) == (text * 2)[:45]
+    other = text_passage(tokenizer, length=40, steps=5, seed=1, text=text)
+    assert other == text_passage(tokenizer, length=40, steps=5, seed=1, text=text) != passage
+    with pytest.raises(ConfigError, match="no tokens"):
+        text_passage(tokenizer, length=40, steps=5, seed=0, text="")
+
+
+def test_a_needle_is_asked_for_and_answered(loaded: tuple[Any, Any]) -> None:
+    tokenizer = loaded[1]
+    passage = needle_passage(tokenizer, length=1200, steps=20, seed=3)
+    assert len(passage.rest) == 20
+    value = tokenizer.decode(passage.rest).split()[-1].rstrip(".")
+    assert value.isdigit()
+    assert value in tokenizer.decode(passage.prompt)
+    whole = needle_passage(tokenizer, length=1200, steps=5000, seed=3)
+    assert tokenizer.decode(whole.rest).strip().startswith("What is the special magic number")
+    assert whole.prompt + whole.rest == passage.prompt + passage.rest
+    with pytest.raises(ConfigError, match="length 10 is too short"):
+        needle_passage(tokenizer, length=10, steps=20, seed=3)
+
+
+def test_special_tokens_open_a_prompt_once() -> None:
+    _, tokenizer = load_shipped()
+    passage = text_passage(tokenizer, length=64, steps=8, seed=2)
+    assert passage.prompt[0] == 0
+    assert 0 not in passage.prompt[1:] + passage.rest
+    assert (len(passage.prompt), len(passage.rest)) == (64, 8)
+
+
+# Watching
+
+
+def test_one_prefill_serves_all_methods_and_the_text_is_followed(loaded: tuple[Any, Any]) -> None:
+    seen = count_forwards(loaded[0])
+    study = Study(700, 8, samples=2)
+    wide = Variant("oracle", budget=1000)
+    summaries = watcher(loaded).run(study, [wide, PARIS])
+    assert next(n for n in seen if n > 1) == 700
+    assert len([n for n in seen if n > 1]) == 4
+    assert len([n for n in seen if n == 1]) == 4 * 2 * 8
+    first, second = summaries
+    assert first.means.attention_mass == pytest.approx(1, abs=1e-5)
+    assert first.means.output_error == pytest.approx(0, abs=1e-4)
+    assert second.means.observed == 4 * 8 * 2
+    assert second.means.rows == 10
+    assert second.means.ceiling is not None
+    assert second.means.recall_at_rows is not None
+    assert second.means.recall_at_rows <= second.means.ceiling
+    assert list(second.layers) == [0, 1]
+    assert [len(heads) for heads in second.heads.values()] == [2, 2]
+    for part in ("recall_at_rows", "attention_mass", "output_error", "exact_mass"):
+        mean = getattr(second.means, part)
+        for parts in (second.layers.values(), second.kinds.values(), second.bins):
+            assert mean == pytest.approx(sum(getattr(p, part) for p in parts) / len(parts))
+        for layer, heads in second.heads.items():
+            assert getattr(second.layers[layer], part) == pytest.approx(sum(getattr(head, part) for head in heads) / 2)
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if not resolve(name).dense])
+def test_every_method_can_be_watched(loaded: tuple[Any, Any], name: str) -> None:
+    summary = watcher(loaded).run(Study(300, 4, ("text",)), [Variant(name, 64)])[0]
+    assert summary.means.attention_mass is not None
+    assert 0 < summary.means.attention_mass <= 1 + 1e-5
+    json.dumps(summary.to_dict())
+    if resolve(name).index is not None:
+        assert summary.means.mass_of_exact is not None
+        assert summary.means.mass_of_exact > 0
+
+
+def test_bins_are_those_of_the_steps(loaded: tuple[Any, Any]) -> None:
+    study = Study(200, 40, ("text",), probe=2)
+    assert study.bins == 20
+    assert Study(200, 4096, ("text",), probe=16).bins == 32
+    assert Study(200, 7, ("text",)).bins == 4
+    summary = watcher(loaded).run(study, [PARIS])[0]
+    assert [part.observed for part in summary.bins] == [2] * 20
+    assert [part.observed for part in summary.quarters()] == [10] * 4
+    record = summary.to_dict()
+    assert [(part["first"], part["stop"]) for part in record["bins"][:3]] == [(0, 2), (2, 4), (4, 6)]
+    assert record["bins"][-1]["stop"] == 40
+    assert record["recall_at_10"] == record["recall_at_rows"] == summary.means.recall_at_rows
+    assert record["layers"][1]["heads"][0]["recall_at_10"] is not None
+
+
+def test_own_tokens_are_drawn_by_the_seed(loaded: tuple[Any, Any]) -> None:
+    def sent(**given: Any) -> list[int]:
+        tokens: list[int] = []
+        hook = loaded[0].register_forward_pre_hook(
+            lambda module, args, kwargs: tokens.append(int(kwargs["input_ids"][0, -1])), with_kwargs=True
+        )
+        watcher(loaded).run(Study(100, 12, ("text",), follow="own", **given), [QUEST])
+        hook.remove()
+        return tokens[1:]
+
+    assert len(sent()) == 12
+    assert sent(temperature=2.0) == sent(temperature=2.0)
+    assert sent(temperature=2.0) != sent(temperature=0.0)
+
+
+def test_a_run_continues_where_the_file_ends(loaded: tuple[Any, Any], tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    study, told = Study(700, 4), list[Progress]()
+    first = watcher(loaded, kept(path)).run(study, [PARIS], told.append)
+    assert len(path.read_text().splitlines()) == 2
+    assert (told[0].doing, told[-1].samples, told[-1].of) == ("prefill", 2, 2)
+    seen = count_forwards(loaded[0])
+    again = watcher(loaded, kept(path)).run(study, [PARIS])
+    assert seen == []
+    assert again == first
+    path.write_text(path.read_text()[:-40])  # stopped while writing
+    both = watcher(loaded, kept(path)).run(study, [PARIS, QUEST])
+    assert len(path.read_text().splitlines()) == 4
+    assert both[0].means.to_dict() == pytest.approx(first[0].means.to_dict())
+    assert watcher(loaded, kept(path)).run(Study(700, 4, probe=2), [PARIS])[0].means.observed < first[0].means.observed
+    with pytest.raises(ConfigError, match="line 1 is not a result"):
+        Results(path)
+
+
+def test_the_text_is_part_of_the_setting(loaded: tuple[Any, Any], tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    for text in (None, "The quick brown fox. ", "The quick brown fox. "):
+        watcher(loaded, kept(path)).run(Study(100, 2, ("text",), text=text), [PARIS])
+    assert len(path.read_text().splitlines()) == 2
+
+
+def test_summary_of_lines_is_weighted(loaded: tuple[Any, Any]) -> None:
+    known: Kept[Line] = Kept(None, Line.from_json)
+    study = Study(700, 250, probe=10)
+    found = watcher(loaded, known).run(study, [QUEST])[0]
+    lines = list(known)
+    assert lines[0].steps == 250 > lines[1].steps  # question and answer are shorter
+    assert found.means.observed == 2 * sum(-(-line.steps // 10) for line in lines)
+    assert Summary.of(study, QUEST, lines[:1]).kinds["needle"].observed == 0
+
+
+def test_bad_studies_are_refused(loaded: tuple[Any, Any]) -> None:
+    with pytest.raises(ConfigError, match="length is 0"):
+        Study(0, 4)
+    with pytest.raises(ConfigError, match="prompt is 'poem'; it must be one of text, needle"):
+        Study(100, 4, ("poem",))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="follow is 'you'"):
+        Study(100, 4, follow="you")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="prompts of text alone"):
+        Study(100, 4, follow="own")
+    with pytest.raises(ConfigError, match="probe is 5"):
+        Study(100, 4, probe=5)
+    with pytest.raises(ConfigError, match="'full'; it attends to everything"):
+        watcher(loaded).run(Study(100, 4), [Variant("full")])
+    with pytest.raises(ConfigError, match="dense_layers is 2; that leaves no layer to quest"):
+        watcher(loaded).run(Study(100, 4), [Variant("quest", 64, dense_layers=2)])
+    with pytest.raises(ConfigError, match="2,104 tokens; the model's positions end at 2,048"):
+        watcher(loaded).run(Study(2100, 4, ("text",)), [PARIS])
