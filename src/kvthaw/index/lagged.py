@@ -1,0 +1,61 @@
+"""Pages found by the query of the token before (FreeKV, sections 3.2 and 3.3)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvthaw.errors import ConfigError
+from kvthaw.index.bounds import BoundIndex
+from kvthaw.index.units import grown
+from kvthaw.kernels.page_bounds import Spread
+from kvthaw.kernels.unit_select import Policy
+from kvthaw.types import LayerShape, Selection
+
+
+class LaggedIndex(BoundIndex):
+    """Bounded pages, ranked for the previous token's query where this token's points the same way.
+
+    A KV head whose group has a mean cosine of at least tau between the two queries gets the pages of the previous one; the others
+    are corrected: they get those of their own query. A lane's first step after a dense pass, a crop or a reset has no previous
+    query and is corrected whole. previous [B, Hq, D]; asked [B] int64: at how many tokens of the lane it asked, -1 for none.
+    """
+
+    def __init__(self, shape: LayerShape, *, page: int, spread: Spread, policy: Policy, tau: float) -> None:
+        if not -1 <= tau <= 1:
+            raise ConfigError(f"tau is {tau}; it must be between -1 and 1")
+        super().__init__(shape, page=page, spread=spread, policy=policy)
+        self.tau = tau
+        device = shape.device
+        self.previous = torch.zeros((0, shape.q_heads, shape.head_dim), dtype=shape.dtype, device=device)
+        self.asked = torch.zeros(0, dtype=torch.int64, device=device)
+
+    def build(self, lane: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
+        """See Index."""
+        super().build(lane, first, keys, values, queries)
+        self.asked[lane] = -1
+
+    def select(self, query: Tensor, budget: int) -> Selection:
+        """See Index."""
+        batch = query.shape[0]
+        self.reserve(batch)
+        previous, asked = self.previous[:batch], self.asked[:batch]
+        now = torch.where(asked < 0, 0, asked + 1) if self.shape.clock is None else self.shape.clock.length
+        near = torch.cosine_similarity(query.float(), previous.float(), dim=2).unflatten(1, (self.shape.kv_heads, -1))
+        lags = (near.mean(dim=2) >= self.tau) & ((asked >= 0) & (asked == now - 1))[:, None]
+        used = torch.where(lags.repeat_interleave(self.shape.group, dim=1)[:, :, None], previous, query)
+        selection = super().select(used, budget)
+        previous.copy_(query)
+        asked.copy_(now)
+        return selection
+
+    def reserve(self, lanes: int, units: int = 0, tokens: int = 0) -> None:
+        """See UnitIndex."""
+        super().reserve(lanes, units, tokens)
+        have = len(self.asked)
+        if len(self.lanes) > have:
+            self.previous, self.asked = grown(self.previous, len(self.lanes)), grown(self.asked, len(self.lanes))
+            self.asked[have:] = -1
+
+    def _tables(self) -> list[str]:
+        return [*super()._tables(), "previous", "asked"]

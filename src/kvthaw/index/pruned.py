@@ -1,0 +1,129 @@
+"""Top-p pruning of what another index proposes (Twilight, sections 4.1 and 4.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvthaw.errors import ConfigError
+from kvthaw.index.tokens import TokenIndex
+from kvthaw.types import Index, LayerShape, Selection
+
+
+def quantise(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys [..., D] in 4 bits a channel: k ~ zero + step code, with zero the least channel of a key and 15 steps to its largest.
+
+    Returns codes [..., ceil(D / 2)] uint8, the even channel in the low bits, and grid [..., 2] float32: zero, step.
+    """
+    low, high = keys.float().aminmax(dim=-1, keepdim=True)
+    step = (high - low) / 15
+    code = ((keys.float() - low) / step.clamp(min=torch.finfo(torch.float32).tiny)).round().to(torch.uint8)
+    code = F.pad(code, (0, code.shape[-1] % 2))
+    return code[..., ::2] | (code[..., 1::2] << 4), torch.cat((low, step), dim=-1)
+
+
+class QuantisedKeys(TokenIndex):
+    """Every key in 4 bits a channel, and its zero and step."""
+
+    def __init__(self, shape: LayerShape, *, stored: bool = False) -> None:
+        super().__init__(
+            shape,
+            columns={"codes": ((-(-shape.head_dim // 2),), torch.uint8), "grids": ((2,), torch.float32)},
+        )
+        self.stored = stored  # keys are read from the store
+
+    def encode(self, lane: int, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
+        """See TokenIndex."""
+        if self.stored:
+            start = self.first + self.counts[lane]
+            keys = self.shape.store.read(lane, start, start + keys.shape[1])[:, :, 0]
+        codes, grids = quantise(keys)
+        return {"codes": codes, "grids": grids}
+
+    def scores(self, query: Tensor, rows: Tensor) -> Tensor:
+        """Estimates of q.k, unscaled: query [B, H, G, D], rows [B, H, N] int32 -> [B, H, G, N] float32. Of a row -1, anything."""
+        place = (rows.long() - self.first).clamp(min=0)[..., None]
+        codes, grids = (self.tables[name][: len(rows)] for name in ("codes", "grids"))
+        codes = codes.gather(2, place.expand(-1, -1, -1, codes.shape[3]))
+        grids = grids.gather(2, place.expand(-1, -1, -1, 2))[:, :, None]
+        whole = torch.stack((codes & 15, codes >> 4), dim=4).flatten(3)[..., : query.shape[3]]
+        query = query.float()
+        return grids[..., 0] * query.sum(dim=3, keepdim=True) + grids[..., 1] * (query @ whole.float().transpose(2, 3))
+
+
+class PrunedIndex:
+    """Of the rows that another index proposes, the fewest that have at least p of their estimated softmax weight.
+
+    The other index proposes `spare` times the rows that may be selected. Every query head keeps its own top-p of them, by 4-bit
+    estimates of q.k; a KV head's rows are the union over its group, and of more than fit those of the largest weight of any head.
+    A lane whose tokens all fit is not pruned. Estimates stand where the other index works.
+    """
+
+    def __init__(self, shape: LayerShape, *, index: Callable[[LayerShape], Index], p: float, spare: int) -> None:
+        if not 0 < p <= 1:
+            raise ConfigError(f"p is {p}; it must be above 0 and at most 1")
+        if spare < 1:
+            raise ConfigError(f"spare is {spare}; it must be at least 1")
+        self.shape, self.p, self.spare = shape, p, spare
+        self.inner = index(replace(shape, rows=spare * shape.rows))
+        self.graph_safe, self.on_host = self.inner.graph_safe, self.inner.on_host
+        here = replace(shape, device=torch.device("cpu")) if self.on_host else shape
+        self.keys = QuantisedKeys(here, stored=self.on_host)
+
+    def build(self, lane: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
+        """See Index."""
+        self.inner.build(lane, first, keys, values, queries)
+        self.keys.build(lane, first, keys, values, queries)
+
+    def append(self, lanes: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
+        """See Index."""
+        self.inner.append(lanes, keys, values, queries)
+        self.keys.append(lanes, keys, values, queries)
+
+    def select(self, query: Tensor, budget: int) -> Selection:
+        """See Index. Raises ConfigError where the other index weighs or estimates what it proposes."""
+        proposed = self.inner.select(query, self.spare * budget)
+        if proposed.log_weight is not None or proposed.partial is not None:
+            raise ConfigError(
+                f"base is a method that weighs or estimates, {type(self.inner).__name__}; its rows cannot be pruned"
+            )
+        self.keys.reserve(0, 1)  # rows that are none are looked up too
+        self.keys.ready(query)
+        batch, rows = query.shape[0], proposed.rows
+        here = (rows >= 0)[:, :, None]
+        scores = self.keys.scores(query.unflatten(1, (self.shape.kv_heads, -1)), rows) * self.shape.scale
+        logs = scores.masked_fill(~here, -torch.inf)
+        total = torch.logsumexp(logs, dim=3, keepdim=True)
+        logs = logs - torch.where(total == -torch.inf, 0.0, total)
+        ranked, order = logs.sort(dim=3, descending=True, stable=True)
+        weights = ranked.exp()
+        needed = weights.cumsum(dim=3) - weights < self.p
+        fits = (self.keys.known[:batch] <= budget)[:, None, None, None]
+        kept = torch.zeros_like(needed).scatter_(3, order, needed) | fits
+        best = torch.topk(logs.masked_fill(~kept, -torch.inf).amax(dim=2), budget, dim=2)
+        chosen = torch.where(best.values > -torch.inf, rows.gather(2, best.indices), -1)
+        return Selection(chosen, (chosen >= 0).sum(dim=2, dtype=torch.int32))
+
+    def truncate(self, lane: int, length: int) -> None:
+        """See Index."""
+        self.inner.truncate(lane, length)
+        self.keys.truncate(lane, length)
+
+    def reorder(self, lanes: Sequence[int]) -> None:
+        """See Index."""
+        self.inner.reorder(lanes)
+        self.keys.reorder(lanes)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See Index."""
+        return {"inner": self.inner.state_dict(), "keys": self.keys.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See Index."""
+        self.inner.load_state_dict(state["inner"])
+        self.keys.load_state_dict(state["keys"])

@@ -1,0 +1,26 @@
+"""FreeKV (Liu et al., 2025): pages recalled for the previous token's query, corrected where the query turned."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from kvthaw.cache.regions import Regions
+from kvthaw.index.lagged import LaggedIndex
+from kvthaw.kernels.page_bounds import Spread
+from kvthaw.kernels.unit_select import Policy
+from kvthaw.types import Method
+
+
+def freekv(*, tau: float = 0.8, page: int = 32, spread: Spread = "max", policy: Policy = "mean") -> Method:
+    """Pages of 32 by their channels' minimum and maximum, ranked for the query before; those of a KV head whose queries' mean
+    cosine is below tau, for its own.
+
+    tau: the paper's for long prompts; it has 0.9 for long answers, and above 0.99 the method is all but Quest's. policy: how the
+    query heads of a group agree, see `kvthaw.kernels.unit_select.Policy`; the paper's is the mean of their softmax weights. Sink
+    512, window 512, as in the paper.
+
+    On the device: pages' bounds, both queries, the choice. On the host: rows. What the paper gains in time is not gained here: a
+    layer asks and fetches in one step, so the choice is FreeKV's and the transfer is not hidden behind the rest of the model.
+    """
+    index = partial(LaggedIndex, page=page, spread=spread, policy=policy, tau=tau)
+    return Method("freekv", paper="FreeKV", unit="page", index=index, regions=Regions(512, 512, page))

@@ -1,0 +1,109 @@
+"""FreeKV's index against its formulas, in float64, one head at a time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from lanes import FIRST, Lanes
+from torch import Tensor
+
+from kvthaw.cache.clock import Clock
+from kvthaw.errors import ConfigError
+from kvthaw.index.lagged import LaggedIndex
+from kvthaw.types import Index, LayerShape
+
+PAGE, TAU = 8, 0.8
+
+
+def make(shape: LayerShape) -> Index:
+    return LaggedIndex(shape, page=PAGE, spread="max", policy="mean", tau=TAU)
+
+
+def pages(query: Tensor, keys: Tensor, budget: int, scale: float) -> set[int]:
+    """Rows of one KV head: query [G, D] and keys [n, D] in float64, positions FIRST .. FIRST + n."""
+    parts = [range(at, min(at + PAGE, len(keys))) for at in range(0, len(keys), PAGE)]
+    weights = []
+    for q in query:
+        scores = []
+        for part in parts:
+            k = keys[list(part)]
+            best = torch.maximum(q * k.amin(dim=0), q * k.amax(dim=0)).sum()
+            scores.append(best * scale)
+        sizes = torch.tensor([len(part) for part in parts]).double()
+        logits = torch.stack(scores)
+        weights.append((logits - torch.logsumexp(logits + sizes.log(), dim=0)).exp())
+    mean = torch.stack(weights).mean(dim=0)
+    rows: list[int] = []
+    for page in mean.argsort(descending=True).tolist():
+        rows += list(parts[page])
+    return {FIRST + row for row in rows[:budget]}
+
+
+@pytest.mark.parametrize("dim", [64, 80])
+def test_rows_are_the_definitions(dim: int) -> None:
+    lanes = Lanes(make, [203, 60], group=3, dim=dim, build=True)
+    shape, corrected = lanes.shape, 0
+    g = torch.Generator().manual_seed(3)
+    query, before = torch.randn(2, shape.q_heads, dim, generator=g), None
+    for _ in range(12):
+        turn = torch.rand(2, shape.kv_heads, generator=g).repeat_interleave(shape.group, dim=1)[..., None]
+        query = (1 - turn) * query + turn * torch.randn(query.shape, generator=g)
+        rows = lanes.index.select(query, 40).rows
+        for lane, length in enumerate(lanes.length):
+            for head in range(shape.kv_heads):
+                mine = slice(head * shape.group, (head + 1) * shape.group)
+                asked = query[lane, mine].double()
+                if before is not None:
+                    old = before[lane, mine].double()
+                    near = [float(a @ b / (a.norm() * b.norm())) for a, b in zip(asked, old, strict=True)]
+                    lags = sum(near) / len(near) >= TAU
+                    corrected += not lags
+                    asked = old if lags else asked
+                keys = lanes.keys[lane][head, FIRST:length].double()
+                assert set(rows[lane, head].tolist()) == pages(asked, keys, 40, shape.scale)
+        before = query
+    assert 8 < corrected < 36, "both must happen"
+
+
+def test_tau_of_one_is_pages_for_the_own_query() -> None:
+    lanes = Lanes(lambda shape: LaggedIndex(shape, page=8, spread="max", policy="mean", tau=1.0), [100])
+    for step in (1, 2, 3):
+        expected = pages(lanes.query(step)[0, :2].double(), lanes.keys[0][0, FIRST:104].double(), 30, lanes.shape.scale)
+        assert lanes.sets(30, step)[0][0] == expected
+
+
+def test_a_lane_built_anew_has_no_previous_query() -> None:
+    lanes = Lanes(lambda shape: LaggedIndex(shape, page=8, spread="max", policy="mean", tau=-1.0), [100, 100])
+    fresh = lanes.sets(30, 5)
+    assert lanes.sets(30, 6) == fresh, "with tau = -1 every step but the first lags by one"
+    keys = lanes.keys[0][:, FIRST:104]
+    lanes.index.build(0, FIRST, keys, keys, lanes.queries[0][:, :64])
+    later = lanes.sets(30, 6)
+    own = Lanes(lambda shape: LaggedIndex(shape, page=8, spread="max", policy="mean", tau=1.0), [100, 100]).sets(30, 6)
+    assert later == own, "lane 0 is new; lane 1 gets the pages of its last query, which is the same"
+
+
+def test_lags_only_behind_the_token_before() -> None:
+    """After a crop the query that was asked at a token that is gone counts for nothing."""
+    clock = Clock()
+    lanes = Lanes(make, [100])
+    shape = replace(lanes.shape, clock=clock)
+    index = LaggedIndex(shape, page=8, spread="max", policy="mean", tau=-1.0)
+    keys = lanes.keys[0][:, FIRST:104]
+    index.build(0, FIRST, keys, keys, lanes.queries[0][:, :64])
+
+    def at(length: int, step: int) -> set[int]:
+        clock.length = torch.tensor([length])
+        return set(index.select(lanes.query(step), 30).rows[0, 0].tolist())
+
+    one, two = at(110, 1), at(110, 2)
+    assert one != two, "the same length again: nothing lags"
+    assert at(111, 3) == two
+    assert at(110, 1) == one, "a token was cropped"
+
+
+def test_tau_out_of_range_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"tau is 1\.5"):
+        Lanes(lambda shape: LaggedIndex(shape, page=8, spread="max", policy="mean", tau=1.5), [20])

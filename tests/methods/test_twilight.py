@@ -1,0 +1,48 @@
+"""twilight as a method, around others."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import PreTrainedModel
+from unit_methods import budget_is_kept, full_budget_is_full_attention, generate, rows_alone_are_the_rows_of_a_batch
+
+import kvthaw
+from kvthaw.errors import ConfigError
+from kvthaw.methods import resolve
+from zoo import prompt
+
+BASES = ["quest", "oracle", "clusterkv", "icecache", "pariskv"]
+
+
+def test_it_is_its_base_with_another_index() -> None:
+    method, base = resolve("twilight:base=arkvale"), resolve("arkvale")
+    assert (method.name, method.paper, method.unit, method.regions) == ("twilight", "Twilight", "page", base.regions)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_budget_for_everything_gives_full_attention(llama: PreTrainedModel, base: str) -> None:
+    full_budget_is_full_attention(llama, "twilight", base=base)
+
+
+@pytest.mark.parametrize("base", ["quest", "icecache"])
+def test_the_budget_is_kept(llama: PreTrainedModel, base: str) -> None:
+    budget_is_kept(llama, "twilight", base=base)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_rows_alone_are_the_rows_of_a_batch(llama: PreTrainedModel, base: str) -> None:
+    rows_alone_are_the_rows_of_a_batch(llama, "twilight", base=base)
+
+
+def test_it_reads_less_than_its_base(llama: PreTrainedModel) -> None:
+    read = []
+    for method in ("twilight:p=0.5", "quest"):
+        with kvthaw.attach(llama, method, budget=96) as handle:
+            generate(llama, {"input_ids": prompt(1, 260)})
+            read.append(handle.stats().retrieved)
+    assert read[0] < 0.8 * read[1]
+
+
+def test_bases_that_cannot_be_pruned_are_refused() -> None:
+    with pytest.raises(ConfigError, match="base is streaming"):
+        resolve("twilight", base="streaming")
