@@ -43,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 # Help
 
 
-COMMANDS = ["generate", "methods", "eval", "eval task", "eval recall", "eval drift", "demo", "bench decode"]
+COMMANDS = ["generate", "methods", "eval", "eval task", "eval recall", "eval drift", "demo", "bench decode", "bench kernels"]
 
 
 @pytest.mark.parametrize("command", [name.split() for name in COMMANDS], ids=COMMANDS)
@@ -319,6 +319,38 @@ def test_bench_hands_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
         "out": None,
         "plot": None,
     }
+
+
+def test_bench_kernels_checks_and_times_the_tree(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from kvthaw.bench import kernels_tree
+
+    small, out = kernels_tree.filled(300, 1), tmp_path / "out.jsonl"
+    monkeypatch.setattr(kernels_tree, "filled", lambda length, layers: small)
+    said = Said("bench", "kernels", "--method", "icecache", "--quick", "--json", "--out", str(out))
+    assert said.code == 0
+    assert said.records == [json.loads(line) for line in out.read_text().splitlines()]
+    for record in said.records:
+        assert set(record) >= {"bench", "tree_ms", "flat_ms", "recall", "attention_mass", "commit", "torch"}
+    table = Said("bench", "kernels", "--method", "icecache", "--quick").out
+    assert table.count("tree_ms=") == len(said.records)
+
+
+def test_bench_kernels_runs_a_shared_benchmark_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvthaw.bench import kernels_decode, kernels_pages, kernels_pariskv
+
+    ran: list[tuple[str, dict[str, Any]]] = []
+    for module in (kernels_decode, kernels_pages, kernels_pariskv):
+        monkeypatch.setattr(module, "main", lambda module=module, **given: ran.append((module.__name__, given)) or [])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert Said("bench", "kernels", "--method", "clusterkv,prkv,pariskv", "--json").code == 0
+    given = {"quick": False, "out": None}
+    assert ran == [("kvthaw.bench.kernels_pages", given), ("kvthaw.bench.kernels_pariskv", given)]
+
+
+def test_bench_kernels_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    refused(Said("bench", "kernels", "--method", "icecache,pariskv,decode"), 2, "pariskv, decode", "needs a CUDA device")
+    refused(Said("bench", "kernels", "--method", "quests"), 2, "'quests' has no kernels")
 
 
 # Errors

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,34 +97,51 @@ def _median(call: Callable[[int], Tensor], layers: int, rounds: int = 5) -> floa
     return 1e3 * statistics.median(times)
 
 
-def main() -> None:
+def main(
+    *,
+    quick: bool = False,
+    length: int = 36864,
+    budget: int = 176,
+    threads: int = 0,
+    layers: int = 8,
+    out: Path | None = None,
+    commit: str | None = None,
+) -> list[dict[str, Any]]:
+    """Build, search and print a JSON line a setting. quick: at most 4096 keys and two layers. length: keys a KV head; budget: rows
+    a KV head; threads: 0 for one a core; layers: with keys of their own."""
+    if quick:
+        length, layers = min(length, 4096), min(layers, 2)
+    stores, lines = filled(length, layers), []
+    for descend in ("digest", "point"):
+        for beam in (32, 64, 128):
+            config = TreeConfig(descend=descend, query_beam=beam, query_beam_share=0.0)
+            times = measure(stores, budget, threads, config)
+            line = {
+                "bench": "tree",
+                "length": length,
+                "budget": budget,
+                "threads": threads or cores(),
+                "descend": descend,
+                "query_beam": beam,
+                **times,
+                "speedup": times["flat_ms"] / times["tree_ms"],
+                **provenance(commit),
+            }
+            emit(line, out)
+            lines.append(line)
+    return lines
+
+
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--length", type=int, default=36864, help="keys a KV head")
     parser.add_argument("--budget", type=int, default=176, help="rows a KV head")
     parser.add_argument("--threads", type=int, default=0, help="0 for one a core")
     parser.add_argument("--layers", type=int, default=8, help="layers with keys of their own")
     parser.add_argument("--json", action="store_true", help="print JSON lines; there is no other form")
+    parser.add_argument("--quick", action="store_true", help="fewer keys and layers")
     parser.add_argument("--out", type=Path, help="append the lines to this file")
     parser.add_argument("--commit", help="what the lines name as the commit")
-    given = parser.parse_args()
-    stores = filled(given.length, given.layers)
-    for descend in ("digest", "point"):
-        for beam in (32, 64, 128):
-            config = TreeConfig(descend=descend, query_beam=beam, query_beam_share=0.0)
-            times = measure(stores, given.budget, given.threads, config)
-            line = {
-                "bench": "tree",
-                "length": given.length,
-                "budget": given.budget,
-                "threads": given.threads or cores(),
-                "descend": descend,
-                "query_beam": beam,
-                **times,
-                "speedup": times["flat_ms"] / times["tree_ms"],
-                **provenance(given.commit),
-            }
-            emit(line, given.out)
-
-
-if __name__ == "__main__":
-    main()
+    options = vars(parser.parse_args())
+    del options["json"]
+    main(**options)

@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
+import io
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvthaw.cli.common import JsonOption, listed
+from kvthaw.cli.common import JsonOption, listed, print_wide, waiting
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 app = typer.Typer(no_args_is_help=True, help="Measure speed and memory.", rich_markup_mode="rich")
 
 EXAMPLES = (
     "Examples:\n\n  kvthaw bench decode --shape llama-3.1-8b --length 36864 --method full,icecache --json\n\n"
     "  kvthaw bench decode --shape tiny --length 4096 --method full,icecache,oracle --budget 256 --out decode.jsonl"
+)
+
+KERNELS = {
+    "pariskv": "kvthaw.bench.kernels_pariskv",
+    "icecache": "kvthaw.bench.kernels_tree",
+    "clusterkv": "kvthaw.bench.kernels_pages",
+    "prkv": "kvthaw.bench.kernels_pages",
+    "decode": "kvthaw.bench.kernels_decode",
+}
+"""What can be timed -> the module whose main() does it."""
+ON_CPU = ("icecache",)
+KERNELS_EXAMPLES = (
+    "Examples:\n\n  kvthaw bench kernels --method pariskv --json\n\n"
+    "  kvthaw bench kernels --method icecache --quick\n\n"
+    "  kvthaw bench kernels --method clusterkv,decode --out kernels.jsonl"
 )
 
 
@@ -37,8 +59,6 @@ def decode(
     """Time prefill and decoding on random weights, full attention beside every method."""
     lengths, rows = listed(length, int, "--length"), listed(batch, int, "--batch")
     methods = listed(method, str, "--method")
-    from importlib import import_module
-
     import_module("kvthaw.bench.decode").main(
         shape=shape,
         length=lengths,
@@ -50,3 +70,56 @@ def decode(
         out=out,
         plot=plot,
     )
+
+
+@app.command("kernels", epilog=KERNELS_EXAMPLES)
+def kernels(
+    method: Annotated[
+        str,
+        typer.Option(
+            help=f"What to time, separated by commas: {', '.join(KERNELS)}. clusterkv and prkv share one benchmark, with quest and "
+            "arkvale; decode is attention, residency and fetching. icecache's search runs on the CPU, the others need a GPU."
+        ),
+    ] = "pariskv",
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer and shorter cases.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a case, as it comes.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Append one JSON line a case to this file.")] = None,
+) -> None:
+    """Check each kernel against its definition, then time it."""
+    names = listed(method, str, "--method")
+    for name in names:
+        if name not in KERNELS:
+            raise typer.BadParameter(f"{name!r} has no kernels; there are: {', '.join(KERNELS)}", param_hint="--method")
+    import torch
+
+    without = [name for name in names if name not in ON_CPU]
+    if without and not torch.cuda.is_available():
+        problem = f"timing the kernels of {', '.join(without)} needs a CUDA device, and torch finds none"
+        raise typer.BadParameter(f"{problem}; on the CPU there is: {', '.join(ON_CPU)}", param_hint="--method")
+    lines: list[dict[str, Any]] = []
+    for module in dict.fromkeys(KERNELS[name] for name in names):
+        run = import_module(module).main
+        if as_json:
+            run(quick=quick, out=out)
+            continue
+        with waiting(f"checking and timing, {module.rpartition('_')[2]}"), redirect_stdout(io.StringIO()):  # its JSON lines
+            lines += run(quick=quick, out=out)
+    if not as_json:
+        print_wide(_table(lines))
+
+
+def _table(lines: Sequence[dict[str, Any]]) -> Table:
+    """One row a case: what it is, and what was measured."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    made = Table(title=f"kernels on {lines[0]['gpu'] or lines[0]['cpu']}, commit {lines[0]['commit']}", box=SIMPLE_HEAD)
+    for column in ("what", "case", "measured"):
+        made.add_column(column)
+    about = {"bench", "op", "gpu", "cpu", "torch", "transformers", "triton", "python", "commit"}
+    for line in lines:
+        rest = {name: value for name, value in line.items() if name not in about and not isinstance(value, dict)}
+        measured = {name: value for name, value in rest.items() if isinstance(value, float)}
+        case = " ".join(f"{name}={value}" for name, value in rest.items() if name not in measured)
+        made.add_row(line.get("op", line["bench"]), case, " ".join(f"{name}={value:.4g}" for name, value in measured.items()))
+    return made
