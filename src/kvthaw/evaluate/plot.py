@@ -88,10 +88,10 @@ def _two_panels(
             values, best = ([getattr(part, of) for part in parts] for of in (field, ceiling))
             axis.plot(places, _gaps(values), marker="o", markersize=3, color=f"C{number % 10}", label=legend)
             if any(value is not None for value in best):
+                axis.set_title("dotted: the ceiling that the candidates set", fontsize=8)
                 axis.plot(places, _gaps(best), linestyle=":", color=f"C{number % 10}")
         axis.set_xlabel(across)
         axis.set_ylabel(label)
-    panels[0].set_title("dotted: the ceiling that the candidates set", fontsize=8)
     panels[1].legend(fontsize=7)
     figure.suptitle(title, fontsize=10)
     _save(figure, path)
