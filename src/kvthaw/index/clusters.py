@@ -6,22 +6,18 @@ import torch
 from torch import Tensor
 
 from kvthaw.errors import ConfigError
+from kvthaw.index.mix import GOLDEN, SPREAD, mix
 from kvthaw.index.units import Lane, UnitIndex
 from kvthaw.kernels.kmeans import Distance, check_distance, kmeans
 from kvthaw.kernels.unit_select import Policy
 from kvthaw.types import LayerShape
-
-_MIX = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # splitmix64's constants, as signed integers
 
 
 def draw(positions: Tensor, count: int, *, seed: int, layer: int, heads: int) -> Tensor:
     """`count` of n positions for every head, as indices into positions [n], [H, count] int64, ascending: those whose hash of
     (seed, layer, head, position) is least. count <= n."""
     head = torch.arange(heads, device=positions.device)[:, None]
-    x = positions.long()[None] * _MIX[0] + ((seed * 1_000_003 + layer) * 65_537 + head) * _MIX[1]
-    for shift, factor in ((30, _MIX[1]), (27, _MIX[2])):
-        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
-    x = x ^ ((x >> 31) & ((1 << 33) - 1))
+    x = mix(positions.long()[None] * GOLDEN + ((seed * 1_000_003 + layer) * 65_537 + head) * SPREAD)
     return torch.topk(x, count, dim=1, largest=False).indices.sort(dim=1).values
 
 

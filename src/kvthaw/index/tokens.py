@@ -150,12 +150,15 @@ class TokenIndex:
         return logits - torch.where(total == -torch.inf, 0.0, total)
 
     def best(self, merged: Tensor, budget: int) -> Selection:
-        """The `budget` tokens of the largest merged [B, H, T]; -inf: none."""
+        """The `budget` tokens of the largest merged [B, H, T], of equal ones the earlier; -inf: none."""
         batch, heads, tokens = merged.shape
         rows = torch.full((batch, heads, budget), -1, dtype=torch.int32, device=merged.device)
-        top = torch.topk(merged, min(budget, tokens), dim=2)
-        found = top.values > -torch.inf
-        rows[:, :, : found.shape[2]] = torch.where(found, top.indices + self.first, -1).int()
+        bits = (merged.float() + 0.0).view(torch.int32).long()
+        ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # integers in the order of the floats
+        keys = (ordered << 32) - torch.arange(tokens, device=merged.device)
+        top = torch.topk(keys, min(budget, tokens), dim=2).indices
+        found = merged.gather(2, top) > -torch.inf
+        rows[:, :, : found.shape[2]] = torch.where(found, top + self.first, -1).int()
         return Selection(rows, found.sum(dim=2, dtype=torch.int32))
 
     def tell(self) -> None:

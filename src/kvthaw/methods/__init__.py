@@ -14,8 +14,11 @@ from kvthaw.methods.clusterkv import clusterkv
 from kvthaw.methods.full import full
 from kvthaw.methods.h2o import h2o
 from kvthaw.methods.icecache import icecache
+from kvthaw.methods.magicpig import magicpig
+from kvthaw.methods.omnikv import omnikv
 from kvthaw.methods.oracle import oracle
 from kvthaw.methods.pariskv import pariskv
+from kvthaw.methods.pqcache import pqcache
 from kvthaw.methods.prkv import prkv
 from kvthaw.methods.quest import quest
 from kvthaw.methods.snapkv import snapkv
@@ -36,6 +39,9 @@ METHODS: dict[str, Callable[..., Method]] = {
     "icecache": icecache,
     "icecache-reuse": partial(icecache, reuse=3),
     "pariskv": pariskv,
+    "pqcache": pqcache,
+    "magicpig": magicpig,
+    "omnikv": omnikv,
 }
 """Name -> what makes the Method from its options. The only list of methods."""
 

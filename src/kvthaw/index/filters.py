@@ -1,0 +1,42 @@
+"""A layer that attends to everything and tells others what mattered: OmniKV's filter layers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvthaw.index.tokens import TokenIndex
+from kvthaw.kernels.sparse_decode import definition as attend
+from kvthaw.types import LayerShape, Selection
+
+
+class FilterIndex(TokenIndex):
+    """The tokens of the largest softmax weight over all query heads of a layer: the same rows for every KV head.
+
+    dense: keys and values of the layer stay on the device, [B, H, capacity, D] each, and the layer attends to all of them: to those
+    that it did not choose by the selection's partial, outside the budget, which knows of no softcap. Else only keys stay.
+    """
+
+    def __init__(self, shape: LayerShape, *, dense: bool = True) -> None:
+        self.dense = dense
+        names = ("keys", "values") if dense else ("keys",)
+        super().__init__(shape, columns=dict.fromkeys(names, ((shape.head_dim,), shape.dtype)))
+
+    def encode(self, lane: int, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
+        """See TokenIndex."""
+        return {"keys": keys, "values": values} if self.dense else {"keys": keys}
+
+    def select(self, query: Tensor, budget: int) -> Selection:
+        """See Index."""
+        tokens, batch, heads = self.ready(query), query.shape[0], self.shape.kv_heads
+        keys = self.tables["keys"][:batch, :, :tokens]
+        weights = self.weigh(query.unflatten(1, (heads, -1)) @ keys.transpose(2, 3))
+        merged = weights.amax(dim=(1, 2))
+        chosen = self.best(merged[:, None], budget)
+        rows, counts = chosen.rows.expand(-1, heads, -1).contiguous(), chosen.counts.expand(-1, heads).contiguous()
+        if not self.dense:
+            return Selection(rows, counts)
+        rest = torch.nn.functional.pad(self.held(batch, tokens).expand(-1, heads, -1), (0, 1))
+        rest.scatter_(2, torch.where(rows >= 0, rows - self.first, tokens).long(), False)
+        values = self.tables["values"][:batch, :, :tokens]
+        return Selection(rows, counts, partial=attend(query, keys, values, rest[:, :, :tokens], scale=self.scale))

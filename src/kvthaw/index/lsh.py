@@ -1,0 +1,116 @@
+"""Sampling by locality-sensitive hashing: MagicPIG."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvthaw.errors import ConfigError
+from kvthaw.index.mix import GOLDEN, SPREAD, mix
+from kvthaw.index.tokens import TokenIndex
+from kvthaw.types import LayerShape, Selection
+
+_BLOCK = 1 << 25  # codes compared at once
+
+
+def drawn_probability(cosine: Tensor, bits: int, tables: int) -> Tensor:
+    """That two vectors of a cosine meet in two tables at least: 1 - (1 - p^K)^L - L p^K (1 - p^K)^(L - 1), p = 1 - angle / pi.
+    float64."""
+    meet = (1 - torch.arccos(cosine.double().clamp(-1, 1)) / torch.pi) ** bits
+    return 1 - (1 - meet) ** tables - tables * meet * (1 - meet) ** (tables - 1)
+
+
+class HashIndex(TokenIndex):
+    """Draws the tokens whose code is the query's in two of L tables or more, each with the weight that makes up for its chance.
+
+    A code is K signs of products with random directions, of the key less the mean of the prompt's keys. A token's log weight is
+    -log w, w the chance `drawn_probability` that this query head draws it; -inf for a head that did not. Where the query heads of a
+    group drew more together than the budget holds, it is thinned at random, all tokens with the same chance, which enters the
+    weight too. Where the budget holds the whole lane nothing is drawn: all of it comes, with weight 1.
+
+    codes [B, H, capacity, L] int16 and keys [B, H, capacity, D], for the angles; mean [B, H, D] float32. Directions [K L, D] are of
+    the seed, the layer and the KV head.
+    """
+
+    def __init__(self, shape: LayerShape, *, bits: int = 10, tables: int = 150) -> None:
+        if not 1 <= bits <= 15:
+            raise ConfigError(f"bits is {bits}; it must be between 1 and 15")
+        if tables < 2:
+            raise ConfigError(f"tables is {tables}; it must be at least 2")
+        self.bits, self.L = bits, tables
+        dim = shape.head_dim
+        super().__init__(
+            shape,
+            columns={"codes": ((tables,), torch.int16), "keys": ((dim,), shape.dtype)},
+            learned={"mean": ((dim,), torch.float32)},
+        )
+        directions = []
+        for head in range(shape.kv_heads):
+            generator = torch.Generator().manual_seed((shape.seed * 1_000_003 + shape.layer) * 65_537 + head)
+            directions.append(torch.randn(dim, tables * bits, generator=generator))
+        self.directions = torch.stack(directions).to(shape.device)  # [H, D, L K]
+        self.powers = (1 << torch.arange(bits, device=shape.device)).float()
+
+    def learn(self, lane: int, keys: Tensor) -> None:
+        """See TokenIndex."""
+        self.learned["mean"][lane] = keys.float().mean(dim=1)
+
+    def encode(self, lane: int, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
+        """See TokenIndex."""
+        return {"codes": self.code(keys.float() - self.learned["mean"][lane][:, None]), "keys": keys}
+
+    def code(self, vectors: Tensor) -> Tensor:
+        """Vectors [..., H, n, D] -> codes [..., H, n, L] int16."""
+        signs = (vectors.float() @ self.directions >= 0).float().unflatten(-1, (self.L, self.bits))
+        codes: Tensor = signs @ self.powers
+        return codes.to(torch.int16)
+
+    def select(self, query: Tensor, budget: int) -> Selection:
+        """See Index."""
+        tokens = self.ready(query)
+        batch, heads = query.shape[0], self.shape.kv_heads
+        grouped = query.unflatten(1, (heads, -1))
+        asked = self.code(grouped)  # [B, H, G, L]
+        hits = self.hits(asked, tokens)  # [B, H, G, T]
+        held, whole = self.held(batch, tokens), (self.known[:batch] <= budget)[:, None, None]
+        drawn = (hits >= 2) & held[:, :, None]
+        some = (drawn.any(dim=2) | whole) & held
+        total = some.sum(dim=2, keepdim=True)
+        place = torch.arange(tokens, device=query.device)
+        order = mix(self.salt(asked)[..., None] + (self.first + place) * GOLDEN) >> 2  # a random order, another for every query
+        top = torch.topk(torch.where(some, order, -(1 << 63)), min(budget, tokens), dim=2).indices
+        taken = some.gather(2, top)
+        width = top.shape[2]
+        rows = torch.full((batch, heads, budget), -1, dtype=torch.int32, device=query.device)
+        rows[:, :, :width] = torch.where(taken, top + self.first, -1).int()
+        keys = self.tables["keys"][:batch].gather(2, top[..., None].expand(-1, -1, -1, query.shape[2])).float()
+        centred = keys - self.learned["mean"][:batch, :, None]
+        cosine = torch.nn.functional.normalize(grouped.float(), dim=3) @ torch.nn.functional.normalize(
+            centred, dim=3
+        ).transpose(2, 3)
+        stays = (budget / total.clamp(min=1)).clamp(max=1)[:, :, None]
+        weight = -torch.log(drawn_probability(cosine, self.bits, self.L).clamp(min=1e-30) * stays).float()
+        own = drawn.gather(3, top[:, :, None].expand(-1, -1, grouped.shape[2], -1))
+        weight = torch.where(whole[..., None], 0.0, weight.masked_fill(~own, -torch.inf))
+        log_weight = torch.zeros((batch, query.shape[1], budget), dtype=torch.float32, device=query.device)
+        log_weight[:, :, :width] = torch.where(taken[:, :, None], weight, 0.0).flatten(1, 2)
+        return Selection(rows, taken.sum(dim=2, dtype=torch.int32), log_weight=log_weight)
+
+    def hits(self, asked: Tensor, tokens: int) -> Tensor:
+        """In how many tables each token's code is the query's: asked [B, H, P, L] -> [B, H, P, tokens] int16, in blocks."""
+        codes = self.tables["codes"][: asked.shape[0], :, :tokens]
+        found = torch.empty((*asked.shape[:3], tokens), dtype=torch.int16, device=asked.device)
+        step = max(1, _BLOCK // (asked.shape[0] * asked.shape[1] * self.L))
+        for at in range(0, tokens, step):
+            for head in range(asked.shape[2]):
+                same = codes[:, :, at : at + step] == asked[:, :, head, None]
+                found[:, :, head, at : at + step] = same.sum(dim=3, dtype=torch.int16)
+        return found
+
+    def salt(self, asked: Tensor) -> Tensor:
+        """A number for the queries of a group, [B, H] int64, of their codes: asked [B, H, G, L]."""
+        shape = self.shape
+        factors = mix(torch.arange(1, asked.shape[2] * self.L + 1, device=asked.device) * GOLDEN)
+        head = torch.arange(shape.kv_heads, device=asked.device)
+        base = (shape.seed * 1_000_003 + shape.layer) * 65_537 + head
+        return mix((asked.flatten(2).long() * factors).sum(dim=2) + base * SPREAD)

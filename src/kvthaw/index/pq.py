@@ -1,0 +1,70 @@
+"""Product quantisation of keys: PQCache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvthaw.errors import ConfigError
+from kvthaw.index.clusters import draw
+from kvthaw.index.learned import assign
+from kvthaw.index.tokens import Policy, TokenIndex
+from kvthaw.kernels.kmeans import kmeans
+from kvthaw.types import LayerShape
+
+
+class ProductIndex(TokenIndex):
+    """A key is `parts` centroids, one for each part of its dimensions; q.k is estimated by their products with the query.
+
+    The centroids are learned on the prompt by k-means, once for each KV head and part; tokens that come later get the nearest of
+    them. ids [B, H, capacity, parts] uint8; centroids [B, H, parts, C, D / parts] float32. Fewer keys than centroids are centroids
+    themselves.
+    """
+
+    def __init__(
+        self, shape: LayerShape, *, parts: int = 2, centroids: int = 64, iterations: int = 20, policy: Policy = "max"
+    ) -> None:
+        if parts < 1 or shape.head_dim % parts:
+            raise ConfigError(f"parts is {parts}; it must be at least 1 and divide head_dim, {shape.head_dim}")
+        if not 1 <= centroids <= 256:
+            raise ConfigError(f"centroids is {centroids}; it must be between 1 and 256")
+        if iterations < 1:
+            raise ConfigError(f"iterations is {iterations}; it must be at least 1")
+        self.parts, self.centroids, self.iterations = parts, centroids, iterations
+        table = (parts, centroids, shape.head_dim // parts)
+        super().__init__(
+            shape,
+            columns={"ids": ((parts,), torch.uint8)},
+            learned={"centroids": (table, torch.float32)},
+            policy=policy,
+        )
+
+    def learn(self, lane: int, keys: Tensor) -> None:
+        """See TokenIndex."""
+        points, heads, tokens = self.split(keys), keys.shape[0], keys.shape[1]
+        shape, count = self.shape, min(self.centroids, tokens)
+        positions = torch.arange(self.first, self.first + tokens, device=keys.device)
+        starts = draw(positions, count, seed=shape.seed, layer=shape.layer, heads=heads * self.parts)
+        means = kmeans(points.flatten(0, 1), starts, distance="l2", iterations=self.iterations)[0]
+        table = self.learned["centroids"][lane]
+        table[:, :, :count] = means.view(heads, self.parts, count, -1)
+        table[:, :, count:] = table[:, :, :1]  # of equal ones the first is the nearest
+
+    def encode(self, lane: int, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
+        """See TokenIndex."""
+        return {"ids": assign(self.split(keys), self.learned["centroids"][lane]).transpose(1, 2)}
+
+    def estimate(self, query: Tensor, tokens: int) -> Tensor:
+        """See TokenIndex."""
+        batch, ids = query.shape[0], self.tables["ids"][: query.shape[0], :, None, :tokens]
+        asked = query.float().unflatten(3, (self.parts, -1))
+        products: Tensor = torch.einsum("bhgps,bhpcs->bhgpc", asked, self.learned["centroids"][:batch])
+        where = ids.expand(-1, -1, query.shape[2], -1, -1).long()
+        scores = products.new_zeros(where.shape[:4])
+        for part in range(self.parts):
+            scores += products[:, :, :, part].gather(3, where[..., part])
+        return scores
+
+    def split(self, keys: Tensor) -> Tensor:
+        """keys [H, n, D] -> [H, parts, n, D / parts] float32."""
+        return keys.float().unflatten(2, (self.parts, -1)).transpose(1, 2).contiguous()

@@ -1,0 +1,96 @@
+"""OmniKV against its paper's rule: a filter layer sees everything, those after it what it found; whole models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from one_layer import SCALE, OneLayer
+from transformers import PreTrainedModel
+from unit_methods import budget_is_kept, full_budget_is_full_attention, generate, rows_alone_are_the_rows_of_a_batch
+
+import kvthaw
+from kvthaw.cache.clock import Clock
+from kvthaw.cache.group import Choice
+from kvthaw.cache.layer import Attention, FrozenLayer
+from kvthaw.cache.pipeline import Pipeline
+from kvthaw.cache.plan import Settings
+from kvthaw.cache.regions import Regions
+from kvthaw.errors import ConfigError
+from kvthaw.index.filters import FilterIndex
+from kvthaw.methods import resolve
+from shapes import close
+from zoo import build, prompt
+
+
+@pytest.mark.parametrize("dense", [True, False])
+@pytest.mark.parametrize(("heads", "group"), [(2, 2), (1, 4), (3, 1)])
+def test_a_filter_layer_is_the_papers(dense: bool, heads: int, group: int) -> None:
+    layer = OneLayer("omnikv", 200, 40, heads=heads, group=group, budget=64, dense=dense)
+    plan = layer.layer.plan
+    assert plan is not None
+    sink, begin = plan.regions.sink, 200 - plan.regions.window
+    for at in range(200, 240):
+        if at - begin == plan.regions.ring:
+            begin += plan.regions.buffer
+        found = layer.step()
+        region = set(range(sink, begin))
+        weights = layer.weights(at, [region] * heads).amax(dim=(0, 1))
+        best = set(torch.topk(weights, plan.rows).indices.tolist())
+        assert found == [best] * heads, "one choice for all heads"
+        visible = None if dense else [(set(range(at + 1)) - region) | best] * heads
+        expected = torch.einsum("hgt,htd->hgd", layer.weights(at, visible), layer.values[0, :, : at + 1].double())
+        close(layer.out[:, 0], expected.flatten(0, 1))
+
+
+def test_a_layer_after_it_attends_to_the_choice_alone() -> None:
+    """What the filter layer found in its own values is not the follower's."""
+    settings, pipeline, clock = Settings(resolve("omnikv"), budget=64, extent=32), Pipeline(), Clock()
+    leader = FrozenLayer(0, settings, pipeline, clock)
+    follower = FrozenLayer(1, settings, pipeline, clock, leader)
+    choices: list[Choice | None] = []
+    follower.observer = lambda layer, query, choice: choices.append(choice)
+    inputs = [[torch.randn(1, n, 230, 16) for n in (4, 2, 2)] for _ in range(2)]
+    for start, stop in [(0, 200), *((at, at + 1) for at in range(200, 230))]:
+        for layer, given in zip((leader, follower), inputs, strict=True):
+            q, k, v = (x[:, :, start:stop] for x in given)
+            out = layer.attend(q, k, v, [0], Attention(SCALE), fresh=True)
+        if start:
+            choice = choices[-1]
+            assert choice is not None
+            q, k, v = (x[0].double() for x in inputs[1])
+            seen = torch.zeros(2, stop, dtype=torch.bool)
+            assert follower.plan is not None
+            seen[:, : follower.plan.regions.sink] = seen[:, follower.indexed(0) :] = True
+            for head in range(2):
+                seen[head, choice.selection.rows[0, head].long()] = True
+            scores = torch.einsum("hgd,htd->hgt", q[:, start].view(2, 2, -1), k[:, :stop]) * SCALE
+            weights = torch.softmax(scores.masked_fill(~seen[:, None], -torch.inf), dim=2)
+            close(out[0, :, 0], torch.einsum("hgt,htd->hgd", weights, v[:, :stop]).flatten(0, 1))
+
+
+def test_filter_layers_stand_at_the_papers_depth() -> None:
+    model = build("llama", num_hidden_layers=32)
+    for dense_layers, expected in ((2, [2, 8, 18]), (0, [0, 2, 8, 18]), (5, [5, 8, 18])):
+        cache = kvthaw.Cache(model, "omnikv", budget=64, dense_layers=dense_layers)
+        assert [kv.number for kv in cache.frozen_layers if kv.leader is None] == expected
+    cache = kvthaw.Cache(model, "omnikv", budget=64, dense_layers=4, filters=(4, 20))
+    assert [kv.number for kv in cache.frozen_layers if kv.leader is None] == [4, 20]
+    with pytest.raises(ConfigError, match="layer 2 comes before the first"):
+        kvthaw.Cache(model, "omnikv", budget=64, dense_layers=2, filters=(4, 20))
+
+
+def test_it_is_the_papers() -> None:
+    method = resolve("omnikv")
+    assert (method.name, method.paper, method.unit, method.regions) == ("omnikv", "OmniKV", "token", Regions(4, 32, 16))
+
+
+def test_whole_models(llama: PreTrainedModel) -> None:
+    full_budget_is_full_attention(llama, "omnikv")
+    budget_is_kept(llama, "omnikv")
+    rows_alone_are_the_rows_of_a_batch(llama, "omnikv", dense=False)
+    with kvthaw.attach(llama, "omnikv", budget=64, dense=False) as handle:
+        generate(llama, {"input_ids": prompt(1, 200)}, 4)
+        for kv in handle.cache.frozen_layers:
+            assert kv.group is not None
+            assert isinstance(kv.group.index, FilterIndex)
+            assert set(kv.group.index.tables) == {"keys"}

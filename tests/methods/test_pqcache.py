@@ -1,0 +1,105 @@
+"""PQCache against its paper's formulas; options; whole models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from one_layer import SCALE, OneLayer
+from torch import Tensor
+from transformers import PreTrainedModel
+from unit_methods import budget_is_kept, full_budget_is_full_attention, generate, indices, rows_alone_are_the_rows_of_a_batch
+
+import kvthaw
+from kvthaw.cache.regions import Regions
+from kvthaw.errors import ConfigError
+from kvthaw.index.clusters import draw
+from kvthaw.index.pq import ProductIndex
+from kvthaw.methods import resolve
+from zoo import prompt
+
+
+def lloyd(points: Tensor, start: Tensor, iterations: int) -> Tensor:
+    """k-means by hand, [C, s] float64."""
+    centroids, before = points[start].clone(), None
+    for _ in range(iterations):
+        nearest = [int(((point - centroids) ** 2).sum(dim=1).argmin()) for point in points]
+        if nearest == before:
+            break
+        before = nearest
+        for c in range(len(centroids)):
+            own = [i for i, n in enumerate(nearest) if n == c]
+            if own:
+                centroids[c] = points[own].mean(dim=0)
+    return centroids
+
+
+@pytest.mark.parametrize(("heads", "group", "parts", "centroids"), [(2, 2, 2, 16), (1, 4, 4, 8), (3, 1, 1, 64)])
+def test_the_choice_is_the_papers(heads: int, group: int, parts: int, centroids: int) -> None:
+    options = {"parts": parts, "centroids": centroids, "iterations": 6}
+    layer = OneLayer("pqcache", 160, 40, heads=heads, group=group, budget=64, **options)
+    plan = layer.layer.plan
+    assert plan is not None
+    sink, begin = plan.regions.sink, 160 - plan.regions.window
+    positions = torch.arange(sink, begin)
+    starts = draw(positions, centroids, seed=0, layer=2, heads=heads * parts)
+    split = layer.keys[0].double().unflatten(2, (parts, -1))  # [H, T, parts, s]
+    books = [
+        [lloyd(split[head, sink:begin, part], starts[head * parts + part], 6) for part in range(parts)] for head in range(heads)
+    ]
+    for at in range(160, 200):
+        if at - begin == plan.regions.ring:
+            begin += plan.regions.buffer
+        found = layer.step()
+        asked = layer.query[0, :, at].double().view(heads, group, parts, -1)
+        for head in range(heads):
+            scores = torch.zeros(group, begin - sink, dtype=torch.float64)
+            for i in range(sink, begin):
+                for part in range(parts):
+                    book = books[head][part]
+                    code = book[((split[head, i, part] - book) ** 2).sum(dim=1).argmin()]  # frozen, for generated keys too
+                    scores[:, i - sink] += asked[head, :, part] @ code
+            weights = torch.softmax(scores * SCALE, dim=1).amax(dim=0).tolist()
+            ranked = sorted(range(len(weights)), key=lambda i, weights=weights: (-weights[i], i))  # type: ignore[misc]
+            assert len(found[head]) == plan.rows
+            least = weights[ranked[plan.rows - 1]]
+            assert all(weights[row - sink] >= least * (1 - 1e-5) for row in found[head]), "ties may go either way"
+
+
+def test_tokens_of_one_code_come_in_the_order_of_the_text() -> None:
+    """Equal scores are common, and the choice must not depend on who else is in the batch."""
+    layer = OneLayer("pqcache", 120, 4, heads=1, group=1, budget=64, parts=1, centroids=1)
+    plan = layer.layer.plan
+    assert plan is not None
+    assert layer.step() == [set(range(plan.regions.sink, plan.regions.sink + plan.rows))]
+
+
+def test_it_is_the_papers() -> None:
+    method = resolve("pqcache")
+    assert (method.name, method.paper, method.unit, method.regions) == ("pqcache", "PQCache", "token", Regions(4, 32, 16))
+
+
+def test_whole_models(llama: PreTrainedModel) -> None:
+    full_budget_is_full_attention(llama, "pqcache")
+    budget_is_kept(llama, "pqcache")
+    rows_alone_are_the_rows_of_a_batch(llama, "pqcache", policy="mean")
+    with kvthaw.attach(llama, "pqcache", budget=96, parts=4, centroids=16) as handle:
+        generate(llama, {"input_ids": prompt(1, 200)}, 4)
+        for index in indices(handle):
+            assert isinstance(index, ProductIndex)
+            assert index.learned["centroids"].shape[2:4] == (4, 16)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"parts": 3}, "parts is 3; it must be at least 1 and divide head_dim, 16"),
+        ({"centroids": 257}, "centroids is 257"),
+        ({"iterations": 0}, "iterations is 0"),
+        ({"policy": "all"}, "policy is 'all'"),
+    ],
+)
+def test_settings_out_of_range_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        OneLayer("pqcache", 90, 1, **options)
