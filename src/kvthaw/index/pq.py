@@ -67,4 +67,5 @@ class ProductIndex(TokenIndex):
 
     def split(self, keys: Tensor) -> Tensor:
         """keys [H, n, D] -> [H, parts, n, D / parts] float32."""
-        return keys.float().unflatten(2, (self.parts, -1)).transpose(1, 2).contiguous()
+        split: Tensor = keys.float().unflatten(2, (self.parts, -1))
+        return split.transpose(1, 2).contiguous()
