@@ -85,7 +85,9 @@ def test_methods_are_those_of_the_list() -> None:
         "kv": "offloads",
         "decides": "device",
         "graph_safe": True,
+        "bytes_a_key": 256,
     }
+    assert by_name["h2o"]["kv"] == "evicts"
     table = Said("methods").out
     assert all(name in table for name in METHODS)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from kvthaw.cli.common import JsonOption, print_wide
 
@@ -11,8 +10,9 @@ EXAMPLES = "Examples:\n\n  kvthaw methods\n\n  kvthaw methods --json"
 
 
 def methods(as_json: JsonOption = False) -> None:
-    """List the methods: where from, what they select, what they do with the KV, where they decide."""
-    from kvthaw.evaluate.describe import describe
+    """List the methods: where from, what they select, what they do with the KV, where they decide, and the bytes that a key takes
+    on the device (of head_dim 128 in bf16)."""
+    from kvthaw.evaluate.describe import describe, word
     from kvthaw.methods import METHODS, resolve
 
     rows = [describe(resolve(name)) for name in METHODS]
@@ -25,9 +25,5 @@ def methods(as_json: JsonOption = False) -> None:
     for column in rows[0]:
         table.add_column(column.replace("_", " "))
     for row in rows:
-        table.add_row(*(_cell(value) for value in row.values()))
+        table.add_row(*(word(value) for value in row.values()))
     print_wide(table)
-
-
-def _cell(value: Any) -> str:
-    return {True: "yes", False: "no", None: "-"}.get(value, str(value))

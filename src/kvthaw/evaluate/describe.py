@@ -1,43 +1,87 @@
-"""What a method is, in words, from its fields alone."""
+"""What a method is, in words and one number, from its fields and an index made of it."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kvthaw.cache.host import HostStore
 from kvthaw.methods import METHODS, resolve
-from kvthaw.types import LayerShape, Method
+from kvthaw.types import Index, LayerShape, Method
+
+_DIM, _DTYPE = 128, torch.bfloat16
+_PROMPTS = (2048, 4096)
 
 
 def describe(method: Method) -> dict[str, Any]:
-    """name, paper, unit, kv ("dense", "evicts" or "offloads"), decides ("host", "device" or None) and graph_safe (None where
-    nothing is decided)."""
-    decides, safe = None, None
+    """name, paper, unit, kv ("dense", "evicts" or "offloads"), decides ("host", "device" or None), graph_safe and bytes_a_key
+    (both None where nothing is decided).
+
+    bytes_a_key: what the index keeps on the device for each key of a KV head, measured, of head_dim 128 in bf16, with its room to
+    grow; beside the rows that are selected, and only in layers that choose."""
+    decides = safe = held = None
+    evicts = method.evicts
     if method.index is not None:
-        store = HostStore(1, 1, 64, torch.float32)
-        index = method.index(
-            LayerShape(0, 1, 1, 64, torch.float32, torch.device("cpu"), store, method.regions.for_budget(256), 64**-0.5)
-        )
-        decides, safe = "host" if index.on_host else "device", index.graph_safe
+        small, large = (_built(method, prompt) for prompt in _PROMPTS)
+        decides, safe = "host" if small.on_host else "device", small.graph_safe
+        held = 0 if small.on_host else round((_nbytes(large) - _nbytes(small)) / (_PROMPTS[1] - _PROMPTS[0]))
+        evicts = getattr(small, "evicts", False)
     return {
         "name": method.name,
         "paper": method.paper,
         "unit": method.unit,
-        "kv": "dense" if method.dense else "evicts" if method.evicts else "offloads",
+        "kv": "dense" if method.dense else "evicts" if evicts else "offloads",
         "decides": decides,
         "graph_safe": safe,
+        "bytes_a_key": held,
     }
+
+
+def _built(method: Method, prompt: int) -> Index:
+    """The index of a layer with one KV head after a prompt of random keys."""
+    assert method.index is not None
+    regions, first = method.regions.for_budget(256), method.regions.for_budget(256).sink
+    store = HostStore(1, 1, _DIM, _DTYPE)
+    shape = LayerShape(0, 1, 1, _DIM, _DTYPE, torch.device("cpu"), store, regions, scale=_DIM**-0.5, rows=256 - regions.held)
+    index = method.index(shape)
+    if not index.on_host:
+        rows = _rows(first + prompt + regions.window)
+        store.append(0, rows)
+        keys, values = rows[:, first : first + prompt].unbind(dim=2)
+        index.build(0, first, keys, values, rows[:, -min(64, regions.window) :, 0])
+    return index
+
+
+def _rows(tokens: int) -> Tensor:
+    """Rows [1, tokens, 2, D] of random keys and values."""
+    return torch.randn(1, tokens, 2, _DIM, generator=torch.Generator().manual_seed(0)).to(_DTYPE)
+
+
+def _nbytes(index: Index) -> int:
+    """Bytes of the tensors in an index's state."""
+
+    def of(value: Any) -> int:
+        if isinstance(value, Tensor):
+            return value.nbytes
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+        return sum(of(part) for part in parts)
+
+    return of(index.state_dict())
 
 
 def markdown() -> str:
     """The table of all methods, as docs/methods.md has it."""
     rows = [describe(resolve(name)) for name in METHODS]
     lines = ["| " + " | ".join(column.replace("_", " ") for column in rows[0]) + " |", "|" + "---|" * len(rows[0])]
-    words = {True: "yes", False: "no", None: "-"}
-    lines += ["| " + " | ".join(words.get(value, str(value)) for value in row.values()) + " |" for row in rows]
+    lines += ["| " + " | ".join(word(value) for value in row.values()) + " |" for row in rows]
     return "\n".join(lines) + "\n"
+
+
+def word(value: Any) -> str:
+    """A value as tables show it."""
+    return "-" if value is None else {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,46 @@
+"""What is said of a method is so."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvthaw.evaluate.describe import describe, word
+from kvthaw.methods import resolve
+
+
+@pytest.mark.parametrize(
+    ("method", "held"),
+    [
+        ("oracle", 2 * 128),  # the keys, in bf16
+        ("pariskv", 112),
+        ("pqcache", 2),
+        ("pqcache:parts=4", 4),
+        ("magicpig", 2 * 150 + 2 * 128),
+        ("omnikv", 2 * 2 * 128),
+        ("omnikv:dense=False", 2 * 128),
+        ("snapkv", 0),
+        ("h2o", 0),
+        ("icecache", 0),
+        ("full", None),
+    ],
+)
+def test_bytes_a_key_are_those_of_the_formats(method: str, held: int | None) -> None:
+    assert describe(resolve(method))["bytes_a_key"] == held
+
+
+@pytest.mark.parametrize("page", [16, 64])
+def test_a_page_costs_its_digest_and_room_to_grow(page: int) -> None:
+    held = describe(resolve("quest", page=page))["bytes_a_key"]
+    assert 516 / page <= held <= 1.3 * 516 / page
+
+
+@pytest.mark.parametrize(
+    ("method", "kv"),
+    [("full", "dense"), ("streaming", "evicts"), ("snapkv", "evicts"), ("snapkv-refreshed", "offloads"), ("h2o", "evicts")],
+)
+def test_evicted_or_offloaded(method: str, kv: str) -> None:
+    assert describe(resolve(method))["kv"] == kv
+
+
+def test_words_of_the_tables() -> None:
+    assert [word(value) for value in (None, True, False, 0, 1, "page")] == ["-", "yes", "no", "0", "1", "page"]
