@@ -94,13 +94,12 @@ def test_kernels(
     votes = tiers.definition(tiers.similarities(rotated), found.sizes, case.limits)
     assert torch.equal(table, tiers.pack(votes, combine))
     want_scores = op.definition(table, found.ids, combine)
-    for shared in (True, False):
-        with poisoned():
-            scores = op.launch(table, found.ids, case.lengths, totals.zero_(), combine, shared=shared)
-        assert scores.counts is not None
-        for lane, n in enumerate(lengths):
-            assert torch.equal(scores.scores[lane, :, :n].int(), want_scores[lane, :, :n])
-            one_hot = torch.nn.functional.one_hot(want_scores[lane, :, :n].long(), bins).sum(dim=1)
-            at_least = one_hot.flip(1).cumsum(dim=1).flip(1).int()
-            assert torch.equal(totals[lane], at_least)
-            assert torch.equal(scores.counts[lane, :, :, : -(-n // op.CHUNK)].sum(dim=2).int(), at_least)
+    with poisoned():
+        scores = op.launch(table, found.ids, case.lengths, totals.zero_(), combine)
+    assert scores.counts is not None
+    for lane, n in enumerate(lengths):
+        assert torch.equal(scores.scores[lane, :, :n].int(), want_scores[lane, :, :n])
+        one_hot = torch.nn.functional.one_hot(want_scores[lane, :, :n].long(), bins).sum(dim=1)
+        at_least = one_hot.flip(1).cumsum(dim=1).flip(1).int()
+        assert torch.equal(totals[lane], at_least)
+        assert torch.equal(scores.counts[lane, :, :, : -(-n // op.CHUNK)].sum(dim=2).int(), at_least)

@@ -22,7 +22,7 @@ from kvthaw.kernels.rerank import TILE, rerank
 from kvthaw.kernels.sparse_decode import definition as attend
 from kvthaw.kernels.srht import make_rotation
 from kvthaw.kernels.tiers import Combine, definition, pack, rotate_queries, tiers
-from kvthaw.kernels.topk import Merge, topk
+from kvthaw.kernels.topk import Merge, run_length, topk
 from kvthaw.types import LayerShape, Partial, Selection
 
 Policy = Literal["max", "mean", "mean_query"]
@@ -165,7 +165,7 @@ class CodesIndex:
             totals.zero_()
         scores = collide(table, now.ids, lengths, totals, self._combine)
         candidates = bucket_topk(scores, lengths, wanted, width, self._bins)
-        found = rerank(rotated, now, candidates, wanted, self._quantizer, scale)
+        found = rerank(rotated, now, candidates, wanted, self._quantizer, scale, run_length(width, budget) or TILE)
         rows, counts = topk(found, candidates, wanted, budget, self._first, scale, self._merge)
         return Selection(rows, counts, partial=self._dense(query))
 

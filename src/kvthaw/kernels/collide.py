@@ -1,11 +1,12 @@
 """Votes a key: in each subspace its centroid's, summed (ParisKV, equation 15).
 
 Bytes and operations, 8 KV heads, n = 128k, d = 128: the 16 id bytes a key are read once for all query heads of a group (16.8
-MB), a score byte is written (1 MB); 4 us at 4300 GB/s. 16 table lookups a key, 16.8 M in all: the 256 words of a subspace lie
-in shared memory, where 32 random words take about 3.5 cycles, 14 k cycles or 8 us over 132 multiprocessors. With "max" a word
-holds the votes of four query heads in its bytes, so that one lookup and one addition serve four heads; 6 B <= 192 never
-overflows one. The ids of a subspace lie together, [B, capacity], so that a thread loads 16 keys at once. The scores' histogram
-is made in passing: of every chunk of keys, and of all.
+MB), a score byte is written (1 MB); 4 us at 4200 GB/s. 16 table lookups a key, 16.8 M in all, are the limit: a program holds the
+4096 words of all subspaces in shared memory, where 32 random words take about 3.5 cycles, 14 k cycles or 8 us over 132
+multiprocessors (62 us at 1M tokens). With "max" a word holds the votes of four query heads in its bytes, so that one lookup and
+one addition serve four heads; 6 B <= 192 never overflows one. The ids of a subspace lie together, [B, capacity], so that a
+thread loads 16 keys at once and has all their subspaces. The scores' histogram is made in passing: of every chunk of keys, and
+of all.
 """
 
 from __future__ import annotations
@@ -60,24 +61,24 @@ if HAS_TRITON:
 
     @triton.jit
     def _collide(table, ids, lengths, scores, counts, totals, heads, capacity, chunks, W: tl.constexpr, SUBS: tl.constexpr,
-                 BINS: tl.constexpr, SUM: tl.constexpr, CHUNK: tl.constexpr, SHARED: tl.constexpr):  # fmt: skip
-        # One program: CHUNK keys of one KV head.
+                 PART: tl.constexpr, BINS: tl.constexpr, SUM: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+        # One program: CHUNK keys of one KV head, PART subspaces at a time. All lookups of a part are one gather, a key's beside
+        # each other, so that its sum stays in a thread.
         chunk = tl.program_id(0)
         pair = (tl.program_id(2) * heads + tl.program_id(1)).to(tl.int64)
         length = tl.load(lengths + tl.program_id(2))
         if chunk * CHUNK < length:
             place = chunk * CHUNK + tl.arange(0, CHUNK)
             best = tl.zeros((CHUNK,), tl.int32)
-            entry = tl.arange(0, 256)
+            b = tl.arange(0, PART)
             for w in tl.static_range(W):
                 total = tl.zeros((CHUNK,), tl.int32)
-                for b in tl.static_range(SUBS):
-                    row = table + ((pair * W + w) * SUBS + b) * 256
-                    id = tl.load(ids + (pair * SUBS + b) * capacity + place).to(tl.int32)  # in bounds, whatever it holds
-                    if SHARED:
-                        total += tl.gather(tl.load(row + entry), id, 0)
-                    else:
-                        total += tl.load(row + id)
+                for first in tl.range(0, SUBS, PART, num_stages=1):
+                    row = ids + (pair * SUBS + first + b)[:, None] * capacity
+                    id = tl.load(row + place[None, :]).to(tl.int32) + b[:, None] * 256  # in bounds, whatever it holds
+                    votes = tl.load(table + ((pair * W + w) * SUBS + first) * 256 + tl.arange(0, PART * 256))
+                    found = tl.gather(votes, tl.reshape(tl.trans(id), (CHUNK * PART,)), 0)
+                    total += tl.sum(tl.reshape(found, (CHUNK, PART)), axis=1)
                 if SUM:
                     best = total
                 else:
@@ -91,9 +92,8 @@ if HAS_TRITON:
             tl.atomic_add(totals + pair * BINS + bin, above, mask=above > 0, sem="relaxed")
 
 
-def launch(table: Tensor, ids: Tensor, lengths: Tensor, totals: Tensor, combine: Combine, *, shared: bool = True) -> Scores:
-    """The kernel, on whatever device ids are. totals [L, H, bins] int32 holds zeros. shared: look votes up in shared
-    memory, or else through the nearest cache (measured beside it)."""
+def launch(table: Tensor, ids: Tensor, lengths: Tensor, totals: Tensor, combine: Combine) -> Scores:
+    """The kernel, on whatever device ids are. totals [L, H, bins] int32 holds zeros."""
     lanes, heads, words, subs = table.shape[:4]
     capacity = ids.shape[3]
     assert capacity % CHUNK == 0 and ids.is_contiguous() and table.is_contiguous() and totals.is_contiguous()
@@ -102,8 +102,8 @@ def launch(table: Tensor, ids: Tensor, lengths: Tensor, totals: Tensor, combine:
     scores = torch.empty((lanes, heads, capacity), dtype=torch.uint8 if width <= 256 else torch.int16, device=ids.device)
     counts = torch.empty((lanes, heads, width, chunks), dtype=torch.int32, device=ids.device)
     _collide[(chunks, heads, lanes)](
-        table, ids, lengths, scores, counts, totals, heads, capacity, chunks, W=words, SUBS=subs, BINS=width,
-        SUM=combine == "sum", CHUNK=CHUNK, SHARED=shared, num_warps=8,
+        table, ids, lengths, scores, counts, totals, heads, capacity, chunks, W=words, SUBS=subs,
+        PART=min(subs, 16), BINS=width, SUM=combine == "sum", CHUNK=CHUNK, num_warps=4,
     )  # fmt: skip
     return Scores(scores, counts, totals)
 

@@ -4,9 +4,11 @@ The rotated key y is cut into B = d' / 8 subspaces y_b. In each: the id is the s
 code has a sign and a 3-bit magnitude bin of each coordinate of u_b = y_b / |y_b|, and the weight is |y_b| / <v_b, u_b>, v_b the
 decoded code: the paper's |k| r_b / alpha_b, since |y_b| = |k| r_b. At d' = 128 these are 16 + 64 + 32 = 112 bytes.
 
-Bytes and operations for 8 x 128k keys of 128 bf16: 268 MB of keys read, 117 MB written, 0.09 ms at 4300 GB/s; the rotation is
-34 GFLOP on tensor cores, some 40 operations a coordinate follow (5 G, 0.1 ms of the plain cores, beside the loads). Counting
-the cluster sizes reads the 17 MB of ids once more.
+Bytes and operations for 8 x 128k keys of 128 bf16: 268 MB of keys read, 117 MB written, 0.09 ms at 4200 GB/s; the rotation is
+34 GFLOP on tensor cores, some 35 operations a coordinate follow (4.7 G, 0.16 ms of the plain cores, beside the loads): seven
+thresholds, each multiplied by the radius rather than the coordinates divided by it, choose a level with its number in its
+lowest bits. The columns of the rotation come in an order that leaves a subspace's 8 coordinates in one thread, so that no sum
+crosses threads. Counting the cluster sizes reads the 17 MB of ids once more.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from kvthaw.kernels.srht import Rotation, srht
 SUB = 8
 """Coordinates in a subspace, m."""
 CENTROIDS = 1 << SUB
+PROGRAMS = 512
+"""Programs that fill a GPU; more only where one has 32 blocks of keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +113,11 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
-    from kvthaw.kernels.srht import rotate_tile
-
     @triton.jit
     def _encode(keys, basis, thresholds, levels, ids, codes, weights, lanes, starts, n, heads, capacity, scale, stride_r,
-                stride_h, stride_n, dim, SUBS: tl.constexpr, SQUARE: tl.constexpr, BLOCK: tl.constexpr, LOOPS: tl.constexpr,
-                UPCAST: tl.constexpr):  # fmt: skip
-        # One program: LOOPS blocks of BLOCK keys of one head and lane, so that the basis is loaded once for all.
+                stride_h, stride_n, dim, loops, SUBS: tl.constexpr, SQUARE: tl.constexpr, BLOCK: tl.constexpr,
+                UPCAST: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+        # One program: `loops` blocks of BLOCK keys of one head and lane, so that the basis is loaded once for all.
         h = tl.program_id(1)
         r = tl.program_id(2)
         pair = (tl.load(lanes + r) * heads + h).to(tl.int64)
@@ -124,31 +126,40 @@ if HAS_TRITON:
         i = tl.arange(0, SQUARE)
         b = tl.arange(0, SQUARE // 8)
         j = tl.arange(0, 8)[None, None, :]
-        for loop in range(LOOPS):
-            token = (tl.program_id(0) * LOOPS + loop) * BLOCK + tl.arange(0, BLOCK)
-            if (tl.program_id(0) * LOOPS + loop) * BLOCK < n:
-                inside = (token < n)[:, None]
-                at = source + token.to(tl.int64)[:, None] * stride_n + i[None, :]
-                x = tl.load(at, mask=inside & (i < dim)[None, :], other=0)
-                y = tl.reshape(rotate_tile(x, basis, scale, SQUARE, UPCAST), (BLOCK, SQUARE // 8, 8))
-                radius = tl.sqrt(tl.sum(y * y, axis=2))
-                size = tl.abs(y) / tl.where(radius > 0, radius, 1.0)[:, :, None]
-                bins = tl.zeros((BLOCK, SQUARE // 8, 8), tl.int32)
-                level = tl.zeros((BLOCK, SQUARE // 8, 8), tl.float32) + tl.load(levels)
-                for t in tl.static_range(7):
-                    above = size >= tl.load(thresholds + t)
-                    bins += above.to(tl.int32)
-                    level = tl.where(above, tl.load(levels + t + 1), level)
-                align = tl.sum(level * size, axis=2)
-                word = tl.sum((bins | ((y < 0).to(tl.int32) << 3)) << (4 * j), axis=2)
-                pattern = tl.sum((y >= 0).to(tl.int32) << j, axis=2)
-                weight = tl.where(radius > 0, radius / tl.where(align > 0, align, 1.0), 0.0)
-                place = (start + token).to(tl.int64)
-                kept = inside & (b < SUBS)[None, :]
-                tl.store(ids + (pair * SUBS + b)[None, :] * capacity + place[:, None], pattern.to(tl.uint8), mask=kept)
-                at = (pair * capacity + place)[:, None] * SUBS + b[None, :]
-                tl.store(codes + at, word, mask=kept)
-                tl.store(weights + at, weight.to(tl.bfloat16), mask=kept)
+        # A thread of the product holds columns 2 q and 2 q + 1 of every 8. In 32 columns that are 8 coordinates: of one subspace.
+        column = i // 32 * 32 + i % 8 // 2 * 8 + i % 32 // 8 * 2 + i % 2 if SQUARE >= 32 else i
+        matrix = tl.load(basis + i[:, None] * SQUARE + column[None, :])
+        matrix = matrix.to(tl.float32 if UPCAST else keys.dtype.element_ty)
+        begin = tl.program_id(0) * loops * BLOCK
+        for first in tl.range(begin, tl.minimum(begin + loops * BLOCK, n), BLOCK, num_stages=STAGES):
+            token = first + tl.arange(0, BLOCK)
+            inside = (token < n)[:, None]
+            at = source + token.to(tl.int64)[:, None] * stride_n + i[None, :]
+            x = tl.load(at, mask=inside & (i < dim)[None, :], other=0)
+            y = tl.dot(x.to(tl.float32) if UPCAST else x, matrix, input_precision="ieee")
+            if SQUARE >= 32:
+                y = tl.permute(tl.reshape(y, (BLOCK, SQUARE // 32, 4, 4, 2)), (0, 1, 3, 2, 4))
+            y = tl.reshape(y, (BLOCK, SQUARE // 8, 8))  # not yet scaled, which only the weight needs
+            square = tl.sum(y * y, axis=2)
+            unit = tl.where(square > 0, tl.sqrt(square), 1.0)
+            size = tl.abs(y)
+            level = tl.zeros((BLOCK, SQUARE // 8, 8), tl.int32) + (tl.load(levels).to(tl.int32, bitcast=True) & -8)
+            for t in tl.static_range(7):
+                value = (tl.load(levels + t + 1).to(tl.int32, bitcast=True) & -8) | (t + 1)
+                level = tl.where(size >= (tl.load(thresholds + t) * unit)[:, :, None], value, level)
+            align = tl.sum(level.to(tl.float32, bitcast=True) * size, axis=2)
+            word = tl.sum(((level & 7) | ((y < 0).to(tl.int32) << 3)) << (4 * j), axis=2)
+            pattern = (~word >> 3) & 0x11111111  # the signs, a nibble each, drawn together
+            pattern = (pattern | (pattern >> 3)) & 0x03030303
+            pattern = (pattern | (pattern >> 6)) & 0x000F000F
+            pattern = (pattern | (pattern >> 12)) & 0xFF
+            weight = tl.where(square > 0, scale * square / tl.where(align > 0, align, 1.0), 0.0)
+            place = (start + token).to(tl.int64)
+            kept = inside & (b < SUBS)[None, :]
+            tl.store(ids + (pair * SUBS + b)[None, :] * capacity + place[:, None], pattern.to(tl.uint8), mask=kept)
+            at = (pair * capacity + place)[:, None] * SUBS + b[None, :]
+            tl.store(codes + at, word, mask=kept)
+            tl.store(weights + at, weight.to(tl.bfloat16), mask=kept)
 
     @triton.jit
     def _count(ids, sizes, lanes, starts, stops, heads, capacity, sign, SUBS: tl.constexpr, BLOCK: tl.constexpr):
@@ -171,12 +182,14 @@ def launch(keys: Tensor, rotation: Rotation, quantizer: Quantizer, into: Summari
     rows, heads, n, dim = keys.shape
     assert keys.stride(3) == 1 and into.ids.is_contiguous() and into.codes.is_contiguous() and into.weights.is_contiguous()
     assert into.codes.dtype == torch.int32 and into.weights.dtype == torch.bfloat16 and max(starts) + n <= into.capacity
-    block, loops = 64 if rotation.padded <= 128 else 32, 8 if keys.is_cuda else 1
+    block = 64 if rotation.padded <= 128 else 32
+    loops = max(1, min(32, n * heads * rows // (block * PROGRAMS)))
     which = torch.tensor([list(lanes), list(starts)], dtype=torch.int32, device=keys.device)
     _encode[(triton.cdiv(n, block * loops), heads, rows)](
         keys, rotation.basis, quantizer.thresholds, quantizer.levels, into.ids, into.codes, into.weights, which[0], which[1], n,
-        heads, into.capacity, rotation.scale, keys.stride(0), keys.stride(1), keys.stride(2), dim, SUBS=rotation.padded // SUB,
-        SQUARE=rotation.basis.shape[0], BLOCK=block, LOOPS=loops, UPCAST=keys.device.type == "cpu", num_warps=16,
+        heads, into.capacity, rotation.scale, keys.stride(0), keys.stride(1), keys.stride(2), dim, loops,
+        SUBS=rotation.padded // SUB, SQUARE=rotation.basis.shape[0], BLOCK=block, UPCAST=keys.device.type == "cpu", STAGES=2,
+        num_warps=4,
     )  # fmt: skip
 
 

@@ -2,13 +2,15 @@
 
 The rotated query is not normalised, so that |q| is in it already.
 
-Bytes and operations, 8 KV heads, n = 128k, 10 % candidates, G = 4: 96 bytes a candidate in two pieces (10 MB, 2.4 us at 4300
-GB/s), 4 bytes read and 4 G written (2 MB). 128 table lookups a candidate, from a table of 64 bytes that never conflicts (13.4
-M, 3.2 k cycles over 132 multiprocessors, 2 us), and 128 G multiply-adds (54 M, 2 us). One word is one subspace, so a thread
-holds whole subspaces and a candidate's codes are decoded once for all query heads.
+Bytes and operations, 8 KV heads, n = 128k, 10 % candidates, G = 4: 96 bytes a candidate in two pieces (10 MB, 2.4 us at 4200
+GB/s), 4 bytes read and 4 G written (2 MB). A nibble is cut out, looked up in a table of 64 bytes that never conflicts (13.4 M
+lookups, 3.2 k cycles over 132 multiprocessors, 2 us), weighed and rounded to bf16: six instructions, some 4 us in all. One word
+is one subspace, decoded once for all query heads. The products are left to the tensor cores (8 or 16 columns of heads, 0.4
+GFLOP), with the query in two bf16 parts, so that only the rounding of the decoded key stays, at most 2^-8 of a coordinate.
 
-Beside the scores a program leaves the maximum and the sum of exponentials of its candidates, so that the next step can weigh
-the heads of a group against each other without another pass.
+Beside the scores a program leaves, of each head, the largest score of every few candidates, so that the next step can pass over
+most of them, and the maximum and the sum of exponentials of all its candidates, so that it can weigh the heads of a group
+against each other. Tiles go to the programs in turns: what a program sums does not depend on the room there is.
 """
 
 from __future__ import annotations
@@ -22,16 +24,23 @@ from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.encode import Quantizer, Summaries, decode
 
 TILE = 64
-"""Candidates a program."""
+"""Candidates that a program takes at once."""
+SPLITS = 64
+"""Programs a KV head."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimates:
-    """scores [L, H, P, width] float32 estimates of q.k, -inf (from the launcher: anything) where there is no candidate. parts
-    [L, H, P, tiles, 2] float32: maximum and sum of exponentials of scale x score, filled by the launcher alone."""
+    """scores [L, H, P, width] float32 estimates of q.k, -inf (from the launcher: anything) where there is no candidate.
+
+    Filled by the launcher alone: parts [L, H, P, SPLITS, 2] float32, maximum and sum of exponentials of scale x score over
+    every SPLITS-th tile; peaks [L, H, P, ceil(width / TILE) TILE / run] float32, the largest score of `run` candidates side by
+    side, anything behind the last candidate's."""
 
     scores: Tensor
     parts: Tensor | None = None
+    peaks: Tensor | None = None
+    run: int = TILE
 
 
 def definition(rotated: Tensor, codes: Tensor, weights: Tensor, candidates: Tensor, quantizer: Quantizer) -> Tensor:
@@ -51,64 +60,87 @@ if HAS_TRITON:
     import triton.language as tl
 
     @triton.jit
-    def _rerank(rotated, codes, weights, levels, candidates, wanted, scores, parts, heads, capacity, width, tiles, scale,
-                P: tl.constexpr, SUBS: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
-        # One program: TILE candidates of one KV head, for all its query heads.
-        tile = tl.program_id(0)
+    def _rerank(rotated, codes, weights, levels, candidates, wanted, scores, peaks, parts, heads, capacity, width, scale,
+                P: tl.constexpr, PP: tl.constexpr, SUBS: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr,
+                UPCAST: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+        # One program: every SPLITS-th tile of candidates of one KV head, for all its query heads.
+        split = tl.program_id(0)
+        splits = tl.num_programs(0)
         lane = tl.program_id(2)
         pair = (lane * heads + tl.program_id(1)).to(tl.int64)
         count = tl.load(wanted + lane)
-        if tile * TILE < count:
+        b = tl.arange(0, SUBS)
+        i = tl.arange(0, SUBS * 8)
+        p = tl.arange(0, PP)
+        head = (p < P)[None, :]
+        runs = tl.cdiv(width, TILE) * (TILE // RUN)
+        source = rotated + (pair * P + p[None, :]) * 8 * SUBS + (i % 8 * SUBS + i // 8)[:, None]
+        query = tl.load(source, mask=head, other=0.0)
+        high = query.to(tl.bfloat16)
+        low = (query - high.to(tl.float32)).to(tl.bfloat16)
+        if UPCAST:
+            high, low = high.to(tl.float32), low.to(tl.float32)
+        level = tl.load(levels + tl.arange(0, 16))
+        top = tl.full((TILE, PP), float("-inf"), tl.float32)
+        mass = tl.zeros((TILE, PP), tl.float32)
+        for tile in tl.range(split, tl.cdiv(count, TILE), splits, num_stages=STAGES):
             m = tile * TILE + tl.arange(0, TILE)
-            live = m < count
-            b = tl.arange(0, SUBS)
-            place = tl.load(candidates + pair * width + m, mask=live, other=0)
+            live = (m < count)[:, None]
+            place = tl.load(candidates + pair * width + m, mask=m < count, other=0)
             at = (pair * capacity + place)[:, None] * SUBS + b[None, :]
             word = tl.load(codes + at)
             weight = tl.load(weights + at).to(tl.float32)
-            v0 = tl.load(levels + (word & 15)) * weight
-            v1 = tl.load(levels + ((word >> 4) & 15)) * weight
-            v2 = tl.load(levels + ((word >> 8) & 15)) * weight
-            v3 = tl.load(levels + ((word >> 12) & 15)) * weight
-            v4 = tl.load(levels + ((word >> 16) & 15)) * weight
-            v5 = tl.load(levels + ((word >> 20) & 15)) * weight
-            v6 = tl.load(levels + ((word >> 24) & 15)) * weight
-            v7 = tl.load(levels + ((word >> 28) & 15)) * weight
-            for p in tl.static_range(P):
-                q = rotated + (pair * P + p) * 8 * SUBS + b
-                dot = v0 * tl.load(q)[None, :] + v1 * tl.load(q + SUBS)[None, :]
-                dot += v2 * tl.load(q + 2 * SUBS)[None, :] + v3 * tl.load(q + 3 * SUBS)[None, :]
-                dot += v4 * tl.load(q + 4 * SUBS)[None, :] + v5 * tl.load(q + 5 * SUBS)[None, :]
-                dot += v6 * tl.load(q + 6 * SUBS)[None, :] + v7 * tl.load(q + 7 * SUBS)[None, :]
-                score = tl.sum(dot, axis=1)
-                tl.store(scores + (pair * P + p) * width + m, score, mask=live)
-                logit = tl.where(live, score * scale, float("-inf"))
-                top = tl.max(logit, axis=0)
-                part = parts + ((pair * P + p) * tiles + tile) * 2
-                tl.store(part, top)
-                tl.store(part + 1, tl.sum(tl.exp(logit - top), axis=0))
+            even = tl.join(tl.join(word, word >> 16), tl.join(word >> 8, word >> 24))
+            odd = tl.join(tl.join(word >> 4, word >> 20), tl.join(word >> 12, word >> 28))
+            nibble = tl.reshape(tl.join(even, odd) & 15, (TILE * SUBS * 8,))  # in the order of the coordinates
+            key = tl.reshape(tl.gather(level, nibble, 0), (TILE, SUBS, 8)) * weight[:, :, None]
+            key = tl.reshape(key.to(tl.bfloat16), (TILE, SUBS * 8))
+            if UPCAST:
+                key = key.to(tl.float32)
+            score = tl.dot(key, high, tl.dot(key, low))
+            tl.store(scores + (pair * P + p[None, :]) * width + m[:, None], score, mask=head & live)
+            score = tl.where(live, score, float("-inf"))
+            peak = tl.max(tl.reshape(score, (TILE // RUN, RUN, PP)), axis=1)
+            run = tile * (TILE // RUN) + tl.arange(0, TILE // RUN)
+            tl.store(peaks + (pair * P + p[None, :]) * runs + run[:, None], peak, mask=head)
+            logit = score * scale
+            new = tl.maximum(top, logit)
+            safe = tl.where(new == float("-inf"), 0.0, new)
+            mass = mass * tl.exp(top - safe) + tl.exp(logit - safe)
+            top = new
+        whole = tl.max(top, axis=0)
+        safe = tl.where(whole == float("-inf"), 0.0, whole)
+        part = parts + ((pair * P + p) * splits + split) * 2
+        tl.store(part, whole, mask=p < P)
+        tl.store(part + 1, tl.sum(mass * tl.exp(top - safe[None, :]), axis=0), mask=p < P)
 
 
-def launch(rotated: Tensor, summaries: Summaries, candidates: Tensor, wanted: Tensor, quantizer: Quantizer,
-           scale: float) -> Estimates:  # fmt: skip
-    """The kernel, on whatever device candidates are."""
+def launch(rotated: Tensor, summaries: Summaries, candidates: Tensor, wanted: Tensor, quantizer: Quantizer, scale: float,
+           run: int = TILE) -> Estimates:  # fmt: skip
+    """The kernel, on whatever device candidates are. run: a power of two up to TILE."""
     lanes, heads, scored, _, subs = rotated.shape
-    width, tiles = candidates.shape[2], triton.cdiv(candidates.shape[2], TILE)
+    width = candidates.shape[2]
     assert rotated.is_contiguous() and candidates.is_contiguous() and wanted.dtype == candidates.dtype == torch.int32
     assert summaries.codes.is_contiguous() and summaries.weights.is_contiguous() and rotated.dtype == torch.float32
-    scores = torch.empty((lanes, heads, scored, width), dtype=torch.float32, device=candidates.device)
-    parts = torch.empty((lanes, heads, scored, tiles, 2), dtype=torch.float32, device=candidates.device)
-    _rerank[(tiles, heads, lanes)](
-        rotated, summaries.codes, summaries.weights, quantizer.levels, candidates, wanted, scores, parts, heads,
-        summaries.capacity, width, tiles, scale, P=scored, SUBS=subs, TILE=TILE, num_warps=4,
+    assert TILE % run == 0, f"{run} candidates do not divide a tile"
+    runs = triton.cdiv(width, TILE) * (TILE // run)
+    scores, parts, peaks = (
+        torch.empty((lanes, heads, scored, *size), dtype=torch.float32, device=candidates.device)
+        for size in ((width,), (SPLITS, 2), (runs,))
+    )
+    _rerank[(SPLITS, heads, lanes)](
+        rotated, summaries.codes, summaries.weights, quantizer.levels, candidates, wanted, scores, peaks, parts, heads,
+        summaries.capacity, width, scale, P=scored, PP=max(8, triton.next_power_of_2(scored)), SUBS=subs, TILE=TILE, RUN=run,
+        UPCAST=candidates.device.type == "cpu", STAGES=2, num_warps=4,
     )  # fmt: skip
-    return Estimates(scores, parts)
+    return Estimates(scores, parts, peaks, run)
 
 
-def rerank(rotated: Tensor, summaries: Summaries, candidates: Tensor, wanted: Tensor, quantizer: Quantizer,
-           scale: float) -> Estimates:  # fmt: skip
-    """Estimated scores of candidates [L, H, width], the first wanted[l] of each row. scale: of the softmax, for the parts."""
+def rerank(rotated: Tensor, summaries: Summaries, candidates: Tensor, wanted: Tensor, quantizer: Quantizer, scale: float,
+           run: int = TILE) -> Estimates:  # fmt: skip
+    """Estimated scores of candidates [L, H, width], the first wanted[l] of each row. scale: of the softmax, for the parts; run:
+    see Estimates."""
     if candidates.is_cuda and HAS_TRITON:
-        return launch(rotated, summaries, candidates, wanted, quantizer, scale)
+        return launch(rotated, summaries, candidates, wanted, quantizer, scale, run)
     lanes = rotated.shape[0]
     return Estimates(definition(rotated, summaries.codes[:lanes], summaries.weights[:lanes], candidates, quantizer))

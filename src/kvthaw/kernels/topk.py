@@ -3,10 +3,11 @@
 The query heads of a group agree by the largest or the mean of their softmax weights over the candidates, in logs; a single
 head's estimates rank as they are. Equal weights: the lowest position first.
 
-Bytes and operations, 8 KV heads, 13k candidates, G = 4: 1.7 MB of estimates read once. A program takes 1024 candidates, finds
-the bits of the k-th largest eight at a time by four histograms, and leaves its k best; further launches do the same with what
-is left (1300 of 13k; 10300, then 1100 of 105k), and the last writes the rows. 470 instructions a candidate: 2 us for 13k of 8
-heads, 13 us for 105k. A sort would touch each candidate 17 times.
+Bytes and operations, 8 KV heads, 13k candidates, G = 4, k = 100: one program a KV head. The k best candidates lie in the k runs
+of 32 with the highest peaks, so that of 210 KB of estimates it reads 7 KB of peaks and 51 KB of runs (53 and 51 KB of 1.7 MB at
+1M tokens), 1.5 us each at what one multiprocessor loads. The k-th largest is found by bisection between the smallest and the
+largest, in registers, until exactly k are above: some 15 rounds of 0.05 us, twice. A sort would touch each candidate 17 times.
+With "mean" a launch before this one adds up the heads' weights, because a run's largest sum does not follow from its peaks.
 """
 
 from __future__ import annotations
@@ -19,11 +20,18 @@ from torch import Tensor
 from kvthaw.errors import ConfigError
 from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.bucket_topk import compact
-from kvthaw.kernels.rerank import TILE, Estimates
+from kvthaw.kernels.rerank import SPLITS, TILE, Estimates
 
 Merge = Literal["max", "mean"]
-MOST = 8192
-"""The largest k that the kernel serves; beyond it torch sorts."""
+MOST = 16384
+"""Runs, and candidates in chosen runs, that a program holds; where there are more, torch sorts."""
+
+
+def run_length(width: int, k: int) -> int | None:
+    """Candidates that share a peak so that `width` of them have at most MOST, and k runs as many candidates; else None."""
+    longest = MOST >> (k - 1).bit_length()
+    lengths = (run for run in (32, 64, 16, 8, 4) if run <= longest and -(-width // TILE) * (TILE // run) <= MOST)
+    return next(lengths, None)
 
 
 def merge(scores: Tensor, scale: float, policy: Merge) -> Tensor:
@@ -53,121 +61,124 @@ if HAS_TRITON:
     import triton.language as tl
 
     @triton.jit
-    def _best(key, live, k):
-        # Which of the live keys (uint32) are among the k largest, the first of equal ones preferred.
-        remaining = tl.minimum(k, tl.sum(live.to(tl.int32)))
-        digits = tl.arange(0, 256)
-        prefix = tl.zeros((1,), tl.uint32)
-        candidate = live
-        for step in tl.static_range(4):
-            digit = ((key >> (24 - 8 * step)) & 255).to(tl.int32)
-            above = tl.cumsum(tl.histogram(digit, 256, mask=candidate), axis=0, reverse=True)
-            found = tl.sum((above >= remaining).to(tl.int32)) - 1
-            remaining -= tl.sum(tl.where(digits == found + 1, above, 0))
-            prefix = (prefix << 8) | found.to(tl.uint32)
-            candidate = candidate & (digit == found)
-        tie = candidate.to(tl.int32)
-        rank = tl.cumsum(tie, axis=0) - tie
-        return (live & (key > prefix)) | (candidate & (rank < remaining))
+    def _total(parts, P: tl.constexpr, PP: tl.constexpr, SPLITS: tl.constexpr):
+        # The log of each head's sum of exponentials over all candidates, finite where there are none.
+        head = tl.arange(0, PP)[:, None]
+        part = parts + (head * SPLITS + tl.arange(0, SPLITS)[None, :]) * 2
+        tops = tl.load(part, mask=head < P, other=float("-inf"))
+        top = tl.maximum(tl.max(tops, axis=1), -3.0e38)
+        mass = tl.load(part + 1, mask=head < P, other=0.0) * tl.exp(tops - top[:, None])
+        return top + tl.log(tl.maximum(tl.sum(mass, axis=1), 1.0e-30))
 
     @triton.jit
-    def _emit(take, key, place, keys, places, counts, slot, pair, k, first, KP: tl.constexpr, FINAL: tl.constexpr):
-        one = take.to(tl.int32)
-        at = slot + tl.cumsum(one, axis=0) - one
-        taken = tl.sum(one)
-        rest = tl.arange(0, KP)
-        spare = (rest >= taken) & (rest < k)
-        if FINAL:
-            tl.store(places + at, place + first, mask=take)
-            tl.store(places + slot + rest, tl.full((KP,), -1, tl.int32), mask=spare)
-            tl.store(counts + pair, taken)
+    def _keys(scores, at, live, total, stride, scale, P: tl.constexpr, PP: tl.constexpr):
+        # The largest weight of a group's heads, as an integer of the same order; the least integer where not live.
+        if P == 1:
+            merged = tl.load(scores + at, mask=live, other=float("-inf"))
         else:
-            tl.store(places + at, place, mask=take)
-            tl.store(keys + at, key.to(tl.int32, bitcast=True), mask=take)
-            tl.store(keys + slot + rest, tl.zeros((KP,), tl.int32), mask=spare)
+            merged = tl.full(at.shape, float("-inf"), tl.float32)
+            for p in tl.static_range(P):
+                one = tl.sum(tl.where(tl.arange(0, PP) == p, total, 0.0))
+                merged = tl.maximum(merged, tl.load(scores + p * stride + at, mask=live, other=float("-inf")) * scale - one)
+        bits = (merged + 0.0).to(tl.int32, bitcast=True)
+        return tl.where(live, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), -0x80000000)
 
     @triton.jit
-    def _first_round(scores, parts, candidates, wanted, keys, places, counts, heads, width, tiles, scale, k, first,
-                     P: tl.constexpr, MEAN: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
-                     KP: tl.constexpr, FINAL: tl.constexpr):  # fmt: skip
-        # One program: CHUNK candidates of one KV head; their group's weights become one number, and k of them stay.
-        chunk = tl.program_id(0)
+    def _places(key, live, k):
+        # For each of the k largest live keys, the first of equal ones preferred, how many of them stand before it; else -1.
+        want = tl.minimum(k, tl.sum(live.to(tl.int32)))
+        low = tl.min(tl.where(live, key, 0x7FFFFFFF)).to(tl.int64)
+        high = tl.max(key).to(tl.int64) + 1
+        least, more = tl.sum(live.to(tl.int32)), 0  # keys from low on, from high on
+        while (least > want) & (high - low > 1):
+            middle = low + (high - low) // 2
+            found = tl.sum((key >= middle.to(tl.int32)).to(tl.int32))
+            enough = found >= want
+            low, least = tl.where(enough, middle, low), tl.where(enough, found, least)
+            high, more = tl.where(enough, high, middle), tl.where(enough, more, found)
+        above = live & (key.to(tl.int64) >= high)
+        tie = live & (key.to(tl.int64) >= low) & (key.to(tl.int64) < high)
+        one, same = above.to(tl.int32), tie.to(tl.int32) << 16
+        both = tl.cumsum(one + same, axis=0) - one - same  # both ranks in the halves of a word
+        quota = want - more
+        return tl.where(above | (tie & ((both >> 16) < quota)), (both & 0xFFFF) + tl.minimum(both >> 16, quota), -1)
+
+    @triton.jit
+    def _choose(scores, peaks, parts, candidates, wanted, chosen, rows, counts, heads, width, runs, scale, k, first,
+                P: tl.constexpr, PP: tl.constexpr, SPLITS: tl.constexpr, RUN: tl.constexpr, RUNS: tl.constexpr,
+                KP: tl.constexpr):  # fmt: skip
+        # One program: a KV head. The k best runs by their peaks, then the k best candidates of those.
+        lane = tl.program_id(1)
+        pair = (lane * heads + tl.program_id(0)).to(tl.int64)
+        count = tl.load(wanted + lane)
+        total = tl.zeros((PP,), tl.float32) if P == 1 else _total(parts + pair * P * SPLITS * 2, P, PP, SPLITS)
+        run = tl.arange(0, RUNS)
+        live = run * RUN < count
+        place = _places(_keys(peaks + pair * P * runs, run, live, total, runs, scale, P, PP), live, k)
+        tl.store(chosen + pair * k + place, run, mask=place >= 0)
+        tl.debug_barrier()  # each thread now reads what the others of this program wrote
+        r = tl.arange(0, KP * RUN)
+        found = r // RUN < tl.minimum(k, tl.cdiv(count, RUN))
+        m = tl.load(chosen + pair * k + r // RUN, mask=found, other=0) * RUN + r % RUN
+        live = found & (m < count)
+        position = tl.load(candidates + pair * width + m, mask=live, other=0)
+        place = _places(_keys(scores + pair * P * width, m, live, total, width, scale, P, PP), live, k)
+        tl.store(rows + pair * k + place, position + first, mask=place >= 0)
+        rest = tl.arange(0, KP)
+        tl.store(rows + pair * k + rest, tl.full((KP,), -1, tl.int32), mask=(rest >= count) & (rest < k))
+        tl.store(counts + pair, tl.minimum(count, k))
+
+    @triton.jit
+    def _mean(scores, parts, wanted, merged, peaks, heads, width, runs, scale, P: tl.constexpr, PP: tl.constexpr,
+              SPLITS: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+        # One program: the summed weights of BLOCK candidates, in logs, and the peaks of those.
         lane = tl.program_id(2)
         pair = (lane * heads + tl.program_id(1)).to(tl.int64)
         count = tl.load(wanted + lane)
-        m = chunk * CHUNK + tl.arange(0, CHUNK)
-        live = m < count
-        place = tl.load(candidates + pair * width + m, mask=live, other=0)
-        merged = tl.full((CHUNK,), float("-inf"), tl.float32)
-        if P == 1:
-            merged = tl.load(scores + pair * width + m, mask=live, other=float("-inf"))
-        else:
-            t = tl.arange(0, TILES)
+        block = tl.program_id(0)
+        if block * BLOCK < count:
+            total = _total(parts + pair * P * SPLITS * 2, P, PP, SPLITS)
+            m = block * BLOCK + tl.arange(0, BLOCK)
+            live = m < count
+            weight = tl.full((BLOCK,), float("-inf"), tl.float32)
             for p in tl.static_range(P):
-                part = parts + ((pair * P + p) * tiles + t) * 2
-                some = t * TILE < count
-                tops = tl.load(part, mask=some, other=float("-inf"))
-                top = tl.maximum(tl.max(tops, axis=0), -3.0e38)  # finite where there is no candidate at all
-                mass = tl.sum(tl.load(part + 1, mask=some, other=0.0) * tl.exp(tops - top), axis=0)
-                total = top + tl.log(tl.maximum(mass, 1.0e-30))
-                score = tl.load(scores + (pair * P + p) * width + m, mask=live, other=float("-inf"))
-                weight = score * scale - total
-                if MEAN:
-                    high = tl.maximum(merged, weight)
-                    safe = tl.where(high == float("-inf"), 0.0, high)
-                    merged = high + tl.log(tl.maximum(tl.exp(merged - safe) + tl.exp(weight - safe), 1.0e-30))
-                else:
-                    merged = tl.maximum(merged, weight)
-        bits = (merged + 0.0).to(tl.uint32, bitcast=True)
-        key = tl.where((bits >> 31) > 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)  # unsigned, in the order of the floats; never 0
-        take = _best(key, live, k)
-        slot = (pair * tl.num_programs(0) + chunk) * k
-        _emit(take, key, place, keys, places, counts, slot, pair, k, first, KP, FINAL)
-
-    @triton.jit
-    def _next_round(keys_in, places_in, keys, places, counts, heads, slots, k, first, CHUNK: tl.constexpr, KP: tl.constexpr,
-                    FINAL: tl.constexpr):  # fmt: skip
-        chunk = tl.program_id(0)
-        pair = (tl.program_id(2) * heads + tl.program_id(1)).to(tl.int64)
-        s = chunk * CHUNK + tl.arange(0, CHUNK)
-        key = tl.load(keys_in + pair * slots + s, mask=s < slots, other=0).to(tl.uint32, bitcast=True)
-        live = key != 0
-        place = tl.load(places_in + pair * slots + s, mask=s < slots, other=0)
-        take = _best(key, live, k)
-        slot = (pair * tl.num_programs(0) + chunk) * k
-        _emit(take, key, place, keys, places, counts, slot, pair, k, first, KP, FINAL)
+                one = tl.sum(tl.where(tl.arange(0, PP) == p, total, 0.0))
+                logit = tl.load(scores + (pair * P + p) * width + m, mask=live, other=float("-inf")) * scale - one
+                high = tl.maximum(weight, logit)
+                safe = tl.where(high == float("-inf"), 0.0, high)
+                weight = high + tl.log(tl.maximum(tl.exp(weight - safe) + tl.exp(logit - safe), 1.0e-30))
+            tl.store(merged + pair * width + m, weight, mask=live)
+            run = block * (BLOCK // RUN) + tl.arange(0, BLOCK // RUN)
+            peak = tl.max(tl.reshape(weight, (BLOCK // RUN, RUN)), axis=1)
+            tl.store(peaks + pair * runs + run, peak, mask=run < runs)
 
 
-def launch(found: Estimates, candidates: Tensor, wanted: Tensor, k: int, first: int, scale: float, policy: Merge,
-           chunk: int | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The kernels, on whatever device candidates are. chunk: candidates a program, a power of two above k."""
-    assert found.parts is not None and k <= MOST
-    lanes, heads, scored, width = found.scores.shape
-    assert found.scores.is_contiguous() and candidates.is_contiguous() and found.parts.is_contiguous()
-    block = chunk or max(1024, triton.next_power_of_2(4 * k))
-    assert block >= 2 * k, "each round must at least halve what is left"
+def launch(found: Estimates, candidates: Tensor, wanted: Tensor, k: int, first: int, scale: float,
+           policy: Merge) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The kernels, on whatever device candidates are. found: with the parts and peaks of rerank."""
+    assert found.parts is not None and found.peaks is not None
+    scores, peaks, run = found.scores, found.peaks, found.run
+    lanes, heads, scored, width = scores.shape
+    runs, padded = peaks.shape[3], triton.next_power_of_2(k)
+    assert scores.is_contiguous() and candidates.is_contiguous() and found.parts.is_contiguous() and peaks.is_contiguous()
+    assert runs <= MOST and padded * run <= MOST, f"{runs} runs of {run} candidates are too many for {k} rows"
+    if policy == "mean" and scored > 1:
+        merged = torch.empty((lanes, heads, 1, width), dtype=torch.float32, device=scores.device)
+        peaks = torch.empty((lanes, heads, 1, runs), dtype=torch.float32, device=scores.device)
+        _mean[(triton.cdiv(width, 1024), heads, lanes)](
+            scores, found.parts, wanted, merged, peaks, heads, width, runs, scale, P=scored, PP=triton.next_power_of_2(scored),
+            SPLITS=SPLITS, RUN=run, BLOCK=1024, num_warps=4,
+        )  # fmt: skip
+        scores, scored = merged, 1
+    chosen, rows = torch.empty((2, lanes, heads, k), dtype=torch.int32, device=candidates.device).unbind()
     counts = torch.empty((lanes, heads), dtype=torch.int32, device=candidates.device)
-    slots, tiles = width, found.parts.shape[3]
-    keys = places = candidates
-    while True:
-        start = keys is candidates
-        final = slots <= 2 * block
-        chunks = 1 if final else triton.cdiv(slots, block)
-        size = triton.next_power_of_2(slots) if final else block
-        shared = {"KP": triton.next_power_of_2(k), "FINAL": final, "num_warps": min(16, max(4, size // 256))}
-        new_keys, new_places = torch.empty((2, lanes, heads, chunks * k), dtype=counts.dtype, device=counts.device).unbind()
-        if start:
-            _first_round[(chunks, heads, lanes)](
-                found.scores, found.parts, candidates, wanted, new_keys, new_places, counts, heads, width, tiles, scale, k,
-                first, P=scored, MEAN=policy == "mean", CHUNK=size, TILE=TILE, TILES=triton.next_power_of_2(tiles), **shared,
-            )  # fmt: skip
-        else:
-            _next_round[(chunks, heads, lanes)](
-                keys, places, new_keys, new_places, counts, heads, slots, k, first, CHUNK=size, **shared
-            )  # fmt: skip
-        if final:
-            return new_places, counts
-        keys, places, slots = new_keys, new_places, chunks * k
+    most = max(triton.next_power_of_2(runs), padded * run)
+    _choose[(heads, lanes)](
+        scores, peaks, found.parts, candidates, wanted, chosen, rows, counts, heads, width, runs, scale, k, first, P=scored,
+        PP=triton.next_power_of_2(scored), SPLITS=SPLITS, RUN=run, RUNS=triton.next_power_of_2(runs), KP=padded,
+        num_warps=min(16, max(4, most // 512)),
+    )  # fmt: skip
+    return rows, counts
 
 
 def topk(found: Estimates, candidates: Tensor, wanted: Tensor, k: int, first: int, scale: float,
@@ -180,7 +191,7 @@ def topk(found: Estimates, candidates: Tensor, wanted: Tensor, k: int, first: in
     width = candidates.shape[2]
     if k > width:
         raise ConfigError(f"{k} rows are to be selected from {width} candidates; take more candidates (beta) or fewer rows")
-    if found.parts is not None and k <= MOST:
+    if found.parts is not None and run_length(width, k) == found.run:
         return launch(found, candidates, wanted, k, first, scale, policy)
     known = torch.arange(width, device=candidates.device) < wanted[: candidates.shape[0], None, None]
     scores = found.scores.masked_fill(~known[:, :, None], -torch.inf)
