@@ -1,0 +1,65 @@
+"""Hashed keys, softly hashed queries: SOCKET."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvthaw.errors import ConfigError
+from kvthaw.index.tokens import Policy, TokenIndex
+from kvthaw.types import LayerShape
+
+
+class SoftHashIndex(TokenIndex):
+    """A token's score is the chance that the query meets it, summed over L tables, times the length of its value.
+
+    Table l has K random directions w_li. A key stands in the bucket of its signs; a query is in every bucket c of {-1, 1}^K with
+    the chance p_l(c) = softmax_c(sum_i tanh(q.w_li) c_i / tau). score = |v| sum_l p_l(bucket of k). The query heads of a group
+    agree by their scores' shares of the sum over the indexed tokens; mean_query: by the score of the mean query.
+
+    buckets [B, H, capacity, L] uint8 or, for more than 8 bits, int16; lengths [B, H, capacity] float32. Directions [H, D, L K] are
+    of the seed, the layer and the KV head.
+    """
+
+    def __init__(
+        self, shape: LayerShape, *, bits: int = 10, tables: int = 60, tau: float = 0.3, policy: Policy = "max"
+    ) -> None:
+        if not 1 <= bits <= 12:
+            raise ConfigError(f"bits is {bits}; it must be between 1 and 12")
+        if tables < 1:
+            raise ConfigError(f"tables is {tables}; it must be at least 1")
+        if tau < 0.2:  # below it a chance may be less than any float32
+            raise ConfigError(f"tau is {tau}; it must be at least 0.2")
+        self.bits, self.count, self.tau = bits, tables, tau
+        kind = torch.uint8 if bits <= 8 else torch.int16
+        super().__init__(shape, columns={"buckets": ((tables,), kind), "lengths": ((), torch.float32)}, policy=policy)
+        directions = []
+        for head in range(shape.kv_heads):
+            generator = torch.Generator().manual_seed((shape.seed * 1_000_003 + shape.layer) * 65_537 + head)
+            directions.append(torch.randn(shape.head_dim, tables * bits, generator=generator))
+        self.directions = torch.stack(directions).to(shape.device)
+        powers = 1 << torch.arange(bits, device=shape.device)
+        self.powers = powers.float()
+        self.corners = ((torch.arange(1 << bits, device=shape.device)[:, None] & powers) > 0).float() * 2 - 1  # [2^K, K]
+
+    def encode(self, lane: int, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
+        """See TokenIndex."""
+        signs = (keys.float() @ self.directions >= 0).float().unflatten(2, (self.count, self.bits))
+        kind = self.tables["buckets"].dtype
+        return {"buckets": (signs @ self.powers).to(kind), "lengths": values.float().norm(dim=2)}
+
+    def chances(self, query: Tensor) -> Tensor:
+        """p_l(c) for query [B, H, P, D]: [B, H, P, L, 2^K] float32; bit i of a bucket is the sign of direction i."""
+        turned = torch.tanh(query.float() @ self.directions).unflatten(3, (self.count, self.bits)) / self.tau
+        return torch.softmax(turned @ self.corners.T, dim=4)
+
+    def estimate(self, query: Tensor, tokens: int) -> Tensor:
+        """See TokenIndex: log of the score over the scale, so that a token's softmax weight is its share of all scores."""
+        batch, heads, asked, _ = query.shape
+        chances, buckets = self.chances(query), self.tables["buckets"][:batch, :, :tokens]
+        total = torch.zeros((batch, heads, asked, tokens), dtype=torch.float32, device=query.device)
+        for table in range(self.count):
+            where = buckets[:, :, None, :, table].long().expand(-1, -1, asked, -1)
+            total += chances[:, :, :, table].gather(3, where)
+        least = torch.finfo(torch.float32).tiny  # a value of 0 ranks last, but it is a token
+        return (total * self.tables["lengths"][:batch, :, None, :tokens]).clamp(min=least).log() / self.scale

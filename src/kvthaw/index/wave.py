@@ -1,0 +1,183 @@
+"""Clusters of which the best are read, the next estimated and the others left out (RetroInfer's wave index)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvthaw.errors import ConfigError
+from kvthaw.index.clusters import ClusterIndex
+from kvthaw.index.units import Lane, grown
+from kvthaw.kernels import unit_scores
+from kvthaw.kernels.unit_select import Policy
+from kvthaw.types import LayerShape, Partial, Selection
+
+
+class WaveIndex(ClusterIndex):
+    """k-means within segments of the prompt, and an estimate of the attention to clusters that are not read.
+
+    A prompt is clustered in segments of `segment` tokens, the last one shorter, one cluster for every tokens_per_cluster; so are
+    every `batch` tokens after it. Clusters are taken whole in the order of q.C, the last one cut. Of those that no selected row
+    belongs to, the next `estimated` share of all clusters, in the same order, enters as a partial: a cluster of s tokens with
+    centroid C and mean value V has the weight s exp(scale q.C) and gives V. Tokens that are not clustered yet can be selected but
+    not estimated. values [B, H, U, D]: mean values; recent_values [B, H, batch, D]: of token t of a lane at t modulo batch; closed
+    [B] int32: units that are clusters.
+    """
+
+    def __init__(
+        self,
+        shape: LayerShape,
+        *,
+        segment: int = 8192,
+        tokens_per_cluster: int = 16,
+        batch: int = 1024,
+        estimated: float = 0.23,
+        iterations: int = 10,
+        policy: Policy = "mean",
+    ) -> None:
+        for name, value in (("tokens_per_cluster", tokens_per_cluster), ("batch", batch), ("segment", segment)):
+            if value < 1 or value % tokens_per_cluster:
+                raise ConfigError(
+                    f"{name} is {value}; it must be a positive multiple of tokens_per_cluster, {tokens_per_cluster}"
+                )
+        if not 0 <= estimated <= 1:
+            raise ConfigError(f"estimated is {estimated}; it must be between 0 and 1")
+        super().__init__(
+            shape,
+            tokens_per_cluster=tokens_per_cluster,
+            batch=batch,
+            clusters_per_batch=batch // tokens_per_cluster,
+            iterations=iterations,
+            policy=policy,
+        )
+        self.segment, self.estimated = segment, estimated
+        self.values = torch.zeros_like(self.digests)
+        self.recent_values = torch.zeros_like(self.recent)
+        self.closed = torch.zeros_like(self.counts)
+        self._arriving = self.recent_values[:0]
+
+    # Index
+
+    def build(self, lane: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
+        """See Index."""
+        self.truncate(lane, 0)
+        self.first = first
+        tokens = keys.shape[1]
+        if not tokens:
+            return
+        whole, rest = divmod(tokens, self.segment)
+        per, last = self.segment // self.tokens_per_cluster, max(1, rest // self.tokens_per_cluster) if rest else 0
+        count = whole * per + last
+        self.reserve(lane + 1)
+        self.reserve(0, count + 1, tokens)
+
+        def job() -> None:
+            cut = whole * self.segment
+            if whole:
+                self._cluster(lane, 0, 0, keys[:, :cut].unflatten(1, (whole, self.segment)), per)
+            if rest:
+                self._cluster(lane, cut, whole * per, keys[:, None, cut:], last)
+            for i in range(whole):
+                self._average(lane, i * self.segment, i * per, per, values[:, i * self.segment : (i + 1) * self.segment])
+            if rest:
+                self._average(lane, cut, whole * per, last, values[:, cut:])
+
+        self.beside(job, keys, values)
+        self._set(lane, Lane(tokens, count, 0, [(0, 0), (tokens, count)]))
+
+    def append(self, lanes: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
+        """See Index."""
+        for i, lane in enumerate(lanes):
+            self._arriving = values[i]
+            super().append([lane], keys[i : i + 1], values[i : i + 1], None)
+            stop = self.lanes[lane].tokens
+            start = stop - min(values.shape[2], self.batch)
+            self.recent_values[lane, :, self._ring(start, stop)] = values[i, :, values.shape[2] - (stop - start) :]
+            self._set(lane, self.lanes[lane])
+
+    def close(self, lane: int, begin: int, before: int, keys: Tensor) -> None:
+        """See UnitIndex."""
+        super().close(lane, begin, before, keys)
+        known = self.recent_values[lane, :, self._ring(begin, self.lanes[lane].tokens)]
+        values = torch.cat((known, self._arriving), dim=1)
+        for i in range(keys.shape[1]):
+            at = i * self.batch
+            self._average(lane, begin + at, before + i * self.per_batch, self.per_batch, values[:, at : at + self.batch])
+
+    def select(self, query: Tensor, budget: int) -> Selection:
+        """See Index."""
+        selection = super().select(query, budget)
+        return Selection(selection.rows, selection.counts, partial=self._estimate(query, selection.rows))
+
+    def reserve(self, lanes: int, units: int = 0, tokens: int = 0) -> None:
+        """See UnitIndex."""
+        super().reserve(lanes, units, tokens)
+        many, units = self.digests.shape[0], self.digests.shape[2]
+        self.values, self.closed = grown(self.values, many, units), grown(self.closed, many)
+        self.recent_values = grown(self.recent_values, many)
+
+    # Inside
+
+    def _estimate(self, query: Tensor, rows: Tensor) -> Partial:
+        """Attention to the clusters of the estimation zone: those that no row is of, in order, up to their share."""
+        batch, heads = rows.shape[:2]
+        many, tokens = self.digests.shape[2], self.order.shape[2] if self.order is not None else 0
+        if query.device.type == "cpu":
+            many, tokens = max(lane.units for lane in self.lanes[:batch]), max(lane.tokens for lane in self.lanes[:batch])
+        digests, values, stops = (table[:batch, :, :many] for table in (self.digests, self.values, self.stops[:, :, 1:]))
+        begins = self.stops[:batch, :, :many]
+        bounds, counts = self.stops[:batch, :, : many + 1], self.counts[:batch]
+        scores = unit_scores.definition(query, digests, bounds, counts, scale=self.shape.scale, mean=False)
+        sizes = (stops - begins).clamp(min=0)
+        here = (torch.arange(many, device=query.device) < self.closed[:batch, None, None]) & (sizes > 0)
+        here &= ~self._touched(rows, bounds.clamp(min=0, max=tokens), tokens)
+        weights = scores + sizes.log()[:, :, None]
+        if self.policy == "mean_query":
+            merged = unit_scores.definition(query, digests, bounds, counts, scale=self.shape.scale, mean=True)[:, :, 0]
+        else:
+            total = torch.logsumexp(weights, dim=3, keepdim=True)
+            shares = scores - torch.where(total == -torch.inf, 0.0, total)
+            merged = shares.amax(dim=2) if self.policy == "max" else torch.logsumexp(shares, dim=2)
+        order = merged.masked_fill(~here, -torch.inf).sort(dim=2, descending=True, stable=True).indices
+        wanted = torch.arange(many, device=query.device) < (self.closed[:batch] * self.estimated).long()[:, None, None]
+        zone = torch.zeros_like(here).scatter_(2, order, wanted.expand(-1, heads, -1)) & here
+        logits = weights.masked_fill(~zone[:, :, None], -torch.inf)
+        lse = torch.logsumexp(logits, dim=3)
+        share = torch.exp(logits - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
+        return Partial((share @ values.float()).flatten(1, 2), lse.flatten(1, 2))
+
+    def _touched(self, rows: Tensor, bounds: Tensor, tokens: int) -> Tensor:
+        """Which units have a row among rows [B, H, M]: [B, H, U] bool. bounds [B, H, U + 1]: their stops."""
+        assert self.order is not None
+        chosen = torch.zeros((*rows.shape[:2], tokens + 1), dtype=torch.bool, device=rows.device)
+        chosen.scatter_(2, torch.where(rows >= 0, rows - self.first, tokens).long(), True)
+        chosen[:, :, tokens] = False
+        place = (self.order[: len(rows), :, :tokens] - self.first).clamp(min=0).long()
+        upto = F.pad(chosen.gather(2, place).cumsum(dim=2), (1, 0))
+        at = upto.gather(2, bounds.long())
+        return at[:, :, 1:] > at[:, :, :-1]
+
+    def _average(self, lane: int, begin: int, before: int, count: int, values: Tensor) -> None:
+        """Mean values of `count` units from unit `before` on, of the tokens of values [H, n, D], from `begin` in the map."""
+        assert self.order is not None
+        n = values.shape[1]
+        place = (self.order[lane, :, begin : begin + n] - (self.first + begin)).long()
+        ordered = values.gather(1, place[..., None].expand(-1, -1, values.shape[2]))
+        upto = F.pad(ordered.double().cumsum(dim=1), (0, 0, 1, 0))
+        stops = (self.stops[lane, :, before : before + count + 1] - begin).long()
+        at = upto.gather(1, stops[..., None].expand(-1, -1, values.shape[2]))
+        means = (at[:, 1:] - at[:, :-1]) / stops.diff(dim=1).clamp(min=1)[..., None]
+        self.values[lane, :, before : before + count] = means.to(self.values.dtype)
+
+    def _ring(self, start: int, stop: int) -> Tensor:
+        return torch.arange(start, stop, device=self.recent_values.device) % self.batch
+
+    def _set(self, lane: int, host: Lane) -> None:
+        super()._set(lane, host)
+        self.closed[lane].fill_(host.units if host.kept in (0, self.batch) else host.marks[-1][1])
+
+    def _tables(self) -> list[str]:
+        return [*super()._tables(), "values", "recent_values", "closed"]

@@ -1,0 +1,23 @@
+"""SOCKET (Joshi et al., 2026): tokens by soft collisions of the query with hashed keys, times the length of their values."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from kvthaw.cache.regions import Regions
+from kvthaw.index.soft_hash import SoftHashIndex
+from kvthaw.index.tokens import Policy
+from kvthaw.types import Method
+
+
+def socket(*, bits: int = 10, tables: int = 60, tau: float = 0.3, policy: Policy = "max") -> Method:
+    """60 tables of 2^10 buckets, temperature 0.3: 600 bits a key.
+
+    bits: the paper has 8 to 12. policy: how the query heads of a group agree on tokens, by each token's share of a head's scores.
+    Sink 128 and window 128, as in its experiments.
+
+    On the device: buckets (2 L bytes a key, L where bits is at most 8), lengths of values, the choice. On the host: rows. It is
+    plain torch, a lookup a table.
+    """
+    index = partial(SoftHashIndex, bits=bits, tables=tables, tau=tau, policy=policy)
+    return Method("socket", paper="SOCKET", unit="token", index=index, regions=Regions(128, 128, 16))
