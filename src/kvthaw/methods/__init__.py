@@ -11,6 +11,7 @@ from typing import Any
 from kvthaw.errors import ConfigError
 from kvthaw.methods.arkvale import arkvale
 from kvthaw.methods.clusterkv import clusterkv
+from kvthaw.methods.freekv import freekv
 from kvthaw.methods.full import full
 from kvthaw.methods.h2o import h2o
 from kvthaw.methods.icecache import icecache
@@ -21,8 +22,11 @@ from kvthaw.methods.pariskv import pariskv
 from kvthaw.methods.pqcache import pqcache
 from kvthaw.methods.prkv import prkv
 from kvthaw.methods.quest import quest
+from kvthaw.methods.retroinfer import retroinfer
 from kvthaw.methods.snapkv import snapkv
+from kvthaw.methods.socket import socket
 from kvthaw.methods.streaming import streaming
+from kvthaw.methods.twilight import twilight
 from kvthaw.types import Method
 
 METHODS: dict[str, Callable[..., Method]] = {
@@ -42,6 +46,10 @@ METHODS: dict[str, Callable[..., Method]] = {
     "pqcache": pqcache,
     "magicpig": magicpig,
     "omnikv": omnikv,
+    "freekv": freekv,
+    "twilight": twilight,
+    "retroinfer": retroinfer,
+    "socket": socket,
 }
 """Name -> what makes the Method from its options. The only list of methods."""
 
