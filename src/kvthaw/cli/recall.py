@@ -225,7 +225,7 @@ def _watch(
     summaries = []
     with bars() as progress:
         for study in studies:
-            summaries += watcher.run(study, variants, shown(progress, f"{study.length:,} tokens", study.samples))
+            summaries += watcher.run(study, variants, shown(progress, f"{study.length:,} tokens", len(variants)))
     return summaries
 
 

@@ -224,19 +224,24 @@ class Watcher:
         wanted = [complete(self.model, variant) for variant in variants]
         tell = progress or (lambda _: None)
         cells = [(kind, study.seed + i) for i in range(study.samples) for kind in study.kinds]
-        for number, (kind, seed) in enumerate(cells):
-            settings = {variant: self._setting(study, variant, kind, seed) for variant in dict.fromkeys(wanted)}
+        different = list(dict.fromkeys(wanted))
+        done, total = 0, len(cells) * len(different)
+
+        def show(tokens: int, of: int, doing: str) -> None:
+            tell(Progress(done, total, tokens, of, doing))
+
+        for kind, seed in cells:
+            settings = {variant: self._setting(study, variant, kind, seed) for variant in different}
             missing = {variant: setting for variant, setting in settings.items() if self.known.get(setting) is None}
+            done += len(settings) - len(missing)
             if not missing:
                 continue
             passage = PASSAGES[kind](self.tokenizer, length=study.length, steps=study.steps, seed=seed, text=study.text)
 
-            def show(done: int, total: int, doing: str, number: int = number) -> None:
-                tell(Progress(number, len(cells), done, total, doing))
-
             for line in self._lines(study, passage, missing, show):
                 self.known.add(line)
-        tell(Progress(len(cells), len(cells), 0, 0, "done"))
+                done += 1
+        tell(Progress(total, total, 0, 0, "done"))
         summaries = []
         for variant in wanted:
             lines = [self.known.get(self._setting(study, variant, kind, seed)) for kind, seed in cells]

@@ -70,7 +70,8 @@ def recall_tables(summaries: Sequence[recall.Summary]) -> list[Table]:
     """Selections beside exact attention: one row a run and kind of prompt, and the layers side by side; shares in percent."""
     first = summaries[0]
     kinds = first.study.kinds
-    title = f"recall: {first.samples} prompts ({', '.join(kinds)}), {first.study.steps} steps, {_where(first.setting)}"
+    count = f"{first.samples} prompt" + "s" * (first.samples > 1)
+    title = f"recall: {count} ({', '.join(kinds)}), {first.study.steps} steps, {_where(first.setting)}"
     whole = _table(title, (*_WHOSE, *_QUALITY))
     for i, row in enumerate(summaries):
         if i and (row.setting.length != summaries[i - 1].setting.length or len(kinds) > 1):
