@@ -11,6 +11,7 @@ from kvthaw.index.tokens import TokenIndex
 from kvthaw.types import LayerShape, Selection
 
 _BLOCK = 1 << 25  # codes compared at once
+_VECTORS = 2048  # vectors of a head coded at once
 
 
 def drawn_probability(cosine: Tensor, bits: int, tables: int) -> Tensor:
@@ -60,10 +61,12 @@ class HashIndex(TokenIndex):
         return {"codes": self.code(keys.float() - self.learned["mean"][lane][:, None]), "keys": keys}
 
     def code(self, vectors: Tensor) -> Tensor:
-        """Vectors [..., H, n, D] -> codes [..., H, n, L] int16."""
-        signs = (vectors.float() @ self.directions >= 0).float().unflatten(-1, (self.L, self.bits))
-        codes: Tensor = signs @ self.powers
-        return codes.to(torch.int16)
+        """Vectors [..., H, n, D] -> codes [..., H, n, L] int16, in blocks."""
+        parts = []
+        for some in vectors.split(_VECTORS, dim=-2):
+            signs: Tensor = (some.float() @ self.directions >= 0).float().unflatten(-1, (self.L, self.bits))
+            parts.append((signs @ self.powers).to(torch.int16))
+        return torch.cat(parts, dim=-2)
 
     def select(self, query: Tensor, budget: int) -> Selection:
         """See Index."""
