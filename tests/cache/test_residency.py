@@ -60,7 +60,7 @@ ACTIONS = st.lists(st.sampled_from(["admit"] * 6 + ["grow", "clear", "clear all"
 @given(actions=ACTIONS, slots=st.integers(1, 9), heads=st.integers(1, 2), seed=st.integers(0, 10_000))
 def test_against_the_model(actions: list[str], slots: int, heads: int, seed: int) -> None:
     rng = torch.Generator().manual_seed(seed)
-    lanes, length, step = 2, 7, 0
+    lanes, length, step, counts = 2, 7, 0, [0, 0, 0]
     table = Residency(lanes, heads, slots, device=CPU)
     table.grow(length)
     model = {(b, h): Slots(slots) for b in range(lanes) for h in range(heads)}
@@ -76,6 +76,9 @@ def test_against_the_model(actions: list[str], slots: int, heads: int, seed: int
                 taken = [slot for slot in expected_slots if slot >= 0]
                 assert len(taken) == len(set(taken)) == int((rows[b, h] >= 0).sum()), "every row has a slot of its own"
                 assert live[b, h].nonzero()[:, 0].tolist() == sorted(taken)
+                brought = sum(row >= 0 for row in expected_fetch)
+                counts = [counts[0] + len(taken), counts[1] + brought, max(counts[2], len(taken))]
+            assert table.counts.tolist() == counts
         elif action == "grow":
             length += int(torch.randint(1, 300, (), generator=rng))
             table.grow(length)
@@ -112,11 +115,11 @@ def test_a_second_wish_is_a_hit() -> None:
 def test_addresses_stay_within_a_capacity() -> None:
     table = Residency(1, 2, 4, device=CPU)
     table.grow(200)
-    before = [t.data_ptr() for t in (table.row_slot, table.slot_row, table.used, table.step)]
+    before = [t.data_ptr() for t in (table.row_slot, table.slot_row, table.used, table.counts)]
     rng = torch.Generator().manual_seed(0)
     for length in range(10, 250, 5):
         table.grow(length)
         table.admit(wanted(rng, 1, 2, 4, length))
         table.clear(0, length - 3)
     assert table.capacity >= 250
-    assert before == [t.data_ptr() for t in (table.row_slot, table.slot_row, table.used, table.step)]
+    assert before == [t.data_ptr() for t in (table.row_slot, table.slot_row, table.used, table.counts)]

@@ -12,6 +12,7 @@ from kvthaw.cache.host import HostStore
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.regions import Regions
 from kvthaw.cache.transfer import BulkCopy, UvaGather
+from kvthaw.kernels.flash_decode import held, place_of, write
 from shapes import DTYPES, HEAD_DIMS
 
 CPU = torch.device("cpu")
@@ -29,7 +30,7 @@ def token(position: int) -> torch.Tensor:
 
 @given(of=regions, lengths=st.lists(st.integers(0, 40), min_size=1, max_size=3), steps=st.integers(0, 40))
 def test_held_places_are_the_tokens_that_are_held(of: Regions, lengths: list[int], steps: int) -> None:
-    """Prompts of their own lengths, then steps: what the clock's mask shows is sink and ring, no more and no less."""
+    """Prompts of their own lengths, then steps: what the clock says is held is sink and ring, no more and no less."""
     where = slab(of, len(lengths))
     starts = [of.first_indexed(n) for n in lengths]
     for lane, (n, start) in enumerate(zip(lengths, starts, strict=True)):
@@ -40,29 +41,39 @@ def test_held_places_are_the_tokens_that_are_held(of: Regions, lengths: list[int
     for step in range(1, steps + 1):
         now = tuple(n + step for n in lengths)
         begins = tuple(of.indexed(start, n) for start, n in zip(starts, now, strict=True))
-        clock.at(of, now, begins, CPU)
-        where.write_step(clock.place, torch.stack([token(n - 1) for n in now]))
+        clock.at(now, begins, CPU)
+        new = torch.stack([token(n - 1) for n in now])
+        write(where.keys, where.values, (new[:, :, 0], new[:, :, 1]), place_of(clock.length, of))
+        mask = held(clock.length, clock.start, of)
         for lane, n in enumerate(now):
-            held = where.data[lane, :, : where.pool_start][:, clock.held[lane]]
+            rows = where.data[lane, :, : where.pool_start][:, mask[lane]]
             expected = [*range(min(of.sink, n)), *range(begins[lane], n)]
-            assert sorted(held[0, :, 0, 0].round().int().tolist()) == sorted(expected)
+            assert sorted(rows[0, :, 0, 0].round().int().tolist()) == sorted(expected)
             stands = where.read(lane, begins[lane], n)
             assert stands[0, :, 0, 0].round().int().tolist() == list(range(begins[lane], n))
     assert (where.data[:, :, where.pool_start :] == 0).all(), "the pool is left alone"
 
 
-def test_a_clock_advances_by_itself() -> None:
-    of = Regions(3, 4, 2)
-    one, other = Clock(), Clock()
-    one.at(of, (5, 9), (3, 5), CPU)
-    addresses = [t.data_ptr() for t in (one.length, one.place, one.held)]
-    for step in range(1, 3):
-        one.advance()
-        other.at(of, (5 + step, 9 + step), (3, 5), CPU)
-        for name in ("length", "place", "held"):
-            assert torch.equal(getattr(one, name), getattr(other, name))
-    one.at(of, (8, 12), (3, 7), CPU)
-    assert addresses == [t.data_ptr() for t in (one.length, one.place, one.held)]
+def test_a_clock_stays_where_it_is() -> None:
+    clock = Clock()
+    clock.at((5, 9), (3, 5), CPU)
+    addresses = [t.data_ptr() for t in (clock.length, clock.start)]
+    for lengths, starts in (((6, 10), (3, 5)), ((7, 11), (3, 7)), ((2, 1), (3, 3)), ((3, 2), (3, 3))):
+        clock.at(lengths, starts, CPU)
+        assert clock.length.tolist() == list(lengths)
+        assert clock.start.tolist() == list(starts)
+    assert addresses == [t.data_ptr() for t in (clock.length, clock.start)]
+    clock.at((4,), (3,), CPU)
+    assert clock.length.tolist() == [4]
+
+
+def test_a_clock_that_a_replay_advanced() -> None:
+    clock = Clock()
+    clock.at((9, 4), (2, 2), CPU)
+    clock.length.add_(1)  # what a replay does on the device
+    clock.passed()
+    clock.at((10, 5), (2, 2), CPU)
+    assert clock.length.tolist() == [10, 5]
 
 
 def test_reorder() -> None:
@@ -72,6 +83,7 @@ def test_reorder() -> None:
     assert (where.data[0] == 0).all()
     assert torch.equal(where.data[1], where.data[2])
     where.write(1, 4, token(9)[:, None])
+    assert where.tickets.shape == (6,)
     assert not torch.equal(where.data[1], where.data[2]), "lanes are of their own afterwards"
 
 

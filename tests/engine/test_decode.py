@@ -9,8 +9,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvthaw
-from kvthaw.cache.clock import Clock
-from kvthaw.cache.regions import Regions
 from kvthaw.engine.decode import Replay, compiled_step
 
 
@@ -80,34 +78,6 @@ def test_a_captured_cache_can_be_cropped_copied_and_continued() -> None:
                 pair.append(generate(llama, whole, 30, past_key_values=one, attention_mask=torch.ones_like(whole)))
             outs.append(torch.cat(pair))
     assert torch.equal(outs[0], outs[1])
-
-
-def test_clock_advances_as_it_is_set() -> None:
-    regions, device = Regions(3, 5, 2), torch.device("cpu")
-    stepped, jumped = Clock(), Clock()
-    for n in range(1, 40):
-        lengths = (n, n + 7)
-        starts = tuple(regions.indexed(regions.sink, length) for length in lengths)
-        stepped.at(regions, lengths, starts, device)
-        jumped = Clock()
-        jumped.at(regions, lengths, starts, device)
-        assert torch.equal(stepped.place, jumped.place)
-        assert torch.equal(stepped.held, jumped.held)
-        for lane, (length, start) in enumerate(zip(lengths, starts, strict=True)):
-            assert int(stepped.held[lane].sum()) == min(length, regions.sink) + max(0, length - start)
-            assert bool(stepped.held[lane, stepped.place[lane]])
-
-
-def test_clock_passed_equals_advance() -> None:
-    regions, device = Regions(2, 4, 4), torch.device("cpu")
-    clock = Clock()
-    clock.at(regions, (9,), (2,), device)
-    clock.advance()  # what a replay does on the device
-    clock.passed()
-    held = clock.held.clone()
-    clock.at(regions, (10,), (2,), device)
-    assert torch.equal(clock.held, held)
-    assert int(clock.length) == 10
 
 
 @pytest.mark.slow

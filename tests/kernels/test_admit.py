@@ -43,14 +43,16 @@ class Tables:
         self.row_slot = torch.full((lanes, heads, rows + 1), -1, dtype=torch.int32, device=device)
         self.slot_row = torch.full((lanes, heads, slots + 1), -1, dtype=torch.int32, device=device)
         self.used = torch.zeros((lanes, heads, slots + 1), dtype=torch.int32, device=device)
-        self.step = torch.zeros((), dtype=torch.int32, device=device)
+        self.counts = torch.zeros(3, dtype=torch.int64, device=device)
 
     def all(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.row_slot, self.slot_row, self.used, self.step
+        return self.row_slot, self.slot_row, self.used, self.counts
 
     def same(self, other: Tables) -> None:
         for mine, theirs in zip(self.all()[:3], other.all()[:3], strict=True):
             assert torch.equal(mine[..., :-1], theirs[..., :-1])
+        assert torch.equal(self.used[..., -1], other.used[..., -1]), "the number of the step"
+        assert torch.equal(self.counts, other.counts)
         assert (self.row_slot[..., -1] == -1).all()
         assert (self.slot_row[..., -1] == -1).all()
 
@@ -73,8 +75,6 @@ def walk(lanes: int, heads: int, count: int, slots: int, rows: int, steps: int, 
         mixed = torch.where(keep, wanted, fresh)
         twice = (mixed[..., :, None] == mixed[..., None, :]).tril(-1).any(-1)
         wanted = torch.where(twice, -1, mixed)
-        for tables in (ours, theirs):
-            tables.step += 1
         want = definition(wanted, *theirs.all())
         with poisoned():
             got = admit(wanted.contiguous(), *ours.all())
@@ -82,6 +82,7 @@ def walk(lanes: int, heads: int, count: int, slots: int, rows: int, steps: int, 
             assert mine.dtype == other.dtype
             assert torch.equal(mine, other), f"step {step}"
         ours.same(theirs)
+        assert (ours.used[..., -1] == step + 1).all()
         slots_now, fetch, live = got
         held = wanted >= 0
         assert torch.equal(ours.row_slot.gather(2, wanted.clamp(min=0).long())[held], slots_now[held])
@@ -111,7 +112,6 @@ def test_is_what_residency_does(device: torch.device) -> None:
                 mine.copy_(theirs)
         rows = choose(2, 2, 9, 256, device, 0.9, near=200)
         want = residency.admit(rows)
-        ours.step += 1
         with poisoned():
             slots, fetch, live = admit(rows, *ours.all())
         assert torch.equal(slots, want[0])
@@ -121,17 +121,18 @@ def test_is_what_residency_does(device: torch.device) -> None:
         assert torch.equal(live, marked)
         assert torch.equal(ours.slot_row, residency.slot_row)
         assert torch.equal(ours.row_slot, residency.row_slot)
-        assert torch.equal(ours.used[..., :-1], residency.used[..., :-1])
+        assert torch.equal(ours.used, residency.used)
+        assert torch.equal(ours.counts, residency.counts)
 
 
 def test_nothing_wanted(device: torch.device) -> None:
     tables = Tables(1, 2, 4, 8, device)
-    tables.step += 1
     slots, fetch, live = admit(torch.full((1, 2, 4), -1, dtype=torch.int32, device=device), *tables.all())
     assert (slots == -1).all()
     assert (fetch == -1).all()
     assert not live.any()
     assert (tables.slot_row == -1).all()
+    assert tables.counts.tolist() == [0, 0, 0]
 
 
 def test_many_ages(device: torch.device) -> None:
@@ -141,7 +142,7 @@ def test_many_ages(device: torch.device) -> None:
         tables.used[0, 0, :8] = torch.tensor([3, 9, 1, 7, 2, 8, 6, 5], device=device)
         tables.slot_row[0, 0, :8] = torch.arange(8, device=device)
         tables.row_slot[0, 0, :8] = torch.arange(8, device=device)
-        tables.step.fill_(10)
+        tables.used[..., -1] = 9
     rows = torch.tensor([[[30, 2, 31, -1, 32]]], dtype=torch.int32, device=device)
     slots, fetch, _ = admit(rows, *ours.all())
     want = definition(rows, *theirs.all())
@@ -154,10 +155,8 @@ def test_many_ages(device: torch.device) -> None:
 def test_rows_twice_do_not_hang(device: torch.device) -> None:
     """The contract forbids it; the device must survive it."""
     tables = Tables(1, 1, 2, 8, device)
-    tables.step += 1
     admit(torch.tensor([[[3, 3]]], dtype=torch.int32, device=device), *tables.all())
     for _ in range(3):
-        tables.step += 1
         admit(torch.tensor([[[3, 5]]], dtype=torch.int32, device=device), *tables.all())
 
 
@@ -176,21 +175,17 @@ def test_gpu(lanes: int, count: int, slots: int, full: float, device: torch.devi
 
 @pytest.mark.gpu
 def test_gpu_captured(device: torch.device) -> None:
-    """Replays go on from the tables as they are; the step counter is read on the device."""
+    """Replays go on from the tables as they are; the step is counted on the device."""
     ours, theirs = Tables(2, 8, 300, 4096, device), Tables(2, 8, 300, 4096, device)
     rows = choose(2, 8, 200, 4096, device)
-    warm = Tables(2, 8, 300, 4096, device)
-    warm.step += 1
-    admit(rows, *warm.all())
+    admit(rows, *Tables(2, 8, 300, 4096, device).all())
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        ours.step += 1
         got = admit(rows, *ours.all())
     for _ in range(10):
         rows.copy_(choose(2, 8, 200, 600, device, 0.9))
         graph.replay()
-        theirs.step += 1
         want = definition(rows, *theirs.all())
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
         ours.same(theirs)

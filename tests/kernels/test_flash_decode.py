@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from kvthaw.cache.regions import Regions
 from kvthaw.kernels import flash_decode as module
 from kvthaw.kernels import sparse_decode as sparse
 from kvthaw.kernels.flash_decode import definition, flash_decode, flash_decode_partial, split_for
@@ -39,11 +41,21 @@ def slab(batch: int, heads: int, n: int, dim: int, dtype: torch.dtype, device: t
     return data[:, :, :, 0], data[:, :, :, 1]
 
 
+def same(found: Tensor, expected: Tensor) -> None:
+    """Equal, NaN where there is NaN."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
 def compare(query: Tensor, keys: Tensor, values: Tensor, **how: Any) -> Partial:
+    """flash_decode gives what its definition gives, and leaves keys, values and tickets as the definition leaves them."""
     how.setdefault("scale", query.shape[-1] ** -0.5)
+    tickets = torch.zeros(query.shape[0] * keys.shape[1] + 1, dtype=torch.int32, device=query.device)
+    ours = torch.stack((keys, values), dim=3)
     want = definition(query, keys, values, **how)
     with poisoned():
-        out = flash_decode(query, keys, values, **how)
+        out = flash_decode(query, ours[:, :, :, 0], ours[:, :, :, 1], **how, tickets=tickets)
+        same(ours, torch.stack((keys, values), dim=3))
+        assert not tickets.any()
         got = flash_decode_partial(query, keys, values, **how)
     assert out.dtype == query.dtype
     limit = TOLERANCE[keys.dtype]
@@ -129,6 +141,100 @@ def test_lengths_that_do_not_fit(device: torch.device) -> None:
     assert (got.lse[1:] == -torch.inf).all()
 
 
+@dataclass
+class Lanes:
+    """A slab of NaN but for what its lanes hold: positions below `lengths` in the sink, `starts` .. `lengths` in the ring, and a
+    random part of the pool. All but the newest token, which has not come yet."""
+
+    regions: Regions
+    lengths: list[int]
+    slots: int
+    heads: int = 2
+    group: int = 4
+    dim: int = 64
+    dtype: torch.dtype = torch.float32
+
+    def make(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+        """Query, keys, values and the rest of the arguments."""
+        of, batch = self.regions, len(self.lengths)
+        starts = [of.indexed(of.sink, n) for n in self.lengths]
+        data = torch.full((batch, self.heads, of.held + self.slots, 2, self.dim), torch.nan)
+        live = torch.rand(batch, self.heads, self.slots) < 0.5
+        for b, (start, length) in enumerate(zip(starts, self.lengths, strict=True)):
+            for position in {*range(min(of.sink, length - 1)), *range(start, length - 1)}:
+                place = position if position < of.sink else of.sink + (position - of.sink) % of.ring
+                data[b, :, place] = torch.randn(self.heads, 2, self.dim)
+        data[:, :, of.held :][live] = torch.randn(int(live.sum()), 2, self.dim)
+        data = data.to(device, self.dtype)
+        new = torch.randn(2, batch, self.heads, self.dim, device=device).to(self.dtype)
+        how = {
+            "newest": (new[0], new[1]),
+            "visible": live.to(device) if self.slots else None,
+            "lengths": torch.tensor(self.lengths, dtype=torch.int32, device=device),
+            "starts": torch.tensor(starts, dtype=torch.int32, device=device),
+            "regions": of,
+        }
+        query = torch.randn(batch, self.heads * self.group, self.dim, device=device).to(self.dtype)
+        return query, data[:, :, :, 0], data[:, :, :, 1], how
+
+
+@pytest.mark.parametrize("slots", [0, 1, 40])
+@pytest.mark.parametrize("regions", [Regions(4, 8, 4), Regions(0, 5, 3), Regions(1, 1, 1), Regions(16, 30, 17)], ids=str)
+def test_slab(regions: Regions, slots: int, device: torch.device) -> None:
+    """Every state of sink and ring, from an empty lane to a ring that has gone round; the kernel sees what lanes hold, not NaN."""
+    lengths = [0, 1, 2, 4, 5, 9, 17, 18, 63, 64, 65, 130]
+    for some in (lengths[:6], lengths[6:]):
+        query, keys, values, how = Lanes(regions, some, slots).make(device)
+        got = compare(query, keys, values, **how)
+        for b, length in enumerate(some):
+            assert length == 0 or torch.isfinite(got.lse[b]).all()
+
+
+@pytest.mark.parametrize(
+    ("heads", "group", "dim", "dtype"),
+    [(1, 1, 64, torch.float16), (3, 1, 80, torch.bfloat16), (2, 8, 128, torch.bfloat16), (1, 20, 96, torch.float32)],
+)
+def test_slab_shapes(heads: int, group: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    query, keys, values, how = Lanes(Regions(3, 20, 9), [50, 2], 60, heads, group, dim, dtype).make(device)
+    compare(query, keys, values, **how)
+
+
+def test_slab_with_everything(device: torch.device) -> None:
+    lanes = Lanes(Regions(3, 20, 9), [50, 2, 0], 60, dtype=torch.bfloat16)
+    query, keys, values, how = lanes.make(device)
+    log_weight = torch.randn(3, 8, keys.shape[2], device=device)
+    log_weight[:, 1] = -torch.inf
+    more = Partial(torch.randn(3, 8, 64, device=device), torch.randn(3, 8, device=device))
+    got = compare(query, keys, values, **how, softcap=5.0, log_weight=log_weight)
+    assert (got.lse[:, 1] == -torch.inf).all(), "a head that draws nothing, the newest token included"
+    compare(query, keys, values, **how, sinks=torch.randn(8, device=device), partials=[more], log_weight=log_weight)
+
+
+def test_newest_that_is_there_already(device: torch.device) -> None:
+    """A layer that asks again with the same token gets the same answer and leaves the slab as it is."""
+    query, keys, values, how = Lanes(Regions(2, 6, 3), [5, 30], 8).make(device)
+    first = flash_decode(query, keys, values, **how, scale=0.1)
+    before = keys.clone(), values.clone()
+    assert torch.equal(flash_decode(query, keys, values, **how, scale=0.1), first)
+    same(keys, before[0])
+    same(values, before[1])
+
+
+@pytest.mark.parametrize("n", [1, 63, 64, 65, 130])
+def test_newest_in_token_order(n: int, device: torch.device) -> None:
+    """Lanes that are full, half full, of one token and empty; what lies behind a lane's end or before its start is NaN."""
+    lengths = torch.tensor([n, max(1, n // 2), 1, 0], dtype=torch.int32, device=device)
+    starts = torch.tensor([0, max(0, n // 2 - 3), 0, 0], dtype=torch.int32, device=device)
+    keys, values = slab(4, 2, n, 64, torch.float32, device)
+    place = torch.arange(n, device=device)
+    hide(((place < lengths[:, None] - 1) & (place >= starts[:, None]))[:, None].expand(-1, 2, -1), keys, values)
+    newest = (torch.randn(4, 2, 64, device=device), torch.randn(4, 4, 64, device=device)[:, ::2])
+    got = compare(torch.randn(4, 8, 64, device=device), keys, values, newest=newest, lengths=lengths, starts=starts)
+    assert (got.lse[3] == -torch.inf).all()
+    alone = newest[1][2].repeat_interleave(4, dim=0)
+    torch.testing.assert_close(got.out[2], alone)
+
+
 @pytest.mark.parametrize("splits", [1, 3, 7])
 def test_any_split_is_the_same(splits: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     keys, values = slab(2, 1, 100, 64, torch.float32, device)
@@ -157,7 +263,7 @@ def test_split_fills_the_device(n: int, pairs: int, dim: int) -> None:
     assert pairs == 500 or pairs * split.splits <= 264
 
 
-@pytest.mark.parametrize("broken", ["stride", "dtype", "lengths", "visible"])
+@pytest.mark.parametrize("broken", ["stride", "dtype", "lengths", "visible", "newest", "regions"])
 def test_refuses_what_it_cannot_read(broken: str, device: torch.device) -> None:
     keys, values = slab(1, 1, 20, 64, torch.float32, device)
     query, how = torch.randn(1, 2, 64, device=device), {}
@@ -167,6 +273,13 @@ def test_refuses_what_it_cannot_read(broken: str, device: torch.device) -> None:
         values = values.half()
     elif broken == "lengths":
         how["lengths"] = torch.tensor([3], device=device)
+    elif broken == "newest":
+        how["newest"] = (query[:, :1], query[:, :1])
+    elif broken == "regions":
+        how |= {
+            "regions": Regions(2, 4, 4),
+            **dict.fromkeys(("lengths", "starts"), torch.ones(1, dtype=torch.int32, device=device)),
+        }
     else:
         how["visible"] = torch.ones(1, 1, 20, device=device)
     with pytest.raises(AssertionError):
@@ -200,6 +313,50 @@ def test_gpu_dense(n: int, device: torch.device) -> None:
     keys[1, :, n // 3 :] = torch.nan
     values[1, :, n // 3 :] = torch.nan
     compare(query, keys, values, lengths=lengths, starts=starts)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("heads", [1, 8])
+def test_gpu_slab(heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    for regions, slots in ((Regions(128, 256, 512), 100), (Regions(16, 16, 16), 976), (Regions(0, 64, 32), 0)):
+        query, keys, values, how = Lanes(regions, [5000, 700, 100, 17, 1, 0], slots, heads, 4, dim, dtype).make(device)
+        compare(query, keys, values, **how)
+
+
+@pytest.mark.gpu
+def test_gpu_last_program_merges(device: torch.device) -> None:
+    """The same answer a thousand times, whichever program comes last."""
+    query, keys, values, how = Lanes(Regions(16, 16, 16), [5000, 300, 40], 976, 8, 4, 128, torch.bfloat16).make(device)
+    tickets = torch.zeros(24, dtype=torch.int32, device=device)
+    first = flash_decode(query, keys, values, **how, scale=0.1, tickets=tickets)
+    found = [flash_decode(query, keys, values, **how, scale=0.1, tickets=tickets) for _ in range(1000)]
+    assert all(torch.equal(one, first) for one in found)
+    assert not tickets.any()
+
+
+@pytest.mark.gpu
+def test_gpu_captured_steps(device: torch.device) -> None:
+    """A captured step takes in a token after the other where the lengths on the device say."""
+    regions = Regions(4, 40, 30)
+    query, keys, values, how = Lanes(regions, [30, 60], 50, 8, 4, 128, torch.bfloat16).make(device)
+    theirs = torch.stack((keys, values), dim=3)
+    tickets = torch.zeros(16, dtype=torch.int32, device=device)
+    flash_decode(query, keys, values, **how, scale=0.1, tickets=tickets)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        how["lengths"].add_(1)
+        got = flash_decode(query, keys, values, **how, scale=0.1, tickets=tickets)
+    definition(query, theirs[:, :, :, 0], theirs[:, :, :, 1], **how, scale=0.1)
+    for _ in range(12):
+        for tensor in (query, *how["newest"]):
+            tensor.normal_()
+        graph.replay()
+        want = definition(query, theirs[:, :, :, 0], theirs[:, :, :, 1], **how, scale=0.1).out
+        assert (got.float() - want).norm() <= 1.6e-2 * want.norm()
+        same(torch.stack((keys, values), dim=3), theirs)
 
 
 @pytest.mark.gpu

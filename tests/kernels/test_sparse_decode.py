@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvthaw.kernels import dense
+from kvthaw.kernels import flash_decode as flash
 from kvthaw.kernels.merge import merge
 from kvthaw.kernels.sparse_decode import definition, sparse_decode
 from kvthaw.types import Partial
@@ -58,7 +59,7 @@ def test_sparse_decode(shape: Shape, extras: str) -> None:
         for _ in range(parts)
     ]
     found = sparse_decode(
-        q, k, v, visible, scale=SCALE, softcap=softcap, sinks=logits, log_weight=log_weight, partials=partials
+        q, k, v, visible=visible, scale=SCALE, softcap=softcap, sinks=logits, log_weight=log_weight, partials=partials
     )
     whole = definition(q, k, v, visible, scale=SCALE, softcap=softcap, log_weight=log_weight)
     out, lse = merge([whole.out, *(p.out for p in partials)], [whole.lse, *(p.lse for p in partials)])
@@ -86,7 +87,7 @@ def test_a_head_that_sees_nothing_gives_nothing(softcap: float | None) -> None:
     whole = definition(q, k, v, visible, scale=SCALE, softcap=softcap)
     assert (whole.out[0] == 0).all()
     assert (whole.lse[0] == -torch.inf).all()
-    assert (sparse_decode(q, k, v, visible, scale=SCALE, softcap=softcap)[0] == 0).all()
+    assert (sparse_decode(q, k, v, visible=visible, scale=SCALE, softcap=softcap)[0] == 0).all()
 
 
 def test_disjoint_places_merge_to_the_whole() -> None:
@@ -95,4 +96,32 @@ def test_disjoint_places_merge_to_the_whole() -> None:
     every = torch.ones(2, 2, 65, dtype=torch.bool)
     part = torch.rand(2, 2, 65) < 0.3
     rest = definition(q, k, v, ~part, scale=SCALE)
-    close(sparse_decode(q, k, v, part, scale=SCALE, partials=[rest]), definition(q, k, v, every, scale=SCALE).out)
+    close(sparse_decode(q, k, v, visible=part, scale=SCALE, partials=[rest]), definition(q, k, v, every, scale=SCALE).out)
+
+
+@pytest.mark.parametrize("extras", ["", "softcap"])
+@over_shapes
+def test_newest_in_token_order(shape: Shape, extras: str, device: torch.device) -> None:
+    """As the definition, in what it gives and in what it writes: lanes of their own lengths and padding."""
+    lengths = torch.tensor([shape.tokens, max(1, shape.tokens // 2)][: shape.batch], dtype=torch.int32, device=device)
+    starts = torch.tensor([0, max(0, shape.tokens // 2 - 5)][: shape.batch], dtype=torch.int32, device=device)
+    q, k, v, new_k, new_v = (
+        x.to(device) for x in (shape.query(), shape.keys(), shape.keys(), shape.keys(1)[:, :, 0], shape.keys(1)[:, :, 0])
+    )
+    ours, theirs = (k.clone(), v.clone()), (k, v)
+    how = {
+        "newest": (new_k, new_v), "lengths": lengths, "starts": starts, "scale": SCALE, "softcap": 3.0 if extras else None
+    }  # fmt: skip
+    close(sparse_decode(q, *ours, **how), flash.definition(q, *theirs, **how).out)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_full_lanes_without_padding_are_dense_attention() -> None:
+    shape = Shape(tokens=20)
+    q, k, v, newest = shape.query(), shape.keys(), shape.keys(), (shape.keys(1)[:, :, 0], shape.keys(1)[:, :, 0])
+    lengths = torch.full((2,), 13, dtype=torch.int32)
+    found = sparse_decode(q, k, v, newest=newest, lengths=lengths, starts=torch.zeros_like(lengths), scale=SCALE)
+    assert torch.equal(k[:, :, 12], newest[0])
+    out, _ = dense.definition(q[:, :, None], k[:, :, :13], v[:, :, :13], scale=SCALE, causal=False)
+    close(found, out[:, :, 0])

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvthaw.cache.clock import Clock
 from kvthaw.kernels.dense import causal_attention
-from kvthaw.kernels.flash_decode import flash_decode
 from kvthaw.kernels.sparse_decode import sparse_decode
 
 if TYPE_CHECKING:
@@ -38,12 +38,13 @@ def padded(layer: FrozenLayer | DenseLayer) -> tuple[Tensor, Tensor]:
 
 
 class DenseLayer:
-    """KV of one layer, [B, H, seen, 2, D] in token order with the left padding, in a buffer that grows by half."""
+    """KV of one layer, [B, H, seen, 2, D] in token order with the left padding, in a buffer that grows by half.
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.static = False
-        """Take single tokens by device counters alone, at fixed addresses, as a captured step must."""
+    clock: of all such layers; a lane's length counts its padding, and start is where that ends.
+    """
+
+    def __init__(self, number: int, clock: Clock) -> None:
+        self.number, self.clock = number, clock
         self.reset()
 
     def reset(self) -> None:
@@ -53,9 +54,7 @@ class DenseLayer:
         self.watched: Tensor | None = None
         self.scale = 0.0
         self._data: Tensor | None = None
-        self._end = self._begin = torch.empty(
-            0
-        )  # [B] int32 on the device: where each lane's tokens end and begin in the buffer
+        self._tickets = torch.empty(0, dtype=torch.int32)
 
     @property
     def lanes(self) -> int:
@@ -81,23 +80,17 @@ class DenseLayer:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, left_pad: list[int], how: Attention, fresh: bool) -> Tensor:
         """As FrozenLayer.attend."""
         steps = query.shape[2]
-        if self.static and fresh and steps == 1:
-            return self._step(query, key, value, how)
         if fresh:
             self.left_pad = left_pad
+        if steps == 1 and self._data is not None:
+            return self._step(query, key, value, how, fresh)
+        if fresh:
             self._append(key, value)
-            if steps > 1 or self.watched is None:
-                self.watched, self.scale = watch(self.watched, query), how.scale
+            self.watched, self.scale = watch(self.watched, query), how.scale
         assert self._data is not None
         keys, values = self._data[:, :, : self.seen, 0], self._data[:, :, : self.seen, 1]
         if not any(self.left_pad):
             return causal_attention(query, keys, values, scale=how.scale, softcap=how.softcap, sinks=how.sinks)
-        if steps == 1:
-            place = torch.arange(self.seen, device=query.device)
-            visible = place >= torch.tensor(self.left_pad, device=query.device)[:, None]
-            visible = visible[:, None].expand(-1, keys.shape[1], -1)
-            out = sparse_decode(query[:, :, 0], keys, values, visible, scale=how.scale, softcap=how.softcap, sinks=how.sinks)
-            return out[:, :, None]
         out = torch.zeros_like(query)
         for lane, left in enumerate(self.left_pad):
             skip = min(steps, max(0, left - (self.seen - steps)))
@@ -109,14 +102,8 @@ class DenseLayer:
         return out
 
     def before_step(self) -> None:
-        """Make room for one more token and set the device counters, so that a step is work of the device alone."""
-        assert self._data is not None
+        """Make room for one more token, so that a step is work of the device alone."""
         self._reserve(1)
-        device = self._data.device
-        if self._end.shape != (self.lanes,):
-            self._end, self._begin = (torch.empty(self.lanes, dtype=torch.int32, device=device) for _ in range(2))
-        self._end.fill_(self.seen)
-        self._begin.copy_(torch.tensor(self.left_pad, dtype=torch.int32), non_blocking=True)
 
     def due(self) -> bool:
         """Whether before_step() must be called again: the buffer is full."""
@@ -128,24 +115,32 @@ class DenseLayer:
 
     def tensors(self) -> list[Tensor]:
         """What a step reads and writes at fixed addresses."""
-        return [] if self._data is None else [self._data, self._end, self._begin]
+        return [] if self._data is None else [self._data, self._tickets]
 
-    def _step(self, query: Tensor, key: Tensor, value: Tensor, how: Attention) -> Tensor:
+    def tick(self, seen: int, coming: int | None = None) -> None:
+        """Set the clock to the step whose newest token is the `seen`-th of the batch. There is no ring that `coming` could move."""
         assert self._data is not None
-        place = self._end[:1].long()
-        self._data.index_copy_(2, place, torch.stack((key, value), dim=3))
-        self._end.add_(1)
-        self.seen += 1
-        keys, values = self._data[:, :, :, 0], self._data[:, :, :, 1]
-        out = flash_decode(
+        self.clock.at((seen,) * self.lanes, tuple(self.left_pad), self._data.device)
+
+    def _step(self, query: Tensor, key: Tensor, value: Tensor, how: Attention, fresh: bool) -> Tensor:
+        """A single token: its key and value enter the buffer, its query attends, by device counters alone."""
+        if fresh:
+            if self.due():
+                self.before_step()
+            self.seen += 1
+        self.tick(self.seen)
+        assert self._data is not None
+        out = sparse_decode(
             query[:, :, 0],
-            keys,
-            values,
+            self._data[:, :, :, 0],
+            self._data[:, :, :, 1],
             scale=how.scale,
+            newest=(key[:, :, -1], value[:, :, -1]),
+            lengths=self.clock.length,
+            starts=self.clock.start,
             softcap=how.softcap,
             sinks=how.sinks,
-            lengths=self._end,
-            starts=self._begin,
+            tickets=self._tickets,
         )
         return out[:, :, None]
 
@@ -166,6 +161,7 @@ class DenseLayer:
         """Lane i becomes what lane lanes[i] was."""
         if self._data is not None:
             self._data = self._data[torch.tensor(lanes, device=self._data.device)]
+            self._tickets = self._tickets.new_zeros(self._data.shape[0] * self._data.shape[1])
             self.left_pad = [self.left_pad[lane] for lane in lanes]
             self.watched = None if self.watched is None else self.watched[lanes]
 
@@ -173,6 +169,7 @@ class DenseLayer:
         batch, heads, steps, dim = key.shape
         if self._data is None:
             self._data = torch.empty((batch, heads, steps + max(256, steps // 16), 2, dim), dtype=key.dtype, device=key.device)
+            self._tickets = torch.zeros(batch * heads, dtype=torch.int32, device=key.device)
         self._reserve(steps)
         end = self.seen + steps
         self._data[:, :, self.seen : end, 0] = key

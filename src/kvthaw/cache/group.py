@@ -34,22 +34,30 @@ class Choice:
 
 
 class Meter:
-    """Counts of a group, kept where its index works, so that reading them is the only sync."""
+    """What a group selected and fetched over all steps. Reading the rows that residency counted is the only sync."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, residency: Residency) -> None:
         self.steps = 0  # KV heads of lanes, over steps
-        self.selected, self.fetched, self.most = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(3))
-
-    def add(self, counts: Tensor, fetch: Tensor) -> None:
-        """Count a step. counts [B, H]: rows selected; fetch [B, H, M]: rows to bring, else -1."""
-        self.selected += counts.sum()
-        self.fetched += (fetch >= 0).sum()
-        torch.maximum(self.most, counts.max(), out=self.most)
-        self.tick(counts.numel())
+        self._residency = residency
 
     def tick(self, heads: int) -> None:
-        """Count a step of so many KV heads whose numbers the device added by itself."""
+        """Count a step of so many KV heads."""
         self.steps += heads
+
+    @property
+    def selected(self) -> int:
+        """Rows selected."""
+        return int(self._residency.counts[0])
+
+    @property
+    def fetched(self) -> int:
+        """Rows brought, by each layer of the group."""
+        return int(self._residency.counts[1])
+
+    @property
+    def most(self) -> int:
+        """The most rows that a KV head selected in a step."""
+        return int(self._residency.counts[2])
 
 
 class Group:
@@ -66,7 +74,7 @@ class Group:
         where = torch.device("cpu") if self.index.on_host else shape.device
         self.residency = Residency(lanes, shape.kv_heads, self.slots, device=where)
         self.choices: list[Choice] = []
-        self.meter = Meter(where)
+        self.meter = Meter(self.residency)
         self._staging: Tensor | None = None
         self._pipeline = pipeline
         self._jobs: list[Future[None]] = []
@@ -99,7 +107,7 @@ class Group:
             for lane in range(query.shape[0]):
                 self.residency.clear(lane)
         slots, fetch, live = self.residency.admit(selection.rows)
-        self.meter.add(selection.counts, fetch)
+        self.meter.tick(selection.counts.numel())
         if slots.device == query.device:
             choice = Choice(selection, slots, fetch, live)
         else:

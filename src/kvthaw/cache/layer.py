@@ -2,9 +2,10 @@
 
 A decode step, start to finish:
 
-    new K, V -> ring      (ring full: its oldest tokens leave for the retrieval region, are offloaded and indexed)
+    ring full?            its oldest tokens leave for the retrieval region, are offloaded and indexed
     query    -> index     -> rows -> residency: which of them are on the device already?
-             -> transfer brings the others -> attention over sink + ring + selected rows
+             -> transfer brings the others
+             -> attention: new K, V enter the ring; the query attends to sink + ring + selected rows
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from kvthaw.cache.pool import Slab
 from kvthaw.cache.transfer import BulkCopy, UvaGather
 from kvthaw.errors import CacheError
 from kvthaw.kernels.dense import attend, causal_attention, with_sinks
+from kvthaw.kernels.flash_decode import Newest
 from kvthaw.kernels.merge import merge
 from kvthaw.kernels.sparse_decode import sparse_decode
 from kvthaw.types import LayerShape, Transfer
@@ -125,8 +127,8 @@ class FrozenLayer:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, left_pad: list[int], how: Attention, fresh: bool) -> Tensor:
         """Attend to everything up to each query. query [B, Hq, T, D]; key, value [B, H, T, D], the same tokens'.
 
-        fresh: the tokens are new and become part of the cache; else a layer that shares this layer's KV asks again. left_pad: of
-        each lane, as far as it is known. Returns [B, Hq, T, D]; queries that are padding get 0.
+        fresh: the tokens are new and become part of the cache; else a layer that shares this layer's KV asks again, perhaps with
+        the last queries only. left_pad: of each lane, as far as it is known. Returns [B, Hq, T, D]; queries that are padding get 0.
         """
         steps = query.shape[2]
         if self.plan is None:
@@ -146,9 +148,10 @@ class FrozenLayer:
         outs = []
         for t in range(steps):
             if fresh:
-                self._take_one(key[:, :, t], value[:, :, t])
-            outs.append(self._sparse(query[:, :, t], before + t + 1, t, how))
-        return torch.stack(outs, dim=2)
+                self._advance()
+            newest = key[:, :, t - steps], value[:, :, t - steps]
+            outs.append(self._sparse(query[:, :, t], newest, before + t + 1, t, how))
+        return torch.stack(outs, dim=2) if steps > 1 else outs[0][:, :, None]
 
     @property
     def _chooses(self) -> bool:
@@ -224,40 +227,44 @@ class FrozenLayer:
             spans = [(0, sink), (max(sink, min(self.indexed(lane), past)), past)]
         return [(at, min(at + _PAST_BLOCK, stop)) for start, stop in spans for at in range(start, stop, _PAST_BLOCK)]
 
-    def _sparse(self, query: Tensor, seen: int, t: int, how: Attention) -> Tensor:
-        """One decode step: select, fetch, attend. query [B, Hq, D]; seen: padded tokens up to this query's own."""
+    def _sparse(self, query: Tensor, newest: Newest, seen: int, t: int, how: Attention) -> Tensor:
+        """One decode step: select, fetch, attend. query [B, Hq, D]; newest: key and value [B, H, D] of its token, which enter the
+        ring (again, where another layer's queries come); seen: padded tokens up to it."""
         assert self.plan is not None
         if self._finite is not None:
             self.settle()
         self._count(seen)
         self.tick(seen)
-        visible = self.clock.held[:, None].expand(-1, self.slab.data.shape[1], -1)
-        choice = None
-        log_weight, partials = None, []
+        choice, visible, log_weight, partials = None, None, None, []
         if self.group is not None and self._transfer is not None:
             choice = self.group.choose(query, seen) if self._chooses else self.group.choices[t]
             self._wait_for_copies()
             slots, fetch = choice.host if choice.host and not self._transfer.graph_safe else (choice.slots, choice.fetch)
             self._transfer.fetch(self.store, self.slab, fetch, slots)
-            visible = torch.cat((visible, choice.live), dim=2)
-            selection = choice.selection
-            if selection.partial is not None and self._chooses:  # of the anchor's own keys and values
+            visible, selection = choice.live, choice.selection
+            if selection.partial is not None:
                 partials.append(selection.partial)
-            if selection.log_weight is not None and self._chooses:
+            if selection.log_weight is not None:
                 log_weight = self._by_place(selection.log_weight, choice)
-        if self.observer is not None:
-            self.observer(self, query, choice)
-        return sparse_decode(
+        out = sparse_decode(
             query,
             self.slab.keys,
             self.slab.values,
-            visible,
             scale=how.scale,
+            newest=newest,
+            visible=visible,
+            lengths=self.clock.length,
+            starts=self.clock.start,
+            regions=self.plan.regions,
             softcap=how.softcap,
             sinks=how.sinks,
             log_weight=log_weight,
             partials=partials,
+            tickets=self.slab.tickets,
         )
+        if self.observer is not None:
+            self.observer(self, query, choice)
+        return out
 
     def _count(self, seen: int) -> None:
         assert self.plan is not None
@@ -276,7 +283,7 @@ class FrozenLayer:
         at = self.seen if coming is None else coming
         lengths = tuple(seen - pad for pad in self.left_pad)
         starts = tuple(self.indexed(lane, at - pad) for lane, pad in enumerate(self.left_pad))
-        self.clock.at(self.plan.regions, lengths, starts, self.slab.data.device)
+        self.clock.at(lengths, starts, self.slab.data.device)
 
     def _by_place(self, log_weight: Tensor, choice: Choice) -> Tensor:
         """log_weight [B, Hq, M] moved to the places of the slab, [B, Hq, N]; 0 elsewhere."""
@@ -383,10 +390,11 @@ class FrozenLayer:
 
     def tensors(self) -> list[Tensor]:
         """What a step reads and writes at fixed addresses."""
-        found = [self.slab.data]
+        found = [self.slab.data, self.slab.tickets]
         if self.group is not None:
             residency = self.group.residency
-            found += [residency.row_slot, residency.slot_row, residency.used, *_tensors(self.group.index)]
+            tables = (residency.row_slot, residency.slot_row, residency.used, residency.counts)
+            found += [*tables, *_tensors(self.group.index)]
         if isinstance(self._transfer, UvaGather) and self._transfer.table is not None:
             found.append(self._transfer.table)
         return found
@@ -396,13 +404,11 @@ class FrozenLayer:
         lengths = [self.length(lane) for lane in range(self.lanes)]
         return [lane for lane, n in enumerate(lengths) if self.indexed(lane, n + 1) > self.indexed(lane, n)]
 
-    def _take_one(self, key: Tensor, value: Tensor) -> None:
-        """One new token a lane, [B, H, D]."""
+    def _advance(self) -> None:
+        """Make room for one new token a lane and count it; the step's attention writes it."""
         if self.due():
             self.before_step()
         self.seen += 1
-        self.tick(self.seen)
-        self.slab.write_step(self.clock.place, torch.stack((key, value), dim=2))
 
     def _leave(self, lanes: list[int]) -> None:
         """The oldest tokens of full rings leave for the retrieval region."""

@@ -12,7 +12,7 @@ class Slab:
     """data [B, H, N, 2, D] with N = sink + ring + slots: first the sink by position, then the ring, then the pool's slots.
 
     One tensor, so that a decode step is one attention over it under a mask. It starts as zeros and holds only what was written,
-    so places that the mask hides are finite.
+    so places that the mask hides are finite. tickets [B * H] int32: zeros between steps, for `kvthaw.kernels.flash_decode`.
     """
 
     def __init__(
@@ -29,6 +29,7 @@ class Slab:
         self.regions, self.slots = regions, slots
         self.pool_start = regions.sink + regions.ring
         self.data = torch.zeros((lanes, kv_heads, self.pool_start + slots, 2, head_dim), dtype=dtype, device=device)
+        self.tickets = torch.zeros(lanes * kv_heads, dtype=torch.int32, device=device)
 
     @property
     def keys(self) -> Tensor:
@@ -50,11 +51,6 @@ class Slab:
         places = torch.tensor([self.place(start + i) for i in range(rows.shape[1])], device=self.data.device)
         self.data[lane].index_copy_(1, places, rows.to(self.data.device))
 
-    def write_step(self, place: Tensor, rows: Tensor) -> None:
-        """Put one new token a lane in its place. place: [B] int64 on the device; rows: [B, H, 2, D]."""
-        index = place[:, None, None, None, None].expand(-1, rows.shape[1], 1, 2, rows.shape[3])
-        self.data.scatter_(2, index, rows[:, :, None])
-
     def read(self, lane: int, start: int, stop: int) -> Tensor:
         """Rows [H, stop - start, 2, D] of positions that stand in the sink or in the ring."""
         places = torch.tensor([self.place(p) for p in range(start, stop)], dtype=torch.int64, device=self.data.device)
@@ -63,3 +59,4 @@ class Slab:
     def reorder(self, lanes: Tensor) -> None:
         """Lane i becomes what lane lanes[i] was; lanes [B'] int64."""
         self.data = self.data.index_select(0, lanes)
+        self.tickets = self.tickets.new_zeros(self.data.shape[0] * self.data.shape[1])

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.kernels.admit import admit as device_admit
+from kvthaw.kernels.admit import count_rows
 from kvthaw.native import admit as native_admit
 
 
@@ -13,8 +14,9 @@ class Residency:
     """A direct-mapped table from rows to slots for each lane and KV head.
 
     row_slot [B, H, T + 1] int32: the slot of a row or -1. slot_row [B, H, C + 1] int32: the row in a slot or -1. used [B, H, C + 1]
-    int32: the step at which a slot was last wanted. The last column of each is a place where writes that mean nothing go, so that
-    admit() has no branches, static shapes and no host sync. Rows replaced are those wanted longest ago.
+    int32: the step at which a slot was last wanted. The last column of the first two is a place where writes that mean nothing go,
+    so that admit() has no branches, static shapes and no host sync; that of `used` is the last step's number. Rows replaced are
+    those wanted longest ago. counts [3] int64, of all steps: rows wanted, rows to bring, the most rows that a head wanted.
     """
 
     def __init__(self, lanes: int, kv_heads: int, slots: int, *, device: torch.device) -> None:
@@ -22,7 +24,7 @@ class Residency:
         self.row_slot = torch.full((lanes, kv_heads, 1), -1, dtype=torch.int32, device=device)
         self.slot_row = torch.full((lanes, kv_heads, slots + 1), -1, dtype=torch.int32, device=device)
         self.used = torch.zeros((lanes, kv_heads, slots + 1), dtype=torch.int32, device=device)
-        self.step = torch.zeros((), dtype=torch.int32, device=device)
+        self.counts = torch.zeros(3, dtype=torch.int64, device=device)
 
     @property
     def capacity(self) -> int:
@@ -44,9 +46,14 @@ class Residency:
         Returns (slots [B, H, M] int32, -1 where rows is -1; fetch [B, H, M] int32: the row where it must be brought, else -1; live
         [B, H, C] bool: the slots that hold a row of this step).
         """
-        self.step += 1  # in place: a captured step counts on
-        run = device_admit if self.device.type == "cuda" else native_admit
-        return run(rows.contiguous(), self.row_slot, self.slot_row, self.used, self.step)
+        rows, tables = rows.contiguous(), (self.row_slot, self.slot_row, self.used)
+        if self.device.type == "cuda":
+            return device_admit(rows, *tables, self.counts)
+        step = self.used[0, 0, -1] + 1  # of all lanes and heads
+        slots, fetch, live = native_admit(rows, *tables, step)
+        self.used[:, :, -1] = step
+        count_rows(self.counts, rows >= 0, fetch >= 0)
+        return slots, fetch, live
 
     def clear(self, lane: int, length: int = 0) -> None:
         """Forget the rows >= length of a lane."""

@@ -94,9 +94,8 @@ class Replay:
         self.captures, self.capture_seconds = 0, 0.0
         self._forward = forward
         self._layers: list[FrozenLayer | DenseLayer] = cache.kv_layers
-        self._frozen = next((layer for layer in self._layers if isinstance(layer, FrozenLayer)), None)
-        dense = next((layer for layer in self._layers if isinstance(layer, DenseLayer)), None)
-        self._watch = [layer for layer in (self._frozen, dense) if layer is not None]  # all layers of a kind are due at once
+        kinds = {type(layer): layer for layer in reversed(self._layers)}
+        self._watch = list(kinds.values())  # the first of each kind: all layers of a kind are due at once and share a clock
         self._seen = -1
         self._graph: torch.cuda.CUDAGraph | None = None
         self._addresses: tuple[int, ...] = ()
@@ -116,8 +115,8 @@ class Replay:
             self._steady += 1
             if self._steady <= _WARM:
                 return self._run(ids, positions)
-        if self._frozen is not None:  # the graph itself advances the clock
-            self._frozen.tick(self._frozen.seen, self._frozen.seen + 1)
+        for layer in self._watch:  # the graph itself advances the clocks
+            layer.tick(layer.seen, layer.seen + 1)
         if self._graph is None:
             self._capture(ids, positions)  # runs the step's Python once, so that the layers have counted it
         else:
@@ -125,8 +124,8 @@ class Replay:
             self._positions.copy_(positions)
             for layer in self._layers:
                 layer.count_step()
-            if self._frozen is not None:
-                self._frozen.clock.passed()
+            for layer in self._watch:
+                layer.clock.passed()
         assert self._graph is not None
         self._graph.replay()
         self._seen = self._layers[0].seen
@@ -154,18 +153,9 @@ class Replay:
     def _capture(self, ids: Tensor, positions: Tensor) -> None:
         begin = time.perf_counter()
         self._ids, self._positions = ids.clone(), positions.clone()
-        dense = [layer for layer in self._layers if isinstance(layer, DenseLayer)]
-        for layer in dense:
-            layer.static = True
         graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph):
-                if self._frozen is not None:
-                    self._frozen.tick(self._frozen.seen + 1, self._frozen.seen + 1)
-                self._logits = self._run(self._ids, self._positions)
-        finally:
-            for layer in dense:
-                layer.static = False
+        with torch.cuda.graph(graph):
+            self._logits = self._run(self._ids, self._positions)
         self._graph = graph
         self.captures += 1
         self.capture_seconds += time.perf_counter() - begin

@@ -304,12 +304,12 @@ class Cache(DynamicCache):
         frozen = [] if chosen.dense else [i for i in full if i >= dense_layers]
         self.replay: Replay | None = None
         self._shared = _Shared(model, self.settings, len(frozen))
-        pipeline, clock = Pipeline(), Clock()
+        pipeline, clock, dense_clock = Pipeline(), Clock(), Clock()
         leader: FrozenLayer | None = None
         for i in full:
             kv: FrozenLayer | DenseLayer
             if i not in frozen:
-                kv = DenseLayer(i)
+                kv = DenseLayer(i, dense_clock)
             elif chosen.index is None or self._anchors(i, frozen):
                 kv = leader = FrozenLayer(i, self.settings, pipeline, clock)
             else:

@@ -10,12 +10,14 @@ from torch import Tensor
 from kvthaw.kernels import HAS_TRITON
 
 
-def definition(rows: Tensor, row_slot: Tensor, slot_row: Tensor, used: Tensor, step: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def definition(rows: Tensor, row_slot: Tensor, slot_row: Tensor, used: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Give every row a slot, replacing those wanted longest ago; ties go to the lower slot.
 
     rows [B, H, M] int32, -1 padded, none twice, M <= C. Tables, changed in place: row_slot [B, H, T + 1] int32, the slot of a
     row or -1; slot_row [B, H, C + 1] int32, the row in a slot or -1; used [B, H, C + 1] int32, the step that last wanted a
-    slot. Their last column is where writes go that mean nothing. step: int32 scalar, this step's number, above all in `used`.
+    slot. The last column of the first two is where writes go that mean nothing; that of `used` is the number of the last step,
+    which is counted on. counts [3] int64: rows wanted and rows to bring are added to the first two, the third becomes the most rows
+    that a head wanted in a step.
 
     Returns slots [B, H, M] int32, -1 where rows is -1; fetch [B, H, M] int32, the row where it must be brought, else -1; live
     [B, H, C] bool, the slots that hold a row of this step. The i-th miss takes the i-th slot in the order (used, slot).
@@ -25,7 +27,8 @@ def definition(rows: Tensor, row_slot: Tensor, slot_row: Tensor, used: Tensor, s
     row = torch.where(wanted, rows, trash_row).long()
     slot = row_slot.gather(2, row)
     hit, miss = wanted & (slot >= 0), wanted & (slot < 0)
-    now = step.to(torch.int32).expand(slot.shape)
+    step = used[:, :, count:] + 1
+    now = step.expand(slot.shape)
     used.scatter_(2, torch.where(hit, slot, count).long(), now)
     order = torch.sort(used[:, :, :count], dim=2, stable=True).indices
     rank = (torch.cumsum(miss, dim=2) - 1).clamp_(0, count - 1)
@@ -37,9 +40,19 @@ def definition(rows: Tensor, row_slot: Tensor, slot_row: Tensor, used: Tensor, s
     slot_row.scatter_(2, victim, torch.where(miss, rows, -1))
     slot_row[:, :, count] = -1
     used.scatter_(2, victim, now)
+    used[:, :, count:] = step
+    count_rows(counts, wanted, miss)
     slots = torch.where(hit, slot, torch.where(miss, victim.int(), -1))
     live = used[:, :, :count] == step
     return slots, torch.where(miss, rows, -1), live
+
+
+def count_rows(counts: Tensor, wanted: Tensor, miss: Tensor) -> None:
+    """Add a step to counts, see `definition`. wanted, miss: [B, H, M] bool."""
+    each = wanted.sum(dim=2)
+    counts[0] += each.sum()
+    counts[1] += miss.sum()
+    counts[2] = torch.maximum(counts[2], each.max())
 
 
 if TYPE_CHECKING:
@@ -54,7 +67,7 @@ elif HAS_TRITON:
         row_slot,
         slot_row,
         used,
-        step,
+        counts,
         slots,
         fetch,
         live,
@@ -73,15 +86,19 @@ elif HAS_TRITON:
         order += pair * places
         m, c = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_C)
         given, is_slot = m < count, c < places
-        now = tl.load(step)
+        now = tl.load(used + places) + 1
         row = tl.load(rows + pair * count + m, mask=given, other=-1)
         old = tl.load(slot_row + c, mask=is_slot, other=-1)
         slot = tl.load(row_slot + row, mask=row >= 0, other=-1)
         hit, miss = slot >= 0, (row >= 0) & (slot < 0)
         tl.store(used + slot, now, mask=hit)
         rank = tl.cumsum(miss.to(tl.int32), 0) - 1
-        missing = tl.sum(miss.to(tl.int32), 0)
+        missing, wanted = tl.sum(miss.to(tl.int32), 0), tl.sum((row >= 0).to(tl.int32), 0)
+        tl.atomic_add(counts, wanted.to(tl.int64), sem="relaxed")
+        tl.atomic_add(counts + 1, missing.to(tl.int64), sem="relaxed")
+        tl.atomic_max(counts + 2, wanted.to(tl.int64), sem="relaxed")
         tl.debug_barrier()
+        tl.store(used + places, now)
 
         # Victims, an age at a time. An age is a step at which slots were last wanted; all rounds but a step's last empty an age
         # for good, and a step makes one, so there are two rounds a step in the mean.
@@ -111,8 +128,8 @@ elif HAS_TRITON:
         tl.store(fetch + pair * count + m, tl.where(miss, row, -1), mask=given)
 
 
-def admit(rows: Tensor, row_slot: Tensor, slot_row: Tensor, used: Tensor, step: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As `definition`, in one launch without a sync; the last columns of the tables are left alone.
+def admit(rows: Tensor, row_slot: Tensor, slot_row: Tensor, used: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As `definition`, in one launch without a sync; the columns of writes that mean nothing are left alone.
 
     8 heads of 1024 rows read and write some 200 KB, which is nothing: the time is four dependent trips to memory (rows, their
     slots, the marks on the slots, the order of the victims) and about two rounds of sums over the slots.
@@ -126,8 +143,9 @@ def admit(rows: Tensor, row_slot: Tensor, slot_row: Tensor, used: Tensor, step: 
         assert tensor.dtype == torch.int32
         assert tensor.shape[:2] == (lanes, heads)
     assert used.shape == slot_row.shape
-    assert step.dtype == torch.int32
-    assert step.numel() == 1
+    assert counts.dtype == torch.int64
+    assert counts.shape == (3,)
+    assert counts.is_contiguous()
     slots, fetch = torch.empty_like(rows), torch.empty_like(rows)
     live = torch.empty((lanes, heads, places), dtype=torch.bool, device=rows.device)
     order = torch.empty((lanes, heads, places), dtype=torch.int32, device=rows.device)
@@ -135,7 +153,7 @@ def admit(rows: Tensor, row_slot: Tensor, slot_row: Tensor, used: Tensor, step: 
     _admit[(lanes * heads,)](
         rows,
         *tables,
-        step,
+        counts,
         slots,
         fetch,
         live,

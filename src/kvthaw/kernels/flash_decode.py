@@ -1,4 +1,7 @@
-"""Attention of one query a head over keys on the device, split along the keys and merged; static shapes, no sync."""
+"""One decode step of attention on the device in one launch: the newest key and value are written to their place, every query
+head attends to what its lane sees, split along the keys, and the program that is the last of its KV head to end merges the
+splits. Static shapes, no sync; lengths are read on the device.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,58 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from kvthaw.cache.regions import Regions
 from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.merge import merge
 from kvthaw.types import Partial
+
+Newest = tuple[Tensor, Tensor]
+"""Key and value [B, H, D] of each lane's last token."""
+
+
+def place_of(lengths: Tensor, regions: Regions | None) -> Tensor:
+    """[B] int64: where the last of a lane's `lengths` tokens stands, in token order or in sink and ring; -1 where there is none."""
+    last = lengths.long() - 1
+    return (
+        last if regions is None else torch.where(last < regions.sink, last, regions.sink + (last - regions.sink) % regions.ring)
+    )
+
+
+def held(lengths: Tensor, starts: Tensor, regions: Regions) -> Tensor:
+    """[B, sink + ring] bool: the places of sink and ring that hold a token, in the sink positions < lengths, in the ring positions
+    starts .. lengths. lengths, starts: [B]."""
+    place, start, length = torch.arange(regions.held, device=lengths.device), starts[:, None], lengths[:, None]
+    age = (place - start) % regions.ring  # place - sink is position - sink modulo ring, so this is position - start
+    return torch.where(place < regions.sink, place < length, age < length - start)
+
+
+def write(keys: Tensor, values: Tensor, newest: Newest, place: Tensor) -> None:
+    """Put each lane's newest token in its place [B] of keys and values [B, H, N, D]; a place outside 0 .. N is left out."""
+    lane = ((place >= 0) & (place < keys.shape[2])).nonzero()[:, 0]
+    for whole, one in zip((keys, values), newest, strict=True):
+        whole[lane, :, place[lane]] = one[lane].to(whole.dtype)
+
+
+def seen_places(
+    keys: Tensor, visible: Tensor | None, lengths: Tensor | None, starts: Tensor | None, regions: Regions | None, newest: bool
+) -> Tensor:
+    """[B, H, N] bool: what a lane sees, the arguments being those of `definition`."""
+    batch, heads, n, _ = keys.shape
+    place = torch.arange(n, device=keys.device)
+    if regions is not None:
+        assert lengths is not None
+        assert starts is not None
+        seen = held(lengths, starts, regions)[:, None].expand(-1, heads, -1)
+        return seen if visible is None else torch.cat((seen, visible), dim=2)
+    seen = torch.ones((batch, heads, n), dtype=torch.bool, device=keys.device) if visible is None else visible
+    if lengths is not None:
+        seen = seen & (place < lengths[:, None, None])
+    if starts is not None:
+        seen = seen & (place >= starts[:, None, None])
+    if newest:
+        assert lengths is not None
+        seen = seen | (place == lengths[:, None, None] - 1)
+    return seen
 
 
 def definition(
@@ -21,9 +73,11 @@ def definition(
     values: Tensor,
     *,
     scale: float,
+    newest: Newest | None = None,
     visible: Tensor | None = None,
     lengths: Tensor | None = None,
     starts: Tensor | None = None,
+    regions: Regions | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     log_weight: Tensor | None = None,
@@ -32,18 +86,19 @@ def definition(
     """softmax over the visible keys, in float32.
 
     query [B, Hq, D]; keys, values [B, H, N, D], Hq a multiple of H. A lane sees the places starts[b] <= n < lengths[b] ([B]
-    int32; None: 0 and N) that `visible` [B, H, N] bool allows; the others may hold anything, NaN included. softcap c: scores
-    become c tanh(score / c). log_weight [B, Hq, N] is added to the logits then. sinks [Hq]: logits that take weight and give
-    nothing (gpt-oss). partials: attention over further, disjoint tokens. lse counts sinks and partials; a head that sees
-    nothing gives 0 with lse -inf.
+    int32; None: 0 and N) that `visible` [B, H, N] bool allows; the others may hold anything, NaN included.
+    regions: keys and values are a slab; the first regions.held places are sink and ring, of which a lane sees the positions <
+    lengths[b] in the sink and starts[b] .. lengths[b] in the ring, and visible [B, H, N - held] is about the places behind.
+    newest: key and value of the last of the lengths[b] tokens, always seen; they are written to its place in keys and values, and
+    nothing else is. softcap c: scores become c tanh(score / c). log_weight [B, Hq, N] is added to the logits then. sinks [Hq]:
+    logits that take weight and give nothing (gpt-oss). partials: attention over further, disjoint tokens. lse counts sinks and
+    partials; a head that sees nothing gives 0 with lse -inf.
     """
-    batch, heads, n, dim = keys.shape
-    place = torch.arange(n, device=keys.device)
-    seen = torch.ones((batch, heads, n), dtype=torch.bool, device=keys.device) if visible is None else visible
-    if lengths is not None:
-        seen = seen & (place < lengths[:, None, None])
-    if starts is not None:
-        seen = seen & (place >= starts[:, None, None])
+    batch, heads, _, dim = keys.shape
+    if newest is not None:
+        assert lengths is not None
+        write(keys, values, newest, place_of(lengths, regions))
+    seen = seen_places(keys, visible, lengths, starts, regions, newest is not None)
     k, v = (torch.where(seen[..., None], x.float(), 0.0) for x in (keys, values))
     scores = torch.einsum("bhgd,bhnd->bhgn", query.float().reshape(batch, heads, -1, dim), k) * scale
     if softcap is not None:
@@ -61,8 +116,7 @@ def definition(
 
 
 if TYPE_CHECKING:
-    _split: Any
-    _merge: Any
+    _attend: Any
 elif HAS_TRITON:
     import triton
     import triton.language as tl
@@ -70,15 +124,33 @@ elif HAS_TRITON:
     _LOG2E = tl.constexpr(1.4426950408889634)
 
     @triton.jit
-    def _split(
+    def _capped(score, scale, softcap):
+        # Logits in base 2.
+        if softcap is not None:
+            score = score * (scale / softcap)
+            score = (2.0 * tl.sigmoid(2.0 * score) - 1.0) * (softcap * _LOG2E)
+        else:
+            score = score * (scale * _LOG2E)
+        return score
+
+    @triton.jit
+    def _attend(
         query,
         keys,
         values,
+        new_key,
+        new_value,
         visible,
         lengths,
         starts,
         log_weight,
-        acc_out,
+        sinks,
+        more_out,
+        more_lse,
+        acc_parts,
+        lse_parts,
+        tickets,
+        out,
         lse_out,
         q_lane,
         q_head,
@@ -88,12 +160,18 @@ elif HAS_TRITON:
         v_lane,
         v_head,
         v_row,
+        nk_lane,
+        nk_head,
+        nv_lane,
+        nv_head,
         m_lane,
         m_head,
         m_row,
         w_lane,
         w_head,
         n,
+        sink,
+        ring,
         scale,
         softcap,
         HEADS: tl.constexpr,
@@ -103,21 +181,36 @@ elif HAS_TRITON:
         BLOCK_D: tl.constexpr,
         BLOCK_N: tl.constexpr,
         UPCAST: tl.constexpr,
+        MERGE_G: tl.constexpr,
+        MERGE_S: tl.constexpr,
+        CHUNK: tl.constexpr,
     ):
-        # Program (lane and KV head, split): the query heads of one KV head over one run of its keys. Logits in base 2. The runs
-        # share what the lane has evenly, in whole blocks; a program without a run leaves lse -inf and its acc unwritten.
+        # Program (lane and KV head, split): the query heads of one KV head over one run of its keys. The runs share what the lane
+        # has evenly, in whole blocks; a program without a run leaves lse -inf and its acc unwritten. The newest token comes from
+        # new_key and new_value and starts the softmax of split 0, which also writes it; nobody reads its place.
         pair, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
         b, h = (pair // HEADS).to(tl.int64), (pair % HEADS).to(tl.int64)
-        first, last = 0, n
+        start, length = 0, n
         if starts is not None:
-            first = tl.maximum(tl.load(starts + b), 0)
+            start = tl.load(starts + b)
         if lengths is not None:
-            last = tl.minimum(tl.load(lengths + b), n)
+            length = tl.load(lengths + b)
+        past = length  # tokens that lie in memory
+        if new_key is not None:
+            past = length - 1
+        if ring is None:
+            first, last, behind = tl.maximum(start, 0), tl.minimum(past, n), 0
+            place_new = past
+        else:  # a slab: sink, ring, and what `visible` is about behind them
+            first, last, behind = 0, n, sink + ring
+            oldest = (start - sink) % ring  # where in the ring position `start` stands
+            place_new = tl.where(past < sink, past, sink + (past - sink) % ring)
         run = tl.cdiv(tl.cdiv(tl.maximum(last - first, 0), splits), BLOCK_N) * BLOCK_N
         begin = first + split * run
         end = tl.minimum(begin + run, last)
 
         g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+        offset = tl.arange(0, BLOCK_N)
         is_head, is_dim = g < GROUP, d < DIM
         heads = h * GROUP + g
         q = tl.load(
@@ -129,10 +222,25 @@ elif HAS_TRITON:
         top = tl.full((BLOCK_G,), float("-inf"), tl.float32)
         sums = tl.zeros((BLOCK_G, BLOCK_N), tl.float32)  # added up over the block's places only at the end
         acc = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
-        offset = tl.arange(0, BLOCK_N)
+        if new_key is not None:
+            mine = (split == 0) & (place_new >= 0) & (place_new < n)
+            row = place_new.to(tl.int64)
+            nk = tl.load(new_key + b * nk_lane + h * nk_head + d, mask=is_dim & mine, other=0.0).to(keys.dtype.element_ty)
+            nv = tl.load(new_value + b * nv_lane + h * nv_head + d, mask=is_dim & mine, other=0.0).to(values.dtype.element_ty)
+            tl.store(keys + row * k_row + d, nk, mask=is_dim & mine)
+            tl.store(values + row * v_row + d, nv, mask=is_dim & mine)
+            score = _capped(tl.sum(q.to(tl.float32) * nk.to(tl.float32)[None, :], 1), scale, softcap)
+            if log_weight is not None:
+                where = log_weight + b * w_lane + heads * w_head + place_new
+                score += tl.load(where, mask=is_head & mine, other=0.0) * _LOG2E
+            top = tl.where(mine, score, float("-inf"))
+            some = top > float("-inf")
+            sums = tl.where(some[:, None] & (offset == 0)[None, :], 1.0, sums)
+            acc = tl.where(some[:, None], nv.to(tl.float32)[None, :], acc)
         if visible is not None:  # a block ahead, or every block would wait for it
             visible += b * m_lane + h * m_head
-            ahead = tl.load(visible + (begin + offset).to(tl.int64) * m_row, mask=begin + offset < end, other=0)
+            near = begin + offset
+            ahead = tl.load(visible + (near - behind).to(tl.int64) * m_row, mask=(near >= behind) & (near < end), other=0)
         for at in range(begin, end, BLOCK_N):
             place = at + offset
             inside = place < end
@@ -143,17 +251,21 @@ elif HAS_TRITON:
             seen = inside
             if visible is not None:  # does not delay the loads of rows; it blanks them afterwards
                 seen = ahead != 0
-                v = tl.where(seen[:, None], v, 0.0)
                 later = place + BLOCK_N
-                ahead = tl.load(visible + later.to(tl.int64) * m_row, mask=later < end, other=0)
+                ahead = tl.load(
+                    visible + (later - behind).to(tl.int64) * m_row, mask=(later >= behind) & (later < end), other=0
+                )
+            if ring is not None:
+                age = place - sink - oldest
+                age = tl.where(age < 0, age + ring, age)
+                kept = tl.where(place < sink, place < past, age < past - start) & (place < behind)
+                seen = kept if visible is None else seen | kept
+                seen = seen & inside
+            if visible is not None or ring is not None:
+                v = tl.where(seen[:, None], v, 0.0)
             if UPCAST:
                 k, v = k.to(tl.float32), v.to(tl.float32)
-            score = tl.dot(q, tl.trans(k), input_precision="tf32x3")
-            if softcap is not None:
-                score = score * (scale / softcap)
-                score = (2.0 * tl.sigmoid(2.0 * score) - 1.0) * (softcap * _LOG2E)
-            else:
-                score = score * (scale * _LOG2E)
+            score = _capped(tl.dot(q, tl.trans(k), input_precision="tf32x3"), scale, softcap)
             if log_weight is not None:
                 where = log_weight + b * w_lane + heads[:, None] * w_head + place[None, :]
                 score += tl.load(where, mask=is_head[:, None] & inside[None, :], other=0.0) * _LOG2E
@@ -171,55 +283,61 @@ elif HAS_TRITON:
         divisor = tl.where(some, total, 1.0)
         lse = tl.where(some, tl.where(some, top, 0.0) + tl.log2(divisor), float("-inf"))
         part = (b * HEADS * GROUP + heads) * splits + split
-        tl.store(lse_out + part, lse, mask=is_head)
+        tl.store(lse_parts + part, lse, mask=is_head)
         filled = (is_head & some)[:, None] & is_dim[None, :]
-        tl.store(acc_out + part[:, None] * DIM + d[None, :], acc / divisor[:, None], mask=filled)
+        tl.store(acc_parts + part[:, None] * DIM + d[None, :], acc / divisor[:, None], mask=filled)
 
-    @triton.jit
-    def _merge(
-        acc,
-        lse,
-        sinks,
-        more_out,
-        more_lse,
-        out,
-        lse_out,
-        q_heads,
-        splits,
-        DIM: tl.constexpr,
-        BLOCK_S: tl.constexpr,
-        BLOCK_D: tl.constexpr,
-    ):
-        # Program (lane and query head, piece of the head's width). more: attention over other tokens, natural log.
-        row = tl.program_id(0).to(tl.int64)
-        s, d = tl.arange(0, BLOCK_S), tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-        is_dim = d < DIM
-        parts = tl.load(lse + row * splits + s, mask=s < splits, other=float("-inf"))
-        filled = parts > float("-inf")
-        where = acc + (row * splits + s)[:, None] * DIM + d[None, :]
-        piece = tl.load(where, mask=filled[:, None] & is_dim[None, :], other=0.0)
-        top = tl.max(parts, 0)
-        if sinks is not None:
-            sink = tl.load(sinks + row % q_heads).to(tl.float32) * _LOG2E
-            top = tl.maximum(top, sink)
-        if more_lse is not None:
-            more = tl.load(more_lse + row) * _LOG2E
-            top = tl.maximum(top, more)
-        top = tl.where(top == float("-inf"), 0.0, top)
-        weight = tl.exp2(parts - top)
-        total = tl.sum(weight, 0)
-        mixed = tl.sum(weight[:, None] * piece, 0)
-        if sinks is not None:
-            total += tl.exp2(sink - top)
-        if more_lse is not None:
-            share = tl.exp2(more - top)
-            total += share
-            mixed += share * tl.where(share > 0, tl.load(more_out + row * DIM + d, mask=is_dim, other=0.0), 0.0)
-        some = total > 0
-        divisor = tl.where(some, total, 1.0)
-        tl.store(out + row * DIM + d, mixed / divisor, mask=is_dim)
-        if lse_out is not None:
-            tl.store(lse_out + row, tl.where(some, (top + tl.log2(divisor)) / _LOG2E, float("-inf")))
+        # The last program of the KV head merges. Its own stores come before its ticket, and all the others' before theirs; what
+        # they stored is read past the multiprocessor's own cache.
+        tl.debug_barrier()
+        arrived = tl.atomic_add(tickets + pair, 1, sem="acq_rel")
+        if arrived == splits - 1:
+            tl.store(tickets + pair, 0)
+            mg, s, c = tl.arange(0, MERGE_G), tl.arange(0, MERGE_S), tl.arange(0, CHUNK)
+            is_mine = mg < GROUP
+            head = h * GROUP + mg
+            rows = b * HEADS * GROUP + head
+            every = tl.load(
+                lse_parts + rows[None, :] * splits + s[:, None],
+                mask=is_mine[None, :] & (s < splits)[:, None],
+                other=float("-inf"),
+                cache_modifier=".cg",
+            )
+            peak = tl.max(every, 0)
+            if sinks is not None:
+                sunk = tl.load(sinks + head, mask=is_mine, other=0.0).to(tl.float32) * _LOG2E
+                peak = tl.maximum(peak, sunk)
+            if more_lse is not None:
+                more = tl.load(more_lse + rows, mask=is_mine, other=float("-inf")) * _LOG2E
+                peak = tl.maximum(peak, more)
+            peak = tl.where(peak == float("-inf"), 0.0, peak)
+            whole = tl.sum(tl.exp2(every - peak[None, :]), 0)
+            mixed = tl.zeros((MERGE_G, BLOCK_D), tl.float32)
+            if sinks is not None:
+                whole += tl.exp2(sunk - peak)
+            if more_lse is not None:
+                share = tl.exp2(more - peak)
+                whole += share
+                given = (share > 0)[:, None] & is_dim[None, :]
+                mixed += share[:, None] * tl.load(more_out + rows[:, None] * DIM + d[None, :], mask=given, other=0.0)
+            for at in range(0, splits, CHUNK):
+                which = rows[None, :] * splits + (at + c)[:, None]
+                valid = is_mine[None, :] & (at + c < splits)[:, None]
+                part_lse = tl.load(lse_parts + which, mask=valid, other=float("-inf"), cache_modifier=".cg")
+                share_of = tl.exp2(part_lse - peak[None, :])
+                piece = tl.load(
+                    acc_parts + which[:, :, None] * DIM + d[None, None, :],
+                    mask=(part_lse > float("-inf"))[:, :, None] & is_dim[None, None, :],
+                    other=0.0,
+                    cache_modifier=".cg",
+                )
+                mixed += tl.sum(share_of[:, :, None] * piece, 0)
+            any_ = whole > 0
+            by = tl.where(any_, whole, 1.0)
+            tl.store(out + rows[:, None] * DIM + d[None, :], mixed / by[:, None], mask=is_mine[:, None] & is_dim[None, :])
+            if lse_out is not None:
+                natural = tl.where(any_, (peak + tl.log2(by)) / _LOG2E, float("-inf"))
+                tl.store(lse_out + rows, natural, mask=is_mine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,17 +383,24 @@ def flash_decode(
     values: Tensor,
     *,
     scale: float,
+    newest: Newest | None = None,
     visible: Tensor | None = None,
     lengths: Tensor | None = None,
     starts: Tensor | None = None,
+    regions: Regions | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     log_weight: Tensor | None = None,
     partials: Sequence[Partial] = (),
+    tickets: Tensor | None = None,
 ) -> Tensor:
-    """As `definition`, [B, Hq, D] in the dtype of query. Keys outside [starts, lengths) are not read."""
+    """As `definition`, [B, Hq, D] in the dtype of query, in one launch. Keys outside [starts, lengths) are not read.
+
+    tickets: at least B * H int32 zeros, zeros again afterwards, so that a caller with many steps makes them once.
+    """
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    _launch(query, keys, values, scale, visible, lengths, starts, softcap, sinks, log_weight, partials, out, None)
+    views = (newest, visible, lengths, starts, regions)
+    _launch(query, keys, values, scale, views, softcap, sinks, log_weight, partials, tickets, out, None)
     return out
 
 
@@ -285,19 +410,26 @@ def flash_decode_partial(
     values: Tensor,
     *,
     scale: float,
+    newest: Newest | None = None,
     visible: Tensor | None = None,
     lengths: Tensor | None = None,
     starts: Tensor | None = None,
+    regions: Regions | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     log_weight: Tensor | None = None,
     partials: Sequence[Partial] = (),
+    tickets: Tensor | None = None,
 ) -> Partial:
-    """As `definition`, in float32 with its lse, to be merged with more."""
+    """As `definition`, in float32 with its lse, to be merged with more. tickets as for flash_decode."""
     out = torch.empty(query.shape, dtype=torch.float32, device=query.device)
     lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-    _launch(query, keys, values, scale, visible, lengths, starts, softcap, sinks, log_weight, partials, out, lse)
+    views = (newest, visible, lengths, starts, regions)
+    _launch(query, keys, values, scale, views, softcap, sinks, log_weight, partials, tickets, out, lse)
     return Partial(out, lse)
+
+
+_Views = tuple[Newest | None, Tensor | None, Tensor | None, Tensor | None, Regions | None]
 
 
 def _launch(
@@ -305,16 +437,16 @@ def _launch(
     keys: Tensor,
     values: Tensor,
     scale: float,
-    visible: Tensor | None,
-    lengths: Tensor | None,
-    starts: Tensor | None,
+    views: _Views,
     softcap: float | None,
     sinks: Tensor | None,
     log_weight: Tensor | None,
     partials: Sequence[Partial],
+    tickets: Tensor | None,
     out: Tensor,
     lse: Tensor | None,
 ) -> None:
+    newest, visible, lengths, starts, regions = views
     batch, q_heads, dim = query.shape
     heads, n = keys.shape[1:3]
     assert keys.shape == values.shape == (batch, heads, n, dim)
@@ -324,9 +456,19 @@ def _launch(
     for bound in (lengths, starts):
         assert bound is None or (bound.dtype == torch.int32 and bound.shape == (batch,))
         assert bound is None or bound.is_contiguous()
+    assert newest is None or lengths is not None, "the newest token's place follows from lengths"
+    new_key, new_value = newest or (None, None)
+    for new in (new_key, new_value):
+        assert new is None or (new.shape == (batch, heads, dim) and new.stride(2) == 1)
+    behind = 0
+    if regions is not None:
+        assert lengths is not None, "sink and ring need lengths"
+        assert starts is not None, "sink and ring need starts"
+        behind = regions.held
+        assert visible is not None or n == behind, f"{n} places of which {behind} are sink and ring, and no mask"
     if visible is not None:
         assert visible.dtype == torch.bool
-        assert visible.shape == (batch, heads, n)
+        assert visible.shape == (batch, heads, n - behind)
     if log_weight is not None:
         assert log_weight.dtype == torch.float32
         assert log_weight.shape == (batch, q_heads, n)
@@ -342,51 +484,55 @@ def _launch(
     split = split_for(batch * heads, n, dim, keys.dtype.itemsize, _multiprocessors(query.device))
     acc = torch.empty((batch, q_heads, split.splits, dim), dtype=torch.float32, device=query.device)
     parts = torch.empty((batch, q_heads, split.splits), dtype=torch.float32, device=query.device)
+    if tickets is None:
+        tickets = torch.zeros(batch * heads, dtype=torch.int32, device=query.device)
+    assert tickets.dtype == torch.int32
+    assert tickets.numel() >= batch * heads
     group, interpreted = q_heads // heads, query.device.type == "cpu"
     if interpreted and sinks is not None:  # where bfloat16 is not for scalars and not for products
         sinks = sinks.float()
-    _split[(batch * heads, split.splits)](
+    block_d, merge_g = triton_block(dim, 16), triton_block(group)
+    _attend[(batch * heads, split.splits)](
         query,
         keys,
         values,
+        new_key,
+        new_value,
         visible,
         lengths,
         starts,
         log_weight,
+        sinks,
+        more_out,
+        more_lse,
         acc,
         parts,
+        tickets,
+        out,
+        lse,
         query.stride(0),
         query.stride(1),
         *keys.stride()[:3],
         *values.stride()[:3],
+        *((0, 0) if new_key is None else new_key.stride()[:2]),
+        *((0, 0) if new_value is None else new_value.stride()[:2]),
         *((0, 0, 0) if visible is None else visible.stride()),
         *((0, 0) if log_weight is None else log_weight.stride()[:2]),
         n,
+        None if regions is None else regions.sink,
+        None if regions is None else regions.ring,
         scale,
         softcap,
         HEADS=heads,
         GROUP=group,
         DIM=dim,
         BLOCK_G=triton_block(group, 16),
-        BLOCK_D=triton_block(dim, 16),
+        BLOCK_D=block_d,
         BLOCK_N=split.block,
         UPCAST=interpreted,
+        MERGE_G=merge_g,
+        MERGE_S=triton_block(split.splits),
+        CHUNK=max(1, min(triton_block(split.splits), 32 * 32 * split.warps // (merge_g * block_d))),
         num_warps=split.warps,
         num_stages=split.stages,
-    )
-    width = 32
-    _merge[(batch * q_heads, -(-dim // width))](
-        acc,
-        parts,
-        sinks,
-        more_out,
-        more_lse,
-        out,
-        lse,
-        q_heads,
-        split.splits,
-        DIM=dim,
-        BLOCK_S=triton_block(split.splits),
-        BLOCK_D=width,
-        num_warps=4 if split.splits <= 64 else 8,
     )

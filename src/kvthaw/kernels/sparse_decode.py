@@ -1,4 +1,4 @@
-"""One decode step of attention over the keys that lie on the device: sink, ring and the selected rows of the pool."""
+"""One decode step of attention over the keys that lie on the device: a slab's sink, ring and selected rows, or all of them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvthaw.cache.regions import Regions
 from kvthaw.kernels import HAS_TRITON
-from kvthaw.kernels.flash_decode import flash_decode
+from kvthaw.kernels.flash_decode import Newest, flash_decode, place_of, seen_places, write
 from kvthaw.kernels.merge import merge
 from kvthaw.types import Partial
 
@@ -49,18 +50,23 @@ def sparse_decode(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    visible: Tensor,
     *,
     scale: float,
+    newest: Newest | None = None,
+    visible: Tensor | None = None,
+    lengths: Tensor | None = None,
+    starts: Tensor | None = None,
+    regions: Regions | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     log_weight: Tensor | None = None,
     partials: Sequence[Partial] = (),
+    tickets: Tensor | None = None,
 ) -> Tensor:
-    """Attention of one query a head, [B, Hq, D] in the dtype of query. Arguments as in `definition`.
+    """Attention of one query a head, [B, Hq, D] in the dtype of query: `flash_decode` on a GPU, torch elsewhere.
 
-    sinks [Hq]: learned logits that take weight and give nothing (gpt-oss). partials: attention over further, disjoint tokens.
-    The keys and values of invisible places must be finite here; the pool keeps them so.
+    Arguments as for `kvthaw.kernels.flash_decode.definition`: newest is written to its place first. Off the GPU what cannot be seen
+    must be finite; a slab is.
     """
     if query.device.type == "cuda" and HAS_TRITON:
         return flash_decode(
@@ -68,17 +74,31 @@ def sparse_decode(
             keys,
             values,
             scale=scale,
+            newest=newest,
             visible=visible,
+            lengths=lengths,
+            starts=starts,
+            regions=regions,
             softcap=softcap,
             sinks=sinks,
             log_weight=log_weight,
             partials=partials,
+            tickets=tickets,
         )
+    if newest is not None:
+        assert lengths is not None
+        write(keys, values, newest, place_of(lengths, regions))
+    if regions is None and lengths is not None and query.device.type == "cpu":  # no further than the longest lane
+        end = int(lengths.max())
+        keys, values = keys[:, :, :end], values[:, :, :end]
+        visible = None if visible is None else visible[:, :, :end]
+        log_weight = None if log_weight is None else log_weight[:, :, :end]
+    seen = seen_places(keys, visible, lengths, starts, regions, newest is not None)
     if softcap is None and sinks is None and log_weight is None and not partials:
         folded = query.reshape(query.shape[0], keys.shape[1], -1, query.shape[2])
-        out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=visible[:, :, None], scale=scale)
+        out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=seen[:, :, None], scale=scale)
         return out.reshape(query.shape)
-    parts = [definition(query, keys, values, visible, scale=scale, softcap=softcap, log_weight=log_weight), *partials]
+    parts = [definition(query, keys, values, seen, scale=scale, softcap=softcap, log_weight=log_weight), *partials]
     if sinks is not None:
         none = torch.zeros_like(parts[0].out)
         parts.append(Partial(none, sinks.float().to(query.device).expand(query.shape[:2])))
