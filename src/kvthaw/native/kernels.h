@@ -17,6 +17,8 @@ struct Kernels {
     int group;  // `nearest` wants a multiple of this many keys
     // out[dim]: a stored row as float32.
     void (*widen)(const void* row, int dim, Dtype dtype, float* out);
+    // sum[dim] += weight * a stored row.
+    void (*add)(const void* row, int dim, Dtype dtype, double weight, double* sum);
     // out[dim]: float32 as a stored row, rounded to the nearest.
     void (*narrow)(const float* from, int dim, Dtype dtype, void* out);
     // |key|^2 in double, and the inner products with `count` directions that lie `stride` floats apart.

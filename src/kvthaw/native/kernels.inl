@@ -117,6 +117,26 @@ void widen(const void* row, int dim, Dtype dtype, float* out) {
     return widen_as<Dtype::f16>(row, dim, out);
 }
 
+template <Dtype T>
+void add_as(const void* row, int dim, double weight, double* sum) {
+    typedef double LooseDoubles __attribute__((vector_size(4 * W), aligned(8), may_alias));
+    int i = 0;
+    for (; i + W <= dim; i += W) {
+        const Vec x = load<T>(row, i);
+        HalfVec half[2];
+        std::memcpy(half, &x, sizeof(x));
+        for (int h = 0; h < 2; ++h)
+            *reinterpret_cast<LooseDoubles*>(sum + i + h * W / 2) += weight * __builtin_convertvector(half[h], Doubles);
+    }
+    for (; i < dim; ++i) sum[i] += weight * load_one<T>(row, i);
+}
+
+void add(const void* row, int dim, Dtype dtype, double weight, double* sum) {
+    if (dtype == Dtype::f32) return add_as<Dtype::f32>(row, dim, weight, sum);
+    if (dtype == Dtype::bf16) return add_as<Dtype::bf16>(row, dim, weight, sum);
+    return add_as<Dtype::f16>(row, dim, weight, sum);
+}
+
 inline uint16_t float_to_bf16(float x) {
     uint32_t bits;
     std::memcpy(&bits, &x, 4);
@@ -325,7 +345,7 @@ void nearest(const float* keys, int count, const float* panels, int parents, int
 }  // namespace
 
 const Kernels* table() {
-    static const Kernels kernels = {Isa::KV_ISA, 2 * W, KV_GROUP, widen, narrow, measure, dots, group_dots, nearest};
+    static const Kernels kernels = {Isa::KV_ISA, 2 * W, KV_GROUP, widen, add, narrow, measure, dots, group_dots, nearest};
     return &kernels;
 }
 

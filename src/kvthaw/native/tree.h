@@ -175,7 +175,7 @@ private:
     void weigh(const Rows& rows, const Probe& probe, size_t begin, Seen& seen) const;
     void members_of(int node, std::vector<int32_t>& out) const;
     std::vector<int32_t> page_of_node_order() const;  // every page, nodes by point
-    void insert(const Rows& rows, int point, Seen& seen);
+    void insert(const Rows& rows, int point, Seen& seen, std::vector<int32_t>& changed);  // changed: whose nodes did
     void move(const std::vector<int32_t>& points, int to);
     void place(int point);
     int level_above(int level) const;  // the next that has points; 0: none

@@ -14,10 +14,12 @@ void Tree::append(const Rows& rows, int count, const double* norm2, const float*
     std::copy(norm2, norm2 + count, norm2_.begin() + begin);
     std::copy(raw, raw + static_cast<size_t>(count) * indices, raw_.begin() + static_cast<size_t>(begin) * indices);
     Seen seen;
-    for (int i = begin; i < begin + count; ++i) insert(rows, i, seen);
+    std::vector<int32_t> changed;
+    for (int i = begin; i < begin + count; ++i) insert(rows, i, seen, changed);
+    refresh(rows, changed);  // inserting asks no digest, so that once for all will do
 }
 
-void Tree::insert(const Rows& rows, int point, Seen& seen) {
+void Tree::insert(const Rows& rows, int point, Seen& seen, std::vector<int32_t>& changed) {
     const int dim = settings_->dim;
     const Kernels& kernels = *settings_->kernels;
     const int level = draw_level(*settings_, head_, first_ + point);
@@ -45,7 +47,7 @@ void Tree::insert(const Rows& rows, int point, Seen& seen) {
                 parent = seen.points[s];
             }
     }
-    std::vector<int32_t> moved, changed;
+    std::vector<int32_t> moved;
     if (below && lonely) {  // a level of its own: it becomes the parent of all below
         moved = levels_[below];
     } else if (below) {
@@ -68,12 +70,11 @@ void Tree::insert(const Rows& rows, int point, Seen& seen) {
     levels_[level].push_back(point);
     parent_[point] = parent;
     if (level > 1) new_node(point);
-    changed.assign(1, parent);
+    changed.push_back(parent);
     for (int i : moved) changed.push_back(parent_[i]);
     if (level > 1) changed.push_back(point);
     move(moved, point);
     place(point);
-    refresh(rows, changed);
 }
 
 void Tree::grow_radius() {

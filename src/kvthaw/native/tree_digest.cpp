@@ -14,7 +14,7 @@ void Tree::summarise(const Rows& rows, const int32_t* points, int count) {
     const int dim = settings_->dim, most = settings_->outliers;
     const Kernels& kernels = *settings_->kernels;
     std::vector<double> sum(dim);
-    std::vector<float> key(dim), centre(dim), apart, dots;
+    std::vector<float> centre(dim), apart, dots;
     std::vector<int32_t> members, candidates;
     std::vector<const void*> at;
     for (int p = 0; p < count; ++p) {
@@ -25,15 +25,15 @@ void Tree::summarise(const Rows& rows, const int32_t* points, int count) {
         if (members.empty()) continue;
         std::fill(sum.begin(), sum.end(), 0.0);
         candidates = members;
+        for (int i : members)
+            for (size_t b = 0; b < settings_->mean_bytes(); b += 64) __builtin_prefetch(rows.key(first_ + i) + b);
         for (int i : members) {
-            kernels.widen(rows.key(first_ + i), dim, rows.dtype(), key.data());
-            for (int d = 0; d < dim; ++d) sum[d] += key[d];
+            kernels.add(rows.key(first_ + i), dim, rows.dtype(), 1.0, sum.data());
             digest.points += 1;
             digest.norm2 += norm2_[i];
             const int below = node_of_[i];
             if (below < 0 || digests_[below].points == 0) continue;
-            kernels.widen(mean(below), dim, rows.dtype(), key.data());
-            for (int d = 0; d < dim; ++d) sum[d] += static_cast<double>(digests_[below].points) * key[d];
+            kernels.add(mean(below), dim, rows.dtype(), digests_[below].points, sum.data());
             digest.points += digests_[below].points;
             digest.norm2 += digests_[below].norm2;
             for (int o = 0; o < most && outliers(below)[o] >= 0; ++o) candidates.push_back(outliers(below)[o]);
@@ -71,11 +71,16 @@ void Tree::summarise(const Rows& rows, const int32_t* points, int count) {
 void Tree::refresh(const Rows& rows, std::vector<int32_t>& points) {
     if (!settings_->digests()) return;
     const auto lower = [&](int a, int b) { return level_[a] < level_[b] || (level_[a] == level_[b] && a < b); };
+    const auto once = [&] {
+        std::sort(points.begin(), points.end());
+        points.erase(std::unique(points.begin(), points.end()), points.end());
+    };
+    once();
     for (size_t next = 0; next < points.size(); ++next)  // grows: whoever is above
         if (points[next] != kRoot && parent_[points[next]] != kRoot) points.push_back(parent_[points[next]]);
-    points.erase(std::remove(points.begin(), points.end(), kRoot), points.end());
+    once();
+    if (!points.empty() && points.front() == kRoot) points.erase(points.begin());
     std::sort(points.begin(), points.end(), lower);
-    points.erase(std::unique(points.begin(), points.end()), points.end());
     summarise(rows, points.data(), static_cast<int>(points.size()));
 }
 
