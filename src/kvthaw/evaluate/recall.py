@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -290,7 +291,10 @@ class Watcher:
                 after = forward(self.model, cache, [token if pick is None else pick(after)])
                 show(step + 1, len(passage.rest), doing)
             seconds = now(self.model.device) - start - probe.seconds
+            probe.detach()
             yield _line(setting, study, passage, cache, probe, prefill_s, seconds)
+            del cache, probe
+            gc.collect()  # a cache refers to itself; its host rows go before the next one's come
 
 
 def _line(
