@@ -173,7 +173,8 @@ class Summary:
         return tuple(Quality.pooled(self.bins[i * size : (i + 1) * size]) for i in range(4)) if size else ()
 
     def to_dict(self) -> dict[str, Any]:
-        """A plain dict, for JSON. Where a number of rows was asked for, their recall also stands under recall_at_<number>."""
+        """A plain dict, for JSON, to six digits. Where a number of rows was asked for, their recall also stands under
+        recall_at_<number>."""
         setting = asdict(self.setting)
         about = {
             name: setting.pop(name) for name in ("method", "budget", "retrieved", "dense_layers", "length", "steps", "probe")
@@ -199,9 +200,9 @@ class Summary:
         }
 
     def _named(self, part: Quality) -> dict[str, Any]:
-        found = part.to_dict()
+        found = {name: None if value is None else round(value, 6) for name, value in part.to_dict().items()}
         count = self.setting.retrieved
-        return found if count is None else found | {f"recall_at_{count}": part.recall_at_rows}
+        return found if count is None else found | {f"recall_at_{count}": found["recall_at_rows"]}
 
 
 class Watcher:
