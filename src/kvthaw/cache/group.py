@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,11 @@ class Choice:
     fetch: Tensor
     live: Tensor
     host: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def followed(self) -> Choice:
+        """What a follower takes of it: rows and where they lie; weights and partials are of the anchor's own keys."""
+        return replace(self, selection=Selection(self.selection.rows, self.selection.counts))
 
 
 class Meter:

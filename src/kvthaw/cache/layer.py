@@ -237,7 +237,7 @@ class FrozenLayer:
         self.tick(seen)
         choice, visible, log_weight, partials = None, None, None, []
         if self.group is not None and self._transfer is not None:
-            choice = self.group.choose(query, seen) if self._chooses else self.group.choices[t]
+            choice = self.group.choose(query, seen) if self._chooses else self.group.choices[t].followed
             self._wait_for_copies()
             slots, fetch = choice.host if choice.host and not self._transfer.graph_safe else (choice.slots, choice.fetch)
             self._transfer.fetch(self.store, self.slab, fetch, slots)
