@@ -28,11 +28,12 @@ from kvthaw.cache.plan import Plan, Settings
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.transfer import BulkCopy, UvaGather
 from kvthaw.errors import CacheError
+from kvthaw.index.rotary import Rotary
 from kvthaw.kernels.dense import attend, causal_attention, with_sinks
 from kvthaw.kernels.flash_decode import Newest
 from kvthaw.kernels.merge import merge
 from kvthaw.kernels.sparse_decode import sparse_decode
-from kvthaw.types import LayerShape, Transfer
+from kvthaw.types import LayerShape, Rebuilds, Transfer
 
 _PAST_BLOCK = 8192  # tokens of past KV brought back at once for a dense continuation
 
@@ -57,6 +58,7 @@ class FrozenLayer:
     ) -> None:
         self.number, self.settings, self.pipeline, self.clock = number, settings, pipeline, clock
         self.leader = leader  # the anchor whose choices this layer follows; None: it chooses for itself
+        self.rotary: Rotary | None = None  # for a method that asks for it
         self.observer: Callable[[FrozenLayer, Tensor, Choice | None], None] | None = None
         self.reset()
 
@@ -111,6 +113,8 @@ class FrozenLayer:
         stored = min(max(self.store.length(lane), start), stop)
         if stored == stop:
             return self.store.read(lane, start, stop)
+        if stored == start:
+            return self.slab.read(lane, start, stop)
         ring = self.slab.read(lane, stored, stop)
         return torch.cat((self.store.read(lane, start, stored).to(ring.device), ring), dim=1)
 
@@ -187,7 +191,7 @@ class FrozenLayer:
             if self.leader is None:
                 sizes = (self.number, query.shape[1], heads, dim, key.dtype, device)
                 shape = LayerShape(
-                    *sizes, self.store, plan.regions, scale, self.settings.seed, plan.rows, self.slab, self.clock
+                    *sizes, self.store, plan.regions, scale, self.settings.seed, plan.rows, self.slab, self.clock, self.rotary
                 )
                 self.group = Group(method, shape, batch, plan.rows, self.pipeline)
             else:
@@ -241,6 +245,8 @@ class FrozenLayer:
             self._wait_for_copies()
             slots, fetch = choice.host if choice.host and not self._transfer.graph_safe else (choice.slots, choice.fetch)
             self._transfer.fetch(self.store, self.slab, fetch, slots)
+            if self._chooses and isinstance(self.group.index, Rebuilds):
+                self.group.index.rebuild(self.slab, choice.fetch, choice.slots)
             visible, selection = choice.live, choice.selection
             if selection.partial is not None:
                 partials.append(selection.partial)
