@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvthaw.cache.clock import Clock
     from kvthaw.cache.host import HostStore
     from kvthaw.cache.pool import Slab
+    from kvthaw.index.rotary import Rotary
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class LayerShape:
     rows: how many rows select() will be asked for, 0 where that is not known.
     device is where queries come from and where a graph-safe index keeps its metadata. scale multiplies q.k before the softmax.
     slab and clock: the tokens that stand in sink and ring, for an index that weighs what it brings against them; None without a
-    layer.
+    layer. rotary: the turns that the layer's keys were given, for a Method that asks for it; None where the model has none.
     """
 
     layer: int
@@ -73,6 +74,7 @@ class LayerShape:
     rows: int = 0
     slab: Slab | None = None
     clock: Clock | None = None
+    rotary: Rotary | None = None
 
     @property
     def group(self) -> int:
@@ -115,6 +117,15 @@ class Index(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+@runtime_checkable
+class Rebuilds(Protocol):
+    """An index that makes keys of its own for rows that were fetched."""
+
+    def rebuild(self, slab: Slab, fetch: Tensor, slots: Tensor) -> None:
+        """Put them in the place of those that came, in the layer's own slab. fetch and slots: see Transfer; both on the device.
+        Static work there, after the transfer and on its stream."""
+
+
 class Transfer(Protocol):
     """Brings rows from the host to the device."""
 
@@ -149,4 +160,5 @@ class Method:
     keep: int = 1
     transfer: Callable[[], Transfer] | None = None
     anchors: int | tuple[int, ...] | tuple[float, ...] = 1
+    rotary: bool = False
     options: dict[str, Any] = field(default_factory=dict, compare=False)

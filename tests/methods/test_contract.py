@@ -22,7 +22,7 @@ from kvthaw.kernels import dense
 from kvthaw.kernels.merge import merge
 from kvthaw.kernels.sparse_decode import definition
 from kvthaw.methods import METHODS
-from kvthaw.types import Method
+from kvthaw.types import Method, Rebuilds
 from shapes import DTYPES, HEAD_DIMS, Shape, close
 
 pytestmark = pytest.mark.slow
@@ -122,7 +122,7 @@ class Layer:
             yield Step(out[:, :, 0], self.choices[-1], begins)
 
     def expected(self, step: Step, lane: int) -> Tensor:
-        """Attention over sink, ring and the chosen rows, taken from the text itself; [Hq, D]."""
+        """Attention over sink, ring and the chosen rows, taken from the text itself, but for keys that the index made; [Hq, D]."""
         text, pad, n = self.text, self.text.pads[lane], self.frozen.length(lane)
         visible = torch.zeros(1, text.shape.heads, n, dtype=torch.bool)
         visible[:, :, : self.regions.sink] = True
@@ -141,6 +141,12 @@ class Layer:
             if chosen.partial is not None:
                 parts = [(chosen.partial.out[lane : lane + 1], chosen.partial.lse[lane : lane + 1])]
         q, k, v = (x[lane : lane + 1, :, pad : pad + n] for x in (text.query, text.keys, text.values))
+        if step.choice is not None and isinstance(self.frozen.group.index, Rebuilds):
+            k = k.clone()
+            for h, (rows, slots) in enumerate(zip(step.choice.selection.rows[lane], step.choice.slots[lane], strict=True)):
+                k[0, h, rows[rows >= 0].long()] = self.frozen.slab.keys[lane, h, self.frozen.slab.pool_start :][
+                    slots[rows >= 0].long()
+                ]
         whole = definition(q[:, :, -1], k, v, visible, scale=self.how.scale, log_weight=weight)
         return merge([whole.out, *(p[0] for p in parts)], [whole.lse, *(p[1] for p in parts)])[0][0]
 

@@ -67,6 +67,7 @@ class FrozenLayer:
         self.seen = 0
         self.left_pad: list[int] = []
         self._stale: set[int] = set()  # lanes to be indexed anew before the next step
+        self._ahead: set[int] = set()  # lanes whose index has what leaves the ring with the next token
         self._start: list[int] = []  # where each lane's ring began at its last dense pass
         self.plan: Plan | None = None
         self.group: Group | None = None
@@ -139,6 +140,8 @@ class FrozenLayer:
             self._begin(query, key, left_pad, how.scale)
         before = self.seen if fresh else self.seen - steps
         assert self.plan is not None
+        if not fresh:
+            self._fall_back()
         few = steps <= min(self.settings.sparse_queries, self.plan.regions.window)
         if before < max(1, *left_pad) or not few:
             if fresh:
@@ -155,6 +158,8 @@ class FrozenLayer:
                 self._advance()
             newest = key[:, :, t - steps], value[:, :, t - steps]
             outs.append(self._sparse(query[:, :, t], newest, before + t + 1, t, how))
+        if fresh and self.group is not None and self.group.index.on_host:
+            self._go_ahead()
         return torch.stack(outs, dim=2) if steps > 1 else outs[0][:, :, None]
 
     @property
@@ -305,6 +310,7 @@ class FrozenLayer:
     def _take_in(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Tokens of a dense pass become part of the cache."""
         assert self.plan is not None
+        self._fall_back()
         regions, before, steps = self.plan.regions, self.seen, key.shape[2]
         self.watched = watch(self.watched, query)
         finite = torch.isfinite(key).all() & torch.isfinite(value).all()
@@ -378,7 +384,8 @@ class FrozenLayer:
         for lane in sorted(self._stale):
             self._index_anew(lane)
         self._stale.clear()
-        leaving = self._leaving()
+        leaving = [lane for lane in self._leaving() if lane not in self._ahead]
+        self._ahead.clear()
         if leaving:
             self._leave(leaving)
         self.settle()
@@ -415,6 +422,22 @@ class FrozenLayer:
         if self.due():
             self.before_step()
         self.seen += 1
+
+    def _go_ahead(self) -> None:
+        """Where a ring has become full, offload and index what the next token will push out of it, while the layers that follow
+        and the start of the next step run: an index on the host takes as long as a layer's whole step."""
+        leaving = [lane for lane in self._leaving() if lane not in self._stale]
+        if leaving:
+            self._leave(leaving)
+            self._ahead.update(leaving)
+
+    def _fall_back(self) -> None:
+        """Undo that where something else than the next token comes."""
+        for lane in sorted(self._ahead):
+            if self.group is not None and self._chooses:
+                start = self.indexed(lane)
+                self.group.truncate(lane, start if start > self.group.shape.regions.sink else 0)
+        self._ahead.clear()
 
     def _leave(self, lanes: list[int]) -> None:
         """The oldest tokens of full rings leave for the retrieval region."""
@@ -459,6 +482,7 @@ class FrozenLayer:
         """Forget the last `drop` tokens of every lane; the window is refilled from the store."""
         if self.plan is None or drop <= 0:
             return
+        self._fall_back()
         sink = self.plan.regions.sink
         olds, lengths = ([of(lane) for lane in range(self.lanes)] for of in (self.indexed, self.length))
         lengths = [max(0, length - drop) for length in lengths]
@@ -503,7 +527,7 @@ class FrozenLayer:
         self.slab.reorder(torch.tensor(lanes, device=self.slab.data.device))
         self.left_pad = [self.left_pad[lane] for lane in lanes]
         self._start = [self._start[lane] for lane in lanes]
-        self._stale = {i for i, lane in enumerate(lanes) if lane in self._stale}
+        self._stale, self._ahead = ({i for i, lane in enumerate(lanes) if lane in of} for of in (self._stale, self._ahead))
         self.watched = None if self.watched is None else self.watched[lanes]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FrozenLayer:

@@ -8,6 +8,8 @@ reads it.
 from __future__ import annotations
 
 import copy
+import inspect
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -29,6 +31,7 @@ from kvthaw.cache.plan import Settings
 from kvthaw.engine import ops
 from kvthaw.engine.decode import Replay, replaying
 from kvthaw.errors import CacheError, ConfigError, KvthawError, UnsupportedModelError
+from kvthaw.index.rotary import Rotary
 from kvthaw.kernels.dense import with_sinks
 from kvthaw.methods import resolve
 from kvthaw.types import Method
@@ -320,6 +323,11 @@ class Cache(DynamicCache):
                 kv = FrozenLayer(i, self.settings, pipeline, clock, leader)
             self.layers[i] = _CacheLayer(kv, self._shared)
         self._shared.layers = self.layers
+        if chosen.rotary:
+            turns: dict[str, Rotary | None] = {}
+            for kv in self.frozen_layers:
+                kind = (getattr(config, "layer_types", None) or {kv.number: ""})[kv.number]
+                kv.rotary = turns.setdefault(kind, _rotary(model, kind))
 
     def _anchors(self, layer: int, frozen: list[int]) -> bool:
         anchors = self.settings.method.anchors
@@ -545,6 +553,24 @@ def use_kvthaw_attention(model: PreTrainedModel) -> None:
         model.set_attn_implementation(before)
         raise UnsupportedModelError(f"{name} did not take kvthaw's attention function")
     _BEFORE[model] = before
+
+
+def _rotary(model: PreTrainedModel, kind: str) -> Rotary | None:
+    """The turns that a model gives keys in layers of a kind (of its config's layer_types); None without rotary positions."""
+    found = [m for name, m in model.get_decoder().named_modules() if name.rpartition(".")[2] == "rotary_emb"]
+    if not found:
+        return None
+    module = found[0]
+    apply = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
+    if apply is None or [*inspect.signature(apply).parameters][:4] != ["q", "k", "cos", "sin"]:
+        raise UnsupportedModelError(f"{type(model).__name__} turns its keys in a way of its own, which kvthaw cannot undo")
+    kinds = (kind,) if "layer_type" in inspect.signature(module.forward).parameters else ()
+
+    def angles(positions: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = module(torch.empty(0, dtype=model.dtype, device=positions.device), positions, *kinds)
+        return cos, sin
+
+    return Rotary(angles, apply)
 
 
 def _mask(*args: Any, mask_function: Callable[..., Any] = causal_mask_function, **kwargs: Any) -> Tensor | None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvthaw.errors import ConfigError
 from kvthaw.index.mix import GOLDEN, SPREAD, mix
-from kvthaw.index.units import Lane, UnitIndex
+from kvthaw.index.units import Lane, UnitIndex, means
 from kvthaw.kernels.kmeans import Distance, check_distance, kmeans
 from kvthaw.kernels.unit_select import Policy
 from kvthaw.types import LayerShape
@@ -76,11 +76,7 @@ class ClusterIndex(UnitIndex):
 
     def digest(self, keys: Tensor) -> Tensor:
         """See UnitIndex: the mean of every `size` keys."""
-        full = keys.shape[1] // self.size * self.size
-        parts = [keys[:, :full].unflatten(1, (-1, self.size)).float().mean(dim=2)] if full else []
-        if full < keys.shape[1]:
-            parts.append(keys[:, full:].float().mean(dim=1, keepdim=True))
-        return torch.cat(parts, dim=1)
+        return means(keys, self.size)
 
     def close(self, lane: int, begin: int, before: int, keys: Tensor) -> None:
         """See UnitIndex: cluster each batch among itself."""

@@ -247,6 +247,15 @@ class UnitIndex:
         self.counts[lane].fill_(stop)
 
 
+def means(keys: Tensor, size: int) -> Tensor:
+    """The mean of every `size` keys [H, n, D], in float32; the last ones may be fewer. [H, ceil(n / size), D]."""
+    full = keys.shape[1] // size * size
+    parts = [keys[:, :full].unflatten(1, (-1, size)).float().mean(dim=2)] if full else []
+    if full < keys.shape[1]:
+        parts.append(keys[:, full:].float().mean(dim=1, keepdim=True))
+    return torch.cat(parts, dim=1)
+
+
 def grown(table: Tensor, lanes: int, length: int | None = None) -> Tensor:
     """A table with at least so many lanes and, in dimension 2, so many places; itself where it is large enough."""
     shape = [max(lanes, table.shape[0]), *table.shape[1:]]

@@ -23,6 +23,7 @@ from kvthaw.methods.pqcache import pqcache
 from kvthaw.methods.prkv import prkv
 from kvthaw.methods.quest import quest
 from kvthaw.methods.retroinfer import retroinfer
+from kvthaw.methods.shadowkv import shadowkv
 from kvthaw.methods.snapkv import snapkv
 from kvthaw.methods.socket import socket
 from kvthaw.methods.streaming import streaming
@@ -48,6 +49,7 @@ METHODS: dict[str, Callable[..., Method]] = {
     "omnikv": omnikv,
     "freekv": freekv,
     "twilight": twilight,
+    "shadowkv": shadowkv,
     "retroinfer": retroinfer,
     "socket": socket,
 }

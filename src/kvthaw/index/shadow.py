@@ -1,0 +1,170 @@
+"""Chunks with a landmark each, and keys of low rank from which those of the chunks are made again (ShadowKV)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvthaw.cache.pool import Slab
+from kvthaw.errors import ConfigError
+from kvthaw.index.units import Lane, UnitIndex, grown, means
+from kvthaw.kernels.unit_select import Policy
+from kvthaw.types import LayerShape
+
+
+class ShadowIndex(UnitIndex):
+    """Chunks of `chunk` tokens in text order, ranked by q times their mean key, behind `outliers` chunks that are always selected.
+
+    Outliers are the prompt's chunks whose worst key has the least cosine with its chunk's mean: at most a quarter of the rows that
+    select() may bring. The prompt's keys, before their rotary turn, of all KV heads side by side, are kept as their best
+    approximation of `rank`: factors [B, 1, T, rank] and basis [B, rank, H, D]. When rows of the prompt have been fetched, rebuild()
+    puts the key that this approximation gives in the place of the one that came; outliers and later tokens keep theirs, and so does
+    a lane of which every row comes. Keys are turned back only where the approximation then keeps more of them, for some layers of
+    some models do not turn theirs.
+
+    known, total [B] int32: tokens that have factors, and all; turned [B] bool: before the turn; exact [B, H, T] bool: outliers.
+    """
+
+    mapped = shuffled = True
+
+    def __init__(
+        self, shape: LayerShape, *, chunk: int = 8, rank: int = 160, outliers: int = 48, policy: Policy = "max"
+    ) -> None:
+        for name, value, least in (("chunk", chunk, 1), ("rank", rank, 1), ("outliers", outliers, 0)):
+            if value < least:
+                raise ConfigError(f"{name} is {value}; it must be at least {least}")
+        super().__init__(shape, size=chunk, batch=chunk, width=shape.head_dim, policy=policy)
+        heads, dim, device = shape.kv_heads, shape.head_dim, shape.device
+        self.rank = min(rank, heads * dim)
+        self.outliers = min(outliers, shape.rows // (4 * chunk)) if shape.rows else outliers
+        self.factors = torch.zeros((0, 1, 0, self.rank), dtype=shape.dtype, device=device)
+        self.basis = torch.zeros((0, self.rank, heads, dim), dtype=shape.dtype, device=device)
+        self.exact = torch.zeros((0, heads, 0), dtype=torch.bool, device=device)
+        self.known = torch.zeros(0, dtype=torch.int32, device=device)
+        self.total = torch.zeros_like(self.known)
+        self.turned = torch.zeros(0, dtype=torch.bool, device=device)
+
+    # Index
+
+    def digest(self, keys: Tensor) -> Tensor:
+        """See UnitIndex: the landmarks."""
+        return means(keys, self.size)
+
+    def build(self, lane: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
+        """See Index."""
+        self.truncate(lane, 0)
+        self.first = first
+        heads, tokens, dim = keys.shape
+        if not tokens:
+            return
+        self.reserve(lane + 1, -(-tokens // self.size) + 1, tokens)
+        landmarks, chunks = self.digest(keys), tokens // self.size
+        members = keys[:, : chunks * self.size].unflatten(1, (chunks, self.size)).float()
+        worst = torch.cosine_similarity(members, landmarks[:, :chunks, None], dim=3).amin(dim=2)
+        count = min(self.outliers, chunks)
+        always = torch.zeros((heads, landmarks.shape[1]), dtype=torch.bool, device=keys.device)
+        always.scatter_(1, torch.topk(worst, count, dim=1, largest=False).indices, True)
+        order = torch.sort(
+            (~always).int(), dim=1, stable=True
+        ).indices  # the outliers first; a chunk that is not full stays last
+        static = count * self.size
+        place = (order[:, :, None] * self.size + torch.arange(self.size, device=keys.device)).flatten(1)[:, :tokens]
+        assert self.order is not None
+        self.order[lane, :, :tokens] = (first + place).int()
+        units = landmarks.shape[1] - count
+        rest = order[:, count:, None].expand(-1, -1, dim)
+        self.digests[lane, :, :units] = landmarks.gather(1, rest).to(self.digests.dtype)
+        ends = (torch.arange(units + 1, device=keys.device) * self.size).clamp(max=tokens - static)
+        self.stops[lane, :, : units + 1] = (static + ends).int()
+        kept = tokens % self.size
+        self.recent[lane, :, :kept] = keys[:, tokens - kept :]
+        marks = [(0, 0)] if units == 0 and not static else [(0, 0), (tokens - kept, units - (kept > 0))]
+        self._set(lane, Lane(tokens, units, kept, marks))
+        self._factorise(lane, keys)
+        self.exact[lane, :, :tokens] = always.repeat_interleave(self.size, dim=1)[:, :tokens]
+
+    def rebuild(self, slab: Slab, fetch: Tensor, slots: Tensor) -> None:
+        """See Rebuilds: keys of the prompt's tokens, but for outliers and for lanes of which all is fetched."""
+        batch = fetch.shape[0]
+        if self.factors.shape[2] == 0:
+            return
+        place = (fetch - self.first).clamp(min=0, max=self.factors.shape[2] - 1).long()
+        wanted = (fetch >= 0) & (fetch - self.first < self.known[:batch, None, None]) & ~self.exact[:batch].gather(2, place)
+        wanted &= self.total[:batch, None, None] > fetch.shape[2]
+        source = torch.full((*fetch.shape[:2], slab.slots + 1), -1, dtype=torch.int64, device=fetch.device)
+        among = torch.arange(fetch.shape[2], device=fetch.device).expand_as(place)
+        source.scatter_(2, torch.where(wanted, slots, slab.slots).long(), among)
+        source = source[:, :, : slab.slots, None]
+        made = self.keys(place).gather(2, source.clamp(min=0).expand(-1, -1, -1, self.shape.head_dim))
+        pool = slab.data[:, :, slab.pool_start :, 0]
+        pool.copy_(torch.where(source >= 0, made, pool))
+
+    def keys(self, place: Tensor) -> Tensor:
+        """Rebuilt keys [B, H, M, D] of the tokens at place [B, H, M], counted from the region's first."""
+        batch = place.shape[0]
+        lane = torch.arange(batch, device=place.device)[:, None, None]
+        made = torch.einsum("bhmr,brhd->bhmd", self.factors[:batch, 0][lane, place].float(), self.basis[:batch].float())
+        if self.shape.rotary is not None:
+            there = (place + self.first).flatten(0, 1)
+            turned = self.shape.rotary.turn(made.flatten(0, 1), there).view_as(made)
+            made = torch.where(self.turned[:batch, None, None, None], turned, made)
+        return made.to(self.factors.dtype)
+
+    def truncate(self, lane: int, length: int) -> None:
+        """See Index."""
+        super().truncate(lane, length)
+        if lane < len(self.known):
+            self.known[lane].clamp_(max=max(0, length - self.first))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See Index."""
+        super().load_state_dict(state)
+        if self.shape.rotary is not None:
+            self.shape.rotary.reserve(self.first + self.factors.shape[2], self.shape.device)
+
+    def reserve(self, lanes: int, units: int = 0, tokens: int = 0) -> None:
+        """See UnitIndex."""
+        super().reserve(lanes, units, tokens)
+        many = len(self.lanes)
+        self.factors, self.basis = grown(self.factors, many), grown(self.basis, many)
+        self.exact, self.known = grown(self.exact, many), grown(self.known, many)
+        self.total, self.turned = grown(self.total, many), grown(self.turned, many)
+
+    # Inside
+
+    def _factorise(self, lane: int, keys: Tensor) -> None:
+        """The best approximation of the keys by `rank` directions: the leading eigenvectors of their Gram matrix."""
+        heads, tokens, dim = keys.shape
+        rotary = self.shape.rotary
+        forms = [keys.float()]
+        if rotary is not None:
+            rotary.reserve(self.first + tokens, keys.device)
+            positions = torch.arange(self.first, self.first + tokens, device=keys.device)[None].expand(heads, -1)
+            forms.append(rotary.turn(keys, positions, back=True))
+        found = []
+        for form in forms:
+            flat = form.transpose(0, 1).flatten(1)
+            values, directions = torch.linalg.eigh(flat.T.double() @ flat.double())
+            found.append((values[-self.rank :].sum() / values.sum(), flat, directions[:, -self.rank :]))
+        turned = len(found) > 1 and bool(found[1][0] > found[0][0])
+        _, flat, directions = found[turned]
+        room = max(tokens, self.factors.shape[2])
+        self.factors = grown(self.factors, len(self.lanes), room)
+        self.exact = grown(self.exact, len(self.lanes), room)
+        self.factors[lane, 0, :tokens] = (flat.double() @ directions).to(self.factors.dtype)
+        self.basis[lane] = directions.T.unflatten(1, (heads, dim)).to(self.basis.dtype)
+        self.known[lane].fill_(tokens)
+        self.turned[lane].fill_(turned)
+
+    def _add(self, lane: int, keys: Tensor) -> None:
+        super()._add(lane, keys)
+        self.total[lane].fill_(self.lanes[lane].tokens)
+
+    def _set(self, lane: int, host: Lane) -> None:
+        super()._set(lane, host)
+        self.total[lane].fill_(host.tokens)
+
+    def _tables(self) -> list[str]:
+        return [*super()._tables(), "factors", "basis", "exact", "known", "total", "turned"]
