@@ -42,16 +42,16 @@ def test_options_reach_the_index(llama: PreTrainedModel) -> None:
             assert (index.size, index.rank, index.outliers, index.policy) == (4, 7, 2, "mean")
 
 
-SAME = [(name, 1e-3) for name in ("llama", "qwen3", "glm4", "gemma3", "gpt_neox", "stablelm", "phi3")]
-
-
-@pytest.mark.parametrize(("name", "slack"), [*SAME, ("gpt_oss", 0.05)])  # whose sink logits tell early tokens from later ones
-def test_keys_are_turned_back_to_what_the_model_made(name: str, slack: float) -> None:
+@pytest.mark.parametrize("name", ["llama", "qwen3", "glm4", "gemma3", "gpt_oss", "gpt_neox", "stablelm", "phi3"])
+def test_keys_are_turned_back_to_what_the_model_made(name: str) -> None:
     """Every token has the same embedding, so but for their turns all keys are the same, and rank 1 is all there is."""
     model = build(name)
     with torch.no_grad():
         table = model.get_input_embeddings().weight
         table.copy_(table[:1].expand_as(table))
+        for parameter, value in model.named_parameters():
+            if parameter.endswith("sinks"):  # which would tell early tokens from later ones
+                value.fill_(-1e4)
     with kvthaw.attach(model, "shadowkv", budget=64, rank=1) as handle:
         generate(model, {"input_ids": prompt(1, 150)}, 4)
         for kv in handle.cache.frozen_layers:
@@ -62,7 +62,7 @@ def test_keys_are_turned_back_to_what_the_model_made(name: str, slack: float) ->
             tokens = int(index.known[0])
             made = index.keys(torch.arange(tokens).expand(1, kv.store.kv_heads, -1))
             given = kv.store.read(0, index.first, index.first + tokens)[None, :, :, 0]
-            assert (made - given).norm() < slack * given.norm()
+            assert (made - given).norm() < 1e-3 * given.norm()
 
 
 def test_models_that_turn_in_a_way_of_their_own_are_refused() -> None:
