@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvthaw
+from kvthaw.bench.launches import launches
 from kvthaw.engine.decode import Replay, compiled_step
 
 
@@ -78,6 +79,51 @@ def test_a_captured_cache_can_be_cropped_copied_and_continued() -> None:
                 pair.append(generate(llama, whole, 30, past_key_values=one, attention_mask=torch.ones_like(whole)))
             outs.append(torch.cat(pair))
     assert torch.equal(outs[0], outs[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["full", "pariskv", "quest"])
+def test_compiled_and_replayed_tokens_equal_eager_ones(method: str) -> None:
+    llama = model("cuda", torch.float32)
+    ids = torch.randint(3, 512, (2, 600), device="cuda")
+    mask = torch.ones_like(ids)
+    mask[0, :70] = 0
+    budget = None if method == "full" else 256
+    with kvthaw.attach(llama, method, budget=budget, capture=False):
+        eager = generate(llama, ids, 60, attention_mask=mask)
+    with kvthaw.attach(llama, method, budget=budget, compile=True) as handle:
+        compiled = generate(llama, ids, 60, attention_mask=mask)
+        replay = handle.cache.replay
+        assert replay is not None
+        assert replay.compiled
+        assert replay.captures >= 1
+    assert torch.equal(compiled, eager)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("method", "kernels"),
+    [
+        ("full", ["_attend"]),
+        ("streaming", ["_attend"]),
+        *((m, ["_admit", "_uva_gather", "_attend"]) for m in ("quest", "pariskv")),
+    ],
+)
+def test_launches_of_a_captured_step(method: str, kernels: list[str]) -> None:
+    """Besides choosing rows, a layer is at most three launches: admit, fetch and attention."""
+    llama = model("cuda", torch.float32)
+    cache = kvthaw.Cache(llama, method, **({} if method == "full" else {"budget": 256}))
+    ids = torch.randint(3, 512, (1, 700), device="cuda")
+    with torch.no_grad():
+        token = llama(ids, past_key_values=cache).logits[:, -1:].argmax(dim=-1)
+        replay = Replay(llama.forward, cache)
+        for i in range(4):
+            token = replay(token, torch.full((1, 1), 700 + i, device="cuda")).argmax(dim=-1)
+    assert replay.captures == 1
+    found = launches(lambda: replay(token, torch.full((1, 1), 704, device="cuda")))
+    of = {kernel["name"]: kernel["launches"] for kernel in found["kernels"]}
+    for name in kernels:
+        assert of[name] == llama.config.num_hidden_layers, f"one {name} a layer"
 
 
 @pytest.mark.slow

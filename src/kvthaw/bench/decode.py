@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from transformers import DynamicCache
 
 from kvthaw.bench import report
 from kvthaw.bench.card import emit, provenance
+from kvthaw.bench.launches import launches
 from kvthaw.bench.shapes import build
 from kvthaw.engine.decode import Replay, capturable, compiled_step
 from kvthaw.engine.hf import Cache
@@ -45,14 +47,16 @@ def main(
     commit: str | None = None,
     compile: bool = False,
     only: str | None = None,
+    profile: bool = False,
     json: bool = True,
     plot: Path | None = None,
 ) -> list[dict[str, Any]]:
     """Measure every method at every length and batch, after checking each against transformers.
 
     Prints a JSON line a run, or with json=False a table at the end. Settings as for `kvthaw.Cache`. compile: also steps that
-    torch.compile has compiled. only: one of eager, captured and compiled, without the cold run. Captured and
-    compiled steps need a GPU; elsewhere they are left out.
+    torch.compile has compiled. only: one of eager, captured and compiled, without the cold run. profile: after the steps that
+    count, break a captured one down by kernels, see `kvthaw.bench.launches`. Captured and compiled steps need a GPU; elsewhere
+    they are left out.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = build(shape, device)
@@ -71,9 +75,18 @@ def main(
     for n in length or [36864]:
         for rows in batch or [1]:
             for name in methods:
-                for line in measure(
-                    model, name, length=n, batch=rows, new_tokens=new_tokens, compiled=compiled, only=only, **settings(name)
-                ):
+                runs = measure(
+                    model,
+                    name,
+                    length=n,
+                    batch=rows,
+                    new_tokens=new_tokens,
+                    compiled=compiled,
+                    only=only,
+                    profile=profile,
+                    **settings(name),
+                )
+                for line in runs:
                     lines.append({"bench": "decode", "shape": shape, **line, **provenance(commit)})
                     emit(lines[-1], out, quiet=not json)
     if not json:
@@ -130,6 +143,7 @@ def measure(
     new_tokens: int,
     compiled: Callable[..., Any] | None = None,
     only: str | None = None,
+    profile: bool = False,
     **settings: Any,
 ) -> Iterator[dict[str, Any]]:
     """One method at one length: a cold run for the time with fresh host memory, then the runs that count: eager, and where the
@@ -144,7 +158,8 @@ def measure(
         for steps, forward in forwards.items():
             if only not in (None, steps):
                 continue
-            run = _run(model, lambda: _cache(model, method, **settings), ids, new_tokens, steps=steps, forward=forward)
+            made = partial(_cache, model, method, **settings)
+            run = _run(model, made, ids, new_tokens, steps=steps, forward=forward, profile=profile)
             if run is None:
                 continue
             yield {
@@ -185,6 +200,7 @@ def _run(
     *,
     steps: str = "eager",
     forward: Callable[..., Any] | None = None,
+    profile: bool = False,
 ) -> dict[str, Any] | None:
     """One prompt and its continuation; None where the steps of this cache cannot be captured and shall be."""
     captured = forward is not None
@@ -221,6 +237,9 @@ def _run(
         parts = {f"{part}_s": s for part, s in _parts(model, cache, token).items()} if not captured else {}
         if replay is not None:
             parts = {"captures": replay.captures, "capture_s": replay.capture_seconds}
+            if profile:
+                at = ids.shape[1] + new_tokens + _WARM
+                parts |= launches(lambda: _replay(replay, token, at))
     steady = gaps[_WARM:]  # the first steps wait for the index and compile kernels
     ordered = sorted(steady)
     return {
@@ -300,4 +319,5 @@ if __name__ == "__main__":  # key=value arguments, for machines without the comm
         commit=given.get("commit"),
         compile=given.get("compile") == "1",
         only=given.get("only"),
+        profile=given.get("profile") == "1",
     )

@@ -1,0 +1,47 @@
+"""Where the device's time goes in a step: how often each kernel was launched and how long it ran."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from kvthaw.errors import CacheError
+
+_STEPS = 8
+
+
+def launches(step: Callable[[], object]) -> dict[str, Any]:
+    """Run a step some times under the profiler, which slows the host and not the kernels.
+
+    Returns, of one step in the mean: launches, kernels and copies on the device; device_s, the seconds they ran, so that the rest
+    of a step's time is gaps between them; kernels, a list of {name, launches, us}, the longest first. What is not of every step (a
+    full ring) has a fraction of a launch. Raises CacheError where the profiler sees no device.
+    """
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        for _ in range(_STEPS):
+            step()
+        torch.cuda.synchronize()
+    events = [(e.name, e.time_range.elapsed_us()) for e in seen.events() or () if e.device_type.name == "CUDA"]
+    if not events:
+        raise CacheError("the profiler saw no kernel; it may not be allowed to look at this device")
+    return summary(events, _STEPS)
+
+
+def summary(events: list[tuple[str, float]], steps: int) -> dict[str, Any]:
+    """What `launches` returns, from the names and microseconds of all events of so many steps."""
+    kernels: dict[str, list[float]] = {}
+    for name, us in events:
+        kernels.setdefault(name, []).append(us)
+    ordered = sorted(kernels.items(), key=lambda item: -sum(item[1]))
+    return {
+        "launches": round(len(events) / steps, 2),
+        "device_s": sum(us for _, us in events) / steps / 1e6,
+        "kernels": [
+            {"name": name[:100], "launches": round(len(times) / steps, 2), "us": round(sum(times) / steps, 2)}
+            for name, times in ordered
+        ],
+    }

@@ -1,0 +1,32 @@
+"""A step broken down by kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvthaw.bench.launches import launches, summary
+
+
+def test_summary_is_of_one_step() -> None:
+    found = summary([("add", 2.0), ("dot", 30.0), ("add", 4.0), ("dot", 34.0), ("copy", 1.0)], 2)
+    assert found["launches"] == 2.5
+    assert found["device_s"] == pytest.approx(35.5e-6)
+    assert found["kernels"] == [
+        {"name": "dot", "launches": 1.0, "us": 32.0},
+        {"name": "add", "launches": 1.0, "us": 3.0},
+        {"name": "copy", "launches": 0.5, "us": 0.5},
+    ]
+
+
+@pytest.mark.gpu
+def test_gpu_kernels_of_a_replay_are_seen() -> None:
+    x = torch.ones(1000, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(5):
+            x.mul_(1.5)
+    found = launches(graph.replay)
+    assert found["launches"] == 5
+    assert found["kernels"][0]["launches"] == 5
+    assert found["device_s"] > 0
