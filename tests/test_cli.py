@@ -385,6 +385,11 @@ def test_errors_are_one_line_and_exit_code_1(model: str, tmp_path: Path) -> None
     refused(Said("eval", "passkey", "--model", model, "--out", "/nowhere/x", "--length", "300"), 1, "/nowhere/x")
     refused(Said("eval", "passkey", "--question", "both"), 1, "question is 'both'")
     refused(Said("demo", "--model", model, "--length", "100"), 1, "length is 100")
+    recall = ("eval", "recall", "--model", "./not-looked-for")
+    for command in (recall, ("eval", "drift"), ("eval", "passkey")):
+        refused(Said(*command, "--plot", "plot.txt"), 1, "plot is 'plot.txt'", ".png")
+        refused(Said(*command, "--plot", "/nowhere/plot.png"), 1, "'/nowhere/plot.png'", "folder does not exist")
+        refused(Said(*command, "--out", "/nowhere/x"), 1, "/nowhere/x", "folder does not exist")
     recall = ("eval", "recall", "--model", model)
     refused(Said(*recall, "--method", "pariskv:beta=2.0"), 1, "beta is 2.0")
     refused(Said(*recall, "--method", "full"), 1, "'full'; it attends to everything")

@@ -106,11 +106,13 @@ def evaluate(
     lengths, where = listed(length, int, "--length"), _depths(depths)
     if task not in TASKS:
         raise typer.BadParameter(f"{task!r} is not a task; there are: {', '.join(TASKS)}", param_hint="TASK")
+    from kvthaw.evaluate.plot import check, heat_maps
     from kvthaw.evaluate.report import table
     from kvthaw.evaluate.results import Results, summarize
     from kvthaw.evaluate.runner import Job, Runner, Variant
     from kvthaw.methods import resolve
 
+    check(plot)
     for name in names:
         resolve(name)  # a wrong name costs no loading
     grid = itertools.product(names, budgets, chosen, dense)
@@ -128,8 +130,6 @@ def evaluate(
                 found[variant, job.length] = lines[variant]
                 summaries.append(summarize(lines[variant], lines[Variant("full")]))
     if plot is not None:
-        from kvthaw.evaluate.plot import heat_maps
-
         heat_maps(found, plot, title=f"{task}, question {question}")
         stderr().print(f"wrote {plot}", style="dim")
     if as_json:

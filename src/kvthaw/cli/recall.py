@@ -120,10 +120,11 @@ def recall(
     is covered, sink and window included; of exact: as a share of what the exact rows would cover; rows' mass: without sink and
     window. Without --budget and --retrieved: --budget 256.
     """
-    from kvthaw.evaluate.plot import recall_lines
+    from kvthaw.evaluate.plot import check, recall_lines
     from kvthaw.evaluate.recall import Study
     from kvthaw.evaluate.report import recall_tables
 
+    check(plot)
     words, kinds = _words(text), tuple(listed(prompt, str, "--prompt"))
     lengths = listed(length, int, "--length")
     studies = [Study(n, steps, kinds, samples, seed, probe, text=words) for n in lengths]  # type: ignore[arg-type]
@@ -170,10 +171,11 @@ def drift(
     tokens. The table has recall of the exact rows and attention mass in quarters of the new tokens; JSON and plot have up to 32
     parts. Without --budget and --retrieved: --retrieved 100.
     """
-    from kvthaw.evaluate.plot import drift_lines
+    from kvthaw.evaluate.plot import check, drift_lines
     from kvthaw.evaluate.recall import Study
     from kvthaw.evaluate.report import drift_table
 
+    check(plot)
     given = {"seed": seed, "probe": probe, "follow": follow, "temperature": temperature, "text": _words(text)}
     study = Study(length, new_tokens, ("text",), samples, **given)  # type: ignore[arg-type]
     if -(-new_tokens // probe) < 4:

@@ -14,6 +14,17 @@ from kvthaw.evaluate.results import Line
 from kvthaw.evaluate.runner import Variant
 
 
+def check(path: Path | None) -> None:
+    """Raise ConfigError, before work is done for it, where no plot could be drawn into this file; None is no plot."""
+    if path is None:
+        return
+    kinds = _figure()().canvas.get_supported_filetypes()
+    if path.suffix[1:].lower() not in kinds:
+        raise ConfigError(f"plot is {str(path)!r}; its suffix must be one of {', '.join(f'.{kind}' for kind in sorted(kinds))}")
+    if not path.parent.is_dir():
+        raise ConfigError(f"plot is {str(path)!r}; its folder does not exist")
+
+
 def heat_maps(found: Mapping[tuple[Variant, int], Sequence[Line]], path: Path, *, title: str) -> None:
     """Accuracy by depth (down) and length (across), a panel a variant. found: a variant's lines at each length.
 
@@ -110,10 +121,8 @@ def _figure() -> Any:
 
 
 def _save(figure: Any, path: Path) -> None:
-    try:
-        figure.savefig(path, dpi=150)
-    except ValueError as error:
-        raise ConfigError(f"plot is {str(path)!r}: {error}") from None
+    check(path)
+    figure.savefig(path, dpi=150)
 
 
 def name(variant: Variant) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -114,10 +115,13 @@ L = TypeVar("L", bound=Written)
 class Kept(Generic[L]):
     """Lines by setting, in a file if a path is given: what stands there is known, what is added is appended at once.
 
-    read: makes a line of its JSON; raises ValueError, KeyError or TypeError for anything else.
+    read: makes a line of its JSON; raises ValueError, KeyError or TypeError for anything else. Raises FileNotFoundError for a path
+    in no folder.
     """
 
     def __init__(self, path: Path | None, read: Callable[[str], L]) -> None:
+        if path is not None and not path.parent.is_dir():
+            raise FileNotFoundError(errno.ENOENT, "its folder does not exist", str(path))
         self.path = path
         self._lines: dict[str, L] = {}
         if path is not None and path.exists():
