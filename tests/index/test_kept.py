@@ -1,0 +1,117 @@
+"""Indexes that keep rows over the steps, without a layer."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from lanes import FIRST, Lanes
+
+from kvthaw.cache.clock import Clock
+from kvthaw.cache.pool import Slab
+from kvthaw.index import kept
+from kvthaw.index.kept import Agree, FreshSnapIndex, HeavyIndex, KeptIndex, SnapIndex, observed
+from kvthaw.types import LayerShape
+
+
+@pytest.mark.parametrize("block", [1, 200, 1 << 24])
+@pytest.mark.parametrize("agree", ["mean", "max"])
+@pytest.mark.parametrize(("heads", "group", "width", "tokens"), [(2, 3, 7, 40), (1, 1, 5, 5), (3, 2, 1, 9)])
+def test_observed_is_causal_attention(
+    block: int, agree: Agree, heads: int, group: int, width: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept, "_SCORES", block)
+    queries, keys = torch.randn(heads, group, width, 16), torch.randn(heads, tokens, 16)
+    expected = torch.zeros(heads, group, tokens, dtype=torch.float64)
+    for h in range(heads):
+        for g in range(group):
+            for w in range(width):
+                stop = tokens - width + w + 1
+                scores = torch.exp(queries[h, g, w].double() @ keys[h, :stop].double().T * 0.3)
+                expected[h, g, :stop] += scores / scores.sum()
+    merged = expected.mean(dim=1) if agree == "mean" else expected.amax(dim=1)
+    torch.testing.assert_close(observed(queries, keys, scale=0.3, agree=agree).double(), merged, atol=1e-5, rtol=1e-5)
+
+
+def prompt(lanes: Lanes, lane: int, tokens: int) -> None:
+    """A prompt of which 10 more tokens stand behind those that are indexed."""
+    index, end = lanes.index, FIRST + tokens
+    lanes._store(lane, end + 10)
+    keys = lanes.keys[lane][:, FIRST:end]
+    index.build(lane, FIRST, keys, keys, lanes.queries[lane][:, :64])
+    lanes.length[lane] = end
+
+
+def rows(lanes: Lanes, budget: int) -> list[list[set[int]]]:
+    found = lanes.index.select(lanes.query(), budget)
+    assert found.rows.shape[2] == budget
+    assert torch.equal((found.rows >= 0).sum(dim=2).int(), found.counts)
+    return [[set(head.tolist()) - {-1} for head in lane] for lane in found.rows]
+
+
+@pytest.mark.parametrize("make", [SnapIndex, HeavyIndex, partial(FreshSnapIndex, interval=20)])
+def test_the_number_of_rows_may_come_late_and_change(make: type[KeptIndex]) -> None:
+    """Everything is kept until the first select(), and of too many the best."""
+    late, known = Lanes(make, [0, 0]), Lanes(lambda shape: make(replace(shape, rows=30)), [0, 0])
+    for lanes in (late, known):
+        prompt(lanes, 0, 150)
+        prompt(lanes, 1, 20)
+    assert rows(late, 30) == rows(known, 30)
+    assert [len(head) for lane in rows(late, 30) for head in lane] == [30, 30, 20, 20]
+    fewer = rows(late, 10)
+    assert all(a <= b for one, other in zip(fewer, rows(known, 30), strict=True) for a, b in zip(one, other, strict=True))
+    assert rows(late, 50) == fewer, "what was evicted does not come back"
+    late.append(16)
+    assert [len(head) for lane in rows(late, 50) for head in lane] == [26] * 4
+
+
+@pytest.mark.parametrize("make", [SnapIndex, HeavyIndex])
+def test_truncate_reorder_and_state(make: type[KeptIndex]) -> None:
+    lanes = Lanes(lambda shape: make(replace(shape, rows=40)), [0, 0, 0])
+    prompt(lanes, 0, 150)
+    prompt(lanes, 2, 35)
+    before = rows(lanes, 40)
+    assert before[1] == [set(), set()]
+    other = Lanes(lambda shape: make(replace(shape, rows=40)), [0, 0, 0])
+    other.index.load_state_dict(copy.deepcopy(lanes.index.state_dict()))
+    assert rows(other, 40) == before
+    lanes.index.reorder([2, 0, 0, 1])
+    assert rows(lanes, 40)[:3] == [before[2], before[0], before[0]]
+    lanes.index.truncate(1, 60)
+    lanes.index.truncate(2, FIRST)
+    after = [[set(head.tolist()) - {-1} for head in lane] for lane in lanes.index.select(torch.zeros(4, 4, 64), 40).rows]
+    assert after == [before[2], [{row for row in head if row < 60} for head in before[0]], [set()] * 2, [set()] * 2]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", [SnapIndex, HeavyIndex, partial(FreshSnapIndex, interval=20)])
+def test_selecting_from_a_captured_graph(make: type[KeptIndex], device: torch.device) -> None:
+    """A step's work, the scores that it adds to included, is the same replayed."""
+
+    def near(shape: LayerShape) -> LayerShape:
+        slab = Slab(2, 2, 64, shape.regions, 40, dtype=shape.dtype, device=device)
+        torch.manual_seed(0)
+        slab.data.normal_()
+        clock = Clock()
+        clock.at((420, 400), (404, 390), device)
+        return replace(shape, rows=40, slab=slab, clock=clock)
+
+    replayed, eager = (Lanes(lambda shape: make(near(shape)), [0, 0], device=device) for _ in range(2))
+    for lanes in (replayed, eager):
+        prompt(lanes, 0, 400)
+        prompt(lanes, 1, 386)
+        lanes.index.select(lanes.query(0), 40)
+    query = replayed.query(1).clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        selection = replayed.index.select(query, 40)
+    for step in range(1, 6):
+        query.copy_(replayed.query(step))
+        graph.replay()
+        found = eager.index.select(eager.query(step), 40)
+        assert torch.equal(selection.rows, found.rows)
+        for name, table in replayed.index.state_dict()["tables"].items():
+            torch.testing.assert_close(table, eager.index.state_dict()["tables"][name])
