@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from kvthaw.bench.card import emit, provenance
-from kvthaw.bench.kernels_decode import replay_time
+from kvthaw.bench.kernels_decode import decode, gather, replay_time
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.regions import Regions
 from kvthaw.errors import CacheError
@@ -26,15 +27,21 @@ from kvthaw.kernels import tiers as tiering
 from kvthaw.kernels import topk as choosing
 from kvthaw.types import LayerShape
 
-DEVICE_GBPS = 4300
+DEVICE_GBPS = 4200
 """What one H200 was measured to move, read and written."""
-HEADS, GROUP, DIM, SINK, K = 8, 4, 128, 128, 100
+GOALS = {1 << 17: 30, 1 << 19: 65, 1 << 20: 120}
+"""Microseconds that select should take at batch 1, by tokens."""
+HEADS, GROUP, DIM, SINK, WINDOW, BUFFER, K = 8, 4, 128, 128, 256, 512, 100
 _COLD = 256 << 20  # bytes to pass over before ids may be read again: four times the L2 cache
+_TUNING = 100  # seconds
 _BASE: dict[str, Any] = {"bench": "kernels", "method": "pariskv", "kv_heads": HEADS, "group": GROUP, "head_dim": DIM, "rows": K}
 
 
-def main(*, quick: bool = False, out: Path | None = None, commit: str | None = None) -> list[dict[str, Any]]:
-    """Check, measure and print a JSON line a case; quick: fewer and shorter ones. Raises CacheError where a kernel is wrong."""
+def main(
+    *, quick: bool = False, tuning: bool = False, out: Path | None = None, commit: str | None = None
+) -> list[dict[str, Any]]:
+    """Check, measure and print a JSON line a case. quick: fewer and shorter ones; tuning: other shapes of the kernels instead.
+    Raises CacheError where a kernel is wrong."""
     if not torch.cuda.is_available():
         raise CacheError("timing kernels needs a CUDA device; their definitions and checks run in the tests without one")
     torch.manual_seed(time.time_ns() % (1 << 31))
@@ -46,48 +53,66 @@ def main(*, quick: bool = False, out: Path | None = None, commit: str | None = N
         lines.append(line)
 
     with torch.inference_mode():
-        for policy in ("max", "mean", "mean_query"):
-            report({"op": "check", "policy": policy, **check(policy)})
+        for policy, group, dim in CHECKED[:1] if tuning else CHECKED:
+            report({"op": "check", "policy": policy, "group": group, "head_dim": dim, **check(policy, group=group, dim=dim)})
+        if tuning:
+            for line in tune():
+                report(line)
+            return lines
+        report({"op": "launch", "us": launch_time()})
         report(encode_time(1 << 17))
-        for tokens, batch in (
-            [(1 << 17, 1)] if quick else [(1 << 17, 1), (1 << 19, 1), (1 << 20, 1), (1 << 17, 4), (1 << 17, 16)]
-        ):
-            for line in steps(tokens, batch, with_torch=batch == 1):
-                report(line)
-        for tokens, batch in [] if quick else [(1 << 19, 4), (1 << 20, 4), (1 << 19, 16), (1 << 20, 16)]:
-            for line in steps(tokens, batch, with_torch=False):
-                report(line)
+        for batch in (1,) if quick else (1, 4, 16):
+            for tokens in (1 << 17,) if quick else GOALS:
+                for line in Chain(batch, tokens).times(with_torch=batch * tokens <= 1 << 21):
+                    report(line)
+                torch.cuda.empty_cache()
         report(select_time("mean_query", 1 << 17))
         report(select_time("mean", 1 << 17))
+        report({**gather(K, 1 << 14 if quick else 1 << 17), "op": "fetch", "torch_us": fetch_in_torch(1 << 14)})
+        for batch in (1, 4, 16):
+            report({**decode(batch, SINK + WINDOW + BUFFER + K, masked=True), "op": "attention"})
     return lines
 
 
-def make(batch: int, tokens: int, policy: Policy = "max", *, ragged: bool = False) -> CodesIndex:
+CHECKED: tuple[tuple[Policy, int, int], ...] = (
+    ("max", 4, 128),
+    ("mean", 4, 128),
+    ("mean_query", 4, 128),
+    ("max", 1, 64),
+    ("max", 8, 96),
+    ("mean", 2, 256),
+)
+"""Policy, query heads a KV head, head_dim."""
+
+
+def make(
+    batch: int, tokens: int, policy: Policy = "max", *, group: int = GROUP, dim: int = DIM, ragged: bool = False
+) -> CodesIndex:
     """An index of random keys; ragged: of lanes that differ in length."""
     device = torch.device("cuda")
-    store = HostStore(batch, HEADS, DIM, torch.bfloat16)
-    sizes = (0, HEADS * GROUP, HEADS, DIM, torch.bfloat16, device)
-    index = CodesIndex(LayerShape(*sizes, store, Regions(SINK, 256, 512), DIM**-0.5), policy=policy)
+    store = HostStore(batch, HEADS, dim, torch.bfloat16)
+    sizes = (0, HEADS * group, HEADS, dim, torch.bfloat16, device)
+    index = CodesIndex(LayerShape(*sizes, store, Regions(SINK, WINDOW, BUFFER), dim**-0.5), policy=policy)
     index._reserve(batch, tokens)
     for lane in range(batch):
         n = tokens - lane * 777 if ragged else tokens
-        keys = torch.randn(HEADS, n, DIM, device=device, dtype=torch.bfloat16)
+        keys = torch.randn(HEADS, n, dim, device=device, dtype=torch.bfloat16)
         index.build(lane, SINK, keys, keys, keys[:, :0])
     return index
 
 
-def queries(batch: int) -> Tensor:
-    return torch.randn(batch, HEADS * GROUP, DIM, device="cuda").bfloat16() * 2
+def queries(batch: int, group: int = GROUP, dim: int = DIM) -> Tensor:
+    return torch.randn(batch, HEADS * group, dim, device="cuda").bfloat16() * 2
 
 
-def check(policy: Policy, tokens: int = 40_000) -> dict[str, Any]:
+def check(policy: Policy, tokens: int = 40_000, *, group: int = GROUP, dim: int = DIM) -> dict[str, Any]:
     """Every kernel against its definition, on two lanes of different lengths; figures of how far they differ."""
-    index, query = make(2, tokens, policy, ragged=True), queries(2)
+    index, query, scale = make(2, tokens, policy, group=group, dim=dim, ragged=True), queries(2, group, dim), dim**-0.5
     now, data, mean = index._summaries, index._data, policy == "mean_query"
     lengths, wanted = data["lengths"], data["wanted"]
     found = Ratios()
     index.select(query, K)
-    keys = torch.randn(1, HEADS, 1000, DIM, device="cuda", dtype=torch.bfloat16)
+    keys = torch.randn(1, HEADS, 1000, dim, device="cuda", dtype=torch.bfloat16)
     trial = encoding.Summaries(*(x.clone() for x in (now.ids, now.codes, now.weights, now.sizes)))
     encoding.launch(keys, index._rotation, index._quantizer, trial, [1], [17])
     ids, codes, weights = encoding.definition(keys[0], index._rotation, index._quantizer)
@@ -111,25 +136,24 @@ def check(policy: Policy, tokens: int = 40_000) -> dict[str, Any]:
     votes = tiering.definition(tiering.similarities(rotated), now.sizes, data["limits"])
     _demand(torch.equal(table, tiering.pack(votes, index._combine)), "tiers: votes differ")
     scores = collision.definition(table, now.ids, index._combine)
-    for shared in (True, False):
-        got = collision.launch(table, now.ids, lengths, totals.zero_(), index._combine, shared=shared)
-        for lane, n in enumerate(index._counts):
-            _demand(
-                torch.equal(got.scores[lane, :, :n].int(), scores[lane, :, :n]), f"collide: scores differ (shared={shared})"
-            )
+    got = collision.launch(table, now.ids, lengths, totals.zero_(), index._combine)
+    for lane, n in enumerate(index._counts):
+        _demand(torch.equal(got.scores[lane, :, :n].int(), scores[lane, :, :n]), "collide: scores differ")
     width = -(-found.most(now.capacity, K) // reranking.TILE) * reranking.TILE
     chosen = bucket.launch(got, lengths, wanted, width)
     candidates = bucket.by_counting(got.scores, lengths, wanted, width, index._bins)
     known = torch.arange(width, device="cuda") < wanted[:, None, None]
     _demand(torch.equal(chosen.masked_fill(~known, -1), candidates), "bucket_topk: candidates differ")
     estimate = reranking.definition(rotated, now.codes, now.weights, candidates, index._quantizer)
-    made = reranking.launch(rotated, now, chosen, wanted, index._quantizer, DIM**-0.5)
+    run = choosing.run_length(width, K)
+    assert run is not None
+    made = reranking.launch(rotated, now, chosen, wanted, index._quantizer, scale, run)
     gap = (made.scores - estimate).masked_fill(~known[:, :, None], 0.0).norm() / estimate.masked_fill(
         ~known[:, :, None], 0.0
     ).norm()
-    _demand(float(gap) < 1e-4, f"rerank: estimates differ by {float(gap):.6f} of their norm")
-    rows, counts = choosing.launch(made, chosen, wanted, K, SINK, DIM**-0.5, index._merge)
-    merged = choosing.merge(estimate, DIM**-0.5, index._merge)
+    _demand(float(gap) < 2**-8, f"rerank: estimates differ by {float(gap):.6f} of their norm")
+    rows, counts = choosing.launch(made, chosen, wanted, K, SINK, scale, index._merge)
+    merged = choosing.merge(made.scores.masked_fill(~known[:, :, None], -torch.inf), scale, index._merge)
     best, want_counts = choosing.definition(merged, candidates, K, SINK)
     missed = torch.stack([(~torch.isin(a, b)).sum() for a, b in zip(rows.flatten(0, 1), best.flatten(0, 1), strict=True)])
     _demand(torch.equal(counts, want_counts) and int(missed.max()) <= 1, f"topk: {missed.tolist()} rows differ")
@@ -139,87 +163,141 @@ def check(policy: Policy, tokens: int = 40_000) -> dict[str, Any]:
     return {name: float(share) for name, share in differ.items()} | {"estimates": float(gap), "rows": int(missed.sum())}
 
 
+def launch_time() -> float:
+    """Microseconds of a launch that does next to nothing and waits for the one before it."""
+    one = torch.zeros(1, device="cuda")
+    return round(replay_time([lambda: one.add_(1)] * 32) * 1e6, 2)
+
+
 def encode_time(tokens: int) -> dict[str, Any]:
     """Encoding and counting all keys of a prompt."""
     index = make(1, tokens)
     keys = torch.randn(1, HEADS, tokens, DIM, device="cuda", dtype=torch.bfloat16)
 
-    def call() -> None:
-        encoding.launch(keys, index._rotation, index._quantizer, index._summaries, [0], [0])
+    def counted() -> None:
+        _encode(index, keys)
+        encoding.launch_count(index._summaries, [0], [0], [tokens])
 
-    which = [torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([0], [0])]
+    both, alone = _event_time(counted), _event_time(lambda: _encode(index, keys))
+    theirs = _event_time(lambda: encoding.definition(keys[0], index._rotation, index._quantizer))
+    moved = keys.nbytes + HEADS * tokens * (112 + 16)
+    line = {"op": "encode", "tokens": tokens, "batch": 1, **_rates(both, moved), "goal_us": 300}
+    return line | {
+        "uncounted_us": round(alone * 1e6, 2),
+        "torch_us": round(theirs * 1e6, 2),
+        "speedup": round(theirs / both, 1),
+    }
+
+
+def _encode(index: CodesIndex, keys: Tensor) -> None:
+    encoding.launch(keys, index._rotation, index._quantizer, index._summaries, [0], [0])
+
+
+def _event_time(call: Callable[[], object]) -> float:
+    """Seconds of a call that copies from the host, so not as a graph; the host runs ahead while the device sleeps."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    times = []
-    for _ in range(12):  # it copies its lanes from the host, so not as a graph
+    times: list[float] = []
+    for _ in range(12):
         torch.cuda.synchronize()
-        torch.cuda._sleep(200_000)
+        torch.cuda._sleep(1_000_000)
         begin.record()
         call()
-        encoding.launch_count(index._summaries, [0], [0], [tokens])
         end.record()
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end) / 1000)
-    del which
-    moved = keys.nbytes + HEADS * tokens * (112 + 16)
-    return {"op": "encode", "tokens": tokens, "batch": 1, **_rates(sorted(times)[len(times) // 2], moved)}
+    return sorted(times)[len(times) // 2]
 
 
-def steps(tokens: int, batch: int, *, with_torch: bool) -> list[dict[str, Any]]:
-    """Each step of select, and the whole, on enough copies of the index that none is still cached when its turn comes."""
-    index, query, scale = make(batch, tokens), queries(batch), DIM**-0.5
-    index.select(query, K)
-    data, now = index._data, index._summaries
-    lengths, wanted = data["lengths"], data["wanted"]
-    count = max(1, -(-_COLD // now.ids.nbytes))
-    sets = [now] + [
-        encoding.Summaries(*(x.clone() for x in (now.ids, now.codes, now.weights, now.sizes))) for _ in range(count - 1)
-    ]
-    width = -(-index.ratios.most(now.capacity, K) // reranking.TILE) * reranking.TILE
-    totals = torch.empty((batch, HEADS, index._bins), dtype=torch.int32, device="cuda")
-    how: dict[str, Any] = {"mean": False, "combine": "max"}
-    rotated, table = tiering.launch(query, index._rotation, now.sizes, data["limits"], totals, **how)
-    got = collision.launch(table, now.ids, lengths, totals.clone(), "max")
-    chosen = bucket.launch(got, lengths, wanted, width)
-    made = reranking.launch(rotated, now, chosen, wanted, index._quantizer, scale)
+class Chain:
+    """The steps of select, each on what the one before it left, and the whole, on enough copies of the index that none is still
+    cached when its turn comes."""
 
-    def select(one: encoding.Summaries) -> object:
-        index._summaries = one
-        return index.select(query, K)
+    def __init__(self, batch: int, tokens: int) -> None:
+        self.batch, self.tokens, self.scale = batch, tokens, DIM**-0.5
+        self.index, self.query = make(batch, tokens), queries(batch)
+        index, data, self.now = self.index, self.index._data, self.index._summaries
+        index.select(self.query, K)
+        self.lengths, self.wanted, self.limits = data["lengths"], data["wanted"], data["limits"]
+        count = max(1, -(-_COLD // self.now.ids.nbytes))
+        copies = (
+            (x.clone() for x in (self.now.ids, self.now.codes, self.now.weights, self.now.sizes)) for _ in range(1, count)
+        )
+        self.sets = [self.now, *(encoding.Summaries(*copy) for copy in copies)]
+        self.width = -(-index.ratios.most(self.now.capacity, K) // reranking.TILE) * reranking.TILE
+        run = choosing.run_length(self.width, K)
+        assert run is not None
+        self.run = run
+        self.totals = torch.zeros((batch, HEADS, index._bins), dtype=torch.int32, device="cuda")
+        self.rotated, self.table = self.tiers(self.now)
+        self.got = collision.launch(self.table, self.now.ids, self.lengths, self.totals.clone(), "max")
+        self.chosen = self.bucket_topk(self.now)
+        self.made = self.rerank(self.now)
 
-    keys, picked = batch * HEADS * tokens, batch * HEADS * int(wanted[0])
-    want = int(wanted[0])
-    scores, real, estimates = got.scores[:, :, :tokens].contiguous(), chosen[:, :, :want].contiguous(), made.scores[..., :want]
-    ours: dict[str, tuple[Callable[[encoding.Summaries], object], int]] = {
-        "tiers": (
-            lambda one: tiering.launch(query, index._rotation, one.sizes, data["limits"], totals, **how),
-            query.nbytes + now.sizes.nbytes + rotated.nbytes + table.nbytes,
-        ),
-        "collide": (lambda one: collision.launch(table, one.ids, lengths, totals, "max"), keys * 17),
-        "collide_cached": (lambda one: collision.launch(table, one.ids, lengths, totals, "max", shared=False), keys * 17),
-        "bucket_topk": (lambda one: bucket.launch(got, lengths, wanted, width), keys + 4 * picked),
-        "rerank": (
-            lambda one: reranking.launch(rotated, one, chosen, wanted, index._quantizer, scale),
-            picked * (100 + 4 * GROUP),
-        ),
-        "topk": (lambda one: choosing.launch(made, chosen, wanted, K, SINK, scale, "max"), picked * (4 + 4 * GROUP)),
-        "select": (select, keys * 18 + picked * (112 + 8 * GROUP)),
-    }
-    plain: dict[str, Callable[[encoding.Summaries], object]] = {
-        "tiers": lambda one: tiering.definition(tiering.similarities(rotated), one.sizes, data["limits"]),
-        "collide": lambda one: collision.definition(table, one.ids, "max"),
-        "bucket_topk": lambda one: torch.topk(scores.int(), want, dim=2),
-        "rerank": lambda one: reranking.definition(rotated, one.codes, one.weights, real, index._quantizer),
-        "topk": lambda one: torch.topk(choosing.merge(estimates, scale, "max"), K, dim=2),
-    }
-    lines = []
-    for name, (call, moved) in ours.items():
-        line = {"op": name, "tokens": tokens, "batch": batch, **_rates(replay_time(_calls(call, sets), 20), moved)}
-        if with_torch and name in plain:
-            theirs = replay_time(_calls(plain[name], sets[:2]), 5)
-            line |= {"torch_us": round(theirs * 1e6, 2), "speedup": round(theirs * 1e6 / line["us"], 1)}
-        lines.append(line)
-    index._summaries = now
-    return lines
+    def tiers(self, one: encoding.Summaries) -> tuple[Tensor, Tensor]:
+        return tiering.launch(self.query, self.index._rotation, one.sizes, self.limits, self.totals, mean=False, combine="max")
+
+    def collide(self, one: encoding.Summaries) -> object:
+        return collision.launch(self.table, one.ids, self.lengths, self.totals, "max")
+
+    def bucket_topk(self, one: encoding.Summaries) -> Tensor:
+        return bucket.launch(self.got, self.lengths, self.wanted, self.width)
+
+    def rerank(self, one: encoding.Summaries) -> reranking.Estimates:
+        return reranking.launch(self.rotated, one, self.chosen, self.wanted, self.index._quantizer, self.scale, self.run)
+
+    def topk(self, one: encoding.Summaries) -> tuple[Tensor, Tensor]:
+        return choosing.launch(self.made, self.chosen, self.wanted, K, SINK, self.scale, "max")
+
+    def select(self, one: encoding.Summaries) -> object:
+        self.index._summaries = one
+        return self.index.select(self.query, K)
+
+    def seconds(self, step: str, replays: int = 20) -> float:
+        """Of a step of this name."""
+        seconds = replay_time(_calls(getattr(self, step), self.sets), replays)
+        self.index._summaries = self.now
+        return seconds
+
+    def moved(self) -> dict[str, int]:
+        """Bytes that a step must read and write."""
+        keys, picked = self.batch * HEADS * self.tokens, self.batch * HEADS * int(self.wanted[0])
+        runs = self.batch * HEADS * GROUP * (self.made.peaks.shape[3] if self.made.peaks is not None else 0)
+        return {
+            "tiers": self.query.nbytes + self.now.sizes.nbytes + self.rotated.nbytes + self.table.nbytes,
+            "collide": keys * 17,
+            "bucket_topk": keys + 4 * picked,
+            "rerank": picked * (100 + 4 * GROUP),
+            "topk": 4 * runs + self.batch * HEADS * K * self.run * (4 + 4 * GROUP),
+            "select": keys * 18 + picked * (104 + 4 * GROUP),
+        }
+
+    def in_torch(self) -> dict[str, Callable[[encoding.Summaries], object]]:
+        """The steps in plain torch."""
+        want = int(self.wanted[0])
+        scores = self.got.scores[:, :, : self.tokens].contiguous()
+        real, estimates = self.chosen[:, :, :want].contiguous(), self.made.scores[..., :want].contiguous()
+        return {
+            "tiers": lambda one: tiering.definition(tiering.similarities(self.rotated), one.sizes, self.limits),
+            "collide": lambda one: collision.definition(self.table, one.ids, "max"),
+            "bucket_topk": lambda one: torch.topk(scores.int(), want, dim=2),
+            "rerank": lambda one: reranking.definition(self.rotated, one.codes, one.weights, real, self.index._quantizer),
+            "topk": lambda one: torch.topk(choosing.merge(estimates, self.scale, "max"), K, dim=2),
+        }
+
+    def times(self, *, with_torch: bool) -> list[dict[str, Any]]:
+        """A line a step; with_torch: beside plain torch, where select's is the sum of its steps'."""
+        plain = self.in_torch() if with_torch else {}
+        lines, total = [], 0.0
+        for step, moved in self.moved().items():
+            line = {"op": step, "tokens": self.tokens, "batch": self.batch, **_rates(self.seconds(step), moved)}
+            if with_torch:
+                theirs = replay_time(_calls(plain[step], self.sets[:2]), 5) if step in plain else total
+                total += theirs
+                line |= {"torch_us": round(theirs * 1e6, 2), "speedup": round(theirs * 1e6 / line["us"], 1)}
+            if step == "select" and self.batch == 1:
+                line["goal_us"] = GOALS[self.tokens]
+            lines.append(line)
+        return lines
 
 
 def select_time(policy: Policy, tokens: int) -> dict[str, Any]:
@@ -228,6 +306,70 @@ def select_time(policy: Policy, tokens: int) -> dict[str, Any]:
     index.select(query, K)
     seconds = replay_time([lambda: index.select(query, K)] * 8, 20)
     return {"op": "select", "policy": policy, "cached": True, "tokens": tokens, "batch": 1, "us": round(seconds * 1e6, 2)}
+
+
+def fetch_in_torch(tokens: int) -> float:
+    """Microseconds to gather K rows a head of pinned memory and copy them over, in torch."""
+    store = torch.randn((HEADS, tokens, 2, DIM), dtype=torch.bfloat16).pin_memory()
+    head, times = torch.arange(HEADS)[:, None], []
+    for _ in range(30):
+        rows = torch.randint(0, tokens, (HEADS, K))
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        store[head, rows].to("cuda")
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    return round(sorted(times)[len(times) // 2] * 1e6, 2)
+
+
+SHAPES: tuple[tuple[str, Any, dict[str, tuple[int, ...]]], ...] = (
+    ("rerank", reranking, {
+        "TILE": (64, 64, 64, 64, 64, 64, 32, 128, 128),
+        "SPLITS": (64, 64, 64, 128, 96, 128, 128, 64, 64),
+        "STAGES": (2, 1, 3, 2, 2, 1, 2, 2, 2),
+        "WARPS": (4, 4, 4, 4, 4, 4, 2, 8, 4),
+    }),
+    ("collide", collision, {"CHUNK": (2048, 2048, 1024, 1024, 4096), "WARPS": (4, 8, 2, 4, 8)}),
+    ("topk", choosing, {"PER_WARP": (512, 256, 1024, 2048)}),
+    ("tiers", tiering, {"STEP": (16, 8, 8, 16, 16, 32), "WARPS": (2, 2, 4, 4, 8, 8)}),
+    ("bucket_topk", bucket, {"WARPS": (4, 8, 2)}),
+    ("encode", encoding, {
+        "BLOCK": (64, 64, 64, 128, 64, 64),
+        "STAGES": (2, 1, 3, 2, 2, 1),
+        "WARPS": (4, 4, 4, 8, 4, 4),
+        "LOOPS": (32, 32, 32, 16, 8, 8),
+        "PROGRAMS": (512, 512, 512, 512, 2048, 2048),
+    }),
+)  # fmt: skip
+"""Step, its module, constants there and what to try together: the first of each is what the module has."""
+
+
+def tune() -> list[dict[str, Any]]:
+    """Times of the steps in other shapes, at the shortest and the longest context, best first a step; some are left out when the
+    time for it is over. A shape that the device cannot launch says so."""
+    begin = time.monotonic()
+    chains = [Chain(1, min(GOALS)), Chain(1, max(GOALS))]
+    keys = torch.randn(1, HEADS, min(GOALS), DIM, device="cuda", dtype=torch.bfloat16)
+    lines = []
+    for step, module, constants in SHAPES:
+        found = []
+        for values in zip(*constants.values(), strict=True):
+            shape = dict(zip(constants, values, strict=True))
+            line: dict[str, Any] = {"op": "shape", "step": step, **shape}
+            if time.monotonic() - begin > _TUNING:
+                line["error"] = "not tried: out of time"
+            else:
+                with mock.patch.multiple(module, **shape):
+                    try:
+                        if step == "encode":
+                            line["us"] = [round(_event_time(lambda: _encode(chains[0].index, keys)) * 1e6, 2)]
+                        else:
+                            line["us"] = [round(chain.seconds(step) * 1e6, 2) for chain in chains]
+                    except Exception as reason:  # more shared memory or registers than there are
+                        line["error"] = str(reason)[:80]
+            found.append(line)
+        lines += sorted(found, key=lambda line: sum(line.get("us", [float("inf")])))
+    return lines
 
 
 def _calls(call: Callable[[encoding.Summaries], object], sets: Sequence[encoding.Summaries]) -> list[Callable[[], object]]:
@@ -251,7 +393,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON lines; there is no other form")
     parser.add_argument("--quick", action="store_true", help="fewer and shorter cases")
+    parser.add_argument(
+        "--tune", action="store_true", help="other shapes of the kernels instead, best first; at most 2 minutes"
+    )
     parser.add_argument("--out", type=Path, help="append the lines to this file")
     parser.add_argument("--commit", help="what the lines name as the commit")
     given = parser.parse_args()
-    main(quick=given.quick, out=given.out, commit=given.commit)
+    main(quick=given.quick, tuning=given.tune, out=given.out, commit=given.commit)

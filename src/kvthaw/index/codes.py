@@ -41,7 +41,8 @@ class CodesIndex:
     its attention is the selection's partial. The budget does not bound that, nor does it know of a softcap; 0 never does it.
 
     Summaries are allocated at a capacity that doubles; within one, all tensors stay where they are. Lengths and limits are
-    int32 on the device. select() launches six kernels of fixed shape on a GPU; on a CPU the same steps run in torch."""
+    int32 on the device. select() launches five kernels of fixed shape on a GPU, six with policy="mean"; on a CPU the same steps
+    run in torch."""
 
     graph_safe = True
     on_host = False

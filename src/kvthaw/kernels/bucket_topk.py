@@ -16,6 +16,8 @@ from torch import Tensor
 from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.collide import CHUNK, Scores
 
+WARPS = 4
+
 
 def definition(scores: Tensor, lengths: Tensor, wanted: Tensor, width: int) -> Tensor:
     """Positions [L, H, width] int32, ascending, -1 padded: the wanted[l] <= width largest of scores[l, h, : lengths[l]].
@@ -101,7 +103,7 @@ def launch(found: Scores, lengths: Tensor, wanted: Tensor, width: int) -> Tensor
     out = torch.empty((lanes, heads, width), dtype=torch.int32, device=found.scores.device)
     _bucket_topk[(chunks, heads, lanes)](
         found.scores, found.counts, found.totals, lengths, wanted, out, heads, capacity, chunks, width, BINS=bins, CHUNK=CHUNK,
-        CHUNKS=triton.next_power_of_2(chunks), num_warps=4,
+        CHUNKS=triton.next_power_of_2(chunks), num_warps=WARPS,
     )  # fmt: skip
     return out
 

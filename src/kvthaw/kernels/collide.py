@@ -21,6 +21,7 @@ from kvthaw.kernels.tiers import Combine
 
 CHUNK = 2048
 """Keys a program; capacities are multiples of it."""
+WARPS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,7 @@ def launch(table: Tensor, ids: Tensor, lengths: Tensor, totals: Tensor, combine:
     counts = torch.empty((lanes, heads, width, chunks), dtype=torch.int32, device=ids.device)
     _collide[(chunks, heads, lanes)](
         table, ids, lengths, scores, counts, totals, heads, capacity, chunks, W=words, SUBS=subs,
-        PART=min(subs, 16), BINS=width, SUM=combine == "sum", CHUNK=CHUNK, num_warps=4,
+        PART=min(subs, 16), BINS=width, SUM=combine == "sum", CHUNK=CHUNK, num_warps=WARPS,
     )  # fmt: skip
     return Scores(scores, counts, totals)
 

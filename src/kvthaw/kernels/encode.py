@@ -29,7 +29,9 @@ SUB = 8
 """Coordinates in a subspace, m."""
 CENTROIDS = 1 << SUB
 PROGRAMS = 512
-"""Programs that fill a GPU; more only where one has 32 blocks of keys."""
+"""Programs that fill a GPU; more only where one has LOOPS blocks of keys."""
+BLOCK, LOOPS, STAGES, WARPS = 64, 32, 2, 4
+"""Keys at once, how often, loads ahead and warps of a program; beyond 128 coordinates one load ahead and twice the warps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,8 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
+    from kvthaw.kernels.srht import rotate_tile
+
     @triton.jit
     def _encode(keys, basis, thresholds, levels, ids, codes, weights, lanes, starts, n, heads, capacity, scale, stride_r,
                 stride_h, stride_n, dim, loops, SUBS: tl.constexpr, SQUARE: tl.constexpr, BLOCK: tl.constexpr,
@@ -129,14 +133,14 @@ if HAS_TRITON:
         # A thread of the product holds columns 2 q and 2 q + 1 of every 8. In 32 columns that are 8 coordinates: of one subspace.
         column = i // 32 * 32 + i % 8 // 2 * 8 + i % 32 // 8 * 2 + i % 2 if SQUARE >= 32 else i
         matrix = tl.load(basis + i[:, None] * SQUARE + column[None, :])
-        matrix = matrix.to(tl.float32 if UPCAST else keys.dtype.element_ty)
+        matrix = matrix.to(tl.float32).to(tl.bfloat16 if keys.dtype.element_ty == tl.float32 else keys.dtype.element_ty)
         begin = tl.program_id(0) * loops * BLOCK
         for first in tl.range(begin, tl.minimum(begin + loops * BLOCK, n), BLOCK, num_stages=STAGES):
             token = first + tl.arange(0, BLOCK)
             inside = (token < n)[:, None]
             at = source + token.to(tl.int64)[:, None] * stride_n + i[None, :]
             x = tl.load(at, mask=inside & (i < dim)[None, :], other=0)
-            y = tl.dot(x.to(tl.float32) if UPCAST else x, matrix, input_precision="ieee")
+            y = rotate_tile(x, matrix, UPCAST)
             if SQUARE >= 32:
                 y = tl.permute(tl.reshape(y, (BLOCK, SQUARE // 32, 4, 4, 2)), (0, 1, 3, 2, 4))
             y = tl.reshape(y, (BLOCK, SQUARE // 8, 8))  # not yet scaled, which only the weight needs
@@ -182,14 +186,14 @@ def launch(keys: Tensor, rotation: Rotation, quantizer: Quantizer, into: Summari
     rows, heads, n, dim = keys.shape
     assert keys.stride(3) == 1 and into.ids.is_contiguous() and into.codes.is_contiguous() and into.weights.is_contiguous()
     assert into.codes.dtype == torch.int32 and into.weights.dtype == torch.bfloat16 and max(starts) + n <= into.capacity
-    block = 64 if rotation.padded <= 128 else 32
-    loops = max(1, min(32, n * heads * rows // (block * PROGRAMS)))
+    wide = rotation.padded > 128
+    loops = max(1, min(LOOPS, n * heads * rows // (BLOCK * PROGRAMS)))
     which = torch.tensor([list(lanes), list(starts)], dtype=torch.int32, device=keys.device)
-    _encode[(triton.cdiv(n, block * loops), heads, rows)](
+    _encode[(triton.cdiv(n, BLOCK * loops), heads, rows)](
         keys, rotation.basis, quantizer.thresholds, quantizer.levels, into.ids, into.codes, into.weights, which[0], which[1], n,
         heads, into.capacity, rotation.scale, keys.stride(0), keys.stride(1), keys.stride(2), dim, loops,
-        SUBS=rotation.padded // SUB, SQUARE=rotation.basis.shape[0], BLOCK=block, UPCAST=keys.device.type == "cpu", STAGES=2,
-        num_warps=4,
+        SUBS=rotation.padded // SUB, SQUARE=rotation.basis.shape[0], BLOCK=BLOCK, UPCAST=keys.device.type == "cpu",
+        STAGES=1 if wide else STAGES, num_warps=2 * WARPS if wide else WARPS,
     )  # fmt: skip
 
 

@@ -27,6 +27,7 @@ TILE = 64
 """Candidates that a program takes at once."""
 SPLITS = 64
 """Programs a KV head."""
+STAGES, WARPS = 2, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,7 @@ def launch(rotated: Tensor, summaries: Summaries, candidates: Tensor, wanted: Te
     _rerank[(SPLITS, heads, lanes)](
         rotated, summaries.codes, summaries.weights, quantizer.levels, candidates, wanted, scores, peaks, parts, heads,
         summaries.capacity, width, scale, P=scored, PP=max(8, triton.next_power_of_2(scored)), SUBS=subs, TILE=TILE, RUN=run,
-        UPCAST=candidates.device.type == "cpu", STAGES=2, num_warps=4,
+        UPCAST=candidates.device.type == "cpu", STAGES=STAGES, num_warps=WARPS,
     )  # fmt: skip
     return Estimates(scores, parts, peaks, run)
 

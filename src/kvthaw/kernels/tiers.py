@@ -22,6 +22,8 @@ from kvthaw.kernels.srht import Rotation, srht
 
 Combine = Literal["max", "sum"]
 """How the votes of a group's query heads become one number a key: the largest, or all together."""
+STEP, WARPS = 16, 2
+"""Centroids that a program compares with all at once, and its warps."""
 
 
 def rotate_queries(query: Tensor, heads: int, rotation: Rotation, *, mean: bool) -> Tensor:
@@ -140,7 +142,7 @@ def launch(query: Tensor, rotation: Rotation, sizes: Tensor, limits: Tensor, tot
     _tiers[(lanes * heads, subs, apart)](
         query, rotation.basis, sizes, limits, rotated, similarity, table if combine == "sum" else table.view(torch.uint8), totals,
         heads, rotation.scale, dim, GROUP=group, P=scored, PER=scored // apart, SUBS=subs, SQUARE=rotation.basis.shape[0],
-        BINS=totals.shape[2], SUM=combine == "sum", STEP=16 if query.is_cuda else 256, num_warps=2,
+        BINS=totals.shape[2], SUM=combine == "sum", STEP=STEP if query.is_cuda else 256, num_warps=WARPS,
     )  # fmt: skip
     return rotated, table
 

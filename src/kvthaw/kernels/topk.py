@@ -25,6 +25,8 @@ from kvthaw.kernels.rerank import SPLITS, TILE, Estimates
 Merge = Literal["max", "mean"]
 MOST = 16384
 """Runs, and candidates in chosen runs, that a program holds; where there are more, torch sorts."""
+PER_WARP = 512
+"""Of those, how many a warp holds."""
 
 
 def run_length(width: int, k: int) -> int | None:
@@ -176,7 +178,7 @@ def launch(found: Estimates, candidates: Tensor, wanted: Tensor, k: int, first: 
     _choose[(heads, lanes)](
         scores, peaks, found.parts, candidates, wanted, chosen, rows, counts, heads, width, runs, scale, k, first, P=scored,
         PP=triton.next_power_of_2(scored), SPLITS=SPLITS, RUN=run, RUNS=triton.next_power_of_2(runs), KP=padded,
-        num_warps=min(16, max(4, most // 512)),
+        num_warps=min(16, max(4, most // PER_WARP)),
     )  # fmt: skip
     return rows, counts
 
