@@ -224,16 +224,16 @@ elif HAS_TRITON:
         acc = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
         if new_key is not None:
             mine = (split == 0) & (place_new >= 0) & (place_new < n)
-            row = place_new.to(tl.int64)
+            home = place_new.to(tl.int64)
             nk = tl.load(new_key + b * nk_lane + h * nk_head + d, mask=is_dim & mine, other=0.0).to(keys.dtype.element_ty)
             nv = tl.load(new_value + b * nv_lane + h * nv_head + d, mask=is_dim & mine, other=0.0).to(values.dtype.element_ty)
-            tl.store(keys + row * k_row + d, nk, mask=is_dim & mine)
-            tl.store(values + row * v_row + d, nv, mask=is_dim & mine)
-            score = _capped(tl.sum(q.to(tl.float32) * nk.to(tl.float32)[None, :], 1), scale, softcap)
+            tl.store(keys + home * k_row + d, nk, mask=is_dim & mine)
+            tl.store(values + home * v_row + d, nv, mask=is_dim & mine)
+            alone = _capped(tl.sum(q.to(tl.float32) * nk.to(tl.float32)[None, :], 1), scale, softcap)
             if log_weight is not None:
-                where = log_weight + b * w_lane + heads * w_head + place_new
-                score += tl.load(where, mask=is_head & mine, other=0.0) * _LOG2E
-            top = tl.where(mine, score, float("-inf"))
+                weighed = log_weight + b * w_lane + heads * w_head + place_new
+                alone += tl.load(weighed, mask=is_head & mine, other=0.0) * _LOG2E
+            top = tl.where(mine, alone, float("-inf"))
             some = top > float("-inf")
             sums = tl.where(some[:, None] & (offset == 0)[None, :], 1.0, sums)
             acc = tl.where(some[:, None], nv.to(tl.float32)[None, :], acc)
