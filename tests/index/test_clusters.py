@@ -9,7 +9,7 @@ import torch
 from lanes import FIRST, Lanes
 
 from kvthaw.errors import ConfigError
-from kvthaw.index.clusters import ClusterIndex, draw
+from kvthaw.index.clusters import ClusterIndex, draw, spread
 from kvthaw.kernels.kmeans import kmeans
 
 SMALL = partial(ClusterIndex, tokens_per_cluster=10, batch=40, clusters_per_batch=4)
@@ -189,6 +189,48 @@ def test_recall_rises_with_the_number_of_clusters() -> None:
     assert shares[2] > 0.5
 
 
+def test_spread_takes_the_key_furthest_from_those_it_has() -> None:
+    keys = torch.randn(2, 60, 16)
+    keys[1, 20:] = keys[1, :1] * torch.rand(40, 1)  # of one direction: nothing new to be had from them
+    found = spread(keys, 12)
+    unit = torch.nn.functional.normalize(keys.double(), dim=2)
+    for own, chosen in zip(unit, found.tolist(), strict=True):
+        assert chosen[0] == 0
+        assert len(set(chosen)) == 12
+        for i in range(1, 12):
+            nearest = (own @ own[chosen[:i]].T).amax(dim=1)
+            assert nearest[chosen[i]] <= nearest.min() + 1e-6
+
+
+def test_more_centroids_than_directions_leave_clusters_empty() -> None:
+    index = ClusterIndex(Lanes(SMALL, [0]).shape, tokens_per_cluster=10, start="spread")
+    keys = torch.ones(2, 100, 64)
+    index.build(0, FIRST, keys, keys, keys[:, :4].repeat(2, 1, 1))
+    selection = index.select(torch.ones(1, 4, 64), 30)
+    assert selection.counts.tolist() == [[30, 30]]
+    assert torch.isfinite(index.digests[0, :, :10]).all()
+
+
+def test_a_needle_among_repeated_text_keeps_a_cluster_of_its_own_when_the_start_is_spread() -> None:
+    """Random centroids seldom fall on five keys in 4000; their mean is then lost in a cluster of other keys."""
+    dim, tokens, needle = 64, 4000, slice(1234, 1239)
+    generator = torch.Generator().manual_seed(3)
+    text = torch.randn(20, dim, generator=generator) + 2 * torch.randn(dim, generator=generator)
+    keys = text[torch.arange(tokens) % 20] + 0.3 * torch.randn(tokens, dim, generator=generator)
+    keys[needle] = torch.randn(5, dim, generator=generator) * 1.3 + 2 * keys.mean(dim=0) / 2
+    lanes = Lanes(SMALL, [0], heads=1, group=1)
+    found = {}
+    for start in ("random", "spread"):
+        index = ClusterIndex(lanes.shape, start=start)
+        index.build(0, FIRST, keys[None], keys[None], keys[None, -4:])
+        found[start] = 0
+        for place in range(needle.start, needle.stop):
+            rows = index.select(keys[None, place, None], 100).rows
+            found[start] += int((rows == FIRST + place).sum())
+    assert found["spread"] == 5
+    assert found["random"] < 5
+
+
 def test_draw_depends_on_seed_layer_head_and_position_only() -> None:
     positions = torch.arange(50, 450)
     drawn = draw(positions, 40, seed=1, layer=2, heads=3)
@@ -212,6 +254,7 @@ def test_draw_depends_on_seed_layer_head_and_position_only() -> None:
         ({"batch": 30, "clusters_per_batch": 4}, "batch is 30; it must be a multiple of clusters_per_batch, 4"),
         ({"clusters": 0}, "clusters is 0"),
         ({"distance": "l1"}, "distance is 'l1'"),
+        ({"start": "first"}, "start is 'first'; it must be one of random, spread"),
         ({"policy": "best"}, "policy is 'best'"),
     ],
 )

@@ -53,6 +53,15 @@ def test_options_reach_the_index_and_the_static_set_is_refreshed(llama: PreTrain
             assert not (index.order[0, :, :20] == old).all()
 
 
+def test_a_window_of_another_size(llama: PreTrainedModel) -> None:
+    with kvthaw.attach(llama, "prkv", budget=400, window=24, page=8) as handle:
+        generate(llama, {"input_ids": prompt(1, 500)}, 2)
+        assert handle.cache.frozen_layers[0].plan.regions == Regions(0, 24, 8)
+        assert {index.window for index in indices(handle) if isinstance(index, HybridIndex)} == {24}
+    with pytest.raises(ConfigError, match=r"regions\.window is 0"):
+        resolve("prkv", window=0)
+
+
 def test_no_static_set_is_arkvale(llama: PreTrainedModel) -> None:
     inputs = {"input_ids": prompt(2, 300)}
     with kvthaw.attach(llama, "prkv", retrieved=60, share=0.0):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,9 @@ from kvthaw.kernels.kmeans import Distance, check_distance, kmeans
 from kvthaw.kernels.unit_select import Policy
 from kvthaw.types import LayerShape
 
+Start = Literal["random", "spread"]
+"""The keys that k-means begins with: drawn at random, as in the paper, or spread over the directions that keys have."""
+
 
 def draw(positions: Tensor, count: int, *, seed: int, layer: int, heads: int) -> Tensor:
     """`count` of n positions for every head, as indices into positions [n], [H, count] int64, ascending: those whose hash of
@@ -21,12 +26,26 @@ def draw(positions: Tensor, count: int, *, seed: int, layer: int, heads: int) ->
     return torch.topk(x, count, dim=1, largest=False).indices.sort(dim=1).values
 
 
+def spread(keys: Tensor, count: int) -> Tensor:
+    """`count` of the keys [N, T, D], as indices [N, count] int64: the first key, then again and again the one whose largest
+    cosine with those already chosen is least, of equal ones the first. count <= T; `count` passes over the keys, no host sync."""
+    unit = torch.nn.functional.normalize(keys.float(), dim=2)
+    chosen = torch.zeros((keys.shape[0], count), dtype=torch.int64, device=keys.device)
+    nearest = torch.full(keys.shape[:2], -torch.inf, device=keys.device)
+    for i in range(1, count):
+        last = unit.gather(1, chosen[:, i - 1, None, None].expand(-1, 1, unit.shape[2]))
+        nearest = torch.maximum(nearest, (unit @ last.transpose(1, 2))[..., 0])
+        chosen[:, i] = nearest.argmin(dim=1)
+    return chosen
+
+
 class ClusterIndex(UnitIndex):
     """k-means clusters of the prompt's keys, and of every `batch` tokens that leave the window after it, among themselves.
 
     A prompt of L tokens gets L / tokens_per_cluster clusters (or exactly `clusters`), a batch gets clusters_per_batch. Until
     a batch is full, its tokens are as many temporary clusters in text order, each with the mean of its keys. Clusters are
-    ranked by q.mu and taken whole, the last one cut: its earliest tokens stay. On a GPU a prompt is clustered on a stream of
+    ranked by q.mu and taken whole, the last one cut: its earliest tokens stay. start="spread" gives keys unlike all others, as
+    those of a needle are, clusters of their own, whose mean is near them. On a GPU a prompt is clustered on a stream of
     its own, beside the layers that follow; the first select() waits for it on the device.
     """
 
@@ -41,10 +60,13 @@ class ClusterIndex(UnitIndex):
         batch: int = 320,
         clusters_per_batch: int = 4,
         distance: Distance = "cosine",
+        start: Start = "random",
         iterations: int = 20,
         policy: Policy = "max",
     ) -> None:
         check_distance(distance)
+        if start not in get_args(Start):
+            raise ConfigError(f"start is {start!r}; it must be one of {', '.join(get_args(Start))}")
         given = {
             "tokens_per_cluster": tokens_per_cluster,
             "batch": batch,
@@ -58,6 +80,7 @@ class ClusterIndex(UnitIndex):
             raise ConfigError(f"batch is {batch}; it must be a multiple of clusters_per_batch, {clusters_per_batch}")
         self.tokens_per_cluster, self.clusters, self.per_batch = tokens_per_cluster, clusters, clusters_per_batch
         self.distance: Distance = distance
+        self.start: Start = start
         self.iterations = iterations
         super().__init__(shape, size=batch // clusters_per_batch, batch=batch, width=shape.head_dim, policy=policy)
 
@@ -87,14 +110,14 @@ class ClusterIndex(UnitIndex):
         heads, batches, tokens, dim = keys.shape
         device = keys.device
         starts = torch.arange(batches, device=device)[None, :, None] * tokens  # of each batch, from `begin`
-        positions = self.first + begin + torch.arange(batches * tokens, device=device).view(batches, tokens)
-        seeds = [draw(own, count, seed=self.shape.seed, layer=self.shape.layer, heads=heads) for own in positions.unbind()]
-        means, order, stops = kmeans(
-            keys.flatten(0, 1),
-            torch.stack(seeds, dim=1).flatten(0, 1),
-            distance=self.distance,
-            iterations=self.iterations,
-        )
+        together = keys.flatten(0, 1)
+        if self.start == "spread":
+            first = spread(together, count)
+        else:
+            positions = self.first + begin + torch.arange(batches * tokens, device=device).view(batches, tokens)
+            drawn = [draw(own, count, seed=self.shape.seed, layer=self.shape.layer, heads=heads) for own in positions.unbind()]
+            first = torch.stack(drawn, dim=1).flatten(0, 1)
+        means, order, stops = kmeans(together, first, distance=self.distance, iterations=self.iterations)
         units, end = batches * count, begin + batches * tokens
         self.digests[lane, :, before : before + units] = means.view(heads, units, dim).to(self.digests.dtype)
         stops = stops.view(heads, batches, -1)[:, :, 1:] + starts + begin

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from kvthaw.cache.regions import Regions
-from kvthaw.index.clusters import ClusterIndex
+from kvthaw.index.clusters import ClusterIndex, Start
 from kvthaw.kernels.kmeans import Distance
 from kvthaw.kernels.unit_select import Policy
 from kvthaw.types import Method
@@ -19,15 +19,17 @@ def clusterkv(
     clusters: int | None = None,
     batch: int = 320,
     clusters_per_batch: int = 4,
+    start: Start = "random",
     iterations: int = 20,
     keep: int = 1,
 ) -> Method:
     """Clusters of the prompt's keys and, every `batch` tokens, of those that came since.
 
     policy: how the query heads of a group agree, see `kvthaw.kernels.unit_select.Policy`. distance: what k-means compares by.
-    clusters: as many for any prompt, instead of one for every tokens_per_cluster. clusters_per_batch: of later tokens (the
-    authors' code: 8). keep: the paper's R, of how many steps the selected rows stay on the device. The paper keeps 16 sink tokens;
-    it states no window, so tokens leave by 16.
+    clusters: as many for any prompt (the paper's C0), instead of one for every tokens_per_cluster. clusters_per_batch: of later
+    tokens (the authors' code: 8). start: the first centroids; "random" keys as in the paper, or kvthaw's own
+    `kvthaw.index.clusters.spread`. keep: the paper's R, of how many steps the selected rows stay on the device. The paper keeps 16
+    sink tokens; it states no window, so tokens leave by 16.
     """
     index = partial(
         ClusterIndex,
@@ -37,6 +39,7 @@ def clusterkv(
         clusters=clusters,
         batch=batch,
         clusters_per_batch=clusters_per_batch,
+        start=start,
         iterations=iterations,
     )
     return Method("clusterkv", paper="ClusterKV", unit="cluster", index=index, regions=Regions(16, 16, 16), keep=keep)

@@ -17,15 +17,17 @@ def prkv(
     page: int = 32,
     share: float | Literal["auto"] = 0.25,
     interval: int = 128,
+    window: int = 64,
     spread: Spread = "mean",
     policy: Policy = "max",
 ) -> Method:
     """A static set and pages around it, both made anew every `interval` tokens.
 
-    share: the paper's S, of the rows that the index brings; "auto" is its appendix G. Static scores are softmax weights of
-    each query head, averaged over window and group, as in the paper; policy is how the query heads of a group agree on pages,
-    see `kvthaw.kernels.unit_select.Policy`. spread: of the pages' bounding volumes, as for ArkVale. The window of 64 is the
-    paper's; it has no sink (the first tokens become static by themselves), and pages leave the window whole.
+    share: the paper's S, of the rows that the index brings; "auto" is its appendix G. interval: the paper's T, in tokens. window:
+    the last tokens, always attended; the queries of at most 64 of them choose the static set. Static scores are softmax weights
+    of each query head, averaged over window and group, as in the paper; policy is how the query heads of a group agree on pages,
+    see `kvthaw.kernels.unit_select.Policy`. spread: of the pages' bounding volumes, as for ArkVale. The paper has no sink (the
+    first tokens become static by themselves), and pages leave the window whole.
     """
     index = partial(HybridIndex, page=page, share=share, interval=interval, spread=spread, policy=policy)
-    return Method("prkv", paper="PRKV", unit="token + page", index=index, regions=Regions(0, 64, page))
+    return Method("prkv", paper="PRKV", unit="token + page", index=index, regions=Regions(0, window, page))

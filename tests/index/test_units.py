@@ -1,0 +1,80 @@
+"""Quest, ArkVale, PRKV and ClusterKV beside their papers' formulas in float64, with several query heads on a KV head."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+
+import pytest
+import torch
+from lanes import FIRST, Lanes
+from torch import Tensor
+
+from kvthaw.index.bounds import BoundIndex
+from kvthaw.index.clusters import ClusterIndex
+from kvthaw.index.hybrid import HybridIndex
+from kvthaw.index.units import UnitIndex
+
+BUDGET, PROMPT = 120, 500
+
+
+def most(scores: Tensor, sizes: list[int]) -> list[int]:
+    """Units by the largest softmax weight that a query head of the group gives a token of theirs. scores [G, U]."""
+    together = torch.logsumexp(scores + torch.tensor(sizes).double().log(), dim=1, keepdim=True)
+    return (scores - together).amax(dim=0).argsort(descending=True).tolist()
+
+
+def filled(ranked: list[int], members: list[list[int]], taken: list[int]) -> set[int]:
+    return set((taken + [place for unit in ranked for place in members[unit]])[:BUDGET])
+
+
+def bounds(queries: Tensor, keys: Tensor, page: int, spread: str) -> tuple[Tensor, list[list[int]]]:
+    """[G, P] scores of pages of keys [T, D] and which places they hold: the larger of q times both ends, summed over channels."""
+    scores = []
+    for own in keys.split(page):
+        low, high = own.amin(dim=0), own.amax(dim=0)
+        if spread == "mean":
+            centre = (low + high) / 2
+            delta = (own - centre).abs().mean(dim=0)
+            low, high = centre - delta, centre + delta
+        scores.append(torch.maximum(queries * low, queries * high).sum(dim=1))
+    places = torch.arange(len(keys)).split(page)
+    return torch.stack(scores, dim=1), [part.tolist() for part in places]
+
+
+@pytest.mark.parametrize("group", [1, 2, 4])
+@pytest.mark.parametrize("name", ["quest", "arkvale", "prkv", "clusterkv"])
+def test_it_selects_what_the_paper_would(name: str, group: int) -> None:
+    make = {
+        "quest": partial(BoundIndex, page=16, spread="max"),
+        "arkvale": partial(BoundIndex, page=32, spread="mean"),
+        "prkv": HybridIndex,
+        "clusterkv": partial(ClusterIndex, tokens_per_cluster=20),
+    }[name]
+    lanes = Lanes(make, [PROMPT], group=group)
+    index, scale = lanes.index, lanes.shape.scale
+    assert isinstance(index, UnitIndex)
+    found = lanes.sets(BUDGET)[0]
+    for head in range(2):
+        heads = slice(head * group, head * group + group)
+        keys, queries = lanes.keys[0][head, FIRST : FIRST + PROMPT].double(), lanes.query()[0, heads].double()
+        static: list[int] = []
+        rest = torch.arange(PROMPT)
+        if name == "clusterkv":
+            assert index.order is not None
+            stops = index.stops[0, head, : PROMPT // 20 + 1].tolist()
+            where = index.order[0, head, :PROMPT].long() - FIRST
+            members = [where[a:b].tolist() for a, b in itertools.pairwise(stops)]
+            members = [m for m in members if m]
+            scores = torch.stack([queries @ keys[m].mean(dim=0) for m in members], dim=1)
+        else:
+            if name == "prkv":
+                watched = lanes.queries[0][heads, :64].double()
+                mass = torch.softmax(scale * watched @ keys.T, dim=2).mean(dim=(0, 1))
+                static = mass.topk(BUDGET // 4).indices.tolist()
+                rest = torch.tensor([place for place in range(PROMPT) if place not in static])
+            scores, pages = bounds(queries, keys[rest], 16 if name == "quest" else 32, "max" if name == "quest" else "mean")
+            members = [rest[page].tolist() for page in pages]
+        ranked = most(scale * scores, [len(m) for m in members])
+        wanted = filled(ranked, members, static)
+        assert {row - FIRST for row in found[head]} == wanted
