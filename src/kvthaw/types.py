@@ -148,6 +148,8 @@ class Method:
     transfer: how rows come to a GPU; None: a kernel there reads them (UvaGather). On a CPU they are copied (BulkCopy).
     anchors: the layers that select, by number, or every how manieth of the layers that are not dense; the layers between follow the
     anchor before them. Floats are shares of the model's depth, and the first layer that is not dense then selects too.
+    rotary: the index needs the turns of the model's rotary positions. foresees: it is asked with the query that the layer would
+    have if its attention were given the input of the layer before.
     """
 
     name: str
@@ -161,4 +163,5 @@ class Method:
     transfer: Callable[[], Transfer] | None = None
     anchors: int | tuple[int, ...] | tuple[float, ...] = 1
     rotary: bool = False
+    foresees: bool = False
     options: dict[str, Any] = field(default_factory=dict, compare=False)

@@ -71,6 +71,7 @@ class FrozenLayer:
         self._start: list[int] = []  # where each lane's ring began at its last dense pass
         self.plan: Plan | None = None
         self.group: Group | None = None
+        self.foreseen: Tensor | None = None  # [B, Hq, T, D], to ask the index with instead of the coming tokens' queries
         self.sparse_steps = 0
         self.held_steps = self.held_sum = self.held_max = 0  # tokens attended in sink and ring, over lanes and steps
         self.watched: Tensor | None = None
@@ -146,6 +147,7 @@ class FrozenLayer:
         if before < max(1, *left_pad) or not few:
             if fresh:
                 self.left_pad = left_pad
+            self.foreseen = None
             out = self._dense(query, key, value, before, how)
             if fresh:
                 self._take_in(query, key, value)
@@ -158,6 +160,7 @@ class FrozenLayer:
                 self._advance()
             newest = key[:, :, t - steps], value[:, :, t - steps]
             outs.append(self._sparse(query[:, :, t], newest, before + t + 1, t, how))
+        self.foreseen = None
         if fresh and self.group is not None and self.group.index.on_host:
             self._go_ahead()
         return torch.stack(outs, dim=2) if steps > 1 else outs[0][:, :, None]
@@ -246,7 +249,8 @@ class FrozenLayer:
         self.tick(seen)
         choice, visible, log_weight, partials = None, None, None, []
         if self.group is not None and self._transfer is not None:
-            choice = self.group.choose(query, seen) if self._chooses else self.group.choices[t].followed
+            asked = query if self.foreseen is None else self.foreseen[:, :, t]
+            choice = self.group.choose(asked, seen) if self._chooses else self.group.choices[t].followed
             self._wait_for_copies()
             slots, fetch = choice.host if choice.host and not self._transfer.graph_safe else (choice.slots, choice.fetch)
             self._transfer.fetch(self.store, self.slab, fetch, slots)

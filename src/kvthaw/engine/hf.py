@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -45,6 +46,8 @@ _BEFORE: weakref.WeakKeyDictionary[PreTrainedModel, str] = weakref.WeakKeyDictio
 """The attention that models had before kvthaw's."""
 _ATTACHED: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 """Models with an open handle."""
+_FORESEEING: weakref.WeakKeyDictionary[torch.nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()
+"""Attention modules before which the next layer's query is foreseen, for methods that ask for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +153,7 @@ class _CacheLayer(CacheLayerMixin):
     def __init__(self, kv: FrozenLayer | DenseLayer, shared: _Shared) -> None:
         super().__init__()
         self.kv, self.shared = kv, shared
+        self.module: weakref.ref[torch.nn.Module] | None = None  # whose attention it is, known from the first prompt on
         self.is_initialized = True  # nothing to initialise early
         self._coming = 0
 
@@ -192,6 +196,7 @@ class _CacheLayer(CacheLayerMixin):
         try:
             if id(module) not in shared.modules:
                 raise CacheError("this cache belongs to another model")
+            self.know(module)
             if self.kv.seen and query.shape[0] != self.kv.lanes:
                 raise CacheError(
                     f"the cache holds {self.kv.lanes} rows and was given {query.shape[0]}; use one cache for each batch"
@@ -206,6 +211,13 @@ class _CacheLayer(CacheLayerMixin):
             raise
         with torch.inference_mode(False), torch.no_grad():
             return self.kv.attend(query, key, value, pads, how, fresh)
+
+    def know(self, module: torch.nn.Module) -> None:
+        """This layer's attention is the given module's."""
+        if self.module is None:
+            self.module = weakref.ref(module)
+            if self.shared.settings.method.foresees and module not in _FORESEEING:
+                _FORESEEING[module] = module.register_forward_pre_hook(_foresee, with_kwargs=True)
 
     def undo(self) -> None:
         """Leave nothing of a first prompt that was refused: layers before this one that are not kvthaw's have it already."""
@@ -366,6 +378,9 @@ class Cache(DynamicCache):
         for i, layer in enumerate(self.layers):
             if isinstance(layer, _CacheLayer):
                 twin.layers[i].kv.copy_from(layer.kv)
+                module = None if layer.module is None else layer.module()
+                if module is not None:
+                    twin.layers[i].know(module)
             else:
                 twin.layers[i] = copy.deepcopy(layer)  # in place: twin._shared has the same list
         return twin
@@ -433,6 +448,10 @@ class Handle:
         self._hook.remove()
         if self._capture:
             del model.forward
+        for module in model.modules():
+            hook = _FORESEEING.pop(module, None)
+            if hook is not None:
+                hook.remove()
         model.set_attn_implementation(_BEFORE[model])
         _ATTACHED.discard(model)
         self._model = self._cache = None
@@ -555,6 +574,26 @@ def use_kvthaw_attention(model: PreTrainedModel) -> None:
     _BEFORE[model] = before
 
 
+def _foresee(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before a layer's attention: give its input to the next layer's, and keep the query that comes of it for the index there."""
+    for name, given in kwargs.items():
+        ours = [layer for layer in getattr(given, "layers", []) if isinstance(layer, _CacheLayer)]
+        if not ours or not ours[0].shared.settings.method.foresees:
+            continue
+        at = next((i for i, layer in enumerate(ours) if layer.module is not None and layer.module() is module), len(ours))
+        kv, following = (ours[at + 1].kv, ours[at + 1].module) if at + 1 < len(ours) else (None, None)
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if following is None or not isinstance(kv, FrozenLayer) or hidden.shape[1] > kv.settings.sparse_queries:
+            continue
+        attention, asked = following(), list[Tensor]()
+        assert attention is not None
+        with torch.no_grad():
+            attention(*args, **{**kwargs, name: None, "kvthaw_asked": asked})
+        if not asked:
+            raise UnsupportedModelError(f"{type(attention).__name__} cannot be asked what its query would be")
+        kv.foreseen = asked[0]
+
+
 def _rotary(model: PreTrainedModel, kind: str) -> Rotary | None:
     """The turns that a model gives keys in layers of a kind (of its config's layer_types); None without rotary positions."""
     found = [m for name, m in model.get_decoder().named_modules() if name.rpartition(".")[2] == "rotary_emb"]
@@ -593,6 +632,10 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function. query [B, Hq, T, D], key and value [B, H, n, D]; returns ([B, T, Hq, D], None)."""
+    asked: list[Tensor] | None = kwargs.get("kvthaw_asked")
+    if asked is not None:
+        asked.append(query)
+        return query.transpose(1, 2).contiguous(), None
     how = Attention(query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.get("softcap"), kwargs.get("s_aux"))
     if torch.compiler.is_compiling():
         attended = torch.ops.kvthaw.attend(query, key, value, module.layer_idx, how.scale, how.softcap, how.sinks)

@@ -15,6 +15,7 @@ from kvthaw.methods.freekv import freekv
 from kvthaw.methods.full import full
 from kvthaw.methods.h2o import h2o
 from kvthaw.methods.icecache import icecache
+from kvthaw.methods.infinigen import infinigen
 from kvthaw.methods.magicpig import magicpig
 from kvthaw.methods.omnikv import omnikv
 from kvthaw.methods.oracle import oracle
@@ -51,6 +52,7 @@ METHODS: dict[str, Callable[..., Method]] = {
     "twilight": twilight,
     "shadowkv": shadowkv,
     "retroinfer": retroinfer,
+    "infinigen": infinigen,
     "socket": socket,
 }
 """Name -> what makes the Method from its options. The only list of methods."""

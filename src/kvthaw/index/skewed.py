@@ -1,0 +1,88 @@
+"""A few skewed channels of every key, and a threshold below the best: InfiniGen."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from kvthaw.errors import ConfigError
+from kvthaw.index.tokens import TokenIndex
+from kvthaw.types import LayerShape, Selection
+
+
+class SkewedIndex(TokenIndex):
+    """Tokens whose estimated logit is within alpha of the best, by `ratio` of the channels of skewed queries and keys.
+
+    A KV head's skew is the orthogonal V of the singular value decomposition of its group's last queries of the prompt, so q.k is
+    the same before and after it; of the skewed channels those are kept whose absolute values sum to most over these queries and the
+    prompt's keys. A token counts for a KV head if it does for one of its query heads. As many tokens as count in a KV head of the
+    layer on average, rounded up, are taken in each, those nearest to some query head's best; never more than `most` of the lane
+    nor than the budget. Where the budget holds the whole lane, all of it comes.
+
+    partial [B, H, capacity, R]: the kept channels of keys; skew [B, H, D, R] float32. Not graph-safe: its queries may come from a
+    hook of the model's, which a captured step need not run.
+    """
+
+    graph_safe = False
+
+    def __init__(self, shape: LayerShape, *, ratio: float = 0.3, alpha: float = 5.0, most: float = 0.2) -> None:
+        for name, value in (("ratio", ratio), ("most", most)):
+            if not 0 < value <= 1:
+                raise ConfigError(f"{name} is {value}; it must be above 0 and at most 1")
+        if alpha <= 0:
+            raise ConfigError(f"alpha is {alpha}; it must be above 0")
+        self.ratio, self.alpha, self.most = ratio, alpha, most
+        self.width = math.ceil(ratio * shape.head_dim)
+        super().__init__(
+            shape,
+            columns={"partial": ((self.width,), shape.dtype)},
+            learned={"skew": ((shape.head_dim, self.width), torch.float32)},
+        )
+        self._queries = torch.empty(0)
+
+    def build(self, lane: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
+        """See Index."""
+        self._queries = queries
+        super().build(lane, first, keys, values, queries)
+        self._queries = queries[:, :0]
+
+    def learn(self, lane: int, keys: Tensor) -> None:
+        """See TokenIndex."""
+        queries = self._queries.unflatten(0, (self.shape.kv_heads, -1)).flatten(1, 2).float()
+        turn = torch.linalg.eigh(
+            queries.mT.double() @ queries.double()
+        ).eigenvectors.float()  # [H, D, D], V of queries = U S V^T
+        size = (queries @ turn).abs().sum(dim=1) + (keys.float() @ turn).abs().sum(dim=1)
+        kept = torch.topk(size, self.width, dim=1).indices
+        self.learned["skew"][lane] = turn.gather(2, kept[:, None].expand(-1, keys.shape[2], -1))
+
+    def encode(self, lane: int, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
+        """See TokenIndex."""
+        return {"partial": (keys.float() @ self.learned["skew"][lane]).to(keys.dtype)}
+
+    def estimate(self, query: Tensor, tokens: int) -> Tensor:
+        """See TokenIndex."""
+        batch = query.shape[0]
+        partial = self.tables["partial"][:batch, :, :tokens].float()
+        return query.float() @ self.learned["skew"][:batch] @ partial.mT
+
+    def select(self, query: Tensor, budget: int) -> Selection:
+        """See Index."""
+        tokens = self.ready(query)
+        batch = query.shape[0]
+        logits = self.estimate(query.unflatten(1, (self.shape.kv_heads, -1)), tokens) * self.shape.scale
+        if not tokens:
+            return self.best(logits.amax(dim=2), budget)
+        logits = logits.masked_fill(~self.held(batch, tokens)[:, :, None], -torch.inf)
+        top = logits.amax(dim=3, keepdim=True)
+        behind = (logits - torch.where(top == -torch.inf, 0.0, top)).amax(dim=2)
+        counting = (behind > -self.alpha).sum(dim=2).float().mean(dim=1)
+        known = self.known[:batch]
+        wanted = torch.minimum(counting.ceil(), (known * self.most).ceil()).long()
+        wanted = torch.where(known <= budget, budget, wanted)
+        all_of_them = self.best(behind, budget)
+        place = torch.arange(budget, device=query.device)
+        rows = torch.where(place < wanted[:, None, None], all_of_them.rows, -1)
+        return Selection(rows, (rows >= 0).sum(dim=2, dtype=torch.int32))

@@ -1,0 +1,117 @@
+"""infinigen as a method: its index, and the queries that it is asked with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from unit_methods import budget_is_kept, full_budget_is_full_attention, generate, indices, rows_alone_are_the_rows_of_a_batch
+
+import kvthaw
+from kvthaw.cache.group import Group
+from kvthaw.cache.regions import Regions
+from kvthaw.index.skewed import SkewedIndex
+from kvthaw.methods import resolve
+from zoo import build, prompt
+
+
+def test_it_is_the_papers() -> None:
+    method = resolve("infinigen")
+    assert (method.name, method.paper, method.unit, method.regions) == ("infinigen", "InfiniGen", "token", Regions(0, 16, 16))
+    assert method.foresees
+
+
+@pytest.mark.parametrize("foresee", [True, False])
+def test_a_budget_for_everything_gives_full_attention(llama: PreTrainedModel, foresee: bool) -> None:
+    full_budget_is_full_attention(llama, "infinigen", foresee=foresee)
+
+
+def test_the_budget_is_kept(llama: PreTrainedModel) -> None:
+    budget_is_kept(llama, "infinigen")
+
+
+def test_rows_alone_are_the_rows_of_a_batch(llama: PreTrainedModel) -> None:
+    rows_alone_are_the_rows_of_a_batch(llama, "infinigen")
+
+
+def test_options_reach_the_index(llama: PreTrainedModel) -> None:
+    with kvthaw.attach(llama, "infinigen", budget=64, ratio=0.5, alpha=2.0, most=0.1) as handle:
+        generate(llama, {"input_ids": prompt(1, 200)}, 8)
+        for index in indices(handle):
+            assert isinstance(index, SkewedIndex)
+            assert (index.width, index.alpha, index.most) == (8, 2.0, 0.1)
+
+
+class Asked:
+    """What the groups of layers were asked with, by layer."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.queries: dict[int, list[Tensor]] = {}
+        choose = Group.choose
+
+        def spy(group: Group, query: Tensor, length: int) -> Any:
+            self.queries.setdefault(group.shape.layer, []).append(query.clone())
+            return choose(group, query, length)
+
+        patch.setattr(Group, "choose", spy)
+
+
+def test_a_layer_is_asked_with_what_the_layer_before_foresees(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """W_q of this layer on the attention input of the one before, turned to the token's position; layer 0 with its own query."""
+    asked, inputs = Asked(monkeypatch), dict[int, list[Tensor]]()
+    turns: list[tuple[Tensor, Tensor]] = []
+    hooks = []
+    for i, layer in enumerate(llama.model.layers):
+
+        def keep(module: Any, args: Any, kwargs: Any, i: int = i) -> None:
+            if kwargs.get("past_key_values") is not None and kwargs["hidden_states"].shape[1] == 1:
+                inputs.setdefault(i, []).append(kwargs["hidden_states"])
+                if i == 0:
+                    turns.append(kwargs["position_embeddings"])
+
+        hooks.append(layer.self_attn.register_forward_pre_hook(keep, with_kwargs=True))
+    with kvthaw.attach(llama, "infinigen", budget=48):
+        generate(llama, {"input_ids": prompt(2, 150)}, 6)
+    for hook in hooks:
+        hook.remove()
+    for i, layer in enumerate(llama.model.layers):
+        assert len(asked.queries[i]) == len(inputs[i]) == 5
+        for step, query in enumerate(asked.queries[i]):
+            made = layer.self_attn.q_proj(inputs[max(0, i - 1)][step]).unflatten(2, (4, 16)).transpose(1, 2)
+            cos, sin = (x[:, None] for x in turns[step])
+            expected = made * cos + torch.cat((-made[..., 8:], made[..., :8]), dim=3) * sin
+            torch.testing.assert_close(query, expected[:, :, 0])
+
+
+@pytest.mark.parametrize("name", ["llama", "phi3", "gemma3", "gpt_neox", "gpt2", "qwen3_next", "gpt_oss"])
+def test_any_model_can_be_asked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Asked(monkeypatch)
+    model = build(name)
+    for foresee in (True, False):
+        with kvthaw.attach(model, "infinigen", budget=48, foresee=foresee):
+            generate(model, {"input_ids": prompt(1, 100)}, 2)
+    first, *others = asked.queries
+    assert torch.equal(*asked.queries[first])
+    assert others
+    assert not any(torch.equal(*asked.queries[layer]) for layer in others)
+
+
+def test_a_fork_foresees_from_its_first_step(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = prompt(1, 120)
+    asked = Asked(monkeypatch)
+    base = kvthaw.Cache(llama, "full")
+    llama(ids[:, :-1], past_key_values=base)
+    for foresee in (True, False):
+        llama(ids[:, -1:], past_key_values=base.fork("infinigen", budget=48, foresee=foresee))
+    assert torch.equal(*asked.queries[0])
+    assert not torch.equal(*asked.queries[1])
+
+
+def test_nothing_stays_on_the_model(llama: PreTrainedModel) -> None:
+    with kvthaw.attach(llama, "infinigen", budget=48):
+        generate(llama, {"input_ids": prompt(1, 100)}, 3)
+        assert any(module._forward_pre_hooks for module in llama.model.modules())
+    assert not any(module._forward_pre_hooks for module in llama.modules())
