@@ -72,7 +72,7 @@ if HAS_TRITON:
             place = chunk * CHUNK + tl.arange(0, CHUNK)
             best = tl.zeros((CHUNK,), tl.int32)
             b = tl.arange(0, PART)
-            for w in tl.static_range(W):
+            for w in tl.range(0, W, num_stages=1):
                 total = tl.zeros((CHUNK,), tl.int32)
                 for first in tl.range(0, SUBS, PART, num_stages=1):
                     row = ids + (pair * SUBS + first + b)[:, None] * capacity
