@@ -37,7 +37,7 @@ def capturable(cache: Cache) -> str | None:
     if cache.settings.method.index is not None and layers:
         group = layers[0].group
         if group is None or not group.index.graph_safe:
-            return f"{cache.settings.method.name} selects on the host"
+            return f"{cache.settings.method.name} needs the host in every step"
     return None
 
 
