@@ -68,6 +68,23 @@ def test_a_layer_after_it_attends_to_the_choice_alone() -> None:
             close(out[0, :, 0], torch.einsum("hgt,htd->hgd", weights, v[:, :stop]).flatten(0, 1))
 
 
+def test_a_softcap_is_refused_where_the_layer_would_ignore_it() -> None:
+    """Of what a dense filter layer attends to beside its choice."""
+    parts = [torch.randn(1, n, 201, 16) for n in (4, 2, 2)]
+    how = Attention(SCALE, softcap=5.0)
+    for dense in (True, False):
+        settings = Settings(resolve("omnikv", dense=dense), budget=64, extent=32)
+        layer = FrozenLayer(0, settings, Pipeline(), Clock())
+        q, k, v = (x[:, :, :200] for x in parts)
+        layer.attend(q, k, v, [0], how, fresh=True)
+        q, k, v = (x[:, :, 200:] for x in parts)
+        if dense:
+            with pytest.raises(ConfigError, match=r"omnikv attends to some tokens itself, without the softcap of 5\.0"):
+                layer.attend(q, k, v, [0], how, fresh=True)
+        else:
+            layer.attend(q, k, v, [0], how, fresh=True)
+
+
 def test_filter_layers_stand_at_the_papers_depth() -> None:
     model = build("llama", num_hidden_layers=32)
     for dense_layers, expected in ((2, [2, 8, 18]), (0, [0, 2, 8, 18]), (5, [5, 8, 18])):

@@ -69,13 +69,13 @@ def test_refreshed_it_chooses_anew_from_all_tokens() -> None:
     plan = layer.layer.plan
     assert plan is not None
     window, ring = plan.regions.window, plan.regions.ring
-    expected = chosen(layer, 200 - window, 200, window, plan.rows, kernel=5, pooling="avg", agree="mean")
+    expected = chosen(layer, 200 - window, 200, window, plan.rows, kernel=7, pooling="avg", agree="mean")
     begin, since, fresh = 200 - window, 0, 0
     for at in range(200, 290):
         if at - begin == ring:
             begin, since = begin + plan.regions.buffer, since + plan.regions.buffer
             if since >= 24:
-                expected = chosen(layer, begin, at, window, plan.rows, kernel=5, pooling="avg", agree="mean")
+                expected = chosen(layer, begin, at, window, plan.rows, kernel=7, pooling="avg", agree="mean")
                 since, fresh = 0, fresh + 1
         assert layer.step() == expected
     assert fresh == 3
@@ -89,7 +89,7 @@ def test_a_long_continuation_is_a_new_prompt() -> None:
     plan = layer.layer.plan
     assert plan is not None
     window = plan.regions.window
-    expected = chosen(layer, 300 - window, 300, window, plan.rows, kernel=5, pooling="avg", agree="mean")
+    expected = chosen(layer, 300 - window, 300, window, plan.rows, kernel=7, pooling="avg", agree="mean")
     assert layer.step() == expected != before
 
 

@@ -27,7 +27,7 @@ from kvthaw.cache.pipeline import Pipeline
 from kvthaw.cache.plan import Plan, Settings
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.transfer import BulkCopy, UvaGather
-from kvthaw.errors import CacheError
+from kvthaw.errors import CacheError, ConfigError
 from kvthaw.index.rotary import Rotary
 from kvthaw.kernels.dense import attend, causal_attention, with_sinks
 from kvthaw.kernels.flash_decode import Newest
@@ -258,6 +258,11 @@ class FrozenLayer:
                 self.group.index.rebuild(self.slab, choice.fetch, choice.slots)
             visible, selection = choice.live, choice.selection
             if selection.partial is not None:
+                if how.softcap is not None:
+                    raise ConfigError(
+                        f"{self.settings.method.name} attends to some tokens itself, without the softcap of {how.softcap} that the "
+                        "model has; it works with models that have none"
+                    )
                 partials.append(selection.partial)
             if selection.log_weight is not None:
                 log_weight = self._by_place(selection.log_weight, choice)

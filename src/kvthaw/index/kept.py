@@ -202,7 +202,7 @@ class SnapIndex(KeptIndex):
     """
 
     def __init__(
-        self, shape: LayerShape, *, width: int = 32, kernel: int = 5, pooling: Pooling = "avg", agree: Agree = "mean"
+        self, shape: LayerShape, *, width: int = 32, kernel: int = 7, pooling: Pooling = "avg", agree: Agree = "mean"
     ) -> None:
         if pooling not in get_args(Pooling):
             raise ConfigError(f"pooling is {pooling!r}; it must be one of {', '.join(get_args(Pooling))}")

@@ -54,7 +54,7 @@ class HashIndex(TokenIndex):
 
     def learn(self, lane: int, keys: Tensor) -> None:
         """See TokenIndex."""
-        self.learned["mean"][lane] = keys.float().mean(dim=1)
+        self.learned["mean"][lane] = keys.float().contiguous().mean(dim=1)  # the same sum however the keys lie in memory
 
     def encode(self, lane: int, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
         """See TokenIndex."""

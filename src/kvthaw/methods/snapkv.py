@@ -11,10 +11,10 @@ from kvthaw.types import Method
 
 
 def snapkv(
-    *, width: int = 32, kernel: int = 5, pooling: Pooling = "avg", agree: Agree = "mean", refresh: int | None = None
+    *, width: int = 32, kernel: int = 7, pooling: Pooling = "avg", agree: Agree = "mean", refresh: int | None = None
 ) -> Method:
-    """The tokens of most attention from the last `width` queries of the prompt, pooled over `kernel` neighbours (the paper's 5 to
-    7), beside a window of as many.
+    """The tokens of most attention from the last `width` queries of the prompt, pooled over `kernel` neighbours, beside a window of
+    `width`. The paper's kernels are 5 to 7; the default is the one that finds more with the model that ships.
 
     agree: how the query heads of a group agree, "mean" or "max" of their attention (the authors keep a choice for each query head).
     Generated tokens, all of which SnapKV keeps, must fit the budget too: they stay in the ring, and behind it while there is room.
