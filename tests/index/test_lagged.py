@@ -86,22 +86,26 @@ def test_a_lane_built_anew_has_no_previous_query() -> None:
 
 
 def test_lags_only_behind_the_token_before() -> None:
-    """After a crop the query that was asked at a token that is gone counts for nothing."""
-    clock = Clock()
+    """Queries of tokens that are dropped again count for nothing, and the one before them still does."""
     lanes = Lanes(make, [100])
-    shape = replace(lanes.shape, clock=clock)
+    shape = replace(lanes.shape, clock=Clock())
     index = LaggedIndex(shape, page=8, spread="max", policy="mean", tau=-1.0)
+    own = LaggedIndex(lanes.shape, page=8, spread="max", policy="mean", tau=1.0)
     keys = lanes.keys[0][:, FIRST:104]
-    index.build(0, FIRST, keys, keys, lanes.queries[0][:, :64])
+    for each in (index, own):
+        each.build(0, FIRST, keys, keys, lanes.queries[0][:, :64])
 
-    def at(length: int, step: int) -> set[int]:
-        clock.length = torch.tensor([length])
-        return set(index.select(lanes.query(step), 30).rows[0, 0].tolist())
+    def at(length: int, step: int) -> int:
+        """Ask with the query of a step, at so many tokens; of which step's query the rows are."""
+        assert shape.clock is not None
+        shape.clock.length = torch.tensor([length], dtype=torch.int32)
+        rows = index.select(lanes.query(step), 30).rows
+        return next(i for i in range(10) if torch.equal(own.select(lanes.query(i), 30).rows, rows))
 
-    one, two = at(110, 1), at(110, 2)
-    assert one != two, "the same length again: nothing lags"
-    assert at(111, 3) == two
-    assert at(110, 1) == one, "a token was cropped"
+    assert [at(110 + i, i) for i in range(4)] == [0, 0, 1, 2]
+    assert at(112, 4) == 1, "two tokens were dropped"
+    assert at(113, 5) == 4
+    assert at(130, 6) == 6, "a dense pass was between"
 
 
 def test_tau_out_of_range_is_named() -> None:

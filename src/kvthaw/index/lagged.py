@@ -12,13 +12,16 @@ from kvthaw.kernels.page_bounds import Spread
 from kvthaw.kernels.unit_select import Policy
 from kvthaw.types import LayerShape, Selection
 
+_KEPT = 64
+
 
 class LaggedIndex(BoundIndex):
     """Bounded pages, ranked for the previous token's query where this token's points the same way.
 
     A KV head whose group has a mean cosine of at least tau between the two queries gets the pages of the previous one; the others
-    are corrected: they get those of their own query. A lane's first step after a dense pass, a crop or a reset has no previous
-    query and is corrected whole. previous [B, Hq, D]; asked [B] int64: at how many tokens of the lane it asked, -1 for none.
+    are corrected: they get those of their own query. A lane's first step after a dense pass has no previous query and is corrected
+    whole. previous [B, 64, Hq, D]: the query asked at n tokens of the lane stands at n modulo 64, so that tokens which are dropped
+    again (assisted decoding) leave the one before them; asked [B, 64] int64: those n, -1 for none.
     """
 
     def __init__(self, shape: LayerShape, *, page: int, spread: Spread, policy: Policy, tau: float) -> None:
@@ -27,8 +30,8 @@ class LaggedIndex(BoundIndex):
         super().__init__(shape, page=page, spread=spread, policy=policy)
         self.tau = tau
         device = shape.device
-        self.previous = torch.zeros((0, shape.q_heads, shape.head_dim), dtype=shape.dtype, device=device)
-        self.asked = torch.zeros(0, dtype=torch.int64, device=device)
+        self.previous = torch.zeros((0, _KEPT, shape.q_heads, shape.head_dim), dtype=shape.dtype, device=device)
+        self.asked = torch.zeros((0, _KEPT), dtype=torch.int64, device=device)
 
     def build(self, lane: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         """See Index."""
@@ -39,14 +42,16 @@ class LaggedIndex(BoundIndex):
         """See Index."""
         batch = query.shape[0]
         self.reserve(batch)
-        previous, asked = self.previous[:batch], self.asked[:batch]
-        now = torch.where(asked < 0, 0, asked + 1) if self.shape.clock is None else self.shape.clock.length
+        lanes = torch.arange(batch, device=query.device)
+        now = self.asked[:batch].amax(dim=1) + 1 if self.shape.clock is None else self.shape.clock.length.long()
+        before = (now - 1) % _KEPT
+        previous, asked = self.previous[lanes, before], self.asked[lanes, before]
         near = torch.cosine_similarity(query.float(), previous.float(), dim=2).unflatten(1, (self.shape.kv_heads, -1))
-        lags = (near.mean(dim=2) >= self.tau) & ((asked >= 0) & (asked == now - 1))[:, None]
+        lags = (near.mean(dim=2) >= self.tau) & (asked == now - 1)[:, None] & (now > 0)[:, None]
         used = torch.where(lags.repeat_interleave(self.shape.group, dim=1)[:, :, None], previous, query)
         selection = super().select(used, budget)
-        previous.copy_(query)
-        asked.copy_(now)
+        self.previous[lanes, now % _KEPT] = query
+        self.asked[lanes, now % _KEPT] = now
         return selection
 
     def reserve(self, lanes: int, units: int = 0, tokens: int = 0) -> None:
