@@ -125,3 +125,14 @@ def test_full_lanes_without_padding_are_dense_attention() -> None:
     assert torch.equal(k[:, :, 12], newest[0])
     out, _ = dense.definition(q[:, :, None], k[:, :, :13], v[:, :, :13], scale=SCALE, causal=False)
     close(found, out[:, :, 0])
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_lanes_without_tokens_give_nothing(softcap: float | None, device: torch.device) -> None:
+    shape = Shape(tokens=20)
+    q, k, v = (x.to(device) for x in (shape.query(), shape.keys(), shape.keys()))
+    none = torch.zeros(2, dtype=torch.int32, device=device)
+    before = k.clone()
+    newest = (shape.keys(1)[:, :, 0].to(device), shape.keys(1)[:, :, 0].to(device))
+    assert (sparse_decode(q, k, v, newest=newest, lengths=none, starts=none, scale=SCALE, softcap=softcap) == 0).all()
+    assert torch.equal(k, before)

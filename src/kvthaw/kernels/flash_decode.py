@@ -40,9 +40,9 @@ def held(lengths: Tensor, starts: Tensor, regions: Regions) -> Tensor:
 
 def write(keys: Tensor, values: Tensor, newest: Newest, place: Tensor) -> None:
     """Put each lane's newest token in its place [B] of keys and values [B, H, N, D]; a place outside 0 .. N is left out."""
-    lane = ((place >= 0) & (place < keys.shape[2])).nonzero()[:, 0]
-    for whole, one in zip((keys, values), newest, strict=True):
-        whole[lane, :, place[lane]] = one[lane].to(whole.dtype)
+    for lane, at in enumerate(place.tolist()):
+        if 0 <= at < keys.shape[2]:
+            keys[lane, :, at], values[lane, :, at] = newest[0][lane], newest[1][lane]
 
 
 def seen_places(

@@ -88,16 +88,20 @@ def sparse_decode(
     if newest is not None:
         assert lengths is not None
         write(keys, values, newest, place_of(lengths, regions))
-    if regions is None and lengths is not None and query.device.type == "cpu":  # no further than the longest lane
-        end = int(lengths.max())
-        keys, values = keys[:, :, :end], values[:, :, :end]
-        visible = None if visible is None else visible[:, :, :end]
-        log_weight = None if log_weight is None else log_weight[:, :, :end]
-    seen = seen_places(keys, visible, lengths, starts, regions, newest is not None)
-    if softcap is None and sinks is None and log_weight is None and not partials:
+    every = False
+    if regions is None and lengths is not None:  # no further than the longest lane
+        ends, begins = lengths.tolist(), [0] if starts is None else starts.tolist()
+        keys, values = keys[:, :, : max(ends)], values[:, :, : max(ends)]
+        visible = None if visible is None else visible[:, :, : max(ends)]
+        log_weight = None if log_weight is None else log_weight[:, :, : max(ends)]
+        every = visible is None and min(ends) == max(ends) and max(begins) <= 0
+    plain = softcap is None and sinks is None and log_weight is None and not partials
+    seen = None if every and plain else seen_places(keys, visible, lengths, starts, regions, newest is not None)
+    if plain:
         folded = query.reshape(query.shape[0], keys.shape[1], -1, query.shape[2])
-        out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=seen[:, :, None], scale=scale)
-        return out.reshape(query.shape)
+        mask = None if seen is None else seen[:, :, None]
+        return F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scale).reshape(query.shape)
+    assert seen is not None
     parts = [definition(query, keys, values, seen, scale=scale, softcap=softcap, log_weight=log_weight), *partials]
     if sinks is not None:
         none = torch.zeros_like(parts[0].out)
