@@ -112,25 +112,28 @@ def _cache(model: PreTrainedModel, method: str, **settings: Any) -> DynamicCache
 
 @torch.no_grad()
 def check(model: PreTrainedModel, method: str) -> None:
-    """A method whose budget exceeds the prompt must give transformers' own logits. Raises CacheError where it does not."""
-    device = model.device
+    """A method whose budget exceeds the prompt must give transformers' own logits, as near as transformers' two ways to attend
+    (sdpa and eager) give each other's: rounding alone moves those of a deep bfloat16 model of random weights by 8 %. Raises
+    CacheError where it does not."""
     generator = torch.Generator(device="cpu").manual_seed(int(time.time()))
-    ids = torch.randint(0, model.config.vocab_size, (1, 512), generator=generator).to(device)
-    logits = {}
-    for name in (HF, method):
-        budget = None if method == "full" else 2048
-        with _attention(model, "sdpa"):
-            cache = _cache(model, name, budget=budget)
+    ids = torch.randint(0, model.config.vocab_size, (1, 512), generator=generator).to(model.device)
+
+    def logits(name: str, attention: str) -> Tensor:
+        with _attention(model, attention):
+            cache = _cache(model, name, budget=None if name == "full" else 2048)
             model(ids[:, :480], past_key_values=cache)
-            logits[name] = [model(ids[:, i : i + 1], past_key_values=cache).logits[:, -1].float() for i in range(480, 512)]
+            steps = [model(ids[:, i : i + 1], past_key_values=cache).logits[0, -1].float() for i in range(480, 512)]
+        return torch.stack(steps)
+
+    ours, theirs, eager = logits(method, "sdpa"), logits(HF, "sdpa"), logits(HF, "eager")
     if method == "streaming":  # evicts; there is nothing to compare with
         return
-    for ours, theirs in zip(logits[method], logits[HF], strict=True):
-        error = float((ours - theirs).norm() / theirs.norm())
-        if not error < 0.05:
-            raise CacheError(
-                f"{method} differs from transformers by {error:.3f} of the logits' norm at a budget above the length"
-            )
+    error, rounding = (float((other - theirs).norm() / theirs.norm()) for other in (ours, eager))
+    if not error <= max(rounding, 1e-4):
+        raise CacheError(
+            f"{method} differs from transformers by {error:.4f} of the logits' norm at a budget above the length, more than "
+            f"transformers' eager attention does ({rounding:.4f})"
+        )
 
 
 @torch.no_grad()
