@@ -224,6 +224,10 @@ class Watcher:
             if resolve(variant.method).dense:
                 raise ConfigError(f"method is {variant.method!r}; it attends to everything, so there is nothing to compare")
         wanted = [complete(self.model, variant) for variant in variants]
+        for variant in wanted:
+            empty = Cache(self.model, variant.method, **_limits(variant))
+            if not empty.frozen_layers:
+                raise ConfigError(f"dense_layers is {variant.dense_layers}; that leaves no layer to {variant.method}")
         tell = progress or (lambda _: None)
         cells = [(kind, study.seed + i) for i in range(study.samples) for kind in study.kinds]
         different = list(dict.fromkeys(wanted))
@@ -239,7 +243,6 @@ class Watcher:
             if not missing:
                 continue
             passage = PASSAGES[kind](self.tokenizer, length=study.length, steps=study.steps, seed=seed, text=study.text)
-
             for line in self._lines(study, passage, missing, show):
                 self.known.add(line)
                 done += 1
@@ -281,9 +284,7 @@ class Watcher:
             doing = f"{variant.method} {variant.budget or variant.retrieved}"
             show(0, len(passage.rest), doing)
             start = now(self.model.device)
-            cache = base.fork(
-                variant.method, budget=variant.budget, retrieved=variant.retrieved, dense_layers=variant.dense_layers
-            )
+            cache = base.fork(variant.method, **_limits(variant))
             cache.wait()
             probe = Probe(cache, every=study.probe, reference=base)
             pick: Pick | None = sampler(study.temperature, setting.seed) if study.follow == "own" else None
@@ -298,13 +299,15 @@ class Watcher:
             gc.collect()  # a cache refers to itself; its host rows go before the next one's come
 
 
+def _limits(variant: Variant) -> dict[str, Any]:
+    return {"budget": variant.budget, "retrieved": variant.retrieved, "dense_layers": variant.dense_layers}
+
+
 def _line(
     setting: Setting, study: Study, passage: Passage, cache: Cache, probe: Probe, prefill_s: float, seconds: float
 ) -> Line:
     seen, before, steps = probe.observations, len(passage.prompt), len(passage.rest)
     numbers = sorted({one.layer for one in seen})
-    if not numbers:
-        raise ConfigError(f"dense_layers is {setting.dense_layers}; that leaves no layer to {setting.method}")
     by_layer = {number: [one for one in seen if one.layer == number] for number in numbers}
     heads = {number: list(zip(*(one.heads() for one in of), strict=True)) for number, of in by_layer.items()}
     bins = [(one.length - before - 1) * study.bins // steps for one in seen]
