@@ -61,7 +61,7 @@ void admit(size_t pairs, int width, int capacity, int places, int32_t step, cons
                         live + i * places};
         admit_one(pair, width, places, step);
     };
-    if (pairs * width < 4096) {  // less work than waking a thread
+    if (pairs * width < 512) {  // less work than handing it over; right after a search the threads are awake
         for (size_t i = 0; i < pairs; ++i) one(i);
     } else {
         Pool::instance().run(pairs, 0, one);
