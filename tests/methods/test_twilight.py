@@ -43,6 +43,13 @@ def test_it_reads_less_than_its_base(llama: PreTrainedModel) -> None:
     assert read[0] < 0.8 * read[1]
 
 
-def test_bases_that_cannot_be_pruned_are_refused() -> None:
+def test_bases_that_cannot_be_pruned_are_refused(llama: PreTrainedModel) -> None:
     with pytest.raises(ConfigError, match="base is streaming"):
         resolve("twilight", base="streaming")
+    for base, words in (
+        ("retroinfer", "weighs or estimates"),
+        ("magicpig", "weighs or estimates"),
+        ("shadowkv", "keys of its own"),
+    ):
+        with kvthaw.attach(llama, "twilight", base=base, budget=64), pytest.raises(ConfigError, match=words):
+            generate(llama, {"input_ids": prompt(1, 150)}, 3)

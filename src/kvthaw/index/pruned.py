@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvthaw.errors import ConfigError
 from kvthaw.index.tokens import TokenIndex
-from kvthaw.types import Index, LayerShape, Selection
+from kvthaw.types import Index, LayerShape, Rebuilds, Selection
 
 
 def quantise(keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,6 +71,10 @@ class PrunedIndex:
             raise ConfigError(f"spare is {spare}; it must be at least 1")
         self.shape, self.p, self.spare = shape, p, spare
         self.inner = index(replace(shape, rows=spare * shape.rows))
+        if isinstance(self.inner, Rebuilds):
+            raise ConfigError(
+                f"base is a method that makes keys of its own, {type(self.inner).__name__}; its rows cannot be pruned"
+            )
         self.graph_safe, self.on_host = self.inner.graph_safe, self.inner.on_host
         here = replace(shape, device=torch.device("cpu")) if self.on_host else shape
         self.keys = QuantisedKeys(here, stored=self.on_host)

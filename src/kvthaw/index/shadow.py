@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvthaw.cache.pool import Slab
 from kvthaw.errors import ConfigError
+from kvthaw.index.principal import principal
 from kvthaw.index.units import Lane, UnitIndex, grown, means
 from kvthaw.kernels.unit_select import Policy
 from kvthaw.types import LayerShape
@@ -145,15 +146,16 @@ class ShadowIndex(UnitIndex):
             forms.append(rotary.turn(keys, positions, back=True))
         found = []
         for form in forms:
-            flat = form.transpose(0, 1).flatten(1)
-            values, directions = torch.linalg.eigh(flat.T.double() @ flat.double())
-            found.append((values[-self.rank :].sum() / values.sum(), flat, directions[:, -self.rank :]))
+            flat = form.transpose(0, 1).flatten(1).double()
+            directions = principal(flat)[:, : self.rank]
+            made = flat @ directions
+            found.append((made.square().sum() / flat.square().sum(), made, directions))
         turned = len(found) > 1 and bool(found[1][0] > found[0][0])
-        _, flat, directions = found[turned]
+        _, made, directions = found[turned]
         room = max(tokens, self.factors.shape[2])
         self.factors = grown(self.factors, len(self.lanes), room)
         self.exact = grown(self.exact, len(self.lanes), room)
-        self.factors[lane, 0, :tokens] = (flat.double() @ directions).to(self.factors.dtype)
+        self.factors[lane, 0, :tokens] = made.to(self.factors.dtype)
         self.basis[lane] = directions.T.unflatten(1, (heads, dim)).to(self.basis.dtype)
         self.known[lane].fill_(tokens)
         self.turned[lane].fill_(turned)

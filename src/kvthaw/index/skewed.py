@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.errors import ConfigError
+from kvthaw.index.principal import principal
 from kvthaw.index.tokens import TokenIndex
 from kvthaw.types import LayerShape, Selection
 
@@ -51,9 +52,7 @@ class SkewedIndex(TokenIndex):
     def learn(self, lane: int, keys: Tensor) -> None:
         """See TokenIndex."""
         queries = self._queries.unflatten(0, (self.shape.kv_heads, -1)).flatten(1, 2).float()
-        turn = torch.linalg.eigh(
-            queries.mT.double() @ queries.double()
-        ).eigenvectors.float()  # [H, D, D], V of queries = U S V^T
+        turn = principal(queries).float()  # [H, D, D], V of queries = U S V^T
         size = (queries @ turn).abs().sum(dim=1) + (keys.float() @ turn).abs().sum(dim=1)
         kept = torch.topk(size, self.width, dim=1).indices
         self.learned["skew"][lane] = turn.gather(2, kept[:, None].expand(-1, keys.shape[2], -1))
