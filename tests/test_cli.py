@@ -390,6 +390,7 @@ def test_errors_are_one_line_and_exit_code_1(model: str, tmp_path: Path) -> None
         refused(Said(*command, "--plot", "plot.txt"), 1, "plot is 'plot.txt'", ".png")
         refused(Said(*command, "--plot", "/nowhere/plot.png"), 1, "'/nowhere/plot.png'", "folder does not exist")
         refused(Said(*command, "--out", "/nowhere/x"), 1, "/nowhere/x", "folder does not exist")
+    refused(Said(*recall, "--method", "quest,clusterkv:distance=ip"), 1, "distance is 'ip'", "cosine, l2, inner")
     recall = ("eval", "recall", "--model", model)
     refused(Said(*recall, "--method", "pariskv:beta=2.0"), 1, "beta is 2.0")
     refused(Said(*recall, "--method", "full"), 1, "'full'; it attends to everything")

@@ -207,11 +207,12 @@ def _variants(
     if retrieved is not None:
         asked += [(None, each) for each in listed(retrieved, int, "--retrieved")]
     layers = [None] if dense == "auto" else listed(dense, int, "--dense-layers")
+    from kvthaw.evaluate.describe import describe
     from kvthaw.evaluate.runner import Variant
     from kvthaw.methods import resolve
 
     for name in names:
-        resolve(name)  # a wrong name costs no loading
+        describe(resolve(name))  # a wrong name or option costs no loading
     return [Variant(name, *limit, kept) for name, limit, kept in itertools.product(names, asked, layers)]
 
 
