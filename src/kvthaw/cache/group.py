@@ -80,7 +80,6 @@ class Group:
         self.residency = Residency(lanes, shape.kv_heads, self.slots, device=where)
         self.choices: list[Choice] = []
         self.meter = Meter(self.residency)
-        self._staging: Tensor | None = None
         self._pipeline = pipeline
         self._jobs: list[Future[None]] = []
 
@@ -105,32 +104,31 @@ class Group:
     def choose(self, query: Tensor, length: int) -> Choice:
         """Select rows for one query a head, [B, Hq, D], and give them slots. length: of the longest lane."""
         self.settle()
-        asked = query.to(device="cpu", dtype=torch.float32) if self.index.on_host else query
-        selection = self.index.select(asked, self.rows)
+        uploads = self.index.on_host and query.is_cuda
+        selection = self.index.select(_to_host(query) if self.index.on_host else query, self.rows)
         self.residency.grow(length)
         if self.method.keep == 0:
             for lane in range(query.shape[0]):
                 self.residency.clear(lane)
-        slots, fetch, live = self.residency.admit(selection.rows)
+        choice = self._upload(selection, query) if uploads else Choice(selection, *self.residency.admit(selection.rows))
         self.meter.tick(selection.counts.numel())
-        if slots.device == query.device:
-            choice = Choice(selection, slots, fetch, live)
-        else:
-            choice = self._upload(selection, slots, fetch, live, query.device)
         self.choices.append(choice)
         return choice
 
-    def _upload(self, selection: Selection, slots: Tensor, fetch: Tensor, live: Tensor, device: torch.device) -> Choice:
-        """A choice made on the host, brought to the device in one copy."""
-        count = slots.numel()
-        if self._staging is None or self._staging.numel() != 2 * count + live.numel():
-            self._staging = torch.empty(2 * count + live.numel(), dtype=torch.int32, pin_memory=True)
-        # The copy of the step before has ended: this step's query was waited for since, on the same stream.
-        self._staging[:count], self._staging[count : 2 * count] = slots.view(-1), fetch.view(-1)
-        self._staging[2 * count :] = live.view(-1)
-        there = self._staging.to(device, non_blocking=True)
-        parts = there[:count].view(slots.shape), there[count : 2 * count].view(fetch.shape)
-        return Choice(selection, *parts, there[2 * count :].view(live.shape).bool(), (slots, fetch))
+    def _upload(self, selection: Selection, query: Tensor) -> Choice:
+        """Slots for a selection made on the host, brought to the query's device in one copy."""
+        batch, heads, width = selection.rows.shape
+        shapes = ((torch.int32, width), (torch.int32, width), (torch.bool, self.slots))
+        sizes = [batch * heads * each * dtype.itemsize for dtype, each in shapes]
+        here = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
+
+        def parts(buffer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            pieces = zip(buffer.split(sizes), shapes, strict=True)
+            slots, fetch, live = (piece.view(dtype).view(batch, heads, each) for piece, (dtype, each) in pieces)
+            return slots, fetch, live
+
+        slots, fetch, _ = self.residency.admit(selection.rows, parts(here))
+        return Choice(selection, *parts(here.to(query.device, non_blocking=True)), (slots, fetch))
 
     def truncate(self, lane: int, length: int) -> None:
         """Forget positions >= length of a lane."""
@@ -152,3 +150,12 @@ class Group:
         twin.residency = copy.deepcopy(self.residency, memo)
         twin.meter = copy.deepcopy(self.meter, memo)
         return twin
+
+
+def _to_host(query: Tensor) -> Tensor:
+    """A query on the CPU in float32, contiguous."""
+    if not query.is_cuda:
+        return query.float()
+    here = torch.empty(query.shape, dtype=torch.float32, pin_memory=True).copy_(query.float(), non_blocking=True)
+    torch.cuda.current_stream(query.device).synchronize()
+    return here

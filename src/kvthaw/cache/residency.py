@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from kvthaw.kernels.admit import admit as device_admit
-from kvthaw.kernels.admit import count_rows
 from kvthaw.native import admit as native_admit
 
 
@@ -40,20 +39,14 @@ class Residency:
             grown[:, :, :have] = self.row_slot[:, :, :have]
             self.row_slot = grown
 
-    def admit(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def admit(self, rows: Tensor, out: tuple[Tensor, Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Give every row a slot. rows: [B, H, M] int32, -1 padded, none twice, M <= C.
 
         Returns (slots [B, H, M] int32, -1 where rows is -1; fetch [B, H, M] int32: the row where it must be brought, else -1; live
-        [B, H, C] bool: the slots that hold a row of this step).
+        [B, H, C] bool: the slots that hold a row of this step), on the host in `out` where that is given.
         """
-        rows, tables = rows.contiguous(), (self.row_slot, self.slot_row, self.used)
-        if self.device.type == "cuda":
-            return device_admit(rows, *tables, self.counts)
-        step = self.used[0, 0, -1] + 1  # of all lanes and heads
-        slots, fetch, live = native_admit(rows, *tables, step)
-        self.used[:, :, -1] = step
-        count_rows(self.counts, rows >= 0, fetch >= 0)
-        return slots, fetch, live
+        rows, tables = rows.contiguous(), (self.row_slot, self.slot_row, self.used, self.counts)
+        return device_admit(rows, *tables) if self.device.type == "cuda" else native_admit(rows, *tables, out)
 
     def clear(self, lane: int, length: int = 0) -> None:
         """Forget the rows >= length of a lane."""

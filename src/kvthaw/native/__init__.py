@@ -78,8 +78,16 @@ def gather_rows(addresses: Tensor, extent: int, rows: Tensor, out: Tensor, *, th
     return count, where[:count]
 
 
-def admit(rows: Tensor, row_slot: Tensor, slot_row: Tensor, used: Tensor, step: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As `kvthaw.kernels.admit.definition`, on the host; the last columns of the tables are left alone."""
+def admit(
+    rows: Tensor,
+    row_slot: Tensor,
+    slot_row: Tensor,
+    used: Tensor,
+    counts: Tensor,
+    out: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `kvthaw.kernels.admit.definition`, on the host; the last columns of the first two tables are left alone. out: where
+    slots, fetch and live are to be written."""
     lanes, heads, width = rows.shape
     capacity, places = row_slot.shape[2] - 1, slot_row.shape[2] - 1
     if width > places:
@@ -88,13 +96,19 @@ def admit(rows: Tensor, row_slot: Tensor, slot_row: Tensor, used: Tensor, step: 
         _check("row_slot", row_slot, torch.int32, (lanes, heads, capacity + 1)),
         _check("slot_row", slot_row, torch.int32, (lanes, heads, places + 1)),
         _check("used", used, torch.int32, (lanes, heads, places + 1)),
+        _check("counts", counts, torch.int64, (3,)),
     )
-    slots, fetch = torch.empty_like(rows), torch.empty_like(rows)
-    live = torch.empty((lanes, heads, places), dtype=torch.bool)
-    outs = (slots.data_ptr(), fetch.data_ptr(), live.data_ptr())
+    if out is None:
+        out = torch.empty_like(rows), torch.empty_like(rows), torch.empty((lanes, heads, places), dtype=torch.bool)
+    slots, fetch, live = out
+    outs = (
+        _check("slots", slots, torch.int32, rows.shape),
+        _check("fetch", fetch, torch.int32, rows.shape),
+        _check("live", live, torch.bool, (lanes, heads, places)),
+    )
     source = _check("rows", rows, torch.int32, rows.shape)
-    _native.admit(lanes * heads, width, capacity, places, int(step), source, *tables, *outs)
-    return slots, fetch, live
+    _native.admit(lanes * heads, width, capacity, places, source, *tables, *outs)
+    return out
 
 
 def flat_topk(

@@ -6,7 +6,7 @@ def gather_rows(
     threads: int, /
 ) -> int: ...  # fmt: skip
 def admit(
-    pairs: int, width: int, capacity: int, places: int, step: int, rows: int, row_slot: int, slot_row: int, used: int, slots: int,
+    pairs: int, width: int, capacity: int, places: int, rows: int, row_slot: int, slot_row: int, used: int, counts: int, slots: int,
     fetch: int, live: int, /
 ) -> None: ...  # fmt: skip
 def flat_topk(

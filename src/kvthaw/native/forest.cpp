@@ -189,19 +189,13 @@ void Forest::select(int batch, int group, const float* query, int budget, const 
     static thread_local std::vector<Seen> kept;
     std::vector<Seen>& seen = kept;
     if (seen.size() < searched.size() * group) seen.resize(searched.size() * group);
-    // The heads of a group read much the same nodes: as many of them in a row on one thread as leave no thread idle.
-    const int workers = threads > 0 ? threads : Pool::cores();
-    int parts = 1;
-    while (parts < group && static_cast<int>(searched.size()) * parts < workers) ++parts;
     std::vector<std::atomic<int>> left(searched.size());
-    for (auto& count : left) count.store(parts, std::memory_order_relaxed);
-    Pool::instance().run(searched.size() * parts, threads, [&](size_t item) {
-        const size_t s = item / parts, t = searched[s], lane = t / heads_;
-        const int part = static_cast<int>(item % parts);
+    for (auto& count : left) count.store(group, std::memory_order_relaxed);
+    Pool::instance().run(searched.size() * group, threads, [&](size_t item) {
+        const size_t s = item / group, t = searched[s], lane = t / heads_;
         const Tree& tree = *trees_[lane][t % heads_];
-        for (int g = part * group / parts; g < (part + 1) * group / parts; ++g)
-            tree.search_query(rows(bases + lane * extents, static_cast<int>(t % heads_)),
-                              query + (t * group + g) * settings_->dim, budget, seen[s * group + g]);
+        tree.search_query(rows(bases + lane * extents, static_cast<int>(t % heads_)),
+                          query + (t * group + item % group) * settings_->dim, budget, seen[item]);
         if (left[s].fetch_sub(1, std::memory_order_acq_rel) == 1)
             counts[t] = tree.choose(&seen[s * group], group, budget, out + t * budget);
     });

@@ -45,10 +45,10 @@ NB_MODULE(_native, m) {
         kFree);
     m.def(
         "admit",
-        [](size_t pairs, int width, int capacity, int places, int32_t step, uintptr_t rows, uintptr_t row_slot, uintptr_t slot_row,
-           uintptr_t used, uintptr_t slots, uintptr_t fetch, uintptr_t live) {
-            admit(pairs, width, capacity, places, step, at<const int32_t>(rows), at<int32_t>(row_slot), at<int32_t>(slot_row),
-                  at<int32_t>(used), at<int32_t>(slots), at<int32_t>(fetch), at<bool>(live));
+        [](size_t pairs, int width, int capacity, int places, uintptr_t rows, uintptr_t row_slot, uintptr_t slot_row, uintptr_t used,
+           uintptr_t counts, uintptr_t slots, uintptr_t fetch, uintptr_t live) {
+            admit(pairs, width, capacity, places, at<const int32_t>(rows), at<int32_t>(row_slot), at<int32_t>(slot_row),
+                  at<int32_t>(used), at<int64_t>(counts), at<int32_t>(slots), at<int32_t>(fetch), at<bool>(live));
         },
         kFree);
     m.def(
