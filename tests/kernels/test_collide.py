@@ -103,3 +103,28 @@ def test_kernels(
         at_least = one_hot.flip(1).cumsum(dim=1).flip(1).int()
         assert torch.equal(totals[lane], at_least)
         assert torch.equal(scores.counts[lane, :, :, : -(-n // op.CHUNK)].sum(dim=2).int(), at_least)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
+@pytest.mark.parametrize("combine", ["max", "sum"])
+def test_tiers_kernel_at_its_edges(combine: tiers.Combine, device: torch.device) -> None:
+    """Keys behind the query, queries that are as similar to all patterns or to half of them, and no keys."""
+    rotation = make_rotation(8, SEED, rotate=False, device=device)
+    query = torch.randn(5, 2, 8, device=device)
+    query[1] = 0.0
+    query[2, :, 3:] = 0.0  # many equal ones, half of them 0 where two numbers cancel
+    query[2, :, 1] = query[2, :, 0]
+    sizes = torch.randint(0, 50, (5, 1, 1, 256), dtype=torch.int32, device=device)
+    behind = tiers.similarities(tiers.rotate_queries(query, 1, rotation, mean=False))[:, 0, :, 0] <= 0
+    sizes[0, 0, 0] *= behind[0].all(dim=0)
+    sizes[4] = 0
+    count = sizes.sum(dim=(1, 2, 3), dtype=torch.int32)
+    limits = (count[:, None] * torch.tensor([0.05, 0.15, 0.3, 0.5, 0.75, 1.0], device=device)).int()
+    totals = torch.full((5, 1, 64), 99, dtype=torch.int32, device=device)
+    with poisoned():
+        rotated, table = tiers.launch(query, rotation, sizes, limits, totals, mean=False, combine=combine)
+    votes = tiers.definition(tiers.similarities(rotated), sizes, limits)
+    assert torch.equal(table, tiers.pack(votes, combine))
+    assert (votes[0, 0, 0][:, behind[0, 0]] > 0).any()
+    assert (votes[1] == 6).all()
+    assert not votes[4].any()

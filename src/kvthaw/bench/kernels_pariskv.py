@@ -331,14 +331,14 @@ SHAPES: tuple[tuple[str, Any, dict[str, tuple[int, ...]]], ...] = (
     }),
     ("collide", collision, {"CHUNK": (2048, 2048, 1024, 1024, 4096), "WARPS": (4, 8, 2, 4, 8)}),
     ("topk", choosing, {"PER_WARP": (512, 256, 1024, 2048)}),
-    ("tiers", tiering, {"STEP": (16, 8, 8, 16, 16, 32), "WARPS": (2, 2, 4, 4, 8, 8)}),
+    ("tiers", tiering, {"WARPS": (4, 2, 8)}),
     ("bucket_topk", bucket, {"WARPS": (4, 8, 2)}),
     ("encode", encoding, {
-        "BLOCK": (64, 64, 64, 128, 64, 64),
-        "STAGES": (2, 1, 3, 2, 2, 1),
-        "WARPS": (4, 4, 4, 8, 4, 4),
-        "LOOPS": (32, 32, 32, 16, 8, 8),
-        "PROGRAMS": (512, 512, 512, 512, 2048, 2048),
+        "BLOCK": (64, 64, 64, 64, 64, 32, 128),
+        "STAGES": (3, 2, 2, 3, 4, 3, 2),
+        "WARPS": (4, 4, 4, 4, 4, 4, 8),
+        "LOOPS": (32, 32, 64, 64, 32, 64, 16),
+        "PROGRAMS": (512, 512, 384, 256, 512, 512, 512),
     }),
 )  # fmt: skip
 """Step, its module, constants there and what to try together: the first of each is what the module has."""

@@ -7,8 +7,9 @@ decoded code: the paper's |k| r_b / alpha_b, since |y_b| = |k| r_b. At d' = 128 
 Bytes and operations for 8 x 128k keys of 128 bf16: 268 MB of keys read, 117 MB written, 0.09 ms at 4200 GB/s; the rotation is
 34 GFLOP on tensor cores, some 30 operations a coordinate follow (4 G, 0.14 ms of the plain cores, beside the loads): seven
 thresholds, each multiplied by the radius rather than the coordinates divided by it, choose a level with its number in its
-lowest bits. Both are constants of the code: loaded in the loop, each would be a copy to shared memory of its own a block of keys. The columns of the rotation come in an order that leaves a subspace's 8 coordinates in one thread, so that no sum
-crosses threads. Counting the cluster sizes reads the 17 MB of ids once more.
+lowest bits. Both are constants of the code: loaded in the loop, each would be a copy to shared memory of its own a block of
+keys. The columns of the rotation come in an order that leaves a subspace's 8 coordinates in one thread, so that no sum crosses
+threads. Counting the cluster sizes reads the 17 MB of ids once more.
 """
 
 from __future__ import annotations
