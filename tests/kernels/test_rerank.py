@@ -152,7 +152,9 @@ def test_topk_kernel_where_the_best_stand_together(spread: str, device: torch.de
     assert torch.equal(rows, want)
 
 
-@pytest.mark.parametrize(("width", "k", "run"), [(13_120, 100, 32), (1 << 20, 100, 64), (13_120, 1000, 16), (64, 1, 32)])
+@pytest.mark.parametrize(
+    ("width", "k", "run"), [(13_120, 100, 16), (104_896, 100, 32), (1 << 20, 100, 64), (13_120, 1000, 4), (64, 1, 8)]
+)
 def test_runs_fit_a_program(width: int, k: int, run: int) -> None:
     assert topk.run_length(width, k) == run
     assert run * (1 << (k - 1).bit_length()) <= topk.MOST

@@ -324,13 +324,13 @@ def fetch_in_torch(tokens: int) -> float:
 
 SHAPES: tuple[tuple[str, Any, dict[str, tuple[int, ...]]], ...] = (
     ("rerank", reranking, {
-        "TILE": (64, 64, 64, 64, 64, 64, 32, 128, 128),
-        "SPLITS": (64, 64, 64, 128, 96, 128, 128, 64, 64),
-        "STAGES": (2, 1, 3, 2, 2, 1, 2, 2, 2),
-        "WARPS": (4, 4, 4, 4, 4, 4, 2, 8, 4),
+        "TILE": (64, 64, 64, 64, 64, 32, 32, 32, 128),
+        "SPLITS": (64, 64, 48, 64, 48, 64, 96, 128, 64),
+        "STAGES": (2, 3, 3, 2, 2, 2, 2, 2, 2),
+        "WARPS": (4, 4, 4, 8, 4, 4, 4, 2, 8),
     }),
     ("collide", collision, {"CHUNK": (2048, 2048, 1024, 1024, 4096), "WARPS": (4, 8, 2, 4, 8)}),
-    ("topk", choosing, {"PER_WARP": (512, 256, 1024, 2048)}),
+    ("topk", choosing, {"PER_WARP": (512, 256, 128, 1024)}),
     ("tiers", tiering, {"WARPS": (4, 2, 8)}),
     ("bucket_topk", bucket, {"WARPS": (4, 8, 2)}),
     ("encode", encoding, {

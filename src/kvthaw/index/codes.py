@@ -154,7 +154,7 @@ class CodesIndex:
         if query.device.type == "cpu":  # no fixed shapes needed: leave out what no lane has
             most = max(1, *self._counts[:batch])
             now = Summaries(now.ids[:, :, :, :most], now.codes[:, :, :most], now.weights[:, :, :most], now.sizes)
-        width = max(budget, -(-self.ratios.most(now.capacity, budget) // TILE) * TILE)
+        width = -(-max(budget, self.ratios.most(now.capacity, budget)) // TILE) * TILE
         totals = torch.empty((batch, self.shape.kv_heads, self._bins), dtype=torch.int32, device=query.device)
         sizes, limits = now.sizes[:batch], data["limits"][:batch]
         if self._learned is None:

@@ -6,7 +6,8 @@ Bytes and operations, 8 KV heads, n = 128k, 10 % candidates, G = 4: 96 bytes a c
 GB/s), 4 bytes read and 4 G written (2 MB). A nibble is cut out, looked up in a table of 64 bytes that never conflicts (13.4 M
 lookups, 3.2 k cycles over 132 multiprocessors, 2 us), weighed and rounded to bf16: six instructions, some 4 us in all. One word
 is one subspace, decoded once for all query heads. The products are left to the tensor cores (8 or 16 columns of heads, 0.4
-GFLOP), with the query in two bf16 parts, so that only the rounding of the decoded key stays, at most 2^-8 of a coordinate.
+GFLOP), with the query in two bf16 parts beside each other, so that only the rounding of the decoded key stays, at most 2^-8 of
+a coordinate.
 
 Beside the scores a program leaves, of each head, the largest score of every few candidates, so that the next step can pass over
 most of them, and the maximum and the sum of exponentials of all its candidates, so that it can weigh the heads of a group
@@ -74,13 +75,14 @@ if HAS_TRITON:
         i = tl.arange(0, SUBS * 8)
         p = tl.arange(0, PP)
         head = (p < P)[None, :]
+        n = tl.arange(0, 2 * PP)  # heads, then heads again: one product with both parts of the query, not two in a row
         runs = tl.cdiv(width, TILE) * (TILE // RUN)
-        source = rotated + (pair * P + p[None, :]) * 8 * SUBS + (i % 8 * SUBS + i // 8)[:, None]
-        query = tl.load(source, mask=head, other=0.0)
+        source = rotated + (pair * P + (n % PP)[None, :]) * 8 * SUBS + (i % 8 * SUBS + i // 8)[:, None]
+        query = tl.load(source, mask=(n % PP < P)[None, :], other=0.0)
         high = query.to(tl.bfloat16)
-        low = (query - high.to(tl.float32)).to(tl.bfloat16)
+        parted = tl.where((n < PP)[None, :], high, (query - high.to(tl.float32)).to(tl.bfloat16))
         if UPCAST:
-            high, low = high.to(tl.float32), low.to(tl.float32)
+            parted = parted.to(tl.float32)
         level = tl.load(levels + tl.arange(0, 16))
         top = tl.full((TILE, PP), float("-inf"), tl.float32)
         mass = tl.zeros((TILE, PP), tl.float32)
@@ -98,7 +100,7 @@ if HAS_TRITON:
             key = tl.reshape(key.to(tl.bfloat16), (TILE, SUBS * 8))
             if UPCAST:
                 key = key.to(tl.float32)
-            score = tl.dot(key, high, tl.dot(key, low))
+            score = tl.sum(tl.reshape(tl.dot(key, parted), (TILE, 2, PP)), axis=1)
             tl.store(scores + (pair * P + p[None, :]) * width + m[:, None], score, mask=head & live)
             score = tl.where(live, score, float("-inf"))
             peak = tl.max(tl.reshape(score, (TILE // RUN, RUN, PP)), axis=1)

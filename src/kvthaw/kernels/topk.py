@@ -4,10 +4,11 @@ The query heads of a group agree by the largest or the mean of their softmax wei
 head's estimates rank as they are. Equal weights: the lowest position first.
 
 Bytes and operations, 8 KV heads, 13k candidates, G = 4, k = 100: one program a KV head. The k best candidates lie in the k runs
-of 32 with the highest peaks, so that of 210 KB of estimates it reads 7 KB of peaks and 51 KB of runs (53 and 51 KB of 1.7 MB at
-1M tokens), 1.5 us each at what one multiprocessor loads. The k-th largest is found by bisection between the smallest and the
-largest, in registers, until exactly k are above: some 15 rounds of 0.05 us, twice. A sort would touch each candidate 17 times.
-With "mean" a launch before this one adds up the heads' weights, because a run's largest sum does not follow from its peaks.
+of 16 with the highest peaks, so that of 210 KB of estimates it reads 13 KB of peaks and 32 KB of runs (runs of 32 at 1M tokens:
+53 and 64 KB of 1.7 MB), four numbers a load. The k-th largest is found by counting above two numbers a round between the smallest
+and the largest, in registers, until exactly k are above: some 9 rounds of 0.15 us. The second search starts at the k-th peak,
+which leaves it little more than k candidates, and takes half as many. A sort would touch each candidate 17 times. With "mean"
+a launch before this one adds up the heads' weights, because a run's largest sum does not follow from its peaks.
 """
 
 from __future__ import annotations
@@ -30,10 +31,15 @@ PER_WARP = 512
 
 
 def run_length(width: int, k: int) -> int | None:
-    """Candidates that share a peak so that `width` of them have at most MOST, and k runs as many candidates; else None."""
-    longest = MOST >> (k - 1).bit_length()
-    lengths = (run for run in (32, 64, 16, 8, 4) if run <= longest and -(-width // TILE) * (TILE // run) <= MOST)
-    return next(lengths, None)
+    """Candidates that share a peak so that a program holds the fewest peaks of `width` candidates and candidates of k runs, both
+    rounded up to powers of two and at most MOST each; the longest of equally good ones. None where none is possible."""
+
+    def held(run: int) -> tuple[int, int]:
+        peaks = -(-width // TILE) * (TILE // run)
+        return 1 << (peaks - 1).bit_length(), run << (k - 1).bit_length()
+
+    possible = [run for run in (64, 32, 16, 8, 4) if max(held(run)) <= MOST]
+    return min(possible, key=lambda run: sum(held(run)), default=None)
 
 
 def merge(scores: Tensor, scale: float, policy: Merge) -> Tensor:
@@ -73,33 +79,41 @@ if HAS_TRITON:
         return top + tl.log(tl.maximum(tl.sum(mass, axis=1), 1.0e-30))
 
     @triton.jit
-    def _keys(scores, at, live, total, stride, scale, P: tl.constexpr, PP: tl.constexpr):
-        # The largest weight of a group's heads, as an integer of the same order; the least integer where not live.
+    def _keys(scores, at, there, live, total, stride, scale, P: tl.constexpr, PP: tl.constexpr):
+        # The largest weight of a group's heads, as an integer of the same order; the least integer where not live. there: what
+        # may be loaded, so coarse a mask that four are loaded at once.
         if P == 1:
-            merged = tl.load(scores + at, mask=live, other=float("-inf"))
+            merged = tl.load(scores + at, mask=there, other=float("-inf"))
         else:
             merged = tl.full(at.shape, float("-inf"), tl.float32)
             for p in tl.static_range(P):
                 one = tl.sum(tl.where(tl.arange(0, PP) == p, total, 0.0))
-                merged = tl.maximum(merged, tl.load(scores + p * stride + at, mask=live, other=float("-inf")) * scale - one)
+                merged = tl.maximum(merged, tl.load(scores + p * stride + at, mask=there, other=float("-inf")) * scale - one)
         bits = (merged + 0.0).to(tl.int32, bitcast=True)
         return tl.where(live, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), -0x80000000)
 
     @triton.jit
-    def _places(key, live, k):
-        # For each of the k largest live keys, the first of equal ones preferred, how many of them stand before it; else -1.
-        want = tl.minimum(k, tl.sum(live.to(tl.int32)))
-        low = tl.min(tl.where(live, key, 0x7FFFFFFF)).to(tl.int64)
-        high = tl.max(key).to(tl.int64) + 1
-        least, more = tl.sum(live.to(tl.int32)), 0  # keys from low on, from high on
+    def _bounds(key, want, low, high):
+        # Between low, with at least `want` keys from there on, and high, with fewer: the highest and the lowest such numbers, or
+        # any that part exactly `want`; and how many keys there are from each on. Two numbers are tried a round, counted in the
+        # halves of a word.
+        least, more = tl.sum((key >= low.to(tl.int32)).to(tl.int32)), 0
         while (least > want) & (high - low > 1):
-            middle = low + (high - low) // 2
-            found = tl.sum((key >= middle.to(tl.int32)).to(tl.int32))
-            enough = found >= want
-            low, least = tl.where(enough, middle, low), tl.where(enough, found, least)
-            high, more = tl.where(enough, high, middle), tl.where(enough, more, found)
-        above = live & (key.to(tl.int64) >= high)
-        tie = live & (key.to(tl.int64) >= low) & (key.to(tl.int64) < high)
+            first = low + ((high - low) * 5 >> 4)
+            second = low + ((high - low) * 11 >> 4)  # above low and below high
+            found = tl.sum((key >= first.to(tl.int32)).to(tl.int32) + ((key >= second.to(tl.int32)).to(tl.int32) << 16))
+            one, two = found & 0xFFFF, found >> 16
+            high = tl.where(two >= want, high, tl.where(one >= want, second, first))
+            more = tl.where(two >= want, more, tl.where(one >= want, two, one))
+            low = tl.where(two >= want, second, tl.where(one >= want, first, low))
+            least = tl.where(two >= want, two, tl.where(one >= want, one, least))
+        return low, high, more
+
+    @triton.jit
+    def _places(key, want, low, high, more):
+        # Of the `want` largest keys, the first of equal ones preferred: how many of them stand before it; -1 for the others.
+        above = key.to(tl.int64) >= high
+        tie = (key.to(tl.int64) >= low) & (key.to(tl.int64) < high)
         one, same = above.to(tl.int32), tie.to(tl.int32) << 16
         both = tl.cumsum(one + same, axis=0) - one - same  # both ranks in the halves of a word
         quota = want - more
@@ -109,22 +123,34 @@ if HAS_TRITON:
     def _choose(scores, peaks, parts, candidates, wanted, chosen, rows, counts, heads, width, runs, scale, k, first,
                 P: tl.constexpr, PP: tl.constexpr, SPLITS: tl.constexpr, RUN: tl.constexpr, RUNS: tl.constexpr,
                 KP: tl.constexpr):  # fmt: skip
-        # One program: a KV head. The k best runs by their peaks, then the k best candidates of those.
+        # One program: a KV head. The k best runs by their peaks, then the k best candidates of those: which are not below the
+        # k-th peak, nor above the first. Both are widened by what rounding the same sums apart may cost.
         lane = tl.program_id(1)
         pair = (lane * heads + tl.program_id(0)).to(tl.int64)
         count = tl.load(wanted + lane)
+        filled = tl.cdiv(count, RUN)
         total = tl.zeros((PP,), tl.float32) if P == 1 else _total(parts + pair * P * SPLITS * 2, P, PP, SPLITS)
         run = tl.arange(0, RUNS)
-        live = run * RUN < count
-        place = _places(_keys(peaks + pair * P * runs, run, live, total, runs, scale, P, PP), live, k)
+        key = _keys(peaks + pair * P * runs, run, run < runs, run < filled, total, runs, scale, P, PP)
+        least = tl.full((), -0x7FFFFFFF, tl.int64)  # only what is not live is below
+        top = tl.max(key).to(tl.int64) + 1
+        bottom = tl.min(tl.where(run < filled, key, 0x7FFFFFFF)).to(tl.int64)
+        want = tl.minimum(k, filled)
+        low, high, more = _bounds(key, want, tl.maximum(tl.minimum(bottom, top), least), top)
+        place = _places(key, want, low, high, more)
         tl.store(chosen + pair * k + place, run, mask=place >= 0)
         tl.debug_barrier()  # each thread now reads what the others of this program wrote
         r = tl.arange(0, KP * RUN)
-        found = r // RUN < tl.minimum(k, tl.cdiv(count, RUN))
+        found = r // RUN < want
         m = tl.load(chosen + pair * k + r // RUN, mask=found, other=0) * RUN + r % RUN
+        tl.debug_barrier()  # all of them are asked for before the first is used
         live = found & (m < count)
-        position = tl.load(candidates + pair * width + m, mask=live, other=0)
-        place = _places(_keys(scores + pair * P * width, m, live, total, width, scale, P, PP), live, k)
+        position = tl.load(candidates + pair * width + m, mask=found, other=0)  # in bounds: whole runs have room
+        key = _keys(scores + pair * P * width, m, found, live, total, width, scale, P, PP)
+        want = tl.minimum(k, count)
+        low = tl.where(filled < k, least, tl.maximum(low - 16, least))
+        low, high, more = _bounds(key, want, low, tl.minimum(top + 16, 0x7FFFFFFF))
+        place = _places(key, want, low, high, more)
         tl.store(rows + pair * k + place, position + first, mask=place >= 0)
         rest = tl.arange(0, KP)
         tl.store(rows + pair * k + rest, tl.full((KP,), -1, tl.int32), mask=(rest >= count) & (rest < k))
@@ -163,6 +189,7 @@ def launch(found: Estimates, candidates: Tensor, wanted: Tensor, k: int, first: 
     lanes, heads, scored, width = scores.shape
     runs, padded = peaks.shape[3], triton.next_power_of_2(k)
     assert scores.is_contiguous() and candidates.is_contiguous() and found.parts.is_contiguous() and peaks.is_contiguous()
+    assert width % TILE == 0, f"{width} candidates are no whole tiles of {TILE}"
     assert runs <= MOST and padded * run <= MOST, f"{runs} runs of {run} candidates are too many for {k} rows"
     if policy == "mean" and scored > 1:
         merged = torch.empty((lanes, heads, 1, width), dtype=torch.float32, device=scores.device)
