@@ -62,14 +62,14 @@ def test_zero_keys_weigh_nothing() -> None:
 @triton_only
 @pytest.mark.parametrize(("dim", "group", "lengths", "dtype"), SHAPES)
 def test_kernel(dim: int, group: int, lengths: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    rotation, heads = make_rotation(dim, SEED, device=device), 2
+    rotation, quantizer, heads = make_rotation(dim, SEED, device=device), op.make_quantizer(device), 2
     n, starts = min(300, max(lengths)), [5, 0][: len(lengths)]
     lanes = [len(lengths) - 1, 0][: len(starts)]
     keys = (torch.randn(len(lanes), n, heads, dim) * 2).to(dtype).to(device).transpose(1, 2)
     keys[0, 0, n // 2] = 0
     out = blank(len(lengths), heads, rotation, n + 5, device)
     untouched = out.ids.clone(), out.codes.clone()
-    op.launch(keys, rotation, out, lanes, starts)
+    op.launch(keys, rotation, quantizer, out, lanes, starts)
     cpu = make_rotation(dim, SEED), op.make_quantizer()
     for i, (lane, start) in enumerate(zip(lanes, starts, strict=True)):
         ids, codes, weights = op.definition(keys[i].cpu(), *cpu)

@@ -114,7 +114,7 @@ def check(policy: Policy, tokens: int = 40_000, *, group: int = GROUP, dim: int 
     index.select(query, K)
     keys = torch.randn(1, HEADS, 1000, dim, device="cuda", dtype=torch.bfloat16)
     trial = encoding.Summaries(*(x.clone() for x in (now.ids, now.codes, now.weights, now.sizes)))
-    encoding.launch(keys, index._rotation, trial, [1], [17])
+    encoding.launch(keys, index._rotation, index._quantizer, trial, [1], [17])
     ids, codes, weights = encoding.definition(keys[0], index._rotation, index._quantizer)
     differ = {
         "ids": (trial.ids[1, :, :, 17:1017] != ids).float().mean(),
@@ -190,7 +190,7 @@ def encode_time(tokens: int) -> dict[str, Any]:
 
 
 def _encode(index: CodesIndex, keys: Tensor) -> None:
-    encoding.launch(keys, index._rotation, index._summaries, [0], [0])
+    encoding.launch(keys, index._rotation, index._quantizer, index._summaries, [0], [0])
 
 
 def _event_time(call: Callable[[], object]) -> float:

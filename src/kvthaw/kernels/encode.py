@@ -5,11 +5,10 @@ code has a sign and a 3-bit magnitude bin of each coordinate of u_b = y_b / |y_b
 decoded code: the paper's |k| r_b / alpha_b, since |y_b| = |k| r_b. At d' = 128 these are 16 + 64 + 32 = 112 bytes.
 
 Bytes and operations for 8 x 128k keys of 128 bf16: 268 MB of keys read, 117 MB written, 0.09 ms at 4200 GB/s; the rotation is
-34 GFLOP on tensor cores, some 30 operations a coordinate follow (4 G, 0.14 ms of the plain cores, beside the loads): seven
+34 GFLOP on tensor cores, some 35 operations a coordinate follow (4.7 G, 0.16 ms of the plain cores, beside the loads): seven
 thresholds, each multiplied by the radius rather than the coordinates divided by it, choose a level with its number in its
-lowest bits. Both are constants of the code: loaded in the loop, each would be a copy to shared memory of its own a block of
-keys. The columns of the rotation come in an order that leaves a subspace's 8 coordinates in one thread, so that no sum crosses
-threads. Counting the cluster sizes reads the 17 MB of ids once more.
+lowest bits. The columns of the rotation come in an order that leaves a subspace's 8 coordinates in one thread, so that no sum
+crosses threads. Counting the cluster sizes reads the 17 MB of ids once more.
 """
 
 from __future__ import annotations
@@ -83,13 +82,6 @@ def lloyd_max() -> tuple[tuple[float, ...], tuple[float, ...]]:
         centres = new
 
 
-@functools.cache
-def numbered() -> tuple[int, ...]:
-    """The bits of the centres as float32, the number of each in the lowest three."""
-    bits = torch.tensor(lloyd_max()[1], dtype=torch.float32).view(torch.int32)
-    return tuple(int(centre) & -8 | number for number, centre in enumerate(bits.tolist()))
-
-
 def make_quantizer(device: torch.device | str = "cpu") -> Quantizer:
     """The quantizer's tables on a device."""
     thresholds, centres = lloyd_max()
@@ -126,9 +118,9 @@ if HAS_TRITON:
     from kvthaw.kernels.srht import rotate_tile
 
     @triton.jit
-    def _encode(keys, basis, ids, codes, weights, lanes, starts, n, heads, capacity, scale, stride_r,
+    def _encode(keys, basis, thresholds, levels, ids, codes, weights, lanes, starts, n, heads, capacity, scale, stride_r,
                 stride_h, stride_n, dim, loops, SUBS: tl.constexpr, SQUARE: tl.constexpr, BLOCK: tl.constexpr,
-                THRESHOLDS: tl.constexpr, LEVELS: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+                UPCAST: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
         # One program: `loops` blocks of BLOCK keys of one head and lane, so that the basis is loaded once for all.
         h = tl.program_id(1)
         r = tl.program_id(2)
@@ -155,12 +147,12 @@ if HAS_TRITON:
             square = tl.sum(y * y, axis=2)
             unit = tl.where(square > 0, tl.sqrt(square), 1.0)
             size = tl.abs(y)
-            level = tl.zeros((BLOCK, SQUARE // 8, 8), tl.int32) + LEVELS[0]
+            level = tl.zeros((BLOCK, SQUARE // 8, 8), tl.int32) + (tl.load(levels).to(tl.int32, bitcast=True) & -8)
             for t in tl.static_range(7):
-                level = tl.where(size >= (THRESHOLDS[t] * unit)[:, :, None], LEVELS[t + 1], level)
+                value = (tl.load(levels + t + 1).to(tl.int32, bitcast=True) & -8) | (t + 1)
+                level = tl.where(size >= (tl.load(thresholds + t) * unit)[:, :, None], value, level)
             align = tl.sum(level.to(tl.float32, bitcast=True) * size, axis=2)
-            sign = ((y + 0.0).to(tl.int32, bitcast=True) >> 28) & 8  # of -0.0 none
-            word = tl.sum(((level & 7) | sign) << (4 * j), axis=2)
+            word = tl.sum(((level & 7) | ((y < 0).to(tl.int32) << 3)) << (4 * j), axis=2)
             pattern = (~word >> 3) & 0x11111111  # the signs, a nibble each, drawn together
             pattern = (pattern | (pattern >> 3)) & 0x03030303
             pattern = (pattern | (pattern >> 6)) & 0x000F000F
@@ -188,8 +180,9 @@ if HAS_TRITON:
             tl.atomic_add(sizes + row * 256 + tl.arange(0, 256), counts * sign, mask=counts > 0, sem="relaxed")
 
 
-def launch(keys: Tensor, rotation: Rotation, into: Summaries, lanes: Sequence[int], starts: Sequence[int]) -> None:
-    """The kernel, on whatever device keys are. It has the quantizer's tables in its code."""
+def launch(keys: Tensor, rotation: Rotation, quantizer: Quantizer, into: Summaries, lanes: Sequence[int],
+           starts: Sequence[int]) -> None:  # fmt: skip
+    """The kernel, on whatever device keys are."""
     rows, heads, n, dim = keys.shape
     assert keys.stride(3) == 1 and into.ids.is_contiguous() and into.codes.is_contiguous() and into.weights.is_contiguous()
     assert into.codes.dtype == torch.int32 and into.weights.dtype == torch.bfloat16 and max(starts) + n <= into.capacity
@@ -197,10 +190,10 @@ def launch(keys: Tensor, rotation: Rotation, into: Summaries, lanes: Sequence[in
     loops = max(1, min(LOOPS, n * heads * rows // (BLOCK * PROGRAMS)))
     which = torch.tensor([list(lanes), list(starts)], dtype=torch.int32, device=keys.device)
     _encode[(triton.cdiv(n, BLOCK * loops), heads, rows)](
-        keys, rotation.basis, into.ids, into.codes, into.weights, which[0], which[1], n, heads, into.capacity, rotation.scale,
-        keys.stride(0), keys.stride(1), keys.stride(2), dim, loops, SUBS=rotation.padded // SUB,
-        SQUARE=rotation.basis.shape[0], BLOCK=BLOCK, THRESHOLDS=lloyd_max()[0], LEVELS=numbered(),
-        UPCAST=keys.device.type == "cpu", STAGES=1 if wide else STAGES, num_warps=2 * WARPS if wide else WARPS,
+        keys, rotation.basis, quantizer.thresholds, quantizer.levels, into.ids, into.codes, into.weights, which[0], which[1], n,
+        heads, into.capacity, rotation.scale, keys.stride(0), keys.stride(1), keys.stride(2), dim, loops,
+        SUBS=rotation.padded // SUB, SQUARE=rotation.basis.shape[0], BLOCK=BLOCK, UPCAST=keys.device.type == "cpu",
+        STAGES=1 if wide else STAGES, num_warps=2 * WARPS if wide else WARPS,
     )  # fmt: skip
 
 
@@ -222,7 +215,7 @@ def encode(keys: Tensor, rotation: Rotation, quantizer: Quantizer, into: Summari
     if n == 0:
         return
     if keys.is_cuda and HAS_TRITON:
-        launch(keys if keys.stride(3) == 1 else keys.contiguous(), rotation, into, lanes, starts)
+        launch(keys if keys.stride(3) == 1 else keys.contiguous(), rotation, quantizer, into, lanes, starts)
         return
     for i, (lane, start) in enumerate(zip(lanes, starts, strict=True)):
         ids, codes, weights = definition(keys[i], rotation, quantizer)
