@@ -22,7 +22,25 @@ torch.set_num_threads(1)
 logging.set_verbosity_error()
 
 
+LONG = (
+    "tests/methods/",
+    "tests/engine/test_architectures.py",
+    "tests/engine/test_generate.py",
+    "tests/evaluate/test_recall.py",
+    "tests/evaluate/test_runner.py",
+    "tests/kernels/test_flash_decode.py",
+    "tests/kernels/test_sparse_decode.py",
+    "tests/cache/test_device_step.py",
+    "tests/index/test_tree.py",
+    "tests/test_cli.py",
+)
+"""Suites of many short tests that take minutes together: part of make test, like what is marked slow, and not of make check."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.startswith(LONG):
+            item.add_marker(pytest.mark.slow)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
