@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 import kvthaw
 from kvthaw.cache.layer import FrozenLayer
+from kvthaw.index.forest import TreeIndex
 from zoo import prompt
 
 IDS = prompt(2, 120)
@@ -96,3 +97,23 @@ def test_rows_are_never_in_the_ring(llama: PreTrainedModel) -> None:
         step(llama, cache, IDS[:, t : t + 1])
     assert all(asked)
     assert len(asked) == 40 * len(cache.frozen_layers)
+
+
+def test_a_failure_is_not_forgotten(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise MemoryError("no room for more")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TreeIndex, "append", fail)
+        cache = filled(llama)
+        for layer in cache.frozen_layers:
+            with pytest.raises(MemoryError):
+                layer.settle()
+    for _ in range(2):
+        with pytest.raises(MemoryError, match="no room"):
+            cache.frozen_layers[0].settle()
+    with pytest.raises(MemoryError, match="no room"):
+        step(llama, cache, IDS[:, :1])
+    cache.reset()
+    step(llama, cache, IDS[:, :90])
+    step(llama, cache, IDS[:, 90:91])

@@ -23,7 +23,7 @@ class Choice:
 
     slots [B, H, M] int32: the pool slot of every selected row, -1 padded. fetch [B, H, M] int32: the rows to bring, else -1. live
     [B, H, C] bool: slots that hold a selected row. All on the device; host: slots and fetch on the CPU too, if the index works
-    there.
+    there and the query does not.
     """
 
     selection: Selection
@@ -82,6 +82,7 @@ class Group:
         self.meter = Meter(self.residency)
         self._pipeline = pipeline
         self._jobs: list[Future[None]] = []
+        self._failure: BaseException | None = None  # of a job
 
     def submit(self, after: torch.cuda.Event | None, job: Callable[[], None]) -> None:
         """Change the index: on the worker thread if it works on the host, else now."""
@@ -93,13 +94,15 @@ class Group:
         job()
 
     def settle(self) -> None:
-        """Wait until the index has taken in all that it was given; raises what went wrong there."""
+        """Wait until the index has taken in all that it was given. Raises what went wrong there, from then on at every call: an
+        index that lacks tokens serves nobody."""
         jobs, self._jobs = self._jobs, []
         for job in jobs:
-            try:
-                job.result()
-            except ValueError as error:
-                raise CacheError(f"layer {self.shape.layer}: {error}") from error
+            self._failure = self._failure or job.exception()
+        if isinstance(self._failure, ValueError):
+            raise CacheError(f"layer {self.shape.layer}: {self._failure}") from self._failure
+        if self._failure is not None:
+            raise self._failure
 
     def choose(self, query: Tensor, length: int) -> Choice:
         """Select rows for one query a head, [B, Hq, D], and give them slots. length: of the longest lane."""

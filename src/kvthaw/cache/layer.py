@@ -68,6 +68,7 @@ class FrozenLayer:
         self.left_pad: list[int] = []
         self._stale: set[int] = set()  # lanes to be indexed anew before the next step
         self._ahead: set[int] = set()  # lanes whose index has what leaves the ring with the next token
+        self._asked_again = False  # by a layer that shares this layer's KV: the index may not go ahead of the ring
         self._start: list[int] = []  # where each lane's ring began at its last dense pass
         self.plan: Plan | None = None
         self.group: Group | None = None
@@ -142,6 +143,7 @@ class FrozenLayer:
         before = self.seen if fresh else self.seen - steps
         assert self.plan is not None
         if not fresh:
+            self._asked_again = True
             self._fall_back()
         few = steps <= min(self.settings.sparse_queries, self.plan.regions.window)
         if before < max(1, *left_pad) or not few:
@@ -161,7 +163,7 @@ class FrozenLayer:
             newest = key[:, :, t - steps], value[:, :, t - steps]
             outs.append(self._sparse(query[:, :, t], newest, before + t + 1, t, how))
         self.foreseen = None
-        if fresh and self.group is not None and self.group.index.on_host:
+        if fresh and self.group is not None and self.group.index.on_host and not self._asked_again:
             self._go_ahead()
         return torch.stack(outs, dim=2) if steps > 1 else outs[0][:, :, None]
 

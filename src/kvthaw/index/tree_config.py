@@ -27,7 +27,7 @@ class TreeConfig:
         authors' field of view), and from no fewer than two for each page that the budget holds.
     descend: what makes a point the better one to descend from. "point": the point itself, near to the query (algorithm 4).
         "digest": the best that may lie below it, which a query finds at a tenth of the effort: the largest of its node's
-        outliers and of mean + spread, see `DciTree.digest`.
+        outliers and of mean + spread, see `kvthaw.index.tree.Digest`.
     outliers: how many keys a digest names that its mean describes worst. spread: how many standard deviations above the mean a
         key of a node is looked for.
     query_visit, query_visit_share: a composite index visits the max(visit, share * members) points of a node that are nearest

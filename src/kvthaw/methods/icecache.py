@@ -36,7 +36,7 @@ def icecache(*, preset: str = "default", reuse: int = 1, threads: int = 0, trans
     Host: the trees, their search and the rows. Device: sink, window and the rows selected. GQA: the query heads of a group search
     on their own and share the budget as `merge` says. reuse: every how manieth layer searches; those between take its choice (the
     paper's IceCache (reuse) has 3). preset: "default" descends by the nodes' digests, "paper" by their points (algorithm 4) in a
-    field of view wide enough to find as much, "code" does as the authors' code. threads: of the search, 0 for one a core.
+    field of view wide enough to find as much, "code" does as the authors' code. threads: of the trees, 0 for one a core.
     transfer, on a GPU: "bulk" as the paper has it, or "uva", where a kernel reads the rows itself. Other options are TreeConfig's
     fields.
     """

@@ -23,6 +23,7 @@ void Tree::summarise(const Rows& rows, const int32_t* points, int count) {
         std::fill(outliers(node), outliers(node) + most, -1);
         members_of(node, members);
         if (members.empty()) continue;
+        std::sort(members.begin(), members.end());  // sums do not depend on the order of the pages
         std::fill(sum.begin(), sum.end(), 0.0);
         candidates = members;
         for (int i : members)
