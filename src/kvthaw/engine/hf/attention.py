@@ -1,0 +1,138 @@
+"""kvthaw's attention and mask functions, as transformers calls them, and the models they can serve.
+
+The attention function receives q, k, v after RoPE, but neither the cache nor the layer; a layer of kvthaw's cache (`layer.py`) tags
+the keys and values that it returns with itself.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from kvthaw.cache.layer import Attention
+from kvthaw.engine import ops
+from kvthaw.errors import UnsupportedModelError
+from kvthaw.kernels.dense import with_sinks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from kvthaw.engine.hf.layer import CacheLayer
+
+NAME = "kvthaw"
+TAG = "_kvthaw_layer"
+"""The attribute by which keys and values say whose they are."""
+_BEFORE: weakref.WeakKeyDictionary[PreTrainedModel, str] = weakref.WeakKeyDictionary()
+"""The attention that models had before kvthaw's."""
+
+
+def use_kvthaw_attention(model: PreTrainedModel) -> None:
+    """Set the model's attention function to kvthaw's. Raises UnsupportedModelError, with the reason, where that cannot work."""
+    name, config = type(model).__name__, model.config
+    text = config.get_text_config(decoder=True)
+    if text._attn_implementation == NAME:
+        return
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{name} is an encoder-decoder; kvthaw serves decoders")
+    if getattr(text, "kv_lora_rank", None) is not None:
+        raise UnsupportedModelError(f"{name} uses multi-head latent attention, whose cached keys are not the keys attended to")
+    if not model._can_set_attn_implementation():
+        raise UnsupportedModelError(f"{name} does not use transformers' AttentionInterface, through which kvthaw attends")
+    ops.register()
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, _mask)
+    before = config._attn_implementation
+    model.set_attn_implementation(NAME)
+    if text._attn_implementation != NAME:
+        model.set_attn_implementation(before)
+        raise UnsupportedModelError(f"{name} did not take kvthaw's attention function")
+    _BEFORE[model] = before
+
+
+def give_back_attention(model: PreTrainedModel) -> None:
+    """Set the model's attention function to what it was before kvthaw's."""
+    model.set_attn_implementation(_BEFORE[model])
+
+
+def _mask(*args: Any, mask_function: Callable[..., Any] = causal_mask_function, **kwargs: Any) -> Tensor | None:
+    """Plain causal layers get the padding mask as [B, 1, 1, n]: no sync, no [q, n] tensor. Others get sdpa's [B, 1, q, n]."""
+    if mask_function is causal_mask_function:
+        mask: Tensor | None = kwargs.get("attention_mask")
+        return None if mask is None else mask[:, None, None]
+    full: Tensor | None = sdpa_mask(*args, mask_function=mask_function, **kwargs)
+    return full
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function. query [B, Hq, T, D], key and value [B, H, n, D]; returns ([B, T, Hq, D], None)."""
+    asked: list[Tensor] | None = kwargs.get("kvthaw_asked")
+    if asked is not None:
+        asked.append(query)
+        return query.transpose(1, 2).contiguous(), None
+    how = Attention(query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.get("softcap"), kwargs.get("s_aux"))
+    if torch.compiler.is_compiling():
+        attended = torch.ops.kvthaw.attend(query, key, value, module.layer_idx, how.scale, how.softcap, how.sinks)
+        return attended.transpose(1, 2).contiguous(), None
+    layer: CacheLayer | None = getattr(key, TAG, None)
+    if layer is not getattr(value, TAG, None):
+        raise UnsupportedModelError(f"{type(module).__name__} changes keys or values after caching them")
+    if layer is not None:
+        return layer.attend(module, query, key, value, attention_mask, how).transpose(1, 2).contiguous(), None
+    if attention_mask is not None and is_padding(attention_mask):
+        attention_mask = _causal(attention_mask, query.shape[2], key.shape[2])
+    causal = kwargs.get("is_causal")
+    if (
+        attention_mask is None
+        and 1 < query.shape[2] < key.shape[2]
+        and (getattr(module, "is_causal", True) if causal is None else causal)
+    ):
+        attention_mask = _causal(query.new_ones((1, 1, 1, key.shape[2]), dtype=torch.bool), query.shape[2], key.shape[2])
+    if how.softcap is None and how.sinks is None:
+        out, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=how.scale, is_causal=causal
+        )
+        return out, None
+    return _masked(query, key, value, attention_mask, how).transpose(1, 2).contiguous(), None
+
+
+def is_padding(mask: Tensor) -> bool:
+    """Whether a mask is one for all queries, as _mask() makes it."""
+    return mask.ndim == 4 and mask.shape[2] == 1 and mask.dtype == torch.bool
+
+
+def _causal(mask: Tensor, steps: int, n: int) -> Tensor:
+    """The causal bool mask [B, 1, q, n] of a padding mask, for a layer that is not kvthaw's."""
+    causal = torch.ones(steps, n, dtype=torch.bool, device=mask.device).tril(n - steps)
+    return causal[None, None] & mask[..., -n:]
+
+
+def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: Attention) -> Tensor:
+    """Attention with softcap or sinks for sliding-window layers, which are short. mask [B, 1, T, n] bool or None (causal)."""
+    steps, n = query.shape[2], key.shape[2]
+    if mask is None:
+        mask = torch.ones(steps, n, dtype=torch.bool, device=query.device).tril(n - steps)[None, None]
+    group = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(group, dim=1).float() for x in (key, value))
+    scores = query.float() @ key.transpose(2, 3) * how.scale
+    if how.softcap is not None:
+        scores = how.softcap * torch.tanh(scores / how.softcap)
+    scores = scores.masked_fill(~mask, -torch.inf)
+    lse = torch.logsumexp(scores, dim=-1)
+    weights = torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
+    return with_sinks(weights @ value, lse, how.sinks).to(query.dtype)

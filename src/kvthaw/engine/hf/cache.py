@@ -1,0 +1,197 @@
+"""A cache that transformers takes for its own."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from kvthaw.cache.clock import Clock
+from kvthaw.cache.dense import DenseLayer
+from kvthaw.cache.layer import FrozenLayer
+from kvthaw.cache.pipeline import Pipeline
+from kvthaw.cache.plan import Settings
+from kvthaw.engine.decode import Replay
+from kvthaw.engine.hf.attention import use_kvthaw_attention
+from kvthaw.engine.hf.hooks import foresee, rotary
+from kvthaw.engine.hf.layer import CacheLayer, Shared
+from kvthaw.errors import CacheError, ConfigError, UnsupportedModelError
+from kvthaw.index.rotary import Rotary
+from kvthaw.methods import resolve
+from kvthaw.types import Method
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What a cache holds and did. Bytes are of K and V; counts are per KV head and step, over the layers that retrieve.
+
+    budget: the promise; attended: tokens that were read (mean and largest); retrieved: rows from the index among them (mean);
+    hit_rate: share of the retrieved rows that were on the device already, None before anything was retrieved.
+    """
+
+    method: str
+    budget: int | None
+    layers: int
+    dense_layers: int
+    batch: int
+    tokens: int
+    sparse_steps: int
+    attended_mean: float | None
+    attended_max: int | None
+    retrieved: float | None
+    hit_rate: float | None
+    fetched_bytes: int
+    kv_device_bytes: int
+    kv_dense_bytes: int
+    kv_host_bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """A plain dict, for JSON."""
+        return asdict(self)
+
+
+class Cache(DynamicCache):
+    """A KV cache that keeps most of itself frozen on the host; give it to generate() or forward() as past_key_values.
+
+    Takes a DynamicCache of the model and replaces its full-attention layers; sliding-window and linear layers stay as they are.
+    Making one sets the model's attention function to kvthaw's, which serves plain caches too; a handle's detach() undoes that.
+    No gradients flow through it.
+
+    model: a decoder whose attention goes through transformers' AttentionInterface. method: a name in METHODS or a Method;
+    further keyword arguments are the method's options. budget, retrieved, seed, sparse_queries, extent, host_bytes: see
+    `kvthaw.cache.plan.Settings`. dense_layers: the first layers, which keep all KV on the device (default: the papers' 2 for
+    models of 16 layers and more, else 0).
+
+    Raises ConfigError for a setting out of range and UnsupportedModelError for a model that cannot work.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        method: str | Method = "icecache",
+        *,
+        budget: int | float | None = None,
+        retrieved: int | None = None,
+        dense_layers: int | None = None,
+        seed: int = 0,
+        sparse_queries: int = 16,
+        extent: int = 1024,
+        host_bytes: int | None = None,
+        **options: Any,
+    ) -> None:
+        use_kvthaw_attention(model)
+        chosen = resolve(method, **options)
+        config = model.config.get_text_config(decoder=True)
+        super().__init__(config=config)
+        full = [i for i, layer in enumerate(self.layers) if type(layer) is DynamicLayer]
+        if not full:
+            raise UnsupportedModelError(f"{type(model).__name__} has no full-attention layer whose KV could be offloaded")
+        if dense_layers is None:
+            dense_layers = 2 if len(self.layers) >= 16 else 0
+        if getattr(config, "num_kv_shared_layers", 0):
+            sparse_queries = 1  # layers that share KV ask after the index has gone on, so several tokens at once are dense
+        self.settings = Settings(chosen, budget, retrieved, dense_layers, seed, sparse_queries, extent, host_bytes)
+        frozen = [] if chosen.dense else [i for i in full if i >= dense_layers]
+        self.replay: Replay | None = None
+        self._shared = Shared(model, self.settings, len(frozen), foresee if chosen.foresees else None)
+        pipeline, clock, dense_clock = Pipeline(), Clock(), Clock()
+        leader: FrozenLayer | None = None
+        for i in full:
+            kv: FrozenLayer | DenseLayer
+            if i not in frozen:
+                kv = DenseLayer(i, dense_clock)
+            elif chosen.index is None or self._anchors(i, frozen):
+                kv = leader = FrozenLayer(i, self.settings, pipeline, clock)
+            else:
+                if leader is None:
+                    raise ConfigError(
+                        f"anchors is {chosen.anchors}; layer {i} comes before the first and has nothing to follow"
+                    )
+                kv = FrozenLayer(i, self.settings, pipeline, clock, leader)
+            self.layers[i] = CacheLayer(kv, self._shared)
+        self._shared.layers = self.layers
+        if chosen.rotary:
+            turns: dict[str, Rotary | None] = {}
+            for kv in self.frozen_layers:
+                kind = (getattr(config, "layer_types", None) or {kv.number: ""})[kv.number]
+                kv.rotary = turns.setdefault(kind, rotary(model, kind))
+
+    def _anchors(self, layer: int, frozen: list[int]) -> bool:
+        anchors = self.settings.method.anchors
+        if isinstance(anchors, int):
+            return frozen.index(layer) % anchors == 0
+        shares = [int(a * len(self.layers)) for a in anchors if isinstance(a, float)]
+        return layer in anchors or layer in shares or (bool(shares) and layer == frozen[0])
+
+    @property
+    def kv_layers(self) -> list[FrozenLayer | DenseLayer]:
+        """The layers that kvthaw serves, in order."""
+        return [layer.kv for layer in self.layers if isinstance(layer, CacheLayer)]
+
+    @property
+    def frozen_layers(self) -> list[FrozenLayer]:
+        """Those of them whose KV is offloaded or evicted."""
+        return [kv for kv in self.kv_layers if isinstance(kv, FrozenLayer)]
+
+    def wait(self) -> None:
+        """Until every token is offloaded and indexed; raises what went wrong on the way."""
+        for kv in self.frozen_layers:
+            kv.settle()
+
+    def fork(self, method: str | Method, **settings: Any) -> Cache:
+        """A cache of the same tokens under another method or budget (one prefill serves many). Settings as in the constructor;
+        those not given are this cache's, the budget included. The two are independent afterwards."""
+        model = self._shared.model()
+        if model is None:
+            raise CacheError("the model of this cache is gone")
+        mine = self.settings
+        if "budget" not in settings and "retrieved" not in settings:
+            settings |= {"budget": mine.budget, "retrieved": mine.retrieved}
+        for name in ("dense_layers", "seed", "sparse_queries", "extent", "host_bytes"):
+            settings.setdefault(name, getattr(mine, name))
+        twin = Cache(model, method, **settings)
+        for i, layer in enumerate(self.layers):
+            if isinstance(layer, CacheLayer):
+                twin.layers[i].kv.copy_from(layer.kv)
+                module = None if layer.module is None else layer.module()
+                if module is not None:
+                    twin.layers[i].know(module)
+            else:
+                twin.layers[i] = copy.deepcopy(layer)  # in place: twin._shared has the same list
+        return twin
+
+    def stats(self) -> Stats:
+        """What the cache holds and did so far. Waits for the device."""
+        layers, frozen = self.kv_layers, self.frozen_layers
+        plan = frozen[0].plan if frozen else None
+        groups = {id(kv.group): kv.group for kv in frozen if kv.group is not None}.values()
+        steps = sum(group.meter.steps for group in groups)
+        selected = sum(int(group.meter.selected) for group in groups)
+        fetched = sum(int(group.meter.fetched) for group in groups)
+        most = max((int(group.meter.most) for group in groups), default=0)
+        held_steps = sum(kv.held_steps for kv in frozen)
+        attended = sum(kv.held_sum for kv in frozen) / held_steps if held_steps else None
+        retrieved = selected / steps if steps else (0.0 if held_steps else None)
+        fetched_bytes = sum(int(kv.group.meter.fetched) * kv.store.row_bytes for kv in frozen if kv.group is not None)
+        return Stats(
+            method=self.settings.method.name,
+            budget=plan.budget if plan else None,
+            layers=len(layers),
+            dense_layers=len(layers) - len(frozen),
+            batch=layers[0].lanes,
+            tokens=layers[0].seen,
+            sparse_steps=sum(kv.sparse_steps for kv in frozen),
+            attended_mean=None if attended is None else attended + (retrieved or 0.0),
+            attended_max=max((kv.held_max for kv in frozen), default=0) + most if held_steps else None,
+            retrieved=retrieved,
+            hit_rate=1 - fetched / selected if selected else None,
+            fetched_bytes=fetched_bytes,
+            kv_device_bytes=sum(kv.device_bytes() for kv in frozen),
+            kv_dense_bytes=sum(kv.device_bytes() for kv in layers if isinstance(kv, DenseLayer)),
+            kv_host_bytes=sum(kv.host_bytes() for kv in frozen),
+        )

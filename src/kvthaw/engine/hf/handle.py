@@ -1,0 +1,155 @@
+"""Attach a model: from then on its own generate() thaws."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.cache_utils import DynamicCache
+
+from kvthaw.engine.decode import replaying
+from kvthaw.engine.hf.attention import give_back_attention
+from kvthaw.engine.hf.cache import Cache, Stats
+from kvthaw.engine.hf.hooks import foresee_no_longer
+from kvthaw.engine.hf.layer import CacheLayer
+from kvthaw.errors import CacheError
+from kvthaw.types import Method
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_ATTACHED: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
+"""Models with an open handle."""
+
+
+class Handle:
+    """An attached model. Every generate() or forward() that would make a plain cache gets a kvthaw cache instead."""
+
+    def __init__(self, model: PreTrainedModel, make: Callable[[], Cache], capture: bool, compiled: bool) -> None:
+        self._model: PreTrainedModel | None = model
+        self._make = make
+        self._cache: Cache | None = None
+        _ATTACHED.add(model)
+        self._hook = model.register_forward_pre_hook(self._supply, with_kwargs=True)
+        self._capture = capture
+        if capture:
+            model.forward = replaying(model.forward, self._behind, compiled=compiled)
+
+    @property
+    def cache(self) -> Cache:
+        """The cache of the latest generate(). Raises CacheError before the first and after detach."""
+        self._open()
+        if self._cache is None:
+            raise CacheError("nothing was generated yet")
+        return self._cache
+
+    def stats(self) -> Stats:
+        """Stats of the latest generate()'s cache."""
+        return self.cache.stats()
+
+    def detach(self) -> None:
+        """Give the model its own attention and caches back."""
+        model = self._open()
+        self._hook.remove()
+        if self._capture:
+            del model.forward
+        foresee_no_longer(model)
+        give_back_attention(model)
+        _ATTACHED.discard(model)
+        self._model = self._cache = None
+
+    def __enter__(self) -> Handle:
+        self._open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._model is not None:
+            self.detach()
+
+    def _open(self) -> PreTrainedModel:
+        if self._model is None:
+            raise CacheError("this handle is closed; attach the model again")
+        return self._model
+
+    def _behind(self, given: Any) -> Cache | None:
+        """The cache whose layers a past_key_values has."""
+        if isinstance(given, Cache):
+            return given
+        ours = self._cache is not None and getattr(given, "layers", None) is self._cache.layers
+        return self._cache if ours else None
+
+    def _supply(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = kwargs.get("past_key_values")
+        if given is None:
+            config = module.config.get_text_config(decoder=True)  # type: ignore[union-attr, operator]
+            use = kwargs.get("use_cache")
+            if not (getattr(config, "use_cache", True) if use is None else use):
+                return None
+            self._cache = self._make()
+            return args, {**kwargs, "past_key_values": self._cache}
+        if type(given) is DynamicCache:
+            if getattr(given, "offloading", False):
+                raise CacheError("cache_implementation='offloaded' does not go with kvthaw, which offloads by itself")
+            if given.get_seq_length() == 0 and not any(isinstance(layer, CacheLayer) for layer in given.layers):
+                self._cache = self._make()
+                for i, layer in enumerate(given.layers):  # those that are not kvthaw's may have been prepared already
+                    if not isinstance(self._cache.layers[i], CacheLayer):
+                        self._cache.layers[i] = layer
+                given.layers = self._cache.layers  # generate() keeps its own object; from here on the two are one
+        elif isinstance(given, Cache):
+            self._cache = given
+        else:
+            raise CacheError(f"past_key_values is a {type(given).__name__}; kvthaw works with its own Cache or a DynamicCache")
+        return None
+
+
+def attach(
+    model: PreTrainedModel,
+    method: str | Method = "icecache",
+    *,
+    budget: int | float | None = None,
+    retrieved: int | None = None,
+    dense_layers: int | None = None,
+    seed: int = 0,
+    sparse_queries: int = 16,
+    extent: int = 1024,
+    host_bytes: int | None = None,
+    capture: bool = True,
+    compile: bool = False,
+    **options: Any,
+) -> Handle:
+    """Let a model attend to a frozen context: from now on plain generate() and pipeline() thaw only what each step needs.
+
+    Arguments as for `Cache`. capture: on a GPU, with a method that decides there, replay decoding steps as one captured CUDA graph;
+    other steps, and everything on a CPU, run eagerly. compile: the captured step is compiled by torch.compile first (a minute or
+    more, once). Returns a handle, also a context manager; handle.detach() undoes everything.
+
+    Example: ``with kvthaw.attach(model, "icecache", budget=256): model.generate(**inputs)``
+    """
+    if model in _ATTACHED:
+        raise CacheError("the model is attached already; detach its handle first")
+    before = model.config._attn_implementation
+
+    def make() -> Cache:
+        return Cache(
+            model,
+            method,
+            budget=budget,
+            retrieved=retrieved,
+            dense_layers=dense_layers,
+            seed=seed,
+            sparse_queries=sparse_queries,
+            extent=extent,
+            host_bytes=host_bytes,
+            **options,
+        )
+
+    try:
+        make()  # refuse bad settings now, not at the first token
+    except Exception:
+        if model.config._attn_implementation != before:
+            model.set_attn_implementation(before)
+        raise
+    return Handle(model, make, capture, compile)

@@ -1,0 +1,75 @@
+"""What some methods ask of a model beside q, k and v: the turns of its rotary positions, and what the next query would be."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from kvthaw.cache.layer import FrozenLayer
+from kvthaw.engine.hf.layer import CacheLayer
+from kvthaw.errors import UnsupportedModelError
+from kvthaw.index.rotary import Rotary
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_FORESEEING: weakref.WeakKeyDictionary[torch.nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()
+"""Attention modules before which the next layer's query is foreseen."""
+
+
+def rotary(model: PreTrainedModel, kind: str) -> Rotary | None:
+    """The turns that a model gives keys in layers of a kind (of its config's layer_types); None without rotary positions."""
+    found = [m for name, m in model.get_decoder().named_modules() if name.rpartition(".")[2] == "rotary_emb"]
+    if not found:
+        return None
+    module = found[0]
+    apply = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
+    if apply is None or [*inspect.signature(apply).parameters][:4] != ["q", "k", "cos", "sin"]:
+        raise UnsupportedModelError(f"{type(model).__name__} turns its keys in a way of its own, which kvthaw cannot undo")
+    kinds = (kind,) if "layer_type" in inspect.signature(module.forward).parameters else ()
+
+    def angles(positions: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = module(torch.empty(0, dtype=model.dtype, device=positions.device), positions, *kinds)
+        return cos, sin
+
+    return Rotary(angles, apply)
+
+
+def foresee(module: torch.nn.Module) -> None:
+    """From now on, foresee the next layer's query before this attention module runs."""
+    if module not in _FORESEEING:
+        _FORESEEING[module] = module.register_forward_pre_hook(_foresee, with_kwargs=True)
+
+
+def foresee_no_longer(model: PreTrainedModel) -> None:
+    """Take the hooks of a model's modules away."""
+    for module in model.modules():
+        hook = _FORESEEING.pop(module, None)
+        if hook is not None:
+            hook.remove()
+
+
+def _foresee(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before a layer's attention: give its input to the next layer's, and keep the query that comes of it for the index there."""
+    for name, given in kwargs.items():
+        ours = [layer for layer in getattr(given, "layers", []) if isinstance(layer, CacheLayer)]
+        if not ours or not ours[0].shared.settings.method.foresees:
+            continue
+        at = next((i for i, layer in enumerate(ours) if layer.module is not None and layer.module() is module), len(ours))
+        kv, following = (ours[at + 1].kv, ours[at + 1].module) if at + 1 < len(ours) else (None, None)
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if following is None or not isinstance(kv, FrozenLayer) or hidden.shape[1] > kv.settings.sparse_queries:
+            continue
+        attention, asked = following(), list[Tensor]()
+        assert attention is not None
+        with torch.no_grad():
+            attention(*args, **{**kwargs, name: None, "kvthaw_asked": asked})
+        if not asked:
+            raise UnsupportedModelError(f"{type(attention).__name__} cannot be asked what its query would be")
+        kv.foreseen = asked[0]

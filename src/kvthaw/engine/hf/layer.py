@@ -1,0 +1,221 @@
+"""A layer of kvthaw's cache as transformers sees it."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from kvthaw.cache.dense import DenseLayer
+from kvthaw.cache.host import check_host_memory
+from kvthaw.cache.layer import Attention, FrozenLayer
+from kvthaw.cache.plan import Settings
+from kvthaw.engine.hf.attention import NAME, TAG, is_padding
+from kvthaw.errors import CacheError, ConfigError, KvthawError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class Shared:
+    """What the layers of one cache share: whose keys are on their way, what padding was last seen, whose modules ask."""
+
+    def __init__(
+        self, model: PreTrainedModel, settings: Settings, frozen: int, meet: Callable[[torch.nn.Module], None] | None
+    ) -> None:
+        self.model = weakref.ref(model)
+        self.modules = {id(module) for module in model.modules()}
+        self.positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        self.settings, self.frozen = settings, frozen
+        self.meet = meet  # called with each attention module when it is first seen
+        self.layers: list[Any] = []  # the cache's own list of its layers
+        self.pending: CacheLayer | None = None
+        self._mask: weakref.ref[Tensor] | None = None
+        self._pads: list[int] = []
+
+    def left_pads(self, mask: Tensor | None, kv: FrozenLayer | DenseLayer, batch: int, steps: int) -> list[int]:
+        """Left padding of each row, by a mask [B, 1, 1, n] over a layer's tokens and the new ones; syncs once a forward."""
+        known = kv.left_pad or [0] * batch
+        if mask is None:
+            return known
+        if self._mask is None or self._mask() is not mask:
+            seen = mask[:, 0, 0]
+            if bool((seen[:, :-1] & ~seen[:, 1:]).any()):
+                raise CacheError("attention_mask hides tokens after visible ones; kvthaw takes padding on the left only")
+            self._pads = (seen.shape[1] - seen.sum(dim=1)).tolist()
+            self._mask = weakref.ref(mask)
+        if mask.shape[3] != kv.seen + steps:
+            raise CacheError(
+                f"attention_mask covers {mask.shape[3]} tokens; it must cover the {kv.seen} in the cache and {steps} new ones"
+            )
+        for row, (before, now) in enumerate(zip(known, self._pads, strict=True)):
+            if now != before and before < kv.seen:
+                raise CacheError(
+                    f"attention_mask hides {now} tokens of row {row}, of which the cache knows {before} as padding"
+                )
+        return list(self._pads)
+
+    def first(self) -> CacheLayer:
+        """The first of kvthaw's layers."""
+        return next(layer for layer in self.layers if isinstance(layer, CacheLayer))
+
+    def check_whole(self, steps: int) -> None:
+        """Refuse a cache whose layers hold different tokens, when the first of kvthaw's gets `steps` new ones."""
+        first = self.first()
+        at = self.layers.index(first)
+        for i, layer in enumerate(self.layers):
+            held = layer.get_seq_length() if isinstance(layer, CacheLayerMixin) else 0
+            due = first.kv.seen + (steps if i < at else 0)
+            if held != due and (held or isinstance(layer, CacheLayer)):  # some layers that are not kvthaw's hold nothing
+                raise CacheError(
+                    f"layer {i} holds {held} tokens and layer {at} {first.kv.seen}: a forward was interrupted; reset() the cache"
+                )
+
+    def attached(self) -> bool:
+        """Whether the model of this cache attends through kvthaw."""
+        model = self.model()
+        return model is not None and model.config.get_text_config(decoder=True)._attn_implementation == NAME
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Shared:
+        twin = object.__new__(Shared)
+        memo[id(self)] = twin
+        twin.__dict__.update(self.__dict__)
+        twin.layers, twin.pending = copy.deepcopy(self.layers, memo), None
+        return twin
+
+
+class CacheLayer(CacheLayerMixin):
+    """What transformers sees of a layer; the KV itself is a FrozenLayer's or a DenseLayer's."""
+
+    is_sliding = False
+    is_croppable = True
+    is_compileable = False
+
+    def __init__(self, kv: FrozenLayer | DenseLayer, shared: Shared) -> None:
+        super().__init__()
+        self.kv, self.shared = kv, shared
+        self.module: weakref.ref[torch.nn.Module] | None = None  # whose attention it is, known from the first prompt on
+        self.is_initialized = True  # nothing to initialise early
+        self._coming = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: sizes follow from the first tokens."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Note new keys and values [B, H, T, D]; they enter the cache when the attention function brings the queries."""
+        if torch.compiler.is_compiling():  # the operator takes them in
+            return key_states, value_states
+        shared, layer = self.shared, self.shared.pending
+        if layer is not None:
+            shared.pending, layer._coming = None, 0
+        if self is shared.first():
+            shared.check_whole(key_states.shape[2])
+        elif layer is not None:
+            layer.undo()
+            if not shared.attached():
+                raise CacheError("the model of this cache does not attend through kvthaw any longer; attach it again")
+            raise UnsupportedModelError(
+                f"the keys of layer {layer.kv.number} did not reach kvthaw's attention: the model changes them after caching, "
+                "or the cache was given to a model that is not attached"
+            )
+        shared.pending = self
+        self._coming = key_states.shape[2]
+        key, value = key_states.view_as(key_states), value_states.view_as(value_states)
+        setattr(key, TAG, self)
+        setattr(value, TAG, self)
+        return key, value
+
+    def attend(
+        self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: Attention
+    ) -> Tensor:
+        """[B, Hq, T, D] for queries [B, Hq, T, D] of the tokens whose keys are given."""
+        shared = self.shared
+        fresh = shared.pending is self
+        shared.pending = None
+        self._coming = 0
+        pads, steps = self.kv.left_pad, query.shape[2]
+        try:
+            if id(module) not in shared.modules:
+                raise CacheError("this cache belongs to another model")
+            self.know(module)
+            if self.kv.seen and query.shape[0] != self.kv.lanes:
+                raise CacheError(
+                    f"the cache holds {self.kv.lanes} rows and was given {query.shape[0]}; use one cache for each batch"
+                )
+            if mask is not None and not is_padding(mask):
+                raise CacheError("attention_mask is of every query's own; kvthaw takes the 2-D mask of the padding, or none")
+            if fresh and (steps > 1 or self.kv.seen == 0 or self.kv.seen in pads):
+                pads = shared.left_pads(mask, self.kv, query.shape[0], steps)
+                self._check_room(key)
+        except KvthawError:
+            self.undo()
+            raise
+        with torch.inference_mode(False), torch.no_grad():
+            return self.kv.attend(query, key, value, pads, how, fresh)
+
+    def know(self, module: torch.nn.Module) -> None:
+        """This layer's attention is the given module's."""
+        if self.module is None:
+            self.module = weakref.ref(module)
+            if self.shared.meet is not None:
+                self.shared.meet(module)
+
+    def undo(self) -> None:
+        """Leave nothing of a first prompt that was refused: layers before this one that are not kvthaw's have it already."""
+        if self.kv.seen == 0:
+            for layer in self.shared.layers:
+                layer.reset()
+
+    def _check_room(self, key: Tensor) -> None:
+        """Refuse a prompt that is too long, before the first layer takes it in."""
+        shared, held, new = self.shared, self.kv.seen, key.shape[2]
+        if self is not shared.first():
+            return
+        if shared.positions is not None and held + new > shared.positions:
+            raise ConfigError(f"the prompt has {held + new} tokens; the model's positions end at {shared.positions}")
+        if shared.frozen and not shared.settings.method.evicts:
+            token = 2 * key[:, :, 0].numel() * key.element_size() * shared.frozen
+            limit = shared.settings.host_bytes
+            check_host_memory(token * (new if limit is None else held + new), limit)
+
+    def get_seq_length(self) -> int:
+        return self.kv.seen + self._coming
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self.kv.reset()
+        self.shared.pending, self._coming = None, 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last -tokens_to_remove tokens; a positive number is the length to keep."""
+        if tokens_to_remove > 0:
+            tokens_to_remove = min(0, tokens_to_remove - self.kv.seen)
+        self.kv.crop(-tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.kv.reorder(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.kv.reorder([lane for lane in range(self.kv.lanes) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        lanes = torch.arange(self.kv.lanes)[indices.cpu()]
+        self.kv.reorder(lanes.tolist())
+
+    def offload(self) -> None:
+        raise CacheError("kvthaw offloads by itself; use it without cache_implementation='offloaded'")
+
+    prefetch = offload
