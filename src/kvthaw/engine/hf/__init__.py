@@ -1,7 +1,7 @@
 """The adapter to Hugging Face transformers: the only place that touches its internals.
 
-`attention.py` is called by the model, `layer.py` and `cache.py` are its cache, `handle.py` attaches, `hooks.py` serves methods that ask
-for more than q, k and v.
+`attention.py` is called by the model, `layer.py` and `cache.py` are its cache, `handle.py` attaches, `hooks.py` serves methods that
+ask for more than q, k and v.
 """
 
 from kvthaw.engine.hf.attention import use_kvthaw_attention
