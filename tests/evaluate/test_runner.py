@@ -54,7 +54,7 @@ def test_full_is_what_transformers_generates(loaded: tuple[Any, Any], folder: Pa
     plain = AutoModelForCausalLM.from_pretrained(folder).eval()
     out = plain.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=257)
     assert line.output == cut(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
-    assert line.prompt == ids.shape[1] <= 600
+    assert line.prompt == ids.shape[1] == 600
     assert line.sparse_steps == line.kv_host_bytes == 0
     assert line.kv_device_bytes == 2 * 2 * 2 * 16 * 4 * (line.prompt + line.new_tokens - 1)
 
@@ -207,6 +207,23 @@ def test_prompt_is_split_where_the_tokens_are_the_same(loaded: tuple[Any, Any]) 
 def test_answers_end_at_a_newline_after_the_first_word() -> None:
     assert [ended(text) for text in ("", "\n", "\n 12", " 12\n", "12\nand")] == [False, False, False, True, True]
     assert [cut(text) for text in (" 12\nand", "\n12\n", "12")] == [" 12", "\n12", "12"]
+    assert [ended("a\nb. c", ends) for ends in ((), (".", "!"), ("!",))] == [False, True, False]
+    assert [cut(" a\nb. c! d", ends) for ends in ((), ("!", "."), ("d", "a"))] == [" a\nb. c! d", " a\nb", " "]
+
+
+def test_other_texts_and_files_are_other_results(loaded: tuple[Any, Any], tmp_path: Path) -> None:
+    text, file = "Snow fell. Nobody spoke! Why? " * 9, tmp_path / "kv.jsonl"
+    file.write_text(json.dumps({"ordered_kv_records": [["a-b", "c-d"], ["e-f", "g-h"]], "key": "e-f", "value": "g-h"}))
+    run = runner(loaded)
+    jobs = [Job("passkey", 400, 1), Job("passkey", 400, 1, text=text), Job("kv_retrieval", 400, 1, data=file)]
+    usual, snow, read = (run.run(job, [])[FULL][0] for job in jobs)
+    assert usual.setting.source == ""
+    assert len({line.setting.source for line in (usual, snow, read)}) == 3
+    assert read.answers == ("g-h",)
+    assert (usual.prompt, snow.prompt) == (400, 400)
+    assert usual.output != snow.output
+    with pytest.raises(ConfigError, match="holds 1 samples"):
+        run.run(Job("kv_retrieval", 400, 2, data=file), [])
 
 
 def test_chunks_are_even() -> None:

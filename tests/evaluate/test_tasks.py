@@ -10,22 +10,13 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from kvthaw.evaluate.tasks import TASKS, Sample
-from kvthaw.evaluate.tasks.base import ASSETS, Haystack, read_asset, word_list
+from kvthaw.errors import ConfigError
+from kvthaw.evaluate.tasks import TASKS, Sample, find
+from kvthaw.evaluate.tasks.base import ASSETS, Haystack, fingerprint_of, fit, read_asset, word_list
 from kvthaw.evaluate.tasks.kv_retrieval import KVRetrieval
 from kvthaw.evaluate.tasks.longeval import LongEval
 from kvthaw.evaluate.tasks.niah import Niah
 from kvthaw.evaluate.tasks.variable_tracking import VariableTracking
-
-# the largest unit of each task under the shipped tokenizer; 8 tokens where it is a word
-UNIT = {
-    "niah_single_grass": 24,
-    "niah_multikey_needles": 40,
-    "niah_multikey_uuid": 100,
-    "longeval": 20,
-    "kv_retrieval": 80,
-    "variable_tracking": 26,
-}
 
 # the first lines and the end of LongEval's 200_lines.jsonl, with the other lines left out
 LONGEVAL_PROMPT = (
@@ -54,6 +45,13 @@ def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(ASSETS / "model")
 
 
+class Letters:
+    """A tokenizer whose tokens are letters."""
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) for letter in text]}
+
+
 def tokens(tokenizer: Any, text: str) -> int:
     return len(tokenizer(text)["input_ids"])
 
@@ -68,7 +66,7 @@ def test_length(tokenizer: Any, name: str, length: int) -> None:
     for seed in range(3):
         sample = TASKS[name].sample(tokenizer, length=length, seed=seed)
         n = tokens(tokenizer, sample.prompt)
-        assert length - UNIT.get(name, 8) < n <= length
+        assert n == length
         question = tokenizer(sample.question, add_special_tokens=False)["input_ids"]
         assert tokens(tokenizer, sample.context) + len(question) == n, "context and question split where tokens do"
 
@@ -102,6 +100,65 @@ def test_score(tokenizer: Any, name: str) -> None:
     assert task.score(sample, f"It is '{first}'") == pytest.approx(share)
     for fooled in (first[:-1], first[1:], first + "7", "7" + first, first + "x", f"x{first}", f"{first}-7"):
         assert task.score(sample, f" {fooled}.") == 0.0
+
+
+@pytest.mark.parametrize("length", [700, 701, 702, 703])
+@pytest.mark.parametrize("name", ["passkey", "longeval", "kv_retrieval"])
+def test_length_where_tokens_are_bytes(name: str, length: int) -> None:
+    sample = TASKS[name].sample(Letters(), length=length, seed=3)
+    assert len(sample.prompt) == length
+    assert all(answer in sample.context for answer in sample.answers)
+
+
+def test_spare_words_stand_where_they_disturb_least(tokenizer: Any) -> None:
+    def build(n: int, spare: str) -> Sample:
+        return Sample("word " * n + spare, "?", (), None)
+
+    made = [fit(tokenizer, length, build, most=9).context for length in range(2, 12)]
+    assert made[0] == ""
+    assert [context.count("word") for context in made] == sorted(context.count("word") for context in made)
+    with pytest.raises(ValueError, match="length 1 is too short for this task: without a haystack it takes 2"):
+        fit(tokenizer, 1, build)
+    with pytest.raises(ValueError, match="length 500 is too long for this task: all there is of it takes"):
+        fit(tokenizer, 500, build, most=9)
+
+
+def test_files_take_the_place_of_what_is_made(tokenizer: Any, tmp_path: Path) -> None:
+    file = tmp_path / "lines.jsonl"
+    record = {
+        "expected_number": 2416,
+        "correct_line": "line torpid-kid: REGISTER_CONTENT is <2416>\n",
+        "prompt": LONGEVAL_PROMPT,
+    }
+    file.write_text(json.dumps(record) + "\n")
+    task = find("longeval", file)
+    sample = task.sample(tokenizer, length=500, seed=0)
+    assert (task.name, sample.prompt, task.score(sample, " 2416.")) == ("longeval", LONGEVAL_PROMPT, 1.0)
+    with pytest.raises(ValueError, match=r"length 100 is too short for the file's sample 0: it has \d+ tokens"):
+        task.sample(tokenizer, length=100, seed=0)
+    with pytest.raises(ValueError, match="holds 1 samples, from 0 on; there is no sample 1"):
+        task.sample(tokenizer, length=500, seed=1)
+    with pytest.raises(ConfigError, match="task is 'passkeys'; there are: passkey, "):
+        find("passkeys")
+    with pytest.raises(ConfigError, match="passkey is generated and reads no files"):
+        find("passkey", file)
+    with pytest.raises(ConfigError, match=r"nowhere.*there is no such file"):
+        find("longeval", tmp_path / "nowhere")
+    for text, problem in (("{", "not a file of JSON lines"), ("{}", "the field 'expected_number'"), ("", "the field")):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=problem):
+            find("longeval", file)
+
+
+def test_a_hash_stands_for_text_and_files(tmp_path: Path) -> None:
+    assert fingerprint_of(None, None) == ""
+    (tmp_path / "a").write_text("1")
+    (tmp_path / "b").write_text("2")
+    known = [fingerprint_of("x", None), fingerprint_of("y", None), fingerprint_of(None, tmp_path / "a")]
+    known += [fingerprint_of(None, tmp_path / "b"), fingerprint_of(None, tmp_path), fingerprint_of("x", tmp_path)]
+    assert len(set(known)) == 6
+    (tmp_path / "b").write_text("3")
+    assert fingerprint_of(None, tmp_path) not in known
 
 
 def test_too_short(tokenizer: Any) -> None:

@@ -18,7 +18,8 @@ class Setting:
     """All that a line depends on; two lines of one setting are the same line.
 
     model, weights: its name and the fingerprint of its weights. depth: where the fact was asked to stand, 0..1, None if left to
-    the task. question: "dense" or "sparse". budget, retrieved: as asked for. probe: observed every n-th step, 0 for none.
+    the task. question: "dense" or "sparse". budget, retrieved: as asked for. probe: observed every n-th step, 0 for none. source: a
+    hash of the haystack and files that were given, "" for what ships.
     """
 
     task: str
@@ -36,6 +37,7 @@ class Setting:
     dense_layers: int
     probe: int
     kvthaw: str
+    source: str = ""
 
     def key(self) -> str:
         """The setting as one string."""

@@ -6,6 +6,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -18,7 +19,8 @@ from kvthaw.evaluate.decode import TextStream, check_prompt, decode, forward, pr
 from kvthaw.evaluate.model import fingerprint
 from kvthaw.evaluate.probe import Probe
 from kvthaw.evaluate.results import Line, Results, Setting
-from kvthaw.evaluate.tasks import TASKS, Sample
+from kvthaw.evaluate.tasks import Sample, Task, find
+from kvthaw.evaluate.tasks.base import fingerprint_of
 from kvthaw.methods import resolve
 
 if TYPE_CHECKING:
@@ -49,7 +51,8 @@ class Job:
 
     length: tokens of context and question. depths: where the samples' facts stand, 0..1, in turn; empty leaves it to the task.
     question: "dense" prefills it with the context; "sparse" caches the context and sends the question's tokens through the
-    sparse path one by one. probe: observe every n-th step, 0 for none.
+    sparse path one by one. probe: observe every n-th step, 0 for none. text: the haystack, the book that ships if None. data: files
+    that the task's questions come from instead of what ships.
     """
 
     task: str
@@ -59,10 +62,11 @@ class Job:
     depths: tuple[float, ...] = EVEN_DEPTHS
     question: Question = "dense"
     probe: int = 2
+    text: str | None = None
+    data: Path | None = None
 
     def __post_init__(self) -> None:
-        if self.task not in TASKS:
-            raise ConfigError(f"task is {self.task!r}; there are: {', '.join(TASKS)}")
+        find(self.task)
         if self.question not in ("dense", "sparse"):
             raise ConfigError(f"question is {self.question!r}; it must be dense or sparse")
         for name, least in (("length", 1), ("samples", 1), ("probe", 0)):
@@ -109,28 +113,29 @@ class Runner:
         Raises ConfigError, before any work, for a setting that no cache would take.
         """
         wanted = [complete(self.model, variant) for variant in (*variants, FULL)]
+        task, source = find(job.task, job.data), fingerprint_of(job.text, job.data)
         cells = job.cells()
         for number, (seed, depth) in enumerate(cells):
-            settings = {v: self._setting(job, v, seed, depth) for v in dict.fromkeys(wanted)}
+            settings = {v: self._setting(job, v, source, seed, depth) for v in dict.fromkeys(wanted)}
             missing = {v: s for v, s in settings.items() if self.results.get(s) is None}
             if missing:
-                sample = self._sample(job, seed, depth)
+                sample = self._sample(task, job, seed, depth)
 
                 def tell(done: int, total: int, doing: str, number: int = number) -> None:
                     if progress is not None:
                         progress(Progress(number, len(cells), done, total, doing))
 
-                for line in self._lines(job, sample, missing, tell):
+                for line in self._lines(task, job, sample, missing, tell):
                     self.results.add(line)
         if progress is not None:
             progress(Progress(len(cells), len(cells), 0, 0, "done"))
         found: dict[Variant, list[Line]] = {}
         for asked, variant in zip((*variants, FULL), wanted, strict=True):
-            lines = [self.results.get(self._setting(job, variant, *cell)) for cell in cells]
+            lines = [self.results.get(self._setting(job, variant, source, *cell)) for cell in cells]
             found[asked] = [line for line in lines if line is not None]
         return found
 
-    def _setting(self, job: Job, variant: Variant, seed: int, depth: float | None) -> Setting:
+    def _setting(self, job: Job, variant: Variant, source: str, seed: int, depth: float | None) -> Setting:
         return Setting(
             task=job.task,
             length=job.length,
@@ -142,17 +147,18 @@ class Runner:
             retrieved=variant.retrieved,
             dense_layers=variant.dense_layers or 0,
             probe=job.probe,
+            source=source,
             **self._same,
         )
 
-    def _sample(self, job: Job, seed: int, depth: float | None) -> Sample:
+    def _sample(self, task: Task, job: Job, seed: int, depth: float | None) -> Sample:
         try:
-            return TASKS[job.task].sample(self.tokenizer, length=job.length, seed=seed, depth=depth)
+            return task.sample(self.tokenizer, length=job.length, seed=seed, depth=depth, text=job.text)
         except ValueError as error:
             raise ConfigError(str(error)) from error
 
     def _lines(
-        self, job: Job, sample: Sample, settings: dict[Variant, Setting], tell: Callable[[int, int, str], None]
+        self, task: Task, job: Job, sample: Sample, settings: dict[Variant, Setting], tell: Callable[[int, int, str], None]
     ) -> Iterator[Line]:
         """Prefill once, then fork for each variant."""
         context, question = split_prompt(self.tokenizer, sample)
@@ -165,11 +171,13 @@ class Runner:
         prefill_s = now(self.model.device) - start
         for variant, setting in settings.items():
             tell(len(prompt), len(prompt), f"{variant.method} {variant.budget or ''}".strip())
-            yield self._line(setting, sample, base, logits, rest, prefill_s)
+            yield self._line(task, setting, sample, base, logits, rest, prefill_s)
 
-    def _line(self, setting: Setting, sample: Sample, base: Cache, logits: Tensor, rest: list[int], prefill_s: float) -> Line:
+    def _line(
+        self, task: Task, setting: Setting, sample: Sample, base: Cache, logits: Tensor, rest: list[int], prefill_s: float
+    ) -> Line:
         """Fork the prompt's cache, send the rest of the prompt through it, decode, and measure."""
-        device, task = self.model.device, TASKS[setting.task]
+        device = self.model.device
         start = now(device)
         budget = {} if setting.method == "full" else {"budget": setting.budget, "retrieved": setting.retrieved}
         cache = base.fork(setting.method, dense_layers=setting.dense_layers, **budget)
@@ -181,7 +189,7 @@ class Runner:
             return now(device) - (0.0 if probe is None else probe.seconds)
 
         start = clock()
-        answer = Answer(self.model, self.tokenizer, cache, self._stops)
+        answer = Answer(self.model, self.tokenizer, cache, self._stops, task.stops)
         times = [clock() for _ in answer.stream(logits, rest, task.max_new_tokens)]
         stats, text = cache.stats(), answer.text
         quality = None if probe is None or not probe.observations else probe.quality()
@@ -237,16 +245,24 @@ def identity(model: PreTrainedModel, name: str) -> dict[str, str]:
 
 
 class Answer:
-    """One answer from a cache that holds a context: the question, then greedy decoding to a stop, a newline or the limit."""
+    """One answer from a cache that holds a context: the question, then greedy decoding to a stop token, a text of `ends` or the
+    limit."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any, cache: Cache, stops: frozenset[int]) -> None:
-        self.model, self.cache, self.stops = model, cache, stops
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        cache: Cache,
+        stops: frozenset[int],
+        ends: tuple[str, ...] = ("\n",),
+    ) -> None:
+        self.model, self.cache, self.stops, self.ends = model, cache, stops, ends
         self._stream = TextStream(tokenizer)
 
     @property
     def text(self) -> str:
-        """The answer so far, without the newline that ended it."""
-        return cut(self._stream.text)
+        """The answer so far, without the text that ended it."""
+        return cut(self._stream.text, self.ends)
 
     def stream(self, logits: Tensor, question: Sequence[int], limit: int) -> Iterator[str]:
         """The text that each token adds. question: tokens not in the cache yet; a sparse cache takes them one by one, so that
@@ -257,23 +273,22 @@ class Answer:
             for token in question:
                 logits = forward(self.model, self.cache, [token])
         for token in decode(self.model, self.cache, logits, limit=limit, stops=self.stops):
-            before = cut(self._stream.shown)
+            before = cut(self._stream.shown, self.ends)
             self._stream.push(token)
-            yield cut(self._stream.shown)[len(before) :]
-            if ended(self._stream.shown):
+            yield cut(self._stream.shown, self.ends)[len(before) :]
+            if ended(self._stream.shown, self.ends):
                 return
 
 
-def ended(text: str) -> bool:
-    """Whether an answer has come to its newline; those before its first word do not count."""
-    return "\n" in text.lstrip()
+def ended(text: str, ends: Sequence[str] = ("\n",)) -> bool:
+    """Whether an answer has come to one of `ends`; those before its first word do not count."""
+    return any(end in text.lstrip() for end in ends)
 
 
-def cut(text: str) -> str:
-    """An answer up to its newline."""
+def cut(text: str, ends: Sequence[str] = ("\n",)) -> str:
+    """An answer up to the first of `ends`."""
     start = len(text) - len(text.lstrip())
-    end = text.find("\n", start)
-    return text if end < 0 else text[:end]
+    return text[: min((at for end in ends if (at := text.find(end, start)) >= 0), default=len(text))]
 
 
 def split_prompt(tokenizer: Any, sample: Sample) -> tuple[list[int], list[int]]:

@@ -1,14 +1,21 @@
-"""What every task shares: the sample, how it is scored, and how a haystack is cut to an exact number of tokens."""
+"""What every task shares: the sample, how it is scored, and how a prompt is made of an exact number of tokens."""
 
 from __future__ import annotations
 
+import bisect
+import gzip
+import hashlib
+import itertools
+import json
 import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
+
+from kvthaw.errors import ConfigError
 
 ASSETS = Path(__file__).parents[2] / "assets"
 GRASS = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -20,7 +27,7 @@ class Sample:
 
     context: str  # what is cached first
     question: str  # what follows the context; prompt = context + question
-    answers: tuple[str, ...]  # every one must be in the output
+    answers: tuple[str, ...]  # what the task's score compares an output with
     depth: float | None  # where the (first) fact stands, 0..1 of the context
 
     @property
@@ -30,7 +37,7 @@ class Sample:
 
 
 class Task(Protocol):
-    """A family of questions that can be made at any length."""
+    """A family of questions: made at any length, or read from files and made or cut to it."""
 
     @property
     def name(self) -> str:
@@ -38,18 +45,31 @@ class Task(Protocol):
 
     @property
     def max_new_tokens(self) -> int:
-        """Enough for a whole answer under the shipped tokenizer."""
+        """Enough for a whole answer under the shipped tokenizer, or what the published evaluation takes."""
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Texts that end an answer and are no part of it; those before its first word do not count."""
 
     def sample(self, tokenizer: Any, *, length: int, seed: int, depth: float | None = None, text: str | None = None) -> Sample:
-        """A sample whose prompt has at most `length` tokens, special tokens included, and no room for one unit more.
+        """A sample whose prompt has exactly `length` tokens, special tokens included, as many units as go in.
 
-        The unit is a word where the haystack is text and a record where it is records. `depth` (0..1) says where the
-        fact stands, drawn from the seed if None; `text` is the haystack, the book that ships if None. The same
-        arguments give the same sample. Raises ValueError if not even an empty haystack fits `length`.
+        The unit is a word where the haystack is text and a record where it is records; what is left is filled with a few
+        words. A prompt that a file holds whole stays as it is, at most `length` tokens long. `depth` (0..1) says where the fact
+        stands, drawn from the seed if None; `text` is the haystack, the book that ships if None. The same arguments give the
+        same sample. Raises ValueError, with what is allowed, if not even an empty haystack fits `length`.
         """
 
     def score(self, sample: Sample, output: str) -> float:
-        """The share of the answers that stand in `output`, 0..1."""
+        """How right `output` is, 0..1, by the published metric."""
+
+
+@runtime_checkable
+class Reads(Protocol):
+    """A task that can take its questions from files instead of what ships."""
+
+    def reading(self, path: Path) -> Task:
+        """The same task over the file or folder `path`. Raises ConfigError, naming it, where that holds no such questions."""
 
 
 def score_answers(sample: Sample, output: str) -> float:
@@ -99,25 +119,33 @@ def count(tokenizer: Any, text: str) -> int:
     return len(tokenizer(text)["input_ids"])
 
 
-def fit(tokenizer: Any, length: int, build: Callable[[int], Sample]) -> Sample:
-    """The sample of the most units whose prompt has at most `length` tokens; `build(n)` makes it with n units.
+def fit(tokenizer: Any, length: int, build: Callable[[int, str], Sample], *, most: int | None = None) -> Sample:
+    """The sample of the most units whose prompt has exactly `length` tokens.
 
-    Raises ValueError if `build(0)` is longer than `length` already.
+    build(n, spare) makes it of n units and of `spare`, a few words to be put where they disturb least. most: how many units
+    there are; None is no end of them. Raises ValueError if `build(0, "")` is longer than `length` already, or all units shorter.
     """
-    sizes: dict[int, int] = {}
+    sizes: dict[tuple[int, str], int] = {}
 
-    def size(n: int) -> int:
-        if n not in sizes:
-            sizes[n] = count(tokenizer, build(n).prompt)
-        return sizes[n]
+    def size(n: int, spare: str = "") -> int:
+        if (n, spare) not in sizes:
+            sizes[n, spare] = count(tokenizer, build(n, spare).prompt)
+        return sizes[n, spare]
+
+    def short(n: int, spare: str) -> int:
+        return length - size(n, spare)
 
     if size(0) > length:
         raise ValueError(f"length {length} is too short for this task: without a haystack it takes {size(0)} tokens")
     low, high = 0, max(1, (length - size(0)) // 4)
-    while size(high) <= length:
+    while (most is None or high < most) and size(high) <= length:
         low, high = high, high * 2
+    if most is not None and high >= most:
+        high = most + 1
+        if size(most) < length:
+            raise ValueError(f"length {length} is too long for this task: all there is of it takes {size(most)} tokens")
     while high - low > 1:
-        share = (length - size(low)) / max(1, size(high) - size(low))
+        share = (length - size(low)) / max(1, size(min(high, most or high)) - size(low))
         middle = min(max(low + int(share * (high - low)), low + 1), high - 1)
         if size(middle) <= length:
             low = middle
@@ -127,7 +155,45 @@ def fit(tokenizer: Any, length: int, build: Callable[[int], Sample]) -> Sample:
             high = middle
             if middle - 1 > low and size(middle - 1) <= length:
                 low = middle - 1
-    return build(low)
+    for n in range(low, max(-1, low - 4), -1):
+        spare = _spare(tokenizer, short(n, ""), partial(short, n))
+        if spare is not None:
+            return build(n, spare)
+    raise ValueError(f"length {length} cannot be met exactly under this tokenizer; try {length + 1}")
+
+
+def _spare(tokenizer: Any, tokens: int, short: Callable[[str], int]) -> str | None:
+    """Words that take `tokens` tokens where they stand: short(words), how many are still wanting, is 0. None if none do."""
+    wanted = tokens
+    for _ in range(6):
+        words = _words(tokenizer, wanted)
+        if words is None:
+            return None
+        missing = short(words)
+        if missing == 0:
+            return words
+        wanted += missing
+    return None
+
+
+def _words(tokenizer: Any, tokens: int) -> str | None:
+    """Words of `tokens` tokens where a space stands before them: the filler's first, then a short one."""
+    if tokens <= 0:
+        return "" if tokens == 0 else None
+
+    def text(n: int) -> str:
+        return " ".join(itertools.islice(itertools.cycle(GRASS.split()), n))
+
+    def alone(words: str) -> int:
+        return len(tokenizer(" " + words, add_special_tokens=False)["input_ids"]) if words else 0
+
+    most = bisect.bisect_right(range(tokens + 1), tokens, key=lambda n: alone(text(n))) - 1
+    for n in range(most, max(-1, most - 4), -1):
+        for last in ("", "a", "an", "and", "then", "there", "always", "so it", "and then", "a day"):
+            words = f"{text(n)} {last}".strip()
+            if alone(words) == tokens:
+                return words
+    return None
 
 
 def sentence_end(words: list[str], at: int, reach: int = 40) -> int:
@@ -159,13 +225,79 @@ class Haystack:
         times = -(-n // len(self.words))
         return list((self.words * times)[:n])
 
-    def with_facts(self, n: int, facts: list[str], depths: list[float]) -> str:
-        """`n` words with each fact put in between two sentences at its depth (0..1), single spaces throughout."""
-        words = self.take(n)
+    def with_facts(self, n: int, facts: list[str], depths: list[float], spare: str = "") -> str:
+        """`n` words and `spare` with each fact put in between two sentences at its depth (0..1), single spaces throughout."""
+        words = self.take(n) + spare.split()
         places = [sentence_end(words, round(depth * n)) for depth in depths]
         for i in sorted(range(len(facts)), key=lambda i: (places[i], i), reverse=True):
             words.insert(places[i], facts[i])
         return " ".join(words)
+
+
+def ahead(spare: str, prompt: str) -> str:
+    """A published prompt that has no place for words of other kinds, with `spare`, if any, as a line of its own before it."""
+    return f"{spare}\n\n{prompt}" if spare else prompt
+
+
+def read_records(path: Path, field: str) -> list[dict[str, Any]]:
+    """The records of a JSON-lines file, gzip too. Raises ConfigError where it is none or a record has no `field`."""
+    opener = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rt", encoding="utf-8") as lines:
+            records = [json.loads(line) for line in lines if line.strip()]
+    except (ValueError, gzip.BadGzipFile) as error:
+        raise ConfigError(f"data is {str(path)!r}; it is not a file of JSON lines: {error}") from error
+    if not records or not all(isinstance(record, dict) and field in record for record in records):
+        raise ConfigError(f"data is {str(path)!r}; every line must be an object with the field {field!r}")
+    return records
+
+
+@dataclass(frozen=True)
+class FromFile:
+    """A task whose prompts a published file holds whole: sample i is the file's, as it stands there."""
+
+    task: Task
+    samples: tuple[Sample, ...]
+
+    @property
+    def name(self) -> str:
+        """The task's."""
+        return self.task.name
+
+    @property
+    def max_new_tokens(self) -> int:
+        """The task's."""
+        return self.task.max_new_tokens
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The task's."""
+        return self.task.stops
+
+    def sample(self, tokenizer: Any, *, length: int, seed: int, depth: float | None = None, text: str | None = None) -> Sample:
+        """The file's sample number `seed`, with its own depth. Raises ValueError for one that is not there or longer."""
+        if not 0 <= seed < len(self.samples):
+            raise ValueError(f"the file holds {len(self.samples)} samples, from 0 on; there is no sample {seed}")
+        found = self.samples[seed]
+        if (tokens := count(tokenizer, found.prompt)) > length:
+            raise ValueError(f"length {length} is too short for the file's sample {seed}: it has {tokens} tokens")
+        return found
+
+    def score(self, sample: Sample, output: str) -> float:
+        """The task's."""
+        return self.task.score(sample, output)
+
+
+def fingerprint_of(text: str | None, data: Path | None) -> str:
+    """A short hash of a haystack and of the files that samples come from; "" for what ships. Raises OSError."""
+    if text is None and data is None:
+        return ""
+    digest = hashlib.blake2b(digest_size=8)
+    digest.update(b"" if text is None else text.encode())
+    if data is not None:
+        for file in sorted(p for p in data.rglob("*") if p.is_file()) if data.is_dir() else [data]:
+            digest.update(b"\0" + file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()
 
 
 def depth_of(context: str, fact: str) -> float:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .base import Sample, depth_of, distinct, fit, score_answers, word_key
+from .base import FromFile, Sample, Task, ahead, depth_of, distinct, fit, read_records, score_answers, word_key
 
 INTRO = (
     "Below is a record of lines I want you to remember. Each line begins with 'line <line index>' and contains a "
@@ -21,10 +19,10 @@ LINE = "line {key}: REGISTER_CONTENT is <{value}>\n"
 QUESTION = "\nNow the record is over. Tell me what is the <REGISTER_CONTENT> in line {key}? I need the number. "
 
 
-def make(lines: list[tuple[str, int]], asked: int) -> Sample:
-    """The published prompt over `lines` (key, value), asking for the one at index `asked`."""
+def make(lines: list[tuple[str, int]], asked: int, spare: str = "") -> Sample:
+    """The published prompt over `lines` (key, value), `spare` before it, asking for the one at index `asked`."""
     text = [LINE.format(key=key, value=value) for key, value in lines]
-    context = INTRO + "".join(text)
+    context = ahead(spare, INTRO + "".join(text))
     key, value = lines[asked]
     return Sample(context, QUESTION.format(key=key), (str(value),), depth_of(context, text[asked]))
 
@@ -35,23 +33,26 @@ class LongEval:
 
     name: str = "longeval"
     max_new_tokens: int = 8
+    stops: tuple[str, ...] = ("\n",)
 
     def sample(self, tokenizer: Any, *, length: int, seed: int, depth: float | None = None, text: str | None = None) -> Sample:
         """See Task.sample; the unit is a line, `text` has no use here."""
         at = random.Random(seed).random() if depth is None else depth
-        return fit(tokenizer, length, lambda n: self.with_lines(n + 1, seed, at))
+        return fit(tokenizer, length, lambda n, spare: self.with_lines(n + 1, seed, at, spare))
 
-    def with_lines(self, n: int, seed: int, depth: float) -> Sample:
+    def with_lines(self, n: int, seed: int, depth: float, spare: str = "") -> Sample:
         """A sample of `n` lines, whatever its length in tokens."""
         rng = random.Random(f"{seed} lines")
         lines = [(key, rng.randint(1, 50000)) for key in distinct(rng, word_key, n)]
-        return make(lines, min(n - 1, round(depth * (n - 1))))
+        return make(lines, min(n - 1, round(depth * (n - 1))), spare)
 
     def load(self, path: Path) -> list[Sample]:
         """The samples of a published file, `200_lines.jsonl` and its like (gzip too), prompts byte for byte."""
-        opener = gzip.open if path.suffix == ".gz" else open
-        with opener(path, "rt", encoding="utf-8") as lines:
-            return [self._read(json.loads(line)) for line in lines]
+        return [self._read(record) for record in read_records(path, "expected_number")]
+
+    def reading(self, path: Path) -> Task:
+        """See Reads; a published file."""
+        return FromFile(self, tuple(self.load(path)))
 
     def score(self, sample: Sample, output: str) -> float:
         """1 if the content stands in the output as a whole number."""

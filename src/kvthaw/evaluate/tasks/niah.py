@@ -42,6 +42,7 @@ class Niah:
     key_kind: Kind = "words"
     value_kind: Kind = "numbers"
     max_new_tokens: int = 64
+    stops: tuple[str, ...] = ("\n",)
 
     def sample(self, tokenizer: Any, *, length: int, seed: int, depth: float | None = None, text: str | None = None) -> Sample:
         """See Task.sample; the unit is a word, a line of filler or a needle. `depth` is that of the first key asked for."""
@@ -62,10 +63,11 @@ class Niah:
         answers = tuple(v for vs in values[: self.queries] for v in vs)
         words = Haystack.of(text) if self.haystack == "book" or text else None
 
-        def build(n: int) -> Sample:
-            body = (
-                words.with_facts(n, needles, depths) if words is not None else self._lines(n, needles, depths, seed, set(keys))
-            )
+        def build(n: int, spare: str) -> Sample:
+            if words is not None:
+                body = words.with_facts(n, needles, depths, spare)
+            else:
+                body = "\n".join([*self._lines(n, needles, depths, seed, set(keys)), *([spare] if spare else [])])
             context = intro + body
             return Sample(context, question, answers, depth_of(context, needles[0]))
 
@@ -78,7 +80,7 @@ class Niah:
     def _needle(self, key: str, value: str) -> str:
         return NEEDLE.format(kind=self.value_kind, key=key, value=value)
 
-    def _lines(self, n: int, needles: list[str], depths: list[float], seed: int, taken: set[str]) -> str:
+    def _lines(self, n: int, needles: list[str], depths: list[float], seed: int, taken: set[str]) -> list[str]:
         lines = [GRASS] * n
         if self.haystack == "needles":
             rng = random.Random(f"{seed} haystack")
@@ -89,7 +91,7 @@ class Niah:
                 lines[i] = self._needle(key, MAKE[self.value_kind](rng))
         for depth, needle in sorted(zip(depths, needles, strict=True), reverse=True):
             lines.insert(round(depth * n), needle)
-        return "\n".join(lines)
+        return lines
 
 
 GENERATORS = (

@@ -23,6 +23,7 @@ class Passkey:
     name: str
     filler: str | None  # None: the book that ships
     max_new_tokens: int = 8
+    stops: tuple[str, ...] = ("\n",)
 
     def sample(self, tokenizer: Any, *, length: int, seed: int, depth: float | None = None, text: str | None = None) -> Sample:
         """See Task.sample; the unit is a word."""
@@ -32,8 +33,8 @@ class Passkey:
         haystack = Haystack.of(text or self.filler)
         fact = FACT.format(key=key)
 
-        def build(n: int) -> Sample:
-            context = INTRO + haystack.with_facts(n, [fact], [at])
+        def build(n: int, spare: str) -> Sample:
+            context = INTRO + haystack.with_facts(n, [fact], [at], spare)
             return Sample(context, QUESTION, (key,), depth_of(context, fact))
 
         return fit(tokenizer, length, build)

@@ -33,6 +33,7 @@ class VariableTracking:
     chains: int = 1
     hops: int = 4
     max_new_tokens: int = 48
+    stops: tuple[str, ...] = ("\n",)
 
     def sample(self, tokenizer: Any, *, length: int, seed: int, depth: float | None = None, text: str | None = None) -> Sample:
         """See Task.sample; the unit is a word of the text, or a line of filler. `depth` is that of the first link."""
@@ -52,8 +53,8 @@ class VariableTracking:
             depths += places
         question = QUESTION.format(value=values[0], count=steps)
 
-        def build(n: int) -> Sample:
-            body = Haystack.of(text).with_facts(n, facts, depths) if text is not None else self._lines(n, facts, depths)
+        def build(n: int, spare: str) -> Sample:
+            body = Haystack.of(text).with_facts(n, facts, depths, spare) if text else self._lines(n, facts, depths, spare)
             context = INTRO + body
             return Sample(context, question, tuple(names[:steps]), depth_of(context, facts[0]))
 
@@ -64,12 +65,12 @@ class VariableTracking:
         return score_answers(sample, output)
 
     @staticmethod
-    def _lines(n: int, facts: list[str], depths: list[float]) -> str:
+    def _lines(n: int, facts: list[str], depths: list[float], spare: str) -> str:
         lines = [GRASS + "\n"] * n
         order = sorted(range(len(facts)), key=lambda i: (depths[i], i), reverse=True)
         for i in order:
             lines.insert(round(depths[i] * n), facts[i])
-        return " ".join(lines).rstrip()
+        return " ".join([*lines, spare]).rstrip()
 
 
 GENERATORS = (VariableTracking(),)
