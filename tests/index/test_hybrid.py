@@ -86,7 +86,7 @@ def test_every_step_sees_the_old_set_or_the_new_one() -> None:
     index, changes = hybrid(lanes), 0
     for step in range(65, 130):
         before = [table(index, lane) for lane in range(2)]
-        plans = [watch.plan for watch in index.watches]
+        plans = [static.plan for static in index.statics]
         lanes.select(40, step)
         assert all(same(table(index, lane), before[lane]) for lane in range(2))  # no step changes a set
         if step % 10 == 0:
@@ -126,7 +126,7 @@ def test_rows_known_at_the_prompt_or_at_the_first_step_are_the_same() -> None:
     for lane, prompt in enumerate((150, 63)):
         keys = early.keys[lane][:, FIRST : FIRST + prompt]
         index.build(lane, FIRST, keys, keys, early.queries[lane][:, :64])
-    assert index.watches[0].rows == 40
+    assert index.statics[0].rows == 40
     for _ in range(4):
         assert late.sets(40) == early.sets(40)
         late.append(16)
@@ -189,7 +189,7 @@ def test_reorder_and_state_with_a_plan_under_way() -> None:
     lanes.select(40)
     lanes.append(20)
     lanes.select(40, 101)
-    assert hybrid(lanes).watches[0].plan is not None
+    assert hybrid(lanes).statics[0].plan is not None
     other = Lanes(partial(SMALL, share=0.5), [0, 0, 0])
     other.index.load_state_dict(copy.deepcopy(lanes.index.state_dict()))
     other.keys, other.length, other.queries = lanes.keys, list(lanes.length), lanes.queries

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvthaw.errors import ConfigError
 from kvthaw.kernels import HAS_TRITON, unit_scores
 from kvthaw.kernels import unit_select as op
+from kvthaw.kernels.unit_scores import Watch
 
 NAN = float("nan")
 
@@ -149,3 +150,43 @@ def test_units_that_are_all_empty_give_nothing(device: torch.device) -> None:
         rows, taken = run(query, digests, stops, None, counts, first=0, budget=5, scale=1.0, policy="mean")
         assert rows.tolist() == [[[-1] * 5]]
         assert taken.tolist() == [[0]]
+
+
+@pytest.mark.parametrize(("path", "mean", "units"), [("kernels", False, 70), ("kernels", True, 0), ("vectorised", False, 70)])
+def test_queries_are_noted_in_the_same_launches(path: str, mean: bool, units: int, device: torch.device) -> None:
+    if path == "kernels" and not HAS_TRITON:
+        pytest.skip("no Triton")
+    made = tables([units, 0], 2, 48, wide=not mean, mapped=True, static=2, dtype=torch.bfloat16, capacity=75)
+    digests, stops, order, counts = (t.to(device) for t in made if t is not None)
+    how: dict[str, Any] = {"first": 4, "budget": 20, "scale": 0.1, "policy": "mean_query" if mean else "max"}
+    asked, seen = torch.full((2, 8, 5, 48), 7.0, dtype=torch.bfloat16, device=device), torch.zeros(2, 5, device=device)
+    steps = torch.full((1,), 4, dtype=torch.int64, device=device)
+    for step in (4, 5):
+        query = torch.randn(2, 8, 48).bfloat16().to(device)
+        run = op.launch if path == "kernels" else op.unit_select
+        rows, _ = run(query, digests, stops, order, counts, **how, watch=Watch(asked, seen, steps))
+        assert torch.equal(rows, op.vectorised(query, digests, stops, order, counts, **how)[0])
+        assert torch.equal(asked[:, :, step % 5], query)
+        assert int(steps) == step + 1
+    assert (asked[:, :, 1:4] == 7.0).all()
+    assert seen.tolist() == [[1.0, 0.0, 0.0, 0.0, 1.0]] * 2
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="no Triton")
+@pytest.mark.parametrize(("sizes", "budget"), [([2100], 2000), ([2100], 700)])
+def test_chunks_that_leave_many_units(sizes: list[int], budget: int, device: torch.device) -> None:
+    """More than the last kernel holds in registers, and fewer."""
+    digests, stops, order, counts = (
+        t.to(device) for t in tables(sizes, 1, 64, wide=False, mapped=True, static=1, dtype=torch.float32) if t is not None
+    )
+    query = torch.randn(len(sizes), 2, 64, device=device)
+    how: dict[str, Any] = {"first": 4, "budget": budget, "scale": 0.2, "policy": "mean"}
+    rows, taken = op.launch(query, digests, stops, order, counts, **how)
+    wanted, wanted_counts = op.vectorised(query, digests, stops, order, counts, **how)
+    assert torch.equal(rows, wanted)
+    assert torch.equal(taken, wanted_counts)
+
+
+@pytest.mark.parametrize(("tile", "wanted"), [(16 << 10, (3, 4)), (32 << 10, (3, 2)), (64 << 10, (1, 3)), (256 << 10, (1, 1))])
+def test_programs_share_the_memory_of_a_multiprocessor(tile: int, wanted: tuple[int, int]) -> None:
+    assert unit_scores.plan(tile) == wanted

@@ -15,6 +15,7 @@ from kvthaw.index.units import Lane, UnitIndex, grown
 from kvthaw.kernels.observe import observe
 from kvthaw.kernels.page_bounds import Spread, page_bounds
 from kvthaw.kernels.stream_keys import stream_keys
+from kvthaw.kernels.unit_scores import Watch
 from kvthaw.kernels.unit_select import Policy
 from kvthaw.types import LayerShape, Selection
 
@@ -40,7 +41,7 @@ class Plan:
 
 
 @dataclass(slots=True)
-class Watch:
+class Static:
     """Of a lane: tokens since its static set was chosen, for how many rows it was, the share that is static, how many queries
     of its prompt were watched, and the plan that the next append puts in place."""
 
@@ -112,8 +113,12 @@ class HybridIndex(BoundIndex):
         self.queries = torch.zeros((0, heads, self.window, shape.head_dim), dtype=shape.dtype, device=device)
         self.seen = torch.zeros((0, self.window), dtype=torch.float32, device=device)
         self.clock = torch.zeros(1, dtype=torch.int64, device=device)
-        self.watches: list[Watch] = []
+        self.statics: list[Static] = []
         self._beside: torch.cuda.Stream | None = None
+
+    def watch(self, lanes: int) -> Watch:
+        """See UnitIndex: the observation window."""
+        return Watch(self.queries[:lanes], self.seen[:lanes], self.clock)
 
     # Index
 
@@ -122,7 +127,7 @@ class HybridIndex(BoundIndex):
         self.truncate(lane, 0)
         self.first = first
         self.reserve(lane + 1)
-        self.watches[lane] = Watch()
+        self.statics[lane] = Static()
         self.seen[lane].zero_()
         self._watch(lane, queries)
         UnitIndex.append(self, [lane], keys[None], values[None], None)
@@ -133,16 +138,16 @@ class HybridIndex(BoundIndex):
         """See Index."""
         self.reserve(max(lanes) + 1)
         for lane in lanes:
-            plan = self.watches[lane].plan
+            plan = self.statics[lane].plan
             if plan is not None:
                 self._place(lane, plan)
         super().append(lanes, keys, values, queries)
         for i, lane in enumerate(lanes):
-            watch = self.watches[lane]
+            static = self.statics[lane]
             if queries is not None:
                 self._watch(lane, queries[i])
-            watch.since += keys.shape[2]
-            if watch.since >= self.interval and watch.rows is not None:
+            static.since += keys.shape[2]
+            if static.since >= self.interval and static.rows is not None:
                 self._refresh(lane, keys[i])
 
     def select(self, query: Tensor, budget: int) -> Selection:
@@ -151,58 +156,53 @@ class HybridIndex(BoundIndex):
         self.reserve(batch)
         self.rows = budget
         for lane in range(batch):
-            host, watch = self.lanes[lane], self.watches[lane]
-            if host.tokens and watch.rows != budget and self._stored(lane, host.tokens):
-                if not watch.watched:  # no prompt was long enough to be built
+            host, static = self.lanes[lane], self.statics[lane]
+            if host.tokens and static.rows != budget and self._stored(lane, host.tokens):
+                if not static.watched:  # no prompt was long enough to be built
                     self._watch(lane, query[lane, :, None])
                 self._drop(lane)
                 self._place(lane, self._plan(lane, self._read(lane, host.tokens), *self._window(lane)))
-        selection = super().select(query, budget)
-        slot = self.clock % self.window
-        self.queries[:batch].index_copy_(2, slot, query[:, :, None].to(self.queries.dtype))
-        self.seen[:batch].index_fill_(1, slot, 1.0)
-        self.clock.add_(1)
-        return selection
+        return super().select(query, budget)
 
     def truncate(self, lane: int, length: int) -> None:
         """See Index. A plan that has not been put in place is dropped, and made again with the next append."""
-        if lane < len(self.watches):
+        if lane < len(self.statics):
             if self._drop(lane):
-                self.watches[lane].since = self.interval
+                self.statics[lane].since = self.interval
             if length <= self.first:
-                self.watches[lane] = Watch()
+                self.statics[lane] = Static()
                 self.seen[lane].zero_()
         super().truncate(lane, length)
 
     def reorder(self, lanes: Sequence[int]) -> None:
         """See Index."""
         super().reorder(lanes)
-        self.watches = [replace(self.watches[lane]) for lane in lanes]
+        self.statics = [replace(self.statics[lane]) for lane in lanes]
 
     def state_dict(self) -> dict[str, Any]:
         """See Index."""
-        watches = []
-        for watch in self.watches:
-            if watch.plan is not None and watch.plan.done is not None:
-                torch.cuda.current_stream(self.shape.device).wait_event(watch.plan.done)
-            plan = None if watch.plan is None else (*(t.clone() for t in watch.plan.tensors()), watch.plan.static)
-            watches.append((watch.since, watch.rows, watch.share, watch.watched, plan))
-        return super().state_dict() | {"clock": self.clock.clone(), "rows": self.rows, "watches": watches}
+        statics = []
+        for static in self.statics:
+            if static.plan is not None and static.plan.done is not None:
+                torch.cuda.current_stream(self.shape.device).wait_event(static.plan.done)
+            plan = None if static.plan is None else (*(t.clone() for t in static.plan.tensors()), static.plan.static)
+            statics.append((static.since, static.rows, static.share, static.watched, plan))
+        return super().state_dict() | {"clock": self.clock.clone(), "rows": self.rows, "statics": statics}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See Index."""
         super().load_state_dict(state)
         self.clock, self.rows = state["clock"].to(self.shape.device, copy=True), state["rows"]
-        self.watches = []
-        for since, rows, share, watched, plan in state["watches"]:
+        self.statics = []
+        for since, rows, share, watched, plan in state["statics"]:
             tensors = [] if plan is None else [t.to(self.shape.device, copy=True) for t in plan[:3]]
             made = None if plan is None else Plan(tensors[0], plan[3], tensors[1], tensors[2])
-            self.watches.append(Watch(since, rows, share, watched, made))
+            self.statics.append(Static(since, rows, share, watched, made))
 
     def reserve(self, lanes: int, units: int = 0, tokens: int = 0) -> None:
         """See UnitIndex."""
         super().reserve(lanes, units, tokens)
-        self.watches += [Watch() for _ in range(len(self.lanes) - len(self.watches))]
+        self.statics += [Static() for _ in range(len(self.lanes) - len(self.statics))]
         self.queries, self.seen = grown(self.queries, len(self.lanes)), grown(self.seen, len(self.lanes))
 
     # The static set
@@ -214,7 +214,7 @@ class HybridIndex(BoundIndex):
         slots = (self.clock + torch.arange(-width, 0, device=self.clock.device)) % self.window
         self.queries[lane].index_copy_(1, slots, recent.to(self.queries.dtype))
         self.seen[lane].index_fill_(0, slots, 1.0)
-        self.watches[lane].watched = width
+        self.statics[lane].watched = width
 
     def _window(self, lane: int) -> tuple[Tensor, Tensor]:
         """Copies of the window's queries [H, G W, D] and their weights [G W], which sum to 1."""
@@ -224,11 +224,11 @@ class HybridIndex(BoundIndex):
 
     def _plan(self, lane: int, keys: Tensor, queries: Tensor, weights: Tensor) -> Plan:
         """The static set that a window's queries choose from keys [H, T, D], and the pages of the others."""
-        tokens, watch = keys.shape[1], self.watches[lane]
+        tokens, static = keys.shape[1], self.statics[lane]
         assert self.rows is not None
-        if watch.share is None:
-            watch.share = self._auto(lane, keys) if self.share == "auto" else float(self.share)
-        count = min(tokens, int(watch.share * self.rows + 1e-6))
+        if static.share is None:
+            static.share = self._auto(lane, keys) if self.share == "auto" else float(self.share)
+        count = min(tokens, int(static.share * self.rows + 1e-6))
         mass = observe(queries, keys, weights, scale=self.shape.scale)
         order = choose_static(mass, count, self.first)
         rest = (order[:, count:] - self.first).long()
@@ -240,35 +240,35 @@ class HybridIndex(BoundIndex):
     def _auto(self, lane: int, keys: Tensor) -> float:
         """Appendix G, from the first and the last of the prompt's watched queries; 0.25 where none was."""
         assert self.rows is not None
-        if not self.watches[lane].watched:
+        if not self.statics[lane].watched:
             return 0.25
-        back = torch.tensor([-self.watches[lane].watched, -1], device=self.clock.device)
+        back = torch.tensor([-self.statics[lane].watched, -1], device=self.clock.device)
         ends = self.queries[lane].index_select(1, (self.clock + back) % self.window)
         return overlap_share(ends, keys, self.rows, self.size)
 
     def _refresh(self, lane: int, new: Tensor) -> None:
         """Make the plan that the next append will put in place. new [H, n, D]: the keys of this append."""
-        host, watch = self.lanes[lane], self.watches[lane]
+        host, static = self.lanes[lane], self.statics[lane]
         old = host.tokens - new.shape[1]
         if not self._stored(lane, old):
             return
-        watch.since = 0
+        static.since = 0
         window = self._window(lane)
         if new.device.type != "cuda":
-            watch.plan = self._plan(lane, torch.cat((self._read(lane, old), new), dim=1), *window)
+            static.plan = self._plan(lane, torch.cat((self._read(lane, old), new), dim=1), *window)
             return
         self._beside = self._beside or torch.cuda.Stream(new.device)
         self._beside.wait_stream(torch.cuda.current_stream(new.device))
         with torch.cuda.stream(self._beside):
             for tensor in (new, *window):
                 tensor.record_stream(self._beside)
-            watch.plan = self._plan(lane, torch.cat((self._read(lane, old), new), dim=1), *window)
-            watch.plan.done = torch.cuda.Event()
-            watch.plan.done.record(self._beside)
+            static.plan = self._plan(lane, torch.cat((self._read(lane, old), new), dim=1), *window)
+            static.plan.done = torch.cuda.Event()
+            static.plan.done.record(self._beside)
 
     def _drop(self, lane: int) -> bool:
         """Forget a plan; the host waits until the device no longer reads the store for it. Whether there was one."""
-        plan, self.watches[lane].plan = self.watches[lane].plan, None
+        plan, self.statics[lane].plan = self.statics[lane].plan, None
         if plan is not None and plan.done is not None:
             plan.done.synchronize()
         return plan is not None
@@ -290,7 +290,7 @@ class HybridIndex(BoundIndex):
         self.recent[lane, :, :kept] = plan.tail
         marks = [(0, 0)] if units <= 1 and not plan.static else [(0, 0), (tokens - kept, max(0, units - 1))]
         self._set(lane, Lane(tokens, units, kept, marks))
-        self.watches[lane].rows, self.watches[lane].plan = self.rows, None
+        self.statics[lane].rows, self.statics[lane].plan = self.rows, None
 
     def _stored(self, lane: int, tokens: int) -> bool:
         store = self.shape.store

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvthaw.kernels.unit_scores import Watch
 from kvthaw.kernels.unit_select import Policy, check_policy, unit_select
 from kvthaw.types import LayerShape, Selection
 
@@ -68,6 +69,10 @@ class UnitIndex:
         """Batches are full: keys [H, n, batch, D]. The first begins at `begin` in the map and at unit `before`; units in text
         order are in the tables."""
 
+    def watch(self, lanes: int) -> Watch | None:
+        """What takes the queries that select() is asked with, of the first lanes; None for an index that forgets them."""
+        return None
+
     # Index
 
     def build(self, lane: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
@@ -105,6 +110,7 @@ class UnitIndex:
             budget=budget,
             scale=self.shape.scale,
             policy=self.policy,
+            watch=self.watch(batch),
         )
         return Selection(rows, counts)
 

@@ -1,10 +1,13 @@
 """Scores of units (pages or clusters) from their digests.
 
 Every digest is read once: B H U E elements (ClusterKV at 128k tokens, 8 heads, d = 128: 1638 centroids, 3.4 MB; pages of 32
-at 1M: 134 MB, 31 us at 4300 GB/s) for 2 G operations an element, on the tensor cores.
+at 1M: 134 MB, 31 us at 4300 GB/s) for 2 G operations an element, on the tensor cores. About as many programs as the device
+holds at once share the blocks of a head's units; each has several blocks under way.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,7 +15,25 @@ from torch import Tensor
 from kvthaw.kernels import HAS_TRITON
 
 BLOCK = 64
-"""Units a program scores; it leaves one part of the softmax denominators."""
+"""Units that are scored together; they leave one part of the softmax denominators."""
+_PROCESSORS, _SHARED = 132, 200 << 10  # an H200's multiprocessors, and bytes of shared memory to use on each
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """The last W queries that were asked with. queries [B, Hq, W, D], that of step s at s % W; seen [B, W] float32, 1 where one
+    stands; steps [1] int64: how many there were. Changed in place."""
+
+    queries: Tensor
+    seen: Tensor
+    steps: Tensor
+
+    def note(self, query: Tensor) -> None:
+        """Take a step's query [B, Hq, D], and count the step. No host sync."""
+        slot = self.steps % self.queries.shape[2]
+        self.queries.index_copy_(2, slot, query[:, :, None].to(self.queries.dtype))
+        self.seen.index_fill_(1, slot, 1.0)
+        self.steps.add_(1)
 
 
 def definition(query: Tensor, digests: Tensor, stops: Tensor, counts: Tensor, *, scale: float, mean: bool) -> Tensor:
@@ -40,51 +61,64 @@ if HAS_TRITON:
 
     @triton.jit
     def _score(
-        query, digests, stops, counts, scores, parts, scale, heads, dim, width, units, blocks,
-        G: tl.constexpr, GS: tl.constexpr, GP: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr, UPCAST: tl.constexpr,
+        query, digests, stops, counts, scores, parts, asked, seen, steps, scale, heads, dim, width, units, blocks, watched,
+        G: tl.constexpr, GS: tl.constexpr, GC: tl.constexpr, GP: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr,
+        STAGES: tl.constexpr, UPCAST: tl.constexpr, WATCH: tl.constexpr,
     ):  # fmt: skip
-        # One program a (block of units; lane and head). scores [B, H, GS, U]; parts [B, H, blocks, 2, GP]: maximum, and
-        # the sum of size exp(score - maximum), from which _choose makes the denominators. GS is 1 where the mean query scores
+        # One program a (share of the blocks of units; lane and head). scores [B, H, GS, U]; parts [B, H, blocks, 2, GC]: maximum,
+        # and the sum of size exp(score - maximum), from which _narrow makes the denominators. GS is 1 where the mean query scores
         # for all.
-        block, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+        bh, e, g = tl.program_id(1).to(tl.int64), tl.arange(0, EP), tl.arange(0, GP)
         count = tl.load(counts + bh // heads)
-        if block * BLOCK < count:
-            u, e, g = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, EP), tl.arange(0, GP)
-            known, inside = u < count, e < width
+        inside = e < width
+        channel = tl.where(e < dim, e, e - dim)
+        place = query + (bh * G + g[:, None]) * dim + channel[None, :]
+        q = tl.load(place, mask=(g < G)[:, None] & inside[None, :], other=0.0)
+        if WATCH:  # noqa: SIM102  as Watch.note, but for the step, which _choose counts behind all that read it
+            if tl.program_id(0) == 0:
+                slot = tl.load(steps) % watched
+                own = asked + ((bh * G + g[:, None]) * watched + slot) * dim + e[None, :]
+                tl.store(own, q, mask=(g < G)[:, None] & (e < dim)[None, :])
+                tl.store(seen + bh // heads * watched + slot, 1.0)
+        q = q.to(tl.float32)
+        if GS < G:
+            q = tl.broadcast_to((tl.sum(q, axis=0) / G)[None, :], (GP, EP))
+            q = q.to(query.dtype.element_ty).to(tl.float32)
+        q = tl.trans(tl.where((e < dim)[None, :], q, tl.abs(q)))
+        if not UPCAST:
+            q = q.to(digests.dtype.element_ty)
+        filled = tl.cdiv(count, BLOCK)
+        share = tl.cdiv(filled, tl.num_programs(0))
+        begin = tl.program_id(0) * share
+        for block in tl.range(begin, tl.minimum(begin + share, filled), num_stages=STAGES):
+            u = block * BLOCK + tl.arange(0, BLOCK)
+            known = u < count
             tile = tl.load(
                 digests + (bh * units + u[:, None]) * width + e[None, :], mask=known[:, None] & inside[None, :], other=0.0
             )
-            channel = tl.where(e < dim, e, e - dim)
-            q = tl.load(
-                query + (bh * G + g[:, None]) * dim + channel[None, :], mask=(g < G)[:, None] & inside[None, :], other=0.0
-            )
-            q = q.to(tl.float32)
-            if GS < G:
-                q = tl.broadcast_to((tl.sum(q, axis=0) / G)[None, :], (GP, EP))
-                q = q.to(query.dtype.element_ty).to(tl.float32)
-            q = tl.trans(tl.where((e < dim)[None, :], q, tl.abs(q)))
-            if UPCAST:
-                found = tl.dot(tile.to(tl.float32), q, input_precision="tf32x3") * scale
-            else:  # exact: both were in the tile's dtype, the sum is in float32
-                found = tl.dot(tile, q.to(tile.dtype)) * scale
             stop = stops + bh * (units + 1) + u
             size = tl.load(stop + 1, mask=known, other=0) - tl.load(stop, mask=known, other=0)
+            # in 16 bits as exact: both were in the tile's dtype, the sum is in float32
+            found = tl.dot(tile.to(tl.float32), q, input_precision="tf32x3") if UPCAST else tl.dot(tile, q)
+            found *= scale
             found = tl.where((size > 0)[:, None], found, float("-inf"))
-            place = scores + (bh * GS + g[None, :]) * units + u[:, None]
-            tl.store(place, found, mask=known[:, None] & (g < GS)[None, :])
+            to = scores + (bh * GS + g[None, :]) * units + u[:, None]
+            tl.store(to, found, mask=known[:, None] & (g < GS)[None, :])
             if GS > 1:
                 top = tl.max(found, axis=0)
                 safe = tl.where(top == float("-inf"), 0.0, top)
                 total = tl.sum(tl.exp(found - safe[None, :]) * size.to(tl.float32)[:, None], axis=0)
-                part = parts + (bh * blocks + block) * 2 * GP + g
-                tl.store(part, top)
-                tl.store(part + GP, total)
+                part = parts + (bh * blocks + block) * 2 * GC + g
+                tl.store(part, top, mask=g < GC)
+                tl.store(part + GC, total, mask=g < GC)
 
 
-def launch(query: Tensor, digests: Tensor, stops: Tensor, counts: Tensor, *, scale: float, mean: bool) -> tuple[Tensor, Tensor]:
+def launch(
+    query: Tensor, digests: Tensor, stops: Tensor, counts: Tensor, *, scale: float, mean: bool, watch: Watch | None = None
+) -> tuple[Tensor, Tensor]:
     """The Triton kernel; arguments as in `definition`, all contiguous. Returns the scores, which behind a lane's units hold
     anything, and parts [B, H, blocks, 2, at least G] float32: of every BLOCK units the largest score, m, and the sum of n
-    exp(score - m), n a unit's tokens; where G is 1, they hold anything."""
+    exp(score - m), n a unit's tokens; where G is 1, they hold anything. watch takes the query; the step is not counted."""
     batch, heads, units, width = digests.shape
     dim, group = query.shape[2], query.shape[1] // heads
     query = query.contiguous()
@@ -93,13 +127,27 @@ def launch(query: Tensor, digests: Tensor, stops: Tensor, counts: Tensor, *, sca
     assert stops.shape == (batch, heads, units + 1), f"stops are {tuple(stops.shape)}"
     assert width in (dim, 2 * dim), f"digests are {width} wide"
     assert query.dtype == digests.dtype, f"queries are {query.dtype}, digests {digests.dtype}"
-    seen, padded = 1 if mean else group, max(16, triton.next_power_of_2(group))
-    blocks = max(1, triton.cdiv(units, BLOCK))
+    if watch is not None:
+        assert watch.queries.is_contiguous() and watch.seen.is_contiguous() and watch.seen.dtype == torch.float32
+        assert watch.queries.shape[:2] == query.shape[:2] and watch.queries.shape[3] == dim
+        assert watch.steps.dtype == torch.int64
+    seen, padded, wide = 1 if mean else group, max(16, triton.next_power_of_2(group)), triton.next_power_of_2(width)
+    compact, blocks = triton.next_power_of_2(seen), max(1, triton.cdiv(units, BLOCK))
     scores = query.new_empty((batch, heads, seen, units), dtype=torch.float32)
-    parts = query.new_empty((batch, heads, blocks, 2, padded), dtype=torch.float32)
-    _score[(blocks, batch * heads)](
-        query, digests, stops, counts, scores, parts, scale, heads, dim, width, units, blocks,
-        G=group, GS=seen, GP=padded, EP=triton.next_power_of_2(width), BLOCK=BLOCK, num_warps=4,
+    parts = query.new_empty((batch, heads, blocks, 2, compact), dtype=torch.float32)
+    stages, resident = plan(BLOCK * wide * digests.dtype.itemsize)
+    programs = min(blocks, max(1, resident * _PROCESSORS // (batch * heads)))
+    to = (query, query, counts, 0) if watch is None else (watch.queries, watch.seen, watch.steps, watch.queries.shape[2])
+    _score[(programs, batch * heads)](
+        query, digests, stops, counts, scores, parts, *to[:3], scale, heads, dim, width, units, blocks, to[3],
+        G=group, GS=seen, GC=compact, GP=padded, EP=wide, BLOCK=BLOCK, STAGES=stages, num_warps=4, WATCH=watch is not None,
         UPCAST=query.device.type == "cpu" or digests.dtype == torch.float32,
     )  # fmt: skip
     return scores, parts
+
+
+def plan(tile: int) -> tuple[int, int]:
+    """How many tiles of so many bytes a program may have under way (1 to 3), and how many such programs a multiprocessor holds
+    (1 to 4)."""
+    stages = max(1, min(3, _SHARED // 2 // tile))
+    return stages, max(1, min(4, _SHARED // (stages * tile)))

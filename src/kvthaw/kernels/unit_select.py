@@ -3,20 +3,21 @@
 After the scores (see unit_scores) two kernels, and nothing is sorted. One, a program for every 1024 units of a KV head, reads
 their G scores and keeps the units that this chunk alone would give: at most `budget` rows and one unit more, found by bisecting
 the 32 bits of the score that fills the budget, in registers. The other, a program a KV head, does the same among what is left
-(32768 pages at 1M tokens, 1024 rows: 32 x 32 pages) and writes the rows. Bytes: 4 (G + 2) a unit, 24 a unit kept, 8 a row: 0.8 MB
-a head at most there.
+(32768 pages at 1M tokens, 1024 rows: 32 x 32 pages), in registers too unless a chunk left more than its share of them, and
+writes the rows. Bytes: 4 (G + 2) a unit, 24 a unit kept, 8 a row: 0.8 MB a head at most there.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from kvthaw.errors import ConfigError
 from kvthaw.kernels import HAS_TRITON, unit_scores
+from kvthaw.kernels.unit_scores import Watch
 
 Policy = Literal["max", "mean", "mean_query"]
 """How the query heads of a group agree on units: the largest or the mean of their softmax weights, where a unit of n tokens
@@ -106,8 +107,17 @@ if HAS_TRITON:
     _CHUNK = tl.constexpr(1024)
 
     @triton.jit
-    def _threshold(key, size, room):
-        # The largest t such that units of key >= t fill the room, or the least integer; and the rows of the units of key > t.
+    def _cut(key, size, least, room):
+        # How many rows of each unit are taken: all above the key `least`, of those that have it the earlier ones, `room` in all;
+        # and how many rows have it.
+        tied = tl.where(key == least, size, 0)
+        rest = room - (tl.cumsum(tied, axis=0) - tied)
+        return tl.where(key > least, size, tl.minimum(tl.maximum(rest, 0), tied)), tl.sum(tied)
+
+    @triton.jit
+    def _taken(key, size, room):
+        # How many rows of each unit fill the room. `low` ends as the largest key such that units of it and above fill the room, or
+        # as the least integer; above: the rows of the units above it.
         low, high, above = tl.full([], -0x80000000, tl.int64), tl.full([], 0x7FFFFFFF, tl.int64), tl.full([], 0, tl.int32)
         for _ in range(32):
             middle = low + (high - low) // 2
@@ -115,31 +125,32 @@ if HAS_TRITON:
             low = tl.where(found >= room, middle, low)
             high = tl.where(found >= room, high, middle)
             above = tl.where(found >= room, above, found)
-        return low.to(tl.int32), above
+        take, _ = _cut(key, size, low.to(tl.int32), room - above)
+        return take
 
     @triton.jit
     def _narrow(
-        scores, parts, stops, counts, keys, names, found, budget, heads, units, blocks, chunks,
-        GS: tl.constexpr, GP: tl.constexpr, SCORED: tl.constexpr, PARTS: tl.constexpr, MEAN: tl.constexpr,
+        scores, parts, stops, counts, keys, begins, sizes, found, budget, heads, units, blocks, chunks,
+        GS: tl.constexpr, GC: tl.constexpr, SCORED: tl.constexpr, PARTS: tl.constexpr, MEAN: tl.constexpr,
     ):  # fmt: skip
         # One program a (chunk of units; lane and head): the group's scores become one, as an integer of the same order, and of the
-        # chunk's units those stay that would be taken if there were no other chunk. keys, names [B, H, chunks, _CHUNK] int32: their
-        # keys and which they are, by unit; found [B, H, chunks]: how many.
+        # chunk's units those stay that would be taken if there were no other chunk. keys, begins, sizes [B, H, chunks, _CHUNK]
+        # int32: their keys and where they stand, by unit; found [B, H, chunks]: how many.
         chunk, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
         count = tl.load(counts + bh // heads)
         kept = tl.full([], 0, tl.int32)
         if chunk * _CHUNK < count:
-            group = tl.arange(0, GP)
-            lse = tl.zeros([GP], tl.float32)
+            group = tl.arange(0, GC)
+            lse = tl.zeros([GC], tl.float32)
             if GS > 1:
-                top, total = tl.full([GP], float("-inf"), tl.float32), tl.zeros([GP], tl.float32)
+                top, total = tl.full([GC], float("-inf"), tl.float32), tl.zeros([GC], tl.float32)
                 filled = tl.cdiv(count, SCORED)
                 for start in range(0, filled, PARTS):
                     p = start + tl.arange(0, PARTS)
-                    part = parts + (bh * blocks + p[:, None]) * 2 * GP + group[None, :]
+                    part = parts + (bh * blocks + p[:, None]) * 2 * GC + group[None, :]
                     inside = (p < filled)[:, None] & (group < GS)[None, :]
                     high = tl.load(part, mask=inside, other=float("-inf"))
-                    some = tl.load(part + GP, mask=inside, other=0.0)
+                    some = tl.load(part + GC, mask=inside, other=0.0)
                     new = tl.maximum(top, tl.max(high, axis=0))
                     safe = tl.where(new == float("-inf"), 0.0, new)
                     total = total * tl.exp(top - safe) + tl.sum(some * tl.exp(high - safe[None, :]), axis=0)
@@ -159,133 +170,161 @@ if HAS_TRITON:
                     weight += tl.exp(tl.load(scores + (bh * GS + i) * units + u, mask=known, other=float("-inf")) - mine - safe)
                 merged = tl.where(merged == float("-inf"), merged, merged + tl.log(tl.maximum(weight, 1e-30)))
             stop = stops + bh * (units + 1) + u
-            size = tl.load(stop + 1, mask=known, other=0) - tl.load(stop, mask=known, other=0)
+            begin = tl.load(stop, mask=known, other=0)
+            size = tl.load(stop + 1, mask=known, other=0) - begin
             room = budget - tl.minimum(tl.load(stops + bh * (units + 1)), budget)
             bits = merged.to(tl.int32, bitcast=True)
             key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-            least, above = _threshold(key, size, room)
-            tied = tl.where(key == least, size, 0)
-            stays = (key > least) | (tl.cumsum(tied, axis=0) - tied < room - above) & (key == least)
-            stays = stays & (size > 0)
+            stays = (_taken(key, size, room) > 0) & (size > 0)
             place = (bh * chunks + chunk) * _CHUNK + tl.cumsum(stays.to(tl.int32), axis=0) - 1
             tl.store(keys + place, key, mask=stays)
-            tl.store(names + place, u, mask=stays)
+            tl.store(begins + place, begin, mask=stays)
+            tl.store(sizes + place, size, mask=stays)
             kept = tl.sum(stays.to(tl.int32))
         tl.store(found + bh * chunks + chunk, kept)
 
     @triton.jit
     def _choose(
-        keys, names, found, stops, order, counts, scratch, rows, taken, first, budget, heads, units, chunks, capacity,
-        BLOCK: tl.constexpr, CP: tl.constexpr, ROWS: tl.constexpr, CSTEPS: tl.constexpr, STEPS: tl.constexpr, MAPPED: tl.constexpr,
+        keys, begins, sizes, found, stops, order, side, ends, rows, taken, steps, first, budget, units, chunks, capacity,
+        BLOCK: tl.constexpr, CP: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr, CSTEPS: tl.constexpr, MAPPED: tl.constexpr,
+        WATCH: tl.constexpr,
     ):  # fmt: skip
-        # One program a (lane and head), over the chunks' units. scratch [B, H, 4, chunks * _CHUNK] int32: of the units side by side
-        # their keys, which they are, their sizes and then how many rows those up to each give; and the chunks' prefix sums.
+        # One program a (lane and head), over the chunks' units. ends [B, H, 2, budget] int32: of the units taken, where each begins
+        # and how many rows those up to it give. side [B, H, 4, chunks * _CHUNK]: where some chunk has more than EACH units, all of
+        # them side by side, their keys, begins and sizes; and the chunks' prefix sums.
         bh = tl.program_id(0).to(tl.int64)
         wide = chunks * _CHUNK
         keys += bh * wide
-        names += bh * wide
-        stops += bh * (units + 1)
-        key_of = scratch + bh * 4 * wide
-        name_of, ends, upto = key_of + wide, key_of + 2 * wide, key_of + 3 * wide
-        static = tl.minimum(tl.load(stops), budget)
+        begins += bh * wide
+        sizes += bh * wide
+        begin_of = ends + bh * 2 * budget
+        ends = begin_of + budget
+        static = tl.minimum(tl.load(stops + bh * (units + 1)), budget)
         room = budget - static
-        c, lane = tl.arange(0, CP), tl.arange(0, BLOCK)
-        sizes = tl.load(found + bh * chunks + c, mask=c < chunks, other=0)
-        total = tl.sum(sizes)
-        tl.store(upto + c, tl.cumsum(sizes, axis=0), mask=c < chunks)
-        tl.debug_barrier()
-        for start in range(0, total, BLOCK):
-            j = start + lane
-            left, right = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32) + chunks
-            for _ in range(CSTEPS):  # the first chunk that ends behind j
-                middle = (left + right) // 2
-                open_ = left < right
-                past = open_ & (tl.load(upto + middle, mask=open_, other=0) <= j)
-                right = tl.where(open_ & (~past), middle, right)
-                left = tl.where(past, middle + 1, left)
-            here = j < total
-            source = left * _CHUNK + j - tl.load(upto + left - 1, mask=here & (left > 0), other=0)
-            name = tl.load(names + source, mask=here, other=0)
-            tl.store(key_of + j, tl.load(keys + source, mask=here, other=0), mask=here)
-            tl.store(name_of + j, name, mask=here)
-            tl.store(
-                ends + j, tl.load(stops + name + 1, mask=here, other=0) - tl.load(stops + name, mask=here, other=0), mask=here
-            )
-        tl.debug_barrier()
-        low, high, above = tl.full([], -0x80000000, tl.int64), tl.full([], 0x7FFFFFFF, tl.int64), tl.full([], 0, tl.int32)
-        for _ in range(32):  # as in _threshold, over more units than one block holds
-            middle = low + (high - low) // 2
-            some = tl.zeros([BLOCK], tl.int32)
+        c = tl.arange(0, CP)
+        kept = tl.load(found + bh * chunks + c, mask=c < chunks, other=0)
+        out, many = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
+        if tl.max(kept) <= EACH:
+            j = tl.arange(0, CP * EACH)
+            chunk, i = j // EACH, j % EACH
+            here = i < tl.load(found + bh * chunks + chunk, mask=chunk < chunks, other=0)
+            source = chunk * _CHUNK + i
+            key = tl.load(keys + source, mask=here, other=-0x80000000)
+            size = tl.load(sizes + source, mask=here, other=0)
+            begin = tl.load(begins + source, mask=here, other=0)
+            take = _taken(key, size, room)
+            chosen = take > 0
+            place = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
+            tl.store(begin_of + place, begin, mask=chosen)
+            tl.store(ends + place, tl.cumsum(take, axis=0), mask=chosen)
+            out, many = tl.sum(take), tl.sum(chosen.to(tl.int32))
+        else:
+            key_of = side + bh * 4 * wide
+            from_of, size_of, upto = key_of + wide, key_of + 2 * wide, key_of + 3 * wide
+            lane, total = tl.arange(0, BLOCK), tl.sum(kept)
+            tl.store(upto + c, tl.cumsum(kept, axis=0), mask=c < chunks)
+            tl.debug_barrier()
+            for start in range(0, total, BLOCK):
+                j = start + lane
+                left, right = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32) + chunks
+                for _ in range(CSTEPS):  # the first chunk that ends behind j
+                    middle = (left + right) // 2
+                    open_ = left < right
+                    past = open_ & (tl.load(upto + middle, mask=open_, other=0) <= j)
+                    right = tl.where(open_ & (~past), middle, right)
+                    left = tl.where(past, middle + 1, left)
+                here = j < total
+                source = left * _CHUNK + j - tl.load(upto + left - 1, mask=here & (left > 0), other=0)
+                tl.store(key_of + j, tl.load(keys + source, mask=here, other=0), mask=here)
+                tl.store(from_of + j, tl.load(begins + source, mask=here, other=0), mask=here)
+                tl.store(size_of + j, tl.load(sizes + source, mask=here, other=0), mask=here)
+            tl.debug_barrier()
+            low, high, above = tl.full([], -0x80000000, tl.int64), tl.full([], 0x7FFFFFFF, tl.int64), tl.full([], 0, tl.int32)
+            for _ in range(32):  # as in _taken, over more units than one block holds
+                middle = low + (high - low) // 2
+                some = tl.zeros([BLOCK], tl.int32)
+                for start in range(0, total, BLOCK):
+                    j = start + lane
+                    key = tl.load(key_of + j, mask=j < total, other=-0x80000000)
+                    some += tl.where(key >= middle.to(tl.int32), tl.load(size_of + j, mask=j < total, other=0), 0)
+                filled = tl.sum(some)
+                low = tl.where(filled >= room, middle, low)
+                high = tl.where(filled >= room, high, middle)
+                above = tl.where(filled >= room, above, filled)
+            same = tl.full([], 0, tl.int32)
             for start in range(0, total, BLOCK):
                 j = start + lane
                 key = tl.load(key_of + j, mask=j < total, other=-0x80000000)
-                some += tl.where(key >= middle.to(tl.int32), tl.load(ends + j, mask=j < total, other=0), 0)
-            filled = tl.sum(some)
-            low = tl.where(filled >= room, middle, low)
-            high = tl.where(filled >= room, high, middle)
-            above = tl.where(filled >= room, above, filled)
-        out, same = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
-        for start in range(0, total, BLOCK):
-            j = start + lane
-            key = tl.load(key_of + j, mask=j < total, other=-0x80000000)
-            size = tl.load(ends + j, mask=j < total, other=0)
-            tied = tl.where(key == low.to(tl.int32), size, 0)
-            rest = room - above - same - (tl.cumsum(tied, axis=0) - tied)
-            take = tl.where(key > low.to(tl.int32), size, tl.minimum(tl.maximum(rest, 0), tied))
-            tl.store(ends + j, out + tl.cumsum(take, axis=0), mask=j < total)
-            out += tl.sum(take)
-            same += tl.sum(tied)
+                size = tl.load(size_of + j, mask=j < total, other=0)
+                take, tied = _cut(key, size, low.to(tl.int32), room - above - same)
+                chosen = take > 0
+                place = many + tl.cumsum(chosen.to(tl.int32), axis=0) - 1
+                tl.store(begin_of + place, tl.load(from_of + j, mask=chosen, other=0), mask=chosen)
+                tl.store(ends + place, out + tl.cumsum(take, axis=0), mask=chosen)
+                out += tl.sum(take)
+                same += tied
+                many += tl.sum(chosen.to(tl.int32))
         tl.debug_barrier()
         for start in range(0, budget, ROWS):
             m = start + tl.arange(0, ROWS)
             w = m - static
-            left, right = tl.zeros([ROWS], tl.int32), tl.zeros([ROWS], tl.int32) + total
-            for _ in range(STEPS):  # the first unit that ends behind w
+            left, right, open_ = tl.zeros([ROWS], tl.int32), tl.zeros([ROWS], tl.int32) + many, many
+            while open_ > 0:  # the first unit taken that ends behind w
                 middle = (left + right) // 2
-                open_ = left < right
-                past = open_ & (tl.load(ends + middle, mask=open_, other=0) <= w)
-                right = tl.where(open_ & (~past), middle, right)
+                inside = left < right
+                past = inside & (tl.load(ends + middle, mask=inside, other=0) <= w)
+                right = tl.where(inside & (~past), middle, right)
                 left = tl.where(past, middle + 1, left)
+                open_ = open_ // 2
             of_unit = (w >= 0) & (w < out)
             before = tl.load(ends + left - 1, mask=of_unit & (left > 0), other=0)
-            begin = tl.load(stops + tl.load(name_of + left, mask=of_unit, other=0), mask=of_unit, other=0)
+            begin = tl.load(begin_of + left, mask=of_unit, other=0)
             source = tl.where(m < static, m, begin + w - before)
             wanted = m < static + out
             row = tl.load(order + bh * capacity + source, mask=wanted, other=-1) if MAPPED else source + first
             tl.store(rows + bh * budget + m, tl.where(wanted, row, -1), mask=m < budget)
         tl.store(taken + bh, static + out)
+        if WATCH:  # noqa: SIM102
+            if bh == 0:
+                tl.store(steps, tl.load(steps) + 1)
 
 
 def launch(
     query: Tensor, digests: Tensor, stops: Tensor, order: Tensor | None, counts: Tensor,
-    *, first: int, budget: int, scale: float, policy: Policy,
+    *, first: int, budget: int, scale: float, policy: Policy, watch: Watch | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The Triton kernels; arguments and result as in `definition`. All tensors contiguous; static shapes, no host sync."""
     batch, heads, units = digests.shape[:3]
     assert order is None or (order.is_contiguous() and order.dtype == torch.int32), "order is not contiguous int32"
-    scores, parts = unit_scores.launch(query, digests, stops, counts, scale=scale, mean=policy == "mean_query")
-    blocks, padded, chunks = parts.shape[2], parts.shape[4], max(1, triton.cdiv(units, 1024))
+    scores, parts = unit_scores.launch(query, digests, stops, counts, scale=scale, mean=policy == "mean_query", watch=watch)
+    blocks, compact, chunks = parts.shape[2], parts.shape[4], max(1, triton.cdiv(units, 1024))
     empty = partial(query.new_empty, dtype=torch.int32)
-    scratch, found = empty((6, batch, heads, chunks * 1024)), empty((batch, heads, chunks))
-    rows, taken = empty((batch, heads, budget)), empty((batch, heads))
-    keys, names = scratch[0], scratch[1]
+    scratch, found = empty((7, batch, heads, chunks * 1024)), empty((batch, heads, chunks))
+    rows, taken, ends = empty((batch, heads, budget)), empty((batch, heads)), empty((batch, heads, 2, budget))
     _narrow[(chunks, batch * heads)](
-        scores, parts, stops, counts, keys, names, found, budget, heads, units, blocks, chunks,
-        GS=scores.shape[2], GP=padded, SCORED=unit_scores.BLOCK, PARTS=64, MEAN=policy == "mean", num_warps=4,
+        scores, parts, stops, counts, *scratch[:3], found, budget, heads, units, blocks, chunks,
+        GS=scores.shape[2], GC=compact, SCORED=unit_scores.BLOCK, PARTS=max(64, 1024 // compact), MEAN=policy == "mean",
+        num_warps=4,
     )  # fmt: skip
+    padded = triton.next_power_of_2(chunks)
     _choose[(batch * heads,)](
-        keys, names, found, stops, stops if order is None else order, counts, scratch[2:], rows, taken, first, budget, heads, units,
-        chunks, 0 if order is None else order.shape[2], BLOCK=1024, CP=triton.next_power_of_2(chunks), CSTEPS=chunks.bit_length(),
-        ROWS=min(1024, max(32, triton.next_power_of_2(budget))), STEPS=units.bit_length(), MAPPED=order is not None, num_warps=8,
+        *scratch[:3], found, stops, stops if order is None else order, scratch[3:], ends, rows, taken,
+        counts if watch is None else watch.steps, first, budget, units, chunks, 0 if order is None else order.shape[2],
+        BLOCK=1024, CP=padded, EACH=max(1, min(1024, max(64, 2048 // padded), 8192 // padded)), CSTEPS=chunks.bit_length(),
+        ROWS=min(1024, max(32, triton.next_power_of_2(budget))), MAPPED=order is not None, WATCH=watch is not None, num_warps=8,
     )  # fmt: skip
     return rows, taken
 
 
 def unit_select(
     query: Tensor, digests: Tensor, stops: Tensor, order: Tensor | None, counts: Tensor,
-    *, first: int, budget: int, scale: float, policy: Policy,
+    *, first: int, budget: int, scale: float, policy: Policy, watch: Watch | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As `definition`: the kernels on a GPU, vectorised torch elsewhere."""
+    """As `definition`: the kernels on a GPU, vectorised torch elsewhere. watch takes the query and counts the step, in the same
+    launches."""
+    how: dict[str, Any] = {"first": first, "budget": budget, "scale": scale, "policy": policy}
     if HAS_TRITON and query.device.type == "cuda":
-        return launch(query, digests, stops, order, counts, first=first, budget=budget, scale=scale, policy=policy)
-    return vectorised(query, digests, stops, order, counts, first=first, budget=budget, scale=scale, policy=policy)
+        return launch(query, digests, stops, order, counts, **how, watch=watch)
+    if watch is not None:
+        watch.note(query)
+    return vectorised(query, digests, stops, order, counts, **how)
