@@ -13,7 +13,8 @@ from kvthaw.kernels.dense import causal_attention
 from kvthaw.kernels.sparse_decode import sparse_decode
 
 if TYPE_CHECKING:
-    from kvthaw.cache.layer import Attention, FrozenLayer
+    from kvthaw.cache.frozen import FrozenKV
+    from kvthaw.cache.layer import Attention
 
 
 WATCHED = 64
@@ -26,7 +27,7 @@ def watch(before: Tensor | None, query: Tensor) -> Tensor:
     return last.clone() if before is None else torch.cat((before, last), dim=2)[:, :, -WATCHED:].clone()
 
 
-def padded(layer: FrozenLayer | DenseLayer) -> tuple[Tensor, Tensor]:
+def padded(layer: FrozenKV | DenseLayer) -> tuple[Tensor, Tensor]:
     """All keys and values of a layer, [B, H, seen, D] each, zeros for the left padding, where its queries are."""
     assert layer.watched is not None
     lanes = []
@@ -144,7 +145,7 @@ class DenseLayer:
         )
         return out[:, :, None]
 
-    def copy_from(self, other: FrozenLayer | DenseLayer) -> None:
+    def copy_from(self, other: FrozenKV | DenseLayer) -> None:
         """Take over the tokens of another layer."""
         if other.seen:
             self.left_pad, self.watched, self.scale = list(other.left_pad), other.watched, other.scale

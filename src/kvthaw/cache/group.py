@@ -145,6 +145,11 @@ class Group:
         self.index.reorder(lanes)
         self.residency.reorder(torch.tensor(lanes, device=self.residency.device))
 
+    def tensors(self) -> list[Tensor]:
+        """What a choice reads and writes at fixed addresses."""
+        residency = self.residency
+        return [residency.row_slot, residency.slot_row, residency.used, residency.counts, *_tensors(self.index)]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
         self.settle()
         lanes = self.residency.slot_row.shape[0]
@@ -162,3 +167,16 @@ def _to_host(query: Tensor) -> Tensor:
     here = torch.empty(query.shape, dtype=torch.float32, pin_memory=True).copy_(query.float(), non_blocking=True)
     torch.cuda.current_stream(query.device).synchronize()
     return here
+
+
+def _tensors(owner: object) -> list[Tensor]:
+    """The tensors that an index holds, its parts' included."""
+    found = []
+    for value in vars(owner).values() if hasattr(owner, "__dict__") else ():
+        parts = value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else (value,)
+        for part in parts:
+            if isinstance(part, Tensor):
+                found.append(part)
+            elif type(part).__module__.startswith("kvthaw.index"):
+                found += _tensors(part)
+    return found

@@ -10,30 +10,24 @@ A decode step, start to finish:
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvthaw.cache.clock import Clock
-from kvthaw.cache.dense import WATCHED, DenseLayer, padded, watch
-from kvthaw.cache.group import Choice, Group
-from kvthaw.cache.host import HostStore
+from kvthaw.cache.frozen import FrozenKV
+from kvthaw.cache.group import Choice
 from kvthaw.cache.pipeline import Pipeline
-from kvthaw.cache.plan import Plan, Settings
-from kvthaw.cache.pool import Slab
+from kvthaw.cache.plan import Settings
 from kvthaw.cache.transfer import BulkCopy, UvaGather
-from kvthaw.errors import CacheError, ConfigError
-from kvthaw.index.rotary import Rotary
+from kvthaw.errors import ConfigError
 from kvthaw.kernels.dense import attend, causal_attention, with_sinks
 from kvthaw.kernels.flash_decode import Newest
 from kvthaw.kernels.merge import merge
 from kvthaw.kernels.sparse_decode import sparse_decode
-from kvthaw.types import LayerShape, Rebuilds, Transfer
+from kvthaw.types import Rebuilds, Transfer
 
 _PAST_BLOCK = 8192  # tokens of past KV brought back at once for a dense continuation
 
@@ -47,89 +41,29 @@ class Attention:
     sinks: Tensor | None = None
 
 
-class FrozenLayer:
-    """KV of one layer, frozen on the host beyond sink and ring.
-
-    Lanes have lengths of their own: position p of a lane is its p-th token after the left padding. `seen` counts padded tokens.
-    """
+class FrozenLayer(FrozenKV):
+    """Attention over KV that is frozen on the host beyond sink and ring."""
 
     def __init__(
         self, number: int, settings: Settings, pipeline: Pipeline, clock: Clock, leader: FrozenLayer | None = None
     ) -> None:
-        self.number, self.settings, self.pipeline, self.clock = number, settings, pipeline, clock
-        self.leader = leader  # the anchor whose choices this layer follows; None: it chooses for itself
-        self.rotary: Rotary | None = None  # for a method that asks for it
+        super().__init__(number, settings, pipeline, clock, leader)
         self.observer: Callable[[FrozenLayer, Tensor, Choice | None], None] | None = None
-        self.reset()
 
     def reset(self) -> None:
         """Forget everything."""
-        self.seen = 0
-        self.left_pad: list[int] = []
-        self._stale: set[int] = set()  # lanes to be indexed anew before the next step
-        self._ahead: set[int] = set()  # lanes whose index has what leaves the ring with the next token
+        super().reset()
         self._asked_again = False  # by a layer that shares this layer's KV: the index may not go ahead of the ring
-        self._start: list[int] = []  # where each lane's ring began at its last dense pass
-        self.plan: Plan | None = None
-        self.group: Group | None = None
         self.foreseen: Tensor | None = None  # [B, Hq, T, D], to ask the index with instead of the coming tokens' queries
         self.sparse_steps = 0
         self.held_steps = self.held_sum = self.held_max = 0  # tokens attended in sink and ring, over lanes and steps
-        self.watched: Tensor | None = None
-        self.scale = 0.0
         self._transfer: Transfer | None = None
-        self._copied: torch.cuda.Event | None = None
-        self._finite: Tensor | None = None
 
-    # What is where
-
-    def length(self, lane: int) -> int:
-        """Tokens of a lane, padding not counted."""
-        return self.seen - self.left_pad[lane]
-
-    def indexed(self, lane: int, length: int | None = None) -> int:
-        """Where the lane's ring begins: positions [sink, this) are in the retrieval region."""
-        assert self.plan is not None
-        n = self.length(lane) if length is None else length
-        return self.plan.regions.indexed(self._start[lane], n)
-
-    @property
-    def lanes(self) -> int:
-        return len(self.left_pad)
-
-    def settle(self) -> None:
-        """Wait until everything is offloaded and indexed. Raises CacheError where keys or values were not finite."""
-        if self._finite is not None:
-            if not self._finite:
-                raise CacheError(f"the model gave keys or values that are not finite in layer {self.number}")
-            self._finite = None
-        self._wait_for_copies()
+    def begin(self, query: Tensor, key: Tensor, left_pad: list[int], scale: float) -> None:
+        """As FrozenKV.begin."""
+        super().begin(query, key, left_pad, scale)
         if self.group is not None:
-            self.group.settle()
-
-    def read(self, lane: int, start: int, stop: int) -> Tensor:
-        """Rows [H, stop - start, 2, D] of a lane, wherever they lie; on the host or on the device."""
-        assert self.plan is not None
-        if self.settings.method.evicts:
-            return self.slab.read(lane, start, stop)
-        self._wait_for_copies()
-        stored = min(max(self.store.length(lane), start), stop)
-        if stored == stop:
-            return self.store.read(lane, start, stop)
-        if stored == start:
-            return self.slab.read(lane, start, stop)
-        ring = self.slab.read(lane, stored, stop)
-        return torch.cat((self.store.read(lane, start, stored).to(ring.device), ring), dim=1)
-
-    def device_bytes(self) -> int:
-        """Bytes of KV on the device: sink, ring and pool."""
-        return self.slab.data.nbytes if self.plan else 0
-
-    def host_bytes(self) -> int:
-        """Bytes of KV on the host."""
-        return self.store.nbytes() if self.plan else 0
-
-    # Attention
+            self._transfer = (self.settings.method.transfer or UvaGather)() if key.is_cuda else BulkCopy()
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, left_pad: list[int], how: Attention, fresh: bool) -> Tensor:
         """Attend to everything up to each query. query [B, Hq, T, D]; key, value [B, H, T, D], the same tokens'.
@@ -139,12 +73,12 @@ class FrozenLayer:
         """
         steps = query.shape[2]
         if self.plan is None:
-            self._begin(query, key, left_pad, how.scale)
+            self.begin(query, key, left_pad, how.scale)
         before = self.seen if fresh else self.seen - steps
         assert self.plan is not None
         if not fresh:
             self._asked_again = True
-            self._fall_back()
+            self.fall_back()
         few = steps <= min(self.settings.sparse_queries, self.plan.regions.window)
         if before < max(1, *left_pad) or not few:
             if fresh:
@@ -152,63 +86,20 @@ class FrozenLayer:
             self.foreseen = None
             out = self._dense(query, key, value, before, how)
             if fresh:
-                self._take_in(query, key, value)
+                self.take_in(query, key, value)
             return out
-        if self.group is not None and self._chooses and fresh:
+        if self.group is not None and self.chooses and fresh:
             self.group.choices.clear()
         outs = []
         for t in range(steps):
             if fresh:
-                self._advance()
+                self.advance()
             newest = key[:, :, t - steps], value[:, :, t - steps]
             outs.append(self._sparse(query[:, :, t], newest, before + t + 1, t, how))
         self.foreseen = None
         if fresh and self.group is not None and self.group.index.on_host and not self._asked_again:
-            self._go_ahead()
+            self.go_ahead()
         return torch.stack(outs, dim=2) if steps > 1 else outs[0][:, :, None]
-
-    @property
-    def _chooses(self) -> bool:
-        return self.leader is None
-
-    def copy_from(self, other: FrozenLayer | DenseLayer) -> None:
-        """Take over the tokens of another layer, as if they had been this layer's prompt."""
-        if other.seen == 0:
-            return
-        if isinstance(other, FrozenLayer):
-            other.settle()
-            if other.settings.method.evicts:
-                raise CacheError(f"{other.settings.method.name} has dropped tokens, so its cache cannot be forked")
-        assert other.watched is not None
-        key, value = padded(other)
-        self._begin(other.watched, key, list(other.left_pad), other.scale)
-        self._take_in(other.watched, key, value)
-
-    def _begin(self, query: Tensor, key: Tensor, left_pad: list[int], scale: float) -> None:
-        batch, heads, steps, dim = key.shape
-        lengths = {steps - pad for pad in left_pad}
-        if isinstance(self.settings.budget, float) and len(lengths) > 1:
-            raise CacheError(
-                f"budget is {self.settings.budget}, a fraction of the prompt, but the rows' prompts differ in length"
-            )
-        plan, method, device = self.settings.plan(max(lengths)), self.settings.method, key.device
-        self.left_pad, self.scale = left_pad, scale
-        self._start = [plan.regions.sink] * batch
-        pinned = device.type == "cuda"
-        self.store = HostStore(batch, heads, dim, key.dtype, extent=self.settings.extent, pinned=pinned)
-        self.slab = Slab(batch, heads, dim, plan.regions, plan.rows * max(1, method.keep), dtype=key.dtype, device=device)
-        if method.index is not None:
-            if self.leader is None:
-                sizes = (self.number, query.shape[1], heads, dim, key.dtype, device)
-                shape = LayerShape(
-                    *sizes, self.store, plan.regions, scale, self.settings.seed, plan.rows, self.slab, self.clock, self.rotary
-                )
-                self.group = Group(method, shape, batch, plan.rows, self.pipeline)
-            else:
-                self.group = self.leader.group
-            assert self.group is not None
-            self._transfer = (method.transfer or UvaGather)() if pinned else BulkCopy()
-        self.plan = plan
 
     def _dense(self, query: Tensor, key: Tensor, value: Tensor, before: int, how: Attention) -> Tensor:
         """Causal attention over all earlier tokens and the new ones, exact."""
@@ -252,11 +143,11 @@ class FrozenLayer:
         choice, visible, log_weight, partials = None, None, None, []
         if self.group is not None and self._transfer is not None:
             asked = query if self.foreseen is None else self.foreseen[:, :, t]
-            choice = self.group.choose(asked, seen) if self._chooses else self.group.choices[t].followed
-            self._wait_for_copies()
+            choice = self.group.choose(asked, seen) if self.chooses else self.group.choices[t].followed
+            self.wait_for_copies()
             slots, fetch = choice.host if choice.host and not self._transfer.graph_safe else (choice.slots, choice.fetch)
             self._transfer.fetch(self.store, self.slab, fetch, slots)
-            if self._chooses and isinstance(self.group.index, Rebuilds):
+            if self.chooses and isinstance(self.group.index, Rebuilds):
                 self.group.index.rebuild(self.slab, choice.fetch, choice.slots)
             visible, selection = choice.live, choice.selection
             if selection.partial is not None:
@@ -298,6 +189,19 @@ class FrozenLayer:
             self.held_sum += held
             self.held_max = max(self.held_max, held)
 
+    def before_step(self) -> None:
+        """As FrozenKV.before_step; where index and transfer are graph-safe, the device needs nothing more."""
+        super().before_step()
+        if self.group is not None and isinstance(self._transfer, UvaGather):
+            self._transfer.prepare(self.store, self.slab.data.device)
+
+    def count_step(self) -> None:
+        """Count a step of one token that the device took by itself."""
+        self.seen += 1
+        self._count(self.seen)
+        if self.group is not None and self.chooses:
+            self.group.meter.tick(self.lanes * self.slab.data.shape[1])
+
     def tick(self, seen: int, coming: int | None = None) -> None:
         """Set the clock to the step whose newest token is the `seen`-th of the batch, with the rings as they are at `coming`, which
         is the next step where a captured one will advance the clock itself."""
@@ -307,6 +211,15 @@ class FrozenLayer:
         starts = tuple(self.indexed(lane, at - pad) for lane, pad in enumerate(self.left_pad))
         self.clock.at(lengths, starts, self.slab.data.device)
 
+    def tensors(self) -> list[Tensor]:
+        """What a step reads and writes at fixed addresses."""
+        found = [self.slab.data, self.slab.tickets]
+        if self.group is not None:
+            found += self.group.tensors()
+        if isinstance(self._transfer, UvaGather) and self._transfer.table is not None:
+            found.append(self._transfer.table)
+        return found
+
     def _by_place(self, log_weight: Tensor, choice: Choice) -> Tensor:
         """log_weight [B, Hq, M] moved to the places of the slab, [B, Hq, N]; 0 elsewhere."""
         batch, q_heads, _ = log_weight.shape
@@ -315,248 +228,3 @@ class FrozenLayer:
         slot = slot.repeat_interleave(q_heads // heads, dim=1)
         spread = torch.zeros((batch, q_heads, places + 1), dtype=torch.float32, device=log_weight.device)
         return spread.scatter_(2, slot, log_weight)[:, :, :places]
-
-    # New tokens
-
-    def _take_in(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Tokens of a dense pass become part of the cache."""
-        assert self.plan is not None
-        self._fall_back()
-        regions, before, steps = self.plan.regions, self.seen, key.shape[2]
-        self.watched = watch(self.watched, query)
-        finite = torch.isfinite(key).all() & torch.isfinite(value).all()
-        self._finite = finite if self._finite is None else self._finite & finite
-        for lane in range(self.lanes):
-            pad = min(steps, max(0, self.left_pad[lane] - before))
-            past = max(0, before - self.left_pad[lane])
-            if pad == steps:
-                continue
-            k, v = key[lane, :, pad:], value[lane, :, pad:]
-            length, old = past + steps - pad, self.indexed(lane, past) if past else regions.sink
-            new = regions.first_indexed(length)
-            if not self.settings.method.evicts:
-                self._store_ring(lane, past)
-                self._copied = self.pipeline.offload(self.store, lane, k, v) or self._copied
-            if self.group is not None and self._chooses and new > old:
-                watched = query[lane, :, -min(WATCHED, steps - pad) :]
-                self._index(lane, old, new, k, v, past, watched)
-            sink = max(0, min(regions.sink, length) - past)
-            if sink:
-                self.slab.write(lane, past, torch.stack((k[:, :sink], v[:, :sink]), dim=2))
-            ring = max(new, past)
-            if ring < length:
-                self.slab.write(lane, ring, torch.stack((k[:, ring - past :], v[:, ring - past :]), dim=2))
-            self._start[lane] = new
-        self.seen += steps
-
-    def _index(self, lane: int, old: int, new: int, k: Tensor, v: Tensor, past: int, queries: Tensor) -> None:
-        """Give the index positions [old, new): some may stand in the ring, the rest are k, v [H, n, D] from position `past` on.
-
-        An index made of one piece is better than one that was appended to, so a lane that a dense pass makes much longer (a prompt
-        in chunks) is indexed anew, once, before the next step that asks."""
-        group = self.group
-        assert group is not None and self.plan is not None
-        index, sink = group.index, self.plan.regions.sink
-        if old > sink and (lane in self._stale or 4 * (new - old) > old - sink):
-            self._stale.add(lane)
-            return
-        if index.on_host:
-            keys = values = k.new_empty((k.shape[0], new - old, 0))
-        else:
-            keys, values = k, v
-            if old < past:
-                ring = self.slab.read(lane, old, past)
-                keys, values = torch.cat((ring[:, :, 0], k), dim=1), torch.cat((ring[:, :, 1], v), dim=1)
-            begin = min(old, past)
-            keys, values = keys[:, old - begin : new - begin], values[:, old - begin : new - begin]
-        if old == sink:
-            group.submit(self._copied, partial(index.build, lane, sink, keys, values, queries))
-        else:
-            group.submit(self._copied, partial(index.append, [lane], keys[None], values[None], queries[None]))
-
-    def _index_anew(self, lane: int) -> None:
-        assert self.plan is not None and self.group is not None and self.watched is not None
-        index, sink, end = self.group.index, self.plan.regions.sink, self.indexed(lane)
-        if index.on_host:
-            keys = values = self.watched.new_empty((self.slab.data.shape[1], end - sink, 0))
-        else:
-            rows = self.read(lane, sink, end).to(self.slab.data.device)
-            keys, values = rows[:, :, 0], rows[:, :, 1]
-        queries = self.watched[lane, :, -min(WATCHED, self.length(lane)) :]
-        self.group.submit(self._copied, partial(index.build, lane, sink, keys, values, queries))
-
-    def due(self) -> bool:
-        """Whether one more token asks for work on the host first: a full ring, or tables that must grow."""
-        grow = self.group is not None and self.group.residency.capacity <= self.seen
-        return grow or self._finite is not None or self._copied is not None or bool(self._stale) or bool(self._leaving())
-
-    def before_step(self) -> None:
-        """That work. Afterwards a step of one token is work of the device alone, where index and transfer are graph-safe."""
-        for lane in sorted(self._stale):
-            self._index_anew(lane)
-        self._stale.clear()
-        leaving = [lane for lane in self._leaving() if lane not in self._ahead]
-        self._ahead.clear()
-        if leaving:
-            self._leave(leaving)
-        self.settle()
-        if self.group is not None:
-            self.group.residency.grow(self.seen + 1)
-            if isinstance(self._transfer, UvaGather):
-                self._transfer.prepare(self.store, self.slab.data.device)
-
-    def count_step(self) -> None:
-        """Count a step of one token that the device took by itself."""
-        self.seen += 1
-        self._count(self.seen)
-        if self.group is not None and self._chooses:
-            self.group.meter.tick(self.lanes * self.slab.data.shape[1])
-
-    def tensors(self) -> list[Tensor]:
-        """What a step reads and writes at fixed addresses."""
-        found = [self.slab.data, self.slab.tickets]
-        if self.group is not None:
-            residency = self.group.residency
-            tables = (residency.row_slot, residency.slot_row, residency.used, residency.counts)
-            found += [*tables, *_tensors(self.group.index)]
-        if isinstance(self._transfer, UvaGather) and self._transfer.table is not None:
-            found.append(self._transfer.table)
-        return found
-
-    def _leaving(self) -> list[int]:
-        """Lanes whose ring is full."""
-        lengths = [self.length(lane) for lane in range(self.lanes)]
-        return [lane for lane, n in enumerate(lengths) if self.indexed(lane, n + 1) > self.indexed(lane, n)]
-
-    def _advance(self) -> None:
-        """Make room for one new token a lane and count it; the step's attention writes it."""
-        if self.due():
-            self.before_step()
-        self.seen += 1
-
-    def _go_ahead(self) -> None:
-        """Where a ring has become full, offload and index what the next token will push out of it, while the layers that follow
-        and the start of the next step run: an index on the host takes as long as a layer's whole step."""
-        leaving = [lane for lane in self._leaving() if lane not in self._stale]
-        if leaving:
-            self._leave(leaving)
-            self._ahead.update(leaving)
-
-    def _fall_back(self) -> None:
-        """Undo that where something else than the next token comes."""
-        for lane in sorted(self._ahead):
-            if self.group is not None and self._chooses:
-                start = self.indexed(lane)
-                self.group.truncate(lane, start if start > self.group.shape.regions.sink else 0)
-        self._ahead.clear()
-
-    def _leave(self, lanes: list[int]) -> None:
-        """The oldest tokens of full rings leave for the retrieval region."""
-        assert self.plan is not None
-        if self.settings.method.evicts:
-            return
-        spans = [(self.indexed(lane), self.indexed(lane) + self.plan.regions.buffer) for lane in lanes]
-        for lane, (_, stop) in zip(lanes, spans, strict=True):
-            self._store_ring(lane, stop)
-        group = self.group
-        if group is None or not self._chooses:
-            return
-        index, sink, buffer = group.index, self.plan.regions.sink, self.plan.regions.buffer
-        if index.on_host:
-            data = self.slab.data.new_empty((len(lanes), self.slab.data.shape[1], buffer, 2, 0))
-        else:
-            data = torch.stack([self.slab.read(lane, *span) for lane, span in zip(lanes, spans, strict=True)])
-        known = [i for i, (start, _) in enumerate(spans) if start > sink]
-        for i in set(range(len(lanes))).difference(known):  # the first tokens of a lane that had none to index
-            assert self.watched is not None
-            keys, values = data[i, :, :, 0], data[i, :, :, 1]
-            group.submit(self._copied, partial(index.build, lanes[i], sink, keys, values, self.watched[lanes[i]]))
-        if known:
-            keys, values = data[known, :, :, 0], data[known, :, :, 1]
-            group.submit(self._copied, partial(index.append, [lanes[i] for i in known], keys, values, None))
-
-    def _store_ring(self, lane: int, length: int) -> None:
-        """Offload what of the first `length` tokens stands in sink or ring only."""
-        stored = self.store.length(lane)
-        if stored < length:
-            rows = self.slab.read(lane, stored, length)
-            self._copied = self.pipeline.offload(self.store, lane, rows[:, :, 0], rows[:, :, 1]) or self._copied
-
-    def _wait_for_copies(self) -> None:
-        if self._copied is not None:
-            self._copied.synchronize()
-            self._copied = None
-
-    # Changes from outside
-
-    def crop(self, drop: int) -> None:
-        """Forget the last `drop` tokens of every lane; the window is refilled from the store."""
-        if self.plan is None or drop <= 0:
-            return
-        self._fall_back()
-        sink = self.plan.regions.sink
-        olds, lengths = ([of(lane) for lane in range(self.lanes)] for of in (self.indexed, self.length))
-        lengths = [max(0, length - drop) for length in lengths]
-        if self.settings.method.evicts:
-            if any(length < old > sink for length, old in zip(lengths, olds, strict=True)):
-                raise CacheError(f"{self.settings.method.name} has dropped the tokens that crop({-drop}) would bring back")
-            self._start = olds
-        else:
-            for lane, (old, length) in enumerate(zip(olds, lengths, strict=True)):
-                self._crop_lane(lane, old, length)
-        self.seen = max(0, self.seen - drop)
-        self.left_pad = [min(pad, self.seen) for pad in self.left_pad]
-        if self.seen == 0:
-            self.reset()
-
-    def _crop_lane(self, lane: int, old: int, length: int) -> None:
-        """Keep `length` tokens of a lane whose ring begins at `old`; afterwards it begins where it would without the others."""
-        assert self.plan is not None
-        regions = self.plan.regions
-        self._start[lane] = min(self._start[lane], regions.first_indexed(length))
-        new = regions.indexed(self._start[lane], length)
-        self._wait_for_copies()
-        if self.group is not None:
-            self.group.settle()
-            if new < old and self._chooses:
-                self.group.truncate(lane, new if new > regions.sink else 0)
-        if new < min(old, length):
-            self.slab.write(lane, new, self.store.read(lane, new, min(old, length)))
-        if self.store.length(lane) > length:
-            self.store.truncate(lane, length)
-
-    def reorder(self, lanes: list[int]) -> None:
-        """Lane i becomes what lane lanes[i] was; lanes may repeat and may be fewer or more."""
-        if self.plan is None:
-            return
-        self._wait_for_copies()
-        if self.group is not None:
-            self.group.settle()
-            if self._chooses:
-                self.group.reorder(lanes)
-        self.store.reorder(lanes)
-        self.slab.reorder(torch.tensor(lanes, device=self.slab.data.device))
-        self.left_pad = [self.left_pad[lane] for lane in lanes]
-        self._start = [self._start[lane] for lane in lanes]
-        self._stale, self._ahead = ({i for i, lane in enumerate(lanes) if lane in of} for of in (self._stale, self._ahead))
-        self.watched = None if self.watched is None else self.watched[lanes]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> FrozenLayer:
-        self._wait_for_copies()
-        twin = object.__new__(type(self))
-        memo[id(self)] = twin
-        twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
-        return twin
-
-
-def _tensors(owner: object) -> list[Tensor]:
-    """The tensors that an index holds, its parts' included."""
-    found = []
-    for value in vars(owner).values() if hasattr(owner, "__dict__") else ():
-        parts = value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else (value,)
-        for part in parts:
-            if isinstance(part, Tensor):
-                found.append(part)
-            elif type(part).__module__.startswith("kvthaw.index"):
-                found += _tensors(part)
-    return found
