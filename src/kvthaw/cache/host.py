@@ -7,6 +7,7 @@ copied only when a lane writes into one that it shares.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -34,6 +35,18 @@ def _available() -> int | None:
     except OSError:
         pass
     return None
+
+
+def host_tensor(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> Tensor:
+    """An uninitialised tensor in host memory, page-locked if pinned. Raises HostMemoryError where the system gives none."""
+    try:
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=pinned)
+    except RuntimeError as error:
+        size, kind = math.prod(shape) * dtype.itemsize, "pinned " if pinned else ""
+        raise HostMemoryError(
+            f"{size:,} more bytes of {kind}host memory cannot be had ({str(error).splitlines()[0]}); shorten the prompt, use fewer "
+            f"rows{', or raise the limits on locked memory (ulimit -l, the container)' if pinned else ''}"
+        ) from error
 
 
 class Extent:
@@ -119,7 +132,7 @@ class HostStore:
         extents = self._extents[lane]
         while len(extents) * self.extent < length:
             shape = (self.kv_heads, self.extent, 2, self.head_dim)
-            extents.append(Extent(torch.empty(shape, dtype=self.dtype, pin_memory=self.pinned)))
+            extents.append(Extent(host_tensor(shape, self.dtype, pinned=self.pinned)))
             self.version += 1
 
     def read(self, lane: int, start: int, stop: int) -> Tensor:
@@ -173,7 +186,7 @@ class HostStore:
         extent = self._extents[lane][number]
         if extent.owners > 1:
             extent.owners -= 1
-            copy = torch.empty_like(extent.data, pin_memory=self.pinned).copy_(extent.data)
+            copy = host_tensor(extent.data.shape, self.dtype, pinned=self.pinned).copy_(extent.data)
             extent = self._extents[lane][number] = Extent(copy)
             self.version += 1
         return extent.data

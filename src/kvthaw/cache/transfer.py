@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvthaw.cache.host import HostStore
+from kvthaw.cache.host import HostStore, host_tensor
 from kvthaw.cache.pool import Slab
 from kvthaw.kernels.uva_gather import uva_gather
 from kvthaw.native import gather_rows
@@ -42,7 +42,7 @@ class BulkCopy:
     def _buffer(self, host: HostStore, rows: int) -> Tensor:
         if self._staging is None or self._staging.shape[0] < rows or self._staging.dtype != host.dtype:
             shape = (rows, 2, host.head_dim)
-            self._staging = torch.empty(shape, dtype=host.dtype, pin_memory=host.pinned)
+            self._staging = host_tensor(shape, host.dtype, pinned=host.pinned)
         return self._staging
 
     def __deepcopy__(self, memo: dict[int, object]) -> BulkCopy:
