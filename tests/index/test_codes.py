@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +13,11 @@ from torch import Tensor
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.regions import Regions
 from kvthaw.errors import ConfigError
+from kvthaw.index import codes
 from kvthaw.index.codes import CodesIndex
 from kvthaw.index.ratios import Ratios
+from kvthaw.kernels import HAS_TRITON, bucket_topk, collide, encode, rerank, tiers
+from kvthaw.kernels.srht import srht
 from kvthaw.types import LayerShape, Selection
 
 SINK = 4
@@ -27,10 +31,11 @@ def make(
     dim: int = 64,
     dtype: torch.dtype = torch.float32,
     device: Any = "cpu",
+    rows: int = 0,
     **options: Any,
 ) -> CodesIndex:
-    store = HostStore(lanes, heads, dim, dtype)
-    shape = LayerShape(0, heads * group, heads, dim, dtype, torch.device(device), store, Regions(SINK, 8, 8), dim**-0.5, seed=5)
+    store, regions = HostStore(lanes, heads, dim, dtype), Regions(SINK, 8, 8)
+    shape = LayerShape(0, heads * group, heads, dim, dtype, torch.device(device), store, regions, dim**-0.5, seed=5, rows=rows)
     return CodesIndex(shape, **options)
 
 
@@ -201,6 +206,50 @@ def test_estimates_have_slope_one(dim: int) -> None:
     assert correlation > 0.99
 
 
+def test_candidates_are_what_is_chosen_from() -> None:
+    """The votes' best by a plain count in float64, the lowest positions first; the rows chosen are the best of them."""
+    index = make(lanes=3, group=1, ratios=Ratios(rho=0.4, beta=0.25))
+    keys = torch.randn(3, 2, 400, 64)
+    for lane, n in enumerate((400, 7, 0)):
+        fill(index, lane, keys[lane, :, :n])
+    query = torch.randn(3, 2, 64)
+    found, again = index.candidates(query, 10), index.select(query, 10)
+    assert (found.dtype, found.shape[:2]) == (torch.int32, (3, 2))
+    assert ((found >= 0).sum(dim=2) == torch.tensor([100, 7, 0])[:, None]).all()
+    for lane, head in itertools.product(range(3), range(2)):
+        listed = found[lane, head, found[lane, head] >= 0].tolist()
+        assert listed == sorted(set(listed))
+        assert set(again.rows[lane, head, : again.counts[lane, head]].tolist()) <= set(listed)
+    y, q = (srht(x[0].double(), index._rotation).reshape(2, -1, 8, 8) for x in (keys, query[:, :, None]))
+    nearness = (q * torch.where(y >= 0, 1.0, -1.0)).sum(dim=3)  # [H, n, subspaces]
+    before = (nearness[:, :, None] < nearness[:, None]).sum(dim=2)  # keys nearer than each
+    ends = torch.tensor([8, 24, 48, 80, 120, 160])  # of 160 keys that collide
+    votes = (before[..., None] < ends).sum(dim=(2, 3))
+    best = torch.sort(votes, dim=1, descending=True, stable=True).indices[:, :100].sort(dim=1).values
+    assert torch.equal(found[0, :, :100], best.int() + SINK)
+    estimates = index.estimate(query)[0].gather(1, best)
+    chosen = best.gather(1, estimates.topk(10).indices).sort(dim=1).values + SINK
+    assert torch.equal(again.rows[0], chosen.int())
+
+
+def test_looking_at_candidates_changes_nothing() -> None:
+    index = make(ratios=Ratios(rho=0.4, beta=0.25))
+    fill(index, 0, torch.randn(2, 400, 64))
+    query = torch.randn(1, 4, 64)
+    before, rows = index.state_dict(), index.select(query, 10).rows
+    index.candidates(query, 10)
+    assert torch.equal(index.select(query, 10).rows, rows)
+    assert all(torch.equal(a, b) for name, a in before["data"].items() if name != "wanted" for b in [index._data[name]])
+
+
+def test_a_lane_attended_to_whole_has_no_candidates() -> None:
+    index = make(lanes=2, dense_below=64)
+    fill(index, 0, torch.randn(2, 100, 64))
+    fill(index, 1, torch.randn(2, 50, 64))
+    found = index.candidates(torch.randn(2, 4, 64), 10)
+    assert ((found >= 0).sum(dim=2) == torch.tensor([50, 0])[:, None]).all()
+
+
 def test_short_regions_are_attended_to_whole_where_asked() -> None:
     index = make(lanes=2, dense_below=64)
     keys, values = torch.randn(2, 2, 100, 64), torch.randn(2, 2, 100, 64)
@@ -231,6 +280,11 @@ def bad(**options: Any) -> Callable[[], Any]:
         (bad(centroids="random"), "centroids is 'random'"),
         (bad(dense_below=-1), "dense_below is -1"),
         (lambda: make(ratios=Ratios(candidates=50)).select(torch.randn(1, 4, 64), 51), "candidates is 50"),
+        (lambda: make(ratios=Ratios(candidates=50)).candidates(torch.randn(1, 4, 64), 51), "candidates is 50"),
+        (bad(rows=51, ratios=Ratios(candidates=50)), "candidates is 50; it must be at least the 51 rows"),
+        (lambda: Ratios(rho=0.1, beta=0.2), "rho is 0.1 and beta is 0.2; rho must be at least beta"),
+        (lambda: Ratios(beta=0.4), "rho is 0.3 and beta is 0.4; rho must be at least beta; give both"),
+        (lambda: Ratios(rho=0.0), "rho is 0.0; it must lie between 0 and 1"),
     ],
 )
 def test_bad_input_is_named(call: Callable[[], Any], words: str) -> None:
@@ -270,3 +324,37 @@ def test_the_device_selects_what_the_cpu_selects() -> None:
         chosen.append(sets(index.select(query.to(device), 100)))
     for a, b in zip(*chosen, strict=True):
         assert len(a & b) >= 98
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
+@pytest.mark.parametrize(
+    ("dim", "group", "policy", "lengths"),
+    [(64, 2, "mean", (256, 63)), (96, 1, "mean_query", (256,)), (192, 1, "max", (256,))],
+)
+def test_kernels_in_a_row_select_what_the_definitions_select(
+    dim: int, group: int, policy: str, lengths: tuple[int, ...], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys taken in by two pieces, through every kernel; the same rows but for what bf16 rounds."""
+    lanes, k = len(lengths), 40
+    keys, query = torch.randn(lanes, 1, 256, dim), torch.randn(lanes, group, dim)
+    for module in (codes, collide, bucket_topk):
+        monkeypatch.setattr(module, "CHUNK", 128)
+
+    def found(where: torch.device) -> Selection:
+        index = make(lanes=lanes, heads=1, group=group, dim=dim, device=where, policy=policy)
+        for lane, n in enumerate(lengths):
+            fill(index, lane, keys[lane, :, : n - 30].to(where))
+            last = keys[lane : lane + 1, :, n - 30 : n].to(where)
+            index.append([lane], last, last, None)
+        chosen = index.select(query.to(where), k)
+        return Selection(chosen.rows.cpu(), chosen.counts.cpu())
+
+    plain = found(torch.device("cpu"))
+    for name, module in (("tiers", tiers), ("collide", collide), ("rerank", rerank), ("encode", encode)):
+        monkeypatch.setattr(codes, name, module.launch)
+    monkeypatch.setattr(codes, "count", encode.launch_count)
+    monkeypatch.setattr(codes, "bucket_topk", lambda *given: bucket_topk.launch(*given[:4]))
+    by_kernels = found(device)
+    assert torch.equal(by_kernels.counts, plain.counts)
+    for a, b in zip(sets(by_kernels), sets(plain), strict=True):
+        assert len(a & b) >= k - 2

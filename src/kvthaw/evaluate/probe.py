@@ -260,10 +260,7 @@ def _candidates(layer: FrozenLayer, lane: int, query: Tensor) -> Tensor | None:
     index = layer.group.index
     if not isinstance(index, CodesIndex):
         return None
-    count = index.ratios.wanted(layer.indexed(lane) - layer.plan.regions.sink, layer.plan.rows)
-    return index.select(query.expand(lane + 1, -1, -1).contiguous(), count).rows[
-        lane
-    ]  # as many rows as candidates: all of them
+    return index.candidates(query.expand(lane + 1, -1, -1).contiguous(), layer.plan.rows)[lane]
 
 
 def _share(part: float | None, whole: float | None) -> float | None:

@@ -67,6 +67,7 @@ class CodesIndex:
             raise ConfigError(f"dense_below is {dense_below}; it must be at least 0")
         self.shape, self.policy, self.ratios = shape, policy, ratios or Ratios()
         self.normalise, self.dense_below = normalise, dense_below
+        self._enough(shape.rows)
         self._rotation = make_rotation(shape.head_dim, shape.seed, rotate=rotate, device=shape.device)
         self._quantizer = make_quantizer(shape.device)
         self._subs = self._rotation.padded // SUB
@@ -140,16 +141,35 @@ class CodesIndex:
     # Queries
 
     def select(self, query: Tensor, budget: int) -> Selection:
-        """See Index."""
+        """See Index. Raises ConfigError where a fixed number of candidates is less than budget."""
+        rotated, now, candidates, wanted = self._collect(query, budget)
+        run = run_length(candidates.shape[2], budget) or TILE
+        found = rerank(rotated, now, candidates, wanted, self._quantizer, self.shape.scale, run)
+        rows, counts = topk(found, candidates, wanted, budget, self._first, self.shape.scale, self._merge)
+        return Selection(rows, counts, partial=self._dense(query))
+
+    def candidates(self, query: Tensor, budget: int) -> Tensor:
+        """The rows among which select(query, budget) chooses: what the collisions leave for the codes to rank, and so the ceiling
+        of what can be selected. [B, H, width] int32, token positions in ascending order, -1 padded; query: [B, Hq, D].
+
+        ceil(beta n) rows of a region of n tokens, or the fixed number, at least budget, all of them where there are fewer; none
+        of a lane that is attended to whole (dense_below). Raises ConfigError as select. For measurements: it changes nothing, but
+        leaves the number wanted on the device as a select of the same budget does."""
+        _, _, places, wanted = self._collect(query, budget)
+        known = torch.arange(places.shape[2], device=places.device) < wanted[:, None]
+        return torch.where(known[:, None], places + self._first, -1)
+
+    def _collect(self, query: Tensor, budget: int) -> tuple[Tensor, Summaries, Tensor, Tensor]:
+        """The first stage. Rotated queries [B, H, P, 8, subspaces], the summaries that they are compared with, candidates [B, H,
+        width] as positions in them, and how many of each lane's are wanted [B]."""
         batch, mean = query.shape[0], self.policy == "mean_query"
-        if self.ratios.candidates is not None and budget > self.ratios.candidates:
-            raise ConfigError(f"candidates is {self.ratios.candidates}; it must be at least the {budget} rows to select")
+        self._enough(budget)
         if batch > len(self._counts):
             self._reserve(batch, 0)
         if budget != self._k:
             self._k = budget
             self._update()
-        data, now, scale = self._data, self._summaries, self.shape.scale
+        data, now = self._data, self._summaries
         lengths, wanted = data["lengths"][:batch], data["wanted"][:batch]
         if query.device.type == "cpu":  # no fixed shapes needed: leave out what no lane has
             most = max(1, *self._counts[:batch])
@@ -165,10 +185,11 @@ class CodesIndex:
             table = pack(definition(similarity, sizes, limits), self._combine)
             totals.zero_()
         scores = collide(table, now.ids, lengths, totals, self._combine)
-        candidates = bucket_topk(scores, lengths, wanted, width, self._bins)
-        found = rerank(rotated, now, candidates, wanted, self._quantizer, scale, run_length(width, budget) or TILE)
-        rows, counts = topk(found, candidates, wanted, budget, self._first, scale, self._merge)
-        return Selection(rows, counts, partial=self._dense(query))
+        return rotated, now, bucket_topk(scores, lengths, wanted, width, self._bins), wanted
+
+    def _enough(self, budget: int) -> None:
+        if self.ratios.candidates is not None and budget > self.ratios.candidates:
+            raise ConfigError(f"candidates is {self.ratios.candidates}; it must be at least the {budget} rows to select")
 
     def estimate(self, query: Tensor) -> Tensor:
         """Estimates of q.k for every indexed key, [B, Hq, longest] float32; -inf beyond a lane's length. For measurements."""
