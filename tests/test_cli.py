@@ -43,7 +43,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 # Help
 
 
-COMMANDS = ["generate", "methods", "eval", "eval task", "eval recall", "eval drift", "demo", "bench decode", "bench kernels"]
+COMMANDS = [
+    "generate",
+    "methods",
+    "eval",
+    "eval task",
+    "eval recall",
+    "eval drift",
+    "eval shares",
+    "demo",
+    "bench decode",
+    "bench kernels",
+]
 
 
 @pytest.mark.parametrize("command", [name.split() for name in COMMANDS], ids=COMMANDS)
@@ -273,6 +284,34 @@ def test_drift_shows_first_and_last_quarter(model: str, tmp_path: Path) -> None:
     own = Said("eval", "drift", "--model", model, "--length", "99", "--new-tokens", "8", "--probe", "2", "--method", "quest",
                "--follow", "own", "--json").records[0]  # fmt: skip
     assert (own["follow"], own["temperature"], own["retrieved"]) == ("own", 1.0, 100)
+
+
+# eval shares
+
+
+def test_shares_prints_a_table_of_lengths_and_rows(model: str, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    arguments = [
+        "eval",
+        "shares",
+        "--model",
+        model,
+        "--length",
+        "300,400",
+        "--rows",
+        "32,64",
+        "--prompt",
+        "text",
+        "--page",
+        "8",
+    ]
+    said = Said(*arguments, "--json", "--out", str(out))
+    assert [(r["length"], r["rows"]) for r in said.records] == [(300, 32), (300, 64), (400, 32), (400, 64)]
+    assert all(0 <= r["share"] <= 1 for r in said.records)
+    assert len(out.read_text().splitlines()) == 4
+    table = Said(*arguments, "--out", str(out)).out
+    assert "300 tokens" in table
+    assert f"{said.records[0]['share']:.3f}" in table
 
 
 # demo

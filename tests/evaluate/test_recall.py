@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import bytemodel
 from kvthaw.errors import ConfigError
@@ -83,6 +84,21 @@ def test_special_tokens_open_a_prompt_once() -> None:
 
 
 # Watching
+
+
+def test_what_full_attention_writes_is_sent_to_all(loaded: tuple[Any, Any]) -> None:
+    sent: list[int] = []
+    loaded[0].register_forward_pre_hook(
+        lambda module, args, kwargs: sent.extend(kwargs["input_ids"][0].tolist() if kwargs["input_ids"].shape[1] == 1 else []),
+        with_kwargs=True,
+    )
+    study = Study(200, 6, ("text",), follow="full", temperature=0.0)
+    watcher(loaded).run(study, [QUEST, PARIS])
+    written, quest, paris = sent[:6], sent[6:12], sent[12:]
+    assert written == quest == paris
+    prompt = torch.tensor([text_passage(loaded[1], length=200, steps=1, seed=0).prompt])
+    found = loaded[0].generate(prompt, max_new_tokens=6, min_new_tokens=6, do_sample=False)
+    assert found[0, 200:].tolist() == written
 
 
 def test_one_prefill_serves_all_methods_and_the_text_is_followed(loaded: tuple[Any, Any]) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvthaw.cache.layer import Attention
 
 
-WATCHED = 64
+WATCHED = 128
 """The prompt's last queries, which some indices look at."""
 
 

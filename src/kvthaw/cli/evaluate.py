@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from kvthaw.cli import recall
+from kvthaw.cli import recall, shares
 from kvthaw.cli.common import (
     DeviceOption,
     DtypeOption,
@@ -35,7 +35,8 @@ EXAMPLES = (
     "  kvthaw eval passkey --method icecache,oracle,streaming --budget 64,256 --length 4096,16384 --plot passkey.png\n\n"
     "  kvthaw eval niah_multikey --method icecache --dense-layers 0,2 --question sparse --json --out niah.jsonl\n\n"
     "  kvthaw eval recall --method pariskv,clusterkv --retrieved 100 --length 8192\n\n"
-    "  kvthaw eval drift --method pariskv,pariskv:centroids=learned --new-tokens 4096"
+    "  kvthaw eval drift --method pariskv,pariskv:centroids=learned --new-tokens 4096\n\n"
+    "  kvthaw eval shares --length 4096,16384 --rows 512,1024"
 )
 
 
@@ -54,7 +55,8 @@ app = typer.Typer(cls=Tasks, no_args_is_help=True, rich_markup_mode="rich", epil
 
 @app.callback()
 def _eval() -> None:
-    """Measure methods: kvthaw eval TASK runs a task, recall and drift compare selections with exact attention."""
+    """Measure methods: kvthaw eval TASK runs a task, recall and drift compare selections with exact attention,
+    shares prints PRKV's automatic static share."""
 
 
 @app.command("task", epilog=EXAMPLES)
@@ -141,6 +143,7 @@ def evaluate(
 
 app.command("recall", epilog=recall.RECALL_EXAMPLES)(recall.recall)
 app.command("drift", epilog=recall.DRIFT_EXAMPLES)(recall.drift)
+app.command("shares", epilog=shares.EXAMPLES)(shares.shares)
 
 
 def _depths(text: str) -> tuple[float, ...]:

@@ -38,6 +38,7 @@ RECALL_EXAMPLES = (
 DRIFT_EXAMPLES = (
     "Examples:\n\n  kvthaw eval drift --method pariskv,pariskv:centroids=learned --new-tokens 4096 --plot drift.png\n\n"
     "  kvthaw eval drift --method pariskv,prkv --budget 512 --length 16384 --new-tokens 8192 --out drift.jsonl --json\n\n"
+    "  kvthaw eval drift --method prkv:share=0.0,prkv,prkv:share=1.0,oracle --follow full --retrieved 1024 --plot shares.png\n\n"
     "  kvthaw eval drift --method pariskv --follow own --temperature 0.8 --model meta-llama/Llama-3.1-8B"
 )
 
@@ -125,9 +126,9 @@ def recall(
     from kvthaw.evaluate.report import recall_tables
 
     check(plot)
-    words, kinds = _words(text), tuple(listed(prompt, str, "--prompt"))
+    given, kinds = words(text), tuple(listed(prompt, str, "--prompt"))
     lengths = listed(length, int, "--length")
-    studies = [Study(n, steps, kinds, samples, seed, probe, text=words) for n in lengths]  # type: ignore[arg-type]
+    studies = [Study(n, steps, kinds, samples, seed, probe, text=given) for n in lengths]  # type: ignore[arg-type]
     variants = _variants(method, budget, retrieved, dense_layers, "256", None)
     summaries = _watch(studies, variants, model, device, dtype, out)
     if plot is not None:
@@ -149,11 +150,12 @@ def drift(
     follow: Annotated[
         str,
         typer.Option(
-            help="[bold]text[/]: the text goes on, the same tokens for every method; [bold]own[/]: each method's model writes its "
-            "own, stop tokens ignored; a small model may soon repeat itself."
+            help="[bold]text[/]: the text goes on, the same tokens for every method; [bold]full[/]: what full attention writes, "
+            "the same for every method; [bold]own[/]: each method's model writes its own. Stop tokens are ignored; a small model "
+            "may soon repeat itself."
         ),
     ] = "text",
-    temperature: Annotated[float, typer.Option(min=0.0, help="For --follow own; 0 takes the likeliest token.")] = 1.0,
+    temperature: Annotated[float, typer.Option(min=0.0, help="For --follow full and own; 0 takes the likeliest token.")] = 1.0,
     text: TextOption = None,
     samples: Annotated[int, typer.Option(min=1, help="Texts, from different places.")] = 1,
     probe: Annotated[int, typer.Option(min=1, help="Compare every n-th step with exact attention.")] = 16,
@@ -176,7 +178,7 @@ def drift(
     from kvthaw.evaluate.report import drift_table
 
     check(plot)
-    given = {"seed": seed, "probe": probe, "follow": follow, "temperature": temperature, "text": _words(text)}
+    given = {"seed": seed, "probe": probe, "follow": follow, "temperature": temperature, "text": words(text)}
     study = Study(length, new_tokens, ("text",), samples, **given)  # type: ignore[arg-type]
     if -(-new_tokens // probe) < 4:
         raise typer.BadParameter(f"every {probe}th of {new_tokens} steps leaves fewer than 4 to compare", param_hint="--probe")
@@ -190,7 +192,8 @@ def drift(
         print_wide(drift_table(summaries))
 
 
-def _words(text: Path | None) -> str | None:
+def words(text: Path | None) -> str | None:
+    """The text of --text, if it is given."""
     return None if text is None else prompt_text(None, text)
 
 

@@ -72,7 +72,7 @@ def recall_lines(summaries: Sequence[Summary], path: Path) -> None:
             continue
         layers = group[0].layers
         curves[f"{name(group[0].variant)}, {length:,}"] = [float(layer) for layer in layers], list(layers.values())
-    _two_panels(curves, "rows selected" if several else "layer", path, title="selections beside exact attention")
+    _panels(curves, "rows selected" if several else "layer", path, title="selections beside exact attention")
 
 
 def drift_lines(summaries: Sequence[Summary], path: Path) -> None:
@@ -82,17 +82,16 @@ def drift_lines(summaries: Sequence[Summary], path: Path) -> None:
         width = one.study.steps / len(one.bins)
         curves[name(one.variant)] = [(i + 0.5) * width for i in range(len(one.bins))], list(one.bins)
     study = summaries[0].study
-    _two_panels(curves, "tokens after the prompt", path, title=f"drift after a prompt of {study.length:,} tokens")
+    _panels(curves, "tokens after the prompt", path, title=f"drift after a prompt of {study.length:,} tokens")
 
 
-def _two_panels(
-    curves: Mapping[str, tuple[Sequence[float], Sequence[Quality]]], across: str, path: Path, *, title: str
-) -> None:
-    figure = _figure()(figsize=(11, 4.4), layout="constrained")
-    panels = figure.subplots(1, 2)
+def _panels(curves: Mapping[str, tuple[Sequence[float], Sequence[Quality]]], across: str, path: Path, *, title: str) -> None:
+    figure = _figure()(figsize=(15, 4.4), layout="constrained")
+    panels = figure.subplots(1, 3)
     measures = (
         ("recall_at_rows", "ceiling", "recall of the exact rows"),
         ("mass_of_exact", "ceiling_of_exact", "mass, of exact"),
+        ("attention_mass", "ceiling_mass", "attention mass (full attention: 1)"),
     )
     for axis, (field, ceiling, label) in zip(panels, measures, strict=True):
         for number, (legend, (places, parts)) in enumerate(curves.items()):
@@ -103,7 +102,7 @@ def _two_panels(
                 axis.plot(places, _gaps(best), linestyle=":", color=f"C{number % 10}")
         axis.set_xlabel(across)
         axis.set_ylabel(label)
-    panels[1].legend(fontsize=7)
+    panels[2].legend(fontsize=7)
     figure.suptitle(title, fontsize=10)
     _save(figure, path)
 

@@ -6,7 +6,7 @@ import gc
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from kvthaw.engine.hf import Cache
@@ -19,9 +19,10 @@ from kvthaw.evaluate.runner import Progress, Variant, complete, identity, now, v
 from kvthaw.methods import resolve
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel
 
-Follow = Literal["text", "own"]
+Follow = Literal["text", "full", "own"]
 MOST_BINS = 32
 
 
@@ -30,8 +31,9 @@ class Study:
     """What is watched, under every variant.
 
     length: tokens of the prompt. steps: tokens sent after it. kinds: "text", "needle"; samples: passages of each. follow: "text"
-    sends the passage's own continuation, "own" what each variant draws by itself at `temperature` (0: the likeliest), stop
-    tokens included; for text alone. probe: every n-th step is compared with exact attention. text: None is the book that ships.
+    sends the passage's own continuation, "full" what the model draws with full attention at `temperature` (0: the likeliest), the
+    same to all, "own" what each variant draws by itself; stop tokens included, for text alone. probe: every n-th step is compared
+    with exact attention. text: None is the book that ships.
     """
 
     length: int
@@ -53,8 +55,8 @@ class Study:
                 raise ConfigError(f"prompt is {kind!r}; it must be one of {', '.join(PASSAGES)}")
         if self.follow not in get_args(Follow):
             raise ConfigError(f"follow is {self.follow!r}; it must be one of {', '.join(get_args(Follow))}")
-        if self.follow == "own" and self.kinds != ("text",):
-            raise ConfigError(f"follow is 'own', for prompts of text alone; they are {', '.join(self.kinds)}")
+        if self.follow != "text" and self.kinds != ("text",):
+            raise ConfigError(f"follow is {self.follow!r}, for prompts of text alone; they are {', '.join(self.kinds)}")
         if self.probe > self.steps:
             raise ConfigError(f"probe is {self.probe}; it must be at most the {self.steps} steps")
 
@@ -254,16 +256,15 @@ class Watcher:
         return summaries
 
     def _setting(self, study: Study, variant: Variant, kind: str, seed: int) -> Setting:
-        hashed = None if study.text is None else hashlib.blake2b(study.text.encode(), digest_size=8).hexdigest()
         return Setting(
             kind=kind,
-            text=hashed or "book",
+            text=text_name(study.text),
             length=study.length,
             steps=study.steps,
             seed=seed,
             probe=study.probe,
             follow=study.follow,
-            temperature=study.temperature if study.follow == "own" else None,
+            temperature=None if study.follow == "text" else study.temperature,
             method=variant.method,
             budget=variant.budget,
             retrieved=variant.retrieved,
@@ -280,6 +281,11 @@ class Watcher:
         start = now(self.model.device)
         logits = prefill(self.model, base, passage.prompt, progress=lambda done, total: show(done, total, "prefill"))
         prefill_s = now(self.model.device) - start
+        if study.follow == "full":
+            seed = next(iter(settings.values())).seed
+            passage = replace(
+                passage, rest=self._written(base, logits, len(passage.rest), sampler(study.temperature, seed), show)
+            )
         for variant, setting in settings.items():
             doing = f"{variant.method} {variant.budget or variant.retrieved}"
             show(0, len(passage.rest), doing)
@@ -297,6 +303,20 @@ class Watcher:
             yield _line(setting, study, passage, cache, probe, prefill_s, seconds)
             del cache, probe
             gc.collect()  # a cache refers to itself; its host rows go before the next one's come
+
+    def _written(self, base: Cache, logits: Tensor, steps: int, pick: Pick, show: Callable[[int, int, str], None]) -> list[int]:
+        """What the model writes with full attention after the cache's tokens; the cache stays as it is."""
+        cache, written = base.fork("full"), []
+        for step in range(steps):
+            written.append(pick(logits))
+            logits = forward(self.model, cache, written[-1:])
+            show(step + 1, steps, "full attention writes")
+        return written
+
+
+def text_name(text: str | None) -> str:
+    """What settings call a text: its hash, or "book" for what ships."""
+    return "book" if text is None else hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def _limits(variant: Variant) -> dict[str, Any]:

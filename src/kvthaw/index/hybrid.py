@@ -19,7 +19,7 @@ from kvthaw.kernels.unit_scores import Watch
 from kvthaw.kernels.unit_select import Policy
 from kvthaw.types import LayerShape, Selection
 
-_WATCHED = 64  # queries of the observation window, at most
+_WATCHED = 128  # queries of the observation window, at most
 
 
 @dataclass(slots=True)

@@ -291,11 +291,14 @@ class FreshSnapIndex(SnapIndex):
         self.cursor, self.since = state["cursor"].to(self.shape.device, copy=True), list(state["since"])
 
 
+_PROMPT = 64  # queries of a prompt that count for H2O
+
+
 class HeavyIndex(KeptIndex):
     """H2O: of all tokens half are the most recent ones, half those that were attended to most, over all steps so far.
 
     Each step's softmax over sink, ring and kept tokens adds to their scores as soon as its own key is in the ring: with the next
-    step, or before tokens leave. A prompt's scores begin with the attention of its last queries, as many as the index is given.
+    step, or before tokens leave. A prompt's scores begin with the attention of its last 64 queries.
     Sink and ring count as recent; what half the budget leaves beside them goes to the latest of the kept tokens.
     """
 
@@ -311,7 +314,7 @@ class HeavyIndex(KeptIndex):
 
     def watch(self, lane: int, queries: Tensor, keys: Tensor, tokens: int) -> Tensor:
         """See KeptIndex."""
-        mass = observed(queries, keys, scale=self.shape.scale, agree=self.agree)
+        mass = observed(queries[:, :, -_PROMPT:], keys, scale=self.shape.scale, agree=self.agree)
         positions = torch.arange(self.first + tokens, self.first + keys.shape[1], device=keys.device)
         self.tables["near"][lane].zero_()
         self.tables["near"][lane, :, self._place(positions)] = mass[:, tokens:]

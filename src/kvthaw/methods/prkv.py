@@ -24,7 +24,7 @@ def prkv(
     """A static set and pages around it, both made anew every `interval` tokens.
 
     share: the paper's S, of the rows that the index brings; "auto" is its appendix G. interval: the paper's T, in tokens. window:
-    the last tokens, always attended; the queries of at most 64 of them choose the static set. Static scores are softmax weights
+    the last tokens, always attended; the queries of at most 128 of them choose the static set. Static scores are softmax weights
     of each query head, averaged over window and group, as in the paper; policy is how the query heads of a group agree on pages,
     see `kvthaw.kernels.unit_select.Policy`. spread: of the pages' bounding volumes, as for ArkVale. The paper has no sink (the
     first tokens become static by themselves), and pages leave the window whole.
