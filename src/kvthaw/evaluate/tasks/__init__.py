@@ -6,7 +6,7 @@ from pathlib import Path
 
 from kvthaw.errors import ConfigError
 
-from . import kv_retrieval, longeval, niah, passkey, variable_tracking
+from . import babilong, kv_retrieval, longeval, niah, passkey, ruler, variable_tracking
 from .base import Reads, Sample, Task
 
 TASKS: dict[str, Task] = {
@@ -17,8 +17,26 @@ TASKS: dict[str, Task] = {
         *longeval.GENERATORS,
         *kv_retrieval.GENERATORS,
         *variable_tracking.GENERATORS,
+        *ruler.GENERATORS,
+        *babilong.GENERATORS,
     )
 }
+SUITES: dict[str, tuple[str, ...]] = {
+    "niah": ("niah_single",),
+    "ruler": tuple(task.name for task in ruler.GENERATORS),
+    "babilong": tuple(task.name for task in babilong.GENERATORS),
+}
+"""Names that stand for tasks."""
+
+
+def named(names: str) -> list[str]:
+    """The tasks that names and suites, separated by commas, stand for, none twice; "-" is as good as "_". Raises ConfigError."""
+    found: dict[str, None] = {}
+    for name in (part.strip().replace("-", "_") for part in names.split(",")):
+        if name not in SUITES and name not in TASKS:
+            raise ConfigError(f"task is {name!r}; there are: {', '.join((*SUITES, *TASKS))}")
+        found.update(dict.fromkeys(SUITES.get(name, (name,))))
+    return list(found)
 
 
 def find(name: str, data: Path | None = None) -> Task:
@@ -36,4 +54,4 @@ def find(name: str, data: Path | None = None) -> Task:
     return task.reading(data)
 
 
-__all__ = ["TASKS", "Reads", "Sample", "Task", "find"]
+__all__ = ["SUITES", "TASKS", "Reads", "Sample", "Task", "find", "named"]

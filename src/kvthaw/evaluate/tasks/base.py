@@ -78,6 +78,16 @@ def score_answers(sample: Sample, output: str) -> float:
     return found / len(sample.answers)
 
 
+def match_all(answers: tuple[str, ...], output: str) -> float:
+    """The share of the answers that stand in the output anywhere, upper or lower case: RULER's `string_match_all`."""
+    return sum(answer.lower() in output.lower() for answer in answers) / len(answers)
+
+
+def match_any(answers: tuple[str, ...], output: str) -> float:
+    """1 if one of the answers stands in the output anywhere, upper or lower case: RULER's `string_match_part`."""
+    return float(any(answer.lower() in output.lower() for answer in answers))
+
+
 @cache
 def read_asset(name: str) -> str:
     """A text that ships with the package."""
@@ -116,7 +126,7 @@ def distinct(rng: random.Random, make: Callable[[random.Random], str], n: int) -
 
 def count(tokenizer: Any, text: str) -> int:
     """How many tokens a prompt has for the model, special tokens included."""
-    return len(tokenizer(text)["input_ids"])
+    return len(tokenizer(text, verbose=False)["input_ids"])
 
 
 def fit(tokenizer: Any, length: int, build: Callable[[int, str], Sample], *, most: int | None = None) -> Sample:
@@ -137,9 +147,11 @@ def fit(tokenizer: Any, length: int, build: Callable[[int, str], Sample], *, mos
 
     if size(0) > length:
         raise ValueError(f"length {length} is too short for this task: without a haystack it takes {size(0)} tokens")
-    low, high = 0, max(1, (length - size(0)) // 4)
+    few = min(most or 16, 16)
+    unit = max(1, (size(few) - size(0)) // few)
+    low, high = 0, (length - size(0)) // unit + 1
     while (most is None or high < most) and size(high) <= length:
-        low, high = high, high * 2
+        low, high = high, high + high // 8 + 1
     if most is not None and high >= most:
         high = most + 1
         if size(most) < length:

@@ -20,26 +20,49 @@ QUESTION = (
 )
 
 
-def variable(rng: random.Random) -> str:
-    """Five capital letters."""
-    return "".join(rng.choices(string.ascii_uppercase, k=5))
+EXAMPLE_LINES = 10
+
+
+def variable(rng: random.Random, letters: int = 5) -> str:
+    """Capital letters."""
+    return "".join(rng.choices(string.ascii_uppercase, k=letters))
 
 
 @dataclass(frozen=True)
 class VariableTracking:
-    """One chain of assignments in filler or, with `text`, in a text. The wording, with its slip, is RULER's."""
+    """Chains of assignments in filler or, with `text`, in a text. The wording, with its slip, is RULER's.
+
+    example: put a short solved one, of variables of three letters, before it, as RULER does.
+    """
 
     name: str = "variable_tracking"
     chains: int = 1
     hops: int = 4
     max_new_tokens: int = 48
     stops: tuple[str, ...] = ("\n",)
+    example: bool = False
 
     def sample(self, tokenizer: Any, *, length: int, seed: int, depth: float | None = None, text: str | None = None) -> Sample:
         """See Task.sample; the unit is a word of the text, or a line of filler. `depth` is that of the first link."""
+        solved = self._solved(random.Random(f"{seed} example")) if self.example else ""
         rng = random.Random(seed)
+        names, facts, depths, question = self._chains(rng, 5, depth)
+
+        def build(n: int, spare: str) -> Sample:
+            body = Haystack.of(text).with_facts(n, facts, depths, spare) if text else self._lines(n, facts, depths, spare)
+            context = solved + INTRO + body
+            return Sample(context, question, tuple(names), depth_of(context, facts[0]))
+
+        return fit(tokenizer, length, build)
+
+    def score(self, sample: Sample, output: str) -> float:
+        """The share of the chain's variables that stand in the output."""
+        return score_answers(sample, output)
+
+    def _chains(self, rng: random.Random, letters: int, depth: float | None) -> tuple[list[str], list[str], list[float], str]:
+        """The first chain's variables, all assignments, where they stand, and the question."""
         steps = self.hops + 1
-        names = distinct(rng, variable, steps * self.chains)
+        names = distinct(rng, lambda r: variable(r, letters), steps * self.chains)
         values = distinct(rng, lambda r: number(r, 5), self.chains)
         facts: list[str] = []
         depths: list[float] = []
@@ -51,18 +74,11 @@ class VariableTracking:
             if chain == 0 and depth is not None:
                 places = [depth, *sorted(depth + (1 - depth) * rng.random() for _ in mine[1:])]
             depths += places
-        question = QUESTION.format(value=values[0], count=steps)
+        return names[:steps], facts, depths, QUESTION.format(value=values[0], count=steps)
 
-        def build(n: int, spare: str) -> Sample:
-            body = Haystack.of(text).with_facts(n, facts, depths, spare) if text else self._lines(n, facts, depths, spare)
-            context = INTRO + body
-            return Sample(context, question, tuple(names[:steps]), depth_of(context, facts[0]))
-
-        return fit(tokenizer, length, build)
-
-    def score(self, sample: Sample, output: str) -> float:
-        """The share of the chain's variables that stand in the output."""
-        return score_answers(sample, output)
+    def _solved(self, rng: random.Random) -> str:
+        names, facts, depths, question = self._chains(rng, 3, None)
+        return f"{INTRO}{self._lines(EXAMPLE_LINES, facts, depths, '')}{question} {' '.join(names)}\n\n\n\n"
 
     @staticmethod
     def _lines(n: int, facts: list[str], depths: list[float], spare: str) -> str:

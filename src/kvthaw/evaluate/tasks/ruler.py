@@ -1,0 +1,61 @@
+"""RULER (Hsieh et al., 2024): its 13 tasks, in the published generators' formats and under their names, `ruler_` before them.
+
+What differs: prompts have exactly the tokens asked for, without the answer's, which RULER counts too; the book that ships is the
+haystack where no text is given; and the files behind qa_1 and qa_2 are the user's (see documents.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .base import Sample, Task, match_all
+from .documents import Documents, read_hotpot, read_squad
+from .niah import Niah
+from .variable_tracking import VariableTracking
+from .words import CommonWords, FrequentWords
+
+
+@dataclass(frozen=True)
+class Ruler:
+    """A generator of this package under RULER's name, with its number of new tokens and its metric.
+
+    essay: whether the haystack is text, so that a text given is for it; RULER's own are Paul Graham's essays.
+    """
+
+    name: str
+    made_by: Task
+    max_new_tokens: int
+    essay: bool = False
+    stops: tuple[str, ...] = ()
+
+    def sample(self, tokenizer: Any, *, length: int, seed: int, depth: float | None = None, text: str | None = None) -> Sample:
+        """See Task.sample."""
+        haystack = text if self.essay else None
+        return self.made_by.sample(tokenizer, length=length, seed=seed, depth=depth, text=haystack)
+
+    def score(self, sample: Sample, output: str) -> float:
+        """The share of the answers that stand in the output, upper or lower case (`string_match_all`)."""
+        return match_all(sample.answers, output)
+
+
+def _niah(name: str, **settings: Any) -> Ruler:
+    needles = Niah(name, **settings)
+    return Ruler(name, needles, 128, essay=needles.haystack == "book")
+
+
+GENERATORS: tuple[Task, ...] = (
+    _niah("ruler_niah_single_1", haystack="grass"),
+    _niah("ruler_niah_single_2"),
+    _niah("ruler_niah_single_3", value_kind="uuids"),
+    _niah("ruler_niah_multikey_1", keys=4),
+    _niah("ruler_niah_multikey_2", haystack="needles"),
+    _niah("ruler_niah_multikey_3", haystack="needles", key_kind="uuids", value_kind="uuids"),
+    _niah("ruler_niah_multivalue", values=4),
+    _niah("ruler_niah_multiquery", keys=4, queries=4),
+    Ruler("ruler_vt", VariableTracking("ruler_vt", example=True), 30),
+    CommonWords("ruler_cwe"),
+    FrequentWords("ruler_fwe"),
+    Documents("ruler_qa_1", read_squad),
+    Documents("ruler_qa_2", read_hotpot),
+)

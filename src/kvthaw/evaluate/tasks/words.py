@@ -1,0 +1,107 @@
+"""RULER's aggregation tasks (Hsieh et al., 2024): the most common words of a list, the most frequent words of a coded text."""
+
+from __future__ import annotations
+
+import math
+import random
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .base import Sample, ahead, depth_of, distinct, fit, match_all, word_list
+
+CWE = (
+    "Below is a numbered list of words. In these words, some appear more often than others. "
+    "Memorize the ones that appear most often.\n"
+)
+CWE_QUESTION = (
+    "\nQuestion: What are the 10 most common words in the above list?"
+    " Answer: The top 10 words that appear most often in the list are:"
+)
+FWE = (
+    "Read the following coded text and track the frequency of each coded word. "
+    "Find the three most frequently appeared coded words. "
+)
+FWE_QUESTION = (
+    "\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are the three most frequently appeared "
+    "words in the above coded text? Answer: According to the coded text above, the three most frequently appeared words are:"
+)
+COMMON = 10
+ZETA_2 = math.pi**2 / 6
+
+
+@dataclass(frozen=True)
+class CommonWords:
+    """cwe: ten words that stand 30 times each in a list whose others stand 3 times (below 4,096 tokens 6 and 1), and an example."""
+
+    name: str
+    max_new_tokens: int = 120
+    stops: tuple[str, ...] = ()
+
+    def sample(self, tokenizer: Any, *, length: int, seed: int, depth: float | None = None, text: str | None = None) -> Sample:
+        """See Task.sample; the unit is an uncommon word with its repeats. `depth` and `text` have no use here: common words stand
+        everywhere. Raises ValueError for a length that all words of the package cannot fill."""
+        rng = random.Random(seed)
+        every = sorted({*word_list("nouns.txt"), *word_list("adjectives.txt"), *word_list("verbs.txt")})
+        short = length < 4096
+        shown, times, others = (20, 3, 1) if short else (40, 10, 3)
+        example, answers = _listed(rng.sample(every, shown), times, others, seed)
+        example = CWE + example + CWE_QUESTION + _numbered(answers) + "\n"
+        words = rng.sample(every, len(every))
+        times, others = (6, 1) if short else (30, 3)
+
+        def build(n: int, spare: str) -> Sample:
+            body, common = _listed(words[: COMMON + n], times, others, seed)
+            context = ahead(spare, example + CWE + body)
+            return Sample(context, CWE_QUESTION, tuple(common), None)
+
+        return fit(tokenizer, length, build, most=len(words) - COMMON)
+
+    def score(self, sample: Sample, output: str) -> float:
+        """The share of the ten words that stand in the output, upper or lower case (`string_match_all`)."""
+        return match_all(sample.answers, output)
+
+
+@dataclass(frozen=True)
+class FrequentWords:
+    """fwe: coded words whose frequencies fall as a zeta distribution of alpha 2; the most frequent is noise, the next three are
+    asked for. There are length / 50 different ones."""
+
+    name: str
+    max_new_tokens: int = 50
+    stops: tuple[str, ...] = ()
+
+    def sample(self, tokenizer: Any, *, length: int, seed: int, depth: float | None = None, text: str | None = None) -> Sample:
+        """See Task.sample; the unit is a word of the distribution. `depth` and `text` have no use here."""
+        vocabulary = ["...", *distinct(random.Random(seed), _code, max(8, length // 50) - 1)]
+
+        def build(n: int, spare: str) -> Sample:
+            total = n + 50  # fewer would not tell the third from the fourth
+            counts = [int(total / (rank * rank) / ZETA_2) for rank in range(1, len(vocabulary) + 1)]
+            words = [word for word, times in zip(vocabulary, counts, strict=True) for _ in range(times)]
+            random.Random(seed).shuffle(words)
+            context = ahead(spare, FWE + " ".join(words))
+            return Sample(context, FWE_QUESTION, tuple(vocabulary[1:4]), depth_of(context, vocabulary[1]))
+
+        return fit(tokenizer, length, build)
+
+    def score(self, sample: Sample, output: str) -> float:
+        """The share of the three words that stand in the output (`string_match_all`)."""
+        return match_all(sample.answers, output)
+
+
+def _listed(words: Sequence[str], times: int, others: int, seed: int) -> tuple[str, list[str]]:
+    """A numbered list in which the first ten words stand `times` times and the others `others` times, and those ten."""
+    common, rest = list(words[:COMMON]), list(words[COMMON:])
+    order = common * times + rest * others
+    random.Random(seed).shuffle(order)
+    return _numbered(order), common
+
+
+def _numbered(words: Sequence[str]) -> str:
+    return " ".join(f"{i}. {word}" for i, word in enumerate(words, 1))
+
+
+def _code(rng: random.Random) -> str:
+    return "".join(rng.choices(string.ascii_lowercase, k=6))
