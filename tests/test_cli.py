@@ -206,6 +206,29 @@ def test_eval_takes_options_before_the_task(model: str) -> None:
     assert [[record["n"] for record in said.records] for said in told] == [[1]] * 3
 
 
+def test_eval_takes_suites_texts_and_files(model: str, tmp_path: Path) -> None:
+    text, stories, plot = tmp_path / "snow.txt", tmp_path / "qa4_x_test.txt", tmp_path / "heat.png"
+    text.write_text("Snow fell. Nobody spoke! Why? " * 9)
+    stories.write_text("1 The office is west of the garden.\n2 What is west of the garden?\toffice\t1\n")
+    common = ("--model", model, "--method", "streaming", "--budget", "64", "--samples", "1", "--probe", "0")
+    given = ("--length", "1000", "--text", str(text), "--data", f"babilong-qa4={tmp_path}", "--plot", str(plot))
+    said = Said("eval", "passkey,babilong_qa4", *common, *given)
+    assert said.code == 0
+    assert all(word in said.out for word in ("passkey", "babilong", "mean", "streaming"))
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    json_said = Said("eval", "niah,babilong-qa4", *common, "--length", "1000", "--json", "--data", f"babilong={tmp_path}")
+    assert [record["task"] for record in json_said.records] == ["niah_single", "babilong_qa4"]
+
+
+def test_eval_refuses_files_before_it_loads(tmp_path: Path) -> None:
+    gone = ("--model", "./not-looked-for")
+    refused(Said("eval", "longeval", *gone, "--data", "nowhere"), 1, "nowhere", "no such file")
+    refused(Said("eval", "passkey", *gone, "--data", str(tmp_path)), 1, "passkey is generated")
+    refused(Said("eval", "passkey", *gone, "--data", f"longeval={tmp_path}"), 2, "longeval is not among the tasks")
+    refused(Said("eval", "babilong", *gone, "--data", str(tmp_path)), 1, "holds no file qa1_")
+    refused(Said("eval", "passkey,rulers", *gone), 2, "'rulers'", "ruler_vt")
+
+
 # eval recall, eval drift
 
 PARIS = "pariskv:window=16:buffer=16"

@@ -24,16 +24,23 @@ from kvthaw.cli.common import (
     shown,
     stderr,
 )
-from kvthaw.evaluate.tasks import TASKS
+from kvthaw.cli.recall import TextOption, words
+from kvthaw.errors import ConfigError
+from kvthaw.evaluate.tasks import SUITES, TASKS, find, named
 
 if TYPE_CHECKING:
     from kvthaw.evaluate.results import Line, Summary
 
 EXAMPLES = (
-    "Tasks: " + ", ".join(TASKS) + "\n\nTheir options: [bold]kvthaw eval task --help[/]\n\nExamples:\n\n"
+    "Tasks: " + ", ".join(TASKS) + "\n\nAll of RULER and so on: " + ", ".join(SUITES) + "\n\n"
+    "Their options: [bold]kvthaw eval task --help[/]\n\nExamples:\n\n"
     "  kvthaw eval passkey --method icecache --budget 64 --length 16384 --samples 20\n\n"
     "  kvthaw eval passkey --method icecache,oracle,streaming --budget 64,256 --length 4096,16384 --plot passkey.png\n\n"
     "  kvthaw eval niah_multikey --method icecache --dense-layers 0,2 --question sparse --json --out niah.jsonl\n\n"
+    "  kvthaw eval niah --method full,quest --length 2048,4096,8192 --samples 20 --plot heat.png\n\n"
+    "  kvthaw eval ruler --model meta-llama/Llama-3.1-8B --method pariskv --length 32768 --text essays.txt "
+    "--data ruler_qa_1=dev-v1.1.json --data ruler_qa_2=hotpot_dev_distractor_v1.json\n\n"
+    "  kvthaw eval babilong --data tasks_1-20_v1-2/en --method full,prkv\n\n"
     "  kvthaw eval recall --method pariskv,clusterkv --retrieved 100 --length 8192\n\n"
     "  kvthaw eval drift --method pariskv,pariskv:centroids=learned --new-tokens 4096\n\n"
     "  kvthaw eval shares --length 4096,16384 --rows 512,1024"
@@ -61,7 +68,7 @@ def _eval() -> None:
 
 @app.command("task", epilog=EXAMPLES)
 def evaluate(
-    task: Annotated[str, typer.Argument(help="The task; all of them stand below.")],
+    task: Annotated[str, typer.Argument(help="Tasks or their common names, separated by commas; all of them stand below.")],
     model: ModelOption = "shipped",
     method: Annotated[
         str, typer.Option(help="Methods, separated by commas, with options as in icecache:reuse=2.")
@@ -86,6 +93,16 @@ def evaluate(
         str, typer.Option(help="[bold]dense[/]: prefilled with the context; [bold]sparse[/]: after it, under the budget.")
     ] = "dense",
     probe: Annotated[int, typer.Option(min=0, help="Compare every n-th step with exact attention; 0 never.")] = 2,
+    text: TextOption = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[TASK=]PATH",
+            help="Take the questions of a task, or of all, from this file or folder instead of what ships: LongEval's and "
+            "key-value files, SQuAD's and HotpotQA's layout, bAbI's folder. A sample's number there is its seed. Several times for "
+            "several tasks.",
+        ),
+    ] = None,
     seed: SeedOption = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a run and nothing else on stdout.")] = False,
     out: Annotated[
@@ -97,19 +114,23 @@ def evaluate(
     device: DeviceOption = None,
     dtype: DtypeOption = "auto",
 ) -> None:
-    """Run a task under every method, budget and length, full attention beside them on the same samples.
+    """Run tasks under every method, budget and length, full attention beside them on the same samples.
 
-    One prefill a sample serves all of them.
+    One prefill a sample serves all of them. Prompts have exactly the tokens asked for, without the answer's; what a published
+    file holds whole stays as it is and must not be longer.
     """
+    try:
+        tasks = named(task)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error), param_hint="TASK") from None
+    files = _files(data or [], tasks)
     names = listed(method, str, "--method")
     budgets = listed(budget, budget_of, "--budget") if retrieved is None else [None]
     chosen = [None] if retrieved is None else listed(retrieved, int, "--retrieved")
     dense = [None] if dense_layers == "auto" else listed(dense_layers, int, "--dense-layers")
     lengths, where = listed(length, int, "--length"), _depths(depths)
-    if task not in TASKS:
-        raise typer.BadParameter(f"{task!r} is not a task; there are: {', '.join(TASKS)}", param_hint="TASK")
     from kvthaw.evaluate.plot import check, heat_maps
-    from kvthaw.evaluate.report import table
+    from kvthaw.evaluate.report import by_task, table
     from kvthaw.evaluate.results import Results, summarize
     from kvthaw.evaluate.runner import Job, Runner, Variant
     from kvthaw.methods import resolve
@@ -117,9 +138,16 @@ def evaluate(
     check(plot)
     for name in names:
         resolve(name)  # a wrong name costs no loading
+    for name in tasks:
+        find(name, files.get(name))  # nor do wrong files
+    haystack = words(text)
     grid = itertools.product(names, budgets, chosen, dense)
     variants = list(dict.fromkeys(Variant(n) if resolve(n).dense else Variant(n, b, r, d) for n, b, r, d in grid))
-    jobs = [Job(task, n, samples, seed, where, question, probe) for n in lengths]  # type: ignore[arg-type]
+    jobs = [
+        Job(name, n, samples, seed, where, question, probe, haystack, files.get(name))  # type: ignore[arg-type]
+        for name in tasks
+        for n in lengths
+    ]
     results = Results(out)
     llm, tokenizer = load_model(model, device, dtype)
     runner = Runner(llm, tokenizer, results, name=model)
@@ -129,7 +157,7 @@ def evaluate(
         for job in jobs:
             lines = runner.run(job, variants, shown(progress, f"{job.task} {job.length:,}", job.samples))
             for variant in variants:
-                found[variant, job.length] = lines[variant]
+                found.setdefault((variant, job.length), []).extend(lines[variant])
                 summaries.append(summarize(lines[variant], lines[Variant("full")]))
     if plot is not None:
         heat_maps(found, plot, title=f"{task}, question {question}")
@@ -138,12 +166,28 @@ def evaluate(
         for summary in summaries:
             print(json.dumps(summary.to_dict()))
     else:
-        print_wide(table(summaries))
+        print_wide(table(summaries) if len(tasks) == 1 else by_task(summaries))
 
 
 app.command("recall", epilog=recall.RECALL_EXAMPLES)(recall.recall)
 app.command("drift", epilog=recall.DRIFT_EXAMPLES)(recall.drift)
 app.command("shares", epilog=shares.EXAMPLES)(shares.shares)
+
+
+def _files(given: list[str], tasks: list[str]) -> dict[str, Path]:
+    """The files of each task; those with a task's name before them are for it alone."""
+    found: dict[str, Path] = {}
+    for one in given:
+        name, given_name, path = one.partition("=")
+        name = name.replace("-", "_")
+        if given_name and (name in TASKS or name in SUITES):
+            mine = [each for each in named(name) if each in tasks]
+            if not mine:
+                raise typer.BadParameter(f"{one!r}: {name} is not among the tasks: {', '.join(tasks)}", param_hint="--data")
+            found.update(dict.fromkeys(mine, Path(path)))
+        else:
+            found = dict.fromkeys(tasks, Path(one)) | found
+    return found
 
 
 def _depths(text: str) -> tuple[float, ...]:

@@ -33,9 +33,11 @@ def heat_maps(found: Mapping[tuple[Variant, int], Sequence[Line]], path: Path, *
     figure_of = _figure()
     variants = list(dict.fromkeys(variant for variant, _ in found))
     lengths = sorted({length for _, length in found})
-    depths = sorted({line.setting.depth for lines in found.values() for line in lines if line.setting.depth is not None})
+    every = [line for lines in found.values() for line in lines if line.at is not None]
+    depths = sorted({line.setting.depth for line in every if line.setting.depth is not None})
     if not depths:
-        raise ConfigError("the samples have no set depths, so there is no heat map; leave --depths as it is or list some")
+        problem = "the samples have no set depths, so there is no heat map; leave --depths as it is, or take a task with a fact"
+        raise ConfigError(problem)
     across = min(3, len(variants))
     down = -(-len(variants) // across)
     wide = 2.0 + max(1.4, 0.6 * len(lengths))
@@ -46,8 +48,8 @@ def heat_maps(found: Mapping[tuple[Variant, int], Sequence[Line]], path: Path, *
         axis.imshow(cells, cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
         axis.set_title(name(variant), fontsize=9)
         axis.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=45, fontsize=7)
-        every = range(0, len(depths), max(1, len(depths) // 10))
-        axis.set_yticks(every, [f"{100 * depths[i]:.0f} %" for i in every], fontsize=7)
+        ticks = range(0, len(depths), max(1, len(depths) // 10))
+        axis.set_yticks(ticks, [f"{100 * depths[i]:.0f} %" for i in ticks], fontsize=7)
         axis.set_xlabel("tokens", fontsize=8)
         axis.set_ylabel("depth", fontsize=8)
     for axis in axes[len(variants) :]:
@@ -137,5 +139,5 @@ def name(variant: Variant) -> str:
 
 
 def _cell(lines: Sequence[Line], depth: float) -> float:
-    value = mean(line.accuracy for line in lines if line.setting.depth == depth)
+    value = mean(line.accuracy for line in lines if line.setting.depth == depth and line.at is not None)
     return float("nan") if value is None else value

@@ -8,6 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from kvthaw.evaluate import recall
+from kvthaw.evaluate.metrics import mean
 from kvthaw.evaluate.probe import Quality
 from kvthaw.evaluate.results import Summary
 
@@ -63,6 +64,29 @@ def table(summaries: Sequence[Summary]) -> Table:
             "-" if row.ttft_s is None else f"{row.ttft_s:.2f}",
             "-" if row.tpot_s is None else f"{1000 * row.tpot_s:.1f}",
         )
+    return made
+
+
+def by_task(summaries: Sequence[Summary]) -> Table:
+    """Accuracy in percent of several tasks side by side, and their mean: one row a length, method, budget and dense layers."""
+    first = summaries[0]
+    tasks = list(dict.fromkeys(row.task for row in summaries))
+    samples = " / ".join(dict.fromkeys(str(row.n) for row in summaries))
+    title = f"accuracy, {samples} samples a cell, question {first.question}, {first.model} in {first.dtype} on {first.device}"
+    made = _table(
+        title, ("length", "method", "budget", "dense\nlayers", *(name.replace("_", "\n", 1) for name in tasks), "mean")
+    )
+    rows: dict[tuple[int, str, str, int], dict[str, float]] = {}
+    for row in summaries:
+        budget = "-" if row.budget is None else str(row.budget)
+        rows.setdefault((row.length, row.method, budget, row.dense_layers), {})[row.task] = row.accuracy
+    length = first.length
+    for (size, method, budget, dense), found in sorted(rows.items(), key=lambda item: item[0][0]):
+        if size != length:
+            made.add_section()
+            length = size
+        shares = [found.get(name) for name in tasks]
+        made.add_row(f"{size:,}", method, budget, str(dense), *map(percent, shares), percent(mean(shares)))
     return made
 
 

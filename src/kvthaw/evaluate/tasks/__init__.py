@@ -9,18 +9,17 @@ from kvthaw.errors import ConfigError
 from . import babilong, kv_retrieval, longeval, niah, passkey, ruler, variable_tracking
 from .base import Reads, Sample, Task
 
-TASKS: dict[str, Task] = {
-    task.name: task
-    for task in (
-        *passkey.GENERATORS,
-        *niah.GENERATORS,
-        *longeval.GENERATORS,
-        *kv_retrieval.GENERATORS,
-        *variable_tracking.GENERATORS,
-        *ruler.GENERATORS,
-        *babilong.GENERATORS,
-    )
-}
+_EVERY: tuple[Task, ...] = (
+    *passkey.GENERATORS,
+    *niah.GENERATORS,
+    *longeval.GENERATORS,
+    *kv_retrieval.GENERATORS,
+    *variable_tracking.GENERATORS,
+    *ruler.GENERATORS,
+    *babilong.GENERATORS,
+)
+TASKS: dict[str, Task] = {task.name: task for task in _EVERY}
+"""The only list of tasks, by name."""
 SUITES: dict[str, tuple[str, ...]] = {
     "niah": ("niah_single",),
     "ruler": tuple(task.name for task in ruler.GENERATORS),
