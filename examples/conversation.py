@@ -1,9 +1,9 @@
 """Several questions about one context: the cache stays, and is cut back to the context before each next question."""
 
 import kvthaw
+from kvthaw.evaluate.answers import Answer
 from kvthaw.evaluate.decode import prefill, stop_tokens
 from kvthaw.evaluate.model import load_shipped
-from kvthaw.evaluate.runner import Answer
 from kvthaw.evaluate.tasks import niah
 
 facts = {"quiet-harbor": "4417382", "amber-lantern": "9052816", "rusty-compass": "2760935"}

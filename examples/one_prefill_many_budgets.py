@@ -1,10 +1,10 @@
 """Prefill once, then fork the cache to see what each method and budget answers."""
 
 import kvthaw
+from kvthaw.evaluate.answers import Answer
 from kvthaw.evaluate.decode import prefill, stop_tokens
 from kvthaw.evaluate.model import load_shipped
 from kvthaw.evaluate.probe import Probe
-from kvthaw.evaluate.runner import Answer
 from kvthaw.evaluate.tasks import TASKS
 
 model, tokenizer = load_shipped()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ import bytemodel
 import kvthaw
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate import decode as loops
+from kvthaw.evaluate.answers import Answer, cut, ended
 from kvthaw.evaluate.metrics import mean, wilson
 from kvthaw.evaluate.model import fingerprint, load
 from kvthaw.evaluate.results import Results, summarize
-from kvthaw.evaluate.runner import EVEN_DEPTHS, FULL, Answer, Job, Progress, Runner, Variant, cut, ended, split_prompt
-from kvthaw.evaluate.tasks import TASKS, Sample
+from kvthaw.evaluate.runner import EVEN_DEPTHS, FULL, Job, Progress, Runner, Variant, split_prompt
+from kvthaw.evaluate.tasks import TASKS, Sample, Task
 from kvthaw.methods import METHODS
 
 ORACLE, STREAMING = Variant("oracle", 64), Variant("streaming", 64)
@@ -92,6 +94,64 @@ def test_every_method_runs(loaded: tuple[Any, Any], question: Any) -> None:
             assert lines[0].sparse_steps > 0
             assert lines[0].attended_max is not None
             assert lines[0].attended_max <= 128
+
+
+@dataclass(frozen=True)
+class Uneven:
+    """Pass keys in prompts of different lengths, the question's too."""
+
+    task: Task
+    name: str = "passkey"
+    max_new_tokens: int = 8
+    stops: tuple[str, ...] = ("\n", "7")
+
+    def sample(self, tokenizer: Any, *, length: int, seed: int, depth: float | None = None, text: str | None = None) -> Sample:
+        found = self.task.sample(tokenizer, length=length - 30 * seed, seed=seed, depth=depth, text=text)
+        return replace(found, question=found.question + " so" * seed)
+
+    def score(self, sample: Sample, output: str) -> float:
+        return self.task.score(sample, output)
+
+
+SECONDS = ("prefill_s", "index_s", "ttft_s", "tt2t_s", "tpot_s")
+
+
+@pytest.mark.parametrize(("question", "names"), [("dense", ("full", "icecache", "streaming")), ("sparse", tuple(METHODS))])
+def test_a_row_of_a_batch_gives_the_line_of_the_sample_alone(
+    loaded: tuple[Any, Any], question: Any, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(TASKS, "passkey", Uneven(TASKS["passkey"]))
+    monkeypatch.setattr("kvthaw.evaluate.runner.stop_tokens", lambda *_: frozenset(range(0, 258, 7)))
+    variants = [Variant(name) if name == "full" else Variant(name, 64) for name in names]
+    job = Job("passkey", 320, 3, question=question, probe=2 if len(names) == 3 else 0)
+    alone = Runner(*loaded, batch=1).run(job, variants)
+    seen = count_forwards(loaded[0])
+    together = Runner(*loaded, batch=3).run(job, variants)
+    assert sum(n > 100 for n in seen) == len({line.prompt for line in together[FULL]}) == 3
+    assert any(len({line.new_tokens for line in lines}) > 1 for lines in together.values())
+    for variant in variants:
+        for one, row in zip(alone[variant], together[variant], strict=True):
+            mine, theirs = asdict(row), asdict(one)
+            for name in ("attention_mass", "recall_at_k", "output_error"):
+                left, right = mine.pop(name), theirs.pop(name)
+                assert left == (right if right is None else pytest.approx(right, abs=1e-4)), (variant, name)
+            for name in SECONDS:
+                assert mine.pop(name) is None
+                del theirs[name]
+            assert mine == theirs, variant
+
+
+def test_batches_are_even_and_bounded(loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    many = Runner(*loaded, batch=None)
+    assert [len(unit.places) for unit in many.missing(Job("passkey", 400, 20), [FULL])] == [10, 10]
+    monkeypatch.setattr("kvthaw.evaluate.runner.MOST_TOKENS", 1600)
+    assert [len(unit.places) for unit in many.missing(Job("passkey", 400, 10), [FULL])] == [3, 3, 4]
+    assert [len(unit.places) for unit in many.missing(Job("passkey", 400, 2), [Variant("oracle", 0.5, dense_layers=0)])] == [
+        1,
+        1,
+    ]
+    with pytest.raises(ConfigError, match="batch is 0"):
+        Runner(*loaded, batch=0)
 
 
 def test_sparse_question_goes_through_the_sparse_path_token_by_token(loaded: tuple[Any, Any]) -> None:

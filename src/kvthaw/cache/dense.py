@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -75,7 +76,11 @@ class DenseLayer:
         """Bytes of KV on the device."""
         return 0 if self._data is None else self._data[:, :, : self.seen].numel() * self._data.element_size()
 
-    def host_bytes(self) -> int:
+    def token_bytes(self) -> int:
+        """Bytes of KV of one token of one lane."""
+        return 0 if self._data is None else self._data[0, :, :1].nbytes
+
+    def host_bytes(self, lane: int | None = None) -> int:
         return 0
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, left_pad: list[int], how: Attention, fresh: bool) -> Tensor:
@@ -150,6 +155,21 @@ class DenseLayer:
         if other.seen:
             self.left_pad, self.watched, self.scale = list(other.left_pad), other.watched, other.scale
             self._append(*padded(other))
+
+    def join(self, others: Sequence[DenseLayer]) -> None:
+        """Take over the tokens of other layers, their lanes one below the other, padded on the left to the longest."""
+        keys, values, queries, pads = [], [], [], []
+        longest = max(other.seen for other in others)
+        for other in others:
+            assert other.watched is not None
+            more = longest - other.seen
+            key, value = (F.pad(part, (0, 0, more, 0)) for part in padded(other))
+            keys.append(key)
+            values.append(value)
+            queries.append(F.pad(other.watched, (0, 0, min(WATCHED, longest) - other.watched.shape[2], 0)))
+            pads += [pad + more for pad in other.left_pad]
+        self.left_pad, self.watched, self.scale = pads, torch.cat(queries), others[0].scale
+        self._append(torch.cat(keys), torch.cat(values))
 
     def crop(self, drop: int) -> None:
         """Forget the last `drop` tokens of every lane."""

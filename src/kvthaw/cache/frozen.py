@@ -64,6 +64,12 @@ class FrozenKV:
         n = self.length(lane) if length is None else length
         return self.plan.regions.indexed(self._start[lane], n)
 
+    def held(self, lane: int, length: int | None = None) -> int:
+        """Tokens of the lane that stand in sink and ring, when it has so many."""
+        assert self.plan is not None
+        n = self.length(lane) if length is None else length
+        return min(n, self.plan.regions.sink) + max(0, n - self.indexed(lane, n))
+
     @property
     def lanes(self) -> int:
         return len(self.left_pad)
@@ -96,9 +102,9 @@ class FrozenKV:
         """Bytes of KV on the device: sink, ring and pool."""
         return self.slab.data.nbytes if self.plan else 0
 
-    def host_bytes(self) -> int:
-        """Bytes of KV on the host."""
-        return self.store.nbytes() if self.plan else 0
+    def host_bytes(self, lane: int | None = None) -> int:
+        """Bytes of KV on the host, of one lane or of all."""
+        return self.store.nbytes(lane) if self.plan else 0
 
     # Tokens that come
 

@@ -90,9 +90,10 @@ class HostStore:
         """Bytes of one row, K and V."""
         return 2 * self.head_dim * self.dtype.itemsize
 
-    def nbytes(self) -> int:
-        """Bytes of host memory held, shared extents counted once."""
-        unique = {id(e): e.data for extents in self._extents for e in extents}
+    def nbytes(self, lane: int | None = None) -> int:
+        """Bytes of host memory held by one lane or by all, shared extents counted once."""
+        held = self._extents if lane is None else [self._extents[lane]]
+        unique = {id(e): e.data for extents in held for e in extents}
         return sum(data.nbytes for data in unique.values())
 
     def addresses(self, lane: int) -> Tensor:

@@ -180,11 +180,9 @@ class FrozenLayer(FrozenKV):
         return out
 
     def _count(self, seen: int) -> None:
-        assert self.plan is not None
         self.sparse_steps += 1
         for lane in range(self.lanes):
-            n = seen - self.left_pad[lane]
-            held = min(n, self.plan.regions.sink) + max(0, n - self.indexed(lane))
+            held = self.held(lane, seen - self.left_pad[lane])
             self.held_steps += 1
             self.held_sum += held
             self.held_max = max(self.held_max, held)

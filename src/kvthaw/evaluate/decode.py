@@ -114,12 +114,22 @@ def _by_layer(model: PreTrainedModel, tell: Callable[[float], None]) -> Iterator
             hook.remove()
 
 
-@torch.no_grad()
 def forward(model: PreTrainedModel, cache: Cache, ids: Sequence[int]) -> Tensor:
     """One forward over a few tokens of one row; the logits [V] after the last."""
-    tokens = torch.tensor([list(ids)], device=model.device)
-    out = model(input_ids=tokens, past_key_values=cache, use_cache=True, **_last_only(model))
-    last: Tensor = out.logits[0, -1]
+    return forward_rows(model, cache, [ids])[0]
+
+
+@torch.no_grad()
+def forward_rows(model: PreTrainedModel, cache: Cache, ids: Sequence[Sequence[int]]) -> Tensor:
+    """One forward over as many tokens of each row; the logits [B, V] after the last. Rows stand where their own tokens end."""
+    tokens = torch.tensor([list(row) for row in ids], device=model.device)
+    layer = cache.kv_layers[0]
+    where: dict[str, Tensor] = {}
+    if any(layer.left_pad):
+        lengths = torch.tensor([layer.length(lane) for lane in range(layer.lanes)], device=model.device)
+        where["position_ids"] = lengths[:, None] + torch.arange(tokens.shape[1], device=model.device)
+    out = model(input_ids=tokens, past_key_values=cache, use_cache=True, **where, **_last_only(model))
+    last: Tensor = out.logits[:, -1]
     return last
 
 

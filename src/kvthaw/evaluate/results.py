@@ -51,7 +51,8 @@ class Line:
     accuracy: the share of the answers that the output holds. prompt: tokens. held_budget: the promise that the cache kept.
     attended: tokens read per KV head and step. kv_device_bytes: of the layers under the method; kv_dense_bytes: of the first
     layers kept dense beside it. prefill_s: shared by all variants; index_s: offloading and indexing after it; ttft_s, tt2t_s:
-    from the start of the prefill, with index_s where the cache was needed by then; tpot_s: (end - first) / (tokens - 1).
+    from the start of the prefill, with index_s where the cache was needed by then; tpot_s: (end - first) / (tokens - 1). None where
+    samples shared their steps.
     """
 
     setting: Setting
@@ -73,9 +74,9 @@ class Line:
     kv_dense_bytes: int
     kv_host_bytes: int
     new_tokens: int
-    prefill_s: float
-    index_s: float
-    ttft_s: float
+    prefill_s: float | None
+    index_s: float | None
+    ttft_s: float | None
     tt2t_s: float | None
     tpot_s: float | None
     versions: dict[str, str] = field(default_factory=dict)
@@ -136,13 +137,28 @@ class Kept(Generic[L]):
 
     def add(self, line: L) -> None:
         """Keep a line. A file is written and closed, so that a stop at any time loses nothing."""
-        self._lines[line.setting.key()] = line
-        if self.path is not None:
+        self.extend([line])
+
+    def extend(self, lines: Iterable[L]) -> None:
+        """Keep lines."""
+        new = {line.setting.key(): line for line in lines}
+        self._lines.update(new)
+        if self.path is not None and new:
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(line.to_json() + "\n")
+                file.write("".join(line.to_json() + "\n" for line in new.values()))
 
     def __iter__(self) -> Iterator[L]:
         return iter(self._lines.values())
+
+
+class Lines(Protocol):
+    """Where lines of tasks are kept."""
+
+    def get(self, setting: Setting) -> Line | None:
+        """The line of a setting, if known."""
+
+    def extend(self, lines: Iterable[Line]) -> None:
+        """Keep lines."""
 
 
 class Results(Kept[Line]):

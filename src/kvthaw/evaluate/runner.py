@@ -1,11 +1,12 @@
-"""Runs a task under many methods and budgets: one prefill a sample serves them all."""
+"""Runs a task under many methods and budgets: one prefill a sample serves them all, and samples share their steps."""
 
 from __future__ import annotations
 
+import itertools
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,10 +16,12 @@ import transformers
 import kvthaw
 from kvthaw.engine.hf import Cache
 from kvthaw.errors import ConfigError
-from kvthaw.evaluate.decode import TextStream, check_prompt, decode, forward, prefill, stop_tokens
+from kvthaw.evaluate.answers import Answers
+from kvthaw.evaluate.decode import check_prompt, prefill, stop_tokens
 from kvthaw.evaluate.model import fingerprint
-from kvthaw.evaluate.probe import Probe
-from kvthaw.evaluate.results import Line, Results, Setting
+from kvthaw.evaluate.probe import Probe, Quality
+from kvthaw.evaluate.results import Line, Lines, Results, Setting
+from kvthaw.evaluate.tally import RowStats, Tally
 from kvthaw.evaluate.tasks import Sample, Task, find
 from kvthaw.evaluate.tasks.base import fingerprint_of
 from kvthaw.methods import resolve
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
 Question = Literal["dense", "sparse"]
 EVEN_DEPTHS = tuple(i / 100 for i in range(0, 100, 5))
 """0 to 95 % in steps of 5."""
+MOST_TOKENS = 1 << 18
+"""Prompt tokens that stand in one cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +101,45 @@ class Progress:
     doing: str
 
 
-class Runner:
-    """A model, and the results it has given so far."""
+Place = tuple[int, float | None]
+"""Seed and depth of a sample."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any, results: Results | None = None, *, name: str = "model") -> None:
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Samples of a job that run side by side, and what is to be computed of each: the piece of work that is done at once."""
+
+    job: Job
+    places: tuple[Place, ...]
+    variants: tuple[Variant, ...]
+
+    @property
+    def lines(self) -> int:
+        """How many lines it gives."""
+        return len(self.places) * len(self.variants)
+
+
+class Runner:
+    """A model, and the results it has given so far.
+
+    batch: samples that share their decoding steps, as rows of one cache; None: 16, or fewer where prompts are long, or 1 where the
+    model has layers that transformers serves itself. Each sample is prefilled alone, and a row's line is that of the row alone.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        results: Lines | None = None,
+        *,
+        name: str = "model",
+        batch: int | None = 1,
+    ) -> None:
         self.model, self.tokenizer, self.name = model, tokenizer, name
-        self.results = Results() if results is None else results
+        self.results: Lines = Results() if results is None else results
         self._stops = stop_tokens(model, tokenizer)
         self._same = identity(model, name)
+        self._batch = _rows(model, batch)
 
     def run(
         self, job: Job, variants: Sequence[Variant], progress: Callable[[Progress], None] | None = None
@@ -113,43 +149,95 @@ class Runner:
         Raises ConfigError, before any work, for a setting that no cache would take.
         """
         wanted = [complete(self.model, variant) for variant in (*variants, FULL)]
-        task, source = find(job.task, job.data), fingerprint_of(job.text, job.data)
-        cells = job.cells()
-        for number, (seed, depth) in enumerate(cells):
-            settings = {v: self._setting(job, v, source, seed, depth) for v in dict.fromkeys(wanted)}
-            missing = {v: s for v, s in settings.items() if self.results.get(s) is None}
-            if missing:
-                sample = self._sample(task, job, seed, depth)
+        units = self.missing(job, wanted)
+        done = job.samples - sum(len(unit.places) for unit in units)
+        for unit in units:
 
-                def tell(done: int, total: int, doing: str, number: int = number) -> None:
-                    if progress is not None:
-                        progress(Progress(number, len(cells), done, total, doing))
+            def tell(tokens: int, total: int, doing: str, done: int = done) -> None:
+                if progress is not None:
+                    progress(Progress(done, job.samples, tokens, total, doing))
 
-                for line in self._lines(task, job, sample, missing, tell):
-                    self.results.add(line)
+            for lines in self.compute(unit, tell):
+                self.results.extend(lines)
+            done += len(unit.places)
         if progress is not None:
-            progress(Progress(len(cells), len(cells), 0, 0, "done"))
+            progress(Progress(job.samples, job.samples, 0, 0, "done"))
         found: dict[Variant, list[Line]] = {}
         for asked, variant in zip((*variants, FULL), wanted, strict=True):
-            lines = [self.results.get(self._setting(job, variant, source, *cell)) for cell in cells]
-            found[asked] = [line for line in lines if line is not None]
+            known = [self.results.get(setting) for setting in self.settings(job, variant, job.cells())]
+            found[asked] = [line for line in known if line is not None]
         return found
 
-    def _setting(self, job: Job, variant: Variant, source: str, seed: int, depth: float | None) -> Setting:
-        return Setting(
-            task=job.task,
-            length=job.length,
-            seed=seed,
-            depth=depth,
-            question=job.question,
-            method=variant.method,
-            budget=variant.budget,
-            retrieved=variant.retrieved,
-            dense_layers=variant.dense_layers or 0,
-            probe=job.probe,
-            source=source,
-            **self._same,
-        )
+    def missing(self, job: Job, wanted: Sequence[Variant]) -> list[Unit]:
+        """What the results do not hold of a job under complete variants: samples that lack the same, as many at once as share
+        their steps."""
+        lacking: dict[tuple[Variant, ...], list[Place]] = {}
+        places, different = job.cells(), list(dict.fromkeys(wanted))
+        settings = [self.settings(job, variant, places) for variant in different]
+        for place, row in zip(places, zip(*settings, strict=True), strict=True):
+            known = zip(different, map(self.results.get, row), strict=True)
+            lack = tuple(variant for variant, line in known if line is None)
+            if lack:
+                lacking.setdefault(lack, []).append(place)
+        units = []
+        for lack, places in lacking.items():
+            fraction = any(isinstance(variant.budget, float) for variant in lack)  # of each prompt's own length
+            rows = 1 if fraction else max(1, min(self._batch, MOST_TOKENS // job.length))
+            count = -(-len(places) // rows)
+            edges = [len(places) * i // count for i in range(count + 1)]
+            units += [Unit(job, tuple(places[a:b]), lack) for a, b in itertools.pairwise(edges)]
+        return units
+
+    def settings(self, job: Job, variant: Variant, places: Sequence[Place]) -> list[Setting]:
+        """What the lines of samples under a complete variant depend on."""
+        source = fingerprint_of(job.text, job.data)
+        return [
+            Setting(
+                task=job.task,
+                length=job.length,
+                seed=seed,
+                depth=depth,
+                question=job.question,
+                method=variant.method,
+                budget=variant.budget,
+                retrieved=variant.retrieved,
+                dense_layers=variant.dense_layers or 0,
+                probe=job.probe,
+                source=source,
+                **self._same,
+            )
+            for seed, depth in places
+        ]
+
+    def compute(self, unit: Unit, tell: Callable[[int, int, str], None] = lambda *_: None) -> Iterator[list[Line]]:
+        """The lines of a unit, those of one variant at once. Each sample is prefilled once, then all are forked for each variant.
+
+        tell(tokens, of, doing) is called as the prefill goes on and before every variant.
+        """
+        job, task = unit.job, find(unit.job.task, unit.job.data)
+        samples = [self._sample(task, job, *place) for place in unit.places]
+        parts = [split_prompt(self.tokenizer, sample) for sample in samples]
+        for context, question in parts:
+            check_prompt(self.model, len(context) + len(question))
+        sparse = job.question == "sparse"
+        prompts = [context if sparse else context + question for context, question in parts]
+        rests = [question if sparse else [] for _, question in parts]
+        total = sum(map(len, prompts))
+        bases, logits, seconds, before = [], [], [], 0
+        for prompt in prompts:
+            base, start = Cache(self.model, "full"), now(self.model.device)
+
+            def show(done: int, _: int, before: int = before) -> None:
+                tell(before + done, total, "prefill")
+
+            logits.append(prefill(self.model, base, prompt, progress=show))
+            seconds.append(now(self.model.device) - start)
+            bases.append(base)
+            before += len(prompt)
+        together = _Prefilled(samples, _joined(self.model, bases), torch.stack(logits), rests, seconds)
+        for variant in unit.variants:
+            tell(total, total, f"{variant.method} {variant.budget or ''}".strip())
+            yield self._lines(task, together, self.settings(job, variant, unit.places))
 
     def _sample(self, task: Task, job: Job, seed: int, depth: float | None) -> Sample:
         try:
@@ -157,71 +245,159 @@ class Runner:
         except ValueError as error:
             raise ConfigError(str(error)) from error
 
-    def _lines(
-        self, task: Task, job: Job, sample: Sample, settings: dict[Variant, Setting], tell: Callable[[int, int, str], None]
-    ) -> Iterator[Line]:
-        """Prefill once, then fork for each variant."""
-        context, question = split_prompt(self.tokenizer, sample)
-        check_prompt(self.model, len(context) + len(question))
-        prompt = context if job.question == "sparse" else context + question
-        rest = question if job.question == "sparse" else []
-        base = Cache(self.model, "full")
-        start = now(self.model.device)
-        logits = prefill(self.model, base, prompt, progress=lambda done, total: tell(done, total, "prefill"))
-        prefill_s = now(self.model.device) - start
-        for variant, setting in settings.items():
-            tell(len(prompt), len(prompt), f"{variant.method} {variant.budget or ''}".strip())
-            yield self._line(task, setting, sample, base, logits, rest, prefill_s)
-
-    def _line(
-        self, task: Task, setting: Setting, sample: Sample, base: Cache, logits: Tensor, rest: list[int], prefill_s: float
-    ) -> Line:
-        """Fork the prompt's cache, send the rest of the prompt through it, decode, and measure."""
-        device = self.model.device
+    def _lines(self, task: Task, prompts: _Prefilled, settings: Sequence[Setting]) -> list[Line]:
+        """Fork the prompts' cache, send the rest of them through it, decode, and measure. settings: of one variant, a row each."""
+        device, first = self.model.device, settings[0]
         start = now(device)
-        budget = {} if setting.method == "full" else {"budget": setting.budget, "retrieved": setting.retrieved}
-        cache = base.fork(setting.method, dense_layers=setting.dense_layers, **budget)
+        budget = {} if first.method == "full" else {"budget": first.budget, "retrieved": first.retrieved}
+        cache = prompts.base.fork(first.method, dense_layers=first.dense_layers, **budget)
         cache.wait()
         index_s = now(device) - start
-        probe = Probe(cache, every=setting.probe, reference=base) if setting.probe else None
+        probe = Probe(cache, every=first.probe, reference=prompts.base) if first.probe else None
+        tally = Tally(cache)
 
         def clock() -> float:
             return now(device) - (0.0 if probe is None else probe.seconds)
 
         start = clock()
-        answer = Answer(self.model, self.tokenizer, cache, self._stops, task.stops)
-        times = [clock() for _ in answer.stream(logits, rest, task.max_new_tokens)]
-        stats, text = cache.stats(), answer.text
-        quality = None if probe is None or not probe.observations else probe.quality()
-        dense = resolve(setting.method).dense
-        first = times[0] - start if times else clock() - start
-        return Line(
-            setting=setting,
-            prompt=base.get_seq_length() + len(rest),
-            output=text,
-            answers=sample.answers,
-            at=sample.depth,
-            accuracy=task.score(sample, text),
-            held_budget=stats.budget,
-            retrieved=stats.retrieved,
-            attended_mean=stats.attended_mean,
-            attended_max=stats.attended_max,
-            attention_mass=None if quality is None else quality.attention_mass,
-            recall_at_k=None if quality is None else quality.recall_at_k,
-            output_error=None if quality is None else quality.output_error,
-            hit_rate=stats.hit_rate,
-            sparse_steps=stats.sparse_steps,
-            kv_device_bytes=stats.kv_dense_bytes if dense else stats.kv_device_bytes,
-            kv_dense_bytes=0 if dense else stats.kv_dense_bytes,
-            kv_host_bytes=stats.kv_host_bytes,
-            new_tokens=len(times),
-            prefill_s=prefill_s,
-            index_s=index_s,
-            ttft_s=prefill_s + first + (index_s if rest else 0.0),
-            tt2t_s=prefill_s + index_s + times[1] - start if len(times) > 1 else None,
-            tpot_s=(times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None,
-            versions=versions(),
+        answers = Answers(self.model, self.tokenizer, cache, self._stops, until=task.stops)
+        times = []
+        for pieces in answers.stream(prompts.logits, prompts.rests, task.max_new_tokens):
+            if any(piece is not None for piece in pieces):
+                times.append(clock())
+            for row, over in enumerate(answers.over):
+                if over:
+                    tally.ended(row)
+        end = clock()
+        stats = tally.rows(answers.steps)
+        alone = len(settings) == 1
+        lines = []
+        for row, (setting, sample, text) in enumerate(zip(settings, prompts.samples, answers.texts, strict=True)):
+            timing = _Timing.of(prompts, index_s, start, times or [end]) if alone else _Timing()
+            quality = None if probe is None else _quality(probe, cache, row, prompts.base, answers.steps[row])
+            prompt = prompts.base.kv_layers[0].length(row) + len(prompts.rests[row])
+            lines.append(
+                _line(
+                    setting,
+                    sample,
+                    prompt,
+                    text,
+                    task.score(sample, text),
+                    answers.new_tokens[row],
+                    stats[row],
+                    quality,
+                    timing,
+                )
+            )
+        if probe is not None:
+            probe.detach()
+        tally.detach()
+        cache.layers.clear()  # a cache refers to itself; its rows go before the next one's come
+        return lines
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefilled:
+    """Samples whose prompts stand in one cache. logits [B, V]: after their last tokens; rests: what is to be sent one by one."""
+
+    samples: list[Sample]
+    base: Cache
+    logits: Tensor
+    rests: list[list[int]]
+    seconds: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Timing:
+    """Seconds of one sample alone; none where rows shared their steps."""
+
+    prefill_s: float | None = None
+    index_s: float | None = None
+    ttft_s: float | None = None
+    tt2t_s: float | None = None
+    tpot_s: float | None = None
+
+    @staticmethod
+    def of(prompts: _Prefilled, index_s: float, start: float, times: list[float]) -> _Timing:
+        """times: of the tokens, or of the end where there were none."""
+        prefill_s, several = prompts.seconds[0], len(times) > 1
+        return _Timing(
+            prefill_s,
+            index_s,
+            prefill_s + times[0] - start + (index_s if prompts.rests[0] else 0.0),
+            prefill_s + index_s + times[1] - start if several else None,
+            (times[-1] - times[0]) / (len(times) - 1) if several else None,
         )
+
+
+def _joined(model: PreTrainedModel, bases: list[Cache]) -> Cache:
+    """One cache whose rows are those of several, each of full attention."""
+    if len(bases) == 1:
+        return bases[0]
+    whole = Cache(model, "full")
+    for i, layer in enumerate(whole.layers):
+        layer.kv.join([base.layers[i].kv for base in bases])
+        layer.know(bases[0].layers[i].module())
+    for base in bases:
+        base.layers.clear()  # a cache refers to itself
+    return whole
+
+
+def _rows(model: PreTrainedModel, asked: int | None) -> int:
+    """How many samples may share their steps."""
+    if asked is not None and asked < 1:
+        raise ConfigError(f"batch is {asked}; it must be at least 1")
+    empty = Cache(model, "full")
+    alone = len(empty.kv_layers) != len(empty.layers)
+    if alone and asked is not None and asked > 1:
+        raise ConfigError(
+            f"batch is {asked}; {type(model).__name__} has layers that transformers serves itself, so only 1 works"
+        )
+    return 1 if alone else asked or 16
+
+
+def _quality(probe: Probe, cache: Cache, row: int, base: Cache, steps: int) -> Quality | None:
+    """The means over what was observed of a row, before it ended."""
+    end = base.kv_layers[0].length(row) + steps
+    seen = [one for one in probe.observations if one.lane == row and one.length <= end]
+    return Quality.of(seen) if seen else None
+
+
+def _line(
+    setting: Setting,
+    sample: Sample,
+    prompt: int,
+    text: str,
+    accuracy: float,
+    new_tokens: int,
+    stats: RowStats,
+    quality: Quality | None,
+    timing: _Timing,
+) -> Line:
+    dense = resolve(setting.method).dense
+    return Line(
+        setting=setting,
+        prompt=prompt,
+        output=text,
+        answers=sample.answers,
+        at=sample.depth,
+        accuracy=accuracy,
+        held_budget=stats.budget,
+        retrieved=stats.retrieved,
+        attended_mean=stats.attended_mean,
+        attended_max=stats.attended_max,
+        attention_mass=None if quality is None else quality.attention_mass,
+        recall_at_k=None if quality is None else quality.recall_at_k,
+        output_error=None if quality is None else quality.output_error,
+        hit_rate=stats.hit_rate,
+        sparse_steps=stats.sparse_steps,
+        kv_device_bytes=stats.kv_dense_bytes if dense else stats.kv_device_bytes,
+        kv_dense_bytes=0 if dense else stats.kv_dense_bytes,
+        kv_host_bytes=stats.kv_host_bytes,
+        new_tokens=new_tokens,
+        versions=versions(),
+        **asdict(timing),
+    )
 
 
 def complete(model: PreTrainedModel, variant: Variant) -> Variant:
@@ -242,53 +418,6 @@ def identity(model: PreTrainedModel, name: str) -> dict[str, str]:
         "device": device_name(model.device),
         "kvthaw": kvthaw.__version__,
     }
-
-
-class Answer:
-    """One answer from a cache that holds a context: the question, then greedy decoding to a stop token, a text of `ends` or the
-    limit."""
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: Any,
-        cache: Cache,
-        stops: frozenset[int],
-        ends: tuple[str, ...] = ("\n",),
-    ) -> None:
-        self.model, self.cache, self.stops, self.ends = model, cache, stops, ends
-        self._stream = TextStream(tokenizer)
-
-    @property
-    def text(self) -> str:
-        """The answer so far, without the text that ended it."""
-        return cut(self._stream.text, self.ends)
-
-    def stream(self, logits: Tensor, question: Sequence[int], limit: int) -> Iterator[str]:
-        """The text that each token adds. question: tokens not in the cache yet; a sparse cache takes them one by one, so that
-        each attends under the budget. logits [V]: those after the last token of the cache, used where question is empty."""
-        if question and self.cache.settings.method.dense:
-            logits = forward(self.model, self.cache, question)
-        else:
-            for token in question:
-                logits = forward(self.model, self.cache, [token])
-        for token in decode(self.model, self.cache, logits, limit=limit, stops=self.stops):
-            before = cut(self._stream.shown, self.ends)
-            self._stream.push(token)
-            yield cut(self._stream.shown, self.ends)[len(before) :]
-            if ended(self._stream.shown, self.ends):
-                return
-
-
-def ended(text: str, ends: Sequence[str] = ("\n",)) -> bool:
-    """Whether an answer has come to one of `ends`; those before its first word do not count."""
-    return any(end in text.lstrip() for end in ends)
-
-
-def cut(text: str, ends: Sequence[str] = ("\n",)) -> str:
-    """An answer up to the first of `ends`."""
-    start = len(text) - len(text.lstrip())
-    return text[: min((at for end in ends if (at := text.find(end, start)) >= 0), default=len(text))]
 
 
 def split_prompt(tokenizer: Any, sample: Sample) -> tuple[list[int], list[int]]:
