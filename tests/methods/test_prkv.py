@@ -6,6 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from one_layer import SCALE, OneLayer
 from transformers import PreTrainedModel
 from unit_methods import budget_is_kept, full_budget_is_full_attention, generate, indices, rows_alone_are_the_rows_of_a_batch
 
@@ -74,3 +76,55 @@ def test_no_static_set_is_arkvale(llama: PreTrainedModel) -> None:
 def test_settings_out_of_range_are_named(llama: PreTrainedModel) -> None:
     with kvthaw.attach(llama, "prkv", budget=64, share=2), pytest.raises(ConfigError, match="share is 2"):
         generate(llama, {"input_ids": prompt(1, 90)}, 2)
+
+
+def test_every_step_sees_the_old_set_or_the_new_one() -> None:
+    """Algorithm 1 in float64, beside every step: each choice is one set's, whole, static tokens and pages around them alike."""
+    page, window, interval, steps = 4, 16, 12, 60
+    layer = OneLayer("prkv", 150, steps, budget=72, page=page, window=window, interval=interval, share=0.5)
+    plan = layer.layer.plan
+    assert plan is not None
+    count = plan.rows // 2
+
+    def static(at: int, end: int) -> list[list[int]]:
+        """Of each KV head, what the queries before token `at` attend to most among the first `end` keys."""
+        found = []
+        for head in range(layer.heads):
+            own = slice(head * layer.group, (head + 1) * layer.group)
+            asked = layer.query[0, own, at - window : at].double().flatten(0, 1)
+            mass = torch.softmax(SCALE * asked @ layer.keys[0, head, :end].double().T, dim=1).mean(dim=0)
+            found.append(mass.topk(count).indices.tolist())
+        return found
+
+    def choice(sets: list[list[int]], at: int, end: int) -> list[set[int]]:
+        """What the query of token `at` selects with these static sets."""
+        chosen = []
+        for head, first in enumerate(sets):
+            asked = layer.query[0, head * layer.group : (head + 1) * layer.group, at].double()
+            rest = [i for i in range(end) if i not in set(first)]
+            pages = [rest[i : i + page] for i in range(0, len(rest), page)]
+            scores = []
+            for members in pages:
+                keys = layer.keys[0, head, members].double()
+                centre = (keys.amax(dim=0) + keys.amin(dim=0)) / 2
+                scores.append(SCALE * (asked @ centre + asked.abs() @ (keys - centre).abs().mean(dim=0)))
+            together = torch.stack(scores, dim=1)
+            sizes = torch.tensor([len(members) for members in pages]).double().log()
+            merged = (together - torch.logsumexp(together + sizes, dim=1, keepdim=True)).amax(dim=0)
+            ranked = [i for unit in merged.argsort(descending=True).tolist() for i in pages[unit]]
+            chosen.append(set((first + ranked)[: plan.rows]))
+        return chosen
+
+    begin, since, changes = 150 - window, 0, 0
+    now, coming = static(150, begin), None
+    for at in range(150, 150 + steps):
+        if at - begin == window + page:  # the ring is full
+            if coming is not None:
+                now, coming, changes = coming, None, changes + 1
+            begin, since = begin + page, since + page
+            if since >= interval:
+                coming, since = static(at, begin), 0
+        found = layer.step()
+        assert found == choice(now, at, begin)
+        assert coming is None or found != choice(coming, at, begin)
+    assert changes == 4
