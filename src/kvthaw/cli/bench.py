@@ -29,6 +29,7 @@ KERNELS = {
     "clusterkv": "kvthaw.bench.kernels_pages",
     "prkv": "kvthaw.bench.kernels_pages",
     "decode": "kvthaw.bench.kernels_decode",
+    "transfer": "kvthaw.bench.kernels_transfer",
 }
 """What can be timed -> the module whose main() does it."""
 ON_CPU = ("icecache",)
@@ -78,7 +79,8 @@ def kernels(
         str,
         typer.Option(
             help=f"What to time, separated by commas: {', '.join(KERNELS)}. clusterkv and prkv share one benchmark, with quest and "
-            "arkvale; decode is attention, residency and fetching. icecache's search runs on the CPU, the others need a GPU."
+            "arkvale; decode is attention, residency and fetching; transfer is pages by layout. icecache's search runs on the CPU, "
+            "the others need a GPU."
         ),
     ] = "pariskv",
     quick: Annotated[bool, typer.Option("--quick", help="Fewer and shorter cases.")] = False,
