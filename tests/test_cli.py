@@ -50,6 +50,7 @@ COMMANDS = [
     "eval task",
     "eval recall",
     "eval drift",
+    "eval perplexity",
     "eval shares",
     "demo",
     "bench decode",
@@ -227,6 +228,23 @@ def test_eval_refuses_files_before_it_loads(tmp_path: Path) -> None:
     refused(Said("eval", "passkey", *gone, "--data", f"longeval={tmp_path}"), 2, "longeval is not among the tasks")
     refused(Said("eval", "babilong", *gone, "--data", str(tmp_path)), 1, "holds no file qa1_")
     refused(Said("eval", "passkey,rulers", *gone), 2, "'rulers'", "ruler_vt")
+
+
+def test_eval_perplexity(model: str, tmp_path: Path) -> None:
+    plot, out = tmp_path / "ppl.png", tmp_path / "ppl.jsonl"
+    arguments = ["eval", "perplexity", "--model", model, "--method", "streaming", "--budget", "64", "--length", "100,200"]
+    arguments += ["--steps", "4", "--out", str(out)]
+    said = Said(*arguments, "--json", "--plot", str(plot))
+    assert [(record["method"], record["length"]) for record in said.records] == [
+        ("streaming", 100),
+        ("streaming", 200),
+        ("full", 100),
+        ("full", 200),
+    ]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    table = Said(*arguments)
+    assert len(out.read_text().splitlines()) == 4
+    assert all(word in table.out for word in ("perplexity", "streaming", "full", "200", "nats"))
 
 
 # eval recall, eval drift

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from kvthaw.cli import recall, shares
+from kvthaw.cli import perplexity, recall, shares
 from kvthaw.cli.common import (
     DeviceOption,
     DtypeOption,
@@ -43,6 +43,7 @@ EXAMPLES = (
     "  kvthaw eval babilong --data tasks_1-20_v1-2/en --method full,prkv\n\n"
     "  kvthaw eval recall --method pariskv,clusterkv --retrieved 100 --length 8192\n\n"
     "  kvthaw eval drift --method pariskv,pariskv:centroids=learned --new-tokens 4096\n\n"
+    "  kvthaw eval perplexity --method icecache,quest --length 1024,4096,16384 --plot ppl.png\n\n"
     "  kvthaw eval shares --length 4096,16384 --rows 512,1024"
 )
 
@@ -62,8 +63,8 @@ app = typer.Typer(cls=Tasks, no_args_is_help=True, rich_markup_mode="rich", epil
 
 @app.callback()
 def _eval() -> None:
-    """Measure methods: kvthaw eval TASK runs a task, recall and drift compare selections with exact attention,
-    shares prints PRKV's automatic static share."""
+    """Measure methods: kvthaw eval TASK runs a task, perplexity sends a text through them, recall and drift compare selections
+    with exact attention, shares prints PRKV's automatic static share."""
 
 
 @app.command("task", epilog=EXAMPLES)
@@ -171,6 +172,7 @@ def evaluate(
 
 app.command("recall", epilog=recall.RECALL_EXAMPLES)(recall.recall)
 app.command("drift", epilog=recall.DRIFT_EXAMPLES)(recall.drift)
+app.command("perplexity", epilog=perplexity.EXAMPLES)(perplexity.perplexity)
 app.command("shares", epilog=shares.EXAMPLES)(shares.shares)
 
 

@@ -129,7 +129,7 @@ def recall(
     given, kinds = words(text), tuple(listed(prompt, str, "--prompt"))
     lengths = listed(length, int, "--length")
     studies = [Study(n, steps, kinds, samples, seed, probe, text=given) for n in lengths]  # type: ignore[arg-type]
-    variants = _variants(method, budget, retrieved, dense_layers, "256", None)
+    variants = variants_of(method, budget, retrieved, dense_layers, "256", None)
     summaries = _watch(studies, variants, model, device, dtype, out)
     if plot is not None:
         recall_lines(summaries, plot)
@@ -182,7 +182,7 @@ def drift(
     study = Study(length, new_tokens, ("text",), samples, **given)  # type: ignore[arg-type]
     if -(-new_tokens // probe) < 4:
         raise typer.BadParameter(f"every {probe}th of {new_tokens} steps leaves fewer than 4 to compare", param_hint="--probe")
-    variants = _variants(method, budget, retrieved, dense_layers, None, "100")
+    variants = variants_of(method, budget, retrieved, dense_layers, None, "100")
     summaries = _watch([study], variants, model, device, dtype, out)
     if plot is not None:
         drift_lines(summaries, plot)
@@ -197,7 +197,7 @@ def words(text: Path | None) -> str | None:
     return None if text is None else prompt_text(None, text)
 
 
-def _variants(
+def variants_of(
     method: str, budget: str | None, retrieved: str | None, dense: str, usual_budget: str | None, usual_rows: str | None
 ) -> list[Variant]:
     """Every method under every budget and number of rows; where none is given, the usual ones."""

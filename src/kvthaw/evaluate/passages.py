@@ -27,10 +27,7 @@ def text_passage(tokenizer: Any, *, length: int, steps: int, seed: int, text: st
 
     text: None is the book that ships. It begins anew where it ends. Raises ConfigError for a text without tokens.
     """
-    body: list[int] = list(_bare(tokenizer, read_asset("book.txt") if text is None else text))
-    if not body:
-        raise ConfigError("the text holds no tokens")
-    first = _opening(tokenizer)
+    first, body = opening(tokenizer), tokens_of(tokenizer, text)
     start = random.Random(seed).randrange(len(body)) if seed else 0
     count = max(0, length - len(first)) + steps
     turns = -(-(start + count) // len(body))
@@ -63,7 +60,15 @@ def _bare(tokenizer: Any, text: str) -> list[int]:
     return found
 
 
-def _opening(tokenizer: Any) -> list[int]:
+def tokens_of(tokenizer: Any, text: str | None) -> list[int]:
+    """The tokens of a text, None the book that ships, without special ones. Raises ConfigError for a text without tokens."""
+    body = _bare(tokenizer, read_asset("book.txt") if text is None else text)
+    if not body:
+        raise ConfigError("the text holds no tokens")
+    return list(body)
+
+
+def opening(tokenizer: Any) -> list[int]:
     """The special tokens before a prompt."""
     whole, bare = list(tokenizer("a")["input_ids"]), list(_bare(tokenizer, "a"))
     at = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)

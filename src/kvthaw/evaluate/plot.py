@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvthaw.errors import ConfigError
+from kvthaw.evaluate import perplexity
 from kvthaw.evaluate.metrics import mean
 from kvthaw.evaluate.probe import Quality
 from kvthaw.evaluate.recall import Summary
@@ -106,6 +107,29 @@ def _panels(curves: Mapping[str, tuple[Sequence[float], Sequence[Quality]]], acr
         axis.set_ylabel(label)
     panels[2].legend(fontsize=7)
     figure.suptitle(title, fontsize=10)
+    _save(figure, path)
+
+
+def perplexity_lines(found: Mapping[Variant, Sequence[perplexity.Summary]], path: Path) -> None:
+    """Perplexity by position, and the distance to full attention in nats, a line a variant. Raises as heat_maps."""
+    figure = _figure()(figsize=(11, 4.4), layout="constrained")
+    whole, apart = figure.subplots(1, 2)
+    for number, (variant, rows) in enumerate(found.items()):
+        places, color = [row.length for row in rows], f"C{number % 10}"
+        whole.plot(places, [row.perplexity for row in rows], marker="o", markersize=3, color=color, label=name(variant))
+        if variant.method == "full":
+            continue
+        low, high = ([row.difference_95[side] for row in rows] for side in (0, 1))
+        apart.plot(places, [row.difference for row in rows], marker="o", markersize=3, color=color)
+        apart.fill_between(places, low, high, color=color, alpha=0.15, linewidth=0)
+    whole.set_ylabel("perplexity")
+    apart.set_ylabel("nats a token over full attention, 95 %")
+    apart.axhline(0, color="grey", linewidth=0.8)
+    for axis in (whole, apart):
+        axis.set_xlabel("tokens before")
+    whole.legend(fontsize=7)
+    first = next(iter(found.values()))[0]
+    figure.suptitle(f"perplexity by position: {first.steps} tokens each, from {first.n} places of the text", fontsize=10)
     _save(figure, path)
 
 

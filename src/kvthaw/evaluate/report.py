@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from kvthaw.evaluate import recall
+from kvthaw.evaluate import perplexity, recall
 from kvthaw.evaluate.metrics import mean
 from kvthaw.evaluate.probe import Quality
 from kvthaw.evaluate.results import Summary
@@ -134,6 +134,25 @@ def drift_table(summaries: Sequence[recall.Summary]) -> Table:
             change = None if values[0] is None or values[-1] is None else values[-1] - values[0]
             signed = "-" if change is None else f"{100 * change:+.1f}"
             made.add_row(*(("", "") if number else _whose(row)[1:]), name, *map(percent, values), signed)
+    return made
+
+
+def perplexity_table(summaries: Sequence[perplexity.Summary]) -> Table:
+    """Perplexity by position, and in the last column the mean distance to full attention in nats a token: one row a variant."""
+    first = summaries[0]
+    lengths = list(dict.fromkeys(row.length for row in summaries))
+    places = f"{first.n} place" + "s" * (first.n > 1)
+    where = f"{first.model} in {first.dtype} on {first.device}"
+    title = f"perplexity after so many tokens: {first.steps} tokens each, {places} in the text, {where}"
+    made = _table(title, ("method", "budget", "dense\nlayers", *(f"{length:,}" for length in lengths), "nats over\nfull"))
+    rows: dict[tuple[str, str, int], dict[int, perplexity.Summary]] = {}
+    for row in summaries:
+        budget = f"{row.retrieved} rows" if row.retrieved is not None else "-" if row.budget is None else str(row.budget)
+        rows.setdefault((row.method, budget, row.dense_layers), {})[row.length] = row
+    for (method, budget, dense), found in rows.items():
+        over = mean(row.difference for row in found.values())
+        values = [f"{found[length].perplexity:.2f}" for length in lengths]
+        made.add_row(method, budget, str(dense), *values, "-" if over is None else f"{over:+.3f}")
     return made
 
 

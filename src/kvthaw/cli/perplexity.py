@@ -1,0 +1,84 @@
+"""kvthaw eval perplexity: a text sent through every method."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvthaw.cli.common import (
+    DeviceOption,
+    DtypeOption,
+    ModelOption,
+    SeedOption,
+    bars,
+    listed,
+    load_model,
+    print_wide,
+    shown,
+    stderr,
+)
+from kvthaw.cli.recall import (
+    BudgetOption,
+    DenseOption,
+    LinesOption,
+    MethodOption,
+    OutOption,
+    RetrievedOption,
+    TextOption,
+    variants_of,
+    words,
+)
+
+EXAMPLES = (
+    "Examples:\n\n  kvthaw eval perplexity --method icecache,quest,streaming --length 1024,4096,16384 --plot ppl.png\n\n"
+    "  kvthaw eval perplexity --method clusterkv,quest,infinigen --budget 1024 --length 2048,4096,8192,16384,32000 --samples 4 "
+    "--text novel.txt --model meta-llama/Llama-3.1-8B --out ppl.jsonl --json"
+)
+
+
+def perplexity(
+    model: ModelOption = "shipped",
+    method: MethodOption = "icecache,streaming",
+    budget: BudgetOption = None,
+    retrieved: RetrievedOption = None,
+    length: Annotated[str, typer.Option(help="Tokens before the measured ones, separated by commas.")] = "1024,2048,4096",
+    steps: Annotated[int, typer.Option(min=1, help="Tokens measured after each length.")] = 64,
+    text: TextOption = None,
+    samples: Annotated[int, typer.Option(min=1, help="Places in the text from which it is read.")] = 1,
+    dense_layers: DenseOption = "auto",
+    seed: SeedOption = 0,
+    as_json: LinesOption = False,
+    out: OutOption = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw perplexity by position into this PNG file.")] = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = "auto",
+) -> None:
+    """Perplexity by position over a text, full attention beside the methods on the same tokens (ClusterKV's figure 10).
+
+    A prompt of each length is brought into the cache; what follows in the text is sent through each method token by token, and
+    every next token is scored. The text must be long enough; it does not begin anew. Without either limit: --budget 256.
+    """
+    from kvthaw.evaluate.perplexity import Course, Line, Reader
+    from kvthaw.evaluate.plot import check, perplexity_lines
+    from kvthaw.evaluate.report import perplexity_table
+    from kvthaw.evaluate.results import Kept
+
+    check(plot)
+    course = Course(tuple(listed(length, int, "--length")), steps, samples, seed, words(text))
+    variants = variants_of(method, budget, retrieved, dense_layers, "256", None)
+    known = Kept(out, Line.from_json)
+    llm, tokenizer = load_model(model, device, dtype)
+    with bars() as progress:
+        found = Reader(llm, tokenizer, known, name=model).run(course, variants, shown(progress, "stretches", samples))
+    if plot is not None:
+        perplexity_lines(found, plot)
+        stderr().print(f"wrote {plot}", style="dim")
+    if as_json:
+        for summaries in found.values():
+            for summary in summaries:
+                print(json.dumps(summary.to_dict()))
+    else:
+        print_wide(perplexity_table([summary for summaries in found.values() for summary in summaries]))

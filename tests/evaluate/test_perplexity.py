@@ -1,0 +1,116 @@
+"""Perplexity by position: the numbers of plain transformers, methods under their budget, resuming, what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import bytemodel
+from kvthaw.errors import ConfigError
+from kvthaw.evaluate.model import load
+from kvthaw.evaluate.perplexity import Course, Line, Reader, Summary
+from kvthaw.evaluate.results import Kept
+from kvthaw.evaluate.runner import FULL, Progress, Variant
+from kvthaw.evaluate.tasks.base import read_asset
+
+WIDE, NARROW = Variant("oracle", 1000), Variant("streaming", 64)
+COURSE = Course((150, 400), steps=12)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return bytemodel.save(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def loaded(folder: Path) -> tuple[Any, Any]:
+    return load(str(folder))
+
+
+def test_full_is_what_transformers_says_and_a_budget_that_covers_all_is_full(loaded: tuple[Any, Any], folder: Path) -> None:
+    found = Reader(*loaded).run(COURSE, [WIDE, NARROW])
+    tokenizer = loaded[1]
+    ids = tokenizer(read_asset("book.txt")[:600], return_tensors="pt")["input_ids"]
+    plain = AutoModelForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        scores = torch.log_softmax(plain(ids).logits[0].float(), -1)
+    for row in found[FULL]:
+        expected = [-float(scores[at, ids[0, at + 1]]) for at in range(row.length, row.length + 12)]
+        assert row.nll == pytest.approx(sum(expected) / 12, abs=1e-4)
+        assert row.perplexity == pytest.approx(math.exp(row.nll))
+        assert (row.difference, row.attended_mean) == (0.0, None)
+    for wide, narrow, full in zip(found[WIDE], found[NARROW], found[FULL], strict=True):
+        assert wide.nll == pytest.approx(full.nll, abs=1e-4)
+        assert abs(narrow.difference) > 1e-3
+        assert narrow.difference == pytest.approx(narrow.nll - narrow.full_nll)
+        assert narrow.attended_max is not None
+        assert narrow.attended_max <= 64
+        assert narrow.difference_95[0] < narrow.difference < narrow.difference_95[1]
+    assert [row.length for row in found[NARROW]] == [150, 400]
+
+
+def test_places_are_drawn_by_the_seed(loaded: tuple[Any, Any]) -> None:
+    lines: Kept[Line] = Kept(None, Line.from_json)
+    reader = Reader(*loaded, lines)
+    course = replace(COURSE, samples=3, lengths=(100,))
+    both = reader.run(course, [])[FULL][0]
+    assert both.n == 3
+    starts = [line.setting.start for line in lines]
+    assert starts[0] == 0
+    assert len(set(starts)) == 3
+    alone = reader.run(replace(course, seed=2, samples=1), [])[FULL][0]
+    third = list(lines)[2]
+    assert alone.nll == pytest.approx(sum(third.nll) / len(third.nll))
+    assert len(list(lines)) == 3, "what is known is not read again"
+
+
+def test_a_run_continues_where_it_stopped(loaded: tuple[Any, Any], tmp_path: Path) -> None:
+    out = tmp_path / "ppl.jsonl"
+    seen: list[Progress] = []
+    first = Reader(*loaded, Kept(out, Line.from_json)).run(COURSE, [NARROW], seen.append)
+    written = out.read_text()
+    assert len(written.splitlines()) == 4
+    assert all(len(json.loads(line)["nll"]) == 12 for line in written.splitlines())
+    assert [state.samples for state in seen] == sorted(state.samples for state in seen)
+    assert (seen[-1].samples, seen[-1].of) == (4, 4)
+    out.write_text("".join(written.splitlines(keepends=True)[:3]))
+    again = Reader(*loaded, Kept(out, Line.from_json)).run(COURSE, [NARROW])
+    for variant, rows in first.items():
+        assert [row.nll for row in again[variant]] == pytest.approx([row.nll for row in rows], abs=1e-5)
+    assert len(out.read_text().splitlines()) == 4
+
+
+def test_the_interval_is_of_all_paired_tokens(loaded: tuple[Any, Any]) -> None:
+    lines: Kept[Line] = Kept(None, Line.from_json)
+    Reader(*loaded, lines).run(replace(COURSE, lengths=(100,), steps=3), [])
+    (full,) = lines
+    full = replace(full, nll=(1.0, 2.0, 3.0))
+    row = Summary.of([replace(full, nll=(1.5, 2.0, 4.0))], [full])
+    assert (row.nll, row.difference) == (2.5, 0.5)
+    assert row.difference_95 == pytest.approx((0.5 - 1.96 * 0.5 / 3**0.5, 0.5 + 1.96 * 0.5 / 3**0.5))
+
+
+def test_what_is_refused(loaded: tuple[Any, Any]) -> None:
+    for settings, problem in (
+        ({"lengths": ()}, "lengths are empty"),
+        ({"lengths": (0,)}, "a length is 0; it must be at least 1"),
+        ({"steps": 0}, "steps is 0; it must be at least 1"),
+        ({"samples": 0}, "samples is 0"),
+        ({"seed": -1}, "seed is -1"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            replace(COURSE, **settings)  # type: ignore[arg-type]
+    reader = Reader(*loaded)
+    with pytest.raises(ConfigError, match="the text has 40 tokens; length and steps take 413 tokens"):
+        reader.run(replace(COURSE, text="x" * 40), [])
+    with pytest.raises(ConfigError, match=r"3,012 tokens; the model's positions end at 2,048"):
+        reader.run(replace(COURSE, lengths=(3000,)), [])
+    with pytest.raises(ConfigError, match="budget"):
+        reader.run(COURSE, [Variant("icecache", 2)])
