@@ -16,11 +16,12 @@ from kvthaw.errors import ConfigError
 from kvthaw.index import codes
 from kvthaw.index.codes import CodesIndex
 from kvthaw.index.ratios import Ratios
-from kvthaw.kernels import HAS_TRITON, bucket_topk, collide, encode, rerank, tiers
+from kvthaw.kernels import HAS_TRITON, bucket_topk, collide, encode, graded, rerank, tiers
 from kvthaw.kernels.srht import srht
 from kvthaw.types import LayerShape, Selection
 
 SINK = 4
+DEFAULT = {"graded": True, "centre": True}
 
 
 def make(
@@ -90,15 +91,16 @@ def test_recall_with_all_candidates_is_limited_by_the_codes_alone(policy: str, d
 
 @pytest.mark.parametrize("lengths", [(1, 63), (700, 0, 2100)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_lane_of_a_batch_is_the_lane_alone(lengths: tuple[int, ...], dtype: torch.dtype) -> None:
-    together = make(lanes=len(lengths), dtype=dtype)
+@pytest.mark.parametrize("options", [{}, DEFAULT])
+def test_a_lane_of_a_batch_is_the_lane_alone(lengths: tuple[int, ...], dtype: torch.dtype, options: dict[str, Any]) -> None:
+    together = make(lanes=len(lengths), dtype=dtype, **options)
     keys = [torch.randn(2, n, 64).to(dtype) for n in lengths]
     query = torch.randn(len(lengths), 4, 64).to(dtype)
     for lane, part in enumerate(keys):
         fill(together, lane, part)
     both = together.select(query, 40)
     for lane, part in enumerate(keys):
-        alone = make(dtype=dtype)
+        alone = make(dtype=dtype, **options)
         fill(alone, 0, part)
         one = alone.select(query[lane : lane + 1], 40)
         assert torch.equal(one.rows[0], both.rows[lane])
@@ -113,8 +115,9 @@ def test_everything_is_selected_where_it_fits(length: int) -> None:
     assert sets(index.select(torch.randn(1, 4, 64), 40)) == [set(range(SINK, SINK + length))] * 2
 
 
-def test_zero_keys_and_equal_keys_take_the_lowest_positions() -> None:
-    index = make()
+@pytest.mark.parametrize("options", [{}, DEFAULT])
+def test_zero_keys_and_equal_keys_take_the_lowest_positions(options: dict[str, Any]) -> None:
+    index = make(**options)
     fill(index, 0, torch.zeros(2, 500, 64))
     assert sets(index.select(torch.randn(1, 4, 64), 30)) == [set(range(SINK, SINK + 30))] * 2
     fill(index, 0, torch.ones(2, 500, 64))
@@ -154,18 +157,21 @@ def test_lanes_of_different_lengths_grow_together() -> None:
     same(index, other)
 
 
-def test_truncate_reorder_and_state() -> None:
+@pytest.mark.parametrize("options", [{}, DEFAULT])
+def test_truncate_reorder_and_state(options: dict[str, Any]) -> None:
     keys, query = torch.randn(2, 2, 900, 64), torch.randn(2, 4, 64)
-    index, shorter = make(lanes=2), make(lanes=2)
+    index, shorter = make(lanes=2, **options), make(lanes=2, **options)
     for lane in range(2):
-        fill(index, lane, keys[lane])
-        fill(shorter, lane, keys[lane, :, : 333 if lane else 900])
+        fill(index, lane, keys[lane, :, :300])
+        fill(shorter, lane, keys[lane, :, :300])
+        for one, n in ((index, 900), (shorter, 333 if lane else 900)):
+            one.append([lane], keys[None, lane, :, 300:n], keys[None, lane, :, 300:n], None)
     index.truncate(1, SINK + 333)
     same(index, shorter)
     index.truncate(1, 5000)
     same(index, shorter)
     before = index.select(query, 25)
-    copy = make(lanes=2)
+    copy = make(lanes=2, **options)
     copy.load_state_dict(index.state_dict())
     same(copy, index)
     assert torch.equal(copy.select(query, 25).rows, before.rows)
@@ -190,12 +196,12 @@ def test_the_summary_takes_112_bytes_a_key_at_128() -> None:
     assert make(dim=64, heads=1)._summaries.codes.nbytes * 2 == data.codes.nbytes
 
 
-@pytest.mark.parametrize("dim", [64, 96, 128, 256])
-def test_estimates_have_slope_one(dim: int) -> None:
+@pytest.mark.parametrize(("dim", "options"), [(64, {}), (96, {}), (128, {}), (256, {}), (64, DEFAULT)])
+def test_estimates_have_slope_one(dim: int, options: dict[str, Any]) -> None:
     """The alignment correction's promise: regression of estimate on true inner product within 1 % of 1."""
     keys = torch.randn(1, 1000, dim) * torch.rand(1, 1000, 1) * torch.linspace(0.2, 3, dim)
     query = torch.randn(100, 1, dim)
-    index = make(lanes=100, heads=1, group=1, dim=dim)
+    index = make(lanes=100, heads=1, group=1, dim=dim, **options)
     for lane in range(100):
         fill(index, lane, keys)
     true = torch.einsum("bhd,hnd->bhn", query, keys).flatten().double()
@@ -204,6 +210,39 @@ def test_estimates_have_slope_one(dim: int) -> None:
     correlation = float(torch.corrcoef(torch.stack((true, estimate)))[0, 1])
     assert abs(slope - 1) < 0.01
     assert correlation > 0.99
+
+
+def test_keys_far_from_the_origin_are_told_apart_by_their_centre() -> None:
+    """With one direction in all keys, their signs say little; graded votes and the centre find more, among as many candidates."""
+    keys, query = torch.randn(2, 3000, 64) + 4 * torch.randn(2, 1, 64), torch.randn(8, 2, 64)
+    exact = torch.einsum("bhd,hnd->bhn", query, keys).topk(100, dim=2).indices + SINK
+
+    def ceiling(**options: Any) -> float:
+        index = make(lanes=8, group=1, **options)
+        for lane in range(8):
+            fill(index, lane, keys)
+        found = index.candidates(query, 100)
+        assert ((found >= 0).sum(dim=2) == 300).all()
+        return float((found[..., None] == exact[:, :, None]).any(dim=2).float().mean())
+
+    ratios = Ratios(rho=0.2, beta=0.1)
+    plain, graded, both = (ceiling(ratios=ratios, **o) for o in ({}, {"graded": True}, DEFAULT))
+    assert graded > plain + 0.05
+    assert both > graded + 0.2
+
+
+def test_later_keys_are_seen_from_the_first_ones_centre() -> None:
+    """A prompt's centre stays; what a lane's later keys estimate is q.k all the same."""
+    keys, query = torch.randn(2, 700, 64) + 3, torch.randn(1, 4, 64)
+    index = make(**DEFAULT)
+    fill(index, 0, keys[:, :500])
+    centre = index._data["centre"].clone()
+    torch.testing.assert_close(centre[0], keys[:, :500].mean(dim=1))
+    index.append([0], keys[None, :, 500:] + 5, keys[None, :, 500:], None)
+    assert torch.equal(index._data["centre"], centre)
+    moved = torch.cat((keys[:, :500], keys[:, 500:] + 5), dim=1)
+    want = torch.einsum("hgd,hnd->hgn", query.reshape(2, 2, 64), moved).reshape(1, 4, 700)
+    assert float((index.estimate(query) - want).norm() / want.norm()) < 0.1
 
 
 def test_candidates_are_what_is_chosen_from() -> None:
@@ -294,8 +333,9 @@ def test_bad_input_is_named(call: Callable[[], Any], words: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("policy", ["max", "mean", "mean_query"])
-def test_a_captured_select_replays_as_the_region_grows(policy: str) -> None:
-    index = make(lanes=2, group=4, dim=128, dtype=torch.bfloat16, device="cuda", policy=policy)
+@pytest.mark.parametrize("options", [{}, DEFAULT])
+def test_a_captured_select_replays_as_the_region_grows(policy: str, options: dict[str, Any]) -> None:
+    index = make(lanes=2, group=4, dim=128, dtype=torch.bfloat16, device="cuda", policy=policy, **options)
     keys = torch.randn(2, 2, 9000, 128, device="cuda", dtype=torch.bfloat16)
     for lane, n in enumerate((8000, 5000)):
         fill(index, lane, keys[lane, :, :n])
@@ -315,21 +355,23 @@ def test_a_captured_select_replays_as_the_region_grows(policy: str) -> None:
 
 
 @pytest.mark.gpu
-def test_the_device_selects_what_the_cpu_selects() -> None:
+@pytest.mark.parametrize("options", [{}, DEFAULT])
+def test_the_device_selects_what_the_cpu_selects(options: dict[str, Any]) -> None:
     keys, query = torch.randn(2, 6000, 128), torch.randn(1, 8, 128)
     chosen = []
     for device in ("cpu", "cuda"):
-        index = make(group=4, dim=128, device=device)
+        index = make(group=4, dim=128, device=device, **options)
         fill(index, 0, keys.to(device))
         chosen.append(sets(index.select(query.to(device), 100)))
     for a, b in zip(*chosen, strict=True):
         assert len(a & b) >= 98
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
 @pytest.mark.parametrize(
     ("dim", "group", "policy", "lengths"),
-    [(64, 2, "mean", (256, 63)), (96, 1, "mean_query", (256,)), (192, 1, "max", (256,))],
+    [(64, 2, "mean", (256, 63)), (96, 1, "mean_query", (256,)), (192, 1, "max", (256,)), (80, 2, "max", (256,))],
 )
 def test_kernels_in_a_row_select_what_the_definitions_select(
     dim: int, group: int, policy: str, lengths: tuple[int, ...], device: torch.device, monkeypatch: pytest.MonkeyPatch
@@ -341,7 +383,8 @@ def test_kernels_in_a_row_select_what_the_definitions_select(
         monkeypatch.setattr(module, "CHUNK", 128)
 
     def found(where: torch.device) -> Selection:
-        index = make(lanes=lanes, heads=1, group=group, dim=dim, device=where, policy=policy)
+        options = DEFAULT if dim == 80 else {}
+        index = make(lanes=lanes, heads=1, group=group, dim=dim, device=where, policy=policy, **options)
         for lane, n in enumerate(lengths):
             fill(index, lane, keys[lane, :, : n - 30].to(where))
             last = keys[lane : lane + 1, :, n - 30 : n].to(where)
@@ -350,7 +393,8 @@ def test_kernels_in_a_row_select_what_the_definitions_select(
         return Selection(chosen.rows.cpu(), chosen.counts.cpu())
 
     plain = found(torch.device("cpu"))
-    for name, module in (("tiers", tiers), ("collide", collide), ("rerank", rerank), ("encode", encode)):
+    kernels = (("tiers", tiers), ("graded", graded), ("collide", collide), ("rerank", rerank), ("encode", encode))
+    for name, module in kernels:
         monkeypatch.setattr(codes, name, module.launch)
     monkeypatch.setattr(codes, "count", encode.launch_count)
     monkeypatch.setattr(codes, "bucket_topk", lambda *given: bucket_topk.launch(*given[:4]))

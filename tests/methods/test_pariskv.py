@@ -30,7 +30,9 @@ def test_regions_are_the_papers() -> None:
     assert resolve("pariskv", window=512, buffer=256).regions == Regions(128, 512, 256)
 
 
-@pytest.mark.parametrize("options", [{}, {"preset": "code"}, {"policy": "mean"}, {"votes": "binary"}, {"centroids": "learned"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"preset": "paper"}, {"preset": "code"}, {"policy": "mean"}, {"votes": "binary"}, {"centroids": "learned"}]
+)
 def test_a_budget_for_everything_gives_full_attention(llama: PreTrainedModel, options: dict[str, Any]) -> None:
     batch = ragged([90, 37, 61])
     expected = generate(llama, batch)
@@ -50,9 +52,11 @@ def test_presets_and_options_reach_the_index(llama: PreTrainedModel) -> None:
         stats = handle.stats()
         assert stats.attended_max is not None
         assert stats.attended_max <= 32
-    with kvthaw.attach(llama, "pariskv", budget=32) as handle:
-        generate(llama, inputs)
-        assert indices(handle)[0].policy == "max"
+    for options, graded in (({}, True), ({"preset": "paper"}, False), ({"rho": 0.5}, False)):
+        with kvthaw.attach(llama, "pariskv", budget=32, **options) as handle:
+            generate(llama, inputs)
+            index = indices(handle)[0]
+            assert (index.policy, index._graded, index._centre) == ("max", graded, options.get("preset") is None)
 
 
 def test_below_the_full_attention_threshold_it_attends_densely(llama: PreTrainedModel) -> None:
@@ -84,6 +88,8 @@ def test_rows_are_reproducible_and_follow_the_seed(llama: PreTrainedModel) -> No
         ({"preset": "authors"}, "preset is 'authors'"),
         ({"votes": "many"}, "votes is 'many'"),
         ({"rho": 0.1, "beta": 0.2}, "rho is 0.1 and beta is 0.2"),
+        ({"rho": 0.2, "votes": "graded"}, "rho is 0.2 and votes is 'graded'"),
+        ({"centre": "no"}, "centre is 'no'"),
         ({"policy": "union"}, "policy is 'union'"),
         ({"full_threshold": -1}, "full_threshold is -1"),
         ({"centroids": "new"}, "centroids is 'new'"),

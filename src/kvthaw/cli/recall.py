@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 RECALL_EXAMPLES = (
     "Examples:\n\n  kvthaw eval recall --method pariskv --length 32768 --retrieved 100 --json\n\n"
     "  kvthaw eval recall --method pariskv,clusterkv,prkv,quest --budget 256,512,1024 --plot recall.png\n\n"
-    "  kvthaw eval recall --method pariskv:rho=0.1:beta=0.1,pariskv:rho=0.2:beta=0.1,pariskv:votes=binary --retrieved 100\n\n"
-    "  kvthaw eval recall --method pariskv,pariskv:rotate=False,pariskv:normalise=False,pariskv:centroids=learned\n\n"
+    "  kvthaw eval recall --method pariskv:beta=0.1,pariskv:preset=paper:rho=0.2:beta=0.1,pariskv:votes=binary --retrieved 100\n\n"
+    "  kvthaw eval recall --method pariskv:preset=paper,pariskv:preset=paper:rotate=False,pariskv:centroids=learned\n\n"
     "  kvthaw eval recall --method clusterkv:distance=l2:clusters=400,prkv:share=0.5:interval=64 --prompt text --text novel.txt"
 )
 DRIFT_EXAMPLES = (

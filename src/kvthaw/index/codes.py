@@ -1,7 +1,7 @@
 """ParisKV's index: every decision is taken on the device, from a summary of 112 bytes a key (head_dim 128).
 
-query -> tiers: votes of each centroid -> collide: votes of each key -> bucket_topk: candidates -> rerank: estimated scores
-      -> topk: rows
+query -> tiers or graded: votes of each centroid -> collide: votes of each key -> bucket_topk: candidates
+      -> rerank: estimated scores -> topk: rows
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from kvthaw.index.ratios import Ratios
 from kvthaw.kernels.bucket_topk import bucket_topk
 from kvthaw.kernels.collide import CHUNK, bins, collide
 from kvthaw.kernels.encode import CENTROIDS, SUB, Summaries, count, encode, make_quantizer
+from kvthaw.kernels.graded import MOST, graded
+from kvthaw.kernels.graded import definition as grade
 from kvthaw.kernels.rerank import TILE, rerank
 from kvthaw.kernels.sparse_decode import definition as attend
 from kvthaw.kernels.srht import make_rotation
@@ -36,7 +38,10 @@ class CodesIndex:
     largest or the sum counts; mean_query: the mean of the queries stands for all. On the shipped model (longeval, 8192 tokens,
     100 rows) their recall_at_k is .851, .830 and .622 and their attention mass .822, .822 and .818, so max is the default.
     ratios: see Ratios. rotate, centroids, normalise: for ablations; centroids="learned" learns them on the prompt, of keys
-    normalised or not (sign patterns do not depend on length). dense_below: a lane whose region is shorter is attended to whole,
+    normalised or not (sign patterns do not depend on length). graded: a centroid's votes are its similarity to the query, in up to
+    255 steps over all subspaces, instead of tiers by rank; ratios' rho has no part then. centre: the mean of a lane's first keys is
+    taken off all of its keys before they are summarised. That moves all scores of a query by one number, so that no rank changes,
+    and leaves shorter vectors whose signs say more. dense_below: a lane whose region is shorter is attended to whole,
     from its first keys and values, which the index then keeps on the device, [L, H, dense_below, D] each; its rows are none and
     its attention is the selection's partial. The budget does not bound that, nor does it know of a softcap; 0 never does it.
 
@@ -56,6 +61,8 @@ class CodesIndex:
         rotate: bool = True,
         normalise: bool = True,
         centroids: Centroids = "signs",
+        graded: bool = False,
+        centre: bool = False,
         dense_below: int = 0,
     ) -> None:
         for name, value, allowed in (("policy", policy, Policy), ("centroids", centroids, Centroids)):
@@ -74,7 +81,8 @@ class CodesIndex:
         scored = 1 if policy == "mean_query" else shape.group
         self._combine: Combine = "sum" if policy == "mean" else "max"
         self._merge: Merge = "mean" if policy == "mean" else "max"
-        self._bins = bins(self._subs, scored, self._combine)
+        self._graded, self._centre = graded, centre
+        self._bins = MOST[self._combine] + 1 if graded else bins(self._subs, scored, self._combine)
         self._learned: Tensor | None = None  # [L, H, B, 256, 8]
         self._learn = centroids == "learned"
         self._first, self._k = shape.regions.sink, 1
@@ -88,10 +96,12 @@ class CodesIndex:
         """See Index."""
         self.truncate(lane, 0)
         self._first = first
+        self._reserve(lane + 1, 0)
+        if self._centre and keys.shape[1]:
+            self._data["centre"][lane] = keys.mean(dim=1, dtype=torch.float32).to(keys.dtype)
         if self._learn and keys.shape[1]:
-            self._reserve(lane + 1, 0)
             assert self._learned is not None
-            points = subspaces(keys, self._rotation, normalise=self.normalise)
+            points = subspaces(self._moved([lane], keys[None])[0], self._rotation, normalise=self.normalise)
             self._learned[lane] = learn(points, self.shape.seed)
         self.append([lane], keys[None], values[None], None)
 
@@ -101,10 +111,11 @@ class CodesIndex:
         self._reserve(max(lanes) + 1, 0)
         starts = [self._counts[lane] for lane in lanes]
         self._reserve(0, max(starts) + n)
-        encode(keys, self._rotation, self._quantizer, self._summaries, lanes, starts)
+        moved = self._moved(lanes, keys)
+        encode(moved, self._rotation, self._quantizer, self._summaries, lanes, starts)
         for i, (lane, start) in enumerate(zip(lanes, starts, strict=True)):
             if self._learned is not None and n:
-                points = subspaces(keys[i], self._rotation, normalise=self.normalise)
+                points = subspaces(moved[i], self._rotation, normalise=self.normalise)
                 self._data["ids"][lane, :, :, start : start + n] = assign(points, self._learned[lane])
             near = min(n, self.dense_below - start)
             if near > 0:
@@ -113,6 +124,10 @@ class CodesIndex:
             self._counts[lane] = start + n
         count(self._summaries, lanes, starts, [start + n for start in starts])
         self._update()
+
+    def _moved(self, lanes: Sequence[int], keys: Tensor) -> Tensor:
+        """Keys [R, H, n, D] of some lanes, the lane's centre taken off if there is one."""
+        return keys - self._data["centre"][list(lanes)][:, :, None].to(keys.dtype) if self._centre else keys
 
     def truncate(self, lane: int, length: int) -> None:
         """See Index."""
@@ -177,12 +192,15 @@ class CodesIndex:
         width = -(-max(budget, self.ratios.most(now.capacity, budget)) // TILE) * TILE
         totals = torch.empty((batch, self.shape.kv_heads, self._bins), dtype=torch.int32, device=query.device)
         sizes, limits = now.sizes[:batch], data["limits"][:batch]
-        if self._learned is None:
+        if self._learned is None and self._graded:
+            rotated, table = graded(query, self._rotation, sizes.shape[1], totals, mean=mean, combine=self._combine)
+        elif self._learned is None:
             rotated, table = tiers(query, self._rotation, sizes, limits, totals, mean=mean, combine=self._combine)
         else:
             rotated = rotate_queries(query, self.shape.kv_heads, self._rotation, mean=mean)
             similarity = torch.einsum("lhpjb,lhbcj->lhpbc", rotated, self._learned[:batch])
-            table = pack(definition(similarity, sizes, limits), self._combine)
+            votes = grade(similarity, self._combine) if self._graded else definition(similarity, sizes, limits)
+            table = pack(votes, self._combine)
             totals.zero_()
         scores = collide(table, now.ids, lengths, totals, self._combine)
         return rotated, now, bucket_topk(scores, lengths, wanted, width, self._bins), wanted
@@ -199,7 +217,11 @@ class CodesIndex:
         known = place < self._data["lengths"][:batch, None]
         candidates = torch.where(known, place, -1)[:, None].expand(-1, self.shape.kv_heads, -1).contiguous()
         found = rerank(rotated, self._summaries, candidates, self._data["lengths"][:batch], self._quantizer, self.shape.scale)
-        return found.scores.flatten(1, 2).masked_fill(~known[:, None], -torch.inf)
+        scores = found.scores
+        if self._centre:
+            grouped = query.float().reshape(batch, self.shape.kv_heads, -1, query.shape[2])
+            scores = scores + torch.einsum("bhgd,bhd->bhg", grouped, self._data["centre"][:batch])[..., None]
+        return scores.flatten(1, 2).masked_fill(~known[:, None], -torch.inf)
 
     def _dense(self, query: Tensor) -> Partial | None:
         if not self.dense_below:
@@ -256,6 +278,8 @@ class CodesIndex:
         }
         if self.dense_below:
             sizes |= dict.fromkeys(("keys", "values"), ((heads, self.dense_below, dim), self.shape.dtype))
+        if self._centre:
+            sizes["centre"] = ((heads, dim), torch.float32)
         if self._learn:
             sizes["learned"] = ((heads, subs, CENTROIDS, SUB), torch.float32)
         for name, (size, dtype) in sizes.items():

@@ -11,18 +11,19 @@ from kvthaw.index.codes import Centroids, CodesIndex, Policy
 from kvthaw.index.ratios import Ratios
 from kvthaw.types import Method
 
-Preset = Literal["paper", "code"]
-Votes = Literal["tiered", "binary"]
+Preset = Literal["default", "paper", "code"]
+Votes = Literal["graded", "tiered", "binary"]
 
 
 def pariskv(
     *,
-    preset: Preset = "paper",
+    preset: Preset = "default",
     policy: Policy | None = None,
     rho: float | None = None,
     beta: float | None = None,
     candidates: int | None = None,
-    votes: Votes = "tiered",
+    votes: Votes | None = None,
+    centre: bool | None = None,
     rotate: bool = True,
     normalise: bool = True,
     centroids: Centroids = "signs",
@@ -32,12 +33,16 @@ def pariskv(
 ) -> Method:
     """Sink 128, window 256, update buffer 512 (table 1); top-k rows by estimated softmax weight.
 
-    preset: "paper" lets the query heads of a group agree by policy "max", "code" by the authors' "mean_query"; policy
-    overrides. rho, beta: shares of the keys that collide and that become candidates, by region length unless given; candidates:
-    a fixed number of them instead. full_threshold: a retrieval region shorter than this is attended to whole, whatever the
-    budget (the paper has 1024 to 2048, beside `retrieved`); 0 keeps the budget's promise. A region that fits in the rows to be
-    retrieved is always attended to whole. votes, rotate, normalise, centroids: ablations, see CodesIndex and Ratios."""
-    policy = policy or ("max" if preset == "paper" else "mean_query")
+    preset: "default" has graded votes and takes the mean of the prompt's keys off all keys, which finds more of the exact rows
+    among as many candidates; "paper" has tiers of votes (appendix B.2.1) and keys as they are; both let the query heads of a group
+    agree by policy "max"; "code" is "paper" with the authors' policy "mean_query". policy, votes, centre override it; a rho asks
+    for tiers. rho, beta: shares of the keys that collide (graded: all) and that become candidates, by region length unless given;
+    candidates: a fixed number of them instead. full_threshold: a retrieval region shorter than this is attended to whole,
+    whatever the budget (the paper has 1024 to 2048, beside `retrieved`); 0 keeps the budget's promise. A region that fits in the
+    rows to be retrieved is always attended to whole. rotate, normalise, centroids: ablations; see CodesIndex and Ratios."""
+    policy = policy or ("mean_query" if preset == "code" else "max")
+    votes = votes or ("graded" if preset == "default" and rho is None else "tiered")
+    centre = preset == "default" if centre is None else centre
     choices = (
         ("preset", preset, Preset),
         ("votes", votes, Votes),
@@ -47,15 +52,22 @@ def pariskv(
     for name, value, allowed in choices:
         if value not in get_args(allowed):
             raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(get_args(allowed))}")
-    for name, switch in (("rotate", rotate), ("normalise", normalise)):
+    for name, switch in (("rotate", rotate), ("normalise", normalise), ("centre", centre)):
         if not isinstance(switch, bool):
             raise ConfigError(f"{name} is {switch!r}; it must be True or False")
     if full_threshold < 0:
         raise ConfigError(f"full_threshold is {full_threshold}; it must be at least 0")
+    if votes == "graded" and rho is not None:
+        raise ConfigError(
+            f"rho is {rho} and votes is 'graded', with which all keys collide; give rho with 'tiered' or 'binary'"
+        )
+    graded = votes == "graded"
     index = partial(
         CodesIndex,
         policy=policy,
-        ratios=Ratios(rho, beta, candidates, votes == "tiered"),
+        ratios=Ratios(1.0 if graded else rho, beta, candidates, votes == "tiered"),
+        graded=graded,
+        centre=centre,
         rotate=rotate,
         normalise=normalise,
         centroids=centroids,

@@ -1,0 +1,110 @@
+"""What a collision with each centroid is worth to a query, graded: as much as the centroid is similar to it.
+
+A key's votes then add up to sum_b <q_b, c_b>, an estimate of q.k by the signs of k alone, in whole numbers: in each subspace a
+centroid gives floor(most (<q_b, c> - least_b) / sum_b (greatest_b - least_b)), so that the votes of all subspaces are at most
+`most` and fit the byte in which `collide` adds them. Beside tiers (appendix B.2.1), which see the order of the keys within a
+subspace only, the subspaces in which the query is long count for more, and nothing needs to be ranked or counted.
+
+Bytes and operations, 32 query heads, d = 128: 8 KB of queries, 0.5 MB of votes written; every program rotates its whole query, for
+its length in all subspaces, which reads the basis of 16 KB from L2 512 times: 8 MB, 2 us. A chain of load, sum and store.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels.encode import CENTROIDS, SUB
+from kvthaw.kernels.srht import Rotation
+from kvthaw.kernels.tiers import Combine, pack, rotate_queries, similarities
+
+WARPS = 4
+MOST = {"max": 255, "sum": 1023}
+"""The most votes of a key, by how a group's heads combine: of each head, or of all together."""
+
+
+def definition(similarity: Tensor, combine: Combine) -> Tensor:
+    """Votes [L, H, P, B, 256] int32 of similarities <q_b, c>, likewise. A query of zeros gives none."""
+    least, greatest = similarity.amin(dim=-1, keepdim=True), similarity.amax(dim=-1, keepdim=True)
+    span = (greatest - least).sum(dim=3, keepdim=True)
+    most = MOST[combine] // (similarity.shape[2] if combine == "sum" else 1)
+    return torch.where(span > 0, (similarity - least) * (most / span), 0.0).floor().int()
+
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def _graded(query, basis, rotated, table, totals, scale, dim, MOST: tl.constexpr, GROUP: tl.constexpr, P: tl.constexpr,
+                PER: tl.constexpr, SUBS: tl.constexpr, SQUARE: tl.constexpr, COLUMNS: tl.constexpr, BINS: tl.constexpr,
+                SUM: tl.constexpr):  # fmt: skip
+        # One program: PER query heads in one subspace. A pattern's similarity is the least plus twice the coordinates whose sign
+        # it shares. The first program of a KV head clears its histogram of scores.
+        pair = tl.program_id(0)
+        b = tl.program_id(1)
+        i = tl.arange(0, SQUARE)
+        j = tl.arange(0, 8)
+        c = tl.arange(0, 256)
+        own = tl.load(basis + i[:, None] * SQUARE + b * 8 + j[None, :]).to(tl.float32)
+        if (b == 0) & (tl.program_id(2) == 0):
+            tl.store(totals + pair * BINS + tl.arange(0, BINS), tl.zeros((BINS,), tl.int32))
+        sum = tl.zeros((256,), tl.int32)
+        for one in tl.static_range(PER):
+            p = tl.program_id(2) * PER + one
+            x = tl.zeros((SQUARE,), tl.float32)
+            for g in tl.static_range(GROUP // P):
+                row = (pair * GROUP + p * (GROUP // P) + g) * dim
+                x += tl.load(query + row + i, mask=i < dim, other=0.0).to(tl.float32)
+            x = x * (scale / (GROUP // P))
+            whole = 0.0
+            for first in tl.static_range(0, SQUARE, COLUMNS):
+                at = basis + i[:, None] * SQUARE + first + tl.arange(0, COLUMNS)[None, :]
+                whole += tl.sum(tl.abs(tl.sum(tl.load(at).to(tl.float32) * x[:, None], axis=0)))
+            y = tl.sum(own * x[:, None], axis=0)
+            tl.store(rotated + ((pair * P + p) * 8 + j) * SUBS + b, y)
+            votes = tl.zeros((256,), tl.float32)
+            for bit in tl.static_range(8):
+                part = tl.sum(tl.where(j == bit, y, 0.0))
+                votes += tl.where(((c >> bit) & 1 > 0) == (part >= 0), tl.abs(part), 0.0)
+            votes = tl.where(whole > 0, votes * (MOST / tl.where(whole > 0, whole, 1.0)), 0.0)
+            if SUM:
+                sum += tl.floor(votes).to(tl.int32)
+            else:  # a byte of the word of four heads; a last word that is not full has zeros in the rest
+                word = table + (((pair * ((P + 3) // 4) + p // 4) * SUBS + b) * 256) * 4
+                tl.store(word + p % 4 + c * 4, tl.floor(votes).to(tl.int32).to(tl.uint8))
+                if P % 4 != 0 and p == P - 1:
+                    for rest in tl.static_range(P % 4, 4):
+                        tl.store(word + rest + c * 4, tl.zeros((256,), tl.uint8))
+        if SUM:
+            tl.store(table + (pair * SUBS + b) * 256 + c, sum)
+
+
+def launch(query: Tensor, rotation: Rotation, heads: int, totals: Tensor, *, mean: bool,
+           combine: Combine) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The kernel, on whatever device query [L, Hq, d] is: rotates, grades, packs, and clears totals [L, H, bins] int32."""
+    lanes, q_heads, dim = query.shape
+    assert query.is_contiguous() and totals.is_contiguous() and totals.dtype == torch.int32
+    group, subs, square = q_heads // heads, rotation.padded // SUB, rotation.basis.shape[0]
+    scored = 1 if mean else group
+    rotated = torch.empty((lanes, heads, scored, SUB, subs), dtype=torch.float32, device=query.device)
+    words = 1 if combine == "sum" else (scored + 3) // 4
+    table = torch.empty((lanes, heads, words, subs, CENTROIDS), dtype=torch.int32, device=query.device)
+    apart, most = (1, MOST["sum"] // scored) if combine == "sum" else (scored, MOST["max"])
+    _graded[(lanes * heads, subs, apart)](
+        query, rotation.basis, rotated, table if combine == "sum" else table.view(torch.uint8), totals, rotation.scale, dim,
+        MOST=most, GROUP=group, P=scored, PER=scored // apart, SUBS=subs, SQUARE=square,
+        COLUMNS=min(square, 64), BINS=totals.shape[2], SUM=combine == "sum", num_warps=WARPS,
+    )  # fmt: skip
+    return rotated, table
+
+
+def graded(query: Tensor, rotation: Rotation, heads: int, totals: Tensor, *, mean: bool,
+           combine: Combine) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Rotated queries [L, H, P, 8, B] float32 and packed votes [L, H, W, B, 256] int32 of query [L, Hq, d]."""
+    if query.is_cuda and HAS_TRITON:
+        return launch(query.contiguous(), rotation, heads, totals, mean=mean, combine=combine)
+    rotated = rotate_queries(query, heads, rotation, mean=mean)
+    totals.zero_()
+    return rotated, pack(definition(similarities(rotated), combine), combine)
