@@ -55,6 +55,7 @@ COMMANDS = [
     "demo",
     "bench decode",
     "bench kernels",
+    "bench indexing",
 ]
 
 
@@ -401,6 +402,20 @@ def test_bench_hands_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
         "out": None,
         "plot": None,
     }
+
+
+def test_bench_indexing_shows_shares(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    said = Said("bench", "indexing", "--length", "120", "--budget", "64", "--runs", "1", "--out", str(out))
+    assert said.code == 0
+    assert "of prefill" in said.out
+    assert [json.loads(line)["method"] for line in out.read_text().splitlines()] == ["clusterkv", "prkv"]
+    refused(
+        Said("bench", "indexing", "--length", "60", "--runs", "1", "--method", "oracle"),
+        1,
+        "method is 'oracle'",
+        "pages and clusters",
+    )
 
 
 def test_bench_kernels_checks_and_times_the_tree(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvthaw.cache.host import HostStore
+from kvthaw.cache.pipeline import Pipeline
 from kvthaw.kernels import HAS_TRITON, observe, page_bounds, stream_keys
 from kvthaw.kernels.page_bounds import Spread
 
@@ -75,3 +76,30 @@ def test_keys_stream_from_any_extents(dim: int, dtype: torch.dtype, path: str, d
     for start, stop in [(0, 70), (5, 6), (15, 50), (9, 9)]:
         found = getattr(stream_keys, path)(store, 1, start, stop, device)
         assert torch.equal(found.cpu(), rows[:, start:stop, 0])
+
+
+def test_keys_are_read_once_they_have_arrived() -> None:
+    class Event:
+        waited = 0
+
+        def synchronize(self) -> None:
+            self.waited += 1
+
+    store, event = HostStore(1, 2, 64, torch.float32), Event()
+    store.append(0, torch.randn(2, 30, 2, 64))
+    stream_keys.stream_keys(store, 0, 3, 9, torch.device("cpu"))
+    store.arriving = event  # type: ignore[assignment]
+    found = stream_keys.stream_keys(store, 0, 3, 9, torch.device("cpu"))
+    assert event.waited == 1
+    assert torch.equal(found, store.read(0, 3, 9)[:, :, 0])
+
+
+@pytest.mark.gpu
+def test_keys_on_their_way_to_the_host_are_waited_for_on_the_device(device: torch.device) -> None:
+    store, pipeline = HostStore(1, 8, 128, torch.bfloat16, pinned=True), Pipeline()
+    store.reserve(0, 1 << 15)
+    for _ in range(3):
+        keys = torch.randn(8, 1 << 15, 128, device=device).bfloat16()
+        store.truncate(0, 0)
+        pipeline.offload(store, 0, keys, keys)
+        assert torch.equal(stream_keys.stream_keys(store, 0, 0, 1 << 15, device), keys)

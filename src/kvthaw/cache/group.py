@@ -88,10 +88,8 @@ class Group:
         """Change the index: on the worker thread if it works on the host, else now."""
         if self.index.on_host:
             self._jobs.append(self._pipeline.submit(after, job))
-            return
-        if after is not None:  # it may read the rows that are on their way to the host
-            torch.cuda.current_stream(self.shape.device).wait_event(after)
-        job()
+        else:  # what of it reads the store waits for the rows that are on their way there, see stream_keys
+            job()
 
     def settle(self) -> None:
         """Wait until the index has taken in all that it was given. Raises what went wrong there, from then on at every call: an

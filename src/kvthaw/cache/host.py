@@ -76,6 +76,8 @@ class HostStore:
         self.version = 0
         """Changes whenever addresses do."""
         self._table: tuple[int, Tensor] | None = None
+        self.arriving: torch.cuda.Event | None = None
+        """Passes when all rows appended so far are there; None: they are."""
 
     @property
     def lanes(self) -> int:

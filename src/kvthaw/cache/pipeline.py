@@ -45,6 +45,7 @@ class Pipeline:
                 tensor.record_stream(self._stream)
             done = torch.cuda.Event()
             done.record(self._stream)
+        store.arriving = done
         self._copies.append(done)
         if len(self._copies) > self._IN_FLIGHT:
             current.wait_event(self._copies.popleft())

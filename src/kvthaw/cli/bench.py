@@ -23,6 +23,10 @@ EXAMPLES = (
     "  kvthaw bench decode --shape tiny --length 4096 --method full,icecache,oracle --budget 256 --out decode.jsonl"
 )
 
+INDEXING_EXAMPLES = (
+    "Examples:\n\n  kvthaw bench indexing --shape llama-3.1-8b --length 32768 --method clusterkv,prkv --json\n\n"
+    "  kvthaw bench indexing --shape tiny --length 2000 --method clusterkv,clusterkv:tokens_per_cluster=40 --budget 256"
+)
 KERNELS = {
     "pariskv": "kvthaw.bench.kernels_pariskv",
     "icecache": "kvthaw.bench.kernels_tree",
@@ -71,6 +75,56 @@ def decode(
         out=out,
         plot=plot,
     )
+
+
+@app.command("indexing", epilog=INDEXING_EXAMPLES)
+def indexing(
+    shape: Annotated[str, typer.Option(help="A model's shape; weights are random.")] = "tiny",
+    length: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 4096,
+    method: Annotated[
+        str, typer.Option(help="Methods of pages or clusters, separated by commas, with options as in clusterkv:clusters=400.")
+    ] = "clusterkv,prkv",
+    budget: Annotated[int, typer.Option(help="Most tokens attended per KV head and step.")] = 1024,
+    runs: Annotated[int, typer.Option(min=1, help="Prefills that are timed, after one that is not; the median counts.")] = 3,
+    as_json: JsonOption = False,
+    out: Annotated[Path | None, typer.Option(help="Append one JSON line a method to this file.")] = None,
+) -> None:
+    """Time what indexing adds to a prefill, and PRKV's refresh beside a decode step.
+
+    Each index is made once more, alone, from the same keys, and must come to the same before a number is given.
+    """
+    names = listed(method, str, "--method")
+    run = import_module("kvthaw.bench.indexing").main
+    if as_json:
+        run(shape=shape, length=length, method=names, budget=budget, runs=runs, out=out)
+        return
+    with waiting(f"prefilling {length:,} tokens"):
+        lines = run(shape=shape, length=length, method=names, budget=budget, runs=runs, out=out, json=False)
+    print_wide(_indexing_table(lines))
+
+
+def _indexing_table(lines: Sequence[dict[str, Any]]) -> Table:
+    """One row a method."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    from kvthaw.cli.common import seconds, share
+
+    one = lines[0]
+    title = f"indexing: {one['shape']}, {one['length']:,} tokens, full attention's prefill {seconds(one['prefill_full_s'])}"
+    made = Table(title=title, box=SIMPLE_HEAD)
+    made.add_column("method")
+    for column in ("prefill", "longer by", "indexing\nalone", "of prefill", "refresh", "of a step,\namortised"):
+        made.add_column(column, justify="right")
+    for line in lines:
+        times = (
+            seconds(line["prefill_s"]),
+            share(line["beside_share"]),
+            seconds(line["indexing_s"]),
+            share(line["indexing_share"]),
+        )
+        made.add_row(line["method"], *times, seconds(line.get("refresh_s")), share(line.get("refresh_share")))
+    return made
 
 
 @app.command("kernels", epilog=KERNELS_EXAMPLES)

@@ -57,7 +57,12 @@ def launch(store: HostStore, lane: int, start: int, stop: int, device: torch.dev
 
 
 def stream_keys(store: HostStore, lane: int, start: int, stop: int, device: torch.device) -> Tensor:
-    """As `definition`: the kernel where the device is a GPU and the store pinned, a copy elsewhere."""
+    """As `definition`: the kernel where the device is a GPU and the store pinned, a copy elsewhere; after rows that are on their
+    way to the host have arrived."""
     if HAS_TRITON and device.type == "cuda" and store.pinned:
+        if store.arriving is not None:
+            torch.cuda.current_stream(device).wait_event(store.arriving)
         return launch(store, lane, start, stop, device)
+    if store.arriving is not None:
+        store.arriving.synchronize()
     return definition(store, lane, start, stop, device)
