@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from kvthaw.cli import perplexity, recall, shares
+from kvthaw.cli import perplexity, published, recall, shares
 from kvthaw.cli.common import (
     DeviceOption,
     DtypeOption,
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 EXAMPLES = (
     "Tasks: " + ", ".join(TASKS) + "\n\nAll of RULER and so on: " + ", ".join(SUITES) + "\n\n"
-    "Their options: [bold]kvthaw eval task --help[/]\n\nExamples:\n\n"
+    "Their options: [bold]kvthaw eval task --help[/]; of gsm8k, math500, longbench and others, which need their published data: "
+    "[bold]kvthaw eval published --help[/]\n\nExamples:\n\n"
     "  kvthaw eval passkey --method icecache --budget 64 --length 16384 --samples 20\n\n"
     "  kvthaw eval passkey --method icecache,oracle,streaming --budget 64,256 --length 4096,16384 --plot passkey.png\n\n"
     "  kvthaw eval niah_multikey --method icecache --dense-layers 0,2 --question sparse --json --out niah.jsonl\n\n"
@@ -49,12 +50,12 @@ EXAMPLES = (
 
 
 class Tasks(TyperGroup):
-    """What is no command of its own is the name of a task, or an option of one."""
+    """What is no command of its own is the name of a task or of a published benchmark, or an option of a task."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Put the command's name before a task's."""
+        """Put the command's name before a task's or a benchmark's."""
         if args and args[0] not in (*self.commands, *ctx.help_option_names):
-            args = ["task", *args]
+            args = ["published" if published.find(args[0]) else "task", *args]
         return super().parse_args(ctx, args)
 
 
@@ -63,8 +64,8 @@ app = typer.Typer(cls=Tasks, no_args_is_help=True, rich_markup_mode="rich", epil
 
 @app.callback()
 def _eval() -> None:
-    """Measure methods: kvthaw eval TASK runs a task, perplexity sends a text through them, recall and drift compare selections
-    with exact attention, shares prints PRKV's automatic static share."""
+    """Measure methods: kvthaw eval TASK runs a task or a published benchmark, perplexity sends a text through them, recall and drift
+    compare selections with exact attention, shares prints PRKV's automatic static share."""
 
 
 @app.command("task", epilog=EXAMPLES)
@@ -171,6 +172,7 @@ def evaluate(
 
 
 app.command("recall", epilog=recall.RECALL_EXAMPLES)(recall.recall)
+app.command("published", epilog=published.EXAMPLES)(published.evaluate)
 app.command("drift", epilog=recall.DRIFT_EXAMPLES)(recall.drift)
 app.command("perplexity", epilog=perplexity.EXAMPLES)(perplexity.perplexity)
 app.command("shares", epilog=shares.EXAMPLES)(shares.shares)

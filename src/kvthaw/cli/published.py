@@ -1,0 +1,184 @@
+"""kvthaw eval gsm8k, math500, aime24, gpqa_diamond, longbench_*, ...: published benchmarks under many methods."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from kvthaw.cli.common import (
+    DeviceOption,
+    DtypeOption,
+    ModelOption,
+    SeedOption,
+    bars,
+    budget_of,
+    listed,
+    load_model,
+    number,
+    print_wide,
+    share,
+    shown,
+)
+from kvthaw.evaluate.published import BENCHMARKS, Benchmark
+
+if TYPE_CHECKING:
+    from kvthaw.evaluate.published.base import Ask
+    from kvthaw.evaluate.published.results import Summary
+
+EXAMPLES = (
+    "Benchmarks: " + ", ".join(BENCHMARKS) + "\n\nTheir data is read from a file in the published format (.jsonl, .json, .csv, "
+    "gzipped or not), from a folder of such files, or from the hub.\n\nExamples:\n\n"
+    "  kvthaw eval gsm8k --data test.jsonl --model Qwen/Qwen3-8B --method icecache,oracle --budget 0.1 --limit 200\n\n"
+    "  kvthaw eval aime24 --data hub --model Qwen/Qwen3-8B --method prkv,snapkv-refreshed --budget 1024 --samples 4\n\n"
+    "  kvthaw eval longbench_v2_cot --data longbench_v2.jsonl --model MODEL --method pariskv --retrieved 100 --length 120000\n\n"
+    "  kvthaw eval longbench_hotpotqa --data LongBench/data --model MODEL --method clusterkv --question sparse --length 31500\n\n"
+    "  kvthaw eval longgenbench_16k --data Dataset_short.json --model MODEL --method icecache --judge self --out answers.jsonl"
+)
+
+
+def evaluate(
+    benchmark: Annotated[str, typer.Argument(help="The benchmark; all of them stand below.")],
+    data: Annotated[
+        str | None,
+        typer.Option(help="A file, a folder, [bold]hub[/] to download it, or the id of a copy on the hub.", metavar="PATH"),
+    ] = None,
+    model: ModelOption = "shipped",
+    method: Annotated[
+        str, typer.Option(help="Methods, separated by commas, with options as in icecache:reuse=2.")
+    ] = "icecache",
+    budget: Annotated[
+        str, typer.Option(help="Most tokens attended per KV head and step, or fractions of the prompt, separated by commas.")
+    ] = "256",
+    retrieved: Annotated[
+        str | None,
+        typer.Option(help="Instead of --budget: tokens retrieved beside the paper's own sink and window, separated by commas."),
+    ] = None,
+    dense_layers: Annotated[
+        str, typer.Option(help="First layers that keep all KV, separated by commas; auto: 2 from 16 layers on, else 0.")
+    ] = "auto",
+    limit: Annotated[int | None, typer.Option(min=1, help="Ask the first so many questions only.")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Answers drawn for each question: pass@k and avg@k.")] = 1,
+    temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy; the benchmark's own if not given.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Draw from the likeliest tokens of this sum; the benchmark's own.")
+    ] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer; the benchmark's own.")] = None,
+    length: Annotated[
+        int | None, typer.Option(min=2, help="Cut longer prompts in the middle to so many tokens, as LongBench does.")
+    ] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option(help="Ask through the chat template; where the tokenizer and the benchmark have one, if not given."),
+    ] = None,
+    question: Annotated[
+        str, typer.Option(help="[bold]dense[/]: prefilled with the context; [bold]sparse[/]: after it, under the budget.")
+    ] = "dense",
+    judge: Annotated[
+        str | None,
+        typer.Option(help="Who judges longgenbench: [bold]self[/], a folder or a hub id; words are compared if not given."),
+    ] = None,
+    seed: SeedOption = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a run and nothing else on stdout.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Append a JSON line an answer to this file; what stands there is not asked again.")
+    ] = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = "auto",
+) -> None:
+    """Ask a published benchmark's questions under every method and budget, full attention beside them.
+
+    One prefill a question serves all of them; the answers to one question are drawn as one batch.
+    """
+    names = listed(method, str, "--method")
+    budgets = listed(budget, budget_of, "--budget") if retrieved is None else [None]
+    chosen = [None] if retrieved is None else listed(retrieved, int, "--retrieved")
+    dense = [None] if dense_layers == "auto" else listed(dense_layers, int, "--dense-layers")
+    wanted = find(benchmark)
+    if wanted is None:
+        raise typer.BadParameter(
+            f"{benchmark!r} is not a benchmark; there are: {', '.join(BENCHMARKS)}", param_hint="BENCHMARK"
+        )
+    from kvthaw.evaluate.published.results import Answers, summarize
+    from kvthaw.evaluate.published.runner import Examiner, Run
+    from kvthaw.evaluate.runner import FULL, Variant
+    from kvthaw.methods import resolve
+
+    for name in names:
+        resolve(name)  # a wrong name costs no loading
+    given: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "max_new_tokens": max_new_tokens}
+    plan = replace(wanted.plan, **{name: value for name, value in given.items() if value is not None})
+    items = wanted.load(data)[:limit]
+    answers = Answers(out)
+    grid = itertools.product(names, budgets, chosen, dense)
+    variants = list(dict.fromkeys(Variant(n) if resolve(n).dense else Variant(n, b, r, d) for n, b, r, d in grid))
+    llm, tokenizer = load_model(model, device, dtype)
+    template = getattr(tokenizer, "chat_template", None) is not None
+    run = Run(
+        wanted,
+        items,
+        plan,
+        samples,
+        length,
+        template and plan.chat if chat is None else chat,
+        question,  # type: ignore[arg-type]
+        seed,
+        judge or "",
+    )
+    examiner = Examiner(llm, tokenizer, answers, name=model)
+    ask: Ask | None = None
+    if judge is not None:
+        ask = examiner.ask if judge == "self" else Examiner(*load_model(judge, device, dtype), name=judge).ask
+    with bars() as progress:
+        found = examiner.run(run, variants, shown(progress, benchmark, len(items)), ask)
+    summaries = [summarize(found[variant], found[FULL]) for variant in dict.fromkeys((*variants, FULL))]
+    if as_json:
+        for summary in summaries:
+            print(json.dumps(summary.to_dict()))
+    else:
+        print_wide(table(summaries))
+
+
+def find(name: str) -> Benchmark | None:
+    """The benchmark of that name, with "-" as good as "_"; None if there is none."""
+    return BENCHMARKS.get(name, BENCHMARKS.get(name.replace("-", "_")))
+
+
+def table(summaries: list[Summary]) -> Table:
+    """One row a variant; shares in percent."""
+    first = summaries[0]
+    drawn = (
+        f", {first.samples} answers each at temperature {first.temperature:g}, top-p {first.top_p:g}"
+        if first.temperature
+        else ""
+    )
+    where = f"question {first.question}, {first.model} in {first.dtype} on {first.device}"
+    title = f"{first.benchmark}: {first.n} questions{drawn}, {where}"
+    made = Table(title=title, box=SIMPLE_HEAD)
+    ks = [k for k in first.pass_at if k > 1]
+    extra = list(dict.fromkeys(name for row in summaries for name in row.scores))
+    columns = ("method", "budget", "dense\nlayers", f"avg@{first.samples}", "95 %", *(f"pass@{k}" for k in ks), *extra)
+    for name in (*columns, "ended", "tokens\nprompt", "tokens\nanswer", "tokens\nattended", "hit\nrate"):
+        made.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
+    for row in summaries:
+        made.add_row(
+            row.method,
+            "-" if row.budget is None and row.retrieved is None else str(row.budget or f"{row.retrieved} retrieved"),
+            str(row.dense_layers),
+            share(row.score),
+            "-" if row.score_95 is None else f"{100 * row.score_95[0]:.0f}-{100 * row.score_95[1]:.0f}",
+            *(share(row.pass_at.get(k)) for k in ks),
+            *(share(row.scores.get(name)) for name in extra),
+            share(row.ended),
+            f"{row.tokens:,.0f}",
+            f"{row.new_tokens:,.0f}",
+            "all" if row.attended_mean is None else number(row.attended_mean),
+            share(row.hit_rate),
+        )
+    return made

@@ -1,0 +1,57 @@
+"""LongBench v2 (Bai et al., 2024): multiple choice over contexts of 8k to 2M words, with the authors' prompts and extraction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .answers import choice
+from .base import Ask, Benchmark, Item, Plan, Record
+
+TEXT = "Please read the following text and answer the {question} below.\n\n<text>\n{context}\n</text>\n\n"
+CHOICES = "What is the correct answer to this question: {question}\nChoices:\n(A) {choice_A}\n(B) {choice_B}\n(C) {choice_C}\n(D) {choice_D}"
+FORMAT = 'Format your response as follows: "The correct answer is (insert answer here)".'
+STEPS = "Let’s think step by step:"
+AGAIN = "Please read the following text and answer the questions below.\n\nThe text is too long and omitted here.\n\n"
+FINAL = f"Based on the above, what is the single, most likely answer choice? {FORMAT}"
+PATTERNS = (r"The correct answer is \(([A-D])\)", r"The correct answer is ([A-D])")
+ANSWER = Plan(128, temperature=0.1)
+REASONING = Plan(1024, temperature=0.1)
+
+
+@dataclass(frozen=True)
+class LongBenchV2(Benchmark):
+    """`steps`: reason first (up to 1024 tokens), then answer in a second prompt that holds the reasoning and omits the text.
+
+    A prompt longer than `--length` is cut in the middle, half head and half tail, as published.
+    """
+
+    steps: bool = False
+
+    def item(self, record: Record, number: int) -> Item:
+        """Fields: context, question, choice_A to choice_D, answer; _id, domain, difficulty and length if there."""
+        fields = {name: str(record[name]).strip() for name in ("question", "choice_A", "choice_B", "choice_C", "choice_D")}
+        asked = CHOICES.format(**fields)
+        context = TEXT.format(question="questions" if self.steps else "question", context=str(record["context"]).strip())
+        gold = {"answer": str(record["answer"]).strip(), "choices": asked}
+        gold |= {name: record[name] for name in ("domain", "difficulty", "length") if name in record}
+        return Item(str(record.get("_id", number)), context, f"{asked}\n\n{STEPS if self.steps else FORMAT}", gold)
+
+    def follow_up(self, item: Item, output: str) -> tuple[str, Plan] | None:
+        """The prompt that asks for the letter, once the reasoning stands."""
+        if not self.steps:
+            return None
+        return f"{AGAIN}{item.gold['choices']}\n\n{STEPS} {output.strip()}\n\n{FINAL}", ANSWER
+
+    def score(self, item: Item, output: str, ask: Ask | None = None) -> dict[str, float]:
+        """The letter after "The correct answer is"; beside it the same within the item's difficulty and length."""
+        letter = choice(output.replace("*", ""), PATTERNS)
+        right = float(letter == item.gold["answer"])
+        parts = {str(item.gold[name]): right for name in ("difficulty", "length") if name in item.gold}
+        return {"score": right, "answered": float(letter is not None), **parts}
+
+
+HUB = ("THUDM/LongBench-v2", None, "train")
+V2 = (
+    LongBenchV2("longbench_v2", ANSWER, HUB, "longbench_v2"),
+    LongBenchV2("longbench_v2_cot", REASONING, HUB, "longbench_v2", steps=True),
+)

@@ -1,0 +1,91 @@
+"""LongGenBench (Wu et al., 2024, arXiv 2409.02076): one document of hundreds of entries, with things to stand in some of them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from .base import Ask, Benchmark, Item, Plan, Record
+
+KINDS = ("once", "range", "periodic")
+JUDGE = "{entry}Does this description include the {what}? Please answer with 'yes' or 'no' only."
+_STOP = frozenset(
+    [
+        "a",
+        "an",
+        "and",
+        "at",
+        "for",
+        "from",
+        "in",
+        "of",
+        "on",
+        "or",
+        "the",
+        "to",
+        "with",
+        "featuring",
+        "attend",
+        "attending",
+        "participating",
+    ]
+)
+
+
+@dataclass(frozen=True)
+class LongGenBench(Benchmark):
+    """A diary, a menu, a tower or a town of so many entries, each begun by `#*#`.
+
+    Counted, in the paper's terms: `completion`, the share of the entries that were written; `once`, `range` and `periodic`, the
+    share of each kind's demands that stand in the entry they belong to, of all demands (STIC-2 by kind); `score`, the mean of the
+    three (IceCache's "Avg. Accuracy"); `stic1`, the same over the entries written alone. Whether an entry holds what it should is
+    judged, as published, by a model that is asked so (`--judge`); without one an entry counts where it holds every content word
+    of the demand.
+    """
+
+    def item(self, record: Record, number: int) -> Item:
+        """Fields: prompt, checks_once, checks_range, checks_periodic, type, prefix, number."""
+        gold = {kind: dict(record[f"checks_{kind}"]) for kind in KINDS}
+        gold |= {"type": str(record["type"]), "prefix": str(record["prefix"]), "number": int(record["number"])}
+        return Item(str(number), "", str(record["prompt"]), gold)
+
+    def score(self, item: Item, output: str, ask: Ask | None = None) -> dict[str, float]:
+        """The shares named above. ask: the judge."""
+        written = entries(item.gold["prefix"] + output, item.gold["type"])
+        shares, held, tried = {}, 0, 0
+        for kind in KINDS:
+            wanted = {int(n): str(what) for n, what in item.gold[kind].items()}
+            there = {n: what for n, what in wanted.items() if n in written}
+            right = sum(holds(written[n], what, ask) for n, what in there.items())
+            held, tried = held + right, tried + len(there)
+            if wanted:
+                shares[kind] = right / len(wanted)
+        done = sum(1 <= n <= item.gold["number"] for n in written) / item.gold["number"]
+        average = sum(shares.values()) / len(shares) if shares else 0.0
+        return {"score": average, "completion": done, **shares, **({"stic1": held / tried} if tried else {})}
+
+
+def entries(document: str, kind: str) -> dict[int, str]:
+    """The entries of a document by their number, told by "Floor 12", "Menu Week 3", ...; of two with one number, the last."""
+    found = {}
+    for block in document.partition("*** finished")[0].split("#*#"):
+        named = re.search(rf"{re.escape(kind)} (\d+)", block)
+        if named:
+            found[int(named.group(1))] = block
+    return found
+
+
+def holds(entry: str, what: str, ask: Ask | None = None) -> bool:
+    """Whether an entry includes something: as a judge says, or by every content word, whole, in any case."""
+    if ask is not None:
+        return "yes" in ask(JUDGE.format(entry=entry, what=what)).lower()
+    needed = {word for word in re.findall(r"\w+", what.lower()) if word not in _STOP}
+    return needed <= set(re.findall(r"\w+", entry.lower()))
+
+
+LONGGEN = tuple(
+    LongGenBench(
+        f"longgenbench_{size}", Plan(tokens, ("*** finished",), 0.95, 0.95), ("mozhu/LongGenBench", None, "train"), file
+    )
+    for size, tokens, file in (("16k", 16000, "Dataset_short"), ("32k", 32000, "Dataset_long"))
+)
