@@ -17,6 +17,7 @@ import bytemodel
 import kvthaw
 from kvthaw import METHODS
 from kvthaw.cli import app
+from kvthaw.evaluate.published import BENCHMARKS
 from kvthaw.evaluate.tasks import TASKS
 
 
@@ -48,6 +49,7 @@ COMMANDS = [
     "methods",
     "eval",
     "eval task",
+    "eval published",
     "eval recall",
     "eval drift",
     "eval perplexity",
@@ -64,13 +66,42 @@ def test_every_help_has_examples(command: list[str]) -> None:
     said = Said(*command, "--help")
     assert said.code == 0
     assert "Examples:" in said.out
-    assert f"kvthaw {' '.join(command)}".removesuffix(" task") in said.out
+    assert f"kvthaw {' '.join(command)}".removesuffix(" task").removesuffix(" published") in said.out
 
 
 def test_help_lists_commands_and_exit_codes() -> None:
     said = Said("--help")
     assert all(name in said.out for name in ("generate", "methods", "eval", "demo", "bench", "130"))
     assert all(task in Said("eval", "--help").out for task in TASKS)
+    assert all(name in Said("eval", "gsm8k", "--help").out for name in BENCHMARKS)
+
+
+def test_a_published_benchmark_is_asked_and_reported(model: str, tmp_path: Path) -> None:
+    data = Path(__file__).parent / "evaluate" / "published" / "gold" / "gsm8k.jsonl"
+    asked = (
+        "--data",
+        str(data),
+        "--model",
+        model,
+        "--limit",
+        "1",
+        "--length",
+        "900",
+        "--max-new-tokens",
+        "4",
+        "--budget",
+        "64",
+    )
+    said = Said("eval", "gsm8k", *asked, "--samples", "2", "--temperature", "0.6", "--top-p", "0.95", "--json")
+    assert [(line["method"], line["n"], line["samples"]) for line in said.records] == [("icecache", 1, 2), ("full", 1, 2)]
+    assert said.records[0]["attended_max"] <= 64
+    assert list(said.records[0]["pass_at"]) == ["1", "2"]
+    table = Said("eval", "gsm8k", *asked)
+    assert table.code == 0
+    assert "gsm8k: 1 question" in table.out
+    missing = Said("eval", "gsm8k", "--model", model)
+    assert (missing.code, missing.out) == (1, "")
+    assert "gsm8k needs its data: a file, or hub" in missing.err
 
 
 def test_version() -> None:

@@ -154,12 +154,12 @@ def table(summaries: list[Summary]) -> Table:
     """One row a variant; shares in percent."""
     first = summaries[0]
     drawn = (
-        f", {first.samples} answers each at temperature {first.temperature:g}, top-p {first.top_p:g}"
+        f", {first.samples} answer{'s' * (first.samples > 1)} each at temperature {first.temperature:g}, top-p {first.top_p:g}"
         if first.temperature
         else ""
     )
     where = f"question {first.question}, {first.model} in {first.dtype} on {first.device}"
-    title = f"{first.benchmark}: {first.n} questions{drawn}, {where}"
+    title = f"{first.benchmark}: {first.n} question{'s' * (first.n > 1)}{drawn}, {where}"
     made = Table(title=title, box=SIMPLE_HEAD)
     ks = [k for k in first.pass_at if k > 1]
     extra = list(dict.fromkeys(name for row in summaries for name in row.scores))

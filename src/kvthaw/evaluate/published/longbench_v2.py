@@ -8,7 +8,10 @@ from .answers import choice
 from .base import Ask, Benchmark, Item, Plan, Record
 
 TEXT = "Please read the following text and answer the {question} below.\n\n<text>\n{context}\n</text>\n\n"
-CHOICES = "What is the correct answer to this question: {question}\nChoices:\n(A) {choice_A}\n(B) {choice_B}\n(C) {choice_C}\n(D) {choice_D}"
+CHOICES = (
+    "What is the correct answer to this question: {question}\nChoices:\n"
+    "(A) {choice_A}\n(B) {choice_B}\n(C) {choice_C}\n(D) {choice_D}"
+)
 FORMAT = 'Format your response as follows: "The correct answer is (insert answer here)".'
 STEPS = "Let’s think step by step:"
 AGAIN = "Please read the following text and answer the questions below.\n\nThe text is too long and omitted here.\n\n"

@@ -4,32 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from .base import Ask, Benchmark, Item, Plan, Record
 
 KINDS = ("once", "range", "periodic")
 JUDGE = "{entry}Does this description include the {what}? Please answer with 'yes' or 'no' only."
-_STOP = frozenset(
-    [
-        "a",
-        "an",
-        "and",
-        "at",
-        "for",
-        "from",
-        "in",
-        "of",
-        "on",
-        "or",
-        "the",
-        "to",
-        "with",
-        "featuring",
-        "attend",
-        "attending",
-        "participating",
-    ]
-)
+_STOP = {"a", "an", "and", "at", "for", "from", "in", "of", "on", "or", "the", "to", "with"}
+_STOP |= {"featuring", "attend", "attending", "participating"}
 
 
 @dataclass(frozen=True)
@@ -45,7 +27,7 @@ class LongGenBench(Benchmark):
 
     def item(self, record: Record, number: int) -> Item:
         """Fields: prompt, checks_once, checks_range, checks_periodic, type, prefix, number."""
-        gold = {kind: dict(record[f"checks_{kind}"]) for kind in KINDS}
+        gold: dict[str, Any] = {kind: dict(record[f"checks_{kind}"]) for kind in KINDS}
         gold |= {"type": str(record["type"]), "prefix": str(record["prefix"]), "number": int(record["number"])}
         return Item(str(number), "", str(record["prompt"]), gold)
 

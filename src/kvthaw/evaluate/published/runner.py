@@ -6,6 +6,7 @@ import hashlib
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvthaw.engine.hf import Cache
@@ -29,8 +30,8 @@ class Run:
     """A benchmark's questions and how they are asked.
 
     plan: how answers are generated. samples: answers drawn for each question. length: cut longer prompts in the middle to so many
-    tokens, template not counted; None cuts nothing. chat: through the tokenizer's chat template. question: "dense" prefills it with the
-    context; "sparse" sends its tokens through the sparse path one by one. judge: the name of what judges, for results.
+    tokens, template not counted; None cuts nothing. chat: through the tokenizer's chat template. question: "dense" prefills it with
+    the context; "sparse" sends its tokens through the sparse path one by one. judge: the name of what judges, for results.
     """
 
     benchmark: Benchmark
@@ -142,7 +143,7 @@ class Examiner:
         tell: Callable[[int, int, str], None],
         ask: Callable[[str], str] | None,
     ) -> None:
-        """Prefill once, then fork for each variant. All samples of a variant are drawn anew if one is missing: they are one batch."""
+        """Prefill once, then fork for each variant, whose samples are one batch: if one is missing, all are drawn anew."""
         base = Cache(self.model, "full")
         logits = prefill(self.model, base, context, progress=lambda done, total: tell(done, total, "prefill"))
         for variant, asked in settings.items():
@@ -151,7 +152,7 @@ class Examiner:
             draws = [_numbers(run, item, sample) for sample in range(run.samples)]
             answers = generate(
                 *(self.model, self.tokenizer, cache, logits, question, run.plan, draws, self._stops),
-                progress=lambda step, name=name: tell(step, run.plan.max_new_tokens, name),
+                progress=partial(_step, tell, run.plan.max_new_tokens, name),
             )
             stats = cache.stats()
             dense = resolve(variant.method).dense
@@ -199,7 +200,7 @@ def fork(base: Cache, variant: Variant) -> Cache:
 
 
 def tokens_of(tokenizer: Any, context: str, question: str, chat: bool) -> tuple[list[int], list[int]]:
-    """The tokens of a context and of what follows it, together those of the whole prompt; a token that spans both is the question's.
+    """The tokens of a context and of what follows it, together those of the whole prompt; one that spans both is the question's.
 
     chat: as one message of a user, through the tokenizer's template, which then is the question's end.
     """
@@ -218,6 +219,10 @@ def tokens_of(tokenizer: Any, context: str, question: str, chat: bool) -> tuple[
     alone: list[int] = list(tokenizer(before, verbose=False, **special)["input_ids"]) if before else []
     same = next((i for i, (a, b) in enumerate(zip(whole, alone, strict=False)) if a != b), min(len(whole), len(alone)))
     return whole[:same], whole[same:]
+
+
+def _step(tell: Callable[[int, int, str], None], most: int, doing: str, step: int) -> None:
+    tell(step, most, doing)
 
 
 def _numbers(run: Run, item: Item, sample: int) -> random.Random:

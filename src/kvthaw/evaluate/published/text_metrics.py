@@ -87,7 +87,7 @@ def _common(a: list[str], b: list[str]) -> list[str]:
 
 
 def classification(output: str, gold: str, classes: Sequence[str]) -> float:
-    """1 over how many classes the output names, if the right one is among them; names that are part of the right one do not count."""
+    """1 over how many classes the output names, if the right one is among them; parts of the right one's name do not count."""
     named = [name for name in classes if name in output]
     for name in named:  # published code removes while it goes, so the name after one removed is not looked at
         if name in gold and name != gold:
