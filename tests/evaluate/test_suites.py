@@ -180,6 +180,11 @@ def test_documents_from_files(tokenizer: Any, tmp_path: Path) -> None:
     swims = {one.answers: one for one in (find("ruler_qa_2", hotpot).sample(tokenizer, length=300, seed=s) for s in (0, 1))}
     assert set(swims) == {("Ida",), ("Bo",)}
     assert "Boat\nThe boat is red. Ida rows it." in swims[("Ida",)].context
+    site = tmp_path / "site.jsonl"
+    record = {"question": "Who rows?", "answer": "Ida", "title_a": "Boat", "para_a": ["Ida ", "rows."], "title_b": "Ida"}
+    site.write_text(json.dumps({**record, "para_b": ["Ida is nine."], "distractors": [["Sea", ["It is blue."], 0.5]]}) + "\n")
+    rows = find("ruler_qa_2", site).sample(tokenizer, length=200, seed=0)
+    assert all(document in rows.context for document in ("Boat\nIda rows.", "Ida\nIda is nine.", "Sea\nIt is blue."))
     for problem, text in (("not JSON", "{"), ("layout", "[]"), ("layout", '{"data": [{}]}'), ("no question", '{"data": []}')):
         bad = tmp_path / f"{len(text)}.json"
         bad.write_text(text)

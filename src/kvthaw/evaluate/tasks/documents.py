@@ -124,7 +124,9 @@ def read_hotpot(path: Path | None) -> Library:
     if path is None:
         return invented(random.Random("country"))
     try:
-        records = [(one["question"], one["answer"], _paragraphs(one)) for one in _load(path)]
+        loaded = _load(path)
+        each = [loaded] if isinstance(loaded, dict) else loaded  # a file of one line
+        records = [(one["question"], one["answer"], _paragraphs(one)) for one in each]
         documents = sorted({document for *_, shown in records for document in shown})
         index = {document: i for i, document in enumerate(documents)}
         questions = tuple(Question(q, (a,), tuple(dict.fromkeys(index[d] for d in shown))) for q, a, shown in records)
@@ -195,7 +197,7 @@ def _paragraphs(record: dict[str, Any]) -> list[str]:
         pairs = [[record["title_a"], record["para_a"]], [record["title_b"], record["para_b"]], *record["distractors"]]
     else:
         pairs = record["context"]
-    return [f"{title}\n{''.join(sentences)}" for title, sentences in pairs]
+    return [f"{title}\n{''.join(sentences)}" for title, sentences, *_ in pairs]
 
 
 def _library(path: Path | None, documents: Sequence[str], questions: tuple[Question, ...]) -> Library:
