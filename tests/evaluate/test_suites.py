@@ -184,7 +184,9 @@ def test_documents_from_files(tokenizer: Any, tmp_path: Path) -> None:
     record = {"question": "Who rows?", "answer": "Ida", "title_a": "Boat", "para_a": ["Ida ", "rows."], "title_b": "Ida"}
     site.write_text(json.dumps({**record, "para_b": ["Ida is nine."], "distractors": [["Sea", ["It is blue."], 0.5]]}) + "\n")
     task = find("ruler_qa_2", site)
-    least = int(re.findall(r"\d+", str(pytest.raises(ValueError, task.sample, tokenizer, length=400, seed=0).value))[-1])
+    with pytest.raises(ValueError, match=r"all there is of it takes \d+ tokens") as told:
+        task.sample(tokenizer, length=400, seed=0)
+    least = int(re.findall(r"\d+", str(told.value))[-1])
     rows = task.sample(tokenizer, length=least, seed=0)
     assert all(document in rows.context for document in ("Boat\nIda rows.", "Ida\nIda is nine.", "Sea\nIt is blue."))
     for problem, text in (("not JSON", "{"), ("layout", "[]"), ("layout", '{"data": [{}]}'), ("no question", '{"data": []}')):

@@ -64,8 +64,8 @@ app = typer.Typer(cls=Tasks, no_args_is_help=True, rich_markup_mode="rich", epil
 
 @app.callback()
 def _eval() -> None:
-    """Measure methods: kvthaw eval TASK runs a task or a published benchmark, perplexity sends a text through them, recall and drift
-    compare selections with exact attention, shares prints PRKV's automatic static share."""
+    """Measure methods: kvthaw eval TASK runs a task or a published benchmark, perplexity sends a text through them, recall and
+    drift compare selections with exact attention, shares prints PRKV's automatic static share."""
 
 
 @app.command("task", epilog=EXAMPLES)
