@@ -245,7 +245,10 @@ def test_selecting_from_a_captured_graph(device: torch.device) -> None:
     for step in range(1, 12):
         query.copy_(lanes.query(step))
         selection.rows.fill_(-9)
+        at = int(hybrid(lanes).clock)
         graph.replay()
+        assert int(hybrid(lanes).clock) == at + 1
+        assert torch.equal(hybrid(lanes).queries[:, :, at % hybrid(lanes).window], query)
         eager = lanes.index.select(query, 64)
         assert torch.equal(selection.rows, eager.rows)
         assert torch.equal(selection.counts, eager.counts)

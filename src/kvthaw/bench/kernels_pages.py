@@ -23,6 +23,7 @@ from kvthaw.errors import CacheError
 from kvthaw.index.clusters import draw
 from kvthaw.index.hybrid import HybridIndex, choose_static
 from kvthaw.kernels import HAS_TRITON, kmeans, observe, page_bounds, stream_keys, unit_scores, unit_select
+from kvthaw.kernels.unit_scores import Watch
 from kvthaw.kernels.unit_select import Policy
 from kvthaw.types import LayerShape
 
@@ -91,6 +92,21 @@ def check(device: torch.device, tokens: int = 40_000) -> list[dict[str, Any]]:
             other = max(int((~torch.isin(a, b)).sum()) for a, b in pairs)
             demand(other <= 4 * _METHODS[method], f"{method} select by {policy}: {other} rows differ from the definition's")
             lines.append({"op": "check select", "method": method, "policy": policy, "rows_differ": other})
+    watch, plain = window(3, device), window(3, device)
+    for _ in range(3):
+        query = torch.randn(3, HEADS * GROUP, DIM, device=device).bfloat16()
+        rows, _ = made.select(query, "max", partial(unit_select.launch, watch=watch))
+        plain.note(query)
+        same = [(watch.queries, plain.queries), (watch.seen, plain.seen), (watch.steps, plain.steps)]
+        demand(all(torch.equal(a, b) for a, b in same), "a window of queries is not what its definition makes of it")
+        demand(torch.equal(rows, made.select(query, "max", unit_select.launch)[0]), "select with a window brings other rows")
+    lines.append({"op": "check watch"})
+    many = Tables(torch.randn(1, HEADS, tokens, DIM, device=device).bfloat16(), *single(tokens, device))
+    query = torch.randn(1, HEADS * GROUP, DIM, device=device).bfloat16()
+    (rows, _), (want, _) = (many.select(query, "max", f) for f in (unit_select.launch, unit_select.vectorised))
+    other = max(int((~torch.isin(a, b)).sum()) for a, b in zip(rows[0], want[0], strict=True))
+    demand(other <= 8, f"select among single tokens: {other} rows differ from the definition's")
+    lines.append({"op": "check select", "method": "single tokens", "policy": "max", "rows_differ": other})
     keys = torch.randn(HEADS, tokens, DIM, device=device).bfloat16()
     spreads: tuple[page_bounds.Spread, ...] = ("max", "mean")
     for spread in spreads:
@@ -107,6 +123,18 @@ def check(device: torch.device, tokens: int = 40_000) -> list[dict[str, Any]]:
     demand(torch.equal(streamed, keys[:, 5 : tokens - 7]), "stream_keys brought other keys")
     lines.append({"op": "check stream_keys"})
     return lines
+
+
+def window(batch: int, device: torch.device) -> Watch:
+    """PRKV's observation window, empty."""
+    queries = torch.zeros(batch, HEADS * GROUP, 64, DIM, dtype=torch.bfloat16, device=device)
+    return Watch(queries, torch.zeros(batch, 64, device=device), torch.zeros(1, dtype=torch.int64, device=device))
+
+
+def single(tokens: int, device: torch.device) -> tuple[Tensor, None, Tensor]:
+    """Stops, order and counts of units of one token each: chunks leave more of them than the last kernel has registers for."""
+    stops = torch.arange(tokens + 1, dtype=torch.int32, device=device).expand(1, HEADS, -1).contiguous()
+    return stops, None, torch.full((1,), tokens, dtype=torch.int32, device=device)
 
 
 def check_kmeans(keys: Tensor) -> dict[str, Any]:
@@ -150,7 +178,8 @@ def select_time(method: str, tokens: int, batch: int) -> dict[str, Any]:
 
     per_unit = batch * HEADS * units
     moved = made.digests.nbytes + per_unit * (4 + 4 * GROUP * 2 + 4 * 4) + batch * HEADS * ROWS * 8
-    seconds = replay_time(all_sets(unit_select.launch))
+    launch = partial(unit_select.launch, watch=window(batch, query.device)) if method == "prkv" else unit_select.launch
+    seconds = replay_time(all_sets(launch))  # as in a step: PRKV's notes the query
     how: dict[str, Any] = {"scale": DIM**-0.5, "mean": False}
     scoring = replay_time([partial(unit_scores.launch, query, t.digests, t.stops, t.counts, **how) for t in sets])
     line = {"op": "select", "method": method, "tokens": tokens, "batch": batch, "rows": ROWS, "units": units}
