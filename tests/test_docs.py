@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from kvthaw.evaluate.describe import markdown
+from kvthaw.evaluate.tasks import SUITES, TASKS
 
 ROOT = Path(__file__).parents[1]
 
@@ -13,8 +15,15 @@ def test_the_table_of_methods_is_the_generated_one() -> None:
     assert (ROOT / "docs" / "methods.md").read_text().endswith("\n\n" + markdown())
 
 
+def test_every_task_stands_in_the_docs() -> None:
+    text = (ROOT / "docs" / "tasks.md").read_text()
+    assert [name for name in (*TASKS, *SUITES) if f"`{name}`" not in text] == []
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    assert sorted(set(re.findall(r"`(\w+)`", " ".join(rows))) - {*TASKS, *SUITES}) == [], "no other"
+
+
 def test_the_readme_names_files_that_are_there() -> None:
     readme = (ROOT / "README.md").read_text()
-    for name in ("docs/results.png", "docs/log.md", "docs/structure.md", "docs/methods.md", "CONTRIBUTING.md"):
+    for name in ("docs/results.png", "docs/log.md", "docs/structure.md", "docs/methods.md", "docs/tasks.md", "CONTRIBUTING.md"):
         assert name in readme
         assert (ROOT / name).exists()
