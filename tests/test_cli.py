@@ -54,6 +54,7 @@ COMMANDS = [
     "eval drift",
     "eval perplexity",
     "eval shares",
+    "lm-eval",
     "demo",
     "bench decode",
     "bench kernels",

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from kvthaw.cli import bench, demo, evaluate, generate, methods
+from kvthaw.cli import bench, demo, evaluate, generate, harness, methods
 from kvthaw.cli.common import Commands
 
 app = typer.Typer(
@@ -22,6 +22,9 @@ app = typer.Typer(
 app.command("generate", epilog=generate.EXAMPLES)(generate.generate)
 app.command("methods", epilog=methods.EXAMPLES)(methods.methods)
 app.add_typer(evaluate.app, name="eval")
+app.command("lm-eval", epilog=harness.EXAMPLES, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
+    harness.lm_eval
+)
 app.command("demo", epilog=demo.EXAMPLES)(demo.demo)
 app.add_typer(bench.app, name="bench")
 

@@ -13,6 +13,7 @@ from kvthaw.engine.hf import Cache
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.decode import check_prompt, prefill, stop_tokens
 from kvthaw.evaluate.runner import FULL, Progress, Variant, complete, identity, versions
+from kvthaw.evaluate.tail import fork
 from kvthaw.methods import resolve
 
 from .base import Benchmark, Item, Plan, truncate
@@ -189,14 +190,6 @@ class Examiner:
         base = Cache(self.model, "full")
         logits = prefill(self.model, base, prompt)
         return generate(self.model, self.tokenizer, fork(base, variant), logits, [], plan, [numbers], self._stops)
-
-
-def fork(base: Cache, variant: Variant) -> Cache:
-    """A full cache's tokens under a variant, offloaded and indexed."""
-    budget = {} if resolve(variant.method).dense else {"budget": variant.budget, "retrieved": variant.retrieved}
-    cache = base.fork(variant.method, dense_layers=variant.dense_layers or 0, **budget)
-    cache.wait()
-    return cache
 
 
 def tokens_of(tokenizer: Any, context: str, question: str, chat: bool) -> tuple[list[int], list[int]]:

@@ -1,0 +1,33 @@
+"""kvthaw lm-eval: lm-evaluation-harness with a method."""
+
+from __future__ import annotations
+
+import typer
+
+from kvthaw.errors import ConfigError
+
+EXAMPLES = (
+    "model_args: what the harness's hf model takes, and method, budget, retrieved, dense_layers, seed, capture, compile and "
+    "sparse_tokens; pretrained=shipped is the model that ships. Needs pip install kvthaw\\[lm-eval].\n\nExamples:\n\n"
+    "  kvthaw lm-eval --model_args pretrained=meta-llama/Llama-3.1-8B-Instruct,method=pariskv,budget=1024 "
+    "--tasks longbench,gsm8k --apply_chat_template\n\n"
+    "  kvthaw lm-eval --model_args pretrained=MODEL,method=icecache:promote=0.1,budget=256 --tasks ruler "
+    "--metadata '{\"max_seq_lengths\": [4096, 32768]}'\n\n"
+    "  kvthaw lm-eval --model_args pretrained=MODEL,method=prkv,budget=1024,sparse_tokens=64 --tasks longbench2 --limit 50\n\n"
+    "  kvthaw lm-eval --model_args method=oracle,budget=64 --tasks my_task --include_path my_tasks --output_path results"
+)
+
+
+def lm_eval(context: typer.Context) -> None:
+    """Run lm-evaluation-harness with kvthaw as its model; every option is the harness's own.
+
+    Answers are decoded through the method. Likelihoods are scored in one dense pass, where a method has no part, unless
+    sparse_tokens=N in model_args sends the last N tokens of every prompt, and the continuation, through it one by one.
+    """
+    try:
+        from kvthaw.evaluate import harness
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "kvthaw":
+            raise
+        raise ConfigError(f"lm-evaluation-harness is not installed ({error}): pip install kvthaw[lm-eval]") from None
+    harness.main(context.args)
