@@ -13,16 +13,16 @@ from kvthaw.kernels.tiers import Combine
 
 
 def test_a_key_has_the_votes_of_its_signs() -> None:
-    """In float64: of |q|_1 of the rotated query the part whose signs a key shares, in 255 steps, less what rounding down takes."""
+    """In float64: of |q|_1 of the rotated query the part whose signs a key shares, in 127 steps, less what rounding down takes."""
     rotation = make_rotation(64, SEED)
     keys, query = torch.randn(1, 1, 500, 64), torch.randn(1, 3, 64)
     y, q = srht(keys[0, 0].double(), rotation).double(), srht(query[0].double(), rotation).double()
     ids = ((y.reshape(500, 8, 8) >= 0).long() << torch.arange(8)).sum(dim=2).to(torch.uint8).T[None, None]
-    totals = torch.full((1, 1, 256), 7, dtype=torch.int32)
+    totals = torch.full((1, 1, 128), 7, dtype=torch.int32)
     _, table = op.graded(query, rotation, 1, totals, mean=False, combine="max")
     found = collide.definition(table, ids, "max")[0, 0]
     shared = ((y >= 0)[None] == (q >= 0)[:, None]) * q.abs()[:, None]
-    want = (255 * shared.sum(dim=2) / q.abs().sum(dim=1)[:, None]).amax(dim=0)
+    want = (127 * shared.sum(dim=2) / q.abs().sum(dim=1)[:, None]).amax(dim=0)
     assert ((found <= want) & (found > want - 8)).all()
     assert not totals.any()
 
@@ -35,7 +35,8 @@ def test_all_votes_together_fit(combine: Combine) -> None:
     votes = op.definition(similarity, combine)
     assert (votes >= 0).all()
     together = votes.amax(dim=4).sum(dim=3)
-    most = 255 if combine == "max" else 1023 // 3
+    most = op.most(32, combine) // (1 if combine == "max" else 3)
+    assert op.most(32, combine) <= (255 if combine == "max" else 1023)
     assert (together <= most).all()
     assert (together >= most - 32).all()
     assert not op.definition(torch.zeros(1, 1, 2, 8, 256), combine).any()
@@ -50,7 +51,7 @@ def test_kernel(dim: int, group: int, combine: Combine, mean: bool, device: torc
     rotation = make_rotation(dim, SEED, device=device)
     query = torch.randn(2, group, dim, device=device)
     query[1] = 0.0
-    totals = torch.full((2, 1, op.MOST[combine] + 1), 99, dtype=torch.int32, device=device)
+    totals = torch.full((2, 1, op.most(rotation.padded // 8, combine) + 1), 99, dtype=torch.int32, device=device)
     with poisoned():
         rotated, table = op.launch(query, rotation, 1, totals, mean=mean, combine=combine)
     assert not totals.any()

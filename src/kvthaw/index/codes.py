@@ -18,8 +18,8 @@ from kvthaw.index.ratios import Ratios
 from kvthaw.kernels.bucket_topk import bucket_topk
 from kvthaw.kernels.collide import CHUNK, bins, collide
 from kvthaw.kernels.encode import CENTROIDS, SUB, Summaries, count, encode, make_quantizer
-from kvthaw.kernels.graded import MOST, graded
 from kvthaw.kernels.graded import definition as grade
+from kvthaw.kernels.graded import graded, most
 from kvthaw.kernels.rerank import TILE, rerank
 from kvthaw.kernels.sparse_decode import definition as attend
 from kvthaw.kernels.srht import make_rotation
@@ -39,7 +39,7 @@ class CodesIndex:
     100 rows) their recall_at_k is .851, .830 and .622 and their attention mass .822, .822 and .818, so max is the default.
     ratios: see Ratios. rotate, centroids, normalise: for ablations; centroids="learned" learns them on the prompt, of keys
     normalised or not (sign patterns do not depend on length). graded: a centroid's votes are its similarity to the query, in up to
-    255 steps over all subspaces, instead of tiers by rank; ratios' rho has no part then. centre: the mean of a lane's first keys is
+    127 steps over all subspaces, instead of tiers by rank; ratios' rho has no part then. centre: the mean of a lane's first keys is
     taken off all of its keys before they are summarised. That moves all scores of a query by one number, so that no rank changes,
     and leaves shorter vectors whose signs say more. dense_below: a lane whose region is shorter is attended to whole,
     from its first keys and values, which the index then keeps on the device, [L, H, dense_below, D] each; its rows are none and
@@ -82,7 +82,7 @@ class CodesIndex:
         self._combine: Combine = "sum" if policy == "mean" else "max"
         self._merge: Merge = "mean" if policy == "mean" else "max"
         self._graded, self._centre = graded, centre
-        self._bins = MOST[self._combine] + 1 if graded else bins(self._subs, scored, self._combine)
+        self._bins = most(self._subs, self._combine) + 1 if graded else bins(self._subs, scored, self._combine)
         self._learned: Tensor | None = None  # [L, H, B, 256, 8]
         self._learn = centroids == "learned"
         self._first, self._k = shape.regions.sink, 1
@@ -187,8 +187,8 @@ class CodesIndex:
         data, now = self._data, self._summaries
         lengths, wanted = data["lengths"][:batch], data["wanted"][:batch]
         if query.device.type == "cpu":  # no fixed shapes needed: leave out what no lane has
-            most = max(1, *self._counts[:batch])
-            now = Summaries(now.ids[:, :, :, :most], now.codes[:, :, :most], now.weights[:, :, :most], now.sizes)
+            longest = max(1, *self._counts[:batch])
+            now = Summaries(now.ids[:, :, :, :longest], now.codes[:, :, :longest], now.weights[:, :, :longest], now.sizes)
         width = -(-max(budget, self.ratios.most(now.capacity, budget)) // TILE) * TILE
         totals = torch.empty((batch, self.shape.kv_heads, self._bins), dtype=torch.int32, device=query.device)
         sizes, limits = now.sizes[:batch], data["limits"][:batch]
