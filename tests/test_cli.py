@@ -303,6 +303,7 @@ def test_recall_prints_one_object_a_run(model: str, tmp_path: Path) -> None:
         assert set(record["kinds"]) == {"text", "needle"}
         assert [layer["layer"] for layer in record["layers"]] == [0, 1]
         assert ("recall_at_10" in record) == (record["retrieved"] == 10)
+        assert record["eval"] == "recall"
         assert (record["ceiling"] is None) == (record["method"] == "quest")
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert len(out.read_text().splitlines()) == 4 * 2
@@ -349,6 +350,7 @@ def test_drift_shows_first_and_last_quarter(model: str, tmp_path: Path) -> None:
     for record in said.records:
         assert (len(record["quarters"]), len(record["bins"])) == (4, 8)
         assert all(0 < part["recall_at_8"] <= 1 for part in record["quarters"])
+        assert record["eval"] == "drift"
         assert record["follow"] == "text"
     assert plot.read_bytes().startswith(b"\x89PNG")
     table = Said(*arguments).out

@@ -134,7 +134,7 @@ def recall(
     if plot is not None:
         recall_lines(summaries, plot)
         stderr().print(f"wrote {plot}", style="dim")
-    _tell(summaries, as_json)
+    _tell("recall", summaries, as_json)
     if not as_json:
         for table in recall_tables(summaries):
             print_wide(table)
@@ -187,7 +187,7 @@ def drift(
     if plot is not None:
         drift_lines(summaries, plot)
         stderr().print(f"wrote {plot}", style="dim")
-    _tell(summaries, as_json)
+    _tell("drift", summaries, as_json)
     if not as_json:
         print_wide(drift_table(summaries))
 
@@ -235,6 +235,6 @@ def _watch(
     return summaries
 
 
-def _tell(summaries: list[Summary], as_json: bool) -> None:
+def _tell(what: str, summaries: list[Summary], as_json: bool) -> None:
     for summary in summaries if as_json else ():
-        print(json.dumps(summary.to_dict()))
+        print(json.dumps({"eval": what} | summary.to_dict()))
