@@ -107,7 +107,7 @@ class Uneven:
 
     def sample(self, tokenizer: Any, *, length: int, seed: int, depth: float | None = None, text: str | None = None) -> Sample:
         found = self.task.sample(tokenizer, length=length - 30 * seed, seed=seed, depth=depth, text=text)
-        return replace(found, question=found.question + " so" * seed)
+        return replace(found, question="\nIt is" + " so" * seed)
 
     def score(self, sample: Sample, output: str) -> float:
         return self.task.score(sample, output)
