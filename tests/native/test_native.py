@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import pytest
@@ -25,6 +26,16 @@ def test_this_machine_has_what_it_says() -> None:
     assert isas()[0] == "scalar"
     assert best_isa() == isas()[-1]
     assert cores() >= 1
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs a system that pins processes to cores")
+def test_a_process_on_one_core_has_one() -> None:
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        assert cores() == 1
+    finally:
+        os.sched_setaffinity(0, allowed)
 
 
 @pytest.mark.parametrize("isa", isas())

@@ -37,7 +37,13 @@ Pool& Pool::instance() {
     return *pool;
 }
 
-int Pool::cores() { return std::max(1u, std::thread::hardware_concurrency()); }
+int Pool::cores() {
+#if defined(__linux__)
+    cpu_set_t allowed;  // a process that was given fewer cores than the machine has must not start more threads
+    if (sched_getaffinity(0, sizeof(allowed), &allowed) == 0) return std::max(1, CPU_COUNT(&allowed));
+#endif
+    return std::max(1u, std::thread::hardware_concurrency());
+}
 
 void Pool::grow(int workers) {  // under the lock
     for (; workers_ < workers; ++workers_) std::thread(&Pool::serve, this).detach();
