@@ -26,6 +26,7 @@ LONG = (
     "tests/methods/",
     "tests/engine/test_architectures.py",
     "tests/engine/test_generate.py",
+    "tests/evaluate/test_compare.py",
     "tests/evaluate/test_perplexity.py",
     "tests/evaluate/test_recall.py",
     "tests/evaluate/test_runner.py",

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from kvthaw.cli import bench, demo, evaluate, generate, harness, methods
+from kvthaw.cli import bench, compare, demo, evaluate, generate, harness, methods
 from kvthaw.cli.common import Commands
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ app.add_typer(evaluate.app, name="eval")
 app.command("lm-eval", epilog=harness.EXAMPLES, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
     harness.lm_eval
 )
+app.command("compare", epilog=compare.EXAMPLES)(compare.compare)
 app.command("demo", epilog=demo.EXAMPLES)(demo.demo)
 app.add_typer(bench.app, name="bench")
 

@@ -1,0 +1,208 @@
+"""kvthaw compare: every method on the same work, and one report."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvthaw.cli.common import (
+    DeviceOption,
+    DtypeOption,
+    ModelOption,
+    SeedOption,
+    bars,
+    budget_of,
+    listed,
+    load_model,
+    stderr,
+    stdout,
+    waiting,
+)
+
+if TYPE_CHECKING:
+    from kvthaw.evaluate.compare import Goal
+    from kvthaw.evaluate.results import Line
+    from kvthaw.evaluate.runner import Runner, Unit
+    from kvthaw.evaluate.workers import Failure, Source
+
+EXAMPLES = (
+    "Examples:\n\n"
+    "  kvthaw compare --task passkey,niah,longeval,kv-retrieval --methods all --budgets 64,128,256,1024 --out compared\n\n"
+    "  kvthaw compare --task passkey --lengths 65536 --methods all --samples 50 --jobs 16 --minutes 8 --out compared\n\n"
+    "  kvthaw compare --task ruler --methods icecache,quest,pariskv:rho=0.3 --dense-layers 0,2 --protocol dense,sparse\n\n"
+    "  kvthaw compare --report only --out compared\n\n"
+    "  kvthaw compare --report only --out benchmarks/results/compare.jsonl"
+)
+
+
+def compare(
+    task: Annotated[str, typer.Option(help="Tasks or suites of them, as kvthaw eval knows them, separated by commas.")] = (
+        "passkey,niah,longeval,kv_retrieval"
+    ),
+    methods: Annotated[
+        str, typer.Option(help="[bold]all[/], or methods separated by commas, with options as in icecache:reuse=2.")
+    ] = "all",
+    budgets: Annotated[
+        str, typer.Option(help="Most tokens attended per KV head and step, or fractions of the prompt, separated by commas.")
+    ] = "64,128,256,1024",
+    lengths: Annotated[str, typer.Option(help="Tokens of the prompt, separated by commas.")] = "4096",
+    samples: Annotated[int, typer.Option(min=1, help="Samples a cell, the same under every method.")] = 50,
+    protocol: Annotated[
+        str,
+        typer.Option(
+            help="How the question is processed, separated by commas: [bold]dense[/] prefills it with the context, [bold]sparse[/] "
+            "sends it through the method afterwards."
+        ),
+    ] = "dense",
+    dense_layers: Annotated[str, typer.Option(help="First layers that keep all KV, separated by commas.")] = "0",
+    probe: Annotated[
+        int, typer.Option(min=0, help="Compare every n-th step with exact attention, for recall and mass; 0 never. Slow.")
+    ] = 0,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes that share the work, each with a model of its own.")] = 1,
+    batch: Annotated[
+        int | None,
+        typer.Option(min=1, help="Samples that share their decoding steps; 16, or fewer of long prompts, if not given."),
+    ] = None,
+    minutes: Annotated[
+        float | None, typer.Option(min=0, help="Give up what is unfinished after so long; the same command continues.")
+    ] = None,
+    report: Annotated[
+        str, typer.Option(help="[bold]after[/] the run, [bold]only[/] of what --out holds already, or [bold]never[/].")
+    ] = "after",
+    seed: SeedOption = 0,
+    out: Annotated[
+        Path,
+        typer.Option(help="Folder for the results, a file a cell, and the report. What stands there is not run again."),
+    ] = Path("compared"),
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print every goal as a JSON object and nothing else on stdout.")
+    ] = False,
+    model: ModelOption = "shipped",
+    device: DeviceOption = None,
+    dtype: DtypeOption = "auto",
+) -> None:
+    """Run every task under every method, budget and length, and report them side by side.
+
+    The report, report.html and report.md in the folder, has tables, differences over the same samples, the goals met and not met,
+    heat maps and plots; cells.jsonl there holds all of it, a line a cell. A run that was stopped continues where it was.
+    """
+    if report not in ("after", "only", "never"):
+        raise typer.BadParameter(f"{report!r} is not one of: after, only, never", param_hint="--report")
+    if report != "never":
+        from kvthaw.evaluate.charts import check_drawing
+
+        check_drawing()
+    failures: list[Failure] = []
+    if report != "only":
+        from kvthaw.evaluate.cells import Folder
+        from kvthaw.evaluate.compare import Grid, units
+        from kvthaw.evaluate.runner import Runner
+        from kvthaw.evaluate.tasks import named
+        from kvthaw.evaluate.workers import Source
+        from kvthaw.methods import METHODS, resolve
+
+        names = tuple(METHODS) if methods == "all" else tuple(listed(methods, str, "--methods"))
+        for name in names:
+            resolve(name)  # a wrong name costs no loading
+        grid = Grid(
+            tasks=tuple(named(task)),
+            methods=names,
+            budgets=tuple(listed(budgets, budget_of, "--budgets")),
+            lengths=tuple(listed(lengths, int, "--lengths")),
+            samples=samples,
+            questions=tuple(listed(protocol, str, "--protocol")),  # type: ignore[arg-type]
+            dense_layers=tuple(listed(dense_layers, int, "--dense-layers")),
+            seed=seed,
+            probe=probe,
+        )
+        grid.jobs()  # nor do wrong lengths
+        end = None if minutes is None else time.monotonic() + 60 * minutes
+        folder = Folder(out)
+        llm, tokenizer = load_model(model, device, dtype)
+        runner = Runner(llm, tokenizer, folder, name=model, batch=batch)
+        with waiting("looking at what is there"):
+            todo = units(runner, grid)
+        failures = _run(runner, Source(model, device, dtype, batch), todo, jobs, end)
+    if report != "never":
+        _report(out, as_json)
+    if failures:
+        from kvthaw.errors import KvthawError
+
+        each = "\n".join(f"  {f.unit.job.task} {f.unit.job.length}, {len(f.unit.places)} samples: {f.why}" for f in failures)
+        raise KvthawError(f"{len(failures)} pieces of work gave no results; the same command tries them again\n{each}")
+
+
+def _run(runner: Runner, source: Source, todo: Sequence[Unit], jobs: int, end: float | None) -> list[Failure]:
+    """Compute units and keep their lines. Returns those that failed."""
+    from kvthaw.evaluate.workers import Failure, work
+
+    failures: list[Failure] = []
+    total = sum(unit.lines for unit in todo)
+    if not todo:
+        return failures
+    with bars() as progress:
+        whole = progress.add_task("answers", total=total)
+        part = progress.add_task("beginning", total=None)
+        given: Iterator[list[Line] | Failure]
+        if jobs == 1:
+            given = _alone(runner, todo, lambda doing: progress.update(part, description=doing))
+        else:
+            progress.update(part, description=f"{jobs} processes")
+            given = work(source, todo, jobs, None if end is None else max(0.0, end - time.monotonic()))
+        for lines in given:
+            if isinstance(lines, Failure):
+                failures.append(lines)
+                continue
+            runner.results.extend(lines)
+            progress.advance(whole, len(lines))
+            of = lines[0].setting
+            progress.update(part, description=f"{of.task} {of.length:,} {of.method} {of.budget or ''}".strip())
+            if end is not None and time.monotonic() >= end:
+                break
+        done = progress.tasks[0].completed
+    if done < total:
+        stderr().print(f"{done:,.0f} of {total:,} answers; the same command continues", style="yellow")
+    return failures
+
+
+def _alone(runner: Runner, todo: Sequence[Unit], tell: Any) -> Iterator[list[Line]]:
+    for unit in todo:
+        yield from runner.compute(unit, lambda done, of, doing: tell(f"{doing} {done:,}/{of:,}"))
+
+
+def _report(out: Path, as_json: bool) -> None:
+    """Write the report beside the results, and print its goals."""
+    from kvthaw.evaluate.cells import read_cells, write_cells
+    from kvthaw.evaluate.overview import all_goals, overview
+
+    with waiting("writing the report"):
+        cells = read_cells(out)
+        folder = out if out.is_dir() else out.parent
+        stem = "report" if out.is_dir() else out.stem
+        document = overview(cells)
+        if out.is_dir():
+            write_cells(cells, out / "cells.jsonl")
+        for suffix, text in ((".html", document.html()), (".md", document.markdown())):
+            (folder / f"{stem}{suffix}").write_text(text, encoding="utf-8")
+    goals = all_goals(cells)
+    if as_json:
+        for (question, dense), of in goals.items():
+            for goal in of:
+                print(json.dumps({"question": question, "dense_layers": dense, **_record(goal)}))
+        return
+    for (question, dense), of in goals.items():
+        met, missed = (sum(goal.met is what for goal in of) for what in (True, False))
+        open_ = len(of) - met - missed
+        stdout().print(f"question {question}, {dense} dense layers: {met} goals met, {missed} not met, {open_} not measured")
+    stderr().print(f"wrote {folder / stem}.html and .md", style="dim")
+
+
+def _record(goal: Goal) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return {"goal": goal.text, "met": goal.met, **({} if goal.paired is None else asdict(goal.paired))}

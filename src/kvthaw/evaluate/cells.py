@@ -1,0 +1,167 @@
+"""Results by cell: all samples of a task at one length under one variant and protocol. A folder holds a file a cell."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from kvthaw.errors import ConfigError
+from kvthaw.evaluate.metrics import mean, wilson
+from kvthaw.evaluate.results import Line, Results, Setting
+
+LINES = "lines"
+"""The folder of the cells' files."""
+_MEANS = ("attended_mean", "retrieved", "hit_rate", "attention_mass", "recall_at_k", "output_error")
+_KEY = ("about", "task", "length", "question", "method", "budget", "retrieved", "dense_layers")
+_ABOUT = ("model", "weights", "dtype", "device", "kvthaw", "source")
+
+
+class Folder:
+    """Lines of tasks in a folder, a file a cell; what stands there is known.
+
+    Raises FileNotFoundError where the folder that it would be made in does not exist.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if not path.parent.is_dir():
+            raise FileNotFoundError(errno.ENOENT, "its folder does not exist", str(path))
+        self.path = path
+        self._files: dict[Path, Results] = {}
+
+    def get(self, setting: Setting) -> Line | None:
+        """The line of a setting, if known."""
+        path = self._path(setting)
+        if path not in self._files and not path.exists():
+            return None
+        return self._file(path).get(setting)
+
+    def extend(self, lines: Iterable[Line]) -> None:
+        """Keep lines."""
+        by_file: dict[Path, list[Line]] = {}
+        for line in lines:
+            by_file.setdefault(self._path(line.setting), []).append(line)
+        for path, some in by_file.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file(path).extend(some)
+
+    def __iter__(self) -> Iterator[Line]:
+        for path in sorted((self.path / LINES).rglob("*.jsonl")):
+            yield from self._file(path)
+
+    def _file(self, path: Path) -> Results:
+        if path not in self._files:
+            self._files[path] = Results(path)
+        return self._files[path]
+
+    def _path(self, of: Setting) -> Path:
+        asked = f"-{of.budget}" * (of.budget is not None) + f"-retrieved{of.retrieved}" * (of.retrieved is not None)
+        name = f"{quote(of.method, safe=':=,')}{asked}-dense{of.dense_layers}-{of.question}.jsonl"
+        return self.path / LINES / of.task / str(of.length) / name
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The samples of a task at a length under one method, budget and protocol.
+
+    scores: accuracy by (seed, depth). means: over the samples that have the value, None where none has. Bytes are the most of a
+    sample, of all layers together.
+    """
+
+    about: tuple[str, ...]
+    task: str
+    length: int
+    question: str
+    method: str
+    budget: int | float | None
+    retrieved: int | None
+    dense_layers: int
+    scores: dict[tuple[int, float | None], float]
+    kv_device_bytes: int
+    kv_host_bytes: int
+    means: dict[str, float | None]
+
+    @cached_property
+    def accuracy(self) -> float:
+        """The mean score."""
+        return sum(self.scores.values()) / len(self.scores)
+
+    @property
+    def n(self) -> int:
+        """How many samples."""
+        return len(self.scores)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Wilson's 95 % interval of the accuracy."""
+        return wilson(self.accuracy, self.n)
+
+    @property
+    def full(self) -> bool:
+        """Whether it is full attention's."""
+        return self.method == "full"
+
+    def at_depths(self) -> dict[float, float]:
+        """The mean score of the samples asked for at each depth."""
+        depths = sorted({depth for _, depth in self.scores if depth is not None})
+        return {d: sum(of := [s for (_, depth), s in self.scores.items() if depth == d]) / len(of) for d in depths}
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        record = {**dict(zip(_ABOUT, self.about, strict=True)), **asdict(replace(self, about=()))}
+        del record["about"]
+        record["scores"] = [[seed, depth, round(score, 6)] for (seed, depth), score in self.scores.items()]
+        record["means"] = {name: None if value is None else round(value, 6) for name, value in self.means.items()}
+        return json.dumps(record)
+
+    @staticmethod
+    def from_json(text: str) -> Cell:
+        """The reverse. Raises ValueError, KeyError or TypeError for anything else."""
+        record: dict[str, Any] = json.loads(text)
+        about = tuple(record.pop(name) for name in _ABOUT)
+        scores = {(seed, depth): score for seed, depth, score in record.pop("scores")}
+        return Cell(about=about, scores=scores, **record)
+
+
+def cells_of(lines: Iterable[Line]) -> list[Cell]:
+    """Lines by cell. A sample that was run twice, with selections observed and without, counts once."""
+    groups: dict[tuple[Any, ...], list[Line]] = {}
+    for line in lines:
+        of = line.setting
+        about = tuple(getattr(of, name) for name in _ABOUT)
+        key = (about, *(getattr(of, name) for name in _KEY[1:]))
+        groups.setdefault(key, []).append(line)
+    return [
+        Cell(
+            **dict(zip(_KEY, key, strict=True)),
+            scores={(line.setting.seed, line.setting.depth): line.accuracy for line in some},
+            kv_device_bytes=max(line.kv_device_bytes + line.kv_dense_bytes for line in some),
+            kv_host_bytes=max(line.kv_host_bytes for line in some),
+            means={name: mean(getattr(line, name) for line in some) for name in _MEANS},
+        )
+        for key, some in groups.items()
+    ]
+
+
+def read_cells(path: Path) -> list[Cell]:
+    """The cells of a folder of results, or of a file that `write_cells` wrote. Raises ConfigError where there are none."""
+    if path.is_file():
+        try:
+            cells = [Cell.from_json(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{str(path)!r} is not a file of cells: {error}") from error
+    else:
+        cells = cells_of(Folder(path))
+    if not cells:
+        raise ConfigError(f"{str(path)!r} holds no results of kvthaw compare")
+    return cells
+
+
+def write_cells(cells: Iterable[Cell], path: Path) -> None:
+    """One line a cell."""
+    path.write_text("".join(cell.to_json() + "\n" for cell in cells), encoding="utf-8")

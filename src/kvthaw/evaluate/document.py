@@ -1,0 +1,171 @@
+"""A report of a few kinds of blocks, as one HTML page that needs nothing beside it, and as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A share with its 95 % interval and the samples it is of. signed: a difference."""
+
+    value: float
+    low: float
+    high: float
+    n: int
+    signed: bool = False
+
+    @property
+    def text(self) -> str:
+        """In percent."""
+        return _percent(self.value, self.signed)
+
+    @property
+    def detail(self) -> str:
+        """The interval and n."""
+        return f"{_percent(self.low, self.signed)} to {_percent(self.high, self.signed)}, n={self.n}"
+
+    @property
+    def colour(self) -> str:
+        """Red through yellow to green; differences from white to red or green."""
+        if self.signed:
+            strength = min(1.0, abs(self.value))
+            return f"hsl({120 if self.value >= 0 else 0} 70% {100 - 40 * strength:.0f}%)"
+        return f"hsl({120 * self.value:.0f} 70% 82%)"
+
+
+Value = Share | str
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """A title; level 1 is the page's."""
+
+    text: str
+    level: int = 2
+
+    def html(self) -> str:
+        return f"<h{self.level}>{escape(self.text)}</h{self.level}>"
+
+    def markdown(self) -> str:
+        return f"{'#' * self.level} {self.text}"
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A paragraph."""
+
+    text: str
+
+    def html(self) -> str:
+        return f"<p>{escape(self.text)}</p>"
+
+    def markdown(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """A list."""
+
+    texts: Sequence[str]
+
+    def html(self) -> str:
+        return "<ul>" + "".join(f"<li>{escape(text)}</li>" for text in self.texts) + "</ul>"
+
+    def markdown(self) -> str:
+        return "\n".join(f"- {text}" for text in self.texts)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows under columns."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Value]]
+
+    def html(self) -> str:
+        head = "".join(f"<th>{escape(column)}</th>" for column in self.columns)
+        body = "".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in self.rows)
+        return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+    def markdown(self) -> str:
+        lines = [[column.replace("|", "\\|") for column in self.columns], ["---"] * len(self.columns)]
+        lines += [[f"{v.text} ({v.detail})" if isinstance(v, Share) else v for v in row] for row in self.rows]
+        return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A drawing, as inline SVG or as a data URL of a bitmap; HTML only. text: what it shows."""
+
+    svg: str
+    text: str
+
+    def html(self) -> str:
+        return f"<figure>{self.svg}<figcaption>{escape(self.text)}</figcaption></figure>"
+
+    def markdown(self) -> str:
+        return f"*(In the HTML report: {self.text})*"
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """Blocks that open on a click."""
+
+    title: str
+    blocks: Sequence[Block]
+
+    def html(self) -> str:
+        inside = "\n".join(block.html() for block in self.blocks)
+        return f"<details><summary>{escape(self.title)}</summary>\n{inside}\n</details>"
+
+    def markdown(self) -> str:
+        return "\n\n".join((f"**{self.title}**", *(block.markdown() for block in self.blocks)))
+
+
+Block = Heading | Text | Items | Table | Picture | Fold
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """All of a report."""
+
+    title: str
+    blocks: Sequence[Block]
+
+    def html(self) -> str:
+        """One page: no script, no network, nothing beside it."""
+        body = "\n".join(block.html() for block in (Heading(self.title, 1), *self.blocks))
+        return (
+            '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+            '<meta name="viewport" content="width=device-width, initial-scale=1">'
+            f"<title>{escape(self.title)}</title><style>{_STYLE}</style></head><body>\n{body}\n</body></html>\n"
+        )
+
+    def markdown(self) -> str:
+        """The same without the pictures."""
+        return "\n\n".join(block.markdown() for block in (Heading(self.title, 1), *self.blocks)) + "\n"
+
+
+_STYLE = (
+    "body{font:15px/1.45 system-ui,sans-serif;max-width:1200px;margin:2rem auto;padding:0 1rem;color:#1c2127}"
+    "h2{margin-top:2.2rem;border-bottom:1px solid #d5dae0;padding-bottom:.2rem}"
+    ".wide{overflow-x:auto;margin:.8rem 0}table{border-collapse:collapse;font-size:13px;font-variant-numeric:tabular-nums}"
+    "th,td{padding:.22rem .5rem;border:1px solid #e1e5ea;text-align:left;white-space:nowrap}th{background:#f3f5f7}"
+    "td.share{text-align:right}td small{display:block;color:#4b5563;font-size:10px}"
+    "details{margin:.6rem 0}summary{cursor:pointer;font-weight:600}"
+    "figure{margin:1rem 0}figure svg,figure img{max-width:100%;height:auto}figcaption{color:#4b5563;font-size:13px}"
+)
+
+
+def _cell(value: Value) -> str:
+    if isinstance(value, str):
+        return f"<td>{escape(value)}</td>"
+    return f'<td class="share" style="background:{value.colour}">{value.text}<small>{value.detail}</small></td>'
+
+
+def _percent(value: float, signed: bool) -> str:
+    return f"{100 * value:+.1f}" if signed else f"{100 * value:.0f}"

@@ -1,0 +1,187 @@
+"""Several processes at the same work: each has a model of its own and takes units from one list until it is empty.
+
+The parent alone keeps what comes back. A worker that dies loses the variant it was at; another takes over what is left of its unit.
+A worker whose parent dies ends with its next line.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection, wait
+from typing import TYPE_CHECKING, Any
+
+from kvthaw.errors import ConfigError, KvthawError
+from kvthaw.evaluate.results import Line
+from kvthaw.evaluate.runner import Runner, Unit, Variant
+
+if TYPE_CHECKING:
+    from multiprocessing.context import ForkServerProcess
+
+TRIES = 2
+"""How many workers may die of a unit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where workers take their model from: as for `kvthaw.evaluate.model.load`. batch: as for Runner."""
+
+    model: str
+    device: str | None
+    dtype: str
+    batch: int | None = None
+
+    def runner(self) -> Runner:
+        """A runner over a model of one's own, which keeps nothing."""
+        import transformers
+        from transformers.utils import logging
+
+        from kvthaw.evaluate.model import load
+
+        logging.disable_progress_bar()
+        transformers.logging.set_verbosity_error()
+        model, tokenizer = load(self.model, device=self.device, dtype=self.dtype)  # type: ignore[arg-type]
+        return Runner(model, tokenizer, name=self.model, batch=self.batch)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A unit, or what was left of it, that gave no lines, and why."""
+
+    unit: Unit
+    why: str
+
+
+@dataclass(slots=True)
+class _Worker:
+    process: ForkServerProcess
+    connection: Connection
+    unit: Unit | None = None
+    done: set[Variant] = field(default_factory=set)
+
+
+def work(source: Source, units: Sequence[Unit], jobs: int, seconds: float | None = None) -> Iterator[list[Line] | Failure]:
+    """The lines of units, those of one variant of a unit at once, in the order in which they come.
+
+    jobs: how many processes share the cores. seconds: after so many, whatever is unfinished is given up. A unit that does not fit
+    the memory is cut in two. Raises ConfigError for jobs below 1, and KvthawError where a worker cannot even begin.
+    """
+    if jobs < 1:
+        raise ConfigError(f"jobs is {jobs}; it must be at least 1")
+    end = None if seconds is None else time.monotonic() + seconds
+    waiting, deaths = deque(units), dict[tuple[Any, ...], int]()
+    with ExitStack() as stack:
+        crew = {number: _start(source, number, jobs, stack) for number in range(min(jobs, len(waiting)))}
+        while crew and (end is None or time.monotonic() < end):
+            left = None if end is None else max(0.0, end - time.monotonic())
+            ready = set(wait([worker.connection for worker in crew.values()], left))
+            for number, worker in [each for each in crew.items() if each[1].connection in ready]:
+                try:
+                    what, given = worker.connection.recv()
+                except (EOFError, ConnectionError):
+                    yield from _died(worker, waiting, deaths)
+                    del crew[number]
+                    if waiting:
+                        crew[number] = _start(source, number, jobs, stack)
+                    continue
+                if what == "lines":
+                    assert worker.unit is not None
+                    worker.done.add(worker.unit.variants[len(worker.done)])
+                    yield given
+                    continue
+                if what == "memory" and worker.unit is not None and len(worker.unit.places) > 1:
+                    waiting.extendleft(_halves(_rest(worker)))
+                elif what != "ready":
+                    if worker.unit is None:
+                        raise KvthawError(given)
+                    if given:
+                        yield Failure(_rest(worker), given)
+                worker.unit, worker.done = (waiting.popleft() if waiting else None), set()
+                if worker.unit is None:
+                    del crew[number]
+                worker.connection.send(worker.unit)
+
+
+def _start(source: Source, number: int, jobs: int, stack: ExitStack) -> _Worker:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["kvthaw.evaluate.workers", "kvthaw.methods"])
+    mine, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(source, number, jobs, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    stack.callback(process.join)
+    stack.callback(process.terminate)
+    stack.callback(mine.close)
+    return _Worker(process, mine)
+
+
+def _died(worker: _Worker, waiting: deque[Unit], deaths: dict[tuple[Any, ...], int]) -> Iterator[Failure]:
+    worker.process.join()
+    why = f"a worker process died (exit code {worker.process.exitcode})"
+    if worker.unit is None:
+        raise KvthawError(f"{why} before it began")
+    rest = _rest(worker)
+    which = (rest.job, rest.places)
+    deaths[which] = deaths.get(which, 0) + 1
+    if deaths[which] < TRIES:
+        waiting.appendleft(rest)
+    else:
+        yield Failure(rest, f"{why}, for the second time at this")
+
+
+def _rest(worker: _Worker) -> Unit:
+    """What a worker has not done of its unit."""
+    assert worker.unit is not None
+    return replace(worker.unit, variants=worker.unit.variants[len(worker.done) :])
+
+
+def _halves(unit: Unit) -> tuple[Unit, Unit]:
+    middle = len(unit.places) // 2
+    return replace(unit, places=unit.places[:middle]), replace(unit, places=unit.places[middle:])
+
+
+def _serve(source: Source, number: int, jobs: int, connection: Connection) -> None:
+    """A worker: take units until there is none."""
+    import torch
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, who ends the workers
+    _settle_on_cores(number, jobs)
+    try:
+        try:
+            runner = source.runner()
+        except KvthawError as error:
+            connection.send(("refused", str(error)))
+            return
+        connection.send(("ready", ""))
+        while (unit := connection.recv()) is not None:
+            try:
+                for lines in runner.compute(unit):
+                    connection.send(("lines", lines))
+            except torch.OutOfMemoryError as error:
+                torch.cuda.empty_cache()
+                connection.send(("memory", str(error)))
+            except (KvthawError, RuntimeError, ValueError) as error:
+                connection.send(("failed", f"{type(error).__name__}: {error}"))
+            else:
+                connection.send(("done", ""))
+    except (EOFError, ConnectionError):  # the parent is gone
+        return
+
+
+def _settle_on_cores(number: int, jobs: int) -> None:
+    """Share the cores evenly, so that no worker's threads wait for another's."""
+    import torch
+
+    if not hasattr(os, "sched_setaffinity"):
+        torch.set_num_threads(1)
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    mine = cores[number % len(cores) :: jobs] if jobs < len(cores) else [cores[number % len(cores)]]
+    os.sched_setaffinity(0, mine)
+    torch.set_num_threads(len(mine))
