@@ -221,28 +221,35 @@ class FrozenKV:
         return grow or self._finite is not None or self._copied is not None or bool(self._stale) or bool(self._leaving())
 
     def before_step(self) -> None:
-        """That work. Afterwards a step of one token is work of the device alone, where the index is graph-safe."""
+        """That work, done once however often it is asked for. Afterwards a step of one token is work of the device alone, where the
+        index is graph-safe."""
         for lane in sorted(self._stale):
             self._index_anew(lane)
         self._stale.clear()
-        leaving = [lane for lane in self._leaving() if lane not in self._ahead]
-        self._ahead.clear()
+        leaving = self._leaving()
         if leaving:
             self._leave(leaving)
+            self._ahead.update(leaving)
         self.settle()
         if self.group is not None:
             self.group.residency.grow(self.seen + 1)
 
     def _leaving(self) -> list[int]:
-        """Lanes whose ring is full."""
+        """Lanes whose ring is full, and has not given up yet what leaves with the next token."""
         lengths = [self.length(lane) for lane in range(self.lanes)]
-        return [lane for lane, n in enumerate(lengths) if self.indexed(lane, n + 1) > self.indexed(lane, n)]
+        full = (lane for lane, n in enumerate(lengths) if self.indexed(lane, n + 1) > self.indexed(lane, n))
+        return [lane for lane in full if lane not in self._ahead]
 
     def advance(self) -> None:
         """Make room for one new token a lane and count it; the step's attention writes it."""
         if self.due():
             self.before_step()
+        self.take_one()
+
+    def take_one(self) -> None:
+        """Count a token of every lane; what left for it has left."""
         self.seen += 1
+        self._ahead.clear()
 
     def go_ahead(self) -> None:
         """Where a ring has become full, offload and index what the next token will push out of it, while the layers that follow

@@ -195,7 +195,7 @@ class FrozenLayer(FrozenKV):
 
     def count_step(self) -> None:
         """Count a step of one token that the device took by itself."""
-        self.seen += 1
+        self.take_one()
         self._count(self.seen)
         if self.group is not None and self.chooses:
             self.group.meter.tick(self.lanes * self.slab.data.shape[1])
