@@ -17,8 +17,8 @@ recall=oracle,prkv,quest,arkvale${clusters}
 shares=prkv:share=0.0,prkv:share=0.25,prkv:share=0.5,prkv:share=0.75,prkv:share=1.0,prkv:share=auto,arkvale,oracle
 ablation=prkv,prkv:interval=32,prkv:interval=64,prkv:interval=256,prkv:window=16,prkv:window=32,prkv:window=128
 if [ "$size" = tiny ]; then
-  lengths=(1024) tasks=(passkey niah_multikey_uuid) samples=1 budgets=256 recall_length=1024 recall_budgets=256 recall_seeds=(0 1) steps=4
-  prompt=600 after=40 probe=8 rows=(64) drift_seeds=(0 1) share_lengths=600,1024 share_rows=64,128
+  lengths=(1024) tasks=(passkey niah_multikey_uuid) samples=1 budgets=256 recall_length=1024 recall_budgets=256 recall_seeds=(0) steps=4
+  prompt=600 after=40 probe=8 rows=(64) drift_seeds=(0) share_lengths=600,1024 share_rows=64,128
 else
   lengths=(32768 16384 4096) tasks=(niah_multikey_uuid niah_multikey niah_single passkey_book passkey) samples=20 budgets=256,1024
   recall_length=32768 recall_budgets=256,512,1024,2048 recall_seeds=(0 1 2 3 4 5 6 7) steps=16
