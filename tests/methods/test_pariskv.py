@@ -13,7 +13,7 @@ from kvthaw.cache.regions import Regions
 from kvthaw.errors import ConfigError
 from kvthaw.index.codes import CodesIndex
 from kvthaw.methods import resolve
-from zoo import prompt, ragged
+from zoo import build, prompt, ragged
 
 
 def generate(model: PreTrainedModel, inputs: dict[str, torch.Tensor], **how: Any) -> torch.Tensor:
@@ -100,3 +100,38 @@ def test_rows_are_reproducible_and_follow_the_seed(llama: PreTrainedModel) -> No
 def test_bad_options_are_refused_at_once(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         resolve("pariskv", **options)
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "words"),
+    [
+        ("pariskv", {"head_dim": 4}, "head_dim is 4; pariskv needs at least 8"),
+        ("pariskv:candidates=50", {}, "candidates is 50; it must be at least the 100 rows"),
+    ],
+)
+def test_what_only_the_model_tells_is_refused_with_the_prompt(method: str, settings: dict[str, Any], words: str) -> None:
+    """Before a layer has attended; another method then takes the same prompt."""
+    model, inputs = build("llama", **settings), {"input_ids": prompt(1, 60)}
+    expected = generate(model, inputs, max_new_tokens=4)
+    with kvthaw.attach(model, method, retrieved=100), pytest.raises(ConfigError, match=words):
+        generate(model, inputs)
+    with kvthaw.attach(model, "oracle", budget=128):
+        assert torch.equal(generate(model, inputs, max_new_tokens=4), expected)
+
+
+def test_centre_and_grades_keep_a_text_in_pieces_as_it_is(llama: PreTrainedModel) -> None:
+    """A prompt in chunks is indexed anew, so that its centre is that of the prompt given at once."""
+    ids = prompt(1, 420)
+    caches = []
+    for sizes in ((420,), (180, 180, 60)):
+        cache, at = kvthaw.Cache(llama, "pariskv", retrieved=8, window=8, buffer=8, dense_layers=0), 0
+        with torch.no_grad():
+            for size in sizes:
+                llama(ids[:, at : at + size], past_key_values=cache)
+                at += size
+            llama(ids[:, :1], past_key_values=cache)
+        caches.append(cache)
+    for one, other in zip(*(cache.frozen_layers for cache in caches), strict=True):
+        a, b = one.group.index, other.group.index
+        torch.testing.assert_close(a._data["centre"], b._data["centre"])
+        assert a._counts == b._counts
