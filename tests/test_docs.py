@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from kvthaw.evaluate.describe import markdown
+from kvthaw.evaluate.published import BENCHMARKS
 from kvthaw.evaluate.tasks import SUITES, TASKS
 
 ROOT = Path(__file__).parents[1]
@@ -20,6 +21,12 @@ def test_every_task_stands_in_the_docs() -> None:
     assert [name for name in (*TASKS, *SUITES) if f"`{name}`" not in text] == []
     rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
     assert sorted(set(re.findall(r"`(\w+)`", " ".join(rows))) - {*TASKS, *SUITES}) == [], "no other"
+
+
+def test_every_published_benchmark_stands_in_the_docs() -> None:
+    rows = [line.split("|")[1] for line in (ROOT / "docs" / "published.md").read_text().splitlines() if line.startswith("| `")]
+    named = re.findall(r"`(\w+)`", " ".join(rows[: rows.index(" `generate_until` ")]))
+    assert sorted(named) == sorted(BENCHMARKS)
 
 
 def test_the_readme_names_files_that_are_there() -> None:

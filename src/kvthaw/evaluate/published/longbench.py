@@ -45,7 +45,7 @@ class LongBench(Benchmark):
     @property
     def dataset(self) -> str:
         """The task's name among LongBench's."""
-        return self.name.removeprefix("longbench_")
+        return self.file or ""
 
     def score(self, item: Item, output: str, ask: Ask | None = None) -> dict[str, float]:
         """The best over the gold answers."""
@@ -62,7 +62,7 @@ def _tasks() -> tuple[LongBench, ...]:
     made = []
     for name, (prompt, longest) in json.loads(read_asset("longbench.json")).items():
         plan = Plan(longest, ("\n",) if name == "samsum" else (), chat=name not in PLAIN)
-        made.append(LongBench(f"longbench_{name}", plan, ("THUDM/LongBench", name, "test"), name, prompt))
+        made.append(LongBench(f"longbench_{name.replace('-', '_')}", plan, ("THUDM/LongBench", name, "test"), name, prompt))
     return tuple(made)
 
 
