@@ -60,7 +60,7 @@ class WaveIndex(ClusterIndex):
         self.values = torch.zeros_like(self.digests)
         self.recent_values = torch.zeros_like(self.recent)
         self.closed = torch.zeros_like(self.counts)
-        self._arriving = self.recent_values[:0]
+        self._arriving: Tensor | None = None  # values of an append under way
 
     # Index
 
@@ -100,10 +100,12 @@ class WaveIndex(ClusterIndex):
             start = stop - min(values.shape[2], self.batch)
             self.recent_values[lane, :, self._ring(start, stop)] = values[i, :, values.shape[2] - (stop - start) :]
             self._set(lane, self.lanes[lane])
+        self._arriving = None
 
     def close(self, lane: int, begin: int, before: int, keys: Tensor) -> None:
         """See UnitIndex."""
         super().close(lane, begin, before, keys)
+        assert self._arriving is not None
         known = self.recent_values[lane, :, self._ring(begin, self.lanes[lane].tokens)]
         values = torch.cat((known, self._arriving), dim=1)
         for i in range(keys.shape[1]):
@@ -158,7 +160,7 @@ class WaveIndex(ClusterIndex):
         chosen = torch.zeros((*rows.shape[:2], tokens + 1), dtype=torch.bool, device=rows.device)
         chosen.scatter_(2, torch.where(rows >= 0, rows - self.first, tokens).long(), True)
         chosen[:, :, tokens] = False
-        place = (self.order[: len(rows), :, :tokens] - self.first).clamp(min=0).long()
+        place = (self.order[: len(rows), :, :tokens] - self.first).clamp(min=0, max=tokens).long()
         upto = F.pad(chosen.gather(2, place).cumsum(dim=2), (1, 0))
         at = upto.gather(2, bounds.long())
         return at[:, :, 1:] > at[:, :, :-1]
