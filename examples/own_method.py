@@ -22,6 +22,9 @@ class LargestKeys:
         self.norms: dict[int, Tensor] = {}  # lane -> [H, T], from position `first` on
         self.first = shape.regions.sink
 
+    def make_room(self, lanes: int, tokens: int) -> None:
+        """Nothing to allocate ahead: this index is not graph-safe."""
+
     def build(self, lane: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         self.first, self.norms[lane] = first, keys.float().norm(dim=-1)
 

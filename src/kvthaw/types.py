@@ -95,6 +95,9 @@ class Index(Protocol):
     """It works on the CPU and reads keys from the store: build() and append() are called on a worker thread, once the rows are
     there, with keys and values of the right length and no columns; select() gets its query on the CPU."""
 
+    def make_room(self, lanes: int, tokens: int) -> None:
+        """For so many lanes and so many positions of each: until there are more, no tensor of a graph-safe index moves."""
+
     def build(self, lane: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         """Index a lane anew. keys, values: [H, T, D], positions first .. first + T; queries: the prompt's last, [Hq, W, D]."""
 
@@ -106,7 +109,7 @@ class Index(Protocol):
         """The rows for one query a head, at most budget a KV head. query: [B, Hq, D], after RoPE, unscaled."""
 
     def truncate(self, lane: int, length: int) -> None:
-        """Forget positions >= length; 0 clears the lane."""
+        """Forget positions >= length; 0 clears the lane, of which nothing stays."""
 
     def reorder(self, lanes: Sequence[int]) -> None:
         """Lane i becomes what lane lanes[i] was; lanes may repeat and may be more or fewer than before."""

@@ -104,19 +104,17 @@ def _again(cache: Cache, number: int, index: UnitIndex) -> float:
     layer = cache.frozen_layers[number]
     rows = layer.read(0, index.first, layer.indexed(0)).to(index.shape.device)
     keys, values = rows[:, :, 0].contiguous(), rows[:, :, 1].contiguous()
-    assert layer.watched is not None
     before, took = {name: table.clone() for name, table in _tables(index).items()}, 0.0
     for _ in range(2):
-        took = _timed(keys, lambda: _build(index, keys, values, layer.watched))
+        took = _timed(keys, lambda: _build(index, keys, values, layer.watched[0]))
     for name, table in _tables(index).items():
         if not torch.equal(table, before[name]):
             raise CacheError(f"layer {layer.number}: {name}, made beside the prefill, is not what it is alone")
     return took
 
 
-def _build(index: UnitIndex, keys: Tensor, values: Tensor, watched: Tensor | None) -> None:
-    assert watched is not None
-    index.build(0, index.first, keys, values, watched[0])
+def _build(index: UnitIndex, keys: Tensor, values: Tensor, watched: Tensor) -> None:
+    index.build(0, index.first, keys, values, watched)
     index.join()
 
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvthaw.cache.clock import Clock
+from kvthaw.cache.lanes import Lanes
 from kvthaw.kernels.dense import causal_attention
 from kvthaw.kernels.sparse_decode import sparse_decode
 
@@ -23,58 +24,53 @@ WATCHED = 128
 
 
 def watch(before: Tensor | None, query: Tensor) -> Tensor:
-    """The last WATCHED queries of a prompt that came in parts, [B, Hq, W, D]."""
-    last = query[:, :, -WATCHED:]
-    return last.clone() if before is None else torch.cat((before, last), dim=2)[:, :, -WATCHED:].clone()
+    """The last WATCHED queries of a lane whose prompt came in parts, [Hq, W, D]; query [Hq, T, D]: the last part's."""
+    last = query[:, -WATCHED:]
+    return last.clone() if before is None else torch.cat((before, last), dim=1)[:, -WATCHED:].clone()
 
 
-def padded(layer: FrozenKV | DenseLayer) -> tuple[Tensor, Tensor]:
-    """All keys and values of a layer, [B, H, seen, D] each, zeros for the left padding, where its queries are."""
-    assert layer.watched is not None
+def padded(layer: FrozenKV | DenseLayer) -> tuple[Tensor, Tensor, Tensor]:
+    """All keys and values of a layer, [B, H, seen, D] each, on the device, zeros for the left padding; and before them the last
+    queries of its prompts, [B, Hq, W, D], zeros before those of shorter ones."""
+    some = next(iter(layer.watched.values()))
+    queries, device = [layer.watched.get(lane, some[:, :0]) for lane in range(layer.lanes)], some.device
+    width = max(q.shape[1] for q in queries)
     lanes = []
     for lane in range(layer.lanes):
-        rows = layer.read(lane, 0, layer.length(lane)).to(layer.watched.device)
+        rows = layer.read(lane, 0, layer.length(lane)).to(device)
         lanes.append(F.pad(rows, (0, 0, 0, 0, layer.left_pad[lane], 0)))
     data = torch.stack(lanes)
-    return data[:, :, :, 0], data[:, :, :, 1]
+    return torch.stack([F.pad(q, (0, 0, width - q.shape[1], 0)) for q in queries]), data[:, :, :, 0], data[:, :, :, 1]
 
 
-class DenseLayer:
-    """KV of one layer, [B, H, seen, 2, D] in token order with the left padding, in a buffer that grows by half.
+class DenseLayer(Lanes):
+    """KV of one layer, [B, H, capacity, 2, D], each lane's from its first token on, in a buffer that grows by half.
 
-    clock: of all such layers; a lane's length counts its padding, and start is where that ends.
+    clock: of all such layers. room: tokens a lane to make room for at once.
     """
 
     def __init__(self, number: int, clock: Clock) -> None:
-        self.number, self.clock = number, clock
+        self.number, self.clock, self.room = number, clock, 0
         self.reset()
 
     def reset(self) -> None:
         """Forget everything."""
-        self.seen = 0
-        self.left_pad: list[int] = []
-        self.watched: Tensor | None = None
+        Lanes.__init__(self)
+        self.watched: dict[int, Tensor] = {}
         self.scale = 0.0
         self._data: Tensor | None = None
         self._tickets = torch.empty(0, dtype=torch.int32)
 
-    @property
-    def lanes(self) -> int:
-        return len(self.left_pad)
-
-    def length(self, lane: int) -> int:
-        """Tokens of a lane, padding not counted."""
-        return self.seen - self.left_pad[lane]
-
     def read(self, lane: int, start: int, stop: int) -> Tensor:
         """Rows [H, stop - start, 2, D] of a lane, on the device."""
         assert self._data is not None
-        pad = self.left_pad[lane]
-        return self._data[lane, :, pad + start : pad + stop]
+        return self._data[lane, :, start:stop]
 
     def device_bytes(self) -> int:
         """Bytes of KV on the device."""
-        return 0 if self._data is None else self._data[:, :, : self.seen].numel() * self._data.element_size()
+        if self._data is None:
+            return 0
+        return self._data[0, :, 0].nbytes * sum(self.length(lane) for lane in range(self.lanes))
 
     def token_bytes(self) -> int:
         """Bytes of KV of one token of one lane."""
@@ -90,50 +86,72 @@ class DenseLayer:
             self.left_pad = left_pad
         if steps == 1 and self._data is not None:
             return self._step(query, key, value, how, fresh)
-        if fresh:
-            self._append(key, value)
-            self.watched, self.scale = watch(self.watched, query), how.scale
+        before = self.seen if fresh else self.seen - steps
+        if self._data is None:
+            self._begin(key, self.lanes, how.scale)
         assert self._data is not None
-        keys, values = self._data[:, :, : self.seen, 0], self._data[:, :, : self.seen, 1]
+        if fresh:
+            self.seen += steps
+            self._reserve(self.longest)
         if not any(self.left_pad):
+            if fresh:
+                for lane in range(self.lanes):
+                    self.watched[lane] = watch(self.watched.get(lane), query[lane])
+                self._write(slice(None), before, key, value)
+            keys, values = self._data[:, :, : self.seen, 0], self._data[:, :, : self.seen, 1]
             return causal_attention(query, keys, values, scale=how.scale, softcap=how.softcap, sinks=how.sinks)
         out = torch.zeros_like(query)
         for lane, left in enumerate(self.left_pad):
-            skip = min(steps, max(0, left - (self.seen - steps)))
-            if skip < steps:
-                q, k, v = query[lane : lane + 1, :, skip:], keys[lane : lane + 1, :, left:], values[lane : lane + 1, :, left:]
-                out[lane : lane + 1, :, skip:] = causal_attention(
-                    q, k, v, scale=how.scale, softcap=how.softcap, sinks=how.sinks
-                )
+            pad = min(steps, max(0, left - before))
+            if pad < steps:
+                one = slice(lane, lane + 1)
+                q, k, v = (x[one, :, pad:] for x in (query, key, value))
+                out[one, :, pad:] = self._pass(lane, q, k, v, max(0, before - left), how, fresh)
         return out
+
+    def fill(self, lane: int, query: Tensor, key: Tensor, value: Tensor, how: Attention) -> Tensor:
+        """A dense pass of one lane, whose next tokens are given; see FrozenLayer.fill."""
+        if self._data is None:
+            self._begin(key, self.lanes, how.scale)
+        past, steps = self.length(lane), query.shape[2]
+        self._reserve(past + steps)
+        return self._pass(lane, query, key, value, past, how, True)
+
+    def clear(self, lane: int) -> None:
+        """Forget the tokens of a lane."""
+        self.watched.pop(lane, None)
+
+    def recover(self) -> None:
+        """See FrozenKV."""
 
     def before_step(self) -> None:
         """Make room for one more token, so that a step is work of the device alone."""
-        self._reserve(1)
+        self._reserve(self.longest + 1)
 
     def due(self) -> bool:
         """Whether before_step() must be called again: the buffer is full."""
-        return self._data is None or self._data.shape[2] <= self.seen
+        return self._data is None or self._data.shape[2] <= self.longest
 
     def count_step(self) -> None:
         """Count a step of one token that the device took by itself."""
-        self.seen += 1
+        self.count_token()
 
     def tensors(self) -> list[Tensor]:
         """What a step reads and writes at fixed addresses."""
-        return [] if self._data is None else [self._data, self._tickets]
+        return [] if self._data is None else [self._data, self._tickets, *self.clock.tensors()]
 
     def tick(self, seen: int, coming: int | None = None) -> None:
         """Set the clock to the step whose newest token is the `seen`-th of the batch. There is no ring that `coming` could move."""
         assert self._data is not None
-        self.clock.at((seen,) * self.lanes, tuple(self.left_pad), self._data.device)
+        lengths = tuple(seen - pad for pad in self.left_pad)
+        self.clock.at(lengths, (0,) * self.lanes, self._data.device, self.live)
 
     def _step(self, query: Tensor, key: Tensor, value: Tensor, how: Attention, fresh: bool) -> Tensor:
         """A single token: its key and value enter the buffer, its query attends, by device counters alone."""
         if fresh:
             if self.due():
                 self.before_step()
-            self.seen += 1
+            self.count_token()
         self.tick(self.seen)
         assert self._data is not None
         out = sparse_decode(
@@ -143,7 +161,6 @@ class DenseLayer:
             scale=how.scale,
             newest=(key[:, :, -1], value[:, :, -1]),
             lengths=self.clock.length,
-            starts=self.clock.start,
             softcap=how.softcap,
             sinks=how.sinks,
             tickets=self._tickets,
@@ -153,23 +170,24 @@ class DenseLayer:
     def copy_from(self, other: FrozenKV | DenseLayer) -> None:
         """Take over the tokens of another layer."""
         if other.seen:
-            self.left_pad, self.watched, self.scale = list(other.left_pad), other.watched, other.scale
-            self._append(*padded(other))
+            _, key, value = padded(other)
+            self.watched, self.seen, self.left_pad = dict(other.watched), other.seen, list(other.left_pad)
+            self._begin(key, self.lanes, other.scale)
+            self._reserve(self.longest)
+            for lane, left in enumerate(self.left_pad):
+                self._write(slice(lane, lane + 1), 0, key[lane : lane + 1, :, left:], value[lane : lane + 1, :, left:])
 
     def join(self, others: Sequence[DenseLayer]) -> None:
-        """Take over the tokens of other layers, their lanes one below the other, padded on the left to the longest."""
-        keys, values, queries, pads = [], [], [], []
-        longest = max(other.seen for other in others)
-        for other in others:
-            assert other.watched is not None
-            more = longest - other.seen
-            key, value = (F.pad(part, (0, 0, more, 0)) for part in padded(other))
-            keys.append(key)
-            values.append(value)
-            queries.append(F.pad(other.watched, (0, 0, min(WATCHED, longest) - other.watched.shape[2], 0)))
-            pads += [pad + more for pad in other.left_pad]
-        self.left_pad, self.watched, self.scale = pads, torch.cat(queries), others[0].scale
-        self._append(torch.cat(keys), torch.cat(values))
+        """Take over the tokens of other layers, their lanes one below the other."""
+        lanes = [(other, lane) for other in others for lane in range(other.lanes)]
+        self.set_lengths([other.length(lane) for other, lane in lanes], ())
+        self.watched = {i: other.watched[lane] for i, (other, lane) in enumerate(lanes) if lane in other.watched}
+        for i, (other, lane) in enumerate(lanes):
+            rows = other.read(lane, 0, other.length(lane))[None]
+            if self._data is None:
+                self._begin(rows[:, :, :, 0], len(lanes), other.scale)
+                self._reserve(self.longest)
+            self._write(slice(i, i + 1), 0, rows[:, :, :, 0], rows[:, :, :, 1])
 
     def crop(self, drop: int) -> None:
         """Forget the last `drop` tokens of every lane."""
@@ -184,24 +202,38 @@ class DenseLayer:
             self._data = self._data[torch.tensor(lanes, device=self._data.device)]
             self._tickets = self._tickets.new_zeros(self._data.shape[0] * self._data.shape[1])
             self.left_pad = [self.left_pad[lane] for lane in lanes]
-            self.watched = None if self.watched is None else self.watched[lanes]
+            self.watched = {i: self.watched[lane] for i, lane in enumerate(lanes) if lane in self.watched}
 
-    def _append(self, key: Tensor, value: Tensor) -> None:
-        batch, heads, steps, dim = key.shape
-        if self._data is None:
-            self._data = torch.empty((batch, heads, steps + max(256, steps // 16), 2, dim), dtype=key.dtype, device=key.device)
-            self._tickets = torch.zeros(batch * heads, dtype=torch.int32, device=key.device)
-        self._reserve(steps)
-        end = self.seen + steps
-        self._data[:, :, self.seen : end, 0] = key
-        self._data[:, :, self.seen : end, 1] = value
-        self.seen = end
-
-    def _reserve(self, steps: int) -> None:
+    def _pass(self, lane: int, query: Tensor, key: Tensor, value: Tensor, past: int, how: Attention, fresh: bool) -> Tensor:
+        """Causal attention of one lane's tokens [1, ., T, D], of which `past` came before; fresh: they enter the buffer first."""
         assert self._data is not None
-        need = self.seen + steps
-        if need > self._data.shape[2]:
+        one, length = slice(lane, lane + 1), past + query.shape[2]
+        if fresh:
+            self.watched[lane] = watch(self.watched.get(lane), query[0])
+            self._write(one, past, key, value)
+        keys, values = self._data[one, :, :length, 0], self._data[one, :, :length, 1]
+        return causal_attention(query, keys, values, scale=how.scale, softcap=how.softcap, sinks=how.sinks)
+
+    def _write(self, lanes: slice, at: int, key: Tensor, value: Tensor) -> None:
+        assert self._data is not None
+        end = at + key.shape[2]
+        self._data[lanes, :, at:end, 0] = key
+        self._data[lanes, :, at:end, 1] = value
+
+    def _begin(self, key: Tensor, lanes: int, scale: float) -> None:
+        """A buffer for the keys [., H, T, D] of a first prompt."""
+        _, heads, steps, dim = key.shape
+        self.scale = scale
+        room = max(self.room, steps + max(256, steps // 16))
+        self._data = torch.zeros((lanes, heads, room, 2, dim), dtype=key.dtype, device=key.device)
+        self._tickets = torch.zeros(lanes * heads, dtype=torch.int32, device=key.device)
+
+    def _reserve(self, tokens: int) -> None:
+        """Room for so many tokens a lane."""
+        assert self._data is not None
+        have = self._data.shape[2]
+        if tokens > have:
             batch, heads, _, _, dim = self._data.shape
-            grown = self._data.new_empty((batch, heads, need + need // 2, 2, dim))
-            grown[:, :, : self.seen] = self._data[:, :, : self.seen]
+            grown = self._data.new_zeros((batch, heads, tokens + tokens // 2, 2, dim))
+            grown[:, :, :have] = self._data
             self._data = grown

@@ -16,6 +16,7 @@ from kvthaw.cache.clock import Clock
 from kvthaw.cache.dense import WATCHED, DenseLayer, padded, watch
 from kvthaw.cache.group import Group
 from kvthaw.cache.host import HostStore
+from kvthaw.cache.lanes import Lanes
 from kvthaw.cache.pipeline import Pipeline
 from kvthaw.cache.plan import Plan, Settings
 from kvthaw.cache.pool import Slab
@@ -24,11 +25,11 @@ from kvthaw.index.rotary import Rotary
 from kvthaw.types import LayerShape
 
 
-class FrozenKV:
+class FrozenKV(Lanes):
     """The tokens of one layer and where they stand; kvthaw.cache.layer attends to them.
 
-    Lanes have lengths of their own: position p of a lane is its p-th token after the left padding. `seen` counts padded tokens.
-    leader: the anchor whose index and choices this layer follows; None: it has its own.
+    leader: the anchor whose index and choices this layer follows; None: it has its own. room: tokens a lane to make room for at
+    once, 0 where that is not known.
     """
 
     def __init__(
@@ -36,15 +37,15 @@ class FrozenKV:
     ) -> None:
         self.number, self.settings, self.pipeline, self.clock, self.leader = number, settings, pipeline, clock, leader
         self.rotary: Rotary | None = None  # for a method that asks for it
+        self.room = 0
         self.reset()
 
     def reset(self) -> None:
         """Forget everything."""
-        self.seen = 0
-        self.left_pad: list[int] = []
+        Lanes.__init__(self)
         self.plan: Plan | None = None
         self.group: Group | None = None
-        self.watched: Tensor | None = None
+        self.watched: dict[int, Tensor] = {}  # of each lane, its prompt's last queries, [Hq, W, D]
         self.scale = 0.0
         self._start: list[int] = []  # where each lane's ring began at its last dense pass
         self._stale: set[int] = set()  # lanes to be indexed anew before the next step
@@ -53,10 +54,6 @@ class FrozenKV:
         self._finite: Tensor | None = None
 
     # What is where
-
-    def length(self, lane: int) -> int:
-        """Tokens of a lane, padding not counted."""
-        return self.seen - self.left_pad[lane]
 
     def indexed(self, lane: int, length: int | None = None) -> int:
         """Where the lane's ring begins: positions [sink, this) are in the retrieval region."""
@@ -69,10 +66,6 @@ class FrozenKV:
         assert self.plan is not None
         n = self.length(lane) if length is None else length
         return min(n, self.plan.regions.sink) + max(0, n - self.indexed(lane, n))
-
-    @property
-    def lanes(self) -> int:
-        return len(self.left_pad)
 
     def settle(self) -> None:
         """Wait until everything is offloaded and indexed. Raises CacheError where keys or values were not finite."""
@@ -109,9 +102,9 @@ class FrozenKV:
     # Tokens that come
 
     def begin(self, query: Tensor, key: Tensor, left_pad: list[int], scale: float) -> None:
-        """Take the sizes from a prompt: query [B, Hq, T, D], key [B, H, T, D]."""
-        batch, heads, steps, dim = key.shape
-        lengths = {steps - pad for pad in left_pad}
+        """Take the sizes from a first prompt: query [., Hq, T, D], key [., H, T, D]. left_pad: of all lanes."""
+        _, heads, steps, dim = key.shape
+        batch, lengths = len(left_pad), {steps - pad for pad in left_pad}
         if isinstance(self.settings.budget, float) and len(lengths) > 1:
             raise CacheError(
                 f"budget is {self.settings.budget}, a fraction of the prompt, but the rows' prompts differ in length"
@@ -129,6 +122,7 @@ class FrozenKV:
                     *sizes, self.store, plan.regions, scale, self.settings.seed, plan.rows, self.slab, self.clock, self.rotary
                 )
                 self.group = Group(method, shape, batch, plan.rows, self.pipeline)
+                self.group.make_room(self.room)
             else:
                 self.group = self.leader.group
         self.plan = plan
@@ -141,41 +135,69 @@ class FrozenKV:
             other.settle()
             if other.settings.method.evicts:
                 raise CacheError(f"{other.settings.method.name} has dropped tokens, so its cache cannot be forked")
-        assert other.watched is not None
-        key, value = padded(other)
-        self.begin(other.watched, key, list(other.left_pad), other.scale)
-        self.take_in(other.watched, key, value)
+        queries, key, value = padded(other)
+        self.begin(queries, key, list(other.left_pad), other.scale)
+        self.take_in(queries, key, value)
 
     def take_in(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Tokens of a dense pass become part of the cache."""
         assert self.plan is not None
         self.fall_back()
-        regions, before, steps = self.plan.regions, self.seen, key.shape[2]
-        self.watched = watch(self.watched, query)
-        finite = torch.isfinite(key).all() & torch.isfinite(value).all()
-        self._finite = finite if self._finite is None else self._finite & finite
+        before, steps = self.seen, key.shape[2]
+        self._check(key, value)
         for lane in range(self.lanes):
             pad = min(steps, max(0, self.left_pad[lane] - before))
-            past = max(0, before - self.left_pad[lane])
-            if pad == steps:
-                continue
-            k, v = key[lane, :, pad:], value[lane, :, pad:]
-            length, old = past + steps - pad, self.indexed(lane, past) if past else regions.sink
-            new = regions.first_indexed(length)
-            if not self.settings.method.evicts:
-                self._store_ring(lane, past)
-                self._copied = self.pipeline.offload(self.store, lane, k, v) or self._copied
-            if self.group is not None and self.chooses and new > old:
-                watched = query[lane, :, -min(WATCHED, steps - pad) :]
-                self._index(lane, old, new, k, v, past, watched)
-            sink = max(0, min(regions.sink, length) - past)
-            if sink:
-                self.slab.write(lane, past, torch.stack((k[:, :sink], v[:, :sink]), dim=2))
-            ring = max(new, past)
-            if ring < length:
-                self.slab.write(lane, ring, torch.stack((k[:, ring - past :], v[:, ring - past :]), dim=2))
-            self._start[lane] = new
+            if pad < steps:
+                self._take_lane(lane, query[lane, :, pad - steps :], key[lane, :, pad:], value[lane, :, pad:], before + pad)
         self.seen += steps
+
+    def take_row(self, lane: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Tokens of a dense pass of one lane become part of it, [1, ., T, D] each; the lane's length is set by the caller."""
+        self._check(key, value)
+        self._take_lane(lane, query[0], key[0], value[0], self.seen)
+
+    def clear(self, lane: int) -> None:
+        """Forget the tokens of a lane; nothing of them stays that another row could see, and no tensor moves."""
+        if self.plan is None:
+            return
+        self.wait_for_copies()
+        if self.group is not None and self.chooses:
+            self.group.truncate(lane, 0)
+        self.store.truncate(lane, 0)
+        self.watched.pop(lane, None)
+        self._start[lane] = self.plan.regions.sink
+        self._stale.discard(lane)
+        self._ahead.discard(lane)
+
+    def recover(self) -> None:
+        """Forget that a prompt failed, whose lane will be cleared."""
+        self._finite = None
+        if self.group is not None:
+            self.group.recover()
+
+    def _check(self, key: Tensor, value: Tensor) -> None:
+        finite = torch.isfinite(key).all() & torch.isfinite(value).all()
+        self._finite = finite if self._finite is None else self._finite & finite
+
+    def _take_lane(self, lane: int, query: Tensor, k: Tensor, v: Tensor, before: int) -> None:
+        """Tokens [., n, D] of a lane, the first of which stands behind `before` padded tokens."""
+        assert self.plan is not None
+        regions, past = self.plan.regions, before - self.left_pad[lane]
+        self.watched[lane] = watch(self.watched.get(lane), query)
+        length, old = past + k.shape[1], self.indexed(lane, past) if past else regions.sink
+        new = regions.first_indexed(length)
+        if not self.settings.method.evicts:
+            self._store_ring(lane, past)
+            self._copied = self.pipeline.offload(self.store, lane, k, v) or self._copied
+        if self.group is not None and self.chooses and new > old:
+            self._index(lane, old, new, k, v, past, query[:, -WATCHED:])
+        sink = max(0, min(regions.sink, length) - past)
+        if sink:
+            self.slab.write(lane, past, torch.stack((k[:, :sink], v[:, :sink]), dim=2))
+        ring = max(new, past)
+        if ring < length:
+            self.slab.write(lane, ring, torch.stack((k[:, ring - past :], v[:, ring - past :]), dim=2))
+        self._start[lane] = new
 
     def _index(self, lane: int, old: int, new: int, k: Tensor, v: Tensor, past: int, queries: Tensor) -> None:
         """Give the index positions [old, new): some may stand in the ring, the rest are k, v [H, n, D] from position `past` on.
@@ -202,22 +224,27 @@ class FrozenKV:
         else:
             group.submit(self._copied, partial(index.append, [lane], keys[None], values[None], queries[None]))
 
+    def _queries(self, lane: int) -> Tensor:
+        """The last queries of a lane's prompt, [Hq, W, D]; none of a lane that had none."""
+        assert self.group is not None
+        shape = self.group.shape
+        return self.watched.get(lane, self.slab.data.new_empty((shape.q_heads, 0, shape.head_dim)))
+
     def _index_anew(self, lane: int) -> None:
-        assert self.plan is not None and self.group is not None and self.watched is not None
+        assert self.plan is not None and self.group is not None
         index, sink, end = self.group.index, self.plan.regions.sink, self.indexed(lane)
         if index.on_host:
-            keys = values = self.watched.new_empty((self.slab.data.shape[1], end - sink, 0))
+            keys = values = self.slab.data.new_empty((self.slab.data.shape[1], end - sink, 0))
         else:
             rows = self.read(lane, sink, end).to(self.slab.data.device)
             keys, values = rows[:, :, 0], rows[:, :, 1]
-        queries = self.watched[lane, :, -min(WATCHED, self.length(lane)) :]
-        self.group.submit(self._copied, partial(index.build, lane, sink, keys, values, queries))
+        self.group.submit(self._copied, partial(index.build, lane, sink, keys, values, self._queries(lane)))
 
     # Tokens that leave the ring
 
     def due(self) -> bool:
         """Whether one more token asks for work on the host first: a full ring, or tables that must grow."""
-        grow = self.group is not None and self.group.residency.capacity <= self.seen
+        grow = self.group is not None and self.group.residency.capacity <= self.longest
         return grow or self._finite is not None or self._copied is not None or bool(self._stale) or bool(self._leaving())
 
     def before_step(self) -> None:
@@ -232,7 +259,7 @@ class FrozenKV:
             self._ahead.update(leaving)
         self.settle()
         if self.group is not None:
-            self.group.residency.grow(self.seen + 1)
+            self.group.residency.grow(self.longest + 1)
 
     def _leaving(self) -> list[int]:
         """Lanes whose ring is full, and has not given up yet what leaves with the next token."""
@@ -248,7 +275,7 @@ class FrozenKV:
 
     def take_one(self) -> None:
         """Count a token of every lane; what left for it has left."""
-        self.seen += 1
+        self.count_token()
         self._ahead.clear()
 
     def go_ahead(self) -> None:
@@ -285,9 +312,8 @@ class FrozenKV:
             data = torch.stack([self.slab.read(lane, *span) for lane, span in zip(lanes, spans, strict=True)])
         known = [i for i, (start, _) in enumerate(spans) if start > sink]
         for i in set(range(len(lanes))).difference(known):  # the first tokens of a lane that had none to index
-            assert self.watched is not None
             keys, values = data[i, :, :, 0], data[i, :, :, 1]
-            group.submit(self._copied, partial(index.build, lanes[i], sink, keys, values, self.watched[lanes[i]]))
+            group.submit(self._copied, partial(index.build, lanes[i], sink, keys, values, self._queries(lanes[i])))
         if known:
             keys, values = data[known, :, :, 0], data[known, :, :, 1]
             group.submit(self._copied, partial(index.append, [lanes[i] for i in known], keys, values, None))
@@ -356,7 +382,7 @@ class FrozenKV:
         self.left_pad = [self.left_pad[lane] for lane in lanes]
         self._start = [self._start[lane] for lane in lanes]
         self._stale, self._ahead = ({i for i, lane in enumerate(lanes) if lane in of} for of in (self._stale, self._ahead))
-        self.watched = None if self.watched is None else self.watched[lanes]
+        self.watched = {i: self.watched[lane] for i, lane in enumerate(lanes) if lane in self.watched}
 
     @property
     def chooses(self) -> bool:

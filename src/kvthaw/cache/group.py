@@ -102,8 +102,22 @@ class Group:
         if self._failure is not None:
             raise self._failure
 
-    def choose(self, query: Tensor, length: int) -> Choice:
-        """Select rows for one query a head, [B, Hq, D], and give them slots. length: of the longest lane."""
+    def recover(self) -> None:
+        """Forget what went wrong with the tokens of a lane that will be cleared; waits for the jobs under way."""
+        for job in self._jobs:
+            job.exception()
+        self._jobs.clear()
+        self._failure = None
+
+    def make_room(self, tokens: int) -> None:
+        """For so many tokens of each lane: until there are more, no tensor of a choice moves."""
+        if tokens:
+            self.index.make_room(self.residency.slot_row.shape[0], tokens)
+            self.residency.grow(tokens)
+
+    def choose(self, query: Tensor, length: int, live: int) -> Choice:
+        """Select rows for one query a head, [B, Hq, D], and give them slots. length: of the longest lane; live: lanes that
+        have a row."""
         self.settle()
         uploads = self.index.on_host and query.is_cuda
         selection = self.index.select(_to_host(query) if self.index.on_host else query, self.rows)
@@ -112,7 +126,7 @@ class Group:
             for lane in range(query.shape[0]):
                 self.residency.clear(lane)
         choice = self._upload(selection, query) if uploads else Choice(selection, *self.residency.admit(selection.rows))
-        self.meter.tick(selection.counts.numel())
+        self.meter.tick(live * selection.counts.shape[1])
         self.choices.append(choice)
         return choice
 

@@ -64,6 +64,8 @@ class FrozenLayer(FrozenKV):
         super().begin(query, key, left_pad, scale)
         if self.group is not None:
             self._transfer = (self.settings.method.transfer or UvaGather)() if key.is_cuda else BulkCopy()
+            if isinstance(self._transfer, UvaGather):
+                self._transfer.make_room(self.store, self.room, key.device)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, left_pad: list[int], how: Attention, fresh: bool) -> Tensor:
         """Attend to everything up to each query. query [B, Hq, T, D]; key, value [B, H, T, D], the same tokens'.
@@ -101,6 +103,15 @@ class FrozenLayer(FrozenKV):
             self.go_ahead()
         return torch.stack(outs, dim=2) if steps > 1 else outs[0][:, :, None]
 
+    def fill(self, lane: int, query: Tensor, key: Tensor, value: Tensor, how: Attention) -> Tensor:
+        """A dense pass of one lane, whose next tokens are given, [1, ., T, D]; the others stay as they are. Returns [1, Hq, T, D].
+        Their count enters by set_lengths(), when all layers have taken them in."""
+        if self.plan is None:
+            self.begin(query, key, self.left_pad, how.scale)
+        out = self._dense_lane(lane, query, key, value, self.length(lane), how)
+        self.take_row(lane, query, key, value)
+        return out
+
     def _dense(self, query: Tensor, key: Tensor, value: Tensor, before: int, how: Attention) -> Tensor:
         """Causal attention over all earlier tokens and the new ones, exact."""
         steps = query.shape[2]
@@ -113,16 +124,19 @@ class FrozenLayer(FrozenKV):
             if pad == steps:
                 continue
             q, k, v = (x[lane : lane + 1, :, pad:] for x in (query, key, value))
-            if past == 0:
-                out[lane : lane + 1, :, pad:] = causal_attention(q, k, v, scale=how.scale, softcap=how.softcap, sinks=how.sinks)
-                continue
-            parts = [attend(q, k, v, scale=how.scale, causal=True, softcap=how.softcap)]
-            for start, stop in self._past_blocks(lane, past):
-                rows = self.read(lane, start, stop).to(query.device)[None]
-                parts.append(attend(q, rows[:, :, :, 0], rows[:, :, :, 1], scale=how.scale, causal=False, softcap=how.softcap))
-            merged, lse = merge([p[0] for p in parts], [p[1] for p in parts])
-            out[lane : lane + 1, :, pad:] = with_sinks(merged, lse, how.sinks).to(out.dtype)
+            out[lane : lane + 1, :, pad:] = self._dense_lane(lane, q, k, v, past, how)
         return out
+
+    def _dense_lane(self, lane: int, query: Tensor, key: Tensor, value: Tensor, past: int, how: Attention) -> Tensor:
+        """The same of one lane that has `past` tokens, [1, ., T, D]."""
+        if past == 0:
+            return causal_attention(query, key, value, scale=how.scale, softcap=how.softcap, sinks=how.sinks)
+        parts = [attend(query, key, value, scale=how.scale, causal=True, softcap=how.softcap)]
+        for start, stop in self._past_blocks(lane, past):
+            rows = self.read(lane, start, stop).to(query.device)[None]
+            parts.append(attend(query, rows[:, :, :, 0], rows[:, :, :, 1], scale=how.scale, causal=False, softcap=how.softcap))
+        merged, lse = merge([p[0] for p in parts], [p[1] for p in parts])
+        return with_sinks(merged, lse, how.sinks).to(query.dtype)
 
     def _past_blocks(self, lane: int, past: int) -> list[tuple[int, int]]:
         assert self.plan is not None
@@ -143,7 +157,7 @@ class FrozenLayer(FrozenKV):
         choice, visible, log_weight, partials = None, None, None, []
         if self.group is not None and self._transfer is not None:
             asked = query if self.foreseen is None else self.foreseen[:, :, t]
-            choice = self.group.choose(asked, seen) if self.chooses else self.group.choices[t].followed
+            choice = self.group.choose(asked, self.longest, sum(self.live)) if self.chooses else self.group.choices[t].followed
             self.wait_for_copies()
             slots, fetch = choice.host if choice.host and not self._transfer.graph_safe else (choice.slots, choice.fetch)
             self._transfer.fetch(self.store, self.slab, fetch, slots)
@@ -182,6 +196,8 @@ class FrozenLayer(FrozenKV):
     def _count(self, seen: int) -> None:
         self.sparse_steps += 1
         for lane in range(self.lanes):
+            if lane in self.idle:
+                continue
             held = self.held(lane, seen - self.left_pad[lane])
             self.held_steps += 1
             self.held_sum += held
@@ -198,7 +214,7 @@ class FrozenLayer(FrozenKV):
         self.take_one()
         self._count(self.seen)
         if self.group is not None and self.chooses:
-            self.group.meter.tick(self.lanes * self.slab.data.shape[1])
+            self.group.meter.tick(sum(self.live) * self.slab.data.shape[1])
 
     def tick(self, seen: int, coming: int | None = None) -> None:
         """Set the clock to the step whose newest token is the `seen`-th of the batch, with the rings as they are at `coming`, which
@@ -207,11 +223,13 @@ class FrozenLayer(FrozenKV):
         at = self.seen if coming is None else coming
         lengths = tuple(seen - pad for pad in self.left_pad)
         starts = tuple(self.indexed(lane, at - pad) for lane, pad in enumerate(self.left_pad))
-        self.clock.at(lengths, starts, self.slab.data.device)
+        self.clock.at(lengths, starts, self.slab.data.device, self.live)
 
     def tensors(self) -> list[Tensor]:
         """What a step reads and writes at fixed addresses."""
-        found = [self.slab.data, self.slab.tickets]
+        found = [self.slab.data, self.slab.tickets, *self.clock.tensors()]
+        if self.rotary is not None:
+            found += [self.rotary.cos, self.rotary.sin]
         if self.group is not None:
             found += self.group.tensors()
         if isinstance(self._transfer, UvaGather) and self._transfer.table is not None:

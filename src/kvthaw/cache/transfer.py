@@ -58,6 +58,10 @@ class UvaGather:
         self.table: Tensor | None = None
         self._version = -1
 
+    def make_room(self, host: HostStore, tokens: int, device: torch.device) -> None:
+        """For the addresses of so many tokens a lane: until there are more, the table stays where it is."""
+        self.table = torch.zeros((host.lanes, max(8, -(-tokens // host.extent))), dtype=torch.int64, device=device)
+
     def prepare(self, host: HostStore, device: torch.device) -> None:
         """Bring the addresses of the extents to the device, in place while there is room."""
         if self._version == host.version and self.table is not None:

@@ -97,6 +97,10 @@ class ClusterIndex(UnitIndex):
         self.beside(lambda: self._cluster(lane, 0, 0, keys[:, None], count), keys)
         self._set(lane, Lane(tokens, count, 0, [(0, 0), (tokens, count)]))
 
+    def most_units(self, tokens: int) -> int:
+        """See UnitIndex."""
+        return super().most_units(tokens) + max(self.clusters or 0, tokens // self.tokens_per_cluster)
+
     def digest(self, keys: Tensor) -> Tensor:
         """See UnitIndex: the mean of every `size` keys."""
         return means(keys, self.size)

@@ -92,6 +92,10 @@ class CodesIndex:
 
     # Changes
 
+    def make_room(self, lanes: int, tokens: int) -> None:
+        """See Index."""
+        self._reserve(lanes, tokens)
+
     def build(self, lane: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         """See Index."""
         self.truncate(lane, 0)

@@ -75,6 +75,9 @@ class TreeIndex:
         twin._forest = self._forest.copy()
         return twin
 
+    def make_room(self, lanes: int, tokens: int) -> None:
+        """See Index. Trees have no addresses that a step depends on."""
+
     def build(self, lane: int, first: int, keys: Tensor, values: Tensor | None = None, queries: Tensor | None = None) -> None:
         """Index a lane anew: positions first .. first + T, T from keys [H, T, D], whose numbers come from the store.
 

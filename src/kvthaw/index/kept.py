@@ -83,6 +83,10 @@ class KeptIndex:
 
     # Index
 
+    def make_room(self, lanes: int, tokens: int) -> None:
+        """See Index."""
+        self.reserve(lanes)
+
     def build(self, lane: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         """See Index. Without tokens behind these in the store it is no prompt: the first that leave the ring."""
         self.truncate(lane, 0)

@@ -79,6 +79,11 @@ class PrunedIndex:
         here = replace(shape, device=torch.device("cpu")) if self.on_host else shape
         self.keys = QuantisedKeys(here, stored=self.on_host)
 
+    def make_room(self, lanes: int, tokens: int) -> None:
+        """See Index."""
+        self.inner.make_room(lanes, tokens)
+        self.keys.make_room(lanes, tokens)
+
     def build(self, lane: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         """See Index."""
         self.inner.build(lane, first, keys, values, queries)

@@ -49,6 +49,11 @@ class ShadowIndex(UnitIndex):
 
     # Index
 
+    def make_room(self, lanes: int, tokens: int) -> None:
+        """See Index."""
+        super().make_room(lanes, tokens)
+        self._reserve_factors(tokens)
+
     def digest(self, keys: Tensor) -> Tensor:
         """See UnitIndex: the landmarks."""
         return means(keys, self.size)
@@ -138,10 +143,10 @@ class ShadowIndex(UnitIndex):
     def _factorise(self, lane: int, keys: Tensor) -> None:
         """The best approximation of the keys by `rank` directions: the leading eigenvectors of their Gram matrix."""
         heads, tokens, dim = keys.shape
+        self._reserve_factors(tokens)
         rotary = self.shape.rotary
         forms = [keys.float()]
         if rotary is not None:
-            rotary.reserve(self.first + tokens, keys.device)
             positions = torch.arange(self.first, self.first + tokens, device=keys.device)[None].expand(heads, -1)
             forms.append(rotary.turn(keys, positions, back=True))
         found = []
@@ -152,13 +157,16 @@ class ShadowIndex(UnitIndex):
             found.append((made.square().sum() / flat.square().sum(), made, directions))
         turned = len(found) > 1 and bool(found[1][0] > found[0][0])
         _, made, directions = found[turned]
-        room = max(tokens, self.factors.shape[2])
-        self.factors = grown(self.factors, len(self.lanes), room)
-        self.exact = grown(self.exact, len(self.lanes), room)
         self.factors[lane, 0, :tokens] = made.to(self.factors.dtype)
         self.basis[lane] = directions.T.unflatten(1, (heads, dim)).to(self.basis.dtype)
         self.known[lane].fill_(tokens)
         self.turned[lane].fill_(turned)
+
+    def _reserve_factors(self, tokens: int) -> None:
+        """Room for the factors of so many tokens of a prompt."""
+        self.factors, self.exact = (grown(table, len(self.lanes), tokens) for table in (self.factors, self.exact))
+        if self.shape.rotary is not None:
+            self.shape.rotary.reserve(self.first + tokens, self.shape.device)
 
     def _add(self, lane: int, keys: Tensor) -> None:
         super()._add(lane, keys)

@@ -60,6 +60,11 @@ class TokenIndex:
 
     # Index
 
+    def make_room(self, lanes: int, tokens: int) -> None:
+        """See Index."""
+        self.reserve(lanes, tokens)
+        self.tell()
+
     def build(self, lane: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         """See Index."""
         self.truncate(lane, 0)

@@ -75,6 +75,11 @@ class UnitIndex:
 
     # Index
 
+    def make_room(self, lanes: int, tokens: int) -> None:
+        """See Index."""
+        self.reserve(lanes)
+        self.reserve(0, self.most_units(tokens), tokens)
+
     def build(self, lane: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         """See Index."""
         self.truncate(lane, 0)
@@ -194,6 +199,10 @@ class UnitIndex:
             self._done = None
 
     # Inside
+
+    def most_units(self, tokens: int) -> int:
+        """The most units that so many tokens of a lane make, in whatever pieces they come, and one."""
+        return tokens // self.size + self.batch // self.size + 3
 
     def reserve(self, lanes: int, units: int = 0, tokens: int = 0) -> None:
         """Room for so many lanes, units and tokens; what is there stays. Addresses change only where room was lacking."""

@@ -1,0 +1,47 @@
+"""How many tokens each lane of a layer has."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+
+class Lanes:
+    """Lengths of the lanes of a layer, as transformers counts them.
+
+    `seen` is the length of the longest lane with its padding, left_pad what of it is padding, so that position p of a lane is its
+    p-th token after that. idle: lanes without a row; they have no tokens and a step gives them none.
+    """
+
+    def __init__(self) -> None:
+        self.seen = 0
+        self.left_pad: list[int] = []
+        self.idle: frozenset[int] = frozenset()
+
+    @property
+    def lanes(self) -> int:
+        return len(self.left_pad)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest lane, padding not counted."""
+        return self.seen - min(self.left_pad, default=0)
+
+    @property
+    def live(self) -> tuple[bool, ...]:
+        """Which lanes a step gives a token."""
+        return tuple(lane not in self.idle for lane in range(self.lanes))
+
+    def length(self, lane: int) -> int:
+        """Tokens of a lane, padding not counted."""
+        return self.seen - self.left_pad[lane]
+
+    def count_token(self) -> None:
+        """Every lane with a row has one token more."""
+        self.seen += 1
+        if self.idle:
+            self.left_pad = [pad + (lane in self.idle) for lane, pad in enumerate(self.left_pad)]
+
+    def set_lengths(self, lengths: list[int], idle: Collection[int]) -> None:
+        """Lanes have so many tokens from now on, those that are idle none; padding is no longer than it must be."""
+        self.seen = max(lengths)
+        self.left_pad, self.idle = [self.seen - n for n in lengths], frozenset(idle)
