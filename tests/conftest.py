@@ -25,6 +25,7 @@ logging.set_verbosity_error()
 LONG = (
     "tests/methods/",
     "tests/engine/test_architectures.py",
+    "tests/engine/test_batch.py",
     "tests/engine/test_generate.py",
     "tests/evaluate/test_compare.py",
     "tests/evaluate/test_perplexity.py",

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 from kvthaw.errors import CacheError, ConfigError, HostMemoryError, KvthawError, UnsupportedModelError
 
 if TYPE_CHECKING:
+    from kvthaw.engine.batch import Batch, Request
     from kvthaw.engine.hf import Cache, Handle, Stats, attach
+    from kvthaw.engine.sampling import Sampling
     from kvthaw.methods import METHODS
     from kvthaw.types import Method
 
@@ -20,6 +22,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "METHODS",
+    "Batch",
     "Cache",
     "CacheError",
     "ConfigError",
@@ -27,6 +30,8 @@ __all__ = [
     "HostMemoryError",
     "KvthawError",
     "Method",
+    "Request",
+    "Sampling",
     "Stats",
     "UnsupportedModelError",
     "__version__",
@@ -34,6 +39,9 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Batch": "kvthaw.engine.batch",
+    "Request": "kvthaw.engine.batch",
+    "Sampling": "kvthaw.engine.sampling",
     "Cache": "kvthaw.engine.hf",
     "Handle": "kvthaw.engine.hf",
     "Stats": "kvthaw.engine.hf",

@@ -73,6 +73,10 @@ def replaying(
             return forward(*args, **kwargs)
         if cache.replay is None:
             cache.replay = Replay(single, cache, compiled=compiled)
+            if cache.reordered:
+                _log.info("beams change places between steps; they are decoded eagerly")
+        if cache.reordered:
+            return forward(*args, **kwargs)
         positions = kwargs.get("position_ids")
         if positions is None:
             layer = cache.kv_layers[0]
@@ -86,12 +90,13 @@ class Replay:
     """Takes single tokens of one cache by replaying a captured forward.
 
     forward(input_ids=, position_ids=, past_key_values=, use_cache=, attention_mask=) is the model's own, or that compiled.
-    captures, capture_seconds: how often a graph was captured and how long that took in all.
+    capture: False runs it eagerly at every step. captures, capture_seconds: how often a graph was captured and how long that took
+    in all; capture_bytes: device memory that the latest one took.
     """
 
-    def __init__(self, forward: Callable[..., Any], cache: Cache, *, compiled: bool = False) -> None:
-        self.cache, self.compiled = cache, compiled
-        self.captures, self.capture_seconds = 0, 0.0
+    def __init__(self, forward: Callable[..., Any], cache: Cache, *, compiled: bool = False, capture: bool = True) -> None:
+        self.cache, self.compiled, self.capture = cache, compiled, capture
+        self.captures, self.capture_seconds, self.capture_bytes = 0, 0.0, 0
         self._forward = forward
         self._layers: list[FrozenLayer | DenseLayer] = cache.kv_layers
         kinds = {type(layer): layer for layer in reversed(self._layers)}
@@ -107,7 +112,13 @@ class Replay:
         with torch.inference_mode(False), torch.no_grad():  # what is kept from step to step are plain tensors
             return self._take(ids, positions)
 
+    def lanes_changed(self) -> None:
+        """Lanes were filled or emptied, in place; call it before the next step."""
+        self._seen = -1
+
     def _take(self, ids: Tensor, positions: Tensor) -> Tensor:
+        if not self.capture:
+            return self._run(ids, positions)
         moved = self._seen != self._layers[0].seen
         if self._graph is None or moved or any(layer.due() for layer in self._watch):
             self._prepare()
@@ -155,9 +166,11 @@ class Replay:
         self._ids, self._positions = ids.clone(), positions.clone()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
+            before = torch.cuda.memory_reserved(ids.device)
             self._logits = self._run(self._ids, self._positions)
         self._graph = graph
         self.captures += 1
+        self.capture_bytes = torch.cuda.memory_reserved(ids.device) - before
         self.capture_seconds += time.perf_counter() - begin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from transformers.cache_utils import DynamicCache, DynamicLayer
@@ -16,7 +16,7 @@ from kvthaw.cache.plan import Settings
 from kvthaw.engine.decode import Replay
 from kvthaw.engine.hf.attention import use_kvthaw_attention
 from kvthaw.engine.hf.hooks import foresee, rotary
-from kvthaw.engine.hf.layer import CacheLayer, Shared
+from kvthaw.engine.hf.layer import CacheLayer, FillingLayer, Shared
 from kvthaw.errors import CacheError, ConfigError, UnsupportedModelError
 from kvthaw.index.rotary import Rotary
 from kvthaw.methods import resolve
@@ -31,7 +31,9 @@ class Stats:
     """What a cache holds and did. Bytes are of K and V; counts are per KV head and step, over the layers that retrieve.
 
     budget: the promise; attended: tokens that were read (mean and largest); retrieved: rows from the index among them (mean);
-    hit_rate: share of the retrieved rows that were on the device already, None before anything was retrieved.
+    hit_rate: share of the retrieved rows that were on the device already, None before anything was retrieved. captures: how often a
+    step was captured in a CUDA graph; capture_seconds, capture_bytes: the time that took in all, and the device memory that the
+    latest one holds.
     """
 
     method: str
@@ -49,6 +51,9 @@ class Stats:
     kv_device_bytes: int
     kv_dense_bytes: int
     kv_host_bytes: int
+    captures: int
+    capture_seconds: float
+    capture_bytes: int
 
     def to_dict(self) -> dict[str, Any]:
         """A plain dict, for JSON."""
@@ -138,6 +143,23 @@ class Cache(DynamicCache):
         """Those of them whose KV is offloaded or evicted."""
         return [kv for kv in self.kv_layers if isinstance(kv, FrozenLayer)]
 
+    def at_lane(self, lane: int) -> DynamicCache:
+        """What a prompt is given that goes to one lane; the cache's layers know how many lanes they have. For `kvthaw.Batch`."""
+        model = self._shared.model()
+        if model is None:
+            raise CacheError("the model of this cache is gone")
+        limit = self.settings.host_bytes
+        rest = None if limit is None else max(0, limit - sum(kv.host_bytes() for kv in self.frozen_layers))
+        shared = Shared(model, replace(self.settings, host_bytes=rest), len(self.frozen_layers), None)
+        view = DynamicCache()
+        view.layers = shared.layers = [FillingLayer(layer, lane, shared) for layer in self.layers]
+        return view
+
+    @property
+    def reordered(self) -> bool:
+        """Whether lanes changed places between steps, as beams do."""
+        return self._shared.reordered
+
     def wait(self) -> None:
         """Until every token is offloaded and indexed; raises what went wrong on the way."""
         for kv in self.frozen_layers:
@@ -194,4 +216,7 @@ class Cache(DynamicCache):
             kv_device_bytes=sum(kv.device_bytes() for kv in frozen),
             kv_dense_bytes=sum(kv.device_bytes() for kv in layers if isinstance(kv, DenseLayer)),
             kv_host_bytes=sum(kv.host_bytes() for kv in frozen),
+            captures=self.replay.captures if self.replay else 0,
+            capture_seconds=self.replay.capture_seconds if self.replay else 0.0,
+            capture_bytes=self.replay.capture_bytes if self.replay else 0,
         )

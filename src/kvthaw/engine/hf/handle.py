@@ -24,6 +24,11 @@ _ATTACHED: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 """Models with an open handle."""
 
 
+def is_attached(model: PreTrainedModel) -> bool:
+    """Whether a model has an open handle."""
+    return model in _ATTACHED
+
+
 class Handle:
     """An attached model. Every generate() or forward() that would make a plain cache gets a kvthaw cache instead."""
 
@@ -128,7 +133,7 @@ def attach(
 
     Example: ``with kvthaw.attach(model, "icecache", budget=256): model.generate(**inputs)``
     """
-    if model in _ATTACHED:
+    if is_attached(model):
         raise CacheError("the model is attached already; detach its handle first")
     before = model.config._attn_implementation
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvthaw.cache.dense import DenseLayer
+from kvthaw.cache.filling import Filling
 from kvthaw.cache.host import check_host_memory
 from kvthaw.cache.layer import Attention, FrozenLayer
 from kvthaw.cache.plan import Settings
@@ -35,10 +36,11 @@ class Shared:
         self.meet = meet  # called with each attention module when it is first seen
         self.layers: list[Any] = []  # the cache's own list of its layers
         self.pending: CacheLayer | None = None
+        self.reordered = False  # lanes changed places between steps (beam search)
         self._mask: weakref.ref[Tensor] | None = None
         self._pads: list[int] = []
 
-    def left_pads(self, mask: Tensor | None, kv: FrozenLayer | DenseLayer, batch: int, steps: int) -> list[int]:
+    def left_pads(self, mask: Tensor | None, kv: FrozenLayer | DenseLayer | Filling, batch: int, steps: int) -> list[int]:
         """Left padding of each row, by a mask [B, 1, 1, n] over a layer's tokens and the new ones; syncs once a forward."""
         known = kv.left_pad or [0] * batch
         if mask is None:
@@ -149,7 +151,7 @@ class CacheLayer(CacheLayerMixin):
                 )
             if mask is not None and not is_padding(mask):
                 raise CacheError("attention_mask is of every query's own; kvthaw takes the 2-D mask of the padding, or none")
-            if fresh and (steps > 1 or self.kv.seen == 0 or self.kv.seen in pads):
+            if fresh and (steps > 1 or self.kv.seen == 0 or (mask is not None and self.kv.seen in pads)):
                 pads = shared.left_pads(mask, self.kv, query.shape[0], steps)
                 self._check_room(key)
         except KvthawError:
@@ -197,7 +199,7 @@ class CacheLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         self.kv.reset()
-        self.shared.pending, self._coming = None, 0
+        self.shared.pending, self.shared.reordered, self._coming = None, False, 0
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last -tokens_to_remove tokens; a positive number is the length to keep."""
@@ -206,6 +208,7 @@ class CacheLayer(CacheLayerMixin):
         self.kv.crop(-tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.shared.reordered = True
         self.kv.reorder(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -219,3 +222,15 @@ class CacheLayer(CacheLayerMixin):
         raise CacheError("kvthaw offloads by itself; use it without cache_implementation='offloaded'")
 
     prefetch = offload
+
+
+class FillingLayer(CacheLayer):
+    """What transformers sees of one lane of a layer while a prompt goes there."""
+
+    def __init__(self, behind: CacheLayer, lane: int, shared: Shared) -> None:
+        super().__init__(cast(FrozenLayer, Filling(behind.kv, lane)), shared)  # as far as a first prompt goes they are alike
+        self.behind = behind
+
+    def know(self, module: torch.nn.Module) -> None:
+        """See CacheLayer."""
+        self.behind.know(module)

@@ -1,0 +1,242 @@
+"""A running batch that requests join and leave between steps: what a serving loop stands on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from kvthaw.engine.decode import Replay, capturable, compiled_step
+from kvthaw.engine.hf import Cache, Stats
+from kvthaw.engine.hf.handle import is_attached
+from kvthaw.engine.sampling import GREEDY, Sampling, draw
+from kvthaw.errors import CacheError, ConfigError, UnsupportedModelError
+from kvthaw.types import Method
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """A prompt and what is generated after it.
+
+    lane: its place in the batch while it is there. prompt: its tokens; tokens: those generated so far. finished: None while more
+    will come; "stop" after a stop token (which is the last of tokens), "length" at its limit, "left" where it was taken out.
+    """
+
+    lane: int
+    prompt: int
+    limit: int
+    stop: frozenset[int]
+    sampling: Sampling
+    tokens: list[int] = field(default_factory=list)
+    finished: Literal["stop", "length", "left"] | None = None
+
+    def _take(self, token: int) -> None:
+        self.tokens.append(token)
+        if token in self.stop:
+            self.finished = "stop"
+        elif len(self.tokens) == self.limit:
+            self.finished = "length"
+
+
+class Batch:
+    """Up to `lanes` requests decoded together, each of its own length; they join and leave between steps.
+
+    Everything that a step reads is allocated for `capacity` tokens a lane when the first joins and stays where it is, so that on a
+    GPU, with a method that decides there, one captured CUDA graph serves all steps, whoever is in the batch. Each request's
+    tokens are those that it would get alone. One that finishes leaves by itself.
+
+    model: as for `Cache`; all its layers must be full attention. method, and the settings budget, retrieved, dense_layers, seed,
+    extent and host_bytes: as for `Cache`; a budget is a number of tokens, for a fraction of the prompt would differ from
+    one to the next. capture, compile: as for `attach`.
+
+    Raises ConfigError for a setting out of range, UnsupportedModelError for a model that cannot work and CacheError for one that
+    is attached.
+
+    Example::
+
+        batch = kvthaw.Batch(model, "pariskv", lanes=8, capacity=32768, budget=512)
+        waiting = [...]  # prompts: token ids
+        while waiting or batch.requests:
+            while waiting and batch.free:
+                batch.join(waiting.pop(), max_new_tokens=200)
+            for request in batch.step():
+                print(request.lane, request.tokens[-1], request.finished)
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        method: str | Method = "icecache",
+        *,
+        lanes: int,
+        capacity: int,
+        capture: bool = True,
+        compile: bool = False,
+        **settings: Any,
+    ) -> None:
+        for name, value in (("lanes", lanes), ("capacity", capacity)):
+            if value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1")
+        if isinstance(settings.get("budget"), float):
+            raise ConfigError(f"budget is {settings['budget']}; a batch needs a number of tokens, no fraction of a prompt")
+        if is_attached(model):
+            raise CacheError("the model is attached; detach its handle first")
+        _check(model, capacity)
+        self.capacity = capacity
+        self.cache = Cache(model, method, **settings)
+        if len(self.cache.kv_layers) != len(self.cache.layers):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has layers that are not full attention; a batch of lanes does not serve those"
+            )
+        self._model = model
+        self._lanes: list[Request | None] = [None] * lanes
+        for kv in self.cache.kv_layers:
+            kv.room = capacity
+            kv.set_lengths([0] * lanes, range(lanes))
+        self._forward = compiled_step(model.forward) if compile else model.forward
+        self._compile, self._capture = compile, capture and model.device.type == "cuda"
+
+    @property
+    def requests(self) -> list[Request]:
+        """Those that are in the batch, by lane."""
+        return [request for request in self._lanes if request is not None]
+
+    @property
+    def free(self) -> int:
+        """How many more can join."""
+        return self._lanes.count(None)
+
+    def stats(self) -> Stats:
+        """Stats of the batch's cache, over all requests so far."""
+        return self.cache.stats()
+
+    def join(
+        self,
+        prompt: Tensor | Sequence[int],
+        *,
+        max_new_tokens: int | None = None,
+        stop: int | Sequence[int] | None = None,
+        sampling: Sampling = GREEDY,
+    ) -> Request:
+        """Prefill a prompt in a free lane and choose its first token.
+
+        prompt: token ids, at least one, [T] or [1, T]. max_new_tokens: None for as many as the capacity holds. stop: tokens that
+        end it, None for those of the model's generation config. Returns the request with its first token, which may be all
+        that it wanted.
+
+        Raises CacheError where no lane is free and ConfigError for a prompt that does not fit; then, and where the prefill itself
+        fails, the batch is as it was.
+        """
+        if not self.free:
+            raise CacheError(f"all {len(self._lanes)} lanes are taken; one must leave first")
+        ids = torch.as_tensor(prompt, dtype=torch.int64, device=self._model.device).reshape(1, -1)
+        tokens = ids.shape[1]
+        limit = self.capacity - tokens if max_new_tokens is None else max_new_tokens
+        if tokens < 1:
+            raise ConfigError("the prompt is empty")
+        if limit < 1 or tokens + limit > self.capacity:
+            raise ConfigError(
+                f"the prompt has {tokens} tokens and max_new_tokens is {max_new_tokens}; a lane has room for {self.capacity} in all"
+            )
+        request = Request(self._lanes.index(None), tokens, limit, self._stops(stop), sampling)
+        layers = self.cache.kv_layers
+        self.cache.wait()
+        self._clear(request.lane)  # steps that it took part in as an empty lane leave traces too
+        try:
+            with torch.no_grad():
+                view = self.cache.at_lane(request.lane)
+                some = {"logits_to_keep": 1} if self._model._supports_logits_to_keep() else {}
+                logits = self._model(ids, past_key_values=view, use_cache=True, **some).logits[:, -1]
+            self.cache.wait()
+        except BaseException:
+            for kv in layers:
+                kv.recover()
+            self._clear(request.lane)
+            raise
+        self._lanes[request.lane] = request
+        self._tell(request.lane, tokens)
+        request._take(int(draw(logits, [sampling], torch.tensor([tokens], device=ids.device))[0]))
+        if request.finished:
+            self._release(request)
+        return request
+
+    def step(self) -> list[Request]:
+        """One token for every request, which is the last of its tokens; returns them. Those that finished have left."""
+        requests = self.requests
+        if not requests:
+            return []
+        device = self._model.device
+        at = [(request.tokens[-1], request.prompt + len(request.tokens) - 1) if request else (0, 0) for request in self._lanes]
+        ids, positions = torch.tensor(at, device=device)[:, :, None].unbind(1)
+        with torch.no_grad():
+            logits = self._replay(ids, positions)[:, -1]
+            tokens = draw(
+                logits, [request.sampling if request else GREEDY for request in self._lanes], positions[:, 0] + 1
+            ).tolist()
+        for request in requests:
+            request._take(tokens[request.lane])
+            if request.finished:
+                self._release(request)
+        return requests
+
+    def leave(self, request: Request) -> None:
+        """Take a request out before it has finished. Raises CacheError for one that is not in the batch."""
+        if request.finished or self._lanes[request.lane] is not request:
+            raise CacheError(f"the request of lane {request.lane} is not in the batch any longer")
+        request.finished = "left"
+        self._release(request)
+
+    # Inside
+
+    @property
+    def _replay(self) -> Replay:
+        cache = self.cache
+        if cache.replay is None:
+            captured = self._capture and capturable(cache) is None
+            cache.replay = Replay(self._forward, cache, compiled=self._compile, capture=captured)
+        return cache.replay
+
+    def _release(self, request: Request) -> None:
+        self._lanes[request.lane] = None
+        self._clear(request.lane)
+
+    def _clear(self, lane: int) -> None:
+        for kv in self.cache.kv_layers:
+            kv.clear(lane)
+        self._tell(lane, 0)
+
+    def _tell(self, lane: int, tokens: int) -> None:
+        """A lane has so many tokens now, in every layer."""
+        layers = self.cache.kv_layers
+        lengths = [layers[0].length(other) for other in range(len(self._lanes))]
+        lengths[lane] = tokens
+        idle = [other for other, n in enumerate(lengths) if n == 0]
+        for kv in layers:
+            kv.set_lengths(lengths, idle)
+        if self.cache.replay is not None:
+            self.cache.replay.lanes_changed()
+
+    def _stops(self, stop: int | Sequence[int] | None) -> frozenset[int]:
+        if stop is None:
+            stop = getattr(self._model.generation_config, "eos_token_id", None)
+        return frozenset(() if stop is None else [stop] if isinstance(stop, int) else stop)
+
+
+def _check(model: PreTrainedModel, capacity: int) -> None:
+    """Refuse models whose positions end before the capacity, or depend on the rest of the batch."""
+    config: Any = model.config.get_text_config(decoder=True)
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and capacity > limit:
+        raise ConfigError(f"capacity is {capacity}; the model's positions end at {limit}")
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {str(each.get("rope_type")) for each in (rope, *rope.values()) if isinstance(each, dict)}
+    if kinds & {"dynamic", "longrope"}:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} turns its keys by the longest row of a batch ({', '.join(sorted(kinds))}); none can join it"
+        )

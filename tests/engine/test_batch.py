@@ -1,0 +1,216 @@
+"""A running batch: requests that join and leave get the tokens that they would get alone, and nothing that a step reads moves."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import kvthaw
+from kvthaw.cache.layer import Attention
+from kvthaw.engine.batch import Batch, Request
+from kvthaw.engine.sampling import Sampling, draw
+from kvthaw.errors import CacheError, ConfigError, UnsupportedModelError
+from zoo import build, prompt
+
+CAPACITY = 160
+LENGTHS = [70, 5, 110, 33, 1, 90]
+NEW = [14, 24, 9, 12, 6, 11]
+
+
+def alone(model: PreTrainedModel, method: str, ids: torch.Tensor, new: int, **settings: Any) -> list[int]:
+    """Tokens of a prompt by plain generate()."""
+    with kvthaw.attach(model, method, **settings):
+        return model.generate(ids[None], max_new_tokens=new, do_sample=False, pad_token_id=0)[0, len(ids) :].tolist()
+
+
+def settings_of(method: str) -> dict[str, Any]:
+    return {"dense_layers": 1} if method == "full" else {"budget": 48, "dense_layers": 1, "extent": 16}
+
+
+@pytest.mark.parametrize("method", kvthaw.METHODS)
+def test_joining_and_leaving_changes_nobodys_tokens(llama: PreTrainedModel, method: str) -> None:
+    rng, settings = random.Random(7), settings_of(method)
+    prompts = [prompt(1, n, seed=i)[0] for i, n in enumerate(LENGTHS)]
+    batch = Batch(llama, method, lanes=2, capacity=CAPACITY, **settings)
+    joined: list[tuple[int, Request]] = []
+    addresses: list[int] = []
+    while len(joined) < len(prompts) or batch.requests:
+        while batch.free and len(joined) < len(prompts) and (not batch.requests or rng.random() < 0.4):
+            i = len(joined)
+            joined.append((i, batch.join(prompts[i], max_new_tokens=NEW[i], stop=())))
+        for request in batch.step():
+            assert request.finished or request in batch.requests
+        if batch.requests and rng.random() < 0.05:
+            batch.leave(rng.choice(batch.requests))
+        now = [t.data_ptr() for kv in batch.cache.kv_layers for t in kv.tensors()]
+        if method not in ("icecache", "icecache-reuse"):
+            assert not addresses or now == addresses, "a tensor moved, on which a capture depends"
+        addresses = now
+    assert len({one.lane for _, one in joined}) == 2
+    assert {one.finished for _, one in joined} == {"length", "left"}
+    for i, one in joined:
+        assert one.tokens == alone(llama, method, prompts[i], NEW[i], **settings)[: len(one.tokens)], f"prompt {i}"
+        assert one.finished == "left" or len(one.tokens) == NEW[i]
+
+
+def test_a_draw_is_the_same_in_any_company(llama: PreTrainedModel) -> None:
+    warm = Sampling(temperature=0.8, top_k=40, top_p=0.9, seed=3)
+    kinds = [warm, Sampling(temperature=1.2, seed=4), Sampling(), Sampling(temperature=0.8, seed=5)]
+    found = []
+    for lanes in (1, 3):
+        batch = Batch(llama, "oracle", lanes=lanes, capacity=CAPACITY, budget=48)
+        waiting = [(prompt(1, 20 + i, seed=i)[0], kinds[i]) for i in range(4)]
+        requests = []
+        while waiting or batch.requests:
+            while waiting and batch.free:
+                ids, how = waiting.pop(0)
+                requests.append(batch.join(ids, max_new_tokens=8, stop=(), sampling=how))
+            batch.step()
+        found.append([request.tokens for request in requests])
+    assert found[0] == found[1]
+    assert found[0][2] == alone(llama, "oracle", prompt(1, 22, seed=2)[0], 8, budget=48)
+    assert found[0][0] != found[0][3]
+
+
+def test_stop_tokens_and_limits(llama: PreTrainedModel) -> None:
+    ids = prompt(1, 30)[0]
+    free = alone(llama, "oracle", ids, 12, budget=48)
+    batch = Batch(llama, "oracle", lanes=2, capacity=42, budget=48)
+    request = batch.join(ids.tolist(), stop=free[4])
+    assert request.limit == 12
+    while batch.requests:
+        batch.step()
+    assert request.tokens == free[: free.index(free[4]) + 1]
+    assert request.finished == "stop"
+    once = batch.join(ids, max_new_tokens=1, stop=())
+    assert (once.tokens, once.finished, batch.free) == (free[:1], "length", 2)
+    llama.generation_config.eos_token_id = [free[2]]
+    assert batch.join(ids).stop == {free[2]}
+
+
+def test_an_empty_lane_is_attended_by_nobody(llama: PreTrainedModel) -> None:
+    """It has no rows, its attention is 0, and it does not count."""
+    batch = Batch(llama, "oracle", lanes=3, capacity=CAPACITY, budget=48)
+    request = batch.join(prompt(1, 90)[0], stop=())
+    seen = []
+    for layer in batch.cache.frozen_layers:
+        layer.observer = lambda layer, query, choice: seen.append(choice.selection.counts)
+    batch.step()
+    assert all(counts[request.lane].min() > 0 and counts[1:].max() == 0 for counts in seen)
+    assert batch.stats().attended_mean == 48 - 6 + 1 == alone_stats(llama, 90).attended_mean
+    layer = batch.cache.frozen_layers[0]
+    heads = [torch.randn(3, n, 1, 16) for n in (4, 2, 2)]
+    out = layer.attend(*heads, layer.left_pad, Attention(0.25), True)
+    assert (out[1:] == 0).all()
+    assert (out[0] != 0).all()
+
+
+def alone_stats(model: PreTrainedModel, tokens: int) -> kvthaw.Stats:
+    with kvthaw.attach(model, "oracle", budget=48) as handle:
+        model.generate(prompt(1, tokens), max_new_tokens=2, do_sample=False)
+        return handle.stats()
+
+
+def test_a_prompt_that_fails_leaves_the_batch_as_it_was(llama: PreTrainedModel) -> None:
+    ids, other = prompt(1, 60, seed=1)[0], prompt(1, 80, seed=2)[0]
+    for method in ("oracle", "icecache"):
+        expected = alone(llama, method, ids, 20, budget=48)
+        batch = Batch(llama, method, lanes=2, capacity=CAPACITY, budget=48)
+        request = batch.join(ids, max_new_tokens=20, stop=())
+        for _ in range(5):
+            batch.step()
+        weight = llama.model.layers[1].self_attn.k_proj.weight.data
+        kept = weight.clone()
+        weight.fill_(torch.nan)
+        with pytest.raises(CacheError, match="not finite"):
+            batch.join(other)
+        weight.copy_(kept)
+        assert batch.free == 1
+        batch.join(other, stop=())
+        while request in batch.requests:
+            batch.step()
+        assert request.tokens == expected
+
+
+def test_what_a_batch_refuses(llama: PreTrainedModel) -> None:
+    for wrong, message in (
+        ({"lanes": 0}, "lanes is 0; it must be at least 1"),
+        ({"capacity": 513}, "capacity is 513; the model's positions end at 512"),
+        ({"budget": 0.1}, "budget is 0.1; a batch needs a number of tokens"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Batch(llama, "oracle", **{"lanes": 2, "capacity": 64, **wrong})
+    with pytest.raises(UnsupportedModelError, match="not full attention"):
+        Batch(build("gemma3"), "oracle", lanes=2, capacity=64)
+    longrope = build("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+    with pytest.raises(UnsupportedModelError, match="longest row"):
+        Batch(longrope, "oracle", lanes=2, capacity=64)
+    with kvthaw.attach(llama, "oracle"), pytest.raises(CacheError, match="attached"):
+        Batch(llama, "oracle", lanes=2, capacity=64)
+    batch = Batch(llama, "oracle", lanes=1, capacity=64, budget=48)
+    assert batch.step() == []
+    with pytest.raises(ConfigError, match="the prompt is empty"):
+        batch.join([])
+    with pytest.raises(ConfigError, match="60 tokens and max_new_tokens is 5; a lane has room for 64"):
+        batch.join(prompt(1, 60)[0], max_new_tokens=5)
+    request = batch.join(prompt(1, 60)[0])
+    with pytest.raises(CacheError, match="all 1 lanes are taken"):
+        batch.join([1])
+    batch.leave(request)
+    assert request.finished == "left"
+    with pytest.raises(CacheError, match="not in the batch"):
+        batch.leave(request)
+    for name, value in (("temperature", -1), ("top_k", 0), ("top_p", 0.0)):
+        with pytest.raises(ConfigError, match=name):
+            Sampling(**{name: value})
+
+
+def test_draws_follow_their_distribution() -> None:
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0]).expand(4000, 4)
+    place = torch.arange(4000)
+    found = draw(logits, [Sampling(temperature=2.0)] * 4000, place).bincount(minlength=4) / 4000
+    assert torch.allclose(found, torch.softmax(logits[0] / 2, dim=0), atol=0.03)
+    found = draw(logits, [Sampling(temperature=1.0, top_k=2)] * 4000, place).bincount(minlength=4) / 4000
+    assert torch.allclose(found, torch.tensor([0, 0.269, 0.731, 0]), atol=0.03)
+    assert set(draw(logits, [Sampling(temperature=1.0, top_p=0.6)] * 4000, place).tolist()) == {2}
+
+
+@pytest.mark.slow
+def test_a_compiled_batch_gives_the_same_tokens(llama: PreTrainedModel) -> None:
+    found = []
+    for compiled in (False, True):
+        batch = Batch(llama, "oracle", lanes=2, capacity=CAPACITY, budget=48, compile=compiled)
+        first = batch.join(prompt(1, 60)[0], max_new_tokens=4, stop=())
+        batch.step()
+        second = batch.join(prompt(1, 40, seed=1)[0], max_new_tokens=4, stop=())
+        while batch.requests:
+            batch.step()
+        found.append((first.tokens, second.tokens))
+    assert found[0] == found[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("method", [name for name in kvthaw.METHODS if name not in ("icecache", "icecache-reuse", "infinigen")])
+def test_one_capture_serves_every_company(method: str, compiled: bool) -> None:
+    if compiled and method not in ("full", "pariskv", "prkv"):
+        pytest.skip("a compilation takes a minute; three methods are enough")
+    llama = build("llama", max_position_embeddings=4096).to("cuda")
+    settings = {} if method == "full" else {"budget": 128, "extent": 64}
+    prompts = [prompt(1, n, seed=i)[0].cuda() for i, n in enumerate([700, 90, 1500, 300, 40])]
+    expected = [alone(llama, method, ids, 60, capture=False, **settings) for ids in prompts]
+    batch = Batch(llama, method, lanes=3, capacity=2048, compile=compiled, **settings)
+    requests, waiting = [], list(prompts)
+    while waiting or batch.requests:
+        if waiting and batch.free:
+            requests.append(batch.join(waiting.pop(0), max_new_tokens=60, stop=()))
+        for _ in range(7):
+            batch.step()
+    assert [request.tokens for request in requests] == expected
+    stats = batch.stats()
+    assert stats.captures == 1
+    assert stats.capture_seconds > 0
