@@ -25,7 +25,7 @@ from kvthaw.evaluate.model import load
 from kvthaw.evaluate.overview import overview
 from kvthaw.evaluate.results import Line
 from kvthaw.evaluate.runner import FULL, Job, Runner, Unit
-from kvthaw.evaluate.workers import Failure, Source, work
+from kvthaw.evaluate.workers import Bench, Failure, Source, work
 
 ABOUT = ("toy", "w", "float32", "cpu", "0", "")
 MEANS = {
@@ -150,8 +150,9 @@ class Dying(Source):
 
     marker: str = ""
 
-    def runner(self) -> Runner:
-        runner = Source.runner(self)
+    def bench(self) -> Bench:
+        bench = Source.bench(self)
+        runner = bench.runner
         inner = runner.compute
 
         def compute(unit: Unit, *args: Any) -> Any:
@@ -162,7 +163,7 @@ class Dying(Source):
                 yield lines
 
         runner.compute = compute  # type: ignore[method-assign, assignment]
-        return runner
+        return bench
 
 
 def test_processes_give_the_same_lines_and_survive_a_death(folder: Path, loaded: tuple[Any, Any], tmp_path: Path) -> None:
@@ -226,13 +227,16 @@ def test_the_page_opens_in_a_browser(document: Document, tmp_path: Path) -> None
 
 def test_the_command_runs_continues_and_reports(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    asked = ["compare", "--task", "passkey", "--methods", "oracle,streaming", "--budgets", "64", "--lengths", "320"]
+    asked = ["compare", "--task", "passkey,perplexity", "--methods", "oracle,streaming", "--budgets", "64", "--lengths", "320"]
     asked += ["--samples", "2", "--model", str(folder), "--device", "cpu", "--out", str(out), "--json"]
     first = CliRunner().invoke(app, asked)
     assert first.exit_code == 0, first.output
     assert {json.loads(line)["goal"] for line in first.stdout.splitlines()} == {goal.text for goal in goals(toy())}
     written = {path.name for path in out.iterdir()}
-    assert written == {"lines", "cells.jsonl", "report.html", "report.md"}
+    assert written == {"lines", "stretches", "cells.jsonl", "cells-perplexity.jsonl", "report.html", "report.md"}
+    table = (out / "report.md").read_text().partition("## Perplexity")[2]
+    assert {row.split("|")[1].strip() for row in table.splitlines() if ", n=1 " in row} == {"full", "oracle", "streaming"}
+    assert " nats (" in table
     before = {path: path.stat().st_mtime_ns for path in (out / "lines").rglob("*.jsonl")}
     again = CliRunner().invoke(app, [*asked[:-1], "--samples", "2"])
     assert again.exit_code == 0, again.output

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,10 +25,9 @@ from kvthaw.cli.common import (
 )
 
 if TYPE_CHECKING:
+    from kvthaw.evaluate.cells import Folder, Stretches
     from kvthaw.evaluate.compare import Goal
-    from kvthaw.evaluate.results import Line
-    from kvthaw.evaluate.runner import Runner, Unit
-    from kvthaw.evaluate.workers import Failure, Source
+    from kvthaw.evaluate.workers import Bench, Failure, Piece, Some, Source
 
 EXAMPLES = (
     "Examples:\n\n"
@@ -41,9 +40,12 @@ EXAMPLES = (
 
 
 def compare(
-    task: Annotated[str, typer.Option(help="Tasks or suites of them, as kvthaw eval knows them, separated by commas.")] = (
-        "passkey,niah,longeval,kv_retrieval"
-    ),
+    task: Annotated[
+        str,
+        typer.Option(
+            help="Tasks or suites of them, as kvthaw eval knows them, and perplexity (of a tenth of the samples), by commas."
+        ),
+    ] = ("passkey,niah,longeval,kv_retrieval"),
     methods: Annotated[
         str, typer.Option(help="[bold]all[/], or methods separated by commas, with options as in icecache:reuse=2.")
     ] = "all",
@@ -99,18 +101,21 @@ def compare(
         check_drawing()
     failures: list[Failure] = []
     if report != "only":
-        from kvthaw.evaluate.cells import Folder
+        from kvthaw.evaluate.cells import Folder, Stretches
         from kvthaw.evaluate.compare import Grid, units
-        from kvthaw.evaluate.runner import Runner
+        from kvthaw.evaluate.perplexity import Course, Reader
+        from kvthaw.evaluate.runner import Runner, complete
         from kvthaw.evaluate.tasks import named
-        from kvthaw.evaluate.workers import Source
+        from kvthaw.evaluate.workers import Bench, Source
         from kvthaw.methods import METHODS, resolve
 
         names = tuple(METHODS) if methods == "all" else tuple(listed(methods, str, "--methods"))
         for name in names:
             resolve(name)  # a wrong name costs no loading
+        others = [name for name in listed(task, str, "--task") if name != "perplexity"]
+        tasks = named(",".join(others)) if others else []
         grid = Grid(
-            tasks=tuple(named(task)),
+            tasks=tuple(tasks),
             methods=names,
             budgets=tuple(listed(budgets, budget_of, "--budgets")),
             lengths=tuple(listed(lengths, int, "--lengths")),
@@ -122,71 +127,79 @@ def compare(
         )
         grid.jobs()  # nor do wrong lengths
         end = None if minutes is None else time.monotonic() + 60 * minutes
-        folder = Folder(out)
+        course = Course(grid.lengths, samples=max(1, samples // 10), seed=seed)
+        kept = Folder(out), Stretches(out)
         llm, tokenizer = load_model(model, device, dtype)
-        runner = Runner(llm, tokenizer, folder, name=model, batch=batch)
+        runner, reader = Runner(llm, tokenizer, kept[0], name=model, batch=batch), Reader(llm, tokenizer, name=model)
         with waiting("looking at what is there"):
-            todo = units(runner, grid)
-        failures = _run(runner, Source(model, device, dtype, batch), todo, jobs, end)
+            todo: list[Piece] = list(units(runner, grid))
+            if "perplexity" in task.split(","):
+                todo += reader.missing(course, [complete(llm, variant) for variant in grid.variants()], kept[1].get)
+        failures = _run(Bench(runner, reader), kept, Source(model, device, dtype, batch), todo, jobs, end)
     if report != "never":
         _report(out, as_json)
     if failures:
         from kvthaw.errors import KvthawError
 
-        each = "\n".join(f"  {f.unit.job.task} {f.unit.job.length}, {len(f.unit.places)} samples: {f.why}" for f in failures)
+        each = "\n".join(f"  {failure.unit.name}: {failure.why}" for failure in failures)
         raise KvthawError(f"{len(failures)} pieces of work gave no results; the same command tries them again\n{each}")
 
 
-def _run(runner: Runner, source: Source, todo: Sequence[Unit], jobs: int, end: float | None) -> list[Failure]:
-    """Compute units and keep their lines. Returns those that failed."""
+def _run(
+    bench: Bench, kept: tuple[Folder, Stretches], source: Source, todo: Sequence[Piece], jobs: int, end: float | None
+) -> list[Failure]:
+    """Compute pieces and keep their lines. Returns those that failed."""
+    from kvthaw.evaluate.results import Line
     from kvthaw.evaluate.workers import Failure, work
 
     failures: list[Failure] = []
-    total = sum(unit.lines for unit in todo)
+    total, done = sum(piece.lines for piece in todo), 0
     if not todo:
         return failures
     with bars() as progress:
         whole = progress.add_task("answers", total=total)
         part = progress.add_task("beginning", total=None)
-        given: Iterator[list[Line] | Failure]
+        given: Iterator[Some | Failure]
         if jobs == 1:
-            given = _alone(runner, todo, lambda doing: progress.update(part, description=doing))
+            given = _alone(bench, todo, lambda doing: progress.update(part, description=doing))
         else:
-            progress.update(part, description=f"{jobs} processes")
+            progress.update(part, description=f"{jobs} processes begin")
             given = work(source, todo, jobs, None if end is None else max(0.0, end - time.monotonic()))
         for lines in given:
             if isinstance(lines, Failure):
                 failures.append(lines)
                 continue
-            runner.results.extend(lines)
-            progress.advance(whole, len(lines))
+            kept[0].extend(line for line in lines if isinstance(line, Line))
+            kept[1].extend(line for line in lines if not isinstance(line, Line))
+            done += len(lines)
             of = lines[0].setting
-            progress.update(part, description=f"{of.task} {of.length:,} {of.method} {of.budget or ''}".strip())
+            progress.update(whole, completed=done)
+            progress.update(part, description=f"{of.length:,} {of.method} {of.budget or ''}".strip())
             if end is not None and time.monotonic() >= end:
                 break
-        done = progress.tasks[0].completed
     if done < total:
-        stderr().print(f"{done:,.0f} of {total:,} answers; the same command continues", style="yellow")
+        stderr().print(f"{done:,} of {total:,} answers; the same command continues", style="yellow")
     return failures
 
 
-def _alone(runner: Runner, todo: Sequence[Unit], tell: Any) -> Iterator[list[Line]]:
-    for unit in todo:
-        yield from runner.compute(unit, lambda done, of, doing: tell(f"{doing} {done:,}/{of:,}"))
+def _alone(bench: Bench, todo: Sequence[Piece], tell: Callable[[str], None]) -> Iterator[Some]:
+    for piece in todo:
+        yield from bench.compute(piece, lambda done, of, doing: tell(f"{doing} {done:,}/{of:,}"))
 
 
 def _report(out: Path, as_json: bool) -> None:
     """Write the report beside the results, and print its goals."""
-    from kvthaw.evaluate.cells import read_cells, write_cells
+    from kvthaw.evaluate.cells import read_cells, read_stretches, write_cells, write_stretches
     from kvthaw.evaluate.overview import all_goals, overview
 
     with waiting("writing the report"):
-        cells = read_cells(out)
+        cells, stretches = read_cells(out), read_stretches(out)
         folder = out if out.is_dir() else out.parent
         stem = "report" if out.is_dir() else out.stem
-        document = overview(cells)
+        document = overview(cells, stretches)
         if out.is_dir():
             write_cells(cells, out / "cells.jsonl")
+            write_stretches(stretches, out / "cells.jsonl")
         for suffix, text in ((".html", document.html()), (".md", document.markdown())):
             (folder / f"{stem}{suffix}").write_text(text, encoding="utf-8")
     goals = all_goals(cells)

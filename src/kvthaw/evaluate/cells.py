@@ -4,65 +4,99 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar, cast
 from urllib.parse import quote
 
 from kvthaw.errors import ConfigError
+from kvthaw.evaluate import perplexity
 from kvthaw.evaluate.metrics import mean, wilson
-from kvthaw.evaluate.results import Line, Results, Setting
+from kvthaw.evaluate.results import Kept, Keyed, Line, Setting, Written
 
-LINES = "lines"
-"""The folder of the cells' files."""
 _MEANS = ("attended_mean", "retrieved", "hit_rate", "attention_mass", "recall_at_k", "output_error")
 _KEY = ("about", "task", "length", "question", "method", "budget", "retrieved", "dense_layers")
 _ABOUT = ("model", "weights", "dtype", "device", "kvthaw", "source")
 
 
-class Folder:
-    """Lines of tasks in a folder, a file a cell; what stands there is known.
+class Kind(Keyed, Protocol):
+    """What the lines of a cell have in common, beside the sample."""
+
+    @property
+    def method(self) -> str: ...
+    @property
+    def budget(self) -> int | float | None: ...
+    @property
+    def retrieved(self) -> int | None: ...
+    @property
+    def dense_layers(self) -> int: ...
+    @property
+    def length(self) -> int: ...
+
+
+K = TypeVar("K", bound=Kind)
+M = TypeVar("M", bound=Written)
+
+
+class Cells(Generic[K, M]):
+    """Lines in a folder, a file a cell; what stands there is known. read: as for Kept.
 
     Raises FileNotFoundError where the folder that it would be made in does not exist.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, part: str, read: Callable[[str], M]) -> None:
         if not path.parent.is_dir():
             raise FileNotFoundError(errno.ENOENT, "its folder does not exist", str(path))
-        self.path = path
-        self._files: dict[Path, Results] = {}
+        self.path, self._part, self._read = path, part, read
+        self._files: dict[Path, Kept[M]] = {}
 
-    def get(self, setting: Setting) -> Line | None:
+    def get(self, setting: K) -> M | None:
         """The line of a setting, if known."""
         path = self._path(setting)
         if path not in self._files and not path.exists():
             return None
         return self._file(path).get(setting)
 
-    def extend(self, lines: Iterable[Line]) -> None:
+    def extend(self, lines: Iterable[M]) -> None:
         """Keep lines."""
-        by_file: dict[Path, list[Line]] = {}
+        by_file: dict[Path, list[M]] = {}
         for line in lines:
-            by_file.setdefault(self._path(line.setting), []).append(line)
+            by_file.setdefault(self._path(cast(K, line.setting)), []).append(line)
         for path, some in by_file.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file(path).extend(some)
 
-    def __iter__(self) -> Iterator[Line]:
-        for path in sorted((self.path / LINES).rglob("*.jsonl")):
+    def __iter__(self) -> Iterator[M]:
+        for path in sorted((self.path / self._part).rglob("*.jsonl")):
             yield from self._file(path)
 
-    def _file(self, path: Path) -> Results:
+    def _file(self, path: Path) -> Kept[M]:
         if path not in self._files:
-            self._files[path] = Results(path)
+            self._files[path] = Kept(path, self._read)
         return self._files[path]
 
-    def _path(self, of: Setting) -> Path:
+    def _path(self, of: K) -> Path:
         asked = f"-{of.budget}" * (of.budget is not None) + f"-retrieved{of.retrieved}" * (of.retrieved is not None)
-        name = f"{quote(of.method, safe=':=,')}{asked}-dense{of.dense_layers}-{of.question}.jsonl"
-        return self.path / LINES / of.task / str(of.length) / name
+        name = f"{quote(of.method, safe=':=,')}{asked}-dense{of.dense_layers}"
+        if isinstance(of, Setting):
+            return self.path / self._part / of.task / str(of.length) / f"{name}-{of.question}.jsonl"
+        return self.path / self._part / str(of.length) / f"{name}.jsonl"
+
+
+class Folder(Cells[Setting, Line]):
+    """The lines of tasks."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "lines", Line.from_json)
+
+
+class Stretches(Cells[perplexity.Setting, perplexity.Line]):
+    """The lines of perplexity."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "stretches", perplexity.Line.from_json)
 
 
 @dataclass(frozen=True)
@@ -157,9 +191,23 @@ def read_cells(path: Path) -> list[Cell]:
             raise ConfigError(f"{str(path)!r} is not a file of cells: {error}") from error
     else:
         cells = cells_of(Folder(path))
-    if not cells:
+    if not cells and not (path.is_dir() and read_stretches(path)):
         raise ConfigError(f"{str(path)!r} holds no results of kvthaw compare")
     return cells
+
+
+def read_stretches(path: Path) -> list[perplexity.Line]:
+    """The lines of perplexity in a folder of results, or in the file beside one that `write_cells` wrote."""
+    if not path.is_file():
+        return list(Stretches(path))
+    beside = path.with_name(f"{path.stem}-perplexity.jsonl")
+    return list(Kept(beside, perplexity.Line.from_json))
+
+
+def write_stretches(lines: Iterable[perplexity.Line], path: Path) -> None:
+    """All lines of perplexity in one file, beside that of the cells."""
+    beside = path.with_name(f"{path.stem}-perplexity.jsonl")
+    beside.write_text("".join(line.to_json() + "\n" for line in lines), encoding="utf-8")
 
 
 def write_cells(cells: Iterable[Cell], path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvthaw.evaluate import perplexity
 from kvthaw.evaluate.cells import Cell
 from kvthaw.evaluate.charts import accuracy_by_budget, accuracy_by_bytes, heat_maps, recall_by_budget
 from kvthaw.evaluate.compare import (
@@ -32,8 +33,11 @@ def all_goals(cells: Sequence[Cell]) -> dict[Protocol, list[Goal]]:
     return {protocol: goals(under(cells, protocol)) for protocol in protocols(cells)}
 
 
-def overview(cells: Sequence[Cell]) -> Document:
-    """Everything that the cells say, nothing left out. Raises ConfigError where they are not of one comparison."""
+def overview(cells: Sequence[Cell], stretches: Sequence[perplexity.Line] = ()) -> Document:
+    """Everything that the cells and the lines of perplexity say, nothing left out. Raises ConfigError where they are not of one
+    comparison."""
+    if not cells:
+        return Document("Methods on the same work", _perplexity(stretches))
     check_one_model(cells)
     model, weights, dtype, device, version, _ = cells[0].about
     tasks, lengths = (list(dict.fromkeys(getattr(c, name) for c in cells)) for name in ("task", "length"))
@@ -48,7 +52,7 @@ def overview(cells: Sequence[Cell]) -> Document:
     blocks: list[Block] = [Text(what)]
     for protocol in protocols(cells):
         blocks += _protocol(under(cells, protocol), protocol)
-    return Document("Methods on the same work", [*blocks, *_methods(cells)])
+    return Document("Methods on the same work", [*blocks, *_perplexity(stretches), *_methods(cells)])
 
 
 def named(protocol: Protocol) -> str:
@@ -179,6 +183,40 @@ def _differences(cells: Sequence[Cell]) -> list[Block]:
 
 def _gap(mine: Sequence[Cell], theirs: Sequence[Cell]) -> Value:
     return _paired(Paired.of(mine, theirs))[0]
+
+
+def _perplexity(lines: Sequence[perplexity.Line]) -> list[Block]:
+    """Perplexity by length, and the difference to full attention on the same tokens."""
+    by_variant: dict[tuple[str, str, int], dict[int, dict[int, perplexity.Line]]] = {}
+    for line in lines:
+        of = line.setting
+        asked = "-" if of.budget is None and of.retrieved is None else str(of.budget or f"{of.retrieved} rows")
+        by_variant.setdefault((of.method, asked, of.dense_layers), {}).setdefault(of.length, {})[of.seed] = line
+    full, lengths = by_variant.get(("full", "-", 0), {}), sorted({line.setting.length for line in lines})
+    if not full:
+        return []
+    rows: list[tuple[float, list[Value]]] = []
+    for (method, asked, dense), found in by_variant.items():
+        parts: list[Value] = []
+        total = 0.0
+        for length in lengths:
+            both = sorted(found.get(length, {}).keys() & full.get(length, {}).keys())
+            if not both:
+                parts.append("-")
+                continue
+            one = perplexity.Summary.of([found[length][seed] for seed in both], [full[length][seed] for seed in both])
+            low, high = one.difference_95
+            apart = "" if method == "full" else f", {one.difference:+.3f} nats ({low:+.3f} to {high:+.3f})"
+            parts.append(f"{one.perplexity:.2f}{apart}, n={one.n}")
+            total += one.difference
+        rows.append((total, [method, asked, str(dense), *parts]))
+    rows.sort(key=lambda row: row[0])
+    columns = ("method", "budget", "dense layers", *(f"after {length:,}" for length in lengths))
+    about = (
+        f"Perplexity of the next {lines[0].setting.steps} tokens of the book, sent one by one through the method, the best first; "
+        "beside it the difference to full attention on the same tokens with its normal 95 % interval. n: places in the book."
+    )
+    return [Heading("Perplexity"), Text(about), Table(columns, [row for _, row in rows])]
 
 
 def _methods(cells: Sequence[Cell]) -> list[Block]:

@@ -13,7 +13,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -191,6 +191,24 @@ class Summary:
         return asdict(self)
 
 
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """One sample at one length, and what is to be computed of it."""
+
+    course: Course
+    variants: tuple[Variant, ...]
+
+    @property
+    def lines(self) -> int:
+        """How many lines it gives."""
+        return len(self.variants)
+
+    @property
+    def name(self) -> str:
+        """What it is, in words."""
+        return f"perplexity {self.course.lengths[0]:,}"
+
+
 class Reader:
     """A model, and what it has read so far."""
 
@@ -243,6 +261,38 @@ class Reader:
         return {
             asked: [Summary.of(lines(variant, length), lines(FULL, length)) for length in lengths]
             for asked, variant in wanted.items()
+        }
+
+    def missing(self, course: Course, wanted: Sequence[Variant], get: Callable[[Setting], Line | None]) -> list[Stretch]:
+        """What is not known of a course under complete variants, a stretch a sample and length, each read from a place of its own.
+
+        Raises ConfigError for a text or a model that is too short.
+        """
+        found = []
+        for i, length in itertools.product(range(course.samples), sorted(set(course.lengths))):
+            one = replace(course, lengths=(length,), samples=1, seed=course.seed + i)
+            check_prompt(self.model, one.tokens - 1)
+            settings = self._settings(one, wanted)
+            lack = tuple(variant for variant, setting in settings.items() if get(setting) is None)
+            if lack:
+                found.append(Stretch(one, lack))
+        return found
+
+    def compute(self, stretch: Stretch, tell: Callable[[int, int, str], None] = lambda *_: None) -> Iterator[list[Line]]:
+        """The line of each variant of a stretch."""
+        settings = self._settings(stretch.course, stretch.variants)
+        _, ids = self._place(stretch.course, stretch.course.seed)
+        for line in self._lines(ids, stretch.course.steps, {stretch.course.lengths[0]: settings}, tell):
+            yield [line]
+
+    def _settings(self, course: Course, variants: Sequence[Variant]) -> dict[Variant, Setting]:
+        """Of the one sample of a course at its one length."""
+        start, _ = self._place(course, course.seed)
+        hashed = "book" if course.text is None else hashlib.blake2b(course.text.encode(), digest_size=8).hexdigest()
+        shared: dict[str, Any] = {"steps": course.steps, "text": hashed, **self._same}
+        return {
+            variant: Setting(length=course.lengths[0], seed=course.seed, start=start, **_chosen(variant), **shared)
+            for variant in dict.fromkeys(variants)
         }
 
     def _place(self, course: Course, seed: int) -> tuple[int, list[int]]:

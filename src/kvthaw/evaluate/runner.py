@@ -118,6 +118,11 @@ class Unit:
         """How many lines it gives."""
         return len(self.places) * len(self.variants)
 
+    @property
+    def name(self) -> str:
+        """What it is, in words."""
+        return f"{self.job.task} {self.job.length:,}, {len(self.places)} samples"
+
 
 class Runner:
     """A model, and the results it has given so far.

@@ -11,13 +11,15 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvthaw.errors import ConfigError, KvthawError
+from kvthaw.evaluate import perplexity
+from kvthaw.evaluate.perplexity import Reader, Stretch
 from kvthaw.evaluate.results import Line
 from kvthaw.evaluate.runner import Runner, Unit, Variant
 
@@ -26,6 +28,23 @@ if TYPE_CHECKING:
 
 TRIES = 2
 """How many workers may die of a unit."""
+
+
+Piece = Unit | Stretch
+"""What a worker takes at once."""
+Some = list[Line] | list[perplexity.Line]
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """Who works on which kind of piece."""
+
+    runner: Runner
+    reader: Reader
+
+    def compute(self, piece: Piece, tell: Callable[[int, int, str], None] = lambda *_: None) -> Iterator[Some]:
+        """The lines of a piece, those of one variant at once."""
+        return self.runner.compute(piece, tell) if isinstance(piece, Unit) else self.reader.compute(piece, tell)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +56,8 @@ class Source:
     dtype: str
     batch: int | None = None
 
-    def runner(self) -> Runner:
-        """A runner over a model of one's own, which keeps nothing."""
+    def bench(self) -> Bench:
+        """A model of one's own, and what works with it."""
         import transformers
         from transformers.utils import logging
 
@@ -47,14 +66,14 @@ class Source:
         logging.disable_progress_bar()
         transformers.logging.set_verbosity_error()
         model, tokenizer = load(self.model, device=self.device, dtype=self.dtype)  # type: ignore[arg-type]
-        return Runner(model, tokenizer, name=self.model, batch=self.batch)
+        return Bench(Runner(model, tokenizer, name=self.model, batch=self.batch), Reader(model, tokenizer, name=self.model))
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
     """A unit, or what was left of it, that gave no lines, and why."""
 
-    unit: Unit
+    unit: Piece
     why: str
 
 
@@ -62,11 +81,11 @@ class Failure:
 class _Worker:
     process: ForkServerProcess
     connection: Connection
-    unit: Unit | None = None
+    unit: Piece | None = None
     done: set[Variant] = field(default_factory=set)
 
 
-def work(source: Source, units: Sequence[Unit], jobs: int, seconds: float | None = None) -> Iterator[list[Line] | Failure]:
+def work(source: Source, units: Sequence[Piece], jobs: int, seconds: float | None = None) -> Iterator[Some | Failure]:
     """The lines of units, those of one variant of a unit at once, in the order in which they come.
 
     jobs: how many processes share the cores. seconds: after so many, whatever is unfinished is given up. A unit that does not fit
@@ -75,7 +94,7 @@ def work(source: Source, units: Sequence[Unit], jobs: int, seconds: float | None
     if jobs < 1:
         raise ConfigError(f"jobs is {jobs}; it must be at least 1")
     end = None if seconds is None else time.monotonic() + seconds
-    waiting, deaths = deque(units), dict[tuple[Any, ...], int]()
+    waiting, deaths = deque(units), dict[Piece, int]()
     with ExitStack() as stack:
         crew = {number: _start(source, number, jobs, stack) for number in range(min(jobs, len(waiting)))}
         while crew and (end is None or time.monotonic() < end):
@@ -95,8 +114,9 @@ def work(source: Source, units: Sequence[Unit], jobs: int, seconds: float | None
                     worker.done.add(worker.unit.variants[len(worker.done)])
                     yield given
                     continue
-                if what == "memory" and worker.unit is not None and len(worker.unit.places) > 1:
-                    waiting.extendleft(_halves(_rest(worker)))
+                halves = _halves(_rest(worker)) if what == "memory" else []
+                if halves:
+                    waiting.extendleft(halves)
                 elif what != "ready":
                     if worker.unit is None:
                         raise KvthawError(given)
@@ -121,13 +141,13 @@ def _start(source: Source, number: int, jobs: int, stack: ExitStack) -> _Worker:
     return _Worker(process, mine)
 
 
-def _died(worker: _Worker, waiting: deque[Unit], deaths: dict[tuple[Any, ...], int]) -> Iterator[Failure]:
+def _died(worker: _Worker, waiting: deque[Piece], deaths: dict[Piece, int]) -> Iterator[Failure]:
     worker.process.join()
     why = f"a worker process died (exit code {worker.process.exitcode})"
     if worker.unit is None:
         raise KvthawError(f"{why} before it began")
     rest = _rest(worker)
-    which = (rest.job, rest.places)
+    which = replace(rest, variants=())
     deaths[which] = deaths.get(which, 0) + 1
     if deaths[which] < TRIES:
         waiting.appendleft(rest)
@@ -135,15 +155,18 @@ def _died(worker: _Worker, waiting: deque[Unit], deaths: dict[tuple[Any, ...], i
         yield Failure(rest, f"{why}, for the second time at this")
 
 
-def _rest(worker: _Worker) -> Unit:
+def _rest(worker: _Worker) -> Piece:
     """What a worker has not done of its unit."""
     assert worker.unit is not None
     return replace(worker.unit, variants=worker.unit.variants[len(worker.done) :])
 
 
-def _halves(unit: Unit) -> tuple[Unit, Unit]:
+def _halves(unit: Piece) -> list[Piece]:
+    """Two of half as many samples; none of a single one."""
+    if not isinstance(unit, Unit) or len(unit.places) < 2:
+        return []
     middle = len(unit.places) // 2
-    return replace(unit, places=unit.places[:middle]), replace(unit, places=unit.places[middle:])
+    return [replace(unit, places=unit.places[:middle]), replace(unit, places=unit.places[middle:])]
 
 
 def _serve(source: Source, number: int, jobs: int, connection: Connection) -> None:
@@ -154,14 +177,14 @@ def _serve(source: Source, number: int, jobs: int, connection: Connection) -> No
     _settle_on_cores(number, jobs)
     try:
         try:
-            runner = source.runner()
+            bench = source.bench()
         except KvthawError as error:
             connection.send(("refused", str(error)))
             return
         connection.send(("ready", ""))
         while (unit := connection.recv()) is not None:
             try:
-                for lines in runner.compute(unit):
+                for lines in bench.compute(unit):
                     connection.send(("lines", lines))
             except torch.OutOfMemoryError as error:
                 torch.cuda.empty_cache()
