@@ -84,6 +84,9 @@ def evaluate(
         str | None,
         typer.Option(help="Who judges longgenbench: [bold]self[/], a folder or a hub id; words are compared if not given."),
     ] = None,
+    capture: Annotated[
+        bool, typer.Option(help="On a GPU, replay steps as captured CUDA graphs: faster where answers are long.")
+    ] = False,
     seed: SeedOption = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a run and nothing else on stdout.")] = False,
     out: Annotated[
@@ -136,7 +139,7 @@ def evaluate(
     if judge is not None:
         ask = examiner.ask if judge == "self" else Examiner(*load_model(judge, device, dtype), name=judge).ask
     with bars() as progress:
-        found = examiner.run(run, variants, shown(progress, benchmark, len(items)), ask)
+        found = examiner.run(run, variants, shown(progress, benchmark, len(items)), ask, capture=capture)
     summaries = [summarize(found[variant], found[FULL]) for variant in dict.fromkeys((*variants, FULL))]
     if as_json:
         for summary in summaries:

@@ -89,6 +89,15 @@ def test_full_answers_alike_under_both_protocols(loaded: tuple[Any, Any], contex
     assert dense[FULL][0].tokens == sparse[FULL][0].tokens
 
 
+def test_captured_runs_give_the_same_answers_and_leave_the_model_as_it_was(loaded: tuple[Any, Any]) -> None:
+    model, _ = loaded
+    asked = run(samples=2, plan=Plan(6, temperature=1.0))
+    plain, before = Examiner(*loaded).run(asked, [ORACLE]), model.forward
+    captured = Examiner(*loaded).run(asked, [ORACLE], capture=True)
+    assert [line.output for line in captured[ORACLE]] == [line.output for line in plain[ORACLE]]
+    assert model.forward == before
+
+
 def test_a_second_prompt_is_scored_in_place_of_the_first_answer(loaded: tuple[Any, Any]) -> None:
     benchmark = BENCHMARKS["longbench_v2_cot"]
     asked = run(benchmark=benchmark, items=[benchmark.item(RECORD, 0)], plan=Plan(4))

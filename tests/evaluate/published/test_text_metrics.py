@@ -21,6 +21,7 @@ def test_f1_is_over_words_without_articles_and_punctuation() -> None:
 def test_rouge_l_unites_what_sentences_share() -> None:
     # gold "a b c d e"; "a b x" shares a b, "a c e" shares a c e: united a b c e, 4 of 5 words; the output has a b x c e: 4 of 5
     assert metrics.rouge_l("a b x.a c e", "a b c d e") == pytest.approx(0.8)
+    assert metrics.rouge_l("b. a", "a b") == pytest.approx(1.0)  # a sentence each
     assert metrics.rouge_l("b a", "a b") == pytest.approx(0.5)  # order counts
     assert metrics.rouge_l("a a a a", "a b") == pytest.approx(2 / 3)  # different words count: 1 of 1 and 1 of 2
     assert metrics.rouge_l("", "a") == metrics.rouge_l("a", "...") == 0.0

@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+import kvthaw
 from kvthaw.engine.hf import Cache
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.decode import check_prompt, prefill, stop_tokens
@@ -71,11 +73,24 @@ class Examiner:
         variants: Sequence[Variant],
         progress: Callable[[Progress], None] | None = None,
         ask: Callable[[str], str] | None = None,
+        *,
+        capture: bool = False,
     ) -> dict[Variant, list[Answered]]:
         """The lines of every variant, and of FULL, in the order of items and samples. Only what is not known is computed.
 
-        ask: the judge, for benchmarks that take one. Raises ConfigError, before any work, for a setting that no cache would take.
+        ask: the judge, for benchmarks that take one. capture: on a GPU, replay steps as captured CUDA graphs (see kvthaw.attach),
+        which pays where answers are long. Raises ConfigError, before any work, for a setting that no cache would take.
         """
+        with kvthaw.attach(self.model, "full") if capture else nullcontext():
+            return self._run(run, variants, progress, ask)
+
+    def _run(
+        self,
+        run: Run,
+        variants: Sequence[Variant],
+        progress: Callable[[Progress], None] | None,
+        ask: Callable[[str], str] | None,
+    ) -> dict[Variant, list[Answered]]:
         if run.chat and getattr(self.tokenizer, "chat_template", None) is None:
             raise ConfigError("chat is asked for, but the tokenizer has no chat template; turn it off with --no-chat")
         wanted = [complete(self.model, variant) for variant in (*variants, FULL)]
