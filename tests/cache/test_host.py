@@ -177,3 +177,28 @@ def test_extents_are_pinned() -> None:
     torch.cuda.synchronize()
     assert all(extent.data.is_pinned() for extent in store._extents[0])
     assert torch.equal(store.read(0, 0, 9), rows(list(range(9))))
+
+
+def test_a_store_shares_the_rows_of_another_until_either_writes() -> None:
+    first, second = (HostStore(lanes, HEADS, DIM, torch.float32, extent=EXTENT) for lanes in (2, 1))
+    first.append(0, rows([1, 2, 3, 4, 5, 6]))
+    first.append(1, rows([7]))
+    second.append(0, rows([9, 9]))
+    version = second.version
+    second.share(first)
+    assert second.version > version
+    assert [second.length(lane) for lane in range(second.lanes)] == [6, 1]
+    assert second.addresses(0).tolist() == first.addresses(0).tolist()
+    second.append(0, rows([8]))
+    assert torch.equal(second.read(0, 0, 7), rows([1, 2, 3, 4, 5, 6, 8]))
+    assert torch.equal(first.read(0, 0, 6), rows([1, 2, 3, 4, 5, 6]))
+    assert second.addresses(0)[0] == first.addresses(0)[0]
+    assert second.addresses(0)[1] != first.addresses(0)[1]
+    first.append(1, rows([10]))
+    assert torch.equal(second.read(1, 0, 1), rows([7]))
+
+
+def test_stores_of_other_sizes_share_nothing() -> None:
+    one, other = HostStore(1, HEADS, DIM, torch.float32, extent=EXTENT), HostStore(1, HEADS, DIM, torch.float32, extent=8)
+    with pytest.raises(ValueError, match="cannot share"):
+        one.share(other)

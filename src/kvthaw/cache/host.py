@@ -163,6 +163,20 @@ class HostStore:
         self._length[lane] = length
         self.version += 1
 
+    def share(self, other: HostStore) -> None:
+        """Hold another store's rows in the place of one's own, extents shared until either writes into one. Raises ValueError where
+        the two differ in a row's or an extent's size."""
+        sizes = [(s.kv_heads, s.head_dim, s.dtype, s.extent, s.pinned) for s in (self, other)]
+        if sizes[0] != sizes[1]:
+            raise ValueError(f"a store of {sizes[0]} cannot share rows of one of {sizes[1]}")
+        for lane in range(self.lanes):
+            self.truncate(lane, 0)
+        self._extents, self._length = [list(extents) for extents in other._extents], list(other._length)
+        for extents in self._extents:
+            for extent in extents:
+                extent.owners += 1
+        self.version += 1
+
     def reorder(self, lanes: Sequence[int]) -> None:
         """Lane i becomes what lane lanes[i] was. No row is copied: lanes share extents until one writes."""
         extents = [list(self._extents[lane]) for lane in lanes]
