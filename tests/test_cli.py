@@ -420,22 +420,44 @@ def test_demo_on_the_shipped_model_is_right() -> None:
 
 
 def test_bench_hands_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvthaw.bench import decode
+    from kvthaw.bench import decode, figures
+    from kvthaw.bench.asked import Decode, Figures
 
-    given: dict[str, Any] = {}
-    monkeypatch.setattr(decode, "main", lambda **options: given.update(options))
-    assert Said("bench", "decode", "--shape", "llama-3.1-8b", "--length", "100,200", "--method", "full", "--json").code == 0
-    assert given == {
-        "shape": "llama-3.1-8b",
-        "length": [100, 200],
-        "batch": [1],
-        "method": ["full"],
-        "budget": 256,
-        "new_tokens": 64,
-        "json": True,
-        "out": None,
-        "plot": None,
-    }
+    given: list[Any] = []
+    for module in (decode, figures):
+        monkeypatch.setattr(module, "main", lambda asked, **_: given.append(asked) or {})
+    options = ["--shape", "qwen3-4b", "--length", "100,200", "--method", "full", "--hits", "0.7", "--share-host", "--json"]
+    assert Said("bench", "decode", *options).code == 0
+    assert Said("bench", "figures", "--name", "length,throughput", "--shrink", "4", "--draw", "--json").code == 0
+    assert given == [
+        Decode(shape="qwen3-4b", length=(100, 200), method=("full",), hits=0.7, share_host=True),
+        Figures(name=("length", "throughput"), shrink=4, draw=True),
+    ]
+
+
+def test_bench_refuses_what_it_cannot_read() -> None:
+    refused(Said("bench", "decode", "--length", "4k"), 2, "length is '4k'", "whole number")
+    refused(Said("bench", "decode", "--shape", "tiny7"), 1, "shape is 'tiny7'", "llama-3.1-8b")
+    refused(Said("bench", "decode", "--plot", "nowhere/a.png"), 1, "folder does not exist")
+    refused(Said("bench", "figures", "--name", "lenght"), 1, "name is 'lenght'", "throughput")
+
+
+def test_bench_decode_prints_lines_or_a_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from kvthaw.bench import shapes
+
+    monkeypatch.setitem(shapes.SHAPES, "tiny", lambda: shapes._llama(64, 96, 2, 4, 2, 16, 128))
+    out = tmp_path / "out.jsonl"
+    options = ["--method", "full,quest", "--budget", "64", "--length", "256", "--new-tokens", "8", "--out", str(out)]
+    said = Said("bench", "decode", *options, "--json")
+    assert said.code == 0
+    assert said.records == [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(record["setting"]["method"], record["setting"]["budget"]) for record in said.records] == [
+        ("full", None),
+        ("quest", 64),
+    ]
+    table = Said("bench", "decode", *options)  # nothing is measured again
+    assert out.read_text().count("\n") == 2
+    assert "quest, 64" in table.out
 
 
 def test_bench_indexing_shows_shares(tmp_path: Path) -> None:

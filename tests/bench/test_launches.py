@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
-from kvthaw.bench.launches import launches, summary
+import kvthaw.kernels
+from kvthaw.bench.launches import KERNELS, launches, part_of, summary
 
 
 def test_summary_is_of_one_step() -> None:
     found = summary([("add", 2.0), ("dot", 30.0), ("add", 4.0), ("dot", 34.0), ("copy", 1.0)], 2)
     assert found["launches"] == 2.5
     assert found["device_s"] == pytest.approx(35.5e-6)
+    assert found["parts_s"] == {"other": pytest.approx(35.5e-6)}
     assert found["kernels"] == [
         {"name": "dot", "launches": 1.0, "us": 32.0},
         {"name": "add", "launches": 1.0, "us": 3.0},
         {"name": "copy", "launches": 0.5, "us": 0.5},
     ]
+
+
+def test_every_kernel_that_is_named_is_one() -> None:
+    source = "".join(file.read_text() for file in Path(kvthaw.kernels.__path__[0]).glob("*.py"))
+    for names in KERNELS.values():
+        for name in names:
+            assert re.search(rf"@triton.jit[^\n]*\n\s+def {name}\(", source), name
+
+
+def test_kernels_belong_to_parts() -> None:
+    names = ("_attend", "_uva_gather", "nvjet_tst_64x8", "triton_red_fused_mul", "Memcpy DtoD", "flash_fwd_kernel")
+    assert [part_of(name) for name in names] == ["attention", "fetch", "weights", "other", "copies", "attention"]
 
 
 @pytest.mark.gpu

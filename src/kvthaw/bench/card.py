@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import platform
 import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,33 @@ def provenance(commit: str | None = None) -> dict[str, Any]:
         "python": platform.python_version(),
         "commit": commit or _git_commit(),
     }
+
+
+def bandwidths(device: torch.device) -> dict[str, float | None]:
+    """Bytes a second, by short copies: device_bytes_per_s, of its own memory, read and written; bus_bytes_per_s, from pinned
+    host memory to it, None on a CPU."""
+    cuda = device.type == "cuda"
+    size = 1 << (29 if cuda else 26)
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    found: dict[str, float | None] = {"device_bytes_per_s": 2 * size / _seconds(lambda: target.copy_(source), device)}
+    if not cuda:
+        return {**found, "bus_bytes_per_s": None}
+    pinned = torch.zeros(size // 2, dtype=torch.uint8, pin_memory=True)
+    part = target[: size // 2]
+    return {**found, "bus_bytes_per_s": size // 2 / _seconds(lambda: part.copy_(pinned, non_blocking=True), device)}
+
+
+def _seconds(work: Callable[[], object], device: torch.device, times: int = 5) -> float:
+    """The shortest of some runs after one that does not count."""
+    taken = []
+    for _ in range(times + 1):
+        begin = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append(time.perf_counter() - begin)
+    return min(taken[1:])
 
 
 def emit(line: dict[str, Any], out: Path | None, *, quiet: bool = False) -> None:

@@ -1,326 +1,317 @@
-"""Time to first and second token, time per output token and memory, for methods side by side on one model."""
+"""Time to first and second token, time per output token and memory, for methods side by side on one model.
+
+Lines say everything of a run; `kvthaw.bench.settings` what can be asked for, `kvthaw.bench.lines` what is measured,
+`kvthaw.bench.check` what must hold before.
+"""
 
 from __future__ import annotations
 
 import gc
-import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvthaw.bench import report
-from kvthaw.bench.card import emit, provenance
+from kvthaw.bench import room
+from kvthaw.bench.asked import Decode
+from kvthaw.bench.card import bandwidths, provenance
+from kvthaw.bench.check import Checks, attention, hf_cache, hits_as_asked
+from kvthaw.bench.fill import Tokens, drawn, fill
 from kvthaw.bench.launches import launches
+from kvthaw.bench.lines import Line, Lines
+from kvthaw.bench.options import read_pairs
+from kvthaw.bench.scripted import scripted
+from kvthaw.bench.settings import HF, Setting, grid, groups, possible
 from kvthaw.bench.shapes import build
-from kvthaw.engine.decode import Replay, capturable, compiled_step
+from kvthaw.bench.steps import Decoder, Steps, parts, prefill, random_tokens, take
+from kvthaw.cache.dense import DenseLayer
+from kvthaw.engine.decode import compiled_step
 from kvthaw.engine.hf import Cache
-from kvthaw.errors import CacheError
+from kvthaw.errors import ConfigError, KvthawError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_WARM = 6  # steps that do not count
-
-HF = "hf-dynamic"
-"""transformers' own DynamicCache with sdpa attention, the baseline of every run."""
+Watch = Callable[[str, int, int], None]
+"""Is told what is measured next, how many settings are done, and of how many."""
 
 
-def main(
-    *,
-    shape: str = "llama-3.1-8b",
-    length: list[int] | None = None,
-    batch: list[int] | None = None,
-    method: list[str] | None = None,
-    budget: int = 256,
-    retrieved: int | None = None,
-    new_tokens: int = 64,
-    host_bytes: int | None = None,
-    out: Path | None = None,
-    commit: str | None = None,
-    compile: bool = False,
-    only: str | None = None,
-    profile: bool = False,
-    json: bool = True,
-    plot: Path | None = None,
-) -> list[dict[str, Any]]:
-    """Measure every method at every length and batch, after checking each against transformers.
+def main(*asked: Decode, say: Callable[[Line], None] | None = None, watch: Watch | None = None) -> list[Line]:
+    """Measure what was asked for, one after the other with models built and compiled once, each line given to `say` as soon as it
+    is known. `out` and what lines say of the code are the first's. Raises ConfigError, before anything is built, for settings that
+    cannot be or do not fit."""
+    device, dtype = where()
+    known = Lines(asked[0].out)
+    grids = []
+    for options in asked:
+        wanted = [one for one in grid(options, name_of(device)) if possible(one, device.type == "cuda")]
+        if not wanted:
+            ways, methods = ",".join(options.steps), ",".join(options.method)
+            raise ConfigError(f"steps is {ways}; on {device.type} none of them is possible with {methods}")
+        for one in wanted:
+            if known.get(one) is None:
+                room.check(one, device, dtype, options.host_bytes)
+        grids.append(wanted)
+    bench, found = Bench(known, commit=asked[0].commit), []
+    for options, wanted in zip(asked, grids, strict=True):
+        bench.host_bytes, bench.profile = options.host_bytes, options.profile
+        lines = bench.run(wanted, say=say, watch=watch)
+        if options.plot is not None:
+            from kvthaw.bench import report
 
-    Prints a JSON line a run, or with json=False a table at the end. Settings as for `kvthaw.Cache`. compile: also steps that
-    torch.compile has compiled. only: one of eager, captured and compiled, without the cold run. profile: after the steps that
-    count, break a captured one down by kernels, see `kvthaw.bench.launches`. Captured and compiled steps need a GPU; elsewhere
-    they are left out.
-    """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = build(shape, device)
-    compiled = compiled_step(model.forward) if compile else None
-    methods = [HF, *(m for m in (method or ["full", "icecache"]) if m != HF)]
-    lines = []
-
-    def settings(name: str) -> dict[str, Any]:
-        if name in (HF, "full"):
-            return {}
-        sizes = {"budget": budget} if retrieved is None else {"retrieved": retrieved}
-        return {**sizes, "host_bytes": host_bytes}
-
-    for name in methods[1:]:
-        check(model, name)
-    for n in length or [36864]:
-        for rows in batch or [1]:
-            for name in methods:
-                runs = measure(
-                    model,
-                    name,
-                    length=n,
-                    batch=rows,
-                    new_tokens=new_tokens,
-                    compiled=compiled,
-                    only=only,
-                    profile=profile,
-                    **settings(name),
-                )
-                for line in runs:
-                    lines.append({"bench": "decode", "shape": shape, **line, **provenance(commit)})
-                    emit(lines[-1], out, quiet=not json)
-    if not json:
-        report.table(lines)
-    if plot is not None:
-        report.plot(lines, plot)
-    return lines
+            report.plot(lines, options.plot)
+        found += lines
+    return found
 
 
-@contextmanager
-def _attention(model: PreTrainedModel, name: str) -> Iterator[None]:
-    before = model.config._attn_implementation
-    model.set_attn_implementation(name)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
+def where() -> tuple[torch.device, torch.dtype]:
+    """The device to measure and the dtype of models there."""
+    cuda = torch.cuda.is_available()
+    return torch.device("cuda" if cuda else "cpu"), torch.bfloat16 if cuda else torch.float32
 
 
-def _cache(model: PreTrainedModel, method: str, **settings: Any) -> DynamicCache:
-    return DynamicCache(config=model.config) if method == HF else Cache(model, method, **settings)
+def name_of(device: torch.device) -> str:
+    """What a setting calls a device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
-@torch.no_grad()
-def check(model: PreTrainedModel, method: str) -> None:
-    """A method whose budget exceeds the prompt must give transformers' own logits, as near as transformers' two ways to attend
-    (sdpa and eager) give each other's: rounding alone moves those of a deep bfloat16 model of random weights by 8 %. Raises
-    CacheError where it does not."""
-    generator = torch.Generator(device="cpu").manual_seed(int(time.time()))
-    ids = torch.randint(0, model.config.vocab_size, (1, 512), generator=generator).to(model.device)
+class Bench:
+    """Measures settings on one model after the other, what is known already not again. A model is built and compiled once."""
 
-    def logits(name: str, attention: str) -> Tensor:
-        with _attention(model, attention):
-            cache = _cache(model, name, budget=None if name == "full" else 2048)
-            model(ids[:, :480], past_key_values=cache)
-            steps = [model(ids[:, i : i + 1], past_key_values=cache).logits[0, -1].float() for i in range(480, 512)]
-        return torch.stack(steps)
+    def __init__(
+        self, known: Lines, *, commit: str | None = None, host_bytes: int | None = None, profile: bool = False
+    ) -> None:
+        self.known, self.host_bytes, self.profile = known, host_bytes, profile
+        self.device, _ = where()
+        self.about = {**provenance(commit), **bandwidths(self.device)}
+        self._shape: tuple[str, int] | None = None
 
-    ours, theirs, eager = logits(method, "sdpa"), logits(HF, "sdpa"), logits(HF, "eager")
-    if method == "streaming":  # evicts; there is nothing to compare with
-        return
-    error, rounding = (float((other - theirs).norm() / theirs.norm()) for other in (ours, eager))
-    if not error <= max(rounding, 1e-4):
-        raise CacheError(
-            f"{method} differs from transformers by {error:.4f} of the logits' norm at a budget above the length, more than "
-            f"transformers' eager attention does ({rounding:.4f})"
+    def run(
+        self, settings: list[Setting], *, say: Callable[[Line], None] | None = None, watch: Watch | None = None
+    ) -> list[Line]:
+        """The lines of all settings, in order."""
+        done = 0
+        for group in groups(settings):
+            missing = [one for one in group if self.known.get(one) is None]
+            for one in group:
+                line = self.known.get(one)
+                if line is not None and say is not None:
+                    say(line)
+            if missing:
+                if watch is not None:
+                    watch(str(missing[0]), done, len(settings))
+                for line in self._measure(missing):
+                    self.known.add(line)
+                    if say is not None:
+                        say(line)
+            done += len(group)
+        return [line for one in dict.fromkeys(settings) if (line := self.known.get(one)) is not None]
+
+    @torch.no_grad()
+    def _measure(self, group: list[Setting]) -> Iterator[Line]:
+        self._build(group[0])
+        with attention(self.model, "sdpa"):
+            for one in group:
+                self.check(one)
+            yield from self._lines(group)
+
+    def _build(self, one: Setting) -> None:
+        if self._shape == (one.shape, one.seed):
+            return
+        self.model: PreTrainedModel
+        self.check: Checks
+        if self._shape is not None:
+            del self.model, self.check
+            free()
+        self.model = build(one.shape, self.device, seed=one.seed)
+        self.forwards = {"captured": self.model.forward, "compiled": compiled_step(self.model.forward)}
+        self.check = Checks(self.model, self.forwards)
+        self._shape = one.shape, one.seed
+
+    def _cache(self, one: Setting) -> DynamicCache:
+        if one.hf:
+            return hf_cache(self.model, one.method)
+        method = one.resolved()
+        if one.hits is not None:
+            method = scripted(method, one.hits)
+        return Cache(self.model, method, **one.sizes(), host_bytes=self.host_bytes)
+
+    def _lines(self, group: list[Setting]) -> Iterator[Line]:
+        one = group[0]
+        tokens = random_tokens(self.model, one.batch, one.seed)
+        free()
+        cache, begun = self._filled(one) if one.prompt == "filled" else self._prefilled(one, tokens)
+        for setting in group:
+            forward = self.forwards.get(setting.steps)
+            decoder = Decoder(self.model, cache, forward=forward, compiled=setting.steps == "compiled")
+            taken = take(decoder, tokens, setting.new_tokens)
+            more: dict[str, Any] = {}
+            if decoder.replay is not None:
+                more |= {"captures": decoder.replay.captures, "capture_s": decoder.replay.capture_seconds}
+                if self.profile:
+                    more |= launches(lambda: decoder.logits(next(tokens)))  # noqa: B023 - called at once
+            elif isinstance(cache, Cache):
+                more["parts_s"] = parts(self.model, cache, tokens)
+            line = self._line(setting, cache, taken, {**begun, **more})
+            hits_as_asked(setting, line.hit_rate)
+            yield line
+        del cache
+        free()
+
+    def _filled(self, one: Setting) -> tuple[DynamicCache, dict[str, float | None]]:
+        """A cache that was filled, and how long that took."""
+        cache = self._cache(one)
+        begin = time.perf_counter()
+        same = drawn(self.model, 0, one.length, one.seed) if one.shared else None
+
+        def tokens(layer: int) -> Tokens:
+            return same or drawn(self.model, layer, one.length, one.seed)
+
+        fill(cache, tokens, batch=one.batch, shared=one.shared)
+        nothing = dict.fromkeys(("ttft_s", "tt2t_s", "cold_ttft_s", "cold_tt2t_s"))
+        return cache, {**nothing, "fill_s": time.perf_counter() - begin}
+
+    def _prefilled(self, one: Setting, tokens: Iterator[Tensor]) -> tuple[DynamicCache, dict[str, float | None]]:
+        """A cache after its prompt, and the times of that and of a cold run before."""
+        generator = torch.Generator().manual_seed(one.seed + one.length)
+        ids = torch.randint(0, self.model.config.vocab_size, (one.batch, one.length), generator=generator).to(self.device)
+        found: dict[str, float | None] = {"fill_s": None}
+        for name in ("cold_", ""):
+            cache = self._cache(one)
+            first = prefill(self.model, cache, ids)
+            second = take(Decoder(self.model, cache), tokens, 1, warm=0).mean
+            found |= {f"{name}ttft_s": first, f"{name}tt2t_s": first + second}
+            if name:
+                take(Decoder(self.model, cache), tokens, 3, warm=0)
+                del cache
+                free()
+        return cache, found
+
+    def _line(self, one: Setting, cache: DynamicCache, taken: Steps, more: dict[str, Any]) -> Line:
+        """Everything of one way to take steps."""
+        model, config = self.model, self.model.config.get_text_config(decoder=True)
+        before, after = taken.counts
+        steps = len(taken.gaps)
+        token = 2 * config.num_key_value_heads * config.head_dim * model.dtype.itemsize * one.batch  # of one layer
+        full = token * config.num_hidden_layers * cache.get_seq_length()
+        held = _held(cache, full)
+        selected = after.selected - before.selected
+        fetched, stored = ((getattr(after, f) - getattr(before, f)) / steps for f in ("fetched_bytes", "stored_bytes"))
+        if one.method == HF[1]:
+            fetched = stored = float(full)  # every layer comes, and leaves whole
+        frozen = config.num_hidden_layers - held["dense_layers"]
+        attended = token * frozen * (held["attended_mean"] or 0.0) + held["kv_dense_bytes"]
+        moved = _weights(model) + (full if one.hf else attended)
+        device_s = moved / self.about["device_bytes_per_s"]
+        bus = self.about["bus_bytes_per_s"]
+        bus_s = None if bus is None else fetched / bus
+        floor = max(device_s, bus_s or 0.0)
+        mine = full * frozen / config.num_hidden_layers
+        on_device = held["kv_device_bytes"] + held["index_device_bytes"]
+        return Line(
+            setting=one,
+            tpot_s=taken.mean,
+            itl_p50_s=taken.quantile(0.5),
+            itl_p95_s=taken.quantile(0.95),
+            elapsed_s=taken.elapsed(),
+            tokens_per_s=one.batch / taken.mean,
+            peak_device_bytes=taken.peak,
+            weight_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
+            full_kv_bytes=full,
+            share_of_full=on_device / mine if mine else None,
+            share_with_dense=(on_device + held["kv_dense_bytes"]) / full,
+            hit_rate=1 - (after.fetched - before.fetched) / selected if selected else None,
+            fetched_bytes=fetched,
+            stored_bytes=stored,
+            bus_bytes=fetched + stored,
+            floor_device_s=device_s,
+            floor_bus_s=bus_s,
+            floor_s=floor,
+            floor_ratio=taken.mean / floor,
+            about=self.about,
+            **held,
+            **more,
         )
 
 
-@torch.no_grad()
-def measure(
-    model: PreTrainedModel,
-    method: str,
-    *,
-    length: int,
-    batch: int,
-    new_tokens: int,
-    compiled: Callable[..., Any] | None = None,
-    only: str | None = None,
-    profile: bool = False,
-    **settings: Any,
-) -> Iterator[dict[str, Any]]:
-    """One method at one length: a cold run for the time with fresh host memory, then the runs that count: eager, and where the
-    method allows it captured, and compiled and captured if a compiled forward is given. Cache settings as for `kvthaw.Cache`."""
-    device = model.device
-    ids = torch.randint(0, model.config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(length)).to(device)
-    with _attention(model, "sdpa"):
-        cold = None if only else _run(model, lambda: _cache(model, method, **settings), ids, 4)
-        forwards = {"eager": None, "captured": model.forward}
-        if compiled is not None:
-            forwards["compiled"] = compiled
-        for steps, forward in forwards.items():
-            if only not in (None, steps):
-                continue
-            made = partial(_cache, model, method, **settings)
-            run = _run(model, made, ids, new_tokens, steps=steps, forward=forward, profile=profile)
-            if run is None:
-                continue
-            yield {
-                "method": method,
-                "steps": steps,
-                "requested": settings.get("budget"),
-                "retrieve": settings.get("retrieved"),
-                "length": length,
-                "batch": batch,
-                "new_tokens": new_tokens,
-                "ttft_s": run["ttft"],
-                "tt2t_s": run["tt2t"],
-                "tpot_s": run["tpot"],
-                "itl_p50_s": run["p50"],
-                "itl_p95_s": run["p95"],
-                "tokens_per_s": batch / run["tpot"],
-                "cold_ttft_s": cold["ttft"] if cold else None,
-                "cold_tt2t_s": cold["tt2t"] if cold else None,
-                "peak_device_bytes": run["peak"],
-                "weight_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
-                "full_kv_bytes": _kv_bytes(model, length + new_tokens, batch),
-                **run["stats"],
-                **run["parts"],
-            }
-
-
-def _kv_bytes(model: PreTrainedModel, tokens: int, batch: int) -> int:
-    config = model.config
-    width = config.num_key_value_heads * config.head_dim * model.dtype.itemsize
-    return int(2 * config.num_hidden_layers * width * tokens * batch)
-
-
-def _run(
-    model: PreTrainedModel,
-    make: Callable[[], DynamicCache],
-    ids: Tensor,
-    new_tokens: int,
-    *,
-    steps: str = "eager",
-    forward: Callable[..., Any] | None = None,
-    profile: bool = False,
-) -> dict[str, Any] | None:
-    """One prompt and its continuation; None where the steps of this cache cannot be captured and shall be."""
-    captured = forward is not None
-    gc.collect()
-    cuda = model.device.type == "cuda"
-    if cuda:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    cache = make()
-    if captured and not (cuda and isinstance(cache, Cache)):
-        return None
-    _sync(model)
-    begin = time.perf_counter()
-    token = _step(model, ids, cache)
-    _sync(model)
-    first = last = time.perf_counter()
-    replay = None
-    if captured:
-        if capturable(cache) is not None:
-            return None
-        assert forward is not None
-        replay = Replay(forward, cache, compiled=steps == "compiled")
-    gaps = []
-    for i in range(new_tokens + _WARM):
-        token = _replay(replay, token, ids.shape[1] + i) if replay else _step(model, token, cache)
-        _sync(model)
-        now = time.perf_counter()
-        gaps.append(now - last)
-        last = now
-    peak = torch.cuda.max_memory_allocated() if cuda else None
-    stats, parts = {}, {}
-    if isinstance(cache, Cache):
-        stats = {k: v for k, v in cache.stats().to_dict().items() if k not in ("method", "batch")}
-        parts = {f"{part}_s": s for part, s in _parts(model, cache, token).items()} if not captured else {}
-        if replay is not None:
-            parts = {"captures": replay.captures, "capture_s": replay.capture_seconds}
-            if profile:
-                at = ids.shape[1] + new_tokens + _WARM
-                parts |= launches(lambda: _replay(replay, token, at))
-    steady = gaps[_WARM:]  # the first steps wait for the index and compile kernels
-    ordered = sorted(steady)
+def _held(cache: DynamicCache, full: int) -> dict[str, Any]:
+    """What a cache holds where, and what it attended to."""
+    if not isinstance(cache, Cache):
+        offloaded = bool(getattr(cache, "offloading", False))
+        names = ("attended_mean", "attended_max", "retrieved", "budget", "index_host_bytes")
+        return {
+            **dict.fromkeys(names),
+            "dense_layers": len(cache.layers),
+            "kv_device_bytes": 0,
+            "index_device_bytes": 0,
+            "kv_dense_bytes": 2 * full // len(cache.layers) if offloaded else full,
+            "kv_host_bytes": full if offloaded else 0,
+            "kv_frozen_bytes": full if offloaded else 0,
+        }
+    stats, layers = cache.stats(), cache.frozen_layers
+    here = [kv for kv in layers if kv.slab.data.is_cuda or not _on_host(kv)]
+    tensors = {t.data_ptr(): t.nbytes for kv in here for t in kv.tensors() if t.device == kv.slab.data.device}
+    slabs = {t.data_ptr(): t.nbytes for kv in layers for t in (kv.slab.data, kv.slab.tickets)}
+    extents = {int(at): kv.store for kv in layers for lane in range(kv.lanes) for at in kv.store.addresses(lane)}
+    host_index = [kv.group.index for kv in layers if kv.group is not None and kv.leader is None and _on_host(kv)]
+    told = [index.nbytes() for index in host_index if hasattr(index, "nbytes")]
     return {
-        "ttft": first - begin,
-        "tt2t": first - begin + gaps[0],
-        "tpot": statistics.mean(steady),
-        "p50": statistics.median(steady),
-        "p95": ordered[min(len(ordered) - 1, round(0.95 * len(ordered)))],
-        "peak": peak,
-        "stats": stats,
-        "parts": parts,
+        **{name: getattr(stats, name) for name in ("attended_mean", "attended_max", "retrieved", "budget", "dense_layers")},
+        "kv_device_bytes": stats.kv_device_bytes,
+        "index_device_bytes": sum(size for at, size in tensors.items() if at not in slabs),
+        "kv_dense_bytes": sum(kv.device_bytes() for kv in cache.kv_layers if isinstance(kv, DenseLayer)),
+        "kv_host_bytes": sum(store.kv_heads * store.extent * store.row_bytes for store in extents.values()),
+        "kv_frozen_bytes": sum(
+            kv.store.kv_heads * kv.store.row_bytes * kv.store.length(lane) for kv in layers for lane in range(kv.lanes)
+        ),
+        "index_host_bytes": sum(told) if told and len(told) == len(host_index) else None,
     }
 
 
-def _replay(replay: Replay, token: Tensor, position: int) -> Tensor:
-    positions = torch.full_like(token, position)
-    return replay(token, positions)[:, -1:].argmax(dim=-1)
+def _on_host(kv: Any) -> bool:
+    return kv.group is not None and kv.group.index.on_host
 
 
-def _parts(model: PreTrainedModel, cache: Cache, token: Tensor, steps: int = 16) -> dict[str, float]:
-    """Seconds a token spends in searching the index and in fetching rows, the device idle before each."""
-    spent: dict[str, float] = {}
-
-    def timed(part: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(*args: Any) -> Any:
-            _sync(model)
-            begin = time.perf_counter()
-            result = call(*args)
-            _sync(model)
-            spent[part] = spent.get(part, 0.0) + time.perf_counter() - begin
-            return result
-
-        return wrapper
-
-    originals: list[tuple[Any, str, Any]] = []
-
-    def wrap(owner: Any, name: str, part: str) -> None:
-        originals.append((owner, name, getattr(owner, name)))
-        setattr(owner, name, timed(part, getattr(owner, name)))
-
-    for layer in cache.frozen_layers:
-        if layer.group is None or layer._transfer is None:
-            continue
-        wrap(layer._transfer, "fetch", "fetch")
-        if layer.leader is None:
-            wrap(layer.group.index, "select", "query")
-            wrap(layer.group.residency, "admit", "residency")
-    for _ in range(steps):
-        token = _step(model, token, cache)
-    for owner, name, _ in originals:
-        delattr(owner, name)
-    return {part: seconds / steps for part, seconds in spent.items()}
+def _weights(model: PreTrainedModel) -> int:
+    """Bytes of weights that a step reads: all but a table of input embeddings of its own, of which it reads a row a token."""
+    tables = {id(p) for p in model.get_input_embeddings().parameters()}
+    output = model.get_output_embeddings()
+    tied = {id(p) for p in output.parameters()} if output is not None else set()
+    return sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in tables - tied)
 
 
-def _step(model: PreTrainedModel, ids: Tensor, cache: DynamicCache) -> Tensor:
-    logits: Tensor = model(ids, past_key_values=cache, logits_to_keep=1).logits
-    return logits[:, -1:].argmax(dim=-1)
+def free() -> None:
+    """Give back what is held for nothing."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
-def _sync(model: PreTrainedModel) -> None:
-    if model.device.type == "cuda":
-        torch.cuda.synchronize()
+def run_as_script(main: Callable[[], Iterable[object]]) -> None:
+    """For machines without the command line's packages: errors of kvthaw are one line."""
+    try:
+        main()
+    except KvthawError as error:
+        sys.exit(f"kvthaw: {error}")
 
 
-if __name__ == "__main__":  # key=value arguments, for machines without the command line's packages
-    given = dict(pair.split("=", 1) for pair in sys.argv[1:])
-    main(
-        shape=given.get("shape", "llama-3.1-8b"),
-        length=[int(n) for n in given.get("length", "36864").split(",")],
-        batch=[int(n) for n in given.get("batch", "1").split(",")],
-        method=given.get("method", "full,icecache").split(","),
-        budget=int(given.get("budget", "256")),
-        retrieved=int(given["retrieved"]) if "retrieved" in given else None,
-        new_tokens=int(given.get("new_tokens", "64")),
-        host_bytes=int(given["host_bytes"]) if "host_bytes" in given else None,
-        out=Path(given["out"]) if "out" in given else None,
-        commit=given.get("commit"),
-        compile=given.get("compile") == "1",
-        only=given.get("only"),
-        profile=given.get("profile") == "1",
+def parted(arguments: list[str]) -> list[list[str]]:
+    """Arguments between the "--"."""
+    found: list[list[str]] = [[]]
+    for one in arguments:
+        if one == "--":
+            found.append([])
+        else:
+            found[-1].append(one)
+    return found
+
+
+if __name__ == "__main__":  # name=value ..., several runs in one process with -- between them
+    written = parted(sys.argv[1:])
+    run_as_script(
+        lambda: main(*(read_pairs(Decode, one) for one in written), say=lambda line: print(line.to_json(), flush=True))
     )

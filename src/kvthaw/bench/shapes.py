@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
-
 from kvthaw.errors import ConfigError
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PretrainedConfig, PreTrainedModel
 
 
 def _llama(hidden: int, inner: int, layers: int, heads: int, kv: int, dim: int, vocab: int) -> PretrainedConfig:
+    from transformers import LlamaConfig
+
     return LlamaConfig(
         hidden_size=hidden,
         intermediate_size=inner,
@@ -29,6 +29,8 @@ def _llama(hidden: int, inner: int, layers: int, heads: int, kv: int, dim: int, 
 
 
 def _qwen3(hidden: int, inner: int, layers: int, heads: int) -> PretrainedConfig:
+    from transformers import Qwen3Config
+
     return Qwen3Config(
         hidden_size=hidden,
         intermediate_size=inner,
@@ -56,6 +58,9 @@ def build(shape: str, device: torch.device, *, seed: int = 0) -> PreTrainedModel
     """A model of a shape with seeded random weights, bfloat16 on a GPU and float32 on a CPU."""
     if shape not in SHAPES:
         raise ConfigError(f"shape is {shape!r}; there are: {', '.join(SHAPES)}")
+    import torch
+    from transformers import AutoModelForCausalLM
+
     torch.manual_seed(seed)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with device:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from importlib import import_module
 from pathlib import Path
@@ -11,16 +11,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvthaw.cli.common import JsonOption, listed, print_wide, waiting
+from kvthaw.bench.asked import FIGURES, Decode, Figures
+from kvthaw.cli.common import JsonOption, bars, listed, print_wide, waiting
+from kvthaw.cli.options import taking
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
     from rich.table import Table
 
 app = typer.Typer(no_args_is_help=True, help="Measure speed and memory.", rich_markup_mode="rich")
 
 EXAMPLES = (
     "Examples:\n\n  kvthaw bench decode --shape llama-3.1-8b --length 36864 --method full,icecache --json\n\n"
-    "  kvthaw bench decode --shape tiny --length 4096 --method full,icecache,oracle --budget 256 --out decode.jsonl"
+    "  kvthaw bench decode --method full,icecache,oracle --budget 256 --out decode.jsonl --plot decode.png\n\n"
+    "  kvthaw bench decode --method full,clusterkv:keep=2,pariskv:retrieved=100 --prompt filled --hits 0.7"
+)
+FIGURES_EXAMPLES = (
+    "Figures:\n\n" + "\n\n".join(f"  {name}: {what}" for name, what in FIGURES.items()) + "\n\nExamples:\n\n"
+    "  kvthaw bench figures --name throughput --out throughput.jsonl --plot plots/\n\n"
+    "  kvthaw bench figures --name pariskv-batches --shape tiny --shrink 64 --out tiny.jsonl\n\n"
+    "  kvthaw bench figures --name length --draw --out decode.jsonl --plot docs/"
 )
 
 INDEXING_EXAMPLES = (
@@ -50,31 +60,44 @@ def _bench() -> None:
 
 
 @app.command("decode", epilog=EXAMPLES)
-def decode(
-    shape: Annotated[str, typer.Option(help="A model's shape; weights are random.")] = "tiny",
-    length: Annotated[str, typer.Option(help="Prompt lengths in tokens, separated by commas.")] = "4096",
-    batch: Annotated[str, typer.Option(help="Rows of the batch, separated by commas.")] = "1",
-    method: Annotated[str, typer.Option(help="Methods, separated by commas.")] = "full,icecache",
-    budget: Annotated[int, typer.Option(help="Most tokens attended per KV head and step.")] = 256,
-    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to decode.")] = 64,
-    as_json: JsonOption = False,
-    out: Annotated[Path | None, typer.Option(help="Append one JSON line a run to this file.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the results into this PNG file.")] = None,
-) -> None:
-    """Time prefill and decoding on random weights, full attention beside every method."""
-    lengths, rows = listed(length, int, "--length"), listed(batch, int, "--batch")
-    methods = listed(method, str, "--method")
-    import_module("kvthaw.bench.decode").main(
-        shape=shape,
-        length=lengths,
-        batch=rows,
-        method=methods,
-        budget=budget,
-        new_tokens=new_tokens,
-        json=as_json,
-        out=out,
-        plot=plot,
-    )
+@taking(Decode)
+def decode(asked: Decode, as_json: bool) -> None:
+    """Time prefill and decoding on random weights, transformers' caches and full attention beside every method.
+
+    Each method is first checked against transformers' own logits."""
+    bench, report = import_module("kvthaw.bench.decode"), import_module("kvthaw.bench.report")
+    report.check(asked.plot)
+    with bars() as progress:
+        lines = bench.main(asked, say=_printed if as_json else None, watch=_watched(progress))
+    if not as_json:
+        print_wide(report.table(lines))
+
+
+@app.command("figures", epilog=FIGURES_EXAMPLES)
+@taking(Figures)
+def draw(asked: Figures, as_json: bool) -> None:
+    """Measure and draw the figures of the papers and of the README."""
+    bench, report = import_module("kvthaw.bench.figures"), import_module("kvthaw.bench.report")
+    with bars() as progress:
+        found = bench.main(asked, say=_printed if as_json else None, watch=_watched(progress), note=progress.console.print)
+    if not as_json:
+        for lines in found.values():
+            if lines:
+                print_wide(report.table(lines))
+
+
+def _printed(line: Any) -> None:
+    print(line.to_json(), flush=True)
+
+
+def _watched(progress: Progress) -> Callable[[str, int, int], None]:
+    """A bar over runs, with the one at hand. Returns what moves it."""
+    task = progress.add_task("building the model", total=None)
+
+    def watch(what: str, done: int, of: int) -> None:
+        progress.update(task, description=what, completed=done, total=of)
+
+    return watch
 
 
 @app.command("indexing", epilog=INDEXING_EXAMPLES)

@@ -1,0 +1,174 @@
+"""What a line of the decode benchmark depends on, and what one can ask for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from typing import Any
+
+from kvthaw.bench.asked import Decode
+from kvthaw.bench.options import BUDGET, INTEGER, SHARE
+from kvthaw.bench.shapes import SHAPES
+from kvthaw.cache.plan import Settings
+from kvthaw.errors import ConfigError
+from kvthaw.evaluate.describe import describe
+from kvthaw.methods import resolve
+from kvthaw.types import Method
+
+HF = ("hf-dynamic", "hf-offloaded")
+"""transformers' own caches with sdpa attention: DynamicCache, and the same with offloading=True."""
+STEPS = ("eager", "captured", "compiled")
+"""Ways to take a step: the model's Python, one CUDA graph of it, and the same compiled by torch.compile first."""
+PROMPTS = ("run", "filled")
+_OWN = ("budget", "retrieved", "dense_layers", "hits", "new_tokens")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """All that a line depends on beside the code; two lines of one setting are the same line.
+
+    method: a name in METHODS, with options ("clusterkv:keep=2"), or one of HF. steps: one of STEPS. budget, retrieved,
+    dense_layers: as for `kvthaw.Cache`. prompt: "run" prefills random tokens, "filled" begins with a cache of random keys and
+    values, see `kvthaw.bench.fill`. hits: None leaves the choice of rows to the index; a share in [0, 1) has neighbouring
+    steps share so much of their rows, see `kvthaw.bench.scripted`. shared: the layers of a filled cache share their rows on
+    the host. device: the GPU's name, or the CPU's kind.
+    """
+
+    shape: str
+    method: str
+    steps: str
+    length: int
+    batch: int
+    budget: int | float | None
+    retrieved: int | None
+    dense_layers: int | None
+    new_tokens: int
+    prompt: str
+    hits: float | None
+    shared: bool
+    seed: int
+    device: str
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("shape", tuple(SHAPES)), ("steps", STEPS), ("prompt", PROMPTS)):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
+        for name, least in (("length", 2), ("batch", 1), ("new_tokens", 2)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        if self.hits is not None and not 0 <= self.hits < 1:
+            raise ConfigError(f"hits is {self.hits}; it must be at least 0 and below 1")
+        if self.shared and self.prompt != "filled":
+            raise ConfigError(f"share_host goes with prompt='filled'; prompt is {self.prompt!r}")
+        if not self.hf:
+            Settings(self.resolved(), self.budget, self.retrieved, self.dense_layers or 0)  # refuse bad ones now
+
+    @property
+    def hf(self) -> bool:
+        """Whether transformers' own cache serves it."""
+        return self.method in HF
+
+    @property
+    def dense(self) -> bool:
+        """Whether every layer keeps all of its KV on the device."""
+        return self.method == HF[0] or (not self.hf and self.resolved().dense)
+
+    def resolved(self) -> Method:
+        """The method, new at every call."""
+        return resolve(self.method)
+
+    def sizes(self) -> dict[str, Any]:
+        """Settings of its `kvthaw.Cache`."""
+        return {"budget": self.budget, "retrieved": self.retrieved, "dense_layers": self.dense_layers, "seed": self.seed}
+
+    def same_cache(self) -> Setting:
+        """The setting without the steps: what has this in common can be measured on one cache."""
+        return replace(self, steps=STEPS[0])
+
+    def key(self) -> str:
+        """The setting as one string."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    def __str__(self) -> str:
+        words = [self.method, f"{self.length:,}" + (f" x {self.batch}" if self.batch > 1 else ""), self.steps]
+        for name in ("budget", "retrieved", "hits"):
+            if getattr(self, name) is not None:
+                words.append(f"{name} {getattr(self, name)}")
+        return ", ".join(words)
+
+
+def possible(setting: Setting, cuda: bool) -> bool:
+    """Whether the device can take such steps: captured ones need a GPU and a method that decides there."""
+    if setting.steps == "eager":
+        return cuda or setting.method != "hf-offloaded"
+    return cuda and not setting.hf and described(setting.method)["graph_safe"] is not False
+
+
+@cache
+def described(method: str) -> dict[str, Any]:
+    """What `kvthaw.evaluate.describe` finds of a method with its options."""
+    return describe(resolve(method))
+
+
+def grid(asked: Decode, device: str) -> list[Setting]:
+    """A setting for every combination, those of one cache together. Raises ConfigError for what cannot be."""
+    wanted: dict[str, Any] = {name: getattr(asked, name) for name in _OWN}
+    if asked.retrieved is not None:
+        wanted["budget"] = None
+    return [
+        setting(
+            method,
+            wanted,
+            shape=asked.shape,
+            steps=steps,
+            length=length,
+            batch=batch,
+            prompt=asked.prompt,
+            shared=asked.share_host,
+            seed=asked.seed,
+            device=device,
+        )
+        for length in asked.length
+        for batch in asked.batch
+        for method in asked.method
+        for steps in asked.steps
+    ]
+
+
+def setting(written: str, wanted: dict[str, Any], **rest: Any) -> Setting:
+    """A setting of a method with options behind colons: those of its cache (budget, retrieved, dense_layers, hits,
+    new_tokens) come before the wanted ones, and what a method has no use for is None."""
+    name, *options = written.split(":")
+    own = {one.partition("=")[0]: one.partition("=")[2] for one in options if one.partition("=")[0] in _OWN}
+    method = ":".join([name, *(one for one in options if one.partition("=")[0] not in _OWN)])
+    readers = {"budget": BUDGET, "retrieved": INTEGER, "dense_layers": INTEGER, "hits": SHARE, "new_tokens": INTEGER}
+    given: dict[str, Any] = {}
+    for option_name, text in own.items():
+        try:
+            given[option_name] = readers[option_name].read(text)
+        except ValueError:
+            raise ConfigError(f"{option_name} is {text!r} in {written!r}; it must be {readers[option_name].kind}") from None
+    values = {**wanted, **given}
+    if "retrieved" in given and "budget" not in given:
+        values["budget"] = None
+    elif "budget" in given and "retrieved" not in given:
+        values["retrieved"] = None
+    found = None if name in HF else resolve(method)
+    if name in HF and options:
+        raise ConfigError(f"method is {written!r}; {name} takes no options")
+    if found is None or found.dense:
+        values |= dict.fromkeys(("budget", "retrieved", "dense_layers", "hits"))
+        rest["shared"] = False
+    elif found.index is None:
+        values |= {"retrieved": None, "hits": None, "budget": 256 if values["budget"] is None else values["budget"]}
+    return Setting(method=method, **values, **rest)
+
+
+def groups(grid: list[Setting]) -> Iterator[list[Setting]]:
+    """The settings of a grid that one cache can serve, in order; repeats once."""
+    found: dict[Setting, list[Setting]] = {}
+    for one in dict.fromkeys(grid):
+        found.setdefault(one.same_cache(), []).append(one)
+    yield from found.values()

@@ -1,0 +1,90 @@
+"""Figures: their grids on a small machine, their plots from lines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvthaw import ConfigError
+from kvthaw.bench import decode, figures, report, shapes
+from kvthaw.bench.asked import FIGURES, Decode, Figures
+from kvthaw.bench.lines import Line, Lines
+
+pytestmark = pytest.mark.usefixtures("small")
+
+pytest.importorskip("matplotlib")
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_grid_can_be(name: str) -> None:
+    for device in ("cpu", "NVIDIA H200"):
+        found = figures.grid(name, Figures(), device)
+        assert len(found) == len(set(found)) > 3
+        assert {one.device for one in found} == {device}
+        assert all(one.steps == "eager" for one in found) == (device == "cpu")
+    small = figures.grid(name, Figures(shape="tiny", shrink=64), "cpu")
+    assert max(one.length for one in small) <= 8192
+    assert {one.shape for one in small} == {"tiny"}
+
+
+@pytest.fixture(scope="module")
+def line() -> Line:
+    """Some line."""
+    before = shapes.SHAPES["tiny"]
+    shapes.SHAPES["tiny"] = lambda: shapes._llama(64, 96, 2, 4, 2, 16, 128)
+    try:
+        return decode.main(Decode(method=("hf-dynamic",), length=(16,), new_tokens=8))[0]
+    finally:
+        shapes.SHAPES["tiny"] = before
+
+
+def test_a_figure_is_measured_once_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: Line) -> None:
+    asked = Figures(name=("length",), shape="tiny", shrink=64, out=tmp_path / "out.jsonl", plot=tmp_path)
+    wanted = figures.grid("length", asked, "cpu")
+    known = Lines(asked.out)
+    known.extend(replace(line, setting=one) for one in wanted[:-1])
+    found = figures.main(asked)  # the last alone is measured
+    assert [line.setting for line in found["length"]] == wanted
+    assert found["length"][-1].setting.method == "prkv"
+    assert found["length"][-1].hit_rate == pytest.approx(0.7, abs=0.03)
+    picture = tmp_path / "length.png"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    picture.unlink()
+    monkeypatch.setattr(decode, "build", lambda *_, **__: pytest.fail("measured again"))
+    assert figures.main(replace(asked, draw=True)) == found
+    assert picture.exists()
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_figure_is_drawn_from_lines(name: str, line: Line) -> None:
+    settings = figures.grid(name, Figures(), "NVIDIA H200")
+    lines = [replace(line, setting=one, ttft_s=1.0, elapsed_s={"256": 1.0, "512": 2.0, "1024": 4.0}) for one in settings]
+    figure = report.figure(8, 4)
+    figures.PLANS[name].draw(figure, lines)
+    labels = {label for axes in figure.axes for label in axes.get_legend_handles_labels()[1]}
+    drawn = sum(len(axes.lines) + len(axes.patches) for axes in figure.axes)
+    assert labels
+    assert drawn >= len({(one.method, one.budget, one.retrieved) for one in settings})
+
+
+def test_what_does_not_fit_is_left_out_and_said(tmp_path: Path) -> None:
+    notes: list[str] = []
+    asked = Figures(name=("throughput",), shape="tiny", shrink=512, host_bytes=1 << 20)
+    assert figures.main(asked, note=notes.append) == {"throughput": []}
+    assert len(notes) == len(figures.grid("throughput", asked, "cpu"))
+    assert "left out: length is 256" in notes[0]
+
+
+def test_bad_options_are_refused(tmp_path: Path) -> None:
+    for asked, words in (
+        (Figures(name=("lenght",)), "name is 'lenght'; it must be one of length"),
+        (Figures(shrink=0), "shrink is 0"),
+        (Figures(draw=True), "draw=1 needs out"),
+        (Figures(plot=tmp_path / "none"), "folder does not exist"),
+        (Figures(name=("length",), draw=True, out=tmp_path / "none.jsonl", plot=tmp_path), "holds no line of length"),
+        (Figures(name=("length",), shape="huge"), "shape is 'huge'"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            figures.main(asked)
