@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
 # On a machine with a GPU and no network: build, check, then measure. Results come as JSON lines in the folder given.
-# usage: benchmarks/gpu.sh OUT COMMIT PART...   parts: check, kernels, icecache, captured
+# usage: benchmarks/gpu.sh OUT COMMIT PART...   parts: check, kernels, baseline, goals, throughput, ... see below
 set -uo pipefail
 out=$1 commit=$2
 shift 2
+host=120000000000 model="shape=llama-3.1-8b host_bytes=$host"
+sparse=pariskv:retrieved=100,clusterkv:budget=1024:hits=0.7,prkv:budget=1024:hits=0.7
+few=pariskv:retrieved=100,clusterkv:iterations=4:budget=1024:hits=0.7,prkv:budget=1024:hits=0.7 # k-means of millions of keys takes its time
 export PYTHONUNBUFFERED=1
 python3 -m pip install --quiet --no-build-isolation --no-deps . || exit 1
 run() { local seconds=$1; shift; echo "== $*"; timeout "$seconds" "$@" 2>&1 | tail -"${LINES_SHOWN:-25}"; }
-decode() { run "$1" python3 -m kvthaw.bench.decode out="$out/decode.jsonl" commit="$commit" "${@:2}" | cut -c1-1500; }
+decode() { run "$1" python3 -m kvthaw.bench.decode out="$out/decode.jsonl" commit="$commit" "${@:2}" | cut -c1-900; }
 for part in "$@"; do
   begin=$SECONDS
   case $part in
@@ -16,13 +19,16 @@ for part in "$@"; do
     kernels) for bench in kernels_decode kernels_pariskv kernels_pages; do run 150 python3 -m "kvthaw.bench.$bench" --json --out "$out/$bench.jsonl" --commit "$commit"; done ;;
     decode-kernels) run 150 python3 -m kvthaw.bench.kernels_decode --json --out "$out/kernels_decode.jsonl" --commit "$commit" ;;
     tree) run 100 python3 -m kvthaw.bench.kernels_tree --layers 6 --threads 16 --json --out "$out/kernels_tree.jsonl" --commit "$commit" | cut -c1-330 ;;
-    icecache) decode 300 shape=llama-3.1-8b length=36864 method=full,icecache,icecache:query_beam=64,icecache:transfer=bulk,icecache:preset=paper,icecache-reuse host_bytes=120000000000 ;;
-    captured) decode 300 shape=llama-3.1-8b length=36864 method=full,clusterkv,prkv,quest,arkvale budget=1024 only=captured host_bytes=120000000000
-      decode 100 shape=llama-3.1-8b length=36864 method=pariskv retrieved=100 only=captured host_bytes=120000000000 ;;
-    long) decode 200 shape=llama-3.1-8b length=131072 method=full,clusterkv,prkv budget=1024 only=captured host_bytes=120000000000
-      decode 100 shape=llama-3.1-8b length=131072 method=pariskv retrieved=100 only=captured host_bytes=120000000000 ;;
-    compiled) decode 300 shape=llama-3.1-8b length=36864 method=full,clusterkv budget=1024 only=compiled compile=1 host_bytes=120000000000
-      decode 200 shape=llama-3.1-8b length=36864 method=pariskv retrieved=100 only=compiled compile=1 host_bytes=120000000000 ;;
+    baseline) decode 200 $model length=36864 method=hf-dynamic,hf-offloaded,full,icecache,icecache-reuse steps=eager new_tokens=32 ;;
+    icecache) decode 300 $model length=36864 steps=eager method=full,icecache,icecache:query_beam=64,icecache:transfer=bulk,icecache:preset=paper,icecache-reuse ;;
+    goals) decode 400 $model prompt=filled steps=captured,compiled new_tokens=256 length=36864,131072 method=full,$sparse \
+      -- $model prompt=filled steps=captured new_tokens=256 length=36864,131072 method=clusterkv:budget=1024,prkv:budget=1024 \
+      -- $model prompt=filled steps=compiled new_tokens=256 length=524288 share_host=1 method=full,$few ;;
+    goals-icecache) decode 200 $model prompt=filled steps=eager new_tokens=48 length=36864,131072 method=icecache,icecache-reuse ;;
+    million) decode 200 $model prompt=filled steps=captured,compiled new_tokens=256 length=1048576 share_host=1 method=$few ;;
+    breakdown) decode 200 $model prompt=filled steps=captured profile=1 length=131072 method=full,$sparse ;;
+    throughput | length | icecache-memory | icecache-scaling | pariskv-batches | clusterkv-latency | prkv-latency)
+      run 500 python3 -m kvthaw.bench.figures name="$part" plot="$out" out="$out/$part.jsonl" commit="$commit" host_bytes=$host | cut -c1-300 ;;
   esac
   echo "== $part took $((SECONDS - begin)) s"
 done
