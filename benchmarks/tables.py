@@ -1,4 +1,4 @@
-"""Markdown tables of what kvthaw eval printed with --json: tasks, recall, drift.
+"""Markdown tables of what kvthaw eval printed with --json: tasks, recall, drift, shares.
 
 usage: tables.py FILE...            tables of JSON lines
        tables.py --gather COMMIT    the lines of stdin, shortened and marked, for benchmarks/results
@@ -93,7 +93,7 @@ def recall(lines: list[Line]) -> Iterable[str]:
 
 
 def drift(lines: list[Line]) -> Iterable[str]:
-    """A table a number of steps: recall by quarters, ceiling in brackets, and the change."""
+    """Two tables a number of steps: recall by quarters, ceiling in brackets, and the change; and attention mass."""
     for (length, steps), of in grouped(lines, lambda line: (line["length"], line["steps"])).items():
         rows = []
         for line in of:
@@ -103,6 +103,21 @@ def drift(lines: list[Line]) -> Iterable[str]:
             rows.append([asked(line), *cells, change, share(line["mass_of_exact"])])
         yield f"**{steps:,} tokens after {length:,}**, {of[0]['samples']} texts\n\n" + table(
             ["", "first quarter", "second", "third", "last", "change", "mass of exact"], rows
+        )
+        masses = [[asked(line), *(share(part["attention_mass"]) for part in line["quarters"])] for line in of]
+        yield "Attention mass:\n\n" + table(["", "first quarter", "second", "third", "last"], masses)
+
+
+def shares(lines: list[Line]) -> Iterable[str]:
+    """PRKV's automatic share, lengths across."""
+    for (page, window, samples), of in grouped(lines, lambda line: (line["page"], line["window"], line["samples"])).items():
+        lengths, cells = sorted({line["length"] for line in of}), {(line["length"], line["rows"]): line for line in of}
+        rows = [
+            [f"{k:,} rows", *(share(cells[length, k]["share"]) if (length, k) in cells else "" for length in lengths)]
+            for k in sorted({line["rows"] for line in of})
+        ]
+        yield f"**automatic static share**, pages of {page}, window {window}, {samples} prompts\n\n" + table(
+            ["", *(f"{length:,}" for length in lengths)], rows
         )
 
 
@@ -116,7 +131,8 @@ def main(arguments: list[str]) -> None:
         sys.exit(__doc__)
     lines = [json.loads(text) for name in arguments for text in Path(name).read_text().splitlines()]
     by_kind = grouped(lines, kind)
-    parts = [part for of, make in (("task", tasks), ("recall", recall), ("drift", drift)) for part in make(by_kind.get(of, []))]
+    makers = {"task": tasks, "recall": recall, "drift": drift, "shares": shares}
+    parts = [part for of, make in makers.items() for part in make(by_kind.get(of, []))]
     print("\n\n".join(parts))
 
 

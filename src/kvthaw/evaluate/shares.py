@@ -91,9 +91,9 @@ class Cell:
         for name in ("kind", "seed", "length", "rows"):
             del about[name]
         found = [line.share for line in self.lines]
-        layers = {layer: mean(line.layers[layer] for line in self.lines) for layer in self.lines[0].layers}
+        layers = [{"layer": n, "share": mean(line.layers[n] for line in self.lines)} for n in self.lines[0].layers]
         sizes = {"length": self.length, "rows": self.rows, "samples": len(self.lines)}
-        return {**sizes, "share": self.share, "least": min(found), "most": max(found), "layers": layers, **about}
+        return {"eval": "shares", **sizes, "share": self.share, "least": min(found), "most": max(found), "layers": layers, **about}
 
 
 def shares(
