@@ -100,6 +100,9 @@ def test_a_published_benchmark_is_asked_and_reported(model: str, tmp_path: Path)
     table = Said("eval", "gsm8k", *asked)
     assert table.code == 0
     assert "gsm8k: 1 question" in table.out
+    both = ("eval", "gsm8k,passkey", "--data", f"gsm8k={data}", "--model", model, "--samples", "1", "--length", "700")
+    said = Said(*both, "--method", "full", "--probe", "0", "--json")
+    assert [line["task"] for line in said.records] == ["gsm8k", "passkey"]
     missing = Said("eval", "gsm8k", "--model", model)
     assert (missing.code, missing.out) == (1, "")
     assert "gsm8k needs its data: a file, or hub" in missing.err

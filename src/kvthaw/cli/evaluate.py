@@ -184,7 +184,7 @@ def _files(given: list[str], tasks: list[str]) -> dict[str, Path]:
     for one in given:
         name, given_name, path = one.partition("=")
         name = name.replace("-", "_")
-        if given_name and (name in TASKS or name in SUITES):
+        if given_name and name in (*tasks, *TASKS, *SUITES):
             mine = [each for each in named(name) if each in tasks]
             if not mine:
                 raise typer.BadParameter(f"{one!r}: {name} is not among the tasks: {', '.join(tasks)}", param_hint="--data")
