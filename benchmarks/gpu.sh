@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # On a machine with a GPU and no network: build, check, then measure. Results come as JSON lines in the folder given.
-# usage: benchmarks/gpu.sh OUT COMMIT PART...   parts: check, kernels, baseline, goals, throughput, ... see below
-# usage: benchmarks/gpu.sh OUT COMMIT PART...   parts: check, kernels, pages, icecache, captured
+# usage: benchmarks/gpu.sh OUT COMMIT PART...   parts: check, kernels, pages, baseline, goals, throughput, ... see below
 set -uo pipefail
 out=$1 commit=$2
 shift 2
