@@ -93,7 +93,15 @@ class Cell:
         found = [line.share for line in self.lines]
         layers = [{"layer": n, "share": mean(line.layers[n] for line in self.lines)} for n in self.lines[0].layers]
         sizes = {"length": self.length, "rows": self.rows, "samples": len(self.lines)}
-        return {"eval": "shares", **sizes, "share": self.share, "least": min(found), "most": max(found), "layers": layers, **about}
+        return {
+            "eval": "shares",
+            **sizes,
+            "share": self.share,
+            "least": min(found),
+            "most": max(found),
+            "layers": layers,
+            **about,
+        }
 
 
 def shares(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,18 @@ def test_data_that_cannot_be_read_is_named(tmp_path: Path, data: str | None, pro
         (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=problem):
         BENCHMARKS["gsm8k"].load(data and str(tmp_path / data))
+
+
+@pytest.mark.parametrize(
+    ("name", "package"), [("math500", "math_verify"), ("longbench_vcsum", "jieba"), ("longbench_multifieldqa_zh", "jieba")]
+)
+def test_a_package_that_is_missing_is_missed_before_any_answer(
+    name: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=r"pip install"):
+        BENCHMARKS[name].load(str(GOLD / "math500.jsonl"))
+    assert BENCHMARKS["aime24"].load(str(GOLD / "math500.jsonl"))
 
 
 class Letters:

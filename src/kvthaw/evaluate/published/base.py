@@ -82,6 +82,10 @@ class Benchmark(ABC):
         """A second prompt whose answer is scored instead, asked anew after the first answer, for benchmarks that have one."""
         return None
 
+    def check(self) -> None:
+        """Raise ConfigError if the metric needs a package that is not installed: before answers, not after the first."""
+        return
+
     def items(self, records: Iterable[Record]) -> list[Item]:
         """The questions of all records. Raises ConfigError for a record that is not one of the benchmark's."""
         found = []
@@ -105,6 +109,7 @@ class Benchmark(ABC):
         """
         if data is None:
             raise ConfigError(f"{self.name} needs its data: a file, or hub, which downloads {self.hub[0]}")
+        self.check()
         path = Path(data).expanduser()
         if data == "hub" or (
             not path.exists() and data.count("/") == 1 and not data.startswith((".", "/", "~")) and not path.suffix
