@@ -91,6 +91,9 @@ class Index(Protocol):
 
     graph_safe: bool
     """select() has static shapes and never syncs the host."""
+    grows: bool
+    """A long append() serves as well as a build() of the whole: a prompt that comes in chunks is indexed chunk by chunk. Else it is
+    built once, with the last chunk."""
     on_host: bool
     """It works on the CPU and reads keys from the store: build() and append() are called on a worker thread, once the rows are
     there, with keys and values of the right length and no columns; select() gets its query on the CPU."""

@@ -9,9 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvthaw.kernels import merge as op
 from kvthaw.kernels.dense import definition
 from kvthaw.kernels.merge import merge
-from shapes import DTYPES, Shape, close
+from shapes import DTYPES, Shape, close, over_shapes, poisoned
 
 
 @given(cuts=st.lists(st.integers(0, 40), max_size=4), seed=st.integers(0, 1000))
@@ -54,3 +55,21 @@ def test_far_apart() -> None:
 def test_result_is_float32(dtype: torch.dtype) -> None:
     out, lse = merge((torch.randn(2, 8).to(dtype),) * 2, (torch.zeros(2).to(dtype),) * 2)
     assert out.dtype == lse.dtype == torch.float32
+
+
+@over_shapes
+def test_kernel_adds_a_part_in_place(shape: Shape, device: torch.device) -> None:
+    """Parts as flash attention gives them, heads inside tokens; of some queries one side saw nothing, or both."""
+    pytest.importorskip("triton")
+    size = (shape.batch, shape.q_heads, shape.tokens)
+    out, lse = torch.randn(*size, shape.head_dim).to(device), 5 * torch.randn(size).to(device)
+    part = torch.randn(shape.batch, shape.tokens, shape.q_heads, shape.head_dim).to(device, shape.dtype).transpose(1, 2)
+    part_lse = 5 * torch.randn(size).to(device)
+    lse[:, :1, ::3], part_lse[:, -1:, ::2] = -torch.inf, -torch.inf
+    out[lse == -torch.inf] = 0
+    part[part_lse == -torch.inf] = poisoned(1, dtype=shape.dtype).to(device)
+    expected, total = out.clone(), lse.clone()
+    op.definition(expected, total, part, part_lse)
+    op.launch(out, lse, part, part_lse)
+    close(out, expected)
+    close(lse, total)

@@ -88,9 +88,11 @@ class DenseLayer(Lanes):
             return self._step(query, key, value, how, fresh)
         before = self.seen if fresh else self.seen - steps
         if self._data is None:
-            self._begin(key, self.lanes, how.scale)
+            self._begin(key, self.lanes, how.scale, self.coming)
         assert self._data is not None
         if fresh:
+            if self.coming > steps:
+                self._reserve(self.longest + self.coming)
             self.seen += steps
             self._reserve(self.longest)
         if not any(self.left_pad):
@@ -220,11 +222,12 @@ class DenseLayer(Lanes):
         self._data[lanes, :, at:end, 0] = key
         self._data[lanes, :, at:end, 1] = value
 
-    def _begin(self, key: Tensor, lanes: int, scale: float) -> None:
-        """A buffer for the keys [., H, T, D] of a first prompt."""
+    def _begin(self, key: Tensor, lanes: int, scale: float, tokens: int = 0) -> None:
+        """A buffer for the keys [., H, T, D] of a first prompt, or of its beginning if it has more tokens."""
         _, heads, steps, dim = key.shape
         self.scale = scale
-        room = max(self.room, steps + max(256, steps // 16))
+        tokens = max(tokens, steps)
+        room = max(self.room, tokens + max(256, tokens // 16))
         self._data = torch.zeros((lanes, heads, room, 2, dim), dtype=key.dtype, device=key.device)
         self._tickets = torch.zeros(lanes * heads, dtype=torch.int32, device=key.device)
 

@@ -6,7 +6,9 @@ How tokens come in (a dense pass; one at a time), how a full ring's oldest leave
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from functools import partial
+from itertools import chain
 from typing import Any, Self
 
 import torch
@@ -91,6 +93,20 @@ class FrozenKV(Lanes):
         ring = self.slab.read(lane, stored, stop)
         return torch.cat((self.store.read(lane, start, stored).to(ring.device), ring), dim=1)
 
+    def past(self, lane: int, stop: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Keys and values [1, H, n, D] of positions 0 .. stop on the device, in blocks: from the host as far as they are there, the
+        rest from the ring. What a method has evicted is left out. Each is good until the next is asked for."""
+        assert self.plan is not None
+        sink = min(self.plan.regions.sink, stop)
+        if self.settings.method.evicts:
+            stored, held = 0, [(0, sink), (max(sink, min(self.indexed(lane), stop)), stop)]
+        else:
+            stored = min(self.store.length(lane), stop)
+            held = [(stored, stop)]
+        blocks = self.pipeline.past.blocks(self.store, lane, stored, self.slab.data.device, self._copied)
+        pieces = (self.slab.read(lane, *span) for span in held if span[0] < span[1])
+        return ((rows[None, :, :, 0], rows[None, :, :, 1]) for rows in chain(blocks, pieces))
+
     def device_bytes(self) -> int:
         """Bytes of KV on the device: sink, ring and pool."""
         return self.slab.data.nbytes if self.plan else 0
@@ -104,7 +120,7 @@ class FrozenKV(Lanes):
     def begin(self, query: Tensor, key: Tensor, left_pad: list[int], scale: float) -> None:
         """Take the sizes from a first prompt: query [., Hq, T, D], key [., H, T, D]. left_pad: of all lanes."""
         _, heads, steps, dim = key.shape
-        batch, lengths = len(left_pad), {steps - pad for pad in left_pad}
+        batch, lengths = len(left_pad), {max(steps, self.coming) - pad for pad in left_pad}
         if isinstance(self.settings.budget, float) and len(lengths) > 1:
             raise CacheError(
                 f"budget is {self.settings.budget}, a fraction of the prompt, but the rows' prompts differ in length"
@@ -150,6 +166,8 @@ class FrozenKV(Lanes):
             if pad < steps:
                 self._take_lane(lane, query[lane, :, pad - steps :], key[lane, :, pad:], value[lane, :, pad:], before + pad)
         self.seen += steps
+        if self.prompt and not self.coming:
+            self._index_stale()
 
     def take_row(self, lane: int, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Tokens of a dense pass of one lane become part of it, [1, ., T, D] each; the lane's length is set by the caller."""
@@ -190,7 +208,8 @@ class FrozenKV(Lanes):
             self._store_ring(lane, past)
             self._copied = self.pipeline.offload(self.store, lane, k, v) or self._copied
         if self.group is not None and self.chooses and new > old:
-            self._index(lane, old, new, k, v, past, query[:, -WATCHED:])
+            more = max(0, self.prompt - before - k.shape[1])
+            self._index(lane, old, new, k, v, past, query[:, -WATCHED:], more)
         sink = max(0, min(regions.sink, length) - past)
         if sink:
             self.slab.write(lane, past, torch.stack((k[:, :sink], v[:, :sink]), dim=2))
@@ -199,15 +218,17 @@ class FrozenKV(Lanes):
             self.slab.write(lane, ring, torch.stack((k[:, ring - past :], v[:, ring - past :]), dim=2))
         self._start[lane] = new
 
-    def _index(self, lane: int, old: int, new: int, k: Tensor, v: Tensor, past: int, queries: Tensor) -> None:
+    def _index(self, lane: int, old: int, new: int, k: Tensor, v: Tensor, past: int, queries: Tensor, more: int) -> None:
         """Give the index positions [old, new): some may stand in the ring, the rest are k, v [H, n, D] from position `past` on.
+        more: tokens of the same prompt that are still to come.
 
-        An index made of one piece is better than one that was appended to, so a lane that a dense pass makes much longer (a prompt
-        in chunks) is indexed anew, once, before the next step that asks."""
+        Where an index of one piece is better than one that was appended to, a lane that a prompt in chunks makes much longer is
+        indexed anew, once: with the last chunk if the prompt was announced, else before the next step that asks."""
         group = self.group
         assert group is not None and self.plan is not None
         index, sink = group.index, self.plan.regions.sink
-        if old > sink and (lane in self._stale or 4 * (new - old) > old - sink):
+        much = (old > sink or more > 0) and 4 * (new - old + more) > old - sink
+        if not index.grows and (lane in self._stale or much):
             self._stale.add(lane)
             return
         if index.on_host:
@@ -230,15 +251,31 @@ class FrozenKV(Lanes):
         shape = self.group.shape
         return self.watched.get(lane, self.slab.data.new_empty((shape.q_heads, 0, shape.head_dim)))
 
+    def _index_stale(self) -> None:
+        for lane in sorted(self._stale):
+            self._index_anew(lane)
+        self._stale.clear()
+
     def _index_anew(self, lane: int) -> None:
         assert self.plan is not None and self.group is not None
         index, sink, end = self.group.index, self.plan.regions.sink, self.indexed(lane)
         if index.on_host:
             keys = values = self.slab.data.new_empty((self.slab.data.shape[1], end - sink, 0))
         else:
-            rows = self.read(lane, sink, end).to(self.slab.data.device)
+            rows = self._on_device(lane, sink, end)
             keys, values = rows[:, :, 0], rows[:, :, 1]
         self.group.submit(self._copied, partial(index.build, lane, sink, keys, values, self._queries(lane)))
+
+    def _on_device(self, lane: int, start: int, stop: int) -> Tensor:
+        """Rows [H, stop - start, 2, D] of a lane that are in the store, on the device; the host waits for none of them."""
+        data = self.slab.data
+        if not data.is_cuda:
+            return self.store.read(lane, start, stop)
+        if self._copied is not None:
+            torch.cuda.current_stream(data.device).wait_event(self._copied)
+        rows = data.new_empty((data.shape[1], stop - start, *data.shape[3:]))
+        self.store.copy_to(rows, lane, start)
+        return rows
 
     # Tokens that leave the ring
 
@@ -250,9 +287,8 @@ class FrozenKV(Lanes):
     def before_step(self) -> None:
         """That work, done once however often it is asked for. Afterwards a step of one token is work of the device alone, where the
         index is graph-safe."""
-        for lane in sorted(self._stale):
-            self._index_anew(lane)
-        self._stale.clear()
+        self._index_stale()
+        self.pipeline.past.release()
         leaving = self._leaving()
         if leaving:
             self._leave(leaving)

@@ -152,6 +152,23 @@ class HostStore:
             return torch.empty((self.kv_heads, 0, 2, self.head_dim), dtype=self.dtype)
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
+    def copy_to(self, block: Tensor, lane: int, start: int) -> None:
+        """Copy the rows from `start` on into block [H, n, 2, D] of any device, extent by extent. From pinned memory to a GPU
+        that is only enqueued on the current stream."""
+        done, n = 0, block.shape[1]
+        if start + n > self._length[lane]:
+            raise IndexError(f"rows {start}..{start + n} of lane {lane}, which holds {self._length[lane]}")
+        while done < n:
+            number, offset = divmod(start + done, self.extent)
+            take = min(n - done, self.extent - offset)
+            rows, target = self._extents[lane][number].data, block[:, done : done + take]
+            if take == self.extent:
+                target.copy_(rows, non_blocking=True)
+            else:  # a part of an extent is one contiguous piece a head
+                for h in range(self.kv_heads):
+                    target[h].copy_(rows[h, offset : offset + take], non_blocking=True)
+            done += take
+
     def truncate(self, lane: int, length: int) -> None:
         """Forget rows >= length; extents no longer needed are let go."""
         if length > self._length[lane]:

@@ -16,6 +16,8 @@ class Lanes:
         self.seen = 0
         self.left_pad: list[int] = []
         self.idle: frozenset[int] = frozenset()
+        self.prompt = 0
+        """Tokens there will be when the prompt that is under way has come; 0: none is, or it was not announced."""
 
     @property
     def lanes(self) -> int:
@@ -34,6 +36,15 @@ class Lanes:
     def length(self, lane: int) -> int:
         """Tokens of a lane, padding not counted."""
         return self.seen - self.left_pad[lane]
+
+    def expect(self, tokens: int) -> None:
+        """The next tokens, so many with their padding, are one prompt however they come; 0: it has ended."""
+        self.prompt = self.seen + tokens if tokens else 0
+
+    @property
+    def coming(self) -> int:
+        """Tokens of the announced prompt that have not come yet."""
+        return max(0, self.prompt - self.seen)
 
     def count_token(self) -> None:
         """Every lane with a row has one token more."""

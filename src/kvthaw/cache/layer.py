@@ -23,13 +23,10 @@ from kvthaw.cache.pipeline import Pipeline
 from kvthaw.cache.plan import Settings
 from kvthaw.cache.transfer import BulkCopy, UvaGather
 from kvthaw.errors import ConfigError
-from kvthaw.kernels.dense import attend, causal_attention, with_sinks
+from kvthaw.kernels.dense import causal_attention, continued
 from kvthaw.kernels.flash_decode import Newest
-from kvthaw.kernels.merge import merge
 from kvthaw.kernels.sparse_decode import sparse_decode
 from kvthaw.types import Rebuilds, Transfer
-
-_PAST_BLOCK = 8192  # tokens of past KV brought back at once for a dense continuation
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +65,13 @@ class FrozenLayer(FrozenKV):
                 self._transfer.make_room(self.store, self.room, key.device)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, left_pad: list[int], how: Attention, fresh: bool) -> Tensor:
-        """Attend to everything up to each query. query [B, Hq, T, D]; key, value [B, H, T, D], the same tokens'.
+        """Attend to everything up to each query. query [B, Hq, T, D]; key, value [B, H, n, D], the last T of them the same tokens'.
 
         fresh: the tokens are new and become part of the cache; else a layer that shares this layer's KV asks again, perhaps with
         the last queries only. left_pad: of each lane, as far as it is known. Returns [B, Hq, T, D]; queries that are padding get 0.
         """
         steps = query.shape[2]
+        key, value = key[:, :, -steps:], value[:, :, -steps:]
         if self.plan is None:
             self.begin(query, key, left_pad, how.scale)
         before = self.seen if fresh else self.seen - steps
@@ -81,7 +79,7 @@ class FrozenLayer(FrozenKV):
         if not fresh:
             self._asked_again = True
             self.fall_back()
-        few = steps <= min(self.settings.sparse_queries, self.plan.regions.window)
+        few = steps <= min(self.settings.sparse_queries, self.plan.regions.window) and not self.prompt
         if before < max(1, *left_pad) or not few:
             if fresh:
                 self.left_pad = left_pad
@@ -131,20 +129,8 @@ class FrozenLayer(FrozenKV):
         """The same of one lane that has `past` tokens, [1, ., T, D]."""
         if past == 0:
             return causal_attention(query, key, value, scale=how.scale, softcap=how.softcap, sinks=how.sinks)
-        parts = [attend(query, key, value, scale=how.scale, causal=True, softcap=how.softcap)]
-        for start, stop in self._past_blocks(lane, past):
-            rows = self.read(lane, start, stop).to(query.device)[None]
-            parts.append(attend(query, rows[:, :, :, 0], rows[:, :, :, 1], scale=how.scale, causal=False, softcap=how.softcap))
-        merged, lse = merge([p[0] for p in parts], [p[1] for p in parts])
-        return with_sinks(merged, lse, how.sinks).to(query.dtype)
-
-    def _past_blocks(self, lane: int, past: int) -> list[tuple[int, int]]:
-        assert self.plan is not None
-        spans = [(0, past)]
-        if self.settings.method.evicts:  # what has left the window is gone
-            sink = min(self.plan.regions.sink, past)
-            spans = [(0, sink), (max(sink, min(self.indexed(lane), past)), past)]
-        return [(at, min(at + _PAST_BLOCK, stop)) for start, stop in spans for at in range(start, stop, _PAST_BLOCK)]
+        past_kv = self.past(lane, past)
+        return continued(query, key, value, past_kv, scale=how.scale, softcap=how.softcap, sinks=how.sinks)
 
     def _sparse(self, query: Tensor, newest: Newest, seen: int, t: int, how: Attention) -> Tensor:
         """One decode step: select, fetch, attend. query [B, Hq, D]; newest: key and value [B, H, D] of its token, which enter the

@@ -14,14 +14,16 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.host import HostStore
+from kvthaw.cache.past import Past
 
 
 class Pipeline:
-    """One copy stream and one indexing thread, shared by the layers of a cache."""
+    """One copy stream and one indexing thread, shared by the layers of a cache; past: the way back."""
 
     _IN_FLIGHT = 2  # layers whose keys and values may still be on their way out
 
     def __init__(self) -> None:
+        self.past = Past()
         self._thread: ThreadPoolExecutor | None = None
         self._stream: torch.cuda.Stream | None = None
         self._copies: deque[torch.cuda.Event] = deque()

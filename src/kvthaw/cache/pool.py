@@ -41,20 +41,19 @@ class Slab:
         """[B, H, N, D], a view."""
         return self.data[:, :, :, 1]
 
-    def place(self, position: int) -> int:
-        """Where the token at a position stands while it is in the sink or in the ring."""
-        sink = self.regions.sink
-        return position if position < sink else sink + (position - sink) % self.regions.ring
+    def places(self, start: int, stop: int) -> Tensor:
+        """Where the tokens of positions start .. stop stand while they are in the sink or in the ring, int64; made on the device,
+        for which the host need not wait. None where start is not before stop."""
+        sink, position = self.regions.sink, torch.arange(start, max(start, stop), device=self.data.device)
+        return torch.where(position < sink, position, sink + (position - sink) % self.regions.ring)
 
     def write(self, lane: int, start: int, rows: Tensor) -> None:
         """Put rows [H, n, 2, D], positions start .. start + n, in their places; n no more than fits in sink and ring."""
-        places = torch.tensor([self.place(start + i) for i in range(rows.shape[1])], device=self.data.device)
-        self.data[lane].index_copy_(1, places, rows.to(self.data.device))
+        self.data[lane].index_copy_(1, self.places(start, start + rows.shape[1]), rows.to(self.data.device))
 
     def read(self, lane: int, start: int, stop: int) -> Tensor:
         """Rows [H, stop - start, 2, D] of positions that stand in the sink or in the ring."""
-        places = torch.tensor([self.place(p) for p in range(start, stop)], dtype=torch.int64, device=self.data.device)
-        return self.data[lane].index_select(1, places)
+        return self.data[lane].index_select(1, self.places(start, stop))
 
     def reorder(self, lanes: Tensor) -> None:
         """Lane i becomes what lane lanes[i] was; lanes [B'] int64."""

@@ -20,6 +20,8 @@ class BoundIndex(UnitIndex):
     not full yet has a volume around the keys it has.
     """
 
+    grows = True
+
     def __init__(self, shape: LayerShape, *, page: int, spread: Spread, policy: Policy = "max") -> None:
         if page < 1:
             raise ConfigError(f"page is {page}; it must be at least 1")

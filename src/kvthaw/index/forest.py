@@ -28,6 +28,7 @@ class TreeIndex:
     """
 
     graph_safe = False
+    grows = False
     on_host = True
 
     def __init__(

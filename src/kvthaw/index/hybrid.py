@@ -89,6 +89,8 @@ class HybridIndex(BoundIndex):
     from the keys in the store.
     """
 
+    grows = False
+
     mapped = shuffled = True
 
     def __init__(

@@ -48,6 +48,7 @@ class KeptIndex:
     """
 
     graph_safe = True
+    grows = False
     on_host = False
     evicts = True
     """What it does not keep is not read again."""

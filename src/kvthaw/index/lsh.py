@@ -33,6 +33,8 @@ class HashIndex(TokenIndex):
     the seed, the layer and the KV head.
     """
 
+    grows = False
+
     def __init__(self, shape: LayerShape, *, bits: int = 10, tables: int = 150) -> None:
         if not 1 <= bits <= 15:
             raise ConfigError(f"bits is {bits}; it must be between 1 and 15")

@@ -21,6 +21,8 @@ class ProductIndex(TokenIndex):
     themselves.
     """
 
+    grows = False
+
     def __init__(
         self, shape: LayerShape, *, parts: int = 2, centroids: int = 64, iterations: int = 20, policy: Policy = "max"
     ) -> None:

@@ -75,7 +75,7 @@ class PrunedIndex:
             raise ConfigError(
                 f"base is a method that makes keys of its own, {type(self.inner).__name__}; its rows cannot be pruned"
             )
-        self.graph_safe, self.on_host = self.inner.graph_safe, self.inner.on_host
+        self.graph_safe, self.grows, self.on_host = self.inner.graph_safe, self.inner.grows, self.inner.on_host
         here = replace(shape, device=torch.device("cpu")) if self.on_host else shape
         self.keys = QuantisedKeys(here, stored=self.on_host)
 

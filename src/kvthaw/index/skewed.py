@@ -27,6 +27,7 @@ class SkewedIndex(TokenIndex):
     """
 
     graph_safe = False
+    grows = False
 
     def __init__(self, shape: LayerShape, *, ratio: float = 0.3, alpha: float = 5.0, most: float = 0.2) -> None:
         for name, value in (("ratio", ratio), ("most", most)):

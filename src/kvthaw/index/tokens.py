@@ -27,6 +27,7 @@ class TokenIndex:
     """
 
     graph_safe = True
+    grows = True
     on_host = False
 
     def __init__(self, shape: LayerShape, *, columns: Columns, learned: Columns | None = None, policy: Policy = "max") -> None:

@@ -39,6 +39,7 @@ class UnitIndex:
     """
 
     graph_safe = True
+    grows = False
     on_host = False
     mapped = False
     """Units hold tokens of any place in the text: there is an order."""

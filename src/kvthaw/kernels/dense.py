@@ -5,12 +5,17 @@ The plain definition is `definition`; `attend` gives the same result through the
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvthaw.kernels.merge import merge
+from kvthaw.kernels.merge import merge_into
 
+BLOCK = 16384
+"""Earlier keys attended to at once by new tokens: of one size, so that few shapes are ever prepared, and no more memory is taken
+for a longer past."""
 _SCORES = 1 << 24  # float32 scores held at once by the plain path
 
 
@@ -73,12 +78,35 @@ def causal_attention(
             folded = query.reshape(query.shape[0], keys.shape[1], -1, query.shape[3])
             return F.scaled_dot_product_attention(folded, keys, values, scale=scale).reshape(query.shape)
         return F.scaled_dot_product_attention(query, keys, values, scale=scale, is_causal=True, enable_gqa=True)
-    if steps < n and softcap is None:
-        past = attend(query, keys[:, :, :-steps], values[:, :, :-steps], scale=scale, causal=False)
-        new = attend(query, keys[:, :, -steps:], values[:, :, -steps:], scale=scale, causal=True)
-        out, lse = merge((past[0], new[0]), (past[1], new[1]))
-    else:
-        out, lse = attend(query, keys, values, scale=scale, causal=True, softcap=softcap)
+    if steps < n:
+        past = (
+            (keys[:, :, at : min(at + BLOCK, n - steps)], values[:, :, at : min(at + BLOCK, n - steps)])
+            for at in range(0, n - steps, BLOCK)
+        )
+        new = keys[:, :, n - steps :], values[:, :, n - steps :]
+        return continued(query, *new, past, scale=scale, softcap=softcap, sinks=sinks)
+    out, lse = attend(query, keys, values, scale=scale, causal=True, softcap=softcap)
+    return with_sinks(out, lse, sinks).to(query.dtype)
+
+
+def continued(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    past: Iterable[tuple[Tensor, Tensor]],
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention of T new tokens, [B, Hq, T, D], causal among themselves, whose keys and values [B, H, T, D] are given, and to all
+    of the past: keys and values [B, H, n, D] that come in parts, each used before the next is asked for. The first part is asked
+    for after the new tokens have been attended to. Device memory does not depend on how many there are."""
+    query = query.contiguous()  # once, and not for every part
+    first, lse = attend(query, keys, values, scale=scale, causal=True, softcap=softcap)
+    out, lse = first.float().contiguous(), lse.contiguous()
+    for part in past:
+        merge_into(out, lse, *attend(query, *part, scale=scale, causal=False, softcap=softcap))
     return with_sinks(out, lse, sinks).to(query.dtype)
 
 
@@ -91,6 +119,7 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 def _flash(query: Tensor) -> bool:
+    """Whether torch has an attention that gives its log-sum-exp too for such queries."""
     if query.device.type == "cpu":
         return query.dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
     dims = query.shape[-1]
@@ -101,6 +130,16 @@ def _flash_attend(query: Tensor, keys: Tensor, values: Tensor, *, scale: float, 
     aten = torch.ops.aten
     if query.device.type == "cpu":
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(query, keys, values, 0.0, causal, scale=scale)
+    elif _cudnn(query, keys, values, causal):
+        out, lse = aten._scaled_dot_product_cudnn_attention(query, keys, values, None, True, 0.0, causal, scale=scale)[:2]
     else:
         out, lse = aten._scaled_dot_product_flash_attention(query, keys, values, 0.0, causal, scale=scale)[:2]
-    return out, lse.float()
+    return out, lse.reshape(out.shape[:3]).float()
+
+
+def _cudnn(query: Tensor, keys: Tensor, values: Tensor, causal: bool) -> bool:
+    """Whether cuDNN attends, as scaled_dot_product_attention itself prefers from Hopper on, where it is the faster by half."""
+    if torch.cuda.get_device_capability(query.device)[0] < 9:
+        return False
+    cuda = torch.backends.cuda
+    return cuda.can_use_cudnn_attention(cuda.SDPAParams(query, keys, values, None, 0.0, causal, False))

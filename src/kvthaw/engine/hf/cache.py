@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
 
 from kvthaw.cache.clock import Clock
 from kvthaw.cache.dense import DenseLayer
@@ -159,6 +167,26 @@ class Cache(DynamicCache):
     def reordered(self) -> bool:
         """Whether lanes changed places between steps, as beams do."""
         return self._shared.reordered
+
+    @property
+    def foreign(self) -> list[str]:
+        """Types of layers that are neither kvthaw's nor plain attention, whose state a later chunk may not take up. Layers that
+        share another's KV hold none."""
+        plain = (CacheLayer, DynamicLayer, DynamicSlidingWindowLayer)
+        held = [layer for layer in self.layers if isinstance(layer, CacheLayerMixin | LinearAttentionCacheLayerMixin)]
+        return [type(layer).__name__ for layer in held if type(layer) not in plain]
+
+    @contextmanager
+    def prompt(self, tokens: int) -> Iterator[None]:
+        """Within it the next `tokens` tokens of each row (padding included) are one prompt, in chunks of any size: what does not
+        fit is refused with the first, all are attended to densely, and what is better indexed whole is, with the last."""
+        for kv in self.kv_layers:
+            kv.expect(tokens)
+        try:
+            yield
+        finally:
+            for kv in self.kv_layers:
+                kv.expect(0)
 
     def wait(self) -> None:
         """Until every token is offloaded and indexed; raises what went wrong on the way."""

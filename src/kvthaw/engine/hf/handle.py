@@ -14,7 +14,8 @@ from kvthaw.engine.hf.attention import give_back_attention
 from kvthaw.engine.hf.cache import Cache, Stats
 from kvthaw.engine.hf.hooks import foresee_no_longer
 from kvthaw.engine.hf.layer import CacheLayer
-from kvthaw.errors import CacheError
+from kvthaw.engine.prefill import CHUNK, in_chunks
+from kvthaw.errors import CacheError, ConfigError
 from kvthaw.types import Method
 
 if TYPE_CHECKING:
@@ -32,15 +33,14 @@ def is_attached(model: PreTrainedModel) -> bool:
 class Handle:
     """An attached model. Every generate() or forward() that would make a plain cache gets a kvthaw cache instead."""
 
-    def __init__(self, model: PreTrainedModel, make: Callable[[], Cache], capture: bool, compiled: bool) -> None:
+    def __init__(self, model: PreTrainedModel, make: Callable[[], Cache], capture: bool, compiled: bool, chunk: int) -> None:
         self._model: PreTrainedModel | None = model
         self._make = make
         self._cache: Cache | None = None
         _ATTACHED.add(model)
         self._hook = model.register_forward_pre_hook(self._supply, with_kwargs=True)
-        self._capture = capture
-        if capture:
-            model.forward = replaying(model.forward, self._behind, compiled=compiled)
+        step = replaying(model.forward, self._behind, compiled=compiled) if capture else None
+        model.forward = in_chunks(model.forward, self._behind, chunk, short=step)
 
     @property
     def cache(self) -> Cache:
@@ -58,8 +58,7 @@ class Handle:
         """Give the model its own attention and caches back."""
         model = self._open()
         self._hook.remove()
-        if self._capture:
-            del model.forward
+        del model.forward
         foresee_no_longer(model)
         give_back_attention(model)
         _ATTACHED.discard(model)
@@ -121,20 +120,25 @@ def attach(
     sparse_queries: int = 16,
     extent: int = 1024,
     host_bytes: int | None = None,
+    prefill_chunk: int = CHUNK,
     capture: bool = True,
     compile: bool = False,
     **options: Any,
 ) -> Handle:
     """Let a model attend to a frozen context: from now on plain generate() and pipeline() thaw only what each step needs.
 
-    Arguments as for `Cache`. capture: on a GPU, with a method that decides there, replay decoding steps as one captured CUDA graph;
-    other steps, and everything on a CPU, run eagerly. compile: the captured step is compiled by torch.compile first (a minute or
-    more, once). Returns a handle, also a context manager; handle.detach() undoes everything.
+    Arguments as for `Cache`. prefill_chunk: the most tokens of a prompt that go through the model at once; those before are
+    streamed back from the host, so the device's memory does not depend on the prompt's length (but for dense_layers, and what an
+    index keeps there). capture: on a GPU, with a method that decides there, replay decoding steps as one captured CUDA graph; other
+    steps, and everything on a CPU, run eagerly. compile: the captured step is compiled by torch.compile first (a minute or more,
+    once). Returns a handle, also a context manager; handle.detach() undoes everything.
 
     Example: ``with kvthaw.attach(model, "icecache", budget=256): model.generate(**inputs)``
     """
     if is_attached(model):
         raise CacheError("the model is attached already; detach its handle first")
+    if prefill_chunk < 1:
+        raise ConfigError(f"prefill_chunk is {prefill_chunk}; it must be at least 1")
     before = model.config._attn_implementation
 
     def make() -> Cache:
@@ -157,4 +161,4 @@ def attach(
         if model.config._attn_implementation != before:
             model.set_attn_implementation(before)
         raise
-    return Handle(model, make, capture, compile)
+    return Handle(model, make, capture, compile, prefill_chunk)

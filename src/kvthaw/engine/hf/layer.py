@@ -175,7 +175,7 @@ class CacheLayer(CacheLayerMixin):
 
     def _check_room(self, key: Tensor) -> None:
         """Refuse a prompt that is too long, before the first layer takes it in."""
-        shared, held, new = self.shared, self.kv.seen, key.shape[2]
+        shared, held, new = self.shared, self.kv.seen, max(key.shape[2], self.kv.coming)
         if self is not shared.first():
             return
         if shared.positions is not None and held + new > shared.positions:

@@ -1,0 +1,100 @@
+"""Earlier KV on its way back from the host, for a prompt that comes in chunks.
+
+A chunk of c tokens attends to n earlier ones with 4 Hq D c n operations, for which 4 H D n bytes (bf16) cross the bus. At 660
+TFLOP/s and 55 GB/s the bus is hidden from c = 12,000 H / Hq on: 3,000 tokens where four query heads share a KV head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kvthaw.cache.host import HostStore
+from kvthaw.kernels.dense import BLOCK
+
+
+class Past:
+    """Two blocks on the device, filled by turns on a stream of their own while the other one is attended to.
+
+    Shared by the layers of a cache, so that the first blocks of a layer come while the one before still computes.
+    """
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._read: list[torch.cuda.Event | None] = [None, None]  # ends the last reading of each
+        self._turn = 0
+
+    def blocks(
+        self, store: HostStore, lane: int, stop: int, device: torch.device, after: torch.cuda.Event | None = None
+    ) -> Iterator[Tensor]:
+        """Rows 0 .. stop of a lane in order, [H, n, 2, D] each, on the device; n is BLOCK, in whole extents, but for the last.
+
+        after: ends the copy of the last of them to the host. A block is good until the next is asked for, and one at a time may be
+        on its way. The first copy begins at once.
+        """
+        step = max(1, BLOCK // store.extent) * store.extent
+        spans = [(at, min(at + step, stop)) for at in range(0, stop, step)]
+        if device.type != "cuda":
+            return (store.read(lane, *span) for span in spans)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        if after is not None:
+            self._stream.wait_event(after)
+        return self._streamed(store, lane, spans, device, [self._bring(store, lane, *span, device) for span in spans[:1]])
+
+    def _streamed(
+        self,
+        store: HostStore,
+        lane: int,
+        spans: list[tuple[int, int]],
+        device: torch.device,
+        coming: list[tuple[int, Tensor, torch.cuda.Event]],
+    ) -> Iterator[Tensor]:
+        for following in [*spans[1:], None]:
+            turn, block, brought = coming.pop()
+            if following is not None:
+                coming.append(self._bring(store, lane, *following, device))
+            current = torch.cuda.current_stream(device)
+            current.wait_event(brought)
+            try:
+                yield block
+            finally:
+                read = self._read[turn] = torch.cuda.Event()
+                read.record(current)
+
+    def _bring(
+        self, store: HostStore, lane: int, start: int, stop: int, device: torch.device
+    ) -> tuple[int, Tensor, torch.cuda.Event]:
+        """Enqueue the copy of rows start .. stop into the buffer whose turn it is, behind its last reading."""
+        assert self._stream is not None
+        turn, self._turn = self._turn, 1 - self._turn
+        block = self._buffer(turn, store, stop - start, device)
+        read = self._read[turn]
+        if read is not None:
+            self._stream.wait_event(read)
+        with torch.cuda.stream(self._stream):
+            store.copy_to(block, lane, start)
+            brought = torch.cuda.Event()
+            brought.record(self._stream)
+        return turn, block, brought
+
+    def _buffer(self, turn: int, store: HostStore, rows: int, device: torch.device) -> Tensor:
+        need = store.kv_heads * rows * store.row_bytes
+        if self._buffers[turn].numel() < need or self._buffers[turn].device != device:
+            assert self._stream is not None
+            self._buffers[turn] = torch.empty(need, dtype=torch.uint8, device=device)
+            self._buffers[turn].record_stream(self._stream)
+            self._stream.wait_stream(torch.cuda.current_stream(device))  # who had this memory before may still use it
+        shape = (store.kv_heads, rows, 2, store.head_dim)
+        return self._buffers[turn][:need].view(store.dtype).view(shape)
+
+    def release(self) -> None:
+        """Let the blocks go; they come again when they are needed."""
+        self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._read = [None, None]
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Past:
+        return Past()

@@ -1,0 +1,98 @@
+"""A prompt that is too long to go through a model at once goes through in chunks.
+
+Each chunk attends to itself and to the KV before it, streamed back from the host (`kvthaw.cache.past`), so the device holds a
+chunk's activations and two blocks of KV whatever the length of the prompt, and gets what one pass would get.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from kvthaw.engine.hf import Cache
+
+CHUNK = 16384
+"""Tokens of a prompt that go through a model at once. An 8B model's attention hides the bus from 3,000 on, and its matrix products
+are at their best; its activations are 2 GB."""
+
+_log = logging.getLogger(__name__)
+_WITH_TOKENS = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1, "cache_position": 0}
+"""Arguments of forward that have a column a new token, and in which dimension."""
+_AS_THEY_ARE = {"past_key_values", "use_cache", "return_dict"}
+
+
+def spans(tokens: int, chunk: int) -> list[tuple[int, int]]:
+    """A prompt's chunks: all of one size but the last, so that few shapes are ever prepared."""
+    return [(at, min(at + chunk, tokens)) for at in range(0, tokens, chunk)]
+
+
+def in_chunks(
+    forward: Callable[..., Any],
+    cache_of: Callable[[Any], Cache | None],
+    chunk: int,
+    *,
+    short: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:
+    """A model's forward that takes more than `chunk` new tokens chunk by chunk, and returns the logits that were asked for.
+
+    cache_of: the kvthaw cache behind a past_key_values, or None. short: takes what is no longer than a chunk; by default the
+    model's forward. What cannot be taken in chunks goes to the model whole, and the log says why: a method that evicts, layers
+    whose state transformers does not continue from (linear attention), or arguments other than tokens, positions, a 2-D mask and a
+    number of logits to keep.
+    """
+    names = list(inspect.signature(forward).parameters)
+
+    @functools.wraps(forward)
+    def take(*args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        cache = cache_of(given.get("past_key_values"))
+        columns = {name: dim for name, dim in _WITH_TOKENS.items() if given.get(name) is not None}
+        tokens = max((given[name].shape[1] for name in ("input_ids", "inputs_embeds") if name in columns), default=0)
+        if cache is None or tokens <= chunk:
+            return (short or forward)(*args, **kwargs)
+        reason = _whole(given, cache, names)
+        if reason is not None:
+            _log.warning("a prompt of %d tokens goes through the model in one pass: %s", tokens, reason)
+            return forward(*args, **kwargs)
+        before, mask, keep = cache.kv_layers[0].seen, given.get("attention_mask"), given.get("logits_to_keep") or tokens
+        logits: list[Tensor] = []
+        with cache.prompt(tokens):
+            for start, stop in spans(tokens, chunk):
+                part = {name: given[name].narrow(dim, start, stop - start) for name, dim in columns.items()}
+                if mask is not None:
+                    part["attention_mask"] = mask[:, : before + stop]
+                wanted = stop - max(start, tokens - keep)
+                out = forward(**{**given, **part, "logits_to_keep": max(1, wanted)})
+                if wanted > 0:
+                    logits.append(out.logits)
+        out.logits = torch.cat(logits, dim=1) if len(logits) > 1 else logits[0]
+        return out
+
+    return take
+
+
+def _whole(given: dict[str, Any], cache: Cache, names: list[str]) -> str | None:
+    """Why a prompt cannot be taken in chunks; None where it can."""
+    if "logits_to_keep" not in names or not isinstance(given.get("logits_to_keep") or 0, int):
+        return "the model does not take a number of logits_to_keep"
+    if cache.settings.method.evicts:
+        return f"{cache.settings.method.name} drops tokens that later chunks attend to"
+    if cache.foreign:
+        return f"a {cache.foreign[0]} may not continue where a chunk ended"
+    known = {*_WITH_TOKENS, *_AS_THEY_ARE, "attention_mask", "logits_to_keep"}
+    asked = [name for name, value in given.items() if name not in known and value is not None and value is not False]
+    if asked:
+        return f"{asked[0]} is given"
+    mask = given.get("attention_mask")
+    if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
+        return "attention_mask is not one of the padding"
+    if given.get("return_dict") is False:
+        return "a tuple is to be returned"
+    return None

@@ -1,0 +1,59 @@
+"""Earlier rows come back in blocks, in order and whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvthaw.cache import past
+from kvthaw.cache.host import HostStore
+from kvthaw.cache.past import Past
+
+HEADS, DIM = 2, 4
+
+
+def filled(length: int, extent: int, *, pinned: bool = False) -> tuple[HostStore, torch.Tensor]:
+    store = HostStore(1, HEADS, DIM, torch.float32, extent=extent, pinned=pinned)
+    rows = torch.randn(HEADS, length, 2, DIM)
+    store.append(0, rows)
+    return store, rows
+
+
+@pytest.mark.parametrize("extent", [1, 8, 12, 100])
+@pytest.mark.parametrize("stop", [0, 1, 31, 32, 33, 70])
+def test_blocks(monkeypatch: pytest.MonkeyPatch, device: torch.device, extent: int, stop: int) -> None:
+    """Every block begins where an extent does, so that whole extents are copied."""
+    monkeypatch.setattr(past, "BLOCK", 32)
+    store, rows = filled(70, extent, pinned=device.type == "cuda")
+    blocks = [block.cpu().clone() for block in Past().blocks(store, 0, stop, device)]
+    assert torch.equal(torch.cat([rows[:, :0], *blocks], dim=1), rows[:, :stop])
+    step = max(extent, 32 // extent * extent)
+    assert [block.shape[1] for block in blocks] == [min(step, stop - at) for at in range(0, stop, step)]
+
+
+@pytest.mark.parametrize("span", [(0, 70), (3, 70), (8, 24), (9, 10), (5, 5), (7, 33)])
+def test_copy_to(span: tuple[int, int]) -> None:
+    store, rows = filled(70, 8)
+    block = torch.full((HEADS, span[1] - span[0], 2, DIM), torch.nan)
+    store.copy_to(block, 0, span[0])
+    assert torch.equal(block, rows[:, slice(*span)])
+    with pytest.raises(IndexError, match="holds 70"):
+        store.copy_to(torch.empty(HEADS, 2, 2, DIM), 0, 69)
+
+
+@pytest.mark.gpu
+def test_gpu_a_block_is_not_overwritten_while_it_is_read(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """Slow work on every block, twice over: the copies that come meanwhile go to the other one."""
+    monkeypatch.setattr(past, "BLOCK", 1024)
+    store, rows = filled(8192, 256, pinned=True)
+    way, big = Past(), torch.randn(4096, 4096, device=device)
+    for _ in range(2):
+        found = []
+        for block in way.blocks(store, 0, 8192, device):
+            for _ in range(4):
+                big = (big @ big).clamp(-1, 1)
+            found.append(block.clone())
+        assert torch.equal(torch.cat(found, dim=1).cpu(), rows)
+    assert len({buffer.data_ptr() for buffer in way._buffers}) == 2
+    way.release()
+    assert all(torch.equal(block.cpu(), rows[:, :1024]) for block in way.blocks(store, 0, 1024, device))

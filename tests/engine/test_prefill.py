@@ -1,0 +1,176 @@
+"""A prompt in chunks is the prompt."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+
+import kvthaw
+from kvthaw.cache import past
+from kvthaw.errors import ConfigError, HostMemoryError
+from kvthaw.index.bounds import BoundIndex
+from kvthaw.index.clusters import ClusterIndex
+from kvthaw.kernels import dense
+from kvthaw.methods import METHODS
+from shapes import close
+from zoo import build, prompt, ragged
+
+BATCH = ragged([150, 90, 33])
+WHOLE = 1 << 20
+
+
+def answer(model: PreTrainedModel, method: str, chunk: int, given: dict[str, Tensor], **settings: Any) -> tuple[Tensor, Tensor]:
+    """Greedy tokens and their logits."""
+    with kvthaw.attach(model, method, prefill_chunk=chunk, **settings):
+        out = model.generate(
+            **given, max_new_tokens=6, min_new_tokens=6, do_sample=False, output_logits=True, return_dict_in_generate=True
+        )
+    return out.sequences, torch.stack(out.logits, dim=1)
+
+
+@pytest.mark.parametrize("chunk", [40, 7])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "gemma4", "llama4", "gpt2"])
+def test_chunks_give_what_one_pass_gives(monkeypatch: pytest.MonkeyPatch, name: str, chunk: int) -> None:
+    """Padding, sliding windows, softcap, sinks, layers that share KV; parts of the past that end inside an extent."""
+    monkeypatch.setattr(past, "BLOCK", 32)
+    monkeypatch.setattr(dense, "BLOCK", 32)
+    model = build(name)
+    for method, settings in (("oracle", {"budget": 512, "extent": 24}), ("full", {})):
+        tokens, logits = answer(model, method, WHOLE, BATCH, **settings)
+        found, close_to = answer(model, method, chunk, BATCH, **settings)
+        assert torch.equal(found, tokens)
+        close(close_to, logits)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_is_indexed_as_in_one_pass(llama: PreTrainedModel, name: str) -> None:
+    """A small budget, so that the answer hangs on what the index chose."""
+    given = {"input_ids": prompt(1, 300)}
+    tokens, logits = answer(llama, name, WHOLE, given, budget=None if name == "full" else 64)
+    found, close_to = answer(llama, name, 77, given, budget=None if name == "full" else 64)
+    assert torch.equal(found, tokens)
+    torch.testing.assert_close(close_to, logits, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("method", "index", "builds", "appends"), [("quest", BoundIndex, 1, 3), ("clusterkv", ClusterIndex, 1, 0)]
+)
+def test_nothing_is_indexed_twice(
+    monkeypatch: pytest.MonkeyPatch, llama: PreTrainedModel, method: str, index: type, builds: int, appends: int
+) -> None:
+    """What grows is appended to; what is better whole is built with the last chunk, before anything is decoded."""
+    calls: list[tuple[str, int]] = []
+    for name, at in (("build", 2), ("append", 1)):
+        before = getattr(index, name)
+
+        def counted(self: Any, *args: Any, name: str = name, at: int = at, before: Any = before) -> None:
+            calls.append((name, args[at].shape[-2]))
+            inside = len(calls)
+            before(self, *args)
+            del calls[inside:]  # build() may append by itself
+
+        monkeypatch.setattr(index, name, counted)
+    with kvthaw.attach(llama, method, budget=64, prefill_chunk=80) as handle:
+        llama(prompt(1, 300), logits_to_keep=1)
+        region = handle.cache.frozen_layers[0].indexed(0) - handle.cache.frozen_layers[0].plan.regions.sink
+    assert [name for name, _ in calls].count("build") == builds * 3
+    assert [name for name, _ in calls].count("append") == appends * 3
+    assert sum(n for _, n in calls) == 3 * region
+
+
+@pytest.mark.parametrize("keep", [0, 1, 20, 35, 100])
+def test_logits_that_were_asked_for(llama: PreTrainedModel, keep: int) -> None:
+    with kvthaw.attach(llama, "oracle", budget=512, prefill_chunk=30), torch.no_grad():
+        found = llama(prompt(2, 100), logits_to_keep=keep).logits
+    with kvthaw.attach(llama, "oracle", budget=512), torch.no_grad():
+        close(found, llama(prompt(2, 100), logits_to_keep=keep).logits)
+
+
+def test_layers_that_share_kv_asked_with_the_last_queries_only() -> None:
+    model = build("gemma4")
+    with kvthaw.attach(model, "oracle", budget=512), torch.no_grad():
+        close(model(prompt(1, 100), logits_to_keep=20).logits, model(prompt(1, 100)).logits[:, -20:])
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that any result had."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.most = max([self.most, *(leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, Tensor))])
+        return out
+
+
+def test_no_tensor_grows_with_the_prompt(monkeypatch: pytest.MonkeyPatch, llama: PreTrainedModel) -> None:
+    monkeypatch.setattr(past, "BLOCK", 64)
+
+    def largest(tokens: int, chunk: int) -> int:
+        with kvthaw.attach(llama, "icecache", budget=64, prefill_chunk=chunk, extent=32), Largest() as seen:
+            llama(prompt(1, tokens), logits_to_keep=1)
+        return seen.most
+
+    assert largest(450, 64) == largest(200, 64) < largest(200, WHOLE)
+
+
+@pytest.mark.gpu
+def test_gpu_memory_does_not_grow_with_the_prompt(device: torch.device) -> None:
+    model = build("llama", max_position_embeddings=1 << 20, num_key_value_heads=4, head_dim=64).to(device, torch.bfloat16)
+
+    def peak(tokens: int) -> int:
+        with kvthaw.attach(model, "icecache", budget=64, prefill_chunk=1024):
+            torch.cuda.reset_peak_memory_stats()
+            model(prompt(1, tokens).to(device), logits_to_keep=1)
+            torch.cuda.synchronize()
+            return torch.cuda.max_memory_allocated()
+
+    peak(65536)
+    assert peak(131072) < 1.02 * peak(65536)
+
+
+def test_the_prompt_is_known_from_its_first_chunk_on(llama: PreTrainedModel) -> None:
+    """A budget that is a share of it, and the room it takes on the host."""
+    with kvthaw.attach(llama, "oracle", budget=0.5, prefill_chunk=50) as handle:
+        llama(prompt(1, 200))
+        assert handle.stats().budget == 100
+    with kvthaw.attach(llama, "oracle", budget=64, prefill_chunk=50, host_bytes=100_000) as handle:
+        llama(prompt(1, 100))
+        with pytest.raises(HostMemoryError, match="are free"):
+            llama(prompt(1, 200))
+        assert handle.cache.get_seq_length() == 0
+
+
+def test_a_long_continuation_comes_in_chunks_too(llama: PreTrainedModel) -> None:
+    ids, logits = prompt(1, 250), []
+    for chunk in (WHOLE, 40):
+        with kvthaw.attach(llama, "pariskv", budget=512, prefill_chunk=chunk) as handle, torch.no_grad():
+            llama(ids[:, :100])
+            logits.append(llama(ids[:, 100:], past_key_values=handle.cache).logits)
+    close(logits[1], logits[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "why"), [("qwen3_next", "oracle", "LinearAttention"), ("llama", "streaming", "drops")]
+)
+def test_what_cannot_be_continued_goes_through_whole(
+    caplog: pytest.LogCaptureFixture, name: str, method: str, why: str
+) -> None:
+    model = build(name)
+    with caplog.at_level(logging.WARNING), kvthaw.attach(model, method, budget=64, prefill_chunk=40), torch.no_grad():
+        found = model(prompt(1, 100)).logits
+    assert why in caplog.text
+    with kvthaw.attach(model, method, budget=64), torch.no_grad():
+        close(found, model(prompt(1, 100)).logits)
+
+
+def test_a_chunk_has_tokens(llama: PreTrainedModel) -> None:
+    with pytest.raises(ConfigError, match="prefill_chunk is 0; it must be at least 1"):
+        kvthaw.attach(llama, prefill_chunk=0)
