@@ -85,7 +85,7 @@ class CodesIndex:
         self._bins = most(self._subs, self._combine) + 1 if graded else bins(self._subs, scored, self._combine)
         self._learned: Tensor | None = None  # [L, H, B, 256, 8]
         self._learn = centroids == "learned"
-        self.grows = not self._learn
+        self.grows = not (self._learn or centre)
         self._first, self._k = shape.regions.sink, 1
         self._counts: list[int] = []
         self._data: dict[str, Tensor] = {}
