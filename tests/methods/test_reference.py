@@ -1,0 +1,114 @@
+"""Full attention, its exact top-k, a sliding window and IceCache's tree, each against its formulas in float64. The other methods'
+definitions stand in the tests of their own and of their indices."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from one_layer import SCALE, OneLayer
+from torch import Tensor
+
+from kvthaw.cache.clock import Clock
+from kvthaw.cache.dense import DenseLayer
+from kvthaw.cache.host import HostStore
+from kvthaw.cache.layer import Attention
+from kvthaw.cache.regions import Regions
+from kvthaw.index.forest import TreeIndex
+from kvthaw.index.tree import directions
+from kvthaw.index.tree_config import TreeConfig, draw_level
+from kvthaw.types import LayerShape
+
+
+def attended(one: OneLayer, at: int, visible: list[set[int]] | None = None) -> Tensor:
+    """softmax(q.k scale) v over the visible tokens, [Hq, D] float64."""
+    values = one.values[0, :, : at + 1].double()
+    return (one.weights(at, visible) @ values).flatten(0, 1)
+
+
+def test_full_attends_to_everything() -> None:
+    torch.manual_seed(1)
+    heads, group, total, dim = 2, 3, 70, 16
+    query = torch.randn(1, heads * group, total, dim)
+    keys, values = torch.randn(2, 1, heads, total, dim).unbind()
+    layer, out = DenseLayer(0, Clock()), torch.empty(0)
+    for start, stop in ((0, 60), (60, 61), (61, 62), (62, 70)):
+        part = (x[:, :, start:stop] for x in (query, keys, values))
+        out = layer.attend(*part, [0], Attention(SCALE), True)
+        for at in range(start, stop):
+            folded = query[0, :, at].double().view(heads, group, dim)
+            weights = torch.softmax(folded @ keys[0, :, : at + 1].double().transpose(1, 2) * SCALE, dim=2)
+            expected = (weights @ values[0, :, : at + 1].double()).flatten(0, 1)
+            torch.testing.assert_close(out[0, :, at - start].double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_streaming_attends_to_sink_and_window() -> None:
+    torch.manual_seed(2)
+    one = OneLayer("streaming", 200, 6, budget=48)
+    assert one.layer.plan is not None
+    sink, window = one.layer.plan.regions.sink, one.layer.plan.regions.window
+    assert sink + window + 1 == 48
+    for at in range(200, 206):
+        one.out = one.take(at, at + 1)
+        start = one.layer.indexed(0)
+        assert window <= at + 1 - start <= window + 1  # the buffer holds one
+        seen = set(range(sink)) | set(range(start, at + 1))
+        torch.testing.assert_close(one.out[:, 0].double(), attended(one, at, [seen, seen]), rtol=1e-5, atol=1e-5)
+
+
+def test_oracle_attends_to_the_largest_products() -> None:
+    torch.manual_seed(3)
+    one = OneLayer("oracle", 300, 5, budget=64)
+    assert one.layer.plan is not None
+    regions, count = one.layer.plan.regions, one.layer.plan.rows
+    for at in range(300, 305):
+        chosen = one.step()
+        start = one.layer.indexed(0)
+        folded = one.query[0, :, at].double().view(one.heads, one.group, -1)
+        region = folded @ one.keys[0, :, regions.sink : start].double().transpose(1, 2) * SCALE
+        best = torch.softmax(region, dim=2).amax(dim=1).topk(count).indices + regions.sink
+        assert chosen == [set(rows.tolist()) for rows in best]
+        held = set(range(regions.sink)) | set(range(start, at + 1))
+        expected = attended(one, at, [held | rows for rows in chosen])
+        torch.testing.assert_close(one.out[:, 0].double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("n", [40, 700])
+@pytest.mark.parametrize("descend", ["point", "digest"])
+def test_icecache_takes_the_pages_of_the_nearest_points(n: int, descend: str) -> None:
+    """Section 3 with a field of view that holds everything, so that nothing is approximate but what the paper wants so."""
+    dim, size = 32, 16
+    config = TreeConfig(promote=0.1, promote_higher=0.3, page_size=size, query_beam=n, descend=descend)
+    keys = torch.randn(1, n, dim, generator=torch.Generator().manual_seed(n))
+    store = HostStore(1, 1, dim, torch.float32, extent=64)
+    store.append(0, torch.stack((keys, keys), dim=2))
+    shape = LayerShape(3, 1, 1, dim, torch.float32, torch.device("cpu"), store, Regions(4, 16, 16), scale=SCALE)
+    index = TreeIndex(shape, config)
+    index.build(0, 0, keys, keys, torch.empty(1, 0, dim))
+
+    k = keys[0].double()
+    radius = k.norm(dim=1).max()
+    lifted = torch.cat((k / radius, (1 - (k.norm(dim=1) / radius).square()).clamp_min(0).sqrt()[:, None]), dim=1)  # T_K
+    levels = [draw_level(config, 3, 0, i) for i in range(n)]
+    above = dict(itertools.pairwise(sorted(set(levels))))
+    nodes: dict[int, list[int]] = {}
+    for i, level in enumerate(levels):
+        ups = [j for j, other in enumerate(levels) if other == above.get(level)]
+        nearest = min(ups, key=lambda j: float((lifted[i] - lifted[j]).square().sum())) if ups else -1
+        nodes.setdefault(nearest, []).append(i)
+    direction = directions(config, 3, 0, dim).double()[0]
+    pages = []
+    for members in nodes.values():
+        members.sort(key=lambda i: float(lifted[i] @ direction))
+        count = math.ceil(len(members) / size)
+        edges = [len(members) * i // count for i in range(count + 1)]
+        pages += [set(members[a:b]) for a, b in itertools.pairwise(edges)]
+    query = torch.randn(dim, generator=torch.Generator().manual_seed(n + 1))
+    product = k @ query.double()
+    pages.sort(key=lambda page: -max(float(product[i]) for i in page))
+    for count in (1, 2, len(pages) // 2):
+        expected = set().union(*pages[:count])
+        found = index.select(query[None, None], len(expected))
+        assert set(found.rows[0, 0, : int(found.counts[0, 0])].tolist()) == expected
