@@ -6,18 +6,19 @@ A worker whose parent dies ends with its next line.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING
 
-from kvthaw.errors import ConfigError, KvthawError
+from kvthaw.errors import ConfigError, HostMemoryError, KvthawError
 from kvthaw.evaluate import perplexity
 from kvthaw.evaluate.perplexity import Reader, Stretch
 from kvthaw.evaluate.results import Line
@@ -114,6 +115,12 @@ def work(source: Source, units: Sequence[Piece], jobs: int, seconds: float | Non
                     worker.done.add(worker.unit.variants[len(worker.done)])
                     yield given
                     continue
+                if what == "broken":  # its device may be, too: a fresh process goes on
+                    yield Failure(_rest(worker), given)
+                    del crew[number]
+                    if waiting:
+                        crew[number] = _start(source, number, jobs, stack)
+                    continue
                 halves = _halves(_rest(worker)) if what == "memory" else []
                 if halves:
                     waiting.extendleft(halves)
@@ -125,7 +132,8 @@ def work(source: Source, units: Sequence[Piece], jobs: int, seconds: float | Non
                 worker.unit, worker.done = (waiting.popleft() if waiting else None), set()
                 if worker.unit is None:
                     del crew[number]
-                worker.connection.send(worker.unit)
+                with suppress(ConnectionError):  # a worker that has just died is met at the next turn
+                    worker.connection.send(worker.unit)
 
 
 def _start(source: Source, number: int, jobs: int, stack: ExitStack) -> _Worker:
@@ -183,16 +191,22 @@ def _serve(source: Source, number: int, jobs: int, connection: Connection) -> No
             return
         connection.send(("ready", ""))
         while (unit := connection.recv()) is not None:
+            answer = ("done", "")
             try:
                 for lines in bench.compute(unit):
                     connection.send(("lines", lines))
-            except torch.OutOfMemoryError as error:
+            except (torch.OutOfMemoryError, HostMemoryError) as error:
+                answer = ("memory", str(error))
+            except KvthawError as error:
+                answer = ("failed", str(error))
+            except (RuntimeError, ValueError) as error:
+                answer = ("broken", f"{type(error).__name__}: {error}")
+            if answer[0] != "done":  # the error held on to what it met
+                gc.collect()
                 torch.cuda.empty_cache()
-                connection.send(("memory", str(error)))
-            except (KvthawError, RuntimeError, ValueError) as error:
-                connection.send(("failed", f"{type(error).__name__}: {error}"))
-            else:
-                connection.send(("done", ""))
+            connection.send(answer)
+            if answer[0] == "broken":
+                return
     except (EOFError, ConnectionError):  # the parent is gone
         return
 
