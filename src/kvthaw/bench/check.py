@@ -106,9 +106,8 @@ class Checks:
 def taken(cache: Cache, number: int) -> Tokens:
     """A layer's tokens, of a cache that has only had a prompt of one row."""
     kv = cache.kv_layers[number]
-    keys, values = padded(kv)
-    assert kv.watched is not None
-    return Tokens(number, torch.stack((keys, values), dim=3), kv.watched, kv.scale)
+    queries, keys, values = padded(kv)
+    return Tokens(number, torch.stack((keys, values), dim=3), queries, kv.scale)
 
 
 def hits_as_asked(setting: Setting, found: float | None) -> None:

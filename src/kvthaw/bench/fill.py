@@ -28,7 +28,7 @@ class Tokens(DenseLayer):
 
     def __init__(self, number: int, rows: Tensor, queries: Tensor, scale: float) -> None:
         super().__init__(number, Clock())
-        self.seen, self.left_pad, self.watched, self.scale = rows.shape[2], [0], queries, scale
+        self.seen, self.left_pad, self.watched, self.scale = rows.shape[2], [0], {0: queries[0]}, scale
         self._data = rows
 
     @property
