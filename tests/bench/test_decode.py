@@ -59,6 +59,19 @@ def test_a_line_says_everything_of_a_run() -> None:
     assert sum(quest.parts_s.values()) > 0
 
 
+def test_transformers_caches_attend_by_transformers_own_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    prefilled = decode.take
+
+    def noted(decoder: Decoder, *args: Any, **given: Any) -> Steps:
+        seen.append(decoder.model.config._attn_implementation)
+        return prefilled(decoder, *args, **given)
+
+    monkeypatch.setattr(decode, "take", noted)
+    measured(method=("quest", "hf-dynamic"), prompt="filled", new_tokens=8)
+    assert seen == ["kvthaw", "sdpa"]
+
+
 def test_a_line_survives_its_json() -> None:
     (line,) = measured(method=("full",))
     assert Line.from_json(line.to_json()) == line
