@@ -29,7 +29,8 @@ for part in "$@"; do
     goals-icecache) decode 200 $model prompt=filled steps=eager new_tokens=48 length=36864,131072 method=icecache,icecache-reuse ;;
     million) decode 200 $model prompt=filled steps=captured,compiled new_tokens=256 length=1048576 share_host=1 method=$few ;;
     breakdown) decode 200 $model prompt=filled steps=captured profile=1 length=131072 method=full,$sparse ;;
-    throughput | length | icecache-memory | icecache-scaling | pariskv-batches | clusterkv-latency | prkv-latency)
+    length) run 500 python3 -m kvthaw.bench.figures name=length steps=compiled plot="$out" out="$out/decode.jsonl" commit="$commit" host_bytes=$host | cut -c1-300 ;; # after goals: their lines count
+    throughput | icecache-memory | icecache-scaling | pariskv-batches | clusterkv-latency | prkv-latency)
       run 500 python3 -m kvthaw.bench.figures name="$part" plot="$out" out="$out/$part.jsonl" commit="$commit" host_bytes=$host | cut -c1-300 ;;
   esac
   echo "== $part took $((SECONDS - begin)) s"
