@@ -92,6 +92,21 @@ def test_kernel(dim: int, group: int, lengths: tuple[int, ...], dtype: torch.dty
 
 
 @triton_only
+def test_kernel_takes_the_centre_off(device: torch.device) -> None:
+    rotation, quantizer = make_rotation(80, SEED, device=device), op.make_quantizer(device)
+    keys = torch.randn(1, 2, 70, 80, device=device).bfloat16()
+    centre = torch.randn(3, 2, 80, device=device).bfloat16().float()
+    out, want = (blank(3, 2, rotation, 70, device) for _ in range(2))
+    op.launch(keys, rotation, quantizer, out, [1], [0], centre)
+    op.launch(keys - centre[1:2, :, None].bfloat16(), rotation, quantizer, want, [1], [0])
+    assert torch.equal(out.codes, want.codes)
+    assert torch.equal(out.ids, want.ids)
+    op.encode(keys.cpu(), make_rotation(80, SEED), op.make_quantizer(), on_cpu := blank(3, 2, rotation, 70, torch.device("cpu")),
+              [1], [0], centre.cpu())  # fmt: skip
+    assert (on_cpu.codes[1, :, :70] != out.codes[1, :, :70].cpu()).float().mean() < 1e-2
+
+
+@triton_only
 def test_counting_kernel_adds_and_takes_away(device: torch.device) -> None:
     rotation = make_rotation(64, SEED, device=device)
     out = blank(3, 2, rotation, 6000, device)

@@ -13,7 +13,7 @@ from kvthaw.kernels.tiers import Combine
 
 
 def test_a_key_has_the_votes_of_its_signs() -> None:
-    """In float64: of |q|_1 of the rotated query the part whose signs a key shares, in 127 steps, less what rounding down takes."""
+    """In float64: what the query has in the coordinates whose signs a key shares, in 127ths of sqrt(d) |q|, less the rounding."""
     rotation = make_rotation(64, SEED)
     keys, query = torch.randn(1, 1, 500, 64), torch.randn(1, 3, 64)
     y, q = srht(keys[0, 0].double(), rotation).double(), srht(query[0].double(), rotation).double()
@@ -22,7 +22,7 @@ def test_a_key_has_the_votes_of_its_signs() -> None:
     _, table = op.graded(query, rotation, 1, totals, mean=False, combine="max")
     found = collide.definition(table, ids, "max")[0, 0]
     shared = ((y >= 0)[None] == (q >= 0)[:, None]) * q.abs()[:, None]
-    want = (127 * shared.sum(dim=2) / q.abs().sum(dim=1)[:, None]).amax(dim=0)
+    want = (127 * shared.sum(dim=2) / (8 * q.norm(dim=1))[:, None]).amax(dim=0)
     assert ((found <= want) & (found > want - 8)).all()
     assert not totals.any()
 
@@ -57,7 +57,8 @@ def test_kernel(dim: int, group: int, combine: Combine, mean: bool, device: torc
     assert not totals.any()
     want = tiers.rotate_queries(query.cpu(), 1, make_rotation(dim, SEED), mean=mean)
     torch.testing.assert_close(rotated.cpu(), want, atol=5e-6, rtol=1e-5)
-    votes = op.definition(tiers.similarities(want), combine)
+    votes = op.definition(tiers.similarities(want), combine, op.sign_span(want))
+    assert int(votes.amax(dim=4).sum(dim=3).max()) <= op.most(want.shape[4], combine) // (group if combine == "sum" else 1)
     differ = table.cpu() != tiers.pack(votes, combine)
     assert not differ[1].any()
     assert differ.float().mean() < 0.02  # rounded down from almost a whole number

@@ -22,6 +22,7 @@ from kvthaw.index.ratios import Ratios
 from kvthaw.kernels import bucket_topk as bucket
 from kvthaw.kernels import collide as collision
 from kvthaw.kernels import encode as encoding
+from kvthaw.kernels import graded as grading
 from kvthaw.kernels import rerank as reranking
 from kvthaw.kernels import tiers as tiering
 from kvthaw.kernels import topk as choosing
@@ -86,13 +87,21 @@ CHECKED: tuple[tuple[Policy, int, int], ...] = (
 
 
 def make(
-    batch: int, tokens: int, policy: Policy = "max", *, group: int = GROUP, dim: int = DIM, ragged: bool = False
+    batch: int,
+    tokens: int,
+    policy: Policy = "max",
+    *,
+    group: int = GROUP,
+    dim: int = DIM,
+    ragged: bool = False,
+    paper: bool = False,
 ) -> CodesIndex:
-    """An index of random keys; ragged: of lanes that differ in length."""
+    """An index of random keys; ragged: of lanes that differ in length; paper: with its tiers of votes and keys as they are."""
     device = torch.device("cuda")
     store = HostStore(batch, HEADS, dim, torch.bfloat16)
     sizes = (0, HEADS * group, HEADS, dim, torch.bfloat16, device)
-    index = CodesIndex(LayerShape(*sizes, store, Regions(SINK, WINDOW, BUFFER), dim**-0.5), policy=policy)
+    shape = LayerShape(*sizes, store, Regions(SINK, WINDOW, BUFFER), dim**-0.5)
+    index = CodesIndex(shape, policy=policy, graded=not paper, centre=not paper)
     index._reserve(batch, tokens)
     for lane in range(batch):
         n = tokens - lane * 777 if ragged else tokens
@@ -107,7 +116,11 @@ def queries(batch: int, group: int = GROUP, dim: int = DIM) -> Tensor:
 
 def check(policy: Policy, tokens: int = 40_000, *, group: int = GROUP, dim: int = DIM) -> dict[str, Any]:
     """Every kernel against its definition, on two lanes of different lengths; figures of how far they differ."""
-    index, query, scale = make(2, tokens, policy, group=group, dim=dim, ragged=True), queries(2, group, dim), dim**-0.5
+    index, query, scale = (
+        make(2, tokens, policy, group=group, dim=dim, ragged=True, paper=True),
+        queries(2, group, dim),
+        dim**-0.5,
+    )
     now, data, mean = index._summaries, index._data, policy == "mean_query"
     lengths, wanted = data["lengths"], data["wanted"]
     found = Ratios()
@@ -135,6 +148,10 @@ def check(policy: Policy, tokens: int = 40_000, *, group: int = GROUP, dim: int 
     _demand(float((rotated - want).norm() / want.norm()) < 1e-5, "tiers: rotated queries differ")
     votes = tiering.definition(tiering.similarities(rotated), now.sizes, data["limits"])
     _demand(torch.equal(table, tiering.pack(votes, index._combine)), "tiers: votes differ")
+    _, grades = grading.launch(query, index._rotation, HEADS, totals.clone(), mean=mean, combine=index._combine)
+    votes = grading.definition(tiering.similarities(rotated), index._combine, grading.sign_span(rotated))
+    off = float((grades != tiering.pack(votes, index._combine)).float().mean())
+    _demand(off < 0.02, f"graded: {off:.4f} of the votes differ")  # rounded down from almost a whole number
     scores = collision.definition(table, now.ids, index._combine)
     got = collision.launch(table, now.ids, lengths, totals.zero_(), index._combine)
     for lane, n in enumerate(index._counts):
@@ -228,13 +245,16 @@ class Chain:
         assert run is not None
         self.run = run
         self.totals = torch.zeros((batch, HEADS, index._bins), dtype=torch.int32, device="cuda")
-        self.rotated, self.table = self.tiers(self.now)
+        self.rotated, self.table = self.graded(self.now)
         self.got = collision.launch(self.table, self.now.ids, self.lengths, self.totals.clone(), "max")
         self.chosen = self.bucket_topk(self.now)
         self.made = self.rerank(self.now)
 
     def tiers(self, one: encoding.Summaries) -> tuple[Tensor, Tensor]:
         return tiering.launch(self.query, self.index._rotation, one.sizes, self.limits, self.totals, mean=False, combine="max")
+
+    def graded(self, one: encoding.Summaries) -> tuple[Tensor, Tensor]:
+        return grading.launch(self.query, self.index._rotation, HEADS, self.totals, mean=False, combine="max")
 
     def collide(self, one: encoding.Summaries) -> object:
         return collision.launch(self.table, one.ids, self.lengths, self.totals, "max")
@@ -264,6 +284,7 @@ class Chain:
         runs = self.batch * HEADS * GROUP * (self.made.peaks.shape[3] if self.made.peaks is not None else 0)
         return {
             "tiers": self.query.nbytes + self.now.sizes.nbytes + self.rotated.nbytes + self.table.nbytes,
+            "graded": self.query.nbytes + self.rotated.nbytes + self.table.nbytes,
             "collide": keys * 17,
             "bucket_topk": keys + 4 * picked,
             "rerank": picked * (100 + 4 * GROUP),
@@ -278,6 +299,7 @@ class Chain:
         real, estimates = self.chosen[:, :, :want].contiguous(), self.made.scores[..., :want].contiguous()
         return {
             "tiers": lambda one: tiering.definition(tiering.similarities(self.rotated), one.sizes, self.limits),
+            "graded": lambda one: grading.definition(tiering.similarities(self.rotated), "max"),
             "collide": lambda one: collision.definition(self.table, one.ids, "max"),
             "bucket_topk": lambda one: torch.topk(scores.int(), want, dim=2),
             "rerank": lambda one: reranking.definition(self.rotated, one.codes, one.weights, real, self.index._quantizer),
@@ -292,7 +314,7 @@ class Chain:
             line = {"op": step, "tokens": self.tokens, "batch": self.batch, **_rates(self.seconds(step), moved)}
             if with_torch:
                 theirs = replay_time(_calls(plain[step], self.sets[:2]), 5) if step in plain else total
-                total += theirs
+                total += theirs if step != "tiers" else 0.0  # select takes graded votes
                 line |= {"torch_us": round(theirs * 1e6, 2), "speedup": round(theirs * 1e6 / line["us"], 1)}
             if step == "select" and self.batch == 1:
                 line["goal_us"] = GOALS[self.tokens]

@@ -106,7 +106,7 @@ class CodesIndex:
             self._data["centre"][lane] = keys.mean(dim=1, dtype=torch.float32).to(keys.dtype)
         if self._learn and keys.shape[1]:
             assert self._learned is not None
-            points = subspaces(self._moved([lane], keys[None])[0], self._rotation, normalise=self.normalise)
+            points = subspaces(self._moved(lane, keys), self._rotation, normalise=self.normalise)
             self._learned[lane] = learn(points, self.shape.seed)
         self.append([lane], keys[None], values[None], None)
 
@@ -116,11 +116,10 @@ class CodesIndex:
         self._reserve(max(lanes) + 1, 0)
         starts = [self._counts[lane] for lane in lanes]
         self._reserve(0, max(starts) + n)
-        moved = self._moved(lanes, keys)
-        encode(moved, self._rotation, self._quantizer, self._summaries, lanes, starts)
+        encode(keys, self._rotation, self._quantizer, self._summaries, lanes, starts, self._data.get("centre"))
         for i, (lane, start) in enumerate(zip(lanes, starts, strict=True)):
             if self._learned is not None and n:
-                points = subspaces(moved[i], self._rotation, normalise=self.normalise)
+                points = subspaces(self._moved(lane, keys[i]), self._rotation, normalise=self.normalise)
                 self._data["ids"][lane, :, :, start : start + n] = assign(points, self._learned[lane])
             near = min(n, self.dense_below - start)
             if near > 0:
@@ -130,9 +129,9 @@ class CodesIndex:
         count(self._summaries, lanes, starts, [start + n for start in starts])
         self._update()
 
-    def _moved(self, lanes: Sequence[int], keys: Tensor) -> Tensor:
-        """Keys [R, H, n, D] of some lanes, the lane's centre taken off if there is one."""
-        return keys - self._data["centre"][list(lanes)][:, :, None].to(keys.dtype) if self._centre else keys
+    def _moved(self, lane: int, keys: Tensor) -> Tensor:
+        """Keys [H, n, D] of a lane, its centre taken off if there is one."""
+        return keys - self._data["centre"][lane, :, None].to(keys.dtype) if self._centre else keys
 
     def truncate(self, lane: int, length: int) -> None:
         """See Index."""

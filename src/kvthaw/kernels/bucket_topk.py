@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels.chain import chained
 from kvthaw.kernels.collide import CHUNK, Scores
 
 WARPS = 4
@@ -64,10 +65,13 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
+    from kvthaw.kernels.chain import follow
+
     @triton.jit
     def _bucket_topk(scores, counts, totals, lengths, wanted, out, heads, capacity, chunks, width, BINS: tl.constexpr,
-                     CHUNK: tl.constexpr, CHUNKS: tl.constexpr):  # fmt: skip
+                     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
         # One program: CHUNK keys of one KV head.
+        follow(PDL)
         chunk = tl.program_id(0)
         lane = tl.program_id(2)
         pair = (lane * heads + tl.program_id(1)).to(tl.int64)
@@ -101,9 +105,10 @@ def launch(found: Scores, lengths: Tensor, wanted: Tensor, width: int) -> Tensor
     assert found.scores.is_contiguous() and found.counts.is_contiguous() and found.totals.is_contiguous()
     assert lengths.dtype == wanted.dtype == torch.int32 and capacity == chunks * CHUNK
     out = torch.empty((lanes, heads, width), dtype=torch.int32, device=found.scores.device)
+    pdl = chained(out.device)
     _bucket_topk[(chunks, heads, lanes)](
         found.scores, found.counts, found.totals, lengths, wanted, out, heads, capacity, chunks, width, BINS=bins, CHUNK=CHUNK,
-        CHUNKS=triton.next_power_of_2(chunks), num_warps=WARPS,
+        CHUNKS=triton.next_power_of_2(chunks), PDL=pdl, num_warps=WARPS, launch_pdl=pdl,
     )  # fmt: skip
     return out
 

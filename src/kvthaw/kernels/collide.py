@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels.chain import chained
 from kvthaw.kernels.tiers import Combine
 
 CHUNK = 2048
@@ -60,25 +61,37 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
+    from kvthaw.kernels.chain import follow
+
+    @triton.jit
+    def _ids(ids, row, capacity, place):
+        return tl.load(ids + row[:, None] * capacity + place[None, :])  # in bounds, whatever it holds
+
     @triton.jit
     def _collide(table, ids, lengths, scores, counts, totals, heads, capacity, chunks, W: tl.constexpr, SUBS: tl.constexpr,
-                 PART: tl.constexpr, BINS: tl.constexpr, SUM: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+                 PART: tl.constexpr, BINS: tl.constexpr, SUM: tl.constexpr, CHUNK: tl.constexpr,
+                 PDL: tl.constexpr):  # fmt: skip
         # One program: CHUNK keys of one KV head, PART subspaces at a time. All lookups of a part are one gather, a key's beside
-        # each other, so that its sum stays in a thread.
+        # each other, so that its sum stays in a thread. The first ids are asked for before the table is there.
         chunk = tl.program_id(0)
         pair = (tl.program_id(2) * heads + tl.program_id(1)).to(tl.int64)
         length = tl.load(lengths + tl.program_id(2))
-        if chunk * CHUNK < length:
+        if chunk * CHUNK >= length:
+            follow(PDL)
+        else:
             place = chunk * CHUNK + tl.arange(0, CHUNK)
             best = tl.zeros((CHUNK,), tl.int32)
             b = tl.arange(0, PART)
+            id = _ids(ids, pair * SUBS + b, capacity, place)
+            follow(PDL)
             for w in tl.range(0, W, num_stages=1):
                 total = tl.zeros((CHUNK,), tl.int32)
                 for first in tl.range(0, SUBS, PART, num_stages=1):
-                    row = ids + (pair * SUBS + first + b)[:, None] * capacity
-                    id = tl.load(row + place[None, :]).to(tl.int32) + b[:, None] * 256  # in bounds, whatever it holds
+                    if W > 1 or SUBS > PART:
+                        id = _ids(ids, pair * SUBS + first + b, capacity, place)
+                    entry = id.to(tl.int32) + b[:, None] * 256
                     votes = tl.load(table + ((pair * W + w) * SUBS + first) * 256 + tl.arange(0, PART * 256))
-                    found = tl.gather(votes, tl.reshape(tl.trans(id), (CHUNK * PART,)), 0)
+                    found = tl.gather(votes, tl.reshape(tl.trans(entry), (CHUNK * PART,)), 0)
                     total += tl.sum(tl.reshape(found, (CHUNK, PART)), axis=1)
                 if SUM:
                     best = total
@@ -99,12 +112,13 @@ def launch(table: Tensor, ids: Tensor, lengths: Tensor, totals: Tensor, combine:
     capacity = ids.shape[3]
     assert capacity % CHUNK == 0 and ids.is_contiguous() and table.is_contiguous() and totals.is_contiguous()
     assert ids.dtype == torch.uint8 and table.dtype == lengths.dtype == totals.dtype == torch.int32
-    chunks, width = capacity // CHUNK, totals.shape[2]
+    chunks, width, pdl = capacity // CHUNK, totals.shape[2], chained(ids.device)
     scores = torch.empty((lanes, heads, capacity), dtype=torch.uint8 if width <= 256 else torch.int16, device=ids.device)
     counts = torch.empty((lanes, heads, width, chunks), dtype=torch.int32, device=ids.device)
     _collide[(chunks, heads, lanes)](
         table, ids, lengths, scores, counts, totals, heads, capacity, chunks, W=words, SUBS=subs,
-        PART=min(subs, 16), BINS=width, SUM=combine == "sum", CHUNK=CHUNK, num_warps=WARPS,
+        PART=min(subs, 16), BINS=width, SUM=combine == "sum", CHUNK=CHUNK, PDL=pdl,
+        num_warps=WARPS, launch_pdl=pdl,
     )  # fmt: skip
     return Scores(scores, counts, totals)
 

@@ -118,9 +118,9 @@ if HAS_TRITON:
     from kvthaw.kernels.srht import rotate_tile
 
     @triton.jit
-    def _encode(keys, basis, thresholds, levels, ids, codes, weights, lanes, starts, n, heads, capacity, scale, stride_r,
+    def _encode(keys, centre, basis, thresholds, levels, ids, codes, weights, lanes, starts, n, heads, capacity, scale, stride_r,
                 stride_h, stride_n, dim, loops, SUBS: tl.constexpr, SQUARE: tl.constexpr, BLOCK: tl.constexpr,
-                UPCAST: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+                CENTRE: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
         # One program: `loops` blocks of BLOCK keys of one head and lane, so that the basis is loaded once for all.
         h = tl.program_id(1)
         r = tl.program_id(2)
@@ -134,12 +134,16 @@ if HAS_TRITON:
         column = i // 32 * 32 + i % 8 // 2 * 8 + i % 32 // 8 * 2 + i % 2 if SQUARE >= 32 else i
         matrix = tl.load(basis + i[:, None] * SQUARE + column[None, :])
         matrix = matrix.to(tl.float32).to(tl.bfloat16 if keys.dtype.element_ty == tl.float32 else keys.dtype.element_ty)
+        if CENTRE:
+            middle = tl.load(centre + pair * dim + i, mask=i < dim, other=0.0)[None, :]
         begin = tl.program_id(0) * loops * BLOCK
         for first in tl.range(begin, tl.minimum(begin + loops * BLOCK, n), BLOCK, num_stages=STAGES):
             token = first + tl.arange(0, BLOCK)
             inside = (token < n)[:, None]
             at = source + token.to(tl.int64)[:, None] * stride_n + i[None, :]
             x = tl.load(at, mask=inside & (i < dim)[None, :], other=0)
+            if CENTRE:
+                x = (x.to(tl.float32) - middle).to(keys.dtype.element_ty)
             y = rotate_tile(x, matrix, UPCAST)
             if SQUARE >= 32:
                 y = tl.permute(tl.reshape(y, (BLOCK, SQUARE // 32, 4, 4, 2)), (0, 1, 3, 2, 4))
@@ -180,8 +184,8 @@ if HAS_TRITON:
             tl.atomic_add(sizes + row * 256 + tl.arange(0, 256), counts * sign, mask=counts > 0, sem="relaxed")
 
 
-def launch(keys: Tensor, rotation: Rotation, quantizer: Quantizer, into: Summaries, lanes: Sequence[int],
-           starts: Sequence[int]) -> None:  # fmt: skip
+def launch(keys: Tensor, rotation: Rotation, quantizer: Quantizer, into: Summaries, lanes: Sequence[int], starts: Sequence[int],
+           centre: Tensor | None = None) -> None:  # fmt: skip
     """The kernel, on whatever device keys are."""
     rows, heads, n, dim = keys.shape
     assert keys.stride(3) == 1 and into.ids.is_contiguous() and into.codes.is_contiguous() and into.weights.is_contiguous()
@@ -190,10 +194,10 @@ def launch(keys: Tensor, rotation: Rotation, quantizer: Quantizer, into: Summari
     loops = max(1, min(LOOPS, n * heads * rows // (BLOCK * PROGRAMS)))
     which = torch.tensor([list(lanes), list(starts)], dtype=torch.int32, device=keys.device)
     _encode[(triton.cdiv(n, BLOCK * loops), heads, rows)](
-        keys, rotation.basis, quantizer.thresholds, quantizer.levels, into.ids, into.codes, into.weights, which[0], which[1], n,
-        heads, into.capacity, rotation.scale, keys.stride(0), keys.stride(1), keys.stride(2), dim, loops,
-        SUBS=rotation.padded // SUB, SQUARE=rotation.basis.shape[0], BLOCK=BLOCK, UPCAST=keys.device.type == "cpu",
-        STAGES=1 if wide else STAGES, num_warps=2 * WARPS if wide else WARPS,
+        keys, centre, rotation.basis, quantizer.thresholds, quantizer.levels, into.ids, into.codes, into.weights, which[0],
+        which[1], n, heads, into.capacity, rotation.scale, keys.stride(0), keys.stride(1), keys.stride(2), dim, loops,
+        SUBS=rotation.padded // SUB, SQUARE=rotation.basis.shape[0], BLOCK=BLOCK, CENTRE=centre is not None,
+        UPCAST=keys.device.type == "cpu", STAGES=1 if wide else STAGES, num_warps=2 * WARPS if wide else WARPS,
     )  # fmt: skip
 
 
@@ -207,18 +211,19 @@ def launch_count(into: Summaries, lanes: Sequence[int], starts: Sequence[int], s
     )  # fmt: skip
 
 
-def encode(keys: Tensor, rotation: Rotation, quantizer: Quantizer, into: Summaries, lanes: Sequence[int],
-           starts: Sequence[int]) -> None:  # fmt: skip
+def encode(keys: Tensor, rotation: Rotation, quantizer: Quantizer, into: Summaries, lanes: Sequence[int], starts: Sequence[int],
+           centre: Tensor | None = None) -> None:  # fmt: skip
     """Summarise keys [R, H, n, d] in place: keys[i] become positions starts[i] .. starts[i] + n of lane lanes[i]. Not
-    counted."""
+    counted. centre [L, H, d] float32: what is taken off a lane's keys before, in their dtype."""
     n = keys.shape[2]
     if n == 0:
         return
     if keys.is_cuda and HAS_TRITON:
-        launch(keys if keys.stride(3) == 1 else keys.contiguous(), rotation, quantizer, into, lanes, starts)
+        launch(keys if keys.stride(3) == 1 else keys.contiguous(), rotation, quantizer, into, lanes, starts, centre)
         return
     for i, (lane, start) in enumerate(zip(lanes, starts, strict=True)):
-        ids, codes, weights = definition(keys[i], rotation, quantizer)
+        moved = keys[i] if centre is None else keys[i] - centre[lane, :, None].to(keys.dtype)
+        ids, codes, weights = definition(moved, rotation, quantizer)
         into.ids[lane, :, :, start : start + n] = ids
         into.codes[lane, :, start : start + n] = codes
         into.weights[lane, :, start : start + n] = weights

@@ -1,20 +1,25 @@
 """What a collision with each centroid is worth to a query, graded: as much as the centroid is similar to it.
 
 A key's votes then add up to sum_b <q_b, c_b>, an estimate of q.k by the signs of k alone, in whole numbers: in each subspace a
-centroid gives floor(most (<q_b, c> - least_b) / sum_b (greatest_b - least_b)), so that the votes of all subspaces are at most
-127 and fit the byte in which `collide` adds them. Beside tiers (appendix B.2.1), which see the order of the keys within a
+centroid gives floor(most (<q_b, c> - least_b) / span), where span >= sum_b (greatest_b - least_b), so that the votes of all
+subspaces are at most `most` and fit the byte in which `collide` adds them. Sign patterns span 2 |y|_1 of the rotated query y in
+all, which is at most 2 sqrt(d') |q|, d' its coordinates, and some 0.8 of it: known without rotating the whole of it.
+
+Beside tiers (appendix B.2.1), which see the order of the keys within a
 subspace only, the subspaces in which the query is long count for more, and nothing needs to be ranked or counted.
 
-Bytes and operations, 32 query heads, d = 128: 8 KB of queries, 0.5 MB of votes written; every program rotates its whole query, for
-its length in all subspaces, which reads the basis of 16 KB from L2 512 times: 8 MB, 2 us. A chain of load, sum and store.
+Bytes and operations, 32 query heads, d = 128: 8 KB of queries, 0.5 MB of votes written: a chain of load, sum and store.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels.chain import chained
 from kvthaw.kernels.encode import CENTROIDS, SUB
 from kvthaw.kernels.srht import Rotation
 from kvthaw.kernels.tiers import Combine, pack, rotate_queries, similarities
@@ -28,10 +33,17 @@ def most(subs: int, combine: Combine) -> int:
     return (127 if subs <= 16 else 255) if combine == "max" else 1023
 
 
-def definition(similarity: Tensor, combine: Combine) -> Tensor:
-    """Votes [L, H, P, B, 256] int32 of similarities <q_b, c>, likewise. A query of zeros gives none."""
+def sign_span(rotated: Tensor) -> Tensor:
+    """No less than all similarities of rotated queries [L, H, P, 8, B] with sign patterns span together: [L, H, P]."""
+    length: Tensor = rotated.flatten(3).norm(dim=3)
+    return 2 * math.sqrt(rotated.shape[3] * rotated.shape[4]) * length
+
+
+def definition(similarity: Tensor, combine: Combine, span: Tensor | None = None) -> Tensor:
+    """Votes [L, H, P, B, 256] int32 of similarities <q_b, c>, likewise. span [L, H, P]; without it, what they span, added up.
+    A query of zeros gives none."""
     least, greatest = similarity.amin(dim=-1, keepdim=True), similarity.amax(dim=-1, keepdim=True)
-    span = (greatest - least).sum(dim=3, keepdim=True)
+    span = (greatest - least).sum(dim=3, keepdim=True) if span is None else span[..., None, None]
     of_head = most(similarity.shape[3], combine) // (similarity.shape[2] if combine == "sum" else 1)
     return torch.where(span > 0, (similarity - least) * (of_head / span), 0.0).floor().int()
 
@@ -40,10 +52,12 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
+    from kvthaw.kernels.chain import follow
+
     @triton.jit
     def _graded(query, basis, rotated, table, totals, scale, dim, MOST: tl.constexpr, GROUP: tl.constexpr, P: tl.constexpr,
-                PER: tl.constexpr, SUBS: tl.constexpr, SQUARE: tl.constexpr, COLUMNS: tl.constexpr, BINS: tl.constexpr,
-                SUM: tl.constexpr):  # fmt: skip
+                PER: tl.constexpr, SUBS: tl.constexpr, SQUARE: tl.constexpr, BINS: tl.constexpr, SUM: tl.constexpr,
+                PDL: tl.constexpr):  # fmt: skip
         # One program: PER query heads in one subspace. A pattern's similarity is the least plus twice the coordinates whose sign
         # it shares. The first program of a KV head clears its histogram of scores.
         pair = tl.program_id(0)
@@ -52,6 +66,7 @@ if HAS_TRITON:
         j = tl.arange(0, 8)
         c = tl.arange(0, 256)
         own = tl.load(basis + i[:, None] * SQUARE + b * 8 + j[None, :]).to(tl.float32)
+        follow(PDL)
         if (b == 0) & (tl.program_id(2) == 0):
             tl.store(totals + pair * BINS + tl.arange(0, BINS), tl.zeros((BINS,), tl.int32))
         sum = tl.zeros((256,), tl.int32)
@@ -61,12 +76,9 @@ if HAS_TRITON:
             for g in tl.static_range(GROUP // P):
                 row = (pair * GROUP + p * (GROUP // P) + g) * dim
                 x += tl.load(query + row + i, mask=i < dim, other=0.0).to(tl.float32)
-            x = x * (scale / (GROUP // P))
-            whole = 0.0
-            for first in tl.static_range(0, SQUARE, COLUMNS):
-                at = basis + i[:, None] * SQUARE + first + tl.arange(0, COLUMNS)[None, :]
-                whole += tl.sum(tl.abs(tl.sum(tl.load(at).to(tl.float32) * x[:, None], axis=0)))
-            y = tl.sum(own * x[:, None], axis=0)
+            x = x / (GROUP // P)
+            whole = tl.sqrt(8.0 * SUBS * tl.sum(x * x))  # half the span
+            y = tl.sum(own * x[:, None], axis=0) * scale
             tl.store(rotated + ((pair * P + p) * 8 + j) * SUBS + b, y)
             votes = tl.zeros((256,), tl.float32)
             for bit in tl.static_range(8):
@@ -93,13 +105,13 @@ def launch(query: Tensor, rotation: Rotation, heads: int, totals: Tensor, *, mea
     group, subs, square = q_heads // heads, rotation.padded // SUB, rotation.basis.shape[0]
     scored = 1 if mean else group
     rotated = torch.empty((lanes, heads, scored, SUB, subs), dtype=torch.float32, device=query.device)
-    words = 1 if combine == "sum" else (scored + 3) // 4
+    words, pdl = 1 if combine == "sum" else (scored + 3) // 4, chained(query.device)
     table = torch.empty((lanes, heads, words, subs, CENTROIDS), dtype=torch.int32, device=query.device)
     apart, share = (1, scored) if combine == "sum" else (scored, 1)
     _graded[(lanes * heads, subs, apart)](
         query, rotation.basis, rotated, table if combine == "sum" else table.view(torch.uint8), totals, rotation.scale, dim,
         MOST=most(subs, combine) // share, GROUP=group, P=scored, PER=scored // apart, SUBS=subs, SQUARE=square,
-        COLUMNS=min(square, 64), BINS=totals.shape[2], SUM=combine == "sum", num_warps=WARPS,
+        BINS=totals.shape[2], SUM=combine == "sum", PDL=pdl, num_warps=WARPS, launch_pdl=pdl,
     )  # fmt: skip
     return rotated, table
 
@@ -111,4 +123,4 @@ def graded(query: Tensor, rotation: Rotation, heads: int, totals: Tensor, *, mea
         return launch(query.contiguous(), rotation, heads, totals, mean=mean, combine=combine)
     rotated = rotate_queries(query, heads, rotation, mean=mean)
     totals.zero_()
-    return rotated, pack(definition(similarities(rotated), combine), combine)
+    return rotated, pack(definition(similarities(rotated), combine, sign_span(rotated)), combine)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels.chain import chained
 from kvthaw.kernels.encode import Quantizer, Summaries, decode
 
 TILE = 64
@@ -61,10 +62,12 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
+    from kvthaw.kernels.chain import follow
+
     @triton.jit
     def _rerank(rotated, codes, weights, levels, candidates, wanted, scores, peaks, parts, heads, capacity, width, scale,
                 P: tl.constexpr, PP: tl.constexpr, SUBS: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr,
-                UPCAST: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+                UPCAST: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
         # One program: every SPLITS-th tile of candidates of one KV head, for all its query heads.
         split = tl.program_id(0)
         splits = tl.num_programs(0)
@@ -75,6 +78,8 @@ if HAS_TRITON:
         i = tl.arange(0, SUBS * 8)
         p = tl.arange(0, PP)
         head = (p < P)[None, :]
+        level = tl.load(levels + tl.arange(0, 16))
+        follow(PDL)
         n = tl.arange(0, 2 * PP)  # heads, then heads again: one product with both parts of the query, not two in a row
         runs = tl.cdiv(width, TILE) * (TILE // RUN)
         source = rotated + (pair * P + (n % PP)[None, :]) * 8 * SUBS + (i % 8 * SUBS + i // 8)[:, None]
@@ -83,7 +88,6 @@ if HAS_TRITON:
         parted = tl.where((n < PP)[None, :], high, (query - high.to(tl.float32)).to(tl.bfloat16))
         if UPCAST:
             parted = parted.to(tl.float32)
-        level = tl.load(levels + tl.arange(0, 16))
         top = tl.full((TILE, PP), float("-inf"), tl.float32)
         mass = tl.zeros((TILE, PP), tl.float32)
         for tile in tl.range(split, tl.cdiv(count, TILE), splits, num_stages=STAGES):
@@ -126,6 +130,7 @@ def launch(rotated: Tensor, summaries: Summaries, candidates: Tensor, wanted: Te
     assert rotated.is_contiguous() and candidates.is_contiguous() and wanted.dtype == candidates.dtype == torch.int32
     assert summaries.codes.is_contiguous() and summaries.weights.is_contiguous() and rotated.dtype == torch.float32
     assert TILE % run == 0, f"{run} candidates do not divide a tile"
+    pdl = chained(candidates.device)
     runs = triton.cdiv(width, TILE) * (TILE // run)
     scores, parts, peaks = (
         torch.empty((lanes, heads, scored, *size), dtype=torch.float32, device=candidates.device)
@@ -134,7 +139,8 @@ def launch(rotated: Tensor, summaries: Summaries, candidates: Tensor, wanted: Te
     _rerank[(SPLITS, heads, lanes)](
         rotated, summaries.codes, summaries.weights, quantizer.levels, candidates, wanted, scores, peaks, parts, heads,
         summaries.capacity, width, scale, P=scored, PP=max(8, triton.next_power_of_2(scored)), SUBS=subs, TILE=TILE, RUN=run,
-        UPCAST=candidates.device.type == "cpu", STAGES=STAGES, num_warps=WARPS,
+        UPCAST=candidates.device.type == "cpu", STAGES=STAGES, PDL=pdl, num_warps=WARPS,
+        launch_pdl=pdl,
     )  # fmt: skip
     return Estimates(scores, parts, peaks, run)
 

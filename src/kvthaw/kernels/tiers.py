@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels.chain import chained
 from kvthaw.kernels.encode import CENTROIDS, SUB
 from kvthaw.kernels.srht import Rotation, srht
 
@@ -75,6 +76,8 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
+    from kvthaw.kernels.chain import follow
+
     @triton.jit
     def _similarity(y, c):
         # <y, c>, added up in the order of j.
@@ -94,7 +97,8 @@ if HAS_TRITON:
 
     @triton.jit
     def _tiers(query, basis, sizes, limits, rotated, table, totals, heads, scale, dim, GROUP: tl.constexpr, P: tl.constexpr,
-               PER: tl.constexpr, SUBS: tl.constexpr, SQUARE: tl.constexpr, BINS: tl.constexpr, SUM: tl.constexpr):  # fmt: skip
+               PER: tl.constexpr, SUBS: tl.constexpr, SQUARE: tl.constexpr, BINS: tl.constexpr, SUM: tl.constexpr,
+               PDL: tl.constexpr):  # fmt: skip
         # One program: PER query heads in one subspace. Of a sign pattern and its opposite one is as similar as the other is
         # not, so that 128 sizes of similarities say all: ranked 32 at once, a thread comparing with its warp's share of the
         # 128. The first program of a KV head clears its histogram of scores.
@@ -110,6 +114,7 @@ if HAS_TRITON:
         columns = tl.load(basis + i[:, None] * SQUARE + b * 8 + j[None, :]).to(tl.float32)
         ends = (tl.load(limit), tl.load(limit + 1), tl.load(limit + 2), tl.load(limit + 3), tl.load(limit + 4),
                 tl.load(limit + 5))  # fmt: skip
+        follow(PDL)
         if (b == 0) & (tl.program_id(2) == 0):
             tl.store(totals + pair * BINS + tl.arange(0, BINS), tl.zeros((BINS,), tl.int32))
         for one in tl.static_range(PER):
@@ -164,11 +169,12 @@ def launch(query: Tensor, rotation: Rotation, sizes: Tensor, limits: Tensor, tot
     rotated = torch.empty((lanes, heads, scored, SUB, subs), dtype=torch.float32, device=query.device)
     words = 1 if combine == "sum" else (scored + 3) // 4
     table = torch.empty((lanes, heads, words, subs, CENTROIDS), dtype=torch.int32, device=query.device)
-    apart = 1 if combine == "sum" else scored
+    apart, pdl = 1 if combine == "sum" else scored, chained(query.device)
     _tiers[(lanes * heads, subs, apart)](
         query, rotation.basis, sizes, limits, rotated, table if combine == "sum" else table.view(torch.uint8), totals,
         heads, rotation.scale, dim, GROUP=group, P=scored, PER=scored // apart, SUBS=subs, SQUARE=rotation.basis.shape[0],
-        BINS=totals.shape[2], SUM=combine == "sum", num_warps=WARPS,
+        BINS=totals.shape[2], SUM=combine == "sum", PDL=pdl, num_warps=WARPS,
+        launch_pdl=pdl,
     )  # fmt: skip
     return rotated, table
 

@@ -21,12 +21,13 @@ from torch import Tensor
 from kvthaw.errors import ConfigError
 from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.bucket_topk import compact
+from kvthaw.kernels.chain import chained
 from kvthaw.kernels.rerank import SPLITS, TILE, Estimates
 
 Merge = Literal["max", "mean"]
 MOST = 16384
 """Runs, and candidates in chosen runs, that a program holds; where there are more, torch sorts."""
-PER_WARP = 512
+PER_WARP = 256
 """Of those, how many a warp holds."""
 
 
@@ -67,6 +68,8 @@ def definition(merged: Tensor, candidates: Tensor, k: int, first: int) -> tuple[
 if HAS_TRITON:
     import triton
     import triton.language as tl
+
+    from kvthaw.kernels.chain import follow
 
     @triton.jit
     def _total(parts, P: tl.constexpr, PP: tl.constexpr, SPLITS: tl.constexpr):
@@ -122,13 +125,14 @@ if HAS_TRITON:
     @triton.jit
     def _choose(scores, peaks, parts, candidates, wanted, chosen, rows, counts, heads, width, runs, scale, k, first,
                 P: tl.constexpr, PP: tl.constexpr, SPLITS: tl.constexpr, RUN: tl.constexpr, RUNS: tl.constexpr,
-                KP: tl.constexpr):  # fmt: skip
+                KP: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
         # One program: a KV head. The k best runs by their peaks, then the k best candidates of those: which are not below the
         # k-th peak, nor above the first. Both are widened by what rounding the same sums apart may cost.
         lane = tl.program_id(1)
         pair = (lane * heads + tl.program_id(0)).to(tl.int64)
         count = tl.load(wanted + lane)
         filled = tl.cdiv(count, RUN)
+        follow(PDL)
         total = tl.zeros((PP,), tl.float32) if P == 1 else _total(parts + pair * P * SPLITS * 2, P, PP, SPLITS)
         run = tl.arange(0, RUNS)
         key = _keys(peaks + pair * P * runs, run, run < runs, run < filled, total, runs, scale, P, PP)
@@ -158,12 +162,13 @@ if HAS_TRITON:
 
     @triton.jit
     def _mean(scores, parts, wanted, merged, peaks, heads, width, runs, scale, P: tl.constexpr, PP: tl.constexpr,
-              SPLITS: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+              SPLITS: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
         # One program: the summed weights of BLOCK candidates, in logs, and the peaks of those.
         lane = tl.program_id(2)
         pair = (lane * heads + tl.program_id(1)).to(tl.int64)
         count = tl.load(wanted + lane)
         block = tl.program_id(0)
+        follow(PDL)
         if block * BLOCK < count:
             total = _total(parts + pair * P * SPLITS * 2, P, PP, SPLITS)
             m = block * BLOCK + tl.arange(0, BLOCK)
@@ -187,7 +192,7 @@ def launch(found: Estimates, candidates: Tensor, wanted: Tensor, k: int, first: 
     assert found.parts is not None and found.peaks is not None
     scores, peaks, run = found.scores, found.peaks, found.run
     lanes, heads, scored, width = scores.shape
-    runs, padded = peaks.shape[3], triton.next_power_of_2(k)
+    runs, padded, pdl = peaks.shape[3], triton.next_power_of_2(k), chained(candidates.device)
     assert scores.is_contiguous() and candidates.is_contiguous() and found.parts.is_contiguous() and peaks.is_contiguous()
     assert width % TILE == 0, f"{width} candidates are no whole tiles of {TILE}"
     assert runs <= MOST and padded * run <= MOST, f"{runs} runs of {run} candidates are too many for {k} rows"
@@ -196,7 +201,7 @@ def launch(found: Estimates, candidates: Tensor, wanted: Tensor, k: int, first: 
         peaks = torch.empty((lanes, heads, 1, runs), dtype=torch.float32, device=scores.device)
         _mean[(triton.cdiv(width, 1024), heads, lanes)](
             scores, found.parts, wanted, merged, peaks, heads, width, runs, scale, P=scored, PP=triton.next_power_of_2(scored),
-            SPLITS=SPLITS, RUN=run, BLOCK=1024, num_warps=4,
+            SPLITS=SPLITS, RUN=run, BLOCK=1024, PDL=pdl, num_warps=4, launch_pdl=pdl,
         )  # fmt: skip
         scores, scored = merged, 1
     chosen, rows = torch.empty((2, lanes, heads, k), dtype=torch.int32, device=candidates.device).unbind()
@@ -205,7 +210,7 @@ def launch(found: Estimates, candidates: Tensor, wanted: Tensor, k: int, first: 
     _choose[(heads, lanes)](
         scores, peaks, found.parts, candidates, wanted, chosen, rows, counts, heads, width, runs, scale, k, first, P=scored,
         PP=triton.next_power_of_2(scored), SPLITS=SPLITS, RUN=run, RUNS=triton.next_power_of_2(runs), KP=padded,
-        num_warps=min(16, max(4, most // PER_WARP)),
+        PDL=pdl, num_warps=min(16, max(4, most // PER_WARP)), launch_pdl=pdl,
     )  # fmt: skip
     return rows, counts
 
