@@ -23,7 +23,7 @@ logging.set_verbosity_error()
 
 
 LONG = (
-    "tests/bench/test_decode.py",
+    "tests/bench/test_decode_bench.py",
     "tests/methods/",
     "tests/engine/test_architectures.py",
     "tests/engine/test_batch.py",
