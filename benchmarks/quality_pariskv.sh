@@ -13,7 +13,7 @@ python3 -m kvthaw --help > /dev/null || { echo "python3 -m kvthaw does not run h
 paper=pariskv:preset=paper
 grid=$paper:rho=0.05:beta=0.05,$paper:rho=0.2:beta=0.05,$paper:rho=0.5:beta=0.05,$paper:rho=0.1:beta=0.1,$paper:rho=0.2:beta=0.1
 grid+=,$paper:rho=0.5:beta=0.1,$paper:rho=0.2:beta=0.2,$paper:rho=0.3:beta=0.2,$paper:rho=0.5:beta=0.2,$paper:rho=0.3:beta=0.3,$paper:rho=0.5:beta=0.3
-votes=$paper:votes=binary,$paper:centre=True,pariskv:centre=False,pariskv:beta=0.05,pariskv:beta=0.1,pariskv:beta=0.15,pariskv:beta=0.2
+votes=$paper:votes=binary,$paper:centre=True,pariskv:centre=False,pariskv:beta=0.05,pariskv:beta=0.1,pariskv:beta=0.125,pariskv:beta=0.15,pariskv:beta=0.2
 policies=pariskv:policy=mean,pariskv:policy=mean_query,$paper:policy=mean,pariskv:preset=code
 plain=$paper:rotate=False,$paper:centroids=learned,$paper:centroids=learned:rotate=False
 plain+=,$paper:centroids=learned:normalise=False,$paper:centroids=learned:rotate=False:normalise=False
