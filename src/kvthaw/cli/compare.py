@@ -25,7 +25,8 @@ from kvthaw.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from kvthaw.evaluate.cells import Folder, Stretches
+    from kvthaw.evaluate import perplexity
+    from kvthaw.evaluate.cells import Cell, Folder, Stretches
     from kvthaw.evaluate.compare import Goal
     from kvthaw.evaluate.workers import Bench, Failure, Piece, Some, Source
 
@@ -133,10 +134,12 @@ def compare(
         runner, reader = Runner(llm, tokenizer, kept[0], name=model, batch=batch), Reader(llm, tokenizer, name=model)
         with waiting("looking at what is there"):
             todo: list[Piece] = list(units(runner, grid))
-            if "perplexity" in task.split(","):
+            if "perplexity" in listed(task, str, "--task"):
                 todo += reader.missing(course, [complete(llm, variant) for variant in grid.variants()], kept[1].get)
         failures = _run(Bench(runner, reader), kept, Source(model, device, dtype, batch), todo, jobs, end)
-    if report != "never":
+    if report == "never":
+        _gather(out)
+    else:
         _report(out, as_json)
     if failures:
         from kvthaw.errors import KvthawError
@@ -187,19 +190,26 @@ def _alone(bench: Bench, todo: Sequence[Piece], tell: Callable[[str], None]) -> 
         yield from bench.compute(piece, lambda done, of, doing: tell(f"{doing} {done:,}/{of:,}"))
 
 
+def _gather(out: Path) -> tuple[list[Cell], list[perplexity.Line]]:
+    """What a folder or a file of cells holds; that of a folder is written into one file."""
+    from kvthaw.evaluate.cells import read_cells, read_stretches, write_cells, write_stretches
+
+    cells, stretches = read_cells(out), read_stretches(out)
+    if out.is_dir():
+        write_cells(cells, out / "cells.jsonl")
+        write_stretches(stretches, out / "cells.jsonl")
+    return cells, stretches
+
+
 def _report(out: Path, as_json: bool) -> None:
     """Write the report beside the results, and print its goals."""
-    from kvthaw.evaluate.cells import read_cells, read_stretches, write_cells, write_stretches
     from kvthaw.evaluate.overview import all_goals, overview
 
     with waiting("writing the report"):
-        cells, stretches = read_cells(out), read_stretches(out)
+        cells, stretches = _gather(out)
         folder = out if out.is_dir() else out.parent
         stem = "report" if out.is_dir() else out.stem
         document = overview(cells, stretches)
-        if out.is_dir():
-            write_cells(cells, out / "cells.jsonl")
-            write_stretches(stretches, out / "cells.jsonl")
         for suffix, text in ((".html", document.html()), (".md", document.markdown())):
             (folder / f"{stem}{suffix}").write_text(text, encoding="utf-8")
     goals = all_goals(cells)

@@ -189,6 +189,7 @@ def _serve(source: Source, number: int, jobs: int, connection: Connection) -> No
         except KvthawError as error:
             connection.send(("refused", str(error)))
             return
+        gc.freeze()  # what has been loaded stays; no collection need look at it again
         connection.send(("ready", ""))
         while (unit := connection.recv()) is not None:
             answer = ("done", "")
