@@ -87,7 +87,7 @@ def plot(lines: Sequence[Line], path: Path) -> None:
 
 
 def by_length(axes: Any, lines: Sequence[Line]) -> None:
-    """Time per output token against the length, at the smallest batch of each series; the floor of each dotted in grey."""
+    """Time per output token against the length, at the smallest batch of each series."""
     for name, steps, colour, runs in series(lines):
         least = min(run.setting.batch for run in runs)
         shown = sorted((run for run in runs if run.setting.batch == least), key=lambda run: run.setting.length)
@@ -106,6 +106,7 @@ def by_batch(axes: Any, lines: Sequence[Line]) -> None:
         x = [run.setting.batch for run in shown]
         axes.plot(x, [run.tokens_per_s for run in shown], label=f"{name}, {short(most)} ({steps})", **_look(colour, steps))
     axes.set(xlabel="batch, rows", ylabel="tokens a second", ylim=(0, None))
+    axes.set_xticks(sorted({line.setting.batch for line in lines}))
     axes.legend(fontsize=7)
 
 
