@@ -1,4 +1,4 @@
-"""What `kvthaw bench decode` and `kvthaw bench figures` can be asked for. Brings no torch with it, so that --help answers at
+"""What `kvthaw bench decode`, `figures` and `prefill` can be asked for. Brings no torch with it, so that --help answers at
 once."""
 
 from __future__ import annotations
@@ -86,4 +86,27 @@ class Figures:
     draw: bool = option(False, "Only draw, from the lines that stand in the file.", FLAG)
     host_bytes: int | None = option(None, "The most host memory to use; asks the system what is free unless given.", INTEGER)
     seed: int = option(0, "Of weights, tokens, keys and values.", INTEGER)
+    commit: str | None = option(None, "What the lines say the code's commit is; asks git unless given.", WORD)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prefill:
+    """What `kvthaw bench prefill` can be asked for."""
+
+    shape: str = option("tiny", f"The model's shape, with random weights: {', '.join(SHAPES)}.", WORD)
+    length: tuple[int, ...] = option((4096,), "Prompt lengths in tokens, separated by commas.", many(INTEGER))
+    chunk: tuple[int, ...] = option(
+        (1024,), "Tokens that go through the model at once, separated by commas; beside them, one pass.", many(INTEGER)
+    )
+    method: tuple[str, ...] = option(
+        ("icecache",), "Methods, separated by commas, with options behind colons; see `kvthaw methods`.", many(WORD)
+    )
+    budget: int = option(1024, "Most tokens attended per KV head and step.", INTEGER)
+    retrieved: int | None = option(
+        None, "Rows from the index in every step, beside the paper's regions; instead of a budget.", INTEGER
+    )
+    dense_layers: int = option(0, "First layers that keep all KV on the device.", INTEGER)
+    chunks_only: bool = option(False, "Leave out one pass, transformers' too.", FLAG)
+    host_bytes: int | None = option(None, "The most host memory to use; asks the system what is free unless given.", INTEGER)
+    out: Path | None = option(None, "Keep one JSON line a run in this file; what stands there is not measured again.", FILE)
     commit: str | None = option(None, "What the lines say the code's commit is; asks git unless given.", WORD)

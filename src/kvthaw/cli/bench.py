@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvthaw.bench.asked import FIGURES, Decode, Figures
+from kvthaw.bench.asked import FIGURES, Decode, Figures, Prefill
 from kvthaw.cli.common import JsonOption, bars, listed, print_wide, waiting
 from kvthaw.cli.options import taking
 
@@ -33,6 +33,10 @@ FIGURES_EXAMPLES = (
     "  kvthaw bench figures --name length --draw --out decode.jsonl --plot docs/"
 )
 
+PREFILL_EXAMPLES = (
+    "Examples:\n\n  kvthaw bench prefill --shape llama-3.1-8b --length 131072,524288 --chunk 8192,16384 --json\n\n"
+    "  kvthaw bench prefill --shape tiny --length 4096 --chunk 512,1024 --method full,icecache --out prefill.jsonl"
+)
 INDEXING_EXAMPLES = (
     "Examples:\n\n  kvthaw bench indexing --shape llama-3.1-8b --length 32768 --method clusterkv,prkv --json\n\n"
     "  kvthaw bench indexing --shape tiny --length 2000 --method clusterkv,clusterkv:tokens_per_cluster=40 --budget 256"
@@ -84,6 +88,19 @@ def draw(asked: Figures, as_json: bool) -> None:
         for lines in found.values():
             if lines:
                 print_wide(report.table(lines))
+
+
+@app.command("prefill", epilog=PREFILL_EXAMPLES)
+@taking(Prefill)
+def prefill(asked: Prefill, as_json: bool) -> None:
+    """Time prompts in chunks, earlier KV streamed back from the host, beside one pass and what the hardware allows.
+
+    Each method's logits are first checked against transformers' own of one pass."""
+    bench = import_module("kvthaw.bench.prefill")
+    with bars() as progress:
+        lines = bench.main(asked, say=_printed if as_json else None, watch=_watched(progress))
+    if not as_json:
+        print_wide(bench.table(lines))
 
 
 def _printed(line: Any) -> None:
