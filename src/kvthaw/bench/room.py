@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from kvthaw.bench.settings import HF, Setting, described
 from kvthaw.bench.shapes import SHAPES
@@ -29,9 +31,7 @@ class Need:
 def need(setting: Setting, dtype: torch.dtype) -> Need:
     """What a setting needs, from its shape alone."""
     config = SHAPES[setting.shape]()
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    weights = _weights(SHAPES[setting.shape], dtype)
     size, heads, layers = dtype.itemsize, config.num_key_value_heads, config.num_hidden_layers
     tokens = setting.length + setting.new_tokens
     token = 2 * heads * config.head_dim * size  # of one layer
@@ -60,6 +60,14 @@ def need(setting: Setting, dtype: torch.dtype) -> Need:
     elif setting.prompt == "run" or setting.hf:
         rows *= setting.batch
     return Need(weights, round(weights + on_device + passing) + _SPARE, rows)
+
+
+@cache
+def _weights(shape: Callable[[], PretrainedConfig], dtype: torch.dtype) -> int:
+    """Bytes of a shape's weights."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shape(), dtype=dtype)
+    return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
 def check(setting: Setting, device: torch.device, dtype: torch.dtype, host_bytes: int | None = None) -> None:
