@@ -197,7 +197,8 @@ def _gather(out: Path) -> tuple[list[Cell], list[perplexity.Line]]:
     cells, stretches = read_cells(out), read_stretches(out)
     if out.is_dir():
         write_cells(cells, out / "cells.jsonl")
-        write_stretches(stretches, out / "cells.jsonl")
+        if stretches:
+            write_stretches(stretches, out / "cells.jsonl")
     return cells, stretches
 
 

@@ -113,14 +113,15 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """Blocks that open on a click."""
+    """Blocks that open on a click, or are open."""
 
     title: str
     blocks: Sequence[Block]
+    opened: bool = False
 
     def html(self) -> str:
         inside = "\n".join(block.html() for block in self.blocks)
-        return f"<details><summary>{escape(self.title)}</summary>\n{inside}\n</details>"
+        return f"<details{' open' * self.opened}><summary>{escape(self.title)}</summary>\n{inside}\n</details>"
 
     def markdown(self) -> str:
         return "\n\n".join((f"**{self.title}**", *(block.markdown() for block in self.blocks)))

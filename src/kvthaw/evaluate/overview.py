@@ -99,7 +99,7 @@ def _goals(of: list[Goal]) -> list[Block]:
         if split[met]:
             rows = [[goal.text, *_paired(goal.paired)] for goal in split[met]]
             table = Table(("goal", "difference", "its accuracy", "the other's"), rows)
-            blocks.append(Fold(f"{text.capitalize()} ({len(rows)})", [table]))
+            blocks.append(Fold(f"{text.capitalize()} ({len(rows)})", [table], opened=met is False))
     return blocks
 
 
