@@ -132,6 +132,14 @@ class Rebuilds(Protocol):
         Static work there, after the transfer and on its stream."""
 
 
+@runtime_checkable
+class WorksBeside(Protocol):
+    """An index that does some of its work beside the current stream."""
+
+    def join(self) -> None:
+        """What follows on the current stream sees that work; the host does not wait."""
+
+
 class Transfer(Protocol):
     """Brings rows from the host to the device."""
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvthaw.cache.clock import Clock
-from kvthaw.cache.lanes import Lanes
+from kvthaw.cache.lanes import Lanes, roomier
 from kvthaw.kernels.dense import causal_attention
 from kvthaw.kernels.sparse_decode import sparse_decode
 
@@ -132,7 +132,10 @@ class DenseLayer(Lanes):
 
     def due(self) -> bool:
         """Whether before_step() must be called again: the buffer is full."""
-        return self._data is None or self._data.shape[2] <= self.longest
+        return self.capacity <= self.longest
+
+    def go_ahead(self) -> None:
+        """See FrozenLayer; nothing leaves a dense layer."""
 
     def count_step(self) -> None:
         """Count a step of one token that the device took by itself."""
@@ -226,17 +229,16 @@ class DenseLayer(Lanes):
         """A buffer for the keys [., H, T, D] of a first prompt, or of its beginning if it has more tokens."""
         _, heads, steps, dim = key.shape
         self.scale = scale
-        tokens = max(tokens, steps)
-        room = max(self.room, tokens + max(256, tokens // 16))
-        self._data = torch.zeros((lanes, heads, room, 2, dim), dtype=key.dtype, device=key.device)
+        self.capacity = self.room or roomier(0, max(tokens, steps))
+        self._data = torch.zeros((lanes, heads, self.capacity, 2, dim), dtype=key.dtype, device=key.device)
         self._tickets = torch.zeros(lanes * heads, dtype=torch.int32, device=key.device)
 
     def _reserve(self, tokens: int) -> None:
         """Room for so many tokens a lane."""
         assert self._data is not None
-        have = self._data.shape[2]
-        if tokens > have:
-            batch, heads, _, _, dim = self._data.shape
-            grown = self._data.new_zeros((batch, heads, tokens + tokens // 2, 2, dim))
+        if tokens > self.capacity:
+            batch, heads, have, _, dim = self._data.shape
+            self.capacity = roomier(have, tokens)
+            grown = self._data.new_zeros((batch, heads, self.capacity, 2, dim))
             grown[:, :, :have] = self._data
             self._data = grown

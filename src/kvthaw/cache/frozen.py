@@ -18,7 +18,7 @@ from kvthaw.cache.clock import Clock
 from kvthaw.cache.dense import WATCHED, DenseLayer, padded, watch
 from kvthaw.cache.group import Group
 from kvthaw.cache.host import HostStore
-from kvthaw.cache.lanes import Lanes
+from kvthaw.cache.lanes import Lanes, roomier
 from kvthaw.cache.pipeline import Pipeline
 from kvthaw.cache.plan import Plan, Settings
 from kvthaw.cache.pool import Slab
@@ -52,7 +52,8 @@ class FrozenKV(Lanes):
         self._start: list[int] = []  # where each lane's ring began at its last dense pass
         self._stale: set[int] = set()  # lanes to be indexed anew before the next step
         self._ahead: set[int] = set()  # lanes whose index has what leaves the ring with the next token
-        self._copied: torch.cuda.Event | None = None
+        self._copied: torch.cuda.Event | None = None  # the last copy to the host, which the host has not waited for
+        self._ordered = True  # what the device does next comes after it
         self._finite: Tensor | None = None
 
     # What is where
@@ -71,13 +72,16 @@ class FrozenKV(Lanes):
 
     def settle(self) -> None:
         """Wait until everything is offloaded and indexed. Raises CacheError where keys or values were not finite."""
+        self._check_finite()
+        self.wait_for_copies()
+        if self.group is not None:
+            self.group.settle()
+
+    def _check_finite(self) -> None:
         if self._finite is not None:
             if not self._finite:
                 raise CacheError(f"the model gave keys or values that are not finite in layer {self.number}")
             self._finite = None
-        self.wait_for_copies()
-        if self.group is not None:
-            self.group.settle()
 
     def read(self, lane: int, start: int, stop: int) -> Tensor:
         """Rows [H, stop - start, 2, D] of a lane, wherever they lie; on the host or on the device."""
@@ -138,10 +142,15 @@ class FrozenKV(Lanes):
                     *sizes, self.store, plan.regions, scale, self.settings.seed, plan.rows, self.slab, self.clock, self.rotary
                 )
                 self.group = Group(method, shape, batch, plan.rows, self.pipeline)
-                self.group.make_room(self.room)
             else:
                 self.group = self.leader.group
-        self.plan = plan
+        self.plan, self.capacity = plan, self.room or roomier(0, max(steps, self.coming))
+        self.make_room()
+
+    def make_room(self) -> None:
+        """For `capacity` tokens a lane: until there are more, nothing that a step reads moves."""
+        if self.group is not None and self.chooses:
+            self.group.make_room(self.capacity)
 
     def copy_from(self, other: FrozenKV | DenseLayer) -> None:
         """Take over the tokens of another layer, as if they had been this layer's prompt."""
@@ -206,7 +215,7 @@ class FrozenKV(Lanes):
         new = regions.first_indexed(length)
         if not self.settings.method.evicts:
             self._store_ring(lane, past)
-            self._copied = self.pipeline.offload(self.store, lane, k, v) or self._copied
+            self._offload(lane, k, v)
         if self.group is not None and self.chooses and new > old:
             more = max(0, self.prompt - before - k.shape[1])
             self._index(lane, old, new, k, v, past, query[:, -WATCHED:], more)
@@ -281,8 +290,13 @@ class FrozenKV(Lanes):
 
     def due(self) -> bool:
         """Whether one more token asks for work on the host first: a full ring, or tables that must grow."""
-        grow = self.group is not None and self.group.residency.capacity <= self.longest
-        return grow or self._finite is not None or self._copied is not None or bool(self._stale) or bool(self._leaving())
+        return (
+            self.capacity <= self.longest
+            or self._finite is not None
+            or not self._ordered
+            or bool(self._stale)
+            or bool(self._leaving())
+        )
 
     def before_step(self) -> None:
         """That work, done once however often it is asked for. Afterwards a step of one token is work of the device alone, where the
@@ -293,9 +307,13 @@ class FrozenKV(Lanes):
         if leaving:
             self._leave(leaving)
             self._ahead.update(leaving)
-        self.settle()
+        self._check_finite()
+        self.order_copies()
         if self.group is not None:
-            self.group.residency.grow(self.longest + 1)
+            self.group.settle()
+        if self.capacity <= self.longest:
+            self.capacity = roomier(self.capacity, self.longest + 1)
+            self.make_room()
 
     def _leaving(self) -> list[int]:
         """Lanes whose ring is full, and has not given up yet what leaves with the next token."""
@@ -315,8 +333,8 @@ class FrozenKV(Lanes):
         self._ahead.clear()
 
     def go_ahead(self) -> None:
-        """Where a ring has become full, offload and index what the next token will push out of it, while the layers that follow
-        and the start of the next step run: an index on the host takes as long as a layer's whole step."""
+        """Where a ring has become full, offload and index what the next token will push out of it, while the device is still at
+        work: an index on the host takes as long as a layer's whole step."""
         leaving = [lane for lane in self._leaving() if lane not in self._stale]
         if leaving:
             self._leave(leaving)
@@ -359,12 +377,24 @@ class FrozenKV(Lanes):
         stored = self.store.length(lane)
         if stored < length:
             rows = self.slab.read(lane, stored, length)
-            self._copied = self.pipeline.offload(self.store, lane, rows[:, :, 0], rows[:, :, 1]) or self._copied
+            self._offload(lane, rows[:, :, 0], rows[:, :, 1])
+
+    def _offload(self, lane: int, keys: Tensor, values: Tensor) -> None:
+        copied = self.pipeline.offload(self.store, lane, keys, values)
+        if copied is not None:
+            self._copied, self._ordered = copied, False
 
     def wait_for_copies(self) -> None:
+        """The host reads what was copied to it."""
         if self._copied is not None:
             self._copied.synchronize()
-            self._copied = None
+            self._copied, self._ordered = None, True
+
+    def order_copies(self) -> None:
+        """The device reads what was copied to the host; the host does not wait."""
+        if self._copied is not None and not self._ordered:
+            torch.cuda.current_stream(self.slab.data.device).wait_event(self._copied)
+            self._ordered = True
 
     # Changes from outside
 

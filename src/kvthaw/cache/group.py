@@ -14,7 +14,7 @@ from torch import Tensor
 from kvthaw.cache.pipeline import Pipeline
 from kvthaw.cache.residency import Residency
 from kvthaw.errors import CacheError
-from kvthaw.types import Index, LayerShape, Method, Selection
+from kvthaw.types import Index, LayerShape, Method, Selection, WorksBeside
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +101,8 @@ class Group:
             raise CacheError(f"layer {self.shape.layer}: {self._failure}") from self._failure
         if self._failure is not None:
             raise self._failure
+        if isinstance(self.index, WorksBeside):  # a replayed step does not ask
+            self.index.join()
 
     def recover(self) -> None:
         """Forget what went wrong with the tokens of a lane that will be cleared; waits for the jobs under way."""
@@ -111,9 +113,8 @@ class Group:
 
     def make_room(self, tokens: int) -> None:
         """For so many tokens of each lane: until there are more, no tensor of a choice moves."""
-        if tokens:
-            self.index.make_room(self.residency.slot_row.shape[0], tokens)
-            self.residency.grow(tokens)
+        self.index.make_room(self.residency.slot_row.shape[0], tokens)
+        self.residency.grow(tokens)
 
     def choose(self, query: Tensor, length: int, live: int) -> Choice:
         """Select rows for one query a head, [B, Hq, D], and give them slots. length: of the longest lane; live: lanes that

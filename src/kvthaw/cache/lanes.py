@@ -5,17 +5,25 @@ from __future__ import annotations
 from collections.abc import Collection
 
 
+def roomier(have: int, need: int) -> int:
+    """Tokens a lane to make room for where `need` do not fit in `have`: somewhat more than a first prompt, then half as much again.
+    All layers reckon alike, so that what a captured step reads moves at one step and not at many."""
+    return need + max(256, need // 16) if have == 0 else max(need, have * 3 // 2)
+
+
 class Lanes:
     """Lengths of the lanes of a layer, as transformers counts them.
 
     `seen` is the length of the longest lane with its padding, left_pad what of it is padding, so that position p of a lane is its
-    p-th token after that. idle: lanes without a row; they have no tokens and a step gives them none.
+    p-th token after that. idle: lanes without a row; they have no tokens and a step gives them none. capacity: tokens that a lane
+    has room for on the device.
     """
 
     def __init__(self) -> None:
         self.seen = 0
         self.left_pad: list[int] = []
         self.idle: frozenset[int] = frozenset()
+        self.capacity = 0
         self.prompt = 0
         """Tokens there will be when the prompt that is under way has come; 0: none is, or it was not announced."""
 

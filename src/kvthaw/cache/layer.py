@@ -58,11 +58,15 @@ class FrozenLayer(FrozenKV):
 
     def begin(self, query: Tensor, key: Tensor, left_pad: list[int], scale: float) -> None:
         """As FrozenKV.begin."""
-        super().begin(query, key, left_pad, scale)
-        if self.group is not None:
+        if self.settings.method.index is not None:
             self._transfer = (self.settings.method.transfer or UvaGather)() if key.is_cuda else BulkCopy()
-            if isinstance(self._transfer, UvaGather):
-                self._transfer.make_room(self.store, self.room, key.device)
+        super().begin(query, key, left_pad, scale)
+
+    def make_room(self) -> None:
+        """As FrozenKV.make_room."""
+        super().make_room()
+        if isinstance(self._transfer, UvaGather):
+            self._transfer.make_room(self.store, self.capacity, self.slab.data.device)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, left_pad: list[int], how: Attention, fresh: bool) -> Tensor:
         """Attend to everything up to each query. query [B, Hq, T, D]; key, value [B, H, n, D], the last T of them the same tokens'.
@@ -144,7 +148,7 @@ class FrozenLayer(FrozenKV):
         if self.group is not None and self._transfer is not None:
             asked = query if self.foreseen is None else self.foreseen[:, :, t]
             choice = self.group.choose(asked, self.longest, sum(self.live)) if self.chooses else self.group.choices[t].followed
-            self.wait_for_copies()
+            self.order_copies()
             slots, fetch = choice.host if choice.host and not self._transfer.graph_safe else (choice.slots, choice.fetch)
             self._transfer.fetch(self.store, self.slab, fetch, slots)
             if self.chooses and isinstance(self.group.index, Rebuilds):
@@ -189,10 +193,27 @@ class FrozenLayer(FrozenKV):
             self.held_sum += held
             self.held_max = max(self.held_max, held)
 
+    def order_copies(self) -> None:
+        """As FrozenKV.order_copies; but a transfer that gathers on the host has it wait."""
+        if self._transfer is None or self._transfer.graph_safe:
+            super().order_copies()
+        else:
+            self.wait_for_copies()
+
+    def go_ahead(self) -> None:
+        """As FrozenKV.go_ahead; a captured step that follows finds the addresses of new rows."""
+        super().go_ahead()
+        if self.group is not None and not self.group.index.on_host:
+            self.order_copies()
+            self._know_addresses()
+
     def before_step(self) -> None:
         """As FrozenKV.before_step; where index and transfer are graph-safe, the device needs nothing more."""
         super().before_step()
-        if self.group is not None and isinstance(self._transfer, UvaGather):
+        self._know_addresses()
+
+    def _know_addresses(self) -> None:
+        if isinstance(self._transfer, UvaGather):
             self._transfer.prepare(self.store, self.slab.data.device)
 
     def count_step(self) -> None:

@@ -61,6 +61,7 @@ class UvaGather:
     def make_room(self, host: HostStore, tokens: int, device: torch.device) -> None:
         """For the addresses of so many tokens a lane: until there are more, the table stays where it is."""
         self.table = torch.zeros((host.lanes, max(8, -(-tokens // host.extent))), dtype=torch.int64, device=device)
+        self._version = -1
 
     def prepare(self, host: HostStore, device: torch.device) -> None:
         """Bring the addresses of the extents to the device, in place while there is room."""

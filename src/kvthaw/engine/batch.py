@@ -12,6 +12,7 @@ from torch import Tensor
 from kvthaw.engine.decode import Replay, capturable, compiled_step
 from kvthaw.engine.hf import Cache, Stats
 from kvthaw.engine.hf.handle import is_attached
+from kvthaw.engine.hf.hooks import turns_by_length
 from kvthaw.engine.sampling import GREEDY, Sampling, draw
 from kvthaw.errors import CacheError, ConfigError, UnsupportedModelError
 from kvthaw.types import Method
@@ -108,6 +109,11 @@ class Batch:
         return [request for request in self._lanes if request is not None]
 
     @property
+    def lanes(self) -> int:
+        """How many requests there is room for."""
+        return len(self._lanes)
+
+    @property
     def free(self) -> int:
         """How many more can join."""
         return self._lanes.count(None)
@@ -176,9 +182,10 @@ class Batch:
         ids, positions = torch.tensor(at, device=device)[:, :, None].unbind(1)
         with torch.no_grad():
             logits = self._replay(ids, positions)[:, -1]
-            tokens = draw(
-                logits, [request.sampling if request else GREEDY for request in self._lanes], positions[:, 0] + 1
-            ).tolist()
+            how = [request.sampling if request else GREEDY for request in self._lanes]
+            drawn = draw(logits, how, positions[:, 0] + 1)
+        self._replay.go_ahead()
+        tokens = drawn.tolist()
         for request in requests:
             request._take(tokens[request.lane])
             if request.finished:
@@ -230,13 +237,11 @@ class Batch:
 
 def _check(model: PreTrainedModel, capacity: int) -> None:
     """Refuse models whose positions end before the capacity, or depend on the rest of the batch."""
-    config: Any = model.config.get_text_config(decoder=True)
-    limit = getattr(config, "max_position_embeddings", None)
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if limit is not None and capacity > limit:
         raise ConfigError(f"capacity is {capacity}; the model's positions end at {limit}")
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = {str(each.get("rope_type")) for each in (rope, *rope.values()) if isinstance(each, dict)}
-    if kinds & {"dynamic", "longrope"}:
+    kind = turns_by_length(model)
+    if kind is not None:
         raise UnsupportedModelError(
-            f"{type(model).__name__} turns its keys by the longest row of a batch ({', '.join(sorted(kinds))}); none can join it"
+            f"{type(model).__name__} turns its keys by the longest row of a batch ({kind} positions); none can join it"
         )

@@ -33,6 +33,8 @@ def capturable(cache: Cache) -> str | None:
     """None if every step of a cache can be captured, else the reason why not."""
     if len(cache.kv_layers) != len(cache.layers):
         return "the model has layers that transformers serves itself"
+    if cache.turns_by_length:
+        return f"the model's {cache.turns_by_length} positions need the host in every step"
     layers = cache.frozen_layers
     if cache.settings.method.index is not None and layers:
         group = layers[0].group
@@ -115,6 +117,13 @@ class Replay:
     def lanes_changed(self) -> None:
         """Lanes were filled or emptied, in place; call it before the next step."""
         self._seen = -1
+
+    def go_ahead(self) -> None:
+        """Do what the next step needs the host for while this one's work is under way. Only for who knows that the next one comes,
+        or that its lanes are cleared."""
+        with torch.inference_mode(False), torch.no_grad():
+            for layer in self._layers:
+                layer.go_ahead()
 
     def _take(self, ids: Tensor, positions: Tensor) -> Tensor:
         if not self.capture:

@@ -300,4 +300,5 @@ class CodesIndex:
         wanted = [0 if d else self.ratios.wanted(n, self._k) for n, d in zip(self._counts, dense, strict=True)]
         limits = [self.ratios.limits(n) for n in self._counts]
         for name, values in (("lengths", self._counts), ("wanted", wanted), ("limits", limits)):
-            self._data[name].copy_(torch.tensor(values, dtype=torch.int32).reshape(self._data[name].shape))
+            given = torch.tensor(values, dtype=torch.int32).reshape(self._data[name].shape)
+            self._data[name].copy_(given, non_blocking=True)

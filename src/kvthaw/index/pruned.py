@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvthaw.errors import ConfigError
 from kvthaw.index.tokens import TokenIndex
-from kvthaw.types import Index, LayerShape, Rebuilds, Selection
+from kvthaw.types import Index, LayerShape, Rebuilds, Selection, WorksBeside
 
 
 def quantise(keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,6 +117,11 @@ class PrunedIndex:
         best = torch.topk(logs.masked_fill(~kept, -torch.inf).amax(dim=2), budget, dim=2)
         chosen = torch.where(best.values > -torch.inf, rows.gather(2, best.indices), -1)
         return Selection(chosen, (chosen >= 0).sum(dim=2, dtype=torch.int32))
+
+    def join(self) -> None:
+        """See WorksBeside."""
+        if isinstance(self.inner, WorksBeside):
+            self.inner.join()
 
     def truncate(self, lane: int, length: int) -> None:
         """See Index."""

@@ -27,9 +27,6 @@ class WaveIndex(ClusterIndex):
     [B] int32: units that are clusters.
     """
 
-    graph_safe = False
-    """Nothing in it waits for the host, but captured steps were not shown to give what eager ones give."""
-
     def __init__(
         self,
         shape: LayerShape,

@@ -23,7 +23,7 @@ from kvthaw.cache.pipeline import Pipeline
 from kvthaw.cache.plan import Settings
 from kvthaw.engine.decode import Replay
 from kvthaw.engine.hf.attention import use_kvthaw_attention
-from kvthaw.engine.hf.hooks import foresee, rotary
+from kvthaw.engine.hf.hooks import foresee, rotary, turns_by_length
 from kvthaw.engine.hf.layer import CacheLayer, FillingLayer, Shared
 from kvthaw.errors import CacheError, ConfigError, UnsupportedModelError
 from kvthaw.index.rotary import Rotary
@@ -111,6 +111,7 @@ class Cache(DynamicCache):
         self.settings = Settings(chosen, budget, retrieved, dense_layers, seed, sparse_queries, extent, host_bytes)
         frozen = [] if chosen.dense else [i for i in full if i >= dense_layers]
         self.replay: Replay | None = None
+        self.turns_by_length = turns_by_length(model)
         self._shared = Shared(model, self.settings, len(frozen), foresee if chosen.foresees else None)
         pipeline, clock, dense_clock = Pipeline(), Clock(), Clock()
         leader: FrozenLayer | None = None

@@ -41,6 +41,13 @@ def rotary(model: PreTrainedModel, kind: str) -> Rotary | None:
     return Rotary(angles, apply)
 
 
+def turns_by_length(model: PreTrainedModel) -> str | None:
+    """The kind of rotary positions whose turns depend on the longest row of a forward ("dynamic", "longrope"); None: on none."""
+    rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    kinds = [str(each.get("rope_type")) for each in (rope, *rope.values()) if isinstance(each, dict)]
+    return next((kind for kind in kinds if kind in ("dynamic", "longrope")), None)
+
+
 def foresee(module: torch.nn.Module) -> None:
     """From now on, foresee the next layer's query before this attention module runs."""
     if module not in _FORESEEING:
