@@ -39,6 +39,7 @@ class Past:
         spans = [(at, min(at + step, stop)) for at in range(0, stop, step)]
         if device.type != "cuda":
             return (store.read(lane, *span) for span in spans)
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
         if after is not None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from kvthaw.engine.prefill import CHUNK as STREAMED
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.model import positions
 
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 
 CHUNK = 2048
 """Tokens of a prompt that go through the model at once where all KV stays on the device."""
-WHOLE = 1 << 17
-"""The same where an index is built: one built over the whole prompt is better than one that grew chunk by chunk."""
 
 Pick = Callable[[Tensor], int]
 
@@ -61,7 +60,7 @@ def check_prompt(model: PreTrainedModel, tokens: int) -> None:
 
 
 def chunks(tokens: int, size: int = CHUNK) -> list[tuple[int, int]]:
-    """Equal spans that cover a prompt; a short last one would pass for decoding and read only a part of the cache."""
+    """Equal spans that cover a prompt."""
     count = max(1, -(-tokens // size))
     edges = [tokens * i // count for i in range(count + 1)]
     return list(itertools.pairwise(edges))
@@ -78,19 +77,24 @@ def prefill(
 ) -> Tensor:
     """Bring a prompt into the cache, chunk by chunk. Returns the logits [V] after its last token, which no chunk size changes.
 
-    chunk: tokens at once; None is CHUNK or, where an index is built, WHOLE. progress(done, total), in tokens, is called at the
-    start and after every layer of every chunk. Does not wait for offloading and indexing. Raises ConfigError as `check_prompt`,
-    before anything has changed.
+    chunk: tokens at once; None is CHUNK, STREAMED where KV is streamed back from the host, or the whole prompt where later chunks
+    would not find what they need (see `kvthaw.engine.prefill`). progress(done, total), in tokens, is called at the start and
+    after every layer of every chunk. Does not wait for offloading and indexing. Raises ConfigError as `check_prompt`, before
+    anything has changed.
     """
     check_prompt(model, cache.get_seq_length() + len(ids) if ids else 0)
     tell = progress or (lambda done, total: None)
     tell(0, len(ids))
     logits: Tensor | None = None
-    for start, stop in chunks(len(ids), chunk or (CHUNK if cache.settings.method.dense else WHOLE)):
-        shares = partial(_between, tell, start, stop, len(ids))
-        with _by_layer(model, shares):
-            logits = forward(model, cache, ids[start:stop])
-        shares(1.0)
+    size = CHUNK if cache.settings.method.dense else STREAMED
+    if cache.foreign or cache.settings.method.evicts:
+        size = len(ids)
+    with cache.prompt(len(ids)):
+        for start, stop in chunks(len(ids), chunk or size):
+            shares = partial(_between, tell, start, stop, len(ids))
+            with _by_layer(model, shares):
+                logits = forward(model, cache, ids[start:stop])
+            shares(1.0)
     assert logits is not None
     return logits
 
