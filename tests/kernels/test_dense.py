@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from kvthaw.kernels import dense
-from kvthaw.kernels.dense import attend, causal_attention, definition, with_sinks
+from kvthaw.kernels.dense import attend, causal_attention, continued, definition, with_sinks
 from shapes import DTYPES, Shape, close, over_shapes
 
 SCALE = 0.2
@@ -95,3 +95,35 @@ def test_keys_of_a_slab_are_views() -> None:
         q, rows[:, :, :, 0].contiguous(), rows[:, :, :, 1].contiguous(), is_causal=True, scale=SCALE, enable_gqa=True
     )
     close(causal_attention(q, rows[:, :, :, 0], rows[:, :, :, 1], scale=SCALE), expected)
+
+
+@over_shapes
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_continued(shape: Shape, softcap: float | None) -> None:
+    """A past that comes in parts, none of them longer than the new tokens need."""
+    q, k, v = shape.query(shape.tokens), shape.keys(shape.tokens + 40), shape.keys(shape.tokens + 40)
+    past = [(k[:, :, a:b], v[:, :, a:b]) for a, b in ((0, 1), (1, 17), (17, 17), (17, 40))]
+    logits = torch.randn(shape.q_heads)
+    out = continued(q, k[:, :, 40:], v[:, :, 40:], iter(past), scale=SCALE, softcap=softcap, sinks=logits)
+    expected = with_sinks(*definition(q, k, v, scale=SCALE, causal=True, softcap=softcap), logits)
+    assert out.dtype == shape.dtype
+    close(out, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("steps", [16, 1000, 1024])
+def test_gpu_attend_with_its_log_sum_exp(dtype: torch.dtype, dim: int, steps: int, device: torch.device) -> None:
+    """Whichever library attends: rows of a block, as they lie there, and new tokens."""
+    shape = Shape(batch=1, heads=2, group=4, head_dim=dim, dtype=dtype)
+    rows = torch.randn(1, 2, 1000 + steps, 2, dim).to(device, dtype)
+    q, k, v = shape.query(steps).to(device), rows[:, :, :, 0], rows[:, :, :, 1]
+    for causal, part in ((False, slice(0, 1000)), (True, slice(1000, None))):
+        out, lse = attend(q, k[:, :, part], v[:, :, part], scale=SCALE, causal=causal)
+        expected = definition(q, k[:, :, part], v[:, :, part], scale=SCALE, causal=causal)
+        close(out, expected[0])
+        close(lse, expected[1], dtype)
+    past = ((k[:, :, a:b], v[:, :, a:b]) for a, b in ((0, 512), (512, 1000)))
+    out = continued(q, k[:, :, 1000:], v[:, :, 1000:], past, scale=SCALE)
+    close(out, definition(q, k, v, scale=SCALE, causal=True)[0])

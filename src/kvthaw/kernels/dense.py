@@ -48,7 +48,7 @@ def attend(
     """As `definition`, out in the dtype of query, by flash attention where torch has it for these arguments."""
     heads, n, steps = keys.shape[1], keys.shape[2], query.shape[2]
     group = query.shape[1] // heads
-    if softcap is None and (not causal or n == steps) and _flash(query):
+    if softcap is None and n and (not causal or n == steps) and _flash(query):
         if causal:  # the query heads of a group may not share a row of scores
             spread = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (keys, values))
             return _flash_attend(query, *spread, scale=scale, causal=True)
