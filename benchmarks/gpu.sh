@@ -30,6 +30,11 @@ for part in "$@"; do
     million) decode 200 $model prompt=filled steps=captured,compiled new_tokens=256 length=1048576 share_host=1 method=$few ;;
     breakdown) decode 200 $model prompt=filled steps=captured profile=1 length=131072 method=full,$sparse ;;
     length) run 500 python3 -m kvthaw.bench.figures name=length steps=compiled plot="$out" out="$out/decode.jsonl" commit="$commit" host_bytes=$host | cut -c1-300 ;; # after goals: their lines count
+    prefill-check) run 240 python3 -m pytest -q --no-header -m gpu tests/cache/test_past.py tests/engine/test_prefill.py tests/kernels/test_merge.py \
+      tests/kernels/test_dense.py -p no:warnings ;;
+    prefill) run 400 python3 -m kvthaw.bench.prefill $model length=131072 chunk=8192,16384 method=full,pariskv:preset=paper,pariskv retrieved=100 out="$out/prefill.jsonl" commit="$commit" | cut -c1-900 ;;
+    prefill-icecache) run 400 python3 -m kvthaw.bench.prefill $model length=131072 chunk=16384 method=icecache budget=256 out="$out/prefill.jsonl" commit="$commit" | cut -c1-900 ;;
+    prefill-long) run 560 python3 -m kvthaw.bench.prefill $model length=524288 chunk=16384 method=pariskv retrieved=100 chunks_only=1 out="$out/prefill.jsonl" commit="$commit" | cut -c1-900 ;;
     throughput | icecache-memory | icecache-scaling | pariskv-batches | clusterkv-latency | prkv-latency)
       run 500 python3 -m kvthaw.bench.figures name="$part" plot="$out" out="$out/$part.jsonl" commit="$commit" host_bytes=$host | cut -c1-300 ;;
   esac
