@@ -94,11 +94,10 @@ def test_kernel(dim: int, group: int, lengths: tuple[int, ...], dtype: torch.dty
 @triton_only
 def test_kernel_takes_the_centre_off(device: torch.device) -> None:
     rotation, quantizer = make_rotation(80, SEED, device=device), op.make_quantizer(device)
-    keys = torch.randn(1, 2, 70, 80, device=device).bfloat16()
-    centre = torch.randn(3, 2, 80, device=device).bfloat16().float()
+    keys, centre = torch.randn(1, 2, 70, 80, device=device), torch.randn(3, 2, 80, device=device)
     out, want = (blank(3, 2, rotation, 70, device) for _ in range(2))
     op.launch(keys, rotation, quantizer, out, [1], [0], centre)
-    op.launch(keys - centre[1:2, :, None].bfloat16(), rotation, quantizer, want, [1], [0])
+    op.launch(keys - centre[1:2, :, None], rotation, quantizer, want, [1], [0])
     assert torch.equal(out.codes, want.codes)
     assert torch.equal(out.ids, want.ids)
     op.encode(keys.cpu(), make_rotation(80, SEED), op.make_quantizer(), on_cpu := blank(3, 2, rotation, 70, torch.device("cpu")),

@@ -126,7 +126,8 @@ class CodesIndex:
                 for name, new in (("keys", keys), ("values", values)):
                     self._data[name][lane, :, start : start + near] = new[i, :, :near]
             self._counts[lane] = start + n
-        count(self._summaries, lanes, starts, [start + n for start in starts])
+        if not self._graded:  # only tiers ask how many keys a cluster has
+            count(self._summaries, lanes, starts, [start + n for start in starts])
         self._update()
 
     def _moved(self, lane: int, keys: Tensor) -> Tensor:
@@ -139,7 +140,8 @@ class CodesIndex:
             old = self._counts[lane]
             new = min(old, max(0, length - self._first))
             if new < old:
-                count(self._summaries, [lane], [new], [old], -1)
+                if not self._graded:
+                    count(self._summaries, [lane], [new], [old], -1)
                 self._counts[lane] = new
                 self._update()
 

@@ -28,9 +28,9 @@ from kvthaw.kernels.srht import Rotation, srht
 SUB = 8
 """Coordinates in a subspace, m."""
 CENTROIDS = 1 << SUB
-PROGRAMS = 512
+PROGRAMS = 256
 """Programs that fill a GPU; more only where one has LOOPS blocks of keys."""
-BLOCK, LOOPS, STAGES, WARPS = 64, 32, 3, 4
+BLOCK, LOOPS, STAGES, WARPS = 64, 64, 3, 4
 """Keys at once, how often, loads ahead and warps of a program; beyond 128 coordinates one load ahead and twice the warps."""
 
 
