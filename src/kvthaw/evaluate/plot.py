@@ -129,8 +129,8 @@ def perplexity_lines(found: Mapping[Variant, Sequence[perplexity.Summary]], path
         axis.set_xlabel("tokens before")
     whole.legend(fontsize=7)
     first = next(iter(found.values()))[0]
-    places = f"{first.n} place" + "s" * (first.n > 1)
-    figure.suptitle(f"perplexity by position: {first.steps} tokens each, from {places} of the text", fontsize=10)
+    said = f"{first.n} place" + "s" * (first.n > 1)
+    figure.suptitle(f"perplexity by position: {first.steps} tokens each, from {said} of the text", fontsize=10)
     _save(figure, path)
 
 
