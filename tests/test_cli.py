@@ -59,6 +59,7 @@ COMMANDS = [
     "bench decode",
     "bench kernels",
     "bench indexing",
+    "bench serving",
 ]
 
 
@@ -475,6 +476,16 @@ def test_bench_indexing_shows_shares(tmp_path: Path) -> None:
         "method is 'oracle'",
         "pages and clusters",
     )
+
+
+def test_bench_serving_shows_steps(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    some = ("bench", "serving", "--lanes", "2", "--requests", "3", "--length", "40", "--method", "full", "--out", str(out))
+    said = Said(*some, "--new-tokens", "16")
+    assert said.code == 0
+    assert "tokens/s" in said.out
+    assert [json.loads(line)["method"] for line in out.read_text().splitlines()] == ["full"]
+    refused(Said(*some, "--new-tokens", "3"), 1, "none had all 2 lanes busy")
 
 
 def test_bench_kernels_checks_and_times_the_tree(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

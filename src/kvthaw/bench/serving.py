@@ -14,7 +14,7 @@ from torch import Tensor
 from kvthaw.bench.card import emit, provenance
 from kvthaw.bench.shapes import build
 from kvthaw.engine.batch import Batch, Request
-from kvthaw.errors import CacheError
+from kvthaw.errors import CacheError, ConfigError
 from kvthaw.methods import resolve
 
 if TYPE_CHECKING:
@@ -77,6 +77,10 @@ def measure(
     _serve(batch, prompts, new_tokens, steps, joins)
     whole = time.perf_counter() - begin
     times, stats = sorted(1000 * took for took, live in steps[_WARM:] if live == lanes), batch.stats()
+    if not times:
+        raise ConfigError(
+            f"requests is {requests} and new_tokens {new_tokens}; after {_WARM} steps none had all {lanes} lanes busy: serve more"
+        )
     return {
         "method": method,
         "budget": None if resolve(method).dense else budget,

@@ -41,6 +41,10 @@ INDEXING_EXAMPLES = (
     "Examples:\n\n  kvthaw bench indexing --shape llama-3.1-8b --length 32768 --method clusterkv,prkv --json\n\n"
     "  kvthaw bench indexing --shape tiny --length 2000 --method clusterkv,clusterkv:tokens_per_cluster=40 --budget 256"
 )
+SERVING_EXAMPLES = (
+    "Examples:\n\n  kvthaw bench serving --shape llama-3.1-8b --length 16384 --method full,pariskv,prkv --budget 1024 --json\n\n"
+    "  kvthaw bench serving --shape tiny --length 1000 --lanes 2 --requests 4 --method full,quest --out serving.jsonl"
+)
 KERNELS = {
     "pariskv": "kvthaw.bench.kernels_pariskv",
     "icecache": "kvthaw.bench.kernels_tree",
@@ -164,6 +168,52 @@ def _indexing_table(lines: Sequence[dict[str, Any]]) -> Table:
             share(line["indexing_share"]),
         )
         made.add_row(line["method"], *times, seconds(line.get("refresh_s")), share(line.get("refresh_share")))
+    return made
+
+
+@app.command("serving", epilog=SERVING_EXAMPLES)
+def serving(
+    shape: Annotated[str, typer.Option(help="A model's shape; weights are random.")] = "tiny",
+    length: Annotated[int, typer.Option(min=2, help="Tokens of the longest prompt; the shortest has half as many.")] = 2048,
+    lanes: Annotated[int, typer.Option(min=1, help="Requests that are decoded together.")] = 4,
+    requests: Annotated[int, typer.Option(min=1, help="Requests in all.")] = 8,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens that each gets.")] = 64,
+    method: Annotated[str, typer.Option(help="Methods, separated by commas.")] = "full,pariskv",
+    budget: Annotated[int, typer.Option(help="Most tokens attended per KV head and step.")] = 256,
+    compile: Annotated[bool, typer.Option("--compile", help="Compile the step first (a minute or more).")] = False,
+    as_json: JsonOption = False,
+    out: Annotated[Path | None, typer.Option(help="Append one JSON line a method to this file.")] = None,
+) -> None:
+    """Time the steps of a running batch that requests keep joining and leaving.
+
+    Each method is first checked: a request in company must get the tokens that it gets alone.
+    """
+    names = listed(method, str, "--method")
+    run = import_module("kvthaw.bench.serving").main
+    asked = {"shape": shape, "length": length, "lanes": lanes, "requests": requests, "new_tokens": new_tokens, "method": names}
+    asked |= {"budget": budget, "compile": compile, "out": out}
+    if as_json:
+        run(**asked)
+        return
+    with waiting(f"serving {requests} requests of up to {length:,} tokens"):
+        lines = run(**asked, json=False)
+    print_wide(_serving_table(lines))
+
+
+def _serving_table(lines: Sequence[dict[str, Any]]) -> Table:
+    """One row a method."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    one = lines[0]
+    made = Table(title=f"serving: {one['shape']}, {one['length']:,} tokens, {one['lanes']} lanes", box=SIMPLE_HEAD)
+    made.add_column("method")
+    for column in ("step p50", "mean", "p95", "most", "join", "tokens/s", "captures"):
+        made.add_column(column, justify="right")
+    for line in lines:
+        times = [f"{line[name]:.1f} ms" for name in ("step_ms_p50", "step_ms_mean", "step_ms_p95", "step_ms_max")]
+        rest = (f"{line['join_s_p50']:.2f} s", f"{line['tokens_per_s']:.1f}", str(line["captures"]))
+        made.add_row(line["method"], *times, *rest)
     return made
 
 
