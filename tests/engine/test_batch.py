@@ -57,6 +57,19 @@ def test_joining_and_leaving_changes_nobodys_tokens(llama: PreTrainedModel, meth
         assert one.finished == "left" or len(one.tokens) == NEW[i]
 
 
+@pytest.mark.parametrize("architecture", ["qwen3", "mixtral", "gpt2", "opt"])
+def test_other_architectures(architecture: str) -> None:
+    model = build(architecture)
+    prompts = [prompt(1, n, seed=i)[0] for i, n in enumerate((70, 20, 50))]
+    batch, waiting, requests = Batch(model, "quest", lanes=2, capacity=100, budget=48), list(prompts), list[Request]()
+    while waiting or batch.requests:
+        if waiting and batch.free:
+            requests.append(batch.join(waiting.pop(0), max_new_tokens=8, stop=()))
+        batch.step()
+    for ids, request in zip(prompts, requests, strict=True):
+        assert request.tokens == alone(model, "quest", ids, 8, budget=48)
+
+
 def test_a_draw_is_the_same_in_any_company(llama: PreTrainedModel) -> None:
     warm = Sampling(temperature=0.8, top_k=40, top_p=0.9, seed=3)
     kinds = [warm, Sampling(temperature=1.2, seed=4), Sampling(), Sampling(temperature=0.8, seed=5)]
