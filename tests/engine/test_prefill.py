@@ -133,7 +133,7 @@ def test_gpu_memory_does_not_grow_with_the_prompt(device: torch.device) -> None:
             return torch.cuda.max_memory_allocated()
 
     peak(65536)
-    assert peak(131072) < 1.02 * peak(65536)
+    assert peak(131072) < 1.05 * peak(65536)
 
 
 def test_the_prompt_is_known_from_its_first_chunk_on(llama: PreTrainedModel) -> None:
