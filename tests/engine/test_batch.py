@@ -57,6 +57,19 @@ def test_joining_and_leaving_changes_nobodys_tokens(llama: PreTrainedModel, meth
         assert one.finished == "left" or len(one.tokens) == NEW[i]
 
 
+@pytest.mark.parametrize("method", ["full", "streaming", "oracle", "quest", "clusterkv", "pariskv", "h2o", "icecache"])
+def test_a_prompt_in_chunks_equals_one_pass(llama: PreTrainedModel, method: str) -> None:
+    settings, ids = settings_of(method), prompt(1, 110)[0]
+    batch = Batch(llama, method, lanes=2, capacity=CAPACITY, prefill_chunk=32, **settings)
+    other = batch.join(prompt(1, 60, seed=1)[0], max_new_tokens=12, stop=())
+    batch.step()
+    request = batch.join(ids, max_new_tokens=12, stop=())
+    while batch.requests:
+        batch.step()
+    assert request.tokens == alone(llama, method, ids, 12, **settings)
+    assert other.tokens == alone(llama, method, prompt(1, 60, seed=1)[0], 12, **settings)
+
+
 @pytest.mark.parametrize("architecture", ["qwen3", "mixtral", "gpt2", "opt"])
 def test_other_architectures(architecture: str) -> None:
     model = build(architecture)

@@ -13,6 +13,7 @@ from kvthaw.engine.decode import Replay, capturable, compiled_step
 from kvthaw.engine.hf import Cache, Stats
 from kvthaw.engine.hf.handle import is_attached
 from kvthaw.engine.hf.hooks import turns_by_length
+from kvthaw.engine.prefill import CHUNK, spans
 from kvthaw.engine.sampling import GREEDY, Sampling, draw
 from kvthaw.errors import CacheError, ConfigError, UnsupportedModelError
 from kvthaw.types import Method
@@ -54,7 +55,7 @@ class Batch:
 
     model: as for `Cache`; all its layers must be full attention. method, and the settings budget, retrieved, dense_layers, seed,
     extent and host_bytes: as for `Cache`; a budget is a number of tokens, for a fraction of the prompt would differ from
-    one to the next. capture, compile: as for `attach`.
+    one to the next. prefill_chunk, capture, compile: as for `attach`.
 
     Raises ConfigError for a setting out of range, UnsupportedModelError for a model that cannot work and CacheError for one that
     is attached.
@@ -77,11 +78,12 @@ class Batch:
         *,
         lanes: int,
         capacity: int,
+        prefill_chunk: int = CHUNK,
         capture: bool = True,
         compile: bool = False,
         **settings: Any,
     ) -> None:
-        for name, value in (("lanes", lanes), ("capacity", capacity)):
+        for name, value in (("lanes", lanes), ("capacity", capacity), ("prefill_chunk", prefill_chunk)):
             if value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")
         if isinstance(settings.get("budget"), float):
@@ -89,7 +91,7 @@ class Batch:
         if is_attached(model):
             raise CacheError("the model is attached; detach its handle first")
         _check(model, capacity)
-        self.capacity = capacity
+        self.capacity, self.prefill_chunk = capacity, prefill_chunk
         self.cache = Cache(model, method, **settings)
         if len(self.cache.kv_layers) != len(self.cache.layers):
             raise UnsupportedModelError(
@@ -155,10 +157,7 @@ class Batch:
         self.cache.wait()
         self._clear(request.lane)  # steps that it took part in as an empty lane leave traces too
         try:
-            with torch.no_grad():
-                view = self.cache.at_lane(request.lane)
-                some = {"logits_to_keep": 1} if self._model._supports_logits_to_keep() else {}
-                logits = self._model(ids, past_key_values=view, use_cache=True, **some).logits[:, -1]
+            logits = self._prefill(request.lane, ids)
             self.cache.wait()
         except BaseException:
             for kv in layers:
@@ -166,7 +165,6 @@ class Batch:
             self._clear(request.lane)
             raise
         self._lanes[request.lane] = request
-        self._tell(request.lane, tokens)
         request._take(int(draw(logits, [sampling], torch.tensor([tokens], device=ids.device))[0]))
         if request.finished:
             self._release(request)
@@ -200,6 +198,26 @@ class Batch:
         self._release(request)
 
     # Inside
+
+    def _prefill(self, lane: int, ids: Tensor) -> Tensor:
+        """The logits [1, V] after a prompt [1, T] that goes to a lane, in chunks where it is long."""
+        tokens, view = ids.shape[1], self.cache.at_lane(lane)
+        some = {"logits_to_keep": 1} if self._model._supports_logits_to_keep() else {}
+        chunk = (
+            tokens if self.cache.settings.method.evicts else self.prefill_chunk
+        )  # what is dropped cannot be attended to again
+        logits = torch.empty(0)
+        try:
+            for start, stop in spans(tokens, chunk):
+                for kv in self.cache.kv_layers:
+                    kv.expect(tokens - start)
+                with torch.no_grad():
+                    logits = self._model(ids[:, start:stop], past_key_values=view, use_cache=True, **some).logits[:, -1]
+                self._tell(lane, stop)
+        finally:
+            for kv in self.cache.kv_layers:
+                kv.expect(0)
+        return logits
 
     @property
     def _replay(self) -> Replay:
