@@ -169,14 +169,14 @@ def check(of: Stage) -> None:
 
 def wall_time(bring: Callable[[Wanted], None], wanted: Sequence[Wanted]) -> float:
     """Seconds from the call until the rows are there, the median."""
-    times = []
-    for want in (*wanted[:2], *wanted):
+    times, warm = [], wanted[:2]
+    for want in (*warm, *wanted):
         torch.cuda.synchronize()
         begin = time.perf_counter()
         bring(want)
         torch.cuda.synchronize()
         times.append(time.perf_counter() - begin)
-    return statistics.median(times[2:])
+    return statistics.median(times[len(warm) :])
 
 
 def transfers(tokens: int, pages: int, order: Order) -> list[dict[str, Any]]:
