@@ -15,7 +15,7 @@ from kvthaw.types import LayerShape, Selection
 class LargestKeys:
     """Selects the same rows whatever the query: those whose keys have the largest norm."""
 
-    graph_safe, on_host = False, False
+    graph_safe, grows, on_host = False, True, False
 
     def __init__(self, shape: LayerShape) -> None:
         self.heads = shape.kv_heads
