@@ -563,7 +563,7 @@ def test_errors_are_one_line_and_exit_code_1(model: str, tmp_path: Path) -> None
     refused(Said(*recall, "--length", "100"), 1, "length 100 is too short")
     refused(Said(*recall, "--length", "4096", "--prompt", "text"), 1, "4,128 tokens", "2,048")
     refused(Said(*recall, "--steps", "4", "--probe", "5"), 1, "probe is 5", "4 steps")
-    refused(Said("eval", "drift", "--model", model, "--follow", "you"), 1, "follow is 'you'", "text, own")
+    refused(Said("eval", "drift", "--model", model, "--follow", "you"), 1, "follow is 'you'", "text, full, own")
     latin = tmp_path / "latin.txt"
     latin.write_bytes(b"caf\xe9 au lait")
     refused(Said("generate", "--file", str(latin), "--model", model), 1, "latin.txt is not UTF-8", "byte 3")
