@@ -35,8 +35,8 @@ class CodesIndex:
     """Collisions choose candidates, 4-bit codes rank them.
 
     policy: how the G query heads of a KV head agree. max, mean: votes and softmax weights are computed for each head and the
-    largest or the sum counts; mean_query: the mean of the queries stands for all. On the shipped model (longeval, 8192 tokens,
-    100 rows) their recall_at_k is .851, .830 and .622 and their attention mass .822, .822 and .818, so max is the default.
+    largest or the sum counts; mean_query: the mean of the queries stands for all. On the shipped model (32k tokens, 100
+    rows) they select .828, .792 and .566 of the exact rows and cover .676, .677 and .667 of the softmax, so max is the default.
     ratios: see Ratios. rotate, centroids, normalise: for ablations; centroids="learned" learns them on the prompt, of keys
     normalised or not (sign patterns do not depend on length). graded: a centroid's votes are its similarity to the query, in up to
     127 steps over all subspaces, instead of tiers by rank; ratios' rho has no part then. centre: the mean of a lane's first keys is
