@@ -23,7 +23,7 @@ from kvthaw.errors import ConfigError
 from kvthaw.evaluate.decode import check_prompt, forward, prefill
 from kvthaw.evaluate.metrics import mean
 from kvthaw.evaluate.passages import opening, tokens_of
-from kvthaw.evaluate.results import Kept
+from kvthaw.evaluate.results import AsKey, AsLine, Kept
 from kvthaw.evaluate.runner import FULL, Progress, Variant, complete, identity, now, versions
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Course:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class Setting(AsKey):
     """All that a line depends on; two lines of one setting are the same line. text: the hash of the text, "book" for what ships;
     start: the token of it at which the sample begins."""
 
@@ -81,13 +81,9 @@ class Setting:
     retrieved: int | None
     dense_layers: int
 
-    def key(self) -> str:
-        """The setting as one string."""
-        return json.dumps(asdict(self), sort_keys=True)
-
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class Line(AsLine):
     """One stretch under one variant. nll: of each token, in nats. Bytes and attended as in `kvthaw.Stats`; seconds: for indexing
     and steps."""
 
@@ -101,10 +97,6 @@ class Line:
     kv_host_bytes: int
     seconds: float
     versions: dict[str, str] = field(default_factory=dict)
-
-    def to_json(self) -> str:
-        """One line of JSON."""
-        return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(text: str) -> Line:

@@ -14,7 +14,7 @@ from kvthaw.errors import ConfigError
 from kvthaw.evaluate.decode import Pick, check_prompt, forward, prefill, sampler
 from kvthaw.evaluate.passages import PASSAGES, Kind, Passage
 from kvthaw.evaluate.probe import Probe, Quality
-from kvthaw.evaluate.results import Kept
+from kvthaw.evaluate.results import AsKey, AsLine, Kept
 from kvthaw.evaluate.runner import Progress, Variant, complete, identity, now, versions
 from kvthaw.methods import resolve
 
@@ -69,7 +69,7 @@ class Study:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class Setting(AsKey):
     """All that a line depends on; two lines of one setting are the same line. text: the hash of the text, "book" for what ships."""
 
     model: str
@@ -90,13 +90,9 @@ class Setting:
     retrieved: int | None
     dense_layers: int
 
-    def key(self) -> str:
-        """The setting as one string."""
-        return json.dumps(asdict(self), sort_keys=True)
-
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class Line(AsLine):
     """One passage under one variant.
 
     prompt: tokens. bins: steps in order, cut into Study.bins parts. layers: by the layer's number, of those under the method;
@@ -114,10 +110,6 @@ class Line:
     prefill_s: float
     seconds: float
     versions: dict[str, str] = field(default_factory=dict)
-
-    def to_json(self) -> str:
-        """One line of JSON."""
-        return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(text: str) -> Line:

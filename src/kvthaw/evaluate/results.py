@@ -13,8 +13,28 @@ from kvthaw.errors import ConfigError
 from kvthaw.evaluate.metrics import mean, wilson
 
 
+class AsKey:
+    """A dataclass that all of a line depends on."""
+
+    __slots__ = ()
+
+    def key(self) -> str:
+        """The setting as one string."""
+        return json.dumps(asdict(self), sort_keys=True)  # type: ignore[call-overload]
+
+
+class AsLine:
+    """A dataclass that is written as a line."""
+
+    __slots__ = ()
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps(asdict(self))  # type: ignore[call-overload]
+
+
 @dataclass(frozen=True, slots=True)
-class Setting:
+class Setting(AsKey):
     """All that a line depends on; two lines of one setting are the same line.
 
     model, weights: its name and the fingerprint of its weights. depth: where the fact was asked to stand, 0..1, None if left to
@@ -39,13 +59,9 @@ class Setting:
     kvthaw: str
     source: str = ""
 
-    def key(self) -> str:
-        """The setting as one string."""
-        return json.dumps(asdict(self), sort_keys=True)
-
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class Line(AsLine):
     """One sample under one variant. Bytes are of K and V; seconds are wall time without the probe's.
 
     accuracy: the share of the answers that the output holds. prompt: tokens. held_budget: the promise that the cache kept.
@@ -80,10 +96,6 @@ class Line:
     tt2t_s: float | None
     tpot_s: float | None
     versions: dict[str, str] = field(default_factory=dict)
-
-    def to_json(self) -> str:
-        """One line of JSON."""
-        return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(text: str) -> Line:

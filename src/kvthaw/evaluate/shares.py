@@ -14,7 +14,7 @@ from kvthaw.evaluate.decode import check_prompt, prefill
 from kvthaw.evaluate.metrics import mean
 from kvthaw.evaluate.passages import PASSAGES, Kind
 from kvthaw.evaluate.recall import text_name
-from kvthaw.evaluate.results import Kept
+from kvthaw.evaluate.results import AsKey, AsLine, Kept
 from kvthaw.evaluate.runner import Progress, identity, versions
 from kvthaw.index.hybrid import HybridIndex
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class Setting(AsKey):
     """All that a line depends on. rows: the paper's k, which the index may bring; dense_layers: None is the model's default."""
 
     model: str
@@ -40,13 +40,9 @@ class Setting:
     window: int
     dense_layers: int | None
 
-    def key(self) -> str:
-        """The setting as one string."""
-        return json.dumps(asdict(self), sort_keys=True)
-
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class Line(AsLine):
     """The share of one prompt. layers: the share that each layer chose, by its number."""
 
     setting: Setting
@@ -58,10 +54,6 @@ class Line:
     def share(self) -> float:
         """The mean over the layers, S."""
         return sum(self.layers.values()) / len(self.layers)
-
-    def to_json(self) -> str:
-        """One line of JSON."""
-        return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(text: str) -> Line:

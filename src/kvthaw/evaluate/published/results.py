@@ -12,11 +12,11 @@ from typing import Any
 
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.metrics import mean, wilson
-from kvthaw.evaluate.results import Kept
+from kvthaw.evaluate.results import AsKey, AsLine, Kept
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(AsKey):
     """All that an answer depends on. item, prompt: the question's id and a hash of the prompt's tokens. sample: which of the
     answers drawn for it. length: where prompts were cut, in tokens. judge: who judged, "" where nobody does."""
 
@@ -43,13 +43,9 @@ class Asked:
     dense_layers: int
     kvthaw: str
 
-    def key(self) -> str:
-        """The setting as one string."""
-        return json.dumps(asdict(self), sort_keys=True)
-
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class Answered(AsLine):
     """One answer. scores: the benchmark's, "score" among them. first: what was written before a second prompt was asked, if
     one was. attended: tokens read per KV head and step, the mean over the answers drawn together."""
 
@@ -67,10 +63,6 @@ class Answered:
     kv_dense_bytes: int
     kv_host_bytes: int
     versions: dict[str, str] = field(default_factory=dict)
-
-    def to_json(self) -> str:
-        """One line of JSON."""
-        return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(text: str) -> Answered:
