@@ -63,23 +63,9 @@ together() {
   echo "all-ablation $drift --method $ablation --retrieved ${rows[0]} --samples $n --plot $out/prkv_ablation.png"
 }
 
-run() { # OUT NAME ARGUMENTS...
-  local out=$1 name=$2 begin=$SECONDS
-  shift 2
-  [ -s "$out/parts/$name.done" ] && return
-  case $name in all-*) cat "$out/parts/${name#all-}"-*.jsonl > "$out/parts/$name.jsonl" ;; esac
-  if python3 -m kvthaw eval "$@" --json --out "$out/parts/$name.jsonl" > "$out/parts/$name.json" 2> "$out/parts/$name.err"; then
-    mv "$out/parts/$name.json" "$out/parts/$name.done"
-    echo "$name: $((SECONDS - begin)) s"
-  else
-    echo "$name FAILED: $(tail -1 "$out/parts/$name.err")" >&2
-    return 1
-  fi
-}
-export -f run
+source benchmarks/side_by_side.sh
 status=0
-jobs | xargs -P "$processes" -L 1 bash -c 'run "$@"' _ "$out" || status=1
-together | xargs -P "$processes" -L 1 bash -c 'run "$@"' _ "$out" || status=1
+side_by_side "$out" "$processes" || status=1
 cat "$out"/parts/{task-*,all-*,static}.done | python3 benchmarks/tables.py --gather "$commit" > "$out/quality_pages.jsonl"
 echo "$out/quality_pages.jsonl: $(wc -l < "$out/quality_pages.jsonl") lines, $SECONDS s in all"
 exit $status

@@ -61,23 +61,9 @@ together() {
   done
 }
 
-run() { # OUT NAME ARGUMENTS...
-  local out=$1 name=$2 begin=$SECONDS
-  shift 2
-  [ -s "$out/parts/$name.done" ] && return
-  case $name in all-*) cat "$out/parts/${name#all-}"-*.jsonl > "$out/parts/$name.jsonl" ;; esac
-  if python3 -m kvthaw eval "$@" --json --out "$out/parts/$name.jsonl" > "$out/parts/$name.json" 2> "$out/parts/$name.err"; then
-    mv "$out/parts/$name.json" "$out/parts/$name.done"
-    echo "$name: $((SECONDS - begin)) s"
-  else
-    echo "$name FAILED: $(tail -1 "$out/parts/$name.err")" >&2
-    return 1
-  fi
-}
-export -f run
+source benchmarks/side_by_side.sh
 status=0
-jobs | xargs -P "$processes" -L 1 bash -c 'run "$@"' _ "$out" || status=1
-together | xargs -P "$processes" -L 1 bash -c 'run "$@"' _ "$out" || status=1
+side_by_side "$out" "$processes" || status=1
 cat "$out"/parts/task-*.done "$out"/parts/all-*.done | python3 benchmarks/tables.py --gather "$commit" > "$out/quality_pariskv.jsonl"
 echo "$out/quality_pariskv.jsonl: $(wc -l < "$out/quality_pariskv.jsonl") lines, $SECONDS s in all"
 exit $status
