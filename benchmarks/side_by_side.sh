@@ -18,7 +18,7 @@ export -f run
 
 side_by_side() { # OUT PROCESSES
   local status=0
-  jobs | xargs -P "$2" -L 1 bash -c 'run "$@"' _ "$1" || status=1
-  together | xargs -P "$2" -L 1 bash -c 'run "$@"' _ "$1" || status=1
+  jobs | xargs -r -P "$2" -L 1 bash -c 'run "$@"' _ "$1" || status=1
+  together | xargs -r -P "$2" -L 1 bash -c 'run "$@"' _ "$1" || status=1
   return $status
 }
