@@ -126,22 +126,25 @@ class Replay:
                 layer.go_ahead()
 
     def _take(self, ids: Tensor, positions: Tensor) -> Tensor:
+        if self._ids.shape != ids.shape or self._ids.device != ids.device:
+            self._ids, self._positions = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (ids, positions))
+            self._graph = None
+        self._ids.copy_(ids)  # every step reads the same two tensors, so that a compiled forward meets no other strides
+        self._positions.copy_(positions)
         if not self.capture:
-            return self._run(ids, positions)
+            return self._run()
         moved = self._seen != self._layers[0].seen
         if self._graph is None or moved or any(layer.due() for layer in self._watch):
             self._prepare()
         if self._graph is None:
             self._steady += 1
             if self._steady <= _WARM:
-                return self._run(ids, positions)
+                return self._run()
         for layer in self._watch:  # the graph itself advances the clocks
             layer.tick(layer.seen, layer.seen + 1)
         if self._graph is None:
-            self._capture(ids, positions)  # runs the step's Python once, so that the layers have counted it
+            self._capture()  # runs the step's Python once, so that the layers have counted it
         else:
-            self._ids.copy_(ids)
-            self._positions.copy_(positions)
             for layer in self._layers:
                 layer.count_step()
             for layer in self._watch:
@@ -160,26 +163,29 @@ class Replay:
                 _log.info("what the captured step reads has moved; decoding eagerly until it is steady")
             self._graph, self._addresses, self._steady = None, addresses, 0
 
-    def _run(self, ids: Tensor, positions: Tensor) -> Tensor:
+    def _run(self) -> Tensor:
         # A mask of four dimensions is taken as it is, so that a compiled forward asks for no length; the layers know their padding.
-        mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=ids.device) if self.compiled else None
+        mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self._ids.device) if self.compiled else None
         with serving(self.cache):
             out = self._forward(
-                input_ids=ids, position_ids=positions, past_key_values=self.cache, use_cache=True, attention_mask=mask
+                input_ids=self._ids,
+                position_ids=self._positions,
+                past_key_values=self.cache,
+                use_cache=True,
+                attention_mask=mask,
             )
         logits: Tensor = out.logits
         return logits
 
-    def _capture(self, ids: Tensor, positions: Tensor) -> None:
-        begin = time.perf_counter()
-        self._ids, self._positions = ids.clone(), positions.clone()
+    def _capture(self) -> None:
+        begin, device = time.perf_counter(), self._ids.device
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            before = torch.cuda.memory_reserved(ids.device)
-            self._logits = self._run(self._ids, self._positions)
+            before = torch.cuda.memory_reserved(device)
+            self._logits = self._run()
         self._graph = graph
         self.captures += 1
-        self.capture_bytes = torch.cuda.memory_reserved(ids.device) - before
+        self.capture_bytes = torch.cuda.memory_reserved(device) - before
         self.capture_seconds += time.perf_counter() - begin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
