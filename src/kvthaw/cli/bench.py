@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvthaw.bench.asked import FIGURES, Decode, Figures, Prefill
-from kvthaw.cli.common import JsonOption, bars, listed, print_wide, waiting
-from kvthaw.cli.options import taking
+from kvthaw.cli import options
+from kvthaw.cli.common import bars, print_wide, waiting
+from kvthaw.cli.options import listed
+from kvthaw.cli.taking import taking
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -130,7 +132,7 @@ def indexing(
     ] = "clusterkv,prkv",
     budget: Annotated[int, typer.Option(help="Most tokens attended per KV head and step.")] = 1024,
     runs: Annotated[int, typer.Option(min=1, help="Prefills that are timed, after one that is not; the median counts.")] = 3,
-    as_json: JsonOption = False,
+    as_json: options.Json = False,
     out: Annotated[Path | None, typer.Option(help="Append one JSON line a method to this file.")] = None,
 ) -> None:
     """Time what indexing adds to a prefill, and PRKV's refresh beside a decode step.
@@ -181,7 +183,7 @@ def serving(
     method: Annotated[str, typer.Option(help="Methods, separated by commas.")] = "full,pariskv",
     budget: Annotated[int, typer.Option(help="Most tokens attended per KV head and step.")] = 256,
     compile: Annotated[bool, typer.Option("--compile", help="Compile the step first (a minute or more).")] = False,
-    as_json: JsonOption = False,
+    as_json: options.Json = False,
     out: Annotated[Path | None, typer.Option(help="Append one JSON line a method to this file.")] = None,
 ) -> None:
     """Time the steps of a running batch that requests keep joining and leaving.

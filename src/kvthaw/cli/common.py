@@ -1,13 +1,14 @@
-"""What the commands share: options, errors and progress bars."""
+"""What the commands share: errors, progress bars and how results are printed."""
 
 from __future__ import annotations
 
 import errno
+import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -25,18 +26,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from kvthaw.evaluate.runner import Progress as State
-
-T = TypeVar("T")
-
-ModelOption = Annotated[
-    str, typer.Option("--model", metavar="NAME", help="[bold]shipped[/], a local folder, or an id on the Hugging Face hub.")
-]
-DeviceOption = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1, ...; the GPU if there is one.")]
-DtypeOption = Annotated[
-    str, typer.Option("--dtype", help="float32, bfloat16, float16; auto: bfloat16 on a GPU, float32 on a CPU.")
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on stdout.")]
-SeedOption = Annotated[int, typer.Option("--seed", help="Of everything that is drawn.")]
 
 
 class Commands(TyperGroup):
@@ -82,28 +71,21 @@ def print_wide(table: Table) -> None:
     console.print(table)
 
 
-def listed(text: str, kind: Callable[[str], T], option: str) -> list[T]:
-    """The values of an option that are separated by commas, without repeats. Raises a usage error that names the value."""
-    found: dict[T, None] = {}
-    for part in text.split(","):
-        if part.strip():
-            try:
-                found[kind(part.strip())] = None
-            except ValueError:
-                raise typer.BadParameter(f"{part.strip()!r} in {text!r} is not a number", param_hint=option) from None
-    if not found:
-        raise typer.BadParameter("it is empty", param_hint=option)
-    return list(found)
+def print_results(records: Iterable[dict[str, Any]], as_json: bool, tables: Callable[[], Sequence[Table]]) -> None:
+    """A JSON object a record, or the tables."""
+    if as_json:
+        for record in records:
+            print(json.dumps(record))
+    else:
+        for table in tables():
+            print_wide(table)
 
 
-def budget_of(text: str) -> int | float:
-    """A budget: tokens, or with a point a fraction of the prompt. Raises ValueError."""
-    return float(text) if "." in text else int(text)
-
-
-def one_budget(text: str | None) -> int | float | None:
-    """A budget option that takes one value."""
-    return None if text is None else listed(text, budget_of, "--budget")[0]
+def draw(plot: Path | None, into: Callable[[Path], None]) -> None:
+    """Draw the plot that was asked for, and say so."""
+    if plot is not None:
+        into(plot)
+        stderr().print(f"wrote {plot}", style="dim")
 
 
 def load_model(name: str, device: str | None, dtype: str) -> tuple[PreTrainedModel, Any]:

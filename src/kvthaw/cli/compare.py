@@ -10,19 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvthaw.cli.common import (
-    DeviceOption,
-    DtypeOption,
-    ModelOption,
-    SeedOption,
-    bars,
-    budget_of,
-    listed,
-    load_model,
-    stderr,
-    stdout,
-    waiting,
-)
+from kvthaw.cli import options
+from kvthaw.cli.common import bars, load_model, stderr, stdout, waiting
+from kvthaw.cli.options import budget_of, listed, methods_of
 
 if TYPE_CHECKING:
     from kvthaw.evaluate import perplexity
@@ -46,14 +36,12 @@ def compare(
         typer.Option(
             help="Tasks or suites of them, as kvthaw eval knows them, and perplexity (of a tenth of the samples), by commas."
         ),
-    ] = ("passkey,niah,longeval,kv_retrieval"),
+    ] = "passkey,niah,longeval,kv_retrieval",
     methods: Annotated[
         str, typer.Option(help="[bold]all[/], or methods separated by commas, with options as in icecache:reuse=2.")
     ] = "all",
-    budgets: Annotated[
-        str, typer.Option(help="Most tokens attended per KV head and step, or fractions of the prompt, separated by commas.")
-    ] = "64,128,256,1024",
-    lengths: Annotated[str, typer.Option(help="Tokens of the prompt, separated by commas.")] = "4096",
+    budgets: Annotated[str, options.BUDGETS] = "64,128,256,1024",
+    lengths: Annotated[str, options.LENGTHS] = "4096",
     samples: Annotated[int, typer.Option(min=1, help="Samples a cell, the same under every method.")] = 50,
     protocol: Annotated[
         str,
@@ -77,7 +65,7 @@ def compare(
     report: Annotated[
         str, typer.Option(help="[bold]after[/] the run, [bold]only[/] of what --out holds already, or [bold]never[/].")
     ] = "after",
-    seed: SeedOption = 0,
+    seed: options.Seed = 0,
     out: Annotated[
         Path,
         typer.Option(help="Folder for the results, a file a cell, and the report. What stands there is not run again."),
@@ -85,9 +73,9 @@ def compare(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print every goal as a JSON object and nothing else on stdout.")
     ] = False,
-    model: ModelOption = "shipped",
-    device: DeviceOption = None,
-    dtype: DtypeOption = "auto",
+    model: options.Model = "shipped",
+    device: options.Device = None,
+    dtype: options.Dtype = "auto",
 ) -> None:
     """Run every task under every method, budget and length, and report them side by side.
 
@@ -108,11 +96,9 @@ def compare(
         from kvthaw.evaluate.runner import Runner, complete
         from kvthaw.evaluate.tasks import named
         from kvthaw.evaluate.workers import Bench, Source
-        from kvthaw.methods import METHODS, resolve
+        from kvthaw.methods import METHODS
 
-        names = tuple(METHODS) if methods == "all" else tuple(listed(methods, str, "--methods"))
-        for name in names:
-            resolve(name)  # a wrong name costs no loading
+        names = tuple(METHODS) if methods == "all" else tuple(methods_of(methods, "--methods"))
         others = [name for name in listed(task, str, "--task") if name != "perplexity"]
         tasks = named(",".join(others)) if others else []
         grid = Grid(

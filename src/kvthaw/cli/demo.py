@@ -8,22 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvthaw.cli import options
 from kvthaw.cli.common import (
-    DeviceOption,
-    DtypeOption,
-    JsonOption,
-    ModelOption,
-    SeedOption,
     bars,
     human,
     load_model,
     number,
-    one_budget,
     seconds,
     share,
     stdout,
     waiting,
 )
+from kvthaw.cli.options import one_budget
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,16 +32,14 @@ EXAMPLES = "Examples:\n\n  kvthaw demo\n\n  kvthaw demo --method icecache --budg
 
 
 def demo(
-    method: Annotated[
-        str, typer.Option(help="A name of [bold]kvthaw methods[/], with options as in icecache:reuse=2.")
-    ] = "icecache",
+    method: options.Method = "icecache",
     budget: Annotated[str, typer.Option(help="Most tokens attended per KV head and step, or a fraction of the book.")] = "256",
     length: Annotated[int | None, typer.Option(min=1, help="Cut the book to so many tokens.")] = None,
-    model: ModelOption = "shipped",
-    seed: SeedOption = 0,
-    as_json: JsonOption = False,
-    device: DeviceOption = None,
-    dtype: DtypeOption = "auto",
+    model: options.Model = "shipped",
+    seed: options.Seed = 0,
+    as_json: options.Json = False,
+    device: options.Device = None,
+    dtype: options.Dtype = "auto",
 ) -> None:
     """Ask a whole book for facts planted in it, under a budget and with full attention.
 

@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from kvthaw.cli import perplexity, published, recall, shares
-from kvthaw.cli.common import (
-    DeviceOption,
-    DtypeOption,
-    ModelOption,
-    SeedOption,
-    bars,
-    budget_of,
-    listed,
-    load_model,
-    print_wide,
-    shown,
-    stderr,
-)
-from kvthaw.cli.recall import TextOption, words
+from kvthaw.cli import options, perplexity, published, recall, shares
+from kvthaw.cli.common import bars, draw, load_model, print_results, shown
+from kvthaw.cli.options import listed, variants_of, words
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.tasks import SUITES, TASKS, find, named
 
@@ -71,31 +57,20 @@ def _eval() -> None:
 @app.command("task", epilog=EXAMPLES)
 def evaluate(
     task: Annotated[str, typer.Argument(help="Tasks or their common names, separated by commas; all of them stand below.")],
-    model: ModelOption = "shipped",
-    method: Annotated[
-        str, typer.Option(help="Methods, separated by commas, with options as in icecache:reuse=2.")
-    ] = "icecache",
-    budget: Annotated[
-        str, typer.Option(help="Most tokens attended per KV head and step, or fractions of the prompt, separated by commas.")
-    ] = "256",
-    retrieved: Annotated[
-        str | None,
-        typer.Option(help="Instead of --budget: tokens retrieved beside the paper's own sink and window, separated by commas."),
-    ] = None,
-    length: Annotated[str, typer.Option(help="Tokens of the prompt, separated by commas.")] = "4096",
+    model: options.Model = "shipped",
+    method: options.Methods = "icecache",
+    budget: Annotated[str, options.BUDGETS] = "256",
+    retrieved: options.Instead = None,
+    length: Annotated[str, options.LENGTHS] = "4096",
     samples: Annotated[int, typer.Option(min=1, help="Samples for each length.")] = 20,
     depths: Annotated[
         str,
         typer.Option(help="Where the facts stand, in percent, in turn; [bold]even[/] is 0 to 95 by 5, [bold]random[/] draws."),
     ] = "even",
-    dense_layers: Annotated[
-        str, typer.Option(help="First layers that keep all KV, separated by commas; auto: 2 from 16 layers on, else 0.")
-    ] = "auto",
-    question: Annotated[
-        str, typer.Option(help="[bold]dense[/]: prefilled with the context; [bold]sparse[/]: after it, under the budget.")
-    ] = "dense",
+    dense_layers: options.DenseLayers = "auto",
+    question: options.Question = "dense",
     probe: Annotated[int, typer.Option(min=0, help="Compare every n-th step with exact attention; 0 never.")] = 2,
-    text: TextOption = None,
+    text: options.Text = None,
     data: Annotated[
         list[str] | None,
         typer.Option(
@@ -105,16 +80,16 @@ def evaluate(
             "several tasks.",
         ),
     ] = None,
-    seed: SeedOption = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a run and nothing else on stdout.")] = False,
+    seed: options.Seed = 0,
+    as_json: options.Lines = False,
     out: Annotated[
         Path | None, typer.Option(help="Append a JSON line a sample to this file; what stands there is not run again.")
     ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw depth by length, a panel a method and budget, into this PNG file.")
     ] = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = "auto",
+    device: options.Device = None,
+    dtype: options.Dtype = "auto",
 ) -> None:
     """Run tasks under every method, budget and length, full attention beside them on the same samples.
 
@@ -126,25 +101,17 @@ def evaluate(
     except ConfigError as error:
         raise typer.BadParameter(str(error), param_hint="TASK") from None
     files = _files(data or [], tasks)
-    names = listed(method, str, "--method")
-    budgets = listed(budget, budget_of, "--budget") if retrieved is None else [None]
-    chosen = [None] if retrieved is None else listed(retrieved, int, "--retrieved")
-    dense = [None] if dense_layers == "auto" else listed(dense_layers, int, "--dense-layers")
     lengths, where = listed(length, int, "--length"), _depths(depths)
     from kvthaw.evaluate.plot import check, heat_maps
     from kvthaw.evaluate.report import by_task, table
     from kvthaw.evaluate.results import Results, summarize
     from kvthaw.evaluate.runner import Job, Runner, Variant
-    from kvthaw.methods import resolve
 
     check(plot)
-    for name in names:
-        resolve(name)  # a wrong name costs no loading
+    variants = variants_of(method, budget if retrieved is None else None, retrieved, dense_layers)
     for name in tasks:
         find(name, files.get(name))  # nor do wrong files
     haystack = words(text)
-    grid = itertools.product(names, budgets, chosen, dense)
-    variants = list(dict.fromkeys(Variant(n) if resolve(n).dense else Variant(n, b, r, d) for n, b, r, d in grid))
     jobs = [
         Job(name, n, samples, seed, where, question, probe, haystack, files.get(name))  # type: ignore[arg-type]
         for name in tasks
@@ -161,14 +128,9 @@ def evaluate(
             for variant in variants:
                 found.setdefault((variant, job.length), []).extend(lines[variant])
                 summaries.append(summarize(lines[variant], lines[Variant("full")]))
-    if plot is not None:
-        heat_maps(found, plot, title=f"{task}, question {question}")
-        stderr().print(f"wrote {plot}", style="dim")
-    if as_json:
-        for summary in summaries:
-            print(json.dumps(summary.to_dict()))
-    else:
-        print_wide(table(summaries) if len(tasks) == 1 else by_task(summaries))
+    draw(plot, lambda path: heat_maps(found, path, title=f"{task}, question {question}"))
+    tables = table if len(tasks) == 1 else by_task
+    print_results((summary.to_dict() for summary in summaries), as_json, lambda: [tables(summaries)])
 
 
 app.command("recall", epilog=recall.RECALL_EXAMPLES)(recall.recall)

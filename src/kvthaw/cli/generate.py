@@ -10,23 +10,19 @@ from typing import Annotated, Any
 
 import typer
 
+from kvthaw.cli import options
 from kvthaw.cli.common import (
-    DeviceOption,
-    DtypeOption,
-    JsonOption,
-    ModelOption,
-    SeedOption,
     bars,
     human,
     load_model,
     number,
-    one_budget,
     prompt_text,
     seconds,
     share,
     stderr,
     waiting,
 )
+from kvthaw.cli.options import one_budget
 
 EXAMPLES = (
     'Examples:\n\n  kvthaw generate "The sky is blue. The sun is" --max-new-tokens 8\n\n'
@@ -38,10 +34,8 @@ EXAMPLES = (
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="The prompt; without it, --file or stdin.")] = None,
     file: Annotated[Path | None, typer.Option(help="Read the prompt from this file.", exists=True, dir_okay=False)] = None,
-    model: ModelOption = "shipped",
-    method: Annotated[
-        str, typer.Option(help="A name of [bold]kvthaw methods[/], with options as in icecache:reuse=2.")
-    ] = "icecache",
+    model: options.Model = "shipped",
+    method: options.Method = "icecache",
     budget: Annotated[
         str | None, typer.Option(help="Most tokens attended per KV head and step, or a fraction of the prompt. Default 256.")
     ] = None,
@@ -53,11 +47,11 @@ def generate(
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after so many tokens.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
-    seed: SeedOption = 0,
+    seed: options.Seed = 0,
     stream: Annotated[bool, typer.Option(help="Print the text as it comes.")] = True,
-    as_json: JsonOption = False,
-    device: DeviceOption = None,
-    dtype: DtypeOption = "auto",
+    as_json: options.Json = False,
+    device: options.Device = None,
+    dtype: options.Dtype = "auto",
 ) -> None:
     """Continue a prompt under a method and a budget.
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 
-from kvthaw.cli.common import JsonOption, print_wide
+from kvthaw.cli import options
+from kvthaw.cli.common import print_wide
 
 EXAMPLES = "Examples:\n\n  kvthaw methods\n\n  kvthaw methods --json"
 
 
-def methods(as_json: JsonOption = False) -> None:
+def methods(as_json: options.Json = False) -> None:
     """List the methods: where from, what they select, what they do with the KV, where they decide, and the bytes that a key takes
     on the device (of head_dim 128 in bf16)."""
     from kvthaw.evaluate.describe import describe, word

@@ -1,50 +1,132 @@
-"""Commands whose options are the fields of a dataclass of `kvthaw.bench.options`."""
+"""Options that several commands take, and what their values ask for."""
 
 from __future__ import annotations
 
-import inspect
+import itertools
 from collections.abc import Callable
-from dataclasses import fields
-from typing import Annotated, Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from kvthaw.bench.options import FLAG, about, read, shown
-from kvthaw.cli.common import JsonOption
-from kvthaw.errors import ConfigError
+from kvthaw.cli.common import prompt_text
+
+if TYPE_CHECKING:
+    from kvthaw.evaluate.runner import Variant
 
 T = TypeVar("T")
 
+Model = Annotated[
+    str, typer.Option("--model", metavar="NAME", help="[bold]shipped[/], a local folder, or an id on the Hugging Face hub.")
+]
+Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1, ...; the GPU if there is one.")]
+Dtype = Annotated[str, typer.Option("--dtype", help="float32, bfloat16, float16; auto: bfloat16 on a GPU, float32 on a CPU.")]
+Seed = Annotated[int, typer.Option("--seed", help="Of everything that is drawn.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on stdout.")]
+Lines = Annotated[bool, typer.Option("--json", help="Print one JSON object a run and nothing else on stdout.")]
 
-def taking(kind: type[T]) -> Callable[[Callable[[T, bool], None]], Callable[..., None]]:
-    """Make a command of a function that is given options of that class and whether JSON is wanted. An option's text is read by its
-    field's reader; what that refuses is a usage error."""
-    by_name = {one.name: one for one in fields(kind)}  # type: ignore[arg-type]
+Method = Annotated[
+    str, typer.Option("--method", help="A name of [bold]kvthaw methods[/], with options as in icecache:reuse=2.")
+]
+Methods = Annotated[str, typer.Option("--method", help="Methods, separated by commas, with options as in icecache:reuse=2.")]
+Sweep = Annotated[
+    str,
+    typer.Option(
+        "--method", help="Methods, separated by commas, with options as in pariskv:rho=0.2:beta=0.1; a list is a sweep."
+    ),
+]
+BUDGETS = typer.Option(help="Most tokens attended per KV head and step, or fractions of the prompt, separated by commas.")
+Instead = Annotated[
+    str | None,
+    typer.Option(
+        "--retrieved",
+        help="Instead of --budget: tokens retrieved beside the paper's own sink and window, separated by commas.",
+    ),
+]
+Beside = Annotated[
+    str | None,
+    typer.Option(
+        "--retrieved",
+        help="Instead of --budget, or beside it: tokens retrieved beside the paper's own sink and window, separated by commas.",
+    ),
+]
+DenseLayers = Annotated[
+    str,
+    typer.Option(
+        "--dense-layers", help="First layers that keep all KV, separated by commas; auto: 2 from 16 layers on, else 0."
+    ),
+]
+Question = Annotated[
+    str,
+    typer.Option("--question", help="[bold]dense[/]: prefilled with the context; [bold]sparse[/]: after it, under the budget."),
+]
+LENGTHS = typer.Option(help="Tokens of the prompt, separated by commas.")
+Text = Annotated[
+    Path | None,
+    typer.Option(
+        "--text",
+        help="Read this text instead of the book that ships; it begins anew where it ends.",
+        exists=True,
+        dir_okay=False,
+    ),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option("--out", help="Append a JSON line a prompt and run to this file; what stands there is not run again."),
+]
 
-    def decorate(command: Callable[[T, bool], None]) -> Callable[..., None]:
-        def run(as_json: bool, **given: Any) -> None:
-            written = {name: value if isinstance(value, str) else "1" for name, value in given.items() if value}
+
+def listed(text: str, kind: Callable[[str], T], option: str) -> list[T]:
+    """The values of an option that are separated by commas, without repeats. Raises a usage error that names the value."""
+    found: dict[T, None] = {}
+    for part in text.split(","):
+        if part.strip():
             try:
-                asked = read(kind, written)
-            except ConfigError as error:
-                raise typer.BadParameter(str(error)) from None
-            command(asked, as_json)
+                found[kind(part.strip())] = None
+            except ValueError:
+                raise typer.BadParameter(f"{part.strip()!r} in {text!r} is not a number", param_hint=option) from None
+    if not found:
+        raise typer.BadParameter("it is empty", param_hint=option)
+    return list(found)
 
-        parameters = [inspect.Parameter("as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=JsonOption)]
-        for name, one in by_name.items():
-            flag, text = one.metadata["reader"] is FLAG, about(one)
-            option = typer.Option(f"--{name.replace('_', '-')}", help=text, show_default=shown(one) or False)
-            parameters.append(
-                inspect.Parameter(
-                    name,
-                    inspect.Parameter.KEYWORD_ONLY,
-                    default=False if flag else None,
-                    annotation=Annotated[bool if flag else str | None, option],
-                )
-            )
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {one.name: one.annotation for one in parameters}
-        run.__name__, run.__doc__, run.__module__ = command.__name__, command.__doc__, command.__module__
-        return run
 
-    return decorate
+def budget_of(text: str) -> int | float:
+    """A budget: tokens, or with a point a fraction of the prompt. Raises ValueError."""
+    return float(text) if "." in text else int(text)
+
+
+def one_budget(text: str | None) -> int | float | None:
+    """A budget option that takes one value."""
+    return None if text is None else listed(text, budget_of, "--budget")[0]
+
+
+def words(text: Path | None) -> str | None:
+    """The text of --text, if it is given."""
+    return None if text is None else prompt_text(None, text)
+
+
+def methods_of(text: str, option: str = "--method") -> list[str]:
+    """The methods of an option; a wrong name or option of one costs no loading of a model."""
+    names = listed(text, str, option)
+    from kvthaw.evaluate.describe import describe
+    from kvthaw.methods import resolve
+
+    for name in names:
+        describe(resolve(name))
+    return names
+
+
+def variants_of(method: str, budget: str | None, retrieved: str | None, dense_layers: str) -> list[Variant]:
+    """Every method under every budget, every number of rows and every number of dense layers; full attention once."""
+    limits: list[tuple[int | float | None, int | None]] = []
+    if budget is not None:
+        limits += [(each, None) for each in listed(budget, budget_of, "--budget")]
+    if retrieved is not None:
+        limits += [(None, each) for each in listed(retrieved, int, "--retrieved")]
+    dense = [None] if dense_layers == "auto" else listed(dense_layers, int, "--dense-layers")
+    names = methods_of(method)
+    from kvthaw.evaluate.runner import Variant
+    from kvthaw.methods import resolve
+
+    grid = itertools.product(names, limits or [(None, None)], dense)
+    return list(dict.fromkeys(Variant(n) if resolve(n).dense else Variant(n, *limit, kept) for n, limit, kept in grid))

@@ -2,35 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from kvthaw.cli.common import (
-    DeviceOption,
-    DtypeOption,
-    ModelOption,
-    SeedOption,
-    bars,
-    listed,
-    load_model,
-    print_wide,
-    shown,
-    stderr,
-)
-from kvthaw.cli.recall import (
-    BudgetOption,
-    DenseOption,
-    LinesOption,
-    MethodOption,
-    OutOption,
-    RetrievedOption,
-    TextOption,
-    variants_of,
-    words,
-)
+from kvthaw.cli import options
+from kvthaw.cli.common import bars, draw, load_model, print_results, shown
+from kvthaw.cli.options import listed, variants_of, words
 
 EXAMPLES = (
     "Examples:\n\n  kvthaw eval perplexity --method icecache,quest,streaming --length 1024,4096,16384 --plot ppl.png\n\n"
@@ -40,21 +19,21 @@ EXAMPLES = (
 
 
 def perplexity(
-    model: ModelOption = "shipped",
-    method: MethodOption = "icecache,streaming",
-    budget: BudgetOption = None,
-    retrieved: RetrievedOption = None,
+    model: options.Model = "shipped",
+    method: options.Sweep = "icecache,streaming",
+    budget: Annotated[str | None, options.BUDGETS] = None,
+    retrieved: options.Beside = None,
     length: Annotated[str, typer.Option(help="Tokens before the measured ones, separated by commas.")] = "1024,2048,4096",
     steps: Annotated[int, typer.Option(min=1, help="Tokens measured after each length.")] = 64,
-    text: TextOption = None,
+    text: options.Text = None,
     samples: Annotated[int, typer.Option(min=1, help="Places in the text from which it is read.")] = 1,
-    dense_layers: DenseOption = "auto",
-    seed: SeedOption = 0,
-    as_json: LinesOption = False,
-    out: OutOption = None,
+    dense_layers: options.DenseLayers = "auto",
+    seed: options.Seed = 0,
+    as_json: options.Lines = False,
+    out: options.Out = None,
     plot: Annotated[Path | None, typer.Option(help="Draw perplexity by position into this PNG file.")] = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = "auto",
+    device: options.Device = None,
+    dtype: options.Dtype = "auto",
 ) -> None:
     """Perplexity by position over a text, full attention beside the methods on the same tokens (ClusterKV's figure 10).
 
@@ -68,17 +47,11 @@ def perplexity(
 
     check(plot)
     course = Course(tuple(listed(length, int, "--length")), steps, samples, seed, words(text))
-    variants = variants_of(method, budget, retrieved, dense_layers, "256", None)
+    variants = variants_of(method, budget, retrieved, dense_layers)
     known = Kept(out, Line.from_json)
     llm, tokenizer = load_model(model, device, dtype)
     with bars() as progress:
         found = Reader(llm, tokenizer, known, name=model).run(course, variants, shown(progress, "stretches", samples))
-    if plot is not None:
-        perplexity_lines(found, plot)
-        stderr().print(f"wrote {plot}", style="dim")
-    if as_json:
-        for summaries in found.values():
-            for summary in summaries:
-                print(json.dumps(summary.to_dict()))
-    else:
-        print_wide(perplexity_table([summary for summaries in found.values() for summary in summaries]))
+    summaries = [one for each in found.values() for one in each]
+    draw(plot, lambda path: perplexity_lines(found, path))
+    print_results((one.to_dict() for one in summaries), as_json, lambda: [perplexity_table(summaries)])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,20 +10,9 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from kvthaw.cli.common import (
-    DeviceOption,
-    DtypeOption,
-    ModelOption,
-    SeedOption,
-    bars,
-    budget_of,
-    listed,
-    load_model,
-    number,
-    print_wide,
-    share,
-    shown,
-)
+from kvthaw.cli import options
+from kvthaw.cli.common import bars, load_model, number, print_results, share, shown
+from kvthaw.cli.options import variants_of
 from kvthaw.evaluate.published import BENCHMARKS, Benchmark
 
 if TYPE_CHECKING:
@@ -49,20 +36,11 @@ def evaluate(
         str | None,
         typer.Option(help="A file, a folder, [bold]hub[/] to download it, or the id of a copy on the hub.", metavar="PATH"),
     ] = None,
-    model: ModelOption = "shipped",
-    method: Annotated[
-        str, typer.Option(help="Methods, separated by commas, with options as in icecache:reuse=2.")
-    ] = "icecache",
-    budget: Annotated[
-        str, typer.Option(help="Most tokens attended per KV head and step, or fractions of the prompt, separated by commas.")
-    ] = "256",
-    retrieved: Annotated[
-        str | None,
-        typer.Option(help="Instead of --budget: tokens retrieved beside the paper's own sink and window, separated by commas."),
-    ] = None,
-    dense_layers: Annotated[
-        str, typer.Option(help="First layers that keep all KV, separated by commas; auto: 2 from 16 layers on, else 0.")
-    ] = "auto",
+    model: options.Model = "shipped",
+    method: options.Methods = "icecache",
+    budget: Annotated[str, options.BUDGETS] = "256",
+    retrieved: options.Instead = None,
+    dense_layers: options.DenseLayers = "auto",
     limit: Annotated[int | None, typer.Option(min=1, help="Ask the first so many questions only.")] = None,
     samples: Annotated[int, typer.Option(min=1, help="Answers drawn for each question: pass@k and avg@k.")] = 1,
     temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy; the benchmark's own if not given.")] = None,
@@ -77,9 +55,7 @@ def evaluate(
         bool | None,
         typer.Option(help="Ask through the chat template; where the tokenizer and the benchmark have one, if not given."),
     ] = None,
-    question: Annotated[
-        str, typer.Option(help="[bold]dense[/]: prefilled with the context; [bold]sparse[/]: after it, under the budget.")
-    ] = "dense",
+    question: options.Question = "dense",
     judge: Annotated[
         str | None,
         typer.Option(help="Who judges longgenbench: [bold]self[/], a folder or a hub id; words are compared if not given."),
@@ -87,22 +63,18 @@ def evaluate(
     capture: Annotated[
         bool, typer.Option(help="On a GPU, replay steps as captured CUDA graphs: faster where answers are long.")
     ] = False,
-    seed: SeedOption = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a run and nothing else on stdout.")] = False,
+    seed: options.Seed = 0,
+    as_json: options.Lines = False,
     out: Annotated[
         Path | None, typer.Option(help="Append a JSON line an answer to this file; what stands there is not asked again.")
     ] = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = "auto",
+    device: options.Device = None,
+    dtype: options.Dtype = "auto",
 ) -> None:
     """Ask a published benchmark's questions under every method and budget, full attention beside them.
 
     One prefill a question serves all of them; the answers to one question are drawn as one batch.
     """
-    names = listed(method, str, "--method")
-    budgets = listed(budget, budget_of, "--budget") if retrieved is None else [None]
-    chosen = [None] if retrieved is None else listed(retrieved, int, "--retrieved")
-    dense = [None] if dense_layers == "auto" else listed(dense_layers, int, "--dense-layers")
     wanted = find(benchmark)
     if wanted is None:
         raise typer.BadParameter(
@@ -110,17 +82,13 @@ def evaluate(
         )
     from kvthaw.evaluate.published.results import Answers, summarize
     from kvthaw.evaluate.published.runner import Examiner, Run
-    from kvthaw.evaluate.runner import FULL, Variant
-    from kvthaw.methods import resolve
+    from kvthaw.evaluate.runner import FULL
 
-    for name in names:
-        resolve(name)  # a wrong name costs no loading
+    variants = variants_of(method, budget if retrieved is None else None, retrieved, dense_layers)
     given: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "max_new_tokens": max_new_tokens}
     plan = replace(wanted.plan, **{name: value for name, value in given.items() if value is not None})
     items = wanted.load(data)[:limit]
     answers = Answers(out)
-    grid = itertools.product(names, budgets, chosen, dense)
-    variants = list(dict.fromkeys(Variant(n) if resolve(n).dense else Variant(n, b, r, d) for n, b, r, d in grid))
     llm, tokenizer = load_model(model, device, dtype)
     template = getattr(tokenizer, "chat_template", None) is not None
     run = Run(
@@ -141,11 +109,7 @@ def evaluate(
     with bars() as progress:
         found = examiner.run(run, variants, shown(progress, benchmark, len(items)), ask, capture=capture)
     summaries = [summarize(found[variant], found[FULL]) for variant in dict.fromkeys((*variants, FULL))]
-    if as_json:
-        for summary in summaries:
-            print(json.dumps(summary.to_dict()))
-    else:
-        print_wide(table(summaries))
+    print_results((summary.to_dict() for summary in summaries), as_json, lambda: [table(summaries)])
 
 
 def find(name: str) -> Benchmark | None:

@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvthaw.cli.common import (
-    DeviceOption,
-    DtypeOption,
-    ModelOption,
-    SeedOption,
-    bars,
-    budget_of,
-    listed,
-    load_model,
-    print_wide,
-    prompt_text,
-    shown,
-    stderr,
-)
+from kvthaw.cli import options
+from kvthaw.cli.common import bars, draw, load_model, print_results, shown
+from kvthaw.cli.options import listed, variants_of, words
 
 if TYPE_CHECKING:
     from kvthaw.evaluate.recall import Study, Summary
@@ -42,53 +29,13 @@ DRIFT_EXAMPLES = (
     "  kvthaw eval drift --method pariskv --follow own --temperature 0.8 --model meta-llama/Llama-3.1-8B"
 )
 
-MethodOption = Annotated[
-    str,
-    typer.Option(
-        "--method", help="Methods, separated by commas, with options as in pariskv:rho=0.2:beta=0.1; a list is a sweep."
-    ),
-]
-BudgetOption = Annotated[
-    str | None,
-    typer.Option(
-        "--budget", help="Most tokens attended per KV head and step, or fractions of the prompt, separated by commas."
-    ),
-]
-RetrievedOption = Annotated[
-    str | None,
-    typer.Option(
-        "--retrieved",
-        help="Instead of --budget, or beside it: tokens retrieved beside the paper's own sink and window, separated by commas.",
-    ),
-]
-TextOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--text",
-        help="Read this text instead of the book that ships; it begins anew where it ends.",
-        exists=True,
-        dir_okay=False,
-    ),
-]
-DenseOption = Annotated[
-    str,
-    typer.Option(
-        "--dense-layers", help="First layers that keep all KV, separated by commas; auto: 2 from 16 layers on, else 0."
-    ),
-]
-LinesOption = Annotated[bool, typer.Option("--json", help="Print one JSON object a run and nothing else on stdout.")]
-OutOption = Annotated[
-    Path | None,
-    typer.Option("--out", help="Append a JSON line a prompt and run to this file; what stands there is not run again."),
-]
-
 
 def recall(
-    model: ModelOption = "shipped",
-    method: MethodOption = "pariskv",
-    budget: BudgetOption = None,
-    retrieved: RetrievedOption = None,
-    length: Annotated[str, typer.Option(help="Tokens of the prompt, separated by commas.")] = "4096",
+    model: options.Model = "shipped",
+    method: options.Sweep = "pariskv",
+    budget: Annotated[str | None, options.BUDGETS] = None,
+    retrieved: options.Beside = None,
+    length: Annotated[str, options.LENGTHS] = "4096",
     prompt: Annotated[
         str,
         typer.Option(
@@ -96,22 +43,22 @@ def recall(
             "and its answer; separated by commas."
         ),
     ] = "text,needle",
-    text: TextOption = None,
+    text: options.Text = None,
     samples: Annotated[int, typer.Option(min=1, help="Prompts of each kind and length.")] = 1,
     steps: Annotated[int, typer.Option(min=1, help="Tokens sent after the prompt, one by one.")] = 32,
     probe: Annotated[int, typer.Option(min=1, help="Compare every n-th step with exact attention.")] = 1,
-    dense_layers: DenseOption = "auto",
-    seed: SeedOption = 0,
-    as_json: LinesOption = False,
-    out: OutOption = None,
+    dense_layers: options.DenseLayers = "auto",
+    seed: options.Seed = 0,
+    as_json: options.Lines = False,
+    out: options.Out = None,
     plot: Annotated[
         Path | None,
         typer.Option(
             help="Draw recall and mass into this PNG file: against rows where there are several budgets, else by layer."
         ),
     ] = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = "auto",
+    device: options.Device = None,
+    dtype: options.Dtype = "auto",
 ) -> None:
     """Compare what methods select with exact attention, on real text.
 
@@ -129,22 +76,17 @@ def recall(
     given, kinds = words(text), tuple(listed(prompt, str, "--prompt"))
     lengths = listed(length, int, "--length")
     studies = [Study(n, steps, kinds, samples, seed, probe, text=given) for n in lengths]  # type: ignore[arg-type]
-    variants = variants_of(method, budget, retrieved, dense_layers, "256", None)
+    variants = variants_of(method, budget, retrieved, dense_layers)
     summaries = _watch(studies, variants, model, device, dtype, out)
-    if plot is not None:
-        recall_lines(summaries, plot)
-        stderr().print(f"wrote {plot}", style="dim")
-    _tell("recall", summaries, as_json)
-    if not as_json:
-        for table in recall_tables(summaries):
-            print_wide(table)
+    draw(plot, lambda path: recall_lines(summaries, path))
+    print_results(({"eval": "recall"} | one.to_dict() for one in summaries), as_json, lambda: recall_tables(summaries))
 
 
 def drift(
-    model: ModelOption = "shipped",
-    method: MethodOption = "pariskv,pariskv:centroids=learned",
-    budget: BudgetOption = None,
-    retrieved: RetrievedOption = None,
+    model: options.Model = "shipped",
+    method: options.Sweep = "pariskv,pariskv:centroids=learned",
+    budget: Annotated[str | None, options.BUDGETS] = None,
+    retrieved: options.Beside = None,
     length: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 8192,
     new_tokens: Annotated[int, typer.Option(min=4, help="Tokens after it.")] = 4096,
     follow: Annotated[
@@ -156,16 +98,16 @@ def drift(
         ),
     ] = "text",
     temperature: Annotated[float, typer.Option(min=0.0, help="For --follow full and own; 0 takes the likeliest token.")] = 1.0,
-    text: TextOption = None,
+    text: options.Text = None,
     samples: Annotated[int, typer.Option(min=1, help="Texts, from different places.")] = 1,
     probe: Annotated[int, typer.Option(min=1, help="Compare every n-th step with exact attention.")] = 16,
-    dense_layers: DenseOption = "auto",
-    seed: SeedOption = 0,
-    as_json: LinesOption = False,
-    out: OutOption = None,
+    dense_layers: options.DenseLayers = "auto",
+    seed: options.Seed = 0,
+    as_json: options.Lines = False,
+    out: options.Out = None,
     plot: Annotated[Path | None, typer.Option(help="Draw recall and mass by decode position into this PNG file.")] = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = "auto",
+    device: options.Device = None,
+    dtype: options.Dtype = "auto",
 ) -> None:
     """Compare what methods select with exact attention as a generation grows long.
 
@@ -182,41 +124,11 @@ def drift(
     study = Study(length, new_tokens, ("text",), samples, **given)  # type: ignore[arg-type]
     if -(-new_tokens // probe) < 4:
         raise typer.BadParameter(f"every {probe}th of {new_tokens} steps leaves fewer than 4 to compare", param_hint="--probe")
-    variants = variants_of(method, budget, retrieved, dense_layers, None, "100")
+    rows = "100" if budget is None and retrieved is None else retrieved
+    variants = variants_of(method, budget, rows, dense_layers)
     summaries = _watch([study], variants, model, device, dtype, out)
-    if plot is not None:
-        drift_lines(summaries, plot)
-        stderr().print(f"wrote {plot}", style="dim")
-    _tell("drift", summaries, as_json)
-    if not as_json:
-        print_wide(drift_table(summaries))
-
-
-def words(text: Path | None) -> str | None:
-    """The text of --text, if it is given."""
-    return None if text is None else prompt_text(None, text)
-
-
-def variants_of(
-    method: str, budget: str | None, retrieved: str | None, dense: str, usual_budget: str | None, usual_rows: str | None
-) -> list[Variant]:
-    """Every method under every budget and number of rows; where none is given, the usual ones."""
-    if budget is None and retrieved is None:
-        budget, retrieved = usual_budget, usual_rows
-    names = listed(method, str, "--method")
-    asked: list[tuple[int | float | None, int | None]] = []
-    if budget is not None:
-        asked += [(each, None) for each in listed(budget, budget_of, "--budget")]
-    if retrieved is not None:
-        asked += [(None, each) for each in listed(retrieved, int, "--retrieved")]
-    layers = [None] if dense == "auto" else listed(dense, int, "--dense-layers")
-    from kvthaw.evaluate.describe import describe
-    from kvthaw.evaluate.runner import Variant
-    from kvthaw.methods import resolve
-
-    for name in names:
-        describe(resolve(name))  # a wrong name or option costs no loading
-    return [Variant(name, *limit, kept) for name, limit, kept in itertools.product(names, asked, layers)]
+    draw(plot, lambda path: drift_lines(summaries, path))
+    print_results(({"eval": "drift"} | one.to_dict() for one in summaries), as_json, lambda: [drift_table(summaries)])
 
 
 def _watch(
@@ -233,8 +145,3 @@ def _watch(
         for study in studies:
             summaries += watcher.run(study, variants, shown(progress, f"{study.length:,} tokens", len(variants)))
     return summaries
-
-
-def _tell(what: str, summaries: list[Summary], as_json: bool) -> None:
-    for summary in summaries if as_json else ():
-        print(json.dumps({"eval": what} | summary.to_dict()))

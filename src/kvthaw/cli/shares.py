@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvthaw.cli.common import DeviceOption, DtypeOption, ModelOption, SeedOption, bars, listed, load_model, print_wide, shown
-from kvthaw.cli.recall import LinesOption, OutOption, TextOption, words
+from kvthaw.cli import options
+from kvthaw.cli.common import bars, load_model, print_results, shown
+from kvthaw.cli.options import listed, words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,26 +24,26 @@ EXAMPLES = (
 
 
 def shares(
-    model: ModelOption = "shipped",
-    length: Annotated[str, typer.Option(help="Tokens of the prompt, separated by commas.")] = "4096,8192",
+    model: options.Model = "shipped",
+    length: Annotated[str, options.LENGTHS] = "4096,8192",
     rows: Annotated[
         str, typer.Option(help="The budget k: tokens that the index brings, separated by commas.")
     ] = "256,512,1024",
     prompt: Annotated[
         str, typer.Option(help="[bold]text[/], [bold]needle[/], separated by commas; as for recall.")
     ] = "text,needle",
-    text: TextOption = None,
+    text: options.Text = None,
     samples: Annotated[int, typer.Option(min=1, help="Prompts of each kind and length.")] = 1,
     page: Annotated[int, typer.Option(min=1, help="Tokens of a page, of which the static set is a multiple.")] = 32,
     window: Annotated[int, typer.Option(min=1, help="The last tokens: the observation window, at most 128 queries.")] = 64,
     dense_layers: Annotated[
         int | None, typer.Option(min=0, help="First layers that keep all KV; by default 2 from 16 layers on, else 0.")
     ] = None,
-    seed: SeedOption = 0,
-    as_json: LinesOption = False,
-    out: OutOption = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = "auto",
+    seed: options.Seed = 0,
+    as_json: options.Lines = False,
+    out: options.Out = None,
+    device: options.Device = None,
+    dtype: options.Dtype = "auto",
 ) -> None:
     """Print what share of its rows PRKV keeps static when it chooses by itself (prkv:share=auto, appendix G, table 4).
 
@@ -63,11 +63,7 @@ def shares(
             llm, tokenizer, lengths=lengths, rows=ks, kinds=kinds, samples=samples, seed=seed, page=page, window=window,  # type: ignore[arg-type]
             dense_layers=dense_layers, text=words(text), known=known, name=model, progress=shown(progress, "prompts", len(lengths)),
         )  # fmt: skip
-    if as_json:
-        for cell in cells:
-            print(json.dumps(cell.to_dict()))
-    else:
-        print_wide(_table(cells, lengths, ks))
+    print_results((cell.to_dict() for cell in cells), as_json, lambda: [_table(cells, lengths, ks)])
 
 
 def _table(cells: Sequence[Cell], lengths: Sequence[int], rows: Sequence[int]) -> Table:
