@@ -18,7 +18,7 @@ for part in "$@"; do
     checkall) run 300 python3 -m pytest -q --no-header -m gpu tests/engine/test_decode.py tests/cache tests/index tests/kernels -p no:warnings -n 8 ;;
     kernels) for bench in kernels_decode kernels_pariskv kernels_pages; do run 150 python3 -m "kvthaw.bench.$bench" --json --out "$out/$bench.jsonl" --commit "$commit"; done ;;
     pages) for bench in kernels_pages kernels_transfer; do run 150 python3 -m "kvthaw.bench.$bench" --json --out "$out/$bench.jsonl" --commit "$commit"; done
-      run 200 python3 -m kvthaw.bench.indexing --shape llama-3.1-8b --length 32768 --method clusterkv,prkv --out "$out/indexing.jsonl" --commit "$commit" | cut -c1-700 ;;
+      run 200 python3 -m kvthaw.bench.indexing shape=llama-3.1-8b length=32768 method=clusterkv,prkv out="$out/indexing.jsonl" commit="$commit" | cut -c1-700 ;;
     decode-kernels) run 150 python3 -m kvthaw.bench.kernels_decode --json --out "$out/kernels_decode.jsonl" --commit "$commit" ;;
     tree) run 100 python3 -m kvthaw.bench.kernels_tree --layers 6 --threads 16 --json --out "$out/kernels_tree.jsonl" --commit "$commit" | cut -c1-330 ;;
     baseline) decode 200 $model length=36864 method=hf-dynamic,hf-offloaded,full,icecache,icecache-reuse steps=eager new_tokens=32 ;;

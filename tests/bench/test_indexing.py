@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from kvthaw.bench import indexing
+from kvthaw.bench.asked import Indexing
 from kvthaw.bench.shapes import build
 from kvthaw.engine.hf import Cache
 from kvthaw.errors import CacheError
 
 
 def test_shares_are_of_the_times_measured() -> None:
-    (line,) = indexing.main(length=200, method=["prkv:page=8:window=16"], budget=64, runs=1, json=False)
+    (line,) = indexing.main(Indexing(length=200, method=("prkv:page=8:window=16",), budget=64, runs=1), quiet=True)
     assert line["indexing_share"] == pytest.approx(line["indexing_s"] / line["prefill_full_s"])
     assert line["beside_share"] == pytest.approx(line["prefill_s"] / line["prefill_full_s"] - 1)
     assert line["refresh_share"] == pytest.approx(line["refresh_s"] / line["step_s"] / 128)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvthaw.bench.asked import FIGURES, Decode, Figures
+from kvthaw.bench.asked import FIGURES, Decode, Figures, Indexing, Prefill, Serving
 from kvthaw.bench.figures import PLANS
 from kvthaw.bench.options import read, read_pairs, shown
 from kvthaw.errors import ConfigError
@@ -33,7 +33,7 @@ def test_every_option_reads_its_text() -> None:
     )
 
 
-@pytest.mark.parametrize("kind", [Decode, Figures])
+@pytest.mark.parametrize("kind", [Decode, Figures, Prefill, Indexing, Serving])
 def test_a_default_reads_as_itself(kind: type) -> None:
     written = {one.name: text for one in fields(kind) if (text := shown(one)) is not None}
     assert written
@@ -53,6 +53,12 @@ def test_a_default_reads_as_itself(kind: type) -> None:
 def test_what_cannot_be_read_is_named(pair: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         read_pairs(Decode, [pair])
+
+
+def test_a_number_that_is_too_small_is_refused() -> None:
+    assert read_pairs(Serving, ["length=2"]).length == 2
+    with pytest.raises(ConfigError, match="length is '1'; it must be a whole number of at least 2"):
+        read_pairs(Serving, ["length=1"])
 
 
 def test_every_figure_has_its_plan() -> None:

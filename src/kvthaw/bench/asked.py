@@ -1,12 +1,12 @@
-"""What `kvthaw bench decode`, `figures` and `prefill` can be asked for. Brings no torch with it, so that --help answers at
-once."""
+"""What `kvthaw bench decode`, `figures`, `prefill`, `indexing` and `serving` can be asked for. Brings no torch with it, so that
+--help answers at once."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvthaw.bench.options import BUDGET, FILE, FLAG, INTEGER, SHARE, WORD, many, option
+from kvthaw.bench.options import BUDGET, FILE, FLAG, INTEGER, SHARE, WORD, at_least, many, option
 from kvthaw.bench.shapes import SHAPES
 
 FIGURES = {
@@ -109,4 +109,37 @@ class Prefill:
     chunks_only: bool = option(False, "Leave out one pass, transformers' too.", FLAG)
     host_bytes: int | None = option(None, "The most host memory to use; asks the system what is free unless given.", INTEGER)
     out: Path | None = option(None, "Keep one JSON line a run in this file; what stands there is not measured again.", FILE)
+    commit: str | None = option(None, "What the lines say the code's commit is; asks git unless given.", WORD)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Indexing:
+    """What `kvthaw bench indexing` can be asked for."""
+
+    shape: str = option("tiny", "A model's shape; weights are random.", WORD)
+    length: int = option(4096, "Tokens of the prompt.", at_least(1))
+    method: tuple[str, ...] = option(
+        ("clusterkv", "prkv"),
+        "Methods of pages or clusters, separated by commas, with options as in clusterkv:clusters=400.",
+        many(WORD),
+    )
+    budget: int = option(1024, "Most tokens attended per KV head and step.", INTEGER)
+    runs: int = option(3, "Prefills that are timed, after one that is not; the median counts.", at_least(1))
+    out: Path | None = option(None, "Append one JSON line a method to this file.", FILE)
+    commit: str | None = option(None, "What the lines say the code's commit is; asks git unless given.", WORD)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serving:
+    """What `kvthaw bench serving` can be asked for."""
+
+    shape: str = option("tiny", "A model's shape; weights are random.", WORD)
+    length: int = option(2048, "Tokens of the longest prompt; the shortest has half as many.", at_least(2))
+    lanes: int = option(4, "Requests that are decoded together.", at_least(1))
+    requests: int = option(8, "Requests in all.", at_least(1))
+    new_tokens: int = option(64, "Tokens that each gets.", at_least(2))
+    method: tuple[str, ...] = option(("full", "pariskv"), "Methods, separated by commas.", many(WORD))
+    budget: int = option(256, "Most tokens attended per KV head and step.", INTEGER)
+    compile: bool = option(False, "Compile the step first (a minute or more).", FLAG)
+    out: Path | None = option(None, "Append one JSON line a method to this file.", FILE)
     commit: str | None = option(None, "What the lines say the code's commit is; asks git unless given.", WORD)

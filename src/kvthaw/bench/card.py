@@ -72,6 +72,19 @@ def emit(line: dict[str, Any], out: Path | None, *, quiet: bool = False) -> None
             file.write(text + "\n")
 
 
+class Report:
+    """The lines of a benchmark, printed unless quiet and appended to a file if one is given, each as it comes: what all of them
+    say, what is reported, and the machine."""
+
+    def __init__(self, out: Path | None, commit: str | None, *, quiet: bool = False, **base: Any) -> None:
+        self.lines: list[dict[str, Any]] = []
+        self._out, self._quiet, self._base, self._card = out, quiet, base, provenance(commit)
+
+    def __call__(self, line: dict[str, Any]) -> None:
+        self.lines.append({**self._base, **line, **self._card})
+        emit(self.lines[-1], self._out, quiet=self._quiet)
+
+
 def _git_commit() -> str | None:
     try:
         here = Path(__file__).parent

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +24,7 @@ from kvthaw.bench.fill import Tokens, drawn, fill
 from kvthaw.bench.launches import launches
 from kvthaw.bench.lines import Line, Lines
 from kvthaw.bench.options import read_pairs
+from kvthaw.bench.script import parted, run_as_script
 from kvthaw.bench.scripted import scripted
 from kvthaw.bench.settings import HF, Setting, grid, groups, possible
 from kvthaw.bench.shapes import build
@@ -31,7 +32,7 @@ from kvthaw.bench.steps import Decoder, Steps, parts, prefill, random_tokens, ta
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.engine.decode import compiled_step
 from kvthaw.engine.hf import Cache
-from kvthaw.errors import ConfigError, KvthawError
+from kvthaw.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -290,25 +291,6 @@ def free() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def run_as_script(main: Callable[[], Iterable[object]]) -> None:
-    """For machines without the command line's packages: errors of kvthaw are one line."""
-    try:
-        main()
-    except KvthawError as error:
-        sys.exit(f"kvthaw: {error}")
-
-
-def parted(arguments: list[str]) -> list[list[str]]:
-    """Arguments between the "--"."""
-    found: list[list[str]] = [[]]
-    for one in arguments:
-        if one == "--":
-            found.append([])
-        else:
-            found[-1].append(one)
-    return found
 
 
 if __name__ == "__main__":  # name=value ..., several runs in one process with -- between them

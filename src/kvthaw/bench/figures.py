@@ -14,9 +14,10 @@ from typing import Any
 
 from kvthaw.bench import report, room
 from kvthaw.bench.asked import FIGURES, Figures
-from kvthaw.bench.decode import Bench, Watch, name_of, run_as_script, where
+from kvthaw.bench.decode import Bench, Watch, name_of, where
 from kvthaw.bench.lines import Line, Lines
 from kvthaw.bench.options import read_pairs
+from kvthaw.bench.script import run_as_script
 from kvthaw.bench.settings import Setting, possible, setting
 from kvthaw.errors import ConfigError
 

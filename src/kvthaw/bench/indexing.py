@@ -3,18 +3,20 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
+import sys
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from kvthaw.bench.card import emit, provenance
+from kvthaw.bench.asked import Indexing
+from kvthaw.bench.card import Report
+from kvthaw.bench.options import read_pairs
+from kvthaw.bench.script import run_as_script
 from kvthaw.bench.shapes import build
 from kvthaw.engine.decode import Replay, capturable
 from kvthaw.engine.hf import Cache
@@ -29,31 +31,21 @@ if TYPE_CHECKING:
 _STEPS = 24
 
 
-def main(
-    *,
-    shape: str = "tiny",
-    length: int = 4096,
-    method: Sequence[str] = ("clusterkv", "prkv"),
-    budget: int = 1024,
-    runs: int = 3,
-    out: Path | None = None,
-    commit: str | None = None,
-    json: bool = True,
-) -> list[dict[str, Any]]:
+def main(asked: Indexing, *, quiet: bool = False) -> list[dict[str, Any]]:
     """A JSON line a method. Raises ConfigError for a method whose index is not one of pages or clusters on the device, CacheError
     where an index that was built beside the prefill is not what it is alone."""
-    for name in method:
+    for name in asked.method:
         resolve(name)  # a wrong name or option costs no prefill
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, lines = build(shape, device), []
+    device, length, runs = torch.device("cuda" if torch.cuda.is_available() else "cpu"), asked.length, asked.runs
+    model = build(asked.shape, device)
     ids = torch.randint(0, model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(length)).to(device)
     with torch.no_grad():
         full = statistics.median([_prefill(model, Cache(model, "full"), ids)[0] for _ in range(runs + 1)][1:])
-        for name in method:
-            found = {"bench": "indexing", "shape": shape, "length": length, "prefill_full_s": full}
-            lines.append({**found, **measure(model, name, ids, full, budget=budget, runs=runs), **provenance(commit)})
-            emit(lines[-1], out, quiet=not json)
-    return lines
+        about = {"bench": "indexing", "shape": asked.shape, "length": length, "prefill_full_s": full}
+        report = Report(asked.out, asked.commit, quiet=quiet, **about)
+        for name in asked.method:
+            report(measure(model, name, ids, full, budget=asked.budget, runs=runs))
+    return report.lines
 
 
 def measure(
@@ -163,16 +155,5 @@ def _sync(on: Tensor) -> None:
         torch.cuda.synchronize(on.device)
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", default="llama-3.1-8b")
-    parser.add_argument("--length", type=int, default=32768)
-    parser.add_argument("--method", default="clusterkv,prkv,arkvale,quest")
-    parser.add_argument("--budget", type=int, default=1024)
-    parser.add_argument("--out", type=Path, help="append the lines to this file")
-    parser.add_argument("--commit", help="what the lines name as the commit")
-    given = parser.parse_args()
-    main(
-        shape=given.shape, length=given.length, method=given.method.split(","), budget=given.budget, out=given.out,
-        commit=given.commit,
-    )  # fmt: skip
+if __name__ == "__main__":  # name=value ...
+    run_as_script(lambda: main(read_pairs(Indexing, sys.argv[1:])))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import time
@@ -15,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvthaw.bench.card import emit, provenance
+from kvthaw.bench.card import Report
+from kvthaw.bench.script import run_kernels
 from kvthaw.errors import CacheError
 from kvthaw.kernels import flash_decode as flash
 from kvthaw.kernels.admit import admit
@@ -36,14 +36,7 @@ def main(
     if not torch.cuda.is_available():
         raise CacheError("timing kernels needs a CUDA device; their definitions and checks run in the tests without one")
     torch.manual_seed(time.time_ns() % (1 << 31))
-    card = provenance(commit)
-    lines: list[dict[str, Any]] = []
-
-    def report(line: dict[str, Any]) -> None:
-        line = {"bench": "kernels", **line, **card}
-        emit(line, out)
-        lines.append(line)
-
+    report = Report(out, commit, bench="kernels")
     with torch.inference_mode():
         for batch in (1, 16) if quick else (1, 4, 16):
             for n in (256, 1024) if quick else (256, 1024, 2048):
@@ -59,7 +52,7 @@ def main(
             for n in (1024, 131072):
                 for line in splits(n):
                     report(line)
-    return lines
+    return report.lines
 
 
 def replay_time(calls: Sequence[Callable[[], object]], replays: int = 30) -> float:
@@ -266,11 +259,4 @@ def gather(count: int, tokens: int, extent: int = 1024) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print JSON lines; there is no other form")
-    parser.add_argument("--quick", action="store_true", help="fewer and shorter cases")
-    parser.add_argument("--sweep", action="store_true", help="also other splits of flash_decode")
-    parser.add_argument("--out", type=Path, help="append the lines to this file")
-    parser.add_argument("--commit", help="what the lines name as the commit")
-    given = parser.parse_args()
-    main(quick=given.quick, sweep=given.sweep, out=given.out, commit=given.commit)
+    run_kernels(main, __doc__, {"sweep": (False, "also other splits of flash_decode")})

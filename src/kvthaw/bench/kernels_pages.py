@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import time
@@ -15,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvthaw.bench.card import emit, provenance
+from kvthaw.bench.card import Report
 from kvthaw.bench.kernels_decode import DEVICE_GBPS, DIM, GROUP, HEADS, agree, rates, replay_time
+from kvthaw.bench.script import run_kernels
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.regions import Regions
 from kvthaw.errors import CacheError
@@ -287,13 +287,7 @@ def main(*, quick: bool = False, out: Path | None = None, commit: str | None = N
     if not torch.cuda.is_available() or not HAS_TRITON:
         raise CacheError("timing kernels needs a CUDA device and Triton; their definitions and checks run in the tests without")
     torch.manual_seed(time.time_ns() % (1 << 31))
-    base = {"bench": "kernels", "kv_heads": HEADS, "group": GROUP, "head_dim": DIM}
-    card, lines = provenance(commit), []
-
-    def report(line: dict[str, Any]) -> None:
-        lines.append({**base, **line, **card})
-        emit(lines[-1], out)
-
+    report = Report(out, commit, bench="kernels", kv_heads=HEADS, group=GROUP, head_dim=DIM)
     with torch.inference_mode():
         for line in check(torch.device("cuda")):
             report(line)
@@ -304,14 +298,8 @@ def main(*, quick: bool = False, out: Path | None = None, commit: str | None = N
         for tokens in (1 << 17,) if quick else (1 << 15, 1 << 17):
             report(kmeans_time(tokens))
             report(refresh_time(tokens))
-    return lines
+    return report.lines
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print JSON lines; there is no other form")
-    parser.add_argument("--quick", action="store_true", help="fewer cases")
-    parser.add_argument("--out", type=Path, help="append the lines to this file")
-    parser.add_argument("--commit", help="what the lines name as the commit")
-    given = parser.parse_args()
-    main(quick=given.quick, out=given.out, commit=given.commit)
+    run_kernels(main, __doc__)

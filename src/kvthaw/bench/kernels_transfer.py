@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -15,8 +14,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kvthaw.bench.card import emit, provenance
+from kvthaw.bench.card import Report
 from kvthaw.bench.kernels_decode import DIM, HEADS, replay_time
+from kvthaw.bench.script import run_kernels
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.paged import Layout, PagedStore
 from kvthaw.cache.pool import Slab
@@ -231,26 +231,18 @@ def main(*, quick: bool = False, out: Path | None = None, commit: str | None = N
     """Check, measure and print a JSON line a case; quick: fewer ones. Raises CacheError where other rows came."""
     if not torch.cuda.is_available() or not HAS_TRITON:
         raise CacheError("timing transfers needs a CUDA device and Triton; what they bring is checked in the tests without")
-    card, lines = provenance(commit), []
+    report = Report(out, commit, bench="kernels", kv_heads=HEADS, head_dim=DIM)
     orders: tuple[Order, ...] = ("prkv", "scattered")
     with torch.inference_mode():
         for pages in (32,) if quick else (10, 32):
             for order in orders:
                 for line in transfers(32768, pages, order):
-                    lines.append({"bench": "kernels", "kv_heads": HEADS, "head_dim": DIM, **line, **card})
-                    emit(lines[-1], out)
+                    report(line)
         for tokens in (32768,) if quick else (32768, 131072):
             for line in rewriting(tokens):
-                lines.append({"bench": "kernels", "kv_heads": HEADS, "head_dim": DIM, **line, **card})
-                emit(lines[-1], out)
-    return lines
+                report(line)
+    return report.lines
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print JSON lines; there is no other form")
-    parser.add_argument("--quick", action="store_true", help="fewer cases")
-    parser.add_argument("--out", type=Path, help="append the lines to this file")
-    parser.add_argument("--commit", help="what the lines name as the commit")
-    given = parser.parse_args()
-    main(quick=given.quick, out=given.out, commit=given.commit)
+    run_kernels(main, __doc__)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -12,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvthaw.bench.card import emit, provenance
+from kvthaw.bench.card import Report
+from kvthaw.bench.script import run_kernels
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.regions import Regions
 from kvthaw.index.forest import TreeIndex
@@ -111,37 +111,15 @@ def main(
     a KV head; threads: 0 for one a core; layers: with keys of their own."""
     if quick:
         length, layers = min(length, 4096), min(layers, 2)
-    stores, lines = filled(length, layers), []
+    stores = filled(length, layers)
+    report = Report(out, commit, bench="tree", length=length, budget=budget, threads=threads or cores())
     for descend in ("digest", "point"):
         for beam in (32, 64, 128):
-            config = TreeConfig(descend=descend, query_beam=beam, query_beam_share=0.0)
-            times = measure(stores, budget, threads, config)
-            line = {
-                "bench": "tree",
-                "length": length,
-                "budget": budget,
-                "threads": threads or cores(),
-                "descend": descend,
-                "query_beam": beam,
-                **times,
-                "speedup": times["flat_ms"] / times["tree_ms"],
-                **provenance(commit),
-            }
-            emit(line, out)
-            lines.append(line)
-    return lines
+            times = measure(stores, budget, threads, TreeConfig(descend=descend, query_beam=beam, query_beam_share=0.0))
+            report({"descend": descend, "query_beam": beam, **times, "speedup": times["flat_ms"] / times["tree_ms"]})
+    return report.lines
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--length", type=int, default=36864, help="keys a KV head")
-    parser.add_argument("--budget", type=int, default=176, help="rows a KV head")
-    parser.add_argument("--threads", type=int, default=0, help="0 for one a core")
-    parser.add_argument("--layers", type=int, default=8, help="layers with keys of their own")
-    parser.add_argument("--json", action="store_true", help="print JSON lines; there is no other form")
-    parser.add_argument("--quick", action="store_true", help="fewer keys and layers")
-    parser.add_argument("--out", type=Path, help="append the lines to this file")
-    parser.add_argument("--commit", help="what the lines name as the commit")
-    options = vars(parser.parse_args())
-    del options["json"]
-    main(**options)
+    more = {"length": (36864, "keys a KV head"), "budget": (176, "rows a KV head"), "threads": (0, "0 for one a core")}
+    run_kernels(main, __doc__, {**more, "layers": (8, "layers with keys of their own")})

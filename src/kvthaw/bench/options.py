@@ -39,6 +39,17 @@ FILE = Reader("a file", Path)
 FLAG = Reader("0 or 1", _flag)
 
 
+def at_least(least: int) -> Reader:
+    """Whole numbers from that one on."""
+
+    def read(text: str) -> int:
+        if int(text) < least:
+            raise ValueError(text)
+        return int(text)
+
+    return Reader(f"a whole number of at least {least}", read)
+
+
 def many(of: Reader) -> Reader:
     """Several of a kind, separated by commas, without repeats."""
 

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from kvthaw.bench.asked import Prefill
 from kvthaw.bench.card import provenance
-from kvthaw.bench.decode import Watch, name_of, run_as_script, where
+from kvthaw.bench.decode import Watch, name_of, where
 from kvthaw.bench.options import read_pairs
+from kvthaw.bench.script import run_as_script
 from kvthaw.bench.shapes import build
 from kvthaw.engine.hf import attach
 from kvthaw.engine.prefill import spans

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
+import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from kvthaw.bench.card import emit, provenance
+from kvthaw.bench.asked import Serving
+from kvthaw.bench.card import Report
+from kvthaw.bench.options import read_pairs
+from kvthaw.bench.script import run_as_script
 from kvthaw.bench.shapes import build
 from kvthaw.engine.batch import Batch, Request
 from kvthaw.errors import CacheError, ConfigError
@@ -23,33 +25,17 @@ if TYPE_CHECKING:
 _WARM = 8  # steps that do not count: two eager ones, the capture, and the first replays
 
 
-def main(
-    *,
-    shape: str = "tiny",
-    length: int = 4096,
-    lanes: int = 4,
-    requests: int = 8,
-    new_tokens: int = 64,
-    method: list[str] | None = None,
-    budget: int = 256,
-    compile: bool = False,
-    out: Path | None = None,
-    commit: str | None = None,
-    json: bool = True,
-) -> list[dict[str, Any]]:
-    """Serve `requests` prompts of length / 2 to length tokens in `lanes` lanes, after checking on a small model that a request gets
-    the tokens that it gets alone. Every new_tokens / lanes steps one finishes and another joins. One JSON line a method."""
+def main(asked: Serving, *, quiet: bool = False) -> list[dict[str, Any]]:
+    """Serve prompts of length / 2 to length tokens in lanes, after checking on a small model that a request gets the tokens that it
+    gets alone. Every new_tokens / lanes steps one finishes and another joins. One JSON line a method."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    names = method or ["full", "pariskv"]
-    for name in names:
+    for name in asked.method:
         check(name, device)
-    model, lines = build(shape, device), []
-    for name in names:
-        line = {"bench": "serving", "shape": shape, "length": length, "lanes": lanes, "compile": compile, **provenance(commit)}
-        line |= measure(model, name, length, lanes, requests, new_tokens, budget, compile)
-        emit(line, out, quiet=not json)
-        lines.append(line)
-    return lines
+    about = {"shape": asked.shape, "length": asked.length, "lanes": asked.lanes, "compile": asked.compile}
+    model, report = build(asked.shape, device), Report(asked.out, asked.commit, quiet=quiet, bench="serving", **about)
+    for name in asked.method:
+        report(measure(model, name, asked))
+    return report.lines
 
 
 def check(method: str, device: torch.device) -> None:
@@ -65,12 +51,12 @@ def check(method: str, device: torch.device) -> None:
         raise CacheError(f"{method}: a request in company gets other tokens than alone")
 
 
-def measure(
-    model: PreTrainedModel, method: str, length: int, lanes: int, requests: int, new_tokens: int, budget: int, compile: bool
-) -> dict[str, Any]:
+def measure(model: PreTrainedModel, method: str, asked: Serving) -> dict[str, Any]:
     """Step times in ms, joins in s, and what was captured."""
+    length, lanes, requests, new_tokens = asked.length, asked.lanes, asked.requests, asked.new_tokens
     prompts = [_prompt(model, length - i * length // (2 * requests), i) for i in range(requests)]
-    batch = Batch(model, method, lanes=lanes, capacity=length + new_tokens, compile=compile, **_settings(method, budget))
+    settings = _settings(method, asked.budget)
+    batch = Batch(model, method, lanes=lanes, capacity=length + new_tokens, compile=asked.compile, **settings)
     steps: list[tuple[float, int]] = []
     joins: list[float] = []
     begin = time.perf_counter()
@@ -83,7 +69,7 @@ def measure(
         )
     return {
         "method": method,
-        "budget": None if resolve(method).dense else budget,
+        "budget": settings.get("budget"),
         "steps": len(times),
         "step_ms_p50": statistics.median(times),
         "step_ms_mean": statistics.fmean(times),
@@ -122,20 +108,5 @@ def _prompt(model: PreTrainedModel, tokens: int, seed: int) -> Tensor:
     return torch.randint(0, model.config.vocab_size, (tokens,), generator=generator)
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", default="llama-3.1-8b")
-    parser.add_argument("--length", type=int, default=16384)
-    parser.add_argument("--lanes", type=int, default=4)
-    parser.add_argument("--requests", type=int, default=8)
-    parser.add_argument("--new-tokens", type=int, default=256)
-    parser.add_argument("--method", default="full,pariskv,prkv,clusterkv")
-    parser.add_argument("--budget", type=int, default=1024)
-    parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--out", type=Path, help="append the lines to this file")
-    parser.add_argument("--commit", help="what the lines name as the commit")
-    given = parser.parse_args()
-    main(
-        shape=given.shape, length=given.length, lanes=given.lanes, requests=given.requests, new_tokens=given.new_tokens,
-        method=given.method.split(","), budget=given.budget, compile=given.compile, out=given.out, commit=given.commit,
-    )  # fmt: skip
+if __name__ == "__main__":  # name=value ...
+    run_as_script(lambda: main(read_pairs(Serving, sys.argv[1:])))

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvthaw.bench.asked import FIGURES, Decode, Figures, Prefill
-from kvthaw.cli import options
+from kvthaw.bench.asked import FIGURES, Decode, Figures, Indexing, Prefill, Serving
 from kvthaw.cli.common import bars, print_wide, waiting
 from kvthaw.cli.options import listed
 from kvthaw.cli.taking import taking
@@ -124,29 +123,13 @@ def _watched(progress: Progress) -> Callable[[str, int, int], None]:
 
 
 @app.command("indexing", epilog=INDEXING_EXAMPLES)
-def indexing(
-    shape: Annotated[str, typer.Option(help="A model's shape; weights are random.")] = "tiny",
-    length: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 4096,
-    method: Annotated[
-        str, typer.Option(help="Methods of pages or clusters, separated by commas, with options as in clusterkv:clusters=400.")
-    ] = "clusterkv,prkv",
-    budget: Annotated[int, typer.Option(help="Most tokens attended per KV head and step.")] = 1024,
-    runs: Annotated[int, typer.Option(min=1, help="Prefills that are timed, after one that is not; the median counts.")] = 3,
-    as_json: options.Json = False,
-    out: Annotated[Path | None, typer.Option(help="Append one JSON line a method to this file.")] = None,
-) -> None:
+@taking(Indexing)
+def indexing(asked: Indexing, as_json: bool) -> None:
     """Time what indexing adds to a prefill, and PRKV's refresh beside a decode step.
 
     Each index is made once more, alone, from the same keys, and must come to the same before a number is given.
     """
-    names = listed(method, str, "--method")
-    run = import_module("kvthaw.bench.indexing").main
-    if as_json:
-        run(shape=shape, length=length, method=names, budget=budget, runs=runs, out=out)
-        return
-    with waiting(f"prefilling {length:,} tokens"):
-        lines = run(shape=shape, length=length, method=names, budget=budget, runs=runs, out=out, json=False)
-    print_wide(_indexing_table(lines))
+    _timed("indexing", asked, as_json, f"prefilling {asked.length:,} tokens", _indexing_table)
 
 
 def _indexing_table(lines: Sequence[dict[str, Any]]) -> Table:
@@ -174,32 +157,25 @@ def _indexing_table(lines: Sequence[dict[str, Any]]) -> Table:
 
 
 @app.command("serving", epilog=SERVING_EXAMPLES)
-def serving(
-    shape: Annotated[str, typer.Option(help="A model's shape; weights are random.")] = "tiny",
-    length: Annotated[int, typer.Option(min=2, help="Tokens of the longest prompt; the shortest has half as many.")] = 2048,
-    lanes: Annotated[int, typer.Option(min=1, help="Requests that are decoded together.")] = 4,
-    requests: Annotated[int, typer.Option(min=1, help="Requests in all.")] = 8,
-    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens that each gets.")] = 64,
-    method: Annotated[str, typer.Option(help="Methods, separated by commas.")] = "full,pariskv",
-    budget: Annotated[int, typer.Option(help="Most tokens attended per KV head and step.")] = 256,
-    compile: Annotated[bool, typer.Option("--compile", help="Compile the step first (a minute or more).")] = False,
-    as_json: options.Json = False,
-    out: Annotated[Path | None, typer.Option(help="Append one JSON line a method to this file.")] = None,
-) -> None:
+@taking(Serving)
+def serving(asked: Serving, as_json: bool) -> None:
     """Time the steps of a running batch that requests keep joining and leaving.
 
     Each method is first checked: a request in company must get the tokens that it gets alone.
     """
-    names = listed(method, str, "--method")
-    run = import_module("kvthaw.bench.serving").main
-    asked = {"shape": shape, "length": length, "lanes": lanes, "requests": requests, "new_tokens": new_tokens, "method": names}
-    asked |= {"budget": budget, "compile": compile, "out": out}
+    doing = f"serving {asked.requests} requests of up to {asked.length:,} tokens"
+    _timed("serving", asked, as_json, doing, _serving_table)
+
+
+def _timed(name: str, asked: Any, as_json: bool, doing: str, table: Callable[[Sequence[dict[str, Any]]], Table]) -> None:
+    """Run a benchmark that prints its lines, or show them as a table when it is done."""
+    main = import_module(f"kvthaw.bench.{name}").main
     if as_json:
-        run(**asked)
+        main(asked)
         return
-    with waiting(f"serving {requests} requests of up to {length:,} tokens"):
-        lines = run(**asked, json=False)
-    print_wide(_serving_table(lines))
+    with waiting(doing):
+        lines = main(asked, quiet=True)
+    print_wide(table(lines))
 
 
 def _serving_table(lines: Sequence[dict[str, Any]]) -> Table:
