@@ -57,7 +57,7 @@ def test_rows_of_a_batch_share_the_host_and_decode_as_one_alone(llama: PreTraine
 def test_layers_share_the_host_and_decode_as_with_rows_of_their_own(llama: PreTrainedModel) -> None:
     tokens = drawn(llama, 0, 160, 0)
     own, shared = (Cache(llama, "icecache", budget=64, extent=32) for _ in range(2))
-    fill(own, lambda _: tokens, batch=2)
+    fill(own, lambda _: drawn(llama, 0, 160, 0), batch=2)
     fill(shared, lambda _: tokens, batch=2, shared=True)
     addresses = [kv.store.addresses(lane).tolist() for kv in shared.frozen_layers for lane in range(2)]
     assert all(one == addresses[0] for one in addresses)

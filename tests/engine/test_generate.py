@@ -343,6 +343,39 @@ def test_fork_equals_a_fresh_prefill(llama: PreTrainedModel, source: str, target
         assert fork.stats() == fresh.stats()
 
 
+def test_forks_of_a_dense_cache_share_what_was_offloaded_for_the_first(llama: PreTrainedModel) -> None:
+    base = kvthaw.Cache(llama, "full", extent=16)
+    ids, more = prompt(2, 90, seed=3), prompt(2, 40, seed=4)
+    forward(llama, base, ids)
+    first, second = base.fork("oracle", budget=TIGHT), base.fork("quest", budget=TIGHT)
+    held = base.stats().kv_host_bytes
+    assert held == 80 / 90 * base.stats().kv_dense_bytes
+    for mine, theirs in zip(first.frozen_layers, second.frozen_layers, strict=True):
+        for lane in range(2):
+            same = mine.store.addresses(lane) == theirs.store.addresses(lane)
+            assert same.tolist() == [True] * 5 + [False]
+    decode(llama, first, more)
+    fresh = kvthaw.Cache(llama, "quest", budget=TIGHT, extent=16)
+    forward(llama, fresh, ids)
+    assert torch.equal(decode(llama, second, more), decode(llama, fresh, more))
+    assert second.stats() == fresh.stats()
+    base.crop(-30)  # what was offloaded of the last 30 is no longer true
+    forward(llama, base, more)
+    assert base.stats().kv_host_bytes == 0
+    fresh = kvthaw.Cache(llama, "quest", budget=TIGHT, extent=16)
+    forward(llama, fresh, torch.cat((ids[:, :60], more), dim=1))
+    for _ in range(2):
+        third = base.fork("quest", budget=TIGHT)
+        for mine, theirs in zip(third.frozen_layers, fresh.frozen_layers, strict=True):
+            assert torch.allclose(mine.read(1, 0, 100), theirs.read(1, 0, 100), atol=1e-5)
+        forward(llama, base, more[:, :1])  # more full extents follow
+        fresh = kvthaw.Cache(llama, "quest", budget=TIGHT, extent=16)
+        forward(llama, fresh, torch.cat((ids[:, :60], more, more[:, :1]), dim=1))
+    base.batch_select_indices(torch.tensor([1]))
+    fourth = base.fork("oracle", budget=TIGHT)
+    assert torch.equal(fourth.kv_layers[0].read(0, 0, 102), base.kv_layers[0].read(0, 0, 102))
+
+
 def test_fork_later(llama: PreTrainedModel, method: str) -> None:
     origin = kvthaw.Cache(llama, method, budget=TIGHT)
     forward(llama, origin, IDS)

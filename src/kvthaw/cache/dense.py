@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvthaw.cache.clock import Clock
+from kvthaw.cache.host import HostStore
 from kvthaw.cache.lanes import Lanes, roomier
 from kvthaw.kernels.dense import causal_attention
 from kvthaw.kernels.sparse_decode import sparse_decode
@@ -59,6 +60,7 @@ class DenseLayer(Lanes):
         self.watched: dict[int, Tensor] = {}
         self.scale = 0.0
         self._data: Tensor | None = None
+        self._offloaded: HostStore | None = None
         self._tickets = torch.empty(0, dtype=torch.int32)
 
     def read(self, lane: int, start: int, stop: int) -> Tensor:
@@ -77,7 +79,26 @@ class DenseLayer(Lanes):
         return 0 if self._data is None else self._data[0, :, :1].nbytes
 
     def host_bytes(self, lane: int | None = None) -> int:
-        return 0
+        """Bytes of KV on the host, of one lane or of all: what was offloaded for forks."""
+        return 0 if self._offloaded is None else self._offloaded.nbytes(lane)
+
+    def offloaded(self, extent: int) -> HostStore:
+        """The rows of this layer on the host, as far as they fill extents of so many tokens, for forks to share: nobody ever writes
+        into a full extent. They are copied once, for which this waits, and stay as long as this layer's rows do."""
+        data = self._data
+        assert data is not None
+        store = self._offloaded
+        if store is None or store.extent != extent:
+            heads, dim = data.shape[1], data.shape[4]
+            store = HostStore(self.lanes, heads, dim, data.dtype, extent=extent, pinned=data.is_cuda)
+            self._offloaded = store
+        for lane in range(self.lanes):
+            have, full = store.length(lane), self.length(lane) // extent * extent
+            if have < full:
+                store.append(lane, data[lane, :, have:full], non_blocking=True)
+        if data.is_cuda:
+            torch.cuda.current_stream(data.device).synchronize()
+        return store
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, left_pad: list[int], how: Attention, fresh: bool) -> Tensor:
         """As FrozenLayer.attend."""
@@ -122,6 +143,7 @@ class DenseLayer(Lanes):
     def clear(self, lane: int) -> None:
         """Forget the tokens of a lane."""
         self.watched.pop(lane, None)
+        self._offloaded = None
 
     def recover(self) -> None:
         """See FrozenKV."""
@@ -184,6 +206,7 @@ class DenseLayer(Lanes):
 
     def join(self, others: Sequence[DenseLayer]) -> None:
         """Take over the tokens of other layers, their lanes one below the other."""
+        self._offloaded = None
         lanes = [(other, lane) for other in others for lane in range(other.lanes)]
         self.set_lengths([other.length(lane) for other, lane in lanes], ())
         self.watched = {i: other.watched[lane] for i, (other, lane) in enumerate(lanes) if lane in other.watched}
@@ -196,6 +219,7 @@ class DenseLayer(Lanes):
 
     def crop(self, drop: int) -> None:
         """Forget the last `drop` tokens of every lane."""
+        self._offloaded = None
         self.seen = max(0, self.seen - max(0, drop))
         self.left_pad = [min(pad, self.seen) for pad in self.left_pad]
         if self.seen == 0:
@@ -203,6 +227,7 @@ class DenseLayer(Lanes):
 
     def reorder(self, lanes: list[int]) -> None:
         """Lane i becomes what lane lanes[i] was."""
+        self._offloaded = None
         if self._data is not None:
             self._data = self._data[torch.tensor(lanes, device=self._data.device)]
             self._tickets = self._tickets.new_zeros(self._data.shape[0] * self._data.shape[1])

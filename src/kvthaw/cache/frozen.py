@@ -153,7 +153,8 @@ class FrozenKV(Lanes):
             self.group.make_room(self.capacity)
 
     def copy_from(self, other: FrozenKV | DenseLayer) -> None:
-        """Take over the tokens of another layer, as if they had been this layer's prompt."""
+        """Take over the tokens of another layer, as if they had been this layer's prompt. What a dense layer has offloaded for one
+        fork is shared by the others."""
         if other.seen == 0:
             return
         if isinstance(other, FrozenKV):
@@ -162,6 +163,8 @@ class FrozenKV(Lanes):
                 raise CacheError(f"{other.settings.method.name} has dropped tokens, so its cache cannot be forked")
         queries, key, value = padded(other)
         self.begin(queries, key, list(other.left_pad), other.scale)
+        if isinstance(other, DenseLayer) and not self.settings.method.evicts:
+            self.store.share(other.offloaded(self.settings.extent))
         self.take_in(queries, key, value)
 
     def take_in(self, query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -215,7 +218,8 @@ class FrozenKV(Lanes):
         new = regions.first_indexed(length)
         if not self.settings.method.evicts:
             self._store_ring(lane, past)
-            self._offload(lane, k, v)
+            shared = self.store.length(lane) - past
+            self._offload(lane, k[:, shared:], v[:, shared:])
         if self.group is not None and self.chooses and new > old:
             more = max(0, self.prompt - before - k.shape[1])
             self._index(lane, old, new, k, v, past, query[:, -WATCHED:], more)

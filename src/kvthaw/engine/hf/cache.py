@@ -196,7 +196,8 @@ class Cache(DynamicCache):
 
     def fork(self, method: str | Method, **settings: Any) -> Cache:
         """A cache of the same tokens under another method or budget (one prefill serves many). Settings as in the constructor;
-        those not given are this cache's, the budget included. The two are independent afterwards."""
+        those not given are this cache's, the budget included. The two are independent afterwards; what is offloaded for the forks
+        of a dense cache is offloaded once and stays on the host with that cache."""
         model = self._shared.model()
         if model is None:
             raise CacheError("the model of this cache is gone")
@@ -244,7 +245,7 @@ class Cache(DynamicCache):
             fetched_bytes=fetched_bytes,
             kv_device_bytes=sum(kv.device_bytes() for kv in frozen),
             kv_dense_bytes=sum(kv.device_bytes() for kv in layers if isinstance(kv, DenseLayer)),
-            kv_host_bytes=sum(kv.host_bytes() for kv in frozen),
+            kv_host_bytes=sum(kv.host_bytes() for kv in layers),
             captures=self.replay.captures if self.replay else 0,
             capture_seconds=self.replay.capture_seconds if self.replay else 0.0,
             capture_bytes=self.replay.capture_bytes if self.replay else 0,
