@@ -51,6 +51,10 @@ def test_held_places_are_the_tokens_that_are_held(of: Regions, lengths: list[int
             assert sorted(rows[0, :, 0, 0].round().int().tolist()) == sorted(expected)
             stands = where.read(lane, begins[lane], n)
             assert stands[0, :, 0, 0].round().int().tolist() == list(range(begins[lane], n))
+            places = torch.cat([torch.arange(*run) for run in where.runs(begins[lane], n)] or [torch.arange(0)])
+            assert torch.equal(places, where.places(begins[lane], n))
+            if begins[lane] == of.sink:
+                assert torch.equal(where.read(lane, 0, n)[:, : of.sink], where.data[lane, :, : min(n, of.sink)])
     assert (where.data[:, :, where.pool_start :] == 0).all(), "the pool is left alone"
 
 

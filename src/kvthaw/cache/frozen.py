@@ -364,17 +364,19 @@ class FrozenKV(Lanes):
         if group is None or not self.chooses:
             return
         index, sink, buffer = group.index, self.plan.regions.sink, self.plan.regions.buffer
-        if index.on_host:
-            data = self.slab.data.new_empty((len(lanes), self.slab.data.shape[1], buffer, 2, 0))
-        else:
-            data = torch.stack([self.slab.read(lane, *span) for lane, span in zip(lanes, spans, strict=True)])
-        known = [i for i, (start, _) in enumerate(spans) if start > sink]
-        for i in set(range(len(lanes))).difference(known):  # the first tokens of a lane that had none to index
-            keys, values = data[i, :, :, 0], data[i, :, :, 1]
-            group.submit(self._copied, partial(index.build, lanes[i], sink, keys, values, self._queries(lanes[i])))
+        nothing = self.slab.data.new_empty((self.slab.data.shape[1], buffer, 2, 0))
+        known, rows = [], []
+        for lane, (start, stop) in zip(lanes, spans, strict=True):
+            own = nothing if index.on_host else self.slab.read(lane, start, stop)
+            if start > sink:
+                known.append(lane)
+                rows.append(own)
+            else:  # the first tokens of a lane that had none to index
+                keys, values = own[:, :, 0], own[:, :, 1]
+                group.submit(self._copied, partial(index.build, lane, sink, keys, values, self._queries(lane)))
         if known:
-            keys, values = data[known, :, :, 0], data[known, :, :, 1]
-            group.submit(self._copied, partial(index.append, [lanes[i] for i in known], keys, values, None))
+            data = torch.stack(rows)
+            group.submit(self._copied, partial(index.append, known, data[:, :, :, 0], data[:, :, :, 1], None))
 
     def _store_ring(self, lane: int, length: int) -> None:
         """Offload what of the first `length` tokens stands in sink or ring only."""

@@ -47,13 +47,25 @@ class Slab:
         sink, position = self.regions.sink, torch.arange(start, max(start, stop), device=self.data.device)
         return torch.where(position < sink, position, sink + (position - sink) % self.regions.ring)
 
+    def runs(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """The same as places that neighbour each other, from .. to: at most three pieces where the tokens are in sink and ring."""
+        sink, ring, found = self.regions.sink, self.regions.ring, []
+        while start < stop:
+            place = start if start < sink else sink + (start - sink) % ring
+            end = sink if start < sink else sink + ring
+            n = min(stop - start, end - place)
+            found.append((place, place + n))
+            start += n
+        return found
+
     def write(self, lane: int, start: int, rows: Tensor) -> None:
         """Put rows [H, n, 2, D], positions start .. start + n, in their places; n no more than fits in sink and ring."""
         self.data[lane].index_copy_(1, self.places(start, start + rows.shape[1]), rows.to(self.data.device))
 
     def read(self, lane: int, start: int, stop: int) -> Tensor:
-        """Rows [H, stop - start, 2, D] of positions that stand in the sink or in the ring."""
-        return self.data[lane].index_select(1, self.places(start, stop))
+        """Rows [H, stop - start, 2, D] of positions that stand in the sink or in the ring, of the caller's own."""
+        pieces = [self.data[lane, :, place:end] for place, end in self.runs(start, stop)]
+        return torch.cat(pieces or [self.data[lane, :, :0]], dim=1)
 
     def reorder(self, lanes: Tensor) -> None:
         """Lane i becomes what lane lanes[i] was; lanes [B'] int64."""

@@ -243,12 +243,13 @@ class UnitIndex:
         found = self.digest(together)
         stop = before + found.shape[1]
         self.digests[lane, :, before:stop] = found.to(self.digests.dtype)
-        at = torch.arange(1, stop - before + 1, device=keys.device) * self.size
-        self.stops[lane, :, before] = begin  # as it is already, but for a lane's first
-        self.stops[lane, :, before + 1 : stop + 1] = (at.clamp(max=n) + begin).int()
+        ends = torch.arange(begin, begin + (stop - before + 1) * self.size, self.size, dtype=torch.int32, device=keys.device)
+        self.stops[lane, :, before : stop + 1] = ends.clamp_(
+            max=begin + n
+        )  # the first as it is already, but for a lane's first
         if self.order is not None:
-            new = torch.arange(host.tokens, begin + n, device=keys.device, dtype=torch.int32)
-            self.order[lane, :, host.tokens : begin + n] = new + self.first
+            span = (self.first + host.tokens, self.first + begin + n)
+            self.order[lane, :, host.tokens : begin + n] = torch.arange(*span, dtype=torch.int32, device=keys.device)
         per, last = self.batch // self.size, (n - 1) // self.batch
         full = n // self.batch
         if full:
