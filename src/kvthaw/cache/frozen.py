@@ -380,10 +380,15 @@ class FrozenKV(Lanes):
 
     def _store_ring(self, lane: int, length: int) -> None:
         """Offload what of the first `length` tokens stands in sink or ring only."""
-        stored = self.store.length(lane)
-        if stored < length:
-            rows = self.slab.read(lane, stored, length)
-            self._offload(lane, rows[:, :, 0], rows[:, :, 1])
+        stored, data = self.store.length(lane), self.slab.data
+        if stored >= length:
+            return
+        self.order_copies()
+        for place, end in self.slab.runs(stored, length):
+            self.store.append(lane, data[lane, :, place:end], non_blocking=True)
+        if data.is_cuda:  # on the current stream: a few rows, before the next step writes in their places
+            self._copied = self.store.arriving = torch.cuda.Event()
+            self._copied.record()
 
     def _offload(self, lane: int, keys: Tensor, values: Tensor) -> None:
         copied = self.pipeline.offload(self.store, lane, keys, values)

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from kvthaw.errors import HostMemoryError
+from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels.offload import MOST, offload
 
 
 def check_host_memory(need: int, limit: int | None) -> None:
@@ -112,7 +114,7 @@ class HostStore:
 
     def append(self, lane: int, rows: Tensor, *, non_blocking: bool = False) -> None:
         """Add rows [H, n, 2, D] of any device behind a lane's last. With non_blocking, a copy from the device is only
-        enqueued on the current stream; the caller waits before anyone reads."""
+        enqueued on the current stream; the caller waits before anyone reads. The tokens of a head neighbour each other."""
         start, n = self._length[lane], rows.shape[1]
         self.reserve(lane, start + n)
         done = 0
@@ -124,6 +126,8 @@ class HostStore:
             source = rows[:, done : done + take]
             if take == self.extent:
                 extent.copy_(source, non_blocking=non_blocking)
+            elif HAS_TRITON and non_blocking and rows.is_cuda and self.pinned and take < MOST:
+                offload(source, extent, offset)
             else:  # a part of an extent is one contiguous piece a head
                 for h in range(self.kv_heads):
                     extent[h, offset : offset + take].copy_(source[h], non_blocking=non_blocking)

@@ -1,0 +1,49 @@
+"""The kernel that writes rows to host memory, under the interpreter without a GPU, against its definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvthaw.cache.host import host_tensor
+from kvthaw.kernels.offload import definition, offload
+from shapes import DTYPES, HEAD_DIMS, poisoned
+
+pytest.importorskip("triton")
+
+
+def extents(heads: int, tokens: int, head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two that hold the same poison, as a store holds them."""
+    found, expected = (host_tensor((heads, tokens, 2, head_dim), dtype, pinned=torch.cuda.is_available()) for _ in range(2))
+    for one in (found, expected):
+        one.copy_(poisoned(heads, tokens, 2, head_dim, dtype=dtype))
+    return found, expected
+
+
+@pytest.mark.parametrize("head_dim", [*HEAD_DIMS, 8])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("count", "offset"), [(1, 0), (16, 3), (17, 23), (40, 0)])
+def test_against_the_definition(head_dim: int, dtype: torch.dtype, count: int, offset: int, device: torch.device) -> None:
+    found, expected = extents(3, 40, head_dim, dtype)
+    ring = torch.randn(3, 50, 2, head_dim).to(dtype).to(device)
+    rows = ring[:, 5 : 5 + count]  # as they stand in a ring
+    definition(rows, expected, offset)
+    offload(rows, found, offset)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    assert count == 40 or expected.isnan().any(), "what stands beside them is left as it was"
+
+
+def test_layout_is_checked(device: torch.device) -> None:
+    extent, _ = extents(3, 40, 64, torch.float32)
+    rows = torch.zeros(3, 8, 2, 64, device=device)
+    for bad in ((rows, extent, 33), (rows, extent[:2], 0), (rows.half(), extent, 0), (rows[:, ::2], extent, 0)):
+        with pytest.raises(AssertionError):
+            offload(*bad)
+
+
+@pytest.mark.gpu
+def test_only_pinned_memory_is_written() -> None:
+    with pytest.raises(AssertionError, match="pinned"):
+        offload(torch.zeros(1, 8, 2, 64, device="cuda"), torch.zeros(1, 8, 2, 64), 0)
