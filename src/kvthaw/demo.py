@@ -11,9 +11,9 @@ from kvthaw.engine.hf import Cache
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.answers import Answer
 from kvthaw.evaluate.decode import check_prompt, prefill, stop_tokens
+from kvthaw.evaluate.machine import now
 from kvthaw.evaluate.metrics import mean
 from kvthaw.evaluate.probe import Probe
-from kvthaw.evaluate.runner import now
 from kvthaw.evaluate.tasks import niah, passkey
 from kvthaw.evaluate.tasks.base import Haystack, count, depth_of, distinct, number, read_asset, uuid, word_key
 from kvthaw.methods import resolve

@@ -21,10 +21,12 @@ from kvthaw.errors import ConfigError, KvthawError
 from kvthaw.evaluate.cells import Cell, Folder, cells_of, read_cells, write_cells
 from kvthaw.evaluate.compare import BASELINES, SUBJECTS, Grid, Paired, goals, protocols, under, units
 from kvthaw.evaluate.document import Document
+from kvthaw.evaluate.job import Job, Unit
 from kvthaw.evaluate.model import load
 from kvthaw.evaluate.overview import overview
 from kvthaw.evaluate.results import Line
-from kvthaw.evaluate.runner import FULL, Job, Runner, Unit
+from kvthaw.evaluate.runner import Runner
+from kvthaw.evaluate.variant import FULL
 from kvthaw.evaluate.workers import Bench, Failure, Source, work
 
 ABOUT = ("toy", "w", "float32", "cpu", "0", "")

@@ -14,11 +14,12 @@ from transformers import AutoModelForCausalLM
 
 import bytemodel
 from kvthaw.errors import ConfigError
+from kvthaw.evaluate.job import Progress
 from kvthaw.evaluate.model import load
 from kvthaw.evaluate.perplexity import Course, Line, Reader, Summary
 from kvthaw.evaluate.results import Kept
-from kvthaw.evaluate.runner import FULL, Progress, Variant
 from kvthaw.evaluate.tasks.base import read_asset
+from kvthaw.evaluate.variant import FULL, Variant
 
 WIDE, NARROW = Variant("oracle", 1000), Variant("streaming", 64)
 COURSE = Course((150, 400), steps=12)

@@ -11,11 +11,12 @@ import torch
 
 import bytemodel
 from kvthaw.errors import ConfigError
+from kvthaw.evaluate.job import Progress
 from kvthaw.evaluate.model import load, load_shipped
 from kvthaw.evaluate.passages import needle_passage, text_passage
 from kvthaw.evaluate.recall import Line, Study, Summary, Watcher
 from kvthaw.evaluate.results import Kept, Results
-from kvthaw.evaluate.runner import Progress, Variant
+from kvthaw.evaluate.variant import Variant
 from kvthaw.methods import METHODS, resolve
 
 PARIS = Variant("pariskv:window=16:buffer=16", retrieved=10)

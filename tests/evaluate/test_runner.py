@@ -16,11 +16,13 @@ import kvthaw
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate import decode as loops
 from kvthaw.evaluate.answers import Answer, cut, ended
+from kvthaw.evaluate.job import EVEN_DEPTHS, Job, Progress
 from kvthaw.evaluate.metrics import mean, wilson
 from kvthaw.evaluate.model import fingerprint, load
 from kvthaw.evaluate.results import Results, summarize
-from kvthaw.evaluate.runner import EVEN_DEPTHS, FULL, Job, Progress, Runner, Variant, split_prompt
+from kvthaw.evaluate.runner import Runner, split_prompt
 from kvthaw.evaluate.tasks import TASKS, Sample, Task
+from kvthaw.evaluate.variant import FULL, Variant
 from kvthaw.methods import METHODS
 
 ORACLE, STREAMING = Variant("oracle", 64), Variant("streaming", 64)

@@ -11,8 +11,8 @@ import torch
 import bytemodel
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.model import load
-from kvthaw.evaluate.runner import FULL, Variant
 from kvthaw.evaluate.tail import Prompt, divide
+from kvthaw.evaluate.variant import FULL, Variant
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 6
 

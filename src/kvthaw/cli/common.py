@@ -25,7 +25,7 @@ from kvthaw.errors import ConfigError, KvthawError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from kvthaw.evaluate.runner import Progress as State
+    from kvthaw.evaluate.job import Progress as State
 
 
 class Commands(TyperGroup):

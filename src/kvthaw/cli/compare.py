@@ -93,8 +93,9 @@ def compare(
         from kvthaw.evaluate.cells import Folder, Stretches
         from kvthaw.evaluate.compare import Grid, units
         from kvthaw.evaluate.perplexity import Course, Reader
-        from kvthaw.evaluate.runner import Runner, complete
+        from kvthaw.evaluate.runner import Runner
         from kvthaw.evaluate.tasks import named
+        from kvthaw.evaluate.variant import complete
         from kvthaw.evaluate.workers import Bench, Source
         from kvthaw.methods import METHODS
 

@@ -102,10 +102,12 @@ def evaluate(
         raise typer.BadParameter(str(error), param_hint="TASK") from None
     files = _files(data or [], tasks)
     lengths, where = listed(length, int, "--length"), _depths(depths)
+    from kvthaw.evaluate.job import Job
     from kvthaw.evaluate.plot import check, heat_maps
     from kvthaw.evaluate.report import by_task, table
     from kvthaw.evaluate.results import Results, summarize
-    from kvthaw.evaluate.runner import Job, Runner, Variant
+    from kvthaw.evaluate.runner import Runner
+    from kvthaw.evaluate.variant import Variant
 
     check(plot)
     variants = variants_of(method, budget if retrieved is None else None, retrieved, dense_layers)

@@ -62,7 +62,7 @@ def generate(
     import kvthaw
     from kvthaw.errors import ConfigError
     from kvthaw.evaluate.decode import TextStream, check_prompt, decode, prefill, sampler, stop_tokens
-    from kvthaw.evaluate.runner import now, versions
+    from kvthaw.evaluate.machine import now, versions
     from kvthaw.methods import resolve
 
     if not text.strip():

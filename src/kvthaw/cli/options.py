@@ -12,7 +12,7 @@ import typer
 from kvthaw.cli.common import prompt_text
 
 if TYPE_CHECKING:
-    from kvthaw.evaluate.runner import Variant
+    from kvthaw.evaluate.variant import Variant
 
 T = TypeVar("T")
 
@@ -125,7 +125,7 @@ def variants_of(method: str, budget: str | None, retrieved: str | None, dense_la
         limits += [(None, each) for each in listed(retrieved, int, "--retrieved")]
     dense = [None] if dense_layers == "auto" else listed(dense_layers, int, "--dense-layers")
     names = methods_of(method)
-    from kvthaw.evaluate.runner import Variant
+    from kvthaw.evaluate.variant import Variant
     from kvthaw.methods import resolve
 
     grid = itertools.product(names, limits or [(None, None)], dense)

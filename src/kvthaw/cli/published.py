@@ -82,7 +82,7 @@ def evaluate(
         )
     from kvthaw.evaluate.published.results import Answers, summarize
     from kvthaw.evaluate.published.runner import Examiner, Run
-    from kvthaw.evaluate.runner import FULL
+    from kvthaw.evaluate.variant import FULL
 
     variants = variants_of(method, budget if retrieved is None else None, retrieved, dense_layers)
     given: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "max_new_tokens": max_new_tokens}

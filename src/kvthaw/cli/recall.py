@@ -13,7 +13,7 @@ from kvthaw.cli.options import listed, variants_of, words
 
 if TYPE_CHECKING:
     from kvthaw.evaluate.recall import Study, Summary
-    from kvthaw.evaluate.runner import Variant
+    from kvthaw.evaluate.variant import Variant
 
 RECALL_EXAMPLES = (
     "Examples:\n\n  kvthaw eval recall --method pariskv --length 32768 --retrieved 100 --json\n\n"

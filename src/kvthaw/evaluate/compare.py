@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.cells import Cell
-from kvthaw.evaluate.runner import EVEN_DEPTHS, FULL, Job, Question, Runner, Unit, Variant, complete
+from kvthaw.evaluate.job import EVEN_DEPTHS, Job, Question, Unit
+from kvthaw.evaluate.runner import Runner
+from kvthaw.evaluate.variant import FULL, Variant, complete
 from kvthaw.methods import METHODS, resolve
 
 SUBJECTS = ("icecache", "pariskv", "clusterkv", "prkv")

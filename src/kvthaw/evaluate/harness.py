@@ -29,8 +29,8 @@ from tqdm import tqdm
 import kvthaw
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.model import SHIPPED, shipped_path
-from kvthaw.evaluate.runner import Variant
 from kvthaw.evaluate.tail import Prompt
+from kvthaw.evaluate.variant import Variant
 
 
 @register_model("kvthaw")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -73,3 +74,8 @@ def opening(tokenizer: Any) -> list[int]:
     whole, bare = list(tokenizer("a")["input_ids"]), list(_bare(tokenizer, "a"))
     at = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
     return whole[:at]
+
+
+def text_name(text: str | None) -> str:
+    """What settings call a text: its hash, or "book" for what ships."""
+    return "book" if text is None else hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

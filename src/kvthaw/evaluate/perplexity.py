@@ -7,7 +7,6 @@ book is sent token by token (teacher-forced), so that every prediction that coun
 from __future__ import annotations
 
 import gc
-import hashlib
 import itertools
 import json
 import math
@@ -21,10 +20,12 @@ import torch
 from kvthaw.engine.hf import Cache
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.decode import check_prompt, forward, prefill
+from kvthaw.evaluate.job import Progress
+from kvthaw.evaluate.machine import identity, now, versions
 from kvthaw.evaluate.metrics import mean
-from kvthaw.evaluate.passages import opening, tokens_of
-from kvthaw.evaluate.results import AsKey, AsLine, Kept
-from kvthaw.evaluate.runner import FULL, Progress, Variant, complete, identity, now, versions
+from kvthaw.evaluate.passages import opening, text_name, tokens_of
+from kvthaw.evaluate.results import AsLine, Kept, OfModel
+from kvthaw.evaluate.variant import FULL, Variant, complete
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,15 +63,10 @@ class Course:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting(AsKey):
+class Setting(OfModel):
     """All that a line depends on; two lines of one setting are the same line. text: the hash of the text, "book" for what ships;
     start: the token of it at which the sample begins."""
 
-    model: str
-    weights: str
-    dtype: str
-    device: str
-    kvthaw: str
     text: str
     start: int
     length: int
@@ -221,8 +217,7 @@ class Reader:
         check_prompt(self.model, course.tokens - 1)
         lengths = sorted(set(course.lengths))
         texts = [self._place(course, course.seed + i) for i in range(course.samples)]
-        hashed = "book" if course.text is None else hashlib.blake2b(course.text.encode(), digest_size=8).hexdigest()
-        shared = {"steps": course.steps, "text": hashed, **self._same}
+        shared = {"steps": course.steps, "text": text_name(course.text), **self._same}
 
         def setting(variant: Variant, length: int, i: int) -> Setting:
             return Setting(length=length, seed=course.seed + i, start=texts[i][0], **_chosen(variant), **shared)  # type: ignore[arg-type]
@@ -280,8 +275,7 @@ class Reader:
     def _settings(self, course: Course, variants: Sequence[Variant]) -> dict[Variant, Setting]:
         """Of the one sample of a course at its one length."""
         start, _ = self._place(course, course.seed)
-        hashed = "book" if course.text is None else hashlib.blake2b(course.text.encode(), digest_size=8).hexdigest()
-        shared: dict[str, Any] = {"steps": course.steps, "text": hashed, **self._same}
+        shared: dict[str, Any] = {"steps": course.steps, "text": text_name(course.text), **self._same}
         return {
             variant: Setting(length=course.lengths[0], seed=course.seed, start=start, **_chosen(variant), **shared)
             for variant in dict.fromkeys(variants)

@@ -12,7 +12,7 @@ from kvthaw.evaluate.metrics import mean
 from kvthaw.evaluate.probe import Quality
 from kvthaw.evaluate.recall import Summary
 from kvthaw.evaluate.results import Line
-from kvthaw.evaluate.runner import Variant
+from kvthaw.evaluate.variant import Variant
 
 
 def check(path: Path | None) -> None:

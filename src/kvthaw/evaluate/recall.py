@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -12,10 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from kvthaw.engine.hf import Cache
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.decode import Pick, check_prompt, forward, prefill, sampler
-from kvthaw.evaluate.passages import PASSAGES, Kind, Passage
+from kvthaw.evaluate.job import Progress
+from kvthaw.evaluate.machine import identity, now, versions
+from kvthaw.evaluate.passages import PASSAGES, Kind, Passage, text_name
 from kvthaw.evaluate.probe import Probe, Quality
-from kvthaw.evaluate.results import AsKey, AsLine, Kept
-from kvthaw.evaluate.runner import Progress, Variant, complete, identity, now, versions
+from kvthaw.evaluate.results import AsLine, Kept, OfModel
+from kvthaw.evaluate.variant import Variant, complete
 from kvthaw.methods import resolve
 
 if TYPE_CHECKING:
@@ -69,14 +70,9 @@ class Study:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting(AsKey):
+class Setting(OfModel):
     """All that a line depends on; two lines of one setting are the same line. text: the hash of the text, "book" for what ships."""
 
-    model: str
-    weights: str
-    dtype: str
-    device: str
-    kvthaw: str
     kind: str
     text: str
     length: int
@@ -304,11 +300,6 @@ class Watcher:
             logits = forward(self.model, cache, written[-1:])
             show(step + 1, steps, "full attention writes")
         return written
-
-
-def text_name(text: str | None) -> str:
-    """What settings call a text: its hash, or "book" for what ships."""
-    return "book" if text is None else hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def _limits(variant: Variant) -> dict[str, Any]:

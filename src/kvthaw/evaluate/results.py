@@ -23,6 +23,17 @@ class AsKey:
         return json.dumps(asdict(self), sort_keys=True)  # type: ignore[call-overload]
 
 
+@dataclass(frozen=True, slots=True)
+class OfModel(AsKey):
+    """What every line depends on. model, weights: its name and the fingerprint of its weights. kvthaw: its version."""
+
+    model: str
+    weights: str
+    dtype: str
+    device: str
+    kvthaw: str
+
+
 class AsLine:
     """A dataclass that is written as a line."""
 
@@ -34,19 +45,15 @@ class AsLine:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting(AsKey):
+class Setting(OfModel):
     """All that a line depends on; two lines of one setting are the same line.
 
-    model, weights: its name and the fingerprint of its weights. depth: where the fact was asked to stand, 0..1, None if left to
+    depth: where the fact was asked to stand, 0..1, None if left to
     the task. question: "dense" or "sparse". budget, retrieved: as asked for. probe: observed every n-th step, 0 for none. source: a
     hash of the haystack and files that were given, "" for what ships.
     """
 
     task: str
-    model: str
-    weights: str
-    dtype: str
-    device: str
     length: int
     seed: int
     depth: float | None
@@ -56,7 +63,6 @@ class Setting(AsKey):
     retrieved: int | None
     dense_layers: int
     probe: int
-    kvthaw: str
     source: str = ""
 
 

@@ -3,125 +3,32 @@
 from __future__ import annotations
 
 import itertools
-import platform
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
 
-import kvthaw
 from kvthaw.engine.hf import Cache
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.answers import Answers
 from kvthaw.evaluate.decode import check_prompt, prefill, stop_tokens
-from kvthaw.evaluate.model import fingerprint
+from kvthaw.evaluate.job import Job, Place, Progress, Unit
+from kvthaw.evaluate.machine import identity, now, versions
 from kvthaw.evaluate.probe import Probe, Quality
 from kvthaw.evaluate.results import Line, Lines, Results, Setting
 from kvthaw.evaluate.tally import RowStats, Tally
 from kvthaw.evaluate.tasks import Sample, Task, find
 from kvthaw.evaluate.tasks.base import fingerprint_of
+from kvthaw.evaluate.variant import FULL, Variant, complete
 from kvthaw.methods import resolve
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-Question = Literal["dense", "sparse"]
-EVEN_DEPTHS = tuple(i / 100 for i in range(0, 100, 5))
-"""0 to 95 % in steps of 5."""
 MOST_TOKENS = 1 << 18
 """Prompt tokens that stand in one cache."""
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """One way to attend. dense_layers None: what `kvthaw.Cache` takes for the model."""
-
-    method: str
-    budget: int | float | None = None
-    retrieved: int | None = None
-    dense_layers: int | None = None
-
-
-FULL = Variant("full")
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """Samples of one task at one length.
-
-    length: tokens of context and question. depths: where the samples' facts stand, 0..1, in turn; empty leaves it to the task.
-    question: "dense" prefills it with the context; "sparse" caches the context and sends the question's tokens through the
-    sparse path one by one. probe: observe every n-th step, 0 for none. text: the haystack, the book that ships if None. data: files
-    that the task's questions come from instead of what ships.
-    """
-
-    task: str
-    length: int
-    samples: int
-    seed: int = 0
-    depths: tuple[float, ...] = EVEN_DEPTHS
-    question: Question = "dense"
-    probe: int = 2
-    text: str | None = None
-    data: Path | None = None
-
-    def __post_init__(self) -> None:
-        find(self.task)
-        if self.question not in ("dense", "sparse"):
-            raise ConfigError(f"question is {self.question!r}; it must be dense or sparse")
-        for name, least in (("length", 1), ("samples", 1), ("probe", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}")
-        for depth in self.depths:
-            if not 0 <= depth <= 1:
-                raise ConfigError(f"a depth is {depth}; it must lie between 0 and 1")
-
-    def cells(self) -> list[tuple[int, float | None]]:
-        """(seed, depth) of every sample. Fewer samples than depths are spread over them evenly."""
-        if not self.depths:
-            return [(self.seed + i, None) for i in range(self.samples)]
-        count = len(self.depths)
-        spread = [i * count // self.samples if self.samples < count else i % count for i in range(self.samples)]
-        return [(self.seed + i, self.depths[place]) for i, place in enumerate(spread)]
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """How far a run is: samples done of all, and tokens prefilled of the sample at hand."""
-
-    samples: int
-    of: int
-    tokens: int
-    prompt: int
-    doing: str
-
-
-Place = tuple[int, float | None]
-"""Seed and depth of a sample."""
-
-
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """Samples of a job that run side by side, and what is to be computed of each: the piece of work that is done at once."""
-
-    job: Job
-    places: tuple[Place, ...]
-    variants: tuple[Variant, ...]
-
-    @property
-    def lines(self) -> int:
-        """How many lines it gives."""
-        return len(self.places) * len(self.variants)
-
-    @property
-    def name(self) -> str:
-        """What it is, in words."""
-        return f"{self.job.task} {self.job.length:,}, {len(self.places)} samples"
 
 
 class Runner:
@@ -405,26 +312,6 @@ def _line(
     )
 
 
-def complete(model: PreTrainedModel, variant: Variant) -> Variant:
-    """The variant with nothing left open. Raises ConfigError for settings that no cache of the model would take."""
-    if resolve(variant.method).dense:
-        return FULL
-    cache = Cache(model, variant.method, budget=variant.budget, retrieved=variant.retrieved, dense_layers=variant.dense_layers)
-    budget = 256 if variant.budget is None and variant.retrieved is None else variant.budget
-    return replace(variant, budget=budget, dense_layers=cache.settings.dense_layers)
-
-
-def identity(model: PreTrainedModel, name: str) -> dict[str, str]:
-    """What a result depends on besides its job and variant: the model, how it runs, and kvthaw's version."""
-    return {
-        "model": name,
-        "weights": fingerprint(model),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": device_name(model.device),
-        "kvthaw": kvthaw.__version__,
-    }
-
-
 def split_prompt(tokenizer: Any, sample: Sample) -> tuple[list[int], list[int]]:
     """The tokens of context and question, together those of the whole prompt: a token that spans both is the question's."""
     whole: list[int] = list(tokenizer(sample.prompt)["input_ids"])
@@ -435,25 +322,3 @@ def split_prompt(tokenizer: Any, sample: Sample) -> tuple[list[int], list[int]]:
             break
         same += 1
     return whole[:same], whole[same:]
-
-
-def versions() -> dict[str, str]:
-    """What a result was made with."""
-    return {
-        "kvthaw": kvthaw.__version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }
-
-
-def device_name(device: torch.device) -> str:
-    """The GPU's name, or "cpu"."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def now(device: torch.device) -> float:
-    """Seconds, after all that the device was asked for is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

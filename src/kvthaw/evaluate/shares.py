@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from kvthaw.engine.hf import Cache
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.decode import check_prompt, prefill
+from kvthaw.evaluate.job import Progress
+from kvthaw.evaluate.machine import identity, versions
 from kvthaw.evaluate.metrics import mean
-from kvthaw.evaluate.passages import PASSAGES, Kind
-from kvthaw.evaluate.recall import text_name
-from kvthaw.evaluate.results import AsKey, AsLine, Kept
-from kvthaw.evaluate.runner import Progress, identity, versions
+from kvthaw.evaluate.passages import PASSAGES, Kind, text_name
+from kvthaw.evaluate.results import AsLine, Kept, OfModel
 from kvthaw.index.hybrid import HybridIndex
 
 if TYPE_CHECKING:
@@ -23,14 +23,9 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting(AsKey):
+class Setting(OfModel):
     """All that a line depends on. rows: the paper's k, which the index may bring; dense_layers: None is the model's default."""
 
-    model: str
-    weights: str
-    dtype: str
-    device: str
-    kvthaw: str
     kind: str
     text: str
     length: int

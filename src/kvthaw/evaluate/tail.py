@@ -11,7 +11,7 @@ from torch import Tensor
 from kvthaw.engine.hf import Cache
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.decode import forward, prefill
-from kvthaw.evaluate.runner import Variant
+from kvthaw.evaluate.variant import Variant
 from kvthaw.methods import resolve
 
 if TYPE_CHECKING:

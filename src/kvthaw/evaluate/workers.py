@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING
 
 from kvthaw.errors import ConfigError, HostMemoryError, KvthawError
 from kvthaw.evaluate import perplexity
+from kvthaw.evaluate.job import Unit
 from kvthaw.evaluate.perplexity import Reader, Stretch
 from kvthaw.evaluate.results import Line
-from kvthaw.evaluate.runner import Runner, Unit, Variant
+from kvthaw.evaluate.runner import Runner
+from kvthaw.evaluate.variant import Variant
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerProcess

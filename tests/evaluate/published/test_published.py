@@ -16,7 +16,7 @@ from kvthaw.evaluate.model import load
 from kvthaw.evaluate.published import BENCHMARKS, Item, Plan
 from kvthaw.evaluate.published.results import Answered, Answers, pass_at_k, summarize
 from kvthaw.evaluate.published.runner import Examiner, Run, tokens_of
-from kvthaw.evaluate.runner import FULL, Variant
+from kvthaw.evaluate.variant import FULL, Variant
 
 ORACLE = Variant("oracle", 64)
 RECORD = {

@@ -12,11 +12,11 @@ from typing import Any
 
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.metrics import mean, wilson
-from kvthaw.evaluate.results import AsKey, AsLine, Kept
+from kvthaw.evaluate.results import AsLine, Kept, OfModel
 
 
 @dataclass(frozen=True, slots=True)
-class Asked(AsKey):
+class Asked(OfModel):
     """All that an answer depends on. item, prompt: the question's id and a hash of the prompt's tokens. sample: which of the
     answers drawn for it. length: where prompts were cut, in tokens. judge: who judged, "" where nobody does."""
 
@@ -24,10 +24,6 @@ class Asked(AsKey):
     item: str
     prompt: str
     sample: int
-    model: str
-    weights: str
-    dtype: str
-    device: str
     length: int | None
     question: str
     chat: bool
@@ -41,7 +37,6 @@ class Asked(AsKey):
     budget: int | float | None
     retrieved: int | None
     dense_layers: int
-    kvthaw: str
 
 
 @dataclass(frozen=True, slots=True)

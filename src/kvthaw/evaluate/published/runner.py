@@ -14,8 +14,10 @@ import kvthaw
 from kvthaw.engine.hf import Cache
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.decode import check_prompt, prefill, stop_tokens
-from kvthaw.evaluate.runner import FULL, Progress, Variant, complete, identity, versions
+from kvthaw.evaluate.job import Progress
+from kvthaw.evaluate.machine import identity, versions
 from kvthaw.evaluate.tail import fork
+from kvthaw.evaluate.variant import FULL, Variant, complete
 from kvthaw.methods import resolve
 
 from .base import Benchmark, Item, Plan, truncate

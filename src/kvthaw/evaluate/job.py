@@ -1,0 +1,89 @@
+"""What a task is asked for: samples under many methods and budgets, in pieces that are computed at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from kvthaw.errors import ConfigError
+from kvthaw.evaluate.tasks import find
+from kvthaw.evaluate.variant import Variant
+
+Question = Literal["dense", "sparse"]
+EVEN_DEPTHS = tuple(i / 100 for i in range(0, 100, 5))
+"""0 to 95 % in steps of 5."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Samples of one task at one length.
+
+    length: tokens of context and question. depths: where the samples' facts stand, 0..1, in turn; empty leaves it to the task.
+    question: "dense" prefills it with the context; "sparse" caches the context and sends the question's tokens through the
+    sparse path one by one. probe: observe every n-th step, 0 for none. text: the haystack, the book that ships if None. data: files
+    that the task's questions come from instead of what ships.
+    """
+
+    task: str
+    length: int
+    samples: int
+    seed: int = 0
+    depths: tuple[float, ...] = EVEN_DEPTHS
+    question: Question = "dense"
+    probe: int = 2
+    text: str | None = None
+    data: Path | None = None
+
+    def __post_init__(self) -> None:
+        find(self.task)
+        if self.question not in ("dense", "sparse"):
+            raise ConfigError(f"question is {self.question!r}; it must be dense or sparse")
+        for name, least in (("length", 1), ("samples", 1), ("probe", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        for depth in self.depths:
+            if not 0 <= depth <= 1:
+                raise ConfigError(f"a depth is {depth}; it must lie between 0 and 1")
+
+    def cells(self) -> list[tuple[int, float | None]]:
+        """(seed, depth) of every sample. Fewer samples than depths are spread over them evenly."""
+        if not self.depths:
+            return [(self.seed + i, None) for i in range(self.samples)]
+        count = len(self.depths)
+        spread = [i * count // self.samples if self.samples < count else i % count for i in range(self.samples)]
+        return [(self.seed + i, self.depths[place]) for i, place in enumerate(spread)]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run is: samples done of all, and tokens prefilled of the sample at hand."""
+
+    samples: int
+    of: int
+    tokens: int
+    prompt: int
+    doing: str
+
+
+Place = tuple[int, float | None]
+"""Seed and depth of a sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Samples of a job that run side by side, and what is to be computed of each: the piece of work that is done at once."""
+
+    job: Job
+    places: tuple[Place, ...]
+    variants: tuple[Variant, ...]
+
+    @property
+    def lines(self) -> int:
+        """How many lines it gives."""
+        return len(self.places) * len(self.variants)
+
+    @property
+    def name(self) -> str:
+        """What it is, in words."""
+        return f"{self.job.task} {self.job.length:,}, {len(self.places)} samples"

@@ -1,0 +1,34 @@
+"""Ways to attend that are run side by side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from kvthaw.engine.hf import Cache
+from kvthaw.methods import resolve
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to attend. dense_layers None: what `kvthaw.Cache` takes for the model."""
+
+    method: str
+    budget: int | float | None = None
+    retrieved: int | None = None
+    dense_layers: int | None = None
+
+
+FULL = Variant("full")
+
+
+def complete(model: PreTrainedModel, variant: Variant) -> Variant:
+    """The variant with nothing left open. Raises ConfigError for settings that no cache of the model would take."""
+    if resolve(variant.method).dense:
+        return FULL
+    cache = Cache(model, variant.method, budget=variant.budget, retrieved=variant.retrieved, dense_layers=variant.dense_layers)
+    budget = 256 if variant.budget is None and variant.retrieved is None else variant.budget
+    return replace(variant, budget=budget, dense_layers=cache.settings.dense_layers)
