@@ -14,20 +14,6 @@ from kvthaw.index.bounds import BoundIndex
 QUEST, ARKVALE = partial(BoundIndex, page=16, spread="max"), partial(BoundIndex, page=32, spread="mean")
 
 
-@pytest.mark.parametrize("make", [QUEST, ARKVALE])
-@pytest.mark.parametrize(("heads", "group"), [(4, 1), (2, 4), (1, 8)])
-@pytest.mark.parametrize(("dim", "dtype"), [(64, torch.float32), (96, torch.bfloat16), (128, torch.float16)])
-def test_rows_are_valid_at_every_length(
-    make: partial[BoundIndex], heads: int, group: int, dim: int, dtype: torch.dtype
-) -> None:
-    lanes = Lanes(make, [1, 63, 0, 150], heads=heads, group=group, dim=dim, dtype=dtype)
-    for n in (1, 16, 16, 7, 16, 100, 3):
-        for budget in (1, 33, 500):
-            lanes.select(budget)
-        lanes.append(n)
-    lanes.select(64)
-
-
 def test_quest_is_its_formula() -> None:
     lanes = Lanes(QUEST, [150], heads=2, group=1)
     found = lanes.sets(40)[0]
@@ -97,51 +83,9 @@ def test_truncating_within_the_last_page_is_as_if_it_had_not_come() -> None:
     assert cut.sets(50) == plain.sets(50)
 
 
-def test_a_lane_does_not_depend_on_the_others() -> None:
-    together, alone = Lanes(ARKVALE, [150, 63, 0]), Lanes(ARKVALE, [63], seeds=[1])
-    for n in (16, 40, 3):
-        together.append(n)
-        alone.append(n)
-        assert together.sets(50)[1] == alone.sets(50)[0]
-
-
-def test_reorder_and_state() -> None:
-    lanes = Lanes(QUEST, [150, 63, 0])
-    lanes.append(13)
-    other = Lanes(QUEST, [0, 0, 0])
-    other.index.load_state_dict(lanes.index.state_dict())
-    other.keys, other.length, other.queries, other.store = lanes.keys, list(lanes.length), lanes.queries, lanes.store
-    lanes.append(50)
-    other.append(50)
-    before = lanes.sets(30)
-    assert other.sets(30) == before
-    for name in ("keys", "length", "queries"):
-        setattr(lanes, name, [getattr(lanes, name)[lane] for lane in (1, 1, 0)])
-    lanes.index.reorder([1, 1, 0])
-    assert lanes.sets(30) == [before[1], before[1], before[0]]
-
-
 @pytest.mark.parametrize(
     ("options", "message"), [({"page": 0, "spread": "max"}, "page is 0"), ({"page": 8, "spread": "wide"}, "spread is 'wide'")]
 )
 def test_settings_out_of_range_are_named(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Lanes(partial(BoundIndex, **options), [0])  # type: ignore[arg-type]
-
-
-@pytest.mark.gpu
-def test_selecting_from_a_captured_graph(device: torch.device) -> None:
-    lanes = Lanes(ARKVALE, [400, 90], device=device, dtype=torch.bfloat16)
-    query = lanes.query(0).clone()
-    lanes.index.select(query, 64)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        selection = lanes.index.select(query, 64)
-    for step in range(1, 6):
-        query.copy_(lanes.query(step))
-        selection.rows.fill_(-9)
-        graph.replay()
-        eager = lanes.index.select(query, 64)
-        assert torch.equal(selection.rows, eager.rows)
-        assert torch.equal(selection.counts, eager.counts)
-        lanes.append(16)

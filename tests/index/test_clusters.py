@@ -15,17 +15,6 @@ from kvthaw.kernels.kmeans import kmeans
 SMALL = partial(ClusterIndex, tokens_per_cluster=10, batch=40, clusters_per_batch=4)
 
 
-@pytest.mark.parametrize(("heads", "group"), [(4, 1), (2, 4), (1, 8)])
-@pytest.mark.parametrize(("dim", "dtype"), [(64, torch.float32), (96, torch.bfloat16), (256, torch.float16)])
-def test_rows_are_valid_at_every_length(heads: int, group: int, dim: int, dtype: torch.dtype) -> None:
-    lanes = Lanes(SMALL, [1, 63, 0, 150], heads=heads, group=group, dim=dim, dtype=dtype)
-    for n in (1, 16, 16, 7, 16, 100, 3):
-        for budget in (1, 33, 500):
-            lanes.select(budget)
-        lanes.append(n)
-    lanes.select(64)
-
-
 def test_clusters_are_taken_by_their_score_and_the_last_is_cut() -> None:
     lanes = Lanes(SMALL, [300], heads=2, group=1)
     index, found = lanes.index, lanes.sets(70)[0]
@@ -85,30 +74,6 @@ def test_tokens_can_be_selected_before_their_batch_is_full() -> None:
     assert all(109 in found for found in lanes.sets(12)[0])
 
 
-def test_a_lane_does_not_depend_on_the_others() -> None:
-    together = Lanes(SMALL, [150, 63, 90])
-    alone = Lanes(SMALL, [63], seeds=[1])
-    for n in (16, 40, 3):
-        together.append(n)
-        alone.append(n)
-        assert together.sets(50)[1] == alone.sets(50)[0]
-
-
-@pytest.mark.parametrize("length", [204, 200, 180, 150, 144, 140, 104, 60, 5])
-def test_truncate_forgets_and_goes_on(length: int) -> None:
-    lanes = Lanes(SMALL, [100, 100])
-    for _ in range(10):
-        lanes.append(10)
-    before = lanes.sets(60)[1]
-    lanes.truncate(0, length)
-    lanes.select(60)
-    lanes.select(1000)
-    for _ in range(5):
-        lanes.append(10, [0])
-        lanes.select(30)
-    assert lanes.sets(60)[1] == before
-
-
 def test_truncating_within_the_last_batch_is_as_if_it_had_not_come() -> None:
     cut, plain = Lanes(SMALL, [100]), Lanes(SMALL, [100])
     cut.append(75)
@@ -138,26 +103,6 @@ def test_cropping_again_and_again_adds_no_units() -> None:
         lanes.truncate(0, FIRST + 210)
         lanes.append(90)
     assert index.lanes[0].units <= units + 4
-
-
-def test_reorder_and_state() -> None:
-    lanes = Lanes(SMALL, [150, 63, 0])
-    lanes.append(13)
-    before = lanes.sets(30)
-    other = Lanes(SMALL, [0, 0, 0])
-    other.index.load_state_dict(lanes.index.state_dict())
-    other.keys, other.length, other.queries = lanes.keys, list(lanes.length), lanes.queries
-    assert other.sets(30) == before
-    lanes.append(50)
-    other.store = lanes.store
-    other.append(50)
-    assert other.sets(30) == lanes.sets(30)
-    before = lanes.sets(30)
-    for name in ("keys", "length", "queries"):
-        setattr(lanes, name, [getattr(lanes, name)[lane] for lane in (1, 1, 0)])
-    lanes.index.reorder([1, 1, 0])
-    after = lanes.sets(30)
-    assert after == [before[1], before[1], before[0]]
 
 
 def test_addresses_stay_within_a_capacity() -> None:
@@ -261,22 +206,3 @@ def test_draw_depends_on_seed_layer_head_and_position_only() -> None:
 def test_settings_out_of_range_are_named(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Lanes(partial(ClusterIndex, **options), [0])  # type: ignore[arg-type]
-
-
-@pytest.mark.gpu
-def test_selecting_from_a_captured_graph(device: torch.device) -> None:
-    lanes = Lanes(SMALL, [400, 90], device=device, dtype=torch.bfloat16)
-    lanes.append(1)
-    query = lanes.query(0).clone()
-    lanes.index.select(query, 64)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        selection = lanes.index.select(query, 64)
-    for step in range(1, 6):
-        query.copy_(lanes.query(step))
-        selection.rows.fill_(-9)
-        graph.replay()
-        eager = lanes.index.select(query, 64)
-        assert torch.equal(selection.rows, eager.rows)
-        assert torch.equal(selection.counts, eager.counts)
-        lanes.append(16)

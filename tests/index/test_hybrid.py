@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -36,17 +35,6 @@ def table(index: HybridIndex, lane: int) -> list[Tensor]:
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return all(x.shape == y.shape and torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-@pytest.mark.parametrize("share", [0.0, 0.25, 1.0, "auto"])
-@pytest.mark.parametrize(("heads", "group", "dim", "dtype"), [(4, 1, 64, torch.float32), (2, 4, 96, torch.bfloat16)])
-def test_rows_are_valid_at_every_length(share: Any, heads: int, group: int, dim: int, dtype: torch.dtype) -> None:
-    lanes = Lanes(partial(SMALL, share=share), [1, 63, 0, 150], heads=heads, group=group, dim=dim, dtype=dtype)
-    for n in (1, 16, 16, 7, 16, 100, 3):
-        for budget in (33, 33, 500, 1):
-            lanes.select(budget)
-        lanes.append(n)
-    lanes.select(64)
 
 
 def test_the_static_set_is_what_the_window_attends_to() -> None:
@@ -160,28 +148,6 @@ def test_choose_static_keeps_the_others_in_text_order() -> None:
     order = choose_static(torch.tensor([[0.1, 0.5, 0.0, 0.9]]), 2, 10)
     assert order.tolist() == [[13, 11, 10, 12]]
     assert choose_static(torch.rand(2, 5), 0, 3).tolist() == [[3, 4, 5, 6, 7]] * 2
-
-
-def test_a_lane_does_not_depend_on_the_others() -> None:
-    together, alone = Lanes(SMALL, [150, 63, 0]), Lanes(SMALL, [63], seeds=[1])
-    for step, n in enumerate((16, 16, 16, 3)):
-        assert together.sets(50, 70 + step)[1] == alone.sets(50, 70 + step)[0]
-        together.append(n)
-        alone.append(n)
-
-
-@pytest.mark.parametrize("length", [203, 190, 150, 130, 100, 36, 5, 4])
-def test_truncate_forgets_and_goes_on(length: int) -> None:
-    lanes = Lanes(SMALL, [100, 100])
-    for _ in range(10):
-        lanes.append(10)
-        lanes.select(60)
-    lanes.truncate(0, length)
-    lanes.select(60)
-    for _ in range(5):
-        lanes.append(10, [0])
-        lanes.select(60)
-    lanes.select(1000)
 
 
 def test_reorder_and_state_with_a_plan_under_way() -> None:
