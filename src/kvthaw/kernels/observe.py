@@ -40,7 +40,7 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["tokens", "span"])
     def _denominators(
         queries, keys, parts, width, tokens, dim, key_stride, row_stride, scale, span,
         WB: tl.constexpr, TB: tl.constexpr, DP: tl.constexpr, UPCAST: tl.constexpr,
@@ -70,7 +70,7 @@ if HAS_TRITON:
         tl.store(part, top, mask=w < width)
         tl.store(part + 1, total, mask=w < width)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["tokens"])
     def _mass(
         queries, keys, lse, weights, out, width, tokens, dim, key_stride, row_stride, scale,
         WB: tl.constexpr, TB: tl.constexpr, DP: tl.constexpr, UPCAST: tl.constexpr,

@@ -24,7 +24,7 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["count", "offset"])  # else some of their values are compiled for
     def _offload(rows, extent, count, head_stride, extent_stride, offset, width, ROWS: tl.constexpr, WP: tl.constexpr):
         # One program a (block of rows; head), in 32-bit words.
         i, h = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1).to(tl.int64)

@@ -52,7 +52,7 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["tokens", "count", "pages"])
     def _page_bounds(
         keys, order, out, tokens, count, pages, dim, head_stride, token_stride, grown,
         PAGE: tl.constexpr, PP: tl.constexpr, DP: tl.constexpr, MAPPED: tl.constexpr, MAX: tl.constexpr,

@@ -23,7 +23,7 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["start", "count"])
     def _stream_keys(table, out, start, count, extent, width, ROWS: tl.constexpr, WP: tl.constexpr):
         # One program a (block of rows; head), in 32-bit words; a block may end in the next extent.
         i, h = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1).to(tl.int64)
