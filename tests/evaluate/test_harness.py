@@ -14,8 +14,9 @@ import pytest
 
 import bytemodel
 import kvthaw
+from kvthaw.cli.harness import with_path
 from kvthaw.errors import ConfigError
-from kvthaw.evaluate.model import load
+from kvthaw.evaluate.model import load, shipped_path
 
 RUN = (sys.executable, "-W", "ignore", "-c", "from kvthaw.cli import main; main()", "lm-eval")
 TEXT = "The quick brown fox jumps over the lazy dog. " * 6
@@ -35,6 +36,14 @@ def test_without_the_harness_the_command_says_what_to_install() -> None:
     assert (
         "kvthaw: lm-evaluation-harness is not installed (No module named 'lm_eval'): pip install kvthaw[lm-eval]" in done.stderr
     )
+
+
+def test_the_name_of_the_model_that_ships_becomes_its_folder() -> None:
+    where = f"pretrained={shipped_path()}"
+    assert with_path(["--model_args", "method=quest,pretrained=shipped,budget=64"])[1] == f"method=quest,{where},budget=64"
+    assert with_path(["--model_args=pretrained=shipped"]) == [f"--model_args={where}"]
+    others = ["pretrained=shipped-more", "not_pretrained=shipped", "shipped", "--tasks", "pretrained=my/shipped"]
+    assert with_path(others) == others
 
 
 class Request:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
 import typer
 
 from kvthaw.errors import ConfigError
@@ -30,4 +33,12 @@ def lm_eval(context: typer.Context) -> None:
         if (error.name or "").partition(".")[0] == "kvthaw":
             raise
         raise ConfigError(f"lm-evaluation-harness is not installed ({error}): pip install kvthaw[lm-eval]") from None
-    harness.main(context.args)
+    harness.main(with_path(context.args))
+
+
+def with_path(arguments: Sequence[str]) -> list[str]:
+    """The harness's arguments with the folder of the model that ships for its name: tasks that are made to a length, as ruler's
+    are, load the tokenizer by what `pretrained` says."""
+    from kvthaw.evaluate.model import SHIPPED, shipped_path
+
+    return [re.sub(rf"(?<![^,=])pretrained={SHIPPED}(?![^,])", f"pretrained={shipped_path()}", one) for one in arguments]
