@@ -24,6 +24,7 @@ from kvthaw.evaluate.document import Document
 from kvthaw.evaluate.job import Job, Unit
 from kvthaw.evaluate.model import load
 from kvthaw.evaluate.overview import overview
+from kvthaw.evaluate.perplexity import Course, Stretch
 from kvthaw.evaluate.results import Line
 from kvthaw.evaluate.runner import Runner
 from kvthaw.evaluate.variant import FULL
@@ -144,6 +145,17 @@ def test_a_cell_is_a_file_and_what_is_there_is_not_run_again(loaded: tuple[Any, 
     probed = [replace(line, setting=replace(line.setting, probe=2), recall_at_k=0.25) for line in lines]
     twice = cells_of([*lines, *probed])
     assert [(c.n, c.means["recall_at_k"]) for c in twice] == [(3, 0.25)] * len(cells)
+
+
+def test_every_cell_has_its_first_samples_before_any_has_its_next(
+    loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvthaw.evaluate.compare.WAVE", 2)
+    between = Stretch(Course((64,)), (FULL,))
+    todo = units(Runner(*loaded, batch=None), replace(GRID, samples=3), [between])
+    found = [(one.job.length, [seed for seed, _ in one.places]) if isinstance(one, Unit) else None for one in todo]
+    assert found == [(320, [0, 1]), (400, [0, 1]), None, (320, [2]), (400, [2])]
+    assert units(Runner(*loaded, batch=None), replace(GRID, tasks=()), [between]) == [between]
 
 
 @dataclass(frozen=True, slots=True)

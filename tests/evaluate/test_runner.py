@@ -145,8 +145,9 @@ def test_a_row_of_a_batch_gives_the_line_of_the_sample_alone(
 
 def test_batches_are_even_and_bounded(loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     many = Runner(*loaded, batch=None)
-    assert [len(unit.places) for unit in many.missing(Job("passkey", 400, 20), [FULL])] == [10, 10]
-    monkeypatch.setattr("kvthaw.evaluate.runner.MOST_TOKENS", 1600)
+    assert [len(unit.places) for unit in many.missing(Job("passkey", 400, 40), [FULL])] == [20, 20]
+    assert [len(unit.places) for unit in many.missing(Job("passkey", 400, 40), [FULL], slice(30, 60))] == [10]
+    monkeypatch.setattr("kvthaw.evaluate.rows.MOST_BYTES", 1600 * 2 * 2 * 2 * 16 * 4)
     assert [len(unit.places) for unit in many.missing(Job("passkey", 400, 10), [FULL])] == [3, 3, 4]
     assert [len(unit.places) for unit in many.missing(Job("passkey", 400, 2), [Variant("oracle", 0.5, dense_layers=0)])] == [
         1,
@@ -154,6 +155,8 @@ def test_batches_are_even_and_bounded(loaded: tuple[Any, Any], monkeypatch: pyte
     ]
     with pytest.raises(ConfigError, match="batch is 0"):
         Runner(*loaded, batch=0)
+    asked = Runner(*loaded, batch=7).missing(Job("passkey", 400, 14), [FULL])
+    assert [len(unit.places) for unit in asked] == [7, 7]
 
 
 def test_sparse_question_goes_through_the_sparse_path_token_by_token(loaded: tuple[Any, Any]) -> None:

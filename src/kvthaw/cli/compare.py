@@ -57,7 +57,7 @@ def compare(
     jobs: Annotated[int, typer.Option(min=1, help="Processes that share the work, each with a model of its own.")] = 1,
     batch: Annotated[
         int | None,
-        typer.Option(min=1, help="Samples that share their decoding steps; 16, or fewer of long prompts, if not given."),
+        typer.Option(min=1, help="Samples that share their decoding steps; 32, or fewer of long prompts, if not given."),
     ] = None,
     minutes: Annotated[
         float | None, typer.Option(min=0, help="Give up what is unfinished after so long; the same command continues.")
@@ -120,9 +120,10 @@ def compare(
         llm, tokenizer = load_model(model, device, dtype)
         runner, reader = Runner(llm, tokenizer, kept[0], name=model, batch=batch), Reader(llm, tokenizer, name=model)
         with waiting("looking at what is there"):
-            todo: list[Piece] = list(units(runner, grid))
+            stretches = []
             if "perplexity" in listed(task, str, "--task"):
-                todo += reader.missing(course, [complete(llm, variant) for variant in grid.variants()], kept[1].get)
+                stretches = reader.missing(course, [complete(llm, variant) for variant in grid.variants()], kept[1].get)
+            todo: list[Piece] = list(units(runner, grid, stretches))
         failures = _run(Bench(runner, reader), kept, Source(model, device, dtype, batch), todo, jobs, end)
     if report == "never":
         _gather(out)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from kvthaw.evaluate.job import Job, Place, Progress, Unit
 from kvthaw.evaluate.machine import identity, now, versions
 from kvthaw.evaluate.probe import Probe, Quality
 from kvthaw.evaluate.results import Line, Lines, Results, Setting
+from kvthaw.evaluate.rows import Rows, joined, spread
 from kvthaw.evaluate.tally import RowStats, Tally
 from kvthaw.evaluate.tasks import Sample, Task, find
 from kvthaw.evaluate.tasks.base import fingerprint_of
@@ -27,15 +27,12 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-MOST_TOKENS = 1 << 18
-"""Prompt tokens that stand in one cache."""
-
 
 class Runner:
     """A model, and the results it has given so far.
 
-    batch: samples that share their decoding steps, as rows of one cache; None: 16, or fewer where prompts are long, or 1 where the
-    model has layers that transformers serves itself. Each sample is prefilled alone, and a row's line is that of the row alone.
+    batch: samples that share their decoding steps, as rows of one cache; see Rows. Each sample is prefilled alone, and a row's line
+    is that of the row alone.
     """
 
     def __init__(
@@ -51,7 +48,7 @@ class Runner:
         self.results: Lines = Results() if results is None else results
         self._stops = stop_tokens(model, tokenizer)
         self._same = identity(model, name)
-        self._batch = _rows(model, batch)
+        self._rows = Rows(model, batch)
 
     def run(
         self, job: Job, variants: Sequence[Variant], progress: Callable[[Progress], None] | None = None
@@ -80,11 +77,11 @@ class Runner:
             found[asked] = [line for line in known if line is not None]
         return found
 
-    def missing(self, job: Job, wanted: Sequence[Variant]) -> list[Unit]:
-        """What the results do not hold of a job under complete variants: samples that lack the same, as many at once as share
-        their steps."""
+    def missing(self, job: Job, wanted: Sequence[Variant], part: slice = slice(None)) -> list[Unit]:
+        """What the results do not hold of a job, or of a part of its samples, under complete variants: samples that lack the same,
+        as many at once as share their steps."""
         lacking: dict[tuple[Variant, ...], list[Place]] = {}
-        places, different = job.cells(), list(dict.fromkeys(wanted))
+        places, different = job.cells()[part], list(dict.fromkeys(wanted))
         settings = [self.settings(job, variant, places) for variant in different]
         for place, row in zip(places, zip(*settings, strict=True), strict=True):
             known = zip(different, map(self.results.get, row), strict=True)
@@ -94,10 +91,8 @@ class Runner:
         units = []
         for lack, places in lacking.items():
             fraction = any(isinstance(variant.budget, float) for variant in lack)  # of each prompt's own length
-            rows = 1 if fraction else max(1, min(self._batch, MOST_TOKENS // job.length))
-            count = -(-len(places) // rows)
-            edges = [len(places) * i // count for i in range(count + 1)]
-            units += [Unit(job, tuple(places[a:b]), lack) for a, b in itertools.pairwise(edges)]
+            spans = spread(len(places), 1 if fraction else self._rows.at(job.length))
+            units += [Unit(job, tuple(places[a:b]), lack) for a, b in spans]
         return units
 
     def settings(self, job: Job, variant: Variant, places: Sequence[Place]) -> list[Setting]:
@@ -146,7 +141,7 @@ class Runner:
             seconds.append(now(self.model.device) - start)
             bases.append(base)
             before += len(prompt)
-        together = _Prefilled(samples, _joined(self.model, bases), torch.stack(logits), rests, seconds)
+        together = _Prefilled(samples, joined(self.model, bases), torch.stack(logits), rests, seconds)
         for variant in unit.variants:
             tell(total, total, f"{variant.method} {variant.budget or ''}".strip())
             yield self._lines(task, together, self.settings(job, variant, unit.places))
@@ -240,32 +235,6 @@ class _Timing:
             prefill_s + index_s + times[1] - start if several else None,
             (times[-1] - times[0]) / (len(times) - 1) if several else None,
         )
-
-
-def _joined(model: PreTrainedModel, bases: list[Cache]) -> Cache:
-    """One cache whose rows are those of several, each of full attention."""
-    if len(bases) == 1:
-        return bases[0]
-    whole = Cache(model, "full")
-    for i, layer in enumerate(whole.layers):
-        layer.kv.join([base.layers[i].kv for base in bases])
-        layer.know(bases[0].layers[i].module())
-    for base in bases:
-        base.layers.clear()  # a cache refers to itself
-    return whole
-
-
-def _rows(model: PreTrainedModel, asked: int | None) -> int:
-    """How many samples may share their steps."""
-    if asked is not None and asked < 1:
-        raise ConfigError(f"batch is {asked}; it must be at least 1")
-    empty = Cache(model, "full")
-    alone = len(empty.kv_layers) != len(empty.layers)
-    if alone and asked is not None and asked > 1:
-        raise ConfigError(
-            f"batch is {asked}; {type(model).__name__} has layers that transformers serves itself, so only 1 works"
-        )
-    return 1 if alone else asked or 16
 
 
 def _quality(probe: Probe, cache: Cache, row: int, base: Cache, steps: int) -> Quality | None:

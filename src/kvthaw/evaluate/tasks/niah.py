@@ -41,8 +41,12 @@ class Niah:
     queries: int = 1  # keys that are asked for
     key_kind: Kind = "words"
     value_kind: Kind = "numbers"
-    max_new_tokens: int = 64
     stops: tuple[str, ...] = ("\n",)
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Room for what is asked, which the prompt leads up to: 8 tokens, and 16 a number or 40 a UUID."""
+        return 8 + self.queries * self.values * (40 if self.value_kind == "uuids" else 16)
 
     def sample(self, tokenizer: Any, *, length: int, seed: int, depth: float | None = None, text: str | None = None) -> Sample:
         """See Task.sample; the unit is a word, a line of filler or a needle. `depth` is that of the first key asked for."""
@@ -102,5 +106,5 @@ GENERATORS = (
     Niah("niah_multikey_needles", haystack="needles"),
     Niah("niah_multikey_uuid", haystack="needles", key_kind="uuids", value_kind="uuids"),
     Niah("niah_multivalue", values=4),
-    Niah("niah_multiquery", keys=4, queries=4, max_new_tokens=80),
+    Niah("niah_multiquery", keys=4, queries=4),
 )
