@@ -133,6 +133,19 @@ class Rebuilds(Protocol):
 
 
 @runtime_checkable
+class Reversible(Protocol):
+    """An index that can take back an append() of tokens without queries, so that it may be given them before it is sure that they
+    leave the ring."""
+
+    @property
+    def reversible(self) -> bool:
+        """Whether it could take back the next one."""
+
+    def undo(self, lane: int, length: int) -> None:
+        """Be as before the last append() to a lane, which began at position `length`: to the bit, as if it had not been."""
+
+
+@runtime_checkable
 class WorksBeside(Protocol):
     """An index that does some of its work beside the current stream."""
 

@@ -1,4 +1,4 @@
-"""What leaves a full ring is indexed on the host before the token comes that pushes it out."""
+"""What leaves a full ring is indexed before the token comes that pushes it out: on the host, and behind a replayed step."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 import kvthaw
 from kvthaw.cache.layer import FrozenLayer
+from kvthaw.engine.decode import Replay
 from kvthaw.index.forest import TreeIndex
 from zoo import prompt
 
@@ -117,3 +118,29 @@ def test_a_failure_is_not_forgotten(llama: PreTrainedModel, monkeypatch: pytest.
     cache.reset()
     step(llama, cache, IDS[:, :90])
     step(llama, cache, IDS[:, 90:91])
+
+
+@pytest.mark.parametrize(
+    ("method", "goes"), [("pariskv", True), ("clusterkv", True), ("prkv", True), ("streaming", True), ("h2o", False)]
+)
+def test_a_replayed_step_has_the_next_ones_work_done(llama: PreTrainedModel, method: str, goes: bool) -> None:
+    """Logits are those of eager steps, whose work is done when the token comes; a crop and a longer continuation come between."""
+    eager, replayed = (kvthaw.Cache(llama, method, budget=64, dense_layers=0) for _ in range(2))
+    replay = Replay(llama.forward, replayed, capture=False)
+    crops = not replayed.settings.method.evicts
+    ahead = 0
+    for cache in (eager, replayed):
+        step(llama, cache, IDS[:, :60])
+    for t in range(40):
+        ids = IDS[:, 60 + t : 61 + t]
+        logits = replay(ids, torch.full((2, 1), replayed.get_seq_length()))
+        assert torch.equal(logits, step(llama, eager, ids))
+        layers = replayed.frozen_layers
+        ahead += all(len(layer._ahead) == 2 for layer in layers)
+        assert goes or not any(layer._ahead for layer in layers)
+        if layers[0]._ahead and crops and ahead % 2:
+            for cache in (eager, replayed):
+                cache.crop(-3)
+            more = IDS[:, t : t + 20] if ahead % 4 == 1 else IDS[:, t : t + 2]
+            assert torch.equal(step(llama, replayed, more), step(llama, eager, more))
+    assert ahead >= 2 if goes else ahead == 0

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
-from one_layer import OneLayer
+from one_layer import SCALE, OneLayer
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvthaw.cache.layer import Attention
 from kvthaw.methods import METHODS
 
 
@@ -77,3 +83,140 @@ def test_going_ahead_changes_nothing(method: str) -> None:
         ahead.layer.go_ahead()
         assert not ahead.layer.due()
         assert torch.equal(ahead.out, plain.out)
+
+
+SOON: dict[str, dict[str, int]] = {
+    "clusterkv": {"batch": 20, "clusters_per_batch": 2},
+    "prkv": {"interval": 24, "page": 8},
+    "retroinfer": {"batch": 20, "tokens_per_cluster": 4, "segment": 64},
+}
+"""Options with which batches are full, and sets chosen anew, after a few tokens."""
+KEEP_WHAT_LEFT = ["full", "streaming", "h2o", "snapkv", "snapkv-refreshed", "icecache", "icecache-reuse"]
+REVERSIBLE = [name for name in METHODS if name not in KEEP_WHAT_LEFT]
+
+
+def until_full(one: OneLayer) -> OneLayer:
+    """Steps until the ring is full."""
+    while not one.layer._leaving():
+        one.step()
+    return one
+
+
+def begun(method: str, steps: int) -> OneLayer:
+    torch.manual_seed(4)
+    return until_full(OneLayer(method, 130, steps, **SOON.get(method, {})))
+
+
+def other_tokens(one: OneLayer, start: int) -> None:
+    """From a place on the text is another one; the same for all layers."""
+    rng = torch.Generator().manual_seed(start)
+    for tensor in (one.query, one.keys, one.values):
+        tensor[:, :, start:] = torch.randn(tensor[:, :, start:].shape, generator=rng)
+
+
+def crop(drop: int) -> Callable[[OneLayer], None]:
+    def do(one: OneLayer) -> None:
+        one.layer.crop(drop)
+        other_tokens(one, one.layer.seen)
+
+    return do
+
+
+def dense(one: OneLayer) -> None:
+    start = one.layer.seen
+    one.out = one.take(start, start + 20)
+
+
+def few(one: OneLayer) -> None:
+    start = one.layer.seen
+    one.out = one.take(start, start + 5)
+
+
+def loaded(one: OneLayer) -> None:
+    """Its index is made again, of what was saved of it; then tokens are dropped."""
+    group = one.layer.group
+    assert group is not None
+    index = group.method.index(group.shape)
+    index.load_state_dict(group.index.state_dict())
+    group.index = index
+    crop(2)(one)
+
+
+COMES: dict[str, Callable[[OneLayer], None]] = {
+    "one token": lambda one: None,
+    "a few tokens": few,
+    "a dense pass": dense,
+    "a crop": crop(3),
+    "a crop beyond what left before": crop(15),
+    "a state": loaded,
+}
+
+
+@pytest.mark.parametrize("method", REVERSIBLE)
+def test_what_went_ahead_is_taken_back_exactly(method: str) -> None:
+    """Whatever comes instead of the token, choices and output are those of a layer that never went ahead."""
+    rounds, steps = (2, 26) if method in SOON else (1, 9)  # of six updates, between which a batch is now full and now is not
+    one, went = begun(method, 100 + 60 * rounds), 0
+    for comes in list(COMES.values()) * rounds:
+        plain = copy.deepcopy(until_full(one))
+        if one.layer.reversible:
+            one.layer.go_ahead()
+            assert one.layer._ahead
+            went += 1
+        ahead = copy.deepcopy(one)
+        for each in (plain, ahead):
+            comes(each)
+        for _ in range(steps):
+            assert torch.equal(ahead.out, plain.out)
+            assert ahead.step() == plain.step()
+        one.step()
+    assert went == (9 if method == "prkv" else 6 * rounds)  # where a plan is put in place nothing goes ahead
+
+
+@pytest.mark.parametrize("method", REVERSIBLE)
+def test_beams_take_back_what_went_ahead(method: str) -> None:
+    outs = []
+    for goes in (False, True):
+        one = begun(method, 40)
+        if goes:
+            one.layer.go_ahead()
+        one.layer.reorder([0, 0])
+        one.layer.crop(2)
+        other_tokens(one, one.layer.seen)
+        one.layer.observer = None
+        for _ in range(4):
+            at = one.layer.seen
+            q, k, v = (x[:, :, at : at + 1].repeat(2, 1, 1, 1) for x in (one.query, one.keys, one.values))
+            outs.append(one.layer.attend(q, k, v, [0, 0], Attention(SCALE), fresh=True))
+    for plain, ahead in zip(outs[:4], outs[4:], strict=True):
+        assert torch.equal(ahead, plain)
+        assert torch.equal(ahead[0], ahead[1])
+
+
+def test_which_methods_keep_what_left() -> None:
+    """Those that drop some of it for good, and trees, which keep another shape; of the rest nothing is indexed."""
+    found = [name for name in METHODS if not OneLayer(name, 60, 1).layer.reversible]
+    assert found == [name for name in KEEP_WHAT_LEFT if name not in ("full", "streaming")]
+
+
+class Launches(TorchDispatchMode):
+    """Counts what is asked of the device; to have memory is no launch."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "empty" not in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("method", REVERSIBLE)
+def test_nothing_is_left_to_do_before_a_step_whose_work_went_ahead(method: str) -> None:
+    one = begun(method, 40)
+    assert one.layer.due()
+    with Launches() as ahead:
+        one.layer.go_ahead()
+    assert ahead.count > 0
+    assert not one.layer.due()
+    with Launches() as before:
+        one.layer.before_step()
+    assert before.count == 0

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.errors import ConfigError
-from kvthaw.types import Index, LayerShape, Method, Selection
+from kvthaw.types import Index, LayerShape, Method, Reversible, Selection
 
 _STEPS = 128  # then the script begins again, with a step of new rows
 
@@ -42,6 +42,16 @@ class ScriptedIndex:
         if name == "index":
             raise AttributeError(name)
         return getattr(self.index, name)
+
+    @property
+    def reversible(self) -> bool:
+        """See Reversible."""
+        return isinstance(self.index, Reversible) and self.index.reversible
+
+    def undo(self, lane: int, length: int) -> None:
+        """See Reversible."""
+        assert isinstance(self.index, Reversible)
+        self.index.undo(lane, length)
 
     def select(self, query: Tensor, budget: int) -> Selection:
         """See Index."""

@@ -24,7 +24,7 @@ from kvthaw.cache.plan import Plan, Settings
 from kvthaw.cache.pool import Slab
 from kvthaw.errors import CacheError
 from kvthaw.index.rotary import Rotary
-from kvthaw.types import LayerShape
+from kvthaw.types import LayerShape, Reversible
 
 
 class FrozenKV(Lanes):
@@ -51,7 +51,7 @@ class FrozenKV(Lanes):
         self.scale = 0.0
         self._start: list[int] = []  # where each lane's ring began at its last dense pass
         self._stale: set[int] = set()  # lanes to be indexed anew before the next step
-        self._ahead: set[int] = set()  # lanes whose index has what leaves the ring with the next token
+        self._ahead: dict[int, int] = {}  # lanes whose index has what leaves with the next token -> rows in the store before
         self._copied: torch.cuda.Event | None = None  # the last copy to the host, which the host has not waited for
         self._ordered = True  # what the device does next comes after it
         self._finite: Tensor | None = None
@@ -197,7 +197,7 @@ class FrozenKV(Lanes):
         self.watched.pop(lane, None)
         self._start[lane] = self.plan.regions.sink
         self._stale.discard(lane)
-        self._ahead.discard(lane)
+        self._ahead.pop(lane, None)
 
     def recover(self) -> None:
         """Forget that a prompt failed, whose lane will be cleared."""
@@ -307,10 +307,7 @@ class FrozenKV(Lanes):
         index is graph-safe."""
         self._index_stale()
         self.pipeline.past.release()
-        leaving = self._leaving()
-        if leaving:
-            self._leave(leaving)
-            self._ahead.update(leaving)
+        self._leave(self._leaving())
         self._check_finite()
         self.order_copies()
         if self.group is not None:
@@ -336,27 +333,42 @@ class FrozenKV(Lanes):
         self.count_token()
         self._ahead.clear()
 
+    @property
+    def reversible(self) -> bool:
+        """Whether what goes ahead can be taken back exactly."""
+        if self.group is None or not self.chooses:
+            return True
+        return isinstance(self.group.index, Reversible) and self.group.index.reversible
+
     def go_ahead(self) -> None:
         """Where a ring has become full, offload and index what the next token will push out of it, while the device is still at
-        work: an index on the host takes as long as a layer's whole step."""
-        leaving = [lane for lane in self._leaving() if lane not in self._stale]
-        if leaving:
-            self._leave(leaving)
-            self._ahead.update(leaving)
+        work: an index on the host takes as long as a layer's whole step, and thirty launches a layer the host as long as a step."""
+        self._leave([lane for lane in self._leaving() if lane not in self._stale])
 
     def fall_back(self) -> None:
         """Undo that where something else than the next token comes."""
-        for lane in sorted(self._ahead):
+        if self._ahead:
+            self.wait_for_copies()
+        for lane, stored in self._ahead.items():
             if self.group is not None and self.chooses:
                 start = self.indexed(lane)
-                self.group.truncate(lane, start if start > self.group.shape.regions.sink else 0)
+                if start > self.group.shape.regions.sink:
+                    self.group.undo(lane, start)
+                else:
+                    self.group.truncate(lane, 0)
+            self.store.truncate(lane, stored)
         self._ahead.clear()
 
     def _leave(self, lanes: list[int]) -> None:
         """The oldest tokens of full rings leave for the retrieval region."""
+        stored = {lane: self.store.length(lane) for lane in lanes}
+        if lanes and not self.settings.method.evicts:
+            self._pass_on(lanes)
+        self._ahead.update(stored)
+
+    def _pass_on(self, lanes: list[int]) -> None:
+        """Offload and index them."""
         assert self.plan is not None
-        if self.settings.method.evicts:
-            return
         spans = [(self.indexed(lane), self.indexed(lane) + self.plan.regions.buffer) for lane in lanes]
         for lane, (_, stop) in zip(lanes, spans, strict=True):
             self._store_ring(lane, stop)
@@ -458,7 +470,8 @@ class FrozenKV(Lanes):
         self.slab.reorder(torch.tensor(lanes, device=self.slab.data.device))
         self.left_pad = [self.left_pad[lane] for lane in lanes]
         self._start = [self._start[lane] for lane in lanes]
-        self._stale, self._ahead = ({i for i, lane in enumerate(lanes) if lane in of} for of in (self._stale, self._ahead))
+        self._stale = {i for i, lane in enumerate(lanes) if lane in self._stale}
+        self._ahead = {i: self._ahead[lane] for i, lane in enumerate(lanes) if lane in self._ahead}
         self.watched = {i: self.watched[lane] for i, lane in enumerate(lanes) if lane in self.watched}
 
     @property

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvthaw.cache.pipeline import Pipeline
 from kvthaw.cache.residency import Residency
 from kvthaw.errors import CacheError
-from kvthaw.types import Index, LayerShape, Method, Selection, WorksBeside
+from kvthaw.types import Index, LayerShape, Method, Reversible, Selection, WorksBeside
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +150,15 @@ class Group:
         """Forget positions >= length of a lane."""
         self.settle()
         self.index.truncate(lane, length)
+        self.residency.clear(lane, length)
+
+    def undo(self, lane: int, length: int) -> None:
+        """Forget positions >= length of a lane, which were given last; as if they had not been, where the index can."""
+        if not isinstance(self.index, Reversible):
+            self.truncate(lane, length)
+            return
+        self.settle()
+        self.index.undo(lane, length)
         self.residency.clear(lane, length)
 
     def reorder(self, lanes: Sequence[int]) -> None:

@@ -88,6 +88,7 @@ class FrozenLayer(FrozenKV):
             if fresh:
                 self.left_pad = left_pad
             self.foreseen = None
+            self.fall_back()
             out = self._dense(query, key, value, before, how)
             if fresh:
                 self.take_in(query, key, value)

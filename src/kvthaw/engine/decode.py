@@ -110,17 +110,22 @@ class Replay:
         self._ids = self._positions = self._logits = torch.empty(0)
 
     def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """Logits [B, 1, V] of one token a row, ids and positions [B, 1]; valid until the next step."""
+        """Logits [B, 1, V] of one token a row, ids and positions [B, 1]; valid until the next step.
+
+        What the next step needs the host for is enqueued behind this one where it can be taken back: something else may come."""
         with torch.inference_mode(False), torch.no_grad():  # what is kept from step to step are plain tensors
-            return self._take(ids, positions)
+            logits = self._take(ids, positions)
+            for layer in self._layers:
+                if layer.reversible:
+                    layer.go_ahead()
+            return logits
 
     def lanes_changed(self) -> None:
         """Lanes were filled or emptied, in place; call it before the next step."""
         self._seen = -1
 
     def go_ahead(self) -> None:
-        """Do what the next step needs the host for while this one's work is under way. Only for who knows that the next one comes,
-        or that its lanes are cleared."""
+        """Have all of it done. Only for who knows that the next step comes, or that its lanes are cleared."""
         with torch.inference_mode(False), torch.no_grad():
             for layer in self._layers:
                 layer.go_ahead()

@@ -49,7 +49,7 @@ class CodesIndex:
     int32 on the device. select() launches five kernels of fixed shape on a GPU, six with policy="mean"; on a CPU the same steps
     run in torch."""
 
-    graph_safe = True
+    graph_safe = reversible = True
     on_host = False
 
     def __init__(
@@ -144,6 +144,10 @@ class CodesIndex:
                     count(self._summaries, [lane], [new], [old], -1)
                 self._counts[lane] = new
                 self._update()
+
+    def undo(self, lane: int, length: int) -> None:
+        """See Reversible: what was written stands behind what is counted."""
+        self.truncate(lane, length)
 
     def reorder(self, lanes: Sequence[int]) -> None:
         """See Index."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -42,10 +42,11 @@ class Plan:
 
 @dataclass(slots=True)
 class Static:
-    """Of a lane: tokens since its static set was chosen, for how many rows it was, the share that is static, how many queries
-    of its prompt were watched, and the plan that the next append puts in place."""
+    """Of a lane: tokens since its static set was chosen, before the last append too; for how many rows it was, the share that is
+    static, how many queries of its prompt were watched, and the plan that the next append puts in place."""
 
     since: int = 0
+    before: int = 0
     rows: int | None = None
     share: float | None = None
     watched: int = 0
@@ -118,6 +119,11 @@ class HybridIndex(BoundIndex):
         self.statics: list[Static] = []
         self._beside: torch.cuda.Stream | None = None
 
+    @property
+    def reversible(self) -> bool:
+        """See Reversible: not where the next append puts a plan in the place of what is there."""
+        return all(static.plan is None for static in self.statics)
+
     def watch(self, lanes: int) -> Watch:
         """See UnitIndex: the observation window."""
         return Watch(self.queries[:lanes], self.seen[:lanes], self.clock)
@@ -146,6 +152,7 @@ class HybridIndex(BoundIndex):
         super().append(lanes, keys, values, queries)
         for i, lane in enumerate(lanes):
             static = self.statics[lane]
+            static.before = static.since
             if queries is not None:
                 self._watch(lane, queries[i])
             static.since += keys.shape[2]
@@ -176,6 +183,12 @@ class HybridIndex(BoundIndex):
                 self.seen[lane].zero_()
         super().truncate(lane, length)
 
+    def undo(self, lane: int, length: int) -> None:
+        """See Reversible. A plan that the append began is dropped."""
+        self._drop(lane)
+        self.statics[lane].since = self.statics[lane].before
+        super().undo(lane, length)
+
     def reorder(self, lanes: Sequence[int]) -> None:
         """See Index."""
         super().reorder(lanes)
@@ -183,12 +196,13 @@ class HybridIndex(BoundIndex):
 
     def state_dict(self) -> dict[str, Any]:
         """See Index."""
-        statics = []
+        statics: list[dict[str, Any]] = []
         for static in self.statics:
             if static.plan is not None and static.plan.done is not None:
                 torch.cuda.current_stream(self.shape.device).wait_event(static.plan.done)
+            own = {f.name: getattr(static, f.name) for f in fields(static)}
             plan = None if static.plan is None else (*(t.clone() for t in static.plan.tensors()), static.plan.static)
-            statics.append((static.since, static.rows, static.share, static.watched, plan))
+            statics.append(own | {"plan": plan})
         return super().state_dict() | {"clock": self.clock.clone(), "rows": self.rows, "statics": statics}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -196,10 +210,11 @@ class HybridIndex(BoundIndex):
         super().load_state_dict(state)
         self.clock, self.rows = state["clock"].to(self.shape.device, copy=True), state["rows"]
         self.statics = []
-        for since, rows, share, watched, plan in state["statics"]:
+        for own in state["statics"]:
+            plan = own["plan"]
             tensors = [] if plan is None else [t.to(self.shape.device, copy=True) for t in plan[:3]]
             made = None if plan is None else Plan(tensors[0], plan[3], tensors[1], tensors[2])
-            self.statics.append(Static(since, rows, share, watched, made))
+            self.statics.append(Static(**own | {"plan": made}))
 
     def reserve(self, lanes: int, units: int = 0, tokens: int = 0) -> None:
         """See UnitIndex."""
@@ -293,6 +308,7 @@ class HybridIndex(BoundIndex):
         marks = [(0, 0)] if units <= 1 and not plan.static else [(0, 0), (tokens - kept, max(0, units - 1))]
         self._set(lane, Lane(tokens, units, kept, marks))
         self.statics[lane].rows, self.statics[lane].plan = self.rows, None
+        self._before.pop(lane, None)
 
     def _stored(self, lane: int, tokens: int) -> bool:
         store = self.shape.store

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvthaw.errors import ConfigError
 from kvthaw.index.tokens import TokenIndex
-from kvthaw.types import Index, LayerShape, Rebuilds, Selection, WorksBeside
+from kvthaw.types import Index, LayerShape, Rebuilds, Reversible, Selection, WorksBeside
 
 
 def quantise(keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,6 +79,11 @@ class PrunedIndex:
         here = replace(shape, device=torch.device("cpu")) if self.on_host else shape
         self.keys = QuantisedKeys(here, stored=self.on_host)
 
+    @property
+    def reversible(self) -> bool:
+        """See Reversible."""
+        return isinstance(self.inner, Reversible) and self.inner.reversible
+
     def make_room(self, lanes: int, tokens: int) -> None:
         """See Index."""
         self.inner.make_room(lanes, tokens)
@@ -127,6 +132,12 @@ class PrunedIndex:
         """See Index."""
         self.inner.truncate(lane, length)
         self.keys.truncate(lane, length)
+
+    def undo(self, lane: int, length: int) -> None:
+        """See Reversible."""
+        assert isinstance(self.inner, Reversible)
+        self.inner.undo(lane, length)
+        self.keys.undo(lane, length)
 
     def reorder(self, lanes: Sequence[int]) -> None:
         """See Index."""

@@ -26,7 +26,7 @@ class TokenIndex:
     [B, H, *shape]. All on the device, at a capacity that doubles, written in place.
     """
 
-    graph_safe = True
+    graph_safe = reversible = True
     grows = True
     on_host = False
 
@@ -102,6 +102,10 @@ class TokenIndex:
         if lane < len(self.counts):
             self.counts[lane] = min(self.counts[lane], max(0, length - self.first))
             self.tell()
+
+    def undo(self, lane: int, length: int) -> None:
+        """See Reversible: what was written stands behind what is counted."""
+        self.truncate(lane, length)
 
     def reorder(self, lanes: Sequence[int]) -> None:
         """See Index."""

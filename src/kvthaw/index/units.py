@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,11 +31,20 @@ class Lane:
     marks: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
 
 
+@dataclass(frozen=True, slots=True)
+class Before:
+    """A lane before its last append: what the host knew of it, and what was written over: table, first place, [H, n, ...]."""
+
+    host: Lane
+    parts: tuple[tuple[str, int, Tensor], ...]
+
+
 class UnitIndex:
     """Tables of units, and selection by digest. Subclasses say how a batch becomes units.
 
     digests [B, H, U, E], stops [B, H, U + 1] int32, counts [B] int32, order [B, H, T] int32 or None (text order), recent
     [B, H, batch, D]: the keys of the last batch. All on the device, at a capacity that doubles, written in place.
+    What an append writes over, the units of a batch that was not full, is kept until the next, so that it can be undone.
     """
 
     graph_safe = True
@@ -57,8 +66,14 @@ class UnitIndex:
         self.order = torch.zeros((0, heads, 0), dtype=torch.int32, device=device) if self.mapped else None
         self.recent = torch.zeros((0, heads, batch, shape.head_dim), dtype=shape.dtype, device=device)
         self.lanes: list[Lane] = []
+        self._before: dict[int, Before] = {}
         self._stream: torch.cuda.Stream | None = None
         self._done: torch.cuda.Event | None = None
+
+    @property
+    def reversible(self) -> bool:
+        """See Reversible."""
+        return True
 
     # What a method adds
 
@@ -96,6 +111,7 @@ class UnitIndex:
             0, max(self.lanes[i].units for i in lanes) + -(-n // self.size) + 1, max(self.lanes[i].tokens for i in lanes) + n
         )
         for i, lane in enumerate(lanes):
+            self._before[lane] = self._saved(lane, n)
             self._add(lane, keys[i])
 
     def select(self, query: Tensor, budget: int) -> Selection:
@@ -126,6 +142,7 @@ class UnitIndex:
         if lane >= len(self.lanes) or keep >= self.lanes[lane].tokens:
             return
         self.join()
+        self._before.pop(lane, None)
         host = self.lanes[lane]
         if keep == 0:
             self._set(lane, Lane())
@@ -153,6 +170,17 @@ class UnitIndex:
             order[:, :keep] = order[kept].view(-1, keep)
         self._set(lane, Lane(keep, units, 0, [*marks, (keep, units)]))
 
+    def undo(self, lane: int, length: int) -> None:
+        """See Reversible."""
+        last = self._before.pop(lane, None)
+        if last is None:
+            self.truncate(lane, length)
+            return
+        self.join()
+        for name, start, part in last.parts:
+            getattr(self, name)[lane, :, start : start + part.shape[1]] = part
+        self._set(lane, last.host)
+
     def reorder(self, lanes: Sequence[int]) -> None:
         """See Index."""
         self.join()
@@ -161,19 +189,22 @@ class UnitIndex:
         for name in self._tables():
             setattr(self, name, getattr(self, name).index_select(0, which))
         self.lanes = [copy.deepcopy(self.lanes[lane]) for lane in lanes]
+        self._before = {i: copy.deepcopy(self._before[lane]) for i, lane in enumerate(lanes) if lane in self._before}
 
     def state_dict(self) -> dict[str, Any]:
         """See Index."""
         self.join()
         state: dict[str, Any] = {name: getattr(self, name).clone() for name in self._tables()}
-        lanes = [(lane.tokens, lane.units, lane.kept, list(lane.marks)) for lane in self.lanes]
-        return state | {"lanes": lanes, "first": self.first}
+        return state | {"lanes": copy.deepcopy(self.lanes), "before": copy.deepcopy(self._before), "first": self.first}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See Index."""
         for name in self._tables():
             setattr(self, name, state[name].to(self.shape.device, copy=True))
-        self.lanes = [Lane(t, u, k, [(a, b) for a, b in marks]) for t, u, k, marks in state["lanes"]]
+        self.lanes, self._before = copy.deepcopy(state["lanes"]), {}
+        for lane, before in state["before"].items():
+            parts = [(name, start, part.to(self.shape.device, copy=True)) for name, start, part in before.parts]
+            self._before[lane] = Before(copy.deepcopy(before.host), tuple(parts))
         self.first = int(state["first"])
 
     # Work beside the current stream
@@ -228,6 +259,18 @@ class UnitIndex:
         self.counts[lane].fill_(host.units)
         if not host.tokens:
             self.stops[lane, :, 0] = 0
+
+    def _saved(self, lane: int, n: int) -> Before:
+        """What an append of n tokens will write over."""
+        host = self.lanes[lane]
+        spans = [("recent", 0, host.kept)]
+        if host.kept not in (0, self.batch):
+            begin, first = host.marks[-1]
+            spans += [("digests", first, host.units), ("stops", first, host.units + 1)]
+            if self.mapped and not self.shuffled:  # a full batch may be put in another order
+                spans.append(("order", begin, host.tokens))
+        parts = [(name, start, getattr(self, name)[lane, :, start:stop].clone()) for name, start, stop in spans if stop > start]
+        return Before(replace(host, marks=list(host.marks)), tuple(parts))
 
     def _add(self, lane: int, keys: Tensor) -> None:
         """The next tokens of a lane, keys [H, n, D]; there is room."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from kvthaw.errors import ConfigError
 from kvthaw.index.clusters import ClusterIndex
-from kvthaw.index.units import Lane, grown
+from kvthaw.index.units import Before, Lane, grown
 from kvthaw.kernels import unit_scores
 from kvthaw.kernels.unit_select import Policy
 from kvthaw.types import LayerShape, Partial, Selection
@@ -176,6 +177,17 @@ class WaveIndex(ClusterIndex):
 
     def _ring(self, start: int, stop: int) -> Tensor:
         return torch.arange(start, stop, device=self.recent_values.device) % self.batch
+
+    def _saved(self, lane: int, n: int) -> Before:
+        """See UnitIndex: values of the last batch stand in a ring."""
+        saved, start, parts = super()._saved(lane, n), self.lanes[lane].tokens, []
+        stop = start + min(n, self.batch)
+        while start < stop:
+            place = start % self.batch
+            end = min(self.batch, place + stop - start)
+            parts.append(("recent_values", place, self.recent_values[lane, :, place:end].clone()))
+            start += end - place
+        return replace(saved, parts=(*saved.parts, *parts))
 
     def _set(self, lane: int, host: Lane) -> None:
         super()._set(lane, host)
