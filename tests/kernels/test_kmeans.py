@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -23,7 +25,7 @@ def blobs(problems: int, tokens: int, count: int, dim: int, seed: int = 0) -> tu
     return keys, start
 
 
-SHAPES = [(1, 1, 1, 64), (2, 63, 4, 64), (1, 200, 7, 96), (2, 150, 3, 128), (1, 40, 40, 256)]
+SHAPES = [(1, 1, 1, 64), (2, 63, 4, 64), (1, 200, 7, 96), (2, 150, 3, 128), (1, 40, 40, 256), (2, 90, 5, 8)]
 
 
 @pytest.mark.parametrize("distance", ["cosine", "l2", "inner"])
@@ -66,6 +68,33 @@ def test_kernels_assign_to_a_nearest_centroid(device: torch.device) -> None:
             assert (scores[own, c] >= scores[own].amax(dim=1) - 1e-4).all()
             if len(own):
                 torch.testing.assert_close(means[0, c], keys[0, own].mean(dim=0), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="no Triton")
+@pytest.mark.parametrize(
+    ("dim", "dtype"), [(1, torch.float32), (8, torch.float32), (8, torch.bfloat16), (24, torch.float16), (256, torch.float32)]
+)
+def test_products_are_of_shapes_that_a_gpu_multiplies(dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter multiplies any: what the kernels were given is looked at instead."""
+    given: list[dict[str, int]] = []
+    kernel = op._assign
+
+    class Watched:
+        def __getitem__(self, grid: object) -> Callable[..., object]:
+            def run(*args: object, **shape: int) -> object:
+                given.append(shape)
+                return kernel[grid](*args, **shape)
+
+            return run
+
+    monkeypatch.setattr(op, "_assign", Watched())
+    keys, start = blobs(1, 30, 2, dim)
+    op.launch(keys.to(dtype), start, distance="l2", iterations=2)
+    assert len(given) == 2
+    for shape in given:
+        assert min(shape["BM"], shape["BN"], shape["DP"]) >= 16
+        assert dim <= shape["DP"] <= max(16, 2 * dim)
+        assert shape["DP"].bit_count() == 1
 
 
 def test_stops_early_and_keeps_empty_clusters() -> None:

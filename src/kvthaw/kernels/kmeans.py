@@ -11,7 +11,7 @@ a problem whose labels did not change skips its products.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -200,6 +200,18 @@ if HAS_TRITON:
                 tl.store(bias + n * count + c, -0.5 * square)
 
 
+def tiling(dim: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """How a kernel that compares keys of so many dimensions with centroids cuts them: keys (BM) and centroids (BN) a step,
+    dimensions with padding (DP, at least the 16 that a GPU's matrix product takes), warps, and whether it multiplies in
+    float32."""
+    padded = max(16, triton.next_power_of_2(dim))
+    row = padded * dtype.itemsize
+    tall, broad = (128, 64) if row <= 256 else (64, 64) if row <= 512 else (64, 16)
+    found = {"BM": tall, "BN": broad, "DP": padded, "UPCAST": device.type == "cpu" or dtype == torch.float32, "num_warps": 8}
+    # two programs a multiprocessor, without a spill
+    return found | ({"maxnreg": 128} if row <= 512 and dtype.itemsize == 2 else {})
+
+
 def launch(keys: Tensor, start: Tensor, *, distance: Distance, iterations: int = 20) -> tuple[Tensor, Tensor, Tensor]:
     """The Triton kernels; arguments and result as in `kmeans`. With keys in 16 bits, centroids are compared in 16 bits too."""
     keys = keys.contiguous()
@@ -216,27 +228,21 @@ def launch(keys: Tensor, start: Tensor, *, distance: Distance, iterations: int =
     block = min(4096, max(tile, triton.next_power_of_2(triton.cdiv(tokens, 256))))
     blocks = triton.cdiv(tokens, block)
     counts = torch.empty((problems, count, blocks), **like)  # type: ignore[call-overload]
-    padded = triton.next_power_of_2(dim)
-    row = padded * keys.dtype.itemsize
-    tall, broad = (128, 64) if row <= 256 else (64, 64) if row <= 512 else (64, 16)
-    metric = {"L2": distance == "l2", "DP": padded}
-    capped = (
-        {"maxnreg": 128} if row <= 512 and keys.dtype.itemsize == 2 else {}
-    )  # two programs a multiprocessor, without a spill
+    shape = tiling(dim, keys.dtype, keys.device)
+    metric = {"L2": distance == "l2"}
     tiles = (triton.cdiv(tokens, tile), problems)
     upto = counts
     for i in range(iterations):
-        _assign[(triton.cdiv(tokens, tall), problems)](
-            keys, m, bias, labels, changed[i:], tokens, count, dim,
-            BM=tall, BN=broad, **metric, **capped, num_warps=8, UPCAST=keys.device.type == "cpu" or keys.dtype == torch.float32,
-        )  # fmt: skip
+        _assign[(triton.cdiv(tokens, shape["BM"]), problems)](
+            keys, m, bias, labels, changed[i:], tokens, count, dim, **shape, **metric
+        )
         counts.zero_()
         _rank[tiles](labels, ranks, counts, tokens, count, blocks, block, TILE=tile, CHUNK=32, num_warps=4)
         upto = torch.cumsum(counts.view(-1), dim=0, dtype=torch.int32)
         _sort[tiles](labels, ranks, upto, order, tokens, count, blocks, block, TILE=tile)
         _average[(count, problems)](
             keys, order, upto, means, m, bias, tokens, count, dim, blocks,
-            CHUNK=32, **metric, COSINE=distance == "cosine", num_warps=4,
+            CHUNK=32, DP=shape["DP"], COSINE=distance == "cosine", **metric, num_warps=4,
         )  # fmt: skip
     ends = upto.view(problems, count, blocks)[:, :, -1] - torch.arange(problems, device=keys.device)[:, None] * tokens
     return means, order, torch.nn.functional.pad(ends, (1, 0)).int()
