@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from functools import partial
 
 import pytest
 import torch
 from lanes import FIRST, Lanes
+from torch import Tensor
 
 from kvthaw.errors import ConfigError
-from kvthaw.index.clusters import ClusterIndex, draw, spread
+from kvthaw.index.clusters import ClusterIndex, covering, draw
 from kvthaw.kernels.kmeans import kmeans
 
 SMALL = partial(ClusterIndex, tokens_per_cluster=10, batch=40, clusters_per_batch=4)
@@ -36,8 +39,9 @@ def test_the_prompts_clusters_are_kmeans_of_its_keys() -> None:
     index = lanes.index
     assert isinstance(index, ClusterIndex)
     assert index.order is not None
-    start = draw(FIRST + torch.arange(120), 12, seed=7, layer=3, heads=2)
-    means, order, stops = kmeans(lanes.keys[0][:, FIRST : FIRST + 120], start, distance="cosine")
+    keys = lanes.keys[0][:, FIRST : FIRST + 120]
+    start = covering(keys, draw(FIRST + torch.arange(120), 6, seed=7, layer=3, heads=2), 12)
+    means, order, stops = kmeans(keys, start, distance="cosine")
     torch.testing.assert_close(index.digests[0, :, :12], means)
     assert torch.equal(index.order[0, :, :120], order + FIRST)
     assert torch.equal(index.stops[0, :, :13], stops)
@@ -134,21 +138,62 @@ def test_recall_rises_with_the_number_of_clusters() -> None:
     assert shares[2] > 0.5
 
 
-def test_spread_takes_the_key_furthest_from_those_it_has() -> None:
-    keys = torch.randn(2, 60, 16)
-    keys[1, 20:] = keys[1, :1] * torch.rand(40, 1)  # of one direction: nothing new to be had from them
-    found = spread(keys, 12)
-    unit = torch.nn.functional.normalize(keys.double(), dim=2)
-    for own, chosen in zip(unit, found.tolist(), strict=True):
-        assert chosen[0] == 0
-        assert len(set(chosen)) == 12
-        for i in range(1, 12):
-            nearest = (own @ own[chosen[:i]].T).amax(dim=1)
-            assert nearest[chosen[i]] <= nearest.min() + 1e-6
+def covering_in_float64(keys: Tensor, drawn: list[int], count: int) -> list[int]:
+    """`covering` of one problem [T, D], key by key."""
+    unit = torch.nn.functional.normalize(keys.double(), dim=1)
+    chosen = list(drawn)
+    for left in range(max(4, math.ceil((count - len(chosen)) / 256)), 0, -1):
+        more = math.ceil((count - len(chosen)) / left)
+        covered = {
+            t: float((unit[chosen] @ unit[t]).max()) if unit[t].any() else 1.0 for t in range(len(keys)) if t not in chosen
+        }
+        ranking = sorted(covered, key=lambda t: (round(covered[t], 5), t))[: 4 * more]
+        if ranking:
+            last = covered[ranking[-1]]
+            passed = [t for i, t in enumerate(ranking) if any(float(unit[t] @ unit[e]) > last + 1e-5 for e in ranking[:i])]
+            chosen += ([t for t in ranking if t not in passed] + passed)[:more]
+    return sorted(chosen)
 
 
-def test_more_centroids_than_directions_leave_clusters_empty() -> None:
-    index = ClusterIndex(Lanes(SMALL, [0]).shape, tokens_per_cluster=10, start="spread")
+@pytest.mark.parametrize(
+    ("tokens", "dim", "few", "count"), [(300, 16, 10, 40), (60, 8, 3, 60), (200, 128, 1, 2), (50, 64, 7, 7)]
+)
+def test_covering_takes_the_keys_that_are_covered_worst(tokens: int, dim: int, few: int, count: int) -> None:
+    keys = torch.randn(3, tokens, dim)
+    keys[1, 20:] = keys[1, :20].repeat(tokens // 20, 1)[: tokens - 20]  # ties: the same 20 keys again and again
+    keys[2, 11:14] = 0
+    drawn = draw(torch.arange(tokens), few, seed=1, layer=2, heads=3)
+    found = covering(keys, drawn, count)
+    assert found.dtype == torch.int64
+    for own, first, chosen in zip(keys, drawn.tolist(), found.tolist(), strict=True):
+        assert chosen == covering_in_float64(own, first, count)
+        assert len(set(chosen)) == count
+        assert set(first) <= set(chosen)
+
+
+def test_covering_depends_on_its_own_problem_alone_and_is_the_same_again() -> None:
+    keys, drawn = torch.randn(4, 400, 64), draw(torch.arange(400), 9, seed=1, layer=2, heads=4)
+    together = covering(keys, drawn, 30)
+    assert torch.equal(together, covering(keys, drawn, 30))
+    for n in range(4):
+        assert torch.equal(covering(keys[n : n + 1], drawn[n : n + 1], 30), together[n : n + 1])
+
+
+def test_many_alike_that_nothing_covers_do_not_take_all_places() -> None:
+    """Of 300 keys around one direction one is enough for a round, so that 8 single ones come in as well."""
+    text = torch.randn(20, 64)[torch.arange(4000) % 20] + 0.1 * torch.randn(4000, 64)
+    text[1000:1300] = -text.mean(dim=0) * 5 + 0.1 * torch.randn(300, 64)
+    single = torch.arange(2000, 2008)
+    text[single] = torch.randn(8, 64) - text.mean(dim=0)
+    drawn = torch.arange(0, 20)[None]
+    chosen = covering(text[None], drawn, 40)[0]
+    assert torch.isin(single, chosen).all()
+    assert ((chosen >= 1000) & (chosen < 1300)).any()
+
+
+@pytest.mark.parametrize("start", ["covering", "random"])
+def test_more_centroids_than_directions_leave_clusters_empty(start: str) -> None:
+    index = ClusterIndex(Lanes(SMALL, [0]).shape, tokens_per_cluster=10, start=start)  # type: ignore[arg-type]
     keys = torch.ones(2, 100, 64)
     index.build(0, FIRST, keys, keys, keys[:, :4].repeat(2, 1, 1))
     selection = index.select(torch.ones(1, 4, 64), 30)
@@ -156,24 +201,43 @@ def test_more_centroids_than_directions_leave_clusters_empty() -> None:
     assert torch.isfinite(index.digests[0, :, :10]).all()
 
 
-def test_a_needle_among_repeated_text_keeps_a_cluster_of_its_own_when_the_start_is_spread() -> None:
+@pytest.mark.parametrize("clusters", [1, 2, 60, 1000])
+def test_as_many_clusters_as_tokens_or_one(clusters: int) -> None:
+    lanes = Lanes(partial(ClusterIndex, clusters=clusters), [60])
+    index = lanes.index
+    assert isinstance(index, ClusterIndex)
+    assert index.order is not None
+    assert index.order[0, :, :60].sort(dim=1).values.tolist() == [list(range(FIRST, FIRST + 60))] * 2
+    sizes = index.stops[0, :, : min(clusters, 60) + 1].diff(dim=1)
+    assert sizes.sum(dim=1).tolist() == [60, 60]
+    assert clusters < 60 or (sizes == 1).all()
+
+
+def test_a_needle_among_repeated_text_has_clusters_of_its_own() -> None:
     """Random centroids seldom fall on five keys in 4000; their mean is then lost in a cluster of other keys."""
-    dim, tokens, needle = 64, 4000, slice(1234, 1239)
+    dim, tokens, needle = 64, 4000, range(1234, 1239)
     generator = torch.Generator().manual_seed(3)
     text = torch.randn(20, dim, generator=generator) + 2 * torch.randn(dim, generator=generator)
     keys = text[torch.arange(tokens) % 20] + 0.3 * torch.randn(tokens, dim, generator=generator)
     keys[needle] = torch.randn(5, dim, generator=generator) * 1.3 + 2 * keys.mean(dim=0) / 2
     lanes = Lanes(SMALL, [0], heads=1, group=1)
-    found = {}
-    for start in ("random", "spread"):
+    found, others = {}, {}
+    for start in ("random", "covering"):
         index = ClusterIndex(lanes.shape, start=start)
         index.build(0, FIRST, keys[None], keys[None], keys[None, -4:])
-        found[start] = 0
-        for place in range(needle.start, needle.stop):
+        found[start] = others[start] = 0
+        for place in needle:
             rows = index.select(keys[None, place, None], 100).rows
             found[start] += int((rows == FIRST + place).sum())
-    assert found["spread"] == 5
+        assert index.order is not None
+        order, stops = (index.order[0, 0, :tokens] - FIRST).tolist(), index.stops[0, 0, : tokens // 80 + 1].tolist()
+        for begin, end in itertools.pairwise(stops):
+            inside = sum(place in needle for place in order[begin:end])
+            others[start] += end - begin - inside if inside else 0
+    assert found["covering"] == 5
+    assert others["covering"] == 0
     assert found["random"] < 5
+    assert others["random"] > 0
 
 
 def test_draw_depends_on_seed_layer_head_and_position_only() -> None:
@@ -199,7 +263,7 @@ def test_draw_depends_on_seed_layer_head_and_position_only() -> None:
         ({"batch": 30, "clusters_per_batch": 4}, "batch is 30; it must be a multiple of clusters_per_batch, 4"),
         ({"clusters": 0}, "clusters is 0"),
         ({"distance": "l1"}, "distance is 'l1'"),
-        ({"start": "first"}, "start is 'first'; it must be one of random, spread"),
+        ({"start": "first"}, "start is 'first'; it must be one of covering, random"),
         ({"policy": "best"}, "policy is 'best'"),
     ],
 )

@@ -10,12 +10,15 @@ from torch import Tensor
 from kvthaw.errors import ConfigError
 from kvthaw.index.mix import GOLDEN, SPREAD, mix
 from kvthaw.index.units import Lane, UnitIndex, means
+from kvthaw.kernels.cover import cover
 from kvthaw.kernels.kmeans import Distance, check_distance, kmeans
 from kvthaw.kernels.unit_select import Policy
 from kvthaw.types import LayerShape
 
-Start = Literal["random", "spread"]
-"""The keys that k-means begins with: drawn at random, as in the paper, or spread over the directions that keys have."""
+Start = Literal["covering", "random"]
+"""The keys that k-means begins with: half drawn at random and half those that the others cover worst, or all drawn, as in the
+paper."""
+_ROUNDS, _MOST, _AMONG = 4, 256, 4  # rounds at least; what a round adds at most, and among how many times as many
 
 
 def draw(positions: Tensor, count: int, *, seed: int, layer: int, heads: int) -> Tensor:
@@ -26,17 +29,48 @@ def draw(positions: Tensor, count: int, *, seed: int, layer: int, heads: int) ->
     return torch.topk(x, count, dim=1, largest=False).indices.sort(dim=1).values
 
 
-def spread(keys: Tensor, count: int) -> Tensor:
-    """`count` of the keys [N, T, D], as indices [N, count] int64: the first key, then again and again the one whose largest
-    cosine with those already chosen is least, of equal ones the first. count <= T; `count` passes over the keys, no host sync."""
-    unit = torch.nn.functional.normalize(keys.float(), dim=2)
-    chosen = torch.zeros((keys.shape[0], count), dtype=torch.int64, device=keys.device)
-    nearest = torch.full(keys.shape[:2], -torch.inf, device=keys.device)
-    for i in range(1, count):
-        last = unit.gather(1, chosen[:, i - 1, None, None].expand(-1, 1, unit.shape[2]))
-        nearest = torch.maximum(nearest, (unit @ last.transpose(1, 2))[..., 0])
-        chosen[:, i] = nearest.argmin(dim=1)
-    return chosen
+def covering(keys: Tensor, drawn: Tensor, count: int) -> Tensor:
+    """The keys drawn and those that the others cover worst: `count` of the keys [N, T, D], as indices [N, count] int64, ascending,
+    none twice. drawn [N, C], C at least 1 and at most count; count <= T. No host sync.
+
+    In four rounds or more, each adding as many keys as the others: keys are ranked by their largest cosine with any key chosen so
+    far, the smallest first, and those are added that are like none before them in the ranking (`unlike`).
+    """
+    chosen = new = drawn
+    covered = torch.full(keys.shape[:2], -torch.inf, device=keys.device)
+    rounds = max(_ROUNDS, -(-(count - drawn.shape[1]) // _MOST))
+    while lacking := count - chosen.shape[1]:
+        cover(covered, keys, new)
+        covered.scatter_(1, new, torch.inf)
+        more = -(-lacking // rounds)
+        new = unlike(keys, covered, more, among=min(_AMONG * more, keys.shape[1] - chosen.shape[1]))
+        chosen = torch.cat((chosen, new), dim=1)
+        rounds -= 1
+    return chosen.sort(dim=1).values
+
+
+def unlike(keys: Tensor, covered: Tensor, count: int, *, among: int) -> Tensor:
+    """`count` of the `among` keys [N, T, D] that are covered least, as indices [N, count]; of equal ones the first.
+
+    covered [N, T]: cosines, float32. A key that is nearer to one before it in this ranking than the ranking's last is to those that
+    cover it is passed over: the one before may come to cover it. If too few are left, the first that were passed over.
+    """
+    # positive floats rank as their bits do; with the position behind, no two are equal
+    ranking = ((covered + 2.0).view(torch.int32).long() << 32) + torch.arange(keys.shape[1], device=keys.device)
+    worst = torch.topk(ranking, among, dim=1, largest=False).indices
+    unit = torch.nn.functional.normalize(keys.gather(1, worst[:, :, None].expand(-1, -1, keys.shape[2])).float(), dim=2)
+    near = unit @ unit.transpose(1, 2) > covered.gather(1, worst[:, -1:])[:, :, None]
+    like = near.tril(-1).any(dim=2)
+    rank = torch.arange(among, device=keys.device) + among * like
+    return worst.gather(1, torch.topk(rank, count, dim=1, largest=False).indices)
+
+
+def first_keys(keys: Tensor, positions: Tensor, count: int, *, start: Start, seed: int, layer: int) -> Tensor:
+    """The keys that k-means of batches begins with: keys [H, n, T, D] at positions [n, T] -> [H n, count] int64, ascending."""
+    drawn = count - count // 2 if start == "covering" else count
+    parts = [draw(own, drawn, seed=seed, layer=layer, heads=keys.shape[0]) for own in positions.unbind()]
+    first = torch.stack(parts, dim=1).flatten(0, 1)
+    return covering(keys.flatten(0, 1), first, count) if drawn < count else first
 
 
 class ClusterIndex(UnitIndex):
@@ -44,9 +78,9 @@ class ClusterIndex(UnitIndex):
 
     A prompt of L tokens gets L / tokens_per_cluster clusters (or exactly `clusters`), a batch gets clusters_per_batch. Until
     a batch is full, its tokens are as many temporary clusters in text order, each with the mean of its keys. Clusters are
-    ranked by q.mu and taken whole, the last one cut: its earliest tokens stay. start="spread" gives keys unlike all others, as
-    those of a needle are, clusters of their own, whose mean is near them. On a GPU a prompt is clustered on a stream of
-    its own, beside the layers that follow; the first select() waits for it on the device.
+    ranked by q.mu and taken whole, the last one cut: its earliest tokens stay. start="covering" gives keys unlike all others, as
+    those of a needle are, clusters of their own, whose mean is near them; a random start may leave them among others. On a GPU
+    a prompt is clustered on a stream of its own, beside the layers that follow; the first select() waits for it on the device.
     """
 
     mapped = True
@@ -60,7 +94,7 @@ class ClusterIndex(UnitIndex):
         batch: int = 320,
         clusters_per_batch: int = 4,
         distance: Distance = "cosine",
-        start: Start = "random",
+        start: Start = "covering",
         iterations: int = 20,
         policy: Policy = "max",
     ) -> None:
@@ -114,14 +148,11 @@ class ClusterIndex(UnitIndex):
         heads, batches, tokens, dim = keys.shape
         device = keys.device
         starts = torch.arange(batches, device=device)[None, :, None] * tokens  # of each batch, from `begin`
-        together = keys.flatten(0, 1)
-        if self.start == "spread":
-            first = spread(together, count)
-        else:
-            positions = self.first + begin + torch.arange(batches * tokens, device=device).view(batches, tokens)
-            drawn = [draw(own, count, seed=self.shape.seed, layer=self.shape.layer, heads=heads) for own in positions.unbind()]
-            first = torch.stack(drawn, dim=1).flatten(0, 1)
-        means, order, stops = kmeans(together, first, distance=self.distance, iterations=self.iterations)
+        keys = keys.contiguous()
+        positions = self.first + begin + torch.arange(batches * tokens, device=device).view(batches, tokens)
+        shape = self.shape
+        first = first_keys(keys, positions, count, start=self.start, seed=shape.seed, layer=shape.layer)
+        means, order, stops = kmeans(keys.flatten(0, 1), first, distance=self.distance, iterations=self.iterations)
         units, end = batches * count, begin + batches * tokens
         self.digests[lane, :, before : before + units] = means.view(heads, units, dim).to(self.digests.dtype)
         stops = stops.view(heads, batches, -1)[:, :, 1:] + starts + begin

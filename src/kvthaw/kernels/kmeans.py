@@ -20,7 +20,8 @@ from kvthaw.errors import ConfigError
 from kvthaw.kernels import HAS_TRITON
 
 Distance = Literal["cosine", "l2", "inner"]
-_SCORES = 1 << 22  # float32 similarities held at once by the vectorised path
+SCORES = 1 << 22
+"""float32 similarities held at once by a vectorised path."""
 
 
 def check_distance(distance: str) -> None:
@@ -72,7 +73,7 @@ def vectorised(keys: Tensor, start: Tensor, *, distance: Distance, iterations: i
     count = start.shape[1]
     centroids = keys.gather(1, start[:, :, None].expand(-1, -1, dim)).float()
     labels = torch.full((problems, tokens), -1, dtype=torch.int64, device=keys.device)
-    block = max(1, _SCORES // max(1, problems * count))
+    block = max(1, SCORES // max(1, problems * count))
     ones = torch.ones((), dtype=torch.float32, device=keys.device).expand(problems, tokens)
     for _ in range(iterations):
         m, b = probes(centroids, distance)

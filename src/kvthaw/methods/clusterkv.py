@@ -19,7 +19,7 @@ def clusterkv(
     clusters: int | None = None,
     batch: int = 320,
     clusters_per_batch: int = 4,
-    start: Start = "random",
+    start: Start = "covering",
     iterations: int = 20,
     keep: int = 1,
 ) -> Method:
@@ -27,9 +27,10 @@ def clusterkv(
 
     policy: how the query heads of a group agree, see `kvthaw.kernels.unit_select.Policy`. distance: what k-means compares by.
     clusters: as many for any prompt (the paper's C0), instead of one for every tokens_per_cluster. clusters_per_batch: of later
-    tokens (the authors' code: 8). start: the first centroids; "random" keys as in the paper, or kvthaw's own
-    `kvthaw.index.clusters.spread`. keep: the paper's R, of how many steps the selected rows stay on the device. The paper keeps 16
-    sink tokens; it states no window, so tokens leave by 16.
+    tokens (the authors' code: 8). start: the first centroids. The paper draws them among the keys, start="random"; the few keys of
+    a needle are then often lost in a cluster of others, so kvthaw draws half of them and adds the keys that those cover worst
+    (`kvthaw.index.clusters.covering`). keep: the paper's R, of how many steps the selected rows stay on the device. The paper
+    keeps 16 sink tokens; it states no window, so tokens leave by 16.
     """
     index = partial(
         ClusterIndex,

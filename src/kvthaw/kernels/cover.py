@@ -1,0 +1,95 @@
+"""How well some of the keys stand for all: the largest cosine of each key with any of them (where k-means begins).
+
+A pass over keys and centres as k-means' assigning is (2 N T C D operations), with nothing written but one number a key. A key that
+joins the centres later raises what was found before, so rounds that add centres cost together what one round with all of them does.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels.kmeans import SCORES, tiling
+
+
+def definition(covered: Tensor, keys: Tensor, centres: Tensor) -> None:
+    """covered[n, t] becomes the largest of itself and cos(keys[n, t], keys[n, c]) for all c in centres[n].
+
+    A key that is 0 has no direction that could be missed: it is covered, 1; as a centre it is at a right angle to all others.
+    covered [N, T] float32, written in place; keys [N, T, D]; centres [N, C] int64, C at least 1.
+    """
+    for covered_n, keys_n, centres_n in zip(covered, keys.float(), centres, strict=True):
+        unit = torch.nn.functional.normalize(keys_n, dim=1)
+        nearest = (unit @ unit[centres_n].T).amax(dim=1)
+        covered_n.copy_(torch.maximum(covered_n, torch.where(keys_n.any(dim=1), nearest, 1.0)))
+
+
+def vectorised(covered: Tensor, keys: Tensor, centres: Tensor) -> None:
+    """As `definition`, batched; cosines are made in blocks, never [N, T, C] at once."""
+    m = _directions(keys, centres).transpose(1, 2)
+    block = max(1, SCORES // max(1, centres.numel()))
+    for at in range(0, keys.shape[1], block):
+        part = keys[:, at : at + block].float()
+        length = part.norm(dim=2)
+        nearest = torch.where(length > 0, (part @ m).amax(dim=2) / length, 1.0)
+        covered[:, at : at + block] = torch.maximum(covered[:, at : at + block], nearest)
+
+
+def _directions(keys: Tensor, centres: Tensor) -> Tensor:
+    """The keys of centres [N, C], of length 1 (or 0), [N, C, D] float32."""
+    return torch.nn.functional.normalize(keys.gather(1, centres[:, :, None].expand(-1, -1, keys.shape[2])).float(), dim=2)
+
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def _cover(
+        keys, centres, covered, tokens, count, dim,
+        BM: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr, UPCAST: tl.constexpr,
+    ):  # fmt: skip
+        # One program a (block of keys; problem): all centres pass by.
+        n = tl.program_id(1).to(tl.int64)
+        t, d, i = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, DP), tl.arange(0, BN)
+        known, inside = t < tokens, d < dim
+        k = tl.load(keys + (n * tokens + t[:, None]) * dim + d[None, :], mask=known[:, None] & inside[None, :], other=0.0)
+        square = tl.sum(k.to(tl.float32) * k.to(tl.float32), axis=1)
+        if UPCAST:
+            k = k.to(tl.float32)
+        best = tl.full([BM, BN], float("-inf"), tl.float32)
+        for start in range(0, count, BN):
+            c = start + i
+            m = tl.load(
+                centres + (n * count + c[:, None]) * dim + d[None, :], mask=(c < count)[:, None] & inside[None, :], other=0.0
+            )
+            if UPCAST:
+                m = m.to(tl.float32)
+            found = tl.dot(k, tl.trans(m), input_precision="tf32x3")
+            if start + BN > count:
+                found = tl.where((c < count)[None, :], found, float("-inf"))
+            best = tl.maximum(best, found)
+        nearest = tl.where(square > 0.0, tl.max(best, axis=1) / tl.sqrt(tl.where(square > 0.0, square, 1.0)), 1.0)
+        place = covered + n * tokens + t
+        tl.store(place, tl.maximum(tl.load(place, mask=known, other=0.0), nearest), mask=known)
+
+
+def launch(covered: Tensor, keys: Tensor, centres: Tensor) -> None:
+    """The Triton kernel; arguments as in `definition`. With keys in 16 bits, centres are compared in 16 bits too."""
+    assert covered.is_contiguous()
+    assert covered.dtype == torch.float32
+    keys = keys.contiguous()
+    problems, tokens, dim = keys.shape
+    shape = tiling(dim, keys.dtype, keys.device)
+    _cover[(triton.cdiv(tokens, shape["BM"]), problems)](
+        keys, _directions(keys, centres).to(keys.dtype).contiguous(), covered, tokens, centres.shape[1], dim, **shape
+    )
+
+
+def cover(covered: Tensor, keys: Tensor, centres: Tensor) -> None:
+    """As `definition`: on a GPU by the kernel, without a host sync; elsewhere vectorised."""
+    if HAS_TRITON and keys.device.type == "cuda":
+        launch(covered, keys, centres)
+    else:
+        vectorised(covered, keys, centres)
