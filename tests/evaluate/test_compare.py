@@ -151,7 +151,7 @@ def test_every_cell_has_its_first_samples_before_any_has_its_next(
     loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvthaw.evaluate.compare.WAVE", 2)
-    between = Stretch(Course((64,)), (FULL,))
+    between = Stretch(Course((64,)), (0,), (FULL,))
     todo = units(Runner(*loaded, batch=None), replace(GRID, samples=3), [between])
     found = [(one.job.length, [seed for seed, _ in one.places]) if isinstance(one, Unit) else None for one in todo]
     assert found == [(320, [0, 1]), (400, [0, 1]), None, (320, [2]), (400, [2])]

@@ -34,7 +34,7 @@ def compare(
     task: Annotated[
         str,
         typer.Option(
-            help="Tasks or suites of them, as kvthaw eval knows them, and perplexity (of a tenth of the samples), by commas."
+            help="Tasks or suites of them, as kvthaw eval knows them, and perplexity (of a fifth of the samples), by commas."
         ),
     ] = "passkey,niah,longeval,kv_retrieval",
     methods: Annotated[
@@ -115,10 +115,11 @@ def compare(
         )
         grid.jobs()  # nor do wrong lengths
         end = None if minutes is None else time.monotonic() + 60 * minutes
-        course = Course(grid.lengths, samples=max(1, samples // 10), seed=seed)
+        course = Course(grid.lengths, samples=max(1, samples // 5), seed=seed)
         kept = Folder(out), Stretches(out)
         llm, tokenizer = load_model(model, device, dtype)
-        runner, reader = Runner(llm, tokenizer, kept[0], name=model, batch=batch), Reader(llm, tokenizer, name=model)
+        runner = Runner(llm, tokenizer, kept[0], name=model, batch=batch)
+        reader = Reader(llm, tokenizer, name=model, batch=batch)
         with waiting("looking at what is there"):
             stretches = []
             if "perplexity" in listed(task, str, "--task"):

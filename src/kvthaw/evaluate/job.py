@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -87,3 +87,8 @@ class Unit:
     def name(self) -> str:
         """What it is, in words."""
         return f"{self.job.task} {self.job.length:,}, {len(self.places)} samples"
+
+    def halves(self) -> list[Unit]:
+        """Two of half as many samples; none of a single one."""
+        middle = len(self.places) // 2
+        return [replace(self, places=some) for some in (self.places[:middle], self.places[middle:])] if middle else []

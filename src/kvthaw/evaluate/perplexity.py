@@ -6,8 +6,6 @@ book is sent token by token (teacher-forced), so that every prediction that coun
 
 from __future__ import annotations
 
-import gc
-import itertools
 import json
 import math
 import random
@@ -19,16 +17,17 @@ import torch
 
 from kvthaw.engine.hf import Cache
 from kvthaw.errors import ConfigError
-from kvthaw.evaluate.decode import check_prompt, forward, prefill
+from kvthaw.evaluate.decode import check_prompt, forward_rows, prefill
 from kvthaw.evaluate.job import Progress
 from kvthaw.evaluate.machine import identity, now, versions
 from kvthaw.evaluate.metrics import mean
 from kvthaw.evaluate.passages import opening, text_name, tokens_of
 from kvthaw.evaluate.results import AsLine, Kept, OfModel
+from kvthaw.evaluate.rows import Rows, joined, spread
+from kvthaw.evaluate.tally import Tally
 from kvthaw.evaluate.variant import FULL, Variant, complete
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PreTrainedModel
 
 
@@ -81,7 +80,7 @@ class Setting(OfModel):
 @dataclass(frozen=True, slots=True)
 class Line(AsLine):
     """One stretch under one variant. nll: of each token, in nats. Bytes and attended as in `kvthaw.Stats`; seconds: for indexing
-    and steps."""
+    and steps, a row's share of what they took together."""
 
     setting: Setting
     nll: tuple[float, ...]
@@ -181,29 +180,44 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """One sample at one length, and what is to be computed of it."""
+    """Samples of a course at its one length that share their steps, by their seeds, and what is to be computed of each."""
 
     course: Course
+    seeds: tuple[int, ...]
     variants: tuple[Variant, ...]
 
     @property
     def lines(self) -> int:
         """How many lines it gives."""
-        return len(self.variants)
+        return len(self.seeds) * len(self.variants)
 
     @property
     def name(self) -> str:
         """What it is, in words."""
-        return f"perplexity {self.course.lengths[0]:,}"
+        return f"perplexity {self.course.lengths[0]:,}, {len(self.seeds)} samples"
+
+    def halves(self) -> list[Stretch]:
+        """Two of half as many samples; none of a single one."""
+        middle = len(self.seeds) // 2
+        return [replace(self, seeds=some) for some in (self.seeds[:middle], self.seeds[middle:])] if middle else []
 
 
 class Reader:
-    """A model, and what it has read so far."""
+    """A model, and what it has read so far. batch: samples that share their steps; see Rows. Each is prefilled alone."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any, known: Kept[Line] | None = None, *, name: str = "model") -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        known: Kept[Line] | None = None,
+        *,
+        name: str = "model",
+        batch: int | None = None,
+    ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.known: Kept[Line] = Kept(None, Line.from_json) if known is None else known
         self._same = identity(model, name)
+        self._rows = Rows(model, batch)
 
     def run(
         self, course: Course, variants: Sequence[Variant], progress: Callable[[Progress], None] | None = None
@@ -216,11 +230,11 @@ class Reader:
         wanted = {asked: complete(self.model, asked) for asked in dict.fromkeys((*variants, FULL))}
         check_prompt(self.model, course.tokens - 1)
         lengths = sorted(set(course.lengths))
-        texts = [self._place(course, course.seed + i) for i in range(course.samples)]
+        texts = {seed: self._place(course, seed) for seed in range(course.seed, course.seed + course.samples)}
         shared = {"steps": course.steps, "text": text_name(course.text), **self._same}
 
-        def setting(variant: Variant, length: int, i: int) -> Setting:
-            return Setting(length=length, seed=course.seed + i, start=texts[i][0], **_chosen(variant), **shared)  # type: ignore[arg-type]
+        def setting(variant: Variant, length: int, seed: int) -> Setting:
+            return Setting(length=length, seed=seed, start=texts[seed][0], **_chosen(variant), **shared)  # type: ignore[arg-type]
 
         every = list(dict.fromkeys(wanted.values()))
         total, done = course.samples * len(lengths) * len(every), 0
@@ -229,20 +243,27 @@ class Reader:
             if progress is not None:
                 progress(Progress(done, total, tokens, of, doing))
 
-        for i, (_, ids) in enumerate(texts):
-            settings = {length: {variant: setting(variant, length, i) for variant in every} for length in lengths}
-            missing = {
-                length: {variant: one for variant, one in found.items() if self.known.get(one) is None}
-                for length, found in settings.items()
-            }
-            done += len(lengths) * len(every) - sum(map(len, missing.values()))
-            for line in self._lines(ids, course.steps, missing, show):
-                self.known.add(line)
-                done += 1
+        lacking: dict[tuple[tuple[Variant, ...], ...], list[int]] = {}
+        for seed in texts:
+            known = ([self.known.get(setting(variant, length, seed)) for variant in every] for length in lengths)
+            lack = tuple(tuple(v for v, line in zip(every, row, strict=True) if line is None) for row in known)
+            lacking.setdefault(lack, []).append(seed)
+        done = total - sum(len(seeds) * sum(map(len, lack)) for lack, seeds in lacking.items())
+        for lack, seeds in lacking.items():
+            for a, b in spread(len(seeds), self._rows.at(course.tokens)):
+                some = seeds[a:b]
+                missing = {
+                    length: {variant: [setting(variant, length, seed) for seed in some] for variant in of}
+                    for length, of in zip(lengths, lack, strict=True)
+                    if of
+                }
+                for found in self._lines([texts[seed][1] for seed in some], course.steps, missing, show):
+                    self.known.extend(found)
+                    done += len(found)
         show(0, 0, "done")
 
         def lines(variant: Variant, length: int) -> list[Line]:
-            found = [self.known.get(setting(variant, length, i)) for i in range(course.samples)]
+            found = [self.known.get(setting(variant, length, seed)) for seed in texts]
             return [line for line in found if line is not None]
 
         return {
@@ -251,35 +272,37 @@ class Reader:
         }
 
     def missing(self, course: Course, wanted: Sequence[Variant], get: Callable[[Setting], Line | None]) -> list[Stretch]:
-        """What is not known of a course under complete variants, a stretch a sample and length, each read from a place of its own.
+        """What is not known of a course under complete variants: at each length the samples that lack the same, as many at once as
+        share their steps, each read from a place of its own.
 
         Raises ConfigError for a text or a model that is too short.
         """
         found = []
-        for i, length in itertools.product(range(course.samples), sorted(set(course.lengths))):
-            one = replace(course, lengths=(length,), samples=1, seed=course.seed + i)
+        for length in sorted(set(course.lengths)):
+            one, lacking = replace(course, lengths=(length,)), dict[tuple[Variant, ...], list[int]]()
             check_prompt(self.model, one.tokens - 1)
-            settings = self._settings(one, wanted)
-            lack = tuple(variant for variant, setting in settings.items() if get(setting) is None)
-            if lack:
-                found.append(Stretch(one, lack))
+            for seed in range(course.seed, course.seed + course.samples):
+                of = {variant: self._setting(one, variant, seed) for variant in wanted}
+                lack = tuple(variant for variant, setting in of.items() if get(setting) is None)
+                if lack:
+                    lacking.setdefault(lack, []).append(seed)
+            for lack, seeds in lacking.items():
+                spans = spread(len(seeds), self._rows.at(one.tokens))
+                found += [Stretch(one, tuple(seeds[a:b]), lack) for a, b in spans]
         return found
 
     def compute(self, stretch: Stretch, tell: Callable[[int, int, str], None] = lambda *_: None) -> Iterator[list[Line]]:
-        """The line of each variant of a stretch."""
-        settings = self._settings(stretch.course, stretch.variants)
-        _, ids = self._place(stretch.course, stretch.course.seed)
-        for line in self._lines(ids, stretch.course.steps, {stretch.course.lengths[0]: settings}, tell):
-            yield [line]
+        """The lines of a stretch, those of one variant at once."""
+        course = stretch.course
+        of = {variant: [self._setting(course, variant, seed) for seed in stretch.seeds] for variant in stretch.variants}
+        texts = [self._place(course, seed)[1] for seed in stretch.seeds]
+        return self._lines(texts, course.steps, {course.lengths[0]: of}, tell)
 
-    def _settings(self, course: Course, variants: Sequence[Variant]) -> dict[Variant, Setting]:
-        """Of the one sample of a course at its one length."""
-        start, _ = self._place(course, course.seed)
+    def _setting(self, course: Course, variant: Variant, seed: int) -> Setting:
+        """Of one sample of a course at its one length."""
         shared: dict[str, Any] = {"steps": course.steps, "text": text_name(course.text), **self._same}
-        return {
-            variant: Setting(length=course.lengths[0], seed=course.seed, start=start, **_chosen(variant), **shared)
-            for variant in dict.fromkeys(variants)
-        }
+        start, _ = self._place(course, seed)
+        return Setting(length=course.lengths[0], seed=seed, start=start, **_chosen(variant), **shared)
 
     def _place(self, course: Course, seed: int) -> tuple[int, list[int]]:
         """Where in the text a sample begins, and its tokens. Raises ConfigError for a text that is too short: one that began anew
@@ -293,47 +316,70 @@ class Reader:
         return start, [*first, *body[start : start + needed]][: course.tokens]
 
     def _lines(
-        self, ids: list[int], steps: int, missing: dict[int, dict[Variant, Setting]], show: Callable[[int, int, str], None]
-    ) -> Iterator[Line]:
-        """Prefill to each length in turn, then fork for each variant."""
-        base, held = Cache(self.model, "full"), 0
-        for length, settings in missing.items():
-            if not settings:
-                continue
-            prefill(self.model, base, ids[held:length], progress=lambda done, of: show(done, of, "prefill"))
-            held = length
-            for variant, setting in settings.items():
-                yield self._line(setting, variant, base, ids[length : length + steps + 1], show)
-                gc.collect()  # a cache refers to itself; its host rows go before the next one's come
+        self,
+        texts: list[list[int]],
+        steps: int,
+        missing: dict[int, dict[Variant, list[Setting]]],
+        show: Callable[[int, int, str], None],
+    ) -> Iterator[list[Line]]:
+        """Prefill each text to each length in turn, then fork all of them for each variant; settings: one a text."""
+        bases, held = [Cache(self.model, "full") for _ in texts], 0
+        for length, variants in missing.items():
+            total = len(texts) * (length - held)
+            for row, (base, ids) in enumerate(zip(bases, texts, strict=True)):
+                before = row * (length - held)
+                prefill(
+                    self.model,
+                    base,
+                    ids[held:length],
+                    progress=lambda done, _, before=before, total=total: show(before + done, total, "prefill"),  # type: ignore[misc]
+                )
+            held, last = length, length == max(missing)
+            together = joined(self.model, bases if last else [base.fork("full") for base in bases])
+            for variant, settings in variants.items():
+                yield self._read(settings, variant, together, [ids[length : length + steps + 1] for ids in texts], show)
 
-    def _line(
-        self, setting: Setting, variant: Variant, base: Cache, ids: list[int], show: Callable[[int, int, str], None]
-    ) -> Line:
-        """Send all of `ids` but the last through a fork, one by one, and score all but the first."""
-        doing = f"{variant.method} {variant.budget or variant.retrieved or ''}".strip()
-        show(0, setting.steps, doing)
+    def _read(
+        self,
+        settings: list[Setting],
+        variant: Variant,
+        base: Cache,
+        texts: list[list[int]],
+        show: Callable[[int, int, str], None],
+    ) -> list[Line]:
+        """Send all of each row's text but its last token through a fork, one by one, and score all but the first."""
+        doing, steps = f"{variant.method} {variant.budget or variant.retrieved or ''}".strip(), settings[0].steps
+        show(0, steps, doing)
         start = now(self.model.device)
         limits = {} if variant == FULL else {"budget": variant.budget, "retrieved": variant.retrieved}
-        cache = base.fork(variant.method, dense_layers=setting.dense_layers, **limits)
+        cache = base.fork(variant.method, dense_layers=settings[0].dense_layers, **limits)
         cache.wait()
-        nll: list[Tensor] = []
-        for token, target in itertools.pairwise(ids):
-            logits = forward(self.model, cache, [token])
-            nll.append(-torch.log_softmax(logits.float(), dim=-1)[target])
-            show(len(nll), setting.steps, doing)
-        stats, dense = cache.stats(), cache.settings.method.dense
-        return Line(
-            setting=setting,
-            nll=tuple(round(value, 6) for value in torch.stack(nll).tolist()),
-            held_budget=stats.budget,
-            attended_mean=stats.attended_mean,
-            attended_max=stats.attended_max,
-            kv_device_bytes=stats.kv_dense_bytes if dense else stats.kv_device_bytes,
-            kv_dense_bytes=0 if dense else stats.kv_dense_bytes,
-            kv_host_bytes=stats.kv_host_bytes,
-            seconds=now(self.model.device) - start,
-            versions=versions(),
-        )
+        tally, nll = Tally(cache), []
+        tokens = torch.tensor(texts, device=self.model.device)
+        for step in range(steps):
+            logits = forward_rows(self.model, cache, [[ids[step]] for ids in texts])
+            scores = torch.log_softmax(logits.float(), dim=-1)
+            nll.append(-scores.gather(1, tokens[:, step + 1 : step + 2])[:, 0])
+            show(step + 1, steps, doing)
+        stats, dense = tally.rows([steps] * len(texts)), cache.settings.method.dense
+        tally.detach()
+        cache.layers.clear()  # a cache refers to itself; its rows go before the next one's come
+        seconds = (now(self.model.device) - start) / len(texts)
+        return [
+            Line(
+                setting=setting,
+                nll=tuple(round(value, 6) for value in values),
+                held_budget=row.budget,
+                attended_mean=row.attended_mean,
+                attended_max=row.attended_max,
+                kv_device_bytes=row.kv_dense_bytes if dense else row.kv_device_bytes,
+                kv_dense_bytes=0 if dense else row.kv_dense_bytes,
+                kv_host_bytes=row.kv_host_bytes,
+                seconds=seconds,
+                versions=versions(),
+            )
+            for setting, row, values in zip(settings, stats, torch.stack(nll, dim=1).tolist(), strict=True)
+        ]
 
 
 def _chosen(variant: Variant) -> dict[str, Any]:

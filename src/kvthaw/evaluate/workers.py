@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvthaw.errors import ConfigError, HostMemoryError, KvthawError
 from kvthaw.evaluate import perplexity
@@ -69,7 +69,8 @@ class Source:
         logging.disable_progress_bar()
         transformers.logging.set_verbosity_error()
         model, tokenizer = load(self.model, device=self.device, dtype=self.dtype)  # type: ignore[arg-type]
-        return Bench(Runner(model, tokenizer, name=self.model, batch=self.batch), Reader(model, tokenizer, name=self.model))
+        how: dict[str, Any] = {"name": self.model, "batch": self.batch}
+        return Bench(Runner(model, tokenizer, **how), Reader(model, tokenizer, **how))
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,7 @@ def work(source: Source, units: Sequence[Piece], jobs: int, seconds: float | Non
                     if waiting:
                         crew[number] = _start(source, number, jobs, stack)
                     continue
-                halves = _halves(_rest(worker)) if what == "memory" else []
+                halves = _rest(worker).halves() if what == "memory" else []
                 if halves:
                     waiting.extendleft(halves)
                 elif what != "ready":
@@ -169,14 +170,6 @@ def _rest(worker: _Worker) -> Piece:
     """What a worker has not done of its unit."""
     assert worker.unit is not None
     return replace(worker.unit, variants=worker.unit.variants[len(worker.done) :])
-
-
-def _halves(unit: Piece) -> list[Piece]:
-    """Two of half as many samples; none of a single one."""
-    if not isinstance(unit, Unit) or len(unit.places) < 2:
-        return []
-    middle = len(unit.places) // 2
-    return [replace(unit, places=unit.places[:middle]), replace(unit, places=unit.places[middle:])]
 
 
 def _serve(source: Source, number: int, jobs: int, connection: Connection) -> None:
