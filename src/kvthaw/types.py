@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvthaw.cache.clock import Clock
     from kvthaw.cache.host import HostStore
     from kvthaw.cache.pool import Slab
+    from kvthaw.cache.side_stream import SideStream
     from kvthaw.index.rotary import Rotary
 
 
@@ -58,7 +59,8 @@ class LayerShape:
     rows: how many rows select() will be asked for, 0 where that is not known.
     device is where queries come from and where a graph-safe index keeps its metadata. scale multiplies q.k before the softmax.
     slab and clock: the tokens that stand in sink and ring, for an index that weighs what it brings against them; None without a
-    layer. rotary: the turns that the layer's keys were given, for a Method that asks for it; None where the model has none.
+    layer. side: where an index works beside the model, of all layers of a cache; None: it makes its own. rotary: the turns that the
+    layer's keys were given, for a Method that asks for it; None where the model has none.
     """
 
     layer: int
@@ -74,6 +76,7 @@ class LayerShape:
     rows: int = 0
     slab: Slab | None = None
     clock: Clock | None = None
+    side: SideStream | None = None
     rotary: Rotary | None = None
 
     @property

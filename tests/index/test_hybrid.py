@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -89,7 +91,25 @@ def test_every_step_sees_the_old_set_or_the_new_one() -> None:
                     assert torch.equal(now[0][:, : plan.order.shape[1]], plan.order)
                     full = plan.digests.shape[1] - 1
                     assert torch.equal(now[2][:, :full], plan.digests[:, :full])
-    assert changes == 2 * 2
+    assert changes == 2 * 3  # the first interval is shorter
+
+
+def test_layers_take_turns() -> None:
+    """Every layer chooses anew every fourth append of eight tokens, and no append has more than three of ten layers do it."""
+    begun: list[list[int]] = []
+    for layer in range(10):
+        lanes = Lanes(lambda shape, layer=layer: HybridIndex(replace(shape, layer=layer), page=8, interval=32), [60], heads=1)  # type: ignore[misc]
+        lanes.select(40)
+        begun.append([])
+        for append in range(13):
+            lanes.append(8)
+            if hybrid(lanes).statics[0].plan is not None:
+                begun[-1].append(append)
+    assert all(later - one == 4 for appends in begun for one, later in pairwise(appends))
+    assert all(len(appends) >= 3 for appends in begun)
+    assert begun[0][0] == 3
+    counts = Counter(append for appends in begun for append in appends)
+    assert max(counts.values()) <= 3
 
 
 def test_a_refresh_uses_the_last_queries_that_were_selected_for() -> None:

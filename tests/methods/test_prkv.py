@@ -115,7 +115,10 @@ def test_every_step_sees_the_old_set_or_the_new_one() -> None:
             chosen.append(set((first + ranked)[: plan.rows]))
         return chosen
 
-    begin, since, changes = 150 - window, 0, 0
+    group = layer.layer.group
+    assert group is not None
+    assert isinstance(group.index, HybridIndex)
+    begin, since, changes = 150 - window, group.index.early, 0
     now, coming = static(150, begin), None
     for at in range(150, 150 + steps):
         if at - begin == window + page:  # the ring is full

@@ -139,7 +139,16 @@ class FrozenKV(Lanes):
             if self.leader is None:
                 sizes = (self.number, query.shape[1], heads, dim, key.dtype, device)
                 shape = LayerShape(
-                    *sizes, self.store, plan.regions, scale, self.settings.seed, plan.rows, self.slab, self.clock, self.rotary
+                    *sizes,
+                    self.store,
+                    plan.regions,
+                    scale,
+                    self.settings.seed,
+                    plan.rows,
+                    self.slab,
+                    self.clock,
+                    self.pipeline.side,
+                    self.rotary,
                 )
                 self.group = Group(method, shape, batch, plan.rows, self.pipeline)
             else:

@@ -15,15 +15,17 @@ from torch import Tensor
 
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.past import Past
+from kvthaw.cache.side_stream import SideStream
 
 
 class Pipeline:
-    """One copy stream and one indexing thread, shared by the layers of a cache; past: the way back."""
+    """One copy stream and one indexing thread, shared by the layers of a cache; past: the way back; side: for indexes that work on
+    the device."""
 
     _IN_FLIGHT = 2  # layers whose keys and values may still be on their way out
 
     def __init__(self) -> None:
-        self.past = Past()
+        self.past, self.side = Past(), SideStream()
         self._thread: ThreadPoolExecutor | None = None
         self._stream: torch.cuda.Stream | None = None
         self._copies: deque[torch.cuda.Event] = deque()

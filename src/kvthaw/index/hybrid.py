@@ -19,6 +19,7 @@ from kvthaw.kernels.unit_scores import Watch
 from kvthaw.kernels.unit_select import Policy
 from kvthaw.types import LayerShape, Selection
 
+_GOLDEN = (5**0.5 - 1) / 2
 _WATCHED = 128  # queries of the observation window, at most
 
 
@@ -42,8 +43,9 @@ class Plan:
 
 @dataclass(slots=True)
 class Static:
-    """Of a lane: tokens since its static set was chosen, before the last append too; for how many rows it was, the share that is
-    static, how many queries of its prompt were watched, and the plan that the next append puts in place."""
+    """Of a lane: tokens since its static set was chosen, and the layer's early ones in the first interval; the same before the last
+    append; for how many rows the set was, the share that is static, how many queries of its prompt were watched, and the plan
+    that the next append puts in place."""
 
     since: int = 0
     before: int = 0
@@ -84,7 +86,8 @@ class HybridIndex(BoundIndex):
     share: of the rows that select() may bring, how many are static; "auto" chooses it at the prompt. Every `interval` tokens
     the last queries that select() was given choose the static set anew and pages and digests are rebuilt around it: in the
     map of this index, no row moves. The work starts in one append and is put in place, whole, by the next; on a GPU it runs
-    beside the steps between, on a stream of its own, and reads the keys from the host.
+    beside the steps between, on the cache's side stream, and reads the keys from the host. Layers take turns: the first interval of
+    each is shorter by `early` tokens, a share that spreads their numbers evenly, so that in every append only few begin.
 
     A lane that was built before the number of rows was known begins as pages only; the first select() makes its static set,
     from the keys in the store.
@@ -110,6 +113,7 @@ class HybridIndex(BoundIndex):
             raise ConfigError(f"interval is {interval}; it must be at least 1")
         super().__init__(shape, page=page, spread=spread, policy=policy)
         self.share, self.interval = share, interval
+        self.early = int(interval * (shape.layer * _GOLDEN % 1))
         self.rows: int | None = shape.rows or None
         self.window = max(1, min(_WATCHED, shape.regions.window))
         device, heads = shape.device, shape.q_heads
@@ -117,7 +121,6 @@ class HybridIndex(BoundIndex):
         self.seen = torch.zeros((0, self.window), dtype=torch.float32, device=device)
         self.clock = torch.zeros(1, dtype=torch.int64, device=device)
         self.statics: list[Static] = []
-        self._beside: torch.cuda.Stream | None = None
 
     @property
     def reversible(self) -> bool:
@@ -135,7 +138,7 @@ class HybridIndex(BoundIndex):
         self.truncate(lane, 0)
         self.first = first
         self.reserve(lane + 1)
-        self.statics[lane] = Static()
+        self.statics[lane] = Static(since=self.early)
         self.seen[lane].zero_()
         self._watch(lane, queries)
         UnitIndex.append(self, [lane], keys[None], values[None], None)
@@ -179,7 +182,7 @@ class HybridIndex(BoundIndex):
             if self._drop(lane):
                 self.statics[lane].since = self.interval
             if length <= self.first:
-                self.statics[lane] = Static()
+                self.statics[lane] = Static(since=self.early)
                 self.seen[lane].zero_()
         super().truncate(lane, length)
 
@@ -219,7 +222,7 @@ class HybridIndex(BoundIndex):
     def reserve(self, lanes: int, units: int = 0, tokens: int = 0) -> None:
         """See UnitIndex."""
         super().reserve(lanes, units, tokens)
-        self.statics += [Static() for _ in range(len(self.lanes) - len(self.statics))]
+        self.statics += [Static(since=self.early) for _ in range(len(self.lanes) - len(self.statics))]
         self.queries, self.seen = grown(self.queries, len(self.lanes)), grown(self.seen, len(self.lanes))
 
     # The static set
@@ -271,17 +274,13 @@ class HybridIndex(BoundIndex):
             return
         static.since = 0
         window = self._window(lane)
-        if new.device.type != "cuda":
+
+        def job() -> None:
             static.plan = self._plan(lane, torch.cat((self._read(lane, old), new), dim=1), *window)
-            return
-        self._beside = self._beside or torch.cuda.Stream(new.device)
-        self._beside.wait_stream(torch.cuda.current_stream(new.device))
-        with torch.cuda.stream(self._beside):
-            for tensor in (new, *window):
-                tensor.record_stream(self._beside)
-            static.plan = self._plan(lane, torch.cat((self._read(lane, old), new), dim=1), *window)
-            static.plan.done = torch.cuda.Event()
-            static.plan.done.record(self._beside)
+
+        done = self._side.run(new.device, job, new, *window)
+        assert static.plan is not None
+        static.plan.done = done
 
     def _drop(self, lane: int) -> bool:
         """Forget a plan; the host waits until the device no longer reads the store for it. Whether there was one."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvthaw.cache.side_stream import SideStream
 from kvthaw.kernels.unit_scores import Watch
 from kvthaw.kernels.unit_select import Policy, check_policy, unit_select
 from kvthaw.types import LayerShape, Selection
@@ -67,7 +68,7 @@ class UnitIndex:
         self.recent = torch.zeros((0, heads, batch, shape.head_dim), dtype=shape.dtype, device=device)
         self.lanes: list[Lane] = []
         self._before: dict[int, Before] = {}
-        self._stream: torch.cuda.Stream | None = None
+        self._side = shape.side or SideStream()
         self._done: torch.cuda.Event | None = None
 
     @property
@@ -195,34 +196,26 @@ class UnitIndex:
         """See Index."""
         self.join()
         state: dict[str, Any] = {name: getattr(self, name).clone() for name in self._tables()}
-        return state | {"lanes": copy.deepcopy(self.lanes), "before": copy.deepcopy(self._before), "first": self.first}
+        before = {}
+        for lane, last in self._before.items():
+            before[lane] = astuple(last.host), [(name, start, part.clone()) for name, start, part in last.parts]
+        return state | {"lanes": [astuple(lane) for lane in self.lanes], "before": before, "first": self.first}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See Index."""
         for name in self._tables():
             setattr(self, name, state[name].to(self.shape.device, copy=True))
-        self.lanes, self._before = copy.deepcopy(state["lanes"]), {}
-        for lane, before in state["before"].items():
-            parts = [(name, start, part.to(self.shape.device, copy=True)) for name, start, part in before.parts]
-            self._before[lane] = Before(copy.deepcopy(before.host), tuple(parts))
+        self.lanes, self._before = [_lane(told) for told in state["lanes"]], {}
+        for lane, (told, parts) in state["before"].items():
+            moved = tuple((name, start, part.to(self.shape.device, copy=True)) for name, start, part in parts)
+            self._before[lane] = Before(_lane(told), moved)
         self.first = int(state["first"])
 
     # Work beside the current stream
 
     def beside(self, job: Callable[[], None], *used: Tensor) -> None:
-        """Run a job that writes tables: now, or on a GPU on a stream of this index's own, after what the current stream has
-        been given so far. used: tensors of others that it reads."""
-        if self.shape.device.type != "cuda":
-            job()
-            return
-        self._stream = self._stream or torch.cuda.Stream(self.shape.device)
-        self._stream.wait_stream(torch.cuda.current_stream(self.shape.device))
-        with torch.cuda.stream(self._stream):
-            job()
-            for tensor in used:
-                tensor.record_stream(self._stream)
-            self._done = torch.cuda.Event()
-            self._done.record(self._stream)
+        """Run a job that writes tables on the side stream, where there is one. used: tensors of others that it reads."""
+        self._done = self._side.run(self.shape.device, job, *used)
 
     def join(self) -> None:
         """What follows on the current stream sees what was done beside it; the host does not wait."""
@@ -305,6 +298,11 @@ class UnitIndex:
         self.recent[lane, :, : host.kept] = together[:, last * self.batch :]
         host.tokens, host.units = begin + n, stop
         self.counts[lane].fill_(stop)
+
+
+def _lane(told: tuple[int, int, int, list[tuple[int, int]]]) -> Lane:
+    tokens, units, kept, marks = told
+    return Lane(tokens, units, kept, list(marks))
 
 
 def means(keys: Tensor, size: int) -> Tensor:
