@@ -72,10 +72,17 @@ def vectorised(
     *, first: int, budget: int, scale: float, policy: Policy,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As `definition`, in torch operations over all units of the tables; no host sync on a GPU."""
-    batch, heads, units = digests.shape[:3]
-    known = torch.arange(units, device=query.device) < counts[:, None, None]
-    sizes = torch.where(known, stops[:, :, 1:] - stops[:, :, :-1], 0)
     scores = unit_scores.definition(query, digests, stops, counts, scale=scale, mean=policy == "mean_query")
+    return vectorised_choice(scores, stops, order, counts, first=first, budget=budget, policy=policy)
+
+
+def vectorised_choice(
+    scores: Tensor, stops: Tensor, order: Tensor | None, counts: Tensor, *, first: int, budget: int, policy: Policy
+) -> tuple[Tensor, Tensor]:
+    """What of `vectorised` follows the scores [B, H, G, U] float32, -inf for units that do not exist or are empty."""
+    batch, heads, _, units = scores.shape
+    known = torch.arange(units, device=scores.device) < counts[:, None, None]
+    sizes = torch.where(known, stops[:, :, 1:] - stops[:, :, :-1], 0)
     if scores.shape[2] > 1:
         lse = torch.logsumexp(scores + sizes.log()[:, :, None], dim=3, keepdim=True)
         scores = scores - torch.where(lse == -torch.inf, 0.0, lse)
@@ -87,7 +94,7 @@ def vectorised(
     taken = torch.zeros_like(before).scatter_(2, best, torch.minimum((budget - static - before).clamp(min=0), size.long()))
     ends = torch.cumsum(taken, dim=2)
     total = static[:, :, 0] + taken.sum(dim=2)
-    place = torch.arange(budget, device=query.device).expand(batch, heads, -1)
+    place = torch.arange(budget, device=scores.device).expand(batch, heads, -1)
     unit = torch.searchsorted(ends, place - static, right=True).clamp(max=max(0, units - 1))
     if units:
         within = place - static - (ends - taken).gather(2, unit)
@@ -294,11 +301,20 @@ def launch(
     *, first: int, budget: int, scale: float, policy: Policy, watch: Watch | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The Triton kernels; arguments and result as in `definition`. All tensors contiguous; static shapes, no host sync."""
-    batch, heads, units = digests.shape[:3]
-    assert order is None or (order.is_contiguous() and order.dtype == torch.int32), "order is not contiguous int32"
     scores, parts = unit_scores.launch(query, digests, stops, counts, scale=scale, mean=policy == "mean_query", watch=watch)
+    steps = None if watch is None else watch.steps
+    return launch_choice(scores, parts, stops, order, counts, first=first, budget=budget, policy=policy, steps=steps)
+
+
+def launch_choice(
+    scores: Tensor, parts: Tensor, stops: Tensor, order: Tensor | None, counts: Tensor,
+    *, first: int, budget: int, policy: Policy, steps: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """What of `launch` follows the scores and parts, as unit_scores.launch leaves them. steps [1] int64: counted up by one."""
+    batch, heads, _, units = scores.shape
+    assert order is None or (order.is_contiguous() and order.dtype == torch.int32), "order is not contiguous int32"
     blocks, compact, chunks = parts.shape[2], parts.shape[4], max(1, triton.cdiv(units, 1024))
-    empty = partial(query.new_empty, dtype=torch.int32)
+    empty = partial(scores.new_empty, dtype=torch.int32)
     scratch, found = empty((7, batch, heads, chunks * 1024)), empty((batch, heads, chunks))
     rows, taken, ends = empty((batch, heads, budget)), empty((batch, heads)), empty((batch, heads, 2, budget))
     _narrow[(chunks, batch * heads)](
@@ -309,9 +325,9 @@ def launch(
     padded = triton.next_power_of_2(chunks)
     _choose[(batch * heads,)](
         *scratch[:3], found, stops, stops if order is None else order, scratch[3:], ends, rows, taken,
-        counts if watch is None else watch.steps, first, budget, units, chunks, 0 if order is None else order.shape[2],
+        counts if steps is None else steps, first, budget, units, chunks, 0 if order is None else order.shape[2],
         BLOCK=1024, CP=padded, EACH=max(1, min(1024, max(64, 2048 // padded), 8192 // padded)), CSTEPS=chunks.bit_length(),
-        ROWS=min(1024, max(32, triton.next_power_of_2(budget))), MAPPED=order is not None, WATCH=watch is not None, num_warps=8,
+        ROWS=min(1024, max(32, triton.next_power_of_2(budget))), MAPPED=order is not None, WATCH=steps is not None, num_warps=8,
     )  # fmt: skip
     return rows, taken
 
