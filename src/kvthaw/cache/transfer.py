@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvthaw.cache.addresses import Addresses
 from kvthaw.cache.host import HostStore, host_tensor
 from kvthaw.cache.pool import Slab
 from kvthaw.kernels.uva_gather import uva_gather
@@ -55,30 +56,24 @@ class UvaGather:
     graph_safe = True
 
     def __init__(self) -> None:
-        self.table: Tensor | None = None
-        self._version = -1
+        self._addresses = Addresses()
+
+    @property
+    def table(self) -> Tensor | None:
+        """Of the addresses, as the kernel reads it."""
+        return self._addresses.table
 
     def make_room(self, host: HostStore, tokens: int, device: torch.device) -> None:
         """For the addresses of so many tokens a lane: until there are more, the table stays where it is."""
-        self.table = torch.zeros((host.lanes, max(8, -(-tokens // host.extent))), dtype=torch.int64, device=device)
-        self._version = -1
+        self._addresses.make_room(host, tokens, device)
 
     def prepare(self, host: HostStore, device: torch.device) -> None:
         """Bring the addresses of the extents to the device, in place while there is room."""
-        if self._version == host.version and self.table is not None:
-            return
-        table = host.table()
-        width = table.shape[1]
-        if self.table is None or self.table.shape[0] != table.shape[0] or self.table.shape[1] < width:
-            self.table = torch.zeros((table.shape[0], max(8, 2 * width)), dtype=torch.int64, device=device)
-        self.table[:, :width].copy_(table, non_blocking=True)
-        self._version = host.version
+        self._addresses.follow(host, device)
 
     def fetch(self, host: HostStore, slab: Slab, fetch: Tensor, slots: Tensor) -> None:
         """As BulkCopy.fetch, with fetch and slots on the device."""
-        self.prepare(host, slab.data.device)
-        assert self.table is not None
-        uva_gather(self.table, host.extent, slab.data, fetch, slots, slab.pool_start)
+        uva_gather(self._addresses.follow(host, slab.data.device), host.extent, slab.data, fetch, slots, slab.pool_start)
 
     def __deepcopy__(self, memo: dict[int, object]) -> UvaGather:
         return UvaGather()

@@ -135,15 +135,21 @@ def launch(
     compact, blocks = triton.next_power_of_2(seen), max(1, triton.cdiv(units, BLOCK))
     scores = query.new_empty((batch, heads, seen, units), dtype=torch.float32)
     parts = query.new_empty((batch, heads, blocks, 2, compact), dtype=torch.float32)
-    stages, resident = plan(BLOCK * wide * digests.dtype.itemsize)
-    programs = min(blocks, max(1, resident * _PROCESSORS // (batch * heads)))
+    stages, many = programs(BLOCK * wide * digests.dtype.itemsize, blocks, batch * heads)
     to = (query, query, counts, 0) if watch is None else (watch.queries, watch.seen, watch.steps, watch.queries.shape[2])
-    _score[(programs, batch * heads)](
+    _score[(many, batch * heads)](
         query, digests, stops, counts, scores, parts, *to[:3], scale, heads, dim, width, units, blocks, to[3],
         G=group, GS=seen, GC=compact, GP=padded, EP=wide, BLOCK=BLOCK, STAGES=stages, num_warps=4, WATCH=watch is not None,
         UPCAST=query.device.type == "cpu" or digests.dtype == torch.float32,
     )  # fmt: skip
     return scores, parts
+
+
+def programs(tile: int, blocks: int, pairs: int) -> tuple[int, int]:
+    """How many tiles of so many bytes a program may have under way, and how many programs share the blocks of each of `pairs` lanes
+    and heads, so that all of them run at once."""
+    stages, resident = plan(tile)
+    return stages, min(blocks, max(1, resident * _PROCESSORS // pairs))
 
 
 def plan(tile: int) -> tuple[int, int]:

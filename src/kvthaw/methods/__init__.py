@@ -44,6 +44,7 @@ METHODS: dict[str, Callable[..., Method]] = {
     "quest": quest,
     "icecache": icecache,
     "icecache-reuse": partial(icecache, reuse=3),
+    "icecache-device": partial(icecache, search="device"),
     "pariskv": pariskv,
     "pqcache": pqcache,
     "magicpig": magicpig,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from kvthaw.cache.regions import Regions
 from kvthaw.cache.transfer import BulkCopy, UvaGather
 from kvthaw.errors import ConfigError
 from kvthaw.index.forest import TreeIndex
+from kvthaw.index.nodes import NodeConfig, NodeIndex
 from kvthaw.index.tree_config import TreeConfig
 from kvthaw.types import LayerShape, Method, Transfer
 
@@ -27,25 +28,55 @@ _PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 
+_REGIONS = Regions(32, 32, 16)
+
 _TRANSFERS: dict[str, Callable[[], Transfer]] = {"uva": UvaGather, "bulk": BulkCopy}
 
 
-def icecache(*, preset: str = "default", reuse: int = 1, threads: int = 0, transfer: str = "uva", **tree: Any) -> Method:
-    """Two pages of sink, two of window, one of buffer; whole pages of the tokens that a tree search found.
+def icecache(
+    *,
+    search: Literal["host", "device"] = "host",
+    preset: str = "default",
+    reuse: int = 1,
+    threads: int = 0,
+    transfer: str = "uva",
+    **tree: Any,
+) -> Method:
+    """Two pages of sink, two of window, one of buffer; what a tree search found.
 
-    Host: the trees, their search and the rows. Device: sink, window and the rows selected. GQA: the query heads of a group search
-    on their own and share the budget as `merge` says. reuse: every how manieth layer searches; those between take its choice (the
-    paper's IceCache (reuse) has 3). preset: "default" descends by the nodes' digests, "paper" by their points (algorithm 4) in a
-    field of view wide enough to find as much, "code" does as the authors' code. threads: of the trees, 0 for one a core.
-    transfer, on a GPU: "bulk" as the paper has it, or "uva", where a kernel reads the rows itself. Other options are TreeConfig's
-    fields.
+    search: where. "host": trees in C++ beside the rows; whole pages of the tokens that were found; the device keeps nothing but sink,
+    window and the rows selected, and no step can be captured. GQA: the query heads of a group search on their own and share the
+    budget as `merge` says. Other options are TreeConfig's fields. "device": the tree's lowest level there, see
+    `kvthaw.index.nodes.NodeIndex`; single tokens, in a step that needs nothing from the host. GQA: `policy`. Other options are
+    NodeConfig's fields.
+
+    reuse: every how manieth layer searches; those between take its choice (the paper's IceCache (reuse) has 3). transfer, on a GPU:
+    "bulk" as the paper has it, or "uva", where a kernel reads the rows itself. Of the host's search alone: preset, "default" descends
+    by the nodes' digests, "paper" by their points (algorithm 4) in a field of view wide enough to find as much, "code" does as the
+    authors' code; threads, of the trees, 0 for one a core.
     """
+    if search not in ("host", "device"):
+        raise ConfigError(f"search is {search!r}; it must be one of host, device")
     if preset not in _PRESETS:
         raise ConfigError(f"preset is {preset!r}; it must be one of {', '.join(_PRESETS)}")
     if transfer not in _TRANSFERS:
         raise ConfigError(f"transfer is {transfer!r}; it must be one of {', '.join(_TRANSFERS)}")
     if reuse < 1:
         raise ConfigError(f"reuse is {reuse}; it must be at least 1")
+    common = {"search": search, "preset": preset, "reuse": reuse, "transfer": transfer}
+    if search == "device":
+        if preset != "default" or threads:
+            raise ConfigError("preset and threads are of the search on the host; leave them out with search='device'")
+        return Method(
+            "icecache-device" if reuse == 1 else "icecache-device-reuse",
+            paper="IceCache",
+            unit="token",
+            index=partial(NodeIndex, config=NodeConfig(**tree)),
+            regions=_REGIONS,
+            transfer=_TRANSFERS[transfer],
+            anchors=reuse,
+            options={**common, **tree},
+        )
     options = {**_PRESETS[preset], **tree}
     TreeConfig(**options)  # refuse bad options now
     return Method(
@@ -53,10 +84,10 @@ def icecache(*, preset: str = "default", reuse: int = 1, threads: int = 0, trans
         paper="IceCache",
         unit="page",
         index=partial(_index, options, threads),
-        regions=Regions(32, 32, 16),
+        regions=_REGIONS,
         transfer=_TRANSFERS[transfer],
         anchors=reuse,
-        options={"preset": preset, "reuse": reuse, "transfer": transfer, **options},
+        options={**common, **options},
     )
 
 

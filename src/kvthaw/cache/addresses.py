@@ -1,0 +1,33 @@
+"""Where the extents of a host store lie, on the device: what a kernel needs that reads rows from the host."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvthaw.cache.host import HostStore
+
+
+class Addresses:
+    """A table [lanes, extents] int64 that follows a store. It stays where it is while there is room."""
+
+    def __init__(self) -> None:
+        self.table: Tensor | None = None
+        self._version = -1
+
+    def make_room(self, host: HostStore, tokens: int, device: torch.device) -> None:
+        """For so many tokens a lane, in a new table, which is empty until the next follow()."""
+        self.table = torch.zeros((host.lanes, max(8, -(-tokens // host.extent))), dtype=torch.int64, device=device)
+        self._version = -1
+
+    def follow(self, host: HostStore, device: torch.device) -> Tensor:
+        """The table with the addresses as they are now; written only where the store's have changed. No host sync."""
+        if self._version == host.version and self.table is not None:
+            return self.table
+        table = host.table()
+        width = table.shape[1]
+        if self.table is None or self.table.shape[0] != table.shape[0] or self.table.shape[1] < width:
+            self.table = torch.zeros((table.shape[0], max(8, 2 * width)), dtype=torch.int64, device=device)
+        self.table[:, :width].copy_(table, non_blocking=True)
+        self._version = host.version
+        return self.table

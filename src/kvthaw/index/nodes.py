@@ -1,0 +1,270 @@
+"""IceCache's tree on the device: of its levels the lowest, whose nodes are all looked at (sections 4.1 and 4.2, and algorithm 4)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from kvthaw.cache.addresses import Addresses
+from kvthaw.errors import ConfigError
+from kvthaw.index.clusters import draw
+from kvthaw.index.units import Lane, UnitIndex
+from kvthaw.kernels import HAS_TRITON, node_scores
+from kvthaw.kernels.kmeans import grouped
+from kvthaw.kernels.rerank import TILE
+from kvthaw.kernels.stored_scores import stored_scores
+from kvthaw.kernels.topk import Merge, run_length, topk
+from kvthaw.kernels.unit_select import launch_choice, vectorised_choice
+from kvthaw.types import LayerShape, Selection
+
+_SCORES = 1 << 24  # float32 products held at once while keys look for their nodes
+_KEYS = 1 << 17  # keys of which digests are made at once
+
+
+@dataclass(frozen=True, slots=True)
+class NodeConfig:
+    """Settings of the tree on the device.
+
+    promote: the share of the keys that are promoted, of which each makes a node; 1 / promote is rounded to a whole number.
+    outliers, spread: as TreeConfig's; how many keys a digest names that its mean describes worst, and how many standard deviations
+        above the mean a key of a node is looked for.
+    field: a query group's field of view: of how many rows the keys are read. At least twice as many as are selected.
+    batch: how many tokens that leave the window make nodes of their own together.
+    policy: how the query heads of a group agree, on nodes and on rows: by the largest or the mean of their softmax weights.
+    """
+
+    promote: float = 0.05
+    outliers: int = 2
+    spread: float = 2.0
+    field: int = 1024
+    batch: int = 320
+    policy: Merge = "max"
+
+    def __post_init__(self) -> None:
+        def need(name: str, ok: bool, allowed: str) -> None:
+            if not ok:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be {allowed}")
+
+        need("promote", 0.0 < self.promote <= 0.5, "above 0 and at most 0.5")
+        need("outliers", 0 <= self.outliers <= 16, "from 0 to 16")
+        need("spread", 0.0 <= self.spread < math.inf, "finite and at least 0")
+        need("field", self.field >= 1, "at least 1")
+        need("batch", self.batch >= 1 and self.batch % self.size == 0, f"a multiple of {self.size}, which is 1 / promote")
+        need("policy", self.policy in get_args(Merge), f"one of {', '.join(get_args(Merge))}")
+
+    @property
+    def size(self) -> int:
+        """Keys a node, in the mean."""
+        return round(1 / self.promote)
+
+
+def nearest(keys: Tensor, promoted: Tensor) -> Tensor:
+    """Which of its promoted keys each key is nearest to in the space of T_K (equation 2): [N, T] int64, of equal ones the first.
+
+    keys [N, T, D], promoted [N, C] int64 places among them. With lift(k) = sqrt(c^2 - |k|^2), c the largest |k|, two keys are the
+    nearer the larger a.b + lift(a) lift(b).
+    """
+    problems, tokens, dim = keys.shape
+    norm2 = keys.float().square().sum(dim=2)
+    lift = (norm2.amax(dim=1, keepdim=True) - norm2).clamp(min=0).sqrt()
+    to = keys.gather(1, promoted[:, :, None].expand(-1, -1, dim)).float().transpose(1, 2)
+    up = lift.gather(1, promoted)[:, None]
+    labels = torch.empty((problems, tokens), dtype=torch.int64, device=keys.device)
+    block = max(1, _SCORES // (problems * promoted.shape[1]))
+    for at in range(0, tokens, block):
+        near = torch.baddbmm(lift[:, at : at + block, None] * up, keys[:, at : at + block].float(), to)
+        labels[:, at : at + block] = near.argmax(dim=2)
+    return labels
+
+
+def digest_nodes(keys: Tensor, sizes: Tensor, outliers: int) -> Tensor:
+    """Digests [C, (1 + outliers) D + 8] float32 of C nodes of sizes [C] int64, from their keys [T, D], node after node.
+
+    A row is the node's mean, its outliers and its spread: the root mean square of the keys' distances to the mean, over sqrt(D).
+    The first outlier is the key farthest from the mean, each next one the farthest from the mean and those before; of equal ones
+    the first, and once more one of them where a node has no more keys. Of a node without keys: anything. No host sync.
+    """
+    tokens, dim = keys.shape
+    place = torch.arange(tokens, device=keys.device)
+    node = torch.searchsorted(sizes.cumsum(dim=0), place, right=True)
+    keys, some = keys.float(), sizes.clamp(min=1)[:, None]
+
+    def each(kind: str, values: Tensor) -> Tensor:
+        return torch.segment_reduce(values, kind, lengths=sizes, unsafe=True)
+
+    mean = each("sum", keys) / some
+    apart = (keys - mean[node]).square().sum(dim=1)
+    spread = (each("sum", apart)[:, None] / (some * dim)).sqrt()
+    points = [mean]
+    for _ in range(outliers):
+        farthest = torch.where(apart >= each("max", apart)[node], place, tokens)
+        points.append(keys[each("min", farthest.float()).clamp(max=tokens - 1).long()])
+        apart = torch.minimum(apart, (keys - points[-1][node]).square().sum(dim=1))
+    tail = torch.nn.functional.pad(spread, (0, node_scores.TAIL - 1))
+    return torch.cat((*points, tail), dim=1)
+
+
+def digest_all(keys: Tensor, order: Tensor, stops: Tensor, outliers: int) -> Tensor:
+    """Digests [N, C, (1 + outliers) D + 8] of nodes of keys [N, T, D]: node c is order[n, stops[n, c] : stops[n, c + 1]]."""
+    parts, together = [], max(1, _KEYS // keys.shape[1])
+    for at in range(0, len(keys), together):
+        where = order[at : at + together].long()[:, :, None].expand(-1, -1, keys.shape[2])
+        own = keys[at : at + together].gather(1, where).flatten(0, 1)
+        parts.append(digest_nodes(own, stops[at : at + together].diff(dim=1).long().flatten(), outliers))
+    return torch.cat(parts).unflatten(0, (len(keys), -1))
+
+
+class NodeIndex(UnitIndex):
+    """Nodes of keys alike, ranked by their digests; of the rows of the best nodes the keys are read, and the best rows selected.
+
+    A prompt's keys are promoted with probability `promote`, so many of them exactly, and every key belongs to the nearest promoted
+    one: the lowest level of IceCache's tree. A device looks at all nodes faster than it could descend to them, so that there are no
+    levels above. Every `batch` tokens that leave the window make nodes among themselves; until so many have come, they are nodes in
+    text order.
+
+    A step ranks the nodes, for a query head, by scale max(q.mean + spread |q| sd, q.outliers) less the log-sum-exp over all keys,
+    each taken at its node's; a node's best head (or their mean, see policy) decides. The rows of the best nodes, whole nodes and
+    the last one cut, as many as the field of view, get their true q.k, from keys that a kernel reads on the host; the rows of the
+    largest softmax weight among these are selected. A lane that fits the field of view is searched exactly.
+
+    Device: digests and the map, (1 + outliers) D + 8 elements a node and 4 bytes a key.
+    """
+
+    mapped = True
+
+    def __init__(self, shape: LayerShape, config: NodeConfig | None = None) -> None:
+        self.config = config or NodeConfig()
+        size, width = self.config.size, node_scores.row_width(shape.head_dim, self.config.outliers)
+        super().__init__(shape, size=size, batch=self.config.batch, width=width, policy=self.config.policy)
+        self.width = self._field(shape.rows)
+        self.wanted = torch.zeros(0, dtype=torch.int32, device=shape.device)
+        self.addresses = Addresses()
+
+    # Index
+
+    def make_room(self, lanes: int, tokens: int) -> None:
+        """See Index."""
+        super().make_room(lanes, tokens)
+        if self.shape.device.type == "cuda":
+            self.addresses.make_room(self.shape.store, tokens, self.shape.device)
+            self.addresses.follow(self.shape.store, self.shape.device)
+
+    def build(self, lane: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
+        """See Index."""
+        self.truncate(lane, 0)
+        self.first = first
+        tokens = keys.shape[1]
+        if not tokens:
+            return
+        count = -(-tokens // self.size)
+        self.reserve(lane + 1)
+        self.reserve(0, count + 1, tokens)
+        self.beside(lambda: self._form(lane, 0, 0, keys[:, None], count), keys)
+        self._set(lane, Lane(tokens, count, 0, [(0, 0), (tokens, count)]))
+
+    def select(self, query: Tensor, budget: int) -> Selection:
+        """See Index."""
+        batch, config = query.shape[0], self.config
+        self.join()
+        self.reserve(batch)
+        if self.width != self._field(budget):
+            self.width = self._field(budget)
+            for lane in range(len(self.lanes)):
+                self._know(lane)
+        digests, stops, counts, order = self.digests[:batch], self.stops[:batch], self.counts[:batch], self.order
+        assert order is not None
+        scale, scores = self.shape.scale, {"scale": self.shape.scale, "reach": config.spread}
+        choice: dict[str, Any] = {"first": self.first, "budget": self.width, "policy": config.policy}
+        if HAS_TRITON and query.is_cuda:
+            found, parts = node_scores.launch(query, digests, stops, counts, **scores)
+            rows, _ = launch_choice(found, parts, stops, order[:batch], counts, **choice)
+        else:
+            nodes = max(lane.units for lane in self.lanes[:batch])  # no kernel that stops at the lanes' lengths
+            digests, stops = digests[:, :, :nodes], stops[:, :, : nodes + 1]
+            found = node_scores.definition(query, digests, stops, counts, **scores)
+            rows, _ = vectorised_choice(found, stops, order[:batch], counts, **choice)
+        wanted, run = self.wanted[:batch], run_length(self.width, budget) or TILE
+        true = stored_scores(query, self.shape.store, self._table(), rows, wanted, scale=scale, run=run)
+        return Selection(*topk(true, rows, wanted, budget, 0, scale, config.policy))
+
+    def join(self) -> None:
+        """See UnitIndex; and where the store has its rows is known on the device."""
+        super().join()
+        if self.shape.device.type == "cuda":
+            self.addresses.follow(self.shape.store, self.shape.device)
+
+    def reorder(self, lanes: Sequence[int]) -> None:
+        """See Index."""
+        super().reorder(lanes)
+        for lane in range(len(lanes)):
+            self._know(lane)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See Index."""
+        super().load_state_dict(state)
+        self.wanted = torch.zeros(len(self.lanes), dtype=torch.int32, device=self.shape.device)
+        for lane in range(len(self.lanes)):
+            self._know(lane)
+
+    # UnitIndex
+
+    def digest(self, keys: Tensor) -> Tensor:
+        """See UnitIndex."""
+        heads, tokens = keys.shape[:2]
+        stops = torch.arange(0, tokens + self.size, self.size, device=keys.device).clamp(max=tokens)
+        order = torch.arange(tokens, device=keys.device)
+        return digest_all(keys, order.expand(heads, -1), stops.expand(heads, -1), self.config.outliers)
+
+    def close(self, lane: int, begin: int, before: int, keys: Tensor) -> None:
+        """See UnitIndex: each batch makes nodes among itself."""
+        self._form(lane, begin, before, keys, self.batch // self.size)
+
+    def reserve(self, lanes: int, units: int = 0, tokens: int = 0) -> None:
+        """See UnitIndex."""
+        super().reserve(lanes, units, tokens)
+        have = len(self.wanted)
+        if len(self.lanes) > have:
+            self.wanted = torch.nn.functional.pad(self.wanted, (0, len(self.lanes) - have))
+
+    def _set(self, lane: int, host: Lane) -> None:
+        super()._set(lane, host)
+        self._know(lane)
+
+    def _add(self, lane: int, keys: Tensor) -> None:
+        super()._add(lane, keys)
+        self._know(lane)
+
+    # Inside
+
+    def _field(self, budget: int) -> int:
+        """Rows whose keys are read for `budget` that are selected: whole tiles."""
+        return -(-max(self.config.field, 2 * budget) // TILE) * TILE
+
+    def _know(self, lane: int) -> None:
+        """How many rows of a lane get a true score is known on the device."""
+        self.wanted[lane].fill_(min(self.lanes[lane].tokens, self.width))
+
+    def _table(self) -> Tensor:
+        return self.wanted if self.addresses.table is None else self.addresses.table
+
+    def _form(self, lane: int, begin: int, before: int, keys: Tensor, count: int) -> None:
+        """Make `count` nodes of each of some batches, keys [H, n, T, D], in their places of the tables."""
+        heads, batches, tokens, dim = keys.shape
+        device, units = keys.device, batches * count
+        positions = self.first + begin + torch.arange(batches * tokens, device=device).view(batches, tokens)
+        drawn = [draw(own, count, seed=self.shape.seed, layer=self.shape.layer, heads=heads) for own in positions.unbind()]
+        together = keys.flatten(0, 1)
+        order, stops = grouped(nearest(together, torch.stack(drawn, dim=1).flatten(0, 1)), count)
+        digests = digest_all(together, order, stops, self.config.outliers)
+        self.digests[lane, :, before : before + units] = digests.view(heads, units, -1).to(self.digests.dtype)
+        starts = torch.arange(batches, device=device)[None, :, None] * tokens + begin
+        self.stops[lane, :, before] = begin
+        self.stops[lane, :, before + 1 : before + units + 1] = (stops.view(heads, batches, -1)[:, :, 1:] + starts).flatten(1).int()
+        assert self.order is not None
+        where = order.view(heads, batches, tokens) + starts + self.first
+        self.order[lane, :, begin : begin + batches * tokens] = where.flatten(1).int()
