@@ -1,4 +1,4 @@
-"""IceCache's tree on the device: of its levels the lowest, whose nodes are all looked at (sections 4.1 and 4.2, and algorithm 4)."""
+"""IceCache's tree on the device: of its levels the lowest, whose nodes are all looked at."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from kvthaw.cache.addresses import Addresses
 from kvthaw.errors import ConfigError
 from kvthaw.index.clusters import draw
+from kvthaw.index.tree import TIE
 from kvthaw.index.units import Lane, UnitIndex
 from kvthaw.kernels import HAS_TRITON, node_scores
 from kvthaw.kernels.kmeans import grouped
@@ -82,12 +83,13 @@ def nearest(keys: Tensor, promoted: Tensor) -> Tensor:
     return labels
 
 
-def digest_nodes(keys: Tensor, sizes: Tensor, outliers: int) -> Tensor:
-    """Digests [C, (1 + outliers) D + 8] float32 of C nodes of sizes [C] int64, from their keys [T, D], node after node.
+def digest_nodes(keys: Tensor, sizes: Tensor, outliers: int) -> tuple[Tensor, Tensor]:
+    """Digests [C, (1 + outliers) D + 8] float32 of C nodes of sizes [C] int64, from their keys [T, D], node after node; and which of
+    the keys are outliers, [T] bool. No host sync.
 
     A row is the node's mean, its outliers and its spread: the root mean square of the keys' distances to the mean, over sqrt(D).
     The first outlier is the key farthest from the mean, each next one the farthest from the mean and those before; of equal ones
-    the first, and once more one of them where a node has no more keys. Of a node without keys: anything. No host sync.
+    the first, and once more one of them where a node has no more keys. Of a node without keys: anything.
     """
     tokens, dim = keys.shape
     place = torch.arange(tokens, device=keys.device)
@@ -95,28 +97,38 @@ def digest_nodes(keys: Tensor, sizes: Tensor, outliers: int) -> Tensor:
     keys, some = keys.float(), sizes.clamp(min=1)[:, None]
 
     def each(kind: str, values: Tensor) -> Tensor:
-        return torch.segment_reduce(values, kind, lengths=sizes, unsafe=True)
+        reduced: Tensor = torch.segment_reduce(values, kind, lengths=sizes, unsafe=True)
+        return reduced
 
     mean = each("sum", keys) / some
     apart = (keys - mean[node]).square().sum(dim=1)
     spread = (each("sum", apart)[:, None] / (some * dim)).sqrt()
-    points = [mean]
+    points, odd = [mean], torch.zeros(tokens + 1, dtype=torch.bool, device=keys.device)
     for _ in range(outliers):
-        farthest = torch.where(apart >= each("max", apart)[node], place, tokens)
-        points.append(keys[each("min", farthest.float()).clamp(max=tokens - 1).long()])
+        farthest = torch.where(apart * (1 + TIE) >= each("max", apart)[node], place, tokens)
+        which = each("min", farthest.float()).clamp(max=tokens).long()  # tokens: none
+        odd[which] = True
+        points.append(keys[which.clamp(max=tokens - 1)])
         apart = torch.minimum(apart, (keys - points[-1][node]).square().sum(dim=1))
     tail = torch.nn.functional.pad(spread, (0, node_scores.TAIL - 1))
-    return torch.cat((*points, tail), dim=1)
+    return torch.cat((*points, tail), dim=1), odd[:tokens]
 
 
-def digest_all(keys: Tensor, order: Tensor, stops: Tensor, outliers: int) -> Tensor:
-    """Digests [N, C, (1 + outliers) D + 8] of nodes of keys [N, T, D]: node c is order[n, stops[n, c] : stops[n, c + 1]]."""
-    parts, together = [], max(1, _KEYS // keys.shape[1])
-    for at in range(0, len(keys), together):
-        where = order[at : at + together].long()[:, :, None].expand(-1, -1, keys.shape[2])
-        own = keys[at : at + together].gather(1, where).flatten(0, 1)
-        parts.append(digest_nodes(own, stops[at : at + together].diff(dim=1).long().flatten(), outliers))
-    return torch.cat(parts).unflatten(0, (len(keys), -1))
+def digest_all(keys: Tensor, order: Tensor, stops: Tensor, outliers: int) -> tuple[Tensor, Tensor]:
+    """Digests [N, C, (1 + outliers) D + 8] of nodes of keys [N, T, D], node c being order[n, stops[n, c] : stops[n, c + 1]]; and
+    an order like it [N, T] int64, in which the outliers stand first in their nodes: where a node is cut, they stay."""
+    problems, tokens, dim = keys.shape
+    digests, orders, together = [], [], max(1, _KEYS // tokens)
+    for at in range(0, problems, together):
+        where = order[at : at + together].long()
+        own = keys[at : at + together].gather(1, where[:, :, None].expand(-1, -1, dim)).flatten(0, 1)
+        sizes = stops[at : at + together].diff(dim=1).long()
+        found, odd = digest_nodes(own, sizes.flatten(), outliers)
+        place = torch.arange(tokens, device=keys.device).expand(len(where), -1).contiguous()
+        node = torch.searchsorted(sizes.cumsum(dim=1), place, right=True)
+        digests.append(found.unflatten(0, (len(where), -1)))
+        orders.append(where.gather(1, torch.sort(2 * node + (~odd).view_as(node), dim=1, stable=True).indices))
+    return torch.cat(digests), torch.cat(orders)
 
 
 class NodeIndex(UnitIndex):
@@ -218,7 +230,7 @@ class NodeIndex(UnitIndex):
         heads, tokens = keys.shape[:2]
         stops = torch.arange(0, tokens + self.size, self.size, device=keys.device).clamp(max=tokens)
         order = torch.arange(tokens, device=keys.device)
-        return digest_all(keys, order.expand(heads, -1), stops.expand(heads, -1), self.config.outliers)
+        return digest_all(keys, order.expand(heads, -1), stops.expand(heads, -1), self.config.outliers)[0]
 
     def close(self, lane: int, begin: int, before: int, keys: Tensor) -> None:
         """See UnitIndex: each batch makes nodes among itself."""
@@ -254,17 +266,19 @@ class NodeIndex(UnitIndex):
 
     def _form(self, lane: int, begin: int, before: int, keys: Tensor, count: int) -> None:
         """Make `count` nodes of each of some batches, keys [H, n, T, D], in their places of the tables."""
-        heads, batches, tokens, dim = keys.shape
+        heads, batches, tokens = keys.shape[:3]
         device, units = keys.device, batches * count
         positions = self.first + begin + torch.arange(batches * tokens, device=device).view(batches, tokens)
         drawn = [draw(own, count, seed=self.shape.seed, layer=self.shape.layer, heads=heads) for own in positions.unbind()]
         together = keys.flatten(0, 1)
         order, stops = grouped(nearest(together, torch.stack(drawn, dim=1).flatten(0, 1)), count)
-        digests = digest_all(together, order, stops, self.config.outliers)
+        digests, order = digest_all(together, order, stops, self.config.outliers)
         self.digests[lane, :, before : before + units] = digests.view(heads, units, -1).to(self.digests.dtype)
         starts = torch.arange(batches, device=device)[None, :, None] * tokens + begin
         self.stops[lane, :, before] = begin
-        self.stops[lane, :, before + 1 : before + units + 1] = (stops.view(heads, batches, -1)[:, :, 1:] + starts).flatten(1).int()
+        self.stops[lane, :, before + 1 : before + units + 1] = (
+            (stops.view(heads, batches, -1)[:, :, 1:] + starts).flatten(1).int()
+        )
         assert self.order is not None
         where = order.view(heads, batches, tokens) + starts + self.first
         self.order[lane, :, begin : begin + batches * tokens] = where.flatten(1).int()

@@ -25,7 +25,7 @@ def definition(query: Tensor, store: HostStore, rows: Tensor) -> Tensor:
     keys = torch.zeros((batch * heads * width, store.head_dim))
     keys[where] = found[:, 0].float()
     keys = keys.view(batch, heads, width, -1).to(query.device)
-    scores = query.float().unflatten(1, (heads, -1)) @ keys.transpose(2, 3)
+    scores: Tensor = query.float().unflatten(1, (heads, -1)) @ keys.transpose(2, 3)
     return scores.masked_fill((rows < 0)[:, :, None], -torch.inf)
 
 
@@ -59,7 +59,9 @@ if HAS_TRITON:
             m = tile * TILE + tl.arange(0, TILE)
             live = m < count
             row = tl.load(candidates + pair * width + m, mask=live, other=0)
-            base = tl.load(table + lane.to(tl.int64) * addresses + row // extent, mask=live, other=0).to(tl.pointer_type(tl.int32))
+            base = tl.load(table + lane.to(tl.int64) * addresses + row // extent, mask=live, other=0).to(
+                tl.pointer_type(tl.int32)
+            )
             key = base + (head * extent + row % extent).to(tl.int64) * 2 * words
             word = tl.load(key[:, None] + w[None, :], mask=live[:, None] & (w < words)[None, :], other=0)
             if PAIRS:

@@ -1,0 +1,233 @@
+"""Nodes on the device, against definitions in float64 written from the docstrings."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from lanes import FIRST, Lanes
+from torch import Tensor
+
+from kvthaw.errors import ConfigError
+from kvthaw.index.clusters import draw
+from kvthaw.index.nodes import NodeConfig, NodeIndex, nearest
+from kvthaw.kernels import HAS_TRITON, node_scores
+from kvthaw.kernels.rerank import TILE
+from kvthaw.kernels.stored_scores import launch
+from kvthaw.kernels.topk import run_length, topk
+from kvthaw.kernels.unit_select import launch_choice
+
+SMALL = NodeConfig(promote=0.1, field=TILE, batch=40)
+
+
+def lanes_of(prompts: list[int], config: NodeConfig = SMALL, **shape: object) -> Lanes:
+    return Lanes(partial(NodeIndex, config=config), prompts, **shape)  # type: ignore[arg-type]
+
+
+def index_of(lanes: Lanes) -> NodeIndex:
+    assert isinstance(lanes.index, NodeIndex)
+    return lanes.index
+
+
+def nodes_of(index: NodeIndex, lane: int, head: int) -> list[list[int]]:
+    """The positions of every node of a lane."""
+    assert index.order is not None
+    stops = index.stops[lane, head, : index.lanes[lane].units + 1].tolist()
+    order = index.order[lane, head].tolist()
+    return [order[a:b] for a, b in zip(stops, stops[1:], strict=False)]
+
+
+@pytest.mark.parametrize(("heads", "group"), [(4, 1), (2, 4), (1, 8)])
+@pytest.mark.parametrize(("dim", "dtype"), [(64, torch.float32), (96, torch.bfloat16), (256, torch.float16)])
+def test_rows_are_valid_at_every_length(heads: int, group: int, dim: int, dtype: torch.dtype) -> None:
+    lanes = lanes_of([1, 63, 0, 150], heads=heads, group=group, dim=dim, dtype=dtype)
+    for n in (1, 16, 7, 100, 3):
+        for budget in (1, 33, 500):
+            lanes.select(budget)
+        lanes.append(n)
+    lanes.select(64)
+
+
+def test_every_key_belongs_to_the_nearest_promoted_one() -> None:
+    """In the space of T_K: unit vectors, so that the nearest is that of the largest product."""
+    lanes = lanes_of([205], heads=2)
+    keys = lanes.keys[0][:, FIRST : FIRST + 205].double()
+    promoted = draw(FIRST + torch.arange(205), 21, seed=7, layer=3, heads=2)
+    for head in range(2):
+        c2 = keys[head].square().sum(dim=1).max()
+        lifted = torch.cat(
+            (keys[head] / c2.sqrt(), (1 - keys[head].square().sum(dim=1, keepdim=True) / c2).clamp(min=0).sqrt()), 1
+        )
+        near = torch.cdist(lifted, lifted[promoted[head]]).argmin(dim=1)
+        assert torch.equal(nearest(keys.float(), promoted)[head], near)
+        expected = [[FIRST + i for i in range(205) if near[i] == c] for c in range(21)]
+        nodes = nodes_of(index_of(lanes), 0, head)
+        assert [sorted(node) for node in nodes] == expected
+        assert sum(node == own for node, own in zip(nodes, expected, strict=True)) < 15, "outliers stand first"
+
+
+def slow_digest(keys: Tensor, outliers: int) -> Tensor:
+    """keys [n, D] float64."""
+    mean = keys.mean(dim=0)
+    around, left = [mean], list(range(len(keys)))
+    for _ in range(outliers):
+        apart = [min(float((keys[i] - p).square().sum()) for p in around) for i in left]
+        around.append(keys[left[next(i for i, own in enumerate(apart) if own * (1 + 1e-4) >= max(apart))]])
+    spread = (keys - mean).square().sum(dim=1).mean().div(keys.shape[1]).sqrt()
+    return torch.cat((*around, spread[None]))
+
+
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_digests_are_mean_outliers_and_spread(dtype: torch.dtype, near: float) -> None:
+    """Of a prompt's nodes, of a full batch's and of those in text order."""
+    lanes = lanes_of([150], dtype=dtype)
+    lanes.append(57)
+    index = index_of(lanes)
+    assert index.lanes[0].units == 15 + 4 + 2
+    for head in range(2):
+        nodes = nodes_of(index, 0, head)
+        assert sorted(i for node in nodes for i in node) == list(range(FIRST, FIRST + 207))
+        assert nodes[-2:] == [[*range(FIRST + 190, FIRST + 200)], [*range(FIRST + 200, FIRST + 207)]]
+        for node, digest in zip(nodes, index.digests[0, head], strict=False):
+            keys = lanes.keys[0][head].double()
+            wanted = slow_digest(keys[sorted(node)], 2)
+            if len(node) > 2 and node[0] < FIRST + 190:  # the outliers stand first, in text order
+                assert {tuple(k) for k in keys[node[:2]].tolist()} == {tuple(k) for k in wanted[64:192].view(2, 64).tolist()}
+            torch.testing.assert_close(digest[: len(wanted)].double(), wanted, rtol=near, atol=near)
+
+
+def slow_select(lanes: Lanes, lane: int, head: int, budget: int, field: int, policy: str) -> set[int]:
+    """As NodeIndex says, in float64."""
+    index, group, scale = index_of(lanes), lanes.shape.group, lanes.shape.scale
+    queries = lanes.query()[lane, head * group : (head + 1) * group].double()
+    keys, nodes = lanes.keys[lane][head].double(), nodes_of(index, lane, head)
+    digests = index.digests[lane, head].double()
+    dim = keys.shape[1]
+
+    def joint(scores: Tensor, sizes: Tensor) -> Tensor:
+        weights = scores - torch.logsumexp(scores + sizes.log(), dim=1, keepdim=True)
+        return weights.amax(dim=0) if policy == "max" else torch.logsumexp(weights, dim=0)
+
+    merits = torch.empty(group, len(nodes), dtype=torch.float64)
+    for g, q in enumerate(queries):
+        for u in range(len(nodes)):
+            points = digests[u, : 3 * dim].view(3, dim) @ q
+            points[0] += 2.0 * q.norm() * digests[u, 3 * dim]
+            merits[g, u] = scale * points.max()
+    seen: list[int] = []
+    for u in joint(merits, torch.tensor([len(node) for node in nodes])).argsort(descending=True).tolist():
+        seen += nodes[u][: field - len(seen)]
+    true = joint(scale * queries @ keys[seen].T, torch.ones(len(seen)))
+    return {seen[i] for i in true.argsort(descending=True).tolist()[:budget]}
+
+
+@pytest.mark.parametrize("policy", ["max", "mean"])
+def test_the_best_rows_of_the_best_nodes(policy: str) -> None:
+    config = NodeConfig(promote=0.1, field=TILE, batch=40, policy=policy)  # type: ignore[arg-type]
+    lanes = lanes_of([300, 90], config, group=3)
+    lanes.append(57)
+    for lane, found in enumerate(lanes.sets(20)):
+        assert found == [slow_select(lanes, lane, head, 20, TILE, policy) for head in range(2)]
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="no Triton")
+def test_the_kernels_choose_the_same(device: torch.device) -> None:
+    lanes = lanes_of([300, 40], dtype=torch.bfloat16, device=device)
+    lanes.append(57)
+    index, query, scale = index_of(lanes), lanes.query(), lanes.shape.scale
+    assert index.order is not None
+    scores, parts = node_scores.launch(query, index.digests, index.stops, index.counts, scale=scale, reach=2.0)
+    how = {"first": FIRST, "budget": TILE, "policy": "max"}
+    rows, _ = launch_choice(scores, parts, index.stops, index.order, index.counts, **how)  # type: ignore[arg-type]
+    run = run_length(TILE, 20)
+    assert run is not None
+    table = lanes.store.table().to(device)
+    true = launch(query, table, lanes.store.extent, rows, index.wanted, scale=scale, run=run)
+    found, counts = topk(true, rows, index.wanted, 20, 0, scale, "max")
+    assert (counts == 20).all()
+    for lane, sets in enumerate(lanes.sets(20)):
+        assert [set(own.tolist()) for own in found[lane]] == sets
+
+
+def test_a_key_unlike_its_node_is_found() -> None:
+    """Among 4,000 keys, in a field of view of 64 rows, also where its node is larger."""
+    lanes = lanes_of([1], NodeConfig(field=TILE), heads=1, group=1, more=0)
+    keys = torch.randn(1, FIRST + 4000, 64, generator=torch.Generator().manual_seed(1))
+    query = lanes.query()
+    for place in (11, 1234, 3999):
+        odd = keys.clone()
+        odd[0, FIRST + place] += 9.0 * query[0, 0] / query[0, 0].norm()
+        lanes.store.truncate(0, 0)
+        lanes.store.append(0, torch.stack((odd, odd), dim=2))
+        lanes.index.build(0, FIRST, odd[:, FIRST:], odd[:, FIRST:], query[0, :, None])
+        assert FIRST + place in lanes.index.select(query, 4).rows[0, 0].tolist()
+
+
+def test_a_field_of_view_for_all_is_exact() -> None:
+    lanes = lanes_of([400], NodeConfig(field=512), group=1)
+    keys = lanes.keys[0][:, : FIRST + 400]
+    for head, found in enumerate(lanes.sets(30)[0]):
+        scores = keys[head, FIRST:] @ lanes.query()[0, head]
+        assert found == set((scores.topk(30).indices + FIRST).tolist())
+
+
+def test_nodes_do_not_depend_on_the_pieces_in_which_tokens_came() -> None:
+    one, many = lanes_of([100, 30]), lanes_of([100, 30])
+    one.append(90)
+    for n in (16, 16, 16, 1, 30, 11):
+        many.append(n)
+    a, b = index_of(one), index_of(many)
+    for lane in range(2):
+        assert a.lanes[lane] == b.lanes[lane]
+        assert [nodes_of(a, lane, h) for h in range(2)] == [nodes_of(b, lane, h) for h in range(2)]
+        used = a.lanes[lane].units
+        torch.testing.assert_close(a.digests[lane, :, :used], b.digests[lane, :, :used])
+    assert one.sets(33) == many.sets(33)
+
+
+def test_a_lane_does_not_depend_on_the_others() -> None:
+    together, alone = lanes_of([150, 63, 90]), lanes_of([63], seeds=[1])
+    for n in (16, 40, 3):
+        together.append(n)
+        alone.append(n)
+        assert together.sets(50)[1] == alone.sets(50)[0]
+
+
+@pytest.mark.parametrize("length", [204, 180, 144, 140, 60, 5, 0])
+def test_truncate_forgets_and_goes_on(length: int) -> None:
+    lanes = lanes_of([100, 100])
+    for _ in range(10):
+        lanes.append(10)
+    before = lanes.sets(60)[1]
+    lanes.truncate(0, max(length, FIRST))
+    lanes.select(60)
+    for _ in range(5):
+        lanes.append(10, [0])
+        lanes.select(30)
+    assert lanes.sets(60)[1] == before
+
+
+def test_a_state_goes_on_elsewhere() -> None:
+    one = lanes_of([150, 63])
+    one.append(23)
+    one.select(30)
+    other = NodeIndex(one.shape, SMALL)
+    other.load_state_dict(one.index.state_dict())
+    one_sets, one.index = one.sets(30), other
+    assert one.sets(30) == one_sets
+    one.append(40)
+    one.select(90)  # a wider field of view than the budget before
+
+
+def test_settings_out_of_range_are_named() -> None:
+    for options, message in (
+        ({"promote": 0.0}, "promote is 0.0; it must be above 0 and at most 0.5"),
+        ({"outliers": 17}, "outliers is 17"),
+        ({"spread": float("nan")}, "spread is nan"),
+        ({"field": 0}, "field is 0; it must be at least 1"),
+        ({"batch": 50}, "batch is 50; it must be a multiple of 20, which is 1 / promote"),
+        ({"policy": "mean_query"}, "policy is 'mean_query'; it must be one of max, mean"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            NodeConfig(**options)  # type: ignore[arg-type]
