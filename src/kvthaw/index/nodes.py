@@ -213,15 +213,12 @@ class NodeIndex(UnitIndex):
     def reorder(self, lanes: Sequence[int]) -> None:
         """See Index."""
         super().reorder(lanes)
-        for lane in range(len(lanes)):
-            self._know(lane)
+        self._know_anew()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See Index."""
         super().load_state_dict(state)
-        self.wanted = torch.zeros(len(self.lanes), dtype=torch.int32, device=self.shape.device)
-        for lane in range(len(self.lanes)):
-            self._know(lane)
+        self._know_anew()
 
     # UnitIndex
 
@@ -260,6 +257,11 @@ class NodeIndex(UnitIndex):
     def _know(self, lane: int) -> None:
         """How many rows of a lane get a true score is known on the device."""
         self.wanted[lane].fill_(min(self.lanes[lane].tokens, self.width))
+
+    def _know_anew(self) -> None:
+        self.wanted = torch.zeros(len(self.lanes), dtype=torch.int32, device=self.shape.device)
+        for lane in range(len(self.lanes)):
+            self._know(lane)
 
     def _table(self) -> Tensor:
         return self.wanted if self.addresses.table is None else self.addresses.table
