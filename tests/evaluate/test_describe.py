@@ -34,6 +34,13 @@ def test_a_page_costs_its_digest_and_room_to_grow(page: int) -> None:
     assert 516 / page <= held <= 1.3 * 516 / page
 
 
+def test_a_node_costs_its_mean_its_outliers_and_room_to_grow() -> None:
+    for outliers, promote in ((2, 0.05), (0, 0.02)):
+        held = describe(resolve("icecache-device", outliers=outliers, promote=promote))["bytes_a_key"]
+        own = promote * (2 * (128 * (1 + outliers) + 8) + 4) + 4
+        assert own <= held <= 1.3 * own
+
+
 @pytest.mark.parametrize(
     ("method", "kv"),
     [("full", "dense"), ("streaming", "evicts"), ("snapkv", "evicts"), ("snapkv-refreshed", "offloads"), ("h2o", "evicts")],

@@ -16,6 +16,7 @@ from kvthaw.index.exact import ExactIndex
 from kvthaw.index.filters import FilterIndex
 from kvthaw.index.hybrid import HybridIndex
 from kvthaw.index.lsh import HashIndex
+from kvthaw.index.nodes import NodeConfig, NodeIndex
 from kvthaw.index.pq import ProductIndex
 from kvthaw.types import Index, LayerShape
 
@@ -25,6 +26,7 @@ FILLS: dict[str, Make] = {
     "quest": partial(BoundIndex, page=16, spread="max"),
     "arkvale": partial(BoundIndex, page=32, spread="mean"),
     "clusters": partial(ClusterIndex, tokens_per_cluster=10, batch=40, clusters_per_batch=4),
+    "nodes": partial(NodeIndex, config=NodeConfig(promote=0.1, nodes_per_batch=4, field=64)),
     "hybrid": partial(HYBRID, share=0.25),
     "static": partial(HYBRID, share=1.0),
     "auto": partial(HYBRID, share="auto"),

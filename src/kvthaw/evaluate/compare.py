@@ -17,7 +17,7 @@ from kvthaw.methods import METHODS, resolve
 
 SUBJECTS = ("icecache", "pariskv", "clusterkv", "prkv")
 """The methods of the papers that kvthaw is about."""
-BASELINES = tuple(name for name in METHODS if name not in (*SUBJECTS, "full", "oracle", "icecache-reuse"))
+BASELINES = tuple(name for name in METHODS if name not in (*SUBJECTS, "full", "oracle", "icecache-reuse", "icecache-device"))
 """What they are measured against: no bound (full, oracle), and none of their variants."""
 WORKS = 0.6
 """Full attention is right at least so often where a comparison says something of a method and not of the model."""

@@ -35,7 +35,7 @@ class NodeConfig:
     outliers, spread: as TreeConfig's; how many keys a digest names that its mean describes worst, and how many standard deviations
         above the mean a key of a node is looked for.
     field: a query group's field of view: of how many rows the keys are read. At least twice as many as are selected.
-    batch: how many tokens that leave the window make nodes of their own together.
+    nodes_per_batch: so many nodes the tokens make that leave the window together, nodes_per_batch / promote at a time.
     policy: how the query heads of a group agree, on nodes and on rows: by the largest or the mean of their softmax weights.
     """
 
@@ -43,7 +43,7 @@ class NodeConfig:
     outliers: int = 2
     spread: float = 2.0
     field: int = 1024
-    batch: int = 320
+    nodes_per_batch: int = 16
     policy: Merge = "max"
 
     def __post_init__(self) -> None:
@@ -55,7 +55,7 @@ class NodeConfig:
         need("outliers", 0 <= self.outliers <= 16, "from 0 to 16")
         need("spread", 0.0 <= self.spread < math.inf, "finite and at least 0")
         need("field", self.field >= 1, "at least 1")
-        need("batch", self.batch >= 1 and self.batch % self.size == 0, f"a multiple of {self.size}, which is 1 / promote")
+        need("nodes_per_batch", self.nodes_per_batch >= 1, "at least 1")
         need("policy", self.policy in get_args(Merge), f"one of {', '.join(get_args(Merge))}")
 
     @property
@@ -84,8 +84,8 @@ def nearest(keys: Tensor, promoted: Tensor) -> Tensor:
 
 
 def digest_nodes(keys: Tensor, sizes: Tensor, outliers: int) -> tuple[Tensor, Tensor]:
-    """Digests [C, (1 + outliers) D + 8] float32 of C nodes of sizes [C] int64, from their keys [T, D], node after node; and which of
-    the keys are outliers, [T] bool. No host sync.
+    """Digests [C, (1 + outliers) D + 8] float32 of C nodes of sizes [C] int64, from their keys [T, D], node after node; and which
+    keys are outliers, [T] bool. No host sync.
 
     A row is the node's mean, its outliers and its spread: the root mean square of the keys' distances to the mean, over sqrt(D).
     The first outlier is the key farthest from the mean, each next one the farthest from the mean and those before; of equal ones
@@ -136,8 +136,8 @@ class NodeIndex(UnitIndex):
 
     A prompt's keys are promoted with probability `promote`, so many of them exactly, and every key belongs to the nearest promoted
     one: the lowest level of IceCache's tree. A device looks at all nodes faster than it could descend to them, so that there are no
-    levels above. Every `batch` tokens that leave the window make nodes among themselves; until so many have come, they are nodes in
-    text order.
+    levels above. The tokens that leave the window after it make nodes of their own among themselves, nodes_per_batch at a time;
+    until so many have come, they are nodes in text order.
 
     A step ranks the nodes, for a query head, by scale max(q.mean + spread |q| sd, q.outliers) less the log-sum-exp over all keys,
     each taken at its node's; a node's best head (or their mean, see policy) decides. The rows of the best nodes, whole nodes and
@@ -152,7 +152,7 @@ class NodeIndex(UnitIndex):
     def __init__(self, shape: LayerShape, config: NodeConfig | None = None) -> None:
         self.config = config or NodeConfig()
         size, width = self.config.size, node_scores.row_width(shape.head_dim, self.config.outliers)
-        super().__init__(shape, size=size, batch=self.config.batch, width=width, policy=self.config.policy)
+        super().__init__(shape, size=size, batch=size * self.config.nodes_per_batch, width=width, policy=self.config.policy)
         self.width = self._field(shape.rows)
         self.wanted = torch.zeros(0, dtype=torch.int32, device=shape.device)
         self.addresses = Addresses()
@@ -231,7 +231,7 @@ class NodeIndex(UnitIndex):
 
     def close(self, lane: int, begin: int, before: int, keys: Tensor) -> None:
         """See UnitIndex: each batch makes nodes among itself."""
-        self._form(lane, begin, before, keys, self.batch // self.size)
+        self._form(lane, begin, before, keys, self.config.nodes_per_batch)
 
     def reserve(self, lanes: int, units: int = 0, tokens: int = 0) -> None:
         """See UnitIndex."""

@@ -44,16 +44,16 @@ def icecache(
 ) -> Method:
     """Two pages of sink, two of window, one of buffer; what a tree search found.
 
-    search: where. "host": trees in C++ beside the rows; whole pages of the tokens that were found. The device keeps sink, window and
-    the rows selected, nothing else, and no step can be captured. GQA: the query heads of a group search on their own and share the
-    budget as `merge` says. Other options are TreeConfig's fields. "device": the tree's lowest level there, see
+    search: where. "host": trees in C++ beside the rows; whole pages of the tokens that were found. The device keeps sink, window
+    and the rows selected, nothing else, and no step can be captured. GQA: the query heads of a group search on their own and share
+    the budget as `merge` says. Other options are TreeConfig's fields. "device": the tree's lowest level there, see
     `kvthaw.index.nodes.NodeIndex`; single tokens, in a step that asks the host nothing. GQA: `policy`. Other options are
     NodeConfig's fields.
 
     reuse: every how manieth layer searches; those between take its choice (the paper's IceCache (reuse) has 3). transfer, on a GPU:
     "bulk" as the paper has it, or "uva", where a kernel reads the rows itself. Of the host's search alone: preset ("default"
-    descends by the nodes' digests, "paper" by their points, algorithm 4, in a field of view wide enough to find as much, "code" does
-    as the authors' code) and threads, of the trees, 0 for one a core.
+    descends by the nodes' digests, "paper" by their points, algorithm 4, in a field of view wide enough to find as much, "code"
+    does as the authors' code) and threads, of the trees, 0 for one a core.
     """
     if search not in ("host", "device"):
         raise ConfigError(f"search is {search!r}; it must be one of host, device")
