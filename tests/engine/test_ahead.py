@@ -14,7 +14,7 @@ import kvthaw
 from kvthaw.cache.layer import FrozenLayer
 from kvthaw.engine.decode import Replay
 from kvthaw.index.forest import TreeIndex
-from zoo import prompt
+from zoo import build, prompt
 
 IDS = prompt(2, 120)
 
@@ -144,3 +144,18 @@ def test_a_replayed_step_has_the_next_ones_work_done(llama: PreTrainedModel, met
             more = IDS[:, t : t + 20] if ahead % 4 == 1 else IDS[:, t : t + 2]
             assert torch.equal(step(llama, replayed, more), step(llama, eager, more))
     assert ahead >= 2 if goes else ahead == 0
+
+
+def test_a_layer_that_could_not_go_ahead_is_not_forgotten() -> None:
+    """PRKV's layers put new sets in place in turn, and then their work waits for the token."""
+    model = build("llama", num_hidden_layers=8)
+    cache = kvthaw.Cache(model, "prkv", budget=64, dense_layers=0, page=8, interval=32)
+    replay = Replay(model.forward, cache, capture=False)
+    step(model, cache, IDS[:1, :60])
+    some = 0
+    for t in range(60):
+        replay(IDS[:1, 60 + t : 61 + t], torch.full((1, 1), cache.get_seq_length()))
+        due = [layer.due() for layer in cache.frozen_layers]
+        assert replay.due() == any(due)
+        some += any(due) and not due[0]
+    assert some > 0

@@ -104,6 +104,7 @@ class Replay:
         kinds = {type(layer): layer for layer in reversed(self._layers)}
         self._watch = list(kinds.values())  # the first of each kind: all layers of a kind are due at once and share a clock
         self._seen = -1
+        self._owing = False  # a layer is due that is not watched
         self._graph: torch.cuda.CUDAGraph | None = None
         self._addresses: tuple[int, ...] = ()
         self._steady = 0
@@ -115,9 +116,8 @@ class Replay:
         What the next step needs the host for is enqueued behind this one where it can be taken back: something else may come."""
         with torch.inference_mode(False), torch.no_grad():  # what is kept from step to step are plain tensors
             logits = self._take(ids, positions)
-            for layer in self._layers:
-                if layer.reversible:
-                    layer.go_ahead()
+            if self.due():
+                self._ahead([layer for layer in self._layers if layer.reversible])
             return logits
 
     def lanes_changed(self) -> None:
@@ -127,8 +127,16 @@ class Replay:
     def go_ahead(self) -> None:
         """Have all of it done. Only for who knows that the next step comes, or that its lanes are cleared."""
         with torch.inference_mode(False), torch.no_grad():
-            for layer in self._layers:
-                layer.go_ahead()
+            self._ahead(self._layers)
+
+    def due(self) -> bool:
+        """Whether a layer needs the host before the next step."""
+        return self._owing or any(layer.due() for layer in self._watch)
+
+    def _ahead(self, layers: list[FrozenLayer | DenseLayer]) -> None:
+        for layer in layers:
+            layer.go_ahead()
+        self._owing = any(layer.due() for layer in self._layers)  # those of a kind are due at once, and then some went ahead
 
     def _take(self, ids: Tensor, positions: Tensor) -> Tensor:
         if self._ids.shape != ids.shape or self._ids.device != ids.device:
@@ -139,7 +147,7 @@ class Replay:
         if not self.capture:
             return self._run()
         moved = self._seen != self._layers[0].seen
-        if self._graph is None or moved or any(layer.due() for layer in self._watch):
+        if self._graph is None or moved or self.due():
             self._prepare()
         if self._graph is None:
             self._steady += 1
@@ -162,6 +170,7 @@ class Replay:
     def _prepare(self) -> None:
         for layer in self._layers:
             layer.before_step()
+        self._owing = False
         addresses = tuple(tensor.data_ptr() for layer in self._layers for tensor in layer.tensors())
         if addresses != self._addresses:
             if self._graph is not None:
