@@ -93,12 +93,13 @@ def test_beams_are_decoded_eagerly(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.gpu
-def test_a_captured_cache_can_be_cropped_copied_and_continued() -> None:
+@pytest.mark.parametrize("method", ["oracle", "pariskv", "clusterkv", "prkv"])
+def test_a_captured_cache_can_be_cropped_copied_and_continued(method: str) -> None:
     llama = model("cuda", torch.float32)
     ids = torch.randint(3, 512, (1, 700), device="cuda")
     outs = []
     for capture in (False, True):
-        with kvthaw.attach(llama, "oracle", budget=128, capture=capture) as handle:
+        with kvthaw.attach(llama, method, budget=128, capture=capture) as handle:
             generate(llama, ids, 40)
             cache = handle.cache
             cache.crop(-20)
@@ -110,6 +111,30 @@ def test_a_captured_cache_can_be_cropped_copied_and_continued() -> None:
                 pair.append(generate(llama, whole, 30, past_key_values=one, attention_mask=torch.ones_like(whole)))
             outs.append(torch.cat(pair))
     assert torch.equal(outs[0], outs[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["pariskv", "clusterkv", "prkv"])
+def test_the_host_waits_for_nothing_between_replayed_steps(method: str) -> None:
+    """Nor when tokens leave the ring, every 16 to 32 steps here."""
+    llama = model("cuda", torch.float32)
+    cache = kvthaw.Cache(llama, method, budget=256)
+    with torch.no_grad():
+        token = llama(torch.randint(3, 512, (1, 700), device="cuda"), past_key_values=cache).logits[:, -1:].argmax(dim=-1)
+    replay = Replay(llama.forward, cache)
+
+    def steps(start: int, stop: int, token: torch.Tensor) -> torch.Tensor:
+        for i in range(start, stop):
+            token = replay(token, torch.full((1, 1), 700 + i, device="cuda")).argmax(dim=-1)
+        return token
+
+    token = steps(0, 40, token)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        steps(40, 100, token)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert replay.captures == 1
 
 
 @pytest.mark.gpu
