@@ -49,6 +49,7 @@ SERVING_EXAMPLES = (
 KERNELS = {
     "pariskv": "kvthaw.bench.kernels_pariskv",
     "icecache": "kvthaw.bench.kernels_tree",
+    "icecache-device": "kvthaw.bench.kernels_nodes",
     "clusterkv": "kvthaw.bench.kernels_pages",
     "prkv": "kvthaw.bench.kernels_pages",
     "decode": "kvthaw.bench.kernels_decode",
