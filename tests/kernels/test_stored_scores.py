@@ -31,15 +31,21 @@ def some_rows(lengths: Sequence[int], heads: int, width: int) -> tuple[Tensor, T
     return rows, torch.tensor([min(width, length) for length in lengths], dtype=torch.int32)
 
 
-SHAPES = [(4, d, torch.bfloat16) for d in HEAD_DIMS] + [(g, 64, t) for g in (1, 8) for t in DTYPES]
+SHAPES = [  # lengths of the lanes, heads, group, dim, dtype
+    *(([90], 1, 4, dim, torch.bfloat16) for dim in HEAD_DIMS),
+    *(([90], 1, 1, 64, dtype) for dtype in DTYPES),
+    ([150, 40], 2, 8, 64, torch.float16),
+]
+shapes = pytest.mark.parametrize(("lengths", "heads", "group", "dim", "dtype"), SHAPES)
 
 
-@pytest.mark.parametrize(("group", "dim", "dtype"), SHAPES)
-def test_scores_are_products_of_the_stored_keys(group: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
-    lengths, heads = [150, 0, 40], 2
+@shapes
+def test_scores_are_products_of_the_stored_keys(
+    lengths: list[int], heads: int, group: int, dim: int, dtype: torch.dtype, device: torch.device
+) -> None:
     store = stored(lengths, heads, dim, dtype)
     rows, wanted = some_rows(lengths, heads, TILE)
-    query = torch.randn(3, heads * group, dim).to(dtype)
+    query = torch.randn(len(lengths), heads * group, dim).to(dtype)
     found = stored_scores.definition(query.to(device), store, rows.to(device)).cpu()
     for b, n in enumerate(wanted.tolist()):
         keys = store.read(b, 0, lengths[b])[:, :, 0].double()
@@ -50,12 +56,14 @@ def test_scores_are_products_of_the_stored_keys(group: int, dim: int, dtype: tor
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="no Triton")
-@pytest.mark.parametrize(("group", "dim", "dtype"), SHAPES)
-def test_the_kernel_is_the_definition(group: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
-    lengths, heads, width, run = [150, 0, 40], 2, 2 * TILE, 16
+@shapes
+def test_the_kernel_is_the_definition(
+    lengths: list[int], heads: int, group: int, dim: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    width, run = 2 * TILE, 16
     store = stored(lengths, heads, dim, dtype)
     rows, wanted = (t.to(device) for t in some_rows(lengths, heads, width))
-    query = torch.randn(3, heads * group, dim).to(dtype).to(device)
+    query = torch.randn(len(lengths), heads * group, dim).to(dtype).to(device)
     expected = stored_scores.definition(query, store, rows)
     made = stored_scores.launch(query, store.table().to(device), 16, rows, wanted, scale=0.3, run=run)
     assert made.parts is not None
