@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvthaw.kernels import HAS_TRITON, node_scores
+from kvthaw.kernels import HAS_TRITON, node_digests, node_scores
 from kvthaw.kernels.unit_scores import BLOCK
 from shapes import DTYPES
 
@@ -16,12 +16,12 @@ NAN = float("nan")
 def tables(nodes: list[int], heads: int, dim: int, outliers: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """digests, stops and counts of lanes with so many nodes, some of them empty; behind them NaN and nonsense."""
     g = torch.Generator().manual_seed(dim)
-    room, width = max(nodes) + 3, node_scores.row_width(dim, outliers)
+    room, width = max(nodes) + 3, node_digests.row_width(dim, outliers)
     digests = torch.full((len(nodes), heads, room, width), NAN).to(dtype)
     stops = torch.full((len(nodes), heads, room + 1), -7, dtype=torch.int32)
     for b, n in enumerate(nodes):
         rows = torch.randn(heads, n, width, generator=g)
-        rows[..., -node_scores.TAIL :].abs_()
+        rows[..., -node_digests.TAIL :].abs_()
         digests[b, :, :n] = rows.to(dtype)
         stops[b, :, 0] = 0
         stops[b, :, 1 : n + 1] = torch.randint(0, 5, (heads, n), generator=g).cumsum(1).int()
@@ -80,4 +80,4 @@ def test_the_kernel_is_the_definition(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_begin_as_well_aligned_as_the_first(dtype: torch.dtype) -> None:
     for dim in (64, 80, 96, 128, 192, 256):
-        assert node_scores.row_width(dim, 2) * dtype.itemsize % 16 == 0
+        assert node_digests.row_width(dim, 2) * dtype.itemsize % 16 == 0

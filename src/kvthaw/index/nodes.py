@@ -13,10 +13,10 @@ from torch import Tensor
 from kvthaw.cache.addresses import Addresses
 from kvthaw.errors import ConfigError
 from kvthaw.index.clusters import draw
-from kvthaw.index.tree import TIE
 from kvthaw.index.units import Lane, UnitIndex
 from kvthaw.kernels import HAS_TRITON, node_scores
 from kvthaw.kernels.kmeans import grouped
+from kvthaw.kernels.node_digests import node_digests, row_width
 from kvthaw.kernels.rerank import TILE
 from kvthaw.kernels.stored_scores import stored_scores
 from kvthaw.kernels.topk import Merge, run_length, topk
@@ -24,7 +24,6 @@ from kvthaw.kernels.unit_select import launch_choice, vectorised_choice
 from kvthaw.types import LayerShape, Selection
 
 _SCORES = 1 << 24  # float32 products held at once while keys look for their nodes
-_KEYS = 1 << 17  # keys of which digests are made at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,54 +82,6 @@ def nearest(keys: Tensor, promoted: Tensor) -> Tensor:
     return labels
 
 
-def digest_nodes(keys: Tensor, sizes: Tensor, outliers: int) -> tuple[Tensor, Tensor]:
-    """Digests [C, (1 + outliers) D + 8] float32 of C nodes of sizes [C] int64, from their keys [T, D], node after node; and which
-    keys are outliers, [T] bool. No host sync.
-
-    A row is the node's mean, its outliers and its spread: the root mean square of the keys' distances to the mean, over sqrt(D).
-    The first outlier is the key farthest from the mean, each next one the farthest from the mean and those before; of equal ones
-    the first, and once more one of them where a node has no more keys. Of a node without keys: anything.
-    """
-    tokens, dim = keys.shape
-    place = torch.arange(tokens, device=keys.device)
-    node = torch.searchsorted(sizes.cumsum(dim=0), place, right=True)
-    keys, some = keys.float(), sizes.clamp(min=1)[:, None]
-
-    def each(kind: str, values: Tensor) -> Tensor:
-        reduced: Tensor = torch.segment_reduce(values, kind, lengths=sizes, unsafe=True)
-        return reduced
-
-    mean = each("sum", keys) / some
-    apart = (keys - mean[node]).square().sum(dim=1)
-    spread = (each("sum", apart)[:, None] / (some * dim)).sqrt()
-    points, odd = [mean], torch.zeros(tokens + 1, dtype=torch.bool, device=keys.device)
-    for _ in range(outliers):
-        farthest = torch.where(apart * (1 + TIE) >= each("max", apart)[node], place, tokens)
-        which = each("min", farthest.float()).clamp(max=tokens).long()  # tokens: none
-        odd[which] = True
-        points.append(keys[which.clamp(max=tokens - 1)])
-        apart = torch.minimum(apart, (keys - points[-1][node]).square().sum(dim=1))
-    tail = torch.nn.functional.pad(spread, (0, node_scores.TAIL - 1))
-    return torch.cat((*points, tail), dim=1), odd[:tokens]
-
-
-def digest_all(keys: Tensor, order: Tensor, stops: Tensor, outliers: int) -> tuple[Tensor, Tensor]:
-    """Digests [N, C, (1 + outliers) D + 8] of nodes of keys [N, T, D], node c being order[n, stops[n, c] : stops[n, c + 1]]; and
-    an order like it [N, T] int64, in which the outliers stand first in their nodes: where a node is cut, they stay."""
-    problems, tokens, dim = keys.shape
-    digests, orders, together = [], [], max(1, _KEYS // tokens)
-    for at in range(0, problems, together):
-        where = order[at : at + together].long()
-        own = keys[at : at + together].gather(1, where[:, :, None].expand(-1, -1, dim)).flatten(0, 1)
-        sizes = stops[at : at + together].diff(dim=1).long()
-        found, odd = digest_nodes(own, sizes.flatten(), outliers)
-        place = torch.arange(tokens, device=keys.device).expand(len(where), -1).contiguous()
-        node = torch.searchsorted(sizes.cumsum(dim=1), place, right=True)
-        digests.append(found.unflatten(0, (len(where), -1)))
-        orders.append(where.gather(1, torch.sort(2 * node + (~odd).view_as(node), dim=1, stable=True).indices))
-    return torch.cat(digests), torch.cat(orders)
-
-
 class NodeIndex(UnitIndex):
     """Nodes of keys alike, ranked by their digests; of the rows of the best nodes the keys are read, and the best rows selected.
 
@@ -151,7 +102,7 @@ class NodeIndex(UnitIndex):
 
     def __init__(self, shape: LayerShape, config: NodeConfig | None = None) -> None:
         self.config = config or NodeConfig()
-        size, width = self.config.size, node_scores.row_width(shape.head_dim, self.config.outliers)
+        size, width = self.config.size, row_width(shape.head_dim, self.config.outliers)
         super().__init__(shape, size=size, batch=size * self.config.nodes_per_batch, width=width, policy=self.config.policy)
         self.width = self._field(shape.rows)
         self.wanted = torch.zeros(0, dtype=torch.int32, device=shape.device)
@@ -225,9 +176,8 @@ class NodeIndex(UnitIndex):
     def digest(self, keys: Tensor) -> Tensor:
         """See UnitIndex."""
         heads, tokens = keys.shape[:2]
-        stops = torch.arange(0, tokens + self.size, self.size, device=keys.device).clamp(max=tokens)
-        order = torch.arange(tokens, device=keys.device)
-        return digest_all(keys, order.expand(heads, -1), stops.expand(heads, -1), self.config.outliers)[0]
+        stops = torch.arange(0, tokens + self.size, self.size, dtype=torch.int32, device=keys.device).clamp_(max=tokens)
+        return node_digests(keys, None, stops.expand(heads, -1), self.config.outliers)[0]
 
     def close(self, lane: int, begin: int, before: int, keys: Tensor) -> None:
         """See UnitIndex: each batch makes nodes among itself."""
@@ -274,8 +224,8 @@ class NodeIndex(UnitIndex):
         drawn = [draw(own, count, seed=self.shape.seed, layer=self.shape.layer, heads=heads) for own in positions.unbind()]
         together = keys.flatten(0, 1)
         order, stops = grouped(nearest(together, torch.stack(drawn, dim=1).flatten(0, 1)), count)
-        digests, order = digest_all(together, order, stops, self.config.outliers)
-        self.digests[lane, :, before : before + units] = digests.view(heads, units, -1).to(self.digests.dtype)
+        digests, order = node_digests(together, order, stops, self.config.outliers)
+        self.digests[lane, :, before : before + units] = digests.view(heads, units, -1)
         starts = torch.arange(batches, device=device)[None, :, None] * tokens + begin
         self.stops[lane, :, before] = begin
         self.stops[lane, :, before + 1 : before + units + 1] = (

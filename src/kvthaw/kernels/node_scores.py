@@ -11,23 +11,16 @@ import torch
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels.node_digests import TAIL
 from kvthaw.kernels.unit_scores import BLOCK, programs
-
-TAIL = 8
-"""Elements of a row behind its points: the spread, then nothing, so that the next row begins as well aligned as this one."""
-
-
-def row_width(dim: int, outliers: int) -> int:
-    """Elements of a digest."""
-    return dim * (1 + outliers) + TAIL
 
 
 def definition(query: Tensor, digests: Tensor, stops: Tensor, counts: Tensor, *, scale: float, reach: float) -> Tensor:
     """[B, H, G, U] float32: scale times the largest of q.outlier and of q.mean + reach |q| spread; -inf for nodes that do not exist
     or are empty.
 
-    query [B, Hq, D]. digests [B, H, U, (1 + outliers) D + 8]: mean, outliers, spread. stops [B, H, U + 1] int32: node u has
-    stops[u + 1] - stops[u] keys; counts [B] int32: nodes of a lane; what is behind them may hold anything.
+    query [B, Hq, D]. digests [B, H, U, (1 + outliers) D + 8]: mean, outliers, spread, see node_digests. stops [B, H, U + 1] int32:
+    node u has stops[u + 1] - stops[u] keys; counts [B] int32: nodes of a lane; what is behind them may hold anything.
     """
     heads, units = digests.shape[1:3]
     q = query.float().unflatten(1, (heads, -1))
