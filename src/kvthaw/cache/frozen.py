@@ -396,7 +396,7 @@ class FrozenKV(Lanes):
                 keys, values = own[:, :, 0], own[:, :, 1]
                 group.submit(self._copied, partial(index.build, lane, sink, keys, values, self._queries(lane)))
         if known:
-            data = torch.stack(rows)
+            data = rows[0][None] if len(rows) == 1 else torch.stack(rows)
             group.submit(self._copied, partial(index.append, known, data[:, :, :, 0], data[:, :, :, 1], None))
 
     def _store_ring(self, lane: int, length: int) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.side_stream import SideStream
+from kvthaw.kernels.extend import extend
 from kvthaw.kernels.unit_scores import Watch
 from kvthaw.kernels.unit_select import Policy, check_policy, unit_select
 from kvthaw.types import LayerShape, Selection
@@ -34,7 +35,8 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """A lane before its last append: what the host knew of it, and what was written over: table, first place, [H, n, ...]."""
+    """A lane before its last append: what the host knew of it, and what was written over and cannot be made again: table, first
+    place, [H, n, ...]."""
 
     host: Lane
     parts: tuple[tuple[str, int, Tensor], ...]
@@ -45,7 +47,7 @@ class UnitIndex:
 
     digests [B, H, U, E], stops [B, H, U + 1] int32, counts [B] int32, order [B, H, T] int32 or None (text order), recent
     [B, H, batch, D]: the keys of the last batch. All on the device, at a capacity that doubles, written in place.
-    What an append writes over, the units of a batch that was not full, is kept until the next, so that it can be undone.
+    What an append writes over is kept, or can be made again, until the next, so that it can be undone.
     """
 
     graph_safe = True
@@ -180,7 +182,12 @@ class UnitIndex:
         self.join()
         for name, start, part in last.parts:
             getattr(self, name)[lane, :, start : start + part.shape[1]] = part
-        self._set(lane, last.host)
+        host = last.host
+        if host.kept in (0, self.batch):
+            self._set(lane, host)
+        else:  # the units of the batch are made again
+            self._set(lane, replace(host, tokens=host.marks[-1][0], units=host.marks[-1][1], kept=0))
+            self._add(lane, self.recent[lane, :, : host.kept].clone())
 
     def reorder(self, lanes: Sequence[int]) -> None:
         """See Index."""
@@ -254,15 +261,10 @@ class UnitIndex:
             self.stops[lane, :, 0] = 0
 
     def _saved(self, lane: int, n: int) -> Before:
-        """What an append of n tokens will write over."""
-        host = self.lanes[lane]
-        spans = [("recent", 0, host.kept)]
-        if host.kept not in (0, self.batch):
-            begin, first = host.marks[-1]
-            spans += [("digests", first, host.units), ("stops", first, host.units + 1)]
-            if self.mapped and not self.shuffled:  # a full batch may be put in another order
-                spans.append(("order", begin, host.tokens))
-        parts = [(name, start, getattr(self, name)[lane, :, start:stop].clone()) for name, start, stop in spans if stop > start]
+        """What an append of n tokens will write over, but for what the kept keys say."""
+        host, parts = self.lanes[lane], []
+        if host.kept and (host.kept == self.batch or host.kept + n > self.batch):
+            parts.append(("recent", 0, self.recent[lane, :, : host.kept].clone()))
         return Before(replace(host, marks=list(host.marks)), tuple(parts))
 
     def _add(self, lane: int, keys: Tensor) -> None:
@@ -274,6 +276,9 @@ class UnitIndex:
             host.marks.append((host.tokens, host.units))
             host.kept = 0
         begin, before = host.marks[-1]
+        if host.kept + keys.shape[1] <= self.batch:
+            self._grow(lane, begin, before, keys)
+            return
         together = torch.cat((self.recent[lane, :, : host.kept], keys), dim=1) if host.kept else keys
         n = together.shape[1]
         found = self.digest(together)
@@ -299,6 +304,21 @@ class UnitIndex:
         host.tokens, host.units = begin + n, stop
         self.counts[lane].fill_(stop)
 
+    def _grow(self, lane: int, begin: int, before: int, keys: Tensor) -> None:
+        """The next tokens of the batch that begins at `begin` in the map and at unit `before`: few launches, for it is what happens
+        whenever tokens leave a ring."""
+        host, recent = self.lanes[lane], self.recent[lane]
+        order = None if self.order is None else self.order[lane]
+        place = {"kept": host.kept, "begin": begin, "before": before, "size": self.size, "first": self.first}
+        extend(keys, recent, self.stops[lane], self.counts[lane], order, **place)
+        whole = host.kept // self.size  # units that have all of their tokens, and their digests
+        host.kept += keys.shape[1]
+        found = self.digest(recent[:, whole * self.size : host.kept])
+        host.tokens, host.units = begin + host.kept, before + whole + found.shape[1]
+        self.digests[lane, :, before + whole : host.units] = found
+        if host.kept == self.batch:
+            self.close(lane, begin, before, recent[:, None])
+
 
 def _lane(told: tuple[int, int, int, list[tuple[int, int]]]) -> Lane:
     tokens, units, kept, marks = told
@@ -308,10 +328,10 @@ def _lane(told: tuple[int, int, int, list[tuple[int, int]]]) -> Lane:
 def means(keys: Tensor, size: int) -> Tensor:
     """The mean of every `size` keys [H, n, D], in float32; the last ones may be fewer. [H, ceil(n / size), D]."""
     full = keys.shape[1] // size * size
-    parts = [keys[:, :full].unflatten(1, (-1, size)).float().mean(dim=2)] if full else []
+    parts = [keys[:, :full].unflatten(1, (-1, size)).mean(dim=2, dtype=torch.float32)] if full else []
     if full < keys.shape[1]:
-        parts.append(keys[:, full:].float().mean(dim=1, keepdim=True))
-    return torch.cat(parts, dim=1)
+        parts.append(keys[:, full:].mean(dim=1, keepdim=True, dtype=torch.float32))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def grown(table: Tensor, lanes: int, length: int | None = None) -> Tensor:
