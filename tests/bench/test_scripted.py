@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import getattr_static
 from itertools import pairwise
 
 import pytest
@@ -62,6 +63,15 @@ def test_an_anchors_script_is_its_followers(llama: PreTrainedModel) -> None:
     cache, _ = _decoded(llama, "icecache-reuse", 0.5)
     hits = cache.stats().hit_rate
     assert hits == pytest.approx(0.5 * 19 / 20, abs=0.05)
+
+
+@pytest.mark.parametrize(("method", "name"), [("shadowkv", "rebuild"), ("clusterkv", "join")])
+def test_what_an_index_can_do_stays_known(llama: PreTrainedModel, method: str, name: str) -> None:
+    """Protocols look for attributes, from Python 3.12 on without __getattr__."""
+    for one, has in ((method, True), ("oracle", False)):
+        group = _decoded(llama, one, 0.5, steps=1)[0].frozen_layers[0].group
+        assert group is not None
+        assert (getattr_static(group.index, name, None) is not None) is has
 
 
 def test_a_region_too_short_is_refused(llama: PreTrainedModel) -> None:

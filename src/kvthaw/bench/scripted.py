@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.errors import ConfigError
-from kvthaw.types import Index, LayerShape, Method, Reversible, Selection
+from kvthaw.types import Index, LayerShape, Method, Rebuilds, Reversible, Selection, WorksBeside
 
 _STEPS = 128  # then the script begins again, with a step of new rows
 
@@ -37,6 +37,9 @@ class ScriptedIndex:
     def __init__(self, script: _Script, make: Any, hits: float, shape: LayerShape) -> None:
         self.index: Index = make(shape)
         self.script, self.hits, self.shape = script, hits, shape
+        for kind, name in ((Rebuilds, "rebuild"), (WorksBeside, "join")):  # a protocol does not see what __getattr__ finds
+            if isinstance(self.index, kind):
+                setattr(self, name, getattr(self.index, name))
 
     def __getattr__(self, name: str) -> Any:
         if name == "index":
