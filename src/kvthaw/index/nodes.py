@@ -16,14 +16,13 @@ from kvthaw.index.clusters import draw
 from kvthaw.index.units import Lane, UnitIndex
 from kvthaw.kernels import HAS_TRITON, node_scores
 from kvthaw.kernels.kmeans import grouped
+from kvthaw.kernels.nearest import nearest
 from kvthaw.kernels.node_digests import node_digests, row_width
 from kvthaw.kernels.rerank import TILE
 from kvthaw.kernels.stored_scores import stored_scores
 from kvthaw.kernels.topk import Merge, run_length, topk
 from kvthaw.kernels.unit_select import launch_choice, vectorised_choice
 from kvthaw.types import LayerShape, Selection
-
-_SCORES = 1 << 24  # float32 products held at once while keys look for their nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,25 +60,6 @@ class NodeConfig:
     def size(self) -> int:
         """Keys a node, in the mean."""
         return round(1 / self.promote)
-
-
-def nearest(keys: Tensor, promoted: Tensor) -> Tensor:
-    """Which of its promoted keys each key is nearest to in the space of T_K (equation 2): [N, T] int64, of equal ones the first.
-
-    keys [N, T, D], promoted [N, C] int64 places among them. With lift(k) = sqrt(c^2 - |k|^2), c the largest |k|, two keys are the
-    nearer the larger a.b + lift(a) lift(b).
-    """
-    problems, tokens, dim = keys.shape
-    norm2 = keys.float().square().sum(dim=2)
-    lift = (norm2.amax(dim=1, keepdim=True) - norm2).clamp(min=0).sqrt()
-    to = keys.gather(1, promoted[:, :, None].expand(-1, -1, dim)).float().transpose(1, 2)
-    up = lift.gather(1, promoted)[:, None]
-    labels = torch.empty((problems, tokens), dtype=torch.int64, device=keys.device)
-    block = max(1, _SCORES // (problems * promoted.shape[1]))
-    for at in range(0, tokens, block):
-        near = torch.baddbmm(lift[:, at : at + block, None] * up, keys[:, at : at + block].float(), to)
-        labels[:, at : at + block] = near.argmax(dim=2)
-    return labels
 
 
 class NodeIndex(UnitIndex):
