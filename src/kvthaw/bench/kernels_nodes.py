@@ -19,8 +19,10 @@ from kvthaw.bench.script import run_kernels
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.regions import Regions
 from kvthaw.errors import CacheError
+from kvthaw.index.clusters import draw
 from kvthaw.index.nodes import NodeConfig, NodeIndex
-from kvthaw.kernels import HAS_TRITON, node_scores
+from kvthaw.kernels import HAS_TRITON, nearest, node_digests, node_scores
+from kvthaw.kernels.kmeans import grouped
 from kvthaw.kernels.rerank import TILE
 from kvthaw.kernels.stored_scores import definition, launch
 from kvthaw.kernels.topk import run_length, topk
@@ -67,7 +69,7 @@ def queries(count: int, lanes: int, device: torch.device) -> list[Tensor]:
 
 def check(device: torch.device, tokens: int = 20_000) -> list[dict[str, Any]]:
     """Every kernel of the search against its definition, and all of them together. Raises CacheError where one differs."""
-    lines: list[dict[str, Any]] = []
+    lines = [check_build(device, tokens)]
     for policy in ("max", "mean"):
         index = made(tokens, 3, device, NodeConfig(policy=policy))
         query = queries(1, 3, device)[0]
@@ -99,6 +101,21 @@ def check(device: torch.device, tokens: int = 20_000) -> list[dict[str, Any]]:
         names = {"node_error": error, "true_error": error_true}
         lines.append({"op": "check select", "policy": policy, **names, "field_rows_differ": nodes, "rows_differ": chosen})
     return lines
+
+
+def check_build(device: torch.device, tokens: int) -> dict[str, Any]:
+    """Parents and digests. Keys that are as near to two promoted ones, but for rounding, may go to either."""
+    keys = random_keys(tokens, device)
+    promoted = draw(torch.arange(tokens, device=device), tokens // 20, seed=1, layer=0, heads=HEADS)
+    labels, want = (f(keys, promoted) for f in (nearest.launch, nearest.definition))
+    elsewhere = float((labels != want).float().mean())
+    demand(elsewhere < 1e-3, f"{elsewhere:.2%} of the keys have another parent than the definition's")
+    tables = grouped(labels, promoted.shape[1])
+    (digests, order), (wanted, wanted_order) = (f(keys, *tables, 2) for f in (node_digests.launch, node_digests.definition))
+    moved = float((order != wanted_order).float().mean())
+    demand(moved < 1e-2, f"{moved:.2%} of the keys stand elsewhere than by the definition")
+    error = agree(digests, wanted, "digests", 2e-2)  # an outlier as far from the mean as another may be that one
+    return {"op": "check build", "other_parents": elsewhere, "other_places": moved, "digest_error": error}
 
 
 def other(rows: Tensor, wanted: Tensor) -> int:
