@@ -10,8 +10,8 @@ from kvthaw.bench.options import BUDGET, FILE, FLAG, INTEGER, SHARE, WORD, at_le
 from kvthaw.bench.shapes import SHAPES
 
 FIGURES = {
-    "length": "Time per output token against the length (the README's)",
-    "throughput": "Tokens a second against the batch at 128k (the README's)",
+    "length": "Time per output token against the length",
+    "throughput": "Tokens a second against the batch at 128k",
     "icecache-memory": "Device memory against time a token at 36k (IceCache, figure 1)",
     "icecache-scaling": "150k to 300k tokens (IceCache, figure 8)",
     "pariskv-batches": "64k to 384k tokens by batch (ParisKV, figures 7 and 11)",
