@@ -178,6 +178,8 @@ class Method:
     transfer: how rows come to a GPU; None: a kernel there reads them (UvaGather). On a CPU they are copied (BulkCopy).
     anchors: the layers that select, by number, or every how manieth of the layers that are not dense; the layers between follow the
     anchor before them. Floats are shares of the model's depth, and the first layer that is not dense then selects too.
+    any_budget: what its index keeps of the prompt depends on the regions, but not on how many rows it will be asked for, so a fork
+    with another budget takes it over.
     rotary: the index needs the turns of the model's rotary positions. foresees: it is asked with the query that the layer would
     have if its attention were given the input of the layer before.
     """
@@ -192,6 +194,7 @@ class Method:
     keep: int = 1
     transfer: Callable[[], Transfer] | None = None
     anchors: int | tuple[int, ...] | tuple[float, ...] = 1
+    any_budget: bool = False
     rotary: bool = False
     foresees: bool = False
     options: dict[str, Any] = field(default_factory=dict, compare=False)

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, pipeline
 
 import kvthaw
+from kvthaw.methods import resolve
 from zoo import VOCAB, build, prompt, ragged
 
 METHODS = ["oracle", "icecache", "icecache-reuse"]
@@ -374,6 +375,43 @@ def test_forks_of_a_dense_cache_share_what_was_offloaded_for_the_first(llama: Pr
     base.batch_select_indices(torch.tensor([1]))
     fourth = base.fork("oracle", budget=TIGHT)
     assert torch.equal(fourth.kv_layers[0].read(0, 0, 102), base.kv_layers[0].read(0, 0, 102))
+
+
+SAME = [name for name in kvthaw.METHODS if resolve(name).any_budget]
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_an_index_that_serves_any_budget_is_not_built_again(
+    llama: PreTrainedModel, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, more = prompt(2, 300, seed=3), prompt(2, 20, seed=4)
+    base = kvthaw.Cache(llama, "full", dense_layers=1)
+    forward(llama, base, ids)
+    first = base.fork(name, budget=256)
+    fresh = {budget: base.fork(name, budget=budget) for budget in (256, 272)}
+    method = first.settings.method
+    first.wait()
+    built: list[Any] = []
+    (kind,) = {type(kv.group.index) for kv in first.frozen_layers if kv.group is not None}
+    build = kind.build
+    monkeypatch.setattr(kind, "build", lambda self, *args: (built.append(self), build(self, *args)))
+    forks = {budget: first.fork(method, budget=budget) for budget in (272, 256)}
+    assert not built
+    expected = {budget: decode(llama, cache, more) for budget, cache in fresh.items()}
+    for budget, fork in forks.items():
+        assert torch.equal(decode(llama, fork, more), expected[budget])
+        assert fork.stats() == fresh[budget].stats()
+        assert fork.settings.budget == budget
+    others = (  # of other regions; of more tokens than the prompt's; of a method made anew, which may have other options
+        (first, method, 48),
+        (forks[256], method, 256),
+        (first, name, 272),
+    )
+    for origin, of, budget in others:
+        origin.fork(of, budget=budget).wait()
+        assert len(built) == 2 * len({id(index) for index in built}) > 0
+        built.clear()
+    assert torch.equal(decode(llama, first.fork(method, budget=272), more), expected[272])
 
 
 def test_fork_later(llama: PreTrainedModel, method: str) -> None:

@@ -23,6 +23,7 @@ from kvthaw.evaluate.results import Results, summarize
 from kvthaw.evaluate.runner import Runner, split_prompt
 from kvthaw.evaluate.tasks import TASKS, Sample, Task
 from kvthaw.evaluate.variant import FULL, Variant
+from kvthaw.index.units import UnitIndex
 from kvthaw.methods import METHODS
 
 ORACLE, STREAMING = Variant("oracle", 64), Variant("streaming", 64)
@@ -140,6 +141,31 @@ def test_a_row_of_a_batch_gives_the_line_of_the_sample_alone(
             for name in SECONDS:
                 assert mine.pop(name) is None
                 del theirs[name]
+            assert mine == theirs, variant
+
+
+def test_one_index_serves_the_budgets_of_a_method(loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[int] = []
+    inner = UnitIndex.build
+
+    def build(self: Any, lane: int, *args: Any) -> None:
+        built.append(lane)
+        inner(self, lane, *args)
+
+    monkeypatch.setattr(UnitIndex, "build", build)
+    names = ("quest", "quest:page=8", "quest")
+    variants = [Variant(name, budget, dense_layers=0) for name in names for budget in (64, 128, 96)]
+    job = Job("passkey", 400, 2, probe=0)
+    alone = Runner(*loaded, batch=1).run(job, variants)
+    assert len(built) == 2 * 2 * 6, "two layers, two samples, six variants: seconds are of one's own index"
+    built.clear()
+    together = Runner(*loaded, batch=2).run(job, variants)
+    assert len(built) == 2 * 2 * 2
+    for variant in variants:
+        for one, row in zip(alone[variant], together[variant], strict=True):
+            mine, theirs = asdict(row), asdict(one)
+            for name in SECONDS:
+                del mine[name], theirs[name]
             assert mine == theirs, variant
 
 

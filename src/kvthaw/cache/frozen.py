@@ -55,6 +55,7 @@ class FrozenKV(Lanes):
         self._copied: torch.cuda.Event | None = None  # the last copy to the host, which the host has not waited for
         self._ordered = True  # what the device does next comes after it
         self._finite: Tensor | None = None
+        self.untouched = False  # all there is came as one prompt
 
     # What is where
 
@@ -163,24 +164,49 @@ class FrozenKV(Lanes):
 
     def copy_from(self, other: FrozenKV | DenseLayer) -> None:
         """Take over the tokens of another layer, as if they had been this layer's prompt. What a dense layer has offloaded for one
-        fork is shared by the others."""
+        fork is shared by the others; an index that serves as it is is not built again."""
         if other.seen == 0:
             return
         if isinstance(other, FrozenKV):
             other.settle()
             if other.settings.method.evicts:
                 raise CacheError(f"{other.settings.method.name} has dropped tokens, so its cache cannot be forked")
+            if self.serves_as_it_is(other):
+                self._take_over(other)
+                return
         queries, key, value = padded(other)
         self.begin(queries, key, list(other.left_pad), other.scale)
         if isinstance(other, DenseLayer) and not self.settings.method.evicts:
             self.store.share(other.offloaded(self.settings.extent))
         self.take_in(queries, key, value)
 
+    def serves_as_it_is(self, other: FrozenKV) -> bool:
+        """Whether another layer's index is what this layer's would be: of the same method object, whose index serves any budget, of
+        the same regions, and built of one prompt that nothing has followed."""
+        mine, its, plan = self.settings, other.settings, other.plan
+        same = mine.method is its.method and mine.method.any_budget and (mine.seed, mine.extent) == (its.seed, its.extent)
+        return same and other.untouched and plan is not None and mine.plan(other.longest).regions == plan.regions
+
+    def _take_over(self, other: FrozenKV) -> None:
+        """Become what the other layer is, but for the number of rows; the host's rows are shared."""
+        assert other.plan is not None
+        queries, held = next(iter(other.watched.values())), other.slab.keys
+        key = held[:, :, :1].expand(-1, -1, other.seen, -1)  # of the prompt's shape
+        self.begin(queries[None], key, list(other.left_pad), other.scale)
+        self.store.share(other.store)
+        always = other.slab.pool_start
+        self.slab.data[:, :, :always] = other.slab.data[:, :, :always]
+        self.seen, self._start, self.watched, self.untouched = other.seen, list(other._start), dict(other.watched), True
+        if self.group is not None and other.group is not None and self.chooses:
+            self.group.take_over(other.group)
+            self.make_room()
+
     def take_in(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Tokens of a dense pass become part of the cache."""
         assert self.plan is not None
         self.fall_back()
         before, steps = self.seen, key.shape[2]
+        self.untouched = before == 0 and not self.coming
         self._check(key, value)
         for lane in range(self.lanes):
             pad = min(steps, max(0, self.left_pad[lane] - before))
@@ -192,6 +218,7 @@ class FrozenKV(Lanes):
 
     def take_row(self, lane: int, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Tokens of a dense pass of one lane become part of it, [1, ., T, D] each; the lane's length is set by the caller."""
+        self.untouched = False
         self._check(key, value)
         self._take_lane(lane, query[0], key[0], value[0], self.seen)
 
@@ -199,6 +226,7 @@ class FrozenKV(Lanes):
         """Forget the tokens of a lane; nothing of them stays that another row could see, and no tensor moves."""
         if self.plan is None:
             return
+        self.untouched = False
         self.wait_for_copies()
         if self.group is not None and self.chooses:
             self.group.truncate(lane, 0)
@@ -339,6 +367,7 @@ class FrozenKV(Lanes):
 
     def take_one(self) -> None:
         """Count a token of every lane; what left for it has left."""
+        self.untouched = False
         self.count_token()
         self._ahead.clear()
 
@@ -378,6 +407,7 @@ class FrozenKV(Lanes):
     def _pass_on(self, lanes: list[int]) -> None:
         """Offload and index them."""
         assert self.plan is not None
+        self.untouched = False
         spans = [(self.indexed(lane), self.indexed(lane) + self.plan.regions.buffer) for lane in lanes]
         for lane, (_, stop) in zip(lanes, spans, strict=True):
             self._store_ring(lane, stop)
@@ -435,6 +465,7 @@ class FrozenKV(Lanes):
         if self.plan is None or drop <= 0:
             return
         self.fall_back()
+        self.untouched = False
         sink = self.plan.regions.sink
         olds, lengths = ([of(lane) for lane in range(self.lanes)] for of in (self.indexed, self.length))
         lengths = [max(0, length - drop) for length in lengths]

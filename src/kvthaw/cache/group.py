@@ -146,6 +146,11 @@ class Group:
         slots, fetch, _ = self.residency.admit(selection.rows, parts(here))
         return Choice(selection, *parts(here.to(query.device, non_blocking=True)), (slots, fetch))
 
+    def take_over(self, other: Group) -> None:
+        """Have what another group's index has, of as many lanes."""
+        other.settle()
+        self.index.load_state_dict(other.index.state_dict())
+
     def truncate(self, lane: int, length: int) -> None:
         """Forget positions >= length of a lane."""
         self.settle()

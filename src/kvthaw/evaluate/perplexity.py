@@ -11,6 +11,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,9 +24,9 @@ from kvthaw.evaluate.machine import identity, now, versions
 from kvthaw.evaluate.metrics import mean
 from kvthaw.evaluate.passages import opening, text_name, tokens_of
 from kvthaw.evaluate.results import AsLine, Kept, OfModel
-from kvthaw.evaluate.rows import Rows, joined, spread
+from kvthaw.evaluate.rows import Forks, Rows, joined, spread
 from kvthaw.evaluate.tally import Tally
-from kvthaw.evaluate.variant import FULL, Variant, complete
+from kvthaw.evaluate.variant import FULL, Variant, complete, fork
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -336,24 +337,27 @@ class Reader:
                 )
             held, last = length, length == max(missing)
             together = joined(self.model, bases if last else [base.fork("full") for base in bases])
+            forks = Forks(together)
             for variant, settings in variants.items():
-                yield self._read(settings, variant, together, [ids[length : length + steps + 1] for ids in texts], show)
+                make = forks.fork if len(texts) > 1 else partial(fork, together)  # a single one is timed
+                yield self._read(
+                    settings, variant, partial(make, variant), [ids[length : length + steps + 1] for ids in texts], show
+                )
 
     def _read(
         self,
         settings: list[Setting],
         variant: Variant,
-        base: Cache,
+        make: Callable[[], Cache],
         texts: list[list[int]],
         show: Callable[[int, int, str], None],
     ) -> list[Line]:
-        """Send all of each row's text but its last token through a fork, one by one, and score all but the first."""
+        """Send all of each row's text but its last token through the fork that `make` makes, one by one, and score all but the
+        first."""
         doing, steps = f"{variant.method} {variant.budget or variant.retrieved or ''}".strip(), settings[0].steps
         show(0, steps, doing)
         start = now(self.model.device)
-        limits = {} if variant == FULL else {"budget": variant.budget, "retrieved": variant.retrieved}
-        cache = base.fork(variant.method, dense_layers=settings[0].dense_layers, **limits)
-        cache.wait()
+        cache = make()
         tally, nll = Tally(cache), []
         tokens = torch.tensor(texts, device=self.model.device)
         for step in range(steps):

@@ -1,11 +1,14 @@
-"""Samples that share their steps: how many at once, and one cache whose rows they are."""
+"""Samples that share their steps: how many at once, one cache whose rows they are, and its forks."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvthaw.engine.hf import Cache
 from kvthaw.errors import ConfigError
+from kvthaw.evaluate.variant import Variant, fork
+from kvthaw.methods import resolve
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -47,6 +50,40 @@ def spread(count: int, rows: int) -> list[tuple[int, int]]:
     """Even spans of `count` samples, of no more than `rows` each."""
     parts = -(-count // rows)
     return [(count * i // parts, count * (i + 1) // parts) for i in range(parts)]
+
+
+class Forks:
+    """A full cache under one variant after the other. What an index keeps of the prompts is made once for all budgets that have the
+    same regions, where the method says that they share it and comes with them in turn."""
+
+    def __init__(self, base: Cache) -> None:
+        self._base = base
+        self._kept: tuple[Variant, Cache] | None = None  # a fork that takes no steps
+
+    def fork(self, variant: Variant) -> Cache:
+        """Its tokens under a variant, offloaded and indexed."""
+        if not self._serves(variant):
+            self._drop()
+            method = resolve(variant.method)
+            if not method.any_budget:
+                return fork(self._base, variant)
+            self._kept = variant, fork(self._base, variant, method)
+        assert self._kept is not None
+        kept = self._kept[1]
+        return fork(kept, variant, kept.settings.method)
+
+    def _serves(self, variant: Variant) -> bool:
+        if self._kept is None:
+            return False
+        of, cache = self._kept
+        asked = replace(cache.settings, budget=variant.budget, retrieved=variant.retrieved)
+        same = all(kv.plan is not None and asked.plan(kv.longest).regions == kv.plan.regions for kv in cache.frozen_layers)
+        return same and (of.method, of.dense_layers) == (variant.method, variant.dense_layers)
+
+    def _drop(self) -> None:
+        if self._kept is not None:
+            self._kept[1].layers.clear()  # a cache refers to itself; its rows go before the next one's come
+            self._kept = None
 
 
 def joined(model: PreTrainedModel, bases: list[Cache]) -> Cache:

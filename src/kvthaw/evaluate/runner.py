@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,11 +17,11 @@ from kvthaw.evaluate.job import Job, Place, Progress, Unit
 from kvthaw.evaluate.machine import identity, now, versions
 from kvthaw.evaluate.probe import Probe, Quality
 from kvthaw.evaluate.results import Line, Lines, Results, Setting
-from kvthaw.evaluate.rows import Rows, joined, spread
+from kvthaw.evaluate.rows import Forks, Rows, joined, spread
 from kvthaw.evaluate.tally import RowStats, Tally
 from kvthaw.evaluate.tasks import Sample, Task, find
 from kvthaw.evaluate.tasks.base import fingerprint_of
-from kvthaw.evaluate.variant import FULL, Variant, complete
+from kvthaw.evaluate.variant import FULL, Variant, complete, fork
 from kvthaw.methods import resolve
 
 if TYPE_CHECKING:
@@ -142,9 +143,11 @@ class Runner:
             bases.append(base)
             before += len(prompt)
         together = _Prefilled(samples, joined(self.model, bases), torch.stack(logits), rests, seconds)
+        forks = Forks(together.base)
         for variant in unit.variants:
             tell(total, total, f"{variant.method} {variant.budget or ''}".strip())
-            yield self._lines(task, together, self.settings(job, variant, unit.places))
+            make = forks.fork if len(samples) > 1 else partial(fork, together.base)  # a single one is timed
+            yield self._lines(task, together, self.settings(job, variant, unit.places), partial(make, variant))
 
     def _sample(self, task: Task, job: Job, seed: int, depth: float | None) -> Sample:
         try:
@@ -152,13 +155,12 @@ class Runner:
         except ValueError as error:
             raise ConfigError(str(error)) from error
 
-    def _lines(self, task: Task, prompts: _Prefilled, settings: Sequence[Setting]) -> list[Line]:
-        """Fork the prompts' cache, send the rest of them through it, decode, and measure. settings: of one variant, a row each."""
+    def _lines(self, task: Task, prompts: _Prefilled, settings: Sequence[Setting], make: Callable[[], Cache]) -> list[Line]:
+        """Fork the prompts' cache, send the rest of them through it, decode, and measure. settings: of one variant, a row each;
+        make: the fork."""
         device, first = self.model.device, settings[0]
         start = now(device)
-        budget = {} if first.method == "full" else {"budget": first.budget, "retrieved": first.retrieved}
-        cache = prompts.base.fork(first.method, dense_layers=first.dense_layers, **budget)
-        cache.wait()
+        cache = make()
         index_s = now(device) - start
         probe = Probe(cache, every=first.probe, reference=prompts.base) if first.probe else None
         tally = Tally(cache)

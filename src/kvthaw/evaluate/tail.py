@@ -11,8 +11,7 @@ from torch import Tensor
 from kvthaw.engine.hf import Cache
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.decode import forward, prefill
-from kvthaw.evaluate.variant import Variant
-from kvthaw.methods import resolve
+from kvthaw.evaluate.variant import Variant, fork
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,15 +26,6 @@ def divide(prompt: Sequence[int], tail: int) -> tuple[list[int], list[int]]:
         raise ConfigError(f"tail is {tail}; it must be at least 0")
     cut = max(1, len(prompt) - tail)
     return list(prompt[:cut]), list(prompt[cut:])
-
-
-def fork(base: Cache, variant: Variant) -> Cache:
-    """A full cache's tokens under a variant, offloaded and indexed."""
-    budget = {} if resolve(variant.method).dense else {"budget": variant.budget, "retrieved": variant.retrieved}
-    dense = {} if variant.dense_layers is None else {"dense_layers": variant.dense_layers}
-    cache = base.fork(variant.method, **dense, **budget)
-    cache.wait()
-    return cache
 
 
 class Prompt:

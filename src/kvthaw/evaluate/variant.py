@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvthaw.engine.hf import Cache
 from kvthaw.methods import resolve
+from kvthaw.types import Method
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,3 +33,13 @@ def complete(model: PreTrainedModel, variant: Variant) -> Variant:
     cache = Cache(model, variant.method, budget=variant.budget, retrieved=variant.retrieved, dense_layers=variant.dense_layers)
     budget = 256 if variant.budget is None and variant.retrieved is None else variant.budget
     return replace(variant, budget=budget, dense_layers=cache.settings.dense_layers)
+
+
+def fork(base: Cache, variant: Variant, method: Method | None = None) -> Cache:
+    """A cache's tokens under a variant, offloaded and indexed. method: the variant's, if it has been made already."""
+    chosen = method or resolve(variant.method)
+    limits = {} if chosen.dense else {"budget": variant.budget, "retrieved": variant.retrieved}
+    dense = {} if variant.dense_layers is None else {"dense_layers": variant.dense_layers}
+    cache = base.fork(chosen, **dense, **limits)
+    cache.wait()
+    return cache

@@ -20,4 +20,5 @@ def arkvale(*, page: int = 32, spread: Spread = "mean", policy: Policy = "max", 
     works with.
     """
     index = partial(BoundIndex, page=page, spread=spread, policy=policy)
-    return Method("arkvale", paper="ArkVale", unit="page", index=index, regions=Regions(page, 2 * page, page), keep=keep)
+    regions = Regions(page, 2 * page, page)
+    return Method("arkvale", paper="ArkVale", unit="page", index=index, regions=regions, keep=keep, any_budget=True)

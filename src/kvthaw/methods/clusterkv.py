@@ -43,4 +43,5 @@ def clusterkv(
         start=start,
         iterations=iterations,
     )
-    return Method("clusterkv", paper="ClusterKV", unit="cluster", index=index, regions=Regions(16, 16, 16), keep=keep)
+    regions = Regions(16, 16, 16)
+    return Method("clusterkv", paper="ClusterKV", unit="cluster", index=index, regions=regions, keep=keep, any_budget=True)

@@ -22,4 +22,5 @@ def infinigen(*, ratio: float = 0.3, alpha: float = 5.0, most: float = 0.2, fore
     rows are fetched in the layer's own step, so the transfer is not hidden behind the layer before.
     """
     index = partial(SkewedIndex, ratio=ratio, alpha=alpha, most=most)
-    return Method("infinigen", paper="InfiniGen", unit="token", index=index, regions=Regions(0, 16, 16), foresees=foresee)
+    regions = Regions(0, 16, 16)
+    return Method("infinigen", paper="InfiniGen", unit="token", index=index, regions=regions, any_budget=True, foresees=foresee)

@@ -28,4 +28,5 @@ def pqcache(
     Host: the rows. Device: a byte a key and part, the centroids, every decision (the paper clusters on CPU threads).
     """
     index = partial(ProductIndex, parts=parts, centroids=centroids, iterations=iterations, policy=policy)
-    return Method("pqcache", paper="PQCache", unit="token", index=index, regions=Regions(sink, window, 16), keep=keep)
+    regions = Regions(sink, window, 16)
+    return Method("pqcache", paper="PQCache", unit="token", index=index, regions=regions, keep=keep, any_budget=True)

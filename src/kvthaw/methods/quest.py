@@ -18,4 +18,4 @@ def quest(*, page: int = 16, policy: Policy = "max") -> Method:
     budget, which includes them.
     """
     index = partial(BoundIndex, page=page, spread="max", policy=policy)
-    return Method("quest", paper="Quest", unit="page", index=index, regions=Regions(0, page, page))
+    return Method("quest", paper="Quest", unit="page", index=index, regions=Regions(0, page, page), any_budget=True)

@@ -38,4 +38,4 @@ def retroinfer(
         iterations=iterations,
         policy=policy,
     )
-    return Method("retroinfer", paper="RetroInfer", unit="cluster", index=index, regions=Regions(4, 64, 16))
+    return Method("retroinfer", paper="RetroInfer", unit="cluster", index=index, regions=Regions(4, 64, 16), any_budget=True)

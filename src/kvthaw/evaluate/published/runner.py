@@ -16,8 +16,7 @@ from kvthaw.errors import ConfigError
 from kvthaw.evaluate.decode import check_prompt, prefill, stop_tokens
 from kvthaw.evaluate.job import Progress
 from kvthaw.evaluate.machine import identity, versions
-from kvthaw.evaluate.tail import fork
-from kvthaw.evaluate.variant import FULL, Variant, complete
+from kvthaw.evaluate.variant import FULL, Variant, complete, fork
 from kvthaw.methods import resolve
 
 from .base import Benchmark, Item, Plan, truncate
