@@ -123,8 +123,8 @@ if HAS_TRITON:
                 far = tl.load(apart + at + i, mask=at + i < end, other=-1.0)
                 which = tl.minimum(which, tl.min(tl.where((at + i < end) & (far * (1 + tie) >= top), at + i, end)))
             odd = tl.where((o == p) & (which < end) & (tl.sum((odd == which).to(tl.int32)) == 0), which, odd)
-            place = tl.load(order + base * tokens + which, mask=which < end, other=0) if MAPPED else which
-            point = tl.load(keys + base * stride + place.to(tl.int64) * dim + d, mask=(d < dim) & (which < end), other=0.0)
+            source = tl.load(order + base * tokens + which, mask=which < end, other=0) if MAPPED else which
+            point = tl.load(keys + base * stride + source.to(tl.int64) * dim + d, mask=(d < dim) & (which < end), other=0.0)
             tl.store(to + (1 + p) * dim + d, point, mask=d < dim)
             if p + 1 < OUTLIERS:
                 tl.debug_barrier()
