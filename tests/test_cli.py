@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -55,8 +56,11 @@ COMMANDS = [
     "eval perplexity",
     "eval shares",
     "lm-eval",
+    "compare",
     "demo",
     "bench decode",
+    "bench figures",
+    "bench prefill",
     "bench kernels",
     "bench indexing",
     "bench serving",
@@ -69,6 +73,18 @@ def test_every_help_has_examples(command: list[str]) -> None:
     assert said.code == 0
     assert "Examples:" in said.out
     assert f"kvthaw {' '.join(command)}".removesuffix(" task").removesuffix(" published") in said.out
+
+
+def test_examples_name_methods_that_there_are() -> None:
+    from kvthaw.cli import compare, demo, evaluate, generate, harness, perplexity, recall, shares
+    from kvthaw.evaluate.describe import describe
+
+    texts = [one.EXAMPLES for one in (compare, demo, evaluate, generate, harness, perplexity, shares)]
+    examples = " ".join([*texts, recall.RECALL_EXAMPLES, recall.DRIFT_EXAMPLES])
+    methods = re.findall(r"--methods? (\S+)|\bmethod=([^, ]+)", examples)
+    assert len(methods) > 20
+    for name in {name for found in methods for text in found for name in text.split(",")} - {"", "all"}:
+        describe(kvthaw.methods.resolve(name))
 
 
 def test_help_lists_commands_and_exit_codes() -> None:
@@ -547,6 +563,8 @@ def test_errors_are_one_line_and_exit_code_1(model: str, tmp_path: Path) -> None
     refused(Said("generate", "a" * 3000, "--model", model), 1, "3,000 tokens", "2,048")
     refused(Said("eval", "passkey", "--model", model, "--length", "10"), 1, "length 10 is too short")
     refused(Said("eval", "passkey", "--model", model, "--method", "orakle"), 1, "oracle")
+    refused(Said("eval", "passkey", "--method", "icecache:page=4"), 1, "icecache has no option 'page'", "page_size")
+    refused(Said("eval", "passkeyy"), 2, "did you mean 'passkey'?")
     refused(Said("eval", "passkey", "--model", model, "--out", "/nowhere/x", "--length", "300"), 1, "/nowhere/x")
     refused(Said("eval", "passkey", "--question", "both"), 1, "question is 'both'")
     refused(Said("demo", "--model", model, "--length", "100"), 1, "length is 100")

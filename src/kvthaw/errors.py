@@ -1,5 +1,10 @@
 """Errors that name the field, the value and what is allowed."""
 
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
 
 class KvthawError(Exception):
     """Base of every error that kvthaw raises itself."""
@@ -19,3 +24,11 @@ class CacheError(KvthawError, RuntimeError):
 
 class HostMemoryError(KvthawError, MemoryError):
     """The host cannot hold the KV that would be offloaded; the message gives the bytes needed."""
+
+
+def unknown(field: str, value: str, known: Iterable[str]) -> ConfigError:
+    """That a name is none of those that are known; which is the nearest."""
+    names = list(known)
+    near = difflib.get_close_matches(value, names, n=1)
+    hint = f"did you mean {near[0]!r}? There are" if near else "there are"
+    return ConfigError(f"{field} is {value!r}; {hint}: {', '.join(names)}")

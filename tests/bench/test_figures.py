@@ -79,7 +79,7 @@ def test_what_does_not_fit_is_left_out_and_said(tmp_path: Path) -> None:
 
 def test_bad_options_are_refused(tmp_path: Path) -> None:
     for asked, words in (
-        (Figures(name=("lenght",)), "name is 'lenght'; it must be one of length"),
+        (Figures(name=("lenght",)), "name is 'lenght'; did you mean 'length'[?]"),
         (Figures(shrink=0), "shrink is 0"),
         (Figures(draw=True), "draw=1 needs out"),
         (Figures(plot=tmp_path / "none"), "folder does not exist"),

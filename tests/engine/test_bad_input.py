@@ -36,13 +36,15 @@ def test_unknown_method_names_the_nearest(llama: PreTrainedModel) -> None:
     with pytest.raises(ConfigError, match=r"'orakle'; did you mean 'oracle'.*There are: full"):
         kvthaw.attach(llama, "orakle")
     assert llama.config._attn_implementation == "sdpa", "a refused attach leaves the model alone"
-    with pytest.raises(ConfigError, match=r"method is 'zzz'; There are"):
+    with pytest.raises(ConfigError, match=r"method is 'zzz'; there are"):
         kvthaw.Cache(llama, "zzz")
 
 
 def test_unknown_option(llama: PreTrainedModel) -> None:
-    with pytest.raises(ConfigError, match=r"oracle.*colour"):
+    with pytest.raises(ConfigError, match=r"method oracle has no option 'colour'; there are: policy"):
         kvthaw.Cache(llama, "oracle", colour=3)
+    with pytest.raises(ConfigError, match=r"method full has no option 'p'; it has none"):
+        kvthaw.Cache(llama, "full:p=1")
     with pytest.raises(ConfigError, match=r"policy is 'median'; it must be one of max, mean, mean_query"):
         forward(llama, kvthaw.Cache(llama, "oracle", policy="median"), IDS)
     with pytest.raises(ConfigError, match=r"options \['policy'\]"):

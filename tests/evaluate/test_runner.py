@@ -288,6 +288,17 @@ def test_bad_settings_cost_no_prefill(loaded: tuple[Any, Any]) -> None:
     assert seen == []
 
 
+def test_a_length_beyond_the_model_is_refused_before_a_prompt_is_made(
+    loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made(*_: Any) -> None:
+        pytest.fail("a prompt was made")
+
+    monkeypatch.setattr(Runner, "_sample", made)
+    with pytest.raises(ConfigError, match="the prompt has 3,000 tokens; the model's positions end at 2,048"):
+        runner(loaded).run(Job("passkey", 3000, 1), [])
+
+
 def test_prompt_is_split_where_the_tokens_are_the_same(loaded: tuple[Any, Any]) -> None:
     tokenizer = loaded[1]
     context, question = split_prompt(tokenizer, Sample("some text", "\nWhat?", ("x",), None))

@@ -87,7 +87,9 @@ def test_names_stand_for_tasks() -> None:
     assert len(SUITES["ruler"]) == 13
     assert all(name in TASKS for names in SUITES.values() for name in names)
     assert named("kv-retrieval, babilong,passkey,kv_retrieval") == ["kv_retrieval", *SUITES["babilong"], "passkey"]
-    with pytest.raises(ConfigError, match="task is 'rulers'; there are: niah, ruler, babilong, passkey"):
+    with pytest.raises(
+        ConfigError, match=r"task is 'rulers'; did you mean 'ruler'[?] There are: niah, ruler, babilong, passkey"
+    ):
         named("passkey,rulers")
 
 

@@ -45,5 +45,5 @@ def test_options_reach_the_index(llama: PreTrainedModel) -> None:
 
 
 def test_settings_out_of_range_are_named(llama: PreTrainedModel) -> None:
-    with kvthaw.attach(llama, "arkvale", budget=64, spread="wide"), pytest.raises(ConfigError, match="spread is 'wide'"):
+    with pytest.raises(ConfigError, match="spread is 'wide'"), kvthaw.attach(llama, "arkvale", budget=64, spread="wide"):
         generate(llama, {"input_ids": prompt(1, 90)}, 2)

@@ -113,7 +113,7 @@ def test_what_only_the_model_tells_is_refused_with_the_prompt(method: str, setti
     """Before a layer has attended; another method then takes the same prompt."""
     model, inputs = build("llama", **settings), {"input_ids": prompt(1, 60)}
     expected = generate(model, inputs, max_new_tokens=4)
-    with kvthaw.attach(model, method, retrieved=100), pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=words), kvthaw.attach(model, method, retrieved=100):
         generate(model, inputs)
     with kvthaw.attach(model, "oracle", budget=128):
         assert torch.equal(generate(model, inputs, max_new_tokens=4), expected)

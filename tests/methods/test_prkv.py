@@ -74,7 +74,7 @@ def test_no_static_set_is_arkvale(llama: PreTrainedModel) -> None:
 
 
 def test_settings_out_of_range_are_named(llama: PreTrainedModel) -> None:
-    with kvthaw.attach(llama, "prkv", budget=64, share=2), pytest.raises(ConfigError, match="share is 2"):
+    with pytest.raises(ConfigError, match="share is 2"), kvthaw.attach(llama, "prkv", budget=64, share=2):
         generate(llama, {"input_ids": prompt(1, 90)}, 2)
 
 

@@ -47,5 +47,5 @@ def test_options_reach_the_index(llama: PreTrainedModel) -> None:
 def test_settings_out_of_range_are_named(llama: PreTrainedModel) -> None:
     with pytest.raises(ConfigError, match="window is 0"):
         resolve("quest", page=0)
-    with kvthaw.attach(llama, "quest", budget=64, policy="all"), pytest.raises(ConfigError, match="policy is 'all'"):
+    with pytest.raises(ConfigError, match="policy is 'all'"), kvthaw.attach(llama, "quest", budget=64, policy="all"):
         generate(llama, {"input_ids": prompt(1, 90)}, 2)

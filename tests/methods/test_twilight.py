@@ -51,5 +51,5 @@ def test_bases_that_cannot_be_pruned_are_refused(llama: PreTrainedModel) -> None
         ("magicpig", "weighs or estimates"),
         ("shadowkv", "keys of its own"),
     ):
-        with kvthaw.attach(llama, "twilight", base=base, budget=64), pytest.raises(ConfigError, match=words):
+        with pytest.raises(ConfigError, match=words), kvthaw.attach(llama, "twilight", base=base, budget=64):
             generate(llama, {"input_ids": prompt(1, 150)}, 3)

@@ -19,7 +19,7 @@ from kvthaw.bench.lines import Line, Lines
 from kvthaw.bench.options import read_pairs
 from kvthaw.bench.script import run_as_script
 from kvthaw.bench.settings import Setting, possible, setting
-from kvthaw.errors import ConfigError
+from kvthaw.errors import ConfigError, unknown
 
 _K = 1024
 _SPARSE = ("pariskv:retrieved=100", "clusterkv:budget=1024:hits=0.7", "prkv:budget=1024:hits=0.7")
@@ -187,7 +187,7 @@ def main(
     names = options.name or tuple(FIGURES)
     for name in names:
         if name not in FIGURES:
-            raise ConfigError(f"name is {name!r}; it must be one of {', '.join(FIGURES)}")
+            raise unknown("name", name, FIGURES)
     if options.shrink < 1:
         raise ConfigError(f"shrink is {options.shrink}; it must be at least 1")
     if options.draw and (options.out is None or options.plot is None):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvthaw.errors import ConfigError
+from kvthaw.errors import unknown
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +57,7 @@ SHAPES = {
 def build(shape: str, device: torch.device, *, seed: int = 0) -> PreTrainedModel:
     """A model of a shape with seeded random weights, bfloat16 on a GPU and float32 on a CPU."""
     if shape not in SHAPES:
-        raise ConfigError(f"shape is {shape!r}; there are: {', '.join(SHAPES)}")
+        raise unknown("shape", shape, SHAPES)
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -111,7 +111,9 @@ def bars() -> Iterator[Progress]:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=stderr(), transient=True, redirect_stdout=False, redirect_stderr=False) as progress:
+    console = stderr()
+    how: dict[str, Any] = {"transient": True, "redirect_stdout": False, "redirect_stderr": False}
+    with Progress(*columns, console=console, disable=not console.is_terminal, **how) as progress:
         yield progress
 
 

@@ -24,7 +24,7 @@ EXAMPLES = (
     "Examples:\n\n"
     "  kvthaw compare --task passkey,niah,longeval,kv-retrieval --methods all --budgets 64,128,256,1024 --out compared\n\n"
     "  kvthaw compare --task passkey --lengths 65536 --methods all --samples 50 --jobs 16 --minutes 8 --out compared\n\n"
-    "  kvthaw compare --task ruler --methods icecache,quest,pariskv:rho=0.3 --dense-layers 0,2 --protocol dense,sparse\n\n"
+    "  kvthaw compare --task ruler --methods icecache,quest,pariskv:beta=0.2 --dense-layers 0,2 --protocol dense,sparse\n\n"
     "  kvthaw compare --report only --out compared\n\n"
     "  kvthaw compare --report only --out benchmarks/results/compare.jsonl"
 )

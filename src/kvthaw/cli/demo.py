@@ -47,10 +47,11 @@ def demo(
     """
     allowed = one_budget(budget)
     assert allowed is not None
-    from kvthaw.demo import run
     from kvthaw.methods import resolve
 
-    resolve(method)
+    resolve(method)  # a wrong name costs no loading
+    from kvthaw.demo import run
+
     llm, tokenizer = load_model(model, device, dtype)
     with ExitStack() as shown:
         stage = _Stage(shown, quiet=as_json)

@@ -103,6 +103,8 @@ def evaluate(
     files = _files(data or [], tasks)
     lengths, where = listed(length, int, "--length"), _depths(depths)
     from kvthaw.evaluate.job import Job
+
+    variants = variants_of(method, budget if retrieved is None else None, retrieved, dense_layers)
     from kvthaw.evaluate.plot import check, heat_maps
     from kvthaw.evaluate.report import by_task, table
     from kvthaw.evaluate.results import Results, summarize
@@ -110,7 +112,6 @@ def evaluate(
     from kvthaw.evaluate.variant import Variant
 
     check(plot)
-    variants = variants_of(method, budget if retrieved is None else None, retrieved, dense_layers)
     for name in tasks:
         find(name, files.get(name))  # nor do wrong files
     haystack = words(text)

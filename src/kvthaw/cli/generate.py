@@ -23,6 +23,7 @@ from kvthaw.cli.common import (
     waiting,
 )
 from kvthaw.cli.options import one_budget
+from kvthaw.errors import ConfigError
 
 EXAMPLES = (
     'Examples:\n\n  kvthaw generate "The sky is blue. The sun is" --max-new-tokens 8\n\n'
@@ -59,15 +60,15 @@ def generate(
     """
     allowed = one_budget(budget)
     text = prompt_text(prompt, file)
-    import kvthaw
-    from kvthaw.errors import ConfigError
-    from kvthaw.evaluate.decode import TextStream, check_prompt, decode, prefill, sampler, stop_tokens
-    from kvthaw.evaluate.machine import now, versions
-    from kvthaw.methods import resolve
-
     if not text.strip():
         raise ConfigError("the prompt is empty")
+    from kvthaw.methods import resolve
+
     resolve(method)  # a wrong name costs no loading
+    import kvthaw
+    from kvthaw.evaluate.decode import TextStream, check_prompt, decode, prefill, sampler, stop_tokens
+    from kvthaw.evaluate.machine import now, versions
+
     pick = sampler(temperature, seed)
     llm, tokenizer = load_model(model, device, dtype)
     ids = list(tokenizer(text)["input_ids"])

@@ -40,6 +40,7 @@ def perplexity(
     A prompt of each length is brought into the cache; what follows in the text is sent through each method token by token, and
     every next token is scored. The text must be long enough; it does not begin anew. Without either limit: --budget 256.
     """
+    variants = variants_of(method, budget, retrieved, dense_layers)
     from kvthaw.evaluate.perplexity import Course, Line, Reader
     from kvthaw.evaluate.plot import check, perplexity_lines
     from kvthaw.evaluate.report import perplexity_table
@@ -47,7 +48,6 @@ def perplexity(
 
     check(plot)
     course = Course(tuple(listed(length, int, "--length")), steps, samples, seed, words(text))
-    variants = variants_of(method, budget, retrieved, dense_layers)
     known = Kept(out, Line.from_json)
     llm, tokenizer = load_model(model, device, dtype)
     with bars() as progress:

@@ -80,11 +80,11 @@ def evaluate(
         raise typer.BadParameter(
             f"{benchmark!r} is not a benchmark; there are: {', '.join(BENCHMARKS)}", param_hint="BENCHMARK"
         )
+    variants = variants_of(method, budget if retrieved is None else None, retrieved, dense_layers)
     from kvthaw.evaluate.published.results import Answers, summarize
     from kvthaw.evaluate.published.runner import Examiner, Run
     from kvthaw.evaluate.variant import FULL
 
-    variants = variants_of(method, budget if retrieved is None else None, retrieved, dense_layers)
     given: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "max_new_tokens": max_new_tokens}
     plan = replace(wanted.plan, **{name: value for name, value in given.items() if value is not None})
     items = wanted.load(data)[:limit]

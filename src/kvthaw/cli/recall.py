@@ -68,6 +68,7 @@ def recall(
     is covered, sink and window included; of exact: as a share of what the exact rows would cover; rows' mass: without sink and
     window. Without --budget and --retrieved: --budget 256.
     """
+    variants = variants_of(method, budget, retrieved, dense_layers)
     from kvthaw.evaluate.plot import check, recall_lines
     from kvthaw.evaluate.recall import Study
     from kvthaw.evaluate.report import recall_tables
@@ -76,7 +77,6 @@ def recall(
     given, kinds = words(text), tuple(listed(prompt, str, "--prompt"))
     lengths = listed(length, int, "--length")
     studies = [Study(n, steps, kinds, samples, seed, probe, text=given) for n in lengths]  # type: ignore[arg-type]
-    variants = variants_of(method, budget, retrieved, dense_layers)
     summaries = _watch(studies, variants, model, device, dtype, out)
     draw(plot, lambda path: recall_lines(summaries, path))
     print_results(({"eval": "recall"} | one.to_dict() for one in summaries), as_json, lambda: recall_tables(summaries))
@@ -115,6 +115,8 @@ def drift(
     tokens. The table has recall of the exact rows and attention mass in quarters of the new tokens; JSON and plot have up to 32
     parts. Without --budget and --retrieved: --retrieved 100.
     """
+    rows = "100" if budget is None and retrieved is None else retrieved
+    variants = variants_of(method, budget, rows, dense_layers)
     from kvthaw.evaluate.plot import check, drift_lines
     from kvthaw.evaluate.recall import Study
     from kvthaw.evaluate.report import drift_table
@@ -124,8 +126,6 @@ def drift(
     study = Study(length, new_tokens, ("text",), samples, **given)  # type: ignore[arg-type]
     if -(-new_tokens // probe) < 4:
         raise typer.BadParameter(f"every {probe}th of {new_tokens} steps leaves fewer than 4 to compare", param_hint="--probe")
-    rows = "100" if budget is None and retrieved is None else retrieved
-    variants = variants_of(method, budget, rows, dense_layers)
     summaries = _watch([study], variants, model, device, dtype, out)
     draw(plot, lambda path: drift_lines(summaries, path))
     print_results(({"eval": "drift"} | one.to_dict() for one in summaries), as_json, lambda: [drift_table(summaries)])

@@ -37,7 +37,7 @@ from kvthaw.evaluate.variant import Variant
 class KvthawLM(HFLM):
     """lm-evaluation-harness's HFLM with its model attached to a method.
 
-    pretrained: as HFLM takes it, or "shipped". method: as `kvthaw.attach` takes it, options in the name ("pariskv:rho=0.2"), as are
+    pretrained: as HFLM takes it, or "shipped". method: as `kvthaw.attach` takes it, options in the name ("quest:page=32"), as are
     budget, retrieved, dense_layers, seed, capture and compile. sparse_tokens: see the module. Everything else is HFLM's: dtype,
     device (the GPU if there is one), batch_size, max_length, chat templates, ...
 

@@ -218,6 +218,7 @@ class Watcher:
             empty = Cache(self.model, variant.method, **_limits(variant))
             if not empty.frozen_layers:
                 raise ConfigError(f"dense_layers is {variant.dense_layers}; that leaves no layer to {variant.method}")
+        check_prompt(self.model, study.length + study.steps)
         tell = progress or (lambda _: None)
         cells = [(kind, study.seed + i) for i in range(study.samples) for kind in study.kinds]
         different = list(dict.fromkeys(wanted))
@@ -264,7 +265,6 @@ class Watcher:
         self, study: Study, passage: Passage, settings: dict[Variant, Setting], show: Callable[[int, int, str], None]
     ) -> Iterator[Line]:
         """Prefill once, then fork for each variant."""
-        check_prompt(self.model, len(passage.prompt) + len(passage.rest))
         base = Cache(self.model, "full")
         start = now(self.model.device)
         logits = prefill(self.model, base, passage.prompt, progress=lambda done, total: show(done, total, "prefill"))

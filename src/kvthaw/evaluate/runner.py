@@ -81,6 +81,7 @@ class Runner:
     def missing(self, job: Job, wanted: Sequence[Variant], part: slice = slice(None)) -> list[Unit]:
         """What the results do not hold of a job, or of a part of its samples, under complete variants: samples that lack the same,
         as many at once as share their steps."""
+        check_prompt(self.model, job.length)  # before it is made
         lacking: dict[tuple[Variant, ...], list[Place]] = {}
         places, different = job.cells()[part], list(dict.fromkeys(wanted))
         settings = [self.settings(job, variant, places) for variant in different]

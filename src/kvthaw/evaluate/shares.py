@@ -113,6 +113,8 @@ def shares(
     for kind in kinds:
         if kind not in PASSAGES:
             raise ConfigError(f"prompt is {kind!r}; it must be one of {', '.join(PASSAGES)}")
+    for length in lengths:
+        check_prompt(model, length)
     kept: Kept[Line] = Kept(None, Line.from_json) if known is None else known
     same, tell = identity(model, name) | {"text": text_name(text)}, progress or (lambda _: None)
     prompts = [(length, kind, seed + i) for length in lengths for i in range(samples) for kind in kinds]
@@ -126,7 +128,6 @@ def shares(
         if not missing:
             continue
         passage = PASSAGES[kind](tokenizer, length=length, steps=1, seed=number, text=text)
-        check_prompt(model, len(passage.prompt))
         base = Cache(model, "full")
         prefill(model, base, passage.prompt)
         for k in missing:

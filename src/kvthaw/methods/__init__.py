@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ast
-import difflib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from kvthaw.errors import ConfigError
+from kvthaw.errors import ConfigError, unknown
 from kvthaw.methods.arkvale import arkvale
 from kvthaw.methods.clusterkv import clusterkv
 from kvthaw.methods.freekv import freekv
@@ -18,6 +16,7 @@ from kvthaw.methods.icecache import icecache
 from kvthaw.methods.infinigen import infinigen
 from kvthaw.methods.magicpig import magicpig
 from kvthaw.methods.omnikv import omnikv
+from kvthaw.methods.options import check, written
 from kvthaw.methods.oracle import oracle
 from kvthaw.methods.pariskv import pariskv
 from kvthaw.methods.pqcache import pqcache
@@ -62,26 +61,14 @@ METHODS: dict[str, Callable[..., Method]] = {
 def resolve(method: str | Method, **options: Any) -> Method:
     """A Method by name, with options, or as it is. Options may stand in the name: "icecache:promote=0.1:merge=union".
 
-    Raises ConfigError, naming the nearest, for a name that is not in METHODS."""
+    Raises ConfigError for a name that is not in METHODS, naming the nearest, and for options that the method does not take."""
     if isinstance(method, Method):
         if options:
             raise ConfigError(f"options {sorted(options)} go with a method's name; this is the finished method {method.name}")
         return method
-    method, *written = method.split(":")
-    options = {**dict(_option(text) for text in written), **options}
+    method, *texts = method.split(":")
+    options = {**dict(written(text) for text in texts), **options}
     if method not in METHODS:
-        near = difflib.get_close_matches(method, METHODS, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigError(f"method is {method!r}; {hint}There are: {', '.join(METHODS)}")
-    try:
-        return METHODS[method](**options)
-    except TypeError as error:
-        raise ConfigError(f"method {method!r}: {error}") from None
-
-
-def _option(text: str) -> tuple[str, Any]:
-    name, _, value = text.partition("=")
-    try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):  # a word
-        return name, value
+        raise unknown("method", method, METHODS)
+    check(method, options, METHODS[method])
+    return METHODS[method](**options)

@@ -12,6 +12,7 @@ from kvthaw.errors import ConfigError
 from kvthaw.index.forest import TreeIndex
 from kvthaw.index.nodes import NodeConfig, NodeIndex
 from kvthaw.index.tree_config import TreeConfig
+from kvthaw.methods.options import check
 from kvthaw.types import LayerShape, Method, Transfer
 
 _PRESETS: dict[str, dict[str, Any]] = {
@@ -55,6 +56,7 @@ def icecache(
     descends by the nodes' digests, "paper" by their points, algorithm 4, in a field of view wide enough to find as much, "code"
     does as the authors' code) and threads, of the trees, 0 for one a core.
     """
+    check("icecache", tree, icecache, NodeConfig if search == "device" else TreeConfig)
     if search not in ("host", "device"):
         raise ConfigError(f"search is {search!r}; it must be one of host, device")
     if preset not in _PRESETS:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvthaw.errors import ConfigError
+from kvthaw.errors import ConfigError, unknown
 
 from . import babilong, kv_retrieval, longeval, niah, passkey, ruler, variable_tracking
 from .base import Reads, Sample, Task
@@ -33,7 +33,7 @@ def named(names: str) -> list[str]:
     found: dict[str, None] = {}
     for name in (part.strip().replace("-", "_") for part in names.split(",")):
         if name not in SUITES and name not in TASKS and name not in _published():
-            raise ConfigError(f"task is {name!r}; there are: {', '.join((*SUITES, *TASKS, *_published()))}")
+            raise unknown("task", name, (*SUITES, *TASKS, *_published()))
         found.update(dict.fromkeys(SUITES.get(name, (name,))))
     return list(found)
 
@@ -43,7 +43,7 @@ def find(name: str, data: Path | None = None) -> Task:
     none's, for files that do not fit the task, and for files where it takes none."""
     task = TASKS.get(name) or _published().get(name)
     if task is None:
-        raise ConfigError(f"task is {name!r}; there are: {', '.join((*TASKS, *_published()))}")
+        raise unknown("task", name, (*TASKS, *_published()))
     if data is None:
         return task
     if not isinstance(task, Reads):

@@ -1,0 +1,59 @@
+"""Options of methods, from text and from Python."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvthaw import METHODS
+from kvthaw.errors import ConfigError
+from kvthaw.methods import resolve
+from kvthaw.methods.options import check, written
+
+
+@pytest.mark.parametrize(
+    ("text", "option"),
+    [
+        ("p=0.5", ("p", 0.5)),
+        ("keep=2", ("keep", 2)),
+        ("rotate=False", ("rotate", False)),
+        ("clusters=None", ("clusters", None)),
+        ("filters=(1, 3)", ("filters", (1, 3))),
+        ("distance=l2", ("distance", "l2")),
+        ("reuse", ("reuse", "")),
+    ],
+)
+def test_an_option_of_a_name_is_read(text: str, option: tuple[str, object]) -> None:
+    assert written(text) == option
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("pariskv:beta=x", "beta is 'x'; it must be a number or None"),
+        ("pariskv:rotate=1", "rotate is 1; it must be True or False"),
+        ("pariskv:votes=many", "votes is 'many'; it must be one of .*binary.* or None"),
+        ("clusterkv:keep=True", "keep is True; it must be a whole number"),
+        ("clusterkv:keep=1.5", "keep is 1.5; it must be a whole number"),
+        ("prkv:share=most", "share is 'most'; it must be a number or one of auto"),
+        ("twilight:base=3", "base is 3; it must be a word or Method"),
+        ("icecache:reuse", "reuse is ''; it must be a whole number"),
+        ("icecache:page=4", "icecache has no option 'page'; there are: .*preset, .*page_size"),
+        ("icecache:promote=often", "promote is 'often'; it must be a number"),
+        ("icecache-reuse:search=device:page=4", "icecache has no option 'page'; there are: .*search"),
+        ("quest:pages=4", "method quest has no option 'pages'; there are: page, policy$"),
+    ],
+)
+def test_what_a_method_does_not_take_is_named(name: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        resolve(name)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_takes_its_own_defaults(name: str) -> None:
+    import inspect
+
+    own = {
+        one.name: one.default for one in inspect.signature(METHODS[name]).parameters.values() if one.kind is one.KEYWORD_ONLY
+    }
+    check(name, own, METHODS[name])
+    resolve(name, **own)
