@@ -57,6 +57,20 @@ def test_both_ways_are_the_definition(
     assert (found[:, 3:5] == 1).all()
 
 
+@pytest.mark.skipif(not HAS_TRITON, reason="no Triton")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_directions_are_keys_of_length_one(shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+    keys, which = some(*shape)
+    keys, which = keys.to(device, dtype), which.to(device)
+    keys[:, 3:5] = 0
+    taken = keys.gather(1, which[:, :, None].expand(-1, -1, shape[3])).double()
+    want = torch.nn.functional.normalize(taken, dim=2)
+    for found in (op.launch_directions(keys, which, torch.float32), op.directions(keys, which)):
+        torch.testing.assert_close(found.double(), want, rtol=0, atol=1e-6)
+    torch.testing.assert_close(op.launch_directions(keys, which, dtype), want.to(dtype), rtol=0, atol=CLOSE[dtype])
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_centres_of_several_rounds_are_as_those_of_one(
     path: Callable[[Tensor, Tensor, Tensor], None], device: torch.device

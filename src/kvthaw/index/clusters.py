@@ -10,7 +10,7 @@ from torch import Tensor
 from kvthaw.errors import ConfigError
 from kvthaw.index.mix import GOLDEN, SPREAD, mix
 from kvthaw.index.units import Lane, UnitIndex, means
-from kvthaw.kernels.cover import cover
+from kvthaw.kernels.cover import cover, directions
 from kvthaw.kernels.kmeans import Distance, check_distance, kmeans
 from kvthaw.kernels.unit_select import Policy
 from kvthaw.types import LayerShape
@@ -56,13 +56,13 @@ def unlike(keys: Tensor, covered: Tensor, count: int, *, among: int) -> Tensor:
     cover it is passed over: the one before may come to cover it. If too few are left, the first that were passed over.
     """
     # positive floats rank as their bits do; with the position behind, no two are equal
-    ranking = ((covered + 2.0).view(torch.int32).long() << 32) + torch.arange(keys.shape[1], device=keys.device)
-    worst = torch.topk(ranking, among, dim=1, largest=False).indices
-    unit = torch.nn.functional.normalize(keys.gather(1, worst[:, :, None].expand(-1, -1, keys.shape[2])).float(), dim=2)
-    near = unit @ unit.transpose(1, 2) > covered.gather(1, worst[:, -1:])[:, :, None]
-    like = near.tril(-1).any(dim=2)
-    rank = torch.arange(among, device=keys.device) + among * like
-    return worst.gather(1, torch.topk(rank, count, dim=1, largest=False).indices)
+    ranking = ((covered + 2.0).view(torch.int32).long() << 31) + torch.arange(keys.shape[1], device=keys.device)
+    rank, worst = torch.topk(ranking, among, dim=1, largest=False, sorted=False)
+    unit = directions(keys, worst)
+    near = unit @ unit.transpose(1, 2) > covered.gather(1, worst).amax(dim=1)[:, None, None]
+    like = (near & (rank[:, None] < rank[:, :, None])).any(dim=2)
+    kept = torch.topk(rank + (like.long() << 62), count, dim=1, largest=False, sorted=False).indices
+    return worst.gather(1, kept)
 
 
 def first_keys(keys: Tensor, positions: Tensor, count: int, *, start: Start, seed: int, layer: int) -> Tensor:

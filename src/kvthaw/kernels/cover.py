@@ -27,7 +27,7 @@ def definition(covered: Tensor, keys: Tensor, centres: Tensor) -> None:
 
 def vectorised(covered: Tensor, keys: Tensor, centres: Tensor) -> None:
     """As `definition`, batched; cosines are made in blocks, never [N, T, C] at once."""
-    m = _directions(keys, centres).transpose(1, 2)
+    m = _directions(keys, centres, torch.float32).transpose(1, 2)
     block = max(1, SCORES // max(1, centres.numel()))
     for at in range(0, keys.shape[1], block):
         part = keys[:, at : at + block].float()
@@ -36,14 +36,24 @@ def vectorised(covered: Tensor, keys: Tensor, centres: Tensor) -> None:
         covered[:, at : at + block] = torch.maximum(covered[:, at : at + block], nearest)
 
 
-def _directions(keys: Tensor, centres: Tensor) -> Tensor:
-    """The keys of centres [N, C], of length 1 (or 0), [N, C, D] float32."""
-    return torch.nn.functional.normalize(keys.gather(1, centres[:, :, None].expand(-1, -1, keys.shape[2])).float(), dim=2)
+def _directions(keys: Tensor, which: Tensor, dtype: torch.dtype) -> Tensor:
+    taken = keys.gather(1, which[:, :, None].expand(-1, -1, keys.shape[2])).float()
+    return torch.nn.functional.normalize(taken, dim=2).to(dtype)
 
 
 if HAS_TRITON:
     import triton
     import triton.language as tl
+
+    @triton.jit
+    def _direct(keys, which, units, tokens, count, dim, DP: tl.constexpr):
+        # One program a (chosen key; problem).
+        n, c, d = tl.program_id(1).to(tl.int64), tl.program_id(0), tl.arange(0, DP)
+        row = n * tokens + tl.load(which + n * count + c)
+        k = tl.load(keys + row * dim + d, mask=d < dim, other=0.0).to(tl.float32)
+        square = tl.sum(k * k, axis=0)
+        unit = k / tl.sqrt(tl.where(square > 0.0, square, 1.0))
+        tl.store(units + (n * count + c) * dim + d, unit.to(units.dtype.element_ty), mask=d < dim)
 
     @triton.jit
     def _cover(
@@ -75,6 +85,17 @@ if HAS_TRITON:
         tl.store(place, tl.maximum(tl.load(place, mask=known, other=0.0), nearest), mask=known)
 
 
+def launch_directions(keys: Tensor, which: Tensor, dtype: torch.dtype) -> Tensor:
+    """The Triton kernel; arguments and result as in `directions`."""
+    keys, which = keys.contiguous(), which.contiguous()
+    problems, tokens, dim = keys.shape
+    units = torch.empty((*which.shape, dim), dtype=dtype, device=keys.device)
+    _direct[(which.shape[1], problems)](
+        keys, which, units, tokens, which.shape[1], dim, DP=triton.next_power_of_2(dim), num_warps=1
+    )
+    return units
+
+
 def launch(covered: Tensor, keys: Tensor, centres: Tensor) -> None:
     """The Triton kernel; arguments as in `definition`. With keys in 16 bits, centres are compared in 16 bits too."""
     assert covered.is_contiguous()
@@ -83,7 +104,7 @@ def launch(covered: Tensor, keys: Tensor, centres: Tensor) -> None:
     problems, tokens, dim = keys.shape
     shape = tiling(dim, keys.dtype, keys.device)
     _cover[(triton.cdiv(tokens, shape["BM"]), problems)](
-        keys, _directions(keys, centres).to(keys.dtype).contiguous(), covered, tokens, centres.shape[1], dim, **shape
+        keys, launch_directions(keys, centres, keys.dtype), covered, tokens, centres.shape[1], dim, **shape
     )
 
 
@@ -93,3 +114,9 @@ def cover(covered: Tensor, keys: Tensor, centres: Tensor) -> None:
         launch(covered, keys, centres)
     else:
         vectorised(covered, keys, centres)
+
+
+def directions(keys: Tensor, which: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Some of the keys [N, T, D], of length 1, or 0 where a key is 0: [N, C, D]. which [N, C] int64."""
+    make = launch_directions if HAS_TRITON and keys.device.type == "cuda" else _directions
+    return make(keys, which, dtype)
