@@ -41,7 +41,7 @@ def test_the_prompts_clusters_are_kmeans_of_its_keys() -> None:
     assert index.order is not None
     keys = lanes.keys[0][:, FIRST : FIRST + 120]
     start = covering(keys, draw(FIRST + torch.arange(120), 6, seed=7, layer=3, heads=2), 12)
-    means, order, stops = kmeans(keys, start, distance="cosine")
+    means, order, stops = kmeans(keys, start, distance="cosine", iterations=8)
     torch.testing.assert_close(index.digests[0, :, :12], means)
     assert torch.equal(index.order[0, :, :120], order + FIRST)
     assert torch.equal(index.stops[0, :, :13], stops)

@@ -95,7 +95,7 @@ class ClusterIndex(UnitIndex):
         clusters_per_batch: int = 4,
         distance: Distance = "cosine",
         start: Start = "covering",
-        iterations: int = 20,
+        iterations: int = 8,
         policy: Policy = "max",
     ) -> None:
         check_distance(distance)

@@ -20,7 +20,7 @@ def clusterkv(
     batch: int = 320,
     clusters_per_batch: int = 4,
     start: Start = "covering",
-    iterations: int = 20,
+    iterations: int = 8,
     keep: int = 1,
 ) -> Method:
     """Clusters of the prompt's keys and, every `batch` tokens, of those that came since.
@@ -29,8 +29,9 @@ def clusterkv(
     clusters: as many for any prompt (the paper's C0), instead of one for every tokens_per_cluster. clusters_per_batch: of later
     tokens (the authors' code: 8). start: the first centroids. The paper draws them among the keys, start="random"; the few keys of
     a needle are then often lost in a cluster of others, so kvthaw draws half of them and adds the keys that those cover worst
-    (`kvthaw.index.clusters.covering`). keep: the paper's R, of how many steps the selected rows stay on the device. The paper
-    keeps 16 sink tokens; it states no window, so tokens leave by 16.
+    (`kvthaw.index.clusters.covering`). iterations: of k-means, at most; the paper has 20, which find hardly more from this start.
+    keep: the paper's R, of how many steps the selected rows stay on the device. The paper keeps 16 sink tokens; it states no
+    window, so tokens leave by 16.
     """
     index = partial(
         ClusterIndex,
