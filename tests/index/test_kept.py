@@ -13,7 +13,9 @@ from lanes import FIRST, Lanes
 from kvthaw.cache.clock import Clock
 from kvthaw.cache.pool import Slab
 from kvthaw.index import kept
-from kvthaw.index.kept import Agree, FreshSnapIndex, HeavyIndex, KeptIndex, SnapIndex, observed
+from kvthaw.index.heavy import HeavyIndex
+from kvthaw.index.kept import Agree, KeptIndex, observed
+from kvthaw.index.snap import FreshSnapIndex, SnapIndex
 from kvthaw.types import LayerShape
 
 

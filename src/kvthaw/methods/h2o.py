@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 from kvthaw.cache.regions import Regions
-from kvthaw.index.kept import Agree, HeavyIndex
+from kvthaw.index.heavy import HeavyIndex
+from kvthaw.index.kept import Agree
 from kvthaw.types import Method
 
 

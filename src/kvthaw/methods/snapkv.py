@@ -6,7 +6,8 @@ from functools import partial
 
 from kvthaw.cache.regions import Regions
 from kvthaw.errors import ConfigError
-from kvthaw.index.kept import Agree, FreshSnapIndex, Pooling, SnapIndex
+from kvthaw.index.kept import Agree
+from kvthaw.index.snap import FreshSnapIndex, Pooling, SnapIndex
 from kvthaw.types import Method
 
 

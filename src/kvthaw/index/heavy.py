@@ -1,0 +1,108 @@
+"""H2O's choice: recent tokens, and heavy hitters by accumulated softmax weight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvthaw.index.kept import Agree, KeptIndex, observed
+from kvthaw.types import LayerShape, Selection
+
+_PROMPT = 64  # queries of a prompt that count for H2O
+
+
+class HeavyIndex(KeptIndex):
+    """H2O: of all tokens half are the most recent ones, half those that were attended to most, over all steps so far.
+
+    Each step's softmax over sink, ring and kept tokens adds to their scores as soon as its own key is in the ring: with the next
+    step, or before tokens leave. A prompt's scores begin with the attention of its last 64 queries.
+    Sink and ring count as recent; what half the budget leaves beside them goes to the latest of the kept tokens.
+    """
+
+    def __init__(self, shape: LayerShape, *, agree: Agree = "mean") -> None:
+        super().__init__(shape, agree=agree, with_keys=True)
+        device = shape.device
+        self.tables |= {
+            "near": torch.zeros((0, shape.kv_heads, shape.regions.held + 1), device=device),  # the last place is for nothing
+            "asked": torch.zeros((0, shape.q_heads, shape.head_dim), dtype=shape.dtype, device=device),  # a query not added yet
+            "length": torch.zeros(0, dtype=torch.int64, device=device),  # tokens up to its own; 0: there is none
+            "ends": torch.zeros(0, dtype=torch.int64, device=device),  # where the ring begins
+        }
+
+    def watch(self, lane: int, queries: Tensor, keys: Tensor, tokens: int) -> Tensor:
+        """See KeptIndex."""
+        mass = observed(queries[:, :, -_PROMPT:], keys, scale=self.shape.scale, agree=self.agree)
+        positions = torch.arange(self.first + tokens, self.first + keys.shape[1], device=keys.device)
+        self.tables["near"][lane].zero_()
+        self.tables["near"][lane, :, self._place(positions)] = mass[:, tokens:]
+        return mass[:, :tokens]
+
+    def arrive(self, lane: int, start: int, stop: int) -> Tensor:
+        """See KeptIndex."""
+        return self.tables["near"][lane, :, self._place(torch.arange(start, stop, device=self.shape.device))]
+
+    def rank(self, lane: int, rows: Tensor, scores: Tensor) -> Tensor:
+        """See KeptIndex."""
+        held = self.shape.regions.held
+        recent = max(0, ((self.rows or rows.shape[1]) + held) // 2 - held)
+        return scores.masked_fill(rows >= self.first + self.tokens[lane] - recent, torch.inf)
+
+    def build(self, lane: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
+        """See Index."""
+        self.add()
+        super().build(lane, first, keys, values, queries)
+        self.tables["ends"][lane].fill_(first + self.tokens[lane])
+
+    def append(self, lanes: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
+        """See Index."""
+        self.add()
+        super().append(lanes, keys, values, queries)
+        for lane in lanes:
+            self.tables["ends"][lane].fill_(self.first + self.tokens[lane])
+
+    def select(self, query: Tensor, budget: int) -> Selection:
+        """See Index."""
+        selection = super().select(query, budget)
+        if self.shape.clock is not None:
+            batch, length = query.shape[0], self.tables["length"]
+            self.add()
+            self.tables["asked"][:batch] = query
+            length[:batch] = self.shape.clock.length
+        return selection
+
+    def truncate(self, lane: int, length: int) -> None:
+        """See Index. Tokens that return to the ring begin anew."""
+        super().truncate(lane, length)
+        if lane < len(self.tokens):
+            self.tables["near"][lane].zero_()
+            self.tables["length"][lane].zero_()
+            self.tables["ends"][lane].fill_(self.first + self.tokens[lane])
+
+    def add(self) -> None:
+        """Add what the last queries paid to each token, and forget them. Device work of fixed shape."""
+        slab = self.shape.slab
+        if slab is None or not self.tokens:
+            return
+        lanes, places = min(slab.data.shape[0], len(self.tokens)), self.shape.regions.held
+        tables = {name: table[:lanes] for name, table in self.tables.items()}
+        near, length, end = tables["near"], tables["length"], torch.clamp(tables["ends"], min=self.first)
+        newest = torch.where(length > 0, self._place(length - 1), places)[:, None, None]
+        near.scatter_(2, newest.expand(-1, near.shape[1], 1), 0.0)  # another token stood there before
+        place, sink, ring = torch.arange(places, device=near.device), self.shape.regions.sink, self.shape.regions.ring
+        since = (place - end[:, None]) % ring  # place - sink is position - sink modulo ring, so this is position - end
+        held = torch.where(place < sink, place < length[:, None], since < (length - end)[:, None])[:, None, None]
+        kept = (tables["kept"] >= 0) & (length > 0)[:, None, None]
+        known = torch.cat((held.expand(-1, near.shape[1], -1, -1), kept[:, :, None]), dim=3)
+        keys = torch.cat((slab.keys[:lanes, :, :places], tables["keys"]), dim=2).float()
+        logits = tables["asked"].float().unflatten(1, (near.shape[1], -1)) @ keys.transpose(2, 3) * self.shape.scale
+        weights = torch.softmax(logits.masked_fill(~known, -torch.inf), dim=3).masked_fill(~known, 0.0)
+        paid = weights.mean(dim=2) if self.agree == "mean" else weights.amax(dim=2)
+        near[:, :, :places] += paid[:, :, :places]
+        tables["scores"] += paid[:, :, places:]
+        length.zero_()
+
+    def _place(self, position: Tensor) -> Tensor:
+        sink, ring = self.shape.regions.sink, self.shape.regions.ring
+        return torch.where(position < sink, position, sink + (position - sink) % ring)

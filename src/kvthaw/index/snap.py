@@ -1,0 +1,113 @@
+"""SnapKV's choice: the tokens that a prompt's last queries attend to, once or again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvthaw.errors import ConfigError
+from kvthaw.index.kept import Agree, KeptIndex, observed
+from kvthaw.types import LayerShape, Selection
+
+Pooling = Literal["avg", "max"]
+
+
+class SnapIndex(KeptIndex):
+    """SnapKV: the tokens that the prompt's last queries attend to, and their neighbours.
+
+    The scores of `observed` over an observation window of the prompt's last `width` tokens (no more than the window), pooled over
+    `kernel` neighbours. Tokens that leave the ring later stay while there is room.
+    """
+
+    def __init__(
+        self, shape: LayerShape, *, width: int = 32, kernel: int = 7, pooling: Pooling = "avg", agree: Agree = "mean"
+    ) -> None:
+        if pooling not in get_args(Pooling):
+            raise ConfigError(f"pooling is {pooling!r}; it must be one of {', '.join(get_args(Pooling))}")
+        if kernel < 1 or kernel % 2 == 0:
+            raise ConfigError(f"kernel is {kernel}; it must be odd and at least 1")
+        if width < 1:
+            raise ConfigError(f"width is {width}; it must be at least 1")
+        super().__init__(shape, agree=agree)
+        self.width, self.kernel, self.pooling = min(width, shape.regions.window), kernel, pooling
+
+    def watch(self, lane: int, queries: Tensor, keys: Tensor, tokens: int) -> Tensor:
+        """See KeptIndex."""
+        mass = observed(queries[:, :, -self.width :], keys, scale=self.shape.scale, agree=self.agree)[:, :tokens]
+        pool = F.avg_pool1d if self.pooling == "avg" else F.max_pool1d
+        return pool(mass, self.kernel, stride=1, padding=self.kernel // 2)
+
+    def arrive(self, lane: int, start: int, stop: int) -> Tensor:
+        """See KeptIndex. Less than any token of the prompt has."""
+        return torch.full((self.shape.kv_heads, stop - start), -1.0, device=self.shape.device)
+
+
+class FreshSnapIndex(SnapIndex):
+    """SnapKV's choice made anew every `interval` tokens, by the last queries, from all tokens.
+
+    The window's keys are on the device already; the others come from the host for it, between two steps.
+    """
+
+    evicts = False
+
+    def __init__(self, shape: LayerShape, *, interval: int = 128, **options: Any) -> None:
+        if interval < 1:
+            raise ConfigError(f"interval is {interval}; it must be at least 1")
+        super().__init__(shape, **options)
+        self.interval = interval
+        self.tables["recent"] = torch.zeros(
+            (0, shape.q_heads, self.width, shape.head_dim), dtype=shape.dtype, device=shape.device
+        )
+        self.cursor = torch.zeros(1, dtype=torch.int64, device=shape.device)  # counts steps; a captured one counts on
+        self.since: list[int] = []
+
+    def select(self, query: Tensor, budget: int) -> Selection:
+        """See Index."""
+        selection = super().select(query, budget)
+        slot = self.cursor % self.width
+        self.tables["recent"][: query.shape[0]].index_copy_(2, slot, query[:, :, None].to(self.shape.dtype))
+        self.cursor.add_(1)
+        return selection
+
+    def watch(self, lane: int, queries: Tensor, keys: Tensor, tokens: int) -> Tensor:
+        """See KeptIndex."""
+        self.since[lane] = 0
+        last = queries.flatten(0, 1)[:, -self.width :]
+        slots = (self.cursor + torch.arange(-last.shape[1], 0, device=keys.device)) % self.width
+        self.tables["recent"][lane].index_copy_(1, slots, last.to(self.shape.dtype))
+        return super().watch(lane, queries, keys, tokens)
+
+    def append(self, lanes: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
+        """See Index."""
+        super().append(lanes, keys, values, queries)
+        slab, n = self.shape.slab, keys.shape[2]
+        for lane in lanes:
+            self.since[lane] += n
+            if queries is None and self.since[lane] >= self.interval and slab is not None:
+                stop = self.first + self.tokens[lane]
+                behind = slab.read(lane, stop, stop - n + self.shape.regions.ring)[:, :, 0]  # the ring is full
+                order = (self.cursor + torch.arange(self.width, device=self.cursor.device)) % self.width
+                self.anew(lane, self.tables["recent"][lane].index_select(1, order), behind)
+
+    def reserve(self, lanes: int) -> None:
+        """See KeptIndex."""
+        super().reserve(lanes)
+        self.since += [0] * (lanes - len(self.since))
+
+    def reorder(self, lanes: Sequence[int]) -> None:
+        """See Index."""
+        super().reorder(lanes)
+        self.since = [self.since[lane] for lane in lanes]
+
+    def state_dict(self) -> dict[str, Any]:
+        """See Index."""
+        return super().state_dict() | {"cursor": self.cursor.clone(), "since": list(self.since)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See Index."""
+        super().load_state_dict(state)
+        self.cursor, self.since = state["cursor"].to(self.shape.device, copy=True), list(state["since"])
