@@ -1,0 +1,147 @@
+"""Compiles kernels for a GPU on a machine that may have none, as far as types and layouts are checked (no machine code is made).
+
+Run as a script with the names of CASES; prints a line of JSON for each: what was compiled, or the error. Launchers are called with
+tensors that hold nothing, and what they would launch is compiled instead.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HEADS, GROUP = 2, 4
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def nodes(dtype: torch.dtype, dim: int) -> None:
+    from kvthaw.kernels import nearest, node_digests, node_scores, stored_scores
+    from kvthaw.kernels.unit_select import launch_choice
+
+    keys, stops = empty(HEADS, 700, dim, dtype=dtype), empty(HEADS, 36)
+    nearest.launch(keys, empty(HEADS, 35, dtype=torch.int64))
+    for outliers, order in ((2, empty(HEADS, 700)), (0, None), (5, None)):
+        node_digests.launch(keys, order, stops, outliers)
+    query, counts = empty(3, HEADS * GROUP, dim, dtype=dtype), empty(3)
+    digests = empty(3, HEADS, 70, node_digests.row_width(dim, 2), dtype=dtype)
+    scores, parts = node_scores.launch(query, digests, empty(3, HEADS, 71), counts, scale=0.1, reach=2.0)
+    rows, _ = launch_choice(
+        scores, parts, empty(3, HEADS, 71), empty(3, HEADS, 700), counts, first=4, budget=1024, policy="mean"
+    )
+    for run in (64, 4):
+        stored_scores.launch(query, empty(3, 8, dtype=torch.int64), 1024, rows, counts, scale=0.1, run=run)
+
+
+def units(dtype: torch.dtype, dim: int) -> None:
+    from kvthaw.kernels import kmeans, observe, page_bounds, unit_select
+
+    keys = empty(HEADS, 700, dim, dtype=dtype)
+    kmeans.launch(keys, empty(HEADS, 30, dtype=torch.int64), distance="cosine", iterations=2)
+    page_bounds.launch(keys, 16, spread="mean")
+    observe.launch(empty(HEADS, 32, dim, dtype=dtype), keys, empty(32, dtype=torch.float32), scale=0.1)
+    query, counts, stops = empty(3, HEADS * GROUP, dim, dtype=dtype), empty(3), empty(3, HEADS, 71)
+    for wide, order in ((1, empty(3, HEADS, 700)), (2, None)):
+        digests = empty(3, HEADS, 70, wide * dim, dtype=dtype)
+        unit_select.launch(query, digests, stops, order, counts, first=4, budget=200, scale=0.1, policy="max")
+
+
+def rows(dtype: torch.dtype, dim: int) -> None:
+    from kvthaw.kernels import srht, uva_gather
+    from kvthaw.kernels.rerank import SPLITS, TILE, Estimates
+    from kvthaw.kernels.topk import launch, run_length
+
+    srht.launch(empty(50, dim, dtype=dtype), srht.make_rotation(dim, 0, device="meta"))
+    slab, some = empty(2, HEADS, 90, 2, dim, dtype=dtype), empty(2, HEADS, 40)
+    uva_gather.uva_gather(empty(2, 8, dtype=torch.int64), 1024, slab, some, some, 50)
+    width = 4 * TILE
+    run = run_length(width, 40)
+    assert run is not None
+    sizes = ((width,), (SPLITS, 2), (width // run,))
+    found = Estimates(*(empty(2, HEADS, GROUP, *size, dtype=torch.float32) for size in sizes), run)
+    launch(found, empty(2, HEADS, width), empty(2), 40, 4, 0.1, "max")
+    launch(found, empty(2, HEADS, width), empty(2), 40, 4, 0.1, "mean")
+
+
+CASES: dict[str, Callable[[torch.dtype, int], None]] = {"nodes": nodes, "units": units, "rows": rows}
+
+
+class _Stop(Exception):  # noqa: N818
+    """Far enough."""
+
+
+def _only_compile(seen: list[str]) -> None:
+    """From now on a launch compiles its kernel for compute capability 9.0, up to the GPU's own layouts."""
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import CUDABackend
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    import kvthaw.kernels.chain
+
+    class Driver:
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", 90, 32)
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+    class Argument:
+        def __init__(self, tensor: Tensor) -> None:
+            self.dtype, self.shape, self.stride = tensor.dtype, tensor.shape, tensor.stride
+
+        def data_ptr(self) -> int:
+            return 0
+
+        def ptr_range(self) -> int:
+            return 0
+
+    run, stages_of = JITFunction.run, CUDABackend.add_stages
+
+    def add_stages(self: Any, stages: dict[str, Any], *rest: Any) -> None:
+        stages_of(self, stages, *rest)
+
+        def stop(*_: Any) -> None:
+            raise _Stop
+
+        stages["llir"] = stop
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        def told(value: Any) -> Any:
+            return Argument(value) if isinstance(value, Tensor) else value
+
+        try:
+            run(self, *map(told, args), grid=grid, warmup=True, **{name: told(value) for name, value in kwargs.items()})
+        except _Stop:
+            seen.append(self.__name__)
+
+    driver.set_active(Driver())
+    CUDABackend.add_stages, JITFunction.run = add_stages, compile_only
+    kvthaw.kernels.chain.chained = lambda device: True  # before any other module takes it from there
+
+
+def main() -> None:
+    seen: list[str] = []
+    _only_compile(seen)
+    for name in sys.argv[1:]:
+        for dtype, dim in ((torch.bfloat16, 128), (torch.float32, 80)):
+            seen.clear()
+            line: dict[str, Any] = {"case": name, "dtype": str(dtype), "dim": dim}
+            try:
+                CASES[name](dtype, dim)
+            except Exception as error:
+                line["error"] = f"{type(error).__name__}: {error}"
+            print(json.dumps({**line, "compiled": seen}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

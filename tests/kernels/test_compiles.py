@@ -1,0 +1,41 @@
+"""What the interpreter takes a GPU's compiler may refuse: kernels compiled for one, without one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from compiling import CASES
+
+from kvthaw.kernels import HAS_TRITON
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What the script says of all cases, in a process of its own, for in this one Triton interprets."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    script = Path(__file__).with_name("compiling.py")
+    done = subprocess.run([sys.executable, script, *CASES], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.skipif(
+    not HAS_TRITON or find_spec("triton.backends.nvidia") is None, reason="Triton has no compiler for NVIDIA GPUs"
+)
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_compile_for_a_gpu(case: str, said: list[dict[str, Any]]) -> None:
+    lines = [line for line in said if line["case"] == case]
+    assert len(lines) == 2
+    for line in lines:
+        assert "error" not in line, line["error"]
+        assert line["compiled"]
