@@ -1,0 +1,74 @@
+"""icecache as a method: where it searches, options that reach the index, whole models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+from unit_methods import budget_is_kept, full_budget_is_full_attention, generate, indices, rows_alone_are_the_rows_of_a_batch
+
+import kvthaw
+from kvthaw.cache.regions import Regions
+from kvthaw.errors import ConfigError
+from kvthaw.index.forest import TreeIndex
+from kvthaw.index.nodes import NodeIndex
+from kvthaw.methods import resolve
+from zoo import prompt
+
+
+def test_where_it_searches_is_an_option() -> None:
+    host, device = resolve("icecache"), resolve("icecache", search="device")
+    assert (host.name, host.unit, device.name, device.unit) == ("icecache", "page", "icecache-device", "token")
+    assert host.regions == device.regions == Regions(32, 32, 16)
+    assert resolve("icecache-device:field=64").options == resolve("icecache:search=device:field=64").options
+    assert resolve("icecache-reuse", search="device").anchors == 3
+
+
+@pytest.mark.parametrize(("search", "kind"), [("host", TreeIndex), ("device", NodeIndex)])
+def test_the_search_is_the_one_asked_for(llama: PreTrainedModel, search: str, kind: type) -> None:
+    with kvthaw.attach(llama, "icecache", budget=64, search=search) as handle:
+        generate(llama, {"input_ids": prompt(1, 120)}, 3)
+        assert all(type(index) is kind for index in indices(handle))
+
+
+@pytest.mark.parametrize("options", [{}, {"promote": 0.2, "outliers": 0, "nodes_per_batch": 2}, {"policy": "mean", "field": 5}])
+def test_a_budget_for_everything_gives_full_attention(llama: PreTrainedModel, options: dict[str, Any]) -> None:
+    full_budget_is_full_attention(llama, "icecache-device", **options)
+
+
+def test_the_budget_is_kept(llama: PreTrainedModel) -> None:
+    budget_is_kept(llama, "icecache-device")
+
+
+def test_rows_alone_are_the_rows_of_a_batch(llama: PreTrainedModel) -> None:
+    rows_alone_are_the_rows_of_a_batch(llama, "icecache-device", field=64)
+
+
+def test_generated_tokens_make_nodes(llama: PreTrainedModel) -> None:
+    with kvthaw.attach(llama, "icecache-device", budget=64, promote=0.1, nodes_per_batch=4, field=64) as handle:
+        generate(llama, {"input_ids": prompt(1, 200)}, 100)
+        for index in indices(handle):
+            assert isinstance(index, NodeIndex)
+            tokens, (prompts, nodes) = index.lanes[0].tokens, index.lanes[0].marks[1]
+            assert nodes == -(-prompts // 10)
+            assert tokens > prompts + 80
+            assert index.lanes[0].units == nodes + -(-(tokens - prompts) // 10)
+            assert index.order is not None
+            full = index.order[0, 0, prompts : prompts + 40]
+            assert not full.equal(full.sort().values), "in nodes, no longer in text order"
+
+
+def test_options_that_do_not_fit_are_named() -> None:
+    for options, message in (
+        ({"search": "gpu"}, "search is 'gpu'; it must be one of host, device"),
+        ({"search": "device", "preset": "paper"}, "preset and threads are of the search on the host"),
+        ({"search": "device", "threads": 2}, "preset and threads are of the search on the host"),
+        ({"search": "device", "promote": 0.9}, "promote is 0.9"),
+        ({"search": "device", "page_size": 8}, "page_size"),
+        ({"field": 64}, "field"),
+        ({"reuse": 0}, "reuse is 0"),
+        ({"transfer": "pigeon"}, "transfer is 'pigeon'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            resolve("icecache", **options)
