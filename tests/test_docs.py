@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import re
+import shlex
 from pathlib import Path
 
+from typer.testing import CliRunner
+
+from kvthaw import cli
 from kvthaw.evaluate.describe import markdown
 from kvthaw.evaluate.published import BENCHMARKS
 from kvthaw.evaluate.tasks import SUITES, TASKS
@@ -34,3 +40,21 @@ def test_the_readme_names_files_that_are_there() -> None:
     for name in ("docs/results.png", "docs/log.md", "docs/structure.md", "docs/methods.md", "docs/tasks.md", "CONTRIBUTING.md"):
         assert name in readme
         assert (ROOT / name).exists()
+
+
+def test_every_command_that_is_shown_can_be_given() -> None:
+    files = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "Makefile", *(ROOT / "docs").glob("*.md"))
+    texts = [path.read_text().replace("\\\n", " ") for path in files]
+    for one in pkgutil.iter_modules(cli.__path__):
+        module = vars(importlib.import_module(f"kvthaw.cli.{one.name}"))
+        texts += [value for name, value in module.items() if name.endswith("EXAMPLES")]
+    commands = "eval|generate|compare|bench|demo|methods"
+    shown = [
+        line
+        for text in texts
+        for line in re.findall(rf"kvthaw ((?:{commands}) [^`\n#|>)]*--[a-z][^`\n#|>)]*)", text.replace("[/]", "`"))
+    ]
+    assert len(shown) > 50
+    for line in shown:
+        said = CliRunner().invoke(cli.app, [*shlex.split(line), "--help"])  # options are looked up before help is shown
+        assert said.exit_code == 0, f"{line}: {said.output}"
