@@ -156,6 +156,14 @@ class WorksBeside(Protocol):
         """What follows on the current stream sees that work; the host does not wait."""
 
 
+@runtime_checkable
+class ReadsStore(Protocol):
+    """An index whose select() reads keys from the host, on the device."""
+
+    def searched_bytes(self) -> int:
+        """Bytes that one select() of all lanes reads there."""
+
+
 class Transfer(Protocol):
     """Brings rows from the host to the device."""
 

@@ -18,6 +18,7 @@ from kvthaw.kernels.rerank import TILE
 from kvthaw.kernels.stored_scores import launch
 from kvthaw.kernels.topk import run_length, topk
 from kvthaw.kernels.unit_select import launch_choice
+from kvthaw.types import ReadsStore
 
 SMALL = NodeConfig(promote=0.1, field=TILE, nodes_per_batch=4)
 
@@ -159,6 +160,15 @@ def test_a_field_of_view_for_all_is_exact() -> None:
     for head, found in enumerate(lanes.sets(30)[0]):
         scores = keys[head, FIRST:] @ lanes.query()[0, head]
         assert found == set((scores.topk(30).indices + FIRST).tolist())
+
+
+def test_what_a_step_reads_from_the_host_is_told() -> None:
+    lanes = lanes_of([300, 40], dtype=torch.bfloat16)
+    lanes.select(5)
+    assert isinstance(lanes.index, ReadsStore)
+    assert lanes.index.searched_bytes() == (TILE + 40) * 2 * 64 * 2
+    lanes.select(100)
+    assert lanes.index.searched_bytes() == (256 + 40) * 2 * 64 * 2
 
 
 def test_nodes_do_not_depend_on_the_pieces_in_which_tokens_came() -> None:

@@ -33,6 +33,7 @@ from kvthaw.cache.dense import DenseLayer
 from kvthaw.engine.decode import compiled_step
 from kvthaw.engine.hf import Cache
 from kvthaw.errors import ConfigError
+from kvthaw.types import ReadsStore
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -229,7 +230,8 @@ class Bench:
             hit_rate=1 - (after.fetched - before.fetched) / selected if selected else None,
             fetched_bytes=fetched,
             stored_bytes=stored,
-            bus_bytes=fetched + stored,
+            searched_bytes=(searched := _searched(cache)),
+            bus_bytes=fetched + stored + searched,
             floor_device_s=device_s,
             floor_bus_s=bus_s,
             floor_s=floor,
@@ -272,6 +274,12 @@ def _held(cache: DynamicCache, full: int) -> dict[str, Any]:
         ),
         "index_host_bytes": sum(told) if told and len(told) == len(host_index) else None,
     }
+
+
+def _searched(cache: DynamicCache) -> float:
+    """Bytes that the indexes of a cache read from the host in a step."""
+    groups = [kv.group for kv in cache.frozen_layers if kv.leader is None] if isinstance(cache, Cache) else []
+    return float(sum(group.index.searched_bytes() for group in groups if group and isinstance(group.index, ReadsStore)))
 
 
 def _on_host(kv: Any) -> bool:

@@ -24,7 +24,8 @@ class Line:
     the same layers' KV; share_with_dense: all three, of all KV. kv_host_bytes: memory held there; kv_frozen_bytes: what it
     stands for, larger where rows or layers share it. index_host_bytes: None where the index does not tell.
     budget, dense_layers, attended_*, retrieved: as in `kvthaw.engine.hf.Stats`. hit_rate: of the steps that count.
-    fetched_bytes and stored_bytes: to and from the device, a step; bus_bytes: both.
+    fetched_bytes and stored_bytes: to and from the device, a step; searched_bytes: what the search reads from the host to choose;
+    bus_bytes: all three.
     floor_s: the larger of floor_device_s (weights read in a step and KV attended to, at the device's copy speed) and
     floor_bus_s (bytes fetched at the bus's); floor_ratio: tpot_s over it. parts_s: of an eager step, with the device idle
     before each part, or of a captured one's kernels if they were profiled (launches, device_s and kernels then too, see
@@ -66,6 +67,7 @@ class Line:
     floor_bus_s: float | None
     floor_s: float
     floor_ratio: float
+    searched_bytes: float = 0.0
     parts_s: dict[str, float] = field(default_factory=dict)
     captures: int | None = None
     capture_s: float | None = None

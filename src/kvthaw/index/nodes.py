@@ -141,6 +141,11 @@ class NodeIndex(UnitIndex):
         if self.shape.device.type == "cuda":
             self.addresses.follow(self.shape.store, self.shape.device)
 
+    def searched_bytes(self) -> int:
+        """See ReadsStore."""
+        rows = sum(min(lane.tokens, self.width) for lane in self.lanes)
+        return rows * self.shape.kv_heads * self.shape.head_dim * self.shape.dtype.itemsize
+
     def reorder(self, lanes: Sequence[int]) -> None:
         """See Index."""
         super().reorder(lanes)
