@@ -10,6 +10,7 @@ import torch
 from lanes import FIRST, Lanes
 from torch import Tensor
 
+from kvthaw.cache.group import _tensors
 from kvthaw.errors import ConfigError
 from kvthaw.index.clusters import draw
 from kvthaw.index.nodes import NodeConfig, NodeIndex
@@ -169,6 +170,13 @@ def test_what_a_step_reads_from_the_host_is_told() -> None:
     assert lanes.index.searched_bytes() == (TILE + 40) * 2 * 64 * 2
     lanes.select(100)
     assert lanes.index.searched_bytes() == (256 + 40) * 2 * 64 * 2
+
+
+def test_addresses_of_the_store_are_among_what_a_step_reads() -> None:
+    """So that a captured step is captured anew where they have moved."""
+    index = index_of(lanes_of([50]))
+    table = index.addresses.follow(index.shape.store, torch.device("cpu"))
+    assert any(tensor is table for tensor in _tensors(index))
 
 
 def test_nodes_do_not_depend_on_the_pieces_in_which_tokens_came() -> None:

@@ -204,6 +204,6 @@ def _tensors(owner: object) -> list[Tensor]:
         for part in parts:
             if isinstance(part, Tensor):
                 found.append(part)
-            elif type(part).__module__.startswith("kvthaw.index"):
+            elif type(part).__module__.startswith(("kvthaw.index", "kvthaw.cache.addresses")):
                 found += _tensors(part)
     return found
