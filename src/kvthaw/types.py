@@ -187,7 +187,7 @@ class Method:
     anchors: the layers that select, by number, or every how manieth of the layers that are not dense; the layers between follow the
     anchor before them. Floats are shares of the model's depth, and the first layer that is not dense then selects too.
     any_budget: what its index keeps of the prompt depends on the regions, but not on how many rows it will be asked for, so a fork
-    with another budget takes it over.
+    with another budget takes it over (a copy: not for tables that are larger than what it takes to make them).
     rotary: the index needs the turns of the model's rotary positions. foresees: it is asked with the query that the layer would
     have if its attention were given the input of the layer before.
     """

@@ -148,13 +148,12 @@ def test_a_cell_is_a_file_and_what_is_there_is_not_run_again(loaded: tuple[Any, 
 
 
 def test_every_cell_has_its_first_samples_before_any_has_its_next(
-    loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+    loaded: tuple[Any, Any],
 ) -> None:
-    monkeypatch.setattr("kvthaw.evaluate.compare.WAVE", 2)
     between = Stretch(Course((64,)), (0,), (FULL,))
-    todo = units(Runner(*loaded, batch=None), replace(GRID, samples=3), [between])
+    todo = units(Runner(*loaded, batch=2), replace(GRID, samples=4), [between])
     found = [(one.job.length, [seed for seed, _ in one.places]) if isinstance(one, Unit) else None for one in todo]
-    assert found == [(320, [0, 1]), (400, [0, 1]), None, (320, [2]), (400, [2])]
+    assert found == [(320, [0, 1]), (400, [0, 1]), None, (320, [2, 3]), (400, [2, 3])]
     assert units(Runner(*loaded, batch=None), replace(GRID, tasks=()), [between]) == [between]
 
 

@@ -57,7 +57,7 @@ def compare(
     jobs: Annotated[int, typer.Option(min=1, help="Processes that share the work, each with a model of its own.")] = 1,
     batch: Annotated[
         int | None,
-        typer.Option(min=1, help="Samples that share their decoding steps; 32, or fewer of long prompts, if not given."),
+        typer.Option(min=1, help="Samples that share their decoding steps; 64, or fewer of long prompts, if not given."),
     ] = None,
     minutes: Annotated[
         float | None, typer.Option(min=0, help="Give up what is unfinished after so long; the same command continues.")

@@ -23,8 +23,6 @@ WORKS = 0.6
 """Full attention is right at least so often where a comparison says something of a method and not of the model."""
 KEEPS = 0.99
 """The share of full attention's accuracy that is to be kept."""
-WAVE = 25
-"""Samples that every cell gets before any gets more. Half of 50: the rows of one cache, at most lengths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,29 +55,21 @@ class Grid:
         return list(dict.fromkeys((FULL, *found)))
 
 
-def waves(runner: Runner, grid: Grid) -> list[list[Unit]]:
-    """What is missing of a grid, so many samples of every cell at a time. Each unit begins with another variant, so that workers do
-    not all compile the same kernels at once.
+def units(runner: Runner, grid: Grid, others: Sequence[Stretch] = ()) -> list[Unit | Stretch]:
+    """What is missing of a grid. All cells get their first samples, as many as share their steps, before any gets its next, so that
+    a run that is stopped has something of everything; what else is to be done comes in between. Each unit begins with another
+    variant, so that workers do not all compile the same kernels at once.
 
     Raises ConfigError for a setting that no cache of the model would take.
     """
     wanted = [complete(runner.model, variant) for variant in grid.variants()]
-    number, found = itertools.count(), []
-    for start in range(0, grid.samples, WAVE):
-        by_job = [runner.missing(job, wanted, slice(start, start + WAVE)) for job in grid.jobs()]
-        rounds = itertools.zip_longest(*by_job)
-        found.append([_turned(unit, next(number)) for one in rounds for unit in one if unit is not None])
-    return found
+    by_job = [runner.missing(job, wanted) for job in grid.jobs()]
+    first, *rest = list(itertools.zip_longest(*by_job)) or [()]
+    found = [*first, *others, *itertools.chain.from_iterable(rest)]
+    return [_turned(unit, number) for number, unit in enumerate(unit for unit in found if unit is not None)]
 
 
-def units(runner: Runner, grid: Grid, others: Sequence[Stretch] = ()) -> list[Unit | Stretch]:
-    """The waves of a grid one after the other, so that a run that is stopped has something of everything; what else is to be done
-    comes after the first."""
-    first, *rest = waves(runner, grid)
-    return [*first, *others, *itertools.chain.from_iterable(rest)]
-
-
-def _turned(unit: Unit, number: int) -> Unit:
+def _turned(unit: Unit | Stretch, number: int) -> Unit | Stretch:
     at = number * 5 % len(unit.variants)
     return replace(unit, variants=unit.variants[at:] + unit.variants[:at])
 

@@ -13,16 +13,16 @@ from kvthaw.methods import resolve
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-MOST_ROWS = 32
+MOST_ROWS = 64
 """Rows of one cache, where nobody asks for another number."""
 MOST_BYTES = 5 << 30
-"""Bytes of KV that their prompts take; 25 prompts of 32k of the model that ships."""
+"""Bytes of KV that their prompts take: 26 prompts of 32k of the model that ships."""
 
 
 class Rows:
     """How many samples a model takes through a step at once.
 
-    asked: so many; None: 32, or fewer where prompts are long, or 1 where the model has layers that transformers serves itself.
+    asked: so many; None: 64, or fewer where prompts are long, or 1 where the model has layers that transformers serves itself.
     Raises ConfigError for less than 1, and for more than 1 of a model that takes only one.
     """
 

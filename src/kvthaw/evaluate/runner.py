@@ -78,12 +78,12 @@ class Runner:
             found[asked] = [line for line in known if line is not None]
         return found
 
-    def missing(self, job: Job, wanted: Sequence[Variant], part: slice = slice(None)) -> list[Unit]:
-        """What the results do not hold of a job, or of a part of its samples, under complete variants: samples that lack the same,
-        as many at once as share their steps."""
+    def missing(self, job: Job, wanted: Sequence[Variant]) -> list[Unit]:
+        """What the results do not hold of a job under complete variants: samples that lack the same, as many at once as share
+        their steps."""
         check_prompt(self.model, job.length)  # before it is made
         lacking: dict[tuple[Variant, ...], list[Place]] = {}
-        places, different = job.cells()[part], list(dict.fromkeys(wanted))
+        places, different = job.cells(), list(dict.fromkeys(wanted))
         settings = [self.settings(job, variant, places) for variant in different]
         for place, row in zip(places, zip(*settings, strict=True), strict=True):
             known = zip(different, map(self.results.get, row), strict=True)

@@ -191,6 +191,7 @@ def _serve(source: Source, number: int, jobs: int, connection: Connection) -> No
             try:
                 for lines in bench.compute(unit):
                     connection.send(("lines", lines))
+                    _leave_room()
             except (torch.OutOfMemoryError, HostMemoryError) as error:
                 answer = ("memory", str(error))
             except KvthawError as error:
@@ -205,6 +206,16 @@ def _serve(source: Source, number: int, jobs: int, connection: Connection) -> No
                 return
     except (EOFError, ConnectionError):  # the parent is gone
         return
+
+
+def _leave_room() -> None:
+    """Give memory that is not in use back to the other processes where a GPU has little left."""
+    import torch
+
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        if 4 * free < total:
+            torch.cuda.empty_cache()
 
 
 def _settle_on_cores(number: int, jobs: int) -> None:

@@ -23,5 +23,4 @@ def magicpig(*, bits: int = 10, tables: int = 150, sink: int = 4, window: int = 
         unit="token",
         index=partial(HashIndex, bits=bits, tables=tables),
         regions=Regions(sink, window, 16),
-        any_budget=True,
     )

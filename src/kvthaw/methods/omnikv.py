@@ -26,5 +26,4 @@ def omnikv(*, filters: tuple[int, ...] | None = None, dense: bool = True) -> Met
         index=partial(FilterIndex, dense=dense),
         regions=Regions(4, 32, 16),
         anchors=anchors,
-        any_budget=True,
     )

@@ -11,5 +11,4 @@ from kvthaw.types import Method
 
 def oracle(*, policy: Policy = "max") -> Method:
     """The rows of the largest attention weights. policy: how the query heads of a group agree, see ExactIndex."""
-    index = partial(ExactIndex, policy=policy)
-    return Method("oracle", paper="-", unit="token", index=index, regions=Regions(4, 32, 16), any_budget=True)
+    return Method("oracle", paper="-", unit="token", index=partial(ExactIndex, policy=policy), regions=Regions(4, 32, 16))
