@@ -407,6 +407,7 @@ def test_shares_prints_a_table_of_lengths_and_rows(model: str, tmp_path: Path) -
     assert len(out.read_text().splitlines()) == 4
     table = Said(*arguments, "--out", str(out)).out
     assert "300 tokens" in table
+    assert f"automatic static share S: {model}, pages of 8, window 64, 1 prompt a cell\n" in table
     assert f"{said.records[0]['share']:.3f}" in table
 
 

@@ -72,9 +72,8 @@ def _table(cells: Sequence[Cell], lengths: Sequence[int], rows: Sequence[int]) -
     from rich.table import Table
 
     one = cells[0].lines[0].setting
-    title = (
-        f"automatic static share S: {one.model}, pages of {one.page}, window {one.window}, {len(cells[0].lines)} prompts a cell"
-    )
+    prompts = f"{len(cells[0].lines)} prompt{'s' * (len(cells[0].lines) > 1)}"
+    title = f"automatic static share S: {one.model}, pages of {one.page}, window {one.window}, {prompts} a cell"
     made = Table(title=title, box=SIMPLE_HEAD)
     made.add_column("rows k", justify="right")
     for length in lengths:

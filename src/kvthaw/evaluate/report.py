@@ -71,8 +71,9 @@ def by_task(summaries: Sequence[Summary]) -> Table:
     """Accuracy in percent of several tasks side by side, and their mean: one row a length, method, budget and dense layers."""
     first = summaries[0]
     tasks = list(dict.fromkeys(row.task for row in summaries))
-    samples = " / ".join(dict.fromkeys(str(row.n) for row in summaries))
-    title = f"accuracy, {samples} samples a cell, question {first.question}, {first.model} in {first.dtype} on {first.device}"
+    counts = dict.fromkeys(row.n for row in summaries)
+    samples = f"{' / '.join(map(str, counts))} sample{'s' * (max(counts) > 1)}"
+    title = f"accuracy, {samples} a cell, question {first.question}, {first.model} in {first.dtype} on {first.device}"
     made = _table(
         title, ("length", "method", "budget", "dense\nlayers", *(name.replace("_", "\n", 1) for name in tasks), "mean")
     )
