@@ -127,6 +127,7 @@ def test_the_kernels_choose_the_same(device: torch.device) -> None:
     lanes = lanes_of([300, 3], heads=1, dtype=torch.bfloat16, device=device)
     lanes.append(57)
     index, query, scale = index_of(lanes), lanes.query(), lanes.shape.scale
+    assert index.wanted.tolist() == [TILE, 60]
     assert index.order is not None
     scores, parts = node_scores.launch(query, index.digests, index.stops, index.counts, scale=scale, reach=2.0)
     how = {"first": FIRST, "budget": TILE, "policy": "max"}
