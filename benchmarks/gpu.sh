@@ -19,6 +19,7 @@ for part in "$@"; do
     kernels) for bench in kernels_decode kernels_pariskv kernels_pages; do run 150 python3 -m "kvthaw.bench.$bench" --json --out "$out/$bench.jsonl" --commit "$commit"; done ;;
     pages) for bench in kernels_pages kernels_transfer; do run 150 python3 -m "kvthaw.bench.$bench" --json --out "$out/$bench.jsonl" --commit "$commit"; done
       run 200 python3 -m kvthaw.bench.indexing shape=llama-3.1-8b length=32768 method=clusterkv,prkv out="$out/indexing.jsonl" commit="$commit" | cut -c1-700 ;;
+    nodes) run 150 python3 -m kvthaw.bench.kernels_nodes --json --out "$out/kernels_nodes.jsonl" --commit "$commit" | cut -c1-700 ;;
     decode-kernels) run 150 python3 -m kvthaw.bench.kernels_decode --json --out "$out/kernels_decode.jsonl" --commit "$commit" ;;
     tree) run 100 python3 -m kvthaw.bench.kernels_tree --layers 6 --threads 16 --json --out "$out/kernels_tree.jsonl" --commit "$commit" | cut -c1-330 ;;
     baseline) decode 200 $model length=36864 method=hf-dynamic,hf-offloaded,full,icecache,icecache-reuse steps=eager new_tokens=32 ;;
@@ -26,7 +27,8 @@ for part in "$@"; do
     goals) decode 400 $model prompt=filled steps=captured,compiled new_tokens=256 length=36864,131072 method=full,$sparse \
       -- $model prompt=filled steps=captured new_tokens=256 length=36864,131072 method=clusterkv:budget=1024,prkv:budget=1024 \
       -- $model prompt=filled steps=compiled new_tokens=256 length=524288 share_host=1 method=full,$few ;;
-    goals-icecache) decode 200 $model prompt=filled steps=eager new_tokens=48 length=36864,131072 method=icecache,icecache-reuse ;;
+    goals-icecache) decode 200 $model prompt=filled steps=eager new_tokens=48 length=36864,131072 method=icecache,icecache-reuse \
+      -- $model prompt=filled steps=captured,compiled budget=256 new_tokens=256 length=36864,131072 method=icecache-device ;;
     million) decode 200 $model prompt=filled steps=captured,compiled new_tokens=256 length=1048576 share_host=1 method=$few ;;
     breakdown) decode 200 $model prompt=filled steps=captured profile=1 length=131072 method=full,$sparse ;;
     length) run 500 python3 -m kvthaw.bench.figures name=length steps=compiled plot="$out" out="$out/decode.jsonl" commit="$commit" host_bytes=$host | cut -c1-300 ;; # after goals: their lines count
