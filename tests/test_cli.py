@@ -114,7 +114,10 @@ def test_a_published_benchmark_is_asked_and_reported(model: str, tmp_path: Path)
     assert [(line["method"], line["n"], line["samples"]) for line in said.records] == [("icecache", 1, 2), ("full", 1, 2)]
     assert said.records[0]["attended_max"] <= 64
     assert list(said.records[0]["pass_at"]) == ["1", "2"]
-    table = Said("eval", "gsm8k", *asked)
+    plot = tmp_path / "scores.png"
+    table = Said("eval", "gsm8k", *asked, "--plot", str(plot))
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    refused(Said("eval", "gsm8k", *asked, "--plot", "nowhere/a.png"), 1, "folder does not exist")
     assert table.code == 0
     assert "gsm8k: 1 question" in table.out
     both = ("eval", "gsm8k,passkey", "--data", f"gsm8k={data}", "--model", model, "--samples", "1", "--length", "700")

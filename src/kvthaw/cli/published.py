@@ -11,7 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from kvthaw.cli import options
-from kvthaw.cli.common import bars, load_model, number, print_results, share, shown
+from kvthaw.cli.common import bars, draw, load_model, number, print_results, share, shown
 from kvthaw.cli.options import variants_of
 from kvthaw.evaluate.published import BENCHMARKS, Benchmark
 
@@ -68,6 +68,7 @@ def evaluate(
     out: Annotated[
         Path | None, typer.Option(help="Append a JSON line an answer to this file; what stands there is not asked again.")
     ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw every variant's score into this PNG file.")] = None,
     device: options.Device = None,
     dtype: options.Dtype = "auto",
 ) -> None:
@@ -81,10 +82,12 @@ def evaluate(
             f"{benchmark!r} is not a benchmark; there are: {', '.join(BENCHMARKS)}", param_hint="BENCHMARK"
         )
     variants = variants_of(method, budget if retrieved is None else None, retrieved, dense_layers)
+    from kvthaw.evaluate.plot import check, score_bars
     from kvthaw.evaluate.published.results import Answers, summarize
     from kvthaw.evaluate.published.runner import Examiner, Run
     from kvthaw.evaluate.variant import FULL
 
+    check(plot)
     given: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "max_new_tokens": max_new_tokens}
     plan = replace(wanted.plan, **{name: value for name, value in given.items() if value is not None})
     items = wanted.load(data)[:limit]
@@ -109,6 +112,7 @@ def evaluate(
     with bars() as progress:
         found = examiner.run(run, variants, shown(progress, benchmark, len(items)), ask, capture=capture)
     summaries = [summarize(found[variant], found[FULL]) for variant in dict.fromkeys((*variants, FULL))]
+    draw(plot, lambda path: score_bars(summaries, path))
     print_results((summary.to_dict() for summary in summaries), as_json, lambda: [table(summaries)])
 
 

@@ -10,6 +10,7 @@ from kvthaw.errors import ConfigError
 from kvthaw.evaluate import perplexity
 from kvthaw.evaluate.metrics import mean
 from kvthaw.evaluate.probe import Quality
+from kvthaw.evaluate.published.results import Summary as Scored
 from kvthaw.evaluate.recall import Summary
 from kvthaw.evaluate.results import Line
 from kvthaw.evaluate.variant import Variant
@@ -131,6 +132,30 @@ def perplexity_lines(found: Mapping[Variant, Sequence[perplexity.Summary]], path
     first = next(iter(found.values()))[0]
     said = f"{first.n} place" + "s" * (first.n > 1)
     figure.suptitle(f"perplexity by position: {first.steps} tokens each, from {said} of the text", fontsize=10)
+    _save(figure, path)
+
+
+def score_bars(summaries: Sequence[Scored], path: Path) -> None:
+    """The score of every variant of a published benchmark, with its 95 % interval where it has one, and a line at full attention's.
+    Raises as heat_maps."""
+    figure = _figure()(figsize=(7, 1.6 + 0.3 * len(summaries)), layout="constrained")
+    axis, first = figure.subplots(), summaries[0]
+    for place, one in enumerate(summaries):
+        axis.barh(place, 100 * one.score, color="0.6" if one.method == "full" else "C0", height=0.7)
+        if one.score_95 is not None:
+            low, high = (100 * side for side in one.score_95)
+            axis.plot((low, high), (place, place), color="black", linewidth=1.2)
+        if one.method == "full":
+            axis.axvline(100 * one.score, color="grey", linewidth=0.8)
+    names = [
+        one.method if one.method == "full" else name(Variant(one.method, one.budget, one.retrieved, one.dense_layers))
+        for one in summaries
+    ]
+    axis.set_yticks(range(len(summaries)), names, fontsize=7)
+    axis.invert_yaxis()
+    axis.set_xlim(0, 100)
+    axis.set_xlabel(f"score (avg@{first.samples}), %")
+    figure.suptitle(f"{first.benchmark}, question {first.question}: {first.n} question{'s' * (first.n > 1)}", fontsize=10)
     _save(figure, path)
 
 
