@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,11 @@ from transformers import AutoModelForCausalLM
 
 import bytemodel
 import kvthaw
+from kvthaw.cache.dense import DenseLayer
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate import decode as loops
 from kvthaw.evaluate.answers import Answer, cut, ended
-from kvthaw.evaluate.job import EVEN_DEPTHS, Job, Progress
+from kvthaw.evaluate.job import EVEN_DEPTHS, Job, Progress, Unit
 from kvthaw.evaluate.metrics import mean, wilson
 from kvthaw.evaluate.model import fingerprint, load
 from kvthaw.evaluate.results import Results, summarize
@@ -167,6 +170,30 @@ def test_one_index_serves_the_budgets_of_a_method(loaded: tuple[Any, Any], monke
             for name in SECONDS:
                 del mine[name], theirs[name]
             assert mine == theirs, variant
+
+
+@pytest.mark.parametrize("places", [1, 2])
+def test_nothing_of_a_unit_is_left_when_it_is_done(
+    loaded: tuple[Any, Any], places: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[weakref.ref[Any]] = []
+    inner = DenseLayer.offloaded
+
+    def offloaded(self: DenseLayer, extent: int) -> Any:
+        seen.extend((weakref.ref(self), weakref.ref(inner(self, extent))))
+        return inner(self, extent)
+
+    monkeypatch.setattr(DenseLayer, "offloaded", offloaded)
+    job = Job("passkey", 320, places, probe=0)
+    unit = Unit(job, tuple(job.cells()), (FULL, Variant("quest", 64, dense_layers=0), Variant("h2o", 64, dense_layers=0)))
+    gc.collect()
+    gc.disable()
+    try:
+        assert len(list(Runner(*loaded, batch=places).compute(unit))) == 3
+        assert len(seen) == 2 * 2 * 2
+        assert [one() for one in seen] == [None] * 8
+    finally:
+        gc.enable()
 
 
 def test_batches_are_even_and_bounded(loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:

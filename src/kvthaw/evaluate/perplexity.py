@@ -337,12 +337,12 @@ class Reader:
                 )
             held, last = length, length == max(missing)
             together = joined(self.model, bases if last else [base.fork("full") for base in bases])
-            forks = Forks(together)
-            for variant, settings in variants.items():
-                make = forks.fork if len(texts) > 1 else partial(fork, together)  # a single one is timed
-                yield self._read(
-                    settings, variant, partial(make, variant), [ids[length : length + steps + 1] for ids in texts], show
-                )
+            with Forks(together) as forks:
+                for variant, settings in variants.items():
+                    make = forks.fork if len(texts) > 1 else partial(fork, together)  # a single one is timed
+                    yield self._read(
+                        settings, variant, partial(make, variant), [ids[length : length + steps + 1] for ids in texts], show
+                    )
 
     def _read(
         self,

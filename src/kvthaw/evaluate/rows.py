@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from kvthaw.engine.hf import Cache
 from kvthaw.errors import ConfigError
@@ -54,7 +54,7 @@ def spread(count: int, rows: int) -> list[tuple[int, int]]:
 
 class Forks:
     """A full cache under one variant after the other. What an index keeps of the prompts is made once for all budgets that have the
-    same regions, where the method says that they share it and comes with them in turn."""
+    same regions, where the method says that they share it and comes with them in turn. A context, which empties the cache."""
 
     def __init__(self, base: Cache) -> None:
         self._base = base
@@ -72,6 +72,14 @@ class Forks:
         kept = self._kept[1]
         return fork(kept, variant, kept.settings.method)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let go of the base and of what was kept of it."""
+        self._drop()
+        self._base.layers.clear()  # a cache refers to itself; its rows go before the next one's come
+
     def _serves(self, variant: Variant) -> bool:
         if self._kept is None:
             return False
@@ -82,7 +90,7 @@ class Forks:
 
     def _drop(self) -> None:
         if self._kept is not None:
-            self._kept[1].layers.clear()  # a cache refers to itself; its rows go before the next one's come
+            self._kept[1].layers.clear()
             self._kept = None
 
 

@@ -144,11 +144,11 @@ class Runner:
             bases.append(base)
             before += len(prompt)
         together = _Prefilled(samples, joined(self.model, bases), torch.stack(logits), rests, seconds)
-        forks = Forks(together.base)
-        for variant in unit.variants:
-            tell(total, total, f"{variant.method} {variant.budget or ''}".strip())
-            make = forks.fork if len(samples) > 1 else partial(fork, together.base)  # a single one is timed
-            yield self._lines(task, together, self.settings(job, variant, unit.places), partial(make, variant))
+        with Forks(together.base) as forks:
+            for variant in unit.variants:
+                tell(total, total, f"{variant.method} {variant.budget or ''}".strip())
+                make = forks.fork if len(samples) > 1 else partial(fork, together.base)  # a single one is timed
+                yield self._lines(task, together, self.settings(job, variant, unit.places), partial(make, variant))
 
     def _sample(self, task: Task, job: Job, seed: int, depth: float | None) -> Sample:
         try:
