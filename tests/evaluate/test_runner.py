@@ -196,6 +196,21 @@ def test_nothing_of_a_unit_is_left_when_it_is_done(
         gc.enable()
 
 
+@pytest.mark.gpu
+def test_rows_on_a_gpu_share_what_is_offloaded_and_indexed() -> None:
+    model, tokenizer = load(device="cuda", dtype="float32")
+    names = [name for name in METHODS if name != "full"]
+    variants = [Variant(name, budget, dense_layers=0) for name in names for budget in (96, 128)]
+    job = Job("passkey", 2500, 3, probe=0)  # two full extents, and some tokens that are each fork's own
+    alone = Runner(model, tokenizer, batch=1).run(job, variants)
+    together = Runner(model, tokenizer, batch=3).run(job, variants)
+    pairs = [pair for one in variants for pair in zip(alone[one], together[one], strict=True)]
+    for one, row in pairs:
+        assert (row.kv_device_bytes, row.kv_host_bytes) == (one.kv_device_bytes, one.kv_host_bytes), one.setting
+    differ = [one.setting.method for one, row in pairs if one.output != row.output]
+    assert len(differ) <= len(pairs) // 20, differ  # rounding may change what lies at a boundary, sharing nothing
+
+
 def test_batches_are_even_and_bounded(loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     many = Runner(*loaded, batch=None)
     assert [len(unit.places) for unit in many.missing(Job("passkey", 400, 80), [FULL])] == [40, 40]
