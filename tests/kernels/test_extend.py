@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvthaw.kernels.extend import definition, launch
+from kvthaw.kernels.extend import Place, definition, launch
 from shapes import DTYPES, HEAD_DIMS, poisoned
 
 pytest.importorskip("triton")
@@ -41,7 +41,7 @@ def test_against_the_definition(
     both = [tables(head_dim, dtype, device, mapped) for _ in range(2)]
     for step, own in zip((definition, launch), both, strict=True):
         lane = {name: None if table is None else table[1] for name, table in own.items()}
-        step(keys, **lane, kept=kept, begin=120, before=3, size=size, first=16)
+        step(keys, **lane, place=Place(kept, begin=120, before=3, size=size, first=16))
     for name, expected in both[0].items():
         if expected is not None:
             torch.testing.assert_close(both[1][name], expected, rtol=0, atol=0, equal_nan=True)
@@ -51,7 +51,7 @@ def test_against_the_definition(
 def test_what_it_writes(device: torch.device) -> None:
     own = {name: None if t is None else t[0] for name, t in tables(8, torch.float32, device, True).items()}
     keys = torch.arange(HEADS * 5 * 8, dtype=torch.float32, device=device).view(HEADS, 5, 8)
-    launch(keys, **own, kept=4, begin=10, before=2, size=4, first=100)
+    launch(keys, **own, place=Place(kept=4, begin=10, before=2, size=4, first=100))
     assert own["stops"][:, :8].tolist() == [[-7, -7, 10, 14, 18, 19, -7, -7]] * HEADS
     assert int(own["count"]) == 5
     assert own["order"][:, 13:20].tolist() == [[-7, 114, 115, 116, 117, 118, -7]] * HEADS
@@ -60,7 +60,7 @@ def test_what_it_writes(device: torch.device) -> None:
 
 def test_room_is_checked(device: torch.device) -> None:
     own = {name: None if t is None else t[0] for name, t in tables(8, torch.float32, device, True).items()}
-    keys, place = torch.zeros(HEADS, 5, 8, device=device), {"begin": 10, "before": 2, "size": 4, "first": 0}
-    for bad in ({"kept": 92}, {"kept": 0, "before": 38}, {"kept": 0, "begin": 296}, {"kept": 0, "size": 1, "before": 35}):
+    keys, place = torch.zeros(HEADS, 5, 8, device=device), Place(kept=0, begin=10, before=2, size=4, first=0)
+    for bad in ({"kept": 92}, {"before": 38}, {"begin": 296}, {"size": 1, "before": 35}):
         with pytest.raises(AssertionError):
-            launch(keys, **own, **place | bad)
+            launch(keys, **own, place=place._replace(**bad))

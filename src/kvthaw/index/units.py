@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.side_stream import SideStream
-from kvthaw.kernels.extend import extend
+from kvthaw.kernels.extend import Place, extend
 from kvthaw.kernels.unit_scores import Watch
 from kvthaw.kernels.unit_select import Policy, check_policy, unit_select
 from kvthaw.types import LayerShape, Selection
@@ -309,8 +309,8 @@ class UnitIndex:
         whenever tokens leave a ring."""
         host, recent = self.lanes[lane], self.recent[lane]
         order = None if self.order is None else self.order[lane]
-        place = {"kept": host.kept, "begin": begin, "before": before, "size": self.size, "first": self.first}
-        extend(keys, recent, self.stops[lane], self.counts[lane], order, **place)
+        place = Place(host.kept, begin, before, self.size, self.first)
+        extend(keys, recent, self.stops[lane], self.counts[lane], order, place)
         whole = host.kept // self.size  # units that have all of their tokens, and their digests
         host.kept += keys.shape[1]
         found = self.digest(recent[:, whole * self.size : host.kept])

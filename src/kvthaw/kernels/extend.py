@@ -6,31 +6,32 @@ same in torch is nine launches, which every layer pays whenever tokens leave the
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
 
 
-def definition(
-    keys: Tensor,
-    recent: Tensor,
-    stops: Tensor,
-    count: Tensor,
-    order: Tensor | None,
-    *,
-    kept: int,
-    begin: int,
-    before: int,
-    size: int,
-    first: int,
-) -> None:
-    """Add keys [H, n, D] behind the `kept` ones in recent [H, batch, D]; kept + n <= batch.
+class Place(NamedTuple):
+    """Where a batch of tokens stands, of which `kept` are there already: it begins at `begin` in the map and at unit `before`; its
+    units have `size` tokens, the last one maybe fewer. Place t of the map holds position first + t until units change it."""
 
-    The batch begins at `begin` in the map and at unit `before`; its units have `size` tokens, the last one maybe fewer. stops
-    [H, U + 1] int32 gets their ends, count (one int32) the number of all units, order [H, T] int32, where there is one, the new
-    tokens' positions: place t of the map holds position first + t.
+    kept: int
+    begin: int
+    before: int
+    size: int
+    first: int
+
+
+def definition(keys: Tensor, recent: Tensor, stops: Tensor, count: Tensor, order: Tensor | None, place: Place) -> None:
+    """Add keys [H, n, D] behind those kept in recent [H, batch, D], where they fit.
+
+    stops [H, U + 1] int32 gets the ends of the batch's units, count (one int32) the number of all units, order [H, T] int32, where
+    there is one, the new tokens' positions.
     """
+    kept, begin, before, size, first = place
     n = kept + keys.shape[1]
     recent[:, kept:n] = keys
     units = -(-n // size)
@@ -77,21 +78,10 @@ if HAS_TRITON:
                 tl.store(count, before + units)
 
 
-def launch(
-    keys: Tensor,
-    recent: Tensor,
-    stops: Tensor,
-    count: Tensor,
-    order: Tensor | None,
-    *,
-    kept: int,
-    begin: int,
-    before: int,
-    size: int,
-    first: int,
-) -> None:
+def launch(keys: Tensor, recent: Tensor, stops: Tensor, count: Tensor, order: Tensor | None, place: Place) -> None:
     """The Triton kernel; arguments as in `definition`. Of a key the elements neighbour each other."""
     heads, new, dim = keys.shape
+    kept, begin, before, size, _ = place
     assert keys.stride(2) == 1 and recent.stride()[1:] == (dim, 1) and stops.stride(1) == 1
     assert keys.dtype == recent.dtype and kept + new <= recent.shape[1]
     assert before + -(-(kept + new) // size) < stops.shape[1], "no room for the units"
@@ -100,24 +90,12 @@ def launch(
     _extend[(triton.cdiv(new, tile), heads)](
         keys, recent, stops, count, stops if order is None else order,
         new, dim, keys.stride(0), keys.stride(1), recent.stride(0), stops.stride(0), 0 if order is None else order.stride(0),
-        kept, begin, before, size, first,
+        *place,
         TILE=tile, DP=triton.next_power_of_2(dim), MAPPED=order is not None,
     )  # fmt: skip
 
 
-def extend(
-    keys: Tensor,
-    recent: Tensor,
-    stops: Tensor,
-    count: Tensor,
-    order: Tensor | None,
-    *,
-    kept: int,
-    begin: int,
-    before: int,
-    size: int,
-    first: int,
-) -> None:
+def extend(keys: Tensor, recent: Tensor, stops: Tensor, count: Tensor, order: Tensor | None, place: Place) -> None:
     """As `definition`: the kernel on a GPU, torch elsewhere."""
     step = launch if HAS_TRITON and keys.device.type == "cuda" else definition
-    step(keys, recent, stops, count, order, kept=kept, begin=begin, before=before, size=size, first=first)
+    step(keys, recent, stops, count, order, place)
