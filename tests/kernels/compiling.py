@@ -69,7 +69,24 @@ def rows(dtype: torch.dtype, dim: int) -> None:
     launch(found, empty(2, HEADS, width), empty(2), 40, 4, 0.1, "mean")
 
 
-CASES: dict[str, Callable[[torch.dtype, int], None]] = {"nodes": nodes, "units": units, "rows": rows}
+def moves(dtype: torch.dtype, dim: int) -> None:
+    from kvthaw.kernels import cover, extend, offload, stream_keys
+
+    ring, extent = empty(HEADS, 90, 2, dim, dtype=dtype), empty(HEADS, 64, 2, dim, dtype=dtype)
+    offload.offload(ring[:, 5:25], extent, 3)
+    keys, tables = ring[:, 5:25, 0], (empty(HEADS, 40, dim, dtype=dtype), empty(HEADS, 9), empty())
+    for order in (None, empty(HEADS, 300)):
+        extend.launch(keys, *tables, order, extend.Place(7, 40, 2, 16, 4))
+    far, which = empty(HEADS, 700, dtype=torch.float32), empty(HEADS, 30, dtype=torch.int64)
+    keys = empty(HEADS, 700, dim, dtype=dtype)
+    cover.launch(far, keys, which)
+    words = empty(HEADS, 20, dim, dtype=dtype).view(torch.int32)
+    stream_keys._stream_keys[(1, HEADS)](
+        empty(2, dtype=torch.int64), words, 3, 20, 64, words.shape[2], ROWS=32, WP=1 << (words.shape[2] - 1).bit_length()
+    )
+
+
+CASES: dict[str, Callable[[torch.dtype, int], None]] = {"nodes": nodes, "units": units, "rows": rows, "moves": moves}
 
 
 class _Stop(Exception):  # noqa: N818
