@@ -64,6 +64,7 @@ def test_options_that_do_not_fit_are_named() -> None:
         ({"search": "gpu"}, "search is 'gpu'; it must be one of host, device"),
         ({"search": "device", "preset": "paper"}, "preset and threads are of the search on the host"),
         ({"search": "device", "threads": 2}, "preset and threads are of the search on the host"),
+        ({"search": "device", "foresee": True}, "foresee, preset and threads are of the search on the host"),
         ({"search": "device", "promote": 0.9}, "promote is 0.9"),
         ({"search": "device", "page_size": 8}, "page_size"),
         ({"field": 64}, "field"),

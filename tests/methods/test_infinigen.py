@@ -52,9 +52,9 @@ class Asked:
         self.queries: dict[int, list[Tensor]] = {}
         choose = Group.choose
 
-        def spy(group: Group, query: Tensor, length: int, live: int) -> Any:
+        def spy(group: Group, query: Tensor, *others: Any) -> Any:
             self.queries.setdefault(group.shape.layer, []).append(query.clone())
-            return choose(group, query, length, live)
+            return choose(group, query, *others)
 
         patch.setattr(Group, "choose", spy)
 

@@ -353,11 +353,15 @@ class FrozenKV(Lanes):
             self.capacity = roomier(self.capacity, self.longest + 1)
             self.make_room()
 
-    def _leaving(self) -> list[int]:
-        """Lanes whose ring is full, and has not given up yet what leaves with the next token."""
-        lengths = [self.length(lane) for lane in range(self.lanes)]
+    def _leaving(self, more: int = 0) -> list[int]:
+        """Lanes whose ring is full when so many more tokens have come, and has not given up yet what leaves with the next."""
+        lengths = [self.length(lane) + more for lane in range(self.lanes)]
         full = (lane for lane, n in enumerate(lengths) if self.indexed(lane, n + 1) > self.indexed(lane, n))
-        return [lane for lane in full if lane not in self._ahead]
+        return [lane for lane in full if more or lane not in self._ahead]
+
+    def undisturbed(self, tokens: int) -> int:
+        """How many of the next tokens ask an index of what it was given so far: before the others, something leaves the ring."""
+        return next((t for t in range(tokens) if self._stale or self._leaving(t)), tokens)
 
     def advance(self) -> None:
         """Make room for one new token a lane and count it; the step's attention writes it."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,18 +83,21 @@ class Group:
         self.meter = Meter(self.residency)
         self._pipeline = pipeline
         self._jobs: list[Future[None]] = []
+        self._searching: Future[Selection] | None = None  # the last that began
         self._failure: BaseException | None = None  # of a job
 
     def submit(self, after: torch.cuda.Event | None, job: Callable[[], None]) -> None:
         """Change the index: on the worker thread if it works on the host, else now."""
         if self.index.on_host:
+            self._rest()
             self._jobs.append(self._pipeline.submit(after, job))
         else:  # what of it reads the store waits for the rows that are on their way there, see stream_keys
             job()
 
     def settle(self) -> None:
-        """Wait until the index has taken in all that it was given. Raises what went wrong there, from then on at every call: an
-        index that lacks tokens serves nobody."""
+        """Wait until the index has taken in all that it was given, and no search reads it. Raises what went wrong with that,
+        from then on at every call: an index that lacks tokens serves nobody."""
+        self._rest()
         jobs, self._jobs = self._jobs, []
         for job in jobs:
             self._failure = self._failure or job.exception()
@@ -111,17 +115,35 @@ class Group:
         self._jobs.clear()
         self._failure = None
 
+    def _rest(self) -> None:
+        if self._searching is not None:
+            wait([self._searching])
+            self._searching = None
+
     def make_room(self, tokens: int) -> None:
         """For so many tokens of each lane: until there are more, no tensor of a choice moves."""
         self.index.make_room(self.residency.slot_row.shape[0], tokens)
         self.residency.grow(tokens)
 
-    def choose(self, query: Tensor, length: int, live: int) -> Choice:
+    def search(self, queries: Tensor) -> list[Future[Selection]]:
+        """Begin to select rows for queries [B, Hq, T, D] in an index on the host, beside what the caller does next, and does not
+        wait for them to arrive there. Returns for each of the T tokens what choose() takes."""
+        here, sent = _to_host(queries)
+        changes = list(self._jobs)
+        found = [self._pipeline.search(sent, changes, partial(self._select, query)) for query in here.unbind(2)]
+        self._searching = found[-1] if found else self._searching
+        return found
+
+    def _select(self, query: Tensor) -> Selection:
+        with torch.no_grad():  # which holds for one thread
+            return self.index.select(query, self.rows)
+
+    def choose(self, query: Tensor, length: int, live: int, search: Future[Selection] | None = None) -> Choice:
         """Select rows for one query a head, [B, Hq, D], and give them slots. length: of the longest lane; live: lanes that
-        have a row."""
+        have a row; search: one with this query, if it has begun."""
         self.settle()
         uploads = self.index.on_host and query.is_cuda
-        selection = self.index.select(_to_host(query) if self.index.on_host else query, self.rows)
+        selection = self._now(query) if search is None else search.result()
         self.residency.grow(length)
         if self.method.keep == 0:
             for lane in range(query.shape[0]):
@@ -130,6 +152,13 @@ class Group:
         self.meter.tick(live * selection.counts.shape[1])
         self.choices.append(choice)
         return choice
+
+    def _now(self, query: Tensor) -> Selection:
+        if self.index.on_host:
+            query, sent = _to_host(query)
+            if sent is not None:
+                sent.synchronize()
+        return self.index.select(query, self.rows)
 
     def _upload(self, selection: Selection, query: Tensor) -> Choice:
         """Slots for a selection made on the host, brought to the query's device in one copy."""
@@ -187,13 +216,14 @@ class Group:
         return twin
 
 
-def _to_host(query: Tensor) -> Tensor:
-    """A query on the CPU in float32, contiguous."""
+def _to_host(query: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """A query on the CPU in float32, contiguous if it came from a GPU, and what ends its way."""
     if not query.is_cuda:
-        return query.float()
+        return query.float(), None
     here = torch.empty(query.shape, dtype=torch.float32, pin_memory=True).copy_(query.float(), non_blocking=True)
-    torch.cuda.current_stream(query.device).synchronize()
-    return here
+    sent = torch.cuda.Event()
+    sent.record(torch.cuda.current_stream(query.device))
+    return here, sent
 
 
 def _tensors(owner: object) -> list[Tensor]:

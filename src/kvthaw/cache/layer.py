@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.clock import Clock
+from kvthaw.cache.foreseen import Foreseen
 from kvthaw.cache.frozen import FrozenKV
 from kvthaw.cache.group import Choice
 from kvthaw.cache.pipeline import Pipeline
@@ -51,7 +52,7 @@ class FrozenLayer(FrozenKV):
         """Forget everything."""
         super().reset()
         self._asked_again = False  # by a layer that shares this layer's KV: the index may not go ahead of the ring
-        self.foreseen: Tensor | None = None  # [B, Hq, T, D], to ask the index with instead of the coming tokens' queries
+        self.foreseen: Foreseen | None = None  # to ask the index with instead of the coming tokens' queries
         self.sparse_steps = 0
         self.held_steps = self.held_sum = self.held_max = 0  # tokens attended in sink and ring, over lanes and steps
         self._transfer: Transfer | None = None
@@ -83,11 +84,9 @@ class FrozenLayer(FrozenKV):
         if not fresh:
             self._asked_again = True
             self.fall_back()
-        few = steps <= min(self.settings.sparse_queries, self.plan.regions.window) and not self.prompt
-        if before < max(1, *left_pad) or not few:
+        if before < max(1, *left_pad) or not self._one_by_one(steps):
             if fresh:
                 self.left_pad = left_pad
-            self.foreseen = None
             self.fall_back()
             out = self._dense(query, key, value, before, how)
             if fresh:
@@ -105,6 +104,29 @@ class FrozenLayer(FrozenKV):
         if fresh and self.group is not None and self.group.index.on_host and not self._asked_again:
             self.go_ahead()
         return torch.stack(outs, dim=2) if steps > 1 else outs[0][:, :, None]
+
+    def _one_by_one(self, steps: int) -> bool:
+        """Whether so many tokens at once go through the index, where there are others before them."""
+        assert self.plan is not None
+        return steps <= min(self.settings.sparse_queries, self.plan.regions.window) and not self.prompt
+
+    def asks(self, steps: int) -> bool:
+        """Whether an index of this layer's own is asked when so many tokens come."""
+        return self.group is not None and self.chooses and self._one_by_one(steps)
+
+    def foresee(self, queries: Tensor) -> None:
+        """Have the index asked with these queries, [B, Hq, T, D], instead of the coming tokens' own. One on the host begins to
+        search at once, beside the layer before, for as many of the tokens as come before it changes."""
+        assert self.group is not None
+        early = self.undisturbed(queries.shape[2]) if self.group.index.on_host else 0
+        self.foreseen = Foreseen(queries, self.group.search(queries[:, :, :early]) if early else ())
+
+    def fall_back(self) -> None:
+        """As FrozenKV.fall_back; nor does the step come that was foreseen."""
+        if self.foreseen is not None:
+            self.foreseen.drop()
+            self.foreseen = None
+        super().fall_back()
 
     def fill(self, lane: int, query: Tensor, key: Tensor, value: Tensor, how: Attention) -> Tensor:
         """A dense pass of one lane, whose next tokens are given, [1, ., T, D]; the others stay as they are. Returns [1, Hq, T, D].
@@ -147,8 +169,7 @@ class FrozenLayer(FrozenKV):
         self.tick(seen)
         choice, visible, log_weight, partials = None, None, None, []
         if self.group is not None and self._transfer is not None:
-            asked = query if self.foreseen is None else self.foreseen[:, :, t]
-            choice = self.group.choose(asked, self.longest, sum(self.live)) if self.chooses else self.group.choices[t].followed
+            choice = self._choose(query, t) if self.chooses else self.group.choices[t].followed
             self.order_copies()
             slots, fetch = choice.host if choice.host and not self._transfer.graph_safe else (choice.slots, choice.fetch)
             self._transfer.fetch(self.store, self.slab, fetch, slots)
@@ -183,6 +204,13 @@ class FrozenLayer(FrozenKV):
         if self.observer is not None:
             self.observer(self, query, choice)
         return out
+
+    def _choose(self, query: Tensor, t: int) -> Choice:
+        assert self.group is not None
+        length, live, foreseen = self.longest, sum(self.live), self.foreseen
+        if foreseen is None:
+            return self.group.choose(query, length, live)
+        return self.group.choose(foreseen.queries[:, :, t], length, live, foreseen.search(t))
 
     def _count(self, seen: int) -> None:
         self.sparse_steps += 1

@@ -1,14 +1,15 @@
-"""Offloading and indexing beside the device's work (IceCache, figure 5b).
+"""Offloading, indexing and searching beside the device's work (IceCache, figure 5b).
 
 While the device computes the next layers, keys and values of a finished one leave it on a stream of their own, and a thread
-indexes them as soon as they have arrived.
+indexes them as soon as they have arrived. Another searches with queries that were foreseen.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,16 +18,18 @@ from kvthaw.cache.host import HostStore
 from kvthaw.cache.past import Past
 from kvthaw.cache.side_stream import SideStream
 
+_Found = TypeVar("_Found")
+
 
 class Pipeline:
-    """One copy stream and one indexing thread, shared by the layers of a cache; past: the way back; side: for indexes that work on
-    the device."""
+    """One copy stream, one indexing thread and one that searches, shared by the layers of a cache; past: the way back; side: for
+    indexes that work on the device."""
 
     _IN_FLIGHT = 2  # layers whose keys and values may still be on their way out
 
     def __init__(self) -> None:
         self.past, self.side = Past(), SideStream()
-        self._thread: ThreadPoolExecutor | None = None
+        self._threads: dict[str, ThreadPoolExecutor] = {}
         self._stream: torch.cuda.Stream | None = None
         self._copies: deque[torch.cuda.Event] = deque()
 
@@ -57,15 +60,31 @@ class Pipeline:
 
     def submit(self, after: torch.cuda.Event | None, job: Callable[[], None]) -> Future[None]:
         """Run a job on the indexing thread once an event has passed. Jobs run in the order given."""
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvthaw-index")
+        return self._on("kvthaw-index", after, job)
 
-        def run() -> None:
+    def search(
+        self, after: torch.cuda.Event | None, changes: Sequence[Future[None]], search: Callable[[], _Found]
+    ) -> Future[_Found]:
+        """Run a search on the searching thread once an event has passed and the changes that its index was given are done; those of
+        other layers, which take as long as a layer's whole step, go on beside it. Searches run in the order given."""
+
+        def run() -> _Found:
+            for change in changes:
+                change.result()
+            return search()
+
+        return self._on("kvthaw-search", after, run)
+
+    def _on(self, name: str, after: torch.cuda.Event | None, job: Callable[[], _Found]) -> Future[_Found]:
+        if name not in self._threads:
+            self._threads[name] = ThreadPoolExecutor(1, thread_name_prefix=name)
+
+        def run() -> _Found:
             if after is not None:
                 after.synchronize()
-            job()
+            return job()
 
-        return self._thread.submit(run)
+        return self._threads[name].submit(run)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Pipeline:
         return Pipeline()

@@ -39,6 +39,7 @@ def icecache(
     search: Literal["host", "device"] = "host",
     preset: str = "default",
     reuse: int = 1,
+    foresee: bool = False,
     threads: int = 0,
     transfer: str = "uva",
     **tree: Any,
@@ -52,9 +53,10 @@ def icecache(
     NodeConfig's fields.
 
     reuse: every how manieth layer searches; those between take its choice (the paper's IceCache (reuse) has 3). transfer, on a GPU:
-    "bulk" as the paper has it, or "uva", where a kernel reads the rows itself. Of the host's search alone: preset ("default"
-    descends by the nodes' digests, "paper" by their points, algorithm 4, in a field of view wide enough to find as much, "code"
-    does as the authors' code) and threads, of the trees, 0 for one a core.
+    "bulk" as the paper has it, or "uva", where a kernel reads the rows itself. Of the host's search alone: foresee (search while
+    the layer before attends, with the query that its attention input makes, instead of waiting for the layer's own), preset
+    ("default" descends by the nodes' digests, "paper" by their points, algorithm 4, in a field of view wide enough to find as much,
+    "code" does as the authors' code) and threads, of the trees, 0 for one a core.
     """
     check("icecache", tree, icecache, NodeConfig if search == "device" else TreeConfig)
     if search not in ("host", "device"):
@@ -67,8 +69,8 @@ def icecache(
         raise ConfigError(f"reuse is {reuse}; it must be at least 1")
     common = {"search": search, "preset": preset, "reuse": reuse, "transfer": transfer}
     if search == "device":
-        if preset != "default" or threads:
-            raise ConfigError("preset and threads are of the search on the host; leave them out with search='device'")
+        if preset != "default" or threads or foresee:
+            raise ConfigError("foresee, preset and threads are of the search on the host; leave them out with search='device'")
         return Method(
             "icecache-device" if reuse == 1 else "icecache-device-reuse",
             paper="IceCache",
@@ -89,7 +91,8 @@ def icecache(
         regions=_REGIONS,
         transfer=_TRANSFERS[transfer],
         anchors=reuse,
-        options={**common, **options},
+        foresees=foresee,
+        options={**common, "foresee": foresee, **options},
     )
 
 

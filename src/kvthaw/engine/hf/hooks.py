@@ -63,7 +63,7 @@ def foresee_no_longer(model: PreTrainedModel) -> None:
 
 
 def _foresee(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Before a layer's attention: give its input to the next layer's, and keep the query that comes of it for the index there."""
+    """Before a layer's attention: give its input to the next layer's, and ask the index there with the query that comes of it."""
     for name, given in kwargs.items():
         ours = [layer for layer in getattr(given, "layers", []) if isinstance(layer, CacheLayer)]
         if not ours or not ours[0].shared.settings.method.foresees:
@@ -71,7 +71,7 @@ def _foresee(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         at = next((i for i, layer in enumerate(ours) if layer.module is not None and layer.module() is module), len(ours))
         kv, following = (ours[at + 1].kv, ours[at + 1].module) if at + 1 < len(ours) else (None, None)
         hidden = args[0] if args else kwargs["hidden_states"]
-        if following is None or not isinstance(kv, FrozenLayer) or hidden.shape[1] > kv.settings.sparse_queries:
+        if following is None or not isinstance(kv, FrozenLayer) or not kv.asks(hidden.shape[1]):
             continue
         attention, asked = following(), list[Tensor]()
         assert attention is not None
@@ -79,4 +79,4 @@ def _foresee(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
             attention(*args, **{**kwargs, name: None, "kvthaw_asked": asked})
         if not asked:
             raise UnsupportedModelError(f"{type(attention).__name__} cannot be asked what its query would be")
-        kv.foreseen = asked[0]
+        kv.foresee(asked[0])

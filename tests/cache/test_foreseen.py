@@ -1,0 +1,301 @@
+"""Searches that run beside the layer before: as early as that, of the same choices, and never while the index changes."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import kvthaw
+from kvthaw.cache.foreseen import Foreseen
+from kvthaw.cache.frozen import FrozenKV
+from kvthaw.cache.group import Group
+from kvthaw.cache.layer import FrozenLayer
+from kvthaw.cache.pipeline import Pipeline
+from kvthaw.errors import CacheError
+from kvthaw.index.forest import TreeIndex
+from zoo import prompt, ragged
+
+IDS = prompt(2, 160)
+SOON = 20.0  # seconds; nobody waits so long unless something is wrong
+
+
+def cached(model: PreTrainedModel, tokens: int = 90, **options: Any) -> kvthaw.Cache:
+    cache = kvthaw.Cache(model, "icecache", **{"budget": 64, "dense_layers": 0, "foresee": True, **options})
+    step(model, cache, IDS[:, :tokens])
+    return cache
+
+
+def step(model: PreTrainedModel, cache: kvthaw.Cache, ids: Tensor, **more: Any) -> Tensor:
+    with torch.no_grad():
+        return model(ids, past_key_values=cache, **more).logits
+
+
+class Slow:
+    """A search of one layer that waits until it is let go."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, layer: int) -> None:
+        self.begun, self.go = threading.Event(), threading.Event()
+        select = TreeIndex.select
+
+        def wait(index: TreeIndex, query: Tensor, budget: int) -> Any:
+            if index.shape.layer == layer:
+                self.begun.set()
+                assert self.go.wait(SOON)
+            return select(index, query, budget)
+
+        patch.setattr(TreeIndex, "select", wait)
+
+
+def searched(patch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Of each step that was searched for early, from now on: the layer, and of how many tokens."""
+    found, search = [], Group.search
+
+    def spy(group: Group, queries: Tensor) -> Any:
+        found.append((group.shape.layer, queries.shape[2]))
+        return search(group, queries)
+
+    patch.setattr(Group, "search", spy)
+    return found
+
+
+def test_the_search_begins_before_the_layer_before_is_done(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, attend, order = cached(llama), FrozenLayer.attend, []
+    slow = Slow(monkeypatch, layer=1)
+
+    def attending(layer: FrozenLayer, *args: Any) -> Tensor:
+        if layer.number == 0:
+            assert slow.begun.wait(SOON), "layer 1's search has not begun"
+        if layer.number == 1:
+            slow.go.set()
+        out = attend(layer, *args)
+        order.append(layer.number)
+        return out
+
+    monkeypatch.setattr(FrozenLayer, "attend", attending)
+    step(llama, cache, IDS[:, :1])
+    assert order == [0, 1, 2]
+
+
+def plain(model: PreTrainedModel, cache: kvthaw.Cache) -> list[Tensor]:
+    return [step(model, cache, IDS[:, t : t + 1]) for t in range(40)]
+
+
+def several(model: PreTrainedModel, cache: kvthaw.Cache) -> list[Tensor]:
+    return [step(model, cache, IDS[:, 5 * t : 5 * t + 5]) for t in range(8)]
+
+
+def changed(model: PreTrainedModel, cache: kvthaw.Cache) -> list[Tensor]:
+    """Cropped, continued densely, with lanes that change places, and copied."""
+    out = []
+    for t in range(0, 60, 3):
+        out += [step(model, cache, IDS[:, t + i : t + i + 1]) for i in range(3)]
+        if t % 5 == 0:
+            cache.crop(-1 - t)
+        if t % 7 == 0:
+            out.append(step(model, cache, IDS[:, t : t + 20]))
+        if t % 4 == 0:
+            cache.reorder_cache(torch.tensor([1, 0]))
+        if t % 11 == 0:
+            cache = copy.deepcopy(cache)
+    return out
+
+
+@pytest.mark.parametrize("script", [plain, several, changed])
+@pytest.mark.parametrize("reuse", [1, 2])
+def test_choices_are_those_of_asking_late(
+    llama: PreTrainedModel,
+    monkeypatch: pytest.MonkeyPatch,
+    script: Callable[[PreTrainedModel, kvthaw.Cache], list[Tensor]],
+    reuse: int,
+) -> None:
+    early = searched(monkeypatch)
+    found = script(llama, cached(llama, reuse=reuse))
+    assert {layer for layer, _ in early} == ({1, 2} if reuse == 1 else {2}), (
+        "anchors but the first layer, which nothing foresees"
+    )
+    begun = len(early)
+    assert begun >= 8
+    if script is several:
+        assert {tokens for _, tokens in early} >= {5, 2}, "some rings are full in the middle of a step"
+    with monkeypatch.context() as patch:
+        patch.setattr(FrozenKV, "undisturbed", lambda layer, tokens: 0)
+        late = script(llama, cached(llama, reuse=reuse))
+    assert len(early) == begun
+    assert all(torch.equal(a, b) for a, b in zip(found, late, strict=True))
+    own = script(llama, cached(llama, reuse=reuse, foresee=False))
+    assert not all(torch.equal(a, b) for a, b in zip(found, own, strict=True)), "foreseen queries are not the layers' own"
+
+
+def test_rows_of_different_lengths(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = ragged([150, 37, 91])
+
+    def generate() -> Tensor:
+        with kvthaw.attach(llama, "icecache", budget=64, foresee=True):
+            return llama.generate(**batch, max_new_tokens=30, do_sample=False)
+
+    early = searched(monkeypatch)
+    found = generate()
+    assert len(early) > 40
+    monkeypatch.setattr(FrozenKV, "undisturbed", lambda layer, tokens: 0)
+    assert torch.equal(generate(), found)
+
+
+def test_requests_that_join_and_leave(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def serve() -> list[list[int]]:
+        batch = kvthaw.Batch(llama, "icecache", lanes=2, capacity=256, budget=64, foresee=True)
+        requests = [batch.join(IDS[0, :100], max_new_tokens=20), batch.join(IDS[1, :70], max_new_tokens=8)]
+        while batch.requests:
+            batch.step()
+            if batch.free and len(requests) == 2:
+                requests.append(batch.join(IDS[1, :130], max_new_tokens=30))
+        return [request.tokens for request in requests]
+
+    early = searched(monkeypatch)
+    found = serve()
+    assert len(early) > 40
+    monkeypatch.setattr(FrozenKV, "undisturbed", lambda layer, tokens: 0)
+    assert serve() == found
+
+
+def test_behind_a_dense_layer_the_first_is_foreseen(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    early = searched(monkeypatch)
+    step(llama, cached(llama, dense_layers=1), IDS[:, :1])
+    assert early == [(1, 1), (2, 1)]
+
+
+def test_errors_in_the_search_come_up(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, select = cached(llama), TreeIndex.select
+
+    def fail(index: TreeIndex, query: Tensor, budget: int) -> Any:
+        if index.shape.layer == 1:
+            raise RuntimeError(f"the search on {threading.current_thread().name} broke")
+        return select(index, query, budget)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TreeIndex, "select", fail)
+        with pytest.raises(RuntimeError, match=r"the search on kvthaw-search_0 broke"):
+            step(llama, cache, IDS[:, :1])
+    with pytest.raises(CacheError, match="interrupted"):
+        step(llama, cache, IDS[:, :1])
+    cache.reset()
+    step(llama, cache, IDS[:, :90])
+    assert step(llama, cache, IDS[:, :1]).isfinite().all()
+
+
+def test_an_index_that_failed_is_not_searched(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, asked = cached(llama), []
+    layer = cache.frozen_layers[1]
+    assert layer.group is not None
+
+    def fail() -> None:
+        raise MemoryError("no room for more")
+
+    monkeypatch.setattr(TreeIndex, "select", lambda *args: asked.append(args))
+    layer.group.submit(None, fail)
+    layer.foresee(torch.randn(2, 4, 1, 16))
+    with pytest.raises(MemoryError, match="no room"):
+        layer._choose(torch.randn(2, 4, 16), 0)
+    assert not asked
+
+
+@pytest.mark.parametrize("change", ["submit", "truncate", "reorder", "copy", "settle"])
+def test_the_index_stays_as_it_is_under_a_search(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    cache = cached(llama)
+    group = cache.frozen_layers[1].group
+    assert group is not None
+    slow = Slow(monkeypatch, layer=1)
+    changes: dict[str, Callable[[], object]] = {
+        "submit": lambda: group.submit(None, lambda: None),
+        "truncate": lambda: group.truncate(0, 50),
+        "reorder": lambda: group.reorder([1, 0]),
+        "copy": lambda: copy.deepcopy(group),
+        "settle": group.settle,
+    }
+    found = group.search(torch.randn(2, 4, 3, 16))
+    assert slow.begun.wait(SOON)
+    other = threading.Thread(target=changes[change])
+    other.start()
+    other.join(0.1)
+    assert other.is_alive(), "it does not wait"
+    slow.go.set()
+    other.join(SOON)
+    assert all(search.done() for search in found)
+
+
+def test_what_is_not_asked_for_is_dropped(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that breaks off in the layer before, and whatever comes instead."""
+    cache = cached(llama)
+    expected = step(llama, copy.deepcopy(cache), IDS[:, :30])
+    layer = cache.frozen_layers[1]
+    slow = Slow(monkeypatch, layer=1)
+    layer.foresee(torch.randn(2, 4, 3, 16))
+    assert layer.foreseen is not None
+    first, *others = layer.foreseen.searches
+    assert slow.begun.wait(SOON)
+    threading.Timer(0.1, slow.go.set).start()
+    assert torch.equal(step(llama, cache, IDS[:, :30]), expected), "a dense continuation"
+    assert layer.foreseen is None
+    assert first.done()
+    assert others
+    assert all(search.cancelled() for search in others)
+
+
+def test_a_copy_has_queries_and_no_searches() -> None:
+    searches = [Pipeline().search(None, [], lambda: None)]
+    foreseen = Foreseen(torch.randn(1, 2, 1, 4), searches)  # type: ignore[arg-type]
+    twin = copy.deepcopy(foreseen)
+    assert torch.equal(twin.queries, foreseen.queries)
+    assert foreseen.search(0) is searches[0]
+    assert twin.search(0) is foreseen.search(1) is None
+
+
+def test_searches_do_not_wait_for_the_changes_of_other_layers() -> None:
+    line, go = Pipeline(), threading.Event()
+
+    def change() -> None:
+        go.wait(SOON)
+
+    other = line.submit(None, change)
+    assert line.search(None, [], lambda: 7).result(SOON) == 7
+    own = line.search(None, [other], lambda: 8)
+    assert not own.done()
+    go.set()
+    assert own.result(SOON) == 8
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same tokens as asking late; the host does not wait for the foreseen query."""
+    model = llama.to("cuda")
+    early = searched(monkeypatch)
+
+    def generate() -> Tensor:
+        with kvthaw.attach(model, "icecache", budget=64, foresee=True):
+            return model.generate(IDS.cuda(), max_new_tokens=60, do_sample=False)
+
+    found = generate()
+    assert len(early) > 60
+    cache = kvthaw.Cache(model, "icecache", budget=64, foresee=True)
+    step(model, cache, IDS.cuda())
+    cache.wait()
+    layer = cache.frozen_layers[1]
+    queries = torch.randn(2, 4, 1, 16, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda._sleep(10**9)  # half a second: a host that waited would find it over
+    done = torch.cuda.Event()
+    done.record()
+    layer.foresee(queries)
+    assert not done.query()
+    assert not layer.foreseen.searches[0].done()
+    layer._choose(queries[:, :, 0], 0)
+    assert done.query()
+    monkeypatch.setattr(FrozenKV, "undisturbed", lambda layer, tokens: 0)
+    assert torch.equal(generate(), found)
+    llama.to("cpu")
