@@ -140,7 +140,7 @@ def test_files_take_the_place_of_what_is_made(tokenizer: Any, tmp_path: Path) ->
         task.sample(tokenizer, length=100, seed=0)
     with pytest.raises(ValueError, match="holds 1 samples, from 0 on; there is no sample 1"):
         task.sample(tokenizer, length=500, seed=1)
-    with pytest.raises(ConfigError, match="task is 'passkeys'; there are: passkey, "):
+    with pytest.raises(ConfigError, match=r"task is 'passkeys'; did you mean 'passkey'\? There are: passkey, "):
         find("passkeys")
     with pytest.raises(ConfigError, match="passkey is generated and reads no files"):
         find("passkey", file)
