@@ -54,7 +54,7 @@ def units(dtype: torch.dtype, dim: int) -> None:
 
 def rows(dtype: torch.dtype, dim: int) -> None:
     from kvthaw.kernels import srht, uva_gather
-    from kvthaw.kernels.rerank import SPLITS, TILE, Estimates
+    from kvthaw.kernels.rerank import TILE, Estimates
     from kvthaw.kernels.topk import launch, run_length
 
     srht.launch(empty(50, dim, dtype=dtype), srht.make_rotation(dim, 0, device="meta"))
@@ -63,7 +63,7 @@ def rows(dtype: torch.dtype, dim: int) -> None:
     width = 4 * TILE
     run = run_length(width, 40)
     assert run is not None
-    sizes = ((width,), (SPLITS, 2), (width // run,))
+    sizes = ((width,), (96, 2), (width // run,))
     found = Estimates(*(empty(2, HEADS, GROUP, *size, dtype=torch.float32) for size in sizes), run)
     launch(found, empty(2, HEADS, width), empty(2), 40, 4, 0.1, "max")
     launch(found, empty(2, HEADS, width), empty(2), 40, 4, 0.1, "mean")
@@ -86,7 +86,34 @@ def moves(dtype: torch.dtype, dim: int) -> None:
     )
 
 
-CASES: dict[str, Callable[[torch.dtype, int], None]] = {"nodes": nodes, "units": units, "rows": rows, "moves": moves}
+def codes(dtype: torch.dtype, dim: int) -> None:
+    from kvthaw.kernels import graded, rerank, tiers
+    from kvthaw.kernels.encode import Summaries, make_quantizer
+    from kvthaw.kernels.srht import make_rotation
+
+    for width in (dim, 16):
+        rotation, quantizer = make_rotation(width, 0, device="meta"), make_quantizer("meta")
+        subs, totals = rotation.padded // 8, empty(3, HEADS, 128)
+        summaries = Summaries(
+            empty(3, HEADS, subs, 4096, dtype=torch.uint8),
+            empty(3, HEADS, 4096, subs),
+            empty(3, HEADS, 4096, subs, dtype=torch.bfloat16),
+            empty(3, HEADS, subs, 256),
+        )
+        query = empty(3, HEADS * GROUP, width, dtype=dtype)
+        tiers.launch(query, rotation, summaries.sizes, empty(3, 6), totals, mean=False, combine="max")
+        rotated, _ = graded.launch(query, rotation, HEADS, totals, mean=False, combine="max")
+        for run in (64, 32, 8):
+            rerank.launch(rotated, summaries, empty(3, HEADS, 640), empty(3), quantizer, 0.1, run)
+
+
+CASES: dict[str, Callable[[torch.dtype, int], None]] = {
+    "nodes": nodes,
+    "units": units,
+    "rows": rows,
+    "moves": moves,
+    "codes": codes,
+}
 
 
 class _Stop(Exception):  # noqa: N818

@@ -13,6 +13,7 @@ from torch import Tensor
 from kvthaw.index.ratios import Ratios
 from kvthaw.kernels.collide import CHUNK
 from kvthaw.kernels.encode import Summaries, count, encode, make_quantizer
+from kvthaw.kernels.query import Rotated, in_bytes
 from kvthaw.kernels.srht import Rotation, make_rotation
 
 SHAPES = [  # head_dim, query heads a KV head, lengths of the lanes, dtype
@@ -72,3 +73,11 @@ class Case:
         self.wanted = torch.tensor([ratios.wanted(n, k) for n in lengths], **as_int)
         self.limits = torch.tensor([ratios.limits(n) for n in lengths], **as_int)
         self.query = torch.randn(len(lengths), self.heads * group, dim).to(dtype).to(device)
+
+
+def check_bytes(rotated: Rotated) -> None:
+    """That a kernel rounded its rotated queries as it should."""
+    want = in_bytes(rotated.values)
+    assert torch.equal(rotated.factors, want.factors)
+    assert int((rotated.whole.int() - want.whole.int()).abs().max()) <= 1
+    assert float((rotated.whole != want.whole).float().mean()) < 1e-3  # just about half of a unit

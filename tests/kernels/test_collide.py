@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from paris import SEED, SHAPES, Case, poisoned
+from paris import SEED, SHAPES, Case, check_bytes, poisoned
 
 from kvthaw.kernels import HAS_TRITON, tiers
 from kvthaw.kernels import collide as op
+from kvthaw.kernels.query import rotate_queries
 from kvthaw.kernels.srht import make_rotation
 
 pytestmark = pytest.mark.slow
@@ -31,7 +32,7 @@ def votes_one_by_one(similarity: torch.Tensor, sizes: torch.Tensor, limits: torc
 
 def test_tiers_by_hand() -> None:
     case = Case(64, 2, (900, 30), torch.float32, CPU)
-    rotated = tiers.rotate_queries(case.query, case.heads, case.rotation, mean=False)
+    rotated = rotate_queries(case.query, case.heads, case.rotation, mean=False)
     similarity = tiers.similarities(rotated)
     votes = tiers.definition(similarity, case.summaries.sizes, case.limits)
     assert int(votes.max()) == 6
@@ -48,7 +49,7 @@ def test_collisions_cover_rho() -> None:
     """The keys that collide in a subspace are the top rho, and the rest of their last cluster."""
     case = Case(64, 1, (2000,), torch.float32, CPU)
     table = tiers.definition(
-        tiers.similarities(tiers.rotate_queries(case.query, case.heads, case.rotation, mean=False)),
+        tiers.similarities(rotate_queries(case.query, case.heads, case.rotation, mean=False)),
         case.summaries.sizes,
         case.limits,
     )
@@ -88,10 +89,11 @@ def test_kernels(
     with poisoned():
         rotated, table = tiers.launch(case.query, case.rotation, found.sizes, case.limits, totals, mean=mean, combine=combine)
     assert not totals.any()
-    want = tiers.rotate_queries(case.query.cpu(), case.heads, make_rotation(dim, SEED), mean=mean)
-    torch.testing.assert_close(rotated.cpu(), want, atol=5e-6, rtol=1e-5)
+    want = rotate_queries(case.query.cpu(), case.heads, make_rotation(dim, SEED), mean=mean)
+    torch.testing.assert_close(rotated.values.cpu(), want, atol=5e-6, rtol=1e-5)
+    check_bytes(rotated)
     # ranked from the kernel's own numbers, so that only its ranking is judged
-    votes = tiers.definition(tiers.similarities(rotated), found.sizes, case.limits)
+    votes = tiers.definition(tiers.similarities(rotated.values), found.sizes, case.limits)
     assert torch.equal(table, tiers.pack(votes, combine))
     want_scores = op.definition(table, found.ids, combine)
     with poisoned():
@@ -115,7 +117,7 @@ def test_tiers_kernel_at_its_edges(combine: tiers.Combine, device: torch.device)
     query[2, :, 3:] = 0.0  # many equal ones, half of them 0 where two numbers cancel
     query[2, :, 1] = query[2, :, 0]
     sizes = torch.randint(0, 50, (5, 1, 1, 256), dtype=torch.int32, device=device)
-    behind = tiers.similarities(tiers.rotate_queries(query, 1, rotation, mean=False))[:, 0, :, 0] <= 0
+    behind = tiers.similarities(rotate_queries(query, 1, rotation, mean=False))[:, 0, :, 0] <= 0
     sizes[0, 0, 0] *= behind[0].all(dim=0)
     sizes[4] = 0
     count = sizes.sum(dim=(1, 2, 3), dtype=torch.int32)
@@ -123,7 +125,7 @@ def test_tiers_kernel_at_its_edges(combine: tiers.Combine, device: torch.device)
     totals = torch.full((5, 1, 64), 99, dtype=torch.int32, device=device)
     with poisoned():
         rotated, table = tiers.launch(query, rotation, sizes, limits, totals, mean=False, combine=combine)
-    votes = tiers.definition(tiers.similarities(rotated), sizes, limits)
+    votes = tiers.definition(tiers.similarities(rotated.values), sizes, limits)
     assert torch.equal(table, tiers.pack(votes, combine))
     assert (votes[0, 0, 0][:, behind[0, 0]] > 0).any()
     assert (votes[1] == 6).all()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from paris import SEED, poisoned
+from paris import SEED, check_bytes, poisoned
 
 from kvthaw.kernels import HAS_TRITON, collide, tiers
 from kvthaw.kernels import graded as op
+from kvthaw.kernels.query import rotate_queries
 from kvthaw.kernels.srht import make_rotation, srht
 from kvthaw.kernels.tiers import Combine
 
@@ -55,8 +56,9 @@ def test_kernel(dim: int, group: int, combine: Combine, mean: bool, device: torc
     with poisoned():
         rotated, table = op.launch(query, rotation, 1, totals, mean=mean, combine=combine)
     assert not totals.any()
-    want = tiers.rotate_queries(query.cpu(), 1, make_rotation(dim, SEED), mean=mean)
-    torch.testing.assert_close(rotated.cpu(), want, atol=5e-6, rtol=1e-5)
+    want = rotate_queries(query.cpu(), 1, make_rotation(dim, SEED), mean=mean)
+    torch.testing.assert_close(rotated.values.cpu(), want, atol=5e-6, rtol=1e-5)
+    check_bytes(rotated)
     votes = op.definition(tiers.similarities(want), combine, op.sign_span(want))
     assert int(votes.amax(dim=4).sum(dim=3).max()) <= op.most(want.shape[4], combine) // (group if combine == "sum" else 1)
     differ = table.cpu() != tiers.pack(votes, combine)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from kvthaw.cache.host import HostStore
 from kvthaw.kernels import HAS_TRITON, stored_scores
-from kvthaw.kernels.rerank import SPLITS, TILE
+from kvthaw.kernels.rerank import TILE
+from kvthaw.kernels.stored_scores import SPLITS
 from shapes import DTYPES, HEAD_DIMS
 
 

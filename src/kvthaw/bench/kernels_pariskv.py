@@ -23,6 +23,7 @@ from kvthaw.kernels import bucket_topk as bucket
 from kvthaw.kernels import collide as collision
 from kvthaw.kernels import encode as encoding
 from kvthaw.kernels import graded as grading
+from kvthaw.kernels import query as turning
 from kvthaw.kernels import rerank as reranking
 from kvthaw.kernels import tiers as tiering
 from kvthaw.kernels import topk as choosing
@@ -144,12 +145,15 @@ def check(policy: Policy, tokens: int = 40_000, *, group: int = GROUP, dim: int 
     rotated, table = tiering.launch(
         query, index._rotation, now.sizes, data["limits"], totals, mean=mean, combine=index._combine
     )
-    want = tiering.rotate_queries(query, HEADS, index._rotation, mean=mean)
-    _demand(float((rotated - want).norm() / want.norm()) < 1e-5, "tiers: rotated queries differ")
-    votes = tiering.definition(tiering.similarities(rotated), now.sizes, data["limits"])
+    want = turning.rotate_queries(query, HEADS, index._rotation, mean=mean)
+    _demand(float((rotated.values - want).norm() / want.norm()) < 1e-5, "tiers: rotated queries differ")
+    rounded = turning.in_bytes(rotated.values)
+    _demand(float((rotated.rounded() - rounded.rounded()).norm() / want.norm()) < 1e-3, "tiers: queries in bytes differ")
+    votes = tiering.definition(tiering.similarities(rotated.values), now.sizes, data["limits"])
     _demand(torch.equal(table, tiering.pack(votes, index._combine)), "tiers: votes differ")
-    _, grades = grading.launch(query, index._rotation, HEADS, totals.clone(), mean=mean, combine=index._combine)
-    votes = grading.definition(tiering.similarities(rotated), index._combine, grading.sign_span(rotated))
+    again, grades = grading.launch(query, index._rotation, HEADS, totals.clone(), mean=mean, combine=index._combine)
+    _demand(float((again.rounded() - rounded.rounded()).norm() / want.norm()) < 1e-3, "graded: queries in bytes differ")
+    votes = grading.definition(tiering.similarities(rotated.values), index._combine, grading.sign_span(rotated.values))
     off = float((grades != tiering.pack(votes, index._combine)).float().mean())
     _demand(off < 0.02, f"graded: {off:.4f} of the votes differ")  # rounded down from almost a whole number
     scores = collision.definition(table, now.ids, index._combine)
@@ -168,7 +172,7 @@ def check(policy: Policy, tokens: int = 40_000, *, group: int = GROUP, dim: int 
     gap = (made.scores - estimate).masked_fill(~known[:, :, None], 0.0).norm() / estimate.masked_fill(
         ~known[:, :, None], 0.0
     ).norm()
-    _demand(float(gap) < 2**-8, f"rerank: estimates differ by {float(gap):.6f} of their norm")
+    _demand(float(gap) < 2**-12, f"rerank: estimates differ by {float(gap):.6f} of their norm")
     rows, counts = choosing.launch(made, chosen, wanted, K, SINK, scale, index._merge)
     merged = choosing.merge(made.scores.masked_fill(~known[:, :, None], -torch.inf), scale, index._merge)
     best, want_counts = choosing.definition(merged, candidates, K, SINK)
@@ -250,10 +254,10 @@ class Chain:
         self.chosen = self.bucket_topk(self.now)
         self.made = self.rerank(self.now)
 
-    def tiers(self, one: encoding.Summaries) -> tuple[Tensor, Tensor]:
+    def tiers(self, one: encoding.Summaries) -> tuple[turning.Rotated, Tensor]:
         return tiering.launch(self.query, self.index._rotation, one.sizes, self.limits, self.totals, mean=False, combine="max")
 
-    def graded(self, one: encoding.Summaries) -> tuple[Tensor, Tensor]:
+    def graded(self, one: encoding.Summaries) -> tuple[turning.Rotated, Tensor]:
         return grading.launch(self.query, self.index._rotation, HEADS, self.totals, mean=False, combine="max")
 
     def collide(self, one: encoding.Summaries) -> object:
@@ -283,8 +287,8 @@ class Chain:
         keys, picked = self.batch * HEADS * self.tokens, self.batch * HEADS * int(self.wanted[0])
         runs = self.batch * HEADS * GROUP * (self.made.peaks.shape[3] if self.made.peaks is not None else 0)
         return {
-            "tiers": self.query.nbytes + self.now.sizes.nbytes + self.rotated.nbytes + self.table.nbytes,
-            "graded": self.query.nbytes + self.rotated.nbytes + self.table.nbytes,
+            "tiers": self.query.nbytes + self.now.sizes.nbytes + self.rotated.values.nbytes + self.table.nbytes,
+            "graded": self.query.nbytes + self.rotated.values.nbytes + self.table.nbytes,
             "collide": keys * 17,
             "bucket_topk": keys + 4 * picked,
             "rerank": picked * (100 + 4 * GROUP),
@@ -298,8 +302,8 @@ class Chain:
         scores = self.got.scores[:, :, : self.tokens].contiguous()
         real, estimates = self.chosen[:, :, :want].contiguous(), self.made.scores[..., :want].contiguous()
         return {
-            "tiers": lambda one: tiering.definition(tiering.similarities(self.rotated), one.sizes, self.limits),
-            "graded": lambda one: grading.definition(tiering.similarities(self.rotated), "max"),
+            "tiers": lambda one: tiering.definition(tiering.similarities(self.rotated.values), one.sizes, self.limits),
+            "graded": lambda one: grading.definition(tiering.similarities(self.rotated.values), "max"),
             "collide": lambda one: collision.definition(self.table, one.ids, "max"),
             "bucket_topk": lambda one: torch.topk(scores.int(), want, dim=2),
             "rerank": lambda one: reranking.definition(self.rotated, one.codes, one.weights, real, self.index._quantizer),
@@ -344,13 +348,18 @@ def fetch_in_torch(tokens: int) -> float:
     return round(sorted(times)[len(times) // 2] * 1e6, 2)
 
 
-SHAPES: tuple[tuple[str, Any, dict[str, tuple[int, ...]]], ...] = (
-    ("rerank", reranking, {
-        "TILE": (64, 64, 64, 64, 64, 32, 32, 32, 128),
-        "SPLITS": (64, 64, 48, 64, 48, 64, 96, 128, 64),
-        "STAGES": (2, 3, 3, 2, 2, 2, 2, 2, 2),
-        "WARPS": (4, 4, 4, 8, 4, 4, 4, 2, 8),
-    }),
+def _always(tile: int, splits: int) -> Callable[[int], tuple[int, int]]:
+    """A shape of rerank whatever the run."""
+
+    def shape(run: int) -> tuple[int, int]:
+        return max(tile, run), splits
+
+    shape.__name__ = f"{tile} x {splits}"
+    return shape
+
+
+SHAPES: tuple[tuple[str, Any, dict[str, tuple[Any, ...]]], ...] = (
+    ("rerank", reranking, {"shape": (reranking.shape, *(_always(*s) for s in ((32, 128), (32, 144), (32, 96), (32, 256))))}),
     ("collide", collision, {"CHUNK": (2048, 2048, 1024, 1024, 4096), "WARPS": (4, 8, 2, 4, 8)}),
     ("topk", choosing, {"PER_WARP": (512, 256, 128, 1024)}),
     ("tiers", tiering, {"WARPS": (4, 2, 8)}),
@@ -377,7 +386,8 @@ def tune() -> list[dict[str, Any]]:
         found = []
         for values in zip(*constants.values(), strict=True):
             shape = dict(zip(constants, values, strict=True))
-            line: dict[str, Any] = {"op": "shape", "step": step, **shape}
+            told = {name: getattr(value, "__name__", value) for name, value in shape.items()}
+            line: dict[str, Any] = {"op": "shape", "step": step, **told}
             if time.monotonic() - begin > _TUNING:
                 line["error"] = "not tried: out of time"
             else:

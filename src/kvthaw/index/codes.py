@@ -20,10 +20,11 @@ from kvthaw.kernels.collide import CHUNK, bins, collide
 from kvthaw.kernels.encode import CENTROIDS, SUB, Summaries, count, encode, make_quantizer
 from kvthaw.kernels.graded import definition as grade
 from kvthaw.kernels.graded import graded, most
+from kvthaw.kernels.query import Rotated, in_bytes, rotate_queries
 from kvthaw.kernels.rerank import TILE, rerank
 from kvthaw.kernels.sparse_decode import definition as attend
 from kvthaw.kernels.srht import make_rotation
-from kvthaw.kernels.tiers import Combine, definition, pack, rotate_queries, tiers
+from kvthaw.kernels.tiers import Combine, definition, pack, tiers
 from kvthaw.kernels.topk import Merge, run_length, topk
 from kvthaw.types import LayerShape, Partial, Selection
 
@@ -184,7 +185,7 @@ class CodesIndex:
         known = torch.arange(places.shape[2], device=places.device) < wanted[:, None]
         return torch.where(known[:, None], places + self._first, -1)
 
-    def _collect(self, query: Tensor, budget: int) -> tuple[Tensor, Summaries, Tensor, Tensor]:
+    def _collect(self, query: Tensor, budget: int) -> tuple[Rotated, Summaries, Tensor, Tensor]:
         """The first stage. Rotated queries [B, H, P, 8, subspaces], the summaries that they are compared with, candidates [B, H,
         width] as positions in them, and how many of each lane's are wanted [B]."""
         batch, mean = query.shape[0], self.policy == "mean_query"
@@ -207,8 +208,8 @@ class CodesIndex:
         elif self._learned is None:
             rotated, table = tiers(query, self._rotation, sizes, limits, totals, mean=mean, combine=self._combine)
         else:
-            rotated = rotate_queries(query, self.shape.kv_heads, self._rotation, mean=mean)
-            similarity = torch.einsum("lhpjb,lhbcj->lhpbc", rotated, self._learned[:batch])
+            rotated = in_bytes(rotate_queries(query, self.shape.kv_heads, self._rotation, mean=mean))
+            similarity = torch.einsum("lhpjb,lhbcj->lhpbc", rotated.values, self._learned[:batch])
             votes = grade(similarity, self._combine) if self._graded else definition(similarity, sizes, limits)
             table = pack(votes, self._combine)
             totals.zero_()
@@ -222,7 +223,7 @@ class CodesIndex:
     def estimate(self, query: Tensor) -> Tensor:
         """Estimates of q.k for every indexed key, [B, Hq, longest] float32; -inf beyond a lane's length. For measurements."""
         batch, most = query.shape[0], max(self._counts, default=0)
-        rotated = rotate_queries(query, self.shape.kv_heads, self._rotation, mean=False)
+        rotated = in_bytes(rotate_queries(query, self.shape.kv_heads, self._rotation, mean=False))
         place = torch.arange(most, dtype=torch.int32, device=query.device)
         known = place < self._data["lengths"][:batch, None]
         candidates = torch.where(known, place, -1)[:, None].expand(-1, self.shape.kv_heads, -1).contiguous()

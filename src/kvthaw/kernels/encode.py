@@ -36,10 +36,13 @@ BLOCK, LOOPS, STAGES, WARPS = 64, 64, 3, 4
 
 @dataclass(frozen=True, slots=True)
 class Quantizer:
-    """thresholds [7] and levels [16] float32: the value of a nibble, sign in its highest bit."""
+    """thresholds [7] and levels [16] float32: the value of a nibble, sign in its highest bit; odd multiples of 1 / 256, so that a
+    level is a byte v that stands for (v + 1/2) / 128, and its opposite the byte's complement. bytes: the eight positive ones, in
+    two words."""
 
     thresholds: Tensor
     levels: Tensor
+    bytes: tuple[int, int]
 
 
 @dataclass(slots=True)
@@ -85,8 +88,11 @@ def lloyd_max() -> tuple[tuple[float, ...], tuple[float, ...]]:
 def make_quantizer(device: torch.device | str = "cpu") -> Quantizer:
     """The quantizer's tables on a device."""
     thresholds, centres = lloyd_max()
-    levels = torch.tensor([*centres, *(-c for c in centres)], dtype=torch.float32, device=device)
-    return Quantizer(torch.tensor(thresholds, dtype=torch.float32, device=device), levels)
+    whole = [round(128 * c - 0.5) for c in centres]
+    values = [(v + 0.5) / 128 for v in whole]
+    levels = torch.tensor([*values, *(-c for c in values)], dtype=torch.float32, device=device)
+    low, high = (int.from_bytes(bytes(whole[i : i + 4]), "little") for i in (0, 4))
+    return Quantizer(torch.tensor(thresholds, dtype=torch.float32, device=device), levels, (low, high))
 
 
 def definition(keys: Tensor, rotation: Rotation, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor]:

@@ -21,8 +21,9 @@ from torch import Tensor
 from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.chain import chained
 from kvthaw.kernels.encode import CENTROIDS, SUB
+from kvthaw.kernels.query import Rotated, in_bytes, room, rotate_queries
 from kvthaw.kernels.srht import Rotation
-from kvthaw.kernels.tiers import Combine, pack, rotate_queries, similarities
+from kvthaw.kernels.tiers import Combine, pack, similarities
 
 WARPS = 4
 
@@ -53,11 +54,12 @@ if HAS_TRITON:
     import triton.language as tl
 
     from kvthaw.kernels.chain import follow
+    from kvthaw.kernels.query import put
 
     @triton.jit
-    def _graded(query, basis, rotated, table, totals, scale, dim, MOST: tl.constexpr, GROUP: tl.constexpr, P: tl.constexpr,
-                PER: tl.constexpr, SUBS: tl.constexpr, SQUARE: tl.constexpr, BINS: tl.constexpr, SUM: tl.constexpr,
-                PDL: tl.constexpr):  # fmt: skip
+    def _graded(query, basis, values, whole_values, factors, table, totals, scale, dim, MOST: tl.constexpr, GROUP: tl.constexpr,
+                P: tl.constexpr, PER: tl.constexpr, SUBS: tl.constexpr, SQUARE: tl.constexpr, BINS: tl.constexpr,
+                SUM: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
         # One program: PER query heads in one subspace. A pattern's similarity is the least plus twice the coordinates whose sign
         # it shares. The first program of a KV head clears its histogram of scores.
         pair = tl.program_id(0)
@@ -79,7 +81,7 @@ if HAS_TRITON:
             x = x / (GROUP // P)
             whole = tl.sqrt(8.0 * SUBS * tl.sum(x * x))  # half the span
             y = tl.sum(own * x[:, None], axis=0) * scale
-            tl.store(rotated + ((pair * P + p) * 8 + j) * SUBS + b, y)
+            put(values, whole_values, factors, y, pair * P + p, b, SUBS)
             votes = tl.zeros((256,), tl.float32)
             for bit in tl.static_range(8):
                 part = tl.sum(tl.where(j == bit, y, 0.0))
@@ -98,29 +100,30 @@ if HAS_TRITON:
 
 
 def launch(query: Tensor, rotation: Rotation, heads: int, totals: Tensor, *, mean: bool,
-           combine: Combine) -> tuple[Tensor, Tensor]:  # fmt: skip
+           combine: Combine) -> tuple[Rotated, Tensor]:  # fmt: skip
     """The kernel, on whatever device query [L, Hq, d] is: rotates, grades, packs, and clears totals [L, H, bins] int32."""
     lanes, q_heads, dim = query.shape
     assert query.is_contiguous() and totals.is_contiguous() and totals.dtype == torch.int32
     group, subs, square = q_heads // heads, rotation.padded // SUB, rotation.basis.shape[0]
     scored = 1 if mean else group
-    rotated = torch.empty((lanes, heads, scored, SUB, subs), dtype=torch.float32, device=query.device)
+    rotated = room(lanes, heads, scored, subs, query.device)
     words, pdl = 1 if combine == "sum" else (scored + 3) // 4, chained(query.device)
     table = torch.empty((lanes, heads, words, subs, CENTROIDS), dtype=torch.int32, device=query.device)
     apart, share = (1, scored) if combine == "sum" else (scored, 1)
     _graded[(lanes * heads, subs, apart)](
-        query, rotation.basis, rotated, table if combine == "sum" else table.view(torch.uint8), totals, rotation.scale, dim,
-        MOST=most(subs, combine) // share, GROUP=group, P=scored, PER=scored // apart, SUBS=subs, SQUARE=square,
-        BINS=totals.shape[2], SUM=combine == "sum", PDL=pdl, num_warps=WARPS, launch_pdl=pdl,
+        query, rotation.basis, rotated.values, rotated.whole, rotated.factors,
+        table if combine == "sum" else table.view(torch.uint8), totals, rotation.scale, dim, MOST=most(subs, combine) // share,
+        GROUP=group, P=scored, PER=scored // apart, SUBS=subs, SQUARE=square, BINS=totals.shape[2], SUM=combine == "sum",
+        PDL=pdl, num_warps=WARPS, launch_pdl=pdl,
     )  # fmt: skip
     return rotated, table
 
 
 def graded(query: Tensor, rotation: Rotation, heads: int, totals: Tensor, *, mean: bool,
-           combine: Combine) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Rotated queries [L, H, P, 8, B] float32 and packed votes [L, H, W, B, 256] int32 of query [L, Hq, d]."""
+           combine: Combine) -> tuple[Rotated, Tensor]:  # fmt: skip
+    """Rotated queries and packed votes [L, H, W, B, 256] int32 of query [L, Hq, d]."""
     if query.is_cuda and HAS_TRITON:
         return launch(query.contiguous(), rotation, heads, totals, mean=mean, combine=combine)
-    rotated = rotate_queries(query, heads, rotation, mean=mean)
+    rotated = in_bytes(rotate_queries(query, heads, rotation, mean=mean))
     totals.zero_()
-    return rotated, pack(definition(similarities(rotated), combine, sign_span(rotated)), combine)
+    return rotated, pack(definition(similarities(rotated.values), combine, sign_span(rotated.values)), combine)

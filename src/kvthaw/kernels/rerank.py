@@ -1,17 +1,20 @@
 """The score of each candidate, estimated from its codes: |q| sum_b w_b <v_b, q~_b> (ParisKV, equation 10).
 
-The rotated query is not normalised, so that |q| is in it already.
+The rotated query is not normalised, so that |q| is in it already; it comes in bytes (query.py), as the levels of the codes are
+(encode.py), so that <v_b, q_b> is a product of whole numbers.
 
-Bytes and operations, 8 KV heads, n = 128k, 10 % candidates, G = 4: 96 bytes a candidate in two pieces (10 MB, 2.4 us at 4200
-GB/s), 4 bytes read and 4 G written (2 MB). A nibble is cut out, looked up in a table of 64 bytes that never conflicts (13.4 M
-lookups, 3.2 k cycles over 132 multiprocessors, 2 us), weighed and rounded to bf16: six instructions, some 4 us in all. One word
-is one subspace, decoded once for all query heads. The products are left to the tensor cores (8 or 16 columns of heads, 0.4
-GFLOP), with the query in two bf16 parts beside each other, so that only the rounding of the decoded key stays, at most 2^-8 of
-a coordinate.
+Bytes and operations, 8 KV heads, n = 1M, 10 % candidates, G = 4: 96 bytes a candidate in two pieces (81 MB, 19 us at 4300 GB/s;
+33 us were measured for reading them so scattered and nothing else), 4 bytes read and 4 G written (17 MB). Four nibbles become
+four signed bytes by five operations: a byte permutation looks up their levels, another one spreads their signs. The products are
+left to tensor cores, 32 coordinates of four subspaces at a time, with a column for each of the four and each head that is zero in
+the other three: so the sums come out apart and are weighed afterwards. They start at 2^23 + 2^22, which makes them float32 as
+they are, but for a half that a sum may lose. Some 20 operations a candidate and warp in all, 14 us. A program is one warp, so that
+nothing waits at barriers, and asks for the next candidates' codes before it decodes these.
 
 Beside the scores a program leaves, of each head, the largest score of every few candidates, so that the next step can pass over
 most of them, and the maximum and the sum of exponentials of all its candidates, so that it can weigh the heads of a group
-against each other. Tiles go to the programs in turns: what a program sums does not depend on the room there is.
+against each other. Tiles go to the programs in turns: but for their number, which follows from `run`, what a program sums does not
+depend on the room there is.
 """
 
 from __future__ import annotations
@@ -24,20 +27,18 @@ from torch import Tensor
 from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.chain import chained
 from kvthaw.kernels.encode import Quantizer, Summaries, decode
+from kvthaw.kernels.query import Rotated
 
 TILE = 64
-"""Candidates that a program takes at once."""
-SPLITS = 64
-"""Programs a KV head."""
-STAGES, WARPS = 2, 4
+"""Room for candidates comes in whole tiles, and so do the runs that share a peak."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimates:
     """scores [L, H, P, width] float32 estimates of q.k, -inf (from the launcher: anything) where there is no candidate.
 
-    Filled by the launcher alone: parts [L, H, P, SPLITS, 2] float32, maximum and sum of exponentials of scale x score over
-    every SPLITS-th tile; peaks [L, H, P, ceil(width / TILE) TILE / run] float32, the largest score of `run` candidates side by
+    Filled by the launcher alone: parts [L, H, P, programs, 2] float32, each program's maximum and sum of exponentials of scale x
+    score; peaks [L, H, P, ceil(width / TILE) TILE / run] float32, the largest score of `run` candidates side by
     side, anything behind the last candidate's."""
 
     scores: Tensor
@@ -46,15 +47,20 @@ class Estimates:
     run: int = TILE
 
 
-def definition(rotated: Tensor, codes: Tensor, weights: Tensor, candidates: Tensor, quantizer: Quantizer) -> Tensor:
+def shape(run: int) -> tuple[int, int]:
+    """How many candidates a program takes at once, whole runs, and how many programs a KV head has: measured for 8 KV heads, few
+    enough that all run at once. A run is the longer the more candidates there are."""
+    return (16, 192) if run <= 16 else (max(32, run), 128)
+
+
+def definition(rotated: Rotated, codes: Tensor, weights: Tensor, candidates: Tensor, quantizer: Quantizer) -> Tensor:
     """Estimates [L, H, P, width] float32; -inf where candidates [L, H, width] is -1.
 
-    rotated [L, H, P, 8, B] float32; codes [L, H, n, B] int32; weights [L, H, n, B] bfloat16.
+    codes [L, H, n, B] int32; weights [L, H, n, B] bfloat16.
     """
     at = candidates.clamp(min=0).long()[..., None].expand(-1, -1, -1, codes.shape[3])
     directions = decode(codes.gather(2, at), quantizer) * weights.gather(2, at).float()[..., None]  # [L, H, width, B, 8]
-    flat = rotated.transpose(3, 4).flatten(3)
-    scores = torch.matmul(flat, directions.flatten(3).transpose(2, 3))
+    scores = torch.matmul(rotated.rounded().flatten(3), directions.flatten(3).transpose(2, 3))
     return scores.masked_fill(candidates[:, :, None] < 0, -torch.inf)
 
 
@@ -65,46 +71,88 @@ if HAS_TRITON:
     from kvthaw.kernels.chain import follow
 
     @triton.jit
-    def _rerank(rotated, codes, weights, levels, candidates, wanted, scores, peaks, parts, heads, capacity, width, scale,
-                P: tl.constexpr, PP: tl.constexpr, SUBS: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr,
-                UPCAST: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-        # One program: every SPLITS-th tile of candidates of one KV head, for all its query heads.
+    def _decoded(x, low, high, PLAIN: tl.constexpr):
+        # x [S, TILE, 4, 2, 4] int32, four times the same: the levels of its lowest four nibbles as bytes v, or ~v below 0.
+        if PLAIN:
+            j = tl.arange(0, 4)[None, None, None, None, :]
+            nibble = x >> (4 * j)
+            level = tl.where(nibble & 4 > 0, high, low) >> (8 * (nibble & 3)) & 255
+            found = tl.where(nibble & 8 > 0, -1 - level, level).to(tl.int8)
+        else:
+            found = tl.inline_asm_elementwise(
+                """{
+                .reg .b32 number, level, up, sign;
+                and.b32 number, $1, 0x7777;
+                prmt.b32 level, $5, $9, number;
+                shl.b32 up, $1, 4;
+                prmt.b32 sign, up, $1, 0xd9c8;
+                xor.b32 $0, level, sign;
+                }""",
+                "=r,r,r,r,r,r,r,r,r,r,r,r,r", [x, low, high], tl.int8, True, 4,
+            )  # fmt: skip
+        return found
+
+    @triton.jit
+    def _summaries(codes, weights, at, SUBS: tl.constexpr):
+        # Codes and weights [TILE, SUBS or 4] of the keys at `at`, 0 where there is no subspace.
+        b = tl.arange(0, SUBS if SUBS > 4 else 4)[None, :]
+        at = at[:, None] * SUBS + b
+        if SUBS >= 4:
+            word, weight = tl.load(codes + at), tl.load(weights + at)
+        else:
+            word, weight = tl.load(codes + at, mask=b < SUBS, other=0), tl.load(weights + at, mask=b < SUBS, other=0.0)
+        return word, weight
+
+    @triton.jit
+    def _rerank(whole, factors, codes, weights, candidates, wanted, scores, peaks, parts, heads, capacity, width, low, high,
+                scale, P: tl.constexpr, PP: tl.constexpr, SUBS: tl.constexpr, TILE: tl.constexpr, ROOM: tl.constexpr,
+                RUN: tl.constexpr, PLAIN: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+        # One program: every so many-th tile of candidates of one KV head, for all its query heads.
         split = tl.program_id(0)
         splits = tl.num_programs(0)
         lane = tl.program_id(2)
         pair = (lane * heads + tl.program_id(1)).to(tl.int64)
         count = tl.load(wanted + lane)
-        b = tl.arange(0, SUBS)
-        i = tl.arange(0, SUBS * 8)
+        S: tl.constexpr = SUBS // 4 if SUBS > 4 else 1  # products of four subspaces: t S + s, t = 0 .. 3
+        MAGIC: tl.constexpr = 12582912.0
         p = tl.arange(0, PP)
         head = (p < P)[None, :]
-        level = tl.load(levels + tl.arange(0, 16))
+        r = tl.arange(0, TILE)
+        k = tl.arange(0, 32)  # t and the coordinate
+        n = tl.arange(0, 4 * PP)  # upper bit of t, head, lower bit of t
+        mine, p_of = n // (2 * PP) * 2 + n % 2, n // 2 % PP
         follow(PDL)
-        n = tl.arange(0, 2 * PP)  # heads, then heads again: one product with both parts of the query, not two in a row
-        runs = tl.cdiv(width, TILE) * (TILE // RUN)
-        source = rotated + (pair * P + (n % PP)[None, :]) * 8 * SUBS + (i % 8 * SUBS + i // 8)[:, None]
-        query = tl.load(source, mask=(n % PP < P)[None, :], other=0.0)
-        high = query.to(tl.bfloat16)
-        parted = tl.where((n < PP)[None, :], high, (query - high.to(tl.float32)).to(tl.bfloat16))
-        if UPCAST:
-            parted = parted.to(tl.float32)
+        sub = mine[None, :] * S + tl.arange(0, S)[:, None]
+        row = (pair * P + p_of)[None, :] * SUBS + sub
+        real = (p_of < P)[None, :] & (sub < SUBS)
+        factor = tl.load(factors + row, mask=real, other=0.0) / 128  # [S, N]
+        own = real[:, :, None] & ((k // 8)[None, :] == mine[:, None])[None, :, :]
+        query = tl.load(whole + row[:, :, None] * 8 + (k % 8)[None, None, :], mask=own, other=0)
+        less = factor * MAGIC - factor * (0.5 * tl.sum(query.to(tl.int32), axis=2).to(tl.float32))  # a level is v + 1/2
+        query = tl.permute(query, (0, 2, 1))
+        runs = ROOM // RUN * tl.cdiv(width, ROOM)
         top = tl.full((TILE, PP), float("-inf"), tl.float32)
         mass = tl.zeros((TILE, PP), tl.float32)
-        for tile in tl.range(split, tl.cdiv(count, TILE), splits, num_stages=STAGES):
-            m = tile * TILE + tl.arange(0, TILE)
+        start = tl.full((S, TILE, 4 * PP), 0x4B400000, tl.int32)
+        m = split * TILE + r
+        place = tl.load(candidates + pair * width + m, mask=m < count, other=0)
+        word, weight = _summaries(codes, weights, pair * capacity + place, SUBS)
+        place = tl.load(candidates + pair * width + m + splits * TILE, mask=m + splits * TILE < count, other=0)
+        for tile in tl.range(split, tl.cdiv(count, TILE), splits, num_stages=1):
+            m = tile * TILE + r
             live = (m < count)[:, None]
-            place = tl.load(candidates + pair * width + m, mask=m < count, other=0)
-            at = (pair * capacity + place)[:, None] * SUBS + b[None, :]
-            word = tl.load(codes + at)
-            weight = tl.load(weights + at).to(tl.float32)
-            even = tl.join(tl.join(word, word >> 16), tl.join(word >> 8, word >> 24))
-            odd = tl.join(tl.join(word >> 4, word >> 20), tl.join(word >> 12, word >> 28))
-            nibble = tl.reshape(tl.join(even, odd) & 15, (TILE * SUBS * 8,))  # in the order of the coordinates
-            key = tl.reshape(tl.gather(level, nibble, 0), (TILE, SUBS, 8)) * weight[:, :, None]
-            key = tl.reshape(key.to(tl.bfloat16), (TILE, SUBS * 8))
-            if UPCAST:
-                key = key.to(tl.float32)
-            score = tl.sum(tl.reshape(tl.dot(key, parted), (TILE, 2, PP)), axis=1)
+            next_word, next_weight = _summaries(codes, weights, pair * capacity + place, SUBS)
+            later = m + 2 * splits * TILE
+            place = tl.load(candidates + pair * width + later, mask=later < count, other=0)
+            half = tl.join(word, word >> 16)
+            half = tl.join(half, half)  # not a broadcast, which the compiler would put off until after the decoding
+            half = tl.reshape(tl.join(half, half), (TILE, 4, S, 2, 4))
+            key = tl.reshape(_decoded(tl.permute(half, (2, 0, 1, 3, 4)), low, high, PLAIN), (S, TILE, 32))
+            sums = tl.dot(key, query, start, out_dtype=tl.int32).to(tl.float32, bitcast=True)
+            sums = tl.reshape(sums * factor[:, None, :] - less[:, None, :], (S, TILE, 2, PP, 2))
+            weigh = tl.permute(tl.reshape(weight.to(tl.float32), (TILE, 4, S)), (2, 0, 1))
+            sums = tl.sum(sums * tl.reshape(weigh, (S, TILE, 2, 1, 2)), axis=0)
+            score = tl.sum(tl.sum(sums, axis=3), axis=1)
             tl.store(scores + (pair * P + p[None, :]) * width + m[:, None], score, mask=head & live)
             score = tl.where(live, score, float("-inf"))
             peak = tl.max(tl.reshape(score, (TILE // RUN, RUN, PP)), axis=1)
@@ -115,41 +163,42 @@ if HAS_TRITON:
             safe = tl.where(new == float("-inf"), 0.0, new)
             mass = mass * tl.exp(top - safe) + tl.exp(logit - safe)
             top = new
-        whole = tl.max(top, axis=0)
-        safe = tl.where(whole == float("-inf"), 0.0, whole)
+            word, weight = next_word, next_weight
+        most = tl.max(top, axis=0)
+        safe = tl.where(most == float("-inf"), 0.0, most)
         part = parts + ((pair * P + p) * splits + split) * 2
-        tl.store(part, whole, mask=p < P)
+        tl.store(part, most, mask=p < P)
         tl.store(part + 1, tl.sum(mass * tl.exp(top - safe[None, :]), axis=0), mask=p < P)
 
 
-def launch(rotated: Tensor, summaries: Summaries, candidates: Tensor, wanted: Tensor, quantizer: Quantizer, scale: float,
+def launch(rotated: Rotated, summaries: Summaries, candidates: Tensor, wanted: Tensor, quantizer: Quantizer, scale: float,
            run: int = TILE) -> Estimates:  # fmt: skip
     """The kernel, on whatever device candidates are. run: a power of two up to TILE."""
-    lanes, heads, scored, _, subs = rotated.shape
+    lanes, heads, scored, subs = rotated.factors.shape
     width = candidates.shape[2]
-    assert rotated.is_contiguous() and candidates.is_contiguous() and wanted.dtype == candidates.dtype == torch.int32
-    assert summaries.codes.is_contiguous() and summaries.weights.is_contiguous() and rotated.dtype == torch.float32
+    assert rotated.whole.is_contiguous() and rotated.factors.is_contiguous()
+    assert summaries.codes.is_contiguous() and summaries.weights.is_contiguous()
+    assert candidates.is_contiguous() and wanted.dtype == candidates.dtype == torch.int32
     assert TILE % run == 0, f"{run} candidates do not divide a tile"
-    pdl = chained(candidates.device)
-    runs = triton.cdiv(width, TILE) * (TILE // run)
+    tile, splits = shape(run)
+    runs, pdl = triton.cdiv(width, TILE) * (TILE // run), chained(candidates.device)
     scores, parts, peaks = (
         torch.empty((lanes, heads, scored, *size), dtype=torch.float32, device=candidates.device)
-        for size in ((width,), (SPLITS, 2), (runs,))
+        for size in ((width,), (splits, 2), (runs,))
     )
-    _rerank[(SPLITS, heads, lanes)](
-        rotated, summaries.codes, summaries.weights, quantizer.levels, candidates, wanted, scores, peaks, parts, heads,
-        summaries.capacity, width, scale, P=scored, PP=max(8, triton.next_power_of_2(scored)), SUBS=subs, TILE=TILE, RUN=run,
-        UPCAST=candidates.device.type == "cpu", STAGES=STAGES, PDL=pdl, num_warps=WARPS,
-        launch_pdl=pdl,
+    _rerank[(splits, heads, lanes)](
+        rotated.whole, rotated.factors, summaries.codes, summaries.weights, candidates, wanted, scores, peaks, parts, heads,
+        summaries.capacity, width, *quantizer.bytes, scale, P=scored, PP=max(2, triton.next_power_of_2(scored)), SUBS=subs,
+        TILE=tile, ROOM=TILE, RUN=run, PLAIN=candidates.device.type == "cpu", PDL=pdl, num_warps=1, launch_pdl=pdl,
     )  # fmt: skip
     return Estimates(scores, parts, peaks, run)
 
 
-def rerank(rotated: Tensor, summaries: Summaries, candidates: Tensor, wanted: Tensor, quantizer: Quantizer, scale: float,
+def rerank(rotated: Rotated, summaries: Summaries, candidates: Tensor, wanted: Tensor, quantizer: Quantizer, scale: float,
            run: int = TILE) -> Estimates:  # fmt: skip
     """Estimated scores of candidates [L, H, width], the first wanted[l] of each row. scale: of the softmax, for the parts; run:
     see Estimates."""
     if candidates.is_cuda and HAS_TRITON:
         return launch(rotated, summaries, candidates, wanted, quantizer, scale, run)
-    lanes = rotated.shape[0]
+    lanes = rotated.whole.shape[0]
     return Estimates(definition(rotated, summaries.codes[:lanes], summaries.weights[:lanes], candidates, quantizer))

@@ -12,8 +12,11 @@ from torch import Tensor
 
 from kvthaw.cache.host import HostStore
 from kvthaw.kernels import HAS_TRITON
-from kvthaw.kernels.rerank import SPLITS, TILE, Estimates
+from kvthaw.kernels.rerank import TILE, Estimates
 from kvthaw.native import gather_rows
+
+SPLITS = 64
+"""Programs a KV head."""
 
 
 def definition(query: Tensor, store: HostStore, rows: Tensor) -> Tensor:

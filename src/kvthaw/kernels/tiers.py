@@ -21,21 +21,12 @@ from torch import Tensor
 from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.chain import chained
 from kvthaw.kernels.encode import CENTROIDS, SUB
-from kvthaw.kernels.srht import Rotation, srht
+from kvthaw.kernels.query import Rotated, in_bytes, room, rotate_queries
+from kvthaw.kernels.srht import Rotation
 
 Combine = Literal["max", "sum"]
 """How the votes of a group's query heads become one number a key: the largest, or all together."""
 WARPS = 4
-
-
-def rotate_queries(query: Tensor, heads: int, rotation: Rotation, *, mean: bool) -> Tensor:
-    """query [L, Hq, d] -> [L, H, P, 8, B] float32: coordinate j of subspace b, P = G heads, or 1 with mean=True (their
-    mean)."""
-    grouped = query.float().reshape(query.shape[0], heads, -1, query.shape[2])
-    if mean:
-        grouped = grouped.mean(dim=2, keepdim=True)
-    y = srht(grouped, rotation)
-    return y.reshape(*y.shape[:3], -1, SUB).transpose(3, 4).contiguous()
 
 
 def similarities(rotated: Tensor) -> Tensor:
@@ -77,6 +68,7 @@ if HAS_TRITON:
     import triton.language as tl
 
     from kvthaw.kernels.chain import follow
+    from kvthaw.kernels.query import put
 
     @triton.jit
     def _similarity(y, c):
@@ -96,9 +88,9 @@ if HAS_TRITON:
         return votes
 
     @triton.jit
-    def _tiers(query, basis, sizes, limits, rotated, table, totals, heads, scale, dim, GROUP: tl.constexpr, P: tl.constexpr,
-               PER: tl.constexpr, SUBS: tl.constexpr, SQUARE: tl.constexpr, BINS: tl.constexpr, SUM: tl.constexpr,
-               PDL: tl.constexpr):  # fmt: skip
+    def _tiers(query, basis, sizes, limits, values, whole, factors, table, totals, heads, scale, dim, GROUP: tl.constexpr,
+               P: tl.constexpr, PER: tl.constexpr, SUBS: tl.constexpr, SQUARE: tl.constexpr, BINS: tl.constexpr,
+               SUM: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
         # One program: PER query heads in one subspace. Of a sign pattern and its opposite one is as similar as the other is
         # not, so that 128 sizes of similarities say all: ranked 32 at once, a thread comparing with its warp's share of the
         # 128. The first program of a KV head clears its histogram of scores.
@@ -124,7 +116,7 @@ if HAS_TRITON:
                 row = (pair * GROUP + p * (GROUP // P) + g) * dim
                 x += tl.load(query + row + i, mask=i < dim, other=0.0).to(tl.float32)
             y = tl.sum(columns * (x / (GROUP // P))[:, None], axis=0) * scale
-            tl.store(rotated + ((pair * P + p) * 8 + j) * SUBS + b, y)
+            put(values, whole, factors, y, pair * P + p, b, SUBS)
             all = _similarity(y, o)
             toward = tl.where(all >= 0, lower, upper)  # keys of the one of both that is not behind the query
             away = tl.where(all >= 0, upper, lower)
@@ -158,7 +150,7 @@ if HAS_TRITON:
 
 
 def launch(query: Tensor, rotation: Rotation, sizes: Tensor, limits: Tensor, totals: Tensor, *, mean: bool,
-           combine: Combine) -> tuple[Tensor, Tensor]:  # fmt: skip
+           combine: Combine) -> tuple[Rotated, Tensor]:  # fmt: skip
     """The kernel, on whatever device query [L, Hq, d] is: rotates, ranks, packs, and clears totals [L, H, bins] int32."""
     lanes, q_heads, dim = query.shape
     heads, subs = sizes.shape[1:3]
@@ -166,24 +158,24 @@ def launch(query: Tensor, rotation: Rotation, sizes: Tensor, limits: Tensor, tot
     assert sizes.dtype == limits.dtype == totals.dtype == torch.int32
     group = q_heads // heads
     scored = 1 if mean else group
-    rotated = torch.empty((lanes, heads, scored, SUB, subs), dtype=torch.float32, device=query.device)
+    rotated = room(lanes, heads, scored, subs, query.device)
     words = 1 if combine == "sum" else (scored + 3) // 4
     table = torch.empty((lanes, heads, words, subs, CENTROIDS), dtype=torch.int32, device=query.device)
     apart, pdl = 1 if combine == "sum" else scored, chained(query.device)
     _tiers[(lanes * heads, subs, apart)](
-        query, rotation.basis, sizes, limits, rotated, table if combine == "sum" else table.view(torch.uint8), totals,
-        heads, rotation.scale, dim, GROUP=group, P=scored, PER=scored // apart, SUBS=subs, SQUARE=rotation.basis.shape[0],
-        BINS=totals.shape[2], SUM=combine == "sum", PDL=pdl, num_warps=WARPS,
-        launch_pdl=pdl,
+        query, rotation.basis, sizes, limits, rotated.values, rotated.whole, rotated.factors,
+        table if combine == "sum" else table.view(torch.uint8), totals, heads, rotation.scale, dim, GROUP=group, P=scored,
+        PER=scored // apart, SUBS=subs, SQUARE=rotation.basis.shape[0], BINS=totals.shape[2], SUM=combine == "sum", PDL=pdl,
+        num_warps=WARPS, launch_pdl=pdl,
     )  # fmt: skip
     return rotated, table
 
 
 def tiers(query: Tensor, rotation: Rotation, sizes: Tensor, limits: Tensor, totals: Tensor, *, mean: bool,
-          combine: Combine) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Rotated queries [L, H, P, 8, B] float32 and packed votes [L, H, W, B, 256] int32 of query [L, Hq, d]."""
+          combine: Combine) -> tuple[Rotated, Tensor]:  # fmt: skip
+    """Rotated queries and packed votes [L, H, W, B, 256] int32 of query [L, Hq, d]."""
     if query.is_cuda and HAS_TRITON:
         return launch(query.contiguous(), rotation, sizes, limits, totals, mean=mean, combine=combine)
-    rotated = rotate_queries(query, sizes.shape[1], rotation, mean=mean)
+    rotated = in_bytes(rotate_queries(query, sizes.shape[1], rotation, mean=mean))
     totals.zero_()
-    return rotated, pack(definition(similarities(rotated), sizes, limits), combine)
+    return rotated, pack(definition(similarities(rotated.values), sizes, limits), combine)

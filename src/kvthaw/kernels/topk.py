@@ -22,7 +22,7 @@ from kvthaw.errors import ConfigError
 from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.bucket_topk import compact
 from kvthaw.kernels.chain import chained
-from kvthaw.kernels.rerank import SPLITS, TILE, Estimates
+from kvthaw.kernels.rerank import TILE, Estimates
 
 Merge = Literal["max", "mean"]
 MOST = 16384
@@ -75,10 +75,12 @@ if HAS_TRITON:
     def _total(parts, P: tl.constexpr, PP: tl.constexpr, SPLITS: tl.constexpr):
         # The log of each head's sum of exponentials over all candidates, finite where there are none.
         head = tl.arange(0, PP)[:, None]
-        part = parts + (head * SPLITS + tl.arange(0, SPLITS)[None, :]) * 2
-        tops = tl.load(part, mask=head < P, other=float("-inf"))
+        split = tl.arange(0, triton.next_power_of_2(SPLITS))[None, :]
+        there = (head < P) & (split < SPLITS)
+        part = parts + (head * SPLITS + split) * 2
+        tops = tl.load(part, mask=there, other=float("-inf"))
         top = tl.maximum(tl.max(tops, axis=1), -3.0e38)
-        mass = tl.load(part + 1, mask=head < P, other=0.0) * tl.exp(tops - top[:, None])
+        mass = tl.load(part + 1, mask=there, other=0.0) * tl.exp(tops - top[:, None])
         return top + tl.log(tl.maximum(tl.sum(mass, axis=1), 1.0e-30))
 
     @triton.jit
@@ -201,7 +203,7 @@ def launch(found: Estimates, candidates: Tensor, wanted: Tensor, k: int, first: 
         peaks = torch.empty((lanes, heads, 1, runs), dtype=torch.float32, device=scores.device)
         _mean[(triton.cdiv(width, 1024), heads, lanes)](
             scores, found.parts, wanted, merged, peaks, heads, width, runs, scale, P=scored, PP=triton.next_power_of_2(scored),
-            SPLITS=SPLITS, RUN=run, BLOCK=1024, PDL=pdl, num_warps=4, launch_pdl=pdl,
+            SPLITS=found.parts.shape[3], RUN=run, BLOCK=1024, PDL=pdl, num_warps=4, launch_pdl=pdl,
         )  # fmt: skip
         scores, scored = merged, 1
     chosen, rows = torch.empty((2, lanes, heads, k), dtype=torch.int32, device=candidates.device).unbind()
@@ -209,7 +211,7 @@ def launch(found: Estimates, candidates: Tensor, wanted: Tensor, k: int, first: 
     most = max(triton.next_power_of_2(runs), padded * run)
     _choose[(heads, lanes)](
         scores, peaks, found.parts, candidates, wanted, chosen, rows, counts, heads, width, runs, scale, k, first, P=scored,
-        PP=triton.next_power_of_2(scored), SPLITS=SPLITS, RUN=run, RUNS=triton.next_power_of_2(runs), KP=padded,
+        PP=triton.next_power_of_2(scored), SPLITS=found.parts.shape[3], RUN=run, RUNS=triton.next_power_of_2(runs), KP=padded,
         PDL=pdl, num_warps=min(16, max(4, most // PER_WARP)), launch_pdl=pdl,
     )  # fmt: skip
     return rows, counts
