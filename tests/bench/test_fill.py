@@ -22,7 +22,19 @@ def _steps(model: PreTrainedModel, cache: DynamicCache, batch: int = 1) -> Tenso
 
 
 @pytest.mark.parametrize(
-    "method", ["full", "streaming", "icecache", "icecache-reuse", "pariskv", "clusterkv", "prkv", "magicpig"]
+    "method",
+    [
+        "full",
+        "streaming",
+        "icecache",
+        "icecache-reuse",
+        "icecache:foresee=True",
+        "infinigen",
+        "pariskv",
+        "clusterkv",
+        "prkv",
+        "magicpig",
+    ],
 )
 def test_decoding_goes_on_as_after_a_prefill_of_the_same_keys(llama: PreTrainedModel, method: str) -> None:
     run, filled = (Cache(llama, method, budget=64, dense_layers=1) for _ in range(2))

@@ -71,5 +71,7 @@ def fill(cache: DynamicCache, tokens: Callable[[int], Tokens], *, batch: int = 1
             first = first or layer.kv
         if batch > 1:
             layer.kv.reorder([0] * batch)
+    if isinstance(cache, Cache) and cache.settings.method.foresees:
+        cache.introduce()
     if getattr(cache, "offloading", False):
         cache.layers[0].prefetch()  # as the last layer of a forward does

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicCache,
@@ -210,12 +211,26 @@ class Cache(DynamicCache):
         for i, layer in enumerate(self.layers):
             if isinstance(layer, CacheLayer):
                 twin.layers[i].kv.copy_from(layer.kv)
-                module = None if layer.module is None else layer.module()
-                if module is not None:
-                    twin.layers[i].know(module)
             else:
                 twin.layers[i] = copy.deepcopy(layer)  # in place: twin._shared has the same list
+        twin._know_as(self)
         return twin
+
+    def introduce(self) -> None:
+        """Know whose attention each layer is, as after a prompt, where tokens came without one: by a token that goes elsewhere."""
+        model = self._shared.model()
+        if model is None:
+            raise CacheError("the model of this cache is gone")
+        other = Cache(model, "full")
+        with torch.no_grad():
+            model(torch.zeros((1, 1), dtype=torch.int64, device=model.device), past_key_values=other)
+        self._know_as(other)
+
+    def _know_as(self, other: Cache) -> None:
+        for mine, its in zip(self.layers, other.layers, strict=True):
+            module = its.module() if isinstance(its, CacheLayer) and its.module is not None else None
+            if module is not None and isinstance(mine, CacheLayer):
+                mine.know(module)
 
     def stats(self) -> Stats:
         """What the cache holds and did so far. Waits for the device."""
