@@ -121,3 +121,19 @@ def test_counting_kernel_adds_and_takes_away(device: torch.device) -> None:
     assert out.sizes[0, 0, 0, 7] == 4900
     op.launch_count(out, lanes, starts, stops, -1)
     assert not out.sizes.any()
+
+
+@triton_only
+@pytest.mark.gpu
+def test_encoding_waits_for_nothing(device: torch.device) -> None:
+    """The host goes on while the device still works: no copy of lanes and positions waits for what is queued."""
+    rotation, quantizer = make_rotation(64, SEED, device=device), op.make_quantizer(device)
+    keys, out = torch.randn(1, 2, 70, 64, device=device), blank(1, 2, rotation, 70, device)
+    out.ids.zero_()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        op.launch(keys, rotation, quantizer, out, [0], [0])
+        op.launch_count(out, [0], [0], [70])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert int(out.sizes.sum()) == 2 * 8 * 70

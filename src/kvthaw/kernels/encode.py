@@ -190,6 +190,11 @@ if HAS_TRITON:
             tl.atomic_add(sizes + row * 256 + tl.arange(0, 256), counts * sign, mask=counts > 0, sem="relaxed")
 
 
+def _sent(numbers: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """[.., n] int32 on the device, without waiting for what is queued there."""
+    return torch.tensor([list(some) for some in numbers], dtype=torch.int32).to(device, non_blocking=True)
+
+
 def launch(keys: Tensor, rotation: Rotation, quantizer: Quantizer, into: Summaries, lanes: Sequence[int], starts: Sequence[int],
            centre: Tensor | None = None) -> None:  # fmt: skip
     """The kernel, on whatever device keys are."""
@@ -198,7 +203,7 @@ def launch(keys: Tensor, rotation: Rotation, quantizer: Quantizer, into: Summari
     assert into.codes.dtype == torch.int32 and into.weights.dtype == torch.bfloat16 and max(starts) + n <= into.capacity
     wide = rotation.padded > 128
     loops = max(1, min(LOOPS, n * heads * rows // (BLOCK * PROGRAMS)))
-    which = torch.tensor([list(lanes), list(starts)], dtype=torch.int32, device=keys.device)
+    which = _sent([lanes, starts], keys.device)
     _encode[(triton.cdiv(n, BLOCK * loops), heads, rows)](
         keys, centre, rotation.basis, quantizer.thresholds, quantizer.levels, into.ids, into.codes, into.weights, which[0],
         which[1], n, heads, into.capacity, rotation.scale, keys.stride(0), keys.stride(1), keys.stride(2), dim, loops,
@@ -211,7 +216,7 @@ def launch_count(into: Summaries, lanes: Sequence[int], starts: Sequence[int], s
     """The counting kernel, on whatever device the summaries are."""
     heads, subs = into.ids.shape[1:3]
     longest = max(stop - start for start, stop in zip(starts, stops, strict=True))
-    which = torch.tensor([list(lanes), list(starts), list(stops)], dtype=torch.int32, device=into.ids.device)
+    which = _sent([lanes, starts, stops], into.ids.device)
     _count[(triton.cdiv(longest, 4096), heads * subs, len(lanes))](
         into.ids, into.sizes, which[0], which[1], which[2], heads, into.capacity, sign, SUBS=subs, BLOCK=4096
     )  # fmt: skip
