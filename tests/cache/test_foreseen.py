@@ -20,10 +20,16 @@ from kvthaw.cache.layer import FrozenLayer
 from kvthaw.cache.pipeline import Pipeline
 from kvthaw.errors import CacheError
 from kvthaw.index.forest import TreeIndex
-from zoo import prompt, ragged
+from zoo import build, prompt, ragged
 
 IDS = prompt(2, 160)
 SOON = 20.0  # seconds; nobody waits so long unless something is wrong
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    """Of four layers, two of which are foreseen."""
+    return build("llama", num_hidden_layers=4)
 
 
 def cached(model: PreTrainedModel, tokens: int = 90, **options: Any) -> kvthaw.Cache:
@@ -65,22 +71,22 @@ def searched(patch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return found
 
 
-def test_the_search_begins_before_the_layer_before_is_done(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, attend, order = cached(llama), FrozenLayer.attend, []
-    slow = Slow(monkeypatch, layer=1)
+def test_the_search_begins_before_the_layer_before_is_done(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, attend, order = cached(model), FrozenLayer.attend, []
+    slow = Slow(monkeypatch, layer=2)
 
     def attending(layer: FrozenLayer, *args: Any) -> Tensor:
-        if layer.number == 0:
-            assert slow.begun.wait(SOON), "layer 1's search has not begun"
         if layer.number == 1:
+            assert slow.begun.wait(SOON), "layer 2's search has not begun"
+        if layer.number == 2:
             slow.go.set()
         out = attend(layer, *args)
         order.append(layer.number)
         return out
 
     monkeypatch.setattr(FrozenLayer, "attend", attending)
-    step(llama, cache, IDS[:, :1])
-    assert order == [0, 1, 2]
+    step(model, cache, IDS[:, :1])
+    assert order == [0, 1, 2, 3]
 
 
 def plain(model: PreTrainedModel, cache: kvthaw.Cache) -> list[Tensor]:
@@ -110,35 +116,33 @@ def changed(model: PreTrainedModel, cache: kvthaw.Cache) -> list[Tensor]:
 @pytest.mark.parametrize("script", [plain, several, changed])
 @pytest.mark.parametrize("reuse", [1, 2])
 def test_choices_are_those_of_asking_late(
-    llama: PreTrainedModel,
+    model: PreTrainedModel,
     monkeypatch: pytest.MonkeyPatch,
     script: Callable[[PreTrainedModel, kvthaw.Cache], list[Tensor]],
     reuse: int,
 ) -> None:
     early = searched(monkeypatch)
-    found = script(llama, cached(llama, reuse=reuse))
-    assert {layer for layer, _ in early} == ({1, 2} if reuse == 1 else {2}), (
-        "anchors but the first layer, which nothing foresees"
-    )
+    found = script(model, cached(model, reuse=reuse))
+    assert {layer for layer, _ in early} == ({2, 3} if reuse == 1 else {2}), "anchors but the model's first two layers"
     begun = len(early)
     assert begun >= 8
     if script is several:
         assert {tokens for _, tokens in early} >= {5, 2}, "some rings are full in the middle of a step"
     with monkeypatch.context() as patch:
         patch.setattr(FrozenKV, "undisturbed", lambda layer, tokens: 0)
-        late = script(llama, cached(llama, reuse=reuse))
+        late = script(model, cached(model, reuse=reuse))
     assert len(early) == begun
     assert all(torch.equal(a, b) for a, b in zip(found, late, strict=True))
-    own = script(llama, cached(llama, reuse=reuse, foresee=False))
+    own = script(model, cached(model, reuse=reuse, foresee=False))
     assert not all(torch.equal(a, b) for a, b in zip(found, own, strict=True)), "foreseen queries are not the layers' own"
 
 
-def test_rows_of_different_lengths(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_different_lengths(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = ragged([150, 37, 91])
 
     def generate() -> Tensor:
-        with kvthaw.attach(llama, "icecache", budget=64, foresee=True):
-            return llama.generate(**batch, max_new_tokens=30, do_sample=False)
+        with kvthaw.attach(model, "icecache", budget=64, foresee=True):
+            return model.generate(**batch, max_new_tokens=30, do_sample=False)
 
     early = searched(monkeypatch)
     found = generate()
@@ -147,9 +151,9 @@ def test_rows_of_different_lengths(llama: PreTrainedModel, monkeypatch: pytest.M
     assert torch.equal(generate(), found)
 
 
-def test_requests_that_join_and_leave(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_that_join_and_leave(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     def serve() -> list[list[int]]:
-        batch = kvthaw.Batch(llama, "icecache", lanes=2, capacity=256, budget=64, foresee=True)
+        batch = kvthaw.Batch(model, "icecache", lanes=2, capacity=256, budget=64, foresee=True)
         requests = [batch.join(IDS[0, :100], max_new_tokens=20), batch.join(IDS[1, :70], max_new_tokens=8)]
         while batch.requests:
             batch.step()
@@ -164,34 +168,34 @@ def test_requests_that_join_and_leave(llama: PreTrainedModel, monkeypatch: pytes
     assert serve() == found
 
 
-def test_behind_a_dense_layer_the_first_is_foreseen(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_behind_a_dense_layer_the_first_is_foreseen(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     early = searched(monkeypatch)
-    step(llama, cached(llama, dense_layers=1), IDS[:, :1])
-    assert early == [(1, 1), (2, 1)]
+    step(model, cached(model, dense_layers=2), IDS[:, :1])
+    assert early == [(2, 1), (3, 1)]
 
 
-def test_errors_in_the_search_come_up(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, select = cached(llama), TreeIndex.select
+def test_errors_in_the_search_come_up(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, select = cached(model), TreeIndex.select
 
     def fail(index: TreeIndex, query: Tensor, budget: int) -> Any:
-        if index.shape.layer == 1:
+        if index.shape.layer == 2:
             raise RuntimeError(f"the search on {threading.current_thread().name} broke")
         return select(index, query, budget)
 
     with monkeypatch.context() as patch:
         patch.setattr(TreeIndex, "select", fail)
         with pytest.raises(RuntimeError, match=r"the search on kvthaw-search_0 broke"):
-            step(llama, cache, IDS[:, :1])
+            step(model, cache, IDS[:, :1])
     with pytest.raises(CacheError, match="interrupted"):
-        step(llama, cache, IDS[:, :1])
+        step(model, cache, IDS[:, :1])
     cache.reset()
-    step(llama, cache, IDS[:, :90])
-    assert step(llama, cache, IDS[:, :1]).isfinite().all()
+    step(model, cache, IDS[:, :90])
+    assert step(model, cache, IDS[:, :1]).isfinite().all()
 
 
-def test_an_index_that_failed_is_not_searched(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, asked = cached(llama), []
-    layer = cache.frozen_layers[1]
+def test_an_index_that_failed_is_not_searched(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, asked = cached(model), []
+    layer = cache.frozen_layers[2]
     assert layer.group is not None
 
     def fail() -> None:
@@ -206,11 +210,11 @@ def test_an_index_that_failed_is_not_searched(llama: PreTrainedModel, monkeypatc
 
 
 @pytest.mark.parametrize("change", ["submit", "truncate", "reorder", "copy", "settle"])
-def test_the_index_stays_as_it_is_under_a_search(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
-    cache = cached(llama)
-    group = cache.frozen_layers[1].group
+def test_the_index_stays_as_it_is_under_a_search(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    cache = cached(model)
+    group = cache.frozen_layers[2].group
     assert group is not None
-    slow = Slow(monkeypatch, layer=1)
+    slow = Slow(monkeypatch, layer=2)
     changes: dict[str, Callable[[], object]] = {
         "submit": lambda: group.submit(None, lambda: None),
         "truncate": lambda: group.truncate(0, 50),
@@ -229,18 +233,18 @@ def test_the_index_stays_as_it_is_under_a_search(llama: PreTrainedModel, monkeyp
     assert all(search.done() for search in found)
 
 
-def test_what_is_not_asked_for_is_dropped(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_asked_for_is_dropped(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that breaks off in the layer before, and whatever comes instead."""
-    cache = cached(llama)
-    expected = step(llama, copy.deepcopy(cache), IDS[:, :30])
-    layer = cache.frozen_layers[1]
-    slow = Slow(monkeypatch, layer=1)
+    cache = cached(model)
+    expected = step(model, copy.deepcopy(cache), IDS[:, :30])
+    layer = cache.frozen_layers[2]
+    slow = Slow(monkeypatch, layer=2)
     layer.foresee(torch.randn(2, 4, 3, 16))
     assert layer.foreseen is not None
     first, *others = layer.foreseen.searches
     assert slow.begun.wait(SOON)
     threading.Timer(0.1, slow.go.set).start()
-    assert torch.equal(step(llama, cache, IDS[:, :30]), expected), "a dense continuation"
+    assert torch.equal(step(model, cache, IDS[:, :30]), expected), "a dense continuation"
     assert layer.foreseen is None
     assert first.done()
     assert others
@@ -271,9 +275,9 @@ def test_searches_do_not_wait_for_the_changes_of_other_layers() -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same tokens as asking late; the host does not wait for the foreseen query."""
-    model = llama.to("cuda")
+    model.to("cuda")
     early = searched(monkeypatch)
 
     def generate() -> Tensor:
@@ -285,7 +289,7 @@ def test_on_a_gpu(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> No
     cache = kvthaw.Cache(model, "icecache", budget=64, foresee=True)
     step(model, cache, IDS.cuda())
     cache.wait()
-    layer = cache.frozen_layers[1]
+    layer = cache.frozen_layers[2]
     queries = torch.randn(2, 4, 1, 16, device="cuda")
     torch.cuda.synchronize()
     torch.cuda._sleep(10**9)  # half a second: a host that waited would find it over
@@ -298,4 +302,3 @@ def test_on_a_gpu(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> No
     assert done.query()
     monkeypatch.setattr(FrozenKV, "undisturbed", lambda layer, tokens: 0)
     assert torch.equal(generate(), found)
-    llama.to("cpu")

@@ -13,9 +13,11 @@ def infinigen(*, ratio: float = 0.3, alpha: float = 5.0, most: float = 0.2, fore
     """Tokens whose estimated logit is above the best less alpha, by 30 % of the skewed channels; at most 20 % of the lane.
 
     alpha: the paper has 4 for OPT and 5 for Llama. foresee: the query is made of the attention input of the layer before, by this
-    layer's own projection; False takes the layer's own query, and so does the first layer that kvthaw serves. GQA, which the paper
-    does not have: a skew for each KV head from all its query heads, a token counts if it does for one of them; as in the paper all
-    heads bring as many as they need on average. The paper has no sink and no window; here the ring is of 16 tokens.
+    layer's own projection; False takes the layer's own query, and so do the model's first two layers: before the first there is
+    none, and what that one attends with is the token's embedding alone, which says little of the second's (so in the authors'
+    code). GQA, which the paper does not have: a skew for each KV head from all its query heads, a token counts if it does for one
+    of them; as in the paper all heads bring as many as they need on average. The paper has no sink and no window; here the ring is
+    of 16 tokens.
 
     On the device: the kept channels, 0.3 D a key, the skews, the choice. On the host: rows. The skew is made of the prompt's last
     64 queries, at run time; the paper makes it offline. What is foreseen costs the next layer's projections once more, whole; and

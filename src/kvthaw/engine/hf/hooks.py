@@ -63,13 +63,17 @@ def foresee_no_longer(model: PreTrainedModel) -> None:
 
 
 def _foresee(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Before a layer's attention: give its input to the next layer's, and ask the index there with the query that comes of it."""
+    """Before a layer's attention: give its input to the next layer's, and ask the index there with the query that comes of it.
+
+    The model's first layer foresees nothing, as in InfiniGen's code: what it attends with is the token's embedding alone.
+    """
     for name, given in kwargs.items():
         ours = [layer for layer in getattr(given, "layers", []) if isinstance(layer, CacheLayer)]
         if not ours or not ours[0].shared.settings.method.foresees:
             continue
         at = next((i for i, layer in enumerate(ours) if layer.module is not None and layer.module() is module), len(ours))
-        kv, following = (ours[at + 1].kv, ours[at + 1].module) if at + 1 < len(ours) else (None, None)
+        foresees = at + 1 < len(ours) and ours[at] is not given.layers[0]
+        kv, following = (ours[at + 1].kv, ours[at + 1].module) if foresees else (None, None)
         hidden = args[0] if args else kwargs["hidden_states"]
         if following is None or not isinstance(kv, FrozenLayer) or not kv.asks(hidden.shape[1]):
             continue
