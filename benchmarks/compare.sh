@@ -5,7 +5,7 @@
 # Afterwards, on any machine with matplotlib: kvthaw compare --report only --out OUT (or OUT/cells.jsonl).
 set -euo pipefail
 out=$1 minutes=${2:-8} jobs=${3:-8}
-end=$(( $(date +%s) + minutes * 60 ))
+end=$(( $(date +%s) + $(awk -v m="$minutes" 'BEGIN { print int(60 * m) }') ))
 run() { # at most this many minutes, and no more than are left
   local most=$1 left; shift
   left=$(( end - $(date +%s) ))
