@@ -27,7 +27,7 @@ def nodes(dtype: torch.dtype, dim: int) -> None:
 
     keys, stops = empty(HEADS, 700, dim, dtype=dtype), empty(HEADS, 36)
     nearest.launch(keys, empty(HEADS, 35, dtype=torch.int64))
-    for outliers, order in ((2, empty(HEADS, 700)), (0, None), (5, None)):
+    for outliers, order in ((2, empty(HEADS, 700)), (0, empty(700).expand(HEADS, -1)), (5, empty(HEADS, 700))):
         node_digests.launch(keys, order, stops, outliers)
     query, counts = empty(3, HEADS * GROUP, dim, dtype=dtype), empty(3)
     digests = empty(3, HEADS, 70, node_digests.row_width(dim, 2), dtype=dtype)

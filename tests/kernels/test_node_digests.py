@@ -19,14 +19,15 @@ CASES = [  # sizes of the nodes, problems, dim, outliers, mapped, dtype
 over = pytest.mark.parametrize(("sizes", "problems", "dim", "outliers", "mapped", "dtype"), CASES)
 
 
-def made(sizes: list[int], problems: int, dim: int, mapped: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor]:
+def made(sizes: list[int], problems: int, dim: int, mapped: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """keys, order and stops; the sizes come in another order in each problem, and keys in clumps, so that outliers are clear."""
     g = torch.Generator().manual_seed(dim)
     keys = torch.randn(problems, sum(sizes), dim, generator=g) * (1 + torch.rand(problems, sum(sizes), 1, generator=g))
     rolled = [torch.tensor(sizes).roll(n) if mapped else torch.tensor(sizes) for n in range(problems)]
     stops = torch.nn.functional.pad(torch.stack(rolled).cumsum(dim=1), (1, 0)).int()
-    order = torch.stack([torch.randperm(sum(sizes), generator=g) for _ in range(problems)]).int() if mapped else None
-    return keys.to(dtype), order, stops
+    orders = [torch.randperm(sum(sizes), generator=g) for _ in range(problems)]
+    order = torch.stack(orders) if mapped else torch.arange(sum(sizes)).expand(problems, -1)
+    return keys.to(dtype), order.int() if mapped else order[:1].int().expand(problems, -1), stops
 
 
 def slow(keys: Tensor, outliers: int) -> tuple[Tensor, list[int]]:
@@ -46,15 +47,14 @@ def test_digests_are_mean_outliers_and_spread(
     sizes: list[int], problems: int, dim: int, outliers: int, mapped: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
     keys, order, stops = made(sizes, problems, dim, mapped, dtype)
-    where = None if order is None else order.to(device)
-    digests, moved = (t.cpu() for t in node_digests.definition(keys.to(device), where, stops.to(device), outliers))
+    digests, moved = (t.cpu() for t in node_digests.definition(keys.to(device), order.to(device), stops.to(device), outliers))
     assert digests.shape == (problems, len(sizes), node_digests.row_width(dim, outliers))
     assert digests.dtype == dtype
     for n in range(problems):
         for c, (a, b) in enumerate(zip(stops[n].tolist(), stops[n, 1:].tolist(), strict=False)):
             if a == b:
                 continue
-            own = list(range(a, b)) if order is None else order[n, a:b].tolist()
+            own = order[n, a:b].tolist()
             wanted, chosen = slow(keys[n, own].double(), outliers)
             near = 2 * torch.finfo(dtype).eps
             torch.testing.assert_close(digests[n, c, : len(wanted)].double(), wanted, rtol=near, atol=near)
@@ -68,7 +68,7 @@ def test_the_kernel_is_the_definition(
     sizes: list[int], problems: int, dim: int, outliers: int, mapped: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
     keys, order, stops = made(sizes, problems, dim, mapped, dtype)
-    on = keys.to(device), None if order is None else order.to(device), stops.to(device)
+    on = keys.to(device), order.to(device), stops.to(device)
     wanted, wanted_order = node_digests.definition(*on, outliers)
     found, moved = node_digests.launch(*on, outliers)
     assert torch.equal(moved, wanted_order)

@@ -161,8 +161,9 @@ class NodeIndex(UnitIndex):
     def digest(self, keys: Tensor) -> Tensor:
         """See UnitIndex."""
         heads, tokens = keys.shape[:2]
+        order = torch.arange(tokens, dtype=torch.int32, device=keys.device).expand(heads, -1)
         stops = torch.arange(0, tokens + self.size, self.size, dtype=torch.int32, device=keys.device).clamp_(max=tokens)
-        return node_digests(keys, None, stops.expand(heads, -1), self.config.outliers)[0]
+        return node_digests(keys, order, stops.expand(heads, -1), self.config.outliers)[0]
 
     def close(self, lane: int, begin: int, before: int, keys: Tensor) -> None:
         """See UnitIndex: each batch makes nodes among itself."""

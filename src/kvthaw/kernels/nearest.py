@@ -43,7 +43,7 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["tokens", "count"])
     def _nearest(keys, lift, promoted, up, labels, tokens, count, dim,
                  BM: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
         # One program a (block of keys; problem): all promoted keys pass by.

@@ -24,18 +24,16 @@ def row_width(dim: int, outliers: int) -> int:
     return dim * (1 + outliers) + TAIL
 
 
-def definition(keys: Tensor, order: Tensor | None, stops: Tensor, outliers: int) -> tuple[Tensor, Tensor]:
+def definition(keys: Tensor, order: Tensor, stops: Tensor, outliers: int) -> tuple[Tensor, Tensor]:
     """Digests [N, C, (1 + outliers) D + 8] of the nodes of keys [N, T, D], in their dtype, and an order of the keys [N, T] int32.
 
-    Node c of problem n is order[n, stops[n, c] : stops[n, c + 1]]; order [N, T] int32, None for text order; stops [N, C + 1] int32
+    Node c of problem n is order[n, stops[n, c] : stops[n, c + 1]]; order [N, T] int32; stops [N, C + 1] int32
     from 0 to T. A digest is the node's mean, its outliers and its spread: the root mean square of the keys' distances to the mean,
     over sqrt(D). The first outlier is the key farthest from the mean, each next one the farthest from the mean and those before; of
     equal ones the first, and once more one of them where a node has no more keys. Of a node without keys: anything. In the order
     that is returned the outliers stand first in their nodes, so that they stay where one is cut. No host sync.
     """
     problems, tokens, dim = keys.shape
-    if order is None:
-        order = torch.arange(tokens, device=keys.device, dtype=torch.int32).expand(problems, -1)
     digests, orders, together = [], [], max(1, _KEYS // tokens)
     for at in range(0, problems, together):
         where, sizes = order[at : at + together].long(), stops[at : at + together].diff(dim=1).long()
@@ -78,35 +76,38 @@ if HAS_TRITON:
     import triton.language as tl
 
     @triton.jit
-    def _load(
-        keys, order, base, begin, end, at, tokens, dim, stride, CHUNK: tl.constexpr, DP: tl.constexpr, MAPPED: tl.constexpr
-    ):
+    def _load(keys, order, end, at, dim, CHUNK: tl.constexpr, DP: tl.constexpr):
         # Keys at..at + CHUNK of a node, in float32, 0 behind its end.
         i, d = at + tl.arange(0, CHUNK), tl.arange(0, DP)
         here = i < end
-        place = tl.load(order + base * tokens + i, mask=here, other=0) if MAPPED else i
-        source = keys + base * stride + place[:, None].to(tl.int64) * dim + d[None, :]
+        place = tl.load(order + i, mask=here, other=0).to(tl.int64)
+        source = keys + place[:, None] * dim + d[None, :]
         return tl.load(source, mask=here[:, None] & (d < dim)[None, :], other=0.0).to(tl.float32)
 
-    @triton.jit
-    def _digest(keys, order, stops, apart, out, moved, tokens, nodes, dim, width, stride, stops_stride, tie,
-                OUTLIERS: tl.constexpr, OP: tl.constexpr, TAIL: tl.constexpr, CHUNK: tl.constexpr, DP: tl.constexpr,
-                MAPPED: tl.constexpr):  # fmt: skip
+    @triton.jit(
+        do_not_specialize=["tokens", "nodes", "order_stride", "stops_stride"]
+    )  # else some of their values are compiled for
+    def _digest(keys, order, stops, apart, out, moved, tokens, nodes, dim, width, order_stride, stops_stride, tie,
+                OUTLIERS: tl.constexpr, OP: tl.constexpr, TAIL: tl.constexpr, CHUNK: tl.constexpr,
+                DP: tl.constexpr):  # fmt: skip
         c, base = tl.program_id(0), tl.program_id(1).to(tl.int64)
         begin = tl.load(stops + base * stops_stride + c)
         end = tl.load(stops + base * stops_stride + c + 1)
         d, i, o = tl.arange(0, DP), tl.arange(0, CHUNK), tl.arange(0, OP)
         count = tl.maximum(end - begin, 1)
         to = out + (base * nodes + c) * width
+        keys += base * tokens * dim
+        order += base * order_stride
+        moved += base * tokens
         apart += base * tokens
         mean = tl.zeros([DP], tl.float32)
         for at in range(begin, end, CHUNK):
-            mean += tl.sum(_load(keys, order, base, begin, end, at, tokens, dim, stride, CHUNK, DP, MAPPED), axis=0)
+            mean += tl.sum(_load(keys, order, end, at, dim, CHUNK, DP), axis=0)
         mean /= count
         tl.store(to + d, mean, mask=d < dim)
         square = tl.zeros([], tl.float32)
         for at in range(begin, end, CHUNK):
-            key = _load(keys, order, base, begin, end, at, tokens, dim, stride, CHUNK, DP, MAPPED)
+            key = _load(keys, order, end, at, dim, CHUNK, DP)
             far = tl.sum(tl.where((d < dim)[None, :], (key - mean[None, :]) * (key - mean[None, :]), 0.0), axis=1)
             tl.store(apart + at + i, far, mask=at + i < end)
             square += tl.sum(tl.where(at + i < end, far, 0.0))
@@ -123,14 +124,14 @@ if HAS_TRITON:
                 far = tl.load(apart + at + i, mask=at + i < end, other=-1.0)
                 which = tl.minimum(which, tl.min(tl.where((at + i < end) & (far * (1 + tie) >= top), at + i, end)))
             odd = tl.where((o == p) & (which < end) & (tl.sum((odd == which).to(tl.int32)) == 0), which, odd)
-            source = tl.load(order + base * tokens + which, mask=which < end, other=0) if MAPPED else which
-            point = tl.load(keys + base * stride + source.to(tl.int64) * dim + d, mask=(d < dim) & (which < end), other=0.0)
+            source = tl.load(order + which, mask=which < end, other=0).to(tl.int64)
+            point = tl.load(keys + source * dim + d, mask=(d < dim) & (which < end), other=0.0)
             tl.store(to + (1 + p) * dim + d, point, mask=d < dim)
             if p + 1 < OUTLIERS:
                 tl.debug_barrier()
                 point = point.to(tl.float32)
                 for at in range(begin, end, CHUNK):
-                    key = _load(keys, order, base, begin, end, at, tokens, dim, stride, CHUNK, DP, MAPPED)
+                    key = _load(keys, order, end, at, dim, CHUNK, DP)
                     far = tl.sum(tl.where((d < dim)[None, :], (key - point[None, :]) * (key - point[None, :]), 0.0), axis=1)
                     known = tl.load(apart + at + i, mask=at + i < end, other=0.0)
                     tl.store(apart + at + i, tl.minimum(far, known), mask=at + i < end)
@@ -140,29 +141,29 @@ if HAS_TRITON:
             first = tl.sum((j[:, None] == odd[None, :]).to(tl.int32), axis=1) > 0
             before = tl.sum(((odd >= 0)[None, :] & (odd[None, :] < j[:, None])).to(tl.int32), axis=1)
             target = tl.where(first, begin + before, j + many - before)
-            place = tl.load(order + base * tokens + j, mask=j < end, other=0) if MAPPED else j
-            tl.store(moved + base * tokens + target, place, mask=j < end)
+            place = tl.load(order + j, mask=j < end, other=0)
+            tl.store(moved + target, place, mask=j < end)
 
 
-def launch(keys: Tensor, order: Tensor | None, stops: Tensor, outliers: int) -> tuple[Tensor, Tensor]:
+def launch(keys: Tensor, order: Tensor, stops: Tensor, outliers: int) -> tuple[Tensor, Tensor]:
     """The Triton kernel; arguments and result as in `definition`."""
     problems, tokens, dim = keys.shape
     nodes = stops.shape[1] - 1
-    assert keys.stride(2) == 1 and keys.stride(1) == dim, "the keys of a problem are contiguous"
+    assert keys.is_contiguous(), "keys are read as contiguous"
     assert stops.dtype == torch.int32 and stops.stride(1) == 1, f"stops are {stops.dtype} of strides {stops.stride()}"
-    assert order is None or (order.is_contiguous() and order.dtype == torch.int32), "order is not contiguous int32"
+    assert order.dtype == torch.int32 and order.stride(1) == 1, f"the order is {order.dtype} of strides {order.stride()}"
     out = keys.new_empty((problems, nodes, row_width(dim, outliers)))
     moved = torch.empty((problems, tokens), dtype=torch.int32, device=keys.device)
     apart = torch.empty((problems, tokens), dtype=torch.float32, device=keys.device)
     _digest[(nodes, problems)](
-        keys, moved if order is None else order, stops, apart, out, moved, tokens, nodes, dim, out.shape[2], keys.stride(0),
-        stops.stride(0), TIE, OUTLIERS=outliers, OP=max(1, triton.next_power_of_2(outliers)), TAIL=TAIL, CHUNK=32,
-        DP=triton.next_power_of_2(dim), MAPPED=order is not None, num_warps=4,
+        keys, order, stops, apart, out, moved, tokens, nodes, dim, out.shape[2],
+        order.stride(0), stops.stride(0), TIE, OUTLIERS=outliers, OP=max(1, triton.next_power_of_2(outliers)), TAIL=TAIL, CHUNK=32,
+        DP=triton.next_power_of_2(dim), num_warps=4,
     )  # fmt: skip
     return out, moved
 
 
-def node_digests(keys: Tensor, order: Tensor | None, stops: Tensor, outliers: int) -> tuple[Tensor, Tensor]:
+def node_digests(keys: Tensor, order: Tensor, stops: Tensor, outliers: int) -> tuple[Tensor, Tensor]:
     """As `definition`: the kernel on a GPU."""
     if HAS_TRITON and keys.is_cuda:
         return launch(keys.contiguous(), order, stops, outliers)
