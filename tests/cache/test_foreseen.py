@@ -275,29 +275,28 @@ def test_searches_do_not_wait_for_the_changes_of_other_layers() -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same tokens as asking late; the host does not wait for the foreseen query."""
-    model.to("cuda")
+    model, ids = build("llama", num_hidden_layers=4, head_dim=64).to("cuda"), IDS.cuda()
     early = searched(monkeypatch)
 
     def generate() -> Tensor:
         with kvthaw.attach(model, "icecache", budget=64, foresee=True):
-            return model.generate(IDS.cuda(), max_new_tokens=60, do_sample=False)
+            return model.generate(ids, max_new_tokens=60, do_sample=False)
 
     found = generate()
     assert len(early) > 60
     cache = kvthaw.Cache(model, "icecache", budget=64, foresee=True)
-    step(model, cache, IDS.cuda())
+    step(model, cache, ids)
     cache.wait()
-    layer = cache.frozen_layers[2]
-    queries = torch.randn(2, 4, 1, 16, device="cuda")
+    layer, queries, done = cache.frozen_layers[2], torch.randn(2, 4, 1, 64, device="cuda"), torch.cuda.Event()
     torch.cuda.synchronize()
     torch.cuda._sleep(10**9)  # half a second: a host that waited would find it over
-    done = torch.cuda.Event()
     done.record()
     layer.foresee(queries)
-    assert not done.query()
+    assert layer.foreseen is not None
     assert not layer.foreseen.searches[0].done()
+    assert not done.query()
     layer._choose(queries[:, :, 0], 0)
     assert done.query()
     monkeypatch.setattr(FrozenKV, "undisturbed", lambda layer, tokens: 0)
