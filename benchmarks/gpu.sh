@@ -29,6 +29,8 @@ for part in "$@"; do
       -- $model prompt=filled steps=compiled new_tokens=256 length=524288 share_host=1 method=full,$few ;;
     goals-icecache) decode 200 $model prompt=filled steps=eager new_tokens=48 length=36864,131072 method=icecache,icecache-reuse \
       -- $model prompt=filled steps=captured,compiled budget=256 new_tokens=256 length=36864,131072 method=icecache-device ;;
+    foresee) run 100 python3 -m pytest -q --no-header -m gpu tests/cache/test_foreseen.py -p no:warnings
+      decode 300 $model prompt=filled steps=eager new_tokens=48 length=36864,131072 method=icecache,icecache:foresee=True,icecache:foresee=True:threads=8,icecache-reuse,icecache-reuse:foresee=True ;;
     million) decode 200 $model prompt=filled steps=captured,compiled new_tokens=256 length=1048576 share_host=1 method=$few ;;
     breakdown) decode 200 $model prompt=filled steps=captured profile=1 length=131072 method=full,$sparse ;;
     length) run 500 python3 -m kvthaw.bench.figures name=length steps=compiled plot="$out" out="$out/decode.jsonl" commit="$commit" host_bytes=$host | cut -c1-300 ;; # after goals: their lines count
