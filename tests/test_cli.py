@@ -645,6 +645,6 @@ def test_a_real_ctrl_c_stops_a_running_command(tmp_path: Path) -> None:
     process.stdout.read(1)  # it streams
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == 130, err.decode()
     assert b"Traceback" not in err
     assert b"kvthaw: stopped" in err
