@@ -640,7 +640,15 @@ def test_a_real_ctrl_c_stops_a_running_command(tmp_path: Path) -> None:
     model = str(bytemodel.save(tmp_path, ends=False))
     command = [sys.executable, "-m", "kvthaw", "generate", "Hello", "--model", model, "--method", "oracle"]
     command += ["--max-new-tokens", "100000", "--temperature", "3"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "NO_COLOR": "1"})
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "NO_COLOR": "1"},
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # a suite in the background ignores it, and so would this
+    )
     assert process.stdout is not None
     process.stdout.read(1)  # it streams
     process.send_signal(signal.SIGINT)

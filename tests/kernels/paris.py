@@ -17,7 +17,7 @@ from kvthaw.kernels.query import Rotated, in_bytes
 from kvthaw.kernels.srht import Rotation, make_rotation
 
 SHAPES = [  # head_dim, query heads a KV head, lengths of the lanes, dtype
-    (64, 4, (1, 0, 63), torch.float32),
+    (64, 2, (1, 0, 63), torch.float32),
     (80, 1, (100,), torch.bfloat16),
     (128, 4, (2100,), torch.float16),
     (256, 2, (65,), torch.bfloat16),
