@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvthaw.errors import ConfigError
 from kvthaw.index.mix import GOLDEN, SPREAD, mix
-from kvthaw.index.units import Lane, UnitIndex, means
+from kvthaw.index.units import UnitIndex, means
 from kvthaw.kernels.cover import cover, directions
 from kvthaw.kernels.kmeans import Distance, check_distance, kmeans
 from kvthaw.kernels.unit_select import Policy
@@ -120,16 +120,8 @@ class ClusterIndex(UnitIndex):
 
     def build(self, lane: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         """See Index."""
-        self.truncate(lane, 0)
-        self.first = first
         tokens = keys.shape[1]
-        if not tokens:
-            return
-        count = min(tokens, self.clusters or max(1, tokens // self.tokens_per_cluster))
-        self.reserve(lane + 1)
-        self.reserve(0, count + 1, tokens)
-        self.beside(lambda: self._cluster(lane, 0, 0, keys[:, None], count), keys)
-        self._set(lane, Lane(tokens, count, 0, [(0, 0), (tokens, count)]))
+        self._whole(lane, first, keys, min(tokens, self.clusters or max(1, tokens // self.tokens_per_cluster)), self._cluster)
 
     def most_units(self, tokens: int) -> int:
         """See UnitIndex."""

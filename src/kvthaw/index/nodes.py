@@ -99,16 +99,8 @@ class NodeIndex(UnitIndex):
 
     def build(self, lane: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         """See Index."""
-        self.truncate(lane, 0)
-        self.first = first
         tokens = keys.shape[1]
-        if not tokens:
-            return
-        count = -(-tokens // self.size)
-        self.reserve(lane + 1)
-        self.reserve(0, count + 1, tokens)
-        self.beside(lambda: self._form(lane, 0, 0, keys[:, None], count), keys)
-        self._set(lane, Lane(tokens, count, 0, [(0, 0), (tokens, count)]))
+        self._whole(lane, first, keys, -(-tokens // self.size), self._form)
 
     def select(self, query: Tensor, budget: int) -> Selection:
         """See Index."""

@@ -260,6 +260,21 @@ class UnitIndex:
         if not host.tokens:
             self.stops[lane, :, 0] = 0
 
+    def _whole(
+        self, lane: int, first: int, keys: Tensor, count: int, form: Callable[[int, int, int, Tensor, int], None]
+    ) -> None:
+        """A lane's prompt, keys [H, T, D], becomes `count` units at once, in a batch of its own: form(lane, begin, before, keys
+        [H, 1, T, D], count) writes them in the tables, beside the current stream."""
+        self.truncate(lane, 0)
+        self.first = first
+        tokens = keys.shape[1]
+        if not tokens:
+            return
+        self.reserve(lane + 1)
+        self.reserve(0, count + 1, tokens)
+        self.beside(lambda: form(lane, 0, 0, keys[:, None], count), keys)
+        self._set(lane, Lane(tokens, count, 0, [(0, 0), (tokens, count)]))
+
     def _saved(self, lane: int, n: int) -> Before:
         """What an append of n tokens will write over, but for what the kept keys say."""
         host, parts = self.lanes[lane], []
