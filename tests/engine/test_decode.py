@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from dataclasses import replace
 
 import pytest
@@ -78,6 +79,31 @@ def test_a_bucket_is_captured_once(method: str) -> None:
         assert handle.stats().captures == 1
         generate(llama, ids, 300, min_new_tokens=300)
         assert handle.stats().captures == (1 if method == "streaming" else 2)  # streaming has nothing that grows
+
+
+@pytest.mark.gpu
+def test_a_capture_outlives_garbage_with_an_earlier_graph() -> None:
+    """The collector would destroy it meanwhile, and a capture fails where a graph is destroyed."""
+    llama = model("cuda", torch.float32)
+    ids = torch.randint(3, 512, (1, 600), device="cuda")
+    graph, x = torch.cuda.CUDAGraph(), torch.zeros(8, device="cuda")
+    with torch.cuda.graph(graph):
+        x.add_(1)
+    earlier = [graph]
+    del graph
+
+    def litter(*_: object) -> None:
+        if earlier and torch.cuda.is_current_stream_capturing():
+            cycle: list[object] = [earlier.pop()]
+            cycle.append(cycle)
+            del cycle
+            assert len([[] for _ in range(20_000)]) == 20_000  # enough for the collector to look at what is new
+
+    with llama.model.layers[1].register_forward_pre_hook(litter), kvthaw.attach(llama, "quest", budget=128) as handle:
+        generate(llama, ids, 8, min_new_tokens=8)
+        assert handle.stats().captures == 1
+    assert not earlier
+    assert gc.isenabled()
 
 
 @pytest.mark.gpu

@@ -74,7 +74,9 @@ def test_kernels_assign_to_a_nearest_centroid(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("dim", "dtype"), [(1, torch.float32), (8, torch.float32), (8, torch.bfloat16), (24, torch.float16), (256, torch.float32)]
 )
-def test_products_are_of_shapes_that_a_gpu_multiplies(dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_are_of_shapes_that_a_gpu_multiplies(
+    dim: int, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The interpreter multiplies any: what the kernels were given is looked at instead."""
     given: list[dict[str, int]] = []
     kernel = op._assign
@@ -89,7 +91,7 @@ def test_products_are_of_shapes_that_a_gpu_multiplies(dim: int, dtype: torch.dty
 
     monkeypatch.setattr(op, "_assign", Watched())
     keys, start = blobs(1, 30, 2, dim)
-    op.launch(keys.to(dtype), start, distance="l2", iterations=2)
+    op.launch(keys.to(device, dtype), start.to(device), distance="l2", iterations=2)
     assert len(given) == 2
     for shape in given:
         assert min(shape["BM"], shape["BN"], shape["DP"]) >= 16

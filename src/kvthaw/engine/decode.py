@@ -8,9 +8,11 @@ one captures anew.
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,6 +43,18 @@ def capturable(cache: Cache) -> str | None:
         if group is None or not group.index.graph_safe:
             return f"{cache.settings.method.name} needs the host in every step"
     return None
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage is collected: an earlier graph among it would be destroyed, and a capture fails where one is."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def compiled_step(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -194,7 +208,7 @@ class Replay:
     def _capture(self) -> None:
         begin, device = time.perf_counter(), self._ids.device
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with _uncollected(), torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may go on
             before = torch.cuda.memory_reserved(device)
             self._logits = self._run()
         self._graph = graph
