@@ -87,7 +87,7 @@ def moves(dtype: torch.dtype, dim: int) -> None:
 
 
 def codes(dtype: torch.dtype, dim: int) -> None:
-    from kvthaw.kernels import graded, rerank, tiers
+    from kvthaw.kernels import code_hits, graded, rerank, tiers
     from kvthaw.kernels.encode import Summaries, make_quantizer
     from kvthaw.kernels.srht import make_rotation
 
@@ -105,6 +105,8 @@ def codes(dtype: torch.dtype, dim: int) -> None:
         rotated, _ = graded.launch(query, rotation, HEADS, totals, mean=False, combine="max")
         for run in (64, 32, 8):
             rerank.launch(rotated, summaries, empty(3, HEADS, 640), empty(3), quantizer, 0.1, run)
+    tables, asked = (empty(3, HEADS, n, 150, dtype=torch.int16) for n in (900, GROUP))
+    code_hits.launch(tables[:, :, :700], asked, empty(3, dtype=torch.int64))
 
 
 CASES: dict[str, Callable[[torch.dtype, int], None]] = {

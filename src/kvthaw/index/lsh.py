@@ -8,9 +8,9 @@ from torch import Tensor
 from kvthaw.errors import ConfigError
 from kvthaw.index.mix import GOLDEN, SPREAD, mix
 from kvthaw.index.tokens import TokenIndex
+from kvthaw.kernels.code_hits import code_hits
 from kvthaw.types import LayerShape, Selection
 
-_BLOCK = 1 << 25  # codes compared at once
 _VECTORS = 2048  # vectors of a head coded at once
 
 
@@ -76,7 +76,7 @@ class HashIndex(TokenIndex):
         batch, heads = query.shape[0], self.shape.kv_heads
         grouped = query.unflatten(1, (heads, -1))
         asked = self.code(grouped)  # [B, H, G, L]
-        hits = self.hits(asked, tokens)  # [B, H, G, T]
+        hits = code_hits(self.tables["codes"][:batch, :, :tokens], asked, self.known[:batch])  # [B, H, G, T]
         held, whole = self.held(batch, tokens), (self.known[:batch] <= budget)[:, None, None]
         drawn = (hits >= 2) & held[:, :, None]
         some = (drawn.any(dim=2) | whole) & held
@@ -100,17 +100,6 @@ class HashIndex(TokenIndex):
         log_weight = torch.zeros((batch, query.shape[1], budget), dtype=torch.float32, device=query.device)
         log_weight[:, :, :width] = torch.where(taken[:, :, None], weight, 0.0).flatten(1, 2)
         return Selection(rows, taken.sum(dim=2, dtype=torch.int32), log_weight=log_weight)
-
-    def hits(self, asked: Tensor, tokens: int) -> Tensor:
-        """In how many tables each token's code is the query's: asked [B, H, P, L] -> [B, H, P, tokens] int16, in blocks."""
-        codes = self.tables["codes"][: asked.shape[0], :, :tokens]
-        found = torch.empty((*asked.shape[:3], tokens), dtype=torch.int16, device=asked.device)
-        step = max(1, _BLOCK // (asked.shape[0] * asked.shape[1] * self.L))
-        for at in range(0, tokens, step):
-            for head in range(asked.shape[2]):
-                same = codes[:, :, at : at + step] == asked[:, :, head, None]
-                found[:, :, head, at : at + step] = same.sum(dim=3, dtype=torch.int16)
-        return found
 
     def salt(self, asked: Tensor) -> Tensor:
         """A number for the queries of a group, [B, H] int64, of their codes: asked [B, H, G, L]."""

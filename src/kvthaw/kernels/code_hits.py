@@ -1,0 +1,71 @@
+"""In how many hash tables each token's code is the query's (MagicPIG).
+
+A token's L codes of 2 bytes are read once for all P queries of a group and 2 P bytes written: 50 lanes of 4 KV heads, 16k tokens
+and 150 tables are 983 MB, .23 ms at 4300 GB/s. In torch the same goes through L bytes a token and query, written
+and read again.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvthaw.kernels import HAS_TRITON
+
+_BLOCK = 1 << 25  # codes compared at once by the definition
+
+
+def definition(codes: Tensor, asked: Tensor, known: Tensor) -> Tensor:
+    """codes [B, H, T, L] and asked [B, H, P, L], int16, not negative; known [B] int64: the first tokens of a lane that count.
+    Returns [B, H, P, T] int16: in how many of the L places a token has what was asked for, 0 for tokens that do not count."""
+    batch, heads, tokens, tables = codes.shape
+    found = torch.empty((*asked.shape[:3], tokens), dtype=torch.int16, device=asked.device)
+    step = max(1, _BLOCK // (batch * heads * tables))
+    for at in range(0, tokens, step):
+        for head in range(asked.shape[2]):
+            same = codes[:, :, at : at + step] == asked[:, :, head, None]
+            found[:, :, head, at : at + step] = same.sum(dim=3, dtype=torch.int16)
+    return found.masked_fill_(torch.arange(tokens, device=asked.device) >= known[:, None, None, None], 0)
+
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+    @triton.jit(do_not_specialize=["tokens"])
+    def _count(codes, asked, known, found, stride, heads, tokens,
+               P: tl.constexpr, L: tl.constexpr, LP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+        # One program a (block of tokens; lane and head). stride: of codes, from one lane and head to the next.
+        bh = tl.program_id(1).to(tl.int64)
+        t, i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, LP)
+        live = t < tl.minimum(tl.load(known + bh // heads), tokens)
+        code = tl.load(codes + bh * stride + t[:, None] * L + i[None, :], mask=live[:, None] & (i < L)[None, :], other=-1)
+        for p in tl.static_range(P):
+            own = tl.load(asked + (bh * P + p) * L + i, mask=i < L, other=-2)
+            hits = tl.sum((code == own[None, :]).to(tl.int32), axis=1)
+            tl.store(found + (bh * P + p) * tokens + t, hits.to(tl.int16), mask=t < tokens)
+
+
+def launch(codes: Tensor, asked: Tensor, known: Tensor) -> Tensor:
+    """The Triton kernel; arguments as in `definition`. codes may be the first tokens of a longer table."""
+    batch, heads, tokens, tables = codes.shape
+    asked = asked.contiguous()
+    assert codes.dtype == asked.dtype == torch.int16 and known.dtype == torch.int64, "codes are int16, known int64"
+    stride = codes.stride(1)
+    assert codes.stride()[2:] == (tables, 1) and codes.stride(0) == heads * stride, f"codes lie {codes.stride()} apart"
+    assert asked.shape == (batch, heads, asked.shape[2], tables) and known.shape == (batch,) and known.is_contiguous()
+    found = torch.empty((batch, heads, asked.shape[2], tokens), dtype=torch.int16, device=asked.device)
+    padded = triton.next_power_of_2(tables)
+    block = max(1, min(128, 8192 // padded))
+    if found.numel():
+        _count[(triton.cdiv(tokens, block), batch * heads)](
+            codes, asked, known, found, stride, heads, tokens, P=asked.shape[2], L=tables, LP=padded, BLOCK=block, num_warps=4
+        )
+    return found
+
+
+def code_hits(codes: Tensor, asked: Tensor, known: Tensor) -> Tensor:
+    """As `definition`: the kernel on a GPU."""
+    if HAS_TRITON and codes.is_cuda:
+        return launch(codes, asked, known)
+    return definition(codes, asked, known)
