@@ -169,7 +169,8 @@ class WaveIndex(ClusterIndex):
         n = values.shape[1]
         place = (self.order[lane, :, begin : begin + n] - (self.first + begin)).long()
         ordered = values.gather(1, place[..., None].expand(-1, -1, values.shape[2]))
-        upto = F.pad(ordered.double().cumsum(dim=1), (0, 0, 1, 0))
+        sums = ordered.mT.double().contiguous().cumsum(dim=2).mT  # along the last dimension a GPU sums in parallel
+        upto = F.pad(sums, (0, 0, 1, 0))
         stops = (self.stops[lane, :, before : before + count + 1] - begin).long()
         at = upto.gather(1, stops[..., None].expand(-1, -1, values.shape[2]))
         means = (at[:, 1:] - at[:, :-1]) / stops.diff(dim=1).clamp(min=1)[..., None]
