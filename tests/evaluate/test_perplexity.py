@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import bytemodel
 from kvthaw.errors import ConfigError
+from kvthaw.evaluate import perplexity
 from kvthaw.evaluate.job import Progress
 from kvthaw.evaluate.model import load
 from kvthaw.evaluate.perplexity import Course, Line, Reader, Summary
@@ -117,6 +118,19 @@ def test_pieces_of_a_course_are_rows_that_lack_the_same(loaded: tuple[Any, Any])
         reader.known.extend(lines)
     left = reader.missing(course, wanted, reader.known.get)
     assert [one.seeds for one in left if one.course.lengths == (300,)] == [(0,), (3, 4)]
+
+
+def test_a_text_is_tokenised_once_however_many_settings_ask(loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A book takes a fifth of a second, and the whole table asks some four thousand times."""
+    asked: list[str | None] = []
+    real = perplexity.tokens_of
+    monkeypatch.setattr(perplexity, "tokens_of", lambda tokenizer, text: (asked.append(text), real(tokenizer, text))[1])
+    reader = Reader(*loaded)
+    text = read_asset("book.txt")[:4000]
+    for each in (None, text):
+        pieces = reader.missing(Course((150,), steps=6, samples=3, text=each), [FULL, NARROW], reader.known.get)
+        assert len(list(reader.compute(pieces[0]))) == 2
+    assert asked == [None, text]
 
 
 def test_a_run_continues_where_it_stopped(loaded: tuple[Any, Any], tmp_path: Path) -> None:

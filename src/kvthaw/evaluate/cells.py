@@ -51,11 +51,14 @@ class Cells(Generic[K, M]):
             raise FileNotFoundError(errno.ENOENT, "its folder does not exist", str(path))
         self.path, self._part, self._read = path, part, read
         self._files: dict[Path, Kept[M]] = {}
+        self._absent: set[Path] = set()  # none of these was there; only `extend` makes them
+        self._paths: dict[tuple[object, ...], Path] = {}
 
     def get(self, setting: K) -> M | None:
         """The line of a setting, if known."""
         path = self._path(setting)
-        if path not in self._files and not path.exists():
+        if path not in self._files and (path in self._absent or not path.exists()):
+            self._absent.add(path)
             return None
         return self._file(path).get(setting)
 
@@ -78,6 +81,13 @@ class Cells(Generic[K, M]):
         return self._files[path]
 
     def _path(self, of: K) -> Path:
+        task = (of.task, of.question) if isinstance(of, Setting) else ()
+        cell = (of.method, repr(of.budget), of.retrieved, of.dense_layers, of.length, *task)
+        if cell not in self._paths:  # a large table asks for each some fifty times; 1.0 is not 1
+            self._paths[cell] = self._name(of)
+        return self._paths[cell]
+
+    def _name(self, of: K) -> Path:
         asked = f"-{of.budget}" * (of.budget is not None) + f"-retrieved{of.retrieved}" * (of.retrieved is not None)
         name = f"{quote(of.method, safe=':=,')}{asked}-dense{of.dense_layers}"
         if isinstance(of, Setting):

@@ -219,6 +219,7 @@ class Reader:
         self.known: Kept[Line] = Kept(None, Line.from_json) if known is None else known
         self._same = identity(model, name)
         self._rows = Rows(model, batch)
+        self._bodies: dict[str | None, list[int]] = {}  # the tokens of texts, which every setting asks for
 
     def run(
         self, course: Course, variants: Sequence[Variant], progress: Callable[[Progress], None] | None = None
@@ -308,7 +309,9 @@ class Reader:
     def _place(self, course: Course, seed: int) -> tuple[int, list[int]]:
         """Where in the text a sample begins, and its tokens. Raises ConfigError for a text that is too short: one that began anew
         would be predicted from its first reading."""
-        first, body = opening(self.tokenizer), tokens_of(self.tokenizer, course.text)
+        if course.text not in self._bodies:
+            self._bodies[course.text] = tokens_of(self.tokenizer, course.text)
+        first, body = opening(self.tokenizer), self._bodies[course.text]
         needed = max(0, course.tokens - len(first))
         if needed > len(body):
             most = f"length and steps take {course.tokens:,} tokens"

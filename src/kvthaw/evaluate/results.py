@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -14,13 +14,13 @@ from kvthaw.evaluate.metrics import mean, wilson
 
 
 class AsKey:
-    """A dataclass that all of a line depends on."""
+    """A dataclass that all of a line depends on. Its fields hold plain values."""
 
     __slots__ = ()
 
     def key(self) -> str:
         """The setting as one string."""
-        return json.dumps(asdict(self), sort_keys=True)  # type: ignore[call-overload]
+        return json.dumps({one.name: getattr(self, one.name) for one in fields(self)}, sort_keys=True)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
