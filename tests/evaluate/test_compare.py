@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
+from collections import deque
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 import bytemodel
 from kvthaw.cli import app
 from kvthaw.errors import ConfigError, KvthawError
+from kvthaw.evaluate import workers
 from kvthaw.evaluate.cells import Cell, Folder, cells_of, read_cells, write_cells
 from kvthaw.evaluate.compare import BASELINES, SUBJECTS, Grid, Paired, goals, protocols, under, units
 from kvthaw.evaluate.document import Document
@@ -27,7 +29,7 @@ from kvthaw.evaluate.overview import overview
 from kvthaw.evaluate.perplexity import Course, Stretch
 from kvthaw.evaluate.results import Line
 from kvthaw.evaluate.runner import Runner
-from kvthaw.evaluate.variant import FULL
+from kvthaw.evaluate.variant import FULL, Variant
 from kvthaw.evaluate.workers import Bench, Failure, Source, work
 
 ABOUT = ("toy", "w", "float32", "cpu", "0", "")
@@ -197,6 +199,19 @@ def test_processes_give_the_same_lines_and_survive_a_death(folder: Path, loaded:
         list(work(Source(str(folder / "none"), "cpu", "float32"), todo, jobs=1))
     with pytest.raises(ConfigError, match="jobs is 0"):
         list(work(source, todo, jobs=0))
+
+
+def test_the_last_units_are_shared_by_their_variants(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "LEAST", 2)
+    variants = tuple(Variant("oracle", budget) for budget in range(1, 8))
+    left = deque(Unit(Job("passkey", length, 1), ((0, 0.0),), variants) for length in (100, 200, 300))
+    taken: list[Unit] = []
+    while (unit := workers._take(left, jobs=3)) is not None:
+        taken.append(unit)
+    sizes = [(unit.job.length, len(unit.variants)) for unit in taken]
+    assert sizes == [(100, 7), (200, 3), (300, 3), (200, 2), (300, 2), (200, 2), (300, 2)]
+    for length in (200, 300):
+        assert tuple(v for unit in taken if unit.job.length == length for v in unit.variants) == variants
 
 
 @pytest.fixture(scope="module")

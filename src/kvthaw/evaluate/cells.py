@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -217,9 +218,16 @@ def read_stretches(path: Path) -> list[perplexity.Line]:
 def write_stretches(lines: Iterable[perplexity.Line], path: Path) -> None:
     """All lines of perplexity in one file, beside that of the cells."""
     beside = path.with_name(f"{path.stem}-perplexity.jsonl")
-    beside.write_text("".join(line.to_json() + "\n" for line in lines), encoding="utf-8")
+    _replace(beside, (line.to_json() for line in lines))
 
 
 def write_cells(cells: Iterable[Cell], path: Path) -> None:
     """One line a cell."""
-    path.write_text("".join(cell.to_json() + "\n" for cell in cells), encoding="utf-8")
+    _replace(path, (cell.to_json() for cell in cells))
+
+
+def _replace(path: Path, lines: Iterable[str]) -> None:
+    """Write a file whole: who reads meanwhile finds the one before."""
+    made = path.with_name(f".{path.name}.{os.getpid()}")
+    made.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    made.replace(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -145,9 +146,9 @@ class Kept(Generic[L]):
             raise FileNotFoundError(errno.ENOENT, "its folder does not exist", str(path))
         self.path = path
         self._lines: dict[str, L] = {}
+        self._whole: int | None = None  # bytes of whole lines, where a stop left one unfinished behind them
         if path is not None and path.exists():
-            for line in _read(path, read):
-                self._lines[line.setting.key()] = line
+            self._take(path, read)
 
     def get(self, setting: Keyed) -> L | None:
         """The line of a setting, if known."""
@@ -162,11 +163,29 @@ class Kept(Generic[L]):
         new = {line.setting.key(): line for line in lines}
         self._lines.update(new)
         if self.path is not None and new:
+            if self._whole is not None:
+                os.truncate(self.path, self._whole)
+                self._whole = None
             with self.path.open("a", encoding="utf-8") as file:
                 file.write("".join(line.to_json() + "\n" for line in new.values()))
 
     def __iter__(self) -> Iterator[L]:
         return iter(self._lines.values())
+
+    def _take(self, path: Path, read: Callable[[str], L]) -> None:
+        """The lines of a file, as it is: others may be writing to it."""
+        text = path.read_text(encoding="utf-8")
+        for number, line in enumerate(text.splitlines(keepends=True), 1):
+            try:
+                found = read(line) if line.strip() else None
+            except (ValueError, KeyError, TypeError) as error:
+                if line.startswith('{"setting"') and not line.endswith("\n"):
+                    self._whole = len(text[: -len(line)].encode())
+                    return
+                problem = f"out is {str(path)!r}, whose line {number} is not a result of kvthaw eval; name another file"
+                raise ConfigError(problem) from error
+            if found is not None:
+                self._lines[found.setting.key()] = found
 
 
 class Lines(Protocol):
@@ -184,21 +203,6 @@ class Results(Kept[Line]):
 
     def __init__(self, path: Path | None = None) -> None:
         super().__init__(path, Line.from_json)
-
-
-def _read(path: Path, read: Callable[[str], L]) -> Iterator[L]:
-    """The lines of a file. A last line that a stop left unfinished is cut off, in the file too."""
-    text = path.read_text(encoding="utf-8")
-    for number, line in enumerate(text.splitlines(keepends=True), 1):
-        try:
-            if line.strip():
-                yield read(line)
-        except (ValueError, KeyError, TypeError) as error:
-            if line.startswith('{"setting"') and not line.endswith("\n"):
-                path.write_text(text[: -len(line)], encoding="utf-8")
-                return
-            problem = f"out is {str(path)!r}, whose line {number} is not a result of kvthaw eval; name another file"
-            raise ConfigError(problem) from error
 
 
 @dataclass(frozen=True, slots=True)

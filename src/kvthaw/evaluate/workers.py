@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 TRIES = 2
 """How many workers may die of a unit."""
+LEAST = 24
+"""Variants of a unit for which its prompts are worth a prefill of their own, so that no worker is left alone with the last unit."""
 
 
 Piece = Unit | Stretch
@@ -93,14 +95,16 @@ def work(source: Source, units: Sequence[Piece], jobs: int, seconds: float | Non
     """The lines of units, those of one variant of a unit at once, in the order in which they come.
 
     jobs: how many processes share the cores. seconds: after so many, whatever is unfinished is given up. A unit that does not fit
-    the memory is cut in two. Raises ConfigError for jobs below 1, and KvthawError where a worker cannot even begin.
+    the memory is cut in two; so is one of many variants when fewer are left than there are processes. Raises ConfigError for jobs
+    below 1, and KvthawError where a worker cannot even begin.
     """
     if jobs < 1:
         raise ConfigError(f"jobs is {jobs}; it must be at least 1")
     end = None if seconds is None else time.monotonic() + seconds
     waiting, deaths = deque(units), dict[Piece, int]()
     with ExitStack() as stack:
-        crew = {number: _start(source, number, jobs, stack) for number in range(min(jobs, len(waiting)))}
+        pieces = sum(1 + (len(piece.variants) >= 2 * LEAST) for piece in waiting)
+        crew = {number: _start(source, number, jobs, stack) for number in range(min(jobs, pieces))}
         while crew and (end is None or time.monotonic() < end):
             left = None if end is None else max(0.0, end - time.monotonic())
             ready = set(wait([worker.connection for worker in crew.values()], left))
@@ -132,7 +136,7 @@ def work(source: Source, units: Sequence[Piece], jobs: int, seconds: float | Non
                         raise KvthawError(given)
                     if given:
                         yield Failure(_rest(worker), given)
-                worker.unit, worker.done = (waiting.popleft() if waiting else None), set()
+                worker.unit, worker.done = _take(waiting, jobs), set()
                 if worker.unit is None:
                     del crew[number]
                 with suppress(ConnectionError):  # a worker that has just died is met at the next turn
@@ -164,6 +168,18 @@ def _died(worker: _Worker, waiting: deque[Piece], deaths: dict[Piece, int]) -> I
         waiting.appendleft(rest)
     else:
         yield Failure(rest, f"{why}, for the second time at this")
+
+
+def _take(waiting: deque[Piece], jobs: int) -> Piece | None:
+    """The next piece; when fewer are left than there are workers, half of its variants, and the others come later."""
+    if not waiting:
+        return None
+    piece = waiting.popleft()
+    half = len(piece.variants) // 2
+    if len(waiting) >= jobs - 1 or half < LEAST:
+        return piece
+    waiting.append(replace(piece, variants=piece.variants[half:]))
+    return replace(piece, variants=piece.variants[:half])
 
 
 def _rest(worker: _Worker) -> Piece:
