@@ -136,6 +136,12 @@ def test_a_wrong_method_is_found_before_it_is_timed(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(BoundIndex, "select", lambda self, query, budget: select(self, query, max(1, budget // 8)))
     with pytest.raises(CacheError, match="arkvale, eager, differs from transformers at a budget above the length"):
         measured(method=("arkvale",))
+    said: list[Line] = []
+    notes: list[str] = []
+    with pytest.raises(CacheError, match="2 settings failed: arkvale, 160, eager, budget 64: arkvale, eager, differs"):
+        decode.main(Decode(**SMALL | {"method": ("arkvale", "quest", "full")}), say=said.append, note=notes.append)
+    assert [line.setting.method for line in said] == ["full"]
+    assert [note.partition(",")[0] for note in notes] == ["failed: arkvale", "failed: quest"]
 
 
 def test_a_cache_that_is_filled_wrongly_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,13 +10,15 @@ from kvthaw.bench.options import BUDGET, FILE, FLAG, INTEGER, SHARE, WORD, at_le
 from kvthaw.bench.shapes import SHAPES
 
 FIGURES = {
-    "length": "Time per output token against the length",
+    "length": "Time per output token against the length, 36k to 1M",
+    "icecache": "IceCache's ways to search at 36k and 128k",
     "throughput": "Tokens a second against the batch at 128k",
-    "icecache-memory": "Device memory against time a token at 36k (IceCache, figure 1)",
-    "icecache-scaling": "150k to 300k tokens (IceCache, figure 8)",
-    "pariskv-batches": "64k to 384k tokens by batch (ParisKV, figures 7 and 11)",
+    "clusterkv-ratio": "Latency and throughput beside full attention at 32k (ClusterKV's headline)",
     "clusterkv-latency": "Prompts of 8k to 32k and 256 to 1024 tokens, R = 0, 1, 2 (ClusterKV, figure 12)",
     "prkv-latency": "32k + 512 and 400 + 16k tokens (PRKV, figure 7)",
+    "icecache-memory": "Device memory against time a token at 36k (IceCache, figure 1)",
+    "pariskv-batches": "64k to 384k tokens by batch (ParisKV, figures 7 and 11)",
+    "icecache-scaling": "150k to 300k tokens (IceCache, figure 8)",
 }
 """Name -> what it shows and where it comes from."""
 
@@ -78,7 +80,9 @@ class Figures:
     name: tuple[str, ...] = option((), f"Which, separated by commas: {', '.join(FIGURES)}; all unless given.", many(WORD))
     shape: str | None = option(None, f"Another shape than the figure's own: {', '.join(SHAPES)}.", WORD)
     steps: tuple[str, ...] = option(
-        ("captured",), "How steps are taken: captured or compiled, eager where that cannot be.", many(WORD)
+        (),
+        "How steps are taken: captured or compiled, eager where that cannot be; as the figure has it unless given.",
+        many(WORD),
     )
     shrink: int = option(1, "Divide lengths, tokens and budgets by this, to try a figure on a small machine.", INTEGER)
     out: Path | None = option(None, "Keep one JSON line a run in this file; what stands there is not measured again.", FILE)
@@ -107,6 +111,9 @@ class Prefill:
     )
     dense_layers: int = option(0, "First layers that keep all KV on the device.", INTEGER)
     chunks_only: bool = option(False, "Leave out one pass, transformers' too.", FLAG)
+    layers: int | None = option(
+        None, "Only so many of the model's layers, for prompts that would take minutes: layers are alike.", at_least(1)
+    )
     host_bytes: int | None = option(None, "The most host memory to use; asks the system what is free unless given.", INTEGER)
     out: Path | None = option(None, "Keep one JSON line a run in this file; what stands there is not measured again.", FILE)
     commit: str | None = option(None, "What the lines say the code's commit is; asks git unless given.", WORD)

@@ -111,12 +111,13 @@ def taken(cache: Cache, number: int) -> Tokens:
 
 
 def hits_as_asked(setting: Setting, found: float | None) -> None:
-    """Raise CacheError where steps of a script did not find the share of their rows on the device that it gives them. What a
-    method does not keep (`keep=0`) it never finds."""
+    """Raise CacheError where steps of a script did not find the share of their rows on the device that it gives them, to a row.
+    What a method does not keep (`keep=0`) it never finds."""
     if setting.hits is None:
         return
     expected = setting.hits if setting.resolved().keep else 0.0
-    if found is None or abs(found - expected) > 0.02:
+    rows = setting.budget if isinstance(setting.budget, int) else setting.retrieved
+    if found is None or abs(found - expected) > 0.02 + (1 / rows if rows else 0):
         raise CacheError(f"{setting.method} found {found} of its rows on the device; hits is {setting.hits}")
 
 

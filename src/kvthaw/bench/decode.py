@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from kvthaw.bench.fill import Tokens, drawn, fill
 from kvthaw.bench.launches import launches
 from kvthaw.bench.lines import Line, Lines
 from kvthaw.bench.options import read_pairs
-from kvthaw.bench.script import parted, run_as_script
+from kvthaw.bench.script import noted, parted, printing, run_as_script
 from kvthaw.bench.scripted import scripted
 from kvthaw.bench.settings import HF, Setting, grid, groups, possible
 from kvthaw.bench.shapes import build
@@ -32,7 +33,7 @@ from kvthaw.bench.steps import Decoder, Steps, parts, prefill, random_tokens, ta
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.engine.decode import compiled_step
 from kvthaw.engine.hf import Cache
-from kvthaw.errors import ConfigError
+from kvthaw.errors import CacheError, ConfigError
 from kvthaw.types import ReadsStore
 
 if TYPE_CHECKING:
@@ -42,10 +43,15 @@ Watch = Callable[[str, int, int], None]
 """Is told what is measured next, how many settings are done, and of how many."""
 
 
-def main(*asked: Decode, say: Callable[[Line], None] | None = None, watch: Watch | None = None) -> list[Line]:
+def main(
+    *asked: Decode,
+    say: Callable[[Line], None] | None = None,
+    watch: Watch | None = None,
+    note: Callable[[str], None] = noted,
+) -> list[Line]:
     """Measure what was asked for, one after the other with models built and compiled once, each line given to `say` as soon as it
     is known. `out` and what lines say of the code are the first's. Raises ConfigError, before anything is built, for settings that
-    cannot be or do not fit."""
+    cannot be or do not fit. A setting that fails leaves the others their turn: `note` is told, and the error raised at the end."""
     device, dtype = where()
     known = Lines(asked[0].out)
     grids = []
@@ -61,12 +67,13 @@ def main(*asked: Decode, say: Callable[[Line], None] | None = None, watch: Watch
     bench, found = Bench(known, commit=asked[0].commit), []
     for options, wanted in zip(asked, grids, strict=True):
         bench.host_bytes, bench.profile = options.host_bytes, options.profile
-        lines = bench.run(wanted, say=say, watch=watch)
+        lines = bench.run(wanted, say=say, watch=watch, note=note)
         if options.plot is not None:
             from kvthaw.bench import report
 
             report.plot(lines, options.plot)
         found += lines
+    bench.judge()
     return found
 
 
@@ -91,11 +98,17 @@ class Bench:
         self.device, _ = where()
         self.about = {**provenance(commit), **bandwidths(self.device)}
         self._shape: tuple[str, int] | None = None
+        self._failed: list[tuple[Setting, Exception]] = []
 
     def run(
-        self, settings: list[Setting], *, say: Callable[[Line], None] | None = None, watch: Watch | None = None
+        self,
+        settings: list[Setting],
+        *,
+        say: Callable[[Line], None] | None = None,
+        watch: Watch | None = None,
+        note: Callable[[str], None] = noted,
     ) -> list[Line]:
-        """The lines of all settings, in order."""
+        """The lines of all settings, in order, but of those that fail; of which `note` is told, see judge."""
         done = 0
         for group in groups(settings):
             missing = [one for one in group if self.known.get(one) is None]
@@ -106,12 +119,27 @@ class Bench:
             if missing:
                 if watch is not None:
                     watch(str(missing[0]), done, len(settings))
-                for line in self._measure(missing):
-                    self.known.add(line)
-                    if say is not None:
-                        say(line)
+                try:
+                    for line in self._measure(missing):
+                        self.known.add(line)
+                        if say is not None:
+                            say(line)
+                except Exception as error:  # hours of others' times are not lost for it
+                    traceback.clear_frames(error.__traceback__)  # which hold caches
+                    self._failed.append((missing[0], error))
+                    note(f"failed: {missing[0]}: {type(error).__name__}: {error}")
+                    free()
             done += len(group)
         return [line for one in dict.fromkeys(settings) if (line := self.known.get(one)) is not None]
+
+    def judge(self) -> None:
+        """Raise what a setting failed with; CacheError with all of it where several did."""
+        if len(self._failed) == 1:
+            raise self._failed[0][1]
+        if self._failed:
+            raise CacheError(
+                f"{len(self._failed)} settings failed: " + "; ".join(f"{one}: {error}" for one, error in self._failed)
+            )
 
     @torch.no_grad()
     def _measure(self, group: list[Setting]) -> Iterator[Line]:
@@ -302,7 +330,5 @@ def free() -> None:
 
 
 if __name__ == "__main__":  # name=value ..., several runs in one process with -- between them
-    written = parted(sys.argv[1:])
-    run_as_script(
-        lambda: main(*(read_pairs(Decode, one) for one in written), say=lambda line: print(line.to_json(), flush=True))
-    )
+    asked = [read_pairs(Decode, one) for one in parted(sys.argv[1:])]
+    run_as_script(lambda: main(*asked, **printing(asked[0].out)))

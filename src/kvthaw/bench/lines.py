@@ -80,6 +80,19 @@ class Line:
         """One line of JSON."""
         return json.dumps(asdict(self))
 
+    def brief(self) -> str:
+        """What was measured, in a few words."""
+        mean, median, most = (f"{1e3 * seconds:.2f}" for seconds in (self.tpot_s, self.itl_p50_s, self.itl_p95_s))
+        words = [f"{self.setting}: {mean} ms a token (median {median}, p95 {most})", f"{self.tokens_per_s:.0f} tokens/s"]
+        for name, value in (("prompt", self.ttft_s), ("filled in", self.fill_s)):
+            if value is not None:
+                words.append(f"{name} {value:.2f} s")
+        if self.hit_rate is not None:
+            words.append(f"{self.hit_rate:.1%} hits")
+        if self.share_of_full is not None:
+            words.append(f"{self.share_of_full:.1%} of full's KV")
+        return ", ".join(words)
+
     @staticmethod
     def from_json(text: str) -> Line:
         """The reverse. Raises ValueError, KeyError or TypeError for anything else."""

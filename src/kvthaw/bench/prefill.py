@@ -15,9 +15,9 @@ from torch import Tensor
 
 from kvthaw.bench.asked import Prefill
 from kvthaw.bench.card import provenance
-from kvthaw.bench.decode import Watch, name_of, where
+from kvthaw.bench.decode import Watch, free, name_of, where
 from kvthaw.bench.options import read_pairs
-from kvthaw.bench.script import run_as_script
+from kvthaw.bench.script import parted, printing, run_as_script
 from kvthaw.bench.shapes import build
 from kvthaw.engine.hf import attach
 from kvthaw.engine.prefill import spans
@@ -38,7 +38,8 @@ MATMUL, ATTENTION, BUS = 795e12, 660e12, 55e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What a line depends on. chunk: tokens at once; the whole length is one pass. The rest as for `kvthaw.attach`, None for HF."""
+    """What a line depends on. chunk: tokens at once; the whole length is one pass. layers: how many of the shape's, None for all.
+    The rest as for `kvthaw.attach`, None for HF."""
 
     shape: str
     method: str
@@ -48,13 +49,15 @@ class Setting:
     retrieved: int | None
     dense_layers: int | None
     device: str
+    layers: int | None = None
 
     def key(self) -> str:
         """The setting as one string."""
         return json.dumps(asdict(self), sort_keys=True)
 
     def __str__(self) -> str:
-        return f"{self.method}, {self.length:,}, " + ("one pass" if self.chunk >= self.length else f"chunks of {self.chunk:,}")
+        words = [self.method, f"{self.length:,}", "one pass" if self.chunk >= self.length else f"chunks of {self.chunk:,}"]
+        return ", ".join(words if self.layers is None else [*words, f"{self.layers} layers"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +87,13 @@ class Line:
         """One line of JSON."""
         return json.dumps({"bench": "prefill", **asdict(self)})
 
+    def brief(self) -> str:
+        """What was measured, in a few words."""
+        if self.indexed_s is None or self.seconds is None:
+            return f"{self.setting}: does not fit"
+        floor = "" if self.over_floor is None else f", {self.over_floor:.2f} of what the hardware allows"
+        return f"{self.setting}: {self.seconds:.2f} s, indexed after {self.indexed_s:.2f} s{floor}"
+
     @staticmethod
     def from_json(text: str) -> Line:
         """The line that to_json() gave. Raises ValueError, KeyError or TypeError for anything else."""
@@ -93,24 +103,30 @@ class Line:
         return Line(**{**found, "setting": Setting(**found["setting"])})
 
 
-def main(asked: Prefill, say: Callable[[Line], None] | None = None, watch: Watch | None = None) -> list[Line]:
-    """A line a setting, each given to `say` as soon as it is known; every method is checked first. Raises ConfigError for settings
-    that cannot be, CacheError where a prompt in chunks does not give what one pass gives."""
+def main(*asked: Prefill, say: Callable[[Line], None] | None = None, watch: Watch | None = None) -> list[Line]:
+    """A line a setting, each given to `say` as soon as it is known; every method is checked first. `out`, `host_bytes` and what
+    lines say of the code are the first's. Raises ConfigError for settings that cannot be, CacheError where a prompt in chunks does
+    not give what one pass gives."""
     device, _ = where()
-    settings, known = grid(asked, name_of(device)), Kept(asked.out, Line.from_json)
+    first = asked[0]
+    settings = [one for options in asked for one in grid(options, name_of(device))]
+    known, about = Kept(first.out, Line.from_json), provenance(first.commit)
     model: PreTrainedModel | None = None
-    checked: set[tuple[str, int | None]] = set()
-    about = provenance(asked.commit)
+    built: tuple[str, int | None] | None = None
+    checked: set[tuple[object, ...]] = set()
     for done, one in enumerate(settings):
         line = known.get(one)
         if line is None:
             if watch is not None:
                 watch(str(one), done, len(settings))
-            model = model or build(one.shape, device)
-            if one.method != HF and (one.method, one.dense_layers) not in checked:
-                check(model, one, asked.host_bytes)
-                checked.add((one.method, one.dense_layers))
-            line = measure(model, one, asked.host_bytes, about)
+            if model is None or built != (one.shape, one.layers):
+                model, built = None, (one.shape, one.layers)
+                free()
+                model = build(one.shape, device, layers=one.layers)
+            if one.method != HF and (*built, one.method, one.dense_layers) not in checked:
+                check(model, one, first.host_bytes)
+                checked.add((*built, one.method, one.dense_layers))
+            line = measure(model, one, first.host_bytes, about)
             known.add(line)
         if say is not None:
             say(line)
@@ -139,6 +155,7 @@ def grid(asked: Prefill, device: str) -> list[Setting]:
                     retrieved=sizes[1],
                     dense_layers=None if dense else asked.dense_layers,
                     device=device,
+                    layers=asked.layers,
                 )
                 for chunk in chunks
             ]
@@ -265,7 +282,7 @@ def table(lines: list[Line]) -> Table:
     for line in lines:
         one, peak = line.setting, line.peak_device_bytes
         made.add_row(
-            one.method,
+            one.method if one.layers is None else f"{one.method}, {one.layers} layers",
             f"{one.length:,}",
             "one pass" if one.chunk >= one.length else f"{one.chunk:,}",
             *("does not fit" if s is None else f"{s:.3f}" for s in (line.seconds, line.indexed_s, line.cold_s)),
@@ -275,5 +292,6 @@ def table(lines: list[Line]) -> Table:
     return made
 
 
-if __name__ == "__main__":  # name=value ...
-    run_as_script(lambda: main(read_pairs(Prefill, sys.argv[1:]), say=lambda line: print(line.to_json(), flush=True)))
+if __name__ == "__main__":  # name=value ..., several runs in one process with -- between them
+    wanted = [read_pairs(Prefill, one) for one in parted(sys.argv[1:])]
+    run_as_script(lambda: main(*wanted, **printing(wanted[0].out)))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from kvthaw.errors import KvthawError
 
@@ -16,6 +18,25 @@ def run_as_script(main: Callable[[], Iterable[object]]) -> None:
         main()
     except KvthawError as error:
         sys.exit(f"kvthaw: {error}")
+
+
+def noted(text: str) -> None:
+    """Say something beside the lines."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def printing(out: Path | None) -> dict[str, Callable[..., None]]:
+    """`say` and `watch` of a benchmark: what is measured next and since when it runs, then the line, in JSON unless a file is given
+    that keeps it."""
+    begin = time.perf_counter()
+
+    def say(line: Any) -> None:
+        print(line.to_json() if out is None else line.brief(), flush=True)
+
+    def watch(what: str, done: int, of: int) -> None:
+        noted(f"{time.perf_counter() - begin:.0f} s, {done + 1} of {of}: {what}")
+
+    return {"say": say, "watch": watch}
 
 
 def parted(arguments: list[str]) -> list[list[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvthaw.errors import unknown
+from kvthaw.errors import ConfigError, unknown
 
 if TYPE_CHECKING:
     import torch
@@ -54,8 +54,8 @@ SHAPES = {
 """Name -> the model's config."""
 
 
-def build(shape: str, device: torch.device, *, seed: int = 0) -> PreTrainedModel:
-    """A model of a shape with seeded random weights, bfloat16 on a GPU and float32 on a CPU."""
+def build(shape: str, device: torch.device, *, seed: int = 0, layers: int | None = None) -> PreTrainedModel:
+    """A model of a shape with seeded random weights, bfloat16 on a GPU and float32 on a CPU; of `layers` layers, if given."""
     if shape not in SHAPES:
         raise unknown("shape", shape, SHAPES)
     import torch
@@ -63,6 +63,13 @@ def build(shape: str, device: torch.device, *, seed: int = 0) -> PreTrainedModel
 
     torch.manual_seed(seed)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    config = SHAPES[shape]()
+    if layers is not None:
+        if not 1 <= layers <= config.num_hidden_layers:
+            raise ConfigError(f"layers is {layers}; {shape} has 1 to {config.num_hidden_layers}")
+        config.num_hidden_layers = layers
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:layers]
     with device:
-        model = AutoModelForCausalLM.from_config(SHAPES[shape](), dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model.eval()

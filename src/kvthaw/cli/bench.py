@@ -78,7 +78,7 @@ def decode(asked: Decode, as_json: bool) -> None:
     bench, report = import_module("kvthaw.bench.decode"), import_module("kvthaw.bench.report")
     report.check(asked.plot)
     with bars() as progress:
-        lines = bench.main(asked, say=_printed if as_json else None, watch=_watched(progress))
+        lines = bench.main(asked, say=_printed if as_json else None, watch=_watched(progress), note=progress.console.print)
     if not as_json:
         print_wide(report.table(lines))
 
