@@ -202,3 +202,23 @@ def test_stores_of_other_sizes_share_nothing() -> None:
     one, other = HostStore(1, HEADS, DIM, torch.float32, extent=EXTENT), HostStore(1, HEADS, DIM, torch.float32, extent=8)
     with pytest.raises(ValueError, match="cannot share"):
         one.share(other)
+
+
+def test_a_wait_for_rows_on_their_way_is_for_the_last_of_them_and_once() -> None:
+    class Event:
+        waited = 0
+
+        def synchronize(self) -> None:
+            self.waited += 1
+
+    store, events = HostStore(1, 2, 4, torch.float32), [Event(), Event()]
+    store.wait()
+    assert store.ordered
+    store.arrive(events[0], ordered=True)  # type: ignore[arg-type]
+    store.arrive(events[1], ordered=False)  # type: ignore[arg-type]
+    assert not store.ordered
+    store.wait()
+    store.wait()
+    assert [event.waited for event in events] == [0, 1]
+    assert store.ordered
+    assert store.arriving is None

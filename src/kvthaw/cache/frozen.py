@@ -52,8 +52,6 @@ class FrozenKV(Lanes):
         self._start: list[int] = []  # where each lane's ring began at its last dense pass
         self._stale: set[int] = set()  # lanes to be indexed anew before the next step
         self._ahead: dict[int, int] = {}  # lanes whose index has what leaves with the next token -> rows in the store before
-        self._copied: torch.cuda.Event | None = None  # the last copy to the host, which the host has not waited for
-        self._ordered = True  # what the device does next comes after it
         self._finite: Tensor | None = None
         self.untouched = False  # all there is came as one prompt
 
@@ -108,7 +106,7 @@ class FrozenKV(Lanes):
         else:
             stored = min(self.store.length(lane), stop)
             held = [(stored, stop)]
-        blocks = self.pipeline.past.blocks(self.store, lane, stored, self.slab.data.device, self._copied)
+        blocks = self.pipeline.past.blocks(self.store, lane, stored, self.slab.data.device, self.store.arriving)
         pieces = (self.slab.read(lane, *span) for span in held if span[0] < span[1])
         return ((rows[None, :, :, 0], rows[None, :, :, 1]) for rows in chain(blocks, pieces))
 
@@ -256,7 +254,7 @@ class FrozenKV(Lanes):
         if not self.settings.method.evicts:
             self._store_ring(lane, past)
             shared = self.store.length(lane) - past
-            self._offload(lane, k[:, shared:], v[:, shared:])
+            self.pipeline.offload(self.store, lane, k[:, shared:], v[:, shared:])
         if self.group is not None and self.chooses and new > old:
             more = max(0, self.prompt - before - k.shape[1])
             self._index(lane, old, new, k, v, past, query[:, -WATCHED:], more)
@@ -291,9 +289,9 @@ class FrozenKV(Lanes):
             begin = min(old, past)
             keys, values = keys[:, old - begin : new - begin], values[:, old - begin : new - begin]
         if old == sink:
-            group.submit(self._copied, partial(index.build, lane, sink, keys, values, queries))
+            group.submit(self.store.arriving, partial(index.build, lane, sink, keys, values, queries))
         else:
-            group.submit(self._copied, partial(index.append, [lane], keys[None], values[None], queries[None]))
+            group.submit(self.store.arriving, partial(index.append, [lane], keys[None], values[None], queries[None]))
 
     def _queries(self, lane: int) -> Tensor:
         """The last queries of a lane's prompt, [Hq, W, D]; none of a lane that had none."""
@@ -314,15 +312,15 @@ class FrozenKV(Lanes):
         else:
             rows = self._on_device(lane, sink, end)
             keys, values = rows[:, :, 0], rows[:, :, 1]
-        self.group.submit(self._copied, partial(index.build, lane, sink, keys, values, self._queries(lane)))
+        self.group.submit(self.store.arriving, partial(index.build, lane, sink, keys, values, self._queries(lane)))
 
     def _on_device(self, lane: int, start: int, stop: int) -> Tensor:
         """Rows [H, stop - start, 2, D] of a lane that are in the store, on the device; the host waits for none of them."""
         data = self.slab.data
         if not data.is_cuda:
             return self.store.read(lane, start, stop)
-        if self._copied is not None:
-            torch.cuda.current_stream(data.device).wait_event(self._copied)
+        if self.store.arriving is not None:
+            torch.cuda.current_stream(data.device).wait_event(self.store.arriving)
         rows = data.new_empty((data.shape[1], stop - start, *data.shape[3:]))
         self.store.copy_to(rows, lane, start)
         return rows
@@ -334,7 +332,7 @@ class FrozenKV(Lanes):
         return (
             self.capacity <= self.longest
             or self._finite is not None
-            or not self._ordered
+            or not self.store.ordered
             or bool(self._stale)
             or bool(self._leaving())
         )
@@ -428,10 +426,10 @@ class FrozenKV(Lanes):
                 rows.append(own)
             else:  # the first tokens of a lane that had none to index
                 keys, values = own[:, :, 0], own[:, :, 1]
-                group.submit(self._copied, partial(index.build, lane, sink, keys, values, self._queries(lane)))
+                group.submit(self.store.arriving, partial(index.build, lane, sink, keys, values, self._queries(lane)))
         if known:
             data = rows[0][None] if len(rows) == 1 else torch.stack(rows)
-            group.submit(self._copied, partial(index.append, known, data[:, :, :, 0], data[:, :, :, 1], None))
+            group.submit(self.store.arriving, partial(index.append, known, data[:, :, :, 0], data[:, :, :, 1], None))
 
     def _store_ring(self, lane: int, length: int) -> None:
         """Offload what of the first `length` tokens stands in sink or ring only."""
@@ -442,25 +440,18 @@ class FrozenKV(Lanes):
         for place, end in self.slab.runs(stored, length):
             self.store.append(lane, data[lane, :, place:end], non_blocking=True)
         if data.is_cuda:  # on the current stream: a few rows, before the next step writes in their places
-            self._copied = self.store.arriving = torch.cuda.Event()
-            self._copied.record()
-
-    def _offload(self, lane: int, keys: Tensor, values: Tensor) -> None:
-        copied = self.pipeline.offload(self.store, lane, keys, values)
-        if copied is not None:
-            self._copied, self._ordered = copied, False
+            copied = torch.cuda.Event()
+            copied.record()
+            self.store.arrive(copied, ordered=True)
 
     def wait_for_copies(self) -> None:
         """The host reads what was copied to it."""
-        if self._copied is not None:
-            self._copied.synchronize()
-            self._copied, self._ordered = None, True
+        if self.plan is not None:
+            self.store.wait()
 
     def order_copies(self) -> None:
         """The device reads what was copied to the host; the host does not wait."""
-        if self._copied is not None and not self._ordered:
-            torch.cuda.current_stream(self.slab.data.device).wait_event(self._copied)
-            self._ordered = True
+        self.store.order(self.slab.data.device)
 
     # Changes from outside
 

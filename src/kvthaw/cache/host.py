@@ -80,6 +80,8 @@ class HostStore:
         self._table: tuple[int, Tensor] | None = None
         self.arriving: torch.cuda.Event | None = None
         """Passes when all rows appended so far are there; None: they are."""
+        self.ordered = True
+        """Whether what the device does next on the current stream comes after that."""
 
     @property
     def lanes(self) -> int:
@@ -133,6 +135,22 @@ class HostStore:
                     extent[h, offset : offset + take].copy_(source[h], non_blocking=non_blocking)
             done += take
         self._length[lane] = start + n
+
+    def arrive(self, copied: torch.cuda.Event, *, ordered: bool) -> None:
+        """All rows appended so far are there when `copied` passes. ordered: it was recorded on the current stream."""
+        self.arriving, self.ordered = copied, ordered
+
+    def wait(self) -> None:
+        """Until all rows are there: the host reads them next."""
+        if self.arriving is not None:
+            self.arriving.synchronize()
+            self.arriving, self.ordered = None, True
+
+    def order(self, device: torch.device) -> None:
+        """The device reads them next, on its current stream; the host does not wait."""
+        if self.arriving is not None and not self.ordered:
+            torch.cuda.current_stream(device).wait_event(self.arriving)
+            self.ordered = True
 
     def reserve(self, lane: int, length: int) -> None:
         """Allocate extents for `length` tokens of a lane."""

@@ -33,15 +33,15 @@ class Pipeline:
         self._stream: torch.cuda.Stream | None = None
         self._copies: deque[torch.cuda.Event] = deque()
 
-    def offload(self, store: HostStore, lane: int, keys: Tensor, values: Tensor) -> torch.cuda.Event | None:
-        """Append keys and values [H, n, D] to a lane. Returns an event that ends the copy, or None when it is done.
+    def offload(self, store: HostStore, lane: int, keys: Tensor, values: Tensor) -> None:
+        """Append keys and values [H, n, D] to a lane; the store knows when they have arrived.
 
         On a GPU the copy goes beside later work; the device waits for the layer before the last, so that only few layers are
         ever held twice.
         """
         if keys.device.type != "cuda":
             store.append(lane, torch.stack((keys, values), dim=2))
-            return None
+            return
         if self._stream is None:
             self._stream = torch.cuda.Stream(keys.device)
         current = torch.cuda.current_stream(keys.device)
@@ -52,11 +52,10 @@ class Pipeline:
                 tensor.record_stream(self._stream)
             done = torch.cuda.Event()
             done.record(self._stream)
-        store.arriving = done
+        store.arrive(done, ordered=False)
         self._copies.append(done)
         if len(self._copies) > self._IN_FLIGHT:
             current.wait_event(self._copies.popleft())
-        return done
 
     def submit(self, after: torch.cuda.Event | None, job: Callable[[], None]) -> Future[None]:
         """Run a job on the indexing thread once an event has passed. Jobs run in the order given."""
