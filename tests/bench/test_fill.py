@@ -85,3 +85,13 @@ def test_drawn_tokens_are_seeded_and_differ_by_layer(llama: PreTrainedModel) -> 
     assert torch.equal(one.rows, again.rows)
     assert not torch.equal(one.rows, other.rows)
     assert one.rows.shape == (1, llama.config.num_key_value_heads, 64, 2, llama.config.head_dim)
+
+
+def test_host_memory_of_coming_tokens_is_taken_before_they_come(llama: PreTrainedModel) -> None:
+    cache = Cache(llama, "quest", budget=64, extent=32)
+    fill(cache, lambda number: drawn(llama, number, 160, 0), batch=2, coming=40)
+    held = [kv.store.nbytes() for kv in cache.frozen_layers]
+    before = [kv.store.length(1) for kv in cache.frozen_layers]
+    _steps(llama, cache, 2)
+    assert [kv.store.length(1) for kv in cache.frozen_layers] > before
+    assert [kv.store.nbytes() for kv in cache.frozen_layers] == held

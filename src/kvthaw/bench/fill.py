@@ -50,11 +50,14 @@ def drawn(model: PreTrainedModel, layer: int, length: int, seed: int) -> Tokens:
     return Tokens(layer, rows, queries.normal_(generator=generator), dim**-0.5)
 
 
-def fill(cache: DynamicCache, tokens: Callable[[int], Tokens], *, batch: int = 1, shared: bool = False) -> None:
+def fill(
+    cache: DynamicCache, tokens: Callable[[int], Tokens], *, batch: int = 1, shared: bool = False, coming: int = 0
+) -> None:
     """Put tokens into an empty cache, of kvthaw or of transformers, and make `batch` rows of them.
 
     tokens: of a layer, by number. shared: layers hold the host rows of the first that is frozen, so tokens must give all of
-    them the same. Returns when all is offloaded and indexed."""
+    them the same. coming: tokens for which host memory is taken now: page-locking it takes milliseconds an extent, which a process
+    that ran before has behind it. Returns when all is offloaded and indexed."""
     first: FrozenLayer | None = None
     for number, layer in enumerate(cache.layers):
         of = tokens(number)
@@ -71,6 +74,9 @@ def fill(cache: DynamicCache, tokens: Callable[[int], Tokens], *, batch: int = 1
             first = first or layer.kv
         if batch > 1:
             layer.kv.reorder([0] * batch)
+        if coming and isinstance(layer.kv, FrozenLayer) and not layer.kv.settings.method.evicts:
+            for lane in range(batch):
+                layer.kv.store.reserve(lane, layer.kv.store.length(lane) + coming)
     if isinstance(cache, Cache) and cache.settings.method.foresees:
         cache.introduce()
     if getattr(cache, "offloading", False):

@@ -94,13 +94,14 @@ def _draw_lengths(figure: Any, lines: list[Line]) -> None:
 
 
 def _throughput(c: Common) -> list[Setting]:
-    batches = (("full", (6, 1)), (_PARISKV, (24, 8, 1, 16)), ("full", (2, 4)), (_PARISKV, (2, 4)))
+    batches = (("full", (1, 2, 4, 6)), (_PARISKV, (1, 8, 24)))
     return [c.run(method, 128 * _K, batch=batch) for method, rows in batches for batch in rows]
 
 
 def _clusterkv_ratio(c: Common) -> list[Setting]:
     method = _units(0.7)[0]
-    return [c.run(m, 32 * _K, batch=b) for m, b in (("full", 1), (method, 1), ("full", 24), (method, 24), (method, 48))]
+    runs = (("full", 1), (method, 1), ("full", 24), (method, 24), (method, 48), ("full", 28))
+    return [c.run(m, 32 * _K, batch=batch) for m, batch in runs]
 
 
 def _draw_batch(figure: Any, lines: list[Line]) -> None:
@@ -163,13 +164,7 @@ def _clusterkv_latency(c: Common) -> list[Setting]:
     # the hit rates that the paper reports for R = 1 and 2; without a cache of rows there are none
     kept = ("keep=1:hits=0.63", "keep=0", "keep=2:hits=0.74")
     methods = ("full", *(f"clusterkv:budget=1024:{how}" for how in kept))
-    more = [f"clusterkv:budget=2048:{how}" for how in kept]
-    return [
-        c.run(method, n * _K, new_tokens=1024, prompt="run")
-        for wanted, lengths in ((methods, (32, 8, 16)), (more, (32, 8, 16)))
-        for n in lengths
-        for method in wanted
-    ]
+    return [c.run(method, n * _K, new_tokens=1024, prompt="run") for n in (32, 8, 16) for method in methods]
 
 
 def _prkv(c: Common) -> list[Setting]:
