@@ -25,7 +25,16 @@ def blobs(problems: int, tokens: int, count: int, dim: int, seed: int = 0) -> tu
     return keys, start
 
 
-SHAPES = [(1, 1, 1, 64), (2, 63, 4, 64), (1, 200, 7, 96), (2, 150, 3, 128), (1, 40, 40, 256), (2, 90, 5, 8)]
+SHAPES = [
+    (1, 1, 1, 64),
+    (2, 63, 4, 64),
+    (1, 200, 7, 96),
+    (2, 150, 3, 128),
+    (1, 40, 40, 256),
+    (2, 90, 5, 8),
+    (1, 33, 3, 80),
+    (1, 40, 4, 192),
+]
 
 
 @pytest.mark.parametrize("distance", ["cosine", "l2", "inner"])

@@ -17,7 +17,9 @@ triton = pytest.mark.skipif(not HAS_TRITON, reason="no Triton")
 @triton
 @pytest.mark.parametrize("spread", ["max", "mean"])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("tokens", "page", "dim"), [(1, 16, 64), (63, 32, 96), (64, 32, 128), (50, 12, 256)])
+@pytest.mark.parametrize(
+    ("tokens", "page", "dim"), [(1, 16, 64), (63, 32, 96), (64, 32, 128), (50, 12, 256), (33, 16, 80), (40, 32, 192)]
+)
 def test_bounds_are_the_definition(
     tokens: int, page: int, dim: int, dtype: torch.dtype, spread: Spread, device: torch.device
 ) -> None:
@@ -48,7 +50,9 @@ def test_max_bound_is_never_below_a_key(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("path", ["vectorised", pytest.param("launch", marks=triton)])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("width", "tokens", "dim"), [(1, 1, 64), (70, 63, 96), (16, 200, 128), (4, 65, 256)])
+@pytest.mark.parametrize(
+    ("width", "tokens", "dim"), [(1, 1, 64), (70, 63, 96), (16, 200, 128), (4, 65, 256), (3, 33, 80), (5, 40, 192)]
+)
 def test_observation_is_the_definition(
     width: int, tokens: int, dim: int, dtype: torch.dtype, path: str, device: torch.device
 ) -> None:

@@ -58,9 +58,9 @@ CASES = [
     ([63, 7], 2, 4, 96, 40, True, True, 6, "max", torch.bfloat16),
     ([130, 0, 64], 2, 1, 64, 33, True, False, 0, "max", torch.float16),
     ([70], 1, 8, 128, 100, False, True, 0, "mean", torch.float32),
-    ([40, 41], 2, 4, 64, 1, False, True, 0, "mean_query", torch.bfloat16),
+    ([40, 41], 2, 4, 80, 1, False, True, 0, "mean_query", torch.bfloat16),
     ([20], 2, 2, 256, 1000, True, True, 3, "mean", torch.float32),
-    ([30], 1, 2, 64, 4, True, True, 9, "max", torch.float32),
+    ([30], 1, 2, 192, 4, True, True, 9, "max", torch.float32),
     ([2500, 1025], 1, 2, 64, 300, False, True, 0, "max", torch.float32),  # several chunks of units
     ([1030], 1, 1, 64, 9000, False, False, 0, "max", torch.float32),
 ]
