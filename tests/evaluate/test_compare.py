@@ -21,11 +21,11 @@ from kvthaw.cli import app
 from kvthaw.errors import ConfigError, KvthawError
 from kvthaw.evaluate import workers
 from kvthaw.evaluate.cells import Cell, Folder, cells_of, read_cells, write_cells
-from kvthaw.evaluate.compare import BASELINES, SUBJECTS, Grid, Paired, goals, protocols, under, units
+from kvthaw.evaluate.compare import BASELINES, SUBJECTS, Grid, Paired, goals, hopes, protocols, under, units
 from kvthaw.evaluate.document import Document
 from kvthaw.evaluate.job import Job, Unit
 from kvthaw.evaluate.model import load
-from kvthaw.evaluate.overview import overview
+from kvthaw.evaluate.overview import by_budget, overview
 from kvthaw.evaluate.perplexity import Course, Stretch
 from kvthaw.evaluate.results import Line
 from kvthaw.evaluate.runner import Runner
@@ -93,6 +93,33 @@ def test_goals_follow_from_the_cells_and_none_is_left_out() -> None:
     assert all(goal.paired is not None and goal.paired.n == 10 for goal in found.values())  # nothing of the hard task
     fewer = [one for one in toy() if one.method != "quest"]
     assert [goal.text for goal in goals(fewer) if goal.met is None] == [text for text in found if "quest" in text]
+
+
+def test_goals_that_belong_together_have_one_verdict() -> None:
+    every = 5 * len(BASELINES)
+    found = {hope.text: hope for hope in hopes(goals(toy()))}
+    assert len(found) == 4 + 5
+    assert sum(hope.of for hope in found.values()) == 4 + every
+    assert found["icecache at 64 equals every baseline at 256"].verdict == f"met ({len(BASELINES)} of {len(BASELINES)})"
+    missed = found["prkv at 256 equals every baseline at 256"]
+    assert missed.verdict == f"not met (0 of {len(BASELINES)}, {len(BASELINES)} more within the interval)"
+    assert missed.tightest is not None
+    assert missed.tightest.paired is not None
+    assert missed.tightest.paired.difference == pytest.approx(-0.1)
+    assert found["prkv at 256 keeps 99 % of full"].verdict == "not met"
+    fewer = {hope.text: hope for hope in hopes(goals([one for one in toy() if one.method not in ("quest", "prkv")]))}
+    assert fewer["icecache at 64 equals every baseline at 256"].verdict.endswith(", 1 not measured")
+    assert fewer["prkv at 256 keeps 99 % of full"].verdict == "not measured"
+
+
+def test_the_mean_by_budget_is_of_what_full_attention_can_do() -> None:
+    table = by_budget(toy())
+    assert table.columns == ("method", "64 tokens", "256 tokens")
+    rows = {row[0]: row[1:] for row in table.rows}
+    assert [getattr(value, "text", value) for value in rows["prkv"]] == ["90", "90"]
+    assert [getattr(value, "n", None) for value in rows["full"]] == [10, 10]  # nothing of the hard task
+    assert table.rows[0][0] == "full"
+    assert table.rows[-1][0] == "prkv"
 
 
 def test_protocols_are_apart_and_full_attention_is_of_all() -> None:
@@ -226,8 +253,9 @@ def test_the_report_holds_every_cell_and_asks_for_nothing(document: Document) ->
     for name in ("full", "oracle", *SUBJECTS, *BASELINES):
         assert f"<td>{name}</td><td>" in page
         assert f"| {name} | " in text
-    assert page.count("<svg") == 2 * 3  # by budget, bytes and recall under two protocols
-    assert "data:image/png;base64," in page
+    maps = page.count("accuracy by depth (down)")
+    assert maps == 2 * 3  # two tasks at 64 and 256, and at 256 with dense layers
+    assert page.count("<svg") == maps + 2 * 3  # by budget, bytes and recall under two protocols
     assert "prkv at 256 keeps 99 % of full" in text
     assert "90 (60 to 98, n=10)" in text
     with pytest.raises(ConfigError, match="of 2 settings"):

@@ -193,7 +193,8 @@ def _gather(out: Path) -> tuple[list[Cell], list[perplexity.Line]]:
 
 def _report(out: Path, as_json: bool) -> None:
     """Write the report beside the results, and print its goals."""
-    from kvthaw.evaluate.overview import all_goals, overview
+    from kvthaw.evaluate.compare import hopes
+    from kvthaw.evaluate.overview import all_goals, named, overview
 
     with waiting("writing the report"):
         cells, stretches = _gather(out)
@@ -208,10 +209,12 @@ def _report(out: Path, as_json: bool) -> None:
             for goal in of:
                 print(json.dumps({"question": question, "dense_layers": dense, **_record(goal)}))
         return
-    for (question, dense), of in goals.items():
-        met, missed = (sum(goal.met is what for goal in of) for what in (True, False))
-        open_ = len(of) - met - missed
-        stdout().print(f"question {question}, {dense} dense layers: {met} goals met, {missed} not met, {open_} not measured")
+    for protocol, of in goals.items():
+        stdout().print(f"{named(protocol)}:")
+        for hope in hopes(of):
+            least = hope.tightest
+            gap = "" if least is None or least.paired is None else f"; least against {least.other}: {least.paired.text}"
+            stdout().print(f"  {hope.text}: {hope.verdict}{gap}", soft_wrap=True)
     stderr().print(f"wrote {folder / stem}.html and .md", style="dim")
 
 

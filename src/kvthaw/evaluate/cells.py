@@ -153,24 +153,32 @@ class Cell:
 
     def at_depths(self) -> dict[float, float]:
         """The mean score of the samples asked for at each depth."""
-        depths = sorted({depth for _, depth in self.scores if depth is not None})
-        return {d: sum(of := [s for (_, depth), s in self.scores.items() if depth == d]) / len(of) for d in depths}
+        found: dict[float, list[float]] = {}
+        for (_, depth), score in self.scores.items():
+            if depth is not None:
+                found.setdefault(depth, []).append(score)
+        return {depth: sum(found[depth]) / len(found[depth]) for depth in sorted(found)}
 
     def to_json(self) -> str:
         """One line of JSON."""
         record = {**dict(zip(_ABOUT, self.about, strict=True)), **asdict(replace(self, about=()))}
         del record["about"]
-        record["scores"] = [[seed, depth, round(score, 6)] for (seed, depth), score in self.scores.items()]
+        record["scores"] = [[seed, depth, _short(score)] for (seed, depth), score in self.scores.items()]
         record["means"] = {name: None if value is None else round(value, 6) for name, value in self.means.items()}
-        return json.dumps(record)
+        return json.dumps(record, separators=(",", ":"))
 
     @staticmethod
     def from_json(text: str) -> Cell:
         """The reverse. Raises ValueError, KeyError or TypeError for anything else."""
         record: dict[str, Any] = json.loads(text)
         about = tuple(record.pop(name) for name in _ABOUT)
-        scores = {(seed, depth): score for seed, depth, score in record.pop("scores")}
+        scores = {(seed, depth): float(score) for seed, depth, score in record.pop("scores")}
         return Cell(about=about, scores=scores, **record)
+
+
+def _short(score: float) -> float:
+    """0 and 1 without a point: there are a hundred thousand of them."""
+    return int(score) if score in (0, 1) else round(score, 6)
 
 
 def cells_of(lines: Iterable[Line]) -> list[Cell]:

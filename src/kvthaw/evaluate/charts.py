@@ -1,8 +1,7 @@
-"""Drawings of a comparison, as SVG or bitmaps inside the page."""
+"""Drawings of a comparison, as SVG inside the page."""
 
 from __future__ import annotations
 
-import base64
 import io
 import re
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from kvthaw.errors import ConfigError
 from kvthaw.evaluate.cells import Cell
 from kvthaw.evaluate.compare import SUBJECTS, chosen, work
 from kvthaw.evaluate.document import Picture
+from kvthaw.evaluate.heat import heat
 
 _BLUES = dict(zip(SUBJECTS, ("#0b6fb8", "#c2410c", "#15803d", "#7c3aed"), strict=True))
 _MARKS = "osD^v<>pPXh*dH8"
@@ -64,36 +64,15 @@ def accuracy_by_bytes(cells: Sequence[Cell]) -> Picture | None:
 
 def heat_maps(cells: Sequence[Cell], task: str, budget: int | float) -> Picture | None:
     """Accuracy by depth (down) and length (across), a panel a method. None for a task without depths."""
-    import numpy as np
-    from matplotlib.figure import Figure
-
-    some = [c for c in cells if c.task == task and (c.full or c.budget == budget)]
-    depths = sorted({depth for cell in some for depth in cell.at_depths()})
-    lengths = sorted({cell.length for cell in some})
-    names = list(dict.fromkeys(cell.method for cell in some))
-    if not depths or not names:
+    some = [(c, c.at_depths()) for c in cells if c.task == task and (c.full or c.budget == budget)]
+    panels: dict[str, dict[tuple[float, int], float]] = {}
+    for cell, shares in some:
+        panels.setdefault(cell.method, {}).update({(depth, cell.length): share for depth, share in shares.items()})
+    depths, lengths = sorted({d for _, shares in some for d in shares}), sorted({c.length for c, _ in some})
+    if not depths:
         return None
-    across = min(8, len(names))
-    down = -(-len(names) // across)
-    figure = Figure(figsize=(1.35 * across + 0.6, 1.75 * down + 0.5), layout="constrained")
-    axes = figure.subplots(down, across, squeeze=False).flatten()
-    for axis, name in zip(axes, names, strict=False):
-        shown = np.full((len(depths), len(lengths)), np.nan)
-        for cell in some:
-            if cell.method == name:
-                for depth, right in cell.at_depths().items():
-                    shown[depths.index(depth), lengths.index(cell.length)] = right
-        axis.imshow(shown, cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
-        axis.set_title(name, fontsize=7)
-        axis.set_xticks(range(len(lengths)), [f"{length // 1024}k" for length in lengths], fontsize=6)
-        axis.set_yticks([0, len(depths) - 1], [f"{100 * depths[0]:.0f} %", f"{100 * depths[-1]:.0f} %"], fontsize=6)
-    for axis in axes[len(names) :]:
-        axis.remove()
-    out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=80)
-    data = base64.b64encode(out.getvalue()).decode()
     text = f"{task} with {budget} tokens: accuracy by depth (down) and length (across), red 0 to green 100 %."
-    return Picture(f'<img alt="{task}, {budget}" src="data:image/png;base64,{data}">', text)
+    return Picture(heat(panels, depths, lengths), text)
 
 
 def _methods(cells: Sequence[Cell]) -> list[str]:

@@ -111,14 +111,60 @@ class Paired:
         means = (sum(side) / n for side in zip(*pairs, strict=True))
         return Paired(n, total / n, max(-1.0, middle - spread), min(1.0, middle + spread), *means)
 
+    @property
+    def text(self) -> str:
+        """In points."""
+        return f"{100 * self.difference:+.1f} ({100 * self.low:+.1f} to {100 * self.high:+.1f}) points, n={self.n}"
+
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What was hoped for, and what came of it. met: None where it was not measured."""
+    """What was hoped for of a method beside another, and what came of it. met: None where it was not measured. hope: what it is a
+    part of."""
 
     text: str
+    hope: str
+    other: str
     met: bool | None
     paired: Paired | None
+
+
+@dataclass(frozen=True, slots=True)
+class Hope:
+    """Goals that belong together: how many are met, missed by less than the interval shows, measured, and there; and the one that
+    is missed by most or met by least."""
+
+    text: str
+    met: int
+    unclear: int
+    measured: int
+    of: int
+    tightest: Goal | None
+
+    @property
+    def verdict(self) -> str:
+        """In words."""
+        if not self.measured:
+            return "not measured"
+        missing = f", {self.of - self.measured} not measured" if self.measured < self.of else ""
+        unclear = f", {self.unclear} more within the interval" if self.unclear else ""
+        counts = f" ({self.met} of {self.measured}{unclear})" if self.of > 1 else ""
+        return ("met" if self.met == self.measured else "not met") + counts + missing
+
+
+def hopes(of: Sequence[Goal]) -> list[Hope]:
+    """Goals by what they are a part of, in their order."""
+    groups: dict[str, list[Goal]] = {}
+    for goal in of:
+        groups.setdefault(goal.hope, []).append(goal)
+    found = []
+    for text, some in groups.items():
+        measured = [(goal.paired.difference, goal) for goal in some if goal.paired is not None]
+        tightest = min(measured, key=lambda pair: pair[0])[1] if measured else None
+        met = sum(goal.met is True for goal in some)
+        unclear = sum(goal.met is False and goal.paired is not None and goal.paired.high >= 0 for goal in some)
+        found.append(Hope(text, met, unclear, len(measured), len(some), tightest))
+    return found
 
 
 Protocol = tuple[str, int]
@@ -153,20 +199,20 @@ def goals(cells: Sequence[Cell], budget: int = 256, small: int = 64) -> list[Goa
     """The goals under one protocol, every one of them: each subject keeps 99 % of full attention with `budget`, and equals every
     baseline there; icecache with `small` equals every baseline with `budget`."""
     full = chosen(cells, "full", None)
-    found = [
-        _goal(f"{name} at {budget} keeps {100 * KEEPS:.0f} % of full", chosen(cells, name, budget), full, _kept)
-        for name in SUBJECTS
-    ]
+    found = []
+    for name in SUBJECTS:
+        text = f"{name} at {budget} keeps {100 * KEEPS:.0f} % of full"
+        found.append(_goal((text, text, "full"), chosen(cells, name, budget), full, _kept))
     matches = [(name, budget) for name in SUBJECTS] + [(SUBJECTS[0], small)]
     for (name, mine), baseline in itertools.product(matches, BASELINES):
-        text = f"{name} at {mine} equals {baseline} at {budget}"
-        found.append(_goal(text, chosen(cells, name, mine), chosen(cells, baseline, budget), _equals))
+        text, hope = (f"{name} at {mine} equals {what} at {budget}" for what in (baseline, "every baseline"))
+        found.append(_goal((text, hope, baseline), chosen(cells, name, mine), chosen(cells, baseline, budget), _equals))
     return found
 
 
-def _goal(text: str, mine: list[Cell], theirs: list[Cell], holds: Callable[[Paired], bool]) -> Goal:
+def _goal(names: tuple[str, str, str], mine: list[Cell], theirs: list[Cell], holds: Callable[[Paired], bool]) -> Goal:
     paired = Paired.of(mine, theirs)
-    return Goal(text, None if paired is None else holds(paired), paired)
+    return Goal(*names, None if paired is None else holds(paired), paired)
 
 
 def _kept(paired: Paired) -> bool:

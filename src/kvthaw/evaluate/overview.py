@@ -18,6 +18,7 @@ from kvthaw.evaluate.compare import (
     check_one_model,
     chosen,
     goals,
+    hopes,
     protocols,
     under,
     work,
@@ -71,6 +72,7 @@ def _protocol(cells: list[Cell], protocol: Protocol) -> list[Block]:
         blocks.append(
             Text(f"Full attention is right less than {100 * WORKS:.0f} % of the time, so goals and means leave out: {names}.")
         )
+    blocks += [Heading("Mean accuracy by budget", 3), by_budget(cells)]
     blocks += [Heading("Accuracy by task, all lengths together", 3), _table(cells, _by_task(cells))]
     for length in sorted({cell.length for cell in cells}):
         some = [cell for cell in cells if cell.length == length]
@@ -94,13 +96,22 @@ def _goals(of: list[Goal]) -> list[Block]:
         f"{100 * WORKS:.0f} % of the time: a subject ({', '.join(SUBJECTS)}) keeps at least {100 * KEEPS:.0f} % of full "
         "attention's accuracy, and its mean difference to a baseline is not below zero."
     )
-    blocks: list[Block] = [Heading("Goals", 3), Text(how)]
+    blocks: list[Block] = [Heading("Goals", 3), Text(how), verdicts(of)]
     for met, text in groups.items():
         if split[met]:
             rows = [[goal.text, *_paired(goal.paired)] for goal in split[met]]
             table = Table(("goal", "difference", "its accuracy", "the other's"), rows)
             blocks.append(Fold(f"{text.capitalize()} ({len(rows)})", [table], opened=met is False))
     return blocks
+
+
+def verdicts(of: Sequence[Goal]) -> Table:
+    """What came of the goals: a row for those that belong together, and the one of them with the least difference."""
+    rows: list[list[Value]] = []
+    for hope in hopes(of):
+        least = hope.tightest
+        rows.append([hope.text, hope.verdict, *(["-"] * 4 if least is None else [least.other, *_paired(least.paired)])])
+    return Table(("goal", "verdict", "the nearest", "difference", "its accuracy", "the other's"), rows)
 
 
 def _paired(paired: Paired | None) -> list[Value]:
@@ -158,6 +169,21 @@ def _table(cells: Sequence[Cell], columns: Sequence[Column]) -> Table:
         rows.append([method, asked, _share(able), *parts, attended, f"{most / 2**20:.2f}"])
     heads = ("method", "budget", "mean", *(name for name, _ in columns), "tokens attended", "KV MiB on the device")
     return Table(heads, rows)
+
+
+def by_budget(cells: Sequence[Cell]) -> Table:
+    """Mean accuracy over the work that full attention can do: a row a method, the best first, a column a budget."""
+    budgets = sorted({c.budget for c in cells if c.budget is not None})
+    names = list(dict.fromkeys(c.method for c in cells if not c.full and c.budget is not None))
+    found = {name: [chosen(cells, name, budget) for budget in budgets] for name in names}
+
+    def right(name: str) -> float:
+        every = [cell for some in found[name] for cell in some]
+        return sum(sum(c.scores.values()) for c in every) / max(1, sum(c.n for c in every))
+
+    rows = [["full", *[_share(chosen(cells, "full", None))] * len(budgets)]]
+    rows += [[name, *map(_share, found[name])] for name in sorted(names, key=right, reverse=True)]
+    return Table(("method", *(f"{budget} tokens" for budget in budgets)), rows)
 
 
 def _differences(cells: Sequence[Cell]) -> list[Block]:
