@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from functools import partial
 from itertools import chain
 from typing import Any, Self
 
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from kvthaw.cache.clock import Clock
 from kvthaw.cache.dense import WATCHED, DenseLayer, padded, watch
+from kvthaw.cache.feed import Feed
 from kvthaw.cache.group import Group
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.lanes import Lanes, roomier
@@ -47,10 +47,10 @@ class FrozenKV(Lanes):
         Lanes.__init__(self)
         self.plan: Plan | None = None
         self.group: Group | None = None
+        self.feed: Feed | None = None  # of an anchor
         self.watched: dict[int, Tensor] = {}  # of each lane, its prompt's last queries, [Hq, W, D]
         self.scale = 0.0
         self._start: list[int] = []  # where each lane's ring began at its last dense pass
-        self._stale: set[int] = set()  # lanes to be indexed anew before the next step
         self._ahead: dict[int, int] = {}  # lanes whose index has what leaves with the next token -> rows in the store before
         self._finite: Tensor | None = None
         self.untouched = False  # all there is came as one prompt
@@ -150,6 +150,7 @@ class FrozenKV(Lanes):
                     self.rotary,
                 )
                 self.group = Group(method, shape, batch, plan.rows, self.pipeline)
+                self.feed = Feed(self.group, self.store, self.slab)
             else:
                 self.group = self.leader.group
         self.plan, self.capacity = plan, self.room or roomier(0, max(steps, self.coming))
@@ -157,8 +158,8 @@ class FrozenKV(Lanes):
 
     def make_room(self) -> None:
         """For `capacity` tokens a lane: until there are more, nothing that a step reads moves."""
-        if self.group is not None and self.chooses:
-            self.group.make_room(self.capacity)
+        if self.feed is not None:
+            self.feed.group.make_room(self.capacity)
 
     def copy_from(self, other: FrozenKV | DenseLayer) -> None:
         """Take over the tokens of another layer, as if they had been this layer's prompt. What a dense layer has offloaded for one
@@ -195,8 +196,8 @@ class FrozenKV(Lanes):
         always = other.slab.pool_start
         self.slab.data[:, :, :always] = other.slab.data[:, :, :always]
         self.seen, self._start, self.watched, self.untouched = other.seen, list(other._start), dict(other.watched), True
-        if self.group is not None and other.group is not None and self.chooses:
-            self.group.take_over(other.group)
+        if self.feed is not None and other.feed is not None:
+            self.feed.group.take_over(other.feed.group)
             self.make_room()
 
     def take_in(self, query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -212,7 +213,7 @@ class FrozenKV(Lanes):
                 self._take_lane(lane, query[lane, :, pad - steps :], key[lane, :, pad:], value[lane, :, pad:], before + pad)
         self.seen += steps
         if self.prompt and not self.coming:
-            self._index_stale()
+            self._renew()
 
     def take_row(self, lane: int, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Tokens of a dense pass of one lane become part of it, [1, ., T, D] each; the lane's length is set by the caller."""
@@ -226,12 +227,11 @@ class FrozenKV(Lanes):
             return
         self.untouched = False
         self.wait_for_copies()
-        if self.group is not None and self.chooses:
-            self.group.truncate(lane, 0)
+        if self.feed is not None:
+            self.feed.clear(lane)
         self.store.truncate(lane, 0)
         self.watched.pop(lane, None)
         self._start[lane] = self.plan.regions.sink
-        self._stale.discard(lane)
         self._ahead.pop(lane, None)
 
     def recover(self) -> None:
@@ -255,9 +255,9 @@ class FrozenKV(Lanes):
             self._store_ring(lane, past)
             shared = self.store.length(lane) - past
             self.pipeline.offload(self.store, lane, k[:, shared:], v[:, shared:])
-        if self.group is not None and self.chooses and new > old:
+        if self.feed is not None and new > old:
             more = max(0, self.prompt - before - k.shape[1])
-            self._index(lane, old, new, k, v, past, query[:, -WATCHED:], more)
+            self.feed.take(lane, old, new, k, v, past, query[:, -WATCHED:], more)
         sink = max(0, min(regions.sink, length) - past)
         if sink:
             self.slab.write(lane, past, torch.stack((k[:, :sink], v[:, :sink]), dim=2))
@@ -266,64 +266,14 @@ class FrozenKV(Lanes):
             self.slab.write(lane, ring, torch.stack((k[:, ring - past :], v[:, ring - past :]), dim=2))
         self._start[lane] = new
 
-    def _index(self, lane: int, old: int, new: int, k: Tensor, v: Tensor, past: int, queries: Tensor, more: int) -> None:
-        """Give the index positions [old, new): some may stand in the ring, the rest are k, v [H, n, D] from position `past` on.
-        more: tokens of the same prompt that are still to come.
+    @property
+    def _stale(self) -> set[int]:
+        """Lanes to be indexed anew before the next step."""
+        return set() if self.feed is None else self.feed.stale
 
-        Where an index of one piece is better than one that was appended to, a lane that a prompt in chunks makes much longer is
-        indexed anew, once: with the last chunk if the prompt was announced, else before the next step that asks."""
-        group = self.group
-        assert group is not None and self.plan is not None
-        index, sink = group.index, self.plan.regions.sink
-        much = (old > sink or more > 0) and 4 * (new - old + more) > old - sink
-        if not index.grows and (lane in self._stale or much):
-            self._stale.add(lane)
-            return
-        if index.on_host:
-            keys = values = k.new_empty((k.shape[0], new - old, 0))
-        else:
-            keys, values = k, v
-            if old < past:
-                ring = self.slab.read(lane, old, past)
-                keys, values = torch.cat((ring[:, :, 0], k), dim=1), torch.cat((ring[:, :, 1], v), dim=1)
-            begin = min(old, past)
-            keys, values = keys[:, old - begin : new - begin], values[:, old - begin : new - begin]
-        if old == sink:
-            group.submit(self.store.arriving, partial(index.build, lane, sink, keys, values, queries))
-        else:
-            group.submit(self.store.arriving, partial(index.append, [lane], keys[None], values[None], queries[None]))
-
-    def _queries(self, lane: int) -> Tensor:
-        """The last queries of a lane's prompt, [Hq, W, D]; none of a lane that had none."""
-        assert self.group is not None
-        shape = self.group.shape
-        return self.watched.get(lane, self.slab.data.new_empty((shape.q_heads, 0, shape.head_dim)))
-
-    def _index_stale(self) -> None:
-        for lane in sorted(self._stale):
-            self._index_anew(lane)
-        self._stale.clear()
-
-    def _index_anew(self, lane: int) -> None:
-        assert self.plan is not None and self.group is not None
-        index, sink, end = self.group.index, self.plan.regions.sink, self.indexed(lane)
-        if index.on_host:
-            keys = values = self.slab.data.new_empty((self.slab.data.shape[1], end - sink, 0))
-        else:
-            rows = self._on_device(lane, sink, end)
-            keys, values = rows[:, :, 0], rows[:, :, 1]
-        self.group.submit(self.store.arriving, partial(index.build, lane, sink, keys, values, self._queries(lane)))
-
-    def _on_device(self, lane: int, start: int, stop: int) -> Tensor:
-        """Rows [H, stop - start, 2, D] of a lane that are in the store, on the device; the host waits for none of them."""
-        data = self.slab.data
-        if not data.is_cuda:
-            return self.store.read(lane, start, stop)
-        if self.store.arriving is not None:
-            torch.cuda.current_stream(data.device).wait_event(self.store.arriving)
-        rows = data.new_empty((data.shape[1], stop - start, *data.shape[3:]))
-        self.store.copy_to(rows, lane, start)
-        return rows
+    def _renew(self) -> None:
+        if self.feed is not None:
+            self.feed.renew({lane: self.indexed(lane) for lane in self.feed.stale}, self.watched)
 
     # Tokens that leave the ring
 
@@ -340,7 +290,7 @@ class FrozenKV(Lanes):
     def before_step(self) -> None:
         """That work, done once however often it is asked for. Afterwards a step of one token is work of the device alone, where the
         index is graph-safe."""
-        self._index_stale()
+        self._renew()
         self.pipeline.past.release()
         self._leave(self._leaving())
         self._check_finite()
@@ -376,9 +326,10 @@ class FrozenKV(Lanes):
     @property
     def reversible(self) -> bool:
         """Whether what goes ahead can be taken back exactly."""
-        if self.group is None or not self.chooses:
+        if self.feed is None:
             return True
-        return isinstance(self.group.index, Reversible) and self.group.index.reversible
+        index = self.feed.group.index
+        return isinstance(index, Reversible) and index.reversible
 
     def go_ahead(self) -> None:
         """Where a ring has become full, offload and index what the next token will push out of it, while the device is still at
@@ -390,12 +341,8 @@ class FrozenKV(Lanes):
         if self._ahead:
             self.wait_for_copies()
         for lane, stored in self._ahead.items():
-            if self.group is not None and self.chooses:
-                start = self.indexed(lane)
-                if start > self.group.shape.regions.sink:
-                    self.group.undo(lane, start)
-                else:
-                    self.group.truncate(lane, 0)
+            if self.feed is not None:
+                self.feed.take_back(lane, self.indexed(lane))
             self.store.truncate(lane, stored)
         self._ahead.clear()
 
@@ -410,26 +357,11 @@ class FrozenKV(Lanes):
         """Offload and index them."""
         assert self.plan is not None
         self.untouched = False
-        spans = [(self.indexed(lane), self.indexed(lane) + self.plan.regions.buffer) for lane in lanes]
-        for lane, (_, stop) in zip(lanes, spans, strict=True):
+        spans = {lane: (self.indexed(lane), self.indexed(lane) + self.plan.regions.buffer) for lane in lanes}
+        for lane, (_, stop) in spans.items():
             self._store_ring(lane, stop)
-        group = self.group
-        if group is None or not self.chooses:
-            return
-        index, sink, buffer = group.index, self.plan.regions.sink, self.plan.regions.buffer
-        nothing = self.slab.data.new_empty((self.slab.data.shape[1], buffer, 2, 0))
-        known, rows = [], []
-        for lane, (start, stop) in zip(lanes, spans, strict=True):
-            own = nothing if index.on_host else self.slab.read(lane, start, stop)
-            if start > sink:
-                known.append(lane)
-                rows.append(own)
-            else:  # the first tokens of a lane that had none to index
-                keys, values = own[:, :, 0], own[:, :, 1]
-                group.submit(self.store.arriving, partial(index.build, lane, sink, keys, values, self._queries(lane)))
-        if known:
-            data = rows[0][None] if len(rows) == 1 else torch.stack(rows)
-            group.submit(self.store.arriving, partial(index.append, known, data[:, :, :, 0], data[:, :, :, 1], None))
+        if self.feed is not None:
+            self.feed.leave(spans, self.watched)
 
     def _store_ring(self, lane: int, length: int) -> None:
         """Offload what of the first `length` tokens stands in sink or ring only."""
@@ -485,8 +417,8 @@ class FrozenKV(Lanes):
         self.wait_for_copies()
         if self.group is not None:
             self.group.settle()
-            if new < old and self.chooses:
-                self.group.truncate(lane, new if new > regions.sink else 0)
+        if new < old and self.feed is not None:
+            self.feed.truncate(lane, new)
         if new < min(old, length):
             self.slab.write(lane, new, self.store.read(lane, new, min(old, length)))
         if self.store.length(lane) > length:
@@ -499,13 +431,12 @@ class FrozenKV(Lanes):
         self.wait_for_copies()
         if self.group is not None:
             self.group.settle()
-            if self.chooses:
-                self.group.reorder(lanes)
+        if self.feed is not None:
+            self.feed.reorder(lanes)
         self.store.reorder(lanes)
         self.slab.reorder(torch.tensor(lanes, device=self.slab.data.device))
         self.left_pad = [self.left_pad[lane] for lane in lanes]
         self._start = [self._start[lane] for lane in lanes]
-        self._stale = {i for i, lane in enumerate(lanes) if lane in self._stale}
         self._ahead = {i: self._ahead[lane] for i, lane in enumerate(lanes) if lane in self._ahead}
         self.watched = {i: self.watched[lane] for i, lane in enumerate(lanes) if lane in self.watched}
 
