@@ -34,8 +34,6 @@ for part in "$@"; do
     decode-kernels) kernels kernels_decode ;;
     tree) kernels kernels_tree --layers 6 --threads 16 ;;
     figures=*) bench 580 figures name="${name#figures=}" out="$out/decode.jsonl" host_bytes="$host" ;;
-    baseline) bench 200 decode out="$out/baseline.jsonl" $model length=36864 method=hf-dynamic,hf-offloaded,full,icecache,icecache-reuse \
-      steps=eager new_tokens=32 ;;
     icecache) bench 300 decode out="$out/decode.jsonl" $model length=36864 steps=eager \
       method=full,icecache,icecache:query_beam=64,icecache:transfer=bulk,icecache:preset=paper,icecache-reuse ;;
     breakdown) bench 200 decode out="$out/breakdown.jsonl" $model prompt=filled steps=captured profile=1 length=131072 method=full,$sparse ;;

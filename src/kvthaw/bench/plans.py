@@ -22,6 +22,8 @@ _EVERY = {"full": 64, "pariskv": 512, "clusterkv": 320, "prkv": 128, "icecache-d
 """Steps after which a method's updates begin again: ParisKV's buffer, ClusterKV's batch, PRKV's interval."""
 _FEW = 48  # of the others, whose rings give 16 tokens at a time
 _PARISKV = "pariskv:retrieved=100"
+_UNITS = ("clusterkv:budget=1024", "prkv:budget=1024")
+_HOST = ("icecache", "icecache-reuse")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,8 @@ class Common:
 
 
 def _units(hits: float, more: str = "") -> tuple[str, str]:
-    return f"clusterkv{more}:budget=1024:hits={hits}", f"prkv:budget=1024:hits={hits}"
+    clusters, pages = _UNITS
+    return f"{clusters}{more}:hits={hits}", f"{pages}:hits={hits}"
 
 
 def _length(c: Common) -> list[Setting]:
@@ -93,6 +96,25 @@ def _draw_lengths(figure: Any, lines: list[Line]) -> None:
     report.by_length(figure.subplots(), lines)
 
 
+def _baseline(c: Common) -> list[Setting]:
+    eager = [c.run(m, 36 * _K, new_tokens=_FEW, prompt="run") for m in ("hf-dynamic", "hf-offloaded", "full", *_HOST)]
+    captured = [c.run(m, 36 * _K, new_tokens=_FEW, prompt="run") for m in ("icecache-device", _PARISKV, *_UNITS)]
+    return [replace(one, steps="eager") for one in eager if possible(replace(one, steps="eager"), c.cuda)] + captured
+
+
+def _draw_baseline(figure: Any, lines: list[Line]) -> None:
+    left, right = figure.subplots(1, 2)
+    names = [f"{report.label(line)} ({line.setting.steps})" for line in lines]
+    left.barh(names, [line.tt2t_s or 0.0 for line in lines], color="C7", label="until the second token")
+    right.barh(names, [1e3 * line.tpot_s for line in lines], color="C0", label="each further token")
+    left.set(xlabel="seconds")
+    right.set(xlabel="ms", yticks=[])
+    for axes in (left, right):
+        axes.invert_yaxis()
+        axes.legend(fontsize=7)
+    left.tick_params(axis="y", labelsize=7)
+
+
 def _throughput(c: Common) -> list[Setting]:
     batches = (("full", (1, 2, 4, 6)), (_PARISKV, (1, 8, 24)))
     return [c.run(method, 128 * _K, batch=batch) for method, rows in batches for batch in rows]
@@ -109,7 +131,7 @@ def _draw_batch(figure: Any, lines: list[Line]) -> None:
 
 
 def _icecache_memory(c: Common) -> list[Setting]:
-    sparse = ("icecache", "icecache-reuse", "arkvale", "pqcache", "magicpig", "omnikv", "quest", "streaming", "snapkv")
+    sparse = (*_HOST, "arkvale", "pqcache", "magicpig", "omnikv", "quest", "streaming", "snapkv")
     return [c.run(method, 36 * _K) for method in ("full", *sparse)]
 
 
@@ -125,7 +147,7 @@ def _draw_memory(figure: Any, lines: list[Line]) -> None:
 
 
 def _icecache_scaling(c: Common) -> list[Setting]:
-    methods = ("full", "icecache", "icecache-reuse")
+    methods = ("full", *_HOST)
     return [c.run(m, n * _K, shared=m != "full") for n in (300, 150, 200, 250) for m in methods]
 
 
@@ -213,6 +235,7 @@ _8B = "llama-3.1-8b"
 PLANS = {
     "length": Figure(_8B, _length, _draw_length, steps=("compiled",)),
     "icecache": Figure(_8B, _icecache, _draw_lengths, steps=("compiled",)),
+    "baseline": Figure(_8B, _baseline, _draw_baseline, (10, 4)),
     "throughput": Figure(_8B, _throughput, _draw_batch),
     "clusterkv-ratio": Figure(_8B, _clusterkv_ratio, _draw_batch),
     "clusterkv-latency": Figure(_8B, _clusterkv_latency, _draw_latency, (20, 4)),

@@ -1,0 +1,278 @@
+"""What benchmarks of speed came to: new lines into benchmarks/results, and from there into README's tables and its plots.
+
+usage: speed.py OUT...    takes in the lines of these folders: decode, prefill, indexing, serving, kernels_*.jsonl
+       speed.py           only writes README's part between its marks, docs/length.png and docs/throughput.png
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from kvthaw.bench import report
+from kvthaw.bench.lines import Line
+
+HERE = Path(__file__).parent
+README = HERE.parent / "README.md"
+MARKS = ("<!-- written by benchmarks/speed.py -->", "<!-- until here -->")
+Record = dict[str, Any]
+K = 1024
+LENGTHS = (36 * K, 128 * K, 512 * K, 1024 * K)
+
+ROWS = (
+    ("full attention, the same kernels and harness", {"method": "full"}),
+    ("pariskv, 100 retrieved", {"method": "pariskv", "retrieved": 100}),
+    ("clusterkv, 1024 tokens, 70 % of rows on the device already", {"method": "clusterkv", "hits": 0.7}),
+    ("the same, 0 %", {"method": "clusterkv", "hits": 0.0}),
+    ("prkv, 1024 tokens, 70 %", {"method": "prkv", "hits": 0.7}),
+    ("the same, 0 %", {"method": "prkv", "hits": 0.0}),
+    ("icecache-device, 256 tokens, its tree searched on the device", {"method": "icecache-device"}),
+    ("icecache, 256 tokens, its tree on the host (eager)", {"method": "icecache"}),
+    ("the same, searched beside the layer before (eager)", {"method": "icecache:foresee=True"}),
+    ("icecache-reuse, 256 tokens (eager)", {"method": "icecache-reuse"}),
+    ("the same, searched beside the layer before (eager)", {"method": "icecache-reuse:foresee=True"}),
+)
+PROMPTED = (
+    ("transformers' DynamicCache", "hf-dynamic", "eager"),
+    ("transformers' OffloadedCache", "hf-offloaded", "eager"),
+    ("full attention, kvthaw's kernels", "full", "eager"),
+    ("icecache, 256 tokens", "icecache", "eager"),
+    ("icecache-reuse, 256 tokens", "icecache-reuse", "eager"),
+    ("icecache-device, 256 tokens", "icecache-device", "captured"),
+    ("full attention", "full", "captured"),
+    ("pariskv, 100 retrieved", "pariskv", "captured"),
+    ("clusterkv, 1024 tokens", "clusterkv", "captured"),
+    ("prkv, 1024 tokens", "prkv", "captured"),
+)
+
+
+def read(path: Path) -> list[Record]:
+    """A file's lines; none where there is none, and not one that a stopped run has cut."""
+    texts = path.read_text().splitlines() if path.exists() else []
+    found = []
+    for at, text in enumerate(texts):
+        try:
+            found.append(json.loads(text))
+        except json.JSONDecodeError:
+            if at + 1 < len(texts):
+                raise
+    return found
+
+
+def key(line: Record) -> str:
+    """What a newer line takes the place of: the same question, however many tokens, and whether or not layers shared the host."""
+    if "setting" in line:
+        same = {name: value for name, value in line["setting"].items() if name not in ("new_tokens", "shared", "seed")}
+        return json.dumps([line.get("bench"), same], sort_keys=True)
+    measured = {name for name, value in line.items() if isinstance(value, float | dict | list)}
+    about = {"gpu", "cpu", "torch", "transformers", "triton", "python", "commit"}
+    return json.dumps({name: value for name, value in line.items() if name not in measured | about}, sort_keys=True)
+
+
+def merged(old: Iterable[Record], new: Iterable[Record]) -> list[Record]:
+    """Old lines whose question is not among the new, then the new."""
+    fresh = {key(line): line for line in new}
+    return [line for line in old if key(line) not in fresh] + list(fresh.values())
+
+
+def take_in(folder: Path) -> None:
+    """Lines of a folder into benchmarks/results."""
+    names = ("decode", "prefill", "indexing", "serving")
+    for path in sorted([*(folder / f"{name}.jsonl" for name in names), *folder.glob("kernels_*.jsonl")]):
+        new = read(path)
+        if new:
+            target = HERE / "results" / path.name
+            target.write_text("".join(json.dumps(line) + "\n" for line in merged(read(target), new)))
+
+
+def asked(line: Record) -> Record:
+    """What a line depends on."""
+    found: Record = line["setting"]
+    return found
+
+
+def commit(lines: Iterable[Record]) -> str:
+    """The commits of lines, in a sentence's brackets."""
+    return ", ".join(dict.fromkeys(str(line["about"]["commit"]) for line in lines))
+
+
+def table(head: list[str], rows: Iterable[list[str]]) -> str:
+    """A Markdown table."""
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows))
+
+
+def matches(line: Record, wanted: Record) -> bool:
+    """Whether a line answers to what is wanted; fewer iterations of k-means are the same method."""
+    one = {**asked(line), "method": asked(line)["method"].replace(":iterations=4", "")}
+    return all(one[name] == value for name, value in wanted.items())
+
+
+def best(lines: list[Record], **wanted: Any) -> Record | None:
+    """The line that answers, the fastest way to take steps first."""
+    found = [line for line in lines if matches(line, wanted)]
+    for steps in ("compiled", "captured", "eager"):
+        for line in reversed(found):
+            if asked(line)["steps"] == steps:
+                return line
+    return None
+
+
+def ms(line: Record) -> str:
+    """Mean (median) milliseconds a token."""
+    return f"{1e3 * line['tpot_s']:.1f} ({1e3 * line['itl_p50_s']:.1f})"
+
+
+def percent(shares: Iterable[float]) -> str:
+    """A share or some of neighbouring columns."""
+    words = list(dict.fromkeys(f"{100 * one:.1f}" if one < 0.01 else f"{100 * one:.0f}" for one in shares))
+    return f"{', '.join(words)} %" if words else ""
+
+
+def prompted(lines: list[Record]) -> Iterable[str]:
+    """Until the second token, and a token, after a prompt of 36k."""
+    rows, used = [], []
+    for words, method, steps in PROMPTED:
+        wanted = {"method": method, "steps": steps, "length": 36 * K, "batch": 1, "prompt": "run", "hits": None}
+        line = best(lines, **wanted)
+        if line is not None:
+            used.append(line)
+            held = line["kv_device_bytes"] + line["index_device_bytes"] or line["kv_dense_bytes"]
+            rows.append([words, steps, f"{held / 1e6:,.0f} MB", f"{line['tt2t_s']:.2f} s", ms(line)])
+    if rows:
+        head = [
+            "after a prompt of 36,864 tokens",
+            "steps",
+            "KV and index on the device, beside dense layers",
+            "until the 2nd token",
+            "ms a token",
+        ]
+        yield f"Mean (median) of {used[0]['setting']['new_tokens']} tokens ({commit(used)}):"
+        yield table(head, rows)
+
+
+def lengths(lines: list[Record]) -> Iterable[str]:
+    """Time per output token against the length."""
+    filled = [line for line in lines if asked(line)["prompt"] == "filled" and asked(line)["batch"] == 1]
+    columns = [n for n in LENGTHS if best(filled, length=n)]
+    rows, used = [], []
+    fastest = {n: min(line["tpot_s"] for line in filled if asked(line)["length"] == n) for n in columns}
+    for words, wanted in ROWS:
+        found = {n: line for n in columns if (line := best(filled, length=n, **wanted))}
+        used += found.values()
+        cells = {n: ms(line) + ("" if asked(line)["steps"] != "captured" else " captured") for n, line in found.items()}
+        cells = {n: f"**{text}**" if found[n]["tpot_s"] == fastest[n] else text for n, text in cells.items()}
+        shares = [1.0 if line["share_of_full"] is None else line["share_of_full"] for line in found.values()]
+        if found:
+            rows.append([words, *(cells.get(n, "") for n in columns), percent(shares)])
+    shared = [n for n in columns if any(asked(line)["shared"] for line in used if asked(line)["length"] == n)]
+    how = (
+        "compiled and in one CUDA graph (`attach(compile=True)`; the graph is made for every method that selects on the device)"
+    )
+    there = f"; at {', '.join(map(report.short, shared))} layers share one layer's rows on the host" if shared else ""
+    yield f"Mean (median) milliseconds a token, index updates counted, {how} unless marked ({commit(used)}{there}):"
+    yield table(["", *(report.short(n) for n in columns), "KV and index on the device, of full's"], rows)
+
+
+def batches(lines: list[Record]) -> Iterable[str]:
+    """Peaks over the batches, as a sentence each."""
+    for method, length, more in (("pariskv", 128 * K, {}), ("clusterkv", 32 * K, {"hits": 0.7})):
+        wanted = {"length": length, "prompt": "filled", "steps": "captured"}
+        mine = [line for line in lines if matches(line, {"method": method, **wanted, **more})]
+        full = [line for line in lines if matches(line, {"method": "full", **wanted})]
+        if not mine or not full:
+            continue
+        most, least = (max(of, key=lambda line: float(line["tokens_per_s"])) for of in (mine, full))
+        rate = f"{most['tokens_per_s'] / least['tokens_per_s']:.1f}"
+        alone = [next((line for line in of if asked(line)["batch"] == 1), None) for of in (mine, full)]
+        ours, theirs = (f"{line['tokens_per_s']:.0f}" for line in (most, least))
+        words = f"At {report.short(length)}, captured, {method} gives {ours} tokens a second with {asked(most)['batch']} rows, "
+        words += f"full attention {theirs} with {asked(least)['batch']}: {rate} times"
+        if alone[0] and alone[1]:
+            words += f"; one row takes {ms(alone[0])} and {ms(alone[1])} ms a token"
+        yield f"{words} ({commit([most, least])})."
+
+
+def prefills(lines: list[Record]) -> Iterable[str]:
+    """Prompts with indexing, beside full attention's."""
+    known = [line for line in lines if line["indexed_s"] is not None]
+    base = {asked(one)["length"]: one["indexed_s"] for one in known if asked(one)["method"] == "hf-dynamic"}
+    parts = []
+    for line in known:
+        one = asked(line)
+        way = "one pass" if one["chunk"] >= one["length"] else f"chunks of {report.short(one['chunk'])}"
+        layers = "" if one.get("layers") is None else f", {one['layers']} of the layers"
+        times = f"{line['indexed_s']:.2f} s"
+        if one["length"] in base and one["method"] != "hf-dynamic" and not layers:
+            times += f" ({line['indexed_s'] / base[one['length']]:.2f})"
+        elif line["over_floor"] is not None:
+            times += f" ({line['over_floor']:.2f} of what the hardware allows)"
+        parts.append(f"{one['method']} {report.short(one['length'])} in {way}{layers} {times}")
+    if parts:
+        yield (
+            "A prompt until all of it is offloaded and indexed, beside transformers' own "
+            f"([prefill.jsonl](benchmarks/results/prefill.jsonl), {commit(known)}): {'; '.join(parts)}."
+        )
+
+
+def flat(line: Record) -> Record:
+    """A line of the time before settings."""
+    names = ("shape", "method", "steps", "length", "batch", "budget", "retrieved", "new_tokens")
+    rest = {"kv_device_bytes": 0, "kv_dense_bytes": line["full_kv_bytes"], "index_device_bytes": 0} | line
+    setting = {name: line.get(name) for name in names} | {"hits": None, "prompt": "run", "shared": False}
+    return {**rest, "setting": setting, "about": {"commit": line["commit"]}}
+
+
+def part() -> str:
+    """README's part, from benchmarks/results."""
+    old = [
+        line for line in read(HERE / "results" / "decode_h200.jsonl") if line["steps"] == "eager"
+    ]  # others had kernels to compile
+    decode = [*map(flat, old), *read(HERE / "results" / "decode.jsonl")]
+    shape = [line for line in decode if asked(line)["shape"] == "llama-3.1-8b"]
+    found = [*prompted(shape), *lengths(shape), *batches(shape), *prefills(read(HERE / "results" / "prefill.jsonl"))]
+    return "\n\n".join(found)
+
+
+def write(text: str) -> str:
+    """A README with its part between the marks made anew. Raises ValueError where it has no marks."""
+    before, begin, rest = text.partition(MARKS[0])
+    _, end, after = rest.partition(MARKS[1])
+    if not begin or not end:
+        raise ValueError(f"README has no part between {MARKS[0]} and {MARKS[1]}")
+    return f"{before}{begin}\n\n{part()}\n\n{end}{after}"
+
+
+def draw() -> None:
+    """Both plots, from what is newest of each setting, as the tables."""
+    decode = [Line(**{**line, "setting": _setting(line)}) for line in read(HERE / "results" / "decode.jsonl")]
+    filled = [line for line in decode if line.setting.prompt == "filled" and line.setting.shape == "llama-3.1-8b"]
+    alone = [line for line in filled if line.setting.batch == 1 and line.setting.steps == "compiled" and line.setting.hits != 0]
+    rows = [line for line in filled if line.setting.steps == "captured" and line.setting.length == 128 * K]
+    for name, drawn, of in (("length", report.by_length, alone), ("throughput", report.by_batch, rows)):
+        figure = report.figure(7.0, 4.2)
+        drawn(figure.subplots(), sorted(of, key=lambda line: (line.setting.method, line.setting.length)))
+        figure.suptitle(f"{of[0].setting.shape}, {of[0].setting.device}", fontsize=9)
+        report.save(figure, HERE.parent / "docs" / f"{name}.png")
+
+
+def _setting(line: Record) -> Any:
+    from kvthaw.bench.settings import Setting
+
+    return Setting(**{**line["setting"], "method": line["setting"]["method"].replace(":iterations=4", "")})
+
+
+def main(arguments: list[str]) -> None:
+    """See the module."""
+    if any(one.startswith("-") for one in arguments):
+        sys.exit(__doc__)
+    for folder in arguments:
+        take_in(Path(folder))
+    README.write_text(write(README.read_text()))
+    draw()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
