@@ -26,6 +26,21 @@ class HostMemoryError(KvthawError, MemoryError):
     """The host cannot hold the KV that would be offloaded; the message gives the bytes needed."""
 
 
+def at_least(least: float, **values: float | None) -> None:
+    """Raise ConfigError for the first of some fields whose value is less; None is none."""
+    for field, value in values.items():
+        if value is not None and value < least:
+            raise ConfigError(f"{field} is {value}; it must be at least {least}")
+
+
+def one_of(allowed: Iterable[str], **values: object) -> None:
+    """Raise ConfigError for the first of some fields whose value is none of those that are allowed."""
+    names = list(allowed)
+    for field, value in values.items():
+        if value not in names:
+            raise ConfigError(f"{field} is {value!r}; it must be one of {', '.join(names)}")
+
+
 def unknown(field: str, value: str, known: Iterable[str]) -> ConfigError:
     """That a name is none of those that are known; which is the nearest."""
     names = list(known)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.regions import Regions
+from kvthaw.errors import at_least
 
 if TYPE_CHECKING:
     from kvthaw.cache.clock import Clock
@@ -206,3 +207,8 @@ class Method:
     rotary: bool = False
     foresees: bool = False
     options: dict[str, Any] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        at_least(0, keep=self.keep)
+        if isinstance(self.anchors, int):
+            at_least(1, anchors=self.anchors)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.host import HostStore
-from kvthaw.errors import ConfigError
+from kvthaw.errors import at_least, one_of
 from kvthaw.native import gather_rows
 
 Layout = Literal["HND", "NHD"]
@@ -29,10 +29,8 @@ class PagedStore:
     """
 
     def __init__(self, page: int, layout: Layout = "HND") -> None:
-        if page < 1:
-            raise ConfigError(f"page is {page}; it must be at least 1")
-        if layout not in get_args(Layout):
-            raise ConfigError(f"layout is {layout!r}; it must be one of {', '.join(get_args(Layout))}")
+        at_least(1, page=page)
+        one_of(get_args(Layout), layout=layout)
         self.page, self.layout = page, layout
         self.data = torch.empty(0)
         self._thread: ThreadPoolExecutor | None = None

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from kvthaw.cache.regions import Regions
-from kvthaw.errors import ConfigError
+from kvthaw.errors import ConfigError, at_least
 from kvthaw.types import Method
 
 
@@ -52,9 +52,8 @@ class Settings:
             raise ConfigError(f"retrieved is {self.retrieved}; it must be at least 1, for a method that retrieves")
         if isinstance(self.budget, float) and not 0 < self.budget < 1:
             raise ConfigError(f"budget is {self.budget}; a fraction of the prompt must lie between 0 and 1")
-        for name, least in (("dense_layers", 0), ("sparse_queries", 1), ("extent", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        at_least(0, dense_layers=self.dense_layers)
+        at_least(1, sparse_queries=self.sparse_queries, extent=self.extent)
         if isinstance(self.budget, int):
             self.plan(0)
 

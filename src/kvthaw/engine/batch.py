@@ -15,7 +15,7 @@ from kvthaw.engine.hf.handle import is_attached
 from kvthaw.engine.hf.hooks import turns_by_length
 from kvthaw.engine.prefill import CHUNK, spans
 from kvthaw.engine.sampling import GREEDY, Sampling, draw
-from kvthaw.errors import CacheError, ConfigError, UnsupportedModelError
+from kvthaw.errors import CacheError, ConfigError, UnsupportedModelError, at_least
 from kvthaw.types import Method
 
 if TYPE_CHECKING:
@@ -83,9 +83,7 @@ class Batch:
         compile: bool = False,
         **settings: Any,
     ) -> None:
-        for name, value in (("lanes", lanes), ("capacity", capacity), ("prefill_chunk", prefill_chunk)):
-            if value < 1:
-                raise ConfigError(f"{name} is {value}; it must be at least 1")
+        at_least(1, lanes=lanes, capacity=capacity, prefill_chunk=prefill_chunk)
         if isinstance(settings.get("budget"), float):
             raise ConfigError(f"budget is {settings['budget']}; a batch needs a number of tokens, no fraction of a prompt")
         if is_attached(model):

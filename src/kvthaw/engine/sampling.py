@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvthaw.errors import ConfigError
+from kvthaw.errors import ConfigError, at_least
 from kvthaw.index.mix import GOLDEN, SPREAD, mix
 
 
@@ -25,8 +25,7 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ConfigError(f"temperature is {self.temperature}; it must be at least 0")
+        at_least(0, temperature=self.temperature)
         if self.top_k is not None and self.top_k < 1:
             raise ConfigError(f"top_k is {self.top_k}; it must be at least 1, or None for all tokens")
         if not 0 < self.top_p <= 1:

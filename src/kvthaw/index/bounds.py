@@ -6,7 +6,7 @@ from typing import get_args
 
 from torch import Tensor
 
-from kvthaw.errors import ConfigError
+from kvthaw.errors import at_least, one_of
 from kvthaw.index.units import UnitIndex
 from kvthaw.kernels.page_bounds import Spread, page_bounds
 from kvthaw.kernels.unit_select import Policy
@@ -23,10 +23,8 @@ class BoundIndex(UnitIndex):
     grows = True
 
     def __init__(self, shape: LayerShape, *, page: int, spread: Spread, policy: Policy = "max") -> None:
-        if page < 1:
-            raise ConfigError(f"page is {page}; it must be at least 1")
-        if spread not in get_args(Spread):
-            raise ConfigError(f"spread is {spread!r}; it must be one of {', '.join(get_args(Spread))}")
+        at_least(1, page=page)
+        one_of(get_args(Spread), spread=spread)
         self.spread: Spread = spread
         super().__init__(shape, size=page, batch=page, width=2 * shape.head_dim, policy=policy)
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from kvthaw.errors import ConfigError
+from kvthaw.errors import ConfigError, at_least, one_of
 from kvthaw.index.learned import assign, learn, subspaces
 from kvthaw.index.ratios import Ratios
 from kvthaw.kernels.bucket_topk import bucket_topk
@@ -66,13 +66,11 @@ class CodesIndex:
         centre: bool = False,
         dense_below: int = 0,
     ) -> None:
-        for name, value, allowed in (("policy", policy, Policy), ("centroids", centroids, Centroids)):
-            if value not in get_args(allowed):
-                raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(get_args(allowed))}")
+        one_of(get_args(Policy), policy=policy)
+        one_of(get_args(Centroids), centroids=centroids)
         if shape.head_dim < SUB:
             raise ConfigError(f"head_dim is {shape.head_dim}; pariskv needs at least {SUB}, one subspace")
-        if dense_below < 0:
-            raise ConfigError(f"dense_below is {dense_below}; it must be at least 0")
+        at_least(0, dense_below=dense_below)
         self.shape, self.policy, self.ratios = shape, policy, ratios or Ratios()
         self.normalise, self.dense_below = normalise, dense_below
         self._enough(shape.rows)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvthaw.errors import CacheError, ConfigError
+from kvthaw.errors import CacheError, ConfigError, at_least
 from kvthaw.index.tree import DciTree
 from kvthaw.index.tree_config import TreeConfig, directions
 from kvthaw.native import DTYPES, Forest, Isa, isa_code
@@ -114,8 +114,7 @@ class TreeIndex:
         if (q_heads, dim) != (self.shape.q_heads, self.shape.head_dim) or batch > self._forest.lanes:
             most = [self._forest.lanes, self.shape.q_heads, self.shape.head_dim]
             raise ValueError(f"query is {list(query.shape)}; it must be {most}, or fewer lanes")
-        if budget < 0:
-            raise ConfigError(f"budget is {budget}; it must be at least 0")
+        at_least(0, budget=budget)
         query = query.contiguous()
         rows = torch.empty((batch, self.shape.kv_heads, budget), dtype=torch.int32)
         counts = torch.empty((batch, self.shape.kv_heads), dtype=torch.int32)

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from kvthaw.errors import ConfigError
+from kvthaw.errors import one_of
 from kvthaw.index.units import grown
 from kvthaw.kernels.stream_keys import stream_keys
 from kvthaw.types import LayerShape, Selection
@@ -52,8 +52,7 @@ class KeptIndex:
     """What it does not keep is not read again."""
 
     def __init__(self, shape: LayerShape, *, agree: Agree, with_keys: bool = False) -> None:
-        if agree not in get_args(Agree):
-            raise ConfigError(f"agree is {agree!r}; it must be one of {', '.join(get_args(Agree))}")
+        one_of(get_args(Agree), agree=agree)
         self.shape, self.agree = shape, agree
         self.first, self.rows = shape.regions.sink, shape.rows
         size, device = (0, shape.kv_heads, shape.rows), shape.device

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvthaw.errors import ConfigError
+from kvthaw.errors import ConfigError, at_least
 from kvthaw.index.mix import GOLDEN, SPREAD, mix
 from kvthaw.index.tokens import TokenIndex
 from kvthaw.kernels.code_hits import code_hits
@@ -38,8 +38,7 @@ class HashIndex(TokenIndex):
     def __init__(self, shape: LayerShape, *, bits: int = 10, tables: int = 150) -> None:
         if not 1 <= bits <= 15:
             raise ConfigError(f"bits is {bits}; it must be between 1 and 15")
-        if tables < 2:
-            raise ConfigError(f"tables is {tables}; it must be at least 2")
+        at_least(2, tables=tables)
         self.bits, self.L = bits, tables
         dim = shape.head_dim
         super().__init__(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvthaw.errors import ConfigError
+from kvthaw.errors import ConfigError, at_least
 from kvthaw.index.clusters import draw
 from kvthaw.index.learned import assign
 from kvthaw.index.tokens import Policy, TokenIndex
@@ -30,8 +30,7 @@ class ProductIndex(TokenIndex):
             raise ConfigError(f"parts is {parts}; it must be at least 1 and divide head_dim, {shape.head_dim}")
         if not 1 <= centroids <= 256:
             raise ConfigError(f"centroids is {centroids}; it must be between 1 and 256")
-        if iterations < 1:
-            raise ConfigError(f"iterations is {iterations}; it must be at least 1")
+        at_least(1, iterations=iterations)
         self.parts, self.centroids, self.iterations = parts, centroids, iterations
         table = (parts, centroids, shape.head_dim // parts)
         super().__init__(

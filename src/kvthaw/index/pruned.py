@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvthaw.errors import ConfigError
+from kvthaw.errors import ConfigError, at_least
 from kvthaw.index.tokens import TokenIndex
 from kvthaw.types import Index, LayerShape, Rebuilds, Reversible, Selection, WorksBeside
 
@@ -67,8 +67,7 @@ class PrunedIndex:
     def __init__(self, shape: LayerShape, *, index: Callable[[LayerShape], Index], p: float, spare: int) -> None:
         if not 0 < p <= 1:
             raise ConfigError(f"p is {p}; it must be above 0 and at most 1")
-        if spare < 1:
-            raise ConfigError(f"spare is {spare}; it must be at least 1")
+        at_least(1, spare=spare)
         self.shape, self.p, self.spare = shape, p, spare
         self.inner = index(replace(shape, rows=spare * shape.rows))
         if isinstance(self.inner, Rebuilds):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from kvthaw.errors import ConfigError
+from kvthaw.errors import ConfigError, at_least
 
 TIERS = (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)
 """Where the tiers end, within the top rho (appendix B.2.1)."""
@@ -31,8 +31,7 @@ class Ratios:
         if self.candidates is not None:
             if self.beta is not None:
                 raise ConfigError(f"beta is {self.beta} and candidates is {self.candidates}; give one of them")
-            if self.candidates < 1:
-                raise ConfigError(f"candidates is {self.candidates}; it must be at least 1")
+            at_least(1, candidates=self.candidates)
             return
         for _, rho, beta in TABLE:
             rho, beta = self.rho or rho, self.beta or beta

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.pool import Slab
-from kvthaw.errors import ConfigError
+from kvthaw.errors import at_least
 from kvthaw.index.principal import principal
 from kvthaw.index.units import Lane, UnitIndex, grown, means
 from kvthaw.kernels.unit_select import Policy
@@ -33,9 +33,8 @@ class ShadowIndex(UnitIndex):
     def __init__(
         self, shape: LayerShape, *, chunk: int = 8, rank: int = 160, outliers: int = 48, policy: Policy = "max"
     ) -> None:
-        for name, value, least in (("chunk", chunk, 1), ("rank", rank, 1), ("outliers", outliers, 0)):
-            if value < least:
-                raise ConfigError(f"{name} is {value}; it must be at least {least}")
+        at_least(1, chunk=chunk, rank=rank)
+        at_least(0, outliers=outliers)
         super().__init__(shape, size=chunk, batch=chunk, width=shape.head_dim, policy=policy)
         heads, dim, device = shape.kv_heads, shape.head_dim, shape.device
         self.rank = min(rank, heads * dim)

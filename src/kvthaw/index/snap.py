@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvthaw.errors import ConfigError
+from kvthaw.errors import ConfigError, at_least, one_of
 from kvthaw.index.kept import Agree, KeptIndex, observed
 from kvthaw.types import LayerShape, Selection
 
@@ -26,12 +26,10 @@ class SnapIndex(KeptIndex):
     def __init__(
         self, shape: LayerShape, *, width: int = 32, kernel: int = 7, pooling: Pooling = "avg", agree: Agree = "mean"
     ) -> None:
-        if pooling not in get_args(Pooling):
-            raise ConfigError(f"pooling is {pooling!r}; it must be one of {', '.join(get_args(Pooling))}")
+        one_of(get_args(Pooling), pooling=pooling)
         if kernel < 1 or kernel % 2 == 0:
             raise ConfigError(f"kernel is {kernel}; it must be odd and at least 1")
-        if width < 1:
-            raise ConfigError(f"width is {width}; it must be at least 1")
+        at_least(1, width=width)
         super().__init__(shape, agree=agree)
         self.width, self.kernel, self.pooling = min(width, shape.regions.window), kernel, pooling
 
@@ -55,8 +53,7 @@ class FreshSnapIndex(SnapIndex):
     evicts = False
 
     def __init__(self, shape: LayerShape, *, interval: int = 128, **options: Any) -> None:
-        if interval < 1:
-            raise ConfigError(f"interval is {interval}; it must be at least 1")
+        at_least(1, interval=interval)
         super().__init__(shape, **options)
         self.interval = interval
         self.tables["recent"] = torch.zeros(

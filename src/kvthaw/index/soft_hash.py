@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvthaw.errors import ConfigError
+from kvthaw.errors import ConfigError, at_least
 from kvthaw.index.tokens import Policy, TokenIndex
 from kvthaw.types import LayerShape
 
@@ -26,10 +26,8 @@ class SoftHashIndex(TokenIndex):
     ) -> None:
         if not 1 <= bits <= 12:
             raise ConfigError(f"bits is {bits}; it must be between 1 and 12")
-        if tables < 1:
-            raise ConfigError(f"tables is {tables}; it must be at least 1")
-        if tau < 0.2:  # below it a chance may be less than any float32
-            raise ConfigError(f"tau is {tau}; it must be at least 0.2")
+        at_least(1, tables=tables)
+        at_least(0.2, tau=tau)  # below it a chance may be less than any float32
         self.bits, self.count, self.tau = bits, tables, tau
         kind = torch.uint8 if bits <= 8 else torch.int16
         super().__init__(shape, columns={"buckets": ((tables,), kind), "lengths": ((), torch.float32)}, policy=policy)

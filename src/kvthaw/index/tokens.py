@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from kvthaw.errors import ConfigError
+from kvthaw.errors import one_of
 from kvthaw.types import LayerShape, Selection
 
 Policy = Literal["max", "mean", "mean_query"]
@@ -31,8 +31,7 @@ class TokenIndex:
     on_host = False
 
     def __init__(self, shape: LayerShape, *, columns: Columns, learned: Columns | None = None, policy: Policy = "max") -> None:
-        if policy not in get_args(Policy):
-            raise ConfigError(f"policy is {policy!r}; it must be one of {', '.join(get_args(Policy))}")
+        one_of(get_args(Policy), policy=policy)
         self.shape, self.policy, self.scale = shape, policy, shape.scale
         self.first = shape.regions.sink
         heads, device = shape.kv_heads, shape.device

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from kvthaw.cache.regions import Regions
+from kvthaw.errors import at_least
 from kvthaw.index.bounds import BoundIndex
 from kvthaw.kernels.page_bounds import Spread
 from kvthaw.kernels.unit_select import Policy
@@ -19,6 +20,7 @@ def arkvale(*, page: int = 32, spread: Spread = "mean", policy: Policy = "max", 
     rows stay there too; with 1, what leaves is what this step scored too low to select: ArkVale's rule, at the smallest cache it
     works with.
     """
+    at_least(1, page=page)
     index = partial(BoundIndex, page=page, spread=spread, policy=policy)
     regions = Regions(page, 2 * page, page)
     return Method("arkvale", paper="ArkVale", unit="page", index=index, regions=regions, keep=keep, any_budget=True)

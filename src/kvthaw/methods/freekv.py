@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from kvthaw.cache.regions import Regions
+from kvthaw.errors import at_least
 from kvthaw.index.lagged import LaggedIndex
 from kvthaw.kernels.page_bounds import Spread
 from kvthaw.kernels.unit_select import Policy
@@ -22,5 +23,6 @@ def freekv(*, tau: float = 0.8, page: int = 32, spread: Spread = "max", policy: 
     On the device: pages' bounds, both queries, the choice. On the host: rows. What the paper gains in time is not gained here: a
     layer asks and fetches in one step, so the choice is FreeKV's and the transfer is not hidden behind the rest of the model.
     """
+    at_least(1, page=page)
     index = partial(LaggedIndex, page=page, spread=spread, policy=policy, tau=tau)
     return Method("freekv", paper="FreeKV", unit="page", index=index, regions=Regions(512, 512, page))

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from kvthaw.cache.regions import Regions
 from kvthaw.cache.transfer import BulkCopy, UvaGather
-from kvthaw.errors import ConfigError
+from kvthaw.errors import ConfigError, at_least, one_of
 from kvthaw.index.forest import TreeIndex
 from kvthaw.index.nodes import NodeConfig, NodeIndex
 from kvthaw.index.tree_config import TreeConfig
@@ -58,15 +58,12 @@ def icecache(
     ("default" descends by the nodes' digests, "paper" by their points, algorithm 4, in a field of view wide enough to find as much,
     "code" does as the authors' code) and threads, of the trees, 0 for one a core.
     """
+    at_least(1, reuse=reuse)
+    at_least(0, threads=threads)
     check("icecache", tree, icecache, NodeConfig if search == "device" else TreeConfig)
-    if search not in ("host", "device"):
-        raise ConfigError(f"search is {search!r}; it must be one of host, device")
-    if preset not in _PRESETS:
-        raise ConfigError(f"preset is {preset!r}; it must be one of {', '.join(_PRESETS)}")
-    if transfer not in _TRANSFERS:
-        raise ConfigError(f"transfer is {transfer!r}; it must be one of {', '.join(_TRANSFERS)}")
-    if reuse < 1:
-        raise ConfigError(f"reuse is {reuse}; it must be at least 1")
+    one_of(("host", "device"), search=search)
+    one_of(_PRESETS, preset=preset)
+    one_of(_TRANSFERS, transfer=transfer)
     common = {"search": search, "preset": preset, "reuse": reuse, "transfer": transfer}
     if search == "device":
         if preset != "default" or threads or foresee:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from kvthaw.cache.regions import Regions
+from kvthaw.errors import at_least
 from kvthaw.index.lsh import HashIndex
 from kvthaw.types import Method
 
@@ -17,6 +18,8 @@ def magicpig(*, bits: int = 10, tables: int = 150, sink: int = 4, window: int = 
     Host: the rows. Device: every decision, from 2 L bytes of codes and the key itself (the paper has tables, keys and this part of
     the attention on the CPU, where they take no device memory).
     """
+    at_least(0, sink=sink)
+    at_least(1, window=window)
     return Method(
         "magicpig",
         paper="MagicPIG",

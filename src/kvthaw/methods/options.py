@@ -42,6 +42,8 @@ def _is(value: object, kind: Any) -> bool:
         return value in parts
     if get_origin(kind) in (Union, UnionType):
         return any(_is(value, part) for part in parts)
+    if get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(_is(one, parts[0]) for one in value)
     if kind in (int, float):
         return isinstance(value, (int, kind)) and not isinstance(value, bool)
     return not isinstance(kind, type) or isinstance(value, kind)
@@ -52,4 +54,6 @@ def _words(kind: Any) -> str:
         return f"one of {', '.join(map(str, get_args(kind)))}"
     if get_origin(kind) in (Union, UnionType):
         return " or ".join(map(_words, get_args(kind)))
+    if get_origin(kind) is tuple:
+        return f"a tuple, each of it {_words(get_args(kind)[0])}"
     return _WORDS.get(kind, str(getattr(kind, "__name__", kind)))

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Literal, get_args
 
 from kvthaw.cache.regions import Regions
-from kvthaw.errors import ConfigError
+from kvthaw.errors import ConfigError, at_least, one_of
 from kvthaw.index.codes import Centroids, CodesIndex, Policy
 from kvthaw.index.ratios import Ratios
 from kvthaw.types import Method
@@ -42,23 +42,18 @@ def pariskv(
     shorter than this is attended to whole, whatever the budget (the paper has 1024 to 2048, beside `retrieved`); 0 keeps the
     budget's promise. A region that fits in the rows to be retrieved is always attended to whole. rotate, normalise, centroids:
     ablations; see CodesIndex and Ratios."""
+    at_least(1, window=window, buffer=buffer)
+    at_least(0, full_threshold=full_threshold)
     policy = policy or ("mean_query" if preset == "code" else "max")
     votes = votes or ("graded" if preset == "default" and rho is None else "tiered")
     centre = preset == "default" if centre is None else centre
-    choices = (
-        ("preset", preset, Preset),
-        ("votes", votes, Votes),
-        ("policy", policy, Policy),
-        ("centroids", centroids, Centroids),
-    )
-    for name, value, allowed in choices:
-        if value not in get_args(allowed):
-            raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(get_args(allowed))}")
+    one_of(get_args(Preset), preset=preset)
+    one_of(get_args(Votes), votes=votes)
+    one_of(get_args(Policy), policy=policy)
+    one_of(get_args(Centroids), centroids=centroids)
     for name, switch in (("rotate", rotate), ("normalise", normalise), ("centre", centre)):
         if not isinstance(switch, bool):
             raise ConfigError(f"{name} is {switch!r}; it must be True or False")
-    if full_threshold < 0:
-        raise ConfigError(f"full_threshold is {full_threshold}; it must be at least 0")
     if votes == "graded" and rho is not None:
         raise ConfigError(
             f"rho is {rho} and votes is 'graded', with which all keys collide; give rho with 'tiered' or 'binary'"

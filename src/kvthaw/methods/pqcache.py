@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from kvthaw.cache.regions import Regions
+from kvthaw.errors import at_least
 from kvthaw.index.pq import ProductIndex
 from kvthaw.index.tokens import Policy
 from kvthaw.types import Method
@@ -27,6 +28,8 @@ def pqcache(
     the paper's block cache drops what is used least often. The paper keeps initial and recent tokens too, here sink and window.
     Host: the rows. Device: a byte a key and part, the centroids, every decision (the paper clusters on CPU threads).
     """
+    at_least(0, sink=sink)
+    at_least(1, window=window)
     index = partial(ProductIndex, parts=parts, centroids=centroids, iterations=iterations, policy=policy)
     regions = Regions(sink, window, 16)
     return Method("pqcache", paper="PQCache", unit="token", index=index, regions=regions, keep=keep, any_budget=True)

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Literal
 
 from kvthaw.cache.regions import Regions
+from kvthaw.errors import at_least
 from kvthaw.index.hybrid import HybridIndex
 from kvthaw.kernels.page_bounds import Spread
 from kvthaw.kernels.unit_select import Policy
@@ -29,5 +30,6 @@ def prkv(
     see `kvthaw.kernels.unit_select.Policy`. spread: of the pages' bounding volumes, as for ArkVale. The paper has no sink (the
     first tokens become static by themselves), and pages leave the window whole.
     """
+    at_least(1, page=page, window=window)
     index = partial(HybridIndex, page=page, share=share, interval=interval, spread=spread, policy=policy)
     return Method("prkv", paper="PRKV", unit="token + page", index=index, regions=Regions(0, window, page))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from kvthaw.cache.regions import Regions
+from kvthaw.errors import at_least
 from kvthaw.index.bounds import BoundIndex
 from kvthaw.kernels.unit_select import Policy
 from kvthaw.types import Method
@@ -17,5 +18,6 @@ def quest(*, page: int = 16, policy: Policy = "max") -> Method:
     the page it is filling: the window and the buffer are a page each. Its rule of max(3, budget / 16) pages follows from the
     budget, which includes them.
     """
+    at_least(1, page=page)
     index = partial(BoundIndex, page=page, spread="max", policy=policy)
     return Method("quest", paper="Quest", unit="page", index=index, regions=Regions(0, page, page), any_budget=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from kvthaw.cache.regions import Regions
+from kvthaw.errors import at_least
 from kvthaw.index.shadow import ShadowIndex
 from kvthaw.kernels.unit_select import Policy
 from kvthaw.types import Method
@@ -23,5 +24,6 @@ def shadowkv(*, chunk: int = 8, rank: int = 160, outliers: int = 48, policy: Pol
     saving on the bus is not: the shared transfer brings whole rows and the key that came is overwritten, so twice the paper's bytes
     move. Factors are made on the device, by the eigenvectors of a matrix of (H D)^2, which the host waits for once a layer.
     """
+    at_least(1, chunk=chunk)
     index = partial(ShadowIndex, chunk=chunk, rank=rank, outliers=outliers, policy=policy)
     return Method("shadowkv", paper="ShadowKV", unit="page", index=index, regions=Regions(0, 4 * chunk, chunk), rotary=True)

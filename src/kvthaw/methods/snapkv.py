@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from kvthaw.cache.regions import Regions
-from kvthaw.errors import ConfigError
+from kvthaw.errors import at_least
 from kvthaw.index.kept import Agree
 from kvthaw.index.snap import FreshSnapIndex, Pooling, SnapIndex
 from kvthaw.types import Method
@@ -23,8 +23,7 @@ def snapkv(
     Device: the choice and the rows chosen; nothing else of a key. refresh: choose anew every so many tokens, by the last queries
     and from all keys, which cross the bus for it between two steps; nothing is evicted then.
     """
-    if refresh is not None and refresh < 1:
-        raise ConfigError(f"refresh is {refresh}; it must be at least 1")
+    at_least(1, refresh=refresh)
     made = SnapIndex if refresh is None else partial(FreshSnapIndex, interval=refresh)
     index = partial(made, width=width, kernel=kernel, pooling=pooling, agree=agree)
     name = "snapkv" if refresh is None else "snapkv-refreshed"

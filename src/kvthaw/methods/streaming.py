@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from kvthaw.cache.regions import Regions
+from kvthaw.errors import at_least
 from kvthaw.types import Method
 
 
 def streaming(*, sink: int = 4) -> Method:
     """Sink and window fill the whole budget. Keys keep the positions they were cached with."""
+    at_least(0, sink=sink)
     return Method("streaming", paper="StreamingLLM", unit="-", index=None, regions=Regions(sink, 1, 1), evicts=True)

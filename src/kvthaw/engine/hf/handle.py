@@ -15,7 +15,7 @@ from kvthaw.engine.hf.cache import Cache, Stats
 from kvthaw.engine.hf.hooks import foresee_no_longer
 from kvthaw.engine.hf.layer import CacheLayer
 from kvthaw.engine.prefill import CHUNK, in_chunks
-from kvthaw.errors import CacheError, ConfigError
+from kvthaw.errors import CacheError, at_least
 from kvthaw.types import Method
 
 if TYPE_CHECKING:
@@ -137,8 +137,7 @@ def attach(
     """
     if is_attached(model):
         raise CacheError("the model is attached already; detach its handle first")
-    if prefill_chunk < 1:
-        raise ConfigError(f"prefill_chunk is {prefill_chunk}; it must be at least 1")
+    at_least(1, prefill_chunk=prefill_chunk)
     before = model.config._attn_implementation
 
     def make() -> Cache:
