@@ -121,8 +121,9 @@ def best(lines: list[Record], **wanted: Any) -> Record | None:
 
 
 def ms(line: Record) -> str:
-    """Mean (median) milliseconds a token."""
-    return f"{1e3 * line['tpot_s']:.1f} ({1e3 * line['itl_p50_s']:.1f})"
+    """Mean (median, 95th percentile) milliseconds a token."""
+    mean, median, most = (f"{1e3 * line[name]:.1f}" for name in ("tpot_s", "itl_p50_s", "itl_p95_s"))
+    return f"{mean} ({median}, {most})"
 
 
 def percent(shares: Iterable[float]) -> str:
@@ -149,7 +150,7 @@ def prompted(lines: list[Record]) -> Iterable[str]:
             "until the 2nd token",
             "ms a token",
         ]
-        yield f"Mean (median) of {used[0]['setting']['new_tokens']} tokens ({commit(used)}):"
+        yield f"Mean (median, 95th percentile) of {used[0]['setting']['new_tokens']} tokens ({commit(used)}):"
         yield table(head, rows)
 
 
@@ -172,7 +173,8 @@ def lengths(lines: list[Record]) -> Iterable[str]:
         "compiled and in one CUDA graph (`attach(compile=True)`; the graph is made for every method that selects on the device)"
     )
     there = f"; at {', '.join(map(report.short, shared))} layers share one layer's rows on the host" if shared else ""
-    yield f"Mean (median) milliseconds a token, index updates counted, {how} unless marked ({commit(used)}{there}):"
+    what = "Mean (median, 95th percentile) milliseconds a token, index updates counted"
+    yield f"{what}, {how} unless marked ({commit(used)}{there}):"
     yield table(["", *(report.short(n) for n in columns), "KV and index on the device, of full's"], rows)
 
 

@@ -182,7 +182,12 @@ class Bench:
             taken = take(decoder, tokens, setting.new_tokens)
             more: dict[str, Any] = {}
             if decoder.replay is not None:
-                more |= {"captures": decoder.replay.captures, "capture_s": decoder.replay.capture_seconds}
+                replay = decoder.replay
+                more |= {
+                    "captures": replay.captures,
+                    "capture_s": replay.capture_seconds,
+                    "capture_bytes": replay.capture_bytes,
+                }
                 if self.profile:
                     more |= launches(lambda: decoder.logits(next(tokens)))  # noqa: B023 - called at once
             elif isinstance(cache, Cache):

@@ -29,7 +29,8 @@ class Line:
     floor_s: the larger of floor_device_s (weights read in a step and KV attended to, at the device's copy speed) and
     floor_bus_s (bytes fetched at the bus's); floor_ratio: tpot_s over it. parts_s: of an eager step, with the device idle
     before each part, or of a captured one's kernels if they were profiled (launches, device_s and kernels then too, see
-    `kvthaw.bench.launches`). captures, capture_s: of graphs. about: machine, versions and commit.
+    `kvthaw.bench.launches`). captures, capture_s: of graphs; capture_bytes: of the device, for the last.
+    about: machine, versions and commit.
     """
 
     setting: Setting
@@ -71,6 +72,7 @@ class Line:
     parts_s: dict[str, float] = field(default_factory=dict)
     captures: int | None = None
     capture_s: float | None = None
+    capture_bytes: int | None = None
     launches: float | None = None
     device_s: float | None = None
     kernels: list[dict[str, Any]] | None = None
