@@ -229,6 +229,35 @@ def test_every_step_reads_the_same_tensors(llama: PreTrainedModel) -> None:
     assert all(stride == (1, 1) for one in seen for _, stride, _ in one)
 
 
+@pytest.mark.parametrize("method", ["full", "quest"])
+def test_layers_count_a_step_while_the_device_takes_it(
+    method: str, llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the host does for every layer comes after the replay's launch, which would else wait for it."""
+    cache = kvthaw.Cache(llama, method, **({} if method == "full" else {"budget": 64}))
+    counted: list[tuple[int, set[int]]] = []
+
+    class Graph:
+        def replay(self) -> None:
+            counted.append((int(replay._positions), {layer.seen for layer in cache.kv_layers}))
+
+    def capture(self: Replay) -> Graph:
+        self._logits, graph = self._run(), Graph()
+        self._graph = graph  # type: ignore[assignment]
+        return graph
+
+    monkeypatch.setattr(Replay, "_capture", capture)
+    with torch.no_grad():
+        llama(zoo.prompt(1, 70), past_key_values=cache)
+        replay = Replay(llama.forward, cache)
+        for at in range(70, 78):
+            replay(torch.tensor([[5]]), torch.tensor([[at]]))
+    assert len(counted) > 2
+    assert all(seen == {at} for at, seen in counted[1:])
+    assert counted[0][1] == {counted[0][0] + 1}, "a capture counts its own step"
+    assert {layer.seen for layer in cache.kv_layers} == {78}
+
+
 def test_what_is_not_captured() -> None:
     whole = {"rope_theta": 1e4, "rope_type": "default"}
     for rope, method, reason in (

@@ -85,13 +85,13 @@ def replaying(
             or any(kwargs[name] is not None for name in extra)
         ):
             return forward(*args, **kwargs)
-        if cache.kv_layers[0].seen == 0 or capturable(cache) is not None:
-            return forward(*args, **kwargs)
         if cache.replay is None:
+            if cache.kv_layers[0].seen == 0 or capturable(cache) is not None:
+                return forward(*args, **kwargs)
             cache.replay = Replay(single, cache, compiled=compiled)
             if cache.reordered:
                 _log.info("beams change places between steps; they are decoded eagerly")
-        if cache.reordered:
+        if cache.reordered or cache.replay.empty:
             return forward(*args, **kwargs)
         positions = kwargs.get("position_ids")
         if positions is None:
@@ -134,6 +134,11 @@ class Replay:
                 self._ahead([layer for layer in self._layers if layer.reversible])
             return logits
 
+    @property
+    def empty(self) -> bool:
+        """Whether there are no tokens before the next."""
+        return self._layers[0].seen == 0
+
     def lanes_changed(self) -> None:
         """Lanes were filled or emptied, in place; call it before the next step."""
         self._seen = -1
@@ -170,14 +175,13 @@ class Replay:
         for layer in self._watch:  # the graph itself advances the clocks
             layer.tick(layer.seen, layer.seen + 1)
         if self._graph is None:
-            self._capture()  # runs the step's Python once, so that the layers have counted it
+            self._capture().replay()  # the capture runs the step's Python once, so that the layers have counted it
         else:
-            for layer in self._layers:
+            self._graph.replay()
+            for layer in self._layers:  # while the device is at work
                 layer.count_step()
             for layer in self._watch:
                 layer.clock.passed()
-        assert self._graph is not None
-        self._graph.replay()
         self._seen = self._layers[0].seen
         return self._logits
 
@@ -205,7 +209,7 @@ class Replay:
         logits: Tensor = out.logits
         return logits
 
-    def _capture(self) -> None:
+    def _capture(self) -> torch.cuda.CUDAGraph:
         begin, device = time.perf_counter(), self._ids.device
         graph = torch.cuda.CUDAGraph()
         with _uncollected(), torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may go on
@@ -215,6 +219,7 @@ class Replay:
         self.captures += 1
         self.capture_bytes = torch.cuda.memory_reserved(device) - before
         self.capture_seconds += time.perf_counter() - begin
+        return graph
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copied cache captures anew."""
