@@ -223,7 +223,7 @@ def test_a_needle_among_repeated_text_has_clusters_of_its_own() -> None:
     lanes = Lanes(SMALL, [0], heads=1, group=1)
     found, others = {}, {}
     for start in ("random", "covering"):
-        index = ClusterIndex(lanes.shape, start=start)
+        index = ClusterIndex(lanes.shape, tokens_per_cluster=80, start=start)
         index.build(0, FIRST, keys[None], keys[None], keys[None, -4:])
         found[start] = others[start] = 0
         for place in needle:

@@ -13,6 +13,7 @@ from kvthaw.cache.regions import Regions
 from kvthaw.errors import ConfigError
 from kvthaw.index.clusters import ClusterIndex
 from kvthaw.methods import resolve
+from kvthaw.methods.clusterkv import clusterkv
 from zoo import prompt
 
 
@@ -58,9 +59,30 @@ def test_keeping_the_rows_of_more_steps_hits_more(llama: PreTrainedModel) -> Non
     assert rates[0] < rates[1] < rates[2]
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, (32, 32, "covering", 8)),
+        ({"preset": "paper"}, (80, 80, "random", 20)),
+        ({"preset": "code"}, (80, 40, "random", 20)),
+        ({"preset": "paper", "tokens_per_cluster": 50, "iterations": 3}, (50, 80, "random", 3)),
+    ],
+)
+def test_presets_reach_the_index(llama: PreTrainedModel, options: dict[str, Any], expected: tuple[Any, ...]) -> None:
+    with kvthaw.attach(llama, "clusterkv", budget=64, **options) as handle:
+        generate(llama, {"input_ids": prompt(1, 210)}, 2)
+        for index in indices(handle):
+            assert isinstance(index, ClusterIndex)
+            assert (index.tokens_per_cluster, index.size, index.start, index.iterations) == expected
+            prompts, clusters = index.lanes[0].marks[1]
+            assert clusters == prompts // expected[0]
+
+
 def test_settings_out_of_range_are_named(llama: PreTrainedModel) -> None:
     for options, message in (({"distance": "l3"}, "distance is 'l3'"), ({"clusters_per_batch": 7}, "batch is 320")):
         with pytest.raises(ConfigError, match=message), kvthaw.attach(llama, "clusterkv", budget=64, **options):
             generate(llama, {"input_ids": prompt(1, 90)}, 2)
+    with pytest.raises(ConfigError, match="preset is 'authors'; it must be one of default, paper, code"):
+        clusterkv(preset="authors")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="clusterkv has no option 'pages'"):
         resolve("clusterkv", pages=3)

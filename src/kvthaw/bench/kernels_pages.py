@@ -29,7 +29,7 @@ from kvthaw.types import LayerShape
 
 ROWS = 1024
 _COLD = 256 << 20  # bytes to pass over before digests may be read again: four times the L2 cache
-_METHODS = {"clusterkv": 80, "prkv": 32, "arkvale": 32, "quest": 16}  # tokens a unit
+_METHODS = {"clusterkv": 32, "clusterkv:preset=paper": 80, "prkv": 32, "arkvale": 32, "quest": 16}  # tokens a unit
 
 
 @dataclass(slots=True)
@@ -50,18 +50,18 @@ class Tables:
 
 def tables(method: str, tokens: int, batch: int, device: torch.device, *, ragged: bool = False) -> Tables:
     """ragged: lanes of different lengths, whose tables hold NaN and nonsense behind their ends."""
-    size, static = _METHODS[method], ROWS // 4 if method == "prkv" else 0
+    size, static, clusters = _METHODS[method], ROWS // 4 if method == "prkv" else 0, method.startswith("clusterkv")
     units = (tokens - static) // size
-    width = DIM if method == "clusterkv" else 2 * DIM
+    width = DIM if clusters else 2 * DIM
     digests = torch.randn(batch, HEADS, units, width, device=device)
     digests[..., DIM:].abs_()
-    if method == "clusterkv":  # sizes as random assignment gives them, some of them 0
+    if clusters:  # sizes as random assignment gives them, some of them 0
         stops = torch.randint(units * size + 1, (batch, HEADS, units - 1), device=device).sort(dim=2).values
         ends = torch.nn.functional.pad(torch.nn.functional.pad(stops, (1, 0)), (0, 1), value=units * size)
     else:
         ends = (static + size * torch.arange(units + 1, device=device)).expand(batch, HEADS, -1)
     order = None
-    if method in ("clusterkv", "prkv"):
+    if clusters or method == "prkv":
         order = torch.rand(batch, HEADS, tokens, device=device).argsort(dim=2).int() + 16
     counts = torch.full((batch,), units, dtype=torch.int32, device=device)
     made = Tables(digests.bfloat16(), ends.int().contiguous(), order, counts)
@@ -235,10 +235,10 @@ def parts(call: Callable[[], object]) -> dict[str, float]:
     return {name[:60]: round(ms, 3) for name, ms in longest if ms > 0}
 
 
-def kmeans_time(tokens: int, *, iterations: int) -> dict[str, Any]:
+def kmeans_time(method: str, tokens: int, *, iterations: int) -> dict[str, Any]:
     """A prompt's clusters, with the keys that they begin with. Random keys do not converge, so all iterations are made."""
     keys = torch.randn(HEADS, tokens, DIM, device="cuda").bfloat16()
-    count = tokens // 80
+    count = tokens // _METHODS[method]
     start = first_of_prompt(keys, count)
 
     def call() -> object:
@@ -249,7 +249,7 @@ def kmeans_time(tokens: int, *, iterations: int) -> dict[str, Any]:
     work = 2 * HEADS * tokens * count * DIM * iterations
     return {
         "op": "kmeans",
-        "method": "clusterkv",
+        "method": method,
         "tokens": tokens,
         "clusters": count,
         "iterations": iterations,
@@ -317,8 +317,8 @@ def main(*, quick: bool = False, out: Path | None = None, commit: str | None = N
                 for method in _METHODS:
                     report(select_time(method, tokens, batch))
         for tokens in (1 << 17,) if quick else (1 << 15, 1 << 17):
-            for iterations in (8, 20):  # kvthaw's default, the paper's
-                report(kmeans_time(tokens, iterations=iterations))
+            for method, iterations in (("clusterkv", 8), ("clusterkv:preset=paper", 8), ("clusterkv:preset=paper", 20)):
+                report(kmeans_time(method, tokens, iterations=iterations))
             report(refresh_time(tokens))
     return report.lines
 

@@ -3,46 +3,60 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any, Literal, get_args
 
 from kvthaw.cache.regions import Regions
+from kvthaw.errors import ConfigError
 from kvthaw.index.clusters import ClusterIndex, Start
 from kvthaw.kernels.kmeans import Distance
 from kvthaw.kernels.unit_select import Policy
 from kvthaw.types import Method
 
+Preset = Literal["default", "paper", "code"]
+
+_PAPER: dict[str, Any] = {"tokens_per_cluster": 80, "clusters_per_batch": 4, "start": "random", "iterations": 20}
+_PRESETS: dict[str, dict[str, Any]] = {
+    "default": {"tokens_per_cluster": 32, "clusters_per_batch": 10, "start": "covering", "iterations": 8},
+    "paper": _PAPER,
+    "code": {**_PAPER, "clusters_per_batch": 8},
+}
+
 
 def clusterkv(
     *,
+    preset: Preset = "default",
     policy: Policy = "max",
     distance: Distance = "cosine",
-    tokens_per_cluster: int = 80,
+    tokens_per_cluster: int | None = None,
     clusters: int | None = None,
     batch: int = 320,
-    clusters_per_batch: int = 4,
-    start: Start = "covering",
-    iterations: int = 8,
+    clusters_per_batch: int | None = None,
+    start: Start | None = None,
+    iterations: int | None = None,
     keep: int = 1,
 ) -> Method:
     """Clusters of the prompt's keys and, every `batch` tokens, of those that came since.
 
+    preset: what of the following is not given. "paper": 80 tokens a cluster, 4 clusters of 320 later tokens, first centroids drawn
+    among the keys, at most 20 iterations of k-means; "code", the authors', has 8 clusters of later tokens. With these, random
+    strings are lost where many compete: 256 tokens are two or three clusters, and every tenth time the one that is needed is the
+    fifth by q.mu or later; and the few keys of a needle are often in a cluster of others. "default": 32 tokens a cluster, so that
+    the same budget holds more of them, for 5 bytes more a key (head_dim 128, bf16); half of the first centroids drawn, the other
+    half the keys that those cover worst (`kvthaw.index.clusters.covering`), from where 8 iterations find as much as 20.
+
     policy: how the query heads of a group agree, see `kvthaw.kernels.unit_select.Policy`. distance: what k-means compares by.
-    clusters: as many for any prompt (the paper's C0), instead of one for every tokens_per_cluster. clusters_per_batch: of later
-    tokens (the authors' code: 8). start: the first centroids. The paper draws them among the keys, start="random"; the few keys of
-    a needle are then often lost in a cluster of others, so kvthaw draws half of them and adds the keys that those cover worst
-    (`kvthaw.index.clusters.covering`). iterations: of k-means, at most; the paper has 20, which find hardly more from this start.
-    keep: the paper's R, of how many steps the selected rows stay on the device. The paper keeps 16 sink tokens; it states no
-    window, so tokens leave by 16.
+    clusters: as many for any prompt (the paper's C0), instead of one for every tokens_per_cluster. keep: the paper's R, of how many
+    steps the selected rows stay on the device. The paper keeps 16 sink tokens; it states no window, so tokens leave by 16.
     """
-    index = partial(
-        ClusterIndex,
-        policy=policy,
-        distance=distance,
-        tokens_per_cluster=tokens_per_cluster,
-        clusters=clusters,
-        batch=batch,
-        clusters_per_batch=clusters_per_batch,
-        start=start,
-        iterations=iterations,
-    )
+    if preset not in _PRESETS:
+        raise ConfigError(f"preset is {preset!r}; it must be one of {', '.join(get_args(Preset))}")
+    given = {
+        "tokens_per_cluster": tokens_per_cluster,
+        "clusters_per_batch": clusters_per_batch,
+        "start": start,
+        "iterations": iterations,
+    }
+    chosen = _PRESETS[preset] | {name: value for name, value in given.items() if value is not None}
+    index = partial(ClusterIndex, policy=policy, distance=distance, clusters=clusters, batch=batch, **chosen)
     regions = Regions(16, 16, 16)
     return Method("clusterkv", paper="ClusterKV", unit="cluster", index=index, regions=regions, keep=keep, any_budget=True)
