@@ -29,6 +29,10 @@ def test_every_kernel_that_is_named_is_one() -> None:
     for names in KERNELS.values():
         for name in names:
             assert re.search(rf"@triton.jit[^\n]*\n\s+def {name}\(", source), name
+    named = {name for names in KERNELS.values() for name in names}
+    launched = set(re.findall(r"^\s+(?:\w+ = )?(_\w+)\[[^]]+\]\($", source, re.M)) | set(re.findall(r"\s(_\w+)\[\(", source))
+    assert len(launched) > 20
+    assert launched <= named
 
 
 def test_kernels_belong_to_parts() -> None:

@@ -18,11 +18,16 @@ KERNELS = {
     "fetch": ("_uva_gather",),
     "residency": ("_admit",),
     "query": (
-        *("_tiers", "_collide", "_bucket_topk", "_rerank", "_srht"),
-        *("_choose", "_mean", "_score", "_narrow"),
+        *("_graded", "_tiers", "_collide", "_bucket_topk", "_rerank", "_srht", "_count"),
+        *("_choose", "_mean", "_score", "_narrow", "_read"),
     ),
+    "updates": (
+        *("_encode", "_offload", "_extend", "_stream_keys", "_denominators", "_mass", "_page_bounds"),
+        *("_assign", "_average", "_rank", "_sort", "_cover", "_direct", "_nearest", "_digest"),
+    ),
+    "prompt": ("_merge_into",),
 }
-"""Part of a step -> kvthaw's kernels that do it."""
+"""Part of a step, or of what happens between steps and at the prompt -> kvthaw's kernels that do it."""
 _PARTS = (
     ("attention", re.compile(r"flash|fmha|sdpa|softmax", re.I)),
     ("weights", re.compile(r"gemm|gemv|nvjet|cutlass|cublas|splitk|triton_tem|_mm", re.I)),
