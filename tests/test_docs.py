@@ -5,13 +5,18 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import re
+import runpy
 import shlex
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from kvthaw import cli
+from kvthaw.evaluate.cells import read_cells
+from kvthaw.evaluate.compare import under
 from kvthaw.evaluate.describe import markdown
+from kvthaw.evaluate.overview import by_budget
 from kvthaw.evaluate.published import BENCHMARKS
 from kvthaw.evaluate.tasks import SUITES, TASKS
 
@@ -40,6 +45,28 @@ def test_the_readme_names_files_that_are_there() -> None:
     for name in ("docs/results.png", "docs/log.md", "docs/structure.md", "docs/methods.md", "docs/tasks.md", "CONTRIBUTING.md"):
         assert name in readme
         assert (ROOT / name).exists()
+
+
+def test_the_readme_says_what_the_comparison_found() -> None:
+    compared = runpy.run_path(str(ROOT / "benchmarks" / "compared.py"))
+    cells = read_cells(ROOT / "benchmarks" / "results" / "compare.jsonl")
+    for path, text in (
+        ("README.md", compared["short"](cells)),
+        ("docs/compare.md", by_budget(under(cells, ("dense", 0))).markdown()),
+    ):
+        found = (ROOT / path).read_text().partition(compared["BEGIN"])[2].partition(compared["END"])[0]
+        assert text in found, f"benchmarks/compared.py has not been run for {path}"
+
+
+def test_what_stands_between_the_marks_is_replaced(tmp_path: Path) -> None:
+    compared = runpy.run_path(str(ROOT / "benchmarks" / "compared.py"))
+    path = tmp_path / "page.md"
+    path.write_text(f"before {compared['BEGIN']} old {compared['END']} after")
+    compared["put"](path, "new")
+    assert path.read_text() == f"before {compared['BEGIN']}\n\nnew\n\n{compared['END']} after"
+    path.write_text("no marks")
+    with pytest.raises(SystemExit, match=r"page\.md has no"):
+        compared["put"](path, "new")
 
 
 def test_every_command_that_is_shown_can_be_given() -> None:

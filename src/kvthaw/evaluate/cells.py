@@ -215,18 +215,44 @@ def read_cells(path: Path) -> list[Cell]:
     return cells
 
 
+_EACH = ("nll", "attended_mean", "attended_max", "seconds")
+"""What each line of perplexity has of its own, beside where it begins."""
+
+
 def read_stretches(path: Path) -> list[perplexity.Line]:
-    """The lines of perplexity in a folder of results, or in the file beside one that `write_cells` wrote."""
+    """The lines of perplexity in a folder of results, or in the file beside one that `write_cells` wrote. Raises ConfigError where
+    that is something else."""
     if not path.is_file():
         return list(Stretches(path))
-    beside = path.with_name(f"{path.stem}-perplexity.jsonl")
-    return list(Kept(beside, perplexity.Line.from_json))
+    beside = _beside(path)
+    if not beside.exists():
+        return []
+    try:
+        records = [json.loads(text) for text in beside.read_text(encoding="utf-8").splitlines()]
+        return [_stretch(record, *own) for record in records for own in record["stretches"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{str(beside)!r} is not a file of perplexity: {error}") from error
 
 
 def write_stretches(lines: Iterable[perplexity.Line], path: Path) -> None:
-    """All lines of perplexity in one file, beside that of the cells."""
-    beside = path.with_name(f"{path.stem}-perplexity.jsonl")
-    _replace(beside, (line.to_json() for line in lines))
+    """All lines of perplexity in one file, beside that of the cells: those of a variant after as many tokens in one line."""
+    groups: dict[str, tuple[dict[str, Any], list[list[Any]]]] = {}
+    for line in lines:
+        record = asdict(line)
+        own = [record["setting"].pop(name) for name in ("seed", "start")] + [record.pop(name) for name in _EACH]
+        groups.setdefault(json.dumps(record), (record, []))[1].append(own)
+    made = ({**record, "stretches": some} for record, some in groups.values())
+    _replace(_beside(path), (json.dumps(record, separators=(",", ":")) for record in made))
+
+
+def _stretch(record: dict[str, Any], seed: int, start: int, nll: list[float], *rest: Any) -> perplexity.Line:
+    setting = perplexity.Setting(**record["setting"], seed=seed, start=start)
+    shared = {name: value for name, value in record.items() if name not in ("setting", "stretches")}
+    return perplexity.Line(setting=setting, nll=tuple(nll), **shared, **dict(zip(_EACH[1:], rest, strict=True)))
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f"{path.stem}-perplexity.jsonl")
 
 
 def write_cells(cells: Iterable[Cell], path: Path) -> None:

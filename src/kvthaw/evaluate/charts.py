@@ -5,13 +5,16 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.cells import Cell
 from kvthaw.evaluate.compare import SUBJECTS, chosen, work
+from kvthaw.evaluate.describe import ROW_BYTES, describe
 from kvthaw.evaluate.document import Picture
 from kvthaw.evaluate.heat import heat
+from kvthaw.methods import resolve
 
 _BLUES = dict(zip(SUBJECTS, ("#0b6fb8", "#c2410c", "#15803d", "#7c3aed"), strict=True))
 _MARKS = "osD^v<>pPXh*dH8"
@@ -45,21 +48,31 @@ def recall_by_budget(cells: Sequence[Cell]) -> Picture | None:
 
 
 def accuracy_by_bytes(cells: Sequence[Cell]) -> Picture | None:
-    """A point a method and budget at the longest length: KV bytes on the device against accuracy."""
+    """A point a method and budget at the longest length: bytes on the device, of KV and of what the index keeps for every key,
+    against accuracy. The index has the share of full attention's KV that it has with 128 dimensions in bf16 and one KV head."""
     longest = max((length for _, length in work(cells)), default=None)
     if longest is None:
         return None
     some = [cell for cell in cells if cell.length == longest]
+    full = chosen(some, "full", None)
+    whole = max(c.kv_device_bytes for c in full)
     axis = _axis()
     for name in _methods(some):
-        points = [(size / 2**20, right) for _, right, size in _points(some, name)]
+        held = whole * _index_share(name)
+        points = [((size + held) / 2**20, right) for _, right, size in _points(some, name)]
         axis.plot(*zip(*points, strict=True), **_look(some, name)) if points else None
-    full = chosen(some, "full", None)
-    axis.plot(max(c.kv_device_bytes for c in full) / 2**20, _full(some), "k*", markersize=11, label="full")
+    axis.plot(whole / 2**20, _full(some), "k*", markersize=11, label="full")
     axis.set_xscale("log")
-    axis.set_xlabel("KV on the device, MiB (without what an index keeps there)")
+    axis.set_xlabel("KV and index on the device, MiB")
     axis.set_ylabel("accuracy")
-    return Picture(_svg(axis), f"Accuracy against KV bytes on the device at {longest:,} tokens, a point a budget.")
+    return Picture(_svg(axis), f"Accuracy against bytes of KV and index on the device at {longest:,} tokens, a point a budget.")
+
+
+@cache
+def _index_share(name: str) -> float:
+    """Bytes that a method's index keeps on the device, as a share of those of all rows."""
+    held: int | None = describe(resolve(name))["bytes_a_key"]
+    return (held or 0) / ROW_BYTES
 
 
 def heat_maps(cells: Sequence[Cell], task: str, budget: int | float) -> Picture | None:

@@ -12,6 +12,8 @@ from kvthaw.methods import METHODS, resolve
 from kvthaw.types import Index, LayerShape, Method
 
 _DIM, _DTYPE = 128, torch.bfloat16
+ROW_BYTES = 2 * _DIM * _DTYPE.itemsize
+"""Of the row, K and V, of a key that `describe` measures an index with."""
 _PROMPTS = (2048, 4096)
 
 

@@ -20,7 +20,7 @@ class Share:
     @property
     def text(self) -> str:
         """In percent."""
-        return _percent(self.value, self.signed)
+        return _percent(self.value, self.signed) if self.signed else f"{100 * self.value:.1f}".removesuffix(".0")
 
     @property
     def detail(self) -> str:

@@ -1,0 +1,93 @@
+"""Puts what kvthaw compare found where readers find it: benchmarks/results/compare*.jsonl, docs/compare.md with all tables,
+docs/compare.png (where there is Chromium) and README.md with the means.
+
+usage: compared.py OUT    OUT: the folder of kvthaw compare, or a file of its cells
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvthaw.evaluate.cells import Cell, read_cells, read_stretches, write_cells, write_stretches
+from kvthaw.evaluate.compare import goals, hopes, protocols, under, work
+from kvthaw.evaluate.document import Share, Table
+from kvthaw.evaluate.overview import by_budget, named, overview
+
+HERE = Path(__file__).parents[1]
+BEGIN, END = "<!-- written by benchmarks/compared.py -->", "<!-- until here -->"
+
+
+def short(cells: Sequence[Cell]) -> str:
+    """Mean accuracies of the first protocol, a row a method, and what came of the goals, as Markdown."""
+    protocol = protocols(cells)[0]
+    some = under(cells, protocol)
+    table = by_budget(some)
+    rows = [[f"{100 * v.value:.1f}" if isinstance(v, Share) else v for v in row] for row in table.rows]
+    counts = [v.n for row in table.rows for v in row if isinstance(v, Share)]
+    where = work(some)
+    lengths = sorted({length for _, length in where})
+    about = (
+        f"Mean accuracy in percent over {len({task for task, _ in where})} tasks at {lengths[0]:,} to {lengths[-1]:,} tokens, "
+        f"{' to '.join(dict.fromkeys(f'{n:,}' for n in (min(counts), max(counts))))} samples a number, {named(protocol)}:"
+    )
+    verdicts = [
+        f"- {hope.text}: **{hope.verdict}**"
+        + (
+            ""
+            if (least := hope.tightest) is None or least.paired is None
+            else f"; least against {least.other}, {least.paired.text}"
+        )
+        for hope in hopes(goals(some))
+    ]
+    return "\n\n".join((about, Table(table.columns, rows).markdown(), "\n".join(verdicts)))
+
+
+def put(path: Path, text: str) -> None:
+    """Replace what stands between the marks of a file. Ends the script where it has none."""
+    whole = path.read_text(encoding="utf-8")
+    before, begin, rest = whole.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        sys.exit(f"{path} has no {BEGIN} followed by {END}")
+    path.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")
+
+
+def photograph(page: str, to: Path) -> None:
+    """The beginning of an HTML page as a picture, by Chromium."""
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is None:
+        print(f"no Chromium, so {to} stays as it is", file=sys.stderr)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "report.html"
+        path.write_text(page, encoding="utf-8")
+        look = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={folder}/user"]
+        subprocess.run(
+            [browser, *look, "--window-size=1250,1700", f"--screenshot={to}", path.as_uri()], check=True, capture_output=True
+        )
+
+
+def main(arguments: list[str]) -> None:
+    """See the module."""
+    if len(arguments) != 1 or arguments[0].startswith("-"):
+        sys.exit(__doc__)
+    cells, stretches = read_cells(Path(arguments[0])), read_stretches(Path(arguments[0]))
+    results = HERE / "benchmarks" / "results" / "compare.jsonl"
+    write_cells(cells, results)
+    if stretches:
+        write_stretches(stretches, results)
+    document = overview(cells, stretches)
+    tables = re.sub("^#", "##", document.markdown(), flags=re.MULTILINE)
+    put(HERE / "docs" / "compare.md", tables.replace(document.title, "What it found", 1))
+    put(HERE / "README.md", short(cells))
+    photograph(document.html(), HERE / "docs" / "compare.png")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
