@@ -7,9 +7,8 @@ their digests are made anew with every append, so that every token can be select
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,14 +31,25 @@ class Lane:
     kept: int = 0
     marks: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
 
+    def told(self) -> tuple[int, int, int, list[tuple[int, int]]]:
+        """Its fields, of the caller's own."""
+        return self.tokens, self.units, self.kept, list(self.marks)
+
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """A lane before its last append: what the host knew of it, and what was written over and cannot be made again: table, first
-    place, [H, n, ...]."""
+    """A lane before its last append: its tokens, units and kept keys, how many marks it had (an append adds to them and changes
+    none), and what was written over and cannot be made again: table, first place, [H, n, ...]."""
 
-    host: Lane
+    tokens: int
+    units: int
+    kept: int
+    marks: int
     parts: tuple[tuple[str, int, Tensor], ...]
+
+    def moved(self, device: torch.device) -> Before:
+        """The same with parts of its own, on a device."""
+        return replace(self, parts=tuple((name, start, part.to(device, copy=True)) for name, start, part in self.parts))
 
 
 class UnitIndex:
@@ -182,12 +192,13 @@ class UnitIndex:
         self.join()
         for name, start, part in last.parts:
             getattr(self, name)[lane, :, start : start + part.shape[1]] = part
-        host = last.host
-        if host.kept in (0, self.batch):
-            self._set(lane, host)
+        marks = self.lanes[lane].marks
+        del marks[last.marks :]
+        if last.kept in (0, self.batch):
+            self._set(lane, Lane(last.tokens, last.units, last.kept, marks))
         else:  # the units of the batch are made again
-            self._set(lane, replace(host, tokens=host.marks[-1][0], units=host.marks[-1][1], kept=0))
-            self._add(lane, self.recent[lane, :, : host.kept].clone())
+            self._set(lane, Lane(*marks[-1], 0, marks))
+            self._add(lane, self.recent[lane, :, : last.kept].clone())
 
     def reorder(self, lanes: Sequence[int]) -> None:
         """See Index."""
@@ -196,8 +207,9 @@ class UnitIndex:
         which = torch.tensor(lanes, device=self.counts.device)
         for name in self._tables():
             setattr(self, name, getattr(self, name).index_select(0, which))
-        self.lanes = [copy.deepcopy(self.lanes[lane]) for lane in lanes]
-        self._before = {i: copy.deepcopy(self._before[lane]) for i, lane in enumerate(lanes) if lane in self._before}
+        self.lanes = [Lane(*self.lanes[lane].told()) for lane in lanes]
+        device = self.shape.device
+        self._before = {i: self._before[lane].moved(device) for i, lane in enumerate(lanes) if lane in self._before}
 
     def state_dict(self) -> dict[str, Any]:
         """See Index."""
@@ -205,17 +217,15 @@ class UnitIndex:
         state: dict[str, Any] = {name: getattr(self, name).clone() for name in self._tables()}
         before = {}
         for lane, last in self._before.items():
-            before[lane] = astuple(last.host), [(name, start, part.clone()) for name, start, part in last.parts]
-        return state | {"lanes": [astuple(lane) for lane in self.lanes], "before": before, "first": self.first}
+            before[lane] = last.tokens, last.units, last.kept, last.marks, last.moved(self.shape.device).parts
+        return state | {"lanes": [lane.told() for lane in self.lanes], "before": before, "first": self.first}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See Index."""
         for name in self._tables():
             setattr(self, name, state[name].to(self.shape.device, copy=True))
-        self.lanes, self._before = [_lane(told) for told in state["lanes"]], {}
-        for lane, (told, parts) in state["before"].items():
-            moved = tuple((name, start, part.to(self.shape.device, copy=True)) for name, start, part in parts)
-            self._before[lane] = Before(_lane(told), moved)
+        self.lanes = [Lane(tokens, units, kept, list(marks)) for tokens, units, kept, marks in state["lanes"]]
+        self._before = {lane: Before(*told).moved(self.shape.device) for lane, told in state["before"].items()}
         self.first = int(state["first"])
 
     # Work beside the current stream
@@ -280,7 +290,7 @@ class UnitIndex:
         host, parts = self.lanes[lane], []
         if host.kept and (host.kept == self.batch or host.kept + n > self.batch):
             parts.append(("recent", 0, self.recent[lane, :, : host.kept].clone()))
-        return Before(replace(host, marks=list(host.marks)), tuple(parts))
+        return Before(host.tokens, host.units, host.kept, len(host.marks), tuple(parts))
 
     def _add(self, lane: int, keys: Tensor) -> None:
         """The next tokens of a lane, keys [H, n, D]; there is room."""
@@ -333,11 +343,6 @@ class UnitIndex:
         self.digests[lane, :, before + whole : host.units] = found
         if host.kept == self.batch:
             self.close(lane, begin, before, recent[:, None])
-
-
-def _lane(told: tuple[int, int, int, list[tuple[int, int]]]) -> Lane:
-    tokens, units, kept, marks = told
-    return Lane(tokens, units, kept, list(marks))
 
 
 def means(keys: Tensor, size: int) -> Tensor:
