@@ -87,11 +87,14 @@ def test_drawn_tokens_are_seeded_and_differ_by_layer(llama: PreTrainedModel) -> 
     assert one.rows.shape == (1, llama.config.num_key_value_heads, 64, 2, llama.config.head_dim)
 
 
-def test_host_memory_of_coming_tokens_is_taken_before_they_come(llama: PreTrainedModel) -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_host_memory_of_coming_tokens_is_taken_before_they_come(llama: PreTrainedModel, shared: bool) -> None:
     cache = Cache(llama, "quest", budget=64, extent=32)
-    fill(cache, lambda number: drawn(llama, number, 160, 0), batch=2, coming=40)
-    held = [kv.store.nbytes() for kv in cache.frozen_layers]
-    before = [kv.store.length(1) for kv in cache.frozen_layers]
+    tokens = drawn(llama, 0, 160, 0)
+    fill(cache, lambda _: tokens, batch=2, shared=shared, coming=40)
+    before = [(kv.store.addresses(lane).tolist(), kv.store.length(lane)) for kv in cache.frozen_layers for lane in range(2)]
+    new = [at for addresses, _ in before for at in addresses[5:]]
+    assert len(new) == len(set(new)) == 2 * len(before)
     _steps(llama, cache, 2)
-    assert [kv.store.length(1) for kv in cache.frozen_layers] > before
-    assert [kv.store.nbytes() for kv in cache.frozen_layers] == held
+    after = [(kv.store.addresses(lane).tolist(), kv.store.length(lane)) for kv in cache.frozen_layers for lane in range(2)]
+    assert all(then[0] == now[0] and then[1] < now[1] for then, now in zip(before, after, strict=True))

@@ -74,9 +74,9 @@ def fill(
             first = first or layer.kv
         if batch > 1:
             layer.kv.reorder([0] * batch)
-        if coming and isinstance(layer.kv, FrozenLayer) and not layer.kv.settings.method.evicts:
-            for lane in range(batch):
-                layer.kv.store.reserve(lane, layer.kv.store.length(lane) + coming)
+    for kv in cache.frozen_layers if coming and isinstance(cache, Cache) and not cache.settings.method.evicts else ():
+        for lane in range(batch):  # after all have shared: what is taken is each one's own
+            kv.store.reserve(lane, kv.store.length(lane) + coming)
     if isinstance(cache, Cache) and cache.settings.method.foresees:
         cache.introduce()
     if getattr(cache, "offloading", False):
