@@ -233,29 +233,31 @@ def selections(count: int, rows: int, kept: float) -> list[Tensor]:
     return made
 
 
-def gather(count: int, tokens: int, extent: int = 1024) -> dict[str, Any]:
-    """uva_gather of `count` scattered rows a head out of pinned memory."""
+def gather(count: int, tokens: int, extent: int = 1024, *, batch: int = 1) -> dict[str, Any]:
+    """uva_gather of `count` scattered rows a lane and head out of pinned memory, which the lanes share."""
     store = torch.empty((tokens // extent, HEADS, extent, 2, DIM), dtype=torch.bfloat16, pin_memory=True)
     for part in store:
         part.copy_(torch.randn(part.shape, device="cuda", dtype=torch.bfloat16))
-    table = torch.tensor([[part.data_ptr() for part in store]], device="cuda")
-    slab = torch.full((1, HEADS, count, 2, DIM), torch.nan, dtype=torch.bfloat16, device="cuda")
-    slots = torch.stack([torch.randperm(count, device="cuda") for _ in range(HEADS)])[None].int()
-    chosen = [
-        torch.stack([torch.randperm(tokens, device="cuda")[:count] for _ in range(HEADS)])[None].int() for _ in range(_CALLS)
-    ]
+    table = torch.tensor([[part.data_ptr() for part in store]] * batch, device="cuda")
+    slab = torch.full((batch, HEADS, count, 2, DIM), torch.nan, dtype=torch.bfloat16, device="cuda")
+
+    def drawn(below: int) -> Tensor:
+        return torch.rand(batch, HEADS, below, device="cuda").argsort(dim=2)[:, :, :count].int()
+
+    slots, chosen = drawn(count), [drawn(tokens) for _ in range(_CALLS)]
     uva_gather(table, extent, slab, chosen[0], slots, 0)
-    row, head = chosen[0][0].cpu().long(), torch.arange(HEADS)[:, None]
+    row, head = chosen[0].cpu().long(), torch.arange(HEADS)[None, :, None]
     want = store[row // extent, head, row % extent].cuda()
-    if not torch.equal(slab[0, head.cuda(), slots[0].long()], want):
+    if not torch.equal(slab.gather(2, slots.long()[..., None, None].expand(-1, -1, -1, 2, DIM)), want):
         raise CacheError("uva_gather brought other rows than it was asked for")
 
     def bring(fetch: Tensor) -> Callable[[], object]:
         return lambda: uva_gather(table, extent, slab, fetch, slots, 0)
 
     seconds = replay_time([bring(fetch) for fetch in chosen])
-    moved = HEADS * count * 2 * DIM * 2
-    return {"op": "uva_gather", "rows": HEADS * count, "row_bytes": 4 * DIM, **rates(seconds, moved, BUS_GBPS)}
+    moved = batch * HEADS * count * 2 * DIM * 2
+    about = {"op": "uva_gather", "rows": batch * HEADS * count, "row_bytes": 4 * DIM, "batch": batch}
+    return {**about, **rates(seconds, moved, BUS_GBPS)}
 
 
 if __name__ == "__main__":

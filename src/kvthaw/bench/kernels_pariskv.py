@@ -70,7 +70,9 @@ def main(
                 torch.cuda.empty_cache()
         report(select_time("mean_query", 1 << 17))
         report(select_time("mean", 1 << 17))
-        report({**gather(K, 1 << 14 if quick else 1 << 17), "op": "fetch", "torch_us": fetch_in_torch(1 << 14)})
+        for batch in (1, 4, 16):
+            line = {**gather(K, 1 << 14 if quick else 1 << 17, batch=batch), "op": "fetch"}
+            report(line | ({"torch_us": fetch_in_torch(1 << 14)} if batch == 1 else {}))
         for batch in (1, 4, 16):
             report({**decode(batch, SINK + WINDOW + BUFFER + K, masked=True), "op": "attention"})
     return lines
