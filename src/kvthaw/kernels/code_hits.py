@@ -39,10 +39,11 @@ if HAS_TRITON:
         bh = tl.program_id(1).to(tl.int64)
         t, i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, LP)
         live = t < tl.minimum(tl.load(known + bh // heads), tokens)
-        code = tl.load(codes + bh * stride + t[:, None] * L + i[None, :], mask=live[:, None] & (i < L)[None, :], other=-1)
+        there = live[:, None] & (i < L)[None, :]  # what is loaded elsewhere may be anything, and equal
+        code = tl.load(codes + bh * stride + t[:, None] * L + i[None, :], mask=there)
         for p in tl.static_range(P):
-            own = tl.load(asked + (bh * P + p) * L + i, mask=i < L, other=-2)
-            hits = tl.sum((code == own[None, :]).to(tl.int32), axis=1)
+            own = tl.load(asked + (bh * P + p) * L + i, mask=i < L)
+            hits = tl.sum(tl.where(there & (code == own[None, :]), 1, 0), axis=1)
             tl.store(found + (bh * P + p) * tokens + t, hits.to(tl.int16), mask=t < tokens)
 
 
