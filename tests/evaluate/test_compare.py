@@ -154,7 +154,8 @@ def plain(lines: list[Line]) -> list[str]:
 def test_a_cell_is_a_file_and_what_is_there_is_not_run_again(loaded: tuple[Any, Any], tmp_path: Path) -> None:
     todo = units(Runner(*loaded, Folder(tmp_path / "out"), batch=2), GRID)
     assert [(unit.job.length, len(unit.places)) for unit in todo] == [(320, 1), (400, 1), (320, 2), (400, 2)]
-    assert len({unit.variants[0] for unit in todo}) > 1
+    assert {unit.variants[0] for unit in todo} == {FULL}
+    assert len({unit.variants[1] for unit in todo}) > 1
     runner = Runner(*loaded, Folder(tmp_path / "out"), batch=2)
     lines = compute(runner, todo)
     assert len(lines) == sum(unit.lines for unit in todo) == 3 * 2 * 3

@@ -57,8 +57,9 @@ class Grid:
 
 def units(runner: Runner, grid: Grid, others: Sequence[Stretch] = ()) -> list[Unit | Stretch]:
     """What is missing of a grid. All cells get their first samples, as many as share their steps, before any gets its next, so that
-    a run that is stopped has something of everything; what else is to be done comes in between. Each unit begins with another
-    variant, so that workers do not all compile the same kernels at once.
+    a run that is stopped has something of everything; what else is to be done comes in between. Each unit begins with full
+    attention, with which all are compared, and goes on with another variant than the one before, so that workers do not all compile
+    the same kernels at once.
 
     Raises ConfigError for a setting that no cache of the model would take.
     """
@@ -70,8 +71,10 @@ def units(runner: Runner, grid: Grid, others: Sequence[Stretch] = ()) -> list[Un
 
 
 def _turned(unit: Unit | Stretch, number: int) -> Unit | Stretch:
-    at = number * 5 % len(unit.variants)
-    return replace(unit, variants=unit.variants[at:] + unit.variants[:at])
+    first = unit.variants[:1] if unit.variants[0] == FULL else ()
+    others = unit.variants[len(first) :]
+    at = number * 5 % max(1, len(others))
+    return replace(unit, variants=first + others[at:] + others[:at])
 
 
 # What follows
