@@ -13,10 +13,12 @@ from kvthaw import CacheError, ConfigError, HostMemoryError
 from kvthaw.bench import check, decode, room
 from kvthaw.bench.asked import Decode
 from kvthaw.bench.card import bandwidths
+from kvthaw.bench.fill import drawn, fill
 from kvthaw.bench.lines import Line, Lines
 from kvthaw.bench.settings import grid
 from kvthaw.bench.shapes import SHAPES, build
-from kvthaw.bench.steps import Decoder, Steps, random_tokens, take
+from kvthaw.bench.steps import MOST_WARM, WARM, Decoder, Steps, random_tokens, take, warm_steps
+from kvthaw.engine.hf import Cache
 
 pytestmark = pytest.mark.usefixtures("small")
 
@@ -42,7 +44,7 @@ def test_a_line_says_everything_of_a_run() -> None:
         assert line.floor_ratio == pytest.approx(line.tpot_s / line.floor_s)
         assert line.floor_bus_s is None  # there is no bus on a CPU
     tokens = quest.full_kv_bytes // (2 * 2 * 2 * row)  # rows of the batch, layers, heads
-    assert 160 + 20 < tokens < 210
+    assert 160 + 20 < tokens < 160 + 20 + MOST_WARM + 20
     assert (full.kv_dense_bytes, full.share_of_full, full.share_with_dense) == (full.full_kv_bytes, None, 1.0)
     assert quest.kv_dense_bytes == quest.full_kv_bytes // 2
     assert quest.kv_device_bytes == 64 * 2 * 2 * row
@@ -251,3 +253,19 @@ def test_gpu_captured_steps_are_checked_and_timed() -> None:
             assert line.captures == 1
             assert line.launches is not None
             assert line.parts_s["attention"] > 0
+
+
+@pytest.mark.parametrize(("method", "sizes"), [("quest", {"budget": 64}), ("full", {}), ("pariskv", {"retrieved": 20})])
+def test_steps_that_do_not_count_reach_the_first_tokens_that_leave(method: str, sizes: dict[str, int]) -> None:
+    """If they leave soon: that, too, compiles kernels."""
+    model = build("tiny", torch.device("cpu"))
+    cache = Cache(model, method, **sizes, dense_layers=0)
+    fill(cache, lambda layer: drawn(model, layer, 1000, 0))
+    warm, rings = warm_steps(cache), [kv.indexed(0) for kv in cache.frozen_layers]
+    assert WARM <= warm <= MOST_WARM
+    with torch.no_grad():
+        take(Decoder(model, cache), random_tokens(model, 1, 0), 1, warm=warm)
+    if method == "quest":
+        assert all(kv.indexed(0) > before for kv, before in zip(cache.frozen_layers, rings, strict=True))
+    else:
+        assert warm == WARM

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 WARM = 6
-"""Steps of each way that do not count: kernels are compiled and tuned in them, and graphs captured."""
+"""Steps of each way that do not count, at least: kernels are compiled and tuned in them, and graphs captured."""
+MOST_WARM = 40
+"""At most: the first tokens that leave a ring leave uncounted if they do so soon, for that compiles kernels too."""
 
 
 class Decoder:
@@ -104,9 +106,17 @@ def prefill(model: PreTrainedModel, cache: DynamicCache, ids: Tensor) -> float:
     return time.perf_counter() - begin
 
 
-def take(decoder: Decoder, tokens: Iterator[Tensor], count: int, warm: int = WARM) -> Steps:
-    """Take `warm` steps that do not count and `count` that do. Raises CacheError where logits were not finite at the end."""
-    device = decoder.model.device
+def warm_steps(cache: DynamicCache) -> int:
+    """Steps of a cache that do not count: WARM, or up to MOST_WARM if tokens leave a ring of its layers by then."""
+    layers = cache.frozen_layers if isinstance(cache, Cache) else []
+    first = [kv.undisturbed(MOST_WARM - 1) for kv in layers]
+    return max([WARM, *(steps + 2 for steps in first if steps < MOST_WARM - 1)])
+
+
+def take(decoder: Decoder, tokens: Iterator[Tensor], count: int, warm: int | None = None) -> Steps:
+    """Take `warm` steps that do not count, as `warm_steps` has it if None, and `count` that do. Raises CacheError where logits were
+    not finite at the end."""
+    device, warm = decoder.model.device, warm_steps(decoder.cache) if warm is None else warm
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     gaps, before = [], Counts()
