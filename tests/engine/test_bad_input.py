@@ -75,6 +75,7 @@ def test_fraction_too_small_names_the_smallest(llama: PreTrainedModel) -> None:
         ({"budget": 1.5}, "budget is 1.5; a fraction of the prompt must lie between 0 and 1"),
         ({"retrieved": 0}, "retrieved is 0; it must be at least 1"),
         ({"dense_layers": -1}, "dense_layers is -1; it must be at least 0"),
+        ({"dense_layers": 99}, "dense_layers is 99 of .*; that leaves no layer to oracle"),
         ({"sparse_queries": 0}, "sparse_queries is 0; it must be at least 1"),
         ({"extent": 0}, "extent is 0; it must be at least 1"),
     ],
