@@ -94,6 +94,12 @@ def test_help_lists_commands_and_exit_codes() -> None:
     assert all(name in Said("eval", "gsm8k", "--help").out for name in BENCHMARKS)
 
 
+def test_help_is_as_wide_as_the_terminal() -> None:
+    said = Said("eval", "perplexity", "--help")
+    line = "what follows in the text is sent through each method token by token, and every next token is scored"
+    assert line in said.out, "not broken where the source is"
+
+
 def test_a_published_benchmark_is_asked_and_reported(model: str, tmp_path: Path) -> None:
     data = Path(__file__).parent / "evaluate" / "published" / "gold" / "gsm8k.jsonl"
     asked = (
@@ -602,6 +608,7 @@ def test_wrong_usage_is_exit_code_2(model: str) -> None:
     refused(Said("eval", "passkeys"), 2, "'passkeys'", "variable_tracking")
     refused(Said("eval", "passkey", "--length", "4k"), 2, "'4k'")
     refused(Said("eval", "passkey", "--depths", ","), 2, "--depths")
+    refused(Said("eval", "passkey", "--depths", "50,120"), 2, "--depths", "120", "between 0 and 100")
     refused(Said("eval", "recall", "--retrieved", "many"), 2, "'many'", "--retrieved")
     refused(Said("eval", "recall", "--text", "nowhere.txt"), 2, "nowhere.txt")
     refused(Said("eval", "drift", "--new-tokens", "40"), 2, "--probe", "every 16th of 40")

@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 class Commands(TyperGroup):
     """The command group: an error that kvthaw raises is one readable line and exit code 1; Ctrl-C is exit code 130."""
 
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        _unwrap(self)
+
     def invoke(self, ctx: Any) -> Any:
         """Run the command that was asked for."""
         try:
@@ -47,6 +51,14 @@ class Commands(TyperGroup):
             where = f"{error.filename}: " if error.filename else ""
             complain(f"{where}{error.strerror or error}")
             raise typer.Exit(1) from None
+
+
+def _unwrap(command: Any) -> None:
+    """Let paragraphs of help be as wide as the terminal, of a command and of those below it, and not as the source is."""
+    if command.help is not None:
+        command.help = "\n\n".join(" ".join(part.split()) for part in command.help.split("\n\n"))
+    for each in getattr(command, "commands", {}).values():
+        _unwrap(each)
 
 
 def complain(message: str) -> None:

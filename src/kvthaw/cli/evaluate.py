@@ -50,8 +50,11 @@ app = typer.Typer(cls=Tasks, no_args_is_help=True, rich_markup_mode="rich", epil
 
 @app.callback()
 def _eval() -> None:
-    """Measure methods: kvthaw eval TASK runs a task or a published benchmark, perplexity sends a text through them, recall and
-    drift compare selections with exact attention, shares prints PRKV's automatic static share."""
+    """Measure methods, by tasks, published benchmarks, perplexity and exact attention.
+
+    kvthaw eval TASK runs a task or a published benchmark, perplexity sends a text through the methods, recall and drift compare
+    selections with exact attention, shares prints PRKV's automatic static share.
+    """
 
 
 @app.command("task", epilog=EXAMPLES)
@@ -162,4 +165,10 @@ def _files(given: list[str], tasks: list[str]) -> dict[str, Path]:
 def _depths(text: str) -> tuple[float, ...]:
     if text in ("even", "random"):
         return tuple(i / 100 for i in range(0, 100, 5)) if text == "even" else ()
-    return tuple(percent / 100 for percent in listed(text, float, "--depths"))
+    percents = listed(text, float, "--depths")
+    for percent in percents:
+        if not 0 <= percent <= 100:
+            raise typer.BadParameter(
+                f"{percent:g} is no share in percent; it must lie between 0 and 100", param_hint="--depths"
+            )
+    return tuple(percent / 100 for percent in percents)

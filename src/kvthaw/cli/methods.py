@@ -11,8 +11,11 @@ EXAMPLES = "Examples:\n\n  kvthaw methods\n\n  kvthaw methods --json"
 
 
 def methods(as_json: options.Json = False) -> None:
-    """List the methods: where from, what they select, what they do with the KV, where they decide, and the bytes that a key takes
-    on the device (of head_dim 128 in bf16)."""
+    """List the methods, and what each does with the KV.
+
+    paper: where from; unit: what it selects; kv: dense, offloaded or evicted; decides: where; graph safe: whether its steps can be
+    captured; bytes a key: what its index keeps on the device, of a key of head_dim 128 in bf16.
+    """
     from kvthaw.evaluate.describe import describe, word
     from kvthaw.methods import METHODS, resolve
 

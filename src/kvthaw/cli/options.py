@@ -70,6 +70,10 @@ Text = Annotated[
         dir_okay=False,
     ),
 ]
+LongText = Annotated[
+    Path | None,
+    typer.Option("--text", help="Read this text instead of the book that ships.", exists=True, dir_okay=False),
+]
 Out = Annotated[
     Path | None,
     typer.Option("--out", help="Append a JSON line a prompt and run to this file; what stands there is not run again."),

@@ -25,7 +25,7 @@ def perplexity(
     retrieved: options.Beside = None,
     length: Annotated[str, typer.Option(help="Tokens before the measured ones, separated by commas.")] = "1024,2048,4096",
     steps: Annotated[int, typer.Option(min=1, help="Tokens measured after each length.")] = 64,
-    text: options.Text = None,
+    text: options.LongText = None,
     samples: Annotated[int, typer.Option(min=1, help="Places in the text from which it is read.")] = 1,
     dense_layers: options.DenseLayers = "auto",
     seed: options.Seed = 0,
