@@ -28,6 +28,11 @@ def test_bytes_a_key_are_those_of_the_formats(method: str, held: int | None) -> 
     assert describe(resolve(method))["bytes_a_key"] == held
 
 
+def test_options_that_suit_few_rows_are_no_error() -> None:
+    """How many rows there will be is the caller's to say: 100 candidates serve retrieved=100."""
+    assert describe(resolve("pariskv:candidates=100"))["bytes_a_key"] == 112
+
+
 @pytest.mark.parametrize("page", [16, 64])
 def test_a_page_costs_its_digest_and_room_to_grow(page: int) -> None:
     held = describe(resolve("quest", page=page))["bytes_a_key"]
