@@ -18,7 +18,7 @@ def test_quest_is_its_formula() -> None:
     lanes = Lanes(QUEST, [150], heads=2, group=1)
     found = lanes.sets(40)[0]
     for head in range(2):
-        keys, query = lanes.keys[0][head, FIRST : FIRST + 150], lanes.query()[0, head]
+        keys, query = lanes.keys[0][head, FIRST : FIRST + 150].double(), lanes.query()[0, head].double()
         pages = keys.split(16)
         bounds = torch.stack([torch.maximum(query * p.amin(dim=0), query * p.amax(dim=0)).sum() for p in pages])
         best = bounds.argsort(descending=True).tolist()
@@ -30,7 +30,7 @@ def test_arkvale_is_its_formula() -> None:
     lanes = Lanes(ARKVALE, [140], heads=2, group=1)
     found = lanes.sets(64)[0]
     for head in range(2):
-        keys, query = lanes.keys[0][head, FIRST : FIRST + 140], lanes.query()[0, head]
+        keys, query = lanes.keys[0][head, FIRST : FIRST + 140].double(), lanes.query()[0, head].double()
         scores = []
         for page in keys.split(32):
             centre = (page.amax(dim=0) + page.amin(dim=0)) / 2

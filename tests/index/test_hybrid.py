@@ -56,6 +56,29 @@ def test_the_static_set_is_what_the_window_attends_to() -> None:
         torch.testing.assert_close(index.digests[0, head, :24], pages[0])
 
 
+@pytest.mark.parametrize("share", [0.25, 0.5])
+def test_rows_are_the_definitions(share: float) -> None:
+    """Algorithm 1 and the pages' bounds, in float64, one head at a time."""
+    lanes = Lanes(partial(SMALL, share=share), [203], heads=2, group=1)
+    found, count = lanes.sets(40)[0], int(40 * share)
+    for head in range(2):
+        keys, queries = lanes.keys[0][head, FIRST : FIRST + 203].double(), lanes.queries[0][head].double()
+        scores = torch.softmax(queries[:64] @ keys.T * 64**-0.5, dim=1).mean(dim=0).tolist()
+        ranked = sorted(range(203), key=lambda token: -scores[token])
+        static = ranked[:count]
+        rest = sorted(ranked[count:])
+        pages = [rest[at : at + 8] for at in range(0, len(rest), 8)]
+        query, bounds = queries[100], []
+        for page in pages:
+            own = keys[page]
+            centre = (own.amax(dim=0) + own.amin(dim=0)) / 2
+            apart = (centre - own).abs().mean(dim=0)
+            bounds.append(float(torch.maximum(query * (centre - apart), query * (centre + apart)).sum()))
+        best = sorted(range(len(pages)), key=lambda page: -bounds[page])
+        dynamic = [token for page in best for token in pages[page]][: 40 - count]
+        assert found[head] == {FIRST + token for token in (*static, *dynamic)}
+
+
 def test_no_static_set_is_arkvale() -> None:
     hybrids, pages = Lanes(partial(SMALL, share=0.0), [100, 31]), Lanes(partial(BoundIndex, page=8, spread="mean"), [100, 31])
     for n in (16, 16, 5, 16):
