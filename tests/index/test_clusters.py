@@ -18,6 +18,27 @@ from kvthaw.kernels.kmeans import kmeans
 SMALL = partial(ClusterIndex, tokens_per_cluster=10, batch=40, clusters_per_batch=4)
 
 
+def test_rows_are_the_definitions() -> None:
+    """k-means by cosine and ranking by q.mu (sections III-B and III-C), in float64, one head at a time, from the keys drawn."""
+    lanes = Lanes(partial(SMALL, start="random", iterations=20), [200], heads=2, group=1)
+    found = lanes.sets(70)[0]
+    drawn = draw(FIRST + torch.arange(200), 20, seed=7, layer=3, heads=2)
+    for head in range(2):
+        keys, query = lanes.keys[0][head, FIRST : FIRST + 200].double(), lanes.query()[0, head].double()
+        centroids, labels = [keys[token] for token in drawn[head].tolist()], None
+        for _ in range(20):
+            near = [[float(key @ mu / (key.norm() * mu.norm())) for mu in centroids] for key in keys]
+            again = [row.index(max(row)) for row in near]
+            if again == labels:
+                break
+            labels = again
+            members = [[token for token, label in enumerate(labels) if label == c] for c in range(20)]
+            centroids = [keys[own].mean(dim=0) if own else mu for own, mu in zip(members, centroids, strict=True)]
+        ranked = sorted(range(20), key=lambda c: -float(query @ centroids[c]))
+        wanted = [FIRST + token for c in ranked for token in members[c]]
+        assert found[head] == set(wanted[:70])
+
+
 def test_clusters_are_taken_by_their_score_and_the_last_is_cut() -> None:
     lanes = Lanes(SMALL, [300], heads=2, group=1)
     index, found = lanes.index, lanes.sets(70)[0]
