@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from kvthaw import METHODS
@@ -70,3 +72,14 @@ def test_every_method_takes_its_own_defaults(name: str) -> None:
     }
     check(name, own, METHODS[name])
     resolve(name, **own)
+
+
+@pytest.mark.parametrize("name", sorted(set(METHODS) - {"full", "streaming"}))
+def test_every_method_says_what_is_where_and_how_a_group_agrees(name: str) -> None:
+    import inspect
+
+    make = METHODS[name]
+    text = inspect.getdoc(getattr(make, "func", make))
+    assert text is not None
+    for what in (r"\b[Hh]ost\b", r"\b[Dd]evice\b", r"GQA|heads of a group"):
+        assert re.search(what, text), f"the docstring of {name} does not speak of {what}"

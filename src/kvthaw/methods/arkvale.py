@@ -18,7 +18,7 @@ def arkvale(*, page: int = 32, spread: Spread = "mean", policy: Policy = "max", 
     spread: "max" makes it a true upper bound. policy: how the query heads of a group agree, see
     `kvthaw.kernels.unit_select.Policy`. The first page and the last two stay on the device. keep: of how many steps the selected
     rows stay there too; with 1, what leaves is what this step scored too low to select: ArkVale's rule, at the smallest cache it
-    works with.
+    works with. Host: the rows. Device: each page's box, every decision.
     """
     at_least(1, page=page)
     index = partial(BoundIndex, page=page, spread=spread, policy=policy)

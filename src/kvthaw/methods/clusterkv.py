@@ -47,6 +47,8 @@ def clusterkv(
     policy: how the query heads of a group agree, see `kvthaw.kernels.unit_select.Policy`. distance: what k-means compares by.
     clusters: as many for any prompt (the paper's C0), instead of one for every tokens_per_cluster. keep: the paper's R, of how many
     steps the selected rows stay on the device. The paper keeps 16 sink tokens; it states no window, so tokens leave by 16.
+
+    Host: the rows. Device: the centroids, the map of tokens and clusters, k-means, every decision.
     """
     if preset not in _PRESETS:
         raise ConfigError(f"preset is {preset!r}; it must be one of {', '.join(get_args(Preset))}")

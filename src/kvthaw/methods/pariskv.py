@@ -41,7 +41,9 @@ def pariskv(
     candidates, by region length unless given; candidates: a fixed number of them instead. full_threshold: a retrieval region
     shorter than this is attended to whole, whatever the budget (the paper has 1024 to 2048, beside `retrieved`); 0 keeps the
     budget's promise. A region that fits in the rows to be retrieved is always attended to whole. rotate, normalise, centroids:
-    ablations; see CodesIndex and Ratios."""
+    ablations; see CodesIndex and Ratios.
+
+    Host: the rows. Device: a key's codes, centroids and weights (112 bytes of one of 128 dimensions), every decision."""
     at_least(1, window=window, buffer=buffer)
     at_least(0, full_threshold=full_threshold)
     policy = policy or ("mean_query" if preset == "code" else "max")

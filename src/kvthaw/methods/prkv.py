@@ -32,6 +32,9 @@ def prkv(
 
     Among random strings (needles of UUIDs) a box around 32 keys says too little of the best of them: with 1024 tokens none is
     found at 16k, where page=8 finds all, for 86 bytes a key on the device instead of 25 and a select that reads four times as much.
+
+    Host: the rows, from which a refresh reads the keys. Device: the map of tokens, each page's box, the window's queries, every
+    decision.
     """
     at_least(1, page=page, window=window)
     index = partial(HybridIndex, page=page, share=share, interval=interval, spread=spread, policy=policy)

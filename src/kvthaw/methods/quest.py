@@ -16,7 +16,7 @@ def quest(*, page: int = 16, policy: Policy = "max") -> Method:
 
     policy: how the query heads of a group agree, see `kvthaw.kernels.unit_select.Policy`. Quest has no sink and attends to
     the page it is filling: the window and the buffer are a page each. Its rule of max(3, budget / 16) pages follows from the
-    budget, which includes them.
+    budget, which includes them. Host: the rows. Device: each page's minima and maxima, every decision.
     """
     at_least(1, page=page)
     index = partial(BoundIndex, page=page, spread="max", policy=policy)
