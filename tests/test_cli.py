@@ -25,7 +25,7 @@ from kvthaw.evaluate.tasks import TASKS
 class Said:
     """What a command said."""
 
-    def __init__(self, *arguments: str, stdin: str | None = None) -> None:
+    def __init__(self, *arguments: str, stdin: str | bytes | None = None) -> None:
         result = CliRunner().invoke(app, list(arguments), input=stdin, env={"COLUMNS": "200", "NO_COLOR": "1"})
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception
@@ -595,6 +595,8 @@ def test_errors_are_one_line_and_exit_code_1(model: str, tmp_path: Path) -> None
     latin = tmp_path / "latin.txt"
     latin.write_bytes(b"caf\xe9 au lait")
     refused(Said("generate", "--file", str(latin), "--model", model), 1, "latin.txt is not UTF-8", "byte 3")
+    refused(Said("generate", "--model", model, stdin=latin.read_bytes()), 1, "stdin is not UTF-8", "byte 3")
+    refused(Said("generate", "caf\udce9", "--model", model), 1, "the prompt is not UTF-8", "byte 3")
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "config.json").write_text("{}")

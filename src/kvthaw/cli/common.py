@@ -159,14 +159,16 @@ def prompt_text(prompt: str | None, file: Path | None) -> str:
     """The prompt from the argument, the file, or stdin. Raises a usage error where there is none or more than one."""
     if prompt is not None and file is not None:
         raise typer.BadParameter("give a prompt or --file, not both", param_hint="PROMPT")
-    if prompt is not None:
-        return prompt
-    if file is None and sys.stdin.isatty():
+    if prompt is None and file is None and sys.stdin.isatty():
         raise typer.BadParameter("give a prompt, --file, or text on stdin", param_hint="PROMPT")
+    if prompt is not None:
+        where, data = "the prompt", prompt.encode("utf-8", "surrogateescape")  # as it was typed
+    else:
+        where, data = ("stdin", sys.stdin.buffer.read()) if file is None else (str(file), file.read_bytes())
     try:
-        return sys.stdin.read() if file is None else file.read_text(encoding="utf-8")
+        return data.decode("utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{file or 'stdin'} is not UTF-8 text: {error.reason} at byte {error.start:,}") from None
+        raise ConfigError(f"{where} is not UTF-8 text: {error.reason} at byte {error.start:,}") from None
 
 
 def human(count: float | None) -> str:
