@@ -26,6 +26,10 @@ class HostMemoryError(KvthawError, MemoryError):
     """The host cannot hold the KV that would be offloaded; the message gives the bytes needed."""
 
 
+class NotBuiltError(KvthawError, ImportError):
+    """The part in C++ is missing; the message says how it is built."""
+
+
 def at_least(least: float, **values: float | None) -> None:
     """Raise ConfigError for the first of some fields whose value is less; None is none."""
     for field, value in values.items():

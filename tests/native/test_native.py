@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -143,3 +145,12 @@ def test_many_python_threads_at_once() -> None:
     for worker in workers:
         worker.join()
     assert not wrong
+
+
+def test_without_the_extension_the_command_says_how_it_is_built() -> None:
+    code = "import sys; sys.modules['kvthaw.native._native'] = None; from kvthaw.cli import app; app(['generate', 'a'])"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert said.returncode == 1
+    assert said.stderr.startswith("kvthaw: kvthaw's C++ part is not built for this Python")
+    assert "make demo" in said.stderr
+    assert "Traceback" not in said.stderr

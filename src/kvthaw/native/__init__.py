@@ -13,8 +13,16 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from kvthaw.native import _native
-from kvthaw.native._native import Forest, cores
+from kvthaw.errors import NotBuiltError
+
+try:
+    import kvthaw.native._native as _native
+    from kvthaw.native._native import Forest, cores
+except ImportError as error:
+    raise NotBuiltError(
+        f"kvthaw's C++ part is not built for this Python ({error}); `make demo` builds it, and so does "
+        "`pip install --no-build-isolation -e .` with the packages of constraints.txt"
+    ) from error
 
 __all__ = ["DTYPES", "Forest", "Isa", "admit", "best_isa", "cores", "dots", "flat_topk", "gather_rows", "isa_code", "isas"]
 
