@@ -55,7 +55,10 @@ class Decode:
     )
     new_tokens: int = option(64, "Tokens to decode and time.", INTEGER)
     prompt: str = option(
-        "run", "run: prefill random tokens. filled: begin with a cache of random keys and values, without the prefill.", WORD
+        "run",
+        "run: prefill random tokens. filled: begin with a cache of random keys and values, without the prefill. text: begin with "
+        "those that the shipped model has of its book, and search with its queries, so that rows come again as they do in text.",
+        WORD,
     )
     hits: float | None = option(
         None,

@@ -43,9 +43,9 @@ class Checks:
         """Check what a setting relies on, where that was not done yet. Raises CacheError where it does not hold."""
         if setting.method not in HF:
             self._once((setting.method, setting.dense_layers, setting.steps), lambda: self._equals_full(setting))
-            if setting.prompt == "filled":
+            if setting.prompt != "run":
                 self._once((setting.method, setting.dense_layers), lambda: self._goes_on(setting))
-        elif setting.method != HF[0] or setting.prompt == "filled":
+        elif setting.method != HF[0] or setting.prompt != "run":
             self._once((setting.method, setting.prompt), lambda: self._same_cache(setting))
 
     def _once(self, what: tuple[object, ...], check: Callable[[], None]) -> None:
@@ -72,7 +72,7 @@ class Checks:
 
     def _same_cache(self, setting: Setting) -> None:
         cache = hf_cache(self.model, setting.method)
-        if setting.prompt == "filled":
+        if setting.prompt != "run":
             run = Cache(self.model, "full")
             self.model(self.ids[:, :_PROMPT], past_key_values=run)
             fill(cache, lambda number: taken(run, number))

@@ -25,6 +25,7 @@ from kvthaw.bench.fill import Tokens, drawn, fill
 from kvthaw.bench.launches import launches
 from kvthaw.bench.lines import Line, Lines
 from kvthaw.bench.options import read_pairs
+from kvthaw.bench.replayed import Record
 from kvthaw.bench.script import noted, parted, printing, run_as_script
 from kvthaw.bench.scripted import scripted
 from kvthaw.bench.settings import HF, Setting, grid, groups, possible
@@ -99,6 +100,7 @@ class Bench:
         self.about = {**provenance(commit), **bandwidths(self.device)}
         self._shape: tuple[str, int] | None = None
         self._failed: list[tuple[Setting, Exception]] = []
+        self.text: Record | None = None
 
     def run(
         self,
@@ -157,6 +159,7 @@ class Bench:
         self.check: Checks
         if self._shape is not None:
             del self.model, self.check
+            self.text = None
             free()
         self.model = build(one.shape, self.device, seed=one.seed)
         self.forwards = {"captured": self.model.forward, "compiled": compiled_step(self.model.forward)}
@@ -169,13 +172,15 @@ class Bench:
         method = one.resolved()
         if one.hits is not None:
             method = scripted(method, one.hits)
+        if one.prompt == "text" and method.index is not None:
+            method = self._record(one).asked(method)
         return Cache(self.model, method, **one.sizes(), host_bytes=self.host_bytes)
 
     def _lines(self, group: list[Setting]) -> Iterator[Line]:
         one = group[0]
         tokens = random_tokens(self.model, one.batch, one.seed)
         free()
-        cache, begun = self._filled(one) if one.prompt == "filled" else self._prefilled(one, tokens)
+        cache, begun = self._prefilled(one, tokens) if one.prompt == "run" else self._filled(one)
         for setting in group:
             forward = self.forwards.get(setting.steps)
             decoder = Decoder(self.model, cache, forward=forward, compiled=setting.steps == "compiled")
@@ -202,14 +207,24 @@ class Bench:
         """A cache that was filled, and how long that took."""
         cache = self._cache(one)
         begin = time.perf_counter()
-        same = drawn(self.model, 0, one.length, one.seed) if one.shared else None
+        record = self._record(one) if one.prompt == "text" else None
+
+        def made(layer: int) -> Tokens:
+            return drawn(self.model, layer, one.length, one.seed) if record is None else record.tokens(layer, one.length)
+
+        same = made(0) if one.shared else None
 
         def tokens(layer: int) -> Tokens:
-            return same or drawn(self.model, layer, one.length, one.seed)
+            return same or made(layer)
 
         fill(cache, tokens, batch=one.batch, shared=one.shared, coming=one.new_tokens + MOST_WARM)
         nothing = dict.fromkeys(("ttft_s", "tt2t_s", "cold_ttft_s", "cold_tt2t_s"))
         return cache, {**nothing, "fill_s": time.perf_counter() - begin}
+
+    def _record(self, one: Setting) -> Record:
+        if self.text is None or self.text.length != min(one.length, self.text.most):
+            self.text = Record(self.model.config, one.length, self.device)
+        return self.text
 
     def _prefilled(self, one: Setting, tokens: Iterator[Tensor]) -> tuple[DynamicCache, dict[str, float | None]]:
         """A cache after its prompt, and the times of that and of a cold run before."""

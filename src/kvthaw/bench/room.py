@@ -49,7 +49,7 @@ def need(setting: Setting, dtype: torch.dtype) -> Need:
         index = share * a_key * heads * tokens
     offloaded = setting.method == HF[1]
     on_device = setting.batch * (token * tokens * 17 / 16 * (2 if offloaded else kept) + frozen * (token * held + index))
-    if setting.prompt == "filled":
+    if setting.prompt != "run":
         passing = _MADE * token * setting.length * (setting.batch if setting.hf else 1)
     else:  # the widest layer of the model: the two inputs of its MLP and their product
         passing = setting.batch * setting.length * (3 * config.intermediate_size + 4 * config.hidden_size) * size

@@ -31,12 +31,12 @@ class _Script:
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
 
 
-class ScriptedIndex:
-    """An index whose rows are a script's. Everything else is the index's own, its log_weight and partial included."""
+class Around:
+    """An index made by `make`, some of whose doings a benchmark takes over."""
 
-    def __init__(self, script: _Script, make: Any, hits: float, shape: LayerShape) -> None:
+    def __init__(self, make: Any, shape: LayerShape) -> None:
         self.index: Index = make(shape)
-        self.script, self.hits, self.shape = script, hits, shape
+        self.shape = shape
         for kind, name in ((Rebuilds, "rebuild"), (WorksBeside, "join")):  # a protocol does not see what __getattr__ finds
             if isinstance(self.index, kind):
                 setattr(self, name, getattr(self.index, name))
@@ -55,6 +55,14 @@ class ScriptedIndex:
         """See Reversible."""
         assert isinstance(self.index, Reversible)
         self.index.undo(lane, length)
+
+
+class ScriptedIndex(Around):
+    """An index whose rows are a script's. Everything else is the index's own, its log_weight and partial included."""
+
+    def __init__(self, script: _Script, make: Any, hits: float, shape: LayerShape) -> None:
+        super().__init__(make, shape)
+        self.script, self.hits = script, hits
 
     def select(self, query: Tensor, budget: int) -> Selection:
         """See Index."""

@@ -21,7 +21,7 @@ HF = ("hf-dynamic", "hf-offloaded")
 """transformers' own caches with sdpa attention: DynamicCache, and the same with offloading=True."""
 STEPS = ("eager", "captured", "compiled")
 """Ways to take a step: the model's Python, one CUDA graph of it, and the same compiled by torch.compile first."""
-PROMPTS = ("run", "filled")
+PROMPTS = ("run", "filled", "text")
 _OWN = ("budget", "retrieved", "dense_layers", "hits", "new_tokens")
 
 
@@ -31,9 +31,10 @@ class Setting:
 
     method: a name in METHODS, with options ("clusterkv:keep=2"), or one of HF. steps: one of STEPS. budget, retrieved,
     dense_layers: as for `kvthaw.Cache`. prompt: "run" prefills random tokens, "filled" begins with a cache of random keys and
-    values, see `kvthaw.bench.fill`. hits: None leaves the choice of rows to the index; a share in [0, 1) has neighbouring
-    steps share so much of their rows, see `kvthaw.bench.scripted`. shared: the layers of a filled cache share their rows on
-    the host. device: the GPU's name, or the CPU's kind.
+    values, see `kvthaw.bench.fill`, "text" with those of a model that read a book, see `kvthaw.bench.replayed`. hits: None leaves
+    the choice of rows to the index; a share in [0, 1) has neighbouring steps share so much of their rows, see
+    `kvthaw.bench.scripted`. shared: the layers of a cache that was not prefilled share their rows on the host. device: the GPU's
+    name, or the CPU's kind.
     """
 
     shape: str
@@ -60,8 +61,10 @@ class Setting:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}")
         if self.hits is not None and not 0 <= self.hits < 1:
             raise ConfigError(f"hits is {self.hits}; it must be at least 0 and below 1")
-        if self.shared and self.prompt != "filled":
-            raise ConfigError(f"share_host goes with prompt='filled'; prompt is {self.prompt!r}")
+        if self.shared and self.prompt == "run":
+            raise ConfigError(f"share_host goes with prompt='filled' or 'text'; prompt is {self.prompt!r}")
+        if self.hits is not None and self.prompt == "text":
+            raise ConfigError(f"hits is {self.hits}; with prompt='text' the text says which rows are found")
         if not self.hf:
             Settings(self.resolved(), self.budget, self.retrieved, self.dense_layers or 0)  # refuse bad ones now
 
