@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _PROMPT, _LENGTH = 480, 512
-_FEW = 8  # steps that show whether a filled cache goes on
+_FEW = 20  # steps that show whether a filled cache goes on, past an update of a ring, whose kernels are compiled then
 
 
 class Checks:
