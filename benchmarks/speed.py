@@ -29,7 +29,9 @@ ROWS = (
     ("the same, 0 %", {"method": "clusterkv", "hits": 0.0}),
     ("prkv, 1024 tokens, 70 %", {"method": "prkv", "hits": 0.7}),
     ("the same, 0 %", {"method": "prkv", "hits": 0.0}),
+    *((f"{name}, rows as text chooses them", {"method": name, "prompt": "text"}) for name in ("pariskv", "clusterkv", "prkv")),
     ("icecache-device, 256 tokens, its tree searched on the device", {"method": "icecache-device"}),
+    ("the same, rows as text chooses them", {"method": "icecache-device", "prompt": "text"}),
     ("icecache, 256 tokens, its tree on the host (eager)", {"method": "icecache"}),
     ("the same, searched beside the layer before (eager)", {"method": "icecache:foresee=True"}),
     ("icecache-reuse, 256 tokens (eager)", {"method": "icecache-reuse"}),
@@ -156,17 +158,19 @@ def prompted(lines: list[Record]) -> Iterable[str]:
 
 def lengths(lines: list[Record]) -> Iterable[str]:
     """Time per output token against the length."""
-    filled = [line for line in lines if asked(line)["prompt"] == "filled" and asked(line)["batch"] == 1]
+    filled = [line for line in lines if asked(line)["prompt"] != "run" and asked(line)["batch"] == 1]
     columns = [n for n in LENGTHS if best(filled, length=n)]
     rows, used = [], []
     fastest = {n: min(line["tpot_s"] for line in filled if asked(line)["length"] == n) for n in columns}
     for words, wanted in ROWS:
-        found = {n: line for n in columns if (line := best(filled, length=n, **wanted))}
+        found = {n: line for n in columns if (line := best(filled, length=n, **{"prompt": "filled", **wanted}))}
         used += found.values()
         cells = {n: ms(line) + ("" if asked(line)["steps"] != "captured" else " captured") for n, line in found.items()}
         cells = {n: f"**{text}**" if found[n]["tpot_s"] == fastest[n] else text for n, text in cells.items()}
         shares = [1.0 if line["share_of_full"] is None else line["share_of_full"] for line in found.values()]
         if found:
+            if wanted.get("prompt") == "text":
+                words += f" ({percent(line['hit_rate'] for line in found.values())} hits)"
             rows.append([words, *(cells.get(n, "") for n in columns), percent(shares)])
     shared = [n for n in columns if any(asked(line)["shared"] for line in used if asked(line)["length"] == n)]
     how = (

@@ -13,6 +13,7 @@ FIGURES = {
     "length": "Time per output token against the length, 36k to 1M",
     "icecache": "IceCache's ways to search at 36k and 128k",
     "baseline": "After a prompt of 36k: transformers' caches, full attention, and methods, eager and captured",
+    "text": "Rows that real text chooses, at 36k and 128k",
     "throughput": "Tokens a second against the batch at 128k",
     "clusterkv-ratio": "Latency and throughput beside full attention at 32k (ClusterKV's headline)",
     "clusterkv-latency": "Prompts of 8k to 32k and 256 to 1024 tokens, R = 0, 1, 2 (ClusterKV, figure 12)",

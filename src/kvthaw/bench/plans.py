@@ -115,6 +115,10 @@ def _draw_baseline(figure: Any, lines: list[Line]) -> None:
     left.tick_params(axis="y", labelsize=7)
 
 
+def _text(c: Common) -> list[Setting]:
+    return [c.run(m, n * _K, prompt="text") for n in (36, 128) for m in (_PARISKV, *_UNITS, "icecache-device")]
+
+
 def _throughput(c: Common) -> list[Setting]:
     batches = (("full", (1, 2, 4, 6)), (_PARISKV, (1, 8, 24)))
     return [c.run(method, 128 * _K, batch=batch) for method, rows in batches for batch in rows]
@@ -236,6 +240,7 @@ PLANS = {
     "length": Figure(_8B, _length, _draw_length, steps=("compiled",)),
     "icecache": Figure(_8B, _icecache, _draw_lengths, steps=("compiled",)),
     "baseline": Figure(_8B, _baseline, _draw_baseline, (10, 4)),
+    "text": Figure(_8B, _text, _draw_lengths, steps=("compiled",)),
     "throughput": Figure(_8B, _throughput, _draw_batch),
     "clusterkv-ratio": Figure(_8B, _clusterkv_ratio, _draw_batch),
     "clusterkv-latency": Figure(_8B, _clusterkv_latency, _draw_latency, (20, 4)),
