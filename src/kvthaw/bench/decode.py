@@ -179,6 +179,8 @@ class Bench:
     def _lines(self, group: list[Setting]) -> Iterator[Line]:
         one = group[0]
         tokens = random_tokens(self.model, one.batch, one.seed)
+        if one.prompt != "text":
+            self.text = None  # it takes a gigabyte of the device
         free()
         cache, begun = self._prefilled(one, tokens) if one.prompt == "run" else self._filled(one)
         for setting in group:
