@@ -120,6 +120,8 @@ def test_the_mean_by_budget_is_of_what_full_attention_can_do() -> None:
     assert [getattr(value, "n", None) for value in rows["full"]] == [10, 10]  # nothing of the hard task
     assert table.rows[0][0] == "full"
     assert table.rows[-1][0] == "prkv"
+    later = [replace(one, scores={**one.scores, (10, 0.0): 0.0}) if one.method == "quest" else one for one in toy()]
+    assert by_budget(later).rows == table.rows  # a sample that only one method has counts for none
 
 
 def test_protocols_are_apart_and_full_attention_is_of_all() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvthaw.evaluate import perplexity
 from kvthaw.evaluate.cells import Cell
@@ -172,7 +173,9 @@ def _table(cells: Sequence[Cell], columns: Sequence[Column]) -> Table:
 
 
 def by_budget(cells: Sequence[Cell]) -> Table:
-    """Mean accuracy over the work that full attention can do: a row a method, the best first, a column a budget."""
+    """Mean accuracy over the work that full attention can do and the samples of it that all have: a row a method, the best first, a
+    column a budget."""
+    cells = _alike(cells)
     budgets = sorted({c.budget for c in cells if c.budget is not None})
     names = list(dict.fromkeys(c.method for c in cells if not c.full and c.budget is not None))
     found = {name: [chosen(cells, name, budget) for budget in budgets] for name in names}
@@ -184,6 +187,15 @@ def by_budget(cells: Sequence[Cell]) -> Table:
     rows = [["full", *[_share(chosen(cells, "full", None))] * len(budgets)]]
     rows += [[name, *map(_share, found[name])] for name in sorted(names, key=right, reverse=True)]
     return Table(("method", *(f"{budget} tokens" for budget in budgets)), rows)
+
+
+def _alike(cells: Sequence[Cell]) -> list[Cell]:
+    """The cells with the samples that all of the same task and length have."""
+    shared: dict[tuple[str, int], set[tuple[int, float | None]]] = {}
+    for cell in cells:
+        shared.setdefault((cell.task, cell.length), set(cell.scores)).intersection_update(cell.scores)
+    own = ((cell, shared[cell.task, cell.length]) for cell in cells)
+    return [replace(c, scores={place: score for place, score in c.scores.items() if place in of}) for c, of in own if of]
 
 
 def _differences(cells: Sequence[Cell]) -> list[Block]:
