@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,7 +67,7 @@ class TreeConfig:
     def __post_init__(self) -> None:
         def need(name: str, ok: bool, allowed: str) -> None:
             if not ok:
-                raise ConfigError(f"tree.{name} is {getattr(self, name)!r}; it must be {allowed}")
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be {allowed}")
 
         for name in ("promote", "promote_higher"):
             need(name, 0.0 < getattr(self, name) <= 0.5, "above 0 and at most 0.5")
@@ -121,12 +119,3 @@ def directions(config: TreeConfig, layer: int, head: int, head_dim: int) -> Tens
     draws = torch.randn(config.composites * config.simples, head_dim + 1, generator=generator, dtype=torch.float64)
     units: Tensor = draws / draws.norm(dim=1, keepdim=True)
     return units.float()
-
-
-def config_from(options: dict[str, Any]) -> TreeConfig:
-    """A TreeConfig from loose options; unknown names are refused with the known ones."""
-    known = {field.name for field in dataclasses.fields(TreeConfig)}
-    for name in options:
-        if name not in known:
-            raise ConfigError(f"tree.{name} is not a setting; the settings are {', '.join(sorted(known))}")
-    return TreeConfig(**options)
