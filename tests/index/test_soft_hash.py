@@ -49,7 +49,7 @@ def test_rows_are_the_definitions(dtype: torch.dtype) -> None:
     rows = index.select(query, 12).rows
     for lane, length in enumerate(lanes.length):
         for head in range(2):
-            directions = index.directions[head].double().T.unflatten(0, (7, 4))
+            directions = index.planes.directions[head].double().T.unflatten(0, (7, 4))
             keys = lanes.keys[lane][head, FIRST:length].double()
             heads = [scores(q, keys, keys, directions, 0.3) for q in query[lane, 3 * head : 3 * head + 3].double()]
             merged = torch.tensor(
@@ -66,7 +66,7 @@ def test_estimates_are_logs_of_scores() -> None:
     query = 0.2 * lanes.query().unflatten(1, (2, 2))
     found = (index.estimate(query, 40) * lanes.shape.scale).exp()
     for head in range(2):
-        directions = index.directions[head].double().T.unflatten(0, (7, 4))
+        directions = index.planes.directions[head].double().T.unflatten(0, (7, 4))
         keys = lanes.keys[0][head, FIRST : FIRST + 40].double()
         for g in range(2):
             close(

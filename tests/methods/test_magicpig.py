@@ -37,7 +37,7 @@ def test_the_draw_and_its_weights_are_the_papers(heads: int, group: int, bits: i
     sink, begin = plan.regions.sink, 400 - plan.regions.window
     keys = layer.keys[0].double()
     centred = keys - keys[:, sink:begin].mean(dim=1, keepdim=True)  # of the prompt, also for what comes later
-    codes = (centred @ index.directions.double() >= 0).unflatten(2, (tables, bits))
+    codes = (centred @ index.planes.directions.double() >= 0).unflatten(2, (tables, bits))
     thinned = 0
     for at in range(400, 420):
         if at - begin == plan.regions.ring:
@@ -48,7 +48,7 @@ def test_the_draw_and_its_weights_are_the_papers(heads: int, group: int, bits: i
         assert weights is not None
         for head in range(heads):
             asked = layer.query[0, head * group : (head + 1) * group, at].double()
-            code = (asked @ index.directions[head].double() >= 0).unflatten(1, (tables, bits))
+            code = (asked @ index.planes.directions[head].double() >= 0).unflatten(1, (tables, bits))
             meets = [{i for i in range(sink, begin) if int((codes[head, i] == one).all(dim=1).sum()) >= 2} for one in code]
             drawn = set().union(*meets)
             stays = min(1.0, plan.rows / max(1, len(drawn)))

@@ -7,8 +7,6 @@ from torch import Tensor
 from kvthaw.index.tokens import Policy, TokenIndex
 from kvthaw.types import LayerShape
 
-__all__ = ["ExactIndex", "Policy"]
-
 
 class ExactIndex(TokenIndex):
     """Exact top-k by attention weight.

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kvthaw.errors import ConfigError, at_least
 from kvthaw.index.mix import GOLDEN, SPREAD, mix
+from kvthaw.index.planes import Planes
 from kvthaw.index.tokens import TokenIndex
 from kvthaw.kernels.code_hits import code_hits
 from kvthaw.types import LayerShape, Selection
@@ -29,8 +30,7 @@ class HashIndex(TokenIndex):
     group drew more together than the budget holds, it is thinned at random, all tokens with the same chance, which enters the
     weight too. Where the budget holds the whole lane nothing is drawn: all of it comes, with weight 1.
 
-    codes [B, H, capacity, L] int16 and keys [B, H, capacity, D], for the angles; mean [B, H, D] float32. Directions [K L, D] are of
-    the seed, the layer and the KV head.
+    codes [B, H, capacity, L] int16 and keys [B, H, capacity, D], for the angles; mean [B, H, D] float32.
     """
 
     grows = False
@@ -46,12 +46,7 @@ class HashIndex(TokenIndex):
             columns={"codes": ((tables,), torch.int16), "keys": ((dim,), shape.dtype)},
             learned={"mean": ((dim,), torch.float32)},
         )
-        directions = []
-        for head in range(shape.kv_heads):
-            generator = torch.Generator().manual_seed((shape.seed * 1_000_003 + shape.layer) * 65_537 + head)
-            directions.append(torch.randn(dim, tables * bits, generator=generator))
-        self.directions = torch.stack(directions).to(shape.device)  # [H, D, L K]
-        self.powers = (1 << torch.arange(bits, device=shape.device)).float()
+        self.planes = Planes(shape, tables=tables, bits=bits)
 
     def learn(self, lane: int, keys: Tensor) -> None:
         """See TokenIndex."""
@@ -63,11 +58,7 @@ class HashIndex(TokenIndex):
 
     def code(self, vectors: Tensor) -> Tensor:
         """Vectors [..., H, n, D] -> codes [..., H, n, L] int16, in blocks."""
-        parts = []
-        for some in vectors.split(_VECTORS, dim=-2):
-            signs: Tensor = (some.float() @ self.directions >= 0).float().unflatten(-1, (self.L, self.bits))
-            parts.append((signs @ self.powers).to(torch.int16))
-        return torch.cat(parts, dim=-2)
+        return torch.cat([self.planes.code(some).to(torch.int16) for some in vectors.split(_VECTORS, dim=-2)], dim=-2)
 
     def select(self, query: Tensor, budget: int) -> Selection:
         """See Index."""

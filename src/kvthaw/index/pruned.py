@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvthaw.errors import ConfigError, at_least
-from kvthaw.index.tokens import TokenIndex
+from kvthaw.index.tokens import TokenIndex, log_shares
 from kvthaw.types import Index, LayerShape, Rebuilds, Reversible, Selection, WorksBeside
 
 
@@ -110,9 +110,7 @@ class PrunedIndex:
         batch, rows = query.shape[0], proposed.rows
         here = (rows >= 0)[:, :, None]
         scores = self.keys.scores(query.unflatten(1, (self.shape.kv_heads, -1)), rows) * self.shape.scale
-        logs = scores.masked_fill(~here, -torch.inf)
-        total = torch.logsumexp(logs, dim=3, keepdim=True)
-        logs = logs - torch.where(total == -torch.inf, 0.0, total)
+        logs = log_shares(scores.masked_fill(~here, -torch.inf))
         ranked, order = logs.sort(dim=3, descending=True, stable=True)
         weights = ranked.exp()
         needed = weights.cumsum(dim=3) - weights < self.p

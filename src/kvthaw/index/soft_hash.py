@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.errors import ConfigError, at_least
+from kvthaw.index.planes import Planes
 from kvthaw.index.tokens import Policy, TokenIndex
 from kvthaw.types import LayerShape
 
@@ -17,8 +18,7 @@ class SoftHashIndex(TokenIndex):
     the chance p_l(c) = softmax_c(sum_i tanh(q.w_li) c_i / tau). score = |v| sum_l p_l(bucket of k). The query heads of a group
     agree by their scores' shares of the sum over the indexed tokens; mean_query: by the score of the mean query.
 
-    buckets [B, H, capacity, L] uint8 or, for more than 8 bits, int16; lengths [B, H, capacity] float32. Directions [H, D, L K] are
-    of the seed, the layer and the KV head.
+    buckets [B, H, capacity, L] uint8 or, for more than 8 bits, int16; lengths [B, H, capacity] float32.
     """
 
     def __init__(
@@ -31,24 +31,18 @@ class SoftHashIndex(TokenIndex):
         self.bits, self.count, self.tau = bits, tables, tau
         kind = torch.uint8 if bits <= 8 else torch.int16
         super().__init__(shape, columns={"buckets": ((tables,), kind), "lengths": ((), torch.float32)}, policy=policy)
-        directions = []
-        for head in range(shape.kv_heads):
-            generator = torch.Generator().manual_seed((shape.seed * 1_000_003 + shape.layer) * 65_537 + head)
-            directions.append(torch.randn(shape.head_dim, tables * bits, generator=generator))
-        self.directions = torch.stack(directions).to(shape.device)
+        self.planes = Planes(shape, tables=tables, bits=bits)
         powers = 1 << torch.arange(bits, device=shape.device)
-        self.powers = powers.float()
         self.corners = ((torch.arange(1 << bits, device=shape.device)[:, None] & powers) > 0).float() * 2 - 1  # [2^K, K]
 
     def encode(self, lane: int, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
         """See TokenIndex."""
-        signs = (keys.float() @ self.directions >= 0).float().unflatten(2, (self.count, self.bits))
         kind = self.tables["buckets"].dtype
-        return {"buckets": (signs @ self.powers).to(kind), "lengths": values.float().norm(dim=2)}
+        return {"buckets": self.planes.code(keys).to(kind), "lengths": values.float().norm(dim=2)}
 
     def chances(self, query: Tensor) -> Tensor:
         """p_l(c) for query [B, H, P, D]: [B, H, P, L, 2^K] float32; bit i of a bucket is the sign of direction i."""
-        turned = torch.tanh(query.float() @ self.directions).unflatten(3, (self.count, self.bits)) / self.tau
+        turned = torch.tanh(query.float() @ self.planes.directions).unflatten(3, (self.count, self.bits)) / self.tau
         return torch.softmax(turned @ self.corners.T, dim=4)
 
     def estimate(self, query: Tensor, tokens: int) -> Tensor:

@@ -19,6 +19,12 @@ score of their mean query."""
 Columns = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
+def log_shares(logits: Tensor) -> Tensor:
+    """Logs of softmax weights over the last dimension; all -inf, never NaN, where all logits are."""
+    total = torch.logsumexp(logits, dim=-1, keepdim=True)
+    return logits - torch.where(total == -torch.inf, 0.0, total)
+
+
 class TokenIndex:
     """Tables with a place for every token, and selection by a score for each.
 
@@ -154,9 +160,7 @@ class TokenIndex:
         """Logs of the softmax weights over the indexed keys, so that one too small for float32 still has its rank. scores
         [B, H, P, T] of q.k -> the same, -inf where there is no token."""
         held = self.held(scores.shape[0], scores.shape[3])[:, :, None]
-        logits = (scores.float() * self.scale).masked_fill(~held, -torch.inf)
-        total = torch.logsumexp(logits, dim=3, keepdim=True)
-        return logits - torch.where(total == -torch.inf, 0.0, total)
+        return log_shares((scores.float() * self.scale).masked_fill(~held, -torch.inf))
 
     def best(self, merged: Tensor, budget: int) -> Selection:
         """The `budget` tokens of the largest merged [B, H, T], of equal ones the earlier; -inf: none."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 from kvthaw.cache.regions import Regions
-from kvthaw.index.exact import ExactIndex, Policy
+from kvthaw.index.exact import ExactIndex
+from kvthaw.index.tokens import Policy
 from kvthaw.types import Method
 
 

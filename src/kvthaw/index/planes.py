@@ -1,0 +1,30 @@
+"""Random planes through the origin: the signs of their products are a vector's bits in MagicPIG's and SOCKET's tables."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvthaw.types import LayerShape
+
+
+class Planes:
+    """`tables` codes of `bits` bits each for vectors of every KV head of a layer.
+
+    directions [H, D, tables * bits] float32, normal to the planes, of the seed, the layer and the KV head. Bit i of a code is the
+    sign of direction i of its table.
+    """
+
+    def __init__(self, shape: LayerShape, *, tables: int, bits: int) -> None:
+        self.tables, self.bits = tables, bits
+        directions = []
+        for head in range(shape.kv_heads):
+            generator = torch.Generator().manual_seed((shape.seed * 1_000_003 + shape.layer) * 65_537 + head)
+            directions.append(torch.randn(shape.head_dim, tables * bits, generator=generator))
+        self.directions = torch.stack(directions).to(shape.device)
+        self._powers = (1 << torch.arange(bits, device=shape.device)).float()
+
+    def code(self, vectors: Tensor) -> Tensor:
+        """Vectors [..., H, n, D] -> codes [..., H, n, tables] float32, whole numbers."""
+        signs: Tensor = (vectors.float() @ self.directions >= 0).float().unflatten(-1, (self.tables, self.bits))
+        return signs @ self._powers
