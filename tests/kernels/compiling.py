@@ -82,7 +82,15 @@ def moves(dtype: torch.dtype, dim: int) -> None:
     cover.launch(far, keys, which)
     words = empty(HEADS, 20, dim, dtype=dtype).view(torch.int32)
     stream_keys._stream_keys[(1, HEADS)](
-        empty(2, dtype=torch.int64), words, 3, 20, 64, words.shape[2], ROWS=32, WP=1 << (words.shape[2] - 1).bit_length()
+        empty(2, dtype=torch.int64),
+        words,
+        3,
+        20,
+        64,
+        words.shape[2],
+        ROWS=32,
+        WP=1 << (words.shape[2] - 1).bit_length(),
+        ALIGN=16,
     )
 
 

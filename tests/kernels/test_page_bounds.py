@@ -73,13 +73,18 @@ def test_observation_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("path", ["definition", pytest.param("launch", marks=triton)])
 @pytest.mark.parametrize(("dim", "dtype"), [(64, torch.float32), (96, torch.bfloat16), (256, torch.float16)])
-def test_keys_stream_from_any_extents(dim: int, dtype: torch.dtype, path: str, device: torch.device) -> None:
+def test_keys_stream_from_any_extents(
+    dim: int, dtype: torch.dtype, path: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = HostStore(2, 3, dim, dtype, extent=16, pinned=device.type == "cuda")
     rows = torch.randn(3, 70, 2, dim).to(dtype)
     store.append(1, rows)
     for start, stop in [(0, 70), (5, 6), (15, 50), (9, 9)]:
         found = getattr(stream_keys, path)(store, 1, start, stop, device)
         assert torch.equal(found.cpu(), rows[:, start:stop, 0])
+    if path == "launch":  # a program for many blocks
+        monkeypatch.setattr(stream_keys, "_UNDER_WAY", 1)
+        assert torch.equal(stream_keys.launch(store, 1, 3, 70, device).cpu(), rows[:, 3:70, 0])
 
 
 def test_keys_are_read_once_they_have_arrived() -> None:

@@ -39,7 +39,7 @@ if HAS_TRITON:
     @triton.jit
     def _read(query, table, candidates, wanted, scores, peaks, parts, heads, extent, addresses, dim, words, width, scale,
               G: tl.constexpr, GP: tl.constexpr, WP: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr,
-              PAIRS: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
+              PAIRS: tl.constexpr, UPCAST: tl.constexpr, ALIGN: tl.constexpr):  # fmt: skip
         # One program: every SPLITS-th tile of candidates of one KV head, for all its query heads. A key comes in 32-bit words, of
         # one element or (PAIRS) two: those at even and those at odd places are multiplied apart.
         split, head, lane = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -65,7 +65,7 @@ if HAS_TRITON:
             base = tl.load(table + lane.to(tl.int64) * addresses + row // extent, mask=live, other=0).to(
                 tl.pointer_type(tl.int32)
             )
-            key = base + (head * extent + row % extent).to(tl.int64) * 2 * words
+            key = tl.multiple_of(base + (head * extent + row % extent).to(tl.int64) * 2 * words, ALIGN)  # no address tells
             word = tl.load(key[:, None] + w[None, :], mask=live[:, None] & (w < words)[None, :], other=0)
             if PAIRS:
                 first = word.to(tl.int16).to(kind, bitcast=True)
@@ -117,7 +117,7 @@ def launch(
     _read[(SPLITS, heads, batch)](
         query, table, candidates, wanted, scores, peaks, parts, heads, extent, table.stride(0), dim, words, width, scale,
         G=group, GP=max(16, triton.next_power_of_2(group)), WP=max(16, triton.next_power_of_2(words)), TILE=TILE, RUN=run,
-        PAIRS=bytes_ == 2, UPCAST=query.device.type == "cpu", num_warps=4,
+        PAIRS=bytes_ == 2, UPCAST=query.device.type == "cpu", ALIGN=16 if words % 4 == 0 else 4, num_warps=4,
     )  # fmt: skip
     return Estimates(scores, parts, peaks, run)
 

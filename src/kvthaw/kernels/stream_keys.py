@@ -2,7 +2,9 @@
 
 H T D elements cross the bus once, 268 MB for 128k tokens of 8 heads, d = 128, bf16: 4.9 ms at 55 GB/s. In the store a key
 stands before its value, so a copy engine would bring both; a kernel reads the pinned keys alone, in pieces of 2 D bytes (44.8
-GB/s were measured).
+GB/s were measured). It has few programs, that stay: they ask for about as many bytes as the bus has under way (some 100 KB in
+2 us). With a program a block, all multiprocessors would be taken for as long as the bus takes, and the steps beside it would
+wait; and what a step fetches meanwhile would stand in line behind megabytes.
 """
 
 from __future__ import annotations
@@ -12,6 +14,9 @@ from torch import Tensor
 
 from kvthaw.cache.host import HostStore
 from kvthaw.kernels import HAS_TRITON
+
+_UNDER_WAY = 256 << 10
+"""Bytes that all programs ask for at once."""
 
 
 def definition(store: HostStore, lane: int, start: int, stop: int, device: torch.device) -> Tensor:
@@ -24,16 +29,19 @@ if HAS_TRITON:
     import triton.language as tl
 
     @triton.jit(do_not_specialize=["start", "count"])
-    def _stream_keys(table, out, start, count, extent, width, ROWS: tl.constexpr, WP: tl.constexpr):
-        # One program a (block of rows; head), in 32-bit words; a block may end in the next extent.
-        i, h = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1).to(tl.int64)
-        known, word = i < count, tl.arange(0, WP)
-        row = start + i
-        base = tl.load(table + row // extent, mask=known, other=0).to(tl.pointer_type(tl.int32))
-        source = base + (h * extent + row % extent) * 2 * width
-        inside = known[:, None] & (word < width)[None, :]
-        words = tl.load(source[:, None] + word[None, :], mask=inside, other=0)
-        tl.store(out + (h * count + i[:, None]) * width + word[None, :], words, mask=inside)
+    def _stream_keys(
+        table, out, start, count, extent, width, ROWS: tl.constexpr, WP: tl.constexpr, ALIGN: tl.constexpr
+    ):  # fmt: skip
+        # A program takes every so many-th block of rows of a head, in 32-bit words; a block may end in the next extent.
+        h, word = tl.program_id(1).to(tl.int64), tl.arange(0, WP)
+        for block in range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0)):
+            i = block * ROWS + tl.arange(0, ROWS)
+            known, row = i < count, start + i
+            base = tl.load(table + row // extent, mask=known, other=0).to(tl.pointer_type(tl.int32))
+            source = tl.multiple_of(base + (h * extent + row % extent) * 2 * width, ALIGN)  # which no address from memory tells
+            inside = known[:, None] & (word < width)[None, :]
+            words = tl.load(source[:, None] + word[None, :], mask=inside, other=0)
+            tl.store(out + (h * count + i[:, None]) * width + word[None, :], words, mask=inside)
 
 
 def launch(store: HostStore, lane: int, start: int, stop: int, device: torch.device) -> Tensor:
@@ -49,9 +57,18 @@ def launch(store: HostStore, lane: int, start: int, stop: int, device: torch.dev
         table = store.addresses(lane)
         if device.type == "cuda":  # so that the host does not wait for the stream
             table = table.pin_memory().to(device, non_blocking=True)
-        rows = 32
-        _stream_keys[(triton.cdiv(count, rows), heads)](
-            table, out.view(torch.int32), start, count, store.extent, width, ROWS=rows, WP=triton.next_power_of_2(width)
+        rows, wide = 32, triton.next_power_of_2(width)
+        programs = max(1, _UNDER_WAY // (heads * rows * width * 4))
+        _stream_keys[(min(programs, triton.cdiv(count, rows)), heads)](
+            table,
+            out.view(torch.int32),
+            start,
+            count,
+            store.extent,
+            width,
+            ROWS=rows,
+            WP=wide,
+            ALIGN=16 if width % 4 == 0 else 4,
         )
     return out
 
