@@ -261,6 +261,7 @@ def test_split_fills_the_device(n: int, pairs: int, dim: int) -> None:
     assert split.splits <= -(-n // split.block)
     assert pairs * split.splits >= min(100, pairs * n // 16)
     assert pairs == 500 or pairs * split.splits <= 264
+    assert (split.stages == 1) == (split.splits * split.block >= n), "one block each, or several that follow each other"
 
 
 @pytest.mark.parametrize("broken", ["stride", "dtype", "lengths", "visible", "newest", "regions"])

@@ -37,6 +37,7 @@ if HAS_TRITON:
         lane_stride,
         head_stride,
         BLOCK: tl.constexpr,
+        ALIGN: tl.constexpr,
     ):
         # One program a (lane, head, m): 2 D contiguous elements, as 32-bit words, from the host to the slot.
         pid = tl.program_id(0).to(tl.int64)
@@ -46,7 +47,7 @@ if HAS_TRITON:
         slot = tl.load(slots + pid)
         if row >= 0:
             base = tl.load(table + b * table_stride + row // extent).to(tl.pointer_type(tl.int32))
-            source = base + (h * extent + row % extent) * width
+            source = tl.multiple_of(base + (h * extent + row % extent) * width, ALIGN)  # which no address from memory tells
             target = slab + b * lane_stride + h * head_stride + (offset + slot).to(tl.int64) * width
             for start in range(0, width, BLOCK):
                 words = start + tl.arange(0, BLOCK)
@@ -81,5 +82,6 @@ def uva_gather(table: Tensor, extent: int, slab: Tensor, fetch: Tensor, slots: T
         slab.stride(0) * slab.element_size() // 4,
         slab.stride(1) * slab.element_size() // 4,
         BLOCK=block,
+        ALIGN=16 if row_bytes % 16 == 0 else 4,
         num_warps=1 if block <= 256 else 4,
     )
