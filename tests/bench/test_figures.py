@@ -11,6 +11,7 @@ from kvthaw import ConfigError
 from kvthaw.bench import decode, figures, report, shapes
 from kvthaw.bench.asked import FIGURES, Decode, Figures
 from kvthaw.bench.lines import Line, Lines
+from kvthaw.bench.settings import Setting
 
 pytestmark = pytest.mark.usefixtures("small")
 
@@ -74,8 +75,27 @@ def test_what_does_not_fit_is_left_out_and_said(tmp_path: Path) -> None:
     notes: list[str] = []
     asked = Figures(name=("throughput",), shape="tiny", shrink=512, host_bytes=1 << 20)
     assert figures.main(asked, note=notes.append) == {"throughput": []}
-    assert len(notes) == len(figures.grid("throughput", asked, "cpu"))
+    assert sum(note.startswith("left out") for note in notes) == len(figures.grid("throughput", asked, "cpu"))
     assert "left out: length is 256" in notes[0]
+
+
+def test_layers_share_the_host_where_it_is_too_small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: Line) -> None:
+    notes: list[str] = []
+    asked = Figures(name=("length",), shape="tiny", shrink=512, out=tmp_path / "out.jsonl")
+    (wanted,) = [one for one in figures.grid("length", asked, "cpu") if one.method == "prkv" and one.length == 2048]
+
+    def check(one: Setting, *_: object) -> None:
+        if one.length == 2048 and one.method == "prkv" and not one.shared:
+            raise ConfigError("the host is too small")
+        if one != replace(wanted, shared=True):
+            raise ConfigError("not wanted")
+
+    monkeypatch.setattr(figures.room, "check", check)
+    monkeypatch.setattr(decode.Bench, "_measure", lambda _, group: (replace(line, setting=one) for one in group))
+    (measured,) = figures.main(asked, note=notes.append)["length"]
+    assert measured.setting == replace(wanted, shared=True)
+    assert "layers have to share the rows: the host is too small" in notes
+    assert [one.setting for one in figures.known_lines("length", Lines(asked.out), asked)] == [measured.setting]
 
 
 def test_bad_options_are_refused(tmp_path: Path) -> None:

@@ -27,7 +27,8 @@ def main(
 ) -> dict[str, list[Line]]:
     """Measure the figures' runs, those that stand in the file not again, and draw them. Returns lines by figure.
 
-    note: is told which runs do not fit on the machine, they are left out, and which failed. Raises ConfigError for a name that is
+    note: is told which runs do not fit on the machine and which failed. Where the host is too small, layers share their rows there;
+    what does not fit so either is left out. Raises ConfigError for a name that is
     not in FIGURES, for shrink below 1, and where there is nothing to draw from; at the end what a run failed with.
     """
     names = options.name or tuple(FIGURES)
@@ -67,7 +68,14 @@ def grid(name: str, options: Figures, device: str) -> list[Setting]:
 def known_lines(name: str, known: Lines, options: Figures) -> list[Line]:
     """What of a figure stands in a file, of whatever device."""
     devices = dict.fromkeys(line.setting.device for line in known)
-    return [line for device in devices for one in grid(name, options, device) if (line := known.get(one)) is not None]
+    asked = [way for device in devices for one in grid(name, options, device) for way in _ways(one)]
+    return [line for one in dict.fromkeys(asked) if (line := known.get(one)) is not None]
+
+
+def _ways(one: Setting) -> list[Setting]:
+    """A run, and where its host memory may not suffice, the same with layers that share their rows there."""
+    can = one.prompt != "run" and not (one.hf or one.dense or one.shared)
+    return [one, replace(one, shared=True)] if can else [one]
 
 
 def _measured(
@@ -84,12 +92,15 @@ def _measured(
     for name in names:
         fits = []
         for one in grid(name, options, name_of(device)):
-            try:
-                if known.get(one) is None:
-                    room.check(one, device, dtype, options.host_bytes)
-                fits.append(one)
-            except ConfigError as error:
-                note(f"left out: {error}")
+            ways = _ways(one)
+            for way in ways:
+                try:
+                    if known.get(way) is None:
+                        room.check(way, device, dtype, options.host_bytes)
+                    fits.append(way)
+                    break
+                except ConfigError as error:
+                    note(f"{'left out' if way is ways[-1] else 'layers have to share the rows'}: {error}")
         bench = bench or Bench(known, commit=options.commit, host_bytes=options.host_bytes)
         found[name] = bench.run(fits, say=say, watch=watch, note=note)
     if bench is not None:
