@@ -214,7 +214,7 @@ def prefills(lines: list[Record]) -> Iterable[str]:
         if one["length"] in base and one["method"] != "hf-dynamic" and not layers:
             times += f" ({line['indexed_s'] / base[one['length']]:.2f})"
         elif line["over_floor"] is not None:
-            times += f" ({line['over_floor']:.2f} of what the hardware allows)"
+            times += f" ({line['over_floor']:.2f} times what the hardware allows)"
         parts.append(f"{one['method']} {report.short(one['length'])} in {way}{layers} {times}")
     if parts:
         yield (

@@ -91,7 +91,7 @@ class Line:
         """What was measured, in a few words."""
         if self.indexed_s is None or self.seconds is None:
             return f"{self.setting}: does not fit"
-        floor = "" if self.over_floor is None else f", {self.over_floor:.2f} of what the hardware allows"
+        floor = "" if self.over_floor is None else f", {self.over_floor:.2f} times what the hardware allows"
         return f"{self.setting}: {self.seconds:.2f} s, indexed after {self.indexed_s:.2f} s{floor}"
 
     @staticmethod
