@@ -16,7 +16,7 @@ from kvthaw.errors import ConfigError
 from kvthaw.index import codes
 from kvthaw.index.codes import CodesIndex
 from kvthaw.index.ratios import Ratios
-from kvthaw.kernels import HAS_TRITON, bucket_topk, collide, encode, graded, rerank, tiers
+from kvthaw.kernels import HAS_TRITON, bucket_topk, collide, encode, planes, rerank, signs, tiers
 from kvthaw.kernels.srht import srht
 from kvthaw.types import LayerShape, Selection
 
@@ -379,8 +379,9 @@ def test_kernels_in_a_row_select_what_the_definitions_select(
     """Keys taken in by two pieces, through every kernel; the same rows but for what bf16 rounds."""
     lanes, k = len(lengths), 40
     keys, query = torch.randn(lanes, 1, 256, dim), torch.randn(lanes, group, dim)
-    for module in (codes, collide, bucket_topk):
+    for module in (codes, collide, signs, bucket_topk):
         monkeypatch.setattr(module, "CHUNK", 128)
+    monkeypatch.setattr(signs, "TILE", 128)
     monkeypatch.setattr(rerank, "shape", lambda run: (max(16, run), 4))
 
     def found(where: torch.device) -> Selection:
@@ -394,11 +395,9 @@ def test_kernels_in_a_row_select_what_the_definitions_select(
         return Selection(chosen.rows.cpu(), chosen.counts.cpu())
 
     plain = found(torch.device("cpu"))
-    kernels = (("tiers", tiers), ("graded", graded), ("collide", collide), ("rerank", rerank), ("encode", encode))
-    for name, module in kernels:
-        monkeypatch.setattr(codes, name, module.launch)
+    for module in (tiers, planes, signs, collide, bucket_topk, rerank, encode):
+        monkeypatch.setattr(codes, module.__name__.rpartition(".")[2], module.launch)
     monkeypatch.setattr(codes, "count", encode.launch_count)
-    monkeypatch.setattr(codes, "bucket_topk", lambda *given: bucket_topk.launch(*given[:4]))
     by_kernels = found(device)
     assert torch.equal(by_kernels.counts, plain.counts)
     for a, b in zip(sets(by_kernels), sets(plain), strict=True):

@@ -95,7 +95,7 @@ def moves(dtype: torch.dtype, dim: int) -> None:
 
 
 def codes(dtype: torch.dtype, dim: int) -> None:
-    from kvthaw.kernels import code_hits, graded, rerank, tiers
+    from kvthaw.kernels import bucket_topk, code_hits, planes, rerank, signs, tiers
     from kvthaw.kernels.encode import Summaries, make_quantizer
     from kvthaw.kernels.srht import make_rotation
 
@@ -110,7 +110,9 @@ def codes(dtype: torch.dtype, dim: int) -> None:
         )
         query = empty(3, HEADS * GROUP, width, dtype=dtype)
         tiers.launch(query, rotation, summaries.sizes, empty(3, 6), totals, mean=False, combine="max")
-        rotated, _ = graded.launch(query, rotation, HEADS, totals, mean=False, combine="max")
+        rotated, bits = planes.launch(query, rotation, HEADS, totals, mean=False, combine="max")
+        found = signs.launch(bits, summaries.ids, empty(3), totals)
+        bucket_topk.launch(found, empty(3), empty(3), 640)
         for run in (64, 32, 8):
             rerank.launch(rotated, summaries, empty(3, HEADS, 640), empty(3), quantizer, 0.1, run)
     tables, asked = (empty(3, HEADS, n, 150, dtype=torch.int16) for n in (900, GROUP))

@@ -63,17 +63,18 @@ def test_collisions_cover_rho() -> None:
 def test_scores_by_hand(combine: tiers.Combine) -> None:
     votes = torch.randint(0, 7, (2, 1, 5, 8, 256), dtype=torch.int32)
     ids = torch.randint(0, 256, (2, 1, 8, 40), dtype=torch.uint8)
-    scores = op.definition(tiers.pack(votes, combine), ids, combine)
+    cut = op.shift(tiers.most_votes(8, 5, combine))
+    scores = op.definition(tiers.pack(votes, combine), ids, combine, cut)
     by_head = votes.gather(4, ids[:, :, None].long().expand(-1, -1, 5, -1, -1)).sum(dim=3)
-    assert torch.equal(scores, by_head.amax(dim=2) if combine == "max" else by_head.sum(dim=2).int())
-    assert int(scores.max()) < op.bins(8, 5, combine)
+    assert torch.equal(scores, by_head.amax(dim=2) if combine == "max" else by_head.sum(dim=2).int() >> 1)
+    assert (cut, tiers.most_votes(8, 5, combine)) == ((0, 48) if combine == "max" else (1, 240))
 
 
 def test_the_most_votes_fit_their_bytes() -> None:
     votes = torch.full((1, 1, 8, 32, 256), 6, dtype=torch.int32)
     ids = torch.zeros((1, 1, 32, 3), dtype=torch.uint8)
-    assert op.definition(tiers.pack(votes, "max"), ids, "max").tolist() == [[[192] * 3]]
-    assert (op.bins(32, 8, "max"), op.bins(16, 4, "max"), op.bins(16, 4, "sum")) == (256, 128, 512)
+    assert op.definition(tiers.pack(votes, "max"), ids, "max", 0).tolist() == [[[192] * 3]]
+    assert [op.shift(most) for most in (192, 96, 127, 128, 384, 1023)] == [1, 0, 0, 1, 2, 3]
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
@@ -84,8 +85,8 @@ def test_kernels(
     dim, group, lengths, dtype = shape
     case = Case(dim, group, lengths, dtype, device)
     found = case.summaries
-    bins = op.bins(found.ids.shape[2], 1 if mean else group, combine)
-    totals = torch.full((len(lengths), case.heads, bins), 99, dtype=torch.int32, device=device)
+    cut = op.shift(tiers.most_votes(found.ids.shape[2], 1 if mean else group, combine))
+    totals = torch.full((len(lengths), case.heads, op.BINS), 99, dtype=torch.int32, device=device)
     with poisoned():
         rotated, table = tiers.launch(case.query, case.rotation, found.sizes, case.limits, totals, mean=mean, combine=combine)
     assert not totals.any()
@@ -95,13 +96,13 @@ def test_kernels(
     # ranked from the kernel's own numbers, so that only its ranking is judged
     votes = tiers.definition(tiers.similarities(rotated.values), found.sizes, case.limits)
     assert torch.equal(table, tiers.pack(votes, combine))
-    want_scores = op.definition(table, found.ids, combine)
+    want_scores = op.definition(table, found.ids, combine, cut)
     with poisoned():
-        scores = op.launch(table, found.ids, case.lengths, totals.zero_(), combine)
+        scores = op.launch(table, found.ids, case.lengths, totals.zero_(), combine, cut)
     assert scores.counts is not None
     for lane, n in enumerate(lengths):
         assert torch.equal(scores.scores[lane, :, :n].int(), want_scores[lane, :, :n])
-        one_hot = torch.nn.functional.one_hot(want_scores[lane, :, :n].long(), bins).sum(dim=1)
+        one_hot = torch.nn.functional.one_hot(want_scores[lane, :, :n].long(), op.BINS).sum(dim=1)
         at_least = one_hot.flip(1).cumsum(dim=1).flip(1).int()
         assert torch.equal(totals[lane], at_least)
         assert torch.equal(scores.counts[lane, :, :, : -(-n // op.CHUNK)].sum(dim=2).int(), at_least)

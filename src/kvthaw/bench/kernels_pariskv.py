@@ -22,9 +22,10 @@ from kvthaw.index.ratios import Ratios
 from kvthaw.kernels import bucket_topk as bucket
 from kvthaw.kernels import collide as collision
 from kvthaw.kernels import encode as encoding
-from kvthaw.kernels import graded as grading
+from kvthaw.kernels import planes as rounding
 from kvthaw.kernels import query as turning
 from kvthaw.kernels import rerank as reranking
+from kvthaw.kernels import signs as signing
 from kvthaw.kernels import tiers as tiering
 from kvthaw.kernels import topk as choosing
 from kvthaw.types import LayerShape
@@ -143,7 +144,7 @@ def check(policy: Policy, tokens: int = 40_000, *, group: int = GROUP, dim: int 
         flat = now.ids[lane, :, :, :n].long()
         counted = torch.zeros_like(now.sizes[lane]).scatter_add_(2, flat, torch.ones_like(flat, dtype=torch.int32))
         _demand(torch.equal(counted, now.sizes[lane]), "count: cluster sizes differ")
-    totals = torch.full((2, HEADS, index._bins), 99, dtype=torch.int32, device="cuda")
+    totals = torch.full((2, HEADS, collision.BINS), 99, dtype=torch.int32, device="cuda")
     rotated, table = tiering.launch(
         query, index._rotation, now.sizes, data["limits"], totals, mean=mean, combine=index._combine
     )
@@ -153,18 +154,25 @@ def check(policy: Policy, tokens: int = 40_000, *, group: int = GROUP, dim: int 
     _demand(float((rotated.rounded() - rounded.rounded()).norm() / want.norm()) < 1e-3, "tiers: queries in bytes differ")
     votes = tiering.definition(tiering.similarities(rotated.values), now.sizes, data["limits"])
     _demand(torch.equal(table, tiering.pack(votes, index._combine)), "tiers: votes differ")
-    again, grades = grading.launch(query, index._rotation, HEADS, totals.clone(), mean=mean, combine=index._combine)
-    _demand(float((again.rounded() - rounded.rounded()).norm() / want.norm()) < 1e-3, "graded: queries in bytes differ")
-    votes = grading.definition(tiering.similarities(rotated.values), index._combine, grading.sign_span(rotated.values))
-    off = float((grades != tiering.pack(votes, index._combine)).float().mean())
-    _demand(off < 0.02, f"graded: {off:.4f} of the votes differ")  # rounded down from almost a whole number
-    scores = collision.definition(table, now.ids, index._combine)
-    got = collision.launch(table, now.ids, lengths, totals.zero_(), index._combine)
+    scores = collision.definition(table, now.ids, index._combine, index._shift)
+    got = collision.launch(table, now.ids, lengths, totals.zero_(), index._combine, index._shift)
     for lane, n in enumerate(index._counts):
         _demand(torch.equal(got.scores[lane, :, :n].int(), scores[lane, :, :n]), "collide: scores differ")
+    _demand(_counted(got, index._counts), "collide: counts differ")
+    again, planes = rounding.launch(query, index._rotation, HEADS, totals.clone(), mean=mean, combine=index._combine)
+    _demand(float((again.rounded() - rounded.rounded()).norm() / want.norm()) < 1e-3, "planes: queries in bytes differ")
+    subs = now.ids.shape[2]
+    numbers = rounding.unpack(rounding.pack(rounding.coarse(rotated.values, index._combine)), subs)
+    off = float((rounding.unpack(planes, subs) != numbers).float().mean())
+    _demand(off < 0.01, f"planes: {off:.4f} of the coordinates differ")  # just about half of a step
+    by_signs = signing.launch(planes, now.ids, lengths, torch.zeros_like(totals))
+    votes = signing.definition(planes, now.ids)
+    for lane, n in enumerate(index._counts):
+        _demand(torch.equal(by_signs.scores[lane, :, :n].int(), votes[lane, :, :n]), "signs: scores differ")
+    _demand(_counted(by_signs, index._counts), "signs: counts differ")
     width = -(-found.most(now.capacity, K) // reranking.TILE) * reranking.TILE
     chosen = bucket.launch(got, lengths, wanted, width)
-    candidates = bucket.by_counting(got.scores, lengths, wanted, width, index._bins)
+    candidates = bucket.by_counting(got.scores, lengths, wanted, width)
     known = torch.arange(width, device="cuda") < wanted[:, None, None]
     _demand(torch.equal(chosen.masked_fill(~known, -1), candidates), "bucket_topk: candidates differ")
     estimate = reranking.definition(rotated, now.codes, now.weights, candidates, index._quantizer)
@@ -184,6 +192,23 @@ def check(policy: Policy, tokens: int = 40_000, *, group: int = GROUP, dim: int 
     _demand(torch.equal(whole.rows, rows), "select: rows differ from those of its steps")
     _demand(torch.equal(index.select(query, K).rows, rows), "select: rows differ from run to run")
     return {name: float(share) for name, share in differ.items()} | {"estimates": float(gap), "rows": int(missed.sum())}
+
+
+def _counted(found: collision.Scores, lengths: Sequence[int]) -> bool:
+    """Whether each lane's scores are counted as they are, in all and in each chunk."""
+    assert found.counts is not None and found.totals is not None
+    for lane, n in enumerate(lengths):
+        score, bins = found.scores[lane, :, :n].long(), collision.BINS
+        score += torch.arange(n, device=score.device) // collision.CHUNK * bins
+        chunks = -(-n // collision.CHUNK)
+        each = torch.zeros((HEADS, chunks * bins), dtype=torch.int64, device=score.device)
+        each.scatter_add_(1, score, torch.ones_like(score))
+        at_least = each.unflatten(1, (chunks, bins)).flip(2).cumsum(dim=2).flip(2).int()
+        if not torch.equal(found.counts[lane, :, :, :chunks].transpose(1, 2), at_least):
+            return False
+        if not torch.equal(found.totals[lane], at_least.sum(dim=1, dtype=torch.int32)):
+            return False
+    return True
 
 
 def launch_time() -> float:
@@ -250,20 +275,24 @@ class Chain:
         run = choosing.run_length(self.width, K)
         assert run is not None
         self.run = run
-        self.totals = torch.zeros((batch, HEADS, index._bins), dtype=torch.int32, device="cuda")
-        self.rotated, self.table = self.graded(self.now)
-        self.got = collision.launch(self.table, self.now.ids, self.lengths, self.totals.clone(), "max")
+        self.totals = torch.zeros((batch, HEADS, collision.BINS), dtype=torch.int32, device="cuda")
+        _, self.table = self.tiers(self.now)
+        self.rotated, self.bits = self.planes(self.now)
+        self.got = signing.launch(self.bits, self.now.ids, self.lengths, self.totals.clone())
         self.chosen = self.bucket_topk(self.now)
         self.made = self.rerank(self.now)
 
     def tiers(self, one: encoding.Summaries) -> tuple[turning.Rotated, Tensor]:
         return tiering.launch(self.query, self.index._rotation, one.sizes, self.limits, self.totals, mean=False, combine="max")
 
-    def graded(self, one: encoding.Summaries) -> tuple[turning.Rotated, Tensor]:
-        return grading.launch(self.query, self.index._rotation, HEADS, self.totals, mean=False, combine="max")
+    def planes(self, one: encoding.Summaries) -> tuple[turning.Rotated, Tensor]:
+        return rounding.launch(self.query, self.index._rotation, HEADS, self.totals, mean=False, combine="max")
 
     def collide(self, one: encoding.Summaries) -> object:
-        return collision.launch(self.table, one.ids, self.lengths, self.totals, "max")
+        return collision.launch(self.table, one.ids, self.lengths, self.totals, "max", 0)
+
+    def signs(self, one: encoding.Summaries) -> object:
+        return signing.launch(self.bits, one.ids, self.lengths, self.totals)
 
     def bucket_topk(self, one: encoding.Summaries) -> Tensor:
         return bucket.launch(self.got, self.lengths, self.wanted, self.width)
@@ -290,8 +319,9 @@ class Chain:
         runs = self.batch * HEADS * GROUP * (self.made.peaks.shape[3] if self.made.peaks is not None else 0)
         return {
             "tiers": self.query.nbytes + self.now.sizes.nbytes + self.rotated.values.nbytes + self.table.nbytes,
-            "graded": self.query.nbytes + self.rotated.values.nbytes + self.table.nbytes,
             "collide": keys * 17,
+            "planes": self.query.nbytes + self.rotated.values.nbytes + self.bits.nbytes,
+            "signs": keys * 17,
             "bucket_topk": keys + 4 * picked,
             "rerank": picked * (100 + 4 * GROUP),
             "topk": 4 * runs + self.batch * HEADS * K * self.run * (4 + 4 * GROUP),
@@ -305,8 +335,9 @@ class Chain:
         real, estimates = self.chosen[:, :, :want].contiguous(), self.made.scores[..., :want].contiguous()
         return {
             "tiers": lambda one: tiering.definition(tiering.similarities(self.rotated.values), one.sizes, self.limits),
-            "graded": lambda one: grading.definition(tiering.similarities(self.rotated.values), "max"),
-            "collide": lambda one: collision.definition(self.table, one.ids, "max"),
+            "collide": lambda one: collision.definition(self.table, one.ids, "max", 0),
+            "planes": lambda one: rounding.pack(rounding.coarse(self.rotated.values, "max")),
+            "signs": lambda one: signing.definition(self.bits, one.ids),
             "bucket_topk": lambda one: torch.topk(scores.int(), want, dim=2),
             "rerank": lambda one: reranking.definition(self.rotated, one.codes, one.weights, real, self.index._quantizer),
             "topk": lambda one: torch.topk(choosing.merge(estimates, self.scale, "max"), K, dim=2),
@@ -320,7 +351,7 @@ class Chain:
             line = {"op": step, "tokens": self.tokens, "batch": self.batch, **_rates(self.seconds(step), moved)}
             if with_torch:
                 theirs = replay_time(_calls(plain[step], self.sets[:2]), 5) if step in plain else total
-                total += theirs if step != "tiers" else 0.0  # select takes graded votes
+                total += theirs if step not in ("tiers", "collide") else 0.0  # select takes votes by signs
                 line |= {"torch_us": round(theirs * 1e6, 2), "speedup": round(theirs * 1e6 / line["us"], 1)}
             if step == "select" and self.batch == 1:
                 line["goal_us"] = GOALS[self.tokens]
@@ -363,6 +394,7 @@ def _always(tile: int, splits: int) -> Callable[[int], tuple[int, int]]:
 SHAPES: tuple[tuple[str, Any, dict[str, tuple[Any, ...]]], ...] = (
     ("rerank", reranking, {"shape": (reranking.shape, *(_always(*s) for s in ((32, 128), (32, 144), (32, 96), (32, 256))))}),
     ("collide", collision, {"CHUNK": (2048, 2048, 1024, 1024, 4096), "WARPS": (4, 8, 2, 4, 8)}),
+    ("signs", signing, {"TILE": (512, 1024, 256, 512, 256, 512), "CHUNK": (2048, 2048, 2048, 1024, 1024, 4096)}),
     ("topk", choosing, {"PER_WARP": (512, 256, 128, 1024)}),
     ("tiers", tiering, {"WARPS": (4, 2, 8)}),
     ("bucket_topk", bucket, {"WARPS": (4, 8, 2)}),

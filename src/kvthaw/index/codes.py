@@ -1,7 +1,7 @@
 """ParisKV's index: every decision is taken on the device, from a summary of 112 bytes a key (head_dim 128).
 
-query -> tiers or graded: votes of each centroid -> collide: votes of each key -> bucket_topk: candidates
-      -> rerank: estimated scores -> topk: rows
+query -> planes: its coarse coordinates -> signs: votes of each key, or tiers: votes of each centroid -> collide: of each key
+      -> bucket_topk: candidates -> rerank: estimated scores -> topk: rows
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from kvthaw.errors import ConfigError, at_least, one_of
 from kvthaw.index.learned import assign, learn, subspaces
 from kvthaw.index.ratios import Ratios
 from kvthaw.kernels.bucket_topk import bucket_topk
-from kvthaw.kernels.collide import CHUNK, bins, collide
+from kvthaw.kernels.collide import BINS, CHUNK, collide, shift
 from kvthaw.kernels.encode import CENTROIDS, SUB, Summaries, count, encode, make_quantizer
 from kvthaw.kernels.graded import definition as grade
-from kvthaw.kernels.graded import graded, most
+from kvthaw.kernels.graded import most
+from kvthaw.kernels.planes import planes
 from kvthaw.kernels.query import Rotated, in_bytes, rotate_queries
 from kvthaw.kernels.rerank import TILE, rerank
+from kvthaw.kernels.signs import signs
 from kvthaw.kernels.sparse_decode import definition as attend
 from kvthaw.kernels.srht import make_rotation
-from kvthaw.kernels.tiers import Combine, definition, pack, tiers
+from kvthaw.kernels.tiers import Combine, definition, most_votes, pack, tiers
 from kvthaw.kernels.topk import Merge, run_length, topk
 from kvthaw.types import LayerShape, Partial, Selection
 
@@ -39,12 +41,12 @@ class CodesIndex:
     largest or the sum counts; mean_query: the mean of the queries stands for all. On the shipped model (32k tokens, 100
     rows) they select .828, .792 and .566 of the exact rows and cover .676, .677 and .667 of the softmax, so max is the default.
     ratios: see Ratios. rotate, centroids, normalise: for ablations; centroids="learned" learns them on the prompt, of keys
-    normalised or not (sign patterns do not depend on length). graded: a centroid's votes are its similarity to the query, in up to
-    127 steps over all subspaces, instead of tiers by rank; ratios' rho has no part then. centre: the mean of a lane's first keys is
-    taken off all of its keys before they are summarised. That moves all scores of a query by one number, so that no rank changes,
-    and leaves shorter vectors whose signs say more. dense_below: a lane whose region is shorter is attended to whole,
-    from its first keys and values, which the index then keeps on the device, [L, H, dense_below, D] each; its rows are none and
-    its attention is the selection's partial. The budget does not bound that, nor does it know of a softcap; 0 never does it.
+    normalised or not (sign patterns do not depend on length). graded: a key's votes are how similar its centroids are to the
+    query, up to 127, instead of tiers by rank; ratios' rho has no part then. centre: the mean of a lane's first keys is taken off
+    all of its keys before they are summarised. That moves all scores of a query by one number, so that no rank changes, and leaves
+    shorter vectors whose signs say more. dense_below: a lane whose region is shorter is attended to whole, from its first keys and
+    values, which the index then keeps on the device, [L, H, dense_below, D] each; its rows are none and its attention is the
+    selection's partial. The budget does not bound that, nor does it know of a softcap; 0 never does it.
 
     Summaries are allocated at a capacity that doubles; within one, all tensors stay where they are. Lengths and limits are
     int32 on the device. select() launches five kernels of fixed shape on a GPU, six with policy="mean"; on a CPU the same steps
@@ -81,7 +83,8 @@ class CodesIndex:
         self._combine: Combine = "sum" if policy == "mean" else "max"
         self._merge: Merge = "mean" if policy == "mean" else "max"
         self._graded, self._centre = graded, centre
-        self._bins = most(self._subs, self._combine) + 1 if graded else bins(self._subs, scored, self._combine)
+        votes = most(self._subs, self._combine) if graded else most_votes(self._subs, scored, self._combine)
+        self._shift = shift(votes)
         self._learned: Tensor | None = None  # [L, H, B, 256, 8]
         self._learn = centroids == "learned"
         self.grows = not (self._learn or centre)
@@ -199,20 +202,22 @@ class CodesIndex:
             longest = max(1, *self._counts[:batch])
             now = Summaries(now.ids[:, :, :, :longest], now.codes[:, :, :longest], now.weights[:, :, :longest], now.sizes)
         width = -(-max(budget, self.ratios.most(now.capacity, budget)) // TILE) * TILE
-        totals = torch.empty((batch, self.shape.kv_heads, self._bins), dtype=torch.int32, device=query.device)
+        totals = torch.empty((batch, self.shape.kv_heads, BINS), dtype=torch.int32, device=query.device)
         sizes, limits = now.sizes[:batch], data["limits"][:batch]
         if self._learned is None and self._graded:
-            rotated, table = graded(query, self._rotation, sizes.shape[1], totals, mean=mean, combine=self._combine)
-        elif self._learned is None:
-            rotated, table = tiers(query, self._rotation, sizes, limits, totals, mean=mean, combine=self._combine)
+            rotated, bits = planes(query, self._rotation, sizes.shape[1], totals, mean=mean, combine=self._combine)
+            scores = signs(bits, now.ids, lengths, totals)
         else:
-            rotated = in_bytes(rotate_queries(query, self.shape.kv_heads, self._rotation, mean=mean))
-            similarity = torch.einsum("lhpjb,lhbcj->lhpbc", rotated.values, self._learned[:batch])
-            votes = grade(similarity, self._combine) if self._graded else definition(similarity, sizes, limits)
-            table = pack(votes, self._combine)
-            totals.zero_()
-        scores = collide(table, now.ids, lengths, totals, self._combine)
-        return rotated, now, bucket_topk(scores, lengths, wanted, width, self._bins), wanted
+            if self._learned is None:
+                rotated, table = tiers(query, self._rotation, sizes, limits, totals, mean=mean, combine=self._combine)
+            else:
+                rotated = in_bytes(rotate_queries(query, self.shape.kv_heads, self._rotation, mean=mean))
+                similarity = torch.einsum("lhpjb,lhbcj->lhpbc", rotated.values, self._learned[:batch])
+                votes = grade(similarity, self._combine) if self._graded else definition(similarity, sizes, limits)
+                table = pack(votes, self._combine)
+                totals.zero_()
+            scores = collide(table, now.ids, lengths, totals, self._combine, self._shift)
+        return rotated, now, bucket_topk(scores, lengths, wanted, width), wanted
 
     def _enough(self, budget: int) -> None:
         if self.ratios.candidates is not None and budget > self.ratios.candidates:

@@ -5,7 +5,9 @@ number wanted is reached: exactly that many, in the order of positions, the same
 
 Bytes and operations, 8 KV heads, n = 128k: a score byte a key read (1 MB), 4 bytes a candidate written (420 KB at 10 %), and
 per program 128 totals and two counts of each earlier chunk (at most 4 KB at 1M tokens, from L2). Under 1 us of transfer; the
-launch and the chain histogram -> prefix -> store are what it costs, 3 us.
+launch and the chain histogram -> prefix -> store are what it costs. A thread takes 16 keys, four scores a word: one addition
+brings the upper bit of each byte that is not below the threshold, one multiplication adds the four up, and threads count for each
+other once. Of equal scores only one chunk takes some and leaves some; elsewhere they are above or below like others.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.chain import chained
-from kvthaw.kernels.collide import CHUNK, Scores
+from kvthaw.kernels.collide import BINS, CHUNK, Scores
 
 WARPS = 4
 
@@ -45,14 +47,14 @@ def compact(keep: Tensor, width: int) -> Tensor:
     return out[:, :, :width]
 
 
-def by_counting(scores: Tensor, lengths: Tensor, wanted: Tensor, width: int, values: int) -> Tensor:
-    """As `definition`, by a histogram of `values` bins: what the kernel does, in torch."""
+def by_counting(scores: Tensor, lengths: Tensor, wanted: Tensor, width: int) -> Tensor:
+    """As `definition`, by a histogram: what the kernel does, in torch."""
     lanes, heads, n = scores.shape
     known = (torch.arange(n, device=scores.device) < lengths[:, None])[:, None]
-    value = torch.where(known, scores.long(), values)
-    counts = torch.zeros((lanes, heads, values + 1), dtype=torch.int64, device=scores.device)
+    value = torch.where(known, scores.long(), BINS)
+    counts = torch.zeros((lanes, heads, BINS + 1), dtype=torch.int64, device=scores.device)
     counts.scatter_add_(2, value, torch.ones_like(value))
-    at_least = counts[:, :, :values].flip(2).cumsum(dim=2).flip(2)
+    at_least = counts[:, :, :BINS].flip(2).cumsum(dim=2).flip(2)
     goal = torch.minimum(wanted, lengths)[:, None, None]
     threshold = (at_least >= goal).sum(dim=2, keepdim=True) - 1
     above = known & (value > threshold)
@@ -68,54 +70,110 @@ if HAS_TRITON:
     from kvthaw.kernels.chain import follow
 
     @triton.jit
-    def _bucket_topk(scores, counts, totals, lengths, wanted, out, heads, capacity, chunks, width, BINS: tl.constexpr,
+    def _reached(x, limit):
+        # The upper bit of each byte of x, bytes up to 127, that is not below limit, 0 to 128.
+        return (x + (128 - limit) * 0x01010101) & -0x7F7F7F80
+
+    @triton.jit
+    def _until(bits, n):
+        # The bits of the first n bytes.
+        return tl.where(n >= 4, bits, tl.where(n <= 0, 0, bits & ((1 << (8 * (n & 3))) - 1)))
+
+    @triton.jit
+    def _sum(bits):
+        return (bits >> 7 & 0x01010101) * 0x01010101 >> 24
+
+    @triton.jit
+    def _first(bits, ties, rank, quota):
+        # Without the ties whose rank is not below the quota. rank: of a word's first; returned: of the next word's.
+        for j in tl.static_range(4):
+            one = ties >> (8 * j + 7) & 1
+            bits = tl.where((one > 0) & (rank >= quota), bits & ~(tl.full((), 128, tl.int32) << (8 * j)), bits)
+            rank += one
+        return bits, rank
+
+    @triton.jit
+    def _store(out, slot, place, bits):
+        for j in tl.static_range(4):
+            one = bits >> (8 * j + 7) & 1
+            tl.store(out + slot, place + j, mask=one > 0)
+            slot += one
+        return slot
+
+    @triton.jit
+    def _bucket_topk(scores, counts, totals, lengths, wanted, out, heads, words, chunks, width, BINS: tl.constexpr,
                      CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-        # One program: CHUNK keys of one KV head.
-        follow(PDL)
+        # One program: CHUNK keys of one KV head. scores: words of four.
         chunk = tl.program_id(0)
         lane = tl.program_id(2)
         pair = (lane * heads + tl.program_id(1)).to(tl.int64)
         length = tl.load(lengths + lane)
         want = tl.load(wanted + lane)
+        follow(PDL)
         if (chunk * CHUNK < length) & (want > 0):
+            # What a thread loads at once comes apart into tensors of one word a thread: so nothing is laid out anew for the
+            # stores, which have no order that a compiler could see.
+            i = tl.arange(0, CHUNK // 16)
+            x = tl.load(scores + pair * words + (chunk * (CHUNK // 4) + 4 * i)[:, None] + tl.arange(0, 4)[None, :])
+            even, odd = tl.split(tl.reshape(x, (CHUNK // 16, 2, 2)))
+            x0, x2 = tl.split(even)
+            x1, x3 = tl.split(odd)
             bin = tl.arange(0, BINS)
             total = tl.load(totals + pair * BINS + bin)
             threshold = tl.sum((total >= want).to(tl.int32)) - 1
-            quota = want - tl.sum(tl.where(bin == threshold + 1, total, 0))  # how many of those on the threshold are kept
             c = tl.arange(0, CHUNKS)
-            at = counts + (pair * BINS + threshold) * chunks + c
-            at_least = tl.sum(tl.load(at, mask=c < chunk, other=0))
-            above = tl.sum(tl.load(at + chunks, mask=(c < chunk) & (threshold + 1 < BINS), other=0))
-            place = chunk * CHUNK + tl.arange(0, CHUNK)
-            score = tl.load(scores + pair * capacity + place).to(tl.int32)
-            known = place < length
-            over = ((score > threshold) & known).to(tl.int32)
-            tie = ((score == threshold) & known).to(tl.int32)
-            both = tl.cumsum(over + (tie << 16), axis=0) - over - (tie << 16)  # both ranks in the halves of a word
-            rank = at_least - above + (both >> 16)
-            slot = above + (both & 0xFFFF) + tl.minimum(rank, quota)
-            tl.store(out + pair * width + slot, place, mask=(over > 0) | ((tie > 0) & (rank < quota)))
+            at = counts + (pair * BINS + threshold) * chunks
+            higher = threshold + 1 < BINS
+            at_least = tl.load(at + c, mask=c < chunk, other=0)
+            over = tl.load(at + chunks + c, mask=(c < chunk) & higher, other=0)
+            here = tl.load(at + chunk) - tl.load(at + chunks + chunk, mask=higher, other=0)  # ties in this chunk
+            quota = want - tl.sum(tl.where(bin == threshold + 1, total, 0))  # how many of those on the threshold are kept
+            above = tl.sum(over)
+            ties = tl.sum(at_least) - above
+            limit = tl.where(ties < quota, threshold, threshold + 1)
+            kept0, kept1, kept2, kept3 = _reached(x0, limit), _reached(x1, limit), _reached(x2, limit), _reached(x3, limit)
+            place = chunk * CHUNK + 16 * i
+            left = length - place
+            if chunk * CHUNK + CHUNK > length:
+                kept0, kept1 = _until(kept0, left), _until(kept1, left - 4)
+                kept2, kept3 = _until(kept2, left - 8), _until(kept3, left - 12)
+            if (ties < quota) & (ties + here > quota):
+                tie0, tie1 = kept0 & ~_reached(x0, limit + 1), kept1 & ~_reached(x1, limit + 1)
+                tie2, tie3 = kept2 & ~_reached(x2, limit + 1), kept3 & ~_reached(x3, limit + 1)
+                number = _sum(tie0) + _sum(tie1) + _sum(tie2) + _sum(tie3)
+                rank = ties + tl.cumsum(number, axis=0) - number
+                kept0, rank = _first(kept0, tie0, rank, quota)
+                kept1, rank = _first(kept1, tie1, rank, quota)
+                kept2, rank = _first(kept2, tie2, rank, quota)
+                kept3, rank = _first(kept3, tie3, rank, quota)
+            number = _sum(kept0) + _sum(kept1) + _sum(kept2) + _sum(kept3)
+            slot = above + tl.minimum(ties, quota) + tl.cumsum(number, axis=0) - number
+            slot = _store(out + pair * width, slot, place, kept0)
+            slot = _store(out + pair * width, slot, place + 4, kept1)
+            slot = _store(out + pair * width, slot, place + 8, kept2)
+            slot = _store(out + pair * width, slot, place + 12, kept3)
 
 
 def launch(found: Scores, lengths: Tensor, wanted: Tensor, width: int) -> Tensor:
     """The kernel, on whatever device the scores are. Entries from wanted[l] on are left as they were."""
-    assert found.counts is not None and found.totals is not None
+    assert found.counts is not None and found.totals is not None and found.scores.dtype == torch.uint8
     lanes, heads, capacity = found.scores.shape
     bins, chunks = found.counts.shape[2:]
+    assert bins == BINS, "four scores are compared at once, which leaves a bit of each byte"
     assert found.scores.is_contiguous() and found.counts.is_contiguous() and found.totals.is_contiguous()
     assert lengths.dtype == wanted.dtype == torch.int32 and capacity == chunks * CHUNK
     out = torch.empty((lanes, heads, width), dtype=torch.int32, device=found.scores.device)
     pdl = chained(out.device)
     _bucket_topk[(chunks, heads, lanes)](
-        found.scores, found.counts, found.totals, lengths, wanted, out, heads, capacity, chunks, width, BINS=bins, CHUNK=CHUNK,
-        CHUNKS=triton.next_power_of_2(chunks), PDL=pdl, num_warps=WARPS, launch_pdl=pdl,
+        found.scores.view(torch.int32), found.counts, found.totals, lengths, wanted, out, heads, capacity // 4, chunks, width,
+        BINS=bins, CHUNK=CHUNK, CHUNKS=triton.next_power_of_2(chunks), PDL=pdl, num_warps=WARPS, launch_pdl=pdl,
     )  # fmt: skip
     return out
 
 
-def bucket_topk(found: Scores, lengths: Tensor, wanted: Tensor, width: int, values: int) -> Tensor:
-    """Candidates [L, H, width] int32, ascending: the wanted[l] <= min(width, lengths[l]) best scores of each lane. values: how
-    many scores there can be. On a GPU entries beyond wanted[l] hold anything, else -1."""
+def bucket_topk(found: Scores, lengths: Tensor, wanted: Tensor, width: int) -> Tensor:
+    """Candidates [L, H, width] int32, ascending: the wanted[l] <= min(width, lengths[l]) best scores of each lane, less than BINS.
+    On a GPU entries beyond wanted[l] hold anything, else -1."""
     if found.scores.is_cuda and found.counts is not None:
         return launch(found, lengths, wanted, width)
-    return by_counting(found.scores, lengths, wanted, width, values)
+    return by_counting(found.scores, lengths, wanted, width)

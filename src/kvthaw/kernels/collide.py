@@ -23,14 +23,16 @@ from kvthaw.kernels.tiers import Combine
 CHUNK = 2048
 """Keys a program; capacities are multiples of it."""
 WARPS = 4
+BINS = 128
+"""Coarse scores are less than this."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
     """Coarse scores and their counts.
 
-    scores [L, H, capacity] uint8 or int16, anything beyond a lane's length. counts [L, H, bins, chunks] int32: keys of a chunk
-    that score at least the bin; totals [L, H, bins] int32 likewise for all keys. The launcher alone fills counts and totals.
+    scores [L, H, capacity] uint8, anything beyond a lane's length. counts [L, H, BINS, chunks] int32: keys of a chunk that score
+    at least the bin; totals [L, H, BINS] int32 likewise for all keys. The launcher alone fills counts and totals.
     """
 
     scores: Tensor
@@ -38,23 +40,22 @@ class Scores:
     totals: Tensor | None = None
 
 
-def bins(subs: int, heads: int, combine: Combine) -> int:
-    """How many values a score can have, rounded up to a power of two."""
-    most = 6 * subs * (heads if combine == "sum" else 1)
-    return 1 << most.bit_length()
+def shift(most: int) -> int:
+    """Bits of a key's votes, at most `most`, that do not count, so that scores are less than BINS."""
+    return max(0, most.bit_length() - (BINS - 1).bit_length())
 
 
-def definition(table: Tensor, ids: Tensor, combine: Combine) -> Tensor:
-    """scores [L, H, n] int32 from packed votes [L, H, W, B, 256] and ids [L, H, B, n]."""
+def definition(table: Tensor, ids: Tensor, combine: Combine, shift: int) -> Tensor:
+    """Scores [L, H, n] int32 from packed votes [L, H, W, B, 256] and ids [L, H, B, n]; without the lowest `shift` bits."""
     total = torch.zeros((*table.shape[:3], ids.shape[3]), dtype=torch.int32, device=ids.device)
     for b in range(ids.shape[2]):
         total += table[:, :, :, b].gather(3, ids[:, :, None, b].long().expand(-1, -1, table.shape[2], -1))
     if combine == "sum":
-        return total[:, :, 0]
+        return total[:, :, 0] >> shift
     scores = torch.zeros_like(total[:, :, 0])
     for byte in range(4):
         scores = torch.maximum(scores, ((total >> (8 * byte)) & 255).amax(dim=2))
-    return scores
+    return scores >> shift
 
 
 if HAS_TRITON:
@@ -69,8 +70,8 @@ if HAS_TRITON:
 
     @triton.jit
     def _collide(table, ids, lengths, scores, counts, totals, heads, capacity, chunks, W: tl.constexpr, SUBS: tl.constexpr,
-                 PART: tl.constexpr, BINS: tl.constexpr, SUM: tl.constexpr, CHUNK: tl.constexpr,
-                 PDL: tl.constexpr):  # fmt: skip
+                 PART: tl.constexpr, BINS: tl.constexpr, SUM: tl.constexpr, SHIFT: tl.constexpr,
+                 CHUNK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
         # One program: CHUNK keys of one KV head, PART subspaces at a time. All lookups of a part are one gather, a key's beside
         # each other, so that its sum stays in a thread. The first ids are asked for before the table is there.
         chunk = tl.program_id(0)
@@ -98,7 +99,8 @@ if HAS_TRITON:
                 else:
                     for byte in tl.static_range(4):
                         best = tl.maximum(best, (total >> (8 * byte)) & 255)
-            tl.store(scores + pair * capacity + place, best.to(scores.dtype.element_ty))
+            best = best >> SHIFT
+            tl.store(scores + pair * capacity + place, best.to(tl.uint8))
             bin = tl.arange(0, BINS)
             counted = tl.histogram(best, BINS, mask=place < length)
             above = tl.sum(counted) - (tl.cumsum(counted, axis=0) - counted)
@@ -106,26 +108,27 @@ if HAS_TRITON:
             tl.atomic_add(totals + pair * BINS + bin, above, mask=above > 0, sem="relaxed")
 
 
-def launch(table: Tensor, ids: Tensor, lengths: Tensor, totals: Tensor, combine: Combine) -> Scores:
-    """The kernel, on whatever device ids are. totals [L, H, bins] int32 holds zeros."""
+def launch(table: Tensor, ids: Tensor, lengths: Tensor, totals: Tensor, combine: Combine, shift: int) -> Scores:
+    """The kernel, on whatever device ids are. totals [L, H, BINS] int32 holds zeros."""
     lanes, heads, words, subs = table.shape[:4]
     capacity = ids.shape[3]
     assert capacity % CHUNK == 0 and ids.is_contiguous() and table.is_contiguous() and totals.is_contiguous()
     assert ids.dtype == torch.uint8 and table.dtype == lengths.dtype == totals.dtype == torch.int32
-    chunks, width, pdl = capacity // CHUNK, totals.shape[2], chained(ids.device)
-    scores = torch.empty((lanes, heads, capacity), dtype=torch.uint8 if width <= 256 else torch.int16, device=ids.device)
-    counts = torch.empty((lanes, heads, width, chunks), dtype=torch.int32, device=ids.device)
+    assert totals.shape == (lanes, heads, BINS)
+    chunks, pdl = capacity // CHUNK, chained(ids.device)
+    scores = torch.empty((lanes, heads, capacity), dtype=torch.uint8, device=ids.device)
+    counts = torch.empty((lanes, heads, BINS, chunks), dtype=torch.int32, device=ids.device)
     _collide[(chunks, heads, lanes)](
         table, ids, lengths, scores, counts, totals, heads, capacity, chunks, W=words, SUBS=subs,
-        PART=min(subs, 16), BINS=width, SUM=combine == "sum", CHUNK=CHUNK, PDL=pdl,
-        num_warps=WARPS, launch_pdl=pdl,
+        PART=min(subs, 16), BINS=BINS, SUM=combine == "sum", SHIFT=shift, CHUNK=CHUNK,
+        PDL=pdl, num_warps=WARPS, launch_pdl=pdl,
     )  # fmt: skip
     return Scores(scores, counts, totals)
 
 
-def collide(table: Tensor, ids: Tensor, lengths: Tensor, totals: Tensor, combine: Combine) -> Scores:
-    """Coarse scores of all keys. table as packed by tiers; ids [L', H, B, capacity] uint8, L' >= L; lengths [L'] int32; totals
-    [L, H, bins] int32, zeros, which it fills on a GPU."""
+def collide(table: Tensor, ids: Tensor, lengths: Tensor, totals: Tensor, combine: Combine, shift: int) -> Scores:
+    """Coarse scores of all keys: votes without their lowest `shift` bits, less than BINS. table as packed by tiers; ids [L', H, B,
+    capacity] uint8, L' >= L; lengths [L'] int32; totals [L, H, BINS] int32, zeros, which it fills on a GPU."""
     if ids.is_cuda and HAS_TRITON:
-        return launch(table, ids, lengths, totals, combine)
-    return Scores(definition(table, ids[: table.shape[0]], combine).to(torch.uint8 if totals.shape[2] <= 256 else torch.int16))
+        return launch(table, ids, lengths, totals, combine, shift)
+    return Scores(definition(table, ids[: table.shape[0]], combine, shift).to(torch.uint8))

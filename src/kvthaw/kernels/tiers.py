@@ -53,6 +53,11 @@ def definition(similarity: Tensor, sizes: Tensor, limits: Tensor) -> Tensor:
     return torch.zeros_like(votes).scatter_(-1, order, votes).int()
 
 
+def most_votes(subs: int, heads: int, combine: Combine) -> int:
+    """The most votes of a key over `subs` subspaces, from `heads` query heads."""
+    return 6 * subs * (heads if combine == "sum" else 1)
+
+
 def pack(votes: Tensor, combine: Combine) -> Tensor:
     """Votes [L, H, P, B, 256] as [L, H, W, B, 256] int32: their sum over P, or for "max" four heads in the bytes of a word."""
     if combine == "sum":

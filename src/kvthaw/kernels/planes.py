@@ -1,0 +1,155 @@
+"""The query's coarse coordinates, bit by bit: what the signs of a key are multiplied with (signs.py).
+
+A coordinate of the rotated query is rounded to a third of its root mean square, -8 to 7, four bits in two's complement. That errs
+by a tenth of what a random key's signs say of q.k, and they err by three quarters of q.k themselves. A plane holds one of the four
+bits of all coordinates; a key's bits that it shares with a plane are counted by one product of tensor cores.
+
+Planes lie as that product wants them: two blocks of eight columns for every four heads, a column for the lower and the upper bit
+of each head's lowest two bits, and of its highest two. Fewer heads are there again until four are, which changes no maximum; of
+heads that are added up, each by its length, one stands for all.
+
+Bytes and operations, 32 query heads, d = 128: 8 KB of queries, 4 KB of planes: a chain of load, sum and store.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels.chain import chained
+from kvthaw.kernels.encode import SUB
+from kvthaw.kernels.query import Rotated, in_bytes, room, rotate_queries
+from kvthaw.kernels.srht import Rotation
+from kvthaw.kernels.tiers import Combine
+
+PLANES = 4
+STEPS = 3.0
+"""Steps to a coordinate's root mean square."""
+WIDE = 16
+"""Subspaces whose bits are one product."""
+WARPS = 4
+
+
+def coarse(values: Tensor, combine: Combine) -> Tensor:
+    """Rotated queries [L, H, P, 8, B] -> whole numbers -8 .. 7, [L, H, P, 8, B] int32; "sum": [L, H, 1, 8, B]. 0 for a query of
+    zeros."""
+    if combine == "sum":
+        values = (values / _length(values)).sum(dim=2, keepdim=True)
+    unit = _length(values) / math.sqrt(values.shape[3] * values.shape[4])
+    top = 1 << (PLANES - 1)
+    return torch.floor(values * STEPS / unit + 0.5).clamp(-top, top - 1).int()
+
+
+def _length(values: Tensor) -> Tensor:
+    length: Tensor = values.flatten(3).norm(dim=3)[..., None, None]
+    return torch.where(length > 0, length, 1.0)
+
+
+def pack(numbers: Tensor) -> Tensor:
+    """[L, H, P, 8, B] int32, -8 .. 7 -> planes [L, H, S, 2, 8, R] uint8, S fours of heads, R >= B whole WIDEs: bit j of byte b of
+    column 2 h + i of block k is bit 2 k + i of coordinate j in subspace b of head h."""
+    heads, subs = numbers.shape[2], numbers.shape[4]
+    head = torch.arange(-(-heads // 4) * 4, device=numbers.device) % heads
+    bit = (numbers[:, :, head, None] >> torch.arange(PLANES, device=numbers.device)[:, None, None]) & 1
+    byte = (bit << torch.arange(SUB, device=numbers.device)[:, None]).sum(dim=4).to(torch.uint8)  # L, H, 4 S, planes, B
+    byte = torch.nn.functional.pad(byte, (0, -subs % WIDE))
+    packed: Tensor = byte.unflatten(3, (2, 2)).unflatten(2, (-1, 4)).transpose(3, 4).flatten(4, 5)
+    return packed.contiguous()
+
+
+def unpack(planes: Tensor, subs: int) -> Tensor:
+    """The numbers of planes [L, H, S, 2, 8, R] in the first `subs` subspaces: [L, H, 4 S, 8, B] int32."""
+    byte: Tensor = planes[..., :subs].unflatten(4, (4, 2)).transpose(3, 4).flatten(4, 5).flatten(2, 3)
+    bit = (byte.int()[:, :, :, :, None] >> torch.arange(SUB, device=planes.device)[:, None]) & 1
+    worth = torch.tensor([1, 2, 4, -8], device=planes.device)[:, None, None]
+    return (bit * worth).sum(dim=3).int()
+
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+    from kvthaw.kernels.chain import follow
+    from kvthaw.kernels.query import put
+
+    @triton.jit
+    def _put_planes(planes, y, unit, pair, p, b, COLUMNS: tl.constexpr, P: tl.constexpr, SUBS: tl.constexpr, ROW: tl.constexpr,
+                    STEPS: tl.constexpr):  # fmt: skip
+        # The 8 coordinates y of subspace b of head p, in all columns that are its. Bytes of no subspace are 0.
+        number = tl.floor(y * tl.where(unit > 0, STEPS / tl.where(unit > 0, unit, 1.0), 0.0) + 0.5)
+        number = tl.minimum(tl.maximum(number, -8.0), 7.0).to(tl.int32)
+        k = tl.arange(0, 4)
+        bit = (number[None, :] >> k[:, None]) & 1
+        byte = tl.sum(bit << tl.arange(0, 8)[None, :], axis=1).to(tl.uint8)
+        for first in tl.static_range(0, COLUMNS, P):
+            column = first + p
+            if column < COLUMNS:
+                at = planes + ((((pair * (COLUMNS // 4) + column // 4) * 2 + k // 2) * 4 + column % 4) * 2 + k % 2) * ROW
+                tl.store(at + b, byte)
+                for rest in tl.static_range(SUBS, ROW, SUBS):
+                    tl.store(at + rest + b, tl.zeros((4,), tl.uint8))
+
+    @triton.jit
+    def _planes(query, basis, values, whole_values, factors, planes, totals, scale, dim, GROUP: tl.constexpr, P: tl.constexpr,
+                PER: tl.constexpr, SUBS: tl.constexpr, SQUARE: tl.constexpr, BINS: tl.constexpr, COLUMNS: tl.constexpr,
+                ROW: tl.constexpr, STEPS: tl.constexpr, SUM: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+        # One program: PER query heads in one subspace. The first program of a KV head clears its histogram of scores.
+        pair = tl.program_id(0)
+        b = tl.program_id(1)
+        i = tl.arange(0, SQUARE)
+        j = tl.arange(0, 8)
+        own = tl.load(basis + i[:, None] * SQUARE + b * 8 + j[None, :]).to(tl.float32)
+        follow(PDL)
+        if (b == 0) & (tl.program_id(2) == 0):
+            tl.store(totals + pair * BINS + tl.arange(0, BINS), tl.zeros((BINS,), tl.int32))
+        together = tl.zeros((SQUARE,), tl.float32)
+        for one in tl.static_range(PER):
+            p = tl.program_id(2) * PER + one
+            x = tl.zeros((SQUARE,), tl.float32)
+            for g in tl.static_range(GROUP // P):
+                row = (pair * GROUP + p * (GROUP // P) + g) * dim
+                x += tl.load(query + row + i, mask=i < dim, other=0.0).to(tl.float32)
+            x = x / (GROUP // P)
+            length = tl.sqrt(tl.sum(x * x))
+            y = tl.sum(own * x[:, None], axis=0) * scale
+            put(values, whole_values, factors, y, pair * P + p, b, SUBS)
+            if SUM:
+                together += x / tl.where(length > 0, length, 1.0)
+            else:
+                _put_planes(planes, y, length * tl.rsqrt(8.0 * SUBS), pair, p, b, COLUMNS, P, SUBS, ROW, STEPS)
+        if SUM:
+            y = tl.sum(own * together[:, None], axis=0) * scale
+            unit = tl.sqrt(tl.sum(together * together)) * tl.rsqrt(8.0 * SUBS)
+            _put_planes(planes, y, unit, pair, 0, b, COLUMNS, 1, SUBS, ROW, STEPS)
+
+
+def launch(query: Tensor, rotation: Rotation, heads: int, totals: Tensor, *, mean: bool,
+           combine: Combine) -> tuple[Rotated, Tensor]:  # fmt: skip
+    """The kernel, on whatever device query [L, Hq, d] is: rotates, rounds, and clears totals [L, H, bins] int32."""
+    lanes, q_heads, dim = query.shape
+    assert query.is_contiguous() and totals.is_contiguous() and totals.dtype == torch.int32
+    group, subs, square = q_heads // heads, rotation.padded // SUB, rotation.basis.shape[0]
+    scored = 1 if mean else group
+    rotated, pdl = room(lanes, heads, scored, subs, query.device), chained(query.device)
+    fours, row = 1 if combine == "sum" else -(-scored // 4), -(-subs // WIDE) * WIDE
+    planes = torch.empty((lanes, heads, fours, 2, 8, row), dtype=torch.uint8, device=query.device)
+    apart = 1 if combine == "sum" else scored
+    _planes[(lanes * heads, subs, apart)](
+        query, rotation.basis, rotated.values, rotated.whole, rotated.factors, planes, totals, rotation.scale, dim, GROUP=group,
+        P=scored, PER=scored // apart, SUBS=subs, SQUARE=square, BINS=totals.shape[2], COLUMNS=4 * fours, ROW=row, STEPS=STEPS,
+        SUM=combine == "sum", PDL=pdl, num_warps=WARPS, launch_pdl=pdl,
+    )  # fmt: skip
+    return rotated, planes
+
+
+def planes(query: Tensor, rotation: Rotation, heads: int, totals: Tensor, *, mean: bool,
+           combine: Combine) -> tuple[Rotated, Tensor]:  # fmt: skip
+    """Rotated queries and their planes [L, H, S, 2, 8, R] uint8 of query [L, Hq, d]; totals [L, H, bins] int32 become zeros."""
+    if query.is_cuda and HAS_TRITON:
+        return launch(query.contiguous(), rotation, heads, totals, mean=mean, combine=combine)
+    rotated = in_bytes(rotate_queries(query, heads, rotation, mean=mean))
+    totals.zero_()
+    return rotated, pack(coarse(rotated.values, combine))

@@ -1,0 +1,186 @@
+"""Votes a key by its signs: sum_i q_i [k_i >= 0] less half of sum_i q_i, half of the estimate of q.k that a key's ids allow.
+
+q are the query's coarse coordinates (planes.py). Votes are 64 where that is 0, in steps of an eighth of the spread of a random
+key's (d' = 128), and cut at 0 and 127; of a group's heads the largest counts. Beside tiers (appendix B.2.1), which see the order
+of the keys within a subspace only, the coordinates in which the query is long count for more, and nothing needs to be ranked,
+counted or looked up.
+
+Bytes and operations, 8 KV heads, n = 1M, d = 128: the 16 id bytes a key are read once for all query heads of a group (134 MB, 31
+us at 4300 GB/s), a score byte is written. Lookups in tables of shared memory, of which 32 random ones take 3.5 cycles, took 72 us.
+Tensor cores count the bits that a key shares with a plane (bits.py): 16 keys by eight columns, two planes of four heads, at once,
+with ids as they lie but for an exchange of bytes among four subspaces of four keys. A warp so takes 2.4 operations a key, the
+histogram of the scores, of every chunk of keys and of all, included: that is a product of bits as well. 16 us of the chip, beside
+the loads.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvthaw.kernels import HAS_TRITON, bits
+from kvthaw.kernels.chain import chained
+from kvthaw.kernels.collide import BINS, CHUNK, Scores
+from kvthaw.kernels.encode import CENTROIDS, SUB
+from kvthaw.kernels.planes import WIDE, unpack
+
+TILE = 512
+"""Keys that a program takes at once, 128 a warp."""
+
+
+def shift(subs: int) -> int:
+    """Bits of a sum that do not count: one where d' is 128 and 17 the spread of a random key's."""
+    return max(0, subs.bit_length() - 4)
+
+
+def definition(planes: Tensor, ids: Tensor) -> Tensor:
+    """Votes [L, H, n] int32. planes [L, H, S, 2, 8, R] uint8 as of planes.pack; ids [L, H, B, n] uint8."""
+    subs = ids.shape[2]
+    numbers = unpack(planes, subs).transpose(3, 4).long()  # L, H, 4 S, B, 8
+    bit = (torch.arange(CENTROIDS, device=ids.device) >> torch.arange(SUB, device=ids.device)[:, None]) & 1
+    shares = (numbers[..., None] * bit).sum(dim=4)  # L, H, 4 S, B, 256
+    lowest = shares.amin(dim=4, keepdim=True)
+    start = lowest.sum(dim=(3, 4)) - (numbers.sum(dim=(3, 4)) >> 1)
+    four = ((shares - lowest).unflatten(2, (-1, 4)) << (16 * torch.arange(4, device=ids.device))[:, None, None]).sum(dim=3)
+    least = -bits.MIDDLE << shift(subs)
+    best = torch.full((*ids.shape[:2], ids.shape[3]), least, dtype=torch.long, device=ids.device)
+    for s in range(four.shape[2]):
+        total = torch.zeros_like(best)
+        for b in range(subs):  # one lookup for four heads, in the quarters of a word
+            total += four[:, :, s, b].gather(2, ids[:, :, b].long())
+        for h in range(4):
+            best = torch.maximum(best, ((total >> (16 * h)) & 0xFFFF) + start[:, :, 4 * s + h, None])
+    return ((best - least) >> shift(subs)).clamp(max=BINS - 1).int()
+
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+    from kvthaw.kernels.chain import follow
+
+    @triton.jit
+    def _words(ids, at, t, stride, SUBS: tl.constexpr, HALVES: tl.constexpr):
+        # Ids of four keys in subspaces 4 t .. 4 t + 3 of every 16; where there is none, of the last, which meet planes of 0.
+        found = ()
+        for i in tl.static_range(4 * HALVES):
+            b = tl.minimum(i // 4 * 16 + 4 * t + i % 4, SUBS - 1)
+            found += (tl.load(ids + b * stride + at),)  # type: ignore[assignment]
+        return found
+
+    @triton.jit
+    def _number(planes, b, h, ROW: tl.constexpr):
+        # The planes of head h in subspace b, as four bytes.
+        k = tl.arange(0, 4)
+        return tl.load(planes + (((h // 4) * 2 + k // 2) * 8 + 2 * (h % 4) + k % 2) * ROW + b).to(tl.int32)
+
+    @triton.jit
+    def _plainly(ids, planes, place, capacity, SUBS: tl.constexpr, ROW: tl.constexpr, FOURS: tl.constexpr,
+                 SHIFT: tl.constexpr):  # fmt: skip
+        # What bits.votes does, bit by bit.
+        worth = tl.where(tl.arange(0, 4) < 3, 1 << tl.arange(0, 4), -8)
+        best = tl.full(place.shape, -64 << SHIFT, tl.int32)
+        for h in tl.static_range(4 * FOURS):
+            total = tl.zeros(place.shape, tl.int32)
+            every = tl.zeros((), tl.int32)
+            for b in tl.static_range(SUBS):
+                id = tl.load(ids + b * capacity + place).to(tl.int32)
+                plane = _number(planes, b, h, ROW)
+                for j in tl.static_range(8):
+                    number = tl.sum(worth * ((plane >> j) & 1))
+                    total += number * ((id >> j) & 1)
+                    every += number
+            best = tl.maximum(best, total - (every >> 1))
+        return tl.minimum((best >> SHIFT) + 64, 127)
+
+    @triton.jit
+    def _signs(ids, planes, lengths, scores, counts, totals, heads, words, chunks, SUBS: tl.constexpr, ROW: tl.constexpr,
+               FOURS: tl.constexpr, SHIFT: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
+               START: tl.constexpr, START_TYPES: tl.constexpr, VOTES: tl.constexpr, VOTES_TYPES: tl.constexpr,
+               COUNT: tl.constexpr, COUNT_TYPES: tl.constexpr, PLAIN: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+        # One program: CHUNK keys of one KV head, TILE at a time, the next already on their way. ids and planes are words of
+        # four, but for PLAIN.
+        chunk = tl.program_id(0)
+        pair = (tl.program_id(2) * heads + tl.program_id(1)).to(tl.int64)
+        length = tl.load(lengths + tl.program_id(2))
+        begin = chunk * CHUNK
+        if begin >= length:
+            follow(PDL)
+        else:
+            HALVES: tl.constexpr = ROW // 16
+            e = tl.arange(0, TILE)
+            counted = tl.zeros((BINS,), tl.int32)
+            found = tl.zeros((TILE,), tl.int32)
+            if PLAIN:
+                follow(PDL)
+                ids += pair * SUBS * (4 * words)
+                planes += pair * (FOURS * 16 * ROW)
+            else:
+                t = e // 4 % 4  # a thread's place among the four that have a key's ids, 16 keys each
+                first_word = begin // 4 + e // 16 * 4 + e % 4
+                ids += pair * SUBS * words
+                word = _words(ids, first_word, t, words, SUBS, HALVES)
+                follow(PDL)
+                own = planes + pair * (FOURS * 4 * ROW) + e // 16 % 8 * (ROW // 4) + t
+                plane = ()
+                start = ()
+                for four in tl.static_range(FOURS):
+                    mine = ()
+                    for i in tl.static_range(2 * HALVES):
+                        at = (2 * four + i // HALVES) * 2 * ROW + i % HALVES * 4
+                        mine += (tl.load(own + at),)  # type: ignore[assignment]
+                    plane += mine
+                    mine += (e,)  # type: ignore[assignment]
+                    one = tl.inline_asm_elementwise(START, START_TYPES, mine, tl.int32, True, 4)
+                    start += (one,)  # type: ignore[assignment]
+            for first in tl.static_range(0, CHUNK, TILE):
+                place = begin + first + e
+                if PLAIN:
+                    best = _plainly(ids, planes, place, 4 * words, SUBS, ROW, FOURS, SHIFT)
+                else:
+                    now = word
+                    if first + TILE < CHUNK:
+                        word = _words(ids, first_word + (first + TILE) // 4, t, words, SUBS, HALVES)
+                    best = tl.inline_asm_elementwise(VOTES, VOTES_TYPES, now + plane + start + (e,), tl.int32, True, 4)
+                if begin + CHUNK > length:
+                    best = tl.where(place < length, best, 0)
+                tl.store(scores + pair * (4 * words) + place, best.to(tl.uint8))
+                if PLAIN:
+                    counted += tl.histogram(best, BINS)
+                else:
+                    found = tl.inline_asm_elementwise(COUNT, COUNT_TYPES, (best, found, e), tl.int32, True, 4)
+            if not PLAIN:
+                counted = tl.sum(tl.reshape(found, (TILE // BINS, BINS)), axis=0)
+            bin = tl.arange(0, BINS)
+            counted -= tl.where(bin == 0, tl.maximum(begin + CHUNK - length, 0), 0)
+            above = tl.sum(counted) - (tl.cumsum(counted, axis=0) - counted)
+            tl.store(counts + (pair * BINS + bin) * chunks + chunk, above)
+            tl.atomic_add(totals + pair * BINS + bin, above, mask=above > 0, sem="relaxed")
+
+
+def launch(planes: Tensor, ids: Tensor, lengths: Tensor, totals: Tensor) -> Scores:
+    """The kernel, on whatever device ids are. totals [L, H, BINS] int32 holds zeros."""
+    lanes, heads, fours, _, _, row = planes.shape
+    subs, capacity, plain = ids.shape[2], ids.shape[3], ids.device.type == "cpu"
+    assert capacity % CHUNK == 0 and ids.is_contiguous() and planes.is_contiguous() and totals.is_contiguous()
+    assert ids.dtype == planes.dtype == torch.uint8 and lengths.dtype == totals.dtype == torch.int32
+    assert totals.shape == (lanes, heads, BINS) and row % WIDE == 0 and row >= subs
+    chunks, halves, pdl, tile = capacity // CHUNK, row // WIDE, chained(ids.device), CHUNK if plain else TILE
+    scores = torch.empty((lanes, heads, capacity), dtype=torch.uint8, device=ids.device)
+    counts = torch.empty((lanes, heads, BINS, chunks), dtype=torch.int32, device=ids.device)
+    start, votes, count = bits.start(halves), bits.votes(fours, halves, shift(subs)), bits.count()
+    _signs[(chunks, heads, lanes)](
+        ids if plain else ids.view(torch.int32), planes if plain else planes.view(torch.int32), lengths, scores, counts, totals,
+        heads, capacity // 4, chunks, SUBS=subs, ROW=row, FOURS=fours, SHIFT=shift(subs), BINS=BINS, CHUNK=CHUNK, TILE=tile,
+        START=start[0], START_TYPES=start[1], VOTES=votes[0], VOTES_TYPES=votes[1], COUNT=count[0], COUNT_TYPES=count[1],
+        PLAIN=plain, PDL=pdl, num_warps=tile // 128, launch_pdl=pdl,
+    )  # fmt: skip
+    return Scores(scores, counts, totals)
+
+
+def signs(planes: Tensor, ids: Tensor, lengths: Tensor, totals: Tensor) -> Scores:
+    """Coarse scores of all keys. planes [L, H, S, 2, 8, R] uint8; ids [L', H, B, capacity] uint8, L' >= L; lengths [L'] int32;
+    totals [L, H, BINS] int32, zeros, which it fills on a GPU."""
+    if ids.is_cuda and HAS_TRITON:
+        return launch(planes, ids, lengths, totals)
+    return Scores(definition(planes, ids[: planes.shape[0]]).to(torch.uint8))
