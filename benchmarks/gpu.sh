@@ -36,7 +36,9 @@ for part in "$@"; do
     figures=*) bench 580 figures name="${name#figures=}" out="$out/decode.jsonl" host_bytes="$host" ;;
     icecache) bench 300 decode out="$out/decode.jsonl" $model length=36864 steps=eager \
       method=full,icecache,icecache:query_beam=64,icecache:transfer=bulk,icecache:preset=paper,icecache-reuse ;;
-    breakdown) bench 200 decode out="$out/breakdown.jsonl" $model prompt=filled steps=captured profile=1 length=131072 method=full,$sparse ;;
+    breakdown) for one in full ${sparse//,/ }; do # nothing is timed after a profile in the same process
+        bench 100 decode out="$out/breakdown.jsonl" $model prompt=filled steps=captured profile=1 length=131072 method="$one"
+      done ;;
     prefill) # of 512k tokens four layers: all would take 130 s, twice; what one pass of full attention takes is known
       cp -n benchmarks/results/prefill.jsonl "$out/"
       bench 400 prefill out="$out/prefill.jsonl" $model length=131072 chunk=16384 method=pariskv retrieved=100 chunks_only=1 \

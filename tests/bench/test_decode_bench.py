@@ -240,7 +240,7 @@ def test_bandwidth_of_a_cpu() -> None:
 @pytest.mark.gpu
 def test_gpu_captured_steps_are_checked_and_timed() -> None:
     asked = ("full", "quest:hits=0.5", "icecache", "hf-offloaded")
-    lines = measured(method=asked, steps=("eager", "captured", "compiled"), profile=True)
+    lines = measured(method=asked, steps=("eager", "captured", "compiled"))
     assert [(line.setting.method, line.setting.steps) for line in lines] == [
         *(("full", steps) for steps in ("eager", "captured", "compiled")),
         *(("quest", steps) for steps in ("eager", "captured", "compiled")),
@@ -251,8 +251,20 @@ def test_gpu_captured_steps_are_checked_and_timed() -> None:
         assert line.floor_bus_s is not None
         if line.setting.steps != "eager":
             assert line.captures == 1
-            assert line.launches is not None
-            assert line.parts_s["attention"] > 0
+    (line,) = measured(method=("quest",), steps=("captured",), profile=True)
+    assert line.launches is not None
+    assert line.parts_s["attention"] > 0
+
+
+def test_nothing_is_timed_after_a_profile(tmp_path: Path) -> None:
+    ways = grid(Decode(method=("full", "quest"), steps=("eager", "captured")), "cpu")
+    eager, captured, quest, _ = ways
+    known = Lines(tmp_path / "lines.jsonl")
+    decode._check_profiled([(one, False) for one in ways], known)
+    decode._check_profiled([(eager, True), (quest, True), (captured, True)], known)
+    decode._check_profiled([(captured, True), (captured, True)], known)
+    with pytest.raises(ConfigError, match=r"profile is on for .*full.* ask for one way"):
+        decode._check_profiled([(captured, True), (quest, False)], known)
 
 
 @pytest.mark.parametrize(("method", "sizes"), [("quest", {"budget": 64}), ("full", {}), ("pariskv", {"retrieved": 20})])

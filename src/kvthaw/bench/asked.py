@@ -71,7 +71,9 @@ class Decode:
         False, "Let all layers of a filled cache share their rows on the host, where it is too small for them.", FLAG
     )
     host_bytes: int | None = option(None, "The most host memory to use; asks the system what is free unless given.", INTEGER)
-    profile: bool = option(False, "Break captured steps down by kernels, after those that count.", FLAG)
+    profile: bool = option(
+        False, "Break captured steps down by kernels, after those that count: of one way to decode in a run.", FLAG
+    )
     seed: int = option(0, "Of weights, tokens, keys and values.", INTEGER)
     out: Path | None = option(None, "Keep one JSON line a run in this file; what stands there is not measured again.", FILE)
     plot: Path | None = option(None, "Draw time per output token and throughput into this PNG file.", FILE)

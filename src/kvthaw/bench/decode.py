@@ -65,6 +65,7 @@ def main(
             if known.get(one) is None:
                 room.check(one, device, dtype, options.host_bytes)
         grids.append(wanted)
+    _check_profiled([(one, options.profile) for options, wanted in zip(asked, grids, strict=True) for one in wanted], known)
     bench, found = Bench(known, commit=asked[0].commit), []
     for options, wanted in zip(asked, grids, strict=True):
         bench.host_bytes, bench.profile = options.host_bytes, options.profile
@@ -76,6 +77,19 @@ def main(
         found += lines
     bench.judge()
     return found
+
+
+def _check_profiled(asked: list[tuple[Setting, bool]], known: Lines) -> None:
+    """Refuse to time anything after a profile, whose traces stay in the process."""
+    missing = {one: profiled and one.steps != "eager" for one, profiled in asked if known.get(one) is None}
+    before: Setting | None = None
+    for one, profiled in missing.items():
+        if before is not None:
+            raise ConfigError(
+                f"profile is on for {before}; the profiler stays in the process and would slow {one} after it, so ask for one way "
+                "to decode in a run (more can have the same out)"
+            )
+        before = one if profiled else None
 
 
 def where() -> tuple[torch.device, torch.dtype]:

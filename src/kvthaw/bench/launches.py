@@ -45,7 +45,8 @@ def part_of(kernel: str) -> str:
 
 
 def launches(step: Callable[[], object]) -> dict[str, Any]:
-    """Run a step some times under the profiler, which slows the host and not the kernels.
+    """Run a step some times under the profiler, which slows the host and not the kernels. It stays in the process: graphs that are
+    captured later take the host longer to launch, and their kernels may stand further apart, so nothing is timed after it.
 
     Returns, of one step in the mean: launches, kernels and copies on the device; device_s, the seconds they ran, so that the
     rest of a step's time is gaps between them; parts_s, the same by part; kernels, a list of {name, launches, us}, the
