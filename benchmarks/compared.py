@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvthaw.evaluate.cells import Cell, read_cells, read_stretches, write_cells, write_stretches
-from kvthaw.evaluate.compare import goals, hopes, protocols, under, work
+from kvthaw.evaluate.compare import goals, hopes, protocols, under, whole, work
 from kvthaw.evaluate.document import Share, Table
 from kvthaw.evaluate.overview import by_budget, named, overview
 
@@ -30,7 +30,7 @@ def short(cells: Sequence[Cell]) -> str:
     table = by_budget(some)
     rows = [[f"{100 * v.value:.1f}" if isinstance(v, Share) else v for v in row] for row in table.rows]
     counts = [v.n for row in table.rows for v in row if isinstance(v, Share)]
-    where = work(some)
+    where = work(whole(some))
     lengths = sorted({length for _, length in where})
     about = (
         f"Mean accuracy in percent over {len({task for task, _ in where})} tasks at {lengths[0]:,} to {lengths[-1]:,} tokens, "

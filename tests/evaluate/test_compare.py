@@ -122,6 +122,8 @@ def test_the_mean_by_budget_is_of_what_full_attention_can_do() -> None:
     assert table.rows[-1][0] == "prkv"
     later = [replace(one, scores={**one.scores, (10, 0.0): 0.0}) if one.method == "quest" else one for one in toy()]
     assert by_budget(later).rows == table.rows  # a sample that only one method has counts for none
+    longer = [cell(name, budget, [0.0] * 10, length=8192) for name, budget in (("full", None), ("quest", 256))]
+    assert by_budget([*toy(), *longer]).rows == table.rows  # nor does work that was run at one budget only
 
 
 def test_protocols_are_apart_and_full_attention_is_of_all() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.cells import Cell
-from kvthaw.evaluate.compare import SUBJECTS, chosen, work
+from kvthaw.evaluate.compare import SUBJECTS, chosen, whole, work
 from kvthaw.evaluate.describe import ROW_BYTES, describe
 from kvthaw.evaluate.document import Picture
 from kvthaw.evaluate.heat import heat
@@ -48,20 +48,22 @@ def recall_by_budget(cells: Sequence[Cell]) -> Picture | None:
 
 
 def accuracy_by_bytes(cells: Sequence[Cell]) -> Picture | None:
-    """A point a method and budget at the longest length: bytes on the device, of KV and of what the index keeps for every key,
-    against accuracy. The index has the share of full attention's KV that it has with 128 dimensions in bf16 and one KV head."""
+    """A point a method and budget at the longest length that has all budgets: bytes on the device, of KV and of what the index keeps
+    for every key, against accuracy. The index has the share of full attention's KV that it has with 128 dimensions in bf16 and one
+    KV head."""
+    cells = whole(cells)
     longest = max((length for _, length in work(cells)), default=None)
     if longest is None:
         return None
     some = [cell for cell in cells if cell.length == longest]
     full = chosen(some, "full", None)
-    whole = max(c.kv_device_bytes for c in full)
+    most = max(c.kv_device_bytes for c in full)
     axis = _axis()
     for name in _methods(some):
-        held = whole * _index_share(name)
+        held = most * _index_share(name)
         points = [((size + held) / 2**20, right) for _, right, size in _points(some, name)]
         axis.plot(*zip(*points, strict=True), **_look(some, name)) if points else None
-    axis.plot(whole / 2**20, _full(some), "k*", markersize=11, label="full")
+    axis.plot(most / 2**20, _full(some), "k*", markersize=11, label="full")
     axis.set_xscale("log")
     axis.set_xlabel("KV and index on the device, MiB")
     axis.set_ylabel("accuracy")

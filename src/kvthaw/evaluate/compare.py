@@ -190,6 +190,16 @@ def work(cells: Sequence[Cell]) -> set[tuple[str, int]]:
     return {(cell.task, cell.length) for cell in cells if cell.full and cell.accuracy >= WORKS}
 
 
+def whole(cells: Sequence[Cell]) -> list[Cell]:
+    """The cells of the tasks and lengths that were run at every budget."""
+    budgets: dict[tuple[str, int], set[int | float]] = {}
+    for cell in cells:
+        if cell.budget is not None:
+            budgets.setdefault((cell.task, cell.length), set()).add(cell.budget)
+    every = set().union(*budgets.values())
+    return [cell for cell in cells if budgets.get((cell.task, cell.length)) == every]
+
+
 def chosen(cells: Sequence[Cell], method: str, budget: int | float | None) -> list[Cell]:
     """The cells of a method at a budget where full attention is right often enough; budget None: full attention's own."""
     where = work(cells)

@@ -22,6 +22,7 @@ from kvthaw.evaluate.compare import (
     hopes,
     protocols,
     under,
+    whole,
     work,
 )
 from kvthaw.evaluate.describe import describe, word
@@ -173,9 +174,9 @@ def _table(cells: Sequence[Cell], columns: Sequence[Column]) -> Table:
 
 
 def by_budget(cells: Sequence[Cell]) -> Table:
-    """Mean accuracy over the work that full attention can do and the samples of it that all have: a row a method, the best first, a
-    column a budget."""
-    cells = _alike(cells)
+    """Mean accuracy over the work that full attention can do and that was run at every budget, and the samples that all have: a row a
+    method, the best first, a column a budget."""
+    cells = _alike(whole(cells))
     budgets = sorted({c.budget for c in cells if c.budget is not None})
     names = list(dict.fromkeys(c.method for c in cells if not c.full and c.budget is not None))
     found = {name: [chosen(cells, name, budget) for budget in budgets] for name in names}
