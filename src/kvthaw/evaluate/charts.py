@@ -48,9 +48,9 @@ def recall_by_budget(cells: Sequence[Cell]) -> Picture | None:
 
 
 def accuracy_by_bytes(cells: Sequence[Cell]) -> Picture | None:
-    """A point a method and budget at the longest length that has all budgets: bytes on the device, of KV and of what the index keeps
-    for every key, against accuracy. The index has the share of full attention's KV that it has with 128 dimensions in bf16 and one
-    KV head."""
+    """A point a method and budget at the longest length that has all budgets: bytes on the device, of KV and of what the index
+    keeps for every key, against accuracy. The index has the share of full attention's KV that it has with 128 dimensions in bf16
+    and one KV head."""
     cells = whole(cells)
     longest = max((length for _, length in work(cells)), default=None)
     if longest is None:

@@ -174,8 +174,8 @@ def _table(cells: Sequence[Cell], columns: Sequence[Column]) -> Table:
 
 
 def by_budget(cells: Sequence[Cell]) -> Table:
-    """Mean accuracy over the work that full attention can do and that was run at every budget, and the samples that all have: a row a
-    method, the best first, a column a budget."""
+    """Mean accuracy over the work that full attention can do and that was run at every budget, and the samples that all have: a row
+    a method, the best first, a column a budget."""
     cells = _alike(whole(cells))
     budgets = sorted({c.budget for c in cells if c.budget is not None})
     names = list(dict.fromkeys(c.method for c in cells if not c.full and c.budget is not None))
