@@ -40,6 +40,12 @@ def test_unknown_method_names_the_nearest(llama: PreTrainedModel) -> None:
         kvthaw.Cache(llama, "zzz")
 
 
+def test_what_is_no_model_is_refused() -> None:
+    for make in (kvthaw.attach, kvthaw.Cache):
+        with pytest.raises(UnsupportedModelError, match="model is a str; it must be a model of transformers"):
+            make("meta-llama/Llama-3.1-8B", "oracle")  # type: ignore[operator]
+
+
 def test_unknown_option(llama: PreTrainedModel) -> None:
     with pytest.raises(ConfigError, match=r"method oracle has no option 'colour'; there are: policy"):
         kvthaw.Cache(llama, "oracle", colour=3)
@@ -73,6 +79,11 @@ def test_fraction_too_small_names_the_smallest(llama: PreTrainedModel) -> None:
     [
         ({"budget": 64, "retrieved": 10}, "budget is 64?.*retrieved is 10|retrieved is 10.*budget is 64|give one of them"),
         ({"budget": 1.5}, "budget is 1.5; a fraction of the prompt must lie between 0 and 1"),
+        ({"budget": "256"}, "budget is '256'; it must be a number or None"),
+        ({"budget": True}, "budget is True; it must be a number"),
+        ({"retrieved": "8"}, "retrieved is '8'; it must be a whole number or None"),
+        ({"dense_layers": 1.5}, "dense_layers is 1.5; it must be a whole number"),
+        ({"seed": "x"}, "seed is 'x'; it must be a whole number"),
         ({"retrieved": 0}, "retrieved is 0; it must be at least 1"),
         ({"dense_layers": -1}, "dense_layers is -1; it must be at least 0"),
         ({"dense_layers": 99}, "dense_layers is 99 of .*; that leaves no layer to oracle"),

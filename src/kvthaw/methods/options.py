@@ -5,12 +5,10 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Callable, Mapping
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any
 
 from kvthaw.errors import ConfigError
-
-_WORDS = {int: "a whole number", float: "a number", bool: "True or False", str: "a word", NoneType: "None"}
+from kvthaw.kinds import of_kind
 
 
 def written(text: str) -> tuple[str, Any]:
@@ -29,31 +27,7 @@ def check(method: str, given: Mapping[str, Any], *takes: Callable[..., object]) 
     named = {name: one.annotation for name, one in known.items() if one.kind is not one.VAR_KEYWORD}
     for name, value in given.items():
         if name in named:
-            if not _is(value, named[name]):
-                raise ConfigError(f"{name} is {value!r}; it must be {_words(named[name])}")
+            of_kind(named[name], **{name: value})
         elif len(takes) > 1 or len(named) == len(known):
             has = f"there are: {', '.join(named)}" if named else "it has none"
             raise ConfigError(f"method {method} has no option {name!r}; {has}")
-
-
-def _is(value: object, kind: Any) -> bool:
-    parts = get_args(kind)
-    if get_origin(kind) is Literal:
-        return value in parts
-    if get_origin(kind) in (Union, UnionType):
-        return any(_is(value, part) for part in parts)
-    if get_origin(kind) is tuple:
-        return isinstance(value, tuple) and all(_is(one, parts[0]) for one in value)
-    if kind in (int, float):
-        return isinstance(value, (int, kind)) and not isinstance(value, bool)
-    return not isinstance(kind, type) or isinstance(value, kind)
-
-
-def _words(kind: Any) -> str:
-    if get_origin(kind) is Literal:
-        return f"one of {', '.join(map(str, get_args(kind)))}"
-    if get_origin(kind) in (Union, UnionType):
-        return " or ".join(map(_words, get_args(kind)))
-    if get_origin(kind) is tuple:
-        return f"a tuple, each of it {_words(get_args(kind)[0])}"
-    return _WORDS.get(kind, str(getattr(kind, "__name__", kind)))

@@ -33,8 +33,15 @@ _BEFORE: weakref.WeakKeyDictionary[PreTrainedModel, str] = weakref.WeakKeyDictio
 """The attention that models had before kvthaw's."""
 
 
+def check_model(model: object) -> None:
+    """Raise UnsupportedModelError for what is no model of transformers nor wraps one: a name, say, or a module of one's own."""
+    if not hasattr(model, "set_attn_implementation"):
+        raise UnsupportedModelError(f"model is a {type(model).__name__}; it must be a model of transformers that is loaded")
+
+
 def use_kvthaw_attention(model: PreTrainedModel) -> None:
     """Set the model's attention function to kvthaw's. Raises UnsupportedModelError, with the reason, where that cannot work."""
+    check_model(model)
     name, config = type(model).__name__, model.config
     text = config.get_text_config(decoder=True)
     if text._attn_implementation == NAME:

@@ -10,7 +10,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from kvthaw.engine.decode import replaying
-from kvthaw.engine.hf.attention import give_back_attention
+from kvthaw.engine.hf.attention import check_model, give_back_attention
 from kvthaw.engine.hf.cache import Cache, Stats
 from kvthaw.engine.hf.hooks import foresee_no_longer
 from kvthaw.engine.hf.layer import CacheLayer
@@ -135,6 +135,7 @@ def attach(
 
     Example: ``with kvthaw.attach(model, "icecache", budget=256): model.generate(**inputs)``
     """
+    check_model(model)
     if is_attached(model):
         raise CacheError("the model is attached already; detach its handle first")
     at_least(1, prefill_chunk=prefill_chunk)
