@@ -214,10 +214,6 @@ class Watcher:
             if resolve(variant.method).dense:
                 raise ConfigError(f"method is {variant.method!r}; it attends to everything, so there is nothing to compare")
         wanted = [complete(self.model, variant) for variant in variants]
-        for variant in wanted:
-            empty = Cache(self.model, variant.method, **_limits(variant))
-            if not empty.frozen_layers:
-                raise ConfigError(f"dense_layers is {variant.dense_layers}; that leaves no layer to {variant.method}")
         check_prompt(self.model, study.length + study.steps)
         tell = progress or (lambda _: None)
         cells = [(kind, study.seed + i) for i in range(study.samples) for kind in study.kinds]

@@ -112,7 +112,7 @@ class Cache(DynamicCache):
         self.settings = Settings(chosen, budget, retrieved, dense_layers, seed, sparse_queries, extent, host_bytes)
         frozen = [] if chosen.dense else [i for i in full if i >= dense_layers]
         if not frozen and not chosen.dense:
-            raise ConfigError(f"dense_layers is {dense_layers} of {len(self.layers)}; that leaves no layer to {chosen.name}")
+            raise ConfigError(f"dense_layers is {dense_layers}; that leaves no layer to {chosen.name}, of {len(self.layers)}")
         self.replay: Replay | None = None
         self.turns_by_length = turns_by_length(model)
         self._shared = Shared(model, self.settings, len(frozen), foresee if chosen.foresees else None)
