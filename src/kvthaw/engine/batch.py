@@ -141,6 +141,8 @@ class Batch:
         """
         if not self.free:
             raise CacheError(f"all {len(self._lanes)} lanes are taken; one must leave first")
+        if isinstance(prompt, str):
+            raise ConfigError(f"the prompt is text, {prompt[:20]!r}; it must be token ids, as a tokenizer makes them")
         ids = torch.as_tensor(prompt, dtype=torch.int64, device=self._model.device).reshape(1, -1)
         tokens = ids.shape[1]
         limit = self.capacity - tokens if max_new_tokens is None else max_new_tokens
