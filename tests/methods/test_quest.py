@@ -45,7 +45,7 @@ def test_options_reach_the_index(llama: PreTrainedModel) -> None:
 
 
 def test_settings_out_of_range_are_named(llama: PreTrainedModel) -> None:
-    with pytest.raises(ConfigError, match="window is 0"):
+    with pytest.raises(ConfigError, match="page is 0"):
         resolve("quest", page=0)
     with pytest.raises(ConfigError, match="policy is 'all'"), kvthaw.attach(llama, "quest", budget=64, policy="all"):
         generate(llama, {"input_ids": prompt(1, 90)}, 2)
