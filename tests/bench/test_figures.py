@@ -109,3 +109,7 @@ def test_bad_options_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             figures.main(asked)
+
+
+def test_lengths_are_short() -> None:
+    assert [report.short(n) for n in (100, 1024, 36864, 524288, 1 << 20, 3 << 19)] == ["100", "1k", "36k", "512k", "1M", "1.5M"]

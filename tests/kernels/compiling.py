@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -69,6 +70,16 @@ def rows(dtype: torch.dtype, dim: int) -> None:
     launch(found, empty(2, HEADS, width), empty(2), 40, 4, 0.1, "mean")
 
 
+def clusters(dtype: torch.dtype, dim: int) -> None:
+    """A prompt's clusters, then those of the tokens that come later."""
+    from kvthaw.kernels import cover, kmeans
+
+    for tokens, count in ((36864, 1152), (320, 10), (1003, 31)):
+        keys, which = empty(HEADS, tokens, dim, dtype=dtype), empty(HEADS, count, dtype=torch.int64)
+        cover.launch(empty(HEADS, tokens, dtype=torch.float32), keys, which)
+        kmeans.launch(keys, which, distance="cosine", iterations=1)
+
+
 def moves(dtype: torch.dtype, dim: int) -> None:
     from kvthaw.kernels import cover, extend, offload, stream_keys
 
@@ -122,6 +133,7 @@ def codes(dtype: torch.dtype, dim: int) -> None:
 CASES: dict[str, Callable[[torch.dtype, int], None]] = {
     "nodes": nodes,
     "units": units,
+    "clusters": clusters,
     "rows": rows,
     "moves": moves,
     "codes": codes,
@@ -132,8 +144,9 @@ class _Stop(Exception):  # noqa: N818
     """Far enough."""
 
 
-def _only_compile(seen: list[str]) -> None:
-    """From now on a launch compiles its kernel for compute capability 9.0, up to the GPU's own layouts."""
+def _only_compile(seen: list[str], kinds: set[tuple[str, str]]) -> None:
+    """From now on a launch compiles its kernel for compute capability 9.0, up to the GPU's own layouts. seen: the kernels' names;
+    kinds: with them, hashes of what was compiled, the same for launches that a GPU would serve with the same machine code."""
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import CUDABackend
     from triton.runtime import driver
@@ -166,8 +179,8 @@ def _only_compile(seen: list[str]) -> None:
     def add_stages(self: Any, stages: dict[str, Any], *rest: Any) -> None:
         stages_of(self, stages, *rest)
 
-        def stop(*_: Any) -> None:
-            raise _Stop
+        def stop(source: Any, metadata: dict[str, Any]) -> None:
+            raise _Stop(metadata["hash"])
 
         stages["llir"] = stop
 
@@ -177,8 +190,9 @@ def _only_compile(seen: list[str]) -> None:
 
         try:
             run(self, *map(told, args), grid=grid, warmup=True, **{name: told(value) for name, value in kwargs.items()})
-        except _Stop:
+        except _Stop as stopped:
             seen.append(self.__name__)
+            kinds.add((self.__name__, str(stopped)))
 
     driver.set_active(Driver())
     CUDABackend.add_stages, JITFunction.run = add_stages, compile_only
@@ -187,15 +201,18 @@ def _only_compile(seen: list[str]) -> None:
 
 def main() -> None:
     seen: list[str] = []
-    _only_compile(seen)
+    kinds: set[tuple[str, str]] = set()
+    _only_compile(seen, kinds)
     for name in sys.argv[1:]:
         for dtype, dim in ((torch.bfloat16, 128), (torch.float32, 80)):
             seen.clear()
+            kinds.clear()
             line: dict[str, Any] = {"case": name, "dtype": str(dtype), "dim": dim}
             try:
                 CASES[name](dtype, dim)
             except Exception as error:
                 line["error"] = f"{type(error).__name__}: {error}"
+            line["kinds"] = Counter(kernel for kernel, _ in kinds)
             print(json.dumps({**line, "compiled": seen}), flush=True)
 
 

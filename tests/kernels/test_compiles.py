@@ -39,3 +39,14 @@ def test_kernels_compile_for_a_gpu(case: str, said: list[dict[str, Any]]) -> Non
     for line in lines:
         assert "error" not in line, line["error"]
         assert line["compiled"]
+
+
+@pytest.mark.skipif(
+    not HAS_TRITON or find_spec("triton.backends.nvidia") is None, reason="Triton has no compiler for NVIDIA GPUs"
+)
+def test_clusters_of_later_tokens_need_no_other_kernels_than_the_prompts(said: list[dict[str, Any]]) -> None:
+    """Compiling one takes a third of a second, which a step in the middle of an answer would wait."""
+    for line in said:
+        if line["case"] == "clusters":
+            assert set(line["kinds"]) == {"_direct", "_cover", "_assign", "_rank", "_sort", "_average"}
+            assert set(line["kinds"].values()) == {1}, line["kinds"]

@@ -60,7 +60,7 @@ def test_a_window_of_another_size(llama: PreTrainedModel) -> None:
         generate(llama, {"input_ids": prompt(1, 500)}, 2)
         assert handle.cache.frozen_layers[0].plan.regions == Regions(0, 24, 8)
         assert {index.window for index in indices(handle) if isinstance(index, HybridIndex)} == {24}
-    with pytest.raises(ConfigError, match="^window is 0; it must be at least 1"):
+    with pytest.raises(ConfigError, match=r"^window is 0; it must be at least 1"):
         resolve("prkv", window=0)
 
 

@@ -127,8 +127,11 @@ def lengths(axes: Any, found: Iterable[int]) -> None:
 
 
 def short(tokens: int) -> str:
-    """36,864 as 36k."""
-    return f"{tokens / 1024:.3g}k" if tokens >= 1024 else str(tokens)
+    """36,864 as 36k, 1,048,576 as 1M."""
+    for many, name in ((1 << 20, "M"), (1 << 10, "k")):
+        if tokens >= many:
+            return f"{tokens / many:.3g}{name}"
+    return str(tokens)
 
 
 def figure(width: float, height: float) -> Any:

@@ -45,7 +45,7 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["tokens", "count"])
     def _direct(keys, which, units, tokens, count, dim, DP: tl.constexpr):
         # One program a (chosen key; problem).
         n, c, d = tl.program_id(1).to(tl.int64), tl.program_id(0), tl.arange(0, DP)
@@ -55,7 +55,7 @@ if HAS_TRITON:
         unit = k / tl.sqrt(tl.where(square > 0.0, square, 1.0))
         tl.store(units + (n * count + c) * dim + d, unit.to(units.dtype.element_ty), mask=d < dim)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["tokens", "count"])
     def _cover(
         keys, centres, covered, tokens, count, dim,
         BM: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr, UPCAST: tl.constexpr,
