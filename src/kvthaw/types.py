@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvthaw.cache.host import HostStore
     from kvthaw.cache.pool import Slab
     from kvthaw.cache.side_stream import SideStream
+    from kvthaw.cache.together import Together
     from kvthaw.index.rotary import Rotary
 
 
@@ -60,8 +61,9 @@ class LayerShape:
     rows: how many rows select() will be asked for, 0 where that is not known.
     device is where queries come from and where a graph-safe index keeps its metadata. scale multiplies q.k before the softmax.
     slab and clock: the tokens that stand in sink and ring, for an index that weighs what it brings against them; None without a
-    layer. side: where an index works beside the model, of all layers of a cache; None: it makes its own. rotary: the turns that the
-    layer's keys were given, for a Method that asks for it; None where the model has none.
+    layer. side: where an index works beside the model; together: where it puts off what other layers have to do too; both of all
+    layers of a cache, None: it makes its own. rotary: the turns that the layer's keys were given, for a Method that asks for it;
+    None where the model has none.
     """
 
     layer: int
@@ -78,6 +80,7 @@ class LayerShape:
     slab: Slab | None = None
     clock: Clock | None = None
     side: SideStream | None = None
+    together: Together | None = None
     rotary: Rotary | None = None
 
     @property

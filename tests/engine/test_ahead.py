@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 import kvthaw
 from kvthaw.cache.layer import FrozenLayer
 from kvthaw.engine.decode import Replay
+from kvthaw.index import clusters
 from kvthaw.index.forest import TreeIndex
 from zoo import build, prompt
 
@@ -144,6 +145,35 @@ def test_a_replayed_step_has_the_next_ones_work_done(llama: PreTrainedModel, met
             more = IDS[:, t : t + 20] if ahead % 4 == 1 else IDS[:, t : t + 2]
             assert torch.equal(step(llama, replayed, more), step(llama, eager, more))
     assert ahead >= 2 if goes else ahead == 0
+
+
+def test_layers_cluster_together_what_left_their_rings_at_once(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a replayed step all layers' batches are one call, an eager step has one a layer, and the clusters are the same."""
+    calls: list[int] = []
+    real = clusters.cluster
+    monkeypatch.setattr(clusters, "cluster", lambda every, count: (calls.append(len(every)), real(every, count))[1])
+    options = {"batch": 16, "clusters_per_batch": 2}
+    eager, replayed = (kvthaw.Cache(llama, "clusterkv", budget=64, dense_layers=0, **options) for _ in range(2))
+    replay = Replay(llama.forward, replayed, capture=False)
+    for cache in (eager, replayed):
+        step(llama, cache, IDS[:, :60])
+    calls.clear()
+    alone: list[int] = []
+    layers = len(eager.frozen_layers)
+    for t in range(60):
+        ids = IDS[:, 60 + t : 61 + t]
+        logits = replay(ids, torch.full((2, 1), replayed.get_seq_length()))
+        together = len(calls)
+        assert torch.equal(logits, step(llama, eager, ids))
+        alone += calls[together:]
+        del calls[together:]
+        if t == 30:  # a copy has what was put off, and goes on as the other does
+            replayed = copy.deepcopy(replayed)
+            replay = Replay(llama.forward, replayed, capture=False)
+    assert set(calls) == {2 * layers}  # two rows
+    assert len(calls) >= 2
+    assert set(alone) == {2}
+    assert len(alone) == layers * len(calls)
 
 
 def test_a_layer_that_could_not_go_ahead_is_not_forgotten() -> None:

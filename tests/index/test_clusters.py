@@ -77,6 +77,8 @@ def test_a_full_batch_is_clustered_among_itself_however_it_came() -> None:
     assert isinstance(a, ClusterIndex)
     assert isinstance(b, ClusterIndex)
     assert [lane.units for lane in a.lanes] == [10 + 4 + 4 + 1, 3 + 4 + 4 + 1]
+    a.join()
+    b.join()
     for lane, host in enumerate(a.lanes):
         assert host == b.lanes[lane]
         for x, y in ((a.digests, b.digests), (a.order, b.order)):

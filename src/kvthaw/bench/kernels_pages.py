@@ -20,7 +20,7 @@ from kvthaw.bench.script import run_kernels
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.regions import Regions
 from kvthaw.errors import CacheError
-from kvthaw.index.clusters import draw, first_keys
+from kvthaw.index.clusters import draw, first_keys, stream
 from kvthaw.index.hybrid import HybridIndex, choose_static
 from kvthaw.kernels import HAS_TRITON, cover, kmeans, observe, page_bounds, stream_keys, unit_scores, unit_select
 from kvthaw.kernels.unit_scores import Watch
@@ -141,7 +141,8 @@ def single(tokens: int, device: torch.device) -> tuple[Tensor, None, Tensor]:
 def first_of_prompt(keys: Tensor, count: int) -> Tensor:
     """The keys [H, T, D] that a prompt's `count` clusters begin with."""
     positions = torch.arange(keys.shape[1], device=keys.device)
-    return first_keys(keys[:, None], positions[None], count, start="covering", seed=1, layer=0)
+    heads = stream(1, 0) + torch.arange(keys.shape[0], device=keys.device)[:, None]
+    return first_keys(keys, positions, count, start="covering", streams=heads)
 
 
 def check_cover(keys: Tensor) -> float:

@@ -161,6 +161,9 @@ class DenseLayer(Lanes):
     def go_ahead(self) -> None:
         """See FrozenLayer; nothing leaves a dense layer."""
 
+    def catch_up(self) -> None:
+        """See FrozenLayer."""
+
     def count_step(self) -> None:
         """Count a step of one token that the device took by itself."""
         self.count_token()

@@ -147,6 +147,7 @@ class FrozenKV(Lanes):
                     self.slab,
                     self.clock,
                     self.pipeline.side,
+                    self.pipeline.together,
                     self.rotary,
                 )
                 self.group = Group(method, shape, batch, plan.rows, self.pipeline)
@@ -335,6 +336,11 @@ class FrozenKV(Lanes):
         """Where a ring has become full, offload and index what the next token will push out of it, while the device is still at
         work: an index on the host takes as long as a layer's whole step, and thirty launches a layer the host as long as a step."""
         self._leave([lane for lane in self._leaving() if lane not in self._stale])
+
+    def catch_up(self) -> None:
+        """What indexes put off to do it for several layers at once is done, of all layers of the cache."""
+        if self.feed is not None and self.feed.group.shape.together is not None:
+            self.feed.group.shape.together.do()
 
     def fall_back(self) -> None:
         """Undo that where something else than the next token comes."""

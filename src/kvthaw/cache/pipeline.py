@@ -17,18 +17,19 @@ from torch import Tensor
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.past import Past
 from kvthaw.cache.side_stream import SideStream
+from kvthaw.cache.together import Together
 
 _Found = TypeVar("_Found")
 
 
 class Pipeline:
-    """One copy stream, one indexing thread and one that searches, shared by the layers of a cache; past: the way back; side: for
-    indexes that work on the device."""
+    """One copy stream, one indexing thread and one that searches, shared by the layers of a cache; past: the way back; side and
+    together: for indexes that work on the device."""
 
     _IN_FLIGHT = 2  # layers whose keys and values may still be on their way out
 
     def __init__(self) -> None:
-        self.past, self.side = Past(), SideStream()
+        self.past, self.side, self.together = Past(), SideStream(), Together()
         self._threads: dict[str, ThreadPoolExecutor] = {}
         self._stream: torch.cuda.Stream | None = None
         self._copies: deque[torch.cuda.Event] = deque()

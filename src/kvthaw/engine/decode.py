@@ -155,6 +155,8 @@ class Replay:
     def _ahead(self, layers: list[FrozenLayer | DenseLayer]) -> None:
         for layer in layers:
             layer.go_ahead()
+        for layer in layers:
+            layer.catch_up()
         self._owing = any(layer.due() for layer in self._layers)  # those of a kind are due at once, and then some went ahead
 
     def _take(self, ids: Tensor, positions: Tensor) -> Tensor:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Literal, get_args
 
 import torch
@@ -24,9 +27,18 @@ _ROUNDS, _MOST, _AMONG = 4, 256, 4  # rounds at least; what a round adds at most
 def draw(positions: Tensor, count: int, *, seed: int, layer: int, heads: int) -> Tensor:
     """`count` of n positions for every head, as indices into positions [n], [H, count] int64, ascending: those whose hash of
     (seed, layer, head, position) is least. count <= n."""
-    head = torch.arange(heads, device=positions.device)[:, None]
-    x = mix(positions.long()[None] * GOLDEN + ((seed * 1_000_003 + layer) * 65_537 + head) * SPREAD)
-    return torch.topk(x, count, dim=1, largest=False).indices.sort(dim=1).values
+    return drawn(positions, count, stream(seed, layer) + torch.arange(heads, device=positions.device)[:, None])
+
+
+def stream(seed: int, layer: int) -> int:
+    """The number of a layer's first head among all heads that draw."""
+    return (seed * 1_000_003 + layer) * 65_537
+
+
+def drawn(positions: Tensor, count: int, streams: Tensor) -> Tensor:
+    """As `draw`, for heads of any layers: positions [..., n] and the heads' numbers, streams [..., 1] int64, broadcast."""
+    x = mix(positions.long() * GOLDEN + streams * SPREAD)
+    return torch.topk(x, count, dim=-1, largest=False).indices.sort(dim=-1).values
 
 
 def covering(keys: Tensor, drawn: Tensor, count: int) -> Tensor:
@@ -65,12 +77,50 @@ def unlike(keys: Tensor, covered: Tensor, count: int, *, among: int) -> Tensor:
     return worst.gather(1, kept)
 
 
-def first_keys(keys: Tensor, positions: Tensor, count: int, *, start: Start, seed: int, layer: int) -> Tensor:
-    """The keys that k-means of batches begins with: keys [H, n, T, D] at positions [n, T] -> [H n, count] int64, ascending."""
-    drawn = count - count // 2 if start == "covering" else count
-    parts = [draw(own, drawn, seed=seed, layer=layer, heads=keys.shape[0]) for own in positions.unbind()]
-    first = torch.stack(parts, dim=1).flatten(0, 1)
-    return covering(keys.flatten(0, 1), first, count) if drawn < count else first
+def first_keys(keys: Tensor, positions: Tensor, count: int, *, start: Start, streams: Tensor) -> Tensor:
+    """The keys that k-means begins with: keys [..., T, D] at positions [..., T] of heads [..., 1], which broadcast; see `drawn`.
+    Returns [N, count] int64, ascending, N all of the former dimensions."""
+    few = drawn(positions, count - count // 2 if start == "covering" else count, streams)
+    few = few.expand(*keys.shape[:-2], -1).flatten(0, -2)
+    return covering(keys.flatten(0, -3), few, count) if few.shape[1] < count else few
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """Of a lane of an index, batches of tokens to be clustered: keys [H, n, T, D]; in the map from `begin` on, in the tables of
+    units from `before` on."""
+
+    index: ClusterIndex
+    lane: int
+    begin: int
+    before: int
+    keys: Tensor
+
+
+def cluster(every: Sequence[Batches], count: int) -> None:
+    """Cluster each batch among itself, into `count` units, and write these into the tables. All have as many tokens and batches,
+    and their indexes differ in nothing but the layer."""
+    one = every[0].index
+    keys = torch.stack([each.keys for each in every]) if len(every) > 1 else every[0].keys[None].contiguous()
+    many, heads, batches, tokens, dim = keys.shape
+    where = [(each.index.first + each.begin, each.begin, stream(one.shape.seed, each.index.shape.layer)) for each in every]
+    first, begin, streams = torch.tensor(where).to(keys.device, non_blocking=True).t()[:, :, None, None, None].unbind()
+    starts = torch.arange(batches, device=keys.device)[:, None] * tokens  # of each batch
+    positions = first + starts + torch.arange(tokens, device=keys.device)
+    streams = streams + torch.arange(heads, device=keys.device)[:, None, None]
+    chosen = first_keys(keys, positions, count, start=one.start, streams=streams)
+    means, order, stops = kmeans(keys.flatten(0, 2), chosen, distance=one.distance, iterations=one.iterations)
+    digests = means.view(many, heads, batches * count, dim).to(one.digests.dtype)
+    ends = (stops.view(many, heads, batches, count + 1)[..., 1:] + starts + begin).int().flatten(2)
+    places = (order.view(many, heads, batches, tokens) + starts + first).int().flatten(2)
+    units, length = batches * count, batches * tokens
+    for i, each in enumerate(every):
+        index, before = each.index, each.before
+        assert index.order is not None
+        index.digests[each.lane, :, before : before + units] = digests[i]
+        index.stops[each.lane, :, before] = each.begin
+        index.stops[each.lane, :, before + 1 : before + units + 1] = ends[i]
+        index.order[each.lane, :, each.begin : each.begin + length] = places[i]
 
 
 class ClusterIndex(UnitIndex):
@@ -132,24 +182,17 @@ class ClusterIndex(UnitIndex):
         return means(keys, self.size)
 
     def close(self, lane: int, begin: int, before: int, keys: Tensor) -> None:
-        """See UnitIndex: cluster each batch among itself."""
-        self._cluster(lane, begin, before, keys, self.per_batch)
+        """See UnitIndex: cluster each batch among itself; a single one with those of other layers, which have theirs at the same
+        step."""
+        if keys.shape[1] > 1:
+            self._cluster(lane, begin, before, keys, self.per_batch)
+            return
+        shape = self.shape
+        same = shape.kv_heads, shape.head_dim, shape.dtype, shape.device, shape.seed
+        how = self.batch, self.per_batch, self.distance, self.start, self.iterations
+        item = Batches(self, lane, begin, before, keys.clone())
+        self.put_off((ClusterIndex, *same, *how), partial(cluster, count=self.per_batch), item)
 
     def _cluster(self, lane: int, begin: int, before: int, keys: Tensor, count: int) -> None:
-        """Cluster batches keys [H, n, T, D], each into `count` units, in their places of the tables."""
-        heads, batches, tokens, dim = keys.shape
-        device = keys.device
-        starts = torch.arange(batches, device=device)[None, :, None] * tokens  # of each batch, from `begin`
-        keys = keys.contiguous()
-        positions = self.first + begin + torch.arange(batches * tokens, device=device).view(batches, tokens)
-        shape = self.shape
-        first = first_keys(keys, positions, count, start=self.start, seed=shape.seed, layer=shape.layer)
-        means, order, stops = kmeans(keys.flatten(0, 1), first, distance=self.distance, iterations=self.iterations)
-        units, end = batches * count, begin + batches * tokens
-        self.digests[lane, :, before : before + units] = means.view(heads, units, dim).to(self.digests.dtype)
-        stops = stops.view(heads, batches, -1)[:, :, 1:] + starts + begin
-        self.stops[lane, :, before] = begin
-        self.stops[lane, :, before + 1 : before + units + 1] = stops.flatten(1).int()
-        assert self.order is not None
-        where = order.view(heads, batches, tokens) + starts + (self.first + begin)
-        self.order[lane, :, begin:end] = where.flatten(1).int()
+        """Cluster batches keys [H, n, T, D], each into `count` units, now."""
+        cluster([Batches(self, lane, begin, before, keys)], count)

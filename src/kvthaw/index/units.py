@@ -7,7 +7,7 @@ their digests are made anew with every append, so that every token can be select
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.side_stream import SideStream
+from kvthaw.cache.together import Together
 from kvthaw.kernels.extend import Place, extend
 from kvthaw.kernels.unit_scores import Watch
 from kvthaw.kernels.unit_select import Policy, check_policy, unit_select
@@ -81,6 +82,8 @@ class UnitIndex:
         self.lanes: list[Lane] = []
         self._before: dict[int, Before] = {}
         self._side = shape.side or SideStream()
+        self._together = shape.together or Together()
+        self._put_off = False
         self._done: torch.cuda.Event | None = None
 
     @property
@@ -222,20 +225,29 @@ class UnitIndex:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See Index."""
+        self.join()
         for name in self._tables():
             setattr(self, name, state[name].to(self.shape.device, copy=True))
         self.lanes = [Lane(tokens, units, kept, list(marks)) for tokens, units, kept, marks in state["lanes"]]
         self._before = {lane: Before(*told).moved(self.shape.device) for lane, told in state["before"].items()}
         self.first = int(state["first"])
 
-    # Work beside the current stream
+    # Work beside the current stream, and work of several layers
 
     def beside(self, job: Callable[[], None], *used: Tensor) -> None:
         """Run a job that writes tables on the side stream, where there is one. used: tensors of others that it reads."""
         self._done = self._side.run(self.shape.device, job, *used)
 
+    def put_off(self, kind: Hashable, work: Callable[[Sequence[Any]], None], item: Any) -> None:
+        """Have work(items) write tables once for all indexes of the cache that have an item of a kind; join() sees to it."""
+        self._together.put_off(kind, work, item)
+        self._put_off = True
+
     def join(self) -> None:
-        """What follows on the current stream sees what was done beside it; the host does not wait."""
+        """What follows on the current stream sees what was done beside it or put off; the host does not wait."""
+        if self._put_off:
+            self._together.do()
+            self._put_off = False
         if self._done is not None:
             torch.cuda.current_stream(self.shape.device).wait_event(self._done)
             self._done = None

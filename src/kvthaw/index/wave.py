@@ -102,7 +102,7 @@ class WaveIndex(ClusterIndex):
 
     def close(self, lane: int, begin: int, before: int, keys: Tensor) -> None:
         """See UnitIndex."""
-        super().close(lane, begin, before, keys)
+        self._cluster(lane, begin, before, keys, self.per_batch)  # now, for the values follow
         assert self._arriving is not None
         known = self.recent_values[lane, :, self._ring(begin, self.lanes[lane].tokens)]
         values = torch.cat((known, self._arriving), dim=1)
