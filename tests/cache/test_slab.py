@@ -12,7 +12,7 @@ from kvthaw.cache.host import HostStore
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.regions import Regions
 from kvthaw.cache.transfer import BulkCopy, UvaGather
-from kvthaw.kernels.flash_decode import held, place_of, write
+from kvthaw.kernels.places import held, place_of, write
 from shapes import DTYPES, HEAD_DIMS
 
 CPU = torch.device("cpu")

@@ -25,7 +25,7 @@ from kvthaw.cache.plan import Settings
 from kvthaw.cache.transfer import BulkCopy, UvaGather
 from kvthaw.errors import ConfigError
 from kvthaw.kernels.dense import causal_attention, continued
-from kvthaw.kernels.flash_decode import Newest
+from kvthaw.kernels.places import Newest
 from kvthaw.kernels.sparse_decode import sparse_decode
 from kvthaw.types import Rebuilds, Transfer
 

@@ -16,55 +16,8 @@ from torch import Tensor
 from kvthaw.cache.regions import Regions
 from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.merge import merge
+from kvthaw.kernels.places import Newest, place_of, seen_places, write
 from kvthaw.types import Partial
-
-Newest = tuple[Tensor, Tensor]
-"""Key and value [B, H, D] of each lane's last token."""
-
-
-def place_of(lengths: Tensor, regions: Regions | None) -> Tensor:
-    """[B] int64: where the last of a lane's `lengths` tokens stands, in token order or in sink and ring; -1 where there is none."""
-    last = lengths.long() - 1
-    return (
-        last if regions is None else torch.where(last < regions.sink, last, regions.sink + (last - regions.sink) % regions.ring)
-    )
-
-
-def held(lengths: Tensor, starts: Tensor, regions: Regions) -> Tensor:
-    """[B, sink + ring] bool: the places of sink and ring that hold a token, in the sink positions < lengths, in the ring positions
-    starts .. lengths. lengths, starts: [B]."""
-    place, start, length = torch.arange(regions.held, device=lengths.device), starts[:, None], lengths[:, None]
-    age = (place - start) % regions.ring  # place - sink is position - sink modulo ring, so this is position - start
-    return torch.where(place < regions.sink, place < length, age < length - start)
-
-
-def write(keys: Tensor, values: Tensor, newest: Newest, place: Tensor) -> None:
-    """Put each lane's newest token in its place [B] of keys and values [B, H, N, D]; a place outside 0 .. N is left out."""
-    for lane, at in enumerate(place.tolist()):
-        if 0 <= at < keys.shape[2]:
-            keys[lane, :, at], values[lane, :, at] = newest[0][lane], newest[1][lane]
-
-
-def seen_places(
-    keys: Tensor, visible: Tensor | None, lengths: Tensor | None, starts: Tensor | None, regions: Regions | None, newest: bool
-) -> Tensor:
-    """[B, H, N] bool: what a lane sees, the arguments being those of `definition`."""
-    batch, heads, n, _ = keys.shape
-    place = torch.arange(n, device=keys.device)
-    if regions is not None:
-        assert lengths is not None
-        assert starts is not None
-        seen = held(lengths, starts, regions)[:, None].expand(-1, heads, -1)
-        return seen if visible is None else torch.cat((seen, visible), dim=2)
-    seen = torch.ones((batch, heads, n), dtype=torch.bool, device=keys.device) if visible is None else visible
-    if lengths is not None:
-        seen = seen & (place < lengths[:, None, None])
-    if starts is not None:
-        seen = seen & (place >= starts[:, None, None])
-    if newest:
-        assert lengths is not None
-        seen = seen | (place == lengths[:, None, None] - 1)
-    return seen
 
 
 def definition(

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from kvthaw.cache.regions import Regions
 from kvthaw.kernels import HAS_TRITON
-from kvthaw.kernels.flash_decode import Newest, flash_decode, place_of, seen_places, write
+from kvthaw.kernels.flash_decode import flash_decode
 from kvthaw.kernels.merge import merge
+from kvthaw.kernels.places import Newest, place_of, seen_places, write
 from kvthaw.types import Partial
 
 
