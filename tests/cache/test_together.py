@@ -18,15 +18,21 @@ def test_items_of_a_kind_are_done_at_once_and_only_once() -> None:
         done.append((name, list(items)))
 
     together = Together()
-    for kind, item in (("a", 1), ("b", 2), ("a", 3)):
-        together.put_off(kind, partial(work, kind), item)
+    owners = [object() for _ in range(3)]
+    for owner, (kind, item) in zip(owners, (("a", 1), ("b", 2), ("a", 3)), strict=True):
+        together.put_off(owner, kind, partial(work, kind), item)
     twin = copy.deepcopy(together)
+    together.do_for(object())
     assert not done
-    together.do()
+    together.do_for(owners[1])
     assert done == [("a", [1, 3]), ("b", [2])]
-    together.do()
+    together.put_off(owners[0], "a", partial(work, "a"), 4)
+    together.do_for(owners[2])  # whose work is done
     twin.do()
     assert len(done) == 2
+    together.do()
+    together.do()
+    assert done[2:] == [("a", [4])]
 
 
 def test_work_that_fails_is_not_tried_again() -> None:
@@ -35,7 +41,7 @@ def test_work_that_fails_is_not_tried_again() -> None:
     def fail(items: Sequence[object]) -> None:
         raise MemoryError(f"{len(items)} items")
 
-    together.put_off("a", fail, 1)
+    together.put_off(together, "a", fail, 1)
     with pytest.raises(MemoryError, match="1 items"):
         together.do()
     together.do()

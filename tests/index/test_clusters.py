@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,7 +12,9 @@ import torch
 from lanes import FIRST, Lanes
 from torch import Tensor
 
+from kvthaw.cache.together import Together
 from kvthaw.errors import ConfigError
+from kvthaw.index import clusters as module
 from kvthaw.index.clusters import ClusterIndex, covering, draw
 from kvthaw.kernels.kmeans import kmeans
 
@@ -90,6 +93,35 @@ def test_a_full_batch_is_clustered_among_itself_however_it_came() -> None:
         assert a.order is not None
         batch = a.order[lane, :, 100:140] if lane == 0 else a.order[lane, :, 30:70]
         assert not torch.equal(batch, batch.sort(dim=1).values)  # clustered, no longer in text order
+
+
+def test_layers_batches_are_clustered_at_once_time_after_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where steps are replayed nobody asks the indexes between one batch and the next."""
+    calls: list[int] = []
+    real = module.cluster
+    monkeypatch.setattr(module, "cluster", lambda every, count: (calls.append(len(every)), real(every, count))[1])
+    lanes = Lanes(SMALL, [50])
+    together = Together()
+    shapes = [replace(lanes.shape, layer=layer, together=together) for layer in range(3)]
+    layers = [SMALL(shape) for shape in shapes]
+    apart = [SMALL(replace(shape, together=None)) for shape in shapes]
+    keys = lanes.keys[0]
+    for index in (*layers, *apart):
+        index.build(0, FIRST, keys[:, FIRST : FIRST + 50], keys[:, FIRST : FIRST + 50], lanes.queries[0][:, :0])
+    calls.clear()
+    for begin in range(FIRST + 50, FIRST + 210, 40):
+        some = keys[None, :, begin : begin + 40]
+        for index in layers:
+            index.append([0], some, some, None)
+        together.do()
+    assert calls == [3] * 4
+    for one, other in zip(layers, apart, strict=True):
+        for begin in range(FIRST + 50, FIRST + 210, 40):
+            some = keys[None, :, begin : begin + 40]
+            other.append([0], some, some, None)
+        for rows in (60, 120):
+            query = lanes.query()
+            assert torch.equal(one.select(query, rows).rows, other.select(query, rows).rows)
 
 
 def test_tokens_can_be_selected_before_their_batch_is_full() -> None:

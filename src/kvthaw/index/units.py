@@ -83,7 +83,6 @@ class UnitIndex:
         self._before: dict[int, Before] = {}
         self._side = shape.side or SideStream()
         self._together = shape.together or Together()
-        self._put_off = False
         self._done: torch.cuda.Event | None = None
 
     @property
@@ -240,14 +239,11 @@ class UnitIndex:
 
     def put_off(self, kind: Hashable, work: Callable[[Sequence[Any]], None], item: Any) -> None:
         """Have work(items) write tables once for all indexes of the cache that have an item of a kind; join() sees to it."""
-        self._together.put_off(kind, work, item)
-        self._put_off = True
+        self._together.put_off(self, kind, work, item)
 
     def join(self) -> None:
         """What follows on the current stream sees what was done beside it or put off; the host does not wait."""
-        if self._put_off:
-            self._together.do()
-            self._put_off = False
+        self._together.do_for(self)
         if self._done is not None:
             torch.cuda.current_stream(self.shape.device).wait_event(self._done)
             self._done = None
