@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -106,6 +107,7 @@ def moves(dtype: torch.dtype, dim: int) -> None:
 
 
 def codes(dtype: torch.dtype, dim: int) -> None:
+    from kvthaw.kernels import bits as instructions
     from kvthaw.kernels import bucket_topk, code_hits, planes, rerank, signs, tiers
     from kvthaw.kernels.encode import Summaries, make_quantizer
     from kvthaw.kernels.srht import make_rotation
@@ -123,6 +125,8 @@ def codes(dtype: torch.dtype, dim: int) -> None:
         tiers.launch(query, rotation, summaries.sizes, empty(3, 6), totals, mean=False, combine="max")
         rotated, bits = planes.launch(query, rotation, HEADS, totals, mean=False, combine="max")
         found = signs.launch(bits, summaries.ids, empty(3), totals)
+        with mock.patch.object(instructions, "native", return_value=False):
+            signs.launch(bits, summaries.ids, empty(3), totals)
         bucket_topk.launch(found, empty(3), empty(3), 640)
         for run in (64, 32, 8):
             rerank.launch(rotated, summaries, empty(3, HEADS, 640), empty(3), quantizer, 0.1, run)
@@ -152,6 +156,7 @@ def _only_compile(seen: list[str], kinds: set[tuple[str, str]]) -> None:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
+    import kvthaw.kernels.bits
     import kvthaw.kernels.chain
 
     class Driver:
@@ -197,6 +202,7 @@ def _only_compile(seen: list[str], kinds: set[tuple[str, str]]) -> None:
     driver.set_active(Driver())
     CUDABackend.add_stages, JITFunction.run = add_stages, compile_only
     kvthaw.kernels.chain.chained = lambda device: True  # before any other module takes it from there
+    kvthaw.kernels.bits.native = lambda device: True
 
 
 def main() -> None:

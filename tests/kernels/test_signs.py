@@ -112,3 +112,12 @@ def test_kernel(
         at_least = one_hot.flip(1).cumsum(dim=1).flip(1).int()
         assert torch.equal(totals[lane], at_least)
         assert torch.equal(found.counts[lane, :, :, : -(-n // CHUNK)].sum(dim=2).int(), at_least)
+
+
+@pytest.mark.parametrize(("capability", "has"), [((7, 5), False), ((8, 0), True), ((9, 0), True), ((12, 0), True)])
+def test_devices_without_the_instructions_are_known(
+    capability: tuple[int, int], has: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert bits.native(torch.device("cuda", 0)) == has
+    assert not bits.native(torch.device("cpu"))

@@ -14,6 +14,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
+import torch
+
 MOST, MIDDLE = 127, 64
 """The most votes; those of a sum of 0."""
 
@@ -101,6 +103,11 @@ def count() -> tuple[str, str]:
     lines += ["and.b32 x2, x0, b1;", "xor.b32 x0, x0, x2;"]
     lines.append(_product("$", ("x0", "x2"), "x1", "{$8, $9, $10, $11}"))
     return _whole(lines, 3)
+
+
+def native(device: torch.device) -> bool:
+    """Whether a device has these instructions (compute capability 8 and up)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def above(halves: int) -> int:

@@ -159,9 +159,10 @@ if HAS_TRITON:
 
 
 def launch(planes: Tensor, ids: Tensor, lengths: Tensor, totals: Tensor) -> Scores:
-    """The kernel, on whatever device ids are. totals [L, H, BINS] int32 holds zeros."""
+    """The kernel, on whatever device ids are; bit by bit where that has no instructions for more. totals [L, H, BINS] int32
+    holds zeros."""
     lanes, heads, fours, _, _, row = planes.shape
-    subs, capacity, plain = ids.shape[2], ids.shape[3], ids.device.type == "cpu"
+    subs, capacity, plain = ids.shape[2], ids.shape[3], not bits.native(ids.device)
     assert capacity % CHUNK == 0 and ids.is_contiguous() and planes.is_contiguous() and totals.is_contiguous()
     assert ids.dtype == planes.dtype == torch.uint8 and lengths.dtype == totals.dtype == torch.int32
     assert totals.shape == (lanes, heads, BINS) and row % WIDE == 0 and row >= subs
