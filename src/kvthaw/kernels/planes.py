@@ -73,7 +73,7 @@ if HAS_TRITON:
     import triton.language as tl
 
     from kvthaw.kernels.chain import follow
-    from kvthaw.kernels.query import put
+    from kvthaw.kernels.query import mean_of, put
 
     @triton.jit
     def _put_planes(planes, y, unit, pair, p, b, COLUMNS: tl.constexpr, P: tl.constexpr, SUBS: tl.constexpr, ROW: tl.constexpr,
@@ -108,11 +108,7 @@ if HAS_TRITON:
         together = tl.zeros((SQUARE,), tl.float32)
         for one in tl.static_range(PER):
             p = tl.program_id(2) * PER + one
-            x = tl.zeros((SQUARE,), tl.float32)
-            for g in tl.static_range(GROUP // P):
-                row = (pair * GROUP + p * (GROUP // P) + g) * dim
-                x += tl.load(query + row + i, mask=i < dim, other=0.0).to(tl.float32)
-            x = x / (GROUP // P)
+            x = mean_of(query, pair * GROUP + p * (GROUP // P), i, dim, GROUP // P, SQUARE)
             length = tl.sqrt(tl.sum(x * x))
             y = tl.sum(own * x[:, None], axis=0) * scale
             put(values, whole_values, factors, y, pair * P + p, b, SUBS)

@@ -67,6 +67,14 @@ if HAS_TRITON:
     import triton.language as tl
 
     @triton.jit
+    def mean_of(query, first, i, dim, COUNT: tl.constexpr, SQUARE: tl.constexpr):
+        # The mean of the COUNT query heads from the first on, places i of SQUARE, 0 beyond dim.
+        x = tl.zeros((SQUARE,), tl.float32)
+        for g in tl.static_range(COUNT):
+            x += tl.load(query + (first + g) * dim + i, mask=i < dim, other=0.0).to(tl.float32)
+        return x / COUNT
+
+    @triton.jit
     def put(values, whole, factors, y, head, b, SUBS: tl.constexpr):
         # Store the 8 coordinates y of subspace b of a head, counted over all, as they are and in bytes.
         j = tl.arange(0, 8)

@@ -73,7 +73,7 @@ if HAS_TRITON:
     import triton.language as tl
 
     from kvthaw.kernels.chain import follow
-    from kvthaw.kernels.query import put
+    from kvthaw.kernels.query import mean_of, put
 
     @triton.jit
     def _similarity(y, c):
@@ -116,11 +116,8 @@ if HAS_TRITON:
             tl.store(totals + pair * BINS + tl.arange(0, BINS), tl.zeros((BINS,), tl.int32))
         for one in tl.static_range(PER):
             p = tl.program_id(2) * PER + one
-            x = tl.zeros((SQUARE,), tl.float32)
-            for g in tl.static_range(GROUP // P):
-                row = (pair * GROUP + p * (GROUP // P) + g) * dim
-                x += tl.load(query + row + i, mask=i < dim, other=0.0).to(tl.float32)
-            y = tl.sum(columns * (x / (GROUP // P))[:, None], axis=0) * scale
+            x = mean_of(query, pair * GROUP + p * (GROUP // P), i, dim, GROUP // P, SQUARE)
+            y = tl.sum(columns * x[:, None], axis=0) * scale
             put(values, whole, factors, y, pair * P + p, b, SUBS)
             all = _similarity(y, o)
             toward = tl.where(all >= 0, lower, upper)  # keys of the one of both that is not behind the query
