@@ -15,7 +15,7 @@ from kvthaw.bench.options import read_pairs
 from kvthaw.bench.plans import PLANS, Common
 from kvthaw.bench.script import noted, printing, run_as_script
 from kvthaw.bench.settings import Setting
-from kvthaw.errors import ConfigError, unknown
+from kvthaw.errors import ConfigError, at_least, unknown
 
 
 def main(
@@ -35,8 +35,7 @@ def main(
     for name in names:
         if name not in FIGURES:
             raise unknown("name", name, FIGURES)
-    if options.shrink < 1:
-        raise ConfigError(f"shrink is {options.shrink}; it must be at least 1")
+    at_least(1, shrink=options.shrink)
     if options.draw and (options.out is None or options.plot is None):
         raise ConfigError("draw=1 needs out, the file with the lines, and plot, the folder to draw into")
     if options.plot is not None:

@@ -21,7 +21,7 @@ from kvthaw.bench.script import parted, printing, run_as_script
 from kvthaw.bench.shapes import build
 from kvthaw.engine.hf import attach
 from kvthaw.engine.prefill import spans
-from kvthaw.errors import CacheError, ConfigError
+from kvthaw.errors import CacheError, at_least
 from kvthaw.evaluate.results import Kept
 from kvthaw.kernels.dense import BLOCK
 from kvthaw.methods import resolve
@@ -137,8 +137,7 @@ def grid(asked: Prefill, device: str) -> list[Setting]:
     """For every length transformers in one pass, then each method in one pass and in chunks."""
     for name in ("length", "chunk"):
         for value in getattr(asked, name):
-            if value < 1:
-                raise ConfigError(f"{name} is {value}; it must be at least 1")
+            at_least(1, **{name: value})
     found = []
     for length in asked.length:
         for method in asked.method if asked.chunks_only else (HF, *asked.method):

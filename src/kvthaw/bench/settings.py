@@ -12,7 +12,7 @@ from kvthaw.bench.asked import Decode
 from kvthaw.bench.options import BUDGET, INTEGER, SHARE
 from kvthaw.bench.shapes import SHAPES
 from kvthaw.cache.plan import Settings
-from kvthaw.errors import ConfigError
+from kvthaw.errors import ConfigError, at_least, one_of
 from kvthaw.evaluate.describe import describe
 from kvthaw.methods import resolve
 from kvthaw.types import Method
@@ -53,12 +53,11 @@ class Setting:
     device: str
 
     def __post_init__(self) -> None:
-        for name, allowed in (("shape", tuple(SHAPES)), ("steps", STEPS), ("prompt", PROMPTS)):
-            if getattr(self, name) not in allowed:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
-        for name, least in (("length", 2), ("batch", 1), ("new_tokens", 2)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        one_of(SHAPES, shape=self.shape)
+        one_of(STEPS, steps=self.steps)
+        one_of(PROMPTS, prompt=self.prompt)
+        at_least(2, length=self.length, new_tokens=self.new_tokens)
+        at_least(1, batch=self.batch)
         if self.hits is not None and not 0 <= self.hits < 1:
             raise ConfigError(f"hits is {self.hits}; it must be at least 0 and below 1")
         if self.shared and self.prompt == "run":

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.engine.prefill import CHUNK as STREAMED
-from kvthaw.errors import ConfigError
+from kvthaw.errors import ConfigError, at_least
 from kvthaw.evaluate.model import positions
 
 if TYPE_CHECKING:
@@ -37,8 +37,7 @@ def sampler(temperature: float, seed: int) -> Pick:
 
     Raises ConfigError for a negative temperature.
     """
-    if temperature < 0:
-        raise ConfigError(f"temperature is {temperature}; it must be at least 0")
+    at_least(0, temperature=temperature)
     if temperature == 0:
         return greedy
     generator = torch.Generator().manual_seed(seed)

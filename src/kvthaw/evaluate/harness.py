@@ -27,7 +27,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import kvthaw
-from kvthaw.errors import ConfigError
+from kvthaw.errors import ConfigError, at_least
 from kvthaw.evaluate.model import SHIPPED, shipped_path
 from kvthaw.evaluate.tail import Prompt
 from kvthaw.evaluate.variant import Variant
@@ -60,8 +60,7 @@ class KvthawLM(HFLM):
         batch_size: int | str | None = 1,
         **kwargs: Any,
     ) -> None:
-        if sparse_tokens < 0:
-            raise ConfigError(f"sparse_tokens is {sparse_tokens}; it must be at least 0")
+        at_least(0, sparse_tokens=sparse_tokens)
         if sparse_tokens and str(batch_size) != "1":
             raise ConfigError(f"batch_size is {batch_size}; with sparse_tokens it must be 1")
         super().__init__(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from kvthaw.errors import ConfigError
+from kvthaw.errors import ConfigError, at_least
 from kvthaw.evaluate.tasks import find
 from kvthaw.evaluate.variant import Variant
 
@@ -39,9 +39,8 @@ class Job:
         find(self.task)
         if self.question not in ("dense", "sparse"):
             raise ConfigError(f"question is {self.question!r}; it must be dense or sparse")
-        for name, least in (("length", 1), ("samples", 1), ("probe", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        at_least(1, length=self.length, samples=self.samples)
+        at_least(0, probe=self.probe)
         for depth in self.depths:
             if not 0 <= depth <= 1:
                 raise ConfigError(f"a depth is {depth}; it must lie between 0 and 1")

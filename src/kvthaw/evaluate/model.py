@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
-from kvthaw.errors import ConfigError
+from kvthaw.errors import ConfigError, one_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,8 +38,7 @@ def load(name: str = SHIPPED, *, dtype: Dtype = "auto", device: str | None = Non
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     where = _device(device)
-    if dtype not in get_args(Dtype):
-        raise ConfigError(f"dtype is {dtype!r}; it must be one of {', '.join(get_args(Dtype))}")
+    one_of(get_args(Dtype), dtype=dtype)
     kind = dtype if dtype != "auto" else "bfloat16" if where.type == "cuda" else "float32"
     source = _source(name)
     try:

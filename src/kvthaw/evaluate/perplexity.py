@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvthaw.engine.hf import Cache
-from kvthaw.errors import ConfigError
+from kvthaw.errors import ConfigError, at_least
 from kvthaw.evaluate.decode import check_prompt, forward_rows, prefill
 from kvthaw.evaluate.job import Progress
 from kvthaw.evaluate.machine import identity, now, versions
@@ -49,9 +49,8 @@ class Course:
     def __post_init__(self) -> None:
         if not self.lengths:
             raise ConfigError("lengths are empty; name the tokens before a stretch, such as 1024,4096")
-        for name, least in (("steps", 1), ("samples", 1), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        at_least(1, steps=self.steps, samples=self.samples)
+        at_least(0, seed=self.seed)
         for length in self.lengths:
             if length < 1:
                 raise ConfigError(f"a length is {length}; it must be at least 1")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,7 +13,8 @@ from torch import Tensor
 from kvthaw.cache.group import Choice
 from kvthaw.cache.layer import FrozenLayer
 from kvthaw.engine.hf import Cache
-from kvthaw.errors import ConfigError
+from kvthaw.errors import at_least
+from kvthaw.evaluate.machine import now
 from kvthaw.evaluate.metrics import mean
 from kvthaw.index.codes import CodesIndex
 from kvthaw.kernels.merge import merge
@@ -121,8 +121,7 @@ class Probe:
     """
 
     def __init__(self, cache: Cache, *, every: int = 1, reference: Cache | None = None) -> None:
-        if every < 1:
-            raise ConfigError(f"every is {every}; it must be at least 1")
+        at_least(1, every=every)
         self.every = every
         self.observations: list[Observation] = []
         self.seconds = 0.0
@@ -146,12 +145,12 @@ class Probe:
         self._steps[layer.number] = step + 1
         if step % self.every:
             return
-        start = _now(query.device)
+        start = now(query.device)
         for lane in range(layer.lanes):
             rows = self._rows(layer, lane, query.device)
             if rows is not None:
                 self.observations.append(observe(layer, lane, query[lane], choice, rows))
-        self.seconds += _now(query.device) - start
+        self.seconds += now(query.device) - start
 
     def _rows(self, layer: FrozenLayer, lane: int, device: torch.device) -> list[Tensor] | None:
         """All rows of a lane in parts [H, n, 2, D], or None where some are gone for good."""
@@ -269,9 +268,3 @@ def _share(part: float | None, whole: float | None) -> float | None:
 
 def _less(value: float | None, by: float) -> float | None:
     return None if value is None else value - by
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from kvthaw.engine.hf import Cache
-from kvthaw.errors import ConfigError
+from kvthaw.errors import ConfigError, at_least, one_of
 from kvthaw.evaluate.decode import Pick, check_prompt, forward, prefill, sampler
 from kvthaw.evaluate.job import Progress
 from kvthaw.evaluate.machine import identity, now, versions
@@ -48,14 +48,11 @@ class Study:
     text: str | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("length", 1), ("steps", 1), ("samples", 1), ("probe", 1), ("temperature", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        at_least(1, length=self.length, steps=self.steps, samples=self.samples, probe=self.probe)
+        at_least(0, temperature=self.temperature)
         for kind in self.kinds:
-            if kind not in PASSAGES:
-                raise ConfigError(f"prompt is {kind!r}; it must be one of {', '.join(PASSAGES)}")
-        if self.follow not in get_args(Follow):
-            raise ConfigError(f"follow is {self.follow!r}; it must be one of {', '.join(get_args(Follow))}")
+            one_of(PASSAGES, prompt=kind)
+        one_of(get_args(Follow), follow=self.follow)
         if self.follow != "text" and self.kinds != ("text",):
             raise ConfigError(f"follow is {self.follow!r}, for prompts of text alone; they are {', '.join(self.kinds)}")
         if self.probe > self.steps:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
 from kvthaw.engine.hf import Cache
-from kvthaw.errors import ConfigError
+from kvthaw.errors import ConfigError, at_least
 from kvthaw.evaluate.variant import Variant, fork
 from kvthaw.methods import resolve
 
@@ -27,8 +27,7 @@ class Rows:
     """
 
     def __init__(self, model: PreTrainedModel, asked: int | None) -> None:
-        if asked is not None and asked < 1:
-            raise ConfigError(f"batch is {asked}; it must be at least 1")
+        at_least(1, batch=asked)
         empty = Cache(model, "full")
         alone = len(empty.kv_layers) != len(empty.layers)
         if alone and asked is not None and asked > 1:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvthaw.engine.hf import Cache
-from kvthaw.errors import ConfigError
+from kvthaw.errors import ConfigError, one_of
 from kvthaw.evaluate.decode import check_prompt, prefill
 from kvthaw.evaluate.job import Progress
 from kvthaw.evaluate.machine import identity, versions
@@ -111,8 +111,7 @@ def shares(
     """S of appendix G for every length and number of rows, in that order. One prefill a prompt serves all rows; what is known is
     not computed. Raises ConfigError for a kind that does not exist, and for a prompt that leaves nothing to retrieve."""
     for kind in kinds:
-        if kind not in PASSAGES:
-            raise ConfigError(f"prompt is {kind!r}; it must be one of {', '.join(PASSAGES)}")
+        one_of(PASSAGES, prompt=kind)
     for length in lengths:
         check_prompt(model, length)
     kept: Kept[Line] = Kept(None, Line.from_json) if known is None else known

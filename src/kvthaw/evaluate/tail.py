@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.engine.hf import Cache
-from kvthaw.errors import ConfigError
+from kvthaw.errors import ConfigError, at_least
 from kvthaw.evaluate.decode import forward, prefill
 from kvthaw.evaluate.variant import Variant, fork
 
@@ -22,8 +22,7 @@ def divide(prompt: Sequence[int], tail: int) -> tuple[list[int], list[int]]:
     or a negative tail."""
     if not prompt:
         raise ConfigError("the prompt is empty")
-    if tail < 0:
-        raise ConfigError(f"tail is {tail}; it must be at least 0")
+    at_least(0, tail=tail)
     cut = max(1, len(prompt) - tail)
     return list(prompt[:cut]), list(prompt[cut:])
 

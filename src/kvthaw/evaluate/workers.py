@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
 
-from kvthaw.errors import ConfigError, HostMemoryError, KvthawError
+from kvthaw.errors import HostMemoryError, KvthawError, at_least
 from kvthaw.evaluate import perplexity
 from kvthaw.evaluate.job import Unit
 from kvthaw.evaluate.perplexity import Reader, Stretch
@@ -98,8 +98,7 @@ def work(source: Source, units: Sequence[Piece], jobs: int, seconds: float | Non
     the memory is cut in two; so is one of many variants when fewer are left than there are processes. Raises ConfigError for jobs
     below 1, and KvthawError where a worker cannot even begin.
     """
-    if jobs < 1:
-        raise ConfigError(f"jobs is {jobs}; it must be at least 1")
+    at_least(1, jobs=jobs)
     end = None if seconds is None else time.monotonic() + seconds
     waiting, deaths = deque(units), dict[Piece, int]()
     with ExitStack() as stack:

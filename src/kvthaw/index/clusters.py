@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from kvthaw.errors import ConfigError
+from kvthaw.errors import ConfigError, at_least, one_of
 from kvthaw.index.mix import GOLDEN, SPREAD, mix
 from kvthaw.index.units import UnitIndex, means
 from kvthaw.kernels.cover import cover, directions
@@ -149,17 +149,9 @@ class ClusterIndex(UnitIndex):
         policy: Policy = "max",
     ) -> None:
         check_distance(distance)
-        if start not in get_args(Start):
-            raise ConfigError(f"start is {start!r}; it must be one of {', '.join(get_args(Start))}")
-        given = {
-            "tokens_per_cluster": tokens_per_cluster,
-            "batch": batch,
-            "clusters_per_batch": clusters_per_batch,
-            "iterations": iterations,
-        }
-        for name, value in (given | ({} if clusters is None else {"clusters": clusters})).items():
-            if value < 1:
-                raise ConfigError(f"{name} is {value}; it must be at least 1")
+        one_of(get_args(Start), start=start)
+        at_least(1, tokens_per_cluster=tokens_per_cluster, batch=batch, clusters_per_batch=clusters_per_batch)
+        at_least(1, iterations=iterations, clusters=clusters)
         if batch % clusters_per_batch:
             raise ConfigError(f"batch is {batch}; it must be a multiple of clusters_per_batch, {clusters_per_batch}")
         self.tokens_per_cluster, self.clusters, self.per_batch = tokens_per_cluster, clusters, clusters_per_batch

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kvthaw.errors import ConfigError
+from kvthaw.errors import ConfigError, at_least
 from kvthaw.index.bounds import BoundIndex
 from kvthaw.index.units import Lane, UnitIndex, grown
 from kvthaw.kernels.observe import observe
@@ -109,8 +109,7 @@ class HybridIndex(BoundIndex):
     ) -> None:
         if share != "auto" and not (isinstance(share, int | float) and 0 <= share <= 1):
             raise ConfigError(f"share is {share!r}; it must be 'auto' or between 0 and 1")
-        if interval < 1:
-            raise ConfigError(f"interval is {interval}; it must be at least 1")
+        at_least(1, interval=interval)
         super().__init__(shape, page=page, spread=spread, policy=policy)
         self.share, self.interval = share, interval
         self.early = int(interval * (shape.layer * _GOLDEN % 1))

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from kvthaw.errors import ConfigError
+from kvthaw.errors import one_of
 from kvthaw.kernels import HAS_TRITON
 
 Distance = Literal["cosine", "l2", "inner"]
@@ -26,8 +26,7 @@ SCORES = 1 << 22
 
 def check_distance(distance: str) -> None:
     """Raise ConfigError for a distance that does not exist."""
-    if distance not in get_args(Distance):
-        raise ConfigError(f"distance is {distance!r}; it must be one of {', '.join(get_args(Distance))}")
+    one_of(get_args(Distance), distance=distance)
 
 
 def probes(centroids: Tensor, distance: Distance) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from kvthaw.errors import ConfigError
+from kvthaw.errors import one_of
 from kvthaw.kernels import HAS_TRITON, unit_scores
 from kvthaw.kernels.unit_scores import Watch
 
@@ -26,8 +26,7 @@ weighs n exp(score) in the denominator, or the score of their mean query."""
 
 def check_policy(policy: str) -> None:
     """Raise ConfigError for a policy that does not exist."""
-    if policy not in get_args(Policy):
-        raise ConfigError(f"policy is {policy!r}; it must be one of {', '.join(get_args(Policy))}")
+    one_of(get_args(Policy), policy=policy)
 
 
 def definition(

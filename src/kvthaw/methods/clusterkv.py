@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 from kvthaw.cache.regions import Regions
-from kvthaw.errors import ConfigError
+from kvthaw.errors import one_of
 from kvthaw.index.clusters import ClusterIndex, Start
 from kvthaw.kernels.kmeans import Distance
 from kvthaw.kernels.unit_select import Policy
@@ -50,8 +50,7 @@ def clusterkv(
 
     Host: the rows. Device: the centroids, the map of tokens and clusters, k-means, every decision.
     """
-    if preset not in _PRESETS:
-        raise ConfigError(f"preset is {preset!r}; it must be one of {', '.join(get_args(Preset))}")
+    one_of(get_args(Preset), preset=preset)
     given = {
         "tokens_per_cluster": tokens_per_cluster,
         "clusters_per_batch": clusters_per_batch,

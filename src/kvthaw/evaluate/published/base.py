@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvthaw.errors import ConfigError
+from kvthaw.errors import ConfigError, at_least
 
 Record = Mapping[str, Any]
 Ask = Callable[[str], str]
@@ -33,10 +33,8 @@ class Plan:
     chat: bool = True
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ConfigError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
-        if self.temperature < 0:
-            raise ConfigError(f"temperature is {self.temperature}; it must be at least 0")
+        at_least(1, max_new_tokens=self.max_new_tokens)
+        at_least(0, temperature=self.temperature)
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
         if "" in self.stops:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import kvthaw
 from kvthaw.engine.hf import Cache
-from kvthaw.errors import ConfigError
+from kvthaw.errors import ConfigError, at_least
 from kvthaw.evaluate.decode import check_prompt, prefill, stop_tokens
 from kvthaw.evaluate.job import Progress
 from kvthaw.evaluate.machine import identity, versions
@@ -49,14 +49,12 @@ class Run:
     judge: str = ""
 
     def __post_init__(self) -> None:
-        if self.samples < 1:
-            raise ConfigError(f"samples is {self.samples}; it must be at least 1")
+        at_least(1, samples=self.samples)
         if self.samples > 1 and self.plan.temperature == 0:
             raise ConfigError(f"samples is {self.samples} at temperature 0, where all are the same; give a temperature above 0")
         if self.question not in ("dense", "sparse"):
             raise ConfigError(f"question is {self.question!r}; it must be dense or sparse")
-        if self.length is not None and self.length < 2:
-            raise ConfigError(f"length is {self.length}; it must be at least 2")
+        at_least(2, length=self.length)
 
 
 class Examiner:
