@@ -104,7 +104,6 @@ elif HAS_TRITON:
         lse_parts,
         tickets,
         out,
-        lse_out,
         q_lane,
         q_head,
         k_lane,
@@ -285,12 +284,8 @@ elif HAS_TRITON:
                     cache_modifier=".cg",
                 )
                 mixed += tl.sum(share_of[:, :, None] * piece, 0)
-            any_ = whole > 0
-            by = tl.where(any_, whole, 1.0)
+            by = tl.where(whole > 0, whole, 1.0)
             tl.store(out + rows[:, None] * DIM + d[None, :], mixed / by[:, None], mask=is_mine[:, None] & is_dim[None, :])
-            if lse_out is not None:
-                natural = tl.where(any_, (peak + tl.log2(by)) / _LOG2E, float("-inf"))
-                tl.store(lse_out + rows, natural, mask=is_mine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,55 +348,6 @@ def flash_decode(
 
     tickets: at least B * H int32 zeros, zeros again afterwards, so that a caller with many steps makes them once.
     """
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    views = (newest, visible, lengths, starts, regions)
-    _launch(query, keys, values, scale, views, softcap, sinks, log_weight, partials, tickets, out, None)
-    return out
-
-
-def flash_decode_partial(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    *,
-    scale: float,
-    newest: Newest | None = None,
-    visible: Tensor | None = None,
-    lengths: Tensor | None = None,
-    starts: Tensor | None = None,
-    regions: Regions | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    log_weight: Tensor | None = None,
-    partials: Sequence[Partial] = (),
-    tickets: Tensor | None = None,
-) -> Partial:
-    """As `definition`, in float32 with its lse, to be merged with more. tickets as for flash_decode."""
-    out = torch.empty(query.shape, dtype=torch.float32, device=query.device)
-    lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-    views = (newest, visible, lengths, starts, regions)
-    _launch(query, keys, values, scale, views, softcap, sinks, log_weight, partials, tickets, out, lse)
-    return Partial(out, lse)
-
-
-_Views = tuple[Newest | None, Tensor | None, Tensor | None, Tensor | None, Regions | None]
-
-
-def _launch(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    scale: float,
-    views: _Views,
-    softcap: float | None,
-    sinks: Tensor | None,
-    log_weight: Tensor | None,
-    partials: Sequence[Partial],
-    tickets: Tensor | None,
-    out: Tensor,
-    lse: Tensor | None,
-) -> None:
-    newest, visible, lengths, starts, regions = views
     batch, q_heads, dim = query.shape
     heads, n = keys.shape[1:3]
     assert keys.shape == values.shape == (batch, heads, n, dim)
@@ -437,6 +383,7 @@ def _launch(
     more_out, more_lse = (None, None) if more is None else (more.out.float().contiguous(), more.lse.float().contiguous())
 
     split = split_for(batch * heads, n, dim, keys.dtype.itemsize, _multiprocessors(query.device))
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     acc = torch.empty((batch, q_heads, split.splits, dim), dtype=torch.float32, device=query.device)
     parts = torch.empty((batch, q_heads, split.splits), dtype=torch.float32, device=query.device)
     if tickets is None:
@@ -464,7 +411,6 @@ def _launch(
         parts,
         tickets,
         out,
-        lse,
         query.stride(0),
         query.stride(1),
         *keys.stride()[:3],
@@ -491,3 +437,4 @@ def _launch(
         num_warps=split.warps,
         num_stages=split.stages,
     )
+    return out
