@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.regions import Regions
+from kvthaw.cache.together import Together
 from kvthaw.types import Index, LayerShape, Selection
 
 FIRST = 4
@@ -41,7 +42,20 @@ class Lanes:
         pinned = self.device.type == "cuda"
         self.store = HostStore(len(prompts), heads, dim, dtype, extent=32, pinned=pinned)
         regions = Regions(FIRST, 64, 16)
-        self.shape = LayerShape(3, heads * group, heads, dim, dtype, self.device, self.store, regions, scale=dim**-0.5, seed=7)
+        self.together = Together()
+        self.shape = LayerShape(
+            3,
+            heads * group,
+            heads,
+            dim,
+            dtype,
+            self.device,
+            self.store,
+            regions,
+            scale=dim**-0.5,
+            seed=7,
+            together=self.together,
+        )
         self.index = make(self.shape)
         self.length = [FIRST] * len(prompts)
         for lane, prompt in enumerate(prompts):

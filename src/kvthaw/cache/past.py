@@ -37,7 +37,7 @@ class Past:
         """
         step = max(1, BLOCK // store.extent) * store.extent
         spans = [(at, min(at + step, stop)) for at in range(0, stop, step)]
-        if device.type != "cuda":
+        if device.type != "cuda" or not spans:
             return (store.read(lane, *span) for span in spans)
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         if self._stream is None:

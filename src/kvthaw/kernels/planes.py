@@ -64,8 +64,9 @@ def unpack(planes: Tensor, subs: int) -> Tensor:
     """The numbers of planes [L, H, S, 2, 8, R] in the first `subs` subspaces: [L, H, 4 S, 8, B] int32."""
     byte: Tensor = planes[..., :subs].unflatten(4, (4, 2)).transpose(3, 4).flatten(4, 5).flatten(2, 3)
     bit = (byte.int()[:, :, :, :, None] >> torch.arange(SUB, device=planes.device)[:, None]) & 1
-    worth = torch.tensor([1, 2, 4, -8], device=planes.device)[:, None, None]
-    return (bit * worth).sum(dim=3).int()
+    worth = torch.arange(PLANES, device=planes.device)[:, None, None]
+    number = (bit << worth).sum(dim=3)  # nothing comes from the host, so that a graph can be captured of it
+    return (number - 2 * (number & 1 << PLANES - 1)).int()
 
 
 if HAS_TRITON:
