@@ -35,7 +35,7 @@ for part in "$@"; do
     tree) kernels kernels_tree --layers 6 --threads 16 ;;
     figures=*) bench 580 figures name="${name#figures=}" out="$out/decode.jsonl" host_bytes="$host" ;;
     icecache) bench 300 decode out="$out/decode.jsonl" $model length=36864 steps=eager \
-      method=full,icecache,icecache:query_beam=64,icecache:transfer=bulk,icecache:preset=paper,icecache-reuse ;;
+      method=full,icecache,icecache:query_beam=32,icecache:transfer=bulk,icecache:preset=paper,icecache-reuse ;;
     breakdown) for one in full ${sparse//,/ }; do # nothing is timed after a profile in the same process
         bench 100 decode out="$out/breakdown.jsonl" $model prompt=filled steps=captured profile=1 length=131072 method="$one"
       done ;;

@@ -22,7 +22,7 @@ class TreeConfig:
     page_size: slots of a page.
     composites, simples: P-DCI keeps `composites` composite indices of `simples` simple ones each.
     query_beam, query_beam_share: a query descends from the best max(query_beam, query_beam_share * n) points of a level (the
-        authors' field of view), and from no fewer than two for each page that the budget holds.
+        authors' field of view; 64 is the paper's), and from no fewer than two for each page that the budget holds.
     descend: what makes a point the better one to descend from. "point": the point itself, near to the query (algorithm 4).
         "digest": the best that may lie below it, which a query finds at a tenth of the effort: the largest of its node's
         outliers and of mean + spread, see `kvthaw.index.tree.Digest`.
@@ -45,7 +45,7 @@ class TreeConfig:
     page_size: int = 16
     composites: int = 1
     simples: int = 1
-    query_beam: int = 32
+    query_beam: int = 64
     query_beam_share: float = 0.001
     descend: str = "digest"
     outliers: int = 2
