@@ -19,7 +19,7 @@ TOLERANCE: dict[torch.dtype, dict[str, float]] = {
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LENGTHS = [1, 2, 63, 64, 65]
 GROUPS = [1, 4, 8]
-HEAD_DIMS = [64, 80, 96, 128, 256]
+HEAD_DIMS = [64, 80, 96, 128, 192, 256]
 
 
 @dataclass(frozen=True)

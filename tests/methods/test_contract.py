@@ -79,11 +79,11 @@ class Step:
 
 
 class Layer:
-    """A layer of a method on its own, without a model."""
+    """A layer of a method on its own, without a model. On whatever device: texts and what is looked at are on the CPU."""
 
-    def __init__(self, name: str | Method, text: Text, **settings: Any) -> None:
+    def __init__(self, name: str | Method, text: Text, device: torch.device | str = "cpu", **settings: Any) -> None:
         method = MADE[name] if isinstance(name, str) else name
-        self.text, self.how = text, Attention(0.3)
+        self.text, self.how, self.device = text, Attention(0.3), device
         self.frozen = FrozenLayer(3, Settings(method, extent=16, **settings), Pipeline(), Clock())
         self.frozen.observer = self._observe
         self.choices: list[Choice | None] = []
@@ -101,14 +101,14 @@ class Layer:
         return self.frozen.plan.rows
 
     def _observe(self, layer: FrozenLayer, query: Tensor, choice: Choice | None) -> None:
-        self.choices.append(choice)
+        self.choices.append(None if choice is None else there(choice))
 
     def take(self, start: int, stop: int, lanes: list[int] | None = None) -> Tensor:
         """Tokens start .. stop of the text, the padding counted; [B, Hq, n, D]."""
         text, rows = self.text, slice(None) if lanes is None else lanes
-        q, k, v = (x[rows, :, start:stop] for x in (text.query, text.keys, text.values))
+        q, k, v = (x[rows, :, start:stop].to(self.device) for x in (text.query, text.keys, text.values))
         pads = [text.pads[lane] for lane in (range(len(text.pads)) if lanes is None else lanes)]
-        return self.frozen.attend(q, k, v, [min(pad, stop) for pad in pads], self.how, fresh=True)
+        return self.frozen.attend(q, k, v, [min(pad, stop) for pad in pads], self.how, fresh=True).cpu()
 
     def prefill(self) -> Layer:
         self.take(0, max(self.text.lengths))
@@ -144,9 +144,8 @@ class Layer:
         if step.choice is not None and isinstance(self.frozen.group.index, Rebuilds):
             k = k.clone()
             for h, (rows, slots) in enumerate(zip(step.choice.selection.rows[lane], step.choice.slots[lane], strict=True)):
-                k[0, h, rows[rows >= 0].long()] = self.frozen.slab.keys[lane, h, self.frozen.slab.pool_start :][
-                    slots[rows >= 0].long()
-                ]
+                pool = self.frozen.slab.keys[lane, h, self.frozen.slab.pool_start :].cpu()
+                k[0, h, rows[rows >= 0].long()] = pool[slots[rows >= 0].long()]
         whole = definition(q[:, :, -1], k, v, visible, scale=self.how.scale, log_weight=weight)
         return merge([whole.out, *(p[0] for p in parts)], [whole.lse, *(p[1] for p in parts)])[0][0]
 
@@ -183,6 +182,16 @@ class Layer:
         pad, n, text = self.text.pads[lane], self.frozen.length(lane), self.text
         q, k, v = (x[lane : lane + 1, :, pad : pad + n] for x in (text.query, text.keys, text.values))
         return dense.definition(q[:, :, -1:], k, v, scale=self.how.scale, causal=True)[0][0, :, 0]
+
+
+def there(what: Any) -> Any:
+    """Dataclasses of tensors, on the CPU."""
+    if isinstance(what, Tensor):
+        return what.cpu()
+    if dataclasses.is_dataclass(what) and not isinstance(what, type):
+        fields = [field.name for field in dataclasses.fields(what)]
+        return dataclasses.replace(what, **{name: there(getattr(what, name)) for name in fields})
+    return what
 
 
 def sets(step: Step) -> list[list[set[int]]]:
@@ -241,6 +250,19 @@ def test_every_shape_keeps_the_contract(name: str, shape: Shape) -> None:
     layer = Layer(name, Text(shape, [120, 71], 12), budget=40).prefill()
     for step in layer.decode():
         layer.check(step)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FROZEN)
+@pytest.mark.parametrize("shape", list(dict.fromkeys(VARIANTS)), ids=str)
+def test_every_shape_keeps_the_contract_on_a_gpu(name: str, shape: Shape, device: torch.device) -> None:
+    """By kernels: ragged rows, tokens that leave the ring, and full attention where the budget allows it."""
+    for budget in (40, 256):
+        layer = Layer(name, Text(shape, [120, 71], 24), device, budget=budget).prefill()
+        for step in layer.decode():
+            layer.check(step)
+            for lane in range(2 if budget == 256 else 0):
+                close(step.out[lane], layer.full(lane), shape.dtype)
 
 
 @pytest.mark.parametrize("name", FROZEN)
