@@ -488,6 +488,7 @@ def test_bench_decode_prints_lines_or_a_table(monkeypatch: pytest.MonkeyPatch, t
     table = Said("bench", "decode", *options)  # nothing is measured again
     assert out.read_text().count("\n") == 2
     assert "quest, 64" in table.out
+    assert all(part in table.out for part in ("query ms", "fetch ms", "attention ms", "model ms", "bus MB", "floor ms"))
 
 
 def test_bench_indexing_shows_shares(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvthaw import ConfigError
+from kvthaw import ConfigError, KvthawError
 from kvthaw.bench import decode, figures, report, shapes
 from kvthaw.bench.asked import FIGURES, Decode, Figures
 from kvthaw.bench.lines import Line, Lines
@@ -79,6 +79,19 @@ def test_what_does_not_fit_is_left_out_and_said(tmp_path: Path) -> None:
     assert "left out: length is 256" in notes[0]
 
 
+def test_what_came_out_is_drawn_before_a_failure_is_raised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: Line) -> None:
+    def measure(_: decode.Bench, group: list[Setting]) -> list[Line]:
+        if group[0].method == "prkv":
+            raise ConfigError("no pages today")
+        return [replace(line, setting=one) for one in group]
+
+    monkeypatch.setattr(decode.Bench, "_measure", measure)
+    asked = Figures(name=("length",), shape="tiny", shrink=512, out=tmp_path / "out.jsonl", plot=tmp_path / "new" / "folder")
+    with pytest.raises(KvthawError, match="no pages today"):
+        figures.main(asked)
+    assert (tmp_path / "new" / "folder" / "length.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_layers_share_the_host_where_it_is_too_small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: Line) -> None:
     notes: list[str] = []
     asked = Figures(name=("length",), shape="tiny", shrink=512, out=tmp_path / "out.jsonl")
@@ -103,7 +116,6 @@ def test_bad_options_are_refused(tmp_path: Path) -> None:
         (Figures(name=("lenght",)), "name is 'lenght'; did you mean 'length'[?]"),
         (Figures(shrink=0), "shrink is 0"),
         (Figures(draw=True), "draw=1 needs out"),
-        (Figures(plot=tmp_path / "none"), "folder does not exist"),
         (Figures(name=("length",), draw=True, out=tmp_path / "none.jsonl", plot=tmp_path), "holds no line of length"),
         (Figures(name=("length",), shape="huge"), "shape is 'huge'"),
     ):

@@ -61,4 +61,4 @@ def test_what_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"hits is 0\.7; with prompt='text' the text says"):
         decode.main(Decode(prompt="text", method=("quest",), hits=0.7))
     with pytest.raises(ConfigError, match="keys have 64 dimensions; the shape's head_dim is 32"):
-        Record(shapes.SHAPES["tiny"](), 200, torch.device("cpu"))
+        Record(shapes._llama(64, 96, 2, 8, 2, 32, 128), 200, torch.device("cpu"))

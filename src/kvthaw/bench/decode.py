@@ -57,10 +57,14 @@ def main(
     known = Lines(asked[0].out)
     grids = []
     for options in asked:
-        wanted = [one for one in grid(options, name_of(device)) if possible(one, device.type == "cuda")]
+        asked_for = grid(options, name_of(device))
+        wanted = [one for one in asked_for if possible(one, device.type == "cuda")]
         if not wanted:
             ways, methods = ",".join(options.steps), ",".join(options.method)
             raise ConfigError(f"steps is {ways}; on {device.type} none of them is possible with {methods}")
+        left = dict.fromkeys((one.steps, one.method) for one in asked_for if one not in wanted)
+        for steps in dict.fromkeys(steps for steps, _ in left):
+            note(f"left out, not possible on {device.type}: {steps} steps of {', '.join(m for s, m in left if s == steps)}")
         for one in wanted:
             if known.get(one) is None:
                 room.check(one, device, dtype, options.host_bytes)

@@ -27,9 +27,9 @@ def main(
 ) -> dict[str, list[Line]]:
     """Measure the figures' runs, those that stand in the file not again, and draw them. Returns lines by figure.
 
-    note: is told which runs do not fit on the machine and which failed. Where the host is too small, layers share their rows there;
-    what does not fit so either is left out. Raises ConfigError for a name that is
-    not in FIGURES, for shrink below 1, and where there is nothing to draw from; at the end what a run failed with.
+    note: is told which runs do not fit on the machine, which failed, and what was drawn. Where the host is too small, layers share
+    their rows there; what does not fit so either is left out. Raises ConfigError for a name that is not in FIGURES, for shrink
+    below 1, and where there is nothing to draw from; and at the end, when what came out is drawn, what a run failed with.
     """
     names = options.name or tuple(FIGURES)
     for name in names:
@@ -39,14 +39,17 @@ def main(
     if options.draw and (options.out is None or options.plot is None):
         raise ConfigError("draw=1 needs out, the file with the lines, and plot, the folder to draw into")
     if options.plot is not None:
+        options.plot.mkdir(parents=True, exist_ok=True)
         report.check(options.plot / "any.png")
     known = Lines(options.out)
+    bench: Bench | None = None
     if options.draw:
         found = {name: drawn for name in names if (drawn := known_lines(name, known, options))}
         if not found:
             raise ConfigError(f"out is {str(options.out)!r}, which holds no line of {', '.join(names)}")
     else:
-        found = _measured(names, known, options, say, watch, note)
+        bench = Bench(known, commit=options.commit, host_bytes=options.host_bytes)
+        found = _measured(names, bench, options, say, watch, note)
     for name, lines in found.items():
         if options.plot is not None and lines:
             figure = report.figure(*PLANS[name].size)
@@ -54,6 +57,9 @@ def main(
             where_from = lines[0].setting
             figure.suptitle(f"{FIGURES[name]}; {where_from.shape}, {where_from.device}", fontsize=9)
             report.save(figure, options.plot / f"{name}.png")
+            note(f"wrote {options.plot / name}.png")
+    if bench is not None:
+        bench.judge()
     return found
 
 
@@ -79,7 +85,7 @@ def _ways(one: Setting) -> list[Setting]:
 
 def _measured(
     names: Sequence[str],
-    known: Lines,
+    bench: Bench,
     options: Figures,
     say: Callable[[Line], None] | None,
     watch: Watch | None,
@@ -87,23 +93,19 @@ def _measured(
 ) -> dict[str, list[Line]]:
     device, dtype = where()
     found: dict[str, list[Line]] = {}
-    bench: Bench | None = None
     for name in names:
         fits = []
         for one in grid(name, options, name_of(device)):
             ways = _ways(one)
             for way in ways:
                 try:
-                    if known.get(way) is None:
+                    if bench.known.get(way) is None:
                         room.check(way, device, dtype, options.host_bytes)
                     fits.append(way)
                     break
                 except ConfigError as error:
                     note(f"{'left out' if way is ways[-1] else 'layers have to share the rows'}: {error}")
-        bench = bench or Bench(known, commit=options.commit, host_bytes=options.host_bytes)
         found[name] = bench.run(fits, say=say, watch=watch, note=note)
-    if bench is not None:
-        bench.judge()
     return found
 
 

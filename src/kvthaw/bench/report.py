@@ -13,10 +13,12 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _STYLE = {"eager": ":", "captured": "--", "compiled": "-"}
+_PARTS = ("query", "residency", "fetch", "attention", "model")
+"""Of a step, in the order that a layer takes them; a profile has others beside these."""
 
 
 def table(lines: Sequence[Line]) -> Table:
-    """Times, bytes and hit rates, a row a line."""
+    """Times, bytes on the device and hit rates, a row a line."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -61,6 +63,34 @@ def table(lines: Sequence[Line]) -> Table:
             f"{device / 2**20:,.1f} MiB",
             f"{line.share_with_dense:.1%}",
         )
+    return made
+
+
+def details(lines: Sequence[Line]) -> Table:
+    """Where a step's time goes, what crosses the bus for it, and what its capture took, a row a line."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    parts = [part for part in _PARTS if any(part in line.parts_s for line in lines)]
+    parts += sorted({part for line in lines for part in line.parts_s} - {*parts})
+    captured = any(line.captures for line in lines)
+    made = Table(title="a step by parts, the device idle before each where it is eager", box=SIMPLE_HEAD)
+    made.add_column("method")
+    made.add_column("steps")
+    numbers = ("tokens", "rows", *(f"{part} ms" for part in parts), "bus MB", "floor ms", "host MiB")
+    for name in (*numbers, *(("captures", "took s", "holds MiB") if captured else ())):
+        made.add_column(name, justify="right")
+    for line in lines:
+        asked = line.setting
+        times = [_known(line.parts_s.get(part), "{:.3f}", 1e3) for part in parts]
+        rest = [f"{line.bus_bytes / 1e6:.2f}", f"{1e3 * line.floor_s:.3f}", f"{line.kv_host_bytes / 2**20:,.1f}"]
+        if captured:
+            rest += [
+                _known(line.captures, "{}"),
+                _known(line.capture_s, "{:.2f}"),
+                _known(line.capture_bytes, "{:,.1f}", 2**-20),
+            ]
+        made.add_row(label(line), asked.steps, f"{asked.length:,}", str(asked.batch), *times, *rest)
     return made
 
 
@@ -164,5 +194,5 @@ def _look(colour: str, steps: str) -> dict[str, Any]:
     return {"color": colour, "linestyle": _STYLE[steps], "marker": "o", "markersize": 4}
 
 
-def _known(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
+def _known(value: float | None, form: str, times: float = 1) -> str:
+    return "-" if value is None else form.format(value * times)

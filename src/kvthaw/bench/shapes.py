@@ -49,7 +49,7 @@ SHAPES = {
     "llama-3.2-1b": lambda: _llama(2048, 8192, 16, 32, 8, 64, 128_256),
     "qwen3-8b": lambda: _qwen3(4096, 12288, 36, 32),
     "qwen3-4b": lambda: _qwen3(2560, 9728, 36, 32),
-    "tiny": lambda: _llama(256, 512, 4, 8, 2, 32, 1024),
+    "tiny": lambda: _llama(256, 512, 4, 8, 2, 64, 1024),
 }
 """Name -> the model's config."""
 

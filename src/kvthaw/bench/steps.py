@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvthaw.cache.layer import FrozenLayer
 from kvthaw.engine.decode import Replay
 from kvthaw.engine.hf import Cache
 from kvthaw.errors import CacheError
@@ -146,17 +145,24 @@ def random_tokens(model: PreTrainedModel, batch: int, seed: int) -> Iterator[Ten
 
 
 def parts(model: PreTrainedModel, cache: Cache, tokens: Iterator[Tensor], steps: int = 16) -> dict[str, float]:
-    """Seconds an eager step spends in searching the index, residency and fetching rows, the device idle before each."""
+    """Seconds an eager step spends in searching the index ("query"), residency and fetching rows, what else it spends in kvthaw's
+    layers ("attention", and the ring's updates among these steps), and "model", all the rest. The device is idle before each."""
     spent: dict[str, float] = {}
-    with _timed(cache.frozen_layers, spent, model.device):
+    with _timed(cache, spent, model.device):
         decoder = Decoder(model, cache)
+        synchronize(model.device)
+        begin = time.perf_counter()
         for _ in range(steps):
             decoder.logits(next(tokens))
+        synchronize(model.device)
+        whole = time.perf_counter() - begin
+    layers = spent.pop("layers")
+    spent |= {"attention": layers - sum(spent.values()), "model": whole - layers}
     return {part: seconds / steps for part, seconds in spent.items()}
 
 
 @contextmanager
-def _timed(layers: list[FrozenLayer], spent: dict[str, float], device: torch.device) -> Iterator[None]:
+def _timed(cache: Cache, spent: dict[str, float], device: torch.device) -> Iterator[None]:
     def timed(part: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*args: Any) -> Any:
             synchronize(device)
@@ -174,7 +180,9 @@ def _timed(layers: list[FrozenLayer], spent: dict[str, float], device: torch.dev
         wrapped.append((owner, name))
         setattr(owner, name, timed(part, getattr(owner, name)))
 
-    for layer in layers:
+    for kv in cache.kv_layers:
+        wrap(kv, "attend", "layers")
+    for layer in cache.frozen_layers:
         if layer.group is None or layer._transfer is None:
             continue
         wrap(layer._transfer, "fetch", "fetch")

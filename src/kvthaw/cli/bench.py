@@ -81,6 +81,7 @@ def decode(asked: Decode, as_json: bool) -> None:
         lines = bench.main(asked, say=_printed if as_json else None, watch=_watched(progress), note=progress.console.print)
     if not as_json:
         print_wide(report.table(lines))
+        print_wide(report.details(lines))
 
 
 @app.command("figures", epilog=FIGURES_EXAMPLES)
