@@ -7,7 +7,7 @@ W the width of an observation window.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -209,7 +209,6 @@ class Method:
     any_budget: bool = False
     rotary: bool = False
     foresees: bool = False
-    options: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         at_least(0, keep=self.keep)

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import bytemodel
 from kvthaw.cli import app
 from kvthaw.errors import ConfigError, KvthawError
-from kvthaw.evaluate import workers
+from kvthaw.evaluate import variant, workers
 from kvthaw.evaluate.cells import Cell, Folder, cells_of, read_cells, write_cells
 from kvthaw.evaluate.compare import BASELINES, SUBJECTS, Grid, Paired, goals, hopes, protocols, under, units
 from kvthaw.evaluate.document import Document
@@ -31,6 +31,7 @@ from kvthaw.evaluate.results import Line
 from kvthaw.evaluate.runner import Runner
 from kvthaw.evaluate.variant import FULL, Variant
 from kvthaw.evaluate.workers import Bench, Failure, Source, work
+from kvthaw.methods.options import digest
 
 ABOUT = ("toy", "w", "float32", "cpu", "0", "")
 MEANS = {
@@ -179,6 +180,30 @@ def test_a_cell_is_a_file_and_what_is_there_is_not_run_again(loaded: tuple[Any, 
     probed = [replace(line, setting=replace(line.setting, probe=2), recall_at_k=0.25) for line in lines]
     twice = cells_of([*lines, *probed])
     assert [(c.n, c.means["recall_at_k"]) for c in twice] == [(3, 0.25)] * len(cells)
+
+
+def test_what_other_options_gave_is_made_again(
+    loaded: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grid = replace(GRID, methods=("full", "oracle"), lengths=(320,))
+    runner = Runner(*loaded, Folder(tmp_path), batch=2)
+    lines = compute(runner, units(runner, grid))
+    monkeypatch.setattr(variant, "digest", lambda method: {"oracle": "other"}.get(method.name, digest(method)))
+    folder = Folder(tmp_path)
+    runner = Runner(*loaded, folder, batch=2)
+    todo = units(runner, grid)
+    assert [(len(unit.places), [one.method for one in unit.variants]) for unit in todo] == [(1, ["oracle"]), (2, ["oracle"])]
+    assert folder.outdated == {"oracle": 3}
+    assert len(read_cells(tmp_path)) == 2  # still a report of what was
+    compute(runner, todo[1:])
+    assert {(c.method, c.n) for c in read_cells(tmp_path)} == {("full", 3), ("oracle", 2)}  # of one kind
+    assert [len(unit.places) for unit in units(runner, grid)] == [1]
+    old = [json.loads(line.to_json()) for line in lines]
+    for record in old:
+        del record["setting"]["options"]  # as it was written before options were kept
+    folder = Folder(tmp_path / "old")
+    folder.extend(Line.from_json(json.dumps(record)) for record in old)
+    assert units(Runner(*loaded, Folder(tmp_path / "old")), grid) == []
 
 
 def test_every_cell_has_its_first_samples_before_any_has_its_next(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
 from kvthaw import METHODS
 from kvthaw.errors import ConfigError
+from kvthaw.index.tree_config import TreeConfig
 from kvthaw.methods import resolve
-from kvthaw.methods.options import check, written
+from kvthaw.methods.options import check, digest, written
 
 
 @pytest.mark.parametrize(
@@ -83,3 +87,53 @@ def test_every_method_says_what_is_where_and_how_a_group_agrees(name: str) -> No
     assert text is not None
     for what in (r"\b[Hh]ost\b", r"\b[Dd]evice\b", r"GQA|heads of a group"):
         assert re.search(what, text), f"the docstring of {name} does not speak of {what}"
+
+
+def test_every_method_has_a_digest_of_its_own() -> None:
+    found = {name: digest(resolve(name)) for name in METHODS}
+    assert found == {name: digest(resolve(name)) for name in METHODS}
+    assert len(set(found.values())) == len(METHODS)
+
+
+@pytest.mark.parametrize(
+    ("name", "same"),
+    [
+        ("quest:page=16", "quest"),
+        ("twilight:base=quest", "twilight"),
+        ("icecache:transfer=bulk", "icecache"),
+        ("clusterkv:preset=paper:clusters_per_batch=8", "clusterkv:preset=code"),
+        ("snapkv:refresh=128", "snapkv-refreshed"),
+    ],
+)
+def test_a_digest_is_of_what_options_come_to(name: str, same: str) -> None:
+    assert digest(resolve(name)) == digest(resolve(same))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("quest:page=8", "twilight:base=arkvale", "icecache:outliers=3", "icecache:seed=0", "icecache-device:field=64"),
+        *("pariskv:beta=0.1", "pariskv:window=128", "clusterkv:keep=2", "icecache:reuse=2", "omnikv:filters=(2,)"),
+        *("infinigen:foresee=False", "snapkv-refreshed:width=16"),
+    ],
+)
+def test_a_digest_tells_options_apart(name: str) -> None:
+    assert digest(resolve(name)) != digest(resolve(name.partition(":")[0]))
+
+
+def test_a_digest_knows_defaults_that_no_method_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass(frozen=True, slots=True)
+    class Wider(TreeConfig):
+        query_beam: int = 77
+
+    before, given = digest(resolve("icecache")), digest(resolve("icecache:query_beam=77"))
+    monkeypatch.setattr(importlib.import_module("kvthaw.methods.icecache"), "TreeConfig", Wider)
+    assert digest(resolve("icecache")) == given != before
+
+    def narrow(shape: Any, *, wide: int = 2) -> Any: ...
+    def wide(shape: Any, *, wide: int = 3) -> Any: ...
+
+    method = resolve("oracle")
+    assert digest(replace(method, index=narrow)) != digest(replace(method, index=wide))
+    with pytest.raises(TypeError, match="an option is"):
+        digest(replace(method, anchors={1, 2}))  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -102,6 +102,13 @@ def draw(plot: Path | None, into: Callable[[Path], None]) -> None:
     if plot is not None:
         into(plot)
         stderr().print(f"wrote {plot}", style="dim")
+
+
+def tell_outdated(outdated: Mapping[str, int]) -> None:
+    """Say of which methods results stand in the file or folder that are not those of their options today, and are made again."""
+    if outdated:
+        each = ", ".join(f"{count:,} of {method}" for method, count in outdated.items())
+        stderr().print(f"made again, since the methods' defaults were others: {each}", style="yellow", soft_wrap=True)
 
 
 def load_model(name: str, device: str | None, dtype: str) -> tuple[PreTrainedModel, Any]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvthaw.cli import options
-from kvthaw.cli.common import bars, load_model, stderr, stdout, waiting
+from kvthaw.cli.common import bars, load_model, stderr, stdout, tell_outdated, waiting
 from kvthaw.cli.options import budget_of, listed, methods_of
 
 if TYPE_CHECKING:
@@ -125,6 +125,7 @@ def compare(
             if "perplexity" in listed(task, str, "--task"):
                 stretches = reader.missing(course, [complete(llm, variant) for variant in grid.variants()], kept[1].get)
             todo: list[Piece] = list(units(runner, grid, stretches))
+        tell_outdated(kept[0].outdated + kept[1].outdated)
         failures = _run(Bench(runner, reader), kept, Source(model, device, dtype, batch), todo, jobs, end)
     if report == "never":
         _gather(out)

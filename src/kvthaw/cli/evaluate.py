@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from kvthaw.cli import options, perplexity, published, recall, shares
-from kvthaw.cli.common import bars, draw, load_model, print_results, shown
+from kvthaw.cli.common import bars, draw, load_model, print_results, shown, tell_outdated
 from kvthaw.cli.options import listed, variants_of, words
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.tasks import SUITES, TASKS, find, named
@@ -134,6 +134,7 @@ def evaluate(
             for variant in variants:
                 found.setdefault((variant, job.length), []).extend(lines[variant])
                 summaries.append(summarize(lines[variant], lines[Variant("full")]))
+    tell_outdated(results.outdated)
     draw(plot, lambda path: heat_maps(found, path, title=f"{task}, question {question}"))
     tables = table if len(tasks) == 1 else by_task
     print_results((summary.to_dict() for summary in summaries), as_json, lambda: [tables(summaries)])

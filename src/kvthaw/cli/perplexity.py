@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvthaw.cli import options
-from kvthaw.cli.common import bars, draw, load_model, print_results, shown
+from kvthaw.cli.common import bars, draw, load_model, print_results, shown, tell_outdated
 from kvthaw.cli.options import listed, variants_of, words
 
 EXAMPLES = (
@@ -52,6 +52,7 @@ def perplexity(
     llm, tokenizer = load_model(model, device, dtype)
     with bars() as progress:
         found = Reader(llm, tokenizer, known, name=model).run(course, variants, shown(progress, "stretches", samples))
+    tell_outdated(known.outdated)
     summaries = [one for each in found.values() for one in each]
     draw(plot, lambda path: perplexity_lines(found, path))
     print_results((one.to_dict() for one in summaries), as_json, lambda: [perplexity_table(summaries)])

@@ -11,7 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from kvthaw.cli import options
-from kvthaw.cli.common import bars, draw, load_model, number, print_results, share, shown
+from kvthaw.cli.common import bars, draw, load_model, number, print_results, share, shown, tell_outdated
 from kvthaw.cli.options import variants_of
 from kvthaw.evaluate.published import BENCHMARKS, Benchmark
 
@@ -111,6 +111,7 @@ def evaluate(
         ask = examiner.ask if judge == "self" else Examiner(*load_model(judge, device, dtype), name=judge).ask
     with bars() as progress:
         found = examiner.run(run, variants, shown(progress, benchmark, len(items)), ask, capture=capture)
+    tell_outdated(answers.outdated)
     summaries = [summarize(found[variant], found[FULL]) for variant in dict.fromkeys((*variants, FULL))]
     draw(plot, lambda path: score_bars(summaries, path))
     print_results((summary.to_dict() for summary in summaries), as_json, lambda: [table(summaries)])

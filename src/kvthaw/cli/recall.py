@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvthaw.cli import options
-from kvthaw.cli.common import bars, draw, load_model, print_results, shown
+from kvthaw.cli.common import bars, draw, load_model, print_results, shown, tell_outdated
 from kvthaw.cli.options import listed, variants_of, words
 
 if TYPE_CHECKING:
@@ -144,4 +144,5 @@ def _watch(
     with bars() as progress:
         for study in studies:
             summaries += watcher.run(study, variants, shown(progress, f"{study.length:,} tokens", len(variants)))
+    tell_outdated(known.outdated)
     return summaries

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -35,6 +36,8 @@ class Kind(Keyed, Protocol):
     def dense_layers(self) -> int: ...
     @property
     def length(self) -> int: ...
+    @property
+    def options(self) -> str: ...
 
 
 K = TypeVar("K", bound=Kind)
@@ -73,8 +76,15 @@ class Cells(Generic[K, M]):
             self._file(path).extend(some)
 
     def __iter__(self) -> Iterator[M]:
+        """All lines, but of a cell that was begun anew with other options those from before."""
         for path in sorted((self.path / self._part).rglob("*.jsonl")):
-            yield from self._file(path)
+            options = [cast(K, line.setting).options for line in self._file(path)]
+            yield from (line for line, of in zip(self._file(path), options, strict=True) if of in ("", options[-1]))
+
+    @property
+    def outdated(self) -> Counter[str]:
+        """As of Kept, in all files."""
+        return sum((file.outdated for file in self._files.values()), Counter())
 
     def _file(self, path: Path) -> Kept[M]:
         if path not in self._files:

@@ -23,10 +23,10 @@ from kvthaw.evaluate.job import Progress
 from kvthaw.evaluate.machine import identity, now, versions
 from kvthaw.evaluate.metrics import mean
 from kvthaw.evaluate.passages import opening, text_name, tokens_of
-from kvthaw.evaluate.results import AsLine, Kept, OfModel
+from kvthaw.evaluate.results import AsLine, Kept, OfVariant
 from kvthaw.evaluate.rows import Forks, Rows, joined, spread
 from kvthaw.evaluate.tally import Tally
-from kvthaw.evaluate.variant import FULL, Variant, complete, fork
+from kvthaw.evaluate.variant import FULL, Variant, complete, fork, setting_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -62,7 +62,7 @@ class Course:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting(OfModel):
+class Setting(OfVariant):
     """All that a line depends on; two lines of one setting are the same line. text: the hash of the text, "book" for what ships;
     start: the token of it at which the sample begins."""
 
@@ -71,10 +71,6 @@ class Setting(OfModel):
     length: int
     steps: int
     seed: int
-    method: str
-    budget: int | float | None
-    retrieved: int | None
-    dense_layers: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +231,7 @@ class Reader:
         shared = {"steps": course.steps, "text": text_name(course.text), **self._same}
 
         def setting(variant: Variant, length: int, seed: int) -> Setting:
-            return Setting(length=length, seed=seed, start=texts[seed][0], **_chosen(variant), **shared)  # type: ignore[arg-type]
+            return Setting(length=length, seed=seed, start=texts[seed][0], **setting_of(variant), **shared)  # type: ignore[arg-type]
 
         every = list(dict.fromkeys(wanted.values()))
         total, done = course.samples * len(lengths) * len(every), 0
@@ -303,7 +299,7 @@ class Reader:
         """Of one sample of a course at its one length."""
         shared: dict[str, Any] = {"steps": course.steps, "text": text_name(course.text), **self._same}
         start, _ = self._place(course, seed)
-        return Setting(length=course.lengths[0], seed=seed, start=start, **_chosen(variant), **shared)
+        return Setting(length=course.lengths[0], seed=seed, start=start, **setting_of(variant), **shared)
 
     def _place(self, course: Course, seed: int) -> tuple[int, list[int]]:
         """Where in the text a sample begins, and its tokens. Raises ConfigError for a text that is too short: one that began anew
@@ -386,8 +382,3 @@ class Reader:
             )
             for setting, row, values in zip(settings, stats, torch.stack(nll, dim=1).tolist(), strict=True)
         ]
-
-
-def _chosen(variant: Variant) -> dict[str, Any]:
-    chosen = asdict(variant)
-    return {**chosen, "dense_layers": variant.dense_layers or 0}

@@ -15,8 +15,8 @@ from kvthaw.evaluate.job import Progress
 from kvthaw.evaluate.machine import identity, now, versions
 from kvthaw.evaluate.passages import PASSAGES, Kind, Passage, text_name
 from kvthaw.evaluate.probe import Probe, Quality
-from kvthaw.evaluate.results import AsLine, Kept, OfModel
-from kvthaw.evaluate.variant import Variant, complete
+from kvthaw.evaluate.results import AsLine, Kept, OfVariant
+from kvthaw.evaluate.variant import Variant, complete, setting_of
 from kvthaw.methods import resolve
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Study:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting(OfModel):
+class Setting(OfVariant):
     """All that a line depends on; two lines of one setting are the same line. text: the hash of the text, "book" for what ships."""
 
     kind: str
@@ -78,10 +78,6 @@ class Setting(OfModel):
     probe: int
     follow: str
     temperature: float | None
-    method: str
-    budget: int | float | None
-    retrieved: int | None
-    dense_layers: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,11 +243,7 @@ class Watcher:
             probe=study.probe,
             follow=study.follow,
             temperature=None if study.follow == "text" else study.temperature,
-            method=variant.method,
-            budget=variant.budget,
-            retrieved=variant.retrieved,
-            dense_layers=variant.dense_layers or 0,
-            **self._same,
+            **(setting_of(variant) | self._same),
         )
 
     def _lines(

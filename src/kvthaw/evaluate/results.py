@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -20,8 +21,9 @@ class AsKey:
     __slots__ = ()
 
     def key(self) -> str:
-        """The setting as one string."""
-        return json.dumps({one.name: getattr(self, one.name) for one in fields(self)}, sort_keys=True)  # type: ignore[arg-type]
+        """The setting as one string, of all fields that it is compared by."""
+        compared = (one.name for one in fields(self) if one.compare)  # type: ignore[arg-type]
+        return json.dumps({name: getattr(self, name) for name in compared}, sort_keys=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +48,24 @@ class AsLine:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting(OfModel):
+class OfVariant(OfModel):
+    """What every line of a method depends on. budget, retrieved: as asked for. options: a digest of all options that the method
+    had, those that were not given as well; "" in lines from before it was kept. It is no part of the key: a line whose options are
+    not those of today is out of date."""
+
+    method: str
+    budget: int | float | None
+    retrieved: int | None
+    dense_layers: int
+    options: str = field(default="", kw_only=True, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting(OfVariant):
     """All that a line depends on; two lines of one setting are the same line.
 
-    depth: where the fact was asked to stand, 0..1, None if left to
-    the task. question: "dense" or "sparse". budget, retrieved: as asked for. probe: observed every n-th step, 0 for none. source: a
-    hash of the haystack and files that were given, "" for what ships.
+    depth: where the fact was asked to stand, 0..1, None if left to the task. question: "dense" or "sparse". probe: observed every
+    n-th step, 0 for none. source: a hash of the haystack and files that were given, "" for what ships.
     """
 
     task: str
@@ -59,10 +73,6 @@ class Setting(OfModel):
     seed: int
     depth: float | None
     question: str
-    method: str
-    budget: int | float | None
-    retrieved: int | None
-    dense_layers: int
     probe: int
     source: str = ""
 
@@ -135,7 +145,8 @@ L = TypeVar("L", bound=Written)
 
 
 class Kept(Generic[L]):
-    """Lines by setting, in a file if a path is given: what stands there is known, what is added is appended at once.
+    """Lines by setting, in a file if a path is given: what stands there is known, what is added is appended at once. Of two lines
+    of a setting the later one counts, and lines are iterated over in the order in which they were written.
 
     read: makes a line of its JSON; raises ValueError, KeyError or TypeError for anything else. Raises FileNotFoundError for a path
     in no folder.
@@ -146,13 +157,27 @@ class Kept(Generic[L]):
             raise FileNotFoundError(errno.ENOENT, "its folder does not exist", str(path))
         self.path = path
         self._lines: dict[str, L] = {}
+        self._outdated: dict[str, str] = {}  # the methods of lines that were asked for and are out of date
         self._whole: int | None = None  # bytes of whole lines, where a stop left one unfinished behind them
         if path is not None and path.exists():
             self._take(path, read)
 
     def get(self, setting: Keyed) -> L | None:
-        """The line of a setting, if known."""
-        return self._lines.get(setting.key())
+        """The line of a setting, if known and not out of date."""
+        key = setting.key()
+        line = self._lines.get(key)
+        if line is None:
+            return None
+        was = line.setting
+        if isinstance(was, OfVariant) and isinstance(setting, OfVariant) and was.options not in ("", setting.options):
+            self._outdated[key] = was.method
+            return None
+        return line
+
+    @property
+    def outdated(self) -> Counter[str]:
+        """Of how many settings the line was asked for and found out of date, by method."""
+        return Counter(self._outdated.values())
 
     def add(self, line: L) -> None:
         """Keep a line. A file is written and closed, so that a stop at any time loses nothing."""
@@ -161,7 +186,8 @@ class Kept(Generic[L]):
     def extend(self, lines: Iterable[L]) -> None:
         """Keep lines."""
         new = {line.setting.key(): line for line in lines}
-        self._lines.update(new)
+        for key, line in new.items():
+            self._put(key, line)
         if self.path is not None and new:
             if self._whole is not None:
                 os.truncate(self.path, self._whole)
@@ -185,7 +211,11 @@ class Kept(Generic[L]):
                 problem = f"out is {str(path)!r}, whose line {number} is not a result of kvthaw eval; name another file"
                 raise ConfigError(problem) from error
             if found is not None:
-                self._lines[found.setting.key()] = found
+                self._put(found.setting.key(), found)
+
+    def _put(self, key: str, line: L) -> None:
+        self._lines.pop(key, None)
+        self._lines[key] = line
 
 
 class Lines(Protocol):

@@ -21,7 +21,7 @@ from kvthaw.evaluate.rows import Forks, Rows, joined, spread
 from kvthaw.evaluate.tally import RowStats, Tally
 from kvthaw.evaluate.tasks import Sample, Task, find
 from kvthaw.evaluate.tasks.base import fingerprint_of
-from kvthaw.evaluate.variant import FULL, Variant, complete, fork
+from kvthaw.evaluate.variant import FULL, Variant, complete, fork, setting_of
 from kvthaw.methods import resolve
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class Runner:
 
     def settings(self, job: Job, variant: Variant, places: Sequence[Place]) -> list[Setting]:
         """What the lines of samples under a complete variant depend on."""
-        source = fingerprint_of(job.text, job.data)
+        source, same = fingerprint_of(job.text, job.data), setting_of(variant) | self._same
         return [
             Setting(
                 task=job.task,
@@ -107,13 +107,9 @@ class Runner:
                 seed=seed,
                 depth=depth,
                 question=job.question,
-                method=variant.method,
-                budget=variant.budget,
-                retrieved=variant.retrieved,
-                dense_layers=variant.dense_layers or 0,
                 probe=job.probe,
                 source=source,
-                **self._same,
+                **same,
             )
             for seed, depth in places
         ]

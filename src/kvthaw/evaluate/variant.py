@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from kvthaw.engine.hf import Cache
 from kvthaw.methods import resolve
+from kvthaw.methods.options import digest
 from kvthaw.types import Method
 
 if TYPE_CHECKING:
@@ -33,6 +34,11 @@ def complete(model: PreTrainedModel, variant: Variant) -> Variant:
     cache = Cache(model, variant.method, budget=variant.budget, retrieved=variant.retrieved, dense_layers=variant.dense_layers)
     budget = 256 if variant.budget is None and variant.retrieved is None else variant.budget
     return replace(variant, budget=budget, dense_layers=cache.settings.dense_layers)
+
+
+def setting_of(variant: Variant) -> dict[str, Any]:
+    """The fields of `kvthaw.evaluate.results.OfVariant` for a complete variant."""
+    return {**asdict(variant), "dense_layers": variant.dense_layers or 0, "options": digest(resolve(variant.method))}
 
 
 def fork(base: Cache, variant: Variant, method: Method | None = None) -> Cache:

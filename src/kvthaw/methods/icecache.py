@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -64,7 +65,6 @@ def icecache(
     one_of(("host", "device"), search=search)
     one_of(_PRESETS, preset=preset)
     one_of(_TRANSFERS, transfer=transfer)
-    common = {"search": search, "preset": preset, "reuse": reuse, "transfer": transfer}
     if search == "device":
         if preset != "default" or threads or foresee:
             raise ConfigError("foresee, preset and threads are of the search on the host; leave them out with search='device'")
@@ -76,22 +76,19 @@ def icecache(
             regions=_REGIONS,
             transfer=_TRANSFERS[transfer],
             anchors=reuse,
-            options={**common, **tree},
         )
-    options = {**_PRESETS[preset], **tree}
-    TreeConfig(**options)  # refuse bad options now
+    config = TreeConfig(**{**_PRESETS[preset], **tree})  # refuses bad options now
     return Method(
         "icecache" if reuse == 1 else "icecache-reuse",
         paper="IceCache",
         unit="page",
-        index=partial(_index, options, threads),
+        index=partial(_index, config, tree.get("seed"), threads),
         regions=_REGIONS,
         transfer=_TRANSFERS[transfer],
         anchors=reuse,
         foresees=foresee,
-        options={**common, "foresee": foresee, **options},
     )
 
 
-def _index(options: dict[str, Any], threads: int, shape: LayerShape) -> TreeIndex:
-    return TreeIndex(shape, TreeConfig(**{"seed": shape.seed, **options}), threads=threads)
+def _index(config: TreeConfig, seed: int | None, threads: int, shape: LayerShape) -> TreeIndex:
+    return TreeIndex(shape, replace(config, seed=shape.seed if seed is None else seed), threads=threads)

@@ -1,14 +1,19 @@
-"""Options of methods: read from a name, and checked against what a method says that it takes."""
+"""Options of methods: read from a name, checked against what a method says that it takes, and told apart by a digest."""
 
 from __future__ import annotations
 
 import ast
+import hashlib
 import inspect
+import json
 from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any
 
 from kvthaw.errors import ConfigError
 from kvthaw.kinds import of_kind
+from kvthaw.types import Method
 
 
 def written(text: str) -> tuple[str, Any]:
@@ -31,3 +36,32 @@ def check(method: str, given: Mapping[str, Any], *takes: Callable[..., object]) 
         elif len(takes) > 1 or len(named) == len(known):
             has = f"there are: {', '.join(named)}" if named else "it has none"
             raise ConfigError(f"method {method} has no option {name!r}; {has}")
+
+
+_DECIDES = ("index", "regions", "evicts", "keep", "anchors", "rotary", "foresees")
+"""What of a Method decides what is attended to; how rows come to the device does not."""
+
+
+def digest(method: Method) -> str:
+    """Eight bytes, in hexadecimal, of all options that a method's choices depend on, by name and value, defaults among them: of its
+    index, of the functions and dataclasses that this is made with, and of the method itself. Raises TypeError for an option of
+    another kind."""
+    text = json.dumps({name: _plain(getattr(method, name)) for name in _DECIDES}, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """An option as JSON has it; what makes something, as the options that it would make it with."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, tuple | list):
+        return [_plain(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    if callable(value):
+        args, given = (value.args, value.keywords) if isinstance(value, partial) else ((), {})
+        named = inspect.signature(value).parameters.values()
+        return [_plain(args), _plain({each.name: each.default for each in named if each.default is not each.empty} | given)]
+    raise TypeError(f"an option is {value!r}, of which no digest is made")

@@ -12,11 +12,11 @@ from typing import Any
 
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.metrics import mean, wilson
-from kvthaw.evaluate.results import AsLine, Kept, OfModel
+from kvthaw.evaluate.results import AsLine, Kept, OfVariant
 
 
 @dataclass(frozen=True, slots=True)
-class Asked(OfModel):
+class Asked(OfVariant):
     """All that an answer depends on. item, prompt: the question's id and a hash of the prompt's tokens. sample: which of the
     answers drawn for it. length: where prompts were cut, in tokens. judge: who judged, "" where nobody does."""
 
@@ -33,10 +33,6 @@ class Asked(OfModel):
     top_p: float
     judge: str
     seed: int
-    method: str
-    budget: int | float | None
-    retrieved: int | None
-    dense_layers: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from kvthaw.errors import ConfigError, at_least
 from kvthaw.evaluate.decode import check_prompt, prefill, stop_tokens
 from kvthaw.evaluate.job import Progress
 from kvthaw.evaluate.machine import identity, versions
-from kvthaw.evaluate.variant import FULL, Variant, complete, fork
+from kvthaw.evaluate.variant import FULL, Variant, complete, fork, setting_of
 from kvthaw.methods import resolve
 
 from .base import Benchmark, Item, Plan, truncate
@@ -140,11 +140,7 @@ class Examiner:
             top_p=run.plan.top_p,
             judge=run.judge,
             seed=run.seed,
-            method=variant.method,
-            budget=variant.budget,
-            retrieved=variant.retrieved,
-            dense_layers=variant.dense_layers or 0,
-            **self._same,
+            **(setting_of(variant) | self._same),
         )
         return [replace(first, sample=sample) for sample in range(run.samples)]
 
