@@ -1,0 +1,55 @@
+"""kvthaw's attention as an operator: what torch.compile is told of it is true."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import PreTrainedModel
+
+import kvthaw
+from kvthaw import CacheError
+from kvthaw.engine.ops import register, serving
+from zoo import prompt
+
+DECLARED = ("test_schema", "test_autograd_registration", "test_faketensor")
+
+
+def tokens(model: PreTrainedModel, rows: int) -> tuple[torch.Tensor, ...]:
+    """Query, key and value of one token a row, as a model's projections leave them."""
+    register()
+    heads = (model.config.num_attention_heads, *[model.config.num_key_value_heads] * 2)
+    query, key, value = (torch.randn(rows, 1, n, model.config.head_dim).transpose(1, 2) for n in heads)
+    return query, key, value
+
+
+@pytest.mark.parametrize("method", ["full", "oracle", "pariskv"])
+@pytest.mark.parametrize(("rows", "softcap", "sinks"), [(1, None, False), (3, 20.0, True)])
+def test_the_operator_is_as_declared(
+    llama: PreTrainedModel, method: str, rows: int, softcap: float | None, sinks: bool
+) -> None:
+    """Its schema, its fake implementation beside the real one, no gradient. That tracing changes no token is tested with compiled
+    steps: here it runs many times, and appends to the cache every time."""
+    given, cache = tokens(llama, rows), kvthaw.Cache(llama, method, budget=64)
+    biases = torch.zeros(llama.config.num_attention_heads) if sinks else None
+    with torch.no_grad():
+        llama(prompt(rows, 100), past_key_values=cache)
+        with serving(cache):
+            torch.library.opcheck(torch.ops.kvthaw.attend.default, (*given, 1, 0.125, softcap, biases), test_utils=DECLARED)
+    assert cache.kv_layers[1].length(0) > cache.kv_layers[0].length(0) == 100  # it is the layer that was named
+
+
+def test_the_fake_output_lies_as_the_real_one_does(llama: PreTrainedModel) -> None:
+    given, cache = tokens(llama, 2), kvthaw.Cache(llama, "oracle", budget=64)
+    with torch.no_grad():
+        llama(prompt(2, 100), past_key_values=cache)
+        with serving(cache):
+            real = torch.ops.kvthaw.attend(*given, 0, 0.125, None, None)
+    with FakeTensorMode() as mode:
+        fake = torch.ops.kvthaw.attend(*map(mode.from_tensor, given), 0, 0.125, None, None)
+    assert (fake.shape, fake.dtype, fake.stride()) == (real.shape, real.dtype, real.stride())
+
+
+def test_outside_of_kvthaws_decoding_it_says_so(llama: PreTrainedModel) -> None:
+    with pytest.raises(CacheError, match="outside of kvthaw's decoding"):
+        torch.ops.kvthaw.attend(*tokens(llama, 1), 0, 0.125, None, None)
