@@ -198,7 +198,8 @@ def test_the_summary_takes_112_bytes_a_key_at_128() -> None:
 
 @pytest.mark.parametrize(("dim", "options"), [(64, {}), (96, {}), (128, {}), (256, {}), (64, DEFAULT)])
 def test_estimates_have_slope_one(dim: int, options: dict[str, Any]) -> None:
-    """The alignment correction's promise: regression of estimate on true inner product within 1 % of 1."""
+    """The alignment correction's promise: regression of estimate on true inner product within 1 % of 1, over 10^5 pairs. Without
+    it the slope would be .996: levels are means of what they stand for, and so a little short."""
     keys = torch.randn(1, 1000, dim) * torch.rand(1, 1000, 1) * torch.linspace(0.2, 3, dim)
     query = torch.randn(100, 1, dim)
     index = make(lanes=100, heads=1, group=1, dim=dim, **options)
@@ -208,7 +209,7 @@ def test_estimates_have_slope_one(dim: int, options: dict[str, Any]) -> None:
     estimate = index.estimate(query).flatten().double()
     slope = float((true * estimate).sum() / true.square().sum())
     correlation = float(torch.corrcoef(torch.stack((true, estimate)))[0, 1])
-    assert abs(slope - 1) < 0.01
+    assert abs(slope - 1) < 0.002
     assert correlation > 0.99
 
 
