@@ -78,10 +78,23 @@ def test_presets_reach_the_index(llama: PreTrainedModel, options: dict[str, Any]
             assert clusters == prompts // expected[0]
 
 
-def test_settings_out_of_range_are_named(llama: PreTrainedModel) -> None:
-    for options, message in (({"distance": "l3"}, "distance is 'l3'"), ({"clusters_per_batch": 7}, "batch is 320")):
-        with pytest.raises(ConfigError, match=message), kvthaw.attach(llama, "clusterkv", budget=64, **options):
-            generate(llama, {"input_ids": prompt(1, 90)}, 2)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"distance": "l3"}, "distance is 'l3'"),
+        ({"clusters_per_batch": 7}, "batch is 320; it must be a multiple of clusters_per_batch, 7"),
+        ({"preset": "code", "batch": 30}, "batch is 30; it must be a multiple of clusters_per_batch, 8"),
+        ({"clusters": 0}, "clusters is 0; it must be at least 1"),
+        ({"iterations": 0}, "iterations is 0; it must be at least 1"),
+        ({"tokens_per_cluster": -1}, "tokens_per_cluster is -1; it must be at least 1"),
+    ],
+)
+def test_settings_out_of_range_are_refused_at_once(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve("clusterkv", **options)
+
+
+def test_unknown_presets_and_options_are_named() -> None:
     with pytest.raises(ConfigError, match="preset is 'authors'; it must be one of default, paper, code"):
         clusterkv(preset="authors")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="clusterkv has no option 'pages'"):

@@ -73,9 +73,19 @@ def test_no_static_set_is_arkvale(llama: PreTrainedModel) -> None:
         assert (generate(llama, inputs) == pages).all()
 
 
-def test_settings_out_of_range_are_named(llama: PreTrainedModel) -> None:
-    with pytest.raises(ConfigError, match="share is 2"), kvthaw.attach(llama, "prkv", budget=64, share=2):
-        generate(llama, {"input_ids": prompt(1, 90)}, 2)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"share": 2}, "share is 2; it must be 'auto' or between 0 and 1"),
+        ({"share": "some"}, "share is 'some'"),
+        ({"interval": 0}, "interval is 0; it must be at least 1"),
+        ({"page": 0}, "page is 0; it must be at least 1"),
+        ({"spread": "wide"}, "spread is 'wide'"),
+    ],
+)
+def test_settings_out_of_range_are_refused_at_once(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve("prkv", **options)
 
 
 def test_every_step_sees_the_old_set_or_the_new_one() -> None:
