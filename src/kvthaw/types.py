@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from kvthaw.cache.clock import Clock
     from kvthaw.cache.host import HostStore
     from kvthaw.cache.pool import Slab
+    from kvthaw.cache.rotary import Rotary
     from kvthaw.cache.side_stream import SideStream
     from kvthaw.cache.together import Together
-    from kvthaw.index.rotary import Rotary
 
 
 @dataclass(frozen=True, slots=True)

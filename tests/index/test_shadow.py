@@ -12,8 +12,8 @@ from lanes import FIRST, Lanes
 from torch import Tensor
 
 from kvthaw.cache.pool import Slab
+from kvthaw.cache.rotary import Rotary
 from kvthaw.errors import ConfigError
-from kvthaw.index.rotary import Rotary
 from kvthaw.index.shadow import ShadowIndex
 from kvthaw.types import LayerShape
 from shapes import DTYPES, TOLERANCE

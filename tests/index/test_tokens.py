@@ -12,9 +12,9 @@ from lanes import FIRST, Lanes
 from kvthaw.index.exact import ExactIndex
 from kvthaw.index.filters import FilterIndex
 from kvthaw.index.lsh import HashIndex
-from kvthaw.index.mix import mix
 from kvthaw.index.pq import ProductIndex
 from kvthaw.index.tokens import TokenIndex
+from kvthaw.mix import mix
 from kvthaw.types import Index, LayerShape
 
 Make = Callable[[LayerShape], Index]

@@ -22,8 +22,8 @@ from kvthaw.cache.lanes import Lanes, roomier
 from kvthaw.cache.pipeline import Pipeline
 from kvthaw.cache.plan import Plan, Settings
 from kvthaw.cache.pool import Slab
+from kvthaw.cache.rotary import Rotary
 from kvthaw.errors import CacheError
-from kvthaw.index.rotary import Rotary
 from kvthaw.types import LayerShape, Reversible
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.errors import ConfigError, at_least
-from kvthaw.index.mix import GOLDEN, SPREAD, mix
+from kvthaw.mix import GOLDEN, SPREAD, mix
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from kvthaw.errors import ConfigError, at_least, one_of
-from kvthaw.index.mix import GOLDEN, SPREAD, mix
 from kvthaw.index.units import UnitIndex, means
 from kvthaw.kernels.cover import cover, directions
 from kvthaw.kernels.kmeans import Distance, check_distance, kmeans
 from kvthaw.kernels.unit_select import Policy
+from kvthaw.mix import GOLDEN, SPREAD, mix
 from kvthaw.types import LayerShape
 
 Start = Literal["covering", "random"]

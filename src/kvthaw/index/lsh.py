@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from kvthaw.errors import ConfigError, at_least
-from kvthaw.index.mix import GOLDEN, SPREAD, mix
 from kvthaw.index.planes import Planes
 from kvthaw.index.tokens import TokenIndex
 from kvthaw.kernels.code_hits import code_hits
+from kvthaw.mix import GOLDEN, SPREAD, mix
 from kvthaw.types import LayerShape, Selection
 
 _VECTORS = 2048  # vectors of a head coded at once

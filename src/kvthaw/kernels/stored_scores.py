@@ -7,13 +7,17 @@ scattered rows reach over the bus, once for all query heads of a group. What it 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from kvthaw.cache.host import HostStore
 from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.rerank import TILE, Estimates
 from kvthaw.native import gather_rows
+
+if TYPE_CHECKING:
+    from kvthaw.cache.host import HostStore
 
 SPLITS = 64
 """Programs a KV head."""

@@ -9,11 +9,15 @@ wait; and what a step fetches meanwhile would stand in line behind megabytes.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from kvthaw.cache.host import HostStore
 from kvthaw.kernels import HAS_TRITON
+
+if TYPE_CHECKING:
+    from kvthaw.cache.host import HostStore
 
 _UNDER_WAY = 256 << 10
 """Bytes that all programs ask for at once."""

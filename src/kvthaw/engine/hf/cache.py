@@ -22,12 +22,12 @@ from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.layer import FrozenLayer
 from kvthaw.cache.pipeline import Pipeline
 from kvthaw.cache.plan import Settings
+from kvthaw.cache.rotary import Rotary
 from kvthaw.engine.decode import Replay
 from kvthaw.engine.hf.attention import use_kvthaw_attention
 from kvthaw.engine.hf.hooks import foresee, rotary, turns_by_length
 from kvthaw.engine.hf.layer import CacheLayer, FillingLayer, Shared
 from kvthaw.errors import CacheError, ConfigError, UnsupportedModelError
-from kvthaw.index.rotary import Rotary
 from kvthaw.methods import resolve
 from kvthaw.types import Method
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from kvthaw.cache.layer import FrozenLayer
+from kvthaw.cache.rotary import Rotary
 from kvthaw.engine.hf.layer import CacheLayer
 from kvthaw.errors import UnsupportedModelError
-from kvthaw.index.rotary import Rotary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
