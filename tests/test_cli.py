@@ -134,6 +134,22 @@ def test_a_published_benchmark_is_asked_and_reported(model: str, tmp_path: Path)
     assert "gsm8k needs its data: a file, or hub" in missing.err
 
 
+def test_a_name_of_several_benchmarks_has_their_mean(model: str, tmp_path: Path) -> None:
+    for name in ("aime24", "aime25"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"id": 1, "problem": "1 + 1?", "answer": "2"}))
+    common = ("--model", model, "--budget", "64", "--max-new-tokens", "3", "--temperature", "0", "--top-p", "1")
+    asked = ("eval", "aime", "--data", str(tmp_path), *common)
+    assert [(line["benchmark"], line["method"]) for line in Said(*asked, "--json").records] == [
+        *(("aime24", "icecache"), ("aime24", "full")),
+        *(("aime25", "icecache"), ("aime25", "full")),
+    ]
+    table = Said(*asked)
+    assert all(word in table.out for word in ("aime24", "aime25", "mean", "icecache", "full"))
+    refused(Said(*asked, "--plot", "a.png"), 2, "aime is 2 benchmarks; a plot is of one")
+    (tmp_path / "aime25.jsonl").unlink()
+    refused(Said(*asked), 1, "that folder holds none of aime25.jsonl, aime25.jsonl.gz")
+
+
 def test_version() -> None:
     assert Said("--version").out == f"kvthaw {kvthaw.__version__}\n"
 
@@ -277,7 +293,7 @@ def test_eval_takes_suites_texts_and_files(model: str, tmp_path: Path) -> None:
     given = ("--length", "1000", "--text", str(text), "--data", f"babilong-qa4={tmp_path}", "--plot", str(plot))
     said = Said("eval", "passkey,babilong_qa4", *common, *given)
     assert said.code == 0
-    assert all(word in said.out for word in ("passkey", "babilong", "mean", "streaming"))
+    assert all(word in said.out for word in ("passkey", "babilong", "mean", "streaming", "full"))  # full was not asked for
     assert plot.read_bytes().startswith(b"\x89PNG")
     json_said = Said("eval", "niah,babilong-qa4", *common, "--length", "1000", "--json", "--data", f"babilong={tmp_path}")
     assert [record["task"] for record in json_said.records] == ["niah_single", "babilong_qa4"]

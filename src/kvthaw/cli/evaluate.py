@@ -12,6 +12,7 @@ from kvthaw.cli import options, perplexity, published, recall, shares
 from kvthaw.cli.common import bars, draw, load_model, print_results, shown, tell_outdated
 from kvthaw.cli.options import listed, variants_of, words
 from kvthaw.errors import ConfigError
+from kvthaw.evaluate.published import benchmarks
 from kvthaw.evaluate.tasks import SUITES, TASKS, find, named
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class Tasks(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Put the command's name before a task's or a benchmark's."""
         if args and args[0] not in (*self.commands, *ctx.help_option_names):
-            args = ["published" if published.find(args[0]) else "task", *args]
+            args = ["published" if benchmarks(args[0]) else "task", *args]
         return super().parse_args(ctx, args)
 
 

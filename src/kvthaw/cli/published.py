@@ -13,25 +13,30 @@ from rich.table import Table
 from kvthaw.cli import options
 from kvthaw.cli.common import bars, draw, load_model, number, print_results, share, shown, tell_outdated
 from kvthaw.cli.options import variants_of
-from kvthaw.evaluate.published import BENCHMARKS, Benchmark
+from kvthaw.evaluate.published import BENCHMARKS, FAMILIES, benchmarks
 
 if TYPE_CHECKING:
     from kvthaw.evaluate.published.base import Ask
     from kvthaw.evaluate.published.results import Summary
 
 EXAMPLES = (
-    "Benchmarks: " + ", ".join(BENCHMARKS) + "\n\nTheir data is read from a file in the published format (.jsonl, .json, .csv, "
+    "Benchmarks: "
+    + ", ".join(BENCHMARKS)
+    + "\n\nSeveral of them: "
+    + ", ".join(FAMILIES)
+    + "\n\nTheir data is read from a file in the published format (.jsonl, .json, .csv, "
     "gzipped or not), from a folder of such files, or from the hub.\n\nExamples:\n\n"
     "  kvthaw eval gsm8k --data test.jsonl --model Qwen/Qwen3-8B --method icecache,oracle --budget 0.1 --limit 200\n\n"
     "  kvthaw eval aime24 --data hub --model Qwen/Qwen3-8B --method prkv,snapkv-refreshed --budget 1024 --samples 4\n\n"
     "  kvthaw eval longbench_v2_cot --data longbench_v2.jsonl --model MODEL --method pariskv --retrieved 100 --length 120000\n\n"
+    "  kvthaw eval longbench_en --data LongBench/data --model MODEL --method icecache,pariskv --budget 256 --length 31500\n\n"
     "  kvthaw eval longbench_hotpotqa --data LongBench/data --model MODEL --method clusterkv --question sparse --length 31500\n\n"
     "  kvthaw eval longgenbench_16k --data Dataset_short.json --model MODEL --method icecache --judge self --out answers.jsonl"
 )
 
 
 def evaluate(
-    benchmark: Annotated[str, typer.Argument(help="The benchmark; all of them stand below.")],
+    benchmark: Annotated[str, typer.Argument(help="A benchmark, or a name of several; all of them stand below.")],
     data: Annotated[
         str | None,
         typer.Option(help="A file, a folder, [bold]hub[/] to download it, or the id of a copy on the hub.", metavar="PATH"),
@@ -76,11 +81,12 @@ def evaluate(
 
     One prefill a question serves all of them; the answers to one question are drawn as one batch.
     """
-    wanted = find(benchmark)
-    if wanted is None:
-        raise typer.BadParameter(
-            f"{benchmark!r} is not a benchmark; there are: {', '.join(BENCHMARKS)}", param_hint="BENCHMARK"
-        )
+    wanted = benchmarks(benchmark)
+    if not wanted:
+        known = ", ".join((*BENCHMARKS, *FAMILIES))
+        raise typer.BadParameter(f"{benchmark!r} is not a benchmark; there are: {known}", param_hint="BENCHMARK")
+    if len(wanted) > 1 and plot is not None:
+        raise typer.BadParameter(f"{benchmark} is {len(wanted)} benchmarks; a plot is of one", param_hint="--plot")
     variants = variants_of(method, budget if retrieved is None else None, retrieved, dense_layers)
     from kvthaw.evaluate.plot import check, score_bars
     from kvthaw.evaluate.published.results import Answers, summarize
@@ -89,37 +95,63 @@ def evaluate(
 
     check(plot)
     given: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "max_new_tokens": max_new_tokens}
-    plan = replace(wanted.plan, **{name: value for name, value in given.items() if value is not None})
-    items = wanted.load(data)[:limit]
+    changes = {name: value for name, value in given.items() if value is not None}
+    items = [one.load(data)[:limit] for one in wanted]
     answers = Answers(out)
     llm, tokenizer = load_model(model, device, dtype)
     template = getattr(tokenizer, "chat_template", None) is not None
-    run = Run(
-        wanted,
-        items,
-        plan,
-        samples,
-        length,
-        template and plan.chat if chat is None else chat,
-        question,  # type: ignore[arg-type]
-        seed,
-        judge or "",
-    )
+    runs = [
+        Run(
+            one,
+            questions,
+            replace(one.plan, **changes),
+            samples,
+            length,
+            template and one.plan.chat if chat is None else chat,
+            question,  # type: ignore[arg-type]
+            seed,
+            judge or "",
+        )
+        for one, questions in zip(wanted, items, strict=True)
+    ]
     examiner = Examiner(llm, tokenizer, answers, name=model)
     ask: Ask | None = None
     if judge is not None:
         ask = examiner.ask if judge == "self" else Examiner(*load_model(judge, device, dtype), name=judge).ask
+    summaries: list[Summary] = []
     with bars() as progress:
-        found = examiner.run(run, variants, shown(progress, benchmark, len(items)), ask, capture=capture)
+        for run in runs:
+            watch = shown(progress, run.benchmark.name, len(run.items))
+            found = examiner.run(run, variants, watch, ask, capture=capture)
+            summaries += [summarize(found[variant], found[FULL]) for variant in dict.fromkeys((*variants, FULL))]
     tell_outdated(answers.outdated)
-    summaries = [summarize(found[variant], found[FULL]) for variant in dict.fromkeys((*variants, FULL))]
     draw(plot, lambda path: score_bars(summaries, path))
-    print_results((summary.to_dict() for summary in summaries), as_json, lambda: [table(summaries)])
+    tables = table if len(runs) == 1 else by_benchmark
+    print_results((summary.to_dict() for summary in summaries), as_json, lambda: [tables(summaries)])
 
 
-def find(name: str) -> Benchmark | None:
-    """The benchmark of that name, with "-" as good as "_"; None if there is none."""
-    return BENCHMARKS.get(name, BENCHMARKS.get(name.replace("-", "_")))
+def by_benchmark(summaries: list[Summary]) -> Table:
+    """Scores in percent, a row a benchmark and a column a variant, and their mean over the benchmarks."""
+    first = summaries[0]
+    where = f"question {first.question}, {first.model} in {first.dtype} on {first.device}"
+    made = Table(title=f"avg@{first.samples}, {where}", box=SIMPLE_HEAD)
+    variants = list(dict.fromkeys(map(_variant, summaries)))
+    for name in ("benchmark", "questions", *variants):
+        made.add_column(name, justify="left" if name == "benchmark" else "right", no_wrap=True)
+    scores: dict[str, list[float]] = {variant: [] for variant in variants}
+    for benchmark in dict.fromkeys(row.benchmark for row in summaries):
+        rows = {_variant(row): row for row in summaries if row.benchmark == benchmark}
+        for variant in variants:
+            scores[variant].append(rows[variant].score)
+        made.add_row(benchmark, f"{rows[variants[0]].n:,}", *(share(rows[variant].score) for variant in variants))
+    made.add_section()
+    made.add_row("mean", "", *(share(sum(every) / len(every)) for every in scores.values()))
+    return made
+
+
+def _variant(row: Summary) -> str:
+    asked = "" if row.budget is None and row.retrieved is None else f"\n{row.budget or f'{row.retrieved} retrieved'}"
+    return row.method + asked + (f"\n{row.dense_layers} dense" if row.dense_layers else "")
 
 
 def table(summaries: list[Summary]) -> Table:

@@ -68,7 +68,8 @@ def table(summaries: Sequence[Summary]) -> Table:
 
 
 def by_task(summaries: Sequence[Summary]) -> Table:
-    """Accuracy in percent of several tasks side by side, and their mean: one row a length, method, budget and dense layers."""
+    """Accuracy in percent of several tasks side by side, and their mean: one row a length, method, budget and dense layers, full
+    attention's first."""
     first = summaries[0]
     tasks = list(dict.fromkeys(row.task for row in summaries))
     counts = dict.fromkeys(row.n for row in summaries)
@@ -78,6 +79,9 @@ def by_task(summaries: Sequence[Summary]) -> Table:
         title, ("length", "method", "budget", "dense\nlayers", *(name.replace("_", "\n", 1) for name in tasks), "mean")
     )
     rows: dict[tuple[int, str, str, int], dict[str, float]] = {}
+    for row in summaries:  # full attention first, on the same samples
+        if row.full_accuracy is not None:
+            rows.setdefault((row.length, "full", "-", 0), {})[row.task] = row.full_accuracy
     for row in summaries:
         budget = "-" if row.budget is None else str(row.budget)
         rows.setdefault((row.length, row.method, budget, row.dense_layers), {})[row.task] = row.accuracy

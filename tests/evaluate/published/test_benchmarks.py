@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvthaw.errors import ConfigError
-from kvthaw.evaluate.published import BENCHMARKS, Plan
+from kvthaw.evaluate.published import BENCHMARKS, FAMILIES, Plan, benchmarks
 from kvthaw.evaluate.published.base import truncate
 from kvthaw.evaluate.published.longbench import CLASSES, METRICS
 from kvthaw.evaluate.published.longgenbench import entries, holds
@@ -116,6 +116,16 @@ def test_longbench_v2_with_steps_asks_twice() -> None:
 
 
 LONGBENCH = {one.file: one for name, one in BENCHMARKS.items() if name.startswith("longbench_") and "v2" not in name}
+
+
+def test_families_hold_what_was_published_together() -> None:
+    assert [len(FAMILIES[name]) for name in ("longbench", "longbench_en", "aime", "gpqa", "longgenbench")] == [21, 16, 2, 3, 2]
+    chinese = {one.name for one in FAMILIES["longbench"]} - {one.name for one in FAMILIES["longbench_en"]}
+    assert {"longbench_multifieldqa_zh", "longbench_passage_retrieval_zh", "longbench_lsht"} < chinese
+    assert benchmarks("longbench-en") == FAMILIES["longbench_en"]
+    assert [one.name for one in benchmarks("gsm8k")] == ["gsm8k"]
+    assert benchmarks("passkey") == ()
+    assert not {*FAMILIES} & {*BENCHMARKS}
 
 
 def test_longbench_has_its_21_tasks() -> None:

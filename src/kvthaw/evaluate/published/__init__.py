@@ -6,7 +6,7 @@ from .base import Benchmark, Item, Plan
 from .competition import AIME24, AIME25, MATH500
 from .gpqa import GPQA
 from .gsm8k import GSM8K
-from .longbench import V1
+from .longbench import CHINESE, V1
 from .longbench_v2 import V2
 from .longgenbench import LONGGEN
 
@@ -14,5 +14,20 @@ BENCHMARKS: dict[str, Benchmark] = {
     benchmark.name: benchmark for benchmark in (GSM8K, MATH500, AIME24, AIME25, *GPQA, *V1, *V2, *LONGGEN)
 }
 """Name -> benchmark. A task in TASKS is made at any length; one of these is read from a file that somebody published."""
+FAMILIES: dict[str, tuple[Benchmark, ...]] = {
+    "longbench": V1,
+    "longbench_en": tuple(one for one in V1 if one.dataset not in CHINESE),
+    "aime": (AIME24, AIME25),
+    "gpqa": GPQA,
+    "longgenbench": LONGGEN,
+}
+"""Names that stand for several, whose mean counts too."""
 
-__all__ = ["BENCHMARKS", "Benchmark", "Item", "Plan"]
+
+def benchmarks(name: str) -> tuple[Benchmark, ...]:
+    """The benchmarks that a name stands for, "-" being as good as "_"; none if it is no benchmark's and no family's."""
+    name = name.replace("-", "_")
+    return FAMILIES.get(name) or ((BENCHMARKS[name],) if name in BENCHMARKS else ())
+
+
+__all__ = ["BENCHMARKS", "FAMILIES", "Benchmark", "Item", "Plan", "benchmarks"]

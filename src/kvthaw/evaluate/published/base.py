@@ -60,7 +60,7 @@ class Item:
 class Benchmark(ABC):
     """A published benchmark: its prompts, its metric, and where its records are published.
 
-    hub: what `datasets.load_dataset` takes (path, name, split); file: the file's name in a folder of several.
+    hub: what `datasets.load_dataset` takes (path, name, split); file: the file's name in a folder of several, if not `name`.
     """
 
     name: str
@@ -101,7 +101,7 @@ class Benchmark(ABC):
         return found
 
     def load(self, data: str | None) -> list[Item]:
-        """The questions of a file, of a folder that holds `file`, or of the hub ("hub", or the id of a copy).
+        """The questions of a file, of a folder that holds one of the name, or of the hub ("hub", or the id of a copy).
 
         Raises ConfigError where there is nothing of the kind; nothing is ever downloaded unasked.
         """
@@ -114,12 +114,10 @@ class Benchmark(ABC):
         ):
             return self.items(_from_hub(self.hub[0] if data == "hub" else data, *self.hub[1:]))
         if path.is_dir():
-            names = [f"{self.file}{end}" for end in ENDINGS] if self.file else []
+            names = [f"{self.file or self.name}{end}" for end in ENDINGS]
             there = [path / name for name in names if (path / name).exists()]
             if not there:
-                raise ConfigError(
-                    f"data is {data!r}; that folder holds none of {', '.join(names) or 'the files wanted: name one'}"
-                )
+                raise ConfigError(f"data is {data!r}; that folder holds none of {', '.join(names)}")
             path = there[0]
         return self.items(read_records(path))
 

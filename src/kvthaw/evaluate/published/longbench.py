@@ -23,6 +23,7 @@ METRICS: dict[str, Callable[[str, str], float]] = {
 CLASSES = ("trec", "lsht")
 PLAIN = (*CLASSES, "triviaqa", "samsum", "lcc", "repobench-p")
 """Asked without a chat template, as published: examples or code that the model continues."""
+CHINESE = ("multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh")
 ONE_LINE = (*CLASSES, "triviaqa", "samsum")
 """Of these answers the first line counts."""
 
