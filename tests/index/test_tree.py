@@ -62,9 +62,7 @@ def make_index(
 
 
 def defined(index: TreeIndex, head: int, first: int = 0) -> DciTree:
-    return DciTree(
-        index.shape.head_dim, index.config, first=first, layer=index.shape.layer, head=head, scale=0.2, dtype=index.shape.dtype
-    )
+    return DciTree(index.shape.head_dim, index.config, first=first, layer=index.shape.layer, head=head, scale=0.2)
 
 
 def same_tree(mine: DciTree, theirs: DciTree) -> None:
@@ -223,6 +221,7 @@ def test_every_instruction_set_makes_the_same_tree(isa: Isa, dtype: torch.dtype)
         one.build(0, 0, keys[:, :800])
         one.append([0], keys[None, :, 800:])
     same_tree(index.tree(0, 0), plain.tree(0, 0))
+    index.invariants()
     query = random_keys(1, 4, 80, seed=9)
     assert selected(index, query, 100) == selected(plain, query, 100)
 

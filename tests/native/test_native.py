@@ -52,6 +52,14 @@ def test_dots(isa: Isa, dtype: torch.dtype, dim: int) -> None:
 
 
 @pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("dim", [1, 7, 16, 80, 128])
+def test_dots_with_codes(isa: Isa, dim: int) -> None:
+    g = torch.Generator().manual_seed(dim)
+    query, rows = torch.randn(dim, generator=g), torch.randint(-127, 128, (37, dim), generator=g, dtype=torch.int8)
+    torch.testing.assert_close(dots(query, rows, isa=isa), rows.float() @ query, rtol=1e-5, atol=1e-2)
+
+
+@pytest.mark.parametrize("isa", isas())
 def test_halves_of_every_size(isa: Isa) -> None:
     bits = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16)
     rows = bits.view(torch.float16)[:, None].repeat(1, 16).contiguous()  # every number there is, subnormals too

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.errors import CacheError, ConfigError, at_least
-from kvthaw.index.tree import DciTree
+from kvthaw.index.tree import DciTree, coarse
 from kvthaw.index.tree_config import TreeConfig, directions
 from kvthaw.native import DTYPES, Forest, Isa, isa_code
 from kvthaw.types import LayerShape, Selection
@@ -212,7 +212,7 @@ class TreeIndex:
     def tree(self, lane: int, head: int) -> DciTree:
         """A lane's tree as the plain definition, with its keys; for tests and for reading."""
         shape = self.shape
-        tree = DciTree(shape.head_dim, self.config, layer=shape.layer, head=head, scale=shape.scale, dtype=shape.dtype)
+        tree = DciTree(shape.head_dim, self.config, layer=shape.layer, head=head, scale=shape.scale)
         keys = self.shape.store.read(lane, self._forest.first(lane), self.length(lane))[head, :, 0]
         tree.load(self._save(lane, head), keys)
         return tree
@@ -236,9 +236,9 @@ class TreeIndex:
             return
         nodes, dim = [i for i in range(len(tree)) if tree.level[i] > 1], self.shape.head_dim
         spread = torch.empty(len(nodes))
-        mean = torch.empty(len(nodes), dim, dtype=self.shape.dtype)
+        rows = torch.empty(len(nodes), 1 + self.config.outliers, dim)
         outliers = torch.empty(len(nodes), self.config.outliers, dtype=torch.int32)
-        self._forest.digests(lane, head, spread.data_ptr(), mean.data_ptr(), outliers.data_ptr())
+        self._forest.digests(lane, head, spread.data_ptr(), rows.data_ptr(), outliers.data_ptr())
         defined, size = tree.digests(), max(1e-30, tree.radius2**0.5)
         close = 4 * torch.finfo(self.shape.dtype).eps * size
         for at, node in enumerate(nodes):
@@ -247,6 +247,9 @@ class TreeIndex:
                 assert not held, f"node {node} has no points, but outliers"
                 continue
             want = defined[node]
-            assert torch.allclose(mean[at].double(), want.mean, rtol=0, atol=close), f"the mean of node {node}"
+            odd = coarse(tree.keys[held])
+            for own, row in zip(rows[at].double(), [want.mean, *odd, *[want.mean] * self.config.outliers], strict=False):
+                step = 1.001 * float(row.abs().max()) / 127  # what lies between two steps may be rounded to either
+                assert torch.allclose(own, row, rtol=0, atol=max(step, close)), f"the digest of node {node}"
             assert abs(float(spread[at]) - want.spread) <= close, f"the spread of node {node}"
             assert len(held) == len(want.outliers) == len(set(held)), f"the outliers of node {node}"

@@ -48,10 +48,10 @@ class Probe:
 class Digest:
     """What the keys below a node have in common, all of them, its own point apart.
 
-    points: how many they are. mean: [D], rounded to what keys are stored as. norm2: the sum of |k|^2. spread: root mean square of
-    their distances to the mean, over sqrt(D): the standard deviation along a direction, were they spread alike in all. outliers:
-    first the point farthest from the mean, then each time the one farthest from the mean and those before it, of the node's points
-    and the outliers of their nodes; of equals the first.
+    points: how many they are. mean: [D], `coarse`, as outliers are when a query looks at them. norm2: the sum of |k|^2. spread: root
+    mean square of their distances to the mean, over sqrt(D): the standard deviation along a direction, were they spread alike in
+    all. outliers: first the point farthest from the mean, then each time the one farthest from the mean and those before it, of the
+    node's points and the outliers of their nodes; of equals the first.
     """
 
     points: int
@@ -59,6 +59,12 @@ class Digest:
     norm2: float
     spread: float
     outliers: tuple[int, ...]
+
+
+def coarse(rows: Tensor) -> Tensor:
+    """[..., D], each number rounded to one of 255 of its row, the multiples of max |row| / 127 from -127 to 127: eight bits."""
+    step = rows.abs().amax(-1, keepdim=True) / 127
+    return (rows / step.clamp_min(1e-300)).round() * step
 
 
 Unit = tuple[int, ...]
@@ -82,10 +88,8 @@ class DciTree:
         layer: int = 0,
         head: int = 0,
         scale: float | None = None,
-        dtype: torch.dtype = torch.float64,
     ) -> None:
         self.config = config or TreeConfig()
-        self.dtype = dtype  # that keys are stored as
         self.scale = head_dim**-0.5 if scale is None else scale  # of q.k in attention
         self.first, self.layer, self.head = first, layer, head
         self.directions = directions(self.config, layer, head, head_dim).double()
@@ -195,7 +199,7 @@ class DciTree:
                     farthest = i if own > (1 + TIE) * apart[farthest] else farthest
                 outliers.append(candidates.pop(farthest))
                 around.append(self.keys[outliers[-1]])
-            found[node] = Digest(points, mean.to(self.dtype).double(), norm2, spread, tuple(outliers))
+            found[node] = Digest(points, coarse(mean), norm2, spread, tuple(outliers))
         return found
 
     # -- searching, algorithm 4 --------------------------------------------------------------------------------------------
@@ -247,7 +251,8 @@ class DciTree:
             if node not in digests:
                 return -math.inf
             digest = digests[node]
-            return max([float(digest.mean @ query) + config.spread * norm * digest.spread, *nearness(digest.outliers)])
+            odd = coarse(self.keys[list(digest.outliers)]) @ query
+            return max([float(digest.mean @ query) + config.spread * norm * digest.spread, *odd.tolist()])
 
         return Probe(
             nearness,

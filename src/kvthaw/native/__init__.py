@@ -163,12 +163,13 @@ def flat_topk(
 
 
 def dots(query: Tensor, rows: Tensor, *, isa: Isa | None = None) -> Tensor:
-    """[n] float32: query [D] float32 times rows [n, D] of any stored dtype, accumulated in float32."""
+    """[n] float32: query [D] float32 times rows [n, D] of any stored dtype or int8, accumulated in float32."""
     out = torch.empty(rows.shape[0], dtype=torch.float32)
     dim = rows.shape[1]
     if rows.device.type != "cpu" or rows.stride(1) != 1:
         raise ValueError(f"rows lie on {rows.device} with strides {rows.stride()}; each must be contiguous on the CPU")
     address = _check("query", query, torch.float32, (dim,))
     stride = rows.stride(0) * rows.element_size()
-    _native.dots(address, rows.data_ptr(), len(rows), stride, dim, DTYPES[rows.dtype], out.data_ptr(), isa_code(isa))
+    code = 3 if rows.dtype == torch.int8 else DTYPES[rows.dtype]
+    _native.dots(address, rows.data_ptr(), len(rows), stride, dim, code, out.data_ptr(), isa_code(isa))
     return out

@@ -6,10 +6,11 @@
 
 namespace kvthaw {
 
-enum class Dtype : int { f32 = 0, bf16 = 1, f16 = 2 };
+// i8: of digests, which have a step beside the row; keys are stored as the others.
+enum class Dtype : int { f32 = 0, bf16 = 1, f16 = 2, i8 = 3 };
 enum class Isa : int { scalar = 0, avx2 = 1, avx512 = 2 };
 
-constexpr size_t size_of(Dtype dtype) { return dtype == Dtype::f32 ? 4 : 2; }
+constexpr size_t size_of(Dtype dtype) { return dtype == Dtype::f32 ? 4 : dtype == Dtype::i8 ? 1 : 2; }
 
 struct Kernels {
     Isa isa;
@@ -19,8 +20,8 @@ struct Kernels {
     void (*widen)(const void* row, int dim, Dtype dtype, float* out);
     // sum[dim] += weight * a stored row.
     void (*add)(const void* row, int dim, Dtype dtype, double weight, double* sum);
-    // out[dim]: float32 as a stored row, rounded to the nearest.
-    void (*narrow)(const float* from, int dim, Dtype dtype, void* out);
+    // out[dim]: whole numbers from -127 to 127, the nearest to from / step; returns the step, max |from| / 127.
+    float (*encode)(const float* from, int dim, int8_t* out);
     // |key|^2 in double, and the inner products with `count` directions that lie `stride` floats apart.
     void (*measure)(const float* key, int dim, const float* directions, int count, int stride, double* norm2, float* raw);
     // out[count]: query . row for rows scattered in memory. Each value is the same whatever its neighbours are.

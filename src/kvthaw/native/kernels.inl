@@ -19,6 +19,7 @@ typedef float Vec __attribute__((vector_size(4 * W)));
 typedef float Loose __attribute__((vector_size(4 * W), aligned(4), may_alias));
 typedef int32_t Ints __attribute__((vector_size(4 * W)));
 typedef uint32_t Bits __attribute__((vector_size(4 * W)));
+typedef int8_t Bytes __attribute__((vector_size(W), aligned(1), may_alias));
 typedef uint16_t Halves __attribute__((vector_size(2 * W), aligned(2), may_alias));
 typedef float HalfVec __attribute__((vector_size(2 * W), aligned(4), may_alias));
 typedef double Doubles __attribute__((vector_size(4 * W)));
@@ -40,6 +41,7 @@ inline float half_to_float(uint16_t h) {
 template <Dtype T>
 inline float load_one(const void* row, int i) {
     if constexpr (T == Dtype::f32) return static_cast<const float*>(row)[i];
+    if constexpr (T == Dtype::i8) return static_cast<const int8_t*>(row)[i];
     const uint16_t h = static_cast<const uint16_t*>(row)[i];
     return T == Dtype::bf16 ? from_bits(static_cast<uint32_t>(h) << 16) : half_to_float(h);
 }
@@ -48,6 +50,15 @@ template <Dtype T>
 inline Vec load(const void* row, int i) {
     if constexpr (T == Dtype::f32) {
         return *reinterpret_cast<const Loose*>(static_cast<const float*>(row) + i);
+    } else if constexpr (T == Dtype::i8) {
+        const int8_t* at = static_cast<const int8_t*>(row) + i;
+#if defined(__AVX512F__)
+        return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at))));
+#elif defined(__AVX2__)
+        return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at))));
+#else
+        return __builtin_convertvector(*reinterpret_cast<const Bytes*>(at), Vec);
+#endif
     } else {
         const uint16_t* at = static_cast<const uint16_t*>(row) + i;
         if constexpr (T == Dtype::bf16) {
@@ -134,37 +145,31 @@ void add_as(const void* row, int dim, double weight, double* sum) {
 void add(const void* row, int dim, Dtype dtype, double weight, double* sum) {
     if (dtype == Dtype::f32) return add_as<Dtype::f32>(row, dim, weight, sum);
     if (dtype == Dtype::bf16) return add_as<Dtype::bf16>(row, dim, weight, sum);
+    if (dtype == Dtype::i8) return add_as<Dtype::i8>(row, dim, weight, sum);
     return add_as<Dtype::f16>(row, dim, weight, sum);
 }
 
-inline uint16_t float_to_bf16(float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-}
-
-inline uint16_t float_to_half(float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    const uint32_t sign = (bits >> 16) & 0x8000u;
-    bits &= 0x7fffffffu;
-    if (bits >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00u);  // rounds to infinity
-    if (bits < 0x38800000u) {                                              // subnormal: the sum rounds for us
-        const float shifted = from_bits(bits) + 0.5f;
-        std::memcpy(&bits, &shifted, 4);
-        return static_cast<uint16_t>(sign | (bits - 0x3f000000u));
+float encode(const float* from, int dim, int8_t* out) {
+    Vec most = {};
+    int i = 0;
+    for (; i + W <= dim; i += W) {
+        const Vec x = load(from + i), size = x < 0 ? -x : x;
+        most = size > most ? size : most;
     }
-    bits += 0xc8000fffu + ((bits >> 13) & 1u);
-    return static_cast<uint16_t>(sign | (bits >> 13));
-}
-
-void narrow(const float* from, int dim, Dtype dtype, void* out) {
-    if (dtype == Dtype::f32) {
-        std::memcpy(out, from, 4 * static_cast<size_t>(dim));
-        return;
+    float largest = 0;
+    for (int j = 0; j < W; ++j) largest = most[j] > largest ? most[j] : largest;
+    for (int j = i; j < dim; ++j) largest = __builtin_fabsf(from[j]) > largest ? __builtin_fabsf(from[j]) : largest;
+    const float step = largest / 127.0f, safe = step > 0 ? step : 1.0f;
+    constexpr float kRound = 0x1.8p23f;  // a number added to it stands in its lowest bits, rounded
+    for (i = 0; i + W <= dim; i += W) {
+        const Ints whole = (Ints)(load(from + i) / safe + kRound);
+        *reinterpret_cast<Bytes*>(out + i) = __builtin_convertvector(whole, Bytes);
     }
-    uint16_t* to = static_cast<uint16_t*>(out);
-    for (int i = 0; i < dim; ++i) to[i] = dtype == Dtype::bf16 ? float_to_bf16(from[i]) : float_to_half(from[i]);
+    for (; i < dim; ++i) {
+        const float at = from[i] / safe + kRound;
+        std::memcpy(out + i, &at, 1);
+    }
+    return step;
 }
 
 void measure(const float* key, int dim, const float* directions, int count, int stride, double* norm2, float* raw) {
@@ -225,6 +230,7 @@ void dots_as(const float* query, const void* const* rows, size_t count, int dim,
 void dots(const float* query, const void* const* rows, size_t count, int dim, Dtype dtype, float* out) {
     if (dtype == Dtype::f32) return dots_as<Dtype::f32>(query, rows, count, dim, out);
     if (dtype == Dtype::bf16) return dots_as<Dtype::bf16>(query, rows, count, dim, out);
+    if (dtype == Dtype::i8) return dots_as<Dtype::i8>(query, rows, count, dim, out);
     return dots_as<Dtype::f16>(query, rows, count, dim, out);
 }
 
@@ -345,7 +351,7 @@ void nearest(const float* keys, int count, const float* panels, int parents, int
 }  // namespace
 
 const Kernels* table() {
-    static const Kernels kernels = {Isa::KV_ISA, 2 * W, KV_GROUP, widen, add, narrow, measure, dots, group_dots, nearest};
+    static const Kernels kernels = {Isa::KV_ISA, 2 * W, KV_GROUP, widen, add, encode, measure, dots, group_dots, nearest};
     return &kernels;
 }
 

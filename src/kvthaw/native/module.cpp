@@ -113,8 +113,8 @@ NB_MODULE(_native, m) {
             "check", [](const Forest& self, uintptr_t bases, int extents) { return self.check(at<const int64_t>(bases), extents); },
             kFree)
         .def("digests",
-             [](const Forest& self, int lane, int head, uintptr_t spread, uintptr_t mean, uintptr_t outliers) {
-                 self.tree(lane, head).save_digests(at<float>(spread), at<void>(mean), at<int32_t>(outliers));
+             [](const Forest& self, int lane, int head, uintptr_t spread, uintptr_t rows, uintptr_t outliers) {
+                 self.tree(lane, head).save_digests(at<float>(spread), at<float>(rows), at<int32_t>(outliers));
              })
         .def("has", &Forest::has)
         .def("size", [](const Forest& self, int lane) { return self.has(lane) ? self.tree(lane, 0).size() : 0; })

@@ -145,7 +145,7 @@ int Tree::new_node(int point) {
         nodes_.emplace_back();
         if (settings_->digests()) {
             digests_.emplace_back();
-            means_.resize(means_.size() + settings_->mean_bytes());
+            records_.resize(records_.size() + settings_->record_bytes());
             outliers_.resize(outliers_.size() + settings_->outliers, -1);
         }
     } else {
@@ -154,7 +154,20 @@ int Tree::new_node(int point) {
         nodes_[node] = Node{};
         if (settings_->digests()) digests_[node] = Digest{};
     }
+    if (settings_->digests()) *figures(node) = -1.0f;
     return node_of_[point] = node;
+}
+
+void Tree::number_nodes() {
+    std::vector<int32_t> points;
+    for (int level = kMaxLevel; level > 1; --level) {
+        points = levels_[level];
+        std::sort(points.begin(), points.end(), [&](int a, int b) {
+            const int x = node_of(parent_[a]), y = node_of(parent_[b]);
+            return x < y || (x == y && (projection(a) < projection(b) || (projection(a) == projection(b) && a < b)));
+        });
+        for (int point : points) new_node(point);
+    }
 }
 
 int Tree::new_page(int node) {
@@ -211,15 +224,14 @@ void Tree::fill(int node, std::vector<int32_t>& members) {
 void Tree::fill_all() {
     nodes_.assign(1, Node{});
     digests_.resize(1);
-    means_.resize(settings_->mean_bytes());
+    records_.resize(settings_->record_bytes());
     outliers_.resize(settings_->outliers);
     pages_.clear();
     page_slots_.clear();
     page_line_.clear();
     free_nodes_.clear();
     free_page_ids_.clear();
-    for (int i = 0; i < size(); ++i)
-        if (level_[i] > 1) new_node(i);
+    number_nodes();
     // Members by node: a counting sort.
     std::vector<int32_t> start(nodes_.size() + 1, 0), sorted(size()), members;
     for (int i = 0; i < size(); ++i) ++start[node_of(parent_[i]) + 1];
@@ -236,7 +248,7 @@ size_t Tree::nbytes() const {
     const auto bytes = [](const auto& v) { return v.capacity() * sizeof(v[0]); };
     size_t total = bytes(norm2_) + bytes(raw_) + bytes(lift_) + bytes(projection_) + bytes(level_) + bytes(parent_) + bytes(page_) +
                    bytes(node_of_) + bytes(nodes_) + bytes(free_nodes_) + bytes(free_page_ids_) + bytes(pages_) +
-                   bytes(page_slots_) + bytes(page_line_) + bytes(digests_) + bytes(means_) + bytes(outliers_);
+                   bytes(page_slots_) + bytes(page_line_) + bytes(digests_) + bytes(records_) + bytes(outliers_);
     for (const auto& level : levels_) total += bytes(level);
     return total;
 }

@@ -47,7 +47,11 @@ struct Settings {
 
     int indices() const { return composites * simples; }
     bool digests() const { return descend == Descend::digest; }
-    size_t mean_bytes() const { return size_of(dtype) * dim; }
+    // What a query reads of a digest lies in one place: codes [1 + outliers][dim] of the mean, then of the outliers, the mean again
+    // where there are fewer; floats: the spread, below 0 for a node without points, then the step of each row's codes.
+    int digest_rows() const { return 1 + outliers; }
+    size_t codes_bytes() const { return (static_cast<size_t>(digest_rows()) * dim + 3) / 4 * 4; }
+    size_t record_bytes() const { return codes_bytes() + 4 * static_cast<size_t>(digest_rows() + 1); }
     const float* directions_of(int head) const { return directions.data() + static_cast<size_t>(head) * indices() * (dim + 1); }
 };
 
@@ -131,8 +135,8 @@ public:
               int32_t* members) const;
     void load(const Rows& rows, int points, int pages, double radius2, const double* norm2, const float* raw, const uint8_t* level,
               const int32_t* parent, const int32_t* page_node, const int32_t* page_count, const int32_t* members);
-    // Of every node, by point: spread, mean [dim] as stored, outliers [outliers].
-    void save_digests(float* spread, void* mean, int32_t* outliers) const;
+    // Of every node, by point: spread, rows [1 + outliers][dim] of mean and outliers as a query sees them, outliers [outliers].
+    void save_digests(float* spread, float* rows, int32_t* outliers) const;
     // What is wrong with the maps between points, nodes and pages, or with a digest; empty if nothing.
     std::string check(const Rows& rows) const;
     size_t nbytes() const;
@@ -146,10 +150,9 @@ private:
     struct Page {
         int32_t node, next, count;
     };
-    // Of a node's points and all below them; their mean is in means_.
+    // Of a node's points and all below them: what the nodes above need to make theirs.
     struct Digest {
         int32_t points = 0;
-        float spread = 0;  // root mean square of their distance to the mean, a dimension
         double norm2 = 0;  // the sum of their |k|^2
     };
 
@@ -164,15 +167,18 @@ private:
 
     int node_of(int point) const { return point == kRoot ? 0 : node_of_[point]; }
     int new_node(int point);
+    void number_nodes();  // those of one parent side by side
     int new_page(int node);
     void free_pages(int node);
     void fill(int node, std::vector<int32_t>& members);
-    char* mean(int node) { return means_.data() + node * settings_->mean_bytes(); }
-    const char* mean(int node) const { return means_.data() + node * settings_->mean_bytes(); }
+    int8_t* codes(int node) { return reinterpret_cast<int8_t*>(records_.data() + node * settings_->record_bytes()); }
+    const int8_t* codes(int node) const { return reinterpret_cast<const int8_t*>(records_.data() + node * settings_->record_bytes()); }
+    float* figures(int node) { return reinterpret_cast<float*>(codes(node) + settings_->codes_bytes()); }
+    const float* figures(int node) const { return reinterpret_cast<const float*>(codes(node) + settings_->codes_bytes()); }
     int32_t* outliers(int node) { return outliers_.data() + static_cast<size_t>(node) * settings_->outliers; }
     const int32_t* outliers(int node) const { return outliers_.data() + static_cast<size_t>(node) * settings_->outliers; }
     void refresh(const Rows& rows, std::vector<int32_t>& points);  // digests of these points' nodes and of all above them
-    void weigh(const Rows& rows, const Probe& probe, size_t begin, Seen& seen) const;
+    void weigh(const Probe& probe, size_t begin, Seen& seen) const;
     void members_of(int node, std::vector<int32_t>& out) const;
     std::vector<int32_t> page_of_node_order() const;  // every page, nodes by point
     void insert(const Rows& rows, int point, Seen& seen, std::vector<int32_t>& changed);  // changed: whose nodes did
@@ -199,7 +205,7 @@ private:
     std::array<std::vector<int32_t>, kMaxLevel + 1> levels_;
     std::vector<Node> nodes_{Node{}};  // the root first
     std::vector<Digest> digests_{Digest{}};  // by node; the root's and all of it stay empty where points are descended by
-    std::vector<char> means_ = std::vector<char>(settings_->mean_bytes());  // [nodes][dim] of the keys' dtype
+    std::vector<char> records_ = std::vector<char>(settings_->record_bytes());  // by node
     std::vector<int32_t> outliers_ = std::vector<int32_t>(settings_->outliers, -1);
     std::vector<int32_t> free_nodes_, free_page_ids_;
     std::vector<Page> pages_;

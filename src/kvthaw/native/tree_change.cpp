@@ -224,10 +224,8 @@ void Tree::load(const Rows& rows, int points, int pages, double radius2, const d
     parent_.assign(parent, parent + points);
     lay_levels();
     radius2_ = radius2;
-    for (int i = 0; i < points; ++i) {
-        place_in_space(i);
-        if (level_[i] > 1) new_node(i);
-    }
+    for (int i = 0; i < points; ++i) place_in_space(i);
+    number_nodes();
     for (int p = 0, last = -1, previous = -1; p < pages; ++p) {
         const int node = node_of(page_node[p]), page = new_page(node);
         (node == last ? pages_[previous].next : nodes_[node].page) = page;
@@ -284,10 +282,11 @@ std::string Tree::check(const Rows& rows) const {
         fresh.summarise(rows, levels_[level].data(), static_cast<int>(levels_[level].size()));
     for (int i = 0; i < size(); ++i)
         if (const int node = node_of_[i]; node >= 0) {
-            if (digests_[node].points != fresh.digests_[node].points || digests_[node].spread != fresh.digests_[node].spread)
-                return "a digest's count or spread";
+            if (digests_[node].points != fresh.digests_[node].points) return "a digest's count";
             if (!std::equal(outliers(node), outliers(node) + settings_->outliers, fresh.outliers(node))) return "a digest's outliers";
-            if (digests_[node].points && std::memcmp(mean(node), fresh.mean(node), settings_->mean_bytes())) return "a digest's mean";
+            if (*figures(node) != *fresh.figures(node)) return "a digest's spread";
+            if (digests_[node].points && std::memcmp(codes(node), fresh.codes(node), settings_->record_bytes()))
+                return "a digest's codes or steps";
         }
     return "";
 }

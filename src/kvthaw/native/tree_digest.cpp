@@ -20,6 +20,9 @@ void Tree::summarise(const Rows& rows, const int32_t* points, int count) {
     for (int p = 0; p < count; ++p) {
         const int node = node_of_[points[p]];
         Digest& digest = digests_[node] = Digest{};
+        int8_t* own = codes(node);
+        float *spread = figures(node), *step = spread + 1;
+        *spread = -1.0f;
         std::fill(outliers(node), outliers(node) + most, -1);
         members_of(node, members);
         if (members.empty()) continue;
@@ -27,14 +30,14 @@ void Tree::summarise(const Rows& rows, const int32_t* points, int count) {
         std::fill(sum.begin(), sum.end(), 0.0);
         candidates = members;
         for (int i : members)
-            for (size_t b = 0; b < settings_->mean_bytes(); b += 64) __builtin_prefetch(rows.key(first_ + i) + b);
+            for (size_t b = 0; b < size_of(rows.dtype()) * dim; b += 64) __builtin_prefetch(rows.key(first_ + i) + b);
         for (int i : members) {
             kernels.add(rows.key(first_ + i), dim, rows.dtype(), 1.0, sum.data());
             digest.points += 1;
             digest.norm2 += norm2_[i];
             const int below = node_of_[i];
             if (below < 0 || digests_[below].points == 0) continue;
-            kernels.add(mean(below), dim, rows.dtype(), digests_[below].points, sum.data());
+            kernels.add(codes(below), dim, Dtype::i8, static_cast<double>(figures(below)[1]) * digests_[below].points, sum.data());
             digest.points += digests_[below].points;
             digest.norm2 += digests_[below].norm2;
             for (int o = 0; o < most && outliers(below)[o] >= 0; ++o) candidates.push_back(outliers(below)[o]);
@@ -45,8 +48,12 @@ void Tree::summarise(const Rows& rows, const int32_t* points, int count) {
             centre[d] = static_cast<float>(x);
             centre2 += x * x;
         }
-        digest.spread = static_cast<float>(std::sqrt(std::max(0.0, digest.norm2 / digest.points - centre2) / dim));
-        kernels.narrow(centre.data(), dim, rows.dtype(), mean(node));
+        *spread = static_cast<float>(std::sqrt(std::max(0.0, digest.norm2 / digest.points - centre2) / dim));
+        step[0] = kernels.encode(centre.data(), dim, own);
+        for (int o = 1; o <= most; ++o) {  // until there is an outlier
+            std::copy(own, own + dim, own + static_cast<size_t>(o) * dim);
+            step[o] = step[0];
+        }
 
         // Each outlier is the candidate farthest from the mean and from the outliers before it.
         std::sort(candidates.begin(), candidates.end());
@@ -65,6 +72,7 @@ void Tree::summarise(const Rows& rows, const int32_t* points, int count) {
             apart[farthest] = -HUGE_VALF;
             centre2 = norm2_[candidates[farthest]];
             kernels.widen(at[farthest], dim, rows.dtype(), centre.data());
+            step[o + 1] = kernels.encode(centre.data(), dim, own + static_cast<size_t>(o + 1) * dim);
         }
     }
 }
@@ -86,40 +94,34 @@ void Tree::refresh(const Rows& rows, std::vector<int32_t>& points) {
 }
 
 // What a query may find at best below the points from `begin` on: the merit by which their nodes are descended.
-void Tree::weigh(const Rows& rows, const Probe& probe, size_t begin, Seen& seen) const {
+void Tree::weigh(const Probe& probe, size_t begin, Seen& seen) const {
     const size_t found = seen.points.size() - begin;
-    const int most = settings_->outliers;
-    seen.merits.resize(found);
-    for (size_t s = 0; s < found; ++s) {
-        const int node = node_of_[seen.points[begin + s]];
-        __builtin_prefetch(&digests_[node]);
-        seen.rows[s] = mean(node);
-    }
-    settings_->kernels->dots(probe.key, seen.rows.data(), found, rows.dim(), rows.dtype(), seen.merits.data());
+    const int each = settings_->digest_rows(), dim = settings_->dim;
     seen.rows.clear();
     for (size_t s = 0; s < found; ++s) {
-        const int node = node_of_[seen.points[begin + s]];
-        if (digests_[node].points == 0)
-            seen.merits[s] = -HUGE_VALF;
-        else
-            seen.merits[s] += probe.reach * digests_[node].spread;
-        for (int o = 0; o < most && outliers(node)[o] >= 0; ++o) seen.rows.push_back(rows.key(first_ + outliers(node)[o]));
+        const int8_t* own = codes(node_of_[seen.points[begin + s]]);
+        for (int r = 0; r < each; ++r) seen.rows.push_back(own + static_cast<size_t>(r) * dim);
     }
     seen.lines.resize(seen.rows.size());
-    settings_->kernels->dots(probe.key, seen.rows.data(), seen.rows.size(), rows.dim(), rows.dtype(), seen.lines.data());
-    for (size_t s = 0, next = 0; s < found; ++s) {
-        const int node = node_of_[seen.points[begin + s]];
-        for (int o = 0; o < most && outliers(node)[o] >= 0; ++o, ++next) seen.merits[s] = std::max(seen.merits[s], seen.lines[next]);
+    settings_->kernels->dots(probe.key, seen.rows.data(), seen.rows.size(), dim, Dtype::i8, seen.lines.data());
+    seen.merits.resize(found);
+    for (size_t s = 0; s < found; ++s) {
+        const float *spread = figures(node_of_[seen.points[begin + s]]), *step = spread + 1;
+        const float* line = seen.lines.data() + s * each;
+        float merit = line[0] * step[0] + probe.reach * *spread;
+        for (int r = 1; r < each; ++r) merit = std::max(merit, line[r] * step[r]);
+        seen.merits[s] = *spread < 0 ? -HUGE_VALF : merit;
     }
 }
 
-void Tree::save_digests(float* spread, void* mean, int32_t* outliers) const {
-    char* to = static_cast<char*>(mean);
+void Tree::save_digests(float* spread, float* rows, int32_t* outliers) const {
     for (int i = 0; i < size(); ++i) {
         const int node = node_of_[i];
         if (node < 0) continue;
-        *spread++ = digests_[node].spread;
-        to = std::copy(this->mean(node), this->mean(node) + settings_->mean_bytes(), to);
+        const float* own = figures(node);
+        *spread++ = own[0];
+        for (int r = 0; r < settings_->digest_rows(); ++r)
+            for (int d = 0; d < settings_->dim; ++d) *rows++ = own[1 + r] * codes(node)[static_cast<size_t>(r) * settings_->dim + d];
         outliers = std::copy(this->outliers(node), this->outliers(node) + settings_->outliers, outliers);
     }
 }

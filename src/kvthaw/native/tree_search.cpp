@@ -121,7 +121,7 @@ void Tree::search(const Rows& rows, const Probe& probe, int stop, Seen& seen) co
             for (size_t s = begin; s < seen.points.size(); ++s) descend(seen.points[s]);
         } else {
             if (probe.reach >= 0)
-                weigh(rows, probe, begin, seen);
+                weigh(probe, begin, seen);
             else
                 seen.merits.assign(seen.scores.begin() + begin, seen.scores.end());
             seen.order.clear();
