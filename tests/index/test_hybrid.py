@@ -187,6 +187,32 @@ def test_auto_share_is_the_papers_equation() -> None:
     assert overlap_share(queries[:, :1].expand(-1, 2, -1), keys, 48, 8) == 1.0
 
 
+@pytest.mark.parametrize(("prompt", "rows"), [(0, 40), (30, 40)])
+def test_auto_share_waits_until_it_says_something(prompt: int, rows: int) -> None:
+    """One query agrees with itself, and two on all of no more keys than rows: 0.25 until a refresh sees more."""
+    lanes = Lanes(partial(SMALL, share="auto"), [prompt])
+    index = hybrid(lanes)
+    if not prompt:
+        lanes.append(60)  # never built: what the first select() asks with is the only query
+    lanes.select(rows)
+    assert (index.statics[0].share, index.stops[0, :, 0].tolist()) == (None, [10, 10])
+    step = 0
+    while index.statics[0].share is None and lanes.length[0] < 400:
+        for step in range(step, step + 10):
+            lanes.select(rows, step % 200)
+        lanes.append(10)
+    share, seen = index.statics[0].share, index.queries[0].index_select(1, (index.clock + torch.tensor([-64, -1])) % 64)
+    assert share is not None
+    assert share == overlap_share(seen, lanes.keys[0][:, FIRST : lanes.length[0]], rows, 8) < 1
+    before = lanes.length[0]
+    lanes.append(1)  # puts the plan in place
+    assert index.stops[0, :, 0].tolist() == [int(share * rows)] * 2
+    for _ in range(5):
+        lanes.append(10)
+    assert index.statics[0].share == share
+    assert before < 200
+
+
 def test_choose_static_keeps_the_others_in_text_order() -> None:
     order = choose_static(torch.tensor([[0.1, 0.5, 0.0, 0.9]]), 2, 10)
     assert order.tolist() == [[13, 11, 10, 12]]

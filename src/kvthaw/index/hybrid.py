@@ -21,6 +21,7 @@ from kvthaw.types import LayerShape, Selection
 
 _GOLDEN = (5**0.5 - 1) / 2
 _WATCHED = 128  # queries of the observation window, at most
+_UNKNOWN = 0.25  # the automatic share as long as it cannot be chosen: the paper's
 
 
 @dataclass(slots=True)
@@ -90,7 +91,8 @@ def check_static(share: float | str, interval: int) -> None:
 class HybridIndex(BoundIndex):
     """Static tokens first, then pages of the rest, ranked by their bounds (PRKV, section 4).
 
-    share: of the rows that select() may bring, how many are static; "auto" chooses it at the prompt. Every `interval` tokens
+    share: of the rows that select() may bring, how many are static; "auto" chooses it at the prompt, or at the first refresh that has
+    more tokens than rows to choose among, with 0.25 until then. Every `interval` tokens
     the last queries that select() was given choose the static set anew and pages and digests are rebuilt around it: in the
     map of this index, no row moves. The work starts in one append and is put in place, whole, by the next; on a GPU it runs
     beside the steps between, on the cache's side stream, and reads the keys from the host. Layers take turns: the first interval of
@@ -252,7 +254,8 @@ class HybridIndex(BoundIndex):
         assert self.rows is not None
         if static.share is None:
             static.share = self._auto(lane, keys) if self.share == "auto" else float(self.share)
-        count = min(tokens, int(static.share * self.rows + 1e-6))
+        share = _UNKNOWN if static.share is None else static.share
+        count = min(tokens, int(share * self.rows + 1e-6))
         mass = observe(queries, keys, weights, scale=self.shape.scale)
         order = choose_static(mass, count, self.first)
         rest = (order[:, count:] - self.first).long()
@@ -261,12 +264,14 @@ class HybridIndex(BoundIndex):
         tail = keys.gather(1, rest[:, rest.shape[1] - kept :, None].expand(-1, -1, keys.shape[2]))
         return Plan(order, count, digests, tail)
 
-    def _auto(self, lane: int, keys: Tensor) -> float:
-        """Appendix G, from the first and the last of the prompt's watched queries; 0.25 where none was."""
+    def _auto(self, lane: int, keys: Tensor) -> float | None:
+        """Appendix G, from the first and the last query of the window. None where it would say nothing: with a single query, or with
+        no more keys than rows, all of which any two queries choose."""
         assert self.rows is not None
-        if not self.statics[lane].watched:
-            return 0.25
-        back = torch.tensor([-self.statics[lane].watched, -1], device=self.clock.device)
+        watched = int(self.seen[lane].sum())
+        if watched < 2 or keys.shape[1] <= self.rows:
+            return None
+        back = torch.tensor([-watched, -1], device=self.clock.device)
         ends = self.queries[lane].index_select(1, (self.clock + back) % self.window)
         return overlap_share(ends, keys, self.rows, self.size)
 
