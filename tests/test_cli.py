@@ -552,7 +552,7 @@ def test_bench_kernels_runs_a_shared_benchmark_once(monkeypatch: pytest.MonkeyPa
     for module in (kernels_decode, kernels_pages, kernels_pariskv):
         monkeypatch.setattr(module, "main", lambda module=module, **given: ran.append((module.__name__, given)) or [])
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    assert Said("bench", "kernels", "--method", "clusterkv,prkv,pariskv", "--json").code == 0
+    assert Said("bench", "kernels", "--method", "clusterkv,prkv,quest,arkvale,pariskv", "--json").code == 0
     given = {"quick": False, "out": None}
     assert ran == [("kvthaw.bench.kernels_pages", given), ("kvthaw.bench.kernels_pariskv", given)]
 

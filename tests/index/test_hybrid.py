@@ -196,21 +196,20 @@ def test_auto_share_waits_until_it_says_something(prompt: int, rows: int) -> Non
         lanes.append(60)  # never built: what the first select() asks with is the only query
     lanes.select(rows)
     assert (index.statics[0].share, index.stops[0, :, 0].tolist()) == (None, [10, 10])
-    step = 0
-    while index.statics[0].share is None and lanes.length[0] < 400:
-        for step in range(step, step + 10):
-            lanes.select(rows, step % 200)
-        lanes.append(10)
+    for step in range(150):
+        lanes.select(rows, step)
+        if step % 10 == 9:
+            lanes.append(10)
+            if index.statics[0].share is not None:
+                break
     share, seen = index.statics[0].share, index.queries[0].index_select(1, (index.clock + torch.tensor([-64, -1])) % 64)
     assert share is not None
     assert share == overlap_share(seen, lanes.keys[0][:, FIRST : lanes.length[0]], rows, 8) < 1
-    before = lanes.length[0]
     lanes.append(1)  # puts the plan in place
     assert index.stops[0, :, 0].tolist() == [int(share * rows)] * 2
     for _ in range(5):
         lanes.append(10)
     assert index.statics[0].share == share
-    assert before < 200
 
 
 def test_choose_static_keeps_the_others_in_text_order() -> None:

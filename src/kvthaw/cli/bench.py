@@ -52,6 +52,8 @@ KERNELS = {
     "icecache-device": "kvthaw.bench.kernels_nodes",
     "clusterkv": "kvthaw.bench.kernels_pages",
     "prkv": "kvthaw.bench.kernels_pages",
+    "quest": "kvthaw.bench.kernels_pages",
+    "arkvale": "kvthaw.bench.kernels_pages",
     "decode": "kvthaw.bench.kernels_decode",
     "transfer": "kvthaw.bench.kernels_transfer",
 }
@@ -202,9 +204,9 @@ def kernels(
     method: Annotated[
         str,
         typer.Option(
-            help=f"What to time, separated by commas: {', '.join(KERNELS)}. clusterkv and prkv share one benchmark, with quest and "
-            "arkvale; decode is attention, residency and fetching; transfer is pages by layout. icecache's search runs on the CPU, "
-            "the others need a GPU."
+            help=f"What to time, separated by commas: {', '.join(KERNELS)}. clusterkv, prkv, quest and arkvale share one benchmark. "
+            "decode is attention, residency and fetching; transfer is pages as NHD and as HND, one by one and batched, beside rows "
+            "in the order of tokens. icecache's search runs on the CPU, the others need a GPU."
         ),
     ] = "pariskv",
     quick: Annotated[bool, typer.Option("--quick", help="Fewer and shorter cases.")] = False,

@@ -91,12 +91,12 @@ def check_static(share: float | str, interval: int) -> None:
 class HybridIndex(BoundIndex):
     """Static tokens first, then pages of the rest, ranked by their bounds (PRKV, section 4).
 
-    share: of the rows that select() may bring, how many are static; "auto" chooses it at the prompt, or at the first refresh that has
-    more tokens than rows to choose among, with 0.25 until then. Every `interval` tokens
-    the last queries that select() was given choose the static set anew and pages and digests are rebuilt around it: in the
-    map of this index, no row moves. The work starts in one append and is put in place, whole, by the next; on a GPU it runs
-    beside the steps between, on the cache's side stream, and reads the keys from the host. Layers take turns: the first interval of
-    each is shorter by `early` tokens, a share that spreads their numbers evenly, so that in every append only few begin.
+    share: of the rows that select() may bring, how many are static; "auto" chooses it at the prompt, or at the first refresh that
+    has more tokens than rows to choose among, with 0.25 until then. Every `interval` tokens the last queries that select() was
+    given choose the static set anew and pages and digests are rebuilt around it: in the map of this index, no row moves. The work
+    starts in one append and is put in place, whole, by the next; on a GPU it runs beside the steps between, on the cache's side
+    stream, and reads the keys from the host. Layers take turns: the first interval of each is shorter by `early` tokens, a share
+    that spreads their numbers evenly, so that in every append only few begin.
 
     A lane that was built before the number of rows was known begins as pages only; the first select() makes its static set,
     from the keys in the store.
@@ -265,8 +265,8 @@ class HybridIndex(BoundIndex):
         return Plan(order, count, digests, tail)
 
     def _auto(self, lane: int, keys: Tensor) -> float | None:
-        """Appendix G, from the first and the last query of the window. None where it would say nothing: with a single query, or with
-        no more keys than rows, all of which any two queries choose."""
+        """Appendix G, from the first and the last query of the window. None where it would say nothing: with a single query, or
+        with no more keys than rows, all of which any two queries choose."""
         assert self.rows is not None
         watched = int(self.seen[lane].sum())
         if watched < 2 or keys.shape[1] <= self.rows:
