@@ -29,14 +29,17 @@ class OneLayer:
         heads: int = 2,
         group: int = 2,
         dim: int = 16,
-        budget: int = 64,
+        budget: int | None = 64,
+        retrieved: int | None = None,
         **options: Any,
     ) -> None:
         total = prompt + steps
         self.heads, self.group, self.prompt = heads, group, prompt
         self.query = torch.randn(1, heads * group, total, dim)
         self.keys, self.values = torch.randn(1, heads, total, dim), torch.randn(1, heads, total, dim)
-        self.layer = FrozenLayer(2, Settings(resolve(method, **options), budget=budget, extent=32), Pipeline(), Clock())
+        self.layer = FrozenLayer(
+            2, Settings(resolve(method, **options), budget=budget, retrieved=retrieved, extent=32), Pipeline(), Clock()
+        )
         self.layer.observer = self._see
         self.choice: Choice | None = None
         self.out = self.take(0, prompt)

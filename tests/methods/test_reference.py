@@ -1,5 +1,5 @@
-"""Full attention, its exact top-k, a sliding window and IceCache's tree, each against its formulas in float64. The other methods'
-definitions stand in the tests of their own and of their indices."""
+"""Full attention, its exact top-k, a sliding window, IceCache's tree and ParisKV, each against its formulas in float64. The other
+methods' definitions stand in the tests of their own and of their indices."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from kvthaw.cache.regions import Regions
 from kvthaw.index.forest import TreeIndex
 from kvthaw.index.tree import directions
 from kvthaw.index.tree_config import TreeConfig, draw_level
+from kvthaw.kernels.srht import signs
 from kvthaw.types import LayerShape
 
 
@@ -73,6 +74,84 @@ def test_oracle_attends_to_the_largest_products() -> None:
         held = set(range(regions.sink)) | set(range(start, at + 1))
         expected = attended(one, at, [held | rows for rows in chosen])
         torch.testing.assert_close(one.out[:, 0].double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def levels() -> tuple[Tensor, Tensor]:
+    """Lloyd-Max thresholds and centres of x = |u_j|, whose square is Beta(1/2, (m - 1) / 2) at m = 8, so that its density is as
+    (1 - x^2)^2.5. From the definition: centres are the means between thresholds, thresholds the middle of centres."""
+
+    def mass(x: Tensor) -> Tensor:
+        """The density's integral from 0."""
+        y = 1 - x * x
+        return x * (y**2.5 / 6 + 5 / 24 * y**1.5 + 5 / 16 * y**0.5) + 5 / 16 * torch.asin(x)
+
+    centres, ends = torch.arange(1, 9).double() / 10, torch.tensor([0.0, 1.0]).double()
+    for _ in range(3000):
+        thresholds = (centres[1:] + centres[:-1]) / 2
+        edges = torch.cat((ends[:1], thresholds, ends[1:]))
+        centres = -((1 - edges * edges) ** 3.5 / 7).diff() / mass(edges).diff()
+    return thresholds, centres
+
+
+def walsh(width: int) -> Tensor:
+    """Sylvester's construction: H_1 = [1], H_2n = [[H, H], [H, -H]]."""
+    made = torch.ones(1, 1).double()
+    while len(made) < width:
+        made = torch.cat((torch.cat((made, made), dim=1), torch.cat((made, -made), dim=1)))
+    return made
+
+
+@pytest.mark.parametrize(("preset", "group", "dim"), [("paper", 1, 64), ("paper", 1, 80), ("code", 3, 32)])
+def test_pariskv_takes_the_best_codes_among_those_that_collide_most(preset: str, group: int, dim: int) -> None:
+    """Section 4.1 and appendix B.2.1: signs, tiers of votes, codes of 4 bits with their corrected weights. With several query heads
+    as in the authors' code, which averages the queries."""
+    torch.manual_seed(dim)
+    rho, beta, rows, total = 0.4, 0.2, 20, 500
+    options = {"preset": preset, "rho": rho, "beta": beta, "window": 16, "buffer": 8}
+    one = OneLayer("pariskv", total, 3, group=group, dim=dim, budget=None, retrieved=rows, **options)
+    plan = one.layer.plan
+    assert plan is not None
+    thresholds, centres = levels()
+    diagonal = signs(dim, 0).double()  # drawn
+    width = len(diagonal)
+
+    def rotated(x: Tensor) -> Tensor:
+        """SRHT: R = H D / sqrt(d), padded with zeros; in subspaces of 8."""
+        padded = torch.nn.functional.pad(x.double(), (0, width - dim))
+        return (padded * diagonal @ walsh(width) / math.sqrt(width)).unflatten(-1, (-1, 8))
+
+    for at in range(total, total + 2):
+        chosen, sink = one.step(), plan.regions.sink
+        stop = one.layer.indexed(0)
+        for head in range(one.heads):
+            keys = one.keys[0, head, sink:stop]
+            query = rotated(one.query[0, head * group : (head + 1) * group, at].double().mean(dim=0))
+            k = rotated(keys)  # [n, subspaces, 8]
+            n = len(k)
+            positive = k >= 0
+            ids = (positive.long() << torch.arange(8)).sum(dim=2)
+            votes = torch.zeros(n, dtype=torch.int64)
+            for b in range(k.shape[1]):
+                patterns = torch.where((torch.arange(256)[:, None] >> torch.arange(8)) & 1 == 1, 1.0, -1.0).double()
+                ranked = (patterns @ query[b]).argsort(descending=True).tolist()
+                covered = 0
+                for centroid in ranked:  # from the nearest on, while the keys of those before are less than a tier's end
+                    ends = [math.ceil(share * rho * n - 1e-9) for share in (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)]
+                    votes[ids[:, b] == centroid] += sum(covered < end for end in ends)
+                    covered += int((ids[:, b] == centroid).sum())
+            candidates = sorted(range(n), key=lambda i: (-int(votes[i]), i))[: math.ceil(beta * n - 1e-9)]
+            unit = k / k.norm(dim=2, keepdim=True)
+            decoded = centres[torch.bucketize(unit.abs(), thresholds)] * torch.where(positive, 1.0, -1.0)
+            alpha = (decoded * unit).sum(dim=2)
+            weight = (k.norm(dim=2) / alpha).bfloat16().double()  # |k| r / alpha, kept in bfloat16
+            estimate = (weight * (decoded * query).sum(dim=2)).sum(dim=1)
+            assert float((estimate - (k * query).sum(dim=(1, 2))).norm() / (k * query).sum(dim=(1, 2)).norm()) < 0.15
+            found = {row - sink for row in chosen[head]}
+            assert len(found) == rows
+            assert found <= set(candidates)
+            best = sorted(candidates, key=lambda i: -float(estimate[i]))[:rows]
+            near = 0.02 * float(estimate.std())  # kvthaw rounds the query that is estimated with to bytes
+            assert all(abs(float(estimate[i] - estimate[best[-1]])) < near for i in found ^ set(best))
 
 
 @pytest.mark.parametrize("n", [40, 700])
