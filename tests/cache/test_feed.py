@@ -13,6 +13,7 @@ from kvthaw.cache.feed import Feed
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.regions import Regions
+from kvthaw.cache.together import Together
 
 SINK, HEADS, DIM = 2, 2, 4
 
@@ -45,7 +46,7 @@ def a_feed(*, grows: bool, on_host: bool = False) -> tuple[Feed, Recorder, Tenso
         store.append(lane, rows)
         slab.write(lane, 0, rows[:, :SINK])
         slab.write(lane, 12, rows[:, 12:20])
-    return Feed(index, store, slab), index, rows  # type: ignore[arg-type]
+    return Feed(index, store, slab, Together()), index, rows  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("old", [SINK, 12])

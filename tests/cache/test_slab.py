@@ -11,6 +11,7 @@ from kvthaw.cache.clock import Clock
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.regions import Regions
+from kvthaw.cache.together import Together
 from kvthaw.cache.transfer import BulkCopy, UvaGather
 from kvthaw.kernels.places import held, place_of, write
 from shapes import DTYPES, HEAD_DIMS
@@ -93,6 +94,18 @@ def test_reorder() -> None:
 
 def test_a_slab_starts_finite() -> None:
     assert (slab(Regions(2, 2, 2)).data == 0).all()
+
+
+def test_lanes_are_read_at_once_wherever_their_rings_stand() -> None:
+    own, together = slab(Regions(2, 3, 3), 2), Together()
+    own.data.copy_(torch.randn_like(own.data))
+    for starts in ([(1, 9), (0, 12), (1, 0)], [(0, 9), (1, 12)]):
+        found = own.read_lanes(starts, 4, together)
+        assert found.is_contiguous()
+        for rows, (lane, start) in zip(found, starts, strict=True):
+            assert torch.equal(rows, own.read(lane, start, start + 4))
+    found.zero_()
+    assert (own.data != 0).all(), "what is read is the caller's own"
 
 
 @pytest.mark.parametrize("transfer", [BulkCopy, UvaGather])

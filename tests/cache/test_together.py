@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import pytest
+import torch
 
 from kvthaw.cache.together import Together
 
@@ -45,3 +46,22 @@ def test_work_that_fails_is_not_tried_again() -> None:
     with pytest.raises(MemoryError, match="1 items"):
         together.do()
     together.do()
+
+
+def test_what_layers_would_make_alike_is_made_once_while_few_others_are_asked_for() -> None:
+    together, made = Together(), []
+
+    def make(key: int) -> int:
+        made.append(key)
+        return 10 * key
+
+    for key in (1, 1, 2, 1, *range(3, 9), 1):
+        assert together.once(key, partial(make, key)) == 10 * key
+    assert made == [*range(1, 9)]
+    for key in (9, 1):  # the ninth takes the place of the first
+        together.once(key, partial(make, key))
+    assert made[8:] == [9, 1]
+    table = together.numbers([(1, 2), (3, 4)], torch.device("cpu"))
+    assert table.dtype == torch.int32
+    assert table is together.numbers(((1, 2), (3, 4)), torch.device("cpu"))
+    assert table.tolist() == [[1, 2], [3, 4]]

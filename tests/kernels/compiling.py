@@ -82,10 +82,11 @@ def clusters(dtype: torch.dtype, dim: int) -> None:
 
 
 def moves(dtype: torch.dtype, dim: int) -> None:
-    from kvthaw.kernels import cover, extend, offload, stream_keys
+    from kvthaw.kernels import cover, extend, freeze, offload, stream_keys
 
     ring, extent = empty(HEADS, 90, 2, dim, dtype=dtype), empty(HEADS, 64, 2, dim, dtype=dtype)
     offload.offload(ring[:, 5:25], extent, 3)
+    freeze.freeze(empty(3, HEADS, 90, 2, dim, dtype=dtype), empty(3, 8, dtype=torch.int64), 1024, empty(2, 3), 16, sink=4, ring=80)
     keys, tables = ring[:, 5:25, 0], (empty(HEADS, 40, dim, dtype=dtype), empty(HEADS, 9), empty())
     for order in (None, empty(HEADS, 300)):
         extend.launch(keys, *tables, order, extend.Place(7, 40, 2, 16, 4))

@@ -22,7 +22,7 @@ KERNELS = {
         *("_choose", "_mean", "_score", "_narrow", "_read"),
     ),
     "updates": (
-        *("_encode", "_offload", "_extend", "_stream_keys", "_denominators", "_mass", "_page_bounds"),
+        *("_encode", "_offload", "_freeze", "_extend", "_stream_keys", "_denominators", "_mass", "_page_bounds"),
         *("_assign", "_average", "_rank", "_sort", "_cover", "_direct", "_nearest", "_digest"),
     ),
     "prompt": ("_merge_into",),

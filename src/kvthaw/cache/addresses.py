@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from kvthaw.cache.host import HostStore
+if TYPE_CHECKING:
+    from kvthaw.cache.host import HostStore
 
 
 class Addresses:

@@ -10,6 +10,7 @@ from torch import Tensor
 from kvthaw.cache.group import Group
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.pool import Slab
+from kvthaw.cache.together import Together
 
 
 class Feed:
@@ -18,8 +19,8 @@ class Feed:
     An index on the host reads them from the store itself, once they have arrived there, and is given their number alone.
     """
 
-    def __init__(self, group: Group, store: HostStore, slab: Slab) -> None:
-        self.group, self.store, self.slab = group, store, slab
+    def __init__(self, group: Group, store: HostStore, slab: Slab, together: Together) -> None:
+        self.group, self.store, self.slab, self.together = group, store, slab, together
         self.first = slab.regions.sink
         self.stale: set[int] = set()
         """Lanes to be indexed anew before the next step."""
@@ -52,17 +53,20 @@ class Feed:
     def leave(self, spans: dict[int, tuple[int, int]], watched: dict[int, Tensor]) -> None:
         """Give the index what leaves the rings of some lanes: positions [start, stop), as many in each. watched: of lanes, their
         prompts' last queries [Hq, W, D]."""
-        known, rows = [], []
+        index = self.group.index
         for lane, (start, stop) in spans.items():
-            own = self._nothing(stop - start) if self.group.index.on_host else self.slab.read(lane, start, stop)
-            if start > self.first:
-                known.append(lane)
-                rows.append(own)
-            else:  # the first tokens of a lane that had none to index
+            if start == self.first:  # the first tokens of a lane that had none to index
+                own = self._nothing(stop - start) if index.on_host else self.slab.read(lane, start, stop)
                 self._build(lane, own[:, :, 0], own[:, :, 1], self._queries(watched, lane))
+        known = [(lane, start) for lane, (start, _) in spans.items() if start > self.first]
         if known:
-            data = rows[0][None] if len(rows) == 1 else torch.stack(rows)
-            self._append(known, data[:, :, :, 0], data[:, :, :, 1], None)
+            lane, start = known[0]
+            n = spans[lane][1] - start
+            if index.on_host:
+                rows = self._nothing(n).expand(len(known), -1, -1, -1, -1)
+            else:
+                rows = self.slab.read_lanes(known, n, self.together)
+            self._append([lane for lane, _ in known], rows[:, :, :, 0], rows[:, :, :, 1], None)
 
     def renew(self, ends: dict[int, int], watched: dict[int, Tensor]) -> None:
         """Index the stale lanes anew, from the store, up to the ends given; then none is."""

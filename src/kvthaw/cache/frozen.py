@@ -151,7 +151,7 @@ class FrozenKV(Lanes):
                     self.rotary,
                 )
                 self.group = Group(method, shape, batch, plan.rows, self.pipeline)
-                self.feed = Feed(self.group, self.store, self.slab)
+                self.feed = Feed(self.group, self.store, self.slab, self.pipeline.together)
             else:
                 self.group = self.leader.group
         self.plan, self.capacity = plan, self.room or roomier(0, max(steps, self.coming))
@@ -253,7 +253,7 @@ class FrozenKV(Lanes):
         length, old = past + k.shape[1], self.indexed(lane, past) if past else regions.sink
         new = regions.first_indexed(length)
         if not self.settings.method.evicts:
-            self._store_ring(lane, past)
+            self._store_rings({lane: past})
             shared = self.store.length(lane) - past
             self.pipeline.offload(self.store, lane, k[:, shared:], v[:, shared:])
         if self.feed is not None and new > old:
@@ -364,20 +364,19 @@ class FrozenKV(Lanes):
         assert self.plan is not None
         self.untouched = False
         spans = {lane: (self.indexed(lane), self.indexed(lane) + self.plan.regions.buffer) for lane in lanes}
-        for lane, (_, stop) in spans.items():
-            self._store_ring(lane, stop)
+        self._store_rings({lane: stop for lane, (_, stop) in spans.items()})
         if self.feed is not None:
             self.feed.leave(spans, self.watched)
 
-    def _store_ring(self, lane: int, length: int) -> None:
-        """Offload what of the first `length` tokens stands in sink or ring only."""
-        stored, data = self.store.length(lane), self.slab.data
-        if stored >= length:
+    def _store_rings(self, lengths: dict[int, int]) -> None:
+        """Offload what of the first so many tokens of each lane stands in sink or ring only."""
+        stored = [(lane, self.store.length(lane), length) for lane, length in lengths.items()]
+        spans = [(lane, start, stop - start) for lane, start, stop in stored if start < stop]
+        if not spans:
             return
         self.order_copies()
-        for place, end in self.slab.runs(stored, length):
-            self.store.append(lane, data[lane, :, place:end], non_blocking=True)
-        if data.is_cuda:  # on the current stream: a few rows, before the next step writes in their places
+        self.store.freeze(self.slab, spans, self.pipeline.together)
+        if self.slab.data.is_cuda:  # on the current stream: a few rows, before the next step writes in their places
             copied = torch.cuda.Event()
             copied.record()
             self.store.arrive(copied, ordered=True)

@@ -13,8 +13,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvthaw.cache.addresses import Addresses
+from kvthaw.cache.pool import Slab
+from kvthaw.cache.together import Together
 from kvthaw.errors import HostMemoryError
 from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels.freeze import Span, freeze
+from kvthaw.kernels.freeze import definition as freeze_definition
 from kvthaw.kernels.offload import MOST, offload
 
 
@@ -78,6 +83,7 @@ class HostStore:
         self.version = 0
         """Changes whenever addresses do."""
         self._table: tuple[int, Tensor] | None = None
+        self._sent = Addresses()
         self.arriving: torch.cuda.Event | None = None
         """Passes when all rows appended so far are there; None: they are."""
         self.ordered = True
@@ -135,6 +141,23 @@ class HostStore:
                     extent[h, offset : offset + take].copy_(source[h], non_blocking=non_blocking)
             done += take
         self._length[lane] = start + n
+
+    def freeze(self, slab: Slab, spans: Sequence[Span], together: Together) -> None:
+        """Add rows of some lanes, at most one span each, which begins behind the lane's last and stands in sink or ring. From a GPU
+        that is only enqueued on the current stream; the caller waits before anyone reads."""
+        for lane, start, count in spans:
+            self.reserve(lane, start + count)
+            for number in range(start // self.extent, -(-(start + count) // self.extent)):
+                self._writable(lane, number)
+            self._length[lane] = start + count
+        place = {"sink": slab.regions.sink, "ring": slab.regions.ring}
+        if HAS_TRITON and slab.data.is_cuda and self.pinned:
+            table = self._sent.follow(self, slab.data.device)
+            most = max(count for _, _, count in spans)
+            freeze(slab.data, table, self.extent, together.numbers(spans, slab.data.device), most, **place)
+        else:
+            extents = [[extent.data for extent in own] for own in self._extents]
+            freeze_definition(slab.data, extents, self.extent, spans, **place)
 
     def arrive(self, copied: torch.cuda.Event, *, ordered: bool) -> None:
         """All rows appended so far are there when `copied` passes. ordered: it was recorded on the current stream."""

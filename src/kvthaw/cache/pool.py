@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from kvthaw.cache.regions import Regions
+from kvthaw.cache.together import Together
 
 
 class Slab:
@@ -66,6 +69,22 @@ class Slab:
         """Rows [H, stop - start, 2, D] of positions that stand in the sink or in the ring, of the caller's own."""
         pieces = [self.data[lane, :, place:end] for place, end in self.runs(start, stop)]
         return torch.cat(pieces or [self.data[lane, :, :0]], dim=1)
+
+    def read_lanes(self, starts: Sequence[tuple[int, int]], n: int, together: Together) -> Tensor:
+        """Rows [R, H, n, 2, D] of positions start .. start + n of some lanes, each (lane, start), which stand in the sink or in the
+        ring; of the caller's own. together: of the layers that read the same lanes."""
+        heads, held = self.data.shape[1:3]
+        key = "places", tuple(starts), n, self.regions, tuple(self.data.shape[:3]), self.data.device
+
+        def places() -> Tensor:
+            lanes, at = torch.tensor(starts)[:, :, None].unbind(dim=1)
+            at = at + torch.arange(n)
+            place = torch.where(at < self.regions.sink, at, self.regions.sink + (at - self.regions.sink) % self.regions.ring)
+            heads_of = lanes * heads + torch.arange(heads)
+            return (heads_of[:, :, None] * held + place[:, None]).flatten().to(self.data.device, non_blocking=True)
+
+        rows = self.data.view(-1, *self.data.shape[3:]).index_select(0, together.once(key, places))
+        return rows.view(len(starts), heads, n, *self.data.shape[3:])
 
     def reorder(self, lanes: Tensor) -> None:
         """Lane i becomes what lane lanes[i] was; lanes [B'] int64."""

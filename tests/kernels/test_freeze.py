@@ -1,0 +1,58 @@
+"""The kernel that writes what leaves the rings to host memory, under the interpreter without a GPU, against its definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvthaw.cache.host import HostStore
+from kvthaw.kernels.freeze import definition, freeze
+from shapes import DTYPES, HEAD_DIMS, poisoned
+
+pytest.importorskip("triton")
+
+SINK, RING, HEADS, LANES = 5, 24, 3, 3
+SPANS = [
+    [(1, 40, 7)],
+    [(0, 0, 12), (2, 0, 5)],  # sink and ring, sink alone
+    [(2, 20, 16), (0, 31, 1), (1, 13, 24)],  # over the ring's end, and over an extent's
+]
+
+
+def extents(head_dim: int, dtype: torch.dtype) -> list[list[torch.Tensor]]:
+    store = HostStore(LANES, HEADS, head_dim, dtype, extent=16, pinned=torch.cuda.is_available())
+    for lane in range(LANES):
+        store.append(lane, poisoned(HEADS, 48, 2, head_dim, dtype=dtype))
+    return [[extent.data for extent in own] for own in store._extents]
+
+
+@pytest.mark.parametrize("head_dim", [*HEAD_DIMS, 8])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("spans", SPANS, ids=len)
+def test_against_the_definition(
+    head_dim: int, dtype: torch.dtype, spans: list[tuple[int, int, int]], device: torch.device
+) -> None:
+    slab = torch.randn(LANES, HEADS, SINK + RING + 9, 2, head_dim).to(dtype).to(device)
+    found, expected = extents(head_dim, dtype), extents(head_dim, dtype)
+    definition(slab, expected, 16, spans, sink=SINK, ring=RING)
+    table = torch.tensor([[data.data_ptr() for data in own] for own in found]).to(device)
+    given = torch.tensor(spans, dtype=torch.int32, device=device)
+    freeze(slab, table, 16, given, max(count for *_, count in spans), sink=SINK, ring=RING)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    whole = torch.stack([torch.cat(own, dim=1) for own in found])
+    torch.testing.assert_close(whole, torch.stack([torch.cat(own, dim=1) for own in expected]), rtol=0, atol=0, equal_nan=True)
+    for lane, start, count in spans:
+        for row in range(start, start + count):
+            place = row if row < SINK else SINK + (row - SINK) % RING
+            assert torch.equal(whole[lane, :, row], slab[lane, :, place].cpu())
+            whole[lane, :, row] = torch.nan
+    assert whole.isnan().all(), "what stands beside them is left as it was"
+
+
+def test_layout_is_checked(device: torch.device) -> None:
+    slab, table = torch.zeros(2, HEADS, 40, 2, 8, device=device), torch.zeros(2, 3, dtype=torch.int64, device=device)
+    spans = torch.zeros(1, 3, dtype=torch.int32, device=device)
+    for bad in ((slab[:, :, ::2], table, spans), (slab, table.int(), spans), (slab, table, spans.long())):
+        with pytest.raises(AssertionError):
+            freeze(bad[0], bad[1], 16, bad[2], 1, sink=5, ring=24)
