@@ -151,7 +151,9 @@ def test_layers_cluster_together_what_left_their_rings_at_once(llama: PreTrained
     """Behind a replayed step all layers' batches are one call, an eager step has one a layer, and the clusters are the same."""
     calls: list[int] = []
     real = clusters.cluster
-    monkeypatch.setattr(clusters, "cluster", lambda every, count: (calls.append(len(every)), real(every, count))[1])
+    monkeypatch.setattr(
+        clusters, "cluster", lambda every, count: (calls.append(sum(len(own.first) for own in every)), real(every, count))[1]
+    )
     options = {"batch": 16, "clusters_per_batch": 2}
     eager, replayed = (kvthaw.Cache(llama, "clusterkv", budget=64, dense_layers=0, **options) for _ in range(2))
     replay = Replay(llama.forward, replayed, capture=False)

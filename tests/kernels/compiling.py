@@ -86,10 +86,14 @@ def moves(dtype: torch.dtype, dim: int) -> None:
 
     ring, extent = empty(HEADS, 90, 2, dim, dtype=dtype), empty(HEADS, 64, 2, dim, dtype=dtype)
     offload.offload(ring[:, 5:25], extent, 3)
-    freeze.freeze(empty(3, HEADS, 90, 2, dim, dtype=dtype), empty(3, 8, dtype=torch.int64), 1024, empty(2, 3), 16, sink=4, ring=80)
-    keys, tables = ring[:, 5:25, 0], (empty(HEADS, 40, dim, dtype=dtype), empty(HEADS, 9), empty())
-    for order in (None, empty(HEADS, 300)):
-        extend.launch(keys, *tables, order, extend.Place(7, 40, 2, 16, 4))
+    freeze.freeze(
+        empty(3, HEADS, 90, 2, dim, dtype=dtype), empty(3, 8, dtype=torch.int64), 1024, empty(2, 3), 16, sink=4, ring=80
+    )
+    keys, places = empty(2, HEADS, 16, 2, dim, dtype=dtype)[:, :, :, 0], [extend.Place(0, 7, 40, 2), extend.Place(1, 9, 50, 3)]
+    for order, wide, spread in ((empty(3, HEADS, 300), 1, None), (None, 2, "mean"), (empty(3, HEADS, 300), 0, None)):
+        made = empty(3, HEADS, 70, wide * dim, dtype=dtype) if wide else None
+        tables = extend.Tables(empty(3, HEADS, 48, dim, dtype=dtype), empty(3, HEADS, 71), empty(3), order, made)
+        extend.launch(keys, tables, places, empty(2, 4), size=32, first=4, spread=spread)
     far, which = empty(HEADS, 700, dtype=torch.float32), empty(HEADS, 30, dtype=torch.int64)
     keys = empty(HEADS, 700, dim, dtype=dtype)
     cover.launch(far, keys, which)

@@ -5,62 +5,92 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvthaw.kernels.extend import Place, definition, launch
-from shapes import DTYPES, HEAD_DIMS, poisoned
+from kvthaw.kernels.extend import Place, Tables, definition, launch
+from kvthaw.kernels.page_bounds import Spread
+from shapes import DTYPES, TOLERANCE, poisoned
 
 pytest.importorskip("triton")
 
-HEADS, BATCH = 3, 96
+HEADS, LANES, RING = 2, 4, 112
 
 
-def tables(head_dim: int, dtype: torch.dtype, device: torch.device, mapped: bool) -> dict[str, torch.Tensor | None]:
-    """As an index holds them for one of two lanes."""
-    whole = {
-        "recent": poisoned(2, HEADS, BATCH, head_dim, dtype=dtype),
-        "stops": torch.full((2, HEADS, 40), -7, dtype=torch.int32),
-        "count": torch.full((2,), -7, dtype=torch.int32),
-        "order": torch.full((2, HEADS, 300), -7, dtype=torch.int32),
-    }
-    found: dict[str, torch.Tensor | None] = {name: table.to(device) for name, table in whole.items()}
-    return found if mapped else found | {"order": None}
+def tables(head_dim: int, dtype: torch.dtype, device: torch.device, *, mapped: bool = True, wide: int = 1) -> Tables:
+    """As an index holds them."""
+    recent = torch.randn(LANES, HEADS, RING, head_dim, generator=torch.Generator().manual_seed(1)).to(dtype)
+    numbers = {name: torch.full(shape, -7, dtype=torch.int32, device=device) for name, shape in (
+        ("stops", (LANES, HEADS, 130)), ("counts", (LANES,)), ("order", (LANES, HEADS, 300)),
+    )}  # fmt: skip
+    digests = poisoned(LANES, HEADS, 129, wide * head_dim, dtype=dtype).to(device) if wide else None
+    return Tables(recent.to(device), numbers["stops"], numbers["counts"], numbers["order"] if mapped else None, digests)
 
 
-@pytest.mark.parametrize("head_dim", [*HEAD_DIMS, 8])
+def sent(places: list[Place], device: torch.device) -> torch.Tensor:
+    return torch.tensor(places, dtype=torch.int32, device=device)
+
+
+PLACES = [
+    (1, 16, [Place(2, 0, 0, 0)]),
+    (96, 96, [Place(2, 0, 120, 3), Place(0, 16, 0, 0)]),
+    (16, 24, [Place(0, 16, 48, 2), Place(3, 0, 120, 5), Place(1, 79, 120, 9)]),  # of lanes that stand differently
+    (6, 1, [Place(1, 5, 33, 33), Place(0, 0, 17, 17)]),
+    (33, 32, [Place(1, 31, 100, 4)]),  # over the end of what is kept
+]
+
+
+@pytest.mark.parametrize("head_dim", [64, 80])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("kept", "new", "size"), [(0, 1, 16), (0, 96, 96), (16, 16, 24), (79, 17, 24), (5, 40, 1), (0, 33, 32), (31, 1, 32)]
-)
-@pytest.mark.parametrize("mapped", [True, False])
+@pytest.mark.parametrize(("new", "size", "places"), PLACES)
+@pytest.mark.parametrize("spread", [None, "mean", "max"])
 def test_against_the_definition(
-    head_dim: int, dtype: torch.dtype, kept: int, new: int, size: int, mapped: bool, device: torch.device
+    head_dim: int, dtype: torch.dtype, new: int, size: int, places: list[Place], spread: Spread | None, device: torch.device
 ) -> None:
-    if size == 1 and kept + new > 36:
-        kept, new = 2, 34
-    rows = torch.randn(HEADS, new, 2, head_dim).to(dtype).to(device)
-    keys = rows[:, :, 0]  # as they come from a ring
-    both = [tables(head_dim, dtype, device, mapped) for _ in range(2)]
-    for step, own in zip((definition, launch), both, strict=True):
-        lane = {name: None if table is None else table[1] for name, table in own.items()}
-        step(keys, **lane, place=Place(kept, begin=120, before=3, size=size, first=16))
-    for name, expected in both[0].items():
-        if expected is not None:
-            torch.testing.assert_close(both[1][name], expected, rtol=0, atol=0, equal_nan=True)
-            assert (expected[0].isnan() if name == "recent" else expected[0] == -7).all(), "the other lane is left as it was"
+    rows = torch.randn(len(places), HEADS, new, 2, head_dim).to(dtype).to(device)
+    keys = rows[:, :, :, 0]  # as they come from a ring
+    mapped, wide = spread is None, 1 if spread is None else 2
+    expected, found = (tables(head_dim, dtype, device, mapped=mapped, wide=wide) for _ in range(2))
+    definition(keys, expected, places, size=size, first=16, spread=spread)
+    launch(keys, found, places, sent(places, device), size=size, first=16, spread=spread)
+    for name, own, other in zip(Tables._fields, found, expected, strict=True):
+        if own is not None and other is not None:
+            close = TOLERANCE[dtype] if name == "digests" else {"rtol": 0, "atol": 0}
+            torch.testing.assert_close(own, other, equal_nan=True, **close)
+    others = [lane for lane in range(LANES) if lane not in {place.lane for place in places}]
+    assert found.digests is not None
+    assert found.digests[others].isnan().all(), "other lanes are left as they were"
+    assert (found.stops[others] == -7).all()
+    assert torch.equal(found.recent[others], tables(head_dim, dtype, device).recent[others])
 
 
 def test_what_it_writes(device: torch.device) -> None:
-    own = {name: None if t is None else t[0] for name, t in tables(8, torch.float32, device, True).items()}
-    keys = torch.arange(HEADS * 5 * 8, dtype=torch.float32, device=device).view(HEADS, 5, 8)
-    launch(keys, **own, place=Place(kept=4, begin=10, before=2, size=4, first=100))
-    assert own["stops"][:, :8].tolist() == [[-7, -7, 10, 14, 18, 19, -7, -7]] * HEADS
-    assert int(own["count"]) == 5
-    assert own["order"][:, 13:20].tolist() == [[-7, 114, 115, 116, 117, 118, -7]] * HEADS
-    assert torch.equal(own["recent"][:, 4:9], keys)
+    own = tables(8, torch.float32, device)
+    keys = torch.arange(HEADS * 5 * 8, dtype=torch.float32, device=device).view(1, HEADS, 5, 8)
+    kept = own.recent[1, :, 10:14].clone()
+    places = [Place(1, kept=4, begin=10, before=2)]
+    launch(keys, own, places, sent(places, device), size=3, first=100)
+    assert own.stops[1, :, :8].tolist() == [[-7, -7, -7, 13, 16, 19, -7, -7]] * HEADS
+    assert own.counts.tolist() == [-7, 5, -7, -7]
+    assert own.order is not None
+    assert own.order[1, :, 13:20].tolist() == [[-7, 114, 115, 116, 117, 118, -7]] * HEADS
+    assert torch.equal(own.recent[1, :, 14:19], keys[0])
+    assert own.digests is not None
+    assert own.digests[1, :, :3].isnan().all()
+    members = torch.cat((kept[:, 3:], keys[0]), dim=1).unflatten(1, (2, 3))
+    torch.testing.assert_close(own.digests[1, :, 3:5], members.mean(dim=2))
+
+
+def test_others_may_make_the_digests(device: torch.device) -> None:
+    own = tables(8, torch.float32, device, wide=0)
+    places = [Place(0, kept=0, begin=0, before=0)]
+    launch(torch.zeros(1, HEADS, 5, 8, device=device), own, places, sent(places, device), size=4, first=0)
+    assert own.counts.tolist() == [2, -7, -7, -7]
 
 
 def test_room_is_checked(device: torch.device) -> None:
-    own = {name: None if t is None else t[0] for name, t in tables(8, torch.float32, device, True).items()}
-    keys, place = torch.zeros(HEADS, 5, 8, device=device), Place(kept=0, begin=10, before=2, size=4, first=0)
-    for bad in ({"kept": 92}, {"before": 38}, {"begin": 296}, {"size": 1, "before": 35}):
-        with pytest.raises(AssertionError):
-            launch(keys, **own, place=place._replace(**bad))
+    own = tables(8, torch.float32, device)
+    keys, good = torch.zeros(1, HEADS, 5, 8, device=device), Place(0, kept=0, begin=10, before=2)
+    for bad, size in (({"kept": 108}, 4), ({"before": 128}, 4), ({"begin": 296}, 4), ({"before": 125}, 1)):
+        places = [good._replace(**bad)]
+        with pytest.raises(AssertionError, match="no room"):
+            launch(keys, own, places, sent(places, device), size=size, first=0)
+    with pytest.raises(AssertionError, match="digests"):
+        launch(keys, own, [good], sent([good], device), size=4, first=0, spread="mean")

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import get_args
 
-from torch import Tensor
-
 from kvthaw.errors import at_least, one_of
 from kvthaw.index.units import UnitIndex
-from kvthaw.kernels.page_bounds import Spread, page_bounds
+from kvthaw.kernels.page_bounds import Spread
 from kvthaw.kernels.unit_select import Policy
 from kvthaw.types import LayerShape
 
@@ -25,9 +23,5 @@ class BoundIndex(UnitIndex):
     def __init__(self, shape: LayerShape, *, page: int, spread: Spread, policy: Policy = "max") -> None:
         at_least(1, page=page)
         one_of(get_args(Spread), spread=spread)
-        self.spread: Spread = spread
+        self.spread = spread
         super().__init__(shape, size=page, batch=page, width=2 * shape.head_dim, policy=policy)
-
-    def digest(self, keys: Tensor) -> Tensor:
-        """See UnitIndex."""
-        return page_bounds(keys, self.size, spread=self.spread)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.errors import ConfigError, at_least, one_of
-from kvthaw.index.units import UnitIndex, means
+from kvthaw.index.units import Full, Target, UnitIndex
 from kvthaw.kernels.cover import cover, directions
 from kvthaw.kernels.kmeans import Distance, check_distance, kmeans
 from kvthaw.kernels.unit_select import Policy
@@ -87,13 +87,10 @@ def first_keys(keys: Tensor, positions: Tensor, count: int, *, start: Start, str
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """Of a lane of an index, batches of tokens to be clustered: keys [H, n, T, D]; in the map from `begin` on, in the tables of
-    units from `before` on."""
+    """Of lanes of an index, batches of tokens to be clustered: keys [R, H, n, T, D], n batches of each lane; where the first is."""
 
     index: ClusterIndex
-    lane: int
-    begin: int
-    before: int
+    first: Sequence[Full]
     keys: Tensor
 
 
@@ -101,9 +98,10 @@ def cluster(every: Sequence[Batches], count: int) -> None:
     """Cluster each batch among itself, into `count` units, and write these into the tables. All have as many tokens and batches,
     and their indexes differ in nothing but the layer."""
     one = every[0].index
-    keys = torch.stack([each.keys for each in every]) if len(every) > 1 else every[0].keys[None].contiguous()
+    keys = torch.cat([each.keys for each in every]) if len(every) > 1 else every[0].keys.contiguous()
     many, heads, batches, tokens, dim = keys.shape
-    where = [(each.index.first + each.begin, each.begin, stream(one.shape.seed, each.index.shape.layer)) for each in every]
+    of_rows = [(each.index.first, stream(one.shape.seed, each.index.shape.layer), own) for each in every for own in each.first]
+    where = [(first + own.begin, own.begin, number) for first, number, own in of_rows]
     first, begin, streams = torch.tensor(where).to(keys.device, non_blocking=True).t()[:, :, None, None, None].unbind()
     starts = torch.arange(batches, device=keys.device)[:, None] * tokens  # of each batch
     positions = first + starts + torch.arange(tokens, device=keys.device)
@@ -111,16 +109,21 @@ def cluster(every: Sequence[Batches], count: int) -> None:
     chosen = first_keys(keys, positions, count, start=one.start, streams=streams)
     means, order, stops = kmeans(keys.flatten(0, 2), chosen, distance=one.distance, iterations=one.iterations)
     digests = means.view(many, heads, batches * count, dim).to(one.digests.dtype)
-    ends = (stops.view(many, heads, batches, count + 1)[..., 1:] + starts + begin).int().flatten(2)
+    ends = (stops.view(many, heads, batches, count + 1)[..., 1:] + starts + begin).flatten(2)
+    ends = torch.cat((begin[..., 0].expand(-1, heads, 1), ends), dim=2).int()
     places = (order.view(many, heads, batches, tokens) + starts + first).int().flatten(2)
-    units, length = batches * count, batches * tokens
-    for i, each in enumerate(every):
-        index, before = each.index, each.before
+    targets: dict[tuple[Full, ...], Target] = {}
+    done = 0
+    for each in every:
+        own, index = tuple(each.first), each.index
+        if own not in targets:
+            targets[own] = Target.of(own, heads, keys.device)
+        at, rows = targets[own], slice(done, done + len(own))
         assert index.order is not None
-        index.digests[each.lane, :, before : before + units] = digests[i]
-        index.stops[each.lane, :, before] = each.begin
-        index.stops[each.lane, :, before + 1 : before + units + 1] = ends[i]
-        index.order[each.lane, :, each.begin : each.begin + length] = places[i]
+        index.digests[at.units(batches * count)] = digests[rows]
+        index.stops[at.units(batches * count + 1)] = ends[rows]
+        index.order[at.places(batches * tokens)] = places[rows]
+        done += len(own)
 
 
 def check_counts(batch: int, clusters_per_batch: int, tokens_per_cluster: int, clusters: int | None, iterations: int) -> None:
@@ -174,22 +177,18 @@ class ClusterIndex(UnitIndex):
         """See UnitIndex."""
         return super().most_units(tokens) + max(self.clusters or 0, tokens // self.tokens_per_cluster)
 
-    def digest(self, keys: Tensor) -> Tensor:
-        """See UnitIndex: the mean of every `size` keys."""
-        return means(keys, self.size)
-
-    def close(self, lane: int, begin: int, before: int, keys: Tensor) -> None:
-        """See UnitIndex: cluster each batch among itself; a single one with those of other layers, which have theirs at the same
+    def close(self, full: Sequence[Full], keys: Tensor | None) -> None:
+        """See UnitIndex: cluster each batch among itself; single ones with those of other layers, which have theirs at the same
         step."""
-        if keys.shape[1] > 1:
-            self._cluster(lane, begin, before, keys, self.per_batch)
+        if keys is not None:
+            cluster([Batches(self, full, keys)], self.per_batch)
             return
         shape = self.shape
         same = shape.kv_heads, shape.head_dim, shape.dtype, shape.device, shape.seed
         how = self.batch, self.per_batch, self.distance, self.start, self.iterations
-        item = Batches(self, lane, begin, before, keys.clone())
+        item = Batches(self, full, self.last(full, self.recent)[:, :, None])
         self.put_off((ClusterIndex, *same, *how), partial(cluster, count=self.per_batch), item)
 
     def _cluster(self, lane: int, begin: int, before: int, keys: Tensor, count: int) -> None:
-        """Cluster batches keys [H, n, T, D], each into `count` units, now."""
-        cluster([Batches(self, lane, begin, before, keys)], count)
+        """Cluster batches of a lane, keys [H, n, T, D], each into `count` units, now."""
+        cluster([Batches(self, [Full(lane, begin, before)], keys[None])], count)

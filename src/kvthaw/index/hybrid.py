@@ -259,6 +259,7 @@ class HybridIndex(BoundIndex):
         mass = observe(queries, keys, weights, scale=self.shape.scale)
         order = choose_static(mass, count, self.first)
         rest = (order[:, count:] - self.first).long()
+        assert self.spread is not None
         digests = page_bounds(keys, self.size, spread=self.spread, order=rest.contiguous())
         kept = (tokens - count - 1) % self.size + 1 if tokens > count else 0
         tail = keys.gather(1, rest[:, rest.shape[1] - kept :, None].expand(-1, -1, keys.shape[2]))
@@ -312,7 +313,7 @@ class HybridIndex(BoundIndex):
         self.digests[lane, :, :units] = plan.digests
         ends = (torch.arange(units + 1, device=plan.order.device) * self.size).clamp(max=tokens - plan.static)
         self.stops[lane, :, : units + 1] = (plan.static + ends).int()
-        self.recent[lane, :, :kept] = plan.tail
+        self._keep(lane, tokens - kept, plan.tail)
         marks = [(0, 0)] if units <= 1 and not plan.static else [(0, 0), (tokens - kept, max(0, units - 1))]
         self._set(lane, Lane(tokens, units, kept, marks))
         self.statics[lane].rows, self.statics[lane].plan = self.rows, None

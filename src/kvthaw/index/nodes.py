@@ -13,8 +13,9 @@ from torch import Tensor
 from kvthaw.cache.addresses import Addresses
 from kvthaw.errors import ConfigError
 from kvthaw.index.clusters import draw
-from kvthaw.index.units import Lane, UnitIndex
+from kvthaw.index.units import Full, UnitIndex
 from kvthaw.kernels import HAS_TRITON, node_scores
+from kvthaw.kernels.extend import Place
 from kvthaw.kernels.kmeans import grouped
 from kvthaw.kernels.nearest import nearest
 from kvthaw.kernels.node_digests import node_digests, row_width
@@ -109,8 +110,7 @@ class NodeIndex(UnitIndex):
         self.reserve(batch)
         if self.width != self._field(budget):
             self.width = self._field(budget)
-            for lane in range(len(self.lanes)):
-                self._know(lane)
+            self.know(range(len(self.lanes)))
         digests, stops, counts, order = self.digests[:batch], self.stops[:batch], self.counts[:batch], self.order
         assert order is not None
         scale, scores = self.shape.scale, {"scale": self.shape.scale, "reach": config.spread}
@@ -157,9 +157,19 @@ class NodeIndex(UnitIndex):
         stops = torch.arange(0, tokens + self.size, self.size, dtype=torch.int32, device=keys.device).clamp_(max=tokens)
         return node_digests(keys, order, stops.expand(heads, -1), self.config.outliers)[0]
 
-    def close(self, lane: int, begin: int, before: int, keys: Tensor) -> None:
+    def extend(self, keys: Tensor, places: Sequence[Place]) -> None:
+        """See UnitIndex."""
+        self._extend(keys, places, None)
+        for lane, kept, begin, before in places:
+            whole = kept // self.size  # nodes that have all of their keys, and their digests
+            made = self.digest(self._kept(lane, begin + whole * self.size, kept + keys.shape[2] - whole * self.size))
+            self.digests[lane, :, before + whole : before + whole + made.shape[1]] = made
+
+    def close(self, full: Sequence[Full], keys: Tensor | None) -> None:
         """See UnitIndex: each batch makes nodes among itself."""
-        self._form(lane, begin, before, keys, self.config.nodes_per_batch)
+        for i, (lane, begin, before) in enumerate(full):
+            own = self._kept(lane, begin, self.batch)[:, None] if keys is None else keys[i]
+            self._form(lane, begin, before, own, self.config.nodes_per_batch)
 
     def reserve(self, lanes: int, units: int = 0, tokens: int = 0) -> None:
         """See UnitIndex."""
@@ -168,13 +178,10 @@ class NodeIndex(UnitIndex):
         if len(self.lanes) > have:
             self.wanted = torch.nn.functional.pad(self.wanted, (0, len(self.lanes) - have))
 
-    def _set(self, lane: int, host: Lane) -> None:
-        super()._set(lane, host)
-        self._know(lane)
-
-    def _add(self, lane: int, keys: Tensor) -> None:
-        super()._add(lane, keys)
-        self._know(lane)
+    def know(self, lanes: Sequence[int]) -> None:
+        """See UnitIndex: how many rows of a lane get a true score is known on the device."""
+        wanted = [min(lane.tokens, self.width) for lane in self.lanes]
+        self.wanted.copy_(torch.tensor(wanted, dtype=torch.int32), non_blocking=True)
 
     # Inside
 
@@ -182,14 +189,9 @@ class NodeIndex(UnitIndex):
         """Rows whose keys are read for `budget` that are selected: whole tiles."""
         return -(-max(self.config.field, 2 * budget) // TILE) * TILE
 
-    def _know(self, lane: int) -> None:
-        """How many rows of a lane get a true score is known on the device."""
-        self.wanted[lane].fill_(min(self.lanes[lane].tokens, self.width))
-
     def _know_anew(self) -> None:
         self.wanted = torch.zeros(len(self.lanes), dtype=torch.int32, device=self.shape.device)
-        for lane in range(len(self.lanes)):
-            self._know(lane)
+        self.know(range(len(self.lanes)))
 
     def _table(self) -> Tensor:
         return self.wanted if self.addresses.table is None else self.addresses.table

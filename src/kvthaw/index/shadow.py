@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from kvthaw.cache.pool import Slab
 from kvthaw.errors import at_least
 from kvthaw.index.principal import principal
-from kvthaw.index.units import Lane, UnitIndex, grown, means
+from kvthaw.index.units import Lane, UnitIndex, grown
 from kvthaw.kernels.unit_select import Policy
 from kvthaw.types import LayerShape
 
@@ -53,9 +54,9 @@ class ShadowIndex(UnitIndex):
         super().make_room(lanes, tokens)
         self._reserve_factors(tokens)
 
-    def digest(self, keys: Tensor) -> Tensor:
-        """See UnitIndex: the landmarks."""
-        return means(keys, self.size)
+    def know(self, lanes: Sequence[int]) -> None:
+        """See UnitIndex."""
+        self.total.copy_(torch.tensor([lane.tokens for lane in self.lanes], dtype=torch.int32), non_blocking=True)
 
     def build(self, lane: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         """See Index."""
@@ -84,7 +85,7 @@ class ShadowIndex(UnitIndex):
         ends = (torch.arange(units + 1, device=keys.device) * self.size).clamp(max=tokens - static)
         self.stops[lane, :, : units + 1] = (static + ends).int()
         kept = tokens % self.size
-        self.recent[lane, :, :kept] = keys[:, tokens - kept :]
+        self._keep(lane, tokens - kept, keys[:, tokens - kept :])
         marks = [(0, 0)] if units == 0 and not static else [(0, 0), (tokens - kept, units - (kept > 0))]
         self._set(lane, Lane(tokens, units, kept, marks))
         self._factorise(lane, keys)
@@ -166,14 +167,6 @@ class ShadowIndex(UnitIndex):
         self.factors, self.exact = (grown(table, len(self.lanes), tokens) for table in (self.factors, self.exact))
         if self.shape.rotary is not None:
             self.shape.rotary.reserve(self.first + tokens, self.shape.device)
-
-    def _add(self, lane: int, keys: Tensor) -> None:
-        super()._add(lane, keys)
-        self.total[lane].fill_(self.lanes[lane].tokens)
-
-    def _set(self, lane: int, host: Lane) -> None:
-        super()._set(lane, host)
-        self.total[lane].fill_(host.tokens)
 
     def _tables(self) -> list[str]:
         return [*super()._tables(), "factors", "basis", "exact", "known", "total", "turned"]

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvthaw.cache.side_stream import SideStream
 from kvthaw.cache.together import Together
-from kvthaw.kernels.extend import Place, extend
+from kvthaw.kernels.extend import Place, Tables, extend, means
+from kvthaw.kernels.page_bounds import Spread, page_bounds
 from kvthaw.kernels.unit_scores import Watch
 from kvthaw.kernels.unit_select import Policy, check_policy, unit_select
 from kvthaw.types import LayerShape, Selection
@@ -31,6 +32,26 @@ class Lane:
     units: int = 0
     kept: int = 0
     marks: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
+
+    def begin_anew(self, batch: int) -> None:
+        """The next token begins a batch if the last one, of at most so many tokens, is full or cut off."""
+        if self.kept in (0, batch) and self.marks[-1] != (self.tokens, self.units):
+            self.marks.append((self.tokens, self.units))
+            self.kept = 0
+
+    def take(self, n: int, size: int, batch: int) -> list[tuple[int, int]]:
+        """Count n more tokens of the last batch and of those behind it. (tokens, units) before each batch that is full now."""
+        begin, before = self.marks[-1]
+        n += self.kept
+        last, per = (n - 1) // batch, batch // size
+        starts = [(begin + i * batch, before + i * per) for i in range(last + 1)]
+        if batch > size:
+            self.marks += starts[1:]
+        elif last:
+            self.marks.append(starts[-1])
+        self.kept = n - last * batch
+        self.tokens, self.units = begin + n, before + -(-n // size)
+        return starts[: n // batch]
 
     def told(self) -> tuple[int, int, int, list[tuple[int, int]]]:
         """Its fields, of the caller's own."""
@@ -53,12 +74,48 @@ class Before:
         return replace(self, parts=tuple((name, start, part.to(device, copy=True)) for name, start, part in self.parts))
 
 
+class Full(NamedTuple):
+    """A batch of a lane: it begins at `begin` in the map and at unit `before`."""
+
+    lane: int
+    begin: int
+    before: int
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Batches of R lanes as indices of tables [B, H, ..]: lanes [R, 1, 1], heads [H, 1], begin and before [R, 1, 1]; int64."""
+
+    lanes: Tensor
+    heads: Tensor
+    begin: Tensor
+    before: Tensor
+
+    @classmethod
+    def of(cls, full: Sequence[Full], heads: int, device: torch.device) -> Target:
+        """On a device; the host does not wait."""
+        numbers = torch.tensor(full).to(device, non_blocking=True)
+        return cls(
+            numbers[:, 0, None, None], torch.arange(heads, device=device)[:, None], *numbers[:, 1:, None, None].unbind(1)
+        )
+
+    def units(self, n: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The first n units of each, of tables of units."""
+        return self.lanes, self.heads, self.before + torch.arange(n, device=self.before.device)
+
+    def places(self, n: int, ring: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """The first n places of each in the map; where they stand in a ring of so many, if there is one."""
+        at = self.begin + torch.arange(n, device=self.begin.device)
+        return self.lanes, self.heads, at if ring is None else at % ring
+
+
 class UnitIndex:
     """Tables of units, and selection by digest. Subclasses say how a batch becomes units.
 
     digests [B, H, U, E], stops [B, H, U + 1] int32, counts [B] int32, order [B, H, T] int32 or None (text order), recent
-    [B, H, batch, D]: the keys of the last batch. All on the device, at a capacity that doubles, written in place.
-    What an append writes over is kept, or can be made again, until the next, so that it can be undone.
+    [B, H, batch + buffer, D]: the keys of the last tokens, a ring by their places in the map, so that what leaves the tokens' ring
+    at once finds room beside the last batch. All on the device, at a capacity that doubles, written in place. What an append
+    writes over is kept, or can be made again, until the next, so that it can be undone.
     """
 
     graph_safe = True
@@ -68,6 +125,8 @@ class UnitIndex:
     """Units hold tokens of any place in the text: there is an order."""
     shuffled = False
     """And so do batches: a token's place in the map says nothing of its position."""
+    spread: Spread | None = None
+    """A digest is the box around a unit's keys; None: their mean."""
 
     def __init__(self, shape: LayerShape, *, size: int, batch: int, width: int, policy: Policy) -> None:
         check_policy(policy)
@@ -78,7 +137,8 @@ class UnitIndex:
         self.stops = torch.zeros((0, heads, 1), dtype=torch.int32, device=device)
         self.counts = torch.zeros(0, dtype=torch.int32, device=device)
         self.order = torch.zeros((0, heads, 0), dtype=torch.int32, device=device) if self.mapped else None
-        self.recent = torch.zeros((0, heads, batch, shape.head_dim), dtype=shape.dtype, device=device)
+        length = batch + shape.regions.buffer
+        self.recent = torch.zeros((0, heads, length, shape.head_dim), dtype=shape.dtype, device=device)
         self.lanes: list[Lane] = []
         self._before: dict[int, Before] = {}
         self._side = shape.side or SideStream()
@@ -94,11 +154,17 @@ class UnitIndex:
 
     def digest(self, keys: Tensor) -> Tensor:
         """keys [H, n, D] -> digests [H, ceil(n / size), E] of units of `size` tokens in text order, the last one partial."""
-        raise NotImplementedError
+        return means(keys, self.size) if self.spread is None else page_bounds(keys, self.size, spread=self.spread)
 
-    def close(self, lane: int, begin: int, before: int, keys: Tensor) -> None:
-        """Batches are full: keys [H, n, batch, D]. The first begins at `begin` in the map and at unit `before`; units in text
-        order are in the tables."""
+    def close(self, full: Sequence[Full], keys: Tensor | None) -> None:
+        """Batches are full; their units in text order are in the tables. keys [R, H, n, batch, D]: of n batches of a lane each, of
+        which the first is given; None: one batch each, whose keys are the last."""
+
+    def take_values(self, lanes: Sequence[int], values: Tensor) -> None:
+        """The values [R, H, n, D] of the tokens that lanes get next, before these are in the tables."""
+
+    def know(self, lanes: Sequence[int]) -> None:
+        """Lanes have other numbers of tokens or units than before."""
 
     def watch(self, lanes: int) -> Watch | None:
         """What takes the queries that select() is asked with, of the first lanes; None for an index that forgets them."""
@@ -125,9 +191,12 @@ class UnitIndex:
         self.reserve(
             0, max(self.lanes[i].units for i in lanes) + -(-n // self.size) + 1, max(self.lanes[i].tokens for i in lanes) + n
         )
-        for i, lane in enumerate(lanes):
+        for lane in lanes:
             self._before[lane] = self._saved(lane, n)
-            self._add(lane, keys[i])
+            if n:
+                self.lanes[lane].begin_anew(self.batch)
+        self.take_values(lanes, values)
+        self._add(lanes, keys)
 
     def select(self, query: Tensor, budget: int) -> Selection:
         """See Index."""
@@ -169,9 +238,7 @@ class UnitIndex:
             whole = False
         begin, before = marks[-1]
         if whole and host.kept and host.tokens - host.kept == begin and not self.shuffled:
-            keys = self.recent[lane, :, : keep - begin].clone()
-            self._set(lane, Lane(begin, before, 0, marks))
-            self._add(lane, keys)
+            self._again(lane, begin, before, keep - begin, marks)
             return
         if self.order is None:
             self.stops[lane].clamp_(max=keep)
@@ -199,8 +266,7 @@ class UnitIndex:
         if last.kept in (0, self.batch):
             self._set(lane, Lane(last.tokens, last.units, last.kept, marks))
         else:  # the units of the batch are made again
-            self._set(lane, Lane(*marks[-1], 0, marks))
-            self._add(lane, self.recent[lane, :, : last.kept].clone())
+            self._again(lane, *marks[-1], last.kept, marks)
 
     def reorder(self, lanes: Sequence[int]) -> None:
         """See Index."""
@@ -265,7 +331,7 @@ class UnitIndex:
         self.digests = grown(self.digests, many, units)
         self.stops = grown(self.stops, many, units + 1)
         self.counts = grown(self.counts, many)
-        self.recent = grown(self.recent, many, self.batch)
+        self.recent = grown(self.recent, many)
         if self.order is not None:
             self.order = grown(self.order, many, known if tokens <= known else max(tokens + tokens // 4 + 64, 2 * known))
 
@@ -277,6 +343,7 @@ class UnitIndex:
         self.counts[lane].fill_(host.units)
         if not host.tokens:
             self.stops[lane, :, 0] = 0
+        self.know([lane])
 
     def _whole(
         self, lane: int, first: int, keys: Tensor, count: int, form: Callable[[int, int, int, Tensor, int], None]
@@ -293,73 +360,101 @@ class UnitIndex:
         self.beside(lambda: form(lane, 0, 0, keys[:, None], count), keys)
         self._set(lane, Lane(tokens, count, 0, [(0, 0), (tokens, count)]))
 
+    def _fits(self, lane: int, n: int) -> bool:
+        """Whether the keys of the last batch stay where they are when n more come."""
+        return self.lanes[lane].kept + n <= self.recent.shape[2]
+
     def _saved(self, lane: int, n: int) -> Before:
         """What an append of n tokens will write over, but for what the kept keys say."""
-        host, parts = self.lanes[lane], []
-        if host.kept and (host.kept == self.batch or host.kept + n > self.batch):
-            parts.append(("recent", 0, self.recent[lane, :, : host.kept].clone()))
-        return Before(host.tokens, host.units, host.kept, len(host.marks), tuple(parts))
-
-    def _add(self, lane: int, keys: Tensor) -> None:
-        """The next tokens of a lane, keys [H, n, D]; there is room."""
         host = self.lanes[lane]
-        if not keys.shape[1]:
+        lost = host.kept and not self._fits(lane, n)
+        parts = tuple((name, 0, getattr(self, name)[lane].clone()) for name in self._rings()) if lost else ()
+        return Before(host.tokens, host.units, host.kept, len(host.marks), parts)
+
+    def _rings(self) -> list[str]:
+        """Tables that hold the last tokens by their places in the map."""
+        return ["recent"]
+
+    def _add(self, lanes: Sequence[int], keys: Tensor) -> None:
+        """The next tokens of some lanes, keys [R, H, n, D]; there is room."""
+        n = keys.shape[2]
+        if not n:
             return
-        if host.kept in (0, self.batch) and host.marks[-1] != (host.tokens, host.units):
-            host.marks.append((host.tokens, host.units))
-            host.kept = 0
+        if all(self._fits(lane, n) for lane in lanes):
+            self._grow(lanes, keys)
+            return
+        for i, lane in enumerate(lanes):
+            grow = self._grow if self._fits(lane, n) else self._join_many
+            grow([lane], keys[i : i + 1])
+
+    def _grow(self, lanes: Sequence[int], keys: Tensor) -> None:
+        """So few tokens that what is kept stays where it is: few launches, for it is what happens whenever tokens leave rings."""
+        hosts = [self.lanes[lane] for lane in lanes]
+        self.extend(keys, [Place(lane, host.kept, *host.marks[-1]) for lane, host in zip(lanes, hosts, strict=True)])
+        n = keys.shape[2]
+        full = [Full(lane, *of) for lane, host in zip(lanes, hosts, strict=True) for of in host.take(n, self.size, self.batch)]
+        if full:
+            self.close(full, None)
+        self.know(lanes)
+
+    def extend(self, keys: Tensor, places: Sequence[Place]) -> None:
+        """Keys [R, H, n, D] enter the tables at their places, and the units that they begin or fill get their digests."""
+        self._extend(keys, places, self.digests)
+
+    def _extend(self, keys: Tensor, places: Sequence[Place], digests: Tensor | None) -> None:
+        tables = Tables(self.recent, self.stops, self.counts, self.order, digests)
+        where = self._together.numbers(places, keys.device)
+        extend(keys, tables, places, where, size=self.size, first=self.first, spread=self.spread)
+
+    def _join_many(self, lanes: Sequence[int], keys: Tensor) -> None:
+        """So many tokens of a lane that there is no room for them beside what is kept, keys [1, H, n, D]."""
+        (lane,), host = lanes, self.lanes[lanes[0]]
         begin, before = host.marks[-1]
-        if host.kept + keys.shape[1] <= self.batch:
-            self._grow(lane, begin, before, keys)
-            return
-        together = torch.cat((self.recent[lane, :, : host.kept], keys), dim=1) if host.kept else keys
+        known, old = host.kept, self._kept(lane, begin, host.kept)
+        together = torch.cat((old, keys[0]), dim=1) if known else keys[0]
         n = together.shape[1]
         found = self.digest(together)
         stop = before + found.shape[1]
         self.digests[lane, :, before:stop] = found.to(self.digests.dtype)
         ends = torch.arange(begin, begin + (stop - before + 1) * self.size, self.size, dtype=torch.int32, device=keys.device)
-        self.stops[lane, :, before : stop + 1] = ends.clamp_(
-            max=begin + n
-        )  # the first as it is already, but for a lane's first
+        self.stops[lane, :, before : stop + 1] = ends.clamp_(max=begin + n)  # the first as it is, but for a lane's first
         if self.order is not None:
-            span = (self.first + host.tokens, self.first + begin + n)
-            self.order[lane, :, host.tokens : begin + n] = torch.arange(*span, dtype=torch.int32, device=keys.device)
-        per, last = self.batch // self.size, (n - 1) // self.batch
-        full = n // self.batch
-        if full:
-            self.close(lane, begin, before, together[:, : full * self.batch].unflatten(1, (full, self.batch)))
-        if self.batch > self.size:
-            host.marks += [(begin + i * self.batch, before + i * per) for i in range(1, last + 1)]
-        elif last:
-            host.marks.append((begin + last * self.batch, before + last * per))
-        host.kept = n - last * self.batch
-        self.recent[lane, :, : host.kept] = together[:, last * self.batch :]
-        host.tokens, host.units = begin + n, stop
+            span = (self.first + begin + known, self.first + begin + n)
+            self.order[lane, :, begin + known : begin + n] = torch.arange(*span, dtype=torch.int32, device=keys.device)
         self.counts[lane].fill_(stop)
+        full = host.take(n - known, self.size, self.batch)
+        if full:
+            batches = together[None, :, : len(full) * self.batch].unflatten(2, (len(full), self.batch))
+            self.close([Full(lane, *full[0])], batches)
+        self._keep(lane, begin + n - host.kept, together[:, n - host.kept :])
+        self.know(lanes)
 
-    def _grow(self, lane: int, begin: int, before: int, keys: Tensor) -> None:
-        """The next tokens of the batch that begins at `begin` in the map and at unit `before`: few launches, for it is what happens
-        whenever tokens leave a ring."""
-        host, recent = self.lanes[lane], self.recent[lane]
-        order = None if self.order is None else self.order[lane]
-        place = Place(host.kept, begin, before, self.size, self.first)
-        extend(keys, recent, self.stops[lane], self.counts[lane], order, place)
-        whole = host.kept // self.size  # units that have all of their tokens, and their digests
-        host.kept += keys.shape[1]
-        found = self.digest(recent[:, whole * self.size : host.kept])
-        host.tokens, host.units = begin + host.kept, before + whole + found.shape[1]
-        self.digests[lane, :, before + whole : host.units] = found
-        if host.kept == self.batch:
-            self.close(lane, begin, before, recent[:, None])
+    def last(self, full: Sequence[Full], table: Tensor) -> Tensor:
+        """Of the last batches of lanes what a table holds by places in the map, [R, H, batch, D]."""
+        return table[self._last(full, self.batch)]
 
+    def _last(self, full: Sequence[Full], n: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Indices of a table of the last tokens: of each lane n tokens; made once for all layers."""
+        own, heads, ring, device = tuple(full), self.shape.kv_heads, self.recent.shape[2], self.shape.device
+        return self._together.once((own, n, ring, heads, device), lambda: Target.of(own, heads, device).places(n, ring))
 
-def means(keys: Tensor, size: int) -> Tensor:
-    """The mean of every `size` keys [H, n, D], in float32; the last ones may be fewer. [H, ceil(n / size), D]."""
-    full = keys.shape[1] // size * size
-    parts = [keys[:, :full].unflatten(1, (-1, size)).mean(dim=2, dtype=torch.float32)] if full else []
-    if full < keys.shape[1]:
-        parts.append(keys[:, full:].mean(dim=1, keepdim=True, dtype=torch.float32))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    def _again(self, lane: int, begin: int, before: int, n: int, marks: list[tuple[int, int]]) -> None:
+        """A lane ends with the first n tokens of a batch, whose keys are kept."""
+        keys = self._kept(lane, begin, n)
+        self._set(lane, Lane(begin, before, 0, marks))
+        self._add([lane], keys[None])
+
+    def _kept(self, lane: int, begin: int, n: int) -> Tensor:
+        """Keys [H, n, D] of a lane's last tokens, from place `begin` of the map on."""
+        return self.recent[lane].index_select(1, self._ring(begin, n))
+
+    def _keep(self, lane: int, begin: int, keys: Tensor) -> None:
+        """Keys [H, n, D], n no more than a batch, become a lane's last, from place `begin` of the map on."""
+        self.recent[lane].index_copy_(1, self._ring(begin, keys.shape[1]), keys)
+
+    def _ring(self, begin: int, n: int) -> Tensor:
+        """Where places of the map from `begin` on stand among the last tokens."""
+        return torch.arange(begin, begin + n, device=self.recent.device) % self.recent.shape[2]
 
 
 def grown(table: Tensor, lanes: int, length: int | None = None) -> Tensor:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kvthaw.errors import ConfigError
-from kvthaw.index.clusters import ClusterIndex
-from kvthaw.index.units import Before, Lane, grown
+from kvthaw.index.clusters import Batches, ClusterIndex, cluster
+from kvthaw.index.units import Full, Lane, Target, grown
 from kvthaw.kernels import unit_scores
 from kvthaw.kernels.unit_select import Policy
 from kvthaw.types import LayerShape, Partial, Selection
@@ -24,8 +23,8 @@ class WaveIndex(ClusterIndex):
     every `batch` tokens after it. Clusters are taken whole in the order of q.C, the last one cut. Of those that no selected row
     belongs to, the next `estimated` share of all clusters, in the same order, enters as a partial: a cluster of s tokens with
     centroid C and mean value V has the weight s exp(scale q.C) and gives V. Tokens that are not clustered yet can be selected but
-    not estimated. values [B, H, U, D]: mean values; recent_values [B, H, batch, D]: of token t of a lane at t modulo batch; closed
-    [B] int32: units that are clusters.
+    not estimated. values [B, H, U, D]: mean values; recent_values, as recent; closed [B] int32: units that
+    are clusters.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class WaveIndex(ClusterIndex):
         self.values = torch.zeros_like(self.digests)
         self.recent_values = torch.zeros_like(self.recent)
         self.closed = torch.zeros_like(self.counts)
-        self._arriving: Tensor | None = None  # values of an append under way
+        self._arriving: dict[int, Tensor] = {}  # values of a lane's batches, [H, n, D], while many tokens come
 
     # Index
 
@@ -82,33 +81,42 @@ class WaveIndex(ClusterIndex):
             if rest:
                 self._cluster(lane, cut, whole * per, keys[:, None, cut:], last)
             for i in range(whole):
-                self._average(lane, i * self.segment, i * per, per, values[:, i * self.segment : (i + 1) * self.segment])
+                at = i * self.segment
+                self._average([Full(lane, at, i * per)], per, values[None, :, at : at + self.segment])
             if rest:
-                self._average(lane, cut, whole * per, last, values[:, cut:])
+                self._average([Full(lane, cut, whole * per)], last, values[None, :, cut:])
 
         self.beside(job, keys, values)
         self._set(lane, Lane(tokens, count, 0, [(0, 0), (tokens, count)]))
 
     def append(self, lanes: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
         """See Index."""
-        for i, lane in enumerate(lanes):
-            self._arriving = values[i]
-            super().append([lane], keys[i : i + 1], values[i : i + 1], None)
-            stop = self.lanes[lane].tokens
-            start = stop - min(values.shape[2], self.batch)
-            self.recent_values[lane, :, self._ring(start, stop)] = values[i, :, values.shape[2] - (stop - start) :]
-            self._set(lane, self.lanes[lane])
-        self._arriving = None
+        super().append(lanes, keys, values, queries)
+        self._arriving.clear()
 
-    def close(self, lane: int, begin: int, before: int, keys: Tensor) -> None:
-        """See UnitIndex."""
-        self._cluster(lane, begin, before, keys, self.per_batch)  # now, for the values follow
-        assert self._arriving is not None
-        known = self.recent_values[lane, :, self._ring(begin, self.lanes[lane].tokens)]
-        values = torch.cat((known, self._arriving), dim=1)
-        for i in range(keys.shape[1]):
+    def take_values(self, lanes: Sequence[int], values: Tensor) -> None:
+        """See UnitIndex: the last ones stand in a ring, as keys do; where they are too many, all of a batch are kept aside."""
+        n, hosts = values.shape[2], [self.lanes[lane] for lane in lanes]
+        for i, (lane, host) in enumerate(zip(lanes, hosts, strict=True)):
+            if not self._fits(lane, n):
+                known = self.recent_values[lane].index_select(1, self._ring(host.tokens - host.kept, host.kept))
+                self._arriving[lane] = torch.cat((known, values[i]), dim=1)
+        few = min(n, self.recent_values.shape[2])
+        where = [Full(lane, host.tokens + n - few, 0) for lane, host in zip(lanes, hosts, strict=True)]
+        self.recent_values[self._last(where, few)] = values[:, :, n - few :]
+
+    def close(self, full: Sequence[Full], keys: Tensor | None) -> None:
+        """See UnitIndex; at once, for their values follow."""
+        own = self.last(full, self.recent)[:, :, None] if keys is None else keys
+        cluster([Batches(self, full, own)], self.per_batch)
+        if keys is None:
+            self._average(full, self.per_batch, self.last(full, self.recent_values))
+            return
+        ((lane, begin, before),) = full
+        for i in range(keys.shape[2]):
             at = i * self.batch
-            self._average(lane, begin + at, before + i * self.per_batch, self.per_batch, values[:, at : at + self.batch])
+            values = self._arriving[lane][None, :, at : at + self.batch]
+            self._average([Full(lane, begin + at, before + i * self.per_batch)], self.per_batch, values)
 
     def select(self, query: Tensor, budget: int) -> Selection:
         """See Index."""
@@ -163,36 +171,26 @@ class WaveIndex(ClusterIndex):
         at = upto.gather(2, bounds.long())
         return at[:, :, 1:] > at[:, :, :-1]
 
-    def _average(self, lane: int, begin: int, before: int, count: int, values: Tensor) -> None:
-        """Mean values of `count` units from unit `before` on, of the tokens of values [H, n, D], from `begin` in the map."""
+    def _average(self, full: Sequence[Full], count: int, values: Tensor) -> None:
+        """Mean values of `count` units of each of some lanes, of the tokens of values [R, H, n, D]: from where it is said on."""
         assert self.order is not None
-        n = values.shape[1]
-        place = (self.order[lane, :, begin : begin + n] - (self.first + begin)).long()
-        ordered = values.gather(1, place[..., None].expand(-1, -1, values.shape[2]))
-        sums = ordered.mT.double().contiguous().cumsum(dim=2).mT  # along the last dimension a GPU sums in parallel
+        target, wide = Target.of(full, self.shape.kv_heads, values.device), values.shape[3]
+        place = self.order[target.places(values.shape[2])].long() - (self.first + target.begin)
+        ordered = values.gather(2, place[..., None].expand(-1, -1, -1, wide))
+        sums = ordered.mT.double().contiguous().cumsum(dim=3).mT  # along the last dimension a GPU sums in parallel
         upto = F.pad(sums, (0, 0, 1, 0))
-        stops = (self.stops[lane, :, before : before + count + 1] - begin).long()
-        at = upto.gather(1, stops[..., None].expand(-1, -1, values.shape[2]))
-        means = (at[:, 1:] - at[:, :-1]) / stops.diff(dim=1).clamp(min=1)[..., None]
-        self.values[lane, :, before : before + count] = means.to(self.values.dtype)
+        stops = self.stops[target.units(count + 1)].long() - target.begin
+        at = upto.gather(2, stops[..., None].expand(-1, -1, -1, wide))
+        means = (at[:, :, 1:] - at[:, :, :-1]) / stops.diff(dim=2).clamp(min=1)[..., None]
+        self.values[target.units(count)] = means.to(self.values.dtype)
 
-    def _ring(self, start: int, stop: int) -> Tensor:
-        return torch.arange(start, stop, device=self.recent_values.device) % self.batch
+    def know(self, lanes: Sequence[int]) -> None:
+        """See UnitIndex."""
+        closed = [lane.units if lane.kept in (0, self.batch) else lane.marks[-1][1] for lane in self.lanes]
+        self.closed.copy_(torch.tensor(closed, dtype=torch.int32), non_blocking=True)
 
-    def _saved(self, lane: int, n: int) -> Before:
-        """See UnitIndex: values of the last batch stand in a ring."""
-        saved, start, parts = super()._saved(lane, n), self.lanes[lane].tokens, []
-        stop = start + min(n, self.batch)
-        while start < stop:
-            place = start % self.batch
-            end = min(self.batch, place + stop - start)
-            parts.append(("recent_values", place, self.recent_values[lane, :, place:end].clone()))
-            start += end - place
-        return replace(saved, parts=(*saved.parts, *parts))
-
-    def _set(self, lane: int, host: Lane) -> None:
-        super()._set(lane, host)
-        self.closed[lane].fill_(host.units if host.kept in (0, self.batch) else host.marks[-1][1])
+    def _rings(self) -> list[str]:
+        return [*super()._rings(), "recent_values"]
 
     def _tables(self) -> list[str]:
         return [*super()._tables(), "values", "recent_values", "closed"]

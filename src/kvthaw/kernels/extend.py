@@ -1,101 +1,172 @@
-"""New tokens enter a lane's tables of units: their keys, their places in the map and where their units end, in one launch.
+"""New tokens enter the lanes' tables of units, all lanes in one launch: their keys, their places in the map, where their units end,
+and the digests of the units that they begin or fill.
 
-n D keys a head are copied (64 KiB for 16 tokens of 8 heads, d = 128, bf16: 0.02 us at 4.3 TB/s), so the time is the launch's; the
-same in torch is nine launches, which every layer pays whenever tokens leave the ring.
+n D keys a head are copied and those of at most one unit more are read (64 KiB a lane for 16 tokens of 8 heads, d = 128, bf16: 0.02
+us at 4.3 TB/s), so the time is the launch's, which every layer pays whenever tokens leave a ring.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels import HAS_TRITON, page_bounds
+from kvthaw.kernels.page_bounds import Spread
 
 
 class Place(NamedTuple):
-    """Where a batch of tokens stands, of which `kept` are there already: it begins at `begin` in the map and at unit `before`; its
-    units have `size` tokens, the last one maybe fewer. Place t of the map holds position first + t until units change it."""
+    """Where new tokens of a lane come: behind `kept` that are there already of a batch, which begins at `begin` in the map and at
+    unit `before`."""
 
+    lane: int
     kept: int
     begin: int
     before: int
-    size: int
-    first: int
 
 
-def definition(keys: Tensor, recent: Tensor, stops: Tensor, count: Tensor, order: Tensor | None, place: Place) -> None:
-    """Add keys [H, n, D] behind those kept in recent [H, batch, D], where they fit.
+class Tables(NamedTuple):
+    """Of all lanes: recent [B, H, L, D], the keys of the last tokens, of place t in the map at t modulo L; stops [B, H, U + 1]
+    int32; counts [B] int32; order [B, H, T] int32 or None; digests [B, H, U, E] or None where others make them."""
 
-    stops [H, U + 1] int32 gets the ends of the batch's units, count (one int32) the number of all units, order [H, T] int32, where
-    there is one, the new tokens' positions.
+    recent: Tensor
+    stops: Tensor
+    counts: Tensor
+    order: Tensor | None
+    digests: Tensor | None
+
+
+def means(keys: Tensor, size: int) -> Tensor:
+    """The mean of every `size` keys [H, n, D], in float32; the last ones may be fewer. [H, ceil(n / size), D]."""
+    full = keys.shape[1] // size * size
+    parts = [keys[:, :full].unflatten(1, (-1, size)).mean(dim=2, dtype=torch.float32)] if full else []
+    if full < keys.shape[1]:
+        parts.append(keys[:, full:].mean(dim=1, keepdim=True, dtype=torch.float32))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def definition(
+    keys: Tensor, tables: Tables, places: Sequence[Place], *, size: int, first: int, spread: Spread | None = None
+) -> None:
+    """Add keys [R, H, n, D], of a lane at each of the places; kept + n is at most L.
+
+    Units have `size` tokens, the last one maybe fewer, and go on through batches. stops gets the ends of the units that are begun
+    or filled, counts the number of all, order the new tokens' positions: place t of the map holds position first + t until units
+    change it. digests gets the means of these units' keys, or the boxes around them (`page_bounds`) where there is a spread.
     """
-    kept, begin, before, size, first = place
-    n = kept + keys.shape[1]
-    recent[:, kept:n] = keys
-    units = -(-n // size)
-    ends = (torch.arange(1, units + 1, device=keys.device) * size).clamp(max=n) + begin
-    stops[:, before] = begin
-    stops[:, before + 1 : before + units + 1] = ends.int()
-    count.fill_(before + units)
-    if order is not None:
-        new = torch.arange(begin + kept, begin + n, dtype=torch.int32, device=keys.device)
-        order[:, begin + kept : begin + n] = new + first
+    ring = tables.recent.shape[2]
+    for new, (lane, kept, begin, before) in zip(keys, places, strict=True):
+        n, whole = kept + new.shape[1], kept // size
+        units, device = -(-n // size), keys.device
+        at = torch.arange(begin + whole * size, begin + n, device=device) % ring
+        recent = tables.recent[lane].index_copy_(1, at[kept - whole * size :], new)
+        ends = torch.arange(whole * size, (units + 1) * size, size, dtype=torch.int32, device=device).clamp_(max=n) + begin
+        tables.stops[lane, :, before + whole : before + units + 1] = ends
+        tables.counts[lane] = before + units
+        if tables.order is not None:
+            there = torch.arange(begin + kept, begin + n, dtype=torch.int32, device=device)
+            tables.order[lane, :, begin + kept : begin + n] = there + first
+        if tables.digests is not None:
+            some = recent[:, at]
+            made = means(some, size) if spread is None else page_bounds.definition(some, size, spread=spread)
+            tables.digests[lane, :, before + whole : before + units] = made.to(tables.digests.dtype)
 
 
 if HAS_TRITON:
     import triton
     import triton.language as tl
 
-    @triton.jit(do_not_specialize=["new", "kept", "begin", "before", "first"])  # else some of their values are compiled for
+    from kvthaw.kernels.page_bounds import box
+
+    @triton.jit(do_not_specialize=["new", "first", "ring", "stops_head", "order_head"])  # else some values are compiled for
     def _extend(
-        keys, recent, stops, count, order,
-        new, dim, key_head, key_token, recent_head, stops_head, order_head,
-        kept, begin, before, size, first,
-        TILE: tl.constexpr, DP: tl.constexpr, MAPPED: tl.constexpr,
+        places, keys, recent, stops, counts, order, digests,
+        new, dim, heads, ring, size, first, grown, key_lane, key_head, key_token, stops_head, order_head, digests_head,
+        PAGE: tl.constexpr, DP: tl.constexpr, MAPPED: tl.constexpr, MEAN: tl.constexpr, BOX: tl.constexpr, MAX: tl.constexpr,
     ):  # fmt: skip
-        # One program a (tile of new tokens; head). The head's first program writes the batch's ends, its units being no more
-        # than its tokens; the first of all writes the count.
-        h, d = tl.program_id(1).to(tl.int64), tl.arange(0, DP)
-        i = tl.program_id(0) * TILE + tl.arange(0, TILE)
-        known, inside = i < new, d < dim
-        both = known[:, None] & inside[None, :]
-        rows = tl.load(keys + h * key_head + i[:, None] * key_token + d[None, :], mask=both)
-        tl.store(recent + h * recent_head + (kept + i[:, None]) * dim + d[None, :], rows, mask=both)
-        if MAPPED:
-            place = begin + kept + i
-            tl.store(order + h * order_head + place, first + place, mask=known)
-        if tl.program_id(0) == 0:
-            total = kept + new
-            units = (total + size - 1) // size
-            end = stops + h * stops_head + before
-            tl.store(end, begin)
-            for start in range(0, units, TILE):
-                u = start + tl.arange(0, TILE)
-                tl.store(end + 1 + u, begin + tl.minimum((u + 1) * size, total), mask=u < units)
-            if h == 0:
-                tl.store(count, before + units)
+        # One program a (unit; head; lane), from the first that is not full on.
+        h, r = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+        lane, kept = tl.load(places + 4 * r).to(tl.int64), tl.load(places + 4 * r + 1)
+        begin, before = tl.load(places + 4 * r + 2), tl.load(places + 4 * r + 3)
+        row, total, unit = lane * heads + h, kept + new, kept // size + tl.program_id(0)
+        start = unit * size
+        if start < total:
+            stop = tl.minimum(start + size, total)
+            i, d = tl.arange(0, PAGE), tl.arange(0, DP)
+            t = start + i
+            inside = t < stop
+            fresh = inside & (t >= kept)
+            wide = d < dim
+            place = recent + (row * ring + (begin + t) % ring)[:, None] * dim + d[None, :]
+            source = keys + r * key_lane + h * key_head + (t - kept)[:, None] * key_token + d[None, :]
+            come = tl.load(source, mask=fresh[:, None] & wide[None, :], other=0.0)
+            there = tl.load(place, mask=(inside & (t < kept))[:, None] & wide[None, :], other=0.0)
+            tl.store(place, come, mask=fresh[:, None] & wide[None, :])
+            if MAPPED:
+                tl.store(order + row * order_head + begin + t, first + begin + t, mask=fresh)
+            end = stops + row * stops_head + before + unit
+            tl.store(end, begin + start)  # as it is, but for a lane's first
+            tl.store(end + 1, begin + stop)
+            if (h == 0) & (stop == total):
+                tl.store(counts + lane, before + unit + 1)
+            if MEAN | BOX:
+                k = tl.where(fresh[:, None], come, there).to(tl.float32)
+                kind = digests.dtype.element_ty
+                digest = digests + row * digests_head + (before + unit).to(tl.int64) * (2 * dim if BOX else dim) + d
+                count = (stop - start).to(tl.float32)
+                if BOX:
+                    centre, delta = box(k, inside[:, None] & wide[None, :], wide, count, grown, kind, MAX)
+                    tl.store(digest, centre.to(kind), mask=wide)
+                    tl.store(digest + dim, delta.to(kind), mask=wide)
+                else:
+                    tl.store(digest, (tl.sum(k, axis=0) / count).to(kind), mask=wide)
 
 
-def launch(keys: Tensor, recent: Tensor, stops: Tensor, count: Tensor, order: Tensor | None, place: Place) -> None:
-    """The Triton kernel; arguments as in `definition`. Of a key the elements neighbour each other."""
-    heads, new, dim = keys.shape
-    kept, begin, before, size, _ = place
-    assert keys.stride(2) == 1 and recent.stride()[1:] == (dim, 1) and stops.stride(1) == 1
-    assert keys.dtype == recent.dtype and kept + new <= recent.shape[1]
-    assert before + -(-(kept + new) // size) < stops.shape[1], "no room for the units"
-    assert order is None or (order.stride(1) == 1 and begin + kept + new <= order.shape[1]), "no room in the map"
-    tile = 32
-    _extend[(triton.cdiv(new, tile), heads)](
-        keys, recent, stops, count, stops if order is None else order,
-        new, dim, keys.stride(0), keys.stride(1), recent.stride(0), stops.stride(0), 0 if order is None else order.stride(0),
-        *place,
-        TILE=tile, DP=triton.next_power_of_2(dim), MAPPED=order is not None,
+def launch(
+    keys: Tensor,
+    tables: Tables,
+    places: Sequence[Place],
+    where: Tensor,
+    *,
+    size: int,
+    first: int,
+    spread: Spread | None = None,
+) -> None:
+    """The Triton kernel; arguments as in `definition`, and where [R, 4] int32: the places, on the device. Of a key the elements
+    neighbour each other, and all tables are contiguous."""
+    recent, stops, counts, order, digests = tables
+    rows, heads, new, dim = keys.shape
+    assert keys.stride(3) == 1 and keys.dtype == recent.dtype and where.dtype == torch.int32 and where.is_contiguous()
+    assert all(table is None or table.is_contiguous() for table in tables) and len(places) == len(where) == rows
+    assert max(place.kept for place in places) + new <= recent.shape[2], "no room for the keys"
+    assert digests is None or digests.shape[3] == (dim if spread is None else 2 * dim), "other digests"
+    most = max(place.before + -(-(place.kept + new) // size) for place in places)
+    assert most < stops.shape[2] and (digests is None or most <= digests.shape[2]), "no room for the units"
+    assert order is None or max(p.begin + p.kept for p in places) + new <= order.shape[2], "no room in the map"
+    page, dp = triton.next_power_of_2(size), triton.next_power_of_2(dim)
+    _extend[(triton.cdiv(new, size) + 1, heads, rows)](
+        where, keys, recent, stops, counts, stops if order is None else order, recent if digests is None else digests,
+        new, dim, heads, recent.shape[2], size, first, 1 + torch.finfo(keys.dtype).eps, *keys.stride()[:3], stops.shape[2],
+        0 if order is None else order.shape[2], 0 if digests is None else digests.stride(1),
+        PAGE=page, DP=dp, MAPPED=order is not None, MEAN=digests is not None and spread is None,
+        BOX=digests is not None and spread is not None, MAX=spread == "max", num_warps=4 if page * dp <= 1 << 14 else 8,
     )  # fmt: skip
 
 
-def extend(keys: Tensor, recent: Tensor, stops: Tensor, count: Tensor, order: Tensor | None, place: Place) -> None:
-    """As `definition`: the kernel on a GPU, torch elsewhere."""
-    step = launch if HAS_TRITON and keys.device.type == "cuda" else definition
-    step(keys, recent, stops, count, order, place)
+def extend(
+    keys: Tensor,
+    tables: Tables,
+    places: Sequence[Place],
+    where: Tensor,
+    *,
+    size: int,
+    first: int,
+    spread: Spread | None = None,
+) -> None:
+    """As `definition`: the kernel on a GPU, torch elsewhere. where: see `launch`."""
+    if HAS_TRITON and keys.device.type == "cuda":
+        launch(keys, tables, places, where, size=size, first=first, spread=spread)
+    else:
+        definition(keys, tables, places, size=size, first=first, spread=spread)

@@ -52,6 +52,20 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
+    @triton.jit
+    def box(k, valid, wide, count, grown, kind: tl.constexpr, MAX: tl.constexpr):
+        # Centre and half extent, [D] float32, of keys [n, D] float32. valid: which count, `count` a channel; wide: channels.
+        low = tl.min(tl.where(valid, k, float("inf")), axis=0)
+        high = tl.max(tl.where(valid, k, float("-inf")), axis=0)
+        low = tl.where(wide, low, 0.0)
+        high = tl.where(wide, high, 0.0)
+        centre = (0.5 * low + 0.5 * high).to(kind).to(tl.float32)
+        if MAX:
+            delta = tl.maximum(high - centre, centre - low) * grown
+        else:
+            delta = tl.sum(tl.where(valid, tl.abs(k - centre[None, :]), 0.0), axis=0) / count
+        return centre, delta
+
     @triton.jit(do_not_specialize=["tokens", "count", "pages"])
     def _page_bounds(
         keys, order, out, tokens, count, pages, dim, head_stride, token_stride, grown,
@@ -66,20 +80,12 @@ if HAS_TRITON:
         where = keys + n * head_stride + row.to(tl.int64)[:, None] * token_stride + d[None, :]
         valid = inside[:, None] & (d < dim)[None, :]
         k = tl.load(where, mask=valid, other=0.0).to(tl.float32)
-        low = tl.min(tl.where(valid, k, float("inf")), axis=0)
-        high = tl.max(tl.where(valid, k, float("-inf")), axis=0)
-        low = tl.where(d < dim, low, 0.0)
-        high = tl.where(d < dim, high, 0.0)
         kind = out.dtype.element_ty
-        centre = (0.5 * low + 0.5 * high).to(kind).to(tl.float32)
-        if MAX:
-            delta = tl.maximum(high - centre, centre - low) * grown
-        else:
-            here = tl.minimum(count - p * PAGE, PAGE).to(tl.float32)
-            delta = tl.sum(tl.where(valid, tl.abs(k - centre[None, :]), 0.0), axis=0) / here
-        box = out + (n * pages + p) * 2 * dim + d
-        tl.store(box, centre.to(kind), mask=d < dim)
-        tl.store(box + dim, delta.to(kind), mask=d < dim)
+        here = tl.minimum(count - p * PAGE, PAGE).to(tl.float32)
+        centre, delta = box(k, valid, d < dim, here, grown, kind, MAX)
+        target = out + (n * pages + p) * 2 * dim + d
+        tl.store(target, centre.to(kind), mask=d < dim)
+        tl.store(target + dim, delta.to(kind), mask=d < dim)
 
 
 def launch(keys: Tensor, page: int, *, spread: Spread, order: Tensor | None = None) -> Tensor:
