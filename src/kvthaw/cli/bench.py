@@ -204,7 +204,7 @@ def kernels(
     method: Annotated[
         str,
         typer.Option(
-            help=f"What to time, separated by commas: {', '.join(KERNELS)}. clusterkv, prkv, quest and arkvale share one benchmark. "
+            help=f"What to time, separated by commas: {', '.join(KERNELS)}. clusterkv, prkv, quest and arkvale share one. "
             "decode is attention, residency and fetching; transfer is pages as NHD and as HND, one by one and batched, beside rows "
             "in the order of tokens. icecache's search runs on the CPU, the others need a GPU."
         ),
