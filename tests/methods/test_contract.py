@@ -175,7 +175,16 @@ class Layer:
                     held = min(n, plan.regions.sink) + n - step.begins[lane]
                     assert held + len(rows) <= plan.budget
         for lane in range(lanes):
-            close(step.out[lane], self.expected(step, lane), shape.dtype)
+            self.close(step.out[lane], self.expected(step, lane))
+
+    def close(self, found: Tensor, expected: Tensor) -> None:
+        """Within the tolerance of the dtype. On a GPU a float32 product is three of tf32, which keep 2^-21 of scores that are a few
+        hundred here, so that weights differ by up to 1e-4 of themselves."""
+        dtype = self.text.shape.dtype
+        if torch.device(self.device).type == "cpu" or dtype != torch.float32:
+            close(found, expected, dtype)
+        else:
+            torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
 
     def full(self, lane: int) -> Tensor:
         """Full attention of the newest token, [Hq, D]."""
@@ -262,7 +271,7 @@ def test_every_shape_keeps_the_contract_on_a_gpu(name: str, shape: Shape, device
         for step in layer.decode():
             layer.check(step)
             for lane in range(2 if budget == 256 else 0):
-                close(step.out[lane], layer.full(lane), shape.dtype)
+                layer.close(step.out[lane], layer.full(lane))
 
 
 @pytest.mark.parametrize("name", FROZEN)
