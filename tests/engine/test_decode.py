@@ -275,6 +275,29 @@ def test_what_is_not_captured() -> None:
     assert "transformers serves itself" in str(capturable(cache))
 
 
+def test_why_steps_are_eager_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    llama = zoo.build("llama")
+    for compiled, level in ((False, "INFO"), (True, "WARNING")):
+        caplog.clear()
+        with caplog.at_level("INFO", logger="kvthaw"), kvthaw.attach(llama, "oracle", budget=64, compile=compiled):
+            for _ in range(2):
+                llama.generate(zoo.prompt(1, 40), max_new_tokens=4, do_sample=False)
+        told = [(record.levelname, record.message) for record in caplog.records if record.name == "kvthaw.engine.decode"]
+        assert told == [(level, "steps are taken eagerly: the model is on a CPU")]
+
+
+@pytest.mark.gpu
+def test_a_method_that_needs_the_host_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    llama = model("cuda", torch.float32)
+    ids = torch.randint(3, 512, (1, 300), device="cuda")
+    with caplog.at_level("WARNING", logger="kvthaw"), kvthaw.attach(llama, "icecache", budget=128, compile=True) as handle:
+        generate(llama, ids, 5)
+        assert handle.stats().captures == 0
+    assert [r.message for r in caplog.records if r.name == "kvthaw.engine.decode"] == [
+        "steps are taken eagerly: icecache needs the host in every step"
+    ]
+
+
 def test_beams_are_known() -> None:
     llama = zoo.build("llama")
     with kvthaw.attach(llama, "oracle", budget=64) as handle:

@@ -68,9 +68,16 @@ def replaying(
     """A model's forward that replays single tokens where it can and calls the model where it cannot.
 
     cache_of: the kvthaw cache behind a past_key_values, or None. What is not a plain step of one token (prompts, several tokens at
-    once, hidden states or attentions asked for, embeddings given) goes to the model as before. compiled: see compiled_step.
+    once, hidden states or attentions asked for, embeddings given) goes to the model as before. compiled: see compiled_step. Why
+    steps of one token cannot be replayed is logged, each reason once; as a warning where compiled ones were asked for.
     """
     single = compiled_step(forward) if compiled else forward
+    told: set[str] = set()
+
+    def eager(reason: str) -> None:
+        if reason not in told:
+            told.add(reason)
+            _log.log(logging.WARNING if compiled else logging.INFO, "steps are taken eagerly: %s", reason)
 
     @functools.wraps(forward)
     def step(*args: Any, **kwargs: Any) -> Any:
@@ -81,18 +88,18 @@ def replaying(
             cache is None
             or ids is None
             or ids.shape[1] != 1
-            or not ids.is_cuda
+            or cache.kv_layers[0].seen == 0
             or any(kwargs[name] is not None for name in extra)
         ):
             return forward(*args, **kwargs)
-        if cache.replay is None:
-            if cache.kv_layers[0].seen == 0 or capturable(cache) is not None:
+        if cache.replay is None or cache.reordered:
+            reason = "beams change places between steps" if cache.reordered else capturable(cache)
+            if not ids.is_cuda:
+                reason = "the model is on a CPU"
+            if reason is not None:
+                eager(reason)
                 return forward(*args, **kwargs)
             cache.replay = Replay(single, cache, compiled=compiled)
-            if cache.reordered:
-                _log.info("beams change places between steps; they are decoded eagerly")
-        if cache.reordered or cache.replay.empty:
-            return forward(*args, **kwargs)
         positions = kwargs.get("position_ids")
         if positions is None:
             layer = cache.kv_layers[0]
@@ -133,11 +140,6 @@ class Replay:
             if self.due():
                 self._ahead([layer for layer in self._layers if layer.reversible])
             return logits
-
-    @property
-    def empty(self) -> bool:
-        """Whether there are no tokens before the next."""
-        return self._layers[0].seen == 0
 
     def lanes_changed(self) -> None:
         """Lanes were filled or emptied, in place; call it before the next step."""
