@@ -52,7 +52,7 @@ def test_unknown_option(llama: PreTrainedModel) -> None:
     with pytest.raises(ConfigError, match=r"method full has no option 'p'; it has none"):
         kvthaw.Cache(llama, "full:p=1")
     with pytest.raises(ConfigError, match=r"policy is 'median'; it must be one of max, mean, mean_query"):
-        forward(llama, kvthaw.Cache(llama, "oracle", policy="median"), IDS)
+        kvthaw.Cache(llama, "oracle", policy="median")
     with pytest.raises(ConfigError, match=r"options \['policy'\]"):
         kvthaw.Cache(llama, kvthaw.METHODS["oracle"](), policy="max")
 

@@ -89,9 +89,9 @@ def test_presets_reach_the_index(llama: PreTrainedModel, options: dict[str, Any]
         ({"tokens_per_cluster": -1}, "tokens_per_cluster is -1; it must be at least 1"),
     ],
 )
-def test_settings_out_of_range_are_refused_at_once(options: dict[str, Any], message: str) -> None:
+def test_settings_out_of_range_are_refused_at_once(llama: PreTrainedModel, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        resolve("clusterkv", **options)
+        kvthaw.Cache(llama, "clusterkv", **options)
 
 
 def test_unknown_presets_and_options_are_named() -> None:

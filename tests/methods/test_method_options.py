@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import re
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, get_args, get_type_hints
 
 import pytest
+from transformers import PreTrainedModel
 
+import kvthaw
 from kvthaw import METHODS
 from kvthaw.errors import ConfigError
+from kvthaw.index.nodes import NodeConfig
 from kvthaw.index.tree_config import TreeConfig
 from kvthaw.methods import resolve
 from kvthaw.methods.options import check, digest, written
@@ -65,6 +70,31 @@ def test_an_option_of_a_name_is_read(text: str, option: tuple[str, object]) -> N
 def test_what_a_method_does_not_take_is_named(name: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         resolve(name)
+
+
+def numbers(name: str) -> list[str]:
+    """The options of a method that may be numbers."""
+    make = METHODS[name]
+    takes: list[Any] = [getattr(make, "func", make)]
+    if name.startswith("icecache"):
+        takes.append(NodeConfig if name == "icecache-device" else TreeConfig)
+    kinds = {option: kind for one in takes for option, kind in get_type_hints(one).items() if option != "return"}
+    return [
+        option for option, kind in kinds.items() if {int, float} & {kind, *get_args(kind)} and option not in ("tree", "seed")
+    ]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_number_out_of_range_is_refused_before_there_is_a_prompt(name: str, llama: PreTrainedModel) -> None:
+    makes: list[Any] = [kvthaw.Cache, kvthaw.attach, partial(kvthaw.Batch, lanes=1, capacity=100)]
+    for option, make in zip(numbers(name), itertools.cycle(makes), strict=False):
+        with pytest.raises(ConfigError, match=rf"\b{option} is -7\b"):
+            make(llama, name, **{option: -7})
+
+
+def test_what_a_head_is_too_small_for_is_refused_before_there_is_a_prompt(llama: PreTrainedModel) -> None:
+    with pytest.raises(ConfigError, match="parts is 3; it must be at least 1 and divide head_dim, 16"):
+        kvthaw.Cache(llama, "pqcache", parts=3)
 
 
 @pytest.mark.parametrize("name", METHODS)

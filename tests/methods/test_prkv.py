@@ -83,9 +83,9 @@ def test_no_static_set_is_arkvale(llama: PreTrainedModel) -> None:
         ({"spread": "wide"}, "spread is 'wide'"),
     ],
 )
-def test_settings_out_of_range_are_refused_at_once(options: dict[str, Any], message: str) -> None:
+def test_settings_out_of_range_are_refused_at_once(llama: PreTrainedModel, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        resolve("prkv", **options)
+        kvthaw.Cache(llama, "prkv", **options)
 
 
 def test_every_step_sees_the_old_set_or_the_new_one() -> None:

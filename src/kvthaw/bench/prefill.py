@@ -20,6 +20,7 @@ from kvthaw.bench.options import read_pairs
 from kvthaw.bench.script import parted, printing, run_as_script
 from kvthaw.bench.shapes import build
 from kvthaw.engine.hf import attach
+from kvthaw.engine.hf.cache import head_dim
 from kvthaw.engine.prefill import spans
 from kvthaw.errors import CacheError, at_least
 from kvthaw.evaluate.results import Kept
@@ -197,7 +198,7 @@ def floor(model: PreTrainedModel, one: Setting) -> dict[str, float]:
     the bus beside the operations."""
     config = model.config.get_text_config(decoder=True)
     heads, layers = config.num_attention_heads, config.num_hidden_layers
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    dim = head_dim(config)
     weights = sum(m.weight.numel() for m in model.get_decoder().modules() if isinstance(m, torch.nn.Linear))
     pairs = layers * heads * one.length * (one.length + 1) / 2
     frozen = 0 if one.dense_layers is None else layers - one.dense_layers

@@ -5,10 +5,22 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+import torch
+
+from kvthaw.cache.host import HostStore
 from kvthaw.cache.regions import Regions
 from kvthaw.errors import ConfigError, at_least
 from kvthaw.kinds import of_kind
-from kvthaw.types import Method
+from kvthaw.types import LayerShape, Method
+
+
+def try_index(method: Method, head_dim: int) -> None:
+    """Raise ConfigError for options that a method's index would refuse in a layer whose keys have so many dimensions: one is made
+    that holds nothing, of one head, on the CPU."""
+    if method.index is not None:
+        dtype = torch.float32
+        store, device = HostStore(0, 1, head_dim, dtype), torch.device("cpu")
+        method.index(LayerShape(0, 1, 1, head_dim, dtype, device, store, method.regions, scale=1.0, rows=1))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
 from kvthaw.engine.hf import Cache
+from kvthaw.engine.hf.cache import head_dim
 from kvthaw.errors import ConfigError, at_least
 from kvthaw.evaluate.variant import Variant, fork
 from kvthaw.methods import resolve
@@ -36,9 +37,8 @@ class Rows:
             )
         self._asked = 1 if alone else asked
         config = model.config.get_text_config(decoder=True)
-        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        self._token_bytes = 2 * len(empty.layers) * heads * dim * model.dtype.itemsize
+        self._token_bytes = 2 * len(empty.layers) * heads * head_dim(config) * model.dtype.itemsize
 
     def at(self, length: int) -> int:
         """Of prompts of so many tokens."""

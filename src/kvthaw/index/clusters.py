@@ -126,14 +126,6 @@ def cluster(every: Sequence[Batches], count: int) -> None:
         done += len(own)
 
 
-def check_counts(batch: int, clusters_per_batch: int, tokens_per_cluster: int, clusters: int | None, iterations: int) -> None:
-    """Raise ConfigError for what is less than 1, and a batch that cannot be cut into as many equal parts; see ClusterIndex."""
-    at_least(1, batch=batch, clusters_per_batch=clusters_per_batch, tokens_per_cluster=tokens_per_cluster)
-    at_least(1, clusters=clusters, iterations=iterations)
-    if batch % clusters_per_batch:
-        raise ConfigError(f"batch is {batch}; it must be a multiple of clusters_per_batch, {clusters_per_batch}")
-
-
 class ClusterIndex(UnitIndex):
     """k-means clusters of the prompt's keys, and of every `batch` tokens that leave the window after it, among themselves.
 
@@ -161,7 +153,10 @@ class ClusterIndex(UnitIndex):
     ) -> None:
         check_distance(distance)
         one_of(get_args(Start), start=start)
-        check_counts(batch, clusters_per_batch, tokens_per_cluster, clusters, iterations)
+        at_least(1, tokens_per_cluster=tokens_per_cluster, batch=batch, clusters_per_batch=clusters_per_batch)
+        at_least(1, iterations=iterations, clusters=clusters)
+        if batch % clusters_per_batch:
+            raise ConfigError(f"batch is {batch}; it must be a multiple of clusters_per_batch, {clusters_per_batch}")
         self.tokens_per_cluster, self.clusters, self.per_batch = tokens_per_cluster, clusters, clusters_per_batch
         self.distance: Distance = distance
         self.start: Start = start

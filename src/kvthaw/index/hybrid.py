@@ -81,13 +81,6 @@ def overlap_share(queries: Tensor, keys: Tensor, rows: int, page: int) -> float:
     return page * int(common / page) / rows
 
 
-def check_static(share: float | str, interval: int) -> None:
-    """Raise ConfigError for settings of HybridIndex that are out of range."""
-    if share != "auto" and not (isinstance(share, int | float) and 0 <= share <= 1):
-        raise ConfigError(f"share is {share!r}; it must be 'auto' or between 0 and 1")
-    at_least(1, interval=interval)
-
-
 class HybridIndex(BoundIndex):
     """Static tokens first, then pages of the rest, ranked by their bounds (PRKV, section 4).
 
@@ -116,7 +109,9 @@ class HybridIndex(BoundIndex):
         interval: int = 128,
         policy: Policy = "max",
     ) -> None:
-        check_static(share, interval)
+        if share != "auto" and not (isinstance(share, int | float) and 0 <= share <= 1):
+            raise ConfigError(f"share is {share!r}; it must be 'auto' or between 0 and 1")
+        at_least(1, interval=interval)
         super().__init__(shape, page=page, spread=spread, policy=policy)
         self.share, self.interval = share, interval
         self.early = int(interval * (shape.layer * _GOLDEN % 1))

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from kvthaw.cache.regions import Regions
 from kvthaw.errors import one_of
-from kvthaw.index.clusters import ClusterIndex, Start, check_counts
+from kvthaw.index.clusters import ClusterIndex, Start
 from kvthaw.kernels.kmeans import Distance
 from kvthaw.kernels.unit_select import Policy
 from kvthaw.types import Method
@@ -58,8 +58,6 @@ def clusterkv(
         "iterations": iterations,
     }
     chosen = _PRESETS[preset] | {name: value for name, value in given.items() if value is not None}
-    counts = {name: chosen[name] for name in ("clusters_per_batch", "tokens_per_cluster", "iterations")}
-    check_counts(batch, clusters=clusters, **counts)
     index = partial(ClusterIndex, policy=policy, distance=distance, clusters=clusters, batch=batch, **chosen)
     regions = Regions(16, 16, 16)
     return Method("clusterkv", paper="ClusterKV", unit="cluster", index=index, regions=regions, keep=keep, any_budget=True)

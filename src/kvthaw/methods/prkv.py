@@ -7,7 +7,7 @@ from typing import Literal
 
 from kvthaw.cache.regions import Regions
 from kvthaw.errors import at_least
-from kvthaw.index.hybrid import HybridIndex, check_static
+from kvthaw.index.hybrid import HybridIndex
 from kvthaw.kernels.page_bounds import Spread
 from kvthaw.kernels.unit_select import Policy
 from kvthaw.types import Method
@@ -38,6 +38,5 @@ def prkv(
     decision.
     """
     at_least(1, page=page, window=window)
-    check_static(share, interval)
     index = partial(HybridIndex, page=page, share=share, interval=interval, spread=spread, policy=policy)
     return Method("prkv", paper="PRKV", unit="token + page", index=index, regions=Regions(0, window, page))

@@ -21,7 +21,7 @@ from kvthaw.cache.clock import Clock
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.layer import FrozenLayer
 from kvthaw.cache.pipeline import Pipeline
-from kvthaw.cache.plan import Settings
+from kvthaw.cache.plan import Settings, try_index
 from kvthaw.cache.rotary import Rotary
 from kvthaw.engine.decode import Replay
 from kvthaw.engine.hf.attention import use_kvthaw_attention
@@ -69,6 +69,12 @@ class Stats:
         return asdict(self)
 
 
+def head_dim(config: Any) -> int:
+    """The dimensions of a decoder's keys, by its config."""
+    dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return dim
+
+
 class Cache(DynamicCache):
     """A KV cache that keeps most of itself frozen on the host; give it to generate() or forward() as past_key_values.
 
@@ -110,6 +116,7 @@ class Cache(DynamicCache):
         if getattr(config, "num_kv_shared_layers", 0):
             sparse_queries = 1  # layers that share KV ask after the index has gone on, so several tokens at once are dense
         self.settings = Settings(chosen, budget, retrieved, dense_layers, seed, sparse_queries, extent, host_bytes)
+        try_index(chosen, head_dim(config))
         frozen = [] if chosen.dense else [i for i in full if i >= dense_layers]
         if not frozen and not chosen.dense:
             raise ConfigError(f"dense_layers is {dense_layers}; that leaves no layer to {chosen.name}, of {len(self.layers)}")
