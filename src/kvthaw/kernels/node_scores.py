@@ -36,6 +36,8 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
+    from kvthaw.kernels.parts import leave_block
+
     @triton.jit
     def _score(
         query, digests, stops, counts, scores, parts, scale, reach, heads, dim, width, units, blocks,
@@ -72,12 +74,7 @@ if HAS_TRITON:
             best = tl.where((size > 0)[:, None], best * scale, float("-inf"))
             tl.store(scores + (bh * G + g[None, :]) * units + u[:, None], best, mask=known[:, None] & (g < G)[None, :])
             if G > 1:
-                top = tl.max(best, axis=0)
-                safe = tl.where(top == float("-inf"), 0.0, top)
-                total = tl.sum(tl.exp(best - safe[None, :]) * size.to(tl.float32)[:, None], axis=0)
-                part = parts + (bh * blocks + block) * 2 * GC + g
-                tl.store(part, top, mask=g < GC)
-                tl.store(part + GC, total, mask=g < GC)
+                leave_block(parts + (bh * blocks + block) * 2 * GC + g, best, size, g < GC, GC)
 
 
 def launch(

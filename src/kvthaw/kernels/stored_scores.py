@@ -40,6 +40,8 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
+    from kvthaw.kernels.parts import leave, take
+
     @triton.jit
     def _read(query, table, candidates, wanted, scores, peaks, parts, heads, extent, addresses, dim, words, width, scale,
               G: tl.constexpr, GP: tl.constexpr, WP: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr,
@@ -85,16 +87,8 @@ if HAS_TRITON:
             peak = tl.max(tl.reshape(score, (TILE // RUN, RUN, GP)), axis=1)
             run = tile * (TILE // RUN) + tl.arange(0, TILE // RUN)
             tl.store(peaks + (pair * G + g[None, :]) * runs + run[:, None], peak, mask=here)
-            logit = score * scale
-            new = tl.maximum(top, logit)
-            safe = tl.where(new == float("-inf"), 0.0, new)
-            mass = mass * tl.exp(top - safe) + tl.exp(logit - safe)
-            top = new
-        whole = tl.max(top, axis=0)
-        safe = tl.where(whole == float("-inf"), 0.0, whole)
-        part = parts + ((pair * G + g) * splits + split) * 2
-        tl.store(part, whole, mask=g < G)
-        tl.store(part + 1, tl.sum(mass * tl.exp(top - safe[None, :]), axis=0), mask=g < G)
+            top, mass = take(top, mass, score * scale)
+        leave(parts + ((pair * G + g) * splits + split) * 2, top, mass, g < G)
 
 
 def launch(

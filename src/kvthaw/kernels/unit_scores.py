@@ -59,6 +59,8 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
+    from kvthaw.kernels.parts import leave_block
+
     @triton.jit
     def _score(
         query, digests, stops, counts, scores, parts, asked, seen, steps, scale, heads, dim, width, units, blocks, watched,
@@ -105,12 +107,7 @@ if HAS_TRITON:
             to = scores + (bh * GS + g[None, :]) * units + u[:, None]
             tl.store(to, found, mask=known[:, None] & (g < GS)[None, :])
             if GS > 1:
-                top = tl.max(found, axis=0)
-                safe = tl.where(top == float("-inf"), 0.0, top)
-                total = tl.sum(tl.exp(found - safe[None, :]) * size.to(tl.float32)[:, None], axis=0)
-                part = parts + (bh * blocks + block) * 2 * GC + g
-                tl.store(part, top, mask=g < GC)
-                tl.store(part + GC, total, mask=g < GC)
+                leave_block(parts + (bh * blocks + block) * 2 * GC + g, found, size, g < GC, GC)
 
 
 def launch(
