@@ -7,8 +7,9 @@ Bytes and operations, 8 KV heads, 13k candidates, G = 4, k = 100: one program a 
 of 16 with the highest peaks, so that of 210 KB of estimates it reads 13 KB of peaks and 32 KB of runs (runs of 32 at 1M tokens:
 53 and 64 KB of 1.7 MB), four numbers a load. The k-th largest is found by counting above two numbers a round between the smallest
 and the largest, in registers, until exactly k are above: some 9 rounds of 0.15 us. The second search starts at the k-th peak,
-which leaves it little more than k candidates, and takes half as many. A sort would touch each candidate 17 times. With "mean"
-a launch before this one adds up the heads' weights, because a run's largest sum does not follow from its peaks.
+which leaves it little more than k candidates, and takes half as many. A sort would touch each candidate 17 times. Eight programs
+have a warp a scheduler, so that what counts are instructions, one after the other: numbers of 32 bits, all loads at once. With
+"mean" a launch before this one adds up the heads' weights, because a run's largest sum does not follow from its peaks.
 """
 
 from __future__ import annotations
@@ -79,50 +80,64 @@ if HAS_TRITON:
         there = (head < P) & (split < SPLITS)
         part = parts + (head * SPLITS + split) * 2
         tops = tl.load(part, mask=there, other=float("-inf"))
+        mass = tl.load(part + 1, mask=there, other=0.0)  # asked for before the first is waited for
         top = tl.maximum(tl.max(tops, axis=1), -3.0e38)
-        mass = tl.load(part + 1, mask=there, other=0.0) * tl.exp(tops - top[:, None])
+        mass *= tl.exp(tops - top[:, None])
         return top + tl.log(tl.maximum(tl.sum(mass, axis=1), 1.0e-30))
 
     @triton.jit
-    def _keys(scores, at, there, live, total, stride, scale, P: tl.constexpr, PP: tl.constexpr):
-        # The largest weight of a group's heads, as an integer of the same order; the least integer where not live. there: what
-        # may be loaded, so coarse a mask that four are loaded at once.
-        if P == 1:
-            merged = tl.load(scores + at, mask=there, other=float("-inf"))
-        else:
-            merged = tl.full(at.shape, float("-inf"), tl.float32)
-            for p in tl.static_range(P):
-                one = tl.sum(tl.where(tl.arange(0, PP) == p, total, 0.0))
-                merged = tl.maximum(merged, tl.load(scores + p * stride + at, mask=there, other=float("-inf")) * scale - one)
+    def _each(total, P: tl.constexpr, PP: tl.constexpr):
+        # The first P of PP numbers one by one.
+        found = ()
+        for p in tl.static_range(P):
+            found += (tl.sum(tl.where(tl.arange(0, PP) == p, total, 0.0)),)  # type: ignore[assignment]
+        return found
+
+    @triton.jit
+    def _heads(scores, at, there, stride, P: tl.constexpr):
+        # What is at `at` of each head. there: what may be loaded, so coarse a mask that four are loaded at once.
+        found = ()
+        for p in tl.static_range(P):
+            found += (tl.load(scores + p * stride + at, mask=there, other=float("-inf")),)  # type: ignore[assignment]
+        return found
+
+    @triton.jit
+    def _keys(scores, live, totals, scale, P: tl.constexpr):
+        # The largest weight of a group's heads, as an integer of the same order; the least integer where not live.
+        merged = scores[0] if P == 1 else scores[0] * scale - totals[0]
+        for p in tl.static_range(1, P):
+            merged = tl.maximum(merged, scores[p] * scale - totals[p])
         bits = (merged + 0.0).to(tl.int32, bitcast=True)
         return tl.where(live, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), -0x80000000)
 
     @triton.jit
     def _bounds(key, want, low, high):
         # Between low, with at least `want` keys from there on, and high, with fewer: the highest and the lowest such numbers, or
-        # any that part exactly `want`; and how many keys there are from each on. Two numbers are tried a round, counted in the
-        # halves of a word.
-        least, more = tl.sum((key >= low.to(tl.int32)).to(tl.int32)), 0
-        while (least > want) & (high - low > 1):
-            first = low + ((high - low) * 5 >> 4)
-            second = low + ((high - low) * 11 >> 4)  # above low and below high
-            found = tl.sum((key >= first.to(tl.int32)).to(tl.int32) + ((key >= second.to(tl.int32)).to(tl.int32) << 16))
+        # any that part exactly `want`; and how many keys there are from the higher on. Two numbers are tried a round, counted in
+        # the halves of a word.
+        least, more = tl.sum((key >= low).to(tl.int32)), 0
+        between = (high - low).to(tl.uint32)  # which may be more than an integer with a sign holds
+        while (least > want) & (between > 1):
+            first = low + ((between >> 2) + (between >> 4)).to(tl.int32)
+            second = low + ((between >> 1) + (between >> 3) + (between >> 4)).to(tl.int32)  # above low and below high
+            found = tl.sum((key >= first).to(tl.int32) + ((key >= second).to(tl.int32) << 16))
             one, two = found & 0xFFFF, found >> 16
             high = tl.where(two >= want, high, tl.where(one >= want, second, first))
             more = tl.where(two >= want, more, tl.where(one >= want, two, one))
             low = tl.where(two >= want, second, tl.where(one >= want, first, low))
             least = tl.where(two >= want, two, tl.where(one >= want, one, least))
+            between = (high - low).to(tl.uint32)
         return low, high, more
 
     @triton.jit
     def _places(key, want, low, high, more):
         # Of the `want` largest keys, the first of equal ones preferred: how many of them stand before it; -1 for the others.
-        above = key.to(tl.int64) >= high
-        tie = (key.to(tl.int64) >= low) & (key.to(tl.int64) < high)
-        one, same = above.to(tl.int32), tie.to(tl.int32) << 16
-        both = tl.cumsum(one + same, axis=0) - one - same  # both ranks in the halves of a word
+        one = (key >= high).to(tl.int32)
+        same = (key >= low).to(tl.int32) - one
+        both = tl.cumsum(one + (same << 16), axis=0)  # both ranks in the halves of a word
+        above, tie = (both & 0xFFFF) - one, (both >> 16) - same
         quota = want - more
-        return tl.where(above | (tie & ((both >> 16) < quota)), (both & 0xFFFF) + tl.minimum(both >> 16, quota), -1)
+        return tl.where(one + same * (tie < quota).to(tl.int32) > 0, above + tl.minimum(tie, quota), -1)
 
     @triton.jit
     def _choose(scores, peaks, parts, candidates, wanted, chosen, rows, counts, heads, width, runs, scale, k, first,
@@ -135,12 +150,13 @@ if HAS_TRITON:
         count = tl.load(wanted + lane)
         filled = tl.cdiv(count, RUN)
         follow(PDL)
-        total = tl.zeros((PP,), tl.float32) if P == 1 else _total(parts + pair * P * SPLITS * 2, P, PP, SPLITS)
         run = tl.arange(0, RUNS)
-        key = _keys(peaks + pair * P * runs, run, run < runs, run < filled, total, runs, scale, P, PP)
-        least = tl.full((), -0x7FFFFFFF, tl.int64)  # only what is not live is below
-        top = tl.max(key).to(tl.int64) + 1
-        bottom = tl.min(tl.where(run < filled, key, 0x7FFFFFFF)).to(tl.int64)
+        peak = _heads(peaks + pair * P * runs, run, run < runs, runs, P)
+        totals = _each(_total(parts + pair * P * SPLITS * 2, P, PP, SPLITS), P, PP) if P > 1 else ()
+        key = _keys(peak, run < filled, totals, scale, P)
+        least = -0x7FFFFFFF  # only what is not live is below
+        top = tl.max(key) + 1  # no number's integer is so large that there were none above
+        bottom = tl.min(tl.where(run < filled, key, 0x7FFFFFFF))
         want = tl.minimum(k, filled)
         low, high, more = _bounds(key, want, tl.maximum(tl.minimum(bottom, top), least), top)
         place = _places(key, want, low, high, more)
@@ -152,10 +168,10 @@ if HAS_TRITON:
         tl.debug_barrier()  # all of them are asked for before the first is used
         live = found & (m < count)
         position = tl.load(candidates + pair * width + m, mask=found, other=0)  # in bounds: whole runs have room
-        key = _keys(scores + pair * P * width, m, found, live, total, width, scale, P, PP)
+        key = _keys(_heads(scores + pair * P * width, m, found, width, P), live, totals, scale, P)
         want = tl.minimum(k, count)
         low = tl.where(filled < k, least, tl.maximum(low - 16, least))
-        low, high, more = _bounds(key, want, low, tl.minimum(top + 16, 0x7FFFFFFF))
+        low, high, more = _bounds(key, want, low, top + 16)
         place = _places(key, want, low, high, more)
         tl.store(rows + pair * k + place, position + first, mask=place >= 0)
         rest = tl.arange(0, KP)
