@@ -121,7 +121,6 @@ if HAS_TRITON:
         k = tl.arange(0, 32)  # t and the coordinate
         n = tl.arange(0, 4 * PP)  # upper bit of t, head, lower bit of t
         mine, p_of = n // (2 * PP) * 2 + n % 2, n // 2 % PP
-        follow(PDL)
         sub = mine[None, :] * S + tl.arange(0, S)[:, None]
         row = (pair * P + p_of)[None, :] * SUBS + sub
         real = (p_of < P)[None, :] & (sub < SUBS)
@@ -130,6 +129,7 @@ if HAS_TRITON:
         query = tl.load(whole + row[:, :, None] * 8 + (k % 8)[None, None, :], mask=own, other=0)
         less = factor * MAGIC - factor * (0.5 * tl.sum(query.to(tl.int32), axis=2).to(tl.float32))  # a level is v + 1/2
         query = tl.permute(query, (0, 2, 1))
+        follow(PDL)  # rotated queries were there before candidates were chosen
         runs = ROOM // RUN * tl.cdiv(width, ROOM)
         top = tl.full((TILE, PP), float("-inf"), tl.float32)
         mass = tl.zeros((TILE, PP), tl.float32)
