@@ -128,6 +128,13 @@ def ms(line: Record) -> str:
     return f"{mean} ({median}, {most})"
 
 
+def marked(line: Record) -> str:
+    """How steps were taken, where they were not both compiled and captured."""
+    if asked(line)["steps"] == "compiled":
+        return "" if line["captures"] else " compiled, not captured"
+    return f" {asked(line)['steps']}"
+
+
 def percent(shares: Iterable[float]) -> str:
     """A share or some of neighbouring columns."""
     words = list(dict.fromkeys(f"{100 * one:.1f}" if one < 0.01 else f"{100 * one:.0f}" for one in shares))
@@ -165,7 +172,7 @@ def lengths(lines: list[Record]) -> Iterable[str]:
     for words, wanted in ROWS:
         found = {n: line for n in columns if (line := best(filled, length=n, **{"prompt": "filled", **wanted}))}
         used += found.values()
-        cells = {n: ms(line) + ("" if asked(line)["steps"] != "captured" else " captured") for n, line in found.items()}
+        cells = {n: ms(line) + marked(line) for n, line in found.items()}
         cells = {n: f"**{text}**" if found[n]["tpot_s"] == fastest[n] else text for n, text in cells.items()}
         shares = [1.0 if line["share_of_full"] is None else line["share_of_full"] for line in found.values()]
         if found:

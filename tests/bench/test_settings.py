@@ -64,3 +64,6 @@ def test_captured_steps_need_a_gpu_and_a_method_that_decides_there() -> None:
     assert {one.method for one in settings if one.steps == "captured" and possible(one, cuda=True)} == {"full", "quest"}
     assert {one.method for one in settings if possible(one, cuda=False)} == set(asked) - {"hf-offloaded"}
     assert not any(possible(one, cuda=False) for one in settings if one.steps == "captured")
+    compiled = _all(method=("full", "icecache", "icecache:foresee=True", "hf-dynamic"), steps=("compiled",))
+    assert {one.method for one in compiled if possible(one, cuda=True)} == {"full", "icecache"}
+    assert not any(possible(one, cuda=False) for one in compiled)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -263,6 +265,7 @@ def test_what_is_not_captured() -> None:
     for rope, method, reason in (
         (whole | {"rope_type": "dynamic", "factor": 2.0}, "oracle", "dynamic positions"),
         (whole, "icecache", "icecache needs the host"),
+        (whole, "infinigen", "infinigen looks into the model"),
         (whole, "retroinfer", None),
     ):
         llama = zoo.build("llama", rope_parameters=rope)
@@ -287,15 +290,20 @@ def test_why_steps_are_eager_is_said_once(caplog: pytest.LogCaptureFixture) -> N
 
 
 @pytest.mark.gpu
-def test_a_method_that_needs_the_host_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_not_captured_is_compiled_where_it_can_be(caplog: pytest.LogCaptureFixture) -> None:
     llama = model("cuda", torch.float32)
     ids = torch.randint(3, 512, (1, 300), device="cuda")
-    with caplog.at_level("WARNING", logger="kvthaw"), kvthaw.attach(llama, "icecache", budget=128, compile=True) as handle:
-        generate(llama, ids, 5)
-        assert handle.stats().captures == 0
-    assert [r.message for r in caplog.records if r.name == "kvthaw.engine.decode"] == [
-        "steps are taken eagerly: icecache needs the host in every step"
-    ]
+    for method, how in (
+        ("icecache", "compiled, not captured: icecache needs the host in every step"),
+        ("infinigen", "taken eagerly: infinigen looks into the model between its layers"),
+    ):
+        with kvthaw.attach(llama, method, budget=128):
+            expected = generate(llama, ids, 40)
+        caplog.clear()
+        with caplog.at_level("INFO", logger="kvthaw"), kvthaw.attach(llama, method, budget=128, compile=True) as handle:
+            assert torch.equal(generate(llama, ids, 40), expected)
+            assert handle.stats().captures == 0
+        assert [r.message for r in caplog.records if r.name == "kvthaw.engine.decode"] == [f"steps are {how}"]
 
 
 def test_beams_are_known() -> None:
@@ -311,15 +319,21 @@ def test_beams_are_known() -> None:
 
 @pytest.mark.slow
 def test_a_compiled_step_is_one_graph_and_gives_the_same_tokens() -> None:
+    """Of a method that decides on the device and, by the same graph, of one that searches on the host."""
     llama = model("cpu", torch.float32)
-    ids = torch.randint(3, 512, (2, 80))
+    ids, made = torch.randint(3, 512, (2, 80)), compiled_step(llama.forward)
+    for method in ("oracle", "icecache"):
+        assert_same_when_compiled(llama, method, ids, made)
+
+
+def assert_same_when_compiled(llama: LlamaForCausalLM, method: str, ids: torch.Tensor, made: Callable[..., Any]) -> None:
     tokens = []
     for compiled in (False, True):
-        cache = kvthaw.Cache(llama, "oracle", budget=64)
-        forward = compiled_step(llama.forward) if compiled else llama.forward
+        cache = kvthaw.Cache(llama, method, budget=64)
+        forward = made if compiled else llama.forward
         with torch.no_grad():
             token = llama(ids, past_key_values=cache).logits[:, -1:].argmax(dim=-1)
-            replay = Replay(forward, cache, compiled=compiled)
+            replay = Replay(forward, cache, compiled=compiled, capture=capturable(cache) is None)
             row = []
             for i in range(2):  # steps before a capture run the same forward
                 token = replay(token, torch.full((2, 1), 80 + i)).argmax(dim=-1)

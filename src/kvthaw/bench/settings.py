@@ -102,10 +102,15 @@ class Setting:
 
 
 def possible(setting: Setting, cuda: bool) -> bool:
-    """Whether the device can take such steps: captured ones need a GPU and a method that decides there."""
+    """Whether the device can take such steps: captured ones need a GPU and a method that decides there, compiled ones a GPU and no
+    hooks between the model's layers."""
     if setting.steps == "eager":
         return cuda or setting.method != "hf-offloaded"
-    return cuda and not setting.hf and described(setting.method)["graph_safe"] is not False
+    if setting.hf or not cuda:
+        return False
+    if setting.steps == "compiled":
+        return not setting.resolved().foresees
+    return described(setting.method)["graph_safe"] is not False
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Steps of one cache, taken and timed one way: eagerly, replayed from a CUDA graph, or compiled and replayed."""
+"""Steps of one cache, taken and timed one way: eagerly, replayed from a CUDA graph, or compiled and replayed if they can be."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvthaw.engine.decode import Replay
+from kvthaw.engine.decode import Replay, capturable
 from kvthaw.engine.hf import Cache
 from kvthaw.errors import CacheError
 
@@ -37,7 +37,7 @@ class Decoder:
         self.replay: Replay | None = None
         if forward is not None:
             assert isinstance(cache, Cache)
-            self.replay = Replay(forward, cache, compiled=compiled)
+            self.replay = Replay(forward, cache, compiled=compiled, capture=capturable(cache) is None)
 
     def logits(self, ids: Tensor) -> Tensor:
         """Of the last token, [B, V]. ids: [B, 1], the one before it; valid until the next step."""

@@ -31,12 +31,22 @@ _PLAIN = {"input_ids", "position_ids", "past_key_values", "attention_mask", "use
 _WARM = 2  # eager steps before a capture, in which kernels are compiled and tuned
 
 
-def capturable(cache: Cache) -> str | None:
-    """None if every step of a cache can be captured, else the reason why not."""
+def compilable(cache: Cache) -> str | None:
+    """None if every step of a cache can be compiled, kvthaw's attention being one operator in it, else the reason why not."""
     if len(cache.kv_layers) != len(cache.layers):
         return "the model has layers that transformers serves itself"
     if cache.turns_by_length:
         return f"the model's {cache.turns_by_length} positions need the host in every step"
+    if cache.settings.method.foresees:
+        return f"{cache.settings.method.name} looks into the model between its layers"
+    return None
+
+
+def capturable(cache: Cache) -> str | None:
+    """None if every step of a cache can be captured, compiled or not, else the reason why not."""
+    reason = compilable(cache)
+    if reason is not None:
+        return reason
     layers = cache.frozen_layers
     if cache.settings.method.index is not None and layers:
         group = layers[0].group
@@ -68,16 +78,17 @@ def replaying(
     """A model's forward that replays single tokens where it can and calls the model where it cannot.
 
     cache_of: the kvthaw cache behind a past_key_values, or None. What is not a plain step of one token (prompts, several tokens at
-    once, hidden states or attentions asked for, embeddings given) goes to the model as before. compiled: see compiled_step. Why
-    steps of one token cannot be replayed is logged, each reason once; as a warning where compiled ones were asked for.
+    once, hidden states or attentions asked for, embeddings given) goes to the model as before. compiled: see compiled_step; what
+    cannot be captured is compiled all the same where that can be. Why steps of one token are not replayed is logged, each reason
+    once; as a warning where compiled ones were asked for and they are eager.
     """
     single = compiled_step(forward) if compiled else forward
     told: set[str] = set()
 
-    def eager(reason: str) -> None:
+    def tell(how: str, reason: str, level: int) -> None:
         if reason not in told:
             told.add(reason)
-            _log.log(logging.WARNING if compiled else logging.INFO, "steps are taken eagerly: %s", reason)
+            _log.log(level, "steps are %s: %s", how, reason)
 
     @functools.wraps(forward)
     def step(*args: Any, **kwargs: Any) -> Any:
@@ -97,9 +108,11 @@ def replaying(
             if not ids.is_cuda:
                 reason = "the model is on a CPU"
             if reason is not None:
-                eager(reason)
-                return forward(*args, **kwargs)
-            cache.replay = Replay(single, cache, compiled=compiled)
+                if not (compiled and ids.is_cuda and not cache.reordered and compilable(cache) is None):
+                    tell("taken eagerly", reason, logging.WARNING if compiled else logging.INFO)
+                    return forward(*args, **kwargs)
+                tell("compiled, not captured", reason, logging.INFO)
+            cache.replay = Replay(single, cache, compiled=compiled, capture=reason is None)
         positions = kwargs.get("position_ids")
         if positions is None:
             layer = cache.kv_layers[0]
