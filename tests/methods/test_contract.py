@@ -240,6 +240,7 @@ VARIANTS = [
     *(Shape(batch=2, heads=2, group=4, dtype=t) for t in DTYPES),
     Shape(batch=2, heads=4, group=1, head_dim=128, dtype=torch.bfloat16),
     Shape(batch=2, heads=1, group=8, head_dim=80, dtype=torch.float16),
+    Shape(batch=2, heads=1, group=7, head_dim=128, dtype=torch.bfloat16),
 ]
 
 
