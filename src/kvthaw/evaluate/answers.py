@@ -32,7 +32,7 @@ class Answers:
 
     A row's tokens depend on no other row; one that has ended waits for the rest. pick: the token of each row of logits [B, V].
     until: texts that end an answer once it has begun; those before its first word do not count. steps: how many tokens each row
-    has sent through the model; over: whether it has ended; new_tokens: how many it was given. scored: keep every token's loss.
+    has sent through the model; over: whether it has ended; new_tokens: how many it was given.
     """
 
     def __init__(
@@ -44,24 +44,17 @@ class Answers:
         *,
         pick: Picks = greedy_rows,
         until: Sequence[str] = LINE,
-        scored: bool = False,
     ) -> None:
         self.model, self.cache, self.stops, self.until = model, cache, stops, tuple(until)
         rows = cache.kv_layers[0].lanes
         self.steps, self.new_tokens, self.over = [0] * rows, [0] * rows, [False] * rows
         self._pick = pick
         self._streams = [TextStream(tokenizer) for _ in range(rows)]
-        self._losses: list[Tensor] | None = [] if scored else None
 
     @property
     def texts(self) -> list[str]:
         """The answers so far, without what ended them."""
         return [cut(stream.text, self.until) for stream in self._streams]
-
-    def losses(self) -> list[list[float]]:
-        """The negative log-likelihood, in nats, of every token of each row, those of its rest first. Empty unless `scored`."""
-        each = torch.stack(self._losses, dim=1).tolist() if self._losses else [[] for _ in self.steps]
-        return [row[: steps + over] for row, steps, over in zip(each, self.steps, self.over, strict=True)]
 
     def stream(self, logits: Tensor, rests: Sequence[Sequence[int]], limit: int) -> Iterator[list[str | None]]:
         """The text that each token adds, a list of all rows a step, None for a row that got no token in it.
@@ -70,7 +63,7 @@ class Answers:
         the budget. logits [B, V]: those after the last token of the cache, used where a row's rest is empty.
         """
         pending = [deque(rest) for rest in rests]
-        together = self.cache.settings.method.dense and self._losses is None and len({len(rest) for rest in rests}) == 1
+        together = self.cache.settings.method.dense and len({len(rest) for rest in rests}) == 1
         if together and pending[0]:
             logits = forward_rows(self.model, self.cache, rests)
             self.steps = [len(rest) for rest in rests]
@@ -85,9 +78,6 @@ class Answers:
                 elif not self.over[row]:
                     tokens[row] = best[row]
                     pieces[row] = self._take(row, best[row], limit)
-            if self._losses is not None:
-                sent = torch.tensor(tokens, device=logits.device)[:, None]
-                self._losses.append(-torch.log_softmax(logits.float(), dim=-1).gather(1, sent)[:, 0])
             yield pieces
             if all(self.over):
                 return

@@ -180,7 +180,7 @@ class Runner:
         lines = []
         for row, (setting, sample, text) in enumerate(zip(settings, prompts.samples, answers.texts, strict=True)):
             timing = _Timing.of(prompts, index_s, start, times or [end]) if alone else _Timing()
-            quality = None if probe is None else _quality(probe, cache, row, prompts.base, answers.steps[row])
+            quality = None if probe is None else _quality(probe, row, prompts.base, answers.steps[row])
             prompt = prompts.base.kv_layers[0].length(row) + len(prompts.rests[row])
             lines.append(
                 _line(
@@ -236,7 +236,7 @@ class _Timing:
         )
 
 
-def _quality(probe: Probe, cache: Cache, row: int, base: Cache, steps: int) -> Quality | None:
+def _quality(probe: Probe, row: int, base: Cache, steps: int) -> Quality | None:
     """The means over what was observed of a row, before it ended."""
     end = base.kv_layers[0].length(row) + steps
     seen = [one for one in probe.observations if one.lane == row and one.length <= end]

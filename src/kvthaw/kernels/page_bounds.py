@@ -66,9 +66,9 @@ if HAS_TRITON:
             delta = tl.sum(tl.where(valid, tl.abs(k - centre[None, :]), 0.0), axis=0) / count
         return centre, delta
 
-    @triton.jit(do_not_specialize=["tokens", "count", "pages"])
+    @triton.jit(do_not_specialize=["count", "pages"])
     def _page_bounds(
-        keys, order, out, tokens, count, pages, dim, head_stride, token_stride, grown,
+        keys, order, out, count, pages, dim, head_stride, token_stride, grown,
         PAGE: tl.constexpr, PP: tl.constexpr, DP: tl.constexpr, MAPPED: tl.constexpr, MAX: tl.constexpr,
     ):  # fmt: skip
         # One program a (page, head): PAGE rows, reduced channel by channel.
@@ -98,7 +98,7 @@ def launch(keys: Tensor, page: int, *, spread: Spread, order: Tensor | None = No
     assert order is None or order.is_contiguous(), "order must be contiguous"
     if pages:
         _page_bounds[(pages, heads)](
-            keys, keys if order is None else order, out, tokens, count, pages, dim, keys.stride(0), keys.stride(1),
+            keys, keys if order is None else order, out, count, pages, dim, keys.stride(0), keys.stride(1),
             1 + torch.finfo(keys.dtype).eps, PAGE=page, PP=triton.next_power_of_2(page), DP=triton.next_power_of_2(dim),
             MAPPED=order is not None, MAX=spread == "max", num_warps=4,
         )  # fmt: skip
