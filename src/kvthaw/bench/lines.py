@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvthaw.bench.settings import Setting
-from kvthaw.evaluate.results import Kept
+from kvthaw.evaluate.results import AsLine, Kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class Line(AsLine):
     """One way to take steps with one cache. Seconds are of the clock, bytes of K and V unless they say otherwise.
 
     ttft_s, tt2t_s: from the start of the prompt, after a cold run of the same prompt (cold_*) that compiled kernels and
@@ -77,10 +77,6 @@ class Line:
     device_s: float | None = None
     kernels: list[dict[str, Any]] | None = None
     about: dict[str, Any] = field(default_factory=dict)
-
-    def to_json(self) -> str:
-        """One line of JSON."""
-        return json.dumps(asdict(self))
 
     def brief(self) -> str:
         """What was measured, in a few words."""

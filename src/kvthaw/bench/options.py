@@ -27,13 +27,14 @@ def _flag(text: str) -> bool:
     return text == "1"
 
 
-def _budget(text: str) -> int | float:
+def budget_of(text: str) -> int | float:
+    """A budget: tokens, or with a point a fraction of the prompt. Raises ValueError."""
     return float(text) if "." in text else int(text)
 
 
 INTEGER = Reader("a whole number", int)
 SHARE = Reader("a number", float)
-BUDGET = Reader("a whole number, or with a point a fraction of the prompt", _budget)
+BUDGET = Reader("a whole number, or with a point a fraction of the prompt", budget_of)
 WORD = Reader("a word", str)
 FILE = Reader("a file", Path)
 FLAG = Reader("0 or 1", _flag)

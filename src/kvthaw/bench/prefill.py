@@ -23,7 +23,7 @@ from kvthaw.engine.hf import attach
 from kvthaw.engine.hf.cache import head_dim
 from kvthaw.engine.prefill import spans
 from kvthaw.errors import CacheError, at_least
-from kvthaw.evaluate.results import Kept
+from kvthaw.evaluate.results import AsKey, Kept
 from kvthaw.kernels.dense import BLOCK
 from kvthaw.methods import resolve
 
@@ -38,7 +38,7 @@ MATMUL, ATTENTION, BUS = 795e12, 660e12, 55e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class Setting(AsKey):
     """What a line depends on. chunk: tokens at once; the whole length is one pass. layers: how many of the shape's, None for all.
     The rest as for `kvthaw.attach`, None for HF."""
 
@@ -51,10 +51,6 @@ class Setting:
     dense_layers: int | None
     device: str
     layers: int | None = None
-
-    def key(self) -> str:
-        """The setting as one string."""
-        return json.dumps(asdict(self), sort_keys=True)
 
     def __str__(self) -> str:
         words = [self.method, f"{self.length:,}", "one pass" if self.chunk >= self.length else f"chunks of {self.chunk:,}"]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -14,6 +13,7 @@ from kvthaw.bench.shapes import SHAPES
 from kvthaw.cache.plan import Settings
 from kvthaw.errors import ConfigError, at_least, one_of
 from kvthaw.evaluate.describe import describe
+from kvthaw.evaluate.results import AsKey
 from kvthaw.methods import resolve
 from kvthaw.types import Method
 
@@ -26,7 +26,7 @@ _OWN = ("budget", "retrieved", "dense_layers", "hits", "new_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class Setting(AsKey):
     """All that a line depends on beside the code; two lines of one setting are the same line.
 
     method: a name in METHODS, with options ("clusterkv:keep=2"), or one of HF. steps: one of STEPS. budget, retrieved,
@@ -88,10 +88,6 @@ class Setting:
     def same_cache(self) -> Setting:
         """The setting without the steps: what has this in common can be measured on one cache."""
         return replace(self, steps=STEPS[0])
-
-    def key(self) -> str:
-        """The setting as one string."""
-        return json.dumps(asdict(self), sort_keys=True)
 
     def __str__(self) -> str:
         words = [self.method, f"{self.length:,}" + (f" x {self.batch}" if self.batch > 1 else ""), self.steps]

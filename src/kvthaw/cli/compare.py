@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvthaw.bench.options import budget_of
 from kvthaw.cli import options
 from kvthaw.cli.common import bars, load_model, stderr, stdout, tell_outdated, waiting
-from kvthaw.cli.options import budget_of, listed, methods_of
+from kvthaw.cli.options import listed, methods_of
 
 if TYPE_CHECKING:
     from kvthaw.evaluate import perplexity

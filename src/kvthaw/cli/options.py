@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from kvthaw.bench.options import budget_of
 from kvthaw.cli.common import prompt_text
 
 if TYPE_CHECKING:
@@ -94,11 +95,6 @@ def listed(text: str, kind: Callable[[str], T], option: str) -> list[T]:
     return list(found)
 
 
-def budget_of(text: str) -> int | float:
-    """A budget: tokens, or with a point a fraction of the prompt. Raises ValueError."""
-    return float(text) if "." in text else int(text)
-
-
 def one_budget(text: str | None) -> int | float | None:
     """A budget option that takes one value."""
     return None if text is None else listed(text, budget_of, "--budget")[0]
@@ -112,11 +108,11 @@ def words(text: Path | None) -> str | None:
 def methods_of(text: str, option: str = "--method") -> list[str]:
     """The methods of an option; a wrong name or option of one costs no loading of a model."""
     names = listed(text, str, option)
-    from kvthaw.evaluate.describe import describe
+    from kvthaw.cache.plan import try_index
     from kvthaw.methods import resolve
 
     for name in names:
-        describe(resolve(name))
+        try_index(resolve(name), head_dim=128)
     return names
 
 
