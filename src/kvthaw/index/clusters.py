@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from kvthaw.errors import ConfigError, at_least, one_of
-from kvthaw.index.units import Full, Target, UnitIndex
+from kvthaw.index.target import Full, Target
+from kvthaw.index.units import UnitIndex
 from kvthaw.kernels.cover import cover, directions
 from kvthaw.kernels.kmeans import Distance, check_distance, kmeans
 from kvthaw.kernels.unit_select import Policy

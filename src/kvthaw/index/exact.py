@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from kvthaw.index.tokens import Policy, TokenIndex
@@ -18,7 +20,7 @@ class ExactIndex(TokenIndex):
     def __init__(self, shape: LayerShape, *, policy: Policy = "max") -> None:
         super().__init__(shape, columns={"keys": ((shape.head_dim,), shape.dtype)}, policy=policy)
 
-    def encode(self, lane: int, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
+    def encode(self, lanes: Sequence[int], keys: Tensor, values: Tensor) -> dict[str, Tensor]:
         """See TokenIndex."""
         return {"keys": keys}
 

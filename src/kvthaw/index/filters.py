@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -22,7 +24,7 @@ class FilterIndex(TokenIndex):
         names = ("keys", "values") if dense else ("keys",)
         super().__init__(shape, columns=dict.fromkeys(names, ((shape.head_dim,), shape.dtype)))
 
-    def encode(self, lane: int, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
+    def encode(self, lanes: Sequence[int], keys: Tensor, values: Tensor) -> dict[str, Tensor]:
         """See TokenIndex."""
         return {"keys": keys, "values": values} if self.dense else {"keys": keys}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -52,9 +54,9 @@ class HashIndex(TokenIndex):
         """See TokenIndex."""
         self.learned["mean"][lane] = keys.float().contiguous().mean(dim=1)  # the same sum however the keys lie in memory
 
-    def encode(self, lane: int, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
+    def encode(self, lanes: Sequence[int], keys: Tensor, values: Tensor) -> dict[str, Tensor]:
         """See TokenIndex."""
-        return {"codes": self.code(keys.float() - self.learned["mean"][lane][:, None]), "keys": keys}
+        return {"codes": self.code(keys.float() - self.of("mean", lanes)[:, :, None]), "keys": keys}
 
     def code(self, vectors: Tensor) -> Tensor:
         """Vectors [..., H, n, D] -> codes [..., H, n, L] int16, in blocks."""

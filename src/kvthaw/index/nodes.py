@@ -13,7 +13,8 @@ from torch import Tensor
 from kvthaw.cache.addresses import Addresses
 from kvthaw.errors import ConfigError
 from kvthaw.index.clusters import draw
-from kvthaw.index.units import Full, UnitIndex
+from kvthaw.index.target import Full
+from kvthaw.index.units import UnitIndex
 from kvthaw.kernels import HAS_TRITON, node_scores
 from kvthaw.kernels.extend import Place
 from kvthaw.kernels.kmeans import grouped

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -51,9 +53,10 @@ class ProductIndex(TokenIndex):
         table[:, :, :count] = means.view(heads, self.parts, count, -1)
         table[:, :, count:] = table[:, :, :1]  # of equal ones the first is the nearest
 
-    def encode(self, lane: int, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
+    def encode(self, lanes: Sequence[int], keys: Tensor, values: Tensor) -> dict[str, Tensor]:
         """See TokenIndex."""
-        return {"ids": assign(self.split(keys), self.learned["centroids"][lane]).transpose(1, 2)}
+        found = assign(self.split(keys.flatten(0, 1)), self.of("centroids", lanes).flatten(0, 1))
+        return {"ids": found.transpose(1, 2).unflatten(0, keys.shape[:2])}
 
     def estimate(self, query: Tensor, tokens: int) -> Tensor:
         """See TokenIndex."""

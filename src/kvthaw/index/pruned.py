@@ -37,11 +37,12 @@ class QuantisedKeys(TokenIndex):
         )
         self.stored = stored  # keys are read from the store
 
-    def encode(self, lane: int, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
+    def encode(self, lanes: Sequence[int], keys: Tensor, values: Tensor) -> dict[str, Tensor]:
         """See TokenIndex."""
         if self.stored:
-            start = self.first + self.counts[lane]
-            keys = self.shape.store.read(lane, start, start + keys.shape[1])[:, :, 0]
+            starts = [self.first + self.counts[lane] for lane in lanes]
+            read = (self.shape.store.read(lane, at, at + keys.shape[2]) for lane, at in zip(lanes, starts, strict=True))
+            keys = torch.stack([rows[:, :, 0] for rows in read])
         codes, grids = quantise(keys)
         return {"codes": codes, "grids": grids}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -58,9 +59,9 @@ class SkewedIndex(TokenIndex):
         kept = torch.topk(size, self.width, dim=1).indices
         self.learned["skew"][lane] = turn.gather(2, kept[:, None].expand(-1, keys.shape[2], -1))
 
-    def encode(self, lane: int, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
+    def encode(self, lanes: Sequence[int], keys: Tensor, values: Tensor) -> dict[str, Tensor]:
         """See TokenIndex."""
-        return {"partial": (keys.float() @ self.learned["skew"][lane]).to(keys.dtype)}
+        return {"partial": (keys.float() @ self.of("skew", lanes)).to(keys.dtype)}
 
     def estimate(self, query: Tensor, tokens: int) -> Tensor:
         """See TokenIndex."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -35,10 +37,10 @@ class SoftHashIndex(TokenIndex):
         powers = 1 << torch.arange(bits, device=shape.device)
         self.corners = ((torch.arange(1 << bits, device=shape.device)[:, None] & powers) > 0).float() * 2 - 1  # [2^K, K]
 
-    def encode(self, lane: int, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
+    def encode(self, lanes: Sequence[int], keys: Tensor, values: Tensor) -> dict[str, Tensor]:
         """See TokenIndex."""
         kind = self.tables["buckets"].dtype
-        return {"buckets": self.planes.code(keys).to(kind), "lengths": values.float().norm(dim=2)}
+        return {"buckets": self.planes.code(keys).to(kind), "lengths": values.float().norm(dim=3)}
 
     def chances(self, query: Tensor) -> Tensor:
         """p_l(c) for query [B, H, P, D]: [B, H, P, L, 2^K] float32; bit i of a bucket is the sign of direction i."""

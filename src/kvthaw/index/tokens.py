@@ -9,7 +9,9 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from kvthaw.cache.together import Together
 from kvthaw.errors import one_of
+from kvthaw.index.target import Full, Target
 from kvthaw.types import LayerShape, Selection
 
 Policy = Literal["max", "mean", "mean_query"]
@@ -40,6 +42,7 @@ class TokenIndex:
         one_of(get_args(Policy), policy=policy)
         self.shape, self.policy, self.scale = shape, policy, shape.scale
         self.first = shape.regions.sink
+        self._together = shape.together or Together()
         heads, device = shape.kv_heads, shape.device
         self.tables = {
             name: torch.zeros((0, heads, 0, *size), dtype=dtype, device=device) for name, (size, dtype) in columns.items()
@@ -55,8 +58,8 @@ class TokenIndex:
     def learn(self, lane: int, keys: Tensor) -> None:
         """Write what is kept of a lane; keys [H, T, D], T > 0, are its first."""
 
-    def encode(self, lane: int, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
-        """What is kept of tokens, name -> [H, n, ...]. keys, values [H, n, D]."""
+    def encode(self, lanes: Sequence[int], keys: Tensor, values: Tensor) -> dict[str, Tensor]:
+        """What is kept of tokens, name -> [R, H, n, ...]. keys, values [R, H, n, D], of R lanes."""
         raise NotImplementedError
 
     def estimate(self, query: Tensor, tokens: int) -> Tensor:
@@ -85,11 +88,11 @@ class TokenIndex:
         n = keys.shape[2]
         self.reserve(max(lanes) + 1, 0)
         self.reserve(0, max(self.counts[lane] for lane in lanes) + n)
-        for i, lane in enumerate(lanes):
-            start = self.counts[lane]
-            for name, kept in self.encode(lane, keys[i], values[i]).items():
-                self.tables[name][lane, :, start : start + n] = kept
-            self.counts[lane] = start + n
+        places = self._places(lanes, n)
+        for name, kept in self.encode(lanes, keys, values).items():
+            self.tables[name][places] = kept[0] if len(lanes) == 1 else kept
+        for lane in lanes:
+            self.counts[lane] += n
         self.tell()
 
     def select(self, query: Tensor, budget: int) -> Selection:
@@ -173,6 +176,22 @@ class TokenIndex:
         found = merged.gather(2, top) > -torch.inf
         rows[:, :, : found.shape[2]] = torch.where(found, top + self.first, -1).int()
         return Selection(rows, found.sum(dim=2, dtype=torch.int32))
+
+    def of(self, name: str, lanes: Sequence[int]) -> Tensor:
+        """What was learned of some lanes, [R, H, ...]."""
+        learned = self.learned[name]
+        if len(lanes) == 1:
+            return learned[lanes[0] : lanes[0] + 1]
+        return learned.index_select(0, self._together.numbers([(lane,) for lane in lanes], learned.device)[:, 0])
+
+    def _places(self, lanes: Sequence[int], n: int) -> tuple[Any, ...]:
+        """Indices of the tables: the next n places of some lanes."""
+        if len(lanes) == 1:
+            start = self.counts[lanes[0]]
+            return lanes[0], slice(None), slice(start, start + n)
+        heads, device = self.shape.kv_heads, self.shape.device
+        full = tuple(Full(lane, self.counts[lane], 0) for lane in lanes)
+        return self._together.once((full, n, heads, device), lambda: Target.of(full, heads, device).places(n))
 
     def tell(self) -> None:
         """The device knows the counts too."""

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from kvthaw.errors import ConfigError
 from kvthaw.index.clusters import Batches, ClusterIndex, cluster
-from kvthaw.index.units import Full, Lane, Target, grown
+from kvthaw.index.target import Full, Target
+from kvthaw.index.units import Lane, grown
 from kvthaw.kernels import unit_scores
 from kvthaw.kernels.unit_select import Policy
 from kvthaw.types import LayerShape, Partial, Selection

@@ -1,0 +1,45 @@
+"""Places in the tables of several lanes, as indices: what is written there for all of them is written at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Full(NamedTuple):
+    """A batch of a lane: it begins at `begin` in the map and at unit `before`."""
+
+    lane: int
+    begin: int
+    before: int
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Batches of R lanes as indices of tables [B, H, ..]: lanes [R, 1, 1], heads [H, 1], begin and before [R, 1, 1]; int64."""
+
+    lanes: Tensor
+    heads: Tensor
+    begin: Tensor
+    before: Tensor
+
+    @classmethod
+    def of(cls, full: Sequence[Full], heads: int, device: torch.device) -> Target:
+        """On a device; the host does not wait."""
+        numbers = torch.tensor(full).to(device, non_blocking=True)
+        return cls(
+            numbers[:, 0, None, None], torch.arange(heads, device=device)[:, None], *numbers[:, 1:, None, None].unbind(1)
+        )
+
+    def units(self, n: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The first n units of each, of tables of units."""
+        return self.lanes, self.heads, self.before + torch.arange(n, device=self.before.device)
+
+    def places(self, n: int, ring: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """The first n places of each in the map; where they stand in a ring of so many, if there is one."""
+        at = self.begin + torch.arange(n, device=self.begin.device)
+        return self.lanes, self.heads, at if ring is None else at % ring
