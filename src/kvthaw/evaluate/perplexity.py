@@ -228,11 +228,7 @@ class Reader:
         check_prompt(self.model, course.tokens - 1)
         lengths = sorted(set(course.lengths))
         texts = {seed: self._place(course, seed) for seed in range(course.seed, course.seed + course.samples)}
-        shared = {"steps": course.steps, "text": text_name(course.text), **self._same}
-
-        def setting(variant: Variant, length: int, seed: int) -> Setting:
-            return Setting(length=length, seed=seed, start=texts[seed][0], **setting_of(variant), **shared)  # type: ignore[arg-type]
-
+        setting = partial(self._setting, course)
         every = list(dict.fromkeys(wanted.values()))
         total, done = course.samples * len(lengths) * len(every), 0
 
@@ -279,7 +275,7 @@ class Reader:
             one, lacking = replace(course, lengths=(length,)), dict[tuple[Variant, ...], list[int]]()
             check_prompt(self.model, one.tokens - 1)
             for seed in range(course.seed, course.seed + course.samples):
-                of = {variant: self._setting(one, variant, seed) for variant in wanted}
+                of = {variant: self._setting(one, variant, length, seed) for variant in wanted}
                 lack = tuple(variant for variant, setting in of.items() if get(setting) is None)
                 if lack:
                     lacking.setdefault(lack, []).append(seed)
@@ -290,16 +286,15 @@ class Reader:
 
     def compute(self, stretch: Stretch, tell: Callable[[int, int, str], None] = lambda *_: None) -> Iterator[list[Line]]:
         """The lines of a stretch, those of one variant at once."""
-        course = stretch.course
-        of = {variant: [self._setting(course, variant, seed) for seed in stretch.seeds] for variant in stretch.variants}
+        course, (length,) = stretch.course, stretch.course.lengths
+        of = {variant: [self._setting(course, variant, length, seed) for seed in stretch.seeds] for variant in stretch.variants}
         texts = [self._place(course, seed)[1] for seed in stretch.seeds]
-        return self._lines(texts, course.steps, {course.lengths[0]: of}, tell)
+        return self._lines(texts, course.steps, {length: of}, tell)
 
-    def _setting(self, course: Course, variant: Variant, seed: int) -> Setting:
-        """Of one sample of a course at its one length."""
-        shared: dict[str, Any] = {"steps": course.steps, "text": text_name(course.text), **self._same}
-        start, _ = self._place(course, seed)
-        return Setting(length=course.lengths[0], seed=seed, start=start, **setting_of(variant), **shared)
+    def _setting(self, course: Course, variant: Variant, length: int, seed: int) -> Setting:
+        """Of one sample of a course after `length` tokens."""
+        shared = {"steps": course.steps, "text": text_name(course.text), **setting_of(variant), **self._same}
+        return Setting(length=length, seed=seed, start=self._place(course, seed)[0], **shared)
 
     def _place(self, course: Course, seed: int) -> tuple[int, list[int]]:
         """Where in the text a sample begins, and its tokens. Raises ConfigError for a text that is too short: one that began anew
