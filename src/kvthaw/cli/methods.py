@@ -1,33 +1,57 @@
-"""kvthaw methods: what there is."""
+"""kvthaw methods: what there is, and what each can be told."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
+from typing import Annotated
+
+import typer
 
 from kvthaw.cli import options
 from kvthaw.cli.common import print_wide
 
-EXAMPLES = "Examples:\n\n  kvthaw methods\n\n  kvthaw methods --json"
+EXAMPLES = "Examples:\n\n  kvthaw methods\n\n  kvthaw methods pariskv\n\n  kvthaw methods --json"
 
 
-def methods(as_json: options.Json = False) -> None:
-    """List the methods, and what each does with the KV.
+def methods(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="Tell this one's options, as in pariskv:rho=0.2:beta=0.1.")
+    ] = None,
+    as_json: options.Json = False,
+) -> None:
+    """List the methods and what each does with the KV, or tell what one does and its options.
 
     paper: where from; unit: what it selects; kv: dense, offloaded or evicted; decides: where; graph safe: whether its steps can be
     captured; bytes a key: what its index keeps on the device, of a key of head_dim 128 in bf16.
     """
+    from kvthaw.errors import unknown
     from kvthaw.evaluate.describe import describe, word
     from kvthaw.methods import METHODS, resolve
+    from kvthaw.methods import options as own
 
-    rows = [describe(resolve(name)) for name in METHODS]
-    if as_json:
+    if name is not None and name not in METHODS:
+        raise unknown("method", name, METHODS)
+    rows = [describe(resolve(one)) for one in ([name] if name else METHODS)]
+    if name is None and as_json:
         print(json.dumps(rows))
-        return
+    elif name is None:
+        _table("Methods", [column.replace("_", " ") for column in rows[0]], [map(word, row.values()) for row in rows])
+    elif as_json:
+        print(json.dumps(rows[0] | {"text": own.text(METHODS[name]), "options": own.options(METHODS[name])}))
+    else:
+        takes = own.options(METHODS[name])
+        print(f"{name}: {own.text(METHODS[name])}\n")
+        if takes:
+            _table("", ["option", "default", "takes"], [(one, str(of["default"]), of["takes"]) for one, of in takes.items()])
+
+
+def _table(title: str, columns: Sequence[str], rows: Iterable[Iterable[str]]) -> None:
     from rich.table import Table
 
-    table = Table(title="Methods")
-    for column in rows[0]:
-        table.add_column(column.replace("_", " "))
+    table = Table(title=title or None)
+    for column in columns:
+        table.add_column(column)
     for row in rows:
-        table.add_row(*(word(value) for value in row.values()))
+        table.add_row(*row)
     print_wide(table)

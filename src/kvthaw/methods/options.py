@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from kvthaw.errors import ConfigError
-from kvthaw.kinds import of_kind
+from kvthaw.kinds import of_kind, words
 from kvthaw.types import Method
 
 
@@ -65,3 +65,19 @@ def _plain(value: Any) -> Any:
         named = inspect.signature(value).parameters.values()
         return [_plain(args), _plain({each.name: each.default for each in named if each.default is not each.empty} | given)]
     raise TypeError(f"an option is {value!r}, of which no digest is made")
+
+
+def text(make: Callable[..., object]) -> str:
+    """What a method's function says of itself."""
+    while isinstance(make, partial):
+        make = make.func
+    return inspect.getdoc(make) or ""
+
+
+def options(make: Callable[..., object]) -> dict[str, dict[str, Any]]:
+    """The options of a method's function by name: their default, and in words what they take. Those that it takes under any name
+    are not among them; its text says which they are."""
+    named = inspect.signature(make, eval_str=True).parameters.values()
+    return {
+        one.name: {"default": one.default, "takes": words(one.annotation)} for one in named if one.kind is not one.VAR_KEYWORD
+    }
