@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvthaw.errors import ConfigError, at_least
 from kvthaw.index.bounds import BoundIndex
+from kvthaw.index.target import Full, Target
 from kvthaw.index.units import Lane, UnitIndex, grown
 from kvthaw.kernels.observe import observe
 from kvthaw.kernels.page_bounds import Spread, page_bounds
@@ -144,15 +145,12 @@ class HybridIndex(BoundIndex):
         self._watch(lane, queries)
         UnitIndex.append(self, [lane], keys[None], values[None], None)
         if self.rows and keys.shape[1]:
-            self._place(lane, self._plan(lane, keys, *self._window(lane)))
+            self._place({lane: self._plan(lane, keys, *self._window(lane))})
 
     def append(self, lanes: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
         """See Index."""
         self.reserve(max(lanes) + 1)
-        for lane in lanes:
-            plan = self.statics[lane].plan
-            if plan is not None:
-                self._place(lane, plan)
+        self._place({lane: plan for lane in lanes if (plan := self.statics[lane].plan) is not None})
         super().append(lanes, keys, values, queries)
         for i, lane in enumerate(lanes):
             static = self.statics[lane]
@@ -174,7 +172,7 @@ class HybridIndex(BoundIndex):
                 if not static.watched:  # no prompt was long enough to be built
                     self._watch(lane, query[lane, :, None])
                 self._drop(lane)
-                self._place(lane, self._plan(lane, self._read(lane, host.tokens), *self._window(lane)))
+                self._place({lane: self._plan(lane, self._read(lane, host.tokens), *self._window(lane))})
         return super().select(query, budget)
 
     def truncate(self, lane: int, length: int) -> None:
@@ -294,25 +292,39 @@ class HybridIndex(BoundIndex):
             plan.done.synchronize()
         return plan is not None
 
-    def _place(self, lane: int, plan: Plan) -> None:
-        """Put a plan in place, whole: on the current stream, so between two steps."""
-        tokens, units, kept = plan.order.shape[1], plan.digests.shape[1], plan.tail.shape[1]
-        self.reserve(lane + 1, units + 1, tokens)
-        if plan.done is not None:
-            stream = torch.cuda.current_stream(self.shape.device)
-            stream.wait_event(plan.done)
-            for tensor in plan.tensors():
-                tensor.record_stream(stream)
+    def _place(self, plans: dict[int, Plan]) -> None:
+        """Put plans of lanes in place, whole: on the current stream, so between two steps; those of equal sizes at once."""
+        alike: dict[tuple[int, int], list[int]] = {}
+        for lane, plan in plans.items():
+            alike.setdefault((plan.order.shape[1], plan.static), []).append(lane)
+            if plan.done is not None:
+                stream = torch.cuda.current_stream(self.shape.device)
+                stream.wait_event(plan.done)
+                for tensor in plan.tensors():
+                    tensor.record_stream(stream)
+        for lanes in alike.values():
+            self._place_alike(lanes, [plans[lane] for lane in lanes])
+
+    def _place_alike(self, lanes: list[int], plans: list[Plan]) -> None:
+        """Put plans of equal sizes in place."""
+        order, digests, tail = (torch.stack(own) for own in zip(*(plan.tensors() for plan in plans), strict=True))
+        heads, device, static = self.shape.kv_heads, order.device, plans[0].static
+        tokens, units, kept = order.shape[2], digests.shape[2], tail.shape[2]
+        self.reserve(max(lanes) + 1, units + 1, tokens)
         assert self.order is not None
-        self.order[lane, :, :tokens] = plan.order
-        self.digests[lane, :, :units] = plan.digests
-        ends = (torch.arange(units + 1, device=plan.order.device) * self.size).clamp(max=tokens - plan.static)
-        self.stops[lane, :, : units + 1] = (plan.static + ends).int()
-        self._keep(lane, tokens - kept, plan.tail)
-        marks = [(0, 0)] if units <= 1 and not plan.static else [(0, 0), (tokens - kept, max(0, units - 1))]
-        self._set(lane, Lane(tokens, units, kept, marks))
-        self.statics[lane].rows, self.statics[lane].plan = self.rows, None
-        self._before.pop(lane, None)
+        whole = Target.of([Full(lane, 0, 0) for lane in lanes], heads, device)
+        self.order[whole.places(tokens)] = order
+        self.digests[whole.units(units)] = digests
+        ends = (torch.arange(units + 1, device=device) * self.size).clamp(max=tokens - static)
+        self.stops[whole.units(units + 1)] = (static + ends).int()
+        last = Target.of([Full(lane, tokens - kept, 0) for lane in lanes], heads, device)
+        self.recent[last.places(kept, self.recent.shape[2])] = tail
+        for lane in lanes:
+            marks = [(0, 0)] if units <= 1 and not static else [(0, 0), (tokens - kept, max(0, units - 1))]
+            self.lanes[lane] = Lane(tokens, units, kept, marks)
+            self.statics[lane].rows, self.statics[lane].plan = self.rows, None
+            self._before.pop(lane, None)
+        self.counts.index_fill_(0, whole.lanes[:, 0, 0], units)
 
     def _stored(self, lane: int, tokens: int) -> bool:
         store = self.shape.store
