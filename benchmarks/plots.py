@@ -69,12 +69,12 @@ def recall(length: int = 32768) -> Figure:
     for i, distance in enumerate(("cosine", "l2", "inner")):
         for budget, style in ((256, ":"), (1024, "-")):
             counts = (200, 400, 600, 800)
-            runs = [found[f"clusterkv:distance={distance}:clusters={count}", budget] for count in counts]
+            runs = [found[f"clusterkv:preset=paper:distance={distance}:clusters={count}", budget] for count in counts]
             marks = {"marker": "o", "markersize": 3, "color": f"C{i}"}
             label = f"{distance}, {budget} tokens"
             clusters.plot(counts, [run["recall_at_rows"] for run in runs], style, label=label, **marks)
     clusters.set_xticks((200, 400, 600, 800))
-    clusters.set(xlabel="clusters of the prompt", ylabel="recall of the exact rows", title="ClusterKV, first centroids drawn")
+    clusters.set(xlabel="clusters of the prompt", ylabel="recall of the exact rows", title="ClusterKV, as in its paper")
     clusters.legend(fontsize=7)
     figure.suptitle(
         f"Share of the exact best rows that are selected, {length:,} tokens, shipped model, every layer", fontsize=10
@@ -89,7 +89,7 @@ def results() -> Figure:
     passkey = [line for line in lines("passkey") if (line["budget"], line["dense_layers"], line["seed"]) == (64, 0, 0)]
     shown = {
         "oracle": "oracle",
-        "pariskv": "pariskv",
+        "pariskv:preset=paper": "pariskv, as in its paper",
         "icecache": "icecache",
         "icecache:preset=paper:query_beam_share=0.0015": "icecache, descending by points, 0.0015 n of them",
         "streaming": "streaming",
