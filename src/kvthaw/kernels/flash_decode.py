@@ -94,7 +94,7 @@ elif HAS_TRITON:
 
     @triton.jit
     def _mix(share, piece):
-        return tl.sum(tl.where(share[:, :, None] > 0, share[:, :, None] * piece, 0.0), 0)
+        return tl.sum(share[:, :, None] * tl.where(share[:, :, None] > 0, piece, 0.0), 0)
 
     @triton.jit
     def _attend(
