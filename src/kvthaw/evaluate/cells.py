@@ -92,18 +92,20 @@ class Cells(Generic[K, M]):
         return self._files[path]
 
     def _path(self, of: K) -> Path:
-        task = (of.task, of.question) if isinstance(of, Setting) else ()
-        cell = (of.method, repr(of.budget), of.retrieved, of.dense_layers, of.length, *task)
+        cell = (of.method, repr(of.budget), of.retrieved, of.dense_layers, of.length, self._own(of))
         if cell not in self._paths:  # a large table asks for each some fifty times; 1.0 is not 1
             self._paths[cell] = self._name(of)
         return self._paths[cell]
 
     def _name(self, of: K) -> Path:
         asked = f"-{of.budget}" * (of.budget is not None) + f"-retrieved{of.retrieved}" * (of.retrieved is not None)
-        name = f"{quote(of.method, safe=':=,')}{asked}-dense{of.dense_layers}"
-        if isinstance(of, Setting):
-            return self.path / self._part / of.task / str(of.length) / f"{name}-{of.question}.jsonl"
-        return self.path / self._part / str(of.length) / f"{name}.jsonl"
+        folders, end = self._own(of)
+        name = f"{quote(of.method, safe=':=,')}{asked}-dense{of.dense_layers}{end}.jsonl"
+        return self.path.joinpath(self._part, *folders, str(of.length), name)
+
+    def _own(self, of: K) -> tuple[tuple[str, ...], str]:
+        """The folders above that of a cell's length, and the end of its file's name: what not all kinds have."""
+        return (), ""
 
 
 class Folder(Cells[Setting, Line]):
@@ -111,6 +113,9 @@ class Folder(Cells[Setting, Line]):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, "lines", Line.from_json)
+
+    def _own(self, of: Setting) -> tuple[tuple[str, ...], str]:
+        return (of.task,), f"-{of.question}"
 
 
 class Stretches(Cells[perplexity.Setting, perplexity.Line]):
