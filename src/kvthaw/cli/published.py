@@ -73,7 +73,9 @@ def evaluate(
     out: Annotated[
         Path | None, typer.Option(help="Append a JSON line an answer to this file; what stands there is not asked again.")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw every variant's score into this PNG file.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw every variant's score into this PNG file, a panel a benchmark.")
+    ] = None,
     device: options.Device = None,
     dtype: options.Dtype = "auto",
 ) -> None:
@@ -85,8 +87,6 @@ def evaluate(
     if not wanted:
         known = ", ".join((*BENCHMARKS, *FAMILIES))
         raise typer.BadParameter(f"{benchmark!r} is not a benchmark; there are: {known}", param_hint="BENCHMARK")
-    if len(wanted) > 1 and plot is not None:
-        raise typer.BadParameter(f"{benchmark} is {len(wanted)} benchmarks; a plot is of one", param_hint="--plot")
     variants = variants_of(method, budget if retrieved is None else None, retrieved, dense_layers)
     from kvthaw.evaluate.plot import check, score_bars
     from kvthaw.evaluate.published.results import Answers, summarize

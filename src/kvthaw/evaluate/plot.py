@@ -136,11 +136,24 @@ def perplexity_lines(found: Mapping[Variant, Sequence[perplexity.Summary]], path
 
 
 def score_bars(summaries: Sequence[Scored], path: Path) -> None:
-    """The score of every variant of a published benchmark, with its 95 % interval where it has one, and a line at full attention's.
-    Raises as heat_maps."""
-    figure = _figure()(figsize=(7, 1.6 + 0.3 * len(summaries)), layout="constrained")
-    axis, first = figure.subplots(), summaries[0]
-    for place, one in enumerate(summaries):
+    """The score of every variant of published benchmarks, a panel each, with its 95 % interval where it has one, and a line at full
+    attention's. Raises as heat_maps."""
+    names = list(dict.fromkeys(one.benchmark for one in summaries))
+    groups = [[one for one in summaries if one.benchmark == name] for name in names]
+    columns = min(len(groups), 3)
+    rows = -(-len(groups) // columns)
+    figure = _figure()(figsize=(7 * columns, (1.6 + 0.3 * len(groups[0])) * rows), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False).flat
+    for axis, group in zip(panels, groups, strict=False):
+        _bars(axis, group)
+    for axis in panels[len(groups) :]:
+        axis.axis("off")
+    _save(figure, path)
+
+
+def _bars(axis: Any, group: Sequence[Scored]) -> None:
+    first = group[0]
+    for place, one in enumerate(group):
         axis.barh(place, 100 * one.score, color="0.6" if one.method == "full" else "C0", height=0.7)
         if one.score_95 is not None:
             low, high = (100 * side for side in one.score_95)
@@ -149,14 +162,14 @@ def score_bars(summaries: Sequence[Scored], path: Path) -> None:
             axis.axvline(100 * one.score, color="grey", linewidth=0.8)
     names = [
         one.method if one.method == "full" else name(Variant(one.method, one.budget, one.retrieved, one.dense_layers))
-        for one in summaries
+        for one in group
     ]
-    axis.set_yticks(range(len(summaries)), names, fontsize=7)
+    axis.set_yticks(range(len(group)), names, fontsize=7)
     axis.invert_yaxis()
     axis.set_xlim(0, 100)
     axis.set_xlabel(f"score (avg@{first.samples}), %")
-    figure.suptitle(f"{first.benchmark}, question {first.question}: {first.n} question{'s' * (first.n > 1)}", fontsize=10)
-    _save(figure, path)
+    title = f"{first.benchmark}, question {first.question}: {first.n} question{'s' * (first.n > 1)}"
+    axis.set_title(title, fontsize=10)
 
 
 def _gaps(values: Sequence[float | None]) -> list[float]:
