@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from kvthaw.cache.host import HostStore
-from kvthaw.native import Isa, best_isa, cores, dots, flat_topk, gather_rows, isas
+from kvthaw.native import Isa, best_isa, cores, dots, flat_topk, gather_rows, isas, log_sum_exp
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -57,6 +58,18 @@ def test_dots_with_codes(isa: Isa, dim: int) -> None:
     g = torch.Generator().manual_seed(dim)
     query, rows = torch.randn(dim, generator=g), torch.randint(-127, 128, (37, dim), generator=g, dtype=torch.int8)
     torch.testing.assert_close(dots(query, rows, isa=isa), rows.float() @ query, rtol=1e-5, atol=1e-2)
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("spread", [0.0, 1.0, 30.0, 1000.0])
+def test_log_sum_exp(isa: Isa, spread: float) -> None:
+    g = torch.Generator().manual_seed(4)
+    for n in (1, 5, 16, 33, 2300):
+        x = spread * torch.randn(n, generator=g)
+        assert log_sum_exp(x, 0.3, isa=isa) == pytest.approx(float(torch.logsumexp(0.3 * x.double(), 0)), rel=1e-6, abs=2e-6)
+    alone = [log_sum_exp(torch.tensor([0.0, *[-d] * 16]), 1.0, isa=isa) for d in torch.linspace(0, 3, 50).tolist()]
+    exact = [math.log(1 + 16 * math.exp(-d)) for d in torch.linspace(0, 3, 50).tolist()]
+    assert alone == pytest.approx(exact, abs=1e-6)
 
 
 @pytest.mark.parametrize("isa", isas())

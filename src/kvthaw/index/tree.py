@@ -48,10 +48,10 @@ class Probe:
 class Digest:
     """What the keys below a node have in common, all of them, its own point apart.
 
-    points: how many they are. mean: [D], `coarse`, as outliers are when a query looks at them. norm2: the sum of |k|^2. spread: root
-    mean square of their distances to the mean, over sqrt(D): the standard deviation along a direction, were they spread alike in
-    all. outliers: first the point farthest from the mean, then each time the one farthest from the mean and those before it, of the
-    node's points and the outliers of their nodes; of equals the first.
+    points: how many they are. mean: [D], `coarse`, as outliers are when a query looks at them. norm2: the sum of |k|^2.
+    spread: the root mean square of their distances to the mean, over sqrt(D): the standard deviation along a direction,
+    were they spread alike in all. outliers: first the point farthest from the mean, then each time the one farthest from
+    the mean and those before it, of the node's points and the outliers of their nodes; of equals the first.
     """
 
     points: int
@@ -251,8 +251,8 @@ class DciTree:
             if node not in digests:
                 return -math.inf
             digest = digests[node]
-            odd = coarse(self.keys[list(digest.outliers)]) @ query
-            return max([float(digest.mean @ query) + config.spread * norm * digest.spread, *odd.tolist()])
+            odd: list[float] = (coarse(self.keys[list(digest.outliers)]) @ query).tolist()
+            return max([float(digest.mean @ query) + config.spread * norm * digest.spread, *odd])
 
         return Probe(
             nearness,

@@ -24,7 +24,20 @@ except ImportError as error:
         "`pip install --no-build-isolation -e .` with the packages of constraints.txt"
     ) from error
 
-__all__ = ["DTYPES", "Forest", "Isa", "admit", "best_isa", "cores", "dots", "flat_topk", "gather_rows", "isa_code", "isas"]
+__all__ = [
+    "DTYPES",
+    "Forest",
+    "Isa",
+    "admit",
+    "best_isa",
+    "cores",
+    "dots",
+    "flat_topk",
+    "gather_rows",
+    "isa_code",
+    "isas",
+    "log_sum_exp",
+]
 
 Isa = Literal["scalar", "avx2", "avx512"]
 DTYPES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -173,3 +186,10 @@ def dots(query: Tensor, rows: Tensor, *, isa: Isa | None = None) -> Tensor:
     code = 3 if rows.dtype == torch.int8 else DTYPES[rows.dtype]
     _native.dots(address, rows.data_ptr(), len(rows), stride, dim, code, out.data_ptr(), isa_code(isa))
     return out
+
+
+def log_sum_exp(x: Tensor, scale: float, *, isa: Isa | None = None) -> float:
+    """The natural logarithm of the sum of exp(scale x), x [n] float32, n and scale above 0, in float32."""
+    if not len(x):
+        raise ValueError("x is empty; a log-sum-exp needs at least one number")
+    return _native.log_sum_exp(_check("x", x, torch.float32, (len(x),)), len(x), scale, isa_code(isa))

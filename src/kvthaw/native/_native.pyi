@@ -14,6 +14,7 @@ def flat_topk(
     lengths: int, k: int, out: int, scores: int, threads: int, isa: int, /
 ) -> None: ...  # fmt: skip
 def dots(query: int, rows: int, count: int, stride: int, dim: int, dtype: int, out: int, isa: int, /) -> None: ...
+def log_sum_exp(x: int, count: int, scale: float, isa: int, /) -> float: ...
 
 class Forest:
     def __init__(

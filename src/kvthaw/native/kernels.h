@@ -29,6 +29,8 @@ struct Kernels {
     // out[group][out_stride]: inner products of `group` queries with `count` rows that lie `stride` bytes apart.
     void (*group_dots)(const float* queries, int group, const void* rows, size_t stride, size_t count, int dim, Dtype dtype,
                        float* out, size_t out_stride);
+    // The natural logarithm of the sum of exp(scale x) over count > 0 finite numbers, scale > 0.
+    float (*log_sum_exp)(const float* x, size_t count, float scale);
     // For `count` keys [count][depth] the parent with the largest inner product, the first of equals. panels: ceil(parents /
     // panel) panels [depth][panel]; the last is filled up with copies of the last parent. count: a multiple of group, at most
     // kNearestKeys.

@@ -210,18 +210,19 @@ inline void dot_rows(const float* query, const void* const* rows, int dim, float
         for (int r = 0; r < R; ++r) out[r] += load_one<T>(rows[r], i) * query[i];
 }
 
-// Rows lie anywhere, so the hardware cannot foresee them: ask for those kAhead further on.
-constexpr size_t kAhead = 16;
+// Rows lie anywhere, so the hardware cannot foresee them: ask for those kAhead further on, in the second cache, which can wait for
+// more lines at once than the first.
+constexpr size_t kAhead = 64;
 
 template <Dtype T>
 void dots_as(const float* query, const void* const* rows, size_t count, int dim, float* out) {
     const size_t bytes = static_cast<size_t>(dim) * size_of(T);
     for (size_t r = 0; r < count && r < kAhead; ++r)
-        for (size_t b = 0; b < bytes; b += 64) __builtin_prefetch(static_cast<const char*>(rows[r]) + b);
+        for (size_t b = 0; b < bytes; b += 64) __builtin_prefetch(static_cast<const char*>(rows[r]) + b, 0, 2);
     size_t r = 0;
     for (; r + 4 <= count; r += 4) {
         for (size_t a = r + kAhead; a < r + kAhead + 4 && a < count; ++a)
-            for (size_t b = 0; b < bytes; b += 64) __builtin_prefetch(static_cast<const char*>(rows[a]) + b);
+            for (size_t b = 0; b < bytes; b += 64) __builtin_prefetch(static_cast<const char*>(rows[a]) + b, 0, 2);
         dot_rows<T, 4>(query, rows + r, dim, out + r);
     }
     for (; r < count; ++r) dot_rows<T, 1>(query, rows + r, dim, out + r);
@@ -292,6 +293,37 @@ void group_dots(const float* queries, int group, const void* rows, size_t stride
     return group_as<Dtype::f16>(queries, group, at, stride, count, dim, out, out_stride);
 }
 
+// exp(x) for x <= 0, to 2e-7 of itself, 0 below -87: 2^n times a polynomial of what is left, at most half of log 2 from 0.
+inline Vec exp_below(Vec x) {
+    constexpr float kRound = 0x1.8p23f;
+    const Vec at = x < -87.0f ? Vec{} - 87.0f : x;
+    const Vec shifted = at * 1.44269504f + kRound, n = shifted - kRound;
+    const Vec f = (at - n * 0.693359375f) - n * -2.12194440e-4f;
+    Vec p = f * 1.3941116e-3f + 8.3751328e-3f;
+    p = p * f + 4.1666353e-2f;
+    p = p * f + 1.6666415e-1f;
+    p = p * f + 0.5f;
+    p = (p * f + 1.0f) * f + 1.0f;
+    const Vec two = (Vec)((((Ints)shifted << 23) + (127 << 23)));
+    return x < -87.0f ? Vec{} : p * two;
+}
+
+float log_sum_exp(const float* x, size_t count, float scale) {
+    Vec most = Vec{} - __builtin_inff(), total = {};
+    size_t i = 0;
+    for (; i + W <= count; i += W) {
+        const Vec own = load(x + i);
+        most = own > most ? own : most;
+    }
+    float top = -__builtin_inff(), sum = 0;
+    for (int j = 0; j < W; ++j) top = most[j] > top ? most[j] : top;
+    for (size_t j = i; j < count; ++j) top = x[j] > top ? x[j] : top;
+    for (size_t j = 0; j + W <= count; j += W) total += exp_below((load(x + j) - top) * scale);
+    for (int j = 0; j < W; ++j) sum += total[j];
+    for (; i < count; ++i) sum += __builtin_expf((x[i] - top) * scale);
+    return top * scale + __builtin_logf(sum);
+}
+
 inline void keep_larger(Vec& best, Ints& which, Vec value, int at) {
 #if defined(__AVX512F__)
     const __mmask16 larger = _mm512_cmp_ps_mask(value, best, _CMP_GT_OQ);
@@ -351,7 +383,7 @@ void nearest(const float* keys, int count, const float* panels, int parents, int
 }  // namespace
 
 const Kernels* table() {
-    static const Kernels kernels = {Isa::KV_ISA, 2 * W, KV_GROUP, widen, add, encode, measure, dots, group_dots, nearest};
+    static const Kernels kernels = {Isa::KV_ISA, 2 * W, KV_GROUP, widen, add, encode, measure, dots, group_dots, log_sum_exp, nearest};
     return &kernels;
 }
 

@@ -68,6 +68,10 @@ NB_MODULE(_native, m) {
             kernels_named(isa).dots(at<const float>(query), from.data(), count, dim, static_cast<Dtype>(dtype), at<float>(out));
         },
         kFree);
+    m.def(
+        "log_sum_exp",
+        [](uintptr_t x, size_t count, float scale, int isa) { return kernels_named(isa).log_sum_exp(at<float>(x), count, scale); },
+        kFree);
 
     nb::class_<Forest>(m, "Forest")
         .def(

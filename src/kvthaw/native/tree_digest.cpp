@@ -97,10 +97,10 @@ void Tree::refresh(const Rows& rows, std::vector<int32_t>& points) {
 void Tree::weigh(const Probe& probe, size_t begin, Seen& seen) const {
     const size_t found = seen.points.size() - begin;
     const int each = settings_->digest_rows(), dim = settings_->dim;
-    seen.rows.clear();
+    seen.rows.resize(found * each);
     for (size_t s = 0; s < found; ++s) {
         const int8_t* own = codes(node_of_[seen.points[begin + s]]);
-        for (int r = 0; r < each; ++r) seen.rows.push_back(own + static_cast<size_t>(r) * dim);
+        for (int r = 0; r < each; ++r) seen.rows[s * each + r] = own + static_cast<size_t>(r) * dim;
     }
     seen.lines.resize(seen.rows.size());
     settings_->kernels->dots(probe.key, seen.rows.data(), seen.rows.size(), dim, Dtype::i8, seen.lines.data());

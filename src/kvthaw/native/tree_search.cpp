@@ -9,13 +9,6 @@ namespace kvthaw {
 
 namespace {
 
-float log_sum_exp(const std::vector<float>& scores, float scale) {
-    float top = -HUGE_VALF, total = 0;
-    for (float s : scores) top = std::max(top, s);
-    for (float s : scores) total += std::exp((s - top) * scale);
-    return top * scale + std::log(total);
-}
-
 int share_of(double share, int members) { return static_cast<int>(std::ceil(share * members)); }
 
 }  // namespace
@@ -97,7 +90,7 @@ void Tree::search(const Rows& rows, const Probe& probe, int stop, Seen& seen) co
             if (const int page = nodes_[node].page; page >= 0) {
                 __builtin_prefetch(&pages_[page]);
                 __builtin_prefetch(slots(page));
-                __builtin_prefetch(line(page));
+                __builtin_prefetch(slots(page) + settings_->page_size);  // a node's pages mostly follow each other
             }
         for (int node : seen.frontier) collect(node, probe, seen);
 
@@ -149,7 +142,7 @@ void Tree::search_query(const Rows& rows, const float* query, int budget, Seen& 
     probe.effort.beam = static_cast<int>(std::max<int64_t>({set.query.beam, share_of(set.query_beam_share, size()), pages}));
     seen.clear();
     search(rows, probe, 1, seen);
-    if (set.merge == Merge::join) seen.lse = log_sum_exp(seen.scores, set.scale);
+    if (set.merge == Merge::join) seen.lse = set.kernels->log_sum_exp(seen.scores.data(), seen.scores.size(), set.scale);
     if (set.unit == Unit::token) {
         const size_t keep = std::min<size_t>(budget, seen.points.size());
         seen.best.clear();
