@@ -207,6 +207,23 @@ def test_draws_follow_their_distribution() -> None:
     assert set(draw(logits, [Sampling(temperature=1.0, top_p=0.6)] * 4000, place).tolist()) == {2}
 
 
+@pytest.mark.parametrize("method", ["infinigen", "icecache:foresee=True"])
+def test_what_cannot_be_compiled_is_not_and_says_so(
+    llama: PreTrainedModel, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = []
+    for compiled in (False, True):
+        batch = Batch(llama, method, lanes=2, capacity=CAPACITY, budget=48, compile=compiled)
+        request = batch.join(prompt(1, 60)[0], max_new_tokens=4, stop=())
+        while batch.requests:
+            batch.step()
+        found.append(request.tokens)
+    assert found[0] == found[1]
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
+        f"steps are not compiled: {method.partition(':')[0]} looks into the model between its layers"
+    ]
+
+
 @pytest.mark.slow
 def test_a_compiled_batch_gives_the_same_tokens(llama: PreTrainedModel) -> None:
     found = []

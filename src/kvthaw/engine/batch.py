@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from kvthaw.engine.decode import Replay, capturable, compiled_step
+from kvthaw.engine.decode import Replay, capturable, compilable, compiled_step
 from kvthaw.engine.hf import Cache, Stats
 from kvthaw.engine.hf.handle import is_attached
 from kvthaw.engine.hf.hooks import turns_by_length
@@ -20,6 +21,8 @@ from kvthaw.types import Method
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
@@ -223,8 +226,12 @@ class Batch:
     def _replay(self) -> Replay:
         cache = self.cache
         if cache.replay is None:
+            forward, compiled = self._forward, self._compile
+            if compiled and (reason := compilable(cache)) is not None:
+                _log.warning("steps are not compiled: %s", reason)
+                forward, compiled = self._model.forward, False
             captured = self._capture and capturable(cache) is None
-            cache.replay = Replay(self._forward, cache, compiled=self._compile, capture=captured)
+            cache.replay = Replay(forward, cache, compiled=compiled, capture=captured)
         return cache.replay
 
     def _release(self, request: Request) -> None:
