@@ -49,6 +49,7 @@ def test_the_ring_step_by_step(regions: Regions, prompt: int, steps: int) -> Non
     assert len(ring) <= regions.window
     assert sorted([*range(min(regions.sink, prompt)), *range(regions.sink, begin), *ring]) == list(range(prompt))
     for position in range(prompt, prompt + steps):
+        assert regions.full(begin, position) == (len(ring) == regions.ring)
         if position >= regions.sink:
             if len(ring) == regions.ring:
                 del ring[: regions.buffer]

@@ -304,8 +304,11 @@ class FrozenKV(Lanes):
 
     def _leaving(self, more: int = 0) -> list[int]:
         """Lanes whose ring is full when so many more tokens have come, and has not given up yet what leaves with the next."""
-        lengths = [self.length(lane) + more for lane in range(self.lanes)]
-        full = (lane for lane, n in enumerate(lengths) if self.indexed(lane, n + 1) > self.indexed(lane, n))
+        if self.plan is None:
+            return []
+        regions, tokens = self.plan.regions, self.seen + more
+        places = enumerate(zip(self._start, self.left_pad, strict=True))
+        full = (lane for lane, (start, pad) in places if regions.full(start, tokens - pad))
         return [lane for lane in full if more or lane not in self._ahead]
 
     def undisturbed(self, tokens: int) -> int:

@@ -50,6 +50,11 @@ class Regions:
         """Where the ring begins after a dense pass over `length` tokens: everything in [sink, this) is indexed."""
         return max(self.sink, length - self.window)
 
+    def full(self, start: int, length: int) -> bool:
+        """Whether the next token finds the ring full, if it began at `start` when decoding began."""
+        over = length - start - self.ring
+        return over >= 0 and over % self.buffer == 0
+
     def indexed(self, start: int, length: int) -> int:
         """Where the ring begins at `length` tokens if it began at `start` when decoding began: the oldest `buffer` tokens leave
         whenever a new token finds the ring full. A pure function, so that every layer and every lane agrees."""
