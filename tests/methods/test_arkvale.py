@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +20,9 @@ from zoo import prompt
 def test_it_is_the_papers() -> None:
     method = resolve("arkvale")
     assert (method.name, method.paper, method.unit) == ("arkvale", "ArkVale", "page")
-    assert method.regions == Regions(32, 64, 32)
+    assert (method.regions, method.keep) == (Regions(32, 64, 32), 1)
+    assert isinstance(method.index, partial)
+    assert method.index.keywords == {"page": 32, "spread": "mean", "policy": "max"}
 
 
 @pytest.mark.parametrize("options", [{}, {"page": 8, "spread": "max"}])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,7 +21,13 @@ from zoo import prompt
 def test_it_is_the_papers() -> None:
     method = resolve("clusterkv")
     assert (method.name, method.paper, method.unit) == ("clusterkv", "ClusterKV", "cluster")
-    assert method.regions == Regions(16, 16, 16)
+    assert (method.regions, method.keep) == (Regions(16, 16, 16), 1)
+    assert isinstance(method.index, partial)
+    assert {name: method.index.keywords[name] for name in ("batch", "distance", "clusters")} == {
+        "batch": 320,
+        "distance": "cosine",
+        "clusters": None,
+    }
 
 
 @pytest.mark.parametrize("options", [{}, {"batch": 16, "clusters_per_batch": 2}, {"distance": "l2", "clusters": 7}])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,6 +24,8 @@ def test_it_is_the_papers() -> None:
     method = resolve("prkv")
     assert (method.name, method.paper, method.unit) == ("prkv", "PRKV", "token + page")
     assert method.regions == Regions(0, 64, 32)
+    assert isinstance(method.index, partial)
+    assert method.index.keywords == {"page": 32, "share": 0.25, "interval": 128, "spread": "mean", "policy": "max"}
 
 
 @pytest.mark.parametrize("options", [{}, {"interval": 16, "page": 8}, {"share": "auto", "page": 8}, {"share": 1.0}])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ def test_it_is_the_papers() -> None:
     method = resolve("quest")
     assert (method.name, method.paper, method.unit) == ("quest", "Quest", "page")
     assert method.regions == Regions(0, 16, 16)
+    assert isinstance(method.index, partial)
+    assert method.index.keywords == {"page": 16, "spread": "max", "policy": "max"}
 
 
 @pytest.mark.parametrize("options", [{}, {"page": 5}])
