@@ -39,9 +39,10 @@ def pariskv(
     attention mass as with "mean" (99.8 %; "mean_query": 98.6); "code" is "paper" with the authors' policy "mean_query". policy,
     votes, centre override it; a rho asks for tiers. rho, beta: shares of the keys that collide (graded: all) and that become
     candidates, by region length unless given; candidates: a fixed number of them instead. full_threshold: a retrieval region
-    shorter than this is attended to whole, whatever the budget (the paper has 1024 to 2048, beside `retrieved`); 0 keeps the
-    budget's promise. A region that fits in the rows to be retrieved is always attended to whole. rotate, normalise, centroids:
-    ablations; see CodesIndex and Ratios.
+    shorter than this is attended to whole, whatever the budget. The paper has 1024 to 2048; it is off (0), for it keeps so many
+    rows on the device and attends to them in every step, whatever the length, and a budget would promise too little. A region that
+    fits in the rows to be retrieved is always attended to whole. rotate, normalise, centroids: ablations; see CodesIndex and
+    Ratios.
 
     Host: the rows. Device: a key's codes, centroids and weights (112 bytes of one of 128 dimensions), every decision."""
     at_least(1, window=window, buffer=buffer)
