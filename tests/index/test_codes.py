@@ -334,7 +334,7 @@ def test_bad_input_is_named(call: Callable[[], Any], words: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("policy", ["max", "mean", "mean_query"])
-@pytest.mark.parametrize("options", [{}, DEFAULT])
+@pytest.mark.parametrize("options", [{}, DEFAULT, {"dense_below": 5600}])
 def test_a_captured_select_replays_as_the_region_grows(policy: str, options: dict[str, Any]) -> None:
     index = make(lanes=2, group=4, dim=128, dtype=torch.bfloat16, device="cuda", policy=policy, **options)
     keys = torch.randn(2, 2, 9000, 128, device="cuda", dtype=torch.bfloat16)
@@ -346,12 +346,19 @@ def test_a_captured_select_replays_as_the_region_grows(policy: str, options: dic
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = index.select(query, 100)
-    for _ in range(2):
+    for length in (5000, 5500, 6000):
         query.copy_(torch.randn_like(query))
         graph.replay()
         again = index.select(query, 100)
         assert torch.equal(captured.rows, again.rows)
         assert torch.equal(captured.counts, again.counts)
+        dense = length < options.get("dense_below", 0)
+        assert captured.counts.tolist() == [[100, 100], [0, 0] if dense else [100, 100]]
+        if captured.partial is not None:
+            assert again.partial is not None
+            torch.testing.assert_close(captured.partial.out, again.partial.out)
+            assert torch.isfinite(captured.partial.lse[1]).all() == dense
+            assert (captured.partial.lse[0] == -torch.inf).all()
         index.append([1], keys[:1, :, 8000:8500], keys[:1, :, 8000:8500], None)
 
 
