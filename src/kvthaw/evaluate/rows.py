@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
 from kvthaw.engine.hf import Cache
-from kvthaw.engine.hf.cache import head_dim
+from kvthaw.engine.hf.cache import head_dim, of_layer
 from kvthaw.errors import ConfigError, at_least
 from kvthaw.evaluate.variant import Variant, fork
 from kvthaw.methods import resolve
@@ -37,8 +37,9 @@ class Rows:
             )
         self._asked = 1 if alone else asked
         config = model.config.get_text_config(decoder=True)
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        self._token_bytes = 2 * len(empty.layers) * heads * head_dim(config) * model.dtype.itemsize
+        layers = [of_layer(config, i) for i in range(len(empty.layers))]
+        heads = [getattr(one, "num_key_value_heads", None) or one.num_attention_heads for one in layers]
+        self._token_bytes = 2 * model.dtype.itemsize * sum(n * head_dim(one) for n, one in zip(heads, layers, strict=True))
 
     def at(self, length: int) -> int:
         """Of prompts of so many tokens."""

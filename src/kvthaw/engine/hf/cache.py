@@ -69,8 +69,13 @@ class Stats:
         return asdict(self)
 
 
+def of_layer(config: Any, layer: int) -> Any:
+    """The config of one layer of a decoder, whose layers may differ (Gemma 4)."""
+    return config.per_layer_config[layer] if hasattr(config, "per_layer_config") else config
+
+
 def head_dim(config: Any) -> int:
-    """The dimensions of a decoder's keys, by its config."""
+    """The dimensions of a layer's keys, by its config."""
     dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return dim
 
@@ -116,10 +121,11 @@ class Cache(DynamicCache):
         if getattr(config, "num_kv_shared_layers", 0):
             sparse_queries = 1  # layers that share KV ask after the index has gone on, so several tokens at once are dense
         self.settings = Settings(chosen, budget, retrieved, dense_layers, seed, sparse_queries, extent, host_bytes)
-        try_index(chosen, head_dim(config))
         frozen = [] if chosen.dense else [i for i in full if i >= dense_layers]
         if not frozen and not chosen.dense:
             raise ConfigError(f"dense_layers is {dense_layers}; that leaves no layer to {chosen.name}, of {len(self.layers)}")
+        for dim in {head_dim(of_layer(config, i)) for i in frozen}:
+            try_index(chosen, dim)
         self.replay: Replay | None = None
         self.turns_by_length = turns_by_length(model)
         self._shared = Shared(model, self.settings, len(frozen), foresee if chosen.foresees else None)
