@@ -20,5 +20,5 @@ def test_as_many_as_their_keys_and_values_leave_room_for() -> None:
 def test_a_model_whose_layers_differ_takes_one() -> None:
     model = build("gemma4")
     assert Rows(model, None).at(100) == 1
-    with pytest.raises(ConfigError, match="batch is 2; .*so only 1 works"):
+    with pytest.raises(ConfigError, match=r"batch is 2; .*so only 1 works"):
         Rows(model, 2)
