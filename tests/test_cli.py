@@ -427,9 +427,16 @@ def test_drift_shows_first_and_last_quarter(model: str, tmp_path: Path) -> None:
     assert "quarter" in table
     assert "last" in table
     assert "ceiling" in table
-    own = Said("eval", "drift", "--model", model, "--length", "99", "--new-tokens", "8", "--probe", "2", "--method", "quest",
-               "--follow", "own", "--json").records[0]  # fmt: skip
-    assert (own["follow"], own["temperature"], own["retrieved"]) == ("own", 1.0, 100)
+    assert "40 tokens (the text's own) after 300" in table
+
+
+@pytest.mark.parametrize(("follow", "words"), [("own", "each method's own"), ("full", "full attention's, for all")])
+def test_drift_says_whose_tokens_were_sent(model: str, tmp_path: Path, follow: str, words: str) -> None:
+    arguments = ["eval", "drift", "--model", model, "--length", "99", "--new-tokens", "8", "--probe", "2", "--method", "quest"]
+    arguments += ["--follow", follow, "--out", str(tmp_path / "out.jsonl")]
+    sent = Said(*arguments, "--json").records[0]
+    assert (sent["follow"], sent["temperature"], sent["retrieved"]) == (follow, 1.0, 100)
+    assert f"8 tokens ({words}, temperature 1.0) after 99" in Said(*arguments).out
 
 
 # eval shares

@@ -119,8 +119,9 @@ def recall_tables(summaries: Sequence[recall.Summary]) -> list[Table]:
 def drift_table(summaries: Sequence[recall.Summary]) -> Table:
     """Recall and mass by decode position in quarters, first and last beside each other; shares in percent."""
     first = summaries[0].study
-    sent = "the text's own" if first.follow == "text" else f"each method's own, temperature {first.temperature}"
-    title = f"drift: {first.steps:,} tokens ({sent}) after {first.length:,}, {_where(summaries[0].setting)}"
+    sent = {"text": "the text's own", "full": "full attention's, for all", "own": "each method's own"}[first.follow]
+    drawn = "" if first.follow == "text" else f", temperature {first.temperature}"
+    title = f"drift: {first.steps:,} tokens ({sent}{drawn}) after {first.length:,}, {_where(summaries[0].setting)}"
     made = _table(title, (*_WHOSE[1:], "", "1st\nquarter", "2nd", "3rd", "last", "last -\nfirst"))
     for i, row in enumerate(summaries):
         if i:
