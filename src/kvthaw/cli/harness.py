@@ -24,8 +24,9 @@ EXAMPLES = (
 def lm_eval(context: typer.Context) -> None:
     """Run lm-evaluation-harness with kvthaw as its model; every option is the harness's own.
 
-    It stands for `lm_eval --model kvthaw`, which cannot be: the harness finds no model of another package by its name. Answers are decoded through the method. Likelihoods are scored in one dense pass, where a method has no part, unless
-    sparse_tokens=N in model_args sends the last N tokens of every prompt, and the continuation, through it one by one.
+    It stands for `lm_eval --model kvthaw`, which cannot be: the harness finds no model of another package by its name. Answers are
+    decoded through the method. Likelihoods are scored in one dense pass, where a method has no part, unless sparse_tokens=N in
+    model_args sends the last N tokens of every prompt, and the continuation, through it one by one.
     """
     try:
         from kvthaw.evaluate import harness
