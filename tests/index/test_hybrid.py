@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvthaw.cache.regions import Regions
 from kvthaw.errors import ConfigError
+from kvthaw.index import hybrid as module
 from kvthaw.index.bounds import BoundIndex
 from kvthaw.index.hybrid import HybridIndex, choose_static, overlap_share
 from kvthaw.kernels import observe, page_bounds
@@ -148,6 +149,29 @@ def test_a_refresh_uses_the_last_queries_that_were_selected_for() -> None:
     assert index.order is not None
     static = mass.topk(20, dim=1).indices + FIRST
     assert torch.equal(index.order[0, :, :20].sort(dim=1).values, static.int().sort(dim=1).values)
+
+
+@pytest.mark.parametrize("share", [0.25, "auto"])
+def test_lanes_that_stand_alike_are_planned_at_once_and_as_alone(share: float | str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as have so many bytes of keys; the third of these has other tokens than the others."""
+    calls: list[int] = []
+    real = HybridIndex.plan
+    monkeypatch.setattr(
+        HybridIndex, "plan", lambda self, lanes, *given: (calls.append(len(lanes)), real(self, lanes, *given))[1]
+    )
+    monkeypatch.setattr(module, "_KEYS", 2 * 240 * 2 * 64 * 4)
+    make, prompts = partial(SMALL, share=share), [150, 150, 90, 150, 150]  # type: ignore[arg-type]
+    together = Lanes(make, prompts)
+    alone = [Lanes(make, [prompt], seeds=[seed]) for seed, prompt in enumerate(prompts)]
+    for step, n in enumerate([20, 1, 9] * 3):
+        assert together.sets(40, 100 + step) == [one.sets(40, 100 + step)[0] for one in alone]
+        calls.clear()
+        together.append(n)
+        if n == 20:
+            assert calls == ([2, 2, 1] if hybrid(together).statics[0].share is not None else [1] * 5)
+        for lane, one in enumerate(alone):
+            one.append(n)
+            assert same(table(hybrid(together), lane), table(hybrid(one), 0))
 
 
 def test_rows_known_at_the_prompt_or_at_the_first_step_are_the_same() -> None:

@@ -47,7 +47,7 @@ def units(dtype: torch.dtype, dim: int) -> None:
     keys = empty(HEADS, 700, dim, dtype=dtype)
     kmeans.launch(keys, empty(HEADS, 30, dtype=torch.int64), distance="cosine", iterations=2)
     page_bounds.launch(keys, 16, spread="mean")
-    observe.launch(empty(HEADS, 32, dim, dtype=dtype), keys, empty(32, dtype=torch.float32), scale=0.1)
+    observe.launch(empty(HEADS, 32, dim, dtype=dtype), keys, empty(HEADS, 32, dtype=torch.float32), scale=0.1)
     query, counts, stops = empty(3, HEADS * GROUP, dim, dtype=dtype), empty(3), empty(3, HEADS, 71)
     for wide, order in ((1, empty(3, HEADS, 700)), (2, None)):
         digests = empty(3, HEADS, 70, wide * dim, dtype=dtype)
@@ -105,6 +105,7 @@ def moves(dtype: torch.dtype, dim: int) -> None:
         20,
         64,
         words.shape[2],
+        words.stride(0),
         ROWS=32,
         WP=1 << (words.shape[2] - 1).bit_length(),
         ALIGN=16,

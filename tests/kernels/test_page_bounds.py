@@ -62,6 +62,10 @@ def test_observation_is_the_definition(
     wanted = observe.definition(queries, keys, weights, scale=dim**-0.5)
     found = getattr(observe, path)(queries, keys, weights, scale=dim**-0.5)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    own = torch.stack((weights, weights.flip(0)))  # of each problem
+    found = getattr(observe, path)(queries, keys, own, scale=dim**-0.5)
+    assert torch.equal(found[0], getattr(observe, path)(queries, keys, weights, scale=dim**-0.5)[0])
+    torch.testing.assert_close(found, observe.definition(queries, keys, own, scale=dim**-0.5), rtol=1e-4, atol=1e-5)
 
 
 def test_observation_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,6 +86,10 @@ def test_keys_stream_from_any_extents(
     for start, stop in [(0, 70), (5, 6), (15, 50), (9, 9)]:
         found = getattr(stream_keys, path)(store, 1, start, stop, device)
         assert torch.equal(found.cpu(), rows[:, start:stop, 0])
+        wider = torch.zeros(3, stop - start + 4, dim, dtype=dtype, device=device)
+        getattr(stream_keys, path)(store, 1, start, stop, device, into=wider[:, : stop - start])
+        assert torch.equal(wider[:, : stop - start].cpu(), rows[:, start:stop, 0])
+        assert not wider[:, stop - start :].any()
     if path == "launch":  # a program for many blocks
         monkeypatch.setattr(stream_keys, "_UNDER_WAY", 1)
         assert torch.equal(stream_keys.launch(store, 1, 3, 70, device).cpu(), rows[:, 3:70, 0])

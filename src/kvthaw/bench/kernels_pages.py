@@ -274,7 +274,8 @@ def refresh_time(tokens: int) -> dict[str, Any]:
     index.reserve(1)
     index.queries.normal_()
     index.seen.fill_(1.0)
-    window = index._window(0)
+    windows = index.windows([0])
+    window = [tensor[0] for tensor in windows]
     keys = stream_keys.launch(store, 0, 0, tokens, device)
     mass = observe.launch(window[0], keys, window[1], scale=DIM**-0.5)
     rest = choose_static(mass, ROWS // 4, 0)[:, ROWS // 4 :].long().contiguous()
@@ -286,7 +287,7 @@ def refresh_time(tokens: int) -> dict[str, Any]:
         "torch_observe": lambda: observe.vectorised(window[0], keys, window[1], scale=DIM**-0.5),
         "torch_bounds": lambda: page_bounds.definition(keys, 32, spread="mean", order=rest),
     }
-    whole = eager_time(lambda: index._plan(0, index._read(0, tokens), *window))
+    whole = eager_time(lambda: index.plan([0], index.read([0], tokens), *windows))
     times = {f"{name}_ms": round(eager_time(step) * 1e3, 3) for name, step in steps.items()}
     line = {
         "op": "refresh",

@@ -21,6 +21,8 @@ from kvthaw.kernels.unit_select import Policy
 from kvthaw.types import LayerShape, Selection
 
 _GOLDEN = (5**0.5 - 1) / 2
+_KEYS = 1 << 28
+"""Bytes of keys from which static sets are chosen at once."""
 _WATCHED = 128  # queries of the observation window, at most
 _UNKNOWN = 0.25  # the automatic share as long as it cannot be chosen: the paper's
 
@@ -145,7 +147,7 @@ class HybridIndex(BoundIndex):
         self._watch(lane, queries)
         UnitIndex.append(self, [lane], keys[None], values[None], None)
         if self.rows and keys.shape[1]:
-            self._place({lane: self._plan(lane, keys, *self._window(lane))})
+            self._place({lane: self.plan([lane], keys[None], *self.windows([lane]))[0]})
 
     def append(self, lanes: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
         """See Index."""
@@ -158,8 +160,7 @@ class HybridIndex(BoundIndex):
             if queries is not None:
                 self._watch(lane, queries[i])
             static.since += keys.shape[2]
-            if static.since >= self.interval and static.rows is not None:
-                self._refresh(lane, keys[i])
+        self._refresh(lanes, keys)
 
     def select(self, query: Tensor, budget: int) -> Selection:
         """See Index. A change of budget makes every lane's static set anew."""
@@ -172,7 +173,7 @@ class HybridIndex(BoundIndex):
                 if not static.watched:  # no prompt was long enough to be built
                     self._watch(lane, query[lane, :, None])
                 self._drop(lane)
-                self._place({lane: self._plan(lane, self._read(lane, host.tokens), *self._window(lane))})
+                self._place({lane: self.plan([lane], self.read([lane], host.tokens), *self.windows([lane]))[0]})
         return super().select(query, budget)
 
     def truncate(self, lane: int, length: int) -> None:
@@ -235,28 +236,36 @@ class HybridIndex(BoundIndex):
         self.seen[lane].index_fill_(0, slots, 1.0)
         self.statics[lane].watched = width
 
-    def _window(self, lane: int) -> tuple[Tensor, Tensor]:
-        """Copies of the window's queries [H, G W, D] and their weights [G W], which sum to 1."""
-        queries = self.queries[lane].unflatten(0, (self.shape.kv_heads, -1)).flatten(1, 2)
-        weights = self.seen[lane].repeat(queries.shape[1] // self.window)
-        return queries.clone(), weights / weights.sum().clamp(min=1)
+    def windows(self, lanes: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Copies of the windows' queries [R, H, G W, D] of some lanes and their weights [R, G W], which sum to 1."""
+        which = self._together.numbers([(lane,) for lane in lanes], self.seen.device)[:, 0]
+        queries = self.queries.index_select(0, which).unflatten(1, (self.shape.kv_heads, -1)).flatten(2, 3)
+        seen = self.seen.index_select(0, which)
+        return queries, (seen / (seen.sum(dim=1, keepdim=True) * self.shape.group).clamp(min=1)).repeat(1, self.shape.group)
 
-    def _plan(self, lane: int, keys: Tensor, queries: Tensor, weights: Tensor) -> Plan:
-        """The static set that a window's queries choose from keys [H, T, D], and the pages of the others."""
-        tokens, static = keys.shape[1], self.statics[lane]
+    def plan(self, lanes: Sequence[int], keys: Tensor, queries: Tensor, weights: Tensor) -> list[Plan]:
+        """The static sets that windows' queries choose from keys [R, H, T, D] of lanes whose sets are of one size, and the pages of
+        the others."""
+        (rows, heads, tokens, dim), count = keys.shape, self._count(lanes[0], keys[0])
+        flat = keys.flatten(0, 1)
+        mass = observe(queries.flatten(0, 1), flat, weights.repeat_interleave(heads, dim=0), scale=self.shape.scale)
+        order = choose_static(mass, count, self.first)
+        rest = (order[:, count:] - self.first).long()
+        assert self.spread is not None
+        digests = page_bounds(flat, self.size, spread=self.spread, order=rest.contiguous())
+        kept = (tokens - count - 1) % self.size + 1 if tokens > count else 0
+        tail = flat.gather(1, rest[:, rest.shape[1] - kept :, None].expand(-1, -1, dim))
+        of_lanes = (tensor.unflatten(0, (rows, heads)).unbind() for tensor in (order, digests, tail))
+        return [Plan(own, count, boxes, last) for own, boxes, last in zip(*of_lanes, strict=True)]
+
+    def _count(self, lane: int, keys: Tensor) -> int:
+        """Of how many tokens a lane's static set is, keys [H, T, D]."""
+        static = self.statics[lane]
         assert self.rows is not None
         if static.share is None:
             static.share = self._auto(lane, keys) if self.share == "auto" else float(self.share)
         share = _UNKNOWN if static.share is None else static.share
-        count = min(tokens, int(share * self.rows + 1e-6))
-        mass = observe(queries, keys, weights, scale=self.shape.scale)
-        order = choose_static(mass, count, self.first)
-        rest = (order[:, count:] - self.first).long()
-        assert self.spread is not None
-        digests = page_bounds(keys, self.size, spread=self.spread, order=rest.contiguous())
-        kept = (tokens - count - 1) % self.size + 1 if tokens > count else 0
-        tail = keys.gather(1, rest[:, rest.shape[1] - kept :, None].expand(-1, -1, keys.shape[2]))
-        return Plan(order, count, digests, tail)
+        return min(keys.shape[1], int(share * self.rows + 1e-6))
 
     def _auto(self, lane: int, keys: Tensor) -> float | None:
         """Appendix G, from the first and the last query of the window. None where it would say nothing: with a single query, or
@@ -269,21 +278,36 @@ class HybridIndex(BoundIndex):
         ends = self.queries[lane].index_select(1, (self.clock + back) % self.window)
         return overlap_share(ends, keys, self.rows, self.size)
 
-    def _refresh(self, lane: int, new: Tensor) -> None:
-        """Make the plan that the next append will put in place. new [H, n, D]: the keys of this append."""
-        host, static = self.lanes[lane], self.statics[lane]
-        old = host.tokens - new.shape[1]
-        if not self._stored(lane, old):
-            return
-        static.since = 0
-        window = self._window(lane)
+    def _refresh(self, lanes: Sequence[int], new: Tensor) -> None:
+        """Make the plans that the next append will put in place, of lanes whose interval is over. new [R, H, n, D]: the keys of
+        this append. Lanes that stand alike are planned at once, as many as have _KEYS bytes of keys."""
+        n, row = new.shape[2], new[0, :, 0].nbytes
+        alike: dict[tuple[int, object], list[tuple[int, Tensor]]] = {}
+        for lane, own in zip(lanes, new.unbind(), strict=True):
+            host, static = self.lanes[lane], self.statics[lane]
+            if static.since >= self.interval and static.rows is not None and self._stored(lane, host.tokens - n):
+                static.since = 0
+                share = (lane,) if static.share is None else static.share  # which is told apart with its keys
+                alike.setdefault((host.tokens, share), []).append((lane, own))
+        for (tokens, _), some in alike.items():
+            most = max(1, _KEYS // (tokens * row))
+            for at in range(0, len(some), most):
+                self._begin(*zip(*some[at : at + most], strict=True))
+
+    def _begin(self, lanes: tuple[int, ...], new: tuple[Tensor, ...]) -> None:
+        """Begin the plans of lanes that have as many tokens; new [H, n, D] each, the last of them."""
+        keys, windows = torch.stack(new), self.windows(lanes)
+        old = self.lanes[lanes[0]].tokens - keys.shape[2]
 
         def job() -> None:
-            static.plan = self._plan(lane, torch.cat((self._read(lane, old), new), dim=1), *window)
+            for lane, plan in zip(lanes, self.plan(lanes, self.read(lanes, old, keys), *windows), strict=True):
+                self.statics[lane].plan = plan
 
-        done = self._side.run(new.device, job, new, *window)
-        assert static.plan is not None
-        static.plan.done = done
+        done = self._side.run(keys.device, job, keys, *windows)
+        for lane in lanes:
+            plan = self.statics[lane].plan
+            assert plan is not None
+            plan.done = done
 
     def _drop(self, lane: int) -> bool:
         """Forget a plan; the host waits until the device no longer reads the store for it. Whether there was one."""
@@ -330,9 +354,15 @@ class HybridIndex(BoundIndex):
         store = self.shape.store
         return lane < store.lanes and store.length(lane) >= self.first + tokens
 
-    def _read(self, lane: int, tokens: int) -> Tensor:
-        """Keys [H, tokens, D] of a lane, from the store."""
-        return stream_keys(self.shape.store, lane, self.first, self.first + tokens, self.shape.device)
+    def read(self, lanes: Sequence[int], tokens: int, new: Tensor | None = None) -> Tensor:
+        """Keys [R, H, T, D] of lanes: the first `tokens` of each from the store, then new [R, H, n, D]."""
+        shape, more = self.shape, 0 if new is None else new.shape[2]
+        keys = torch.empty((len(lanes), shape.kv_heads, tokens + more, shape.head_dim), dtype=shape.dtype, device=shape.device)
+        for own, lane in zip(keys, lanes, strict=True):
+            stream_keys(shape.store, lane, self.first, self.first + tokens, shape.device, into=own[:, :tokens])
+        if new is not None:
+            keys[:, :, tokens:] = new
+        return keys
 
     def _tables(self) -> list[str]:
         return [*super()._tables(), "queries", "seen"]

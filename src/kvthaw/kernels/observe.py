@@ -12,27 +12,28 @@ from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
 
-_SCORES = 1 << 22  # float32 scores held at once by the vectorised path
+_SCORES = 1 << 19  # float32 scores of a problem held at once by the vectorised path
 
 
 def definition(queries: Tensor, keys: Tensor, weights: Tensor, *, scale: float) -> Tensor:
-    """sum_w weights[w] softmax_t(scale q_w.k_t), [N, T] float32. queries [N, W, D], keys [N, T, D], weights [W] float32, not
-    negative; a query of weight 0 may hold anything finite."""
+    """sum_w weights[w] softmax_t(scale q_w.k_t), [N, T] float32. queries [N, W, D], keys [N, T, D], weights [N, W] or [W], float32,
+    not negative; a query of weight 0 may hold anything finite."""
     scores = scale * queries.float() @ keys.float().transpose(1, 2)
-    return (torch.softmax(scores, dim=2) * weights[None, :, None]).sum(dim=1)
+    return (torch.softmax(scores, dim=2) * weights[..., None]).sum(dim=1)
 
 
 def vectorised(queries: Tensor, keys: Tensor, weights: Tensor, *, scale: float) -> Tensor:
     """As `definition`, in blocks of keys."""
     q, tokens = queries.float() * scale, keys.shape[1]
-    block = max(1, _SCORES // max(1, q.shape[0] * q.shape[1]))
+    weights = weights.expand(q.shape[:2])
+    block = max(1, _SCORES // max(1, q.shape[1]))  # the same whatever N, so that a problem's result is
     lse = torch.full(q.shape[:2], -torch.inf, device=q.device)
     for at in range(0, tokens, block):
         lse = torch.logaddexp(lse, torch.logsumexp(q @ keys[:, at : at + block].float().transpose(1, 2), dim=2))
     out = torch.empty((q.shape[0], tokens), device=q.device)
     for at in range(0, tokens, block):
         part = torch.exp(q @ keys[:, at : at + block].float().transpose(1, 2) - lse[..., None])
-        out[:, at : at + block] = torch.einsum("nwt,w->nt", part, weights)
+        out[:, at : at + block] = torch.einsum("nwt,nw->nt", part, weights)
     return out
 
 
@@ -72,7 +73,7 @@ if HAS_TRITON:
 
     @triton.jit(do_not_specialize=["tokens"])
     def _mass(
-        queries, keys, lse, weights, out, width, tokens, dim, key_stride, row_stride, scale,
+        queries, keys, lse, weights, out, width, tokens, dim, key_stride, row_stride, scale, weight_stride,
         WB: tl.constexpr, TB: tl.constexpr, DP: tl.constexpr, UPCAST: tl.constexpr,
     ):  # fmt: skip
         # One program a (block of keys; head): all queries pass by.
@@ -93,7 +94,7 @@ if HAS_TRITON:
                 q = q.to(tl.float32)
             found = tl.dot(k, tl.trans(q), input_precision="tf32x3") * (scale * 1.4426950408889634)
             below = tl.load(lse + n * width + w, mask=known, other=0.0)
-            weight = tl.load(weights + w, mask=known, other=0.0)
+            weight = tl.load(weights + n * weight_stride + w, mask=known, other=0.0)
             share = tl.exp2(found - below[None, :]) * weight[None, :]
             mass += tl.sum(tl.where(known[None, :], share, 0.0), axis=1)
         tl.store(out + n * tokens + t, mass, mask=t < tokens)
@@ -105,7 +106,9 @@ def launch(queries: Tensor, keys: Tensor, weights: Tensor, *, scale: float) -> T
     tokens = keys.shape[1]
     queries = queries.contiguous()
     assert keys.stride(2) == 1, "the channels of a key must be contiguous"
+    weights = weights.expand(heads, width)
     assert weights.dtype == torch.float32, f"weights are {weights.dtype}"
+    assert weights.stride(1) == 1 or width == 1, "a problem's weights must be contiguous"
     assert keys.dtype == queries.dtype, f"queries are {queries.dtype}, keys {keys.dtype}"
     padded = triton.next_power_of_2(dim)
     tile = 64 if padded * keys.dtype.itemsize <= 512 else 16
@@ -120,7 +123,9 @@ def launch(queries: Tensor, keys: Tensor, weights: Tensor, *, scale: float) -> T
         _denominators[(spans, heads, triton.cdiv(width, block))](queries, keys, parts, *around, span, **sizes, UPCAST=upcast)
         top = parts[..., 0].amax(dim=1)
         lse = top + torch.log2((parts[..., 1] * torch.exp2(parts[..., 0] - top[:, None])).sum(dim=1))
-        _mass[(triton.cdiv(tokens, tile), heads)](queries, keys, lse, weights, out, *around, **sizes, UPCAST=upcast)
+        _mass[(triton.cdiv(tokens, tile), heads)](
+            queries, keys, lse, weights, out, *around, weights.stride(0), **sizes, UPCAST=upcast
+        )
     return out
 
 

@@ -23,9 +23,10 @@ _UNDER_WAY = 256 << 10
 """Bytes that all programs ask for at once."""
 
 
-def definition(store: HostStore, lane: int, start: int, stop: int, device: torch.device) -> Tensor:
-    """Keys [H, stop - start, D] of a lane, contiguous, on the device."""
-    return store.read(lane, start, stop)[:, :, 0].contiguous().to(device)
+def definition(store: HostStore, lane: int, start: int, stop: int, device: torch.device, into: Tensor | None = None) -> Tensor:
+    """Keys [H, stop - start, D] of a lane on the device, contiguous or in `into`, where those of a head neighbour each other."""
+    keys = store.read(lane, start, stop)[:, :, 0]
+    return keys.contiguous().to(device) if into is None else into.copy_(keys)
 
 
 if HAS_TRITON:
@@ -34,7 +35,7 @@ if HAS_TRITON:
 
     @triton.jit(do_not_specialize=["start", "count"])
     def _stream_keys(
-        table, out, start, count, extent, width, ROWS: tl.constexpr, WP: tl.constexpr, ALIGN: tl.constexpr
+        table, out, start, count, extent, width, out_head, ROWS: tl.constexpr, WP: tl.constexpr, ALIGN: tl.constexpr
     ):  # fmt: skip
         # A program takes every so many-th block of rows of a head, in 32-bit words; a block may end in the next extent.
         h, word = tl.program_id(1).to(tl.int64), tl.arange(0, WP)
@@ -45,10 +46,10 @@ if HAS_TRITON:
             source = tl.multiple_of(base + (h * extent + row % extent) * 2 * width, ALIGN)  # which no address from memory tells
             inside = known[:, None] & (word < width)[None, :]
             words = tl.load(source[:, None] + word[None, :], mask=inside, other=0)
-            tl.store(out + (h * count + i[:, None]) * width + word[None, :], words, mask=inside)
+            tl.store(out + h * out_head + i[:, None] * width + word[None, :], words, mask=inside)
 
 
-def launch(store: HostStore, lane: int, start: int, stop: int, device: torch.device) -> Tensor:
+def launch(store: HostStore, lane: int, start: int, stop: int, device: torch.device, into: Tensor | None = None) -> Tensor:
     """The Triton kernel; arguments and result as in `definition`. On a GPU the store is pinned and stays until the kernel
     ends."""
     heads, dim, count = store.kv_heads, store.head_dim, stop - start
@@ -56,7 +57,8 @@ def launch(store: HostStore, lane: int, start: int, stop: int, device: torch.dev
     assert 0 <= start <= stop <= store.length(lane), f"rows {start}..{stop} of {store.length(lane)}"
     width = dim * store.dtype.itemsize // 4
     assert dim * store.dtype.itemsize % 4 == 0, "a key is copied in 32-bit words"
-    out = torch.empty((heads, count, dim), dtype=store.dtype, device=device)
+    out = torch.empty((heads, count, dim), dtype=store.dtype, device=device) if into is None else into
+    assert out.shape == (heads, count, dim) and out.stride()[1:] == (dim, 1) and out.dtype == store.dtype
     if count:
         table = store.addresses(lane)
         if device.type == "cuda":  # so that the host does not wait for the stream
@@ -70,6 +72,7 @@ def launch(store: HostStore, lane: int, start: int, stop: int, device: torch.dev
             count,
             store.extent,
             width,
+            out.stride(0) * out.element_size() // 4,
             ROWS=rows,
             WP=wide,
             ALIGN=16 if width % 4 == 0 else 4,
@@ -77,13 +80,13 @@ def launch(store: HostStore, lane: int, start: int, stop: int, device: torch.dev
     return out
 
 
-def stream_keys(store: HostStore, lane: int, start: int, stop: int, device: torch.device) -> Tensor:
+def stream_keys(store: HostStore, lane: int, start: int, stop: int, device: torch.device, into: Tensor | None = None) -> Tensor:
     """As `definition`: the kernel where the device is a GPU and the store pinned, a copy elsewhere; after rows that are on their
     way to the host have arrived."""
     if HAS_TRITON and device.type == "cuda" and store.pinned:
         if store.arriving is not None:
             torch.cuda.current_stream(device).wait_event(store.arriving)
-        return launch(store, lane, start, stop, device)
+        return launch(store, lane, start, stop, device, into)
     if store.arriving is not None:
         store.arriving.synchronize()
-    return definition(store, lane, start, stop, device)
+    return definition(store, lane, start, stop, device, into)
