@@ -16,7 +16,7 @@ from kvthaw.cache.clock import Clock
 from kvthaw.cache.layer import Attention, FrozenLayer
 from kvthaw.cache.pipeline import Pipeline
 from kvthaw.cache.plan import Settings
-from kvthaw.index import clusters, codes, units
+from kvthaw.index import clusters, codes, nodes, units
 from kvthaw.methods import METHODS, resolve
 
 
@@ -241,12 +241,22 @@ def test_nothing_is_left_to_do_before_a_step_whose_work_went_ahead(method: str) 
 
 
 TOKENS = ["oracle", "omnikv", "pqcache", "magicpig", "socket", "infinigen", "twilight"]
-KERNELS = [(host, "freeze_definition"), (units, "extend"), (codes, "encode"), (clusters, "first_keys"), (clusters, "kmeans")]
+KERNELS = [
+    (host, "freeze_definition"),
+    (units, "extend"),
+    (codes, "encode"),
+    (clusters, "first_keys"),
+    (clusters, "kmeans"),
+    (nodes, "node_digests"),
+    (nodes, "nearest"),
+    (nodes, "grouped"),
+]
 
 
 @pytest.mark.parametrize("pads", ["none", "some"])
 @pytest.mark.parametrize(
-    "method", ["clusterkv", "prkv", "quest", "arkvale", "freekv", "retroinfer", "pariskv", "shadowkv", *TOKENS]
+    "method",
+    ["clusterkv", "prkv", "quest", "arkvale", "freekv", "retroinfer", "pariskv", "shadowkv", "icecache-device", *TOKENS],
 )
 def test_more_rows_are_no_more_launches(method: str, pads: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that leave their rings at the same step leave together, wherever in their rings, pages and batches they stand."""

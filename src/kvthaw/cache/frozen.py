@@ -366,7 +366,8 @@ class FrozenKV(Lanes):
         """Offload and index them."""
         assert self.plan is not None
         self.untouched = False
-        spans = {lane: (self.indexed(lane), self.indexed(lane) + self.plan.regions.buffer) for lane in lanes}
+        starts, n = [self.indexed(lane) for lane in lanes], self.plan.regions.buffer
+        spans = {lane: (start, start + n) for lane, start in zip(lanes, starts, strict=True)}
         self._store_rings({lane: stop for lane, (_, stop) in spans.items()})
         if self.feed is not None:
             self.feed.leave(spans, self.watched)

@@ -177,7 +177,7 @@ class ClusterIndex(UnitIndex):
         """See UnitIndex: cluster each batch among itself; single ones with those of other layers, which have theirs at the same
         step."""
         if keys is not None:
-            cluster([Batches(self, full, keys)], self.per_batch)
+            self._cluster(full, keys, self.per_batch)
             return
         shape = self.shape
         same = shape.kv_heads, shape.head_dim, shape.dtype, shape.device, shape.seed
@@ -185,6 +185,6 @@ class ClusterIndex(UnitIndex):
         item = Batches(self, full, self.last(full, self.recent)[:, :, None])
         self.put_off((ClusterIndex, *same, *how), partial(cluster, count=self.per_batch), item)
 
-    def _cluster(self, lane: int, begin: int, before: int, keys: Tensor, count: int) -> None:
-        """Cluster batches of a lane, keys [H, n, T, D], each into `count` units, now."""
-        cluster([Batches(self, [Full(lane, begin, before)], keys[None])], count)
+    def _cluster(self, first: Sequence[Full], keys: Tensor, count: int) -> None:
+        """Cluster batches of lanes, keys [R, H, n, T, D], of which the first is said, each into `count` units, now."""
+        cluster([Batches(self, first, keys)], count)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kvthaw.cache.addresses import Addresses
 from kvthaw.errors import ConfigError
-from kvthaw.index.clusters import draw
-from kvthaw.index.target import Full
+from kvthaw.index.clusters import drawn, stream
+from kvthaw.index.target import Full, Target
 from kvthaw.index.units import UnitIndex
 from kvthaw.kernels import HAS_TRITON, node_scores
 from kvthaw.kernels.extend import Place
@@ -161,16 +161,19 @@ class NodeIndex(UnitIndex):
     def extend(self, keys: Tensor, places: Sequence[Place]) -> None:
         """See UnitIndex."""
         self._extend(keys, places, None)
-        for lane, kept, begin, before in places:
+        alike: dict[int, list[Place]] = {}
+        for place in places:
+            alike.setdefault(place.kept, []).append(place)
+        for kept, some in alike.items():
             whole = kept // self.size  # nodes that have all of their keys, and their digests
-            made = self.digest(self._kept(lane, begin + whole * self.size, kept + keys.shape[2] - whole * self.size))
-            self.digests[lane, :, before + whole : before + whole + made.shape[1]] = made
+            last = [Full(place.lane, place.begin + whole * self.size, place.before + whole) for place in some]
+            own = self.recent[self._last(last, kept + keys.shape[2] - whole * self.size)]
+            made = self.digest(own.flatten(0, 1)).unflatten(0, own.shape[:2])
+            self.digests[Target.of(last, self.shape.kv_heads, keys.device).units(made.shape[2])] = made
 
     def close(self, full: Sequence[Full], keys: Tensor | None) -> None:
         """See UnitIndex: each batch makes nodes among itself."""
-        for i, (lane, begin, before) in enumerate(full):
-            own = self._kept(lane, begin, self.batch)[:, None] if keys is None else keys[i]
-            self._form(lane, begin, before, own, self.config.nodes_per_batch)
+        self._form(full, self.last(full, self.recent)[:, :, None] if keys is None else keys, self.config.nodes_per_batch)
 
     def reserve(self, lanes: int, units: int = 0, tokens: int = 0) -> None:
         """See UnitIndex."""
@@ -197,21 +200,21 @@ class NodeIndex(UnitIndex):
     def _table(self) -> Tensor:
         return self.wanted if self.addresses.table is None else self.addresses.table
 
-    def _form(self, lane: int, begin: int, before: int, keys: Tensor, count: int) -> None:
-        """Make `count` nodes of each of some batches, keys [H, n, T, D], in their places of the tables."""
-        heads, batches, tokens = keys.shape[:3]
-        device, units = keys.device, batches * count
-        positions = self.first + begin + torch.arange(batches * tokens, device=device).view(batches, tokens)
-        drawn = [draw(own, count, seed=self.shape.seed, layer=self.shape.layer, heads=heads) for own in positions.unbind()]
-        together = keys.flatten(0, 1)
-        order, stops = grouped(nearest(together, torch.stack(drawn, dim=1).flatten(0, 1)), count)
+    def _form(self, first: Sequence[Full], keys: Tensor, count: int) -> None:
+        """Make `count` nodes of each of some batches, keys [R, H, n, T, D], of which the first of each lane is said, in their
+        places of the tables."""
+        rows, heads, batches, tokens = keys.shape[:4]
+        device, shape = keys.device, self.shape
+        target = Target.of(first, heads, device)
+        starts = torch.arange(batches, device=device)[:, None] * tokens + target.begin[..., None]  # [R, 1, n, 1]
+        positions = self.first + starts + torch.arange(tokens, device=device)
+        streams = stream(shape.seed, shape.layer) + torch.arange(heads, device=device)[:, None, None]
+        chosen, together = drawn(positions, count, streams), keys.flatten(0, 2)
+        order, stops = grouped(nearest(together, chosen.flatten(0, 2)), count)
         digests, order = node_digests(together, order, stops, self.config.outliers)
-        self.digests[lane, :, before : before + units] = digests.view(heads, units, -1)
-        starts = torch.arange(batches, device=device)[None, :, None] * tokens + begin
-        self.stops[lane, :, before] = begin
-        self.stops[lane, :, before + 1 : before + units + 1] = (
-            (stops.view(heads, batches, -1)[:, :, 1:] + starts).flatten(1).int()
-        )
+        self.digests[target.units(batches * count)] = digests.view(rows, heads, batches * count, -1)
+        ends = (stops.view(rows, heads, batches, -1)[..., 1:] + starts).flatten(2)
+        self.stops[target.units(batches * count + 1)] = torch.cat((target.begin.expand(-1, heads, 1), ends), dim=2).int()
         assert self.order is not None
-        where = order.view(heads, batches, tokens) + starts + self.first
-        self.order[lane, :, begin : begin + batches * tokens] = where.flatten(1).int()
+        where = order.view(rows, heads, batches, tokens) + starts + self.first
+        self.order[target.places(batches * tokens)] = where.flatten(2).int()

@@ -312,10 +312,10 @@ class UnitIndex:
         self.know([lane])
 
     def _whole(
-        self, lane: int, first: int, keys: Tensor, count: int, form: Callable[[int, int, int, Tensor, int], None]
+        self, lane: int, first: int, keys: Tensor, count: int, form: Callable[[Sequence[Full], Tensor, int], None]
     ) -> None:
-        """A lane's prompt, keys [H, T, D], becomes `count` units at once, in a batch of its own: form(lane, begin, before, keys
-        [H, 1, T, D], count) writes them in the tables, beside the current stream."""
+        """A lane's prompt, keys [H, T, D], becomes `count` units at once, in a batch of its own: form(batches, keys [1, H, 1, T,
+        D], count) writes them in the tables, beside the current stream."""
         self.truncate(lane, 0)
         self.first = first
         tokens = keys.shape[1]
@@ -323,7 +323,7 @@ class UnitIndex:
             return
         self.reserve(lane + 1)
         self.reserve(0, count + 1, tokens)
-        self.beside(lambda: form(lane, 0, 0, keys[:, None], count), keys)
+        self.beside(lambda: form([Full(lane, 0, 0)], keys[None, :, None], count), keys)
         self._set(lane, Lane(tokens, count, 0, [(0, 0), (tokens, count)]))
 
     def _fits(self, lane: int, n: int) -> bool:

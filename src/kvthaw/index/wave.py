@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvthaw.errors import ConfigError
-from kvthaw.index.clusters import Batches, ClusterIndex, cluster
+from kvthaw.index.clusters import ClusterIndex
 from kvthaw.index.target import Full, Target
 from kvthaw.index.units import Lane, grown
 from kvthaw.kernels import unit_scores
@@ -78,9 +78,9 @@ class WaveIndex(ClusterIndex):
         def job() -> None:
             cut = whole * self.segment
             if whole:
-                self._cluster(lane, 0, 0, keys[:, :cut].unflatten(1, (whole, self.segment)), per)
+                self._cluster([Full(lane, 0, 0)], keys[None, :, :cut].unflatten(2, (whole, self.segment)), per)
             if rest:
-                self._cluster(lane, cut, whole * per, keys[:, None, cut:], last)
+                self._cluster([Full(lane, cut, whole * per)], keys[None, :, None, cut:], last)
             for i in range(whole):
                 at = i * self.segment
                 self._average([Full(lane, at, i * per)], per, values[None, :, at : at + self.segment])
@@ -109,7 +109,7 @@ class WaveIndex(ClusterIndex):
     def close(self, full: Sequence[Full], keys: Tensor | None) -> None:
         """See UnitIndex; at once, for their values follow."""
         own = self.last(full, self.recent)[:, :, None] if keys is None else keys
-        cluster([Batches(self, full, own)], self.per_batch)
+        self._cluster(full, own, self.per_batch)
         if keys is None:
             self._average(full, self.per_batch, self.last(full, self.recent_values))
             return
