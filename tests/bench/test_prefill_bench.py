@@ -26,7 +26,7 @@ def test_lines_are_kept_and_not_measured_again(monkeypatch: pytest.MonkeyPatch, 
         ("full", 80),
     ]
     assert all(line.cold_s and line.indexed_s and line.seconds and line.indexed_s >= line.seconds > 0 for line in lines)
-    row = 4 * 2 * 2 * 32 * 4  # layers, K and V, KV heads, head_dim, float32
+    row = 4 * 2 * 2 * 64 * 4  # layers, K and V, KV heads, head_dim, float32
     assert [(line.bytes_to_host, line.bytes_back) for line in lines[:3]] == [(0, 0), (200 * row, 0), (200 * row, 240 * row)]
     (half,) = main(Prefill(length=(200,), chunk=(80,), method=("icecache",), budget=64, chunks_only=True, layers=2))
     assert (half.bytes_to_host, half.bytes_back) == (100 * row, 120 * row)
