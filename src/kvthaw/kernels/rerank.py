@@ -69,6 +69,7 @@ if HAS_TRITON:
     import triton.language as tl
 
     from kvthaw.kernels.chain import follow
+    from kvthaw.kernels.parts import leave, take
 
     @triton.jit
     def _decoded(x, low, high, PLAIN: tl.constexpr):
@@ -158,17 +159,9 @@ if HAS_TRITON:
             peak = tl.max(tl.reshape(score, (TILE // RUN, RUN, PP)), axis=1)
             run = tile * (TILE // RUN) + tl.arange(0, TILE // RUN)
             tl.store(peaks + (pair * P + p[None, :]) * runs + run[:, None], peak, mask=head)
-            logit = score * scale
-            new = tl.maximum(top, logit)
-            safe = tl.where(new == float("-inf"), 0.0, new)
-            mass = mass * tl.exp(top - safe) + tl.exp(logit - safe)
-            top = new
+            top, mass = take(top, mass, score * scale)
             word, weight = next_word, next_weight
-        most = tl.max(top, axis=0)
-        safe = tl.where(most == float("-inf"), 0.0, most)
-        part = parts + ((pair * P + p) * splits + split) * 2
-        tl.store(part, most, mask=p < P)
-        tl.store(part + 1, tl.sum(mass * tl.exp(top - safe[None, :]), axis=0), mask=p < P)
+        leave(parts + ((pair * P + p) * splits + split) * 2, top, mass, p < P)
 
 
 def launch(rotated: Rotated, summaries: Summaries, candidates: Tensor, wanted: Tensor, quantizer: Quantizer, scale: float,
