@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,13 +11,12 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from kvthaw.bench.card import emit, provenance
-from kvthaw.bench.kernels_decode import decode, gather, replay_time
-from kvthaw.cache.host import HostStore
-from kvthaw.cache.regions import Regions
+from kvthaw.bench.card import Report
+from kvthaw.bench.checks_pariskv import BUFFER, CHECKED, DIM, GROUP, HEADS, SINK, WINDOW, K, check, make, queries
+from kvthaw.bench.kernels_decode import decode, gather, rates, replay_time
+from kvthaw.bench.script import run_kernels
 from kvthaw.errors import CacheError
 from kvthaw.index.codes import CodesIndex, Policy
-from kvthaw.index.ratios import Ratios
 from kvthaw.kernels import bucket_topk as bucket
 from kvthaw.kernels import collide as collision
 from kvthaw.kernels import encode as encoding
@@ -28,16 +26,13 @@ from kvthaw.kernels import rerank as reranking
 from kvthaw.kernels import signs as signing
 from kvthaw.kernels import tiers as tiering
 from kvthaw.kernels import topk as choosing
-from kvthaw.types import LayerShape
 
 DEVICE_GBPS = 4200
 """What one H200 was measured to move, read and written."""
 GOALS = {1 << 17: 30, 1 << 19: 65, 1 << 20: 120}
 """Microseconds that select should take at batch 1, by tokens."""
-HEADS, GROUP, DIM, SINK, WINDOW, BUFFER, K = 8, 4, 128, 128, 256, 512, 100
 _COLD = 256 << 20  # bytes to pass over before ids may be read again: four times the L2 cache
 _TUNING = 100  # seconds
-_BASE: dict[str, Any] = {"bench": "kernels", "method": "pariskv", "kv_heads": HEADS, "group": GROUP, "head_dim": DIM, "rows": K}
 
 
 def main(
@@ -48,12 +43,7 @@ def main(
     if not torch.cuda.is_available():
         raise CacheError("timing kernels needs a CUDA device; their definitions and checks run in the tests without one")
     torch.manual_seed(time.time_ns() % (1 << 31))
-    card, lines = provenance(commit), []
-
-    def report(line: dict[str, Any]) -> None:
-        line = {**_BASE, **line, **card}
-        emit(line, out)
-        lines.append(line)
+    report = Report(out, commit, bench="kernels", method="pariskv", kv_heads=HEADS, group=GROUP, head_dim=DIM, rows=K)
 
     def checked(policy: Policy, group: int, dim: int) -> None:
         report({"op": "check", "policy": policy, "group": group, "head_dim": dim, **check(policy, group=group, dim=dim)})
@@ -72,7 +62,7 @@ def main(
         if tuning:
             for line in tune():
                 report(line)
-            return lines
+            return report.lines
         report({"op": "launch", "us": launch_time()})
         report(encode_time(1 << 17))
         timed(1)
@@ -83,139 +73,7 @@ def main(
         if not quick:
             timed(4)
             timed(16)
-    return lines
-
-
-CHECKED: tuple[tuple[Policy, int, int], ...] = (
-    ("max", 4, 128),
-    ("mean", 4, 128),
-    ("mean_query", 4, 128),
-    ("max", 1, 64),
-    ("max", 8, 96),
-    ("mean", 2, 256),
-)
-"""Policy, query heads a KV head, head_dim."""
-
-
-def make(
-    batch: int,
-    tokens: int,
-    policy: Policy = "max",
-    *,
-    group: int = GROUP,
-    dim: int = DIM,
-    ragged: bool = False,
-    paper: bool = False,
-) -> CodesIndex:
-    """An index of random keys; ragged: of lanes that differ in length; paper: with its tiers of votes and keys as they are."""
-    device = torch.device("cuda")
-    store = HostStore(batch, HEADS, dim, torch.bfloat16)
-    sizes = (0, HEADS * group, HEADS, dim, torch.bfloat16, device)
-    shape = LayerShape(*sizes, store, Regions(SINK, WINDOW, BUFFER), dim**-0.5)
-    index = CodesIndex(shape, policy=policy, graded=not paper, centre=not paper)
-    index._reserve(batch, tokens)
-    for lane in range(batch):
-        n = tokens - lane * 777 if ragged else tokens
-        keys = torch.randn(HEADS, n, dim, device=device, dtype=torch.bfloat16)
-        index.build(lane, SINK, keys, keys, keys[:, :0])
-    return index
-
-
-def queries(batch: int, group: int = GROUP, dim: int = DIM) -> Tensor:
-    return torch.randn(batch, HEADS * group, dim, device="cuda").bfloat16() * 2
-
-
-def check(policy: Policy, tokens: int = 40_000, *, group: int = GROUP, dim: int = DIM) -> dict[str, Any]:
-    """Every kernel against its definition, on two lanes of different lengths; figures of how far they differ."""
-    index, query, scale = (
-        make(2, tokens, policy, group=group, dim=dim, ragged=True, paper=True),
-        queries(2, group, dim),
-        dim**-0.5,
-    )
-    now, data, mean = index._summaries, index._data, policy == "mean_query"
-    lengths, wanted = data["lengths"], data["wanted"]
-    found = Ratios()
-    index.select(query, K)
-    keys = torch.randn(1, HEADS, 1000, dim, device="cuda", dtype=torch.bfloat16)
-    trial = encoding.Summaries(*(x.clone() for x in (now.ids, now.codes, now.weights, now.sizes)))
-    encoding.launch(keys, index._rotation, index._quantizer, trial, [1], [17])
-    ids, codes, weights = encoding.definition(keys[0], index._rotation, index._quantizer)
-    differ = {
-        "ids": (trial.ids[1, :, :, 17:1017] != ids).float().mean(),
-        "codes": (trial.codes[1, :, 17:1017] != codes).float().mean(),
-        "weights": ((trial.weights[1, :, 17:1017].float() - weights.float()).abs() > 2**-7 * weights.float()).float().mean(),
-    }
-    for name, share in differ.items():
-        _demand(float(share) < 1e-3, f"encode: {float(share):.5f} of the {name} differ")
-    for lane, n in enumerate(index._counts):
-        flat = now.ids[lane, :, :, :n].long()
-        counted = torch.zeros_like(now.sizes[lane]).scatter_add_(2, flat, torch.ones_like(flat, dtype=torch.int32))
-        _demand(torch.equal(counted, now.sizes[lane]), "count: cluster sizes differ")
-    totals = torch.full((2, HEADS, collision.BINS), 99, dtype=torch.int32, device="cuda")
-    rotated, table = tiering.launch(
-        query, index._rotation, now.sizes, data["limits"], totals, mean=mean, combine=index._combine
-    )
-    want = turning.rotate_queries(query, HEADS, index._rotation, mean=mean)
-    _demand(float((rotated.values - want).norm() / want.norm()) < 1e-5, "tiers: rotated queries differ")
-    rounded = turning.in_bytes(rotated.values)
-    _demand(float((rotated.rounded() - rounded.rounded()).norm() / want.norm()) < 1e-3, "tiers: queries in bytes differ")
-    votes = tiering.definition(tiering.similarities(rotated.values), now.sizes, data["limits"])
-    _demand(torch.equal(table, tiering.pack(votes, index._combine)), "tiers: votes differ")
-    scores = collision.definition(table, now.ids, index._combine, index._shift)
-    got = collision.launch(table, now.ids, lengths, totals.zero_(), index._combine, index._shift)
-    for lane, n in enumerate(index._counts):
-        _demand(torch.equal(got.scores[lane, :, :n].int(), scores[lane, :, :n]), "collide: scores differ")
-    _demand(_counted(got, index._counts), "collide: counts differ")
-    again, planes = rounding.launch(query, index._rotation, HEADS, totals.clone(), mean=mean, combine=index._combine)
-    _demand(float((again.rounded() - rounded.rounded()).norm() / want.norm()) < 1e-3, "planes: queries in bytes differ")
-    subs = now.ids.shape[2]
-    numbers = rounding.unpack(rounding.pack(rounding.coarse(rotated.values, index._combine)), subs)
-    off = float((rounding.unpack(planes, subs) != numbers).float().mean())
-    _demand(off < 0.01, f"planes: {off:.4f} of the coordinates differ")  # just about half of a step
-    by_signs = signing.launch(planes, now.ids, lengths, torch.zeros_like(totals))
-    votes = signing.definition(planes, now.ids)
-    for lane, n in enumerate(index._counts):
-        _demand(torch.equal(by_signs.scores[lane, :, :n].int(), votes[lane, :, :n]), "signs: scores differ")
-    _demand(_counted(by_signs, index._counts), "signs: counts differ")
-    width = -(-found.most(now.capacity, K) // reranking.TILE) * reranking.TILE
-    chosen = bucket.launch(got, lengths, wanted, width)
-    candidates = bucket.by_counting(got.scores, lengths, wanted, width)
-    known = torch.arange(width, device="cuda") < wanted[:, None, None]
-    _demand(torch.equal(chosen.masked_fill(~known, -1), candidates), "bucket_topk: candidates differ")
-    estimate = reranking.definition(rotated, now.codes, now.weights, candidates, index._quantizer)
-    run = choosing.run_length(width, K)
-    assert run is not None
-    made = reranking.launch(rotated, now, chosen, wanted, index._quantizer, scale, run)
-    gap = (made.scores - estimate).masked_fill(~known[:, :, None], 0.0).norm() / estimate.masked_fill(
-        ~known[:, :, None], 0.0
-    ).norm()
-    _demand(float(gap) < 2**-12, f"rerank: estimates differ by {float(gap):.6f} of their norm")
-    rows, counts = choosing.launch(made, chosen, wanted, K, SINK, scale, index._merge)
-    merged = choosing.merge(made.scores.masked_fill(~known[:, :, None], -torch.inf), scale, index._merge)
-    best, want_counts = choosing.definition(merged, candidates, K, SINK)
-    missed = torch.stack([(~torch.isin(a, b)).sum() for a, b in zip(rows.flatten(0, 1), best.flatten(0, 1), strict=True)])
-    _demand(torch.equal(counts, want_counts) and int(missed.max()) <= 1, f"topk: {missed.tolist()} rows differ")
-    whole = index.select(query, K)
-    _demand(torch.equal(whole.rows, rows), "select: rows differ from those of its steps")
-    _demand(torch.equal(index.select(query, K).rows, rows), "select: rows differ from run to run")
-    return {name: float(share) for name, share in differ.items()} | {"estimates": float(gap), "rows": int(missed.sum())}
-
-
-def _counted(found: collision.Scores, lengths: Sequence[int]) -> bool:
-    """Whether each lane's scores are counted as they are, in all and in each chunk."""
-    assert found.counts is not None and found.totals is not None
-    for lane, n in enumerate(lengths):
-        score, bins = found.scores[lane, :, :n].long(), collision.BINS
-        score += torch.arange(n, device=score.device) // collision.CHUNK * bins
-        chunks = -(-n // collision.CHUNK)
-        each = torch.zeros((HEADS, chunks * bins), dtype=torch.int64, device=score.device)
-        each.scatter_add_(1, score, torch.ones_like(score))
-        at_least = each.unflatten(1, (chunks, bins)).flip(2).cumsum(dim=2).flip(2).int()
-        if not torch.equal(found.counts[lane, :, :, :chunks].transpose(1, 2), at_least):
-            return False
-        if not torch.equal(found.totals[lane], at_least.sum(dim=1, dtype=torch.int32)):
-            return False
-    return True
+    return report.lines
 
 
 def launch_time() -> float:
@@ -236,7 +94,7 @@ def encode_time(tokens: int) -> dict[str, Any]:
     alone, both = _event_time(lambda: _encode(index, keys)), _event_time(counted)
     theirs = _event_time(lambda: encoding.definition(keys[0], index._rotation, index._quantizer))
     moved = keys.nbytes + HEADS * tokens * 112
-    line = {"op": "encode", "tokens": tokens, "batch": 1, **_rates(alone, moved), "goal_us": 300}
+    line = {"op": "encode", "tokens": tokens, "batch": 1, **rates(alone, moved, DEVICE_GBPS), "goal_us": 300}
     return line | {
         "counted_us": round(both * 1e6, 2),
         "torch_us": round(theirs * 1e6, 2),
@@ -355,7 +213,7 @@ class Chain:
         plain = self.in_torch() if with_torch else {}
         lines, total = [], 0.0
         for step, moved in self.moved().items():
-            line = {"op": step, "tokens": self.tokens, "batch": self.batch, **_rates(self.seconds(step), moved)}
+            line = {"op": step, "tokens": self.tokens, "batch": self.batch, **rates(self.seconds(step), moved, DEVICE_GBPS)}
             if with_torch:
                 theirs = replay_time(_calls(plain[step], self.sets[:2]), 5) if step in plain else total
                 total += theirs if step not in ("tiers", "collide") else 0.0  # select takes votes by signs
@@ -452,24 +310,6 @@ def _calls(call: Callable[[encoding.Summaries], object], sets: Sequence[encoding
     return [on(sets[i % len(sets)]) for i in range(max(4, len(sets)))]
 
 
-def _rates(seconds: float, moved: int) -> dict[str, Any]:
-    speed = moved / seconds / 1e9
-    return {"us": round(seconds * 1e6, 2), "bytes": moved, "gbps": round(speed, 1), "share": round(speed / DEVICE_GBPS, 3)}
-
-
-def _demand(holds: bool, message: str) -> None:
-    if not holds:
-        raise CacheError(message)
-
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print JSON lines; there is no other form")
-    parser.add_argument("--quick", action="store_true", help="fewer and shorter cases")
-    parser.add_argument(
-        "--tune", action="store_true", help="other shapes of the kernels instead, best first; at most 2 minutes"
-    )
-    parser.add_argument("--out", type=Path, help="append the lines to this file")
-    parser.add_argument("--commit", help="what the lines name as the commit")
-    given = parser.parse_args()
-    main(quick=given.quick, tuning=given.tune, out=given.out, commit=given.commit)
+    text = "other shapes of the kernels instead, best first; at most 2 minutes"
+    run_kernels(main, __doc__, {"tuning": (False, text)})
