@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 import kvthaw
-from kvthaw.cache.regions import Regions
 from kvthaw.evaluate.model import load_shipped
+from kvthaw.regions import Regions
 from kvthaw.types import LayerShape, Selection
 
 

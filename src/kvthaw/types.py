@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from kvthaw.cache.regions import Regions
 from kvthaw.errors import at_least
+from kvthaw.regions import Regions
 
 if TYPE_CHECKING:
     from kvthaw.cache.clock import Clock

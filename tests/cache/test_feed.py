@@ -12,8 +12,8 @@ from torch import Tensor
 from kvthaw.cache.feed import Feed
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.pool import Slab
-from kvthaw.cache.regions import Regions
 from kvthaw.cache.together import Together
+from kvthaw.regions import Regions
 
 SINK, HEADS, DIM = 2, 2, 4
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from kvthaw.cache.clock import Clock
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.pool import Slab
-from kvthaw.cache.regions import Regions
 from kvthaw.cache.together import Together
 from kvthaw.cache.transfer import BulkCopy, UvaGather
 from kvthaw.kernels.places import held, place_of, write
+from kvthaw.regions import Regions
 from shapes import DTYPES, HEAD_DIMS
 
 CPU = torch.device("cpu")

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.host import HostStore
-from kvthaw.cache.regions import Regions
 from kvthaw.cache.together import Together
+from kvthaw.regions import Regions
 from kvthaw.types import Index, LayerShape, Selection
 
 FIRST = 4

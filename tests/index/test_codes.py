@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.host import HostStore
-from kvthaw.cache.regions import Regions
 from kvthaw.errors import ConfigError
 from kvthaw.index import codes
 from kvthaw.index.codes import CodesIndex
 from kvthaw.index.ratios import Ratios
 from kvthaw.kernels import HAS_TRITON, bucket_topk, collide, encode, planes, rerank, signs, tiers
 from kvthaw.kernels.srht import srht
+from kvthaw.regions import Regions
 from kvthaw.types import LayerShape, Selection
 
 SINK = 4

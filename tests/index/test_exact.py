@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvthaw.cache.host import HostStore
-from kvthaw.cache.regions import Regions
 from kvthaw.index.exact import ExactIndex
 from kvthaw.index.tokens import Policy
+from kvthaw.regions import Regions
 from kvthaw.types import LayerShape
 from shapes import DTYPES
 

@@ -13,12 +13,12 @@ import torch
 from lanes import FIRST, Lanes
 from torch import Tensor
 
-from kvthaw.cache.regions import Regions
 from kvthaw.errors import ConfigError
 from kvthaw.index import hybrid as module
 from kvthaw.index.bounds import BoundIndex
 from kvthaw.index.hybrid import HybridIndex, choose_static, overlap_share
 from kvthaw.kernels import observe, page_bounds
+from kvthaw.regions import Regions
 
 SMALL = partial(HybridIndex, page=8, interval=20)
 

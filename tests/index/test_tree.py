@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvthaw.cache.host import HostStore
-from kvthaw.cache.regions import Regions
 from kvthaw.errors import CacheError, ConfigError
 from kvthaw.index.forest import TreeIndex
 from kvthaw.index.tree import DciTree
 from kvthaw.index.tree_config import TreeConfig, draw_level
 from kvthaw.native import Isa, isas
+from kvthaw.regions import Regions
 from kvthaw.types import LayerShape
 
 # Many levels at few points, and searches that leave points out.

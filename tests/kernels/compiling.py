@@ -142,8 +142,8 @@ def codes(dtype: torch.dtype, dim: int) -> None:
 
 def attention(dtype: torch.dtype, dim: int) -> None:
     """Over a slab and over all keys, few and many."""
-    from kvthaw.cache.regions import Regions
     from kvthaw.kernels import admit, flash_decode
+    from kvthaw.regions import Regions
 
     query, new = empty(2, HEADS * GROUP, dim, dtype=dtype), empty(2, HEADS, dim, dtype=dtype)
     how: dict[str, Any] = {

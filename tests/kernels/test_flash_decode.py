@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvthaw.cache.regions import Regions
 from kvthaw.kernels import flash_decode as module
 from kvthaw.kernels import sparse_decode as sparse
 from kvthaw.kernels.flash_decode import definition, flash_decode, split_for
+from kvthaw.regions import Regions
 from kvthaw.types import Partial
 
 pytest.importorskip("triton")

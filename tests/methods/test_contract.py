@@ -16,12 +16,12 @@ from kvthaw.cache.group import Choice
 from kvthaw.cache.layer import Attention, FrozenLayer
 from kvthaw.cache.pipeline import Pipeline
 from kvthaw.cache.plan import Settings
-from kvthaw.cache.regions import Regions
 from kvthaw.errors import ConfigError
 from kvthaw.kernels import dense
 from kvthaw.kernels.merge import merge
 from kvthaw.kernels.sparse_decode import definition
 from kvthaw.methods import METHODS
+from kvthaw.regions import Regions
 from kvthaw.types import Method, Rebuilds
 from shapes import DTYPES, HEAD_DIMS, Shape, close
 

@@ -6,9 +6,9 @@ from transformers import PreTrainedModel
 from unit_methods import budget_is_kept, full_budget_is_full_attention, generate, indices, rows_alone_are_the_rows_of_a_batch
 
 import kvthaw
-from kvthaw.cache.regions import Regions
 from kvthaw.index.lagged import LaggedIndex
 from kvthaw.methods import resolve
+from kvthaw.regions import Regions
 from zoo import prompt
 
 

@@ -8,9 +8,9 @@ from one_layer import OneLayer
 from transformers import PreTrainedModel
 from unit_methods import budget_is_kept, full_budget_is_full_attention, rows_alone_are_the_rows_of_a_batch
 
-from kvthaw.cache.regions import Regions
 from kvthaw.errors import ConfigError
 from kvthaw.methods import resolve
+from kvthaw.regions import Regions
 
 
 def of_group(weights: torch.Tensor, agree: str) -> torch.Tensor:

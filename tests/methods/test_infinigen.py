@@ -12,9 +12,9 @@ from unit_methods import budget_is_kept, full_budget_is_full_attention, generate
 
 import kvthaw
 from kvthaw.cache.group import Group
-from kvthaw.cache.regions import Regions
 from kvthaw.index.skewed import SkewedIndex
 from kvthaw.methods import resolve
+from kvthaw.regions import Regions
 from zoo import build, prompt
 
 

@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 from unit_methods import budget_is_kept, full_budget_is_full_attention, rows_alone_are_the_rows_of_a_batch
 
 from kvthaw.cache.host import HostStore
-from kvthaw.cache.regions import Regions
 from kvthaw.errors import ConfigError
 from kvthaw.index.lsh import HashIndex
 from kvthaw.methods import resolve
+from kvthaw.regions import Regions
 from kvthaw.types import LayerShape
 
 

@@ -14,10 +14,10 @@ from kvthaw.cache.group import Choice
 from kvthaw.cache.layer import Attention, FrozenLayer
 from kvthaw.cache.pipeline import Pipeline
 from kvthaw.cache.plan import Settings
-from kvthaw.cache.regions import Regions
 from kvthaw.errors import ConfigError
 from kvthaw.index.filters import FilterIndex
 from kvthaw.methods import resolve
+from kvthaw.regions import Regions
 from shapes import close
 from zoo import build, prompt
 

@@ -9,10 +9,10 @@ import torch
 from transformers import PreTrainedModel
 
 import kvthaw
-from kvthaw.cache.regions import Regions
 from kvthaw.errors import ConfigError
 from kvthaw.index.codes import CodesIndex
 from kvthaw.methods import resolve
+from kvthaw.regions import Regions
 from zoo import build, prompt, ragged
 
 

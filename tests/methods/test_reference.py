@@ -15,11 +15,11 @@ from kvthaw.cache.clock import Clock
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.layer import Attention
-from kvthaw.cache.regions import Regions
 from kvthaw.index.forest import TreeIndex
 from kvthaw.index.tree import directions
 from kvthaw.index.tree_config import TreeConfig, draw_level
 from kvthaw.kernels.srht import signs
+from kvthaw.regions import Regions
 from kvthaw.types import LayerShape
 
 

@@ -8,10 +8,10 @@ from transformers import PreTrainedModel
 from unit_methods import budget_is_kept, full_budget_is_full_attention, generate, indices, rows_alone_are_the_rows_of_a_batch
 
 import kvthaw
-from kvthaw.cache.regions import Regions
 from kvthaw.errors import UnsupportedModelError
 from kvthaw.index.shadow import ShadowIndex
 from kvthaw.methods import resolve
+from kvthaw.regions import Regions
 from zoo import build, prompt
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from kvthaw.bench.kernels_pages import demand
 from kvthaw.cache.host import HostStore
-from kvthaw.cache.regions import Regions
 from kvthaw.index.codes import CodesIndex, Policy
 from kvthaw.index.ratios import Ratios
 from kvthaw.kernels import bucket_topk as bucket
@@ -22,6 +21,7 @@ from kvthaw.kernels import rerank as reranking
 from kvthaw.kernels import signs as signing
 from kvthaw.kernels import tiers as tiering
 from kvthaw.kernels import topk as choosing
+from kvthaw.regions import Regions
 from kvthaw.types import LayerShape
 
 HEADS, GROUP, DIM, SINK, WINDOW, BUFFER, K = 8, 4, 128, 128, 256, 512, 100

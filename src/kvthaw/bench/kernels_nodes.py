@@ -17,7 +17,6 @@ from kvthaw.bench.kernels_decode import DIM, GROUP, HEADS, agree, replay_time
 from kvthaw.bench.kernels_pages import demand, eager_time
 from kvthaw.bench.script import run_kernels
 from kvthaw.cache.host import HostStore
-from kvthaw.cache.regions import Regions
 from kvthaw.errors import CacheError
 from kvthaw.index.clusters import draw
 from kvthaw.index.nodes import NodeConfig, NodeIndex
@@ -27,6 +26,7 @@ from kvthaw.kernels.rerank import TILE
 from kvthaw.kernels.stored_scores import definition, launch
 from kvthaw.kernels.topk import run_length, topk
 from kvthaw.kernels.unit_select import launch_choice, vectorised_choice
+from kvthaw.regions import Regions
 from kvthaw.types import LayerShape
 
 ROWS = 176

@@ -18,13 +18,13 @@ from kvthaw.bench.card import Report
 from kvthaw.bench.kernels_decode import DEVICE_GBPS, DIM, GROUP, HEADS, agree, rates, replay_time
 from kvthaw.bench.script import run_kernels
 from kvthaw.cache.host import HostStore
-from kvthaw.cache.regions import Regions
 from kvthaw.errors import CacheError
 from kvthaw.index.clusters import draw, first_keys, stream
 from kvthaw.index.hybrid import HybridIndex, choose_static
 from kvthaw.kernels import HAS_TRITON, cover, kmeans, observe, page_bounds, stream_keys, unit_scores, unit_select
 from kvthaw.kernels.unit_scores import Watch
 from kvthaw.kernels.unit_select import Policy
+from kvthaw.regions import Regions
 from kvthaw.types import LayerShape
 
 ROWS = 1024

@@ -20,11 +20,11 @@ from kvthaw.bench.script import run_kernels
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.paged import Layout, PagedStore
 from kvthaw.cache.pool import Slab
-from kvthaw.cache.regions import Regions
 from kvthaw.cache.transfer import BulkCopy
 from kvthaw.errors import CacheError
 from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.uva_gather import uva_gather
+from kvthaw.regions import Regions
 
 PAGE = 32
 _RUNS = 20

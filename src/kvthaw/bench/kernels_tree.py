@@ -14,10 +14,10 @@ from torch import Tensor
 from kvthaw.bench.card import Report
 from kvthaw.bench.script import run_kernels
 from kvthaw.cache.host import HostStore
-from kvthaw.cache.regions import Regions
 from kvthaw.index.forest import TreeIndex
 from kvthaw.index.tree_config import TreeConfig
 from kvthaw.native import cores, flat_topk
+from kvthaw.regions import Regions
 from kvthaw.types import LayerShape
 
 HEADS, GROUP, DIM = 8, 4, 128

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvthaw.cache.host import HostStore
-from kvthaw.cache.regions import Regions
 from kvthaw.errors import ConfigError, at_least
 from kvthaw.kinds import of_kind
+from kvthaw.regions import Regions
 from kvthaw.types import LayerShape, Method
 
 

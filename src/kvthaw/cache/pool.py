@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvthaw.cache.regions import Regions
 from kvthaw.cache.together import Together
+from kvthaw.regions import Regions
 
 
 class Slab:

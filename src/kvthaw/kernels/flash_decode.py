@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvthaw.cache.regions import Regions
 from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.merge import merge
 from kvthaw.kernels.places import Newest, place_of, seen_places, write
+from kvthaw.regions import Regions
 from kvthaw.types import Partial
 
 

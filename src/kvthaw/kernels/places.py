@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvthaw.cache.regions import Regions
+from kvthaw.regions import Regions
 
 Newest = tuple[Tensor, Tensor]
 """Key and value [B, H, D] of each lane's last token."""

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvthaw.cache.regions import Regions
 from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.flash_decode import flash_decode
 from kvthaw.kernels.merge import merge
 from kvthaw.kernels.places import Newest, place_of, seen_places, write
+from kvthaw.regions import Regions
 from kvthaw.types import Partial
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Literal, get_args
 
-from kvthaw.cache.regions import Regions
 from kvthaw.errors import one_of
 from kvthaw.index.clusters import ClusterIndex, Start
 from kvthaw.kernels.kmeans import Distance
 from kvthaw.kernels.unit_select import Policy
+from kvthaw.regions import Regions
 from kvthaw.types import Method
 
 Preset = Literal["default", "paper", "code"]

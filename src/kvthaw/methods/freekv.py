@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
-from kvthaw.cache.regions import Regions
 from kvthaw.errors import at_least
 from kvthaw.index.lagged import LaggedIndex
 from kvthaw.kernels.page_bounds import Spread
 from kvthaw.kernels.unit_select import Policy
+from kvthaw.regions import Regions
 from kvthaw.types import Method
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvthaw.cache.regions import Regions
+from kvthaw.regions import Regions
 from kvthaw.types import Method
 
 

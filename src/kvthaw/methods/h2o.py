@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from kvthaw.cache.regions import Regions
 from kvthaw.index.heavy import HeavyIndex
 from kvthaw.index.kept import Agree
+from kvthaw.regions import Regions
 from kvthaw.types import Method
 
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
-from kvthaw.cache.regions import Regions
 from kvthaw.cache.transfer import BulkCopy, UvaGather
 from kvthaw.errors import ConfigError, at_least, one_of
 from kvthaw.index.forest import TreeIndex
 from kvthaw.index.nodes import NodeConfig, NodeIndex
 from kvthaw.index.tree_config import TreeConfig
 from kvthaw.methods.options import check
+from kvthaw.regions import Regions
 from kvthaw.types import LayerShape, Method, Transfer
 
 _PRESETS: dict[str, dict[str, Any]] = {

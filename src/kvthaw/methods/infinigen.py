@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from kvthaw.cache.regions import Regions
 from kvthaw.index.skewed import SkewedIndex
+from kvthaw.regions import Regions
 from kvthaw.types import Method
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from kvthaw.cache.regions import Regions
 from kvthaw.errors import at_least
 from kvthaw.index.lsh import HashIndex
+from kvthaw.regions import Regions
 from kvthaw.types import Method
 
 

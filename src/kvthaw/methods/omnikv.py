@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from kvthaw.cache.regions import Regions
 from kvthaw.index.filters import FilterIndex
+from kvthaw.regions import Regions
 from kvthaw.types import Method
 
 

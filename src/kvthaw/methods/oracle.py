@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from kvthaw.cache.regions import Regions
 from kvthaw.index.exact import ExactIndex
 from kvthaw.index.tokens import Policy
+from kvthaw.regions import Regions
 from kvthaw.types import Method
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Literal, get_args
 
-from kvthaw.cache.regions import Regions
 from kvthaw.errors import ConfigError, at_least, one_of
 from kvthaw.index.codes import Centroids, CodesIndex, Policy
 from kvthaw.index.ratios import Ratios
+from kvthaw.regions import Regions
 from kvthaw.types import Method
 
 Preset = Literal["default", "paper", "code"]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
-from kvthaw.cache.regions import Regions
 from kvthaw.errors import at_least
 from kvthaw.index.pq import ProductIndex
 from kvthaw.index.tokens import Policy
+from kvthaw.regions import Regions
 from kvthaw.types import Method
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from kvthaw.cache.regions import Regions
 from kvthaw.index.wave import WaveIndex
 from kvthaw.kernels.unit_select import Policy
+from kvthaw.regions import Regions
 from kvthaw.types import Method
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
-from kvthaw.cache.regions import Regions
 from kvthaw.errors import at_least
 from kvthaw.index.kept import Agree
 from kvthaw.index.snap import FreshSnapIndex, Pooling, SnapIndex
+from kvthaw.regions import Regions
 from kvthaw.types import Method
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvthaw.cache.regions import Regions
 from kvthaw.errors import at_least
+from kvthaw.regions import Regions
 from kvthaw.types import Method
 
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 import kvthaw
 from kvthaw.cache.plan import Settings
-from kvthaw.cache.regions import Regions
 from kvthaw.errors import ConfigError
+from kvthaw.regions import Regions
 
 regions = st.builds(Regions, st.integers(0, 40), st.integers(1, 60), st.integers(1, 40))
 
