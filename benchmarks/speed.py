@@ -67,7 +67,8 @@ def read(path: Path) -> list[Record]:
 def key(line: Record) -> str:
     """What a newer line takes the place of: the same question, however many tokens, and whether or not layers shared the host."""
     if "setting" in line:
-        same = {name: value for name, value in line["setting"].items() if name not in ("new_tokens", "shared", "seed")}
+        aside = ("new_tokens", "shared", "seed")  # and what older lines do not name
+        same = {name: value for name, value in line["setting"].items() if name not in aside and value is not None}
         return json.dumps([line.get("bench"), same], sort_keys=True)
     measured = {name for name, value in line.items() if isinstance(value, float | dict | list)}
     about = {"gpu", "cpu", "torch", "transformers", "triton", "python", "commit"}
