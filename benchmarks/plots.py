@@ -8,7 +8,13 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from kvthaw.evaluate.cells import read_cells
+from kvthaw.evaluate.compare import protocols, under
+from kvthaw.evaluate.document import Share
+from kvthaw.evaluate.overview import by_budget
+
 HERE = Path(__file__).parent
+STYLES = ("-", "--", ":", "-.")
 
 
 def lines(name: str) -> list[dict[str, Any]]:
@@ -83,34 +89,45 @@ def recall(length: int = 32768) -> Figure:
 
 
 def results() -> Figure:
-    """Pass keys, and time per output token."""
+    """What methods keep of full attention's accuracy by budget, and time per output token by length."""
     figure = Figure(figsize=(11, 4), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(1, 1.1))
-    passkey = [line for line in lines("passkey") if (line["budget"], line["dense_layers"], line["seed"]) == (64, 0, 0)]
-    shown = {
-        "oracle": "oracle",
-        "pariskv:preset=paper": "pariskv, as in its paper",
-        "icecache": "icecache",
-        "icecache:preset=paper:query_beam_share=0.0015": "icecache, descending by points, 0.0015 n of them",
-        "streaming": "streaming",
-    }
-    for i, (method, label) in enumerate(shown.items()):
-        runs = sorted((line for line in passkey if line["method"] == method), key=lambda line: line["length"])
-        lift = 1.2 * (2 - i) if i < 3 else 0.0  # equal lines beside each other
+    left, right = figure.subplots(1, 2)
+    cells = read_cells(HERE / "results" / "compare.jsonl")
+    table = by_budget(under(cells, protocols(cells)[0]))
+    budgets = [int(column.split()[0]) for column in table.columns[1:]]
+    accuracy = {str(row[0]): [100 * share.value for share in row[1:] if isinstance(share, Share)] for row in table.rows}
+    ours = ("icecache", "pariskv", "clusterkv", "prkv")
+    others = ("socket", "retroinfer", "infinigen", "quest", "snapkv", "h2o", "streaming")
+    for i, method in enumerate((*ours, *others)):
+        look: dict[str, Any] = {"marker": "o", "color": f"C{i}"} if method in ours else {"color": "grey", "alpha": 0.7}
         left.plot(
-            [r["length"] for r in runs], [100 * r["accuracy"] + lift for r in runs], marker="o", markersize=3, label=label
+            budgets, accuracy[method], markersize=3, label=method, linestyle="-" if method in ours else STYLES[i % 4], **look
         )
+    left.axhline(accuracy["full"][0], color="black", linewidth=0.8, label="full attention")
     left.set(
-        xscale="log", xlabel="context, tokens", ylabel="pass keys found, %", title="Budget 64, every layer (shipped model)"
+        xscale="log",
+        xlabel="budget, tokens attended to",
+        ylabel="answers right, %",
+        title="7 tasks at 4k to 32k, shipped model",
     )
-    left.set_xticks([4096, 16384, 32768, 65536], ["4k", "16k", "32k", "64k"])
+    left.set_xticks(budgets, [str(budget) for budget in budgets])
     left.minorticks_off()
-    left.legend(fontsize=7, loc="center left", bbox_to_anchor=(0, 0.3))
-    runs = [line for line in lines("decode_h200") if line["length"] == 36864]
-    names = [f"{r['method']} ({r['steps']})" for r in runs]
-    right.barh(names[::-1], [1e3 * r["itl_p50_s"] for r in runs][::-1], color="C0")
-    right.set(xlabel="time per output token, median, ms", title="8B shape, 36k tokens, one H200")
-    right.tick_params(axis="y", labelsize=7)
+    left.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+
+    runs = [line for line in lines("decode") if line["setting"]["steps"] == "compiled" and line["setting"]["batch"] == 1]
+    for method, colour in (("full", "black"), *((one, f"C{i}") for i, one in enumerate(ours)), ("icecache-device", "C0")):
+        mine = {
+            line["setting"]["length"]: 1e3 * line["itl_p50_s"]
+            for line in runs
+            if line["setting"]["method"].removesuffix(":iterations=4") == method and line["setting"]["hits"] != 0.0
+        }
+        if len(mine) > 1 or method == "icecache-device":
+            right.plot(sorted(mine), [mine[n] for n in sorted(mine)], "o-", markersize=3, color=colour, label=method)
+    right.set(xscale="log", xlabel="context, tokens", ylabel="time per output token, median, ms", ylim=(0, None))
+    right.set_title("8B shape, one H200, one row, compiled")
+    right.set_xticks([n << 10 for n in (36, 128, 512, 1024)], ["36k", "128k", "512k", "1M"])
+    right.minorticks_off()
+    right.legend(fontsize=7)
     return figure
 
 
