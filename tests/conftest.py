@@ -24,6 +24,7 @@ logging.set_verbosity_error()
 
 LONG = (
     "tests/bench/test_decode_bench.py",
+    "tests/cli/",
     "tests/methods/",
     "tests/engine/test_architectures.py",
     "tests/engine/test_batch.py",
@@ -37,7 +38,6 @@ LONG = (
     "tests/kernels/test_sparse_decode.py",
     "tests/cache/test_device_step.py",
     "tests/index/test_tree.py",
-    "tests/test_cli.py",
 )
 """Suites of many short tests that take minutes together: part of make test, like what is marked slow, and not of make check."""
 

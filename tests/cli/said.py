@@ -1,0 +1,35 @@
+"""The command line, as a user meets it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from typer.testing import CliRunner
+
+from kvthaw.cli import app
+
+
+class Said:
+    """What a command said."""
+
+    def __init__(self, *arguments: str, stdin: str | bytes | None = None) -> None:
+        result = CliRunner().invoke(app, list(arguments), input=stdin, env={"COLUMNS": "200", "NO_COLOR": "1"})
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        self.code, self.out, self.err = result.exit_code, result.stdout, result.stderr
+
+    @property
+    def records(self) -> list[Any]:
+        """stdout, which must be JSON line by line."""
+        return [json.loads(line) for line in self.out.splitlines()]
+
+
+def refused(said: Said, code: int, *words: str) -> None:
+    """One readable line on stderr, nothing on stdout."""
+    assert said.code == code
+    assert said.out == ""
+    assert all(word in said.err for word in words), said.err
+    assert "Traceback" not in said.err
+    if code == 1:
+        assert len(said.err.strip().splitlines()) == 1

@@ -1,0 +1,29 @@
+"""kvthaw demo."""
+
+from __future__ import annotations
+
+import pytest
+from said import Said
+
+
+def test_demo_answers_from_one_prefill(model: str) -> None:
+    arguments = ("demo", "--model", model, "--method", "oracle", "--budget", "64", "--length", "1700")
+    said = Said(*arguments)
+    assert said.code == 0
+    assert said.out.count("right") + said.out.count("wrong") == 10 + 1  # and once on the card
+    assert "What is the pass key?" in said.out
+    assert "attention mass covered" in said.out
+    record = Said(*arguments, "--json").records[0]
+    assert 1600 < record["prompt_tokens"] <= 1700
+    assert len(record["questions"]) == len(record["thawed"]["answers"]) == len(record["full"]["answers"]) == 5
+    assert record["thawed"]["sparse_steps"] > 0 == record["full"]["sparse_steps"]
+    assert record["thawed"]["attended_max"] <= 64
+    assert record["thawed"]["kv_device_bytes"] < record["full"]["kv_device_bytes"] / 10
+
+
+@pytest.mark.model
+def test_demo_on_the_shipped_model_is_right() -> None:
+    record = Said("demo", "--length", "6000", "--json").records[0]
+    assert record["full"]["right"] == [True] * 5
+    assert record["thawed"]["right"] == [True] * 5
+    assert record["thawed"]["attended_max"] <= 256

@@ -1,0 +1,123 @@
+"""What is refused, with one readable line, and what is stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from said import Said, refused
+
+import bytemodel
+
+
+def test_errors_are_one_line_and_exit_code_1(model: str, tmp_path: Path) -> None:
+    generate = ("generate", "Hello", "--model", model)
+    refused(Said(*generate, "--method", "icecahe"), 1, "icecahe", "did you mean 'icecache'?")
+    refused(Said(*generate, "--method", "oracle", "--budget", "8"), 1, "budget is 8", "16")
+    refused(Said(*generate, "--budget", "64", "--retrieved", "8"), 1, "give one of them")
+    refused(Said(*generate, "--device", "abacus"), 1, "device is 'abacus'")
+    refused(Said(*generate, "--dtype", "int3"), 1, "dtype is 'int3'", "bfloat16")
+    refused(Said("generate", "Hello", "--model", "./nowhere"), 1, "'./nowhere'", "no such folder")
+    refused(Said("generate", "Hello", "--model", str(tmp_path)), 1, "no config.json")
+    refused(Said("generate", "", "--model", model), 1, "the prompt is empty")
+    refused(Said("generate", "--model", model, stdin="  \n"), 1, "the prompt is empty")
+    refused(Said("generate", "a" * 3000, "--model", model), 1, "3,000 tokens", "2,048")
+    refused(Said("eval", "passkey", "--model", model, "--length", "10"), 1, "length 10 is too short")
+    refused(Said("eval", "passkey", "--model", model, "--method", "orakle"), 1, "oracle")
+    refused(Said("eval", "passkey", "--method", "icecache:page=4"), 1, "icecache has no option 'page'", "page_size")
+    refused(Said("eval", "passkeyy"), 2, "did you mean 'passkey'?")
+    refused(Said("eval", "passkey", "--model", model, "--out", "/nowhere/x", "--length", "300"), 1, "/nowhere/x")
+    refused(Said("eval", "passkey", "--question", "both"), 1, "question is 'both'")
+    refused(Said("demo", "--model", model, "--length", "100"), 1, "length is 100")
+    recall = ("eval", "recall", "--model", "./not-looked-for")
+    for command in (recall, ("eval", "drift"), ("eval", "passkey")):
+        refused(Said(*command, "--plot", "plot.txt"), 1, "plot is 'plot.txt'", ".png")
+        refused(Said(*command, "--plot", "/nowhere/plot.png"), 1, "'/nowhere/plot.png'", "folder does not exist")
+        refused(Said(*command, "--out", "/nowhere/x"), 1, "/nowhere/x", "folder does not exist")
+    refused(Said(*recall, "--method", "quest,clusterkv:distance=ip"), 1, "distance is 'ip'", "cosine, l2, inner")
+    recall = ("eval", "recall", "--model", model)
+    refused(Said(*recall, "--method", "pariskv:beta=2.0"), 1, "beta is 2.0")
+    refused(Said(*recall, "--method", "full"), 1, "'full'; it attends to everything")
+    refused(Said(*recall, "--prompt", "poem"), 1, "prompt is 'poem'", "needle")
+    refused(Said(*recall, "--length", "100"), 1, "length 100 is too short")
+    refused(Said(*recall, "--length", "4096", "--prompt", "text"), 1, "4,128 tokens", "2,048")
+    refused(Said(*recall, "--steps", "4", "--probe", "5"), 1, "probe is 5", "4 steps")
+    refused(Said("eval", "drift", "--model", model, "--follow", "you"), 1, "follow is 'you'", "text, full, own")
+    latin = tmp_path / "latin.txt"
+    latin.write_bytes(b"caf\xe9 au lait")
+    refused(Said("generate", "--file", str(latin), "--model", model), 1, "latin.txt is not UTF-8", "byte 3")
+    refused(Said("generate", "--model", model, stdin=latin.read_bytes()), 1, "stdin is not UTF-8", "byte 3")
+    refused(Said("generate", "caf\udce9", "--model", model), 1, "the prompt is not UTF-8", "byte 3")
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text("{}")
+    refused(Said("generate", "Hello", "--model", str(broken)), 1, "could not be loaded")
+
+
+def test_wrong_usage_is_exit_code_2(model: str) -> None:
+    refused(Said("generate", "Hello", "--budget", "lots"), 2, "'lots'")
+    refused(Said("generate", "Hello", "--file", "nowhere.txt"), 2, "nowhere.txt")
+    refused(Said("generate", "Hello", "--max-new-tokens", "0"), 2, "max-new-tokens")
+    refused(Said("eval", "passkeys"), 2, "'passkeys'", "variable_tracking")
+    refused(Said("eval", "passkey", "--length", "4k"), 2, "'4k'")
+    refused(Said("eval", "passkey", "--depths", ","), 2, "--depths")
+    refused(Said("eval", "passkey", "--depths", "50,120"), 2, "--depths", "120", "between 0 and 100")
+    refused(Said("eval", "recall", "--retrieved", "many"), 2, "'many'", "--retrieved")
+    refused(Said("eval", "recall", "--text", "nowhere.txt"), 2, "nowhere.txt")
+    refused(Said("eval", "drift", "--new-tokens", "40"), 2, "--probe", "every 16th of 40")
+    refused(Said("thaw"), 2, "thaw")
+
+
+def test_nan_in_the_keys_is_one_line(model: str, tmp_path: Path) -> None:
+    import shutil
+
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path / "nan"
+    shutil.copytree(model, folder)
+    llm = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        llm.model.layers[1].self_attn.k_proj.weight[0, 0] = torch.nan
+    llm.save_pretrained(folder)
+    said = Said("generate", "Hello " * 40, "--model", str(folder), "--method", "oracle", "--no-stream")
+    refused(said, 1, "not finite in layer 1")
+
+
+def test_ctrl_c_is_exit_code_130(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvthaw.evaluate import decode
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(decode, "prefill", stop)
+    said = Said("generate", "Hello", "--model", model)
+    assert (said.code, said.err.strip()) == (130, "kvthaw: stopped")
+
+
+@pytest.mark.slow
+def test_a_real_ctrl_c_stops_a_running_command(tmp_path: Path) -> None:
+    model = str(bytemodel.save(tmp_path, ends=False))
+    command = [sys.executable, "-m", "kvthaw", "generate", "Hello", "--model", model, "--method", "oracle"]
+    command += ["--max-new-tokens", "100000", "--temperature", "3"]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "NO_COLOR": "1"},
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # a suite in the background ignores it, and so would this
+    )
+    assert process.stdout is not None
+    process.stdout.read(1)  # it streams
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err.decode()
+    assert b"Traceback" not in err
+    assert b"kvthaw: stopped" in err

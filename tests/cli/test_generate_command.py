@@ -1,0 +1,45 @@
+"""kvthaw generate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from said import Said
+
+
+def test_generate_from_argument_file_and_stdin(model: str, tmp_path: Path) -> None:
+    text = "The grass is green. " * 20
+    path = tmp_path / "prompt.txt"
+    path.write_text(text)
+    common = ("--model", model, "--method", "oracle", "--budget", "64", "--max-new-tokens", "6")
+    streamed = Said("generate", text, *common)
+    assert streamed.code == 0
+    assert streamed.out.strip()
+    assert "tokens attended a step" in streamed.err
+    assert streamed.out == Said("generate", "--file", str(path), *common, "--no-stream").out
+    assert streamed.out == Said("generate", *common, stdin=text).out
+    record = Said("generate", text, *common, "--json").records[0]
+    assert record["text"] + "\n" == streamed.out
+    assert record["prompt_tokens"] == len(text)
+    assert record["new_tokens"] == 6
+    assert record["finish"] == "length"
+    assert record["sparse_steps"] == 2 * 5
+    assert record["attended_max"] <= record["budget"] == 64
+    assert record["ttft_s"] < record["tt2t_s"]
+
+
+def test_generate_draws_by_its_seed(model: str) -> None:
+    def draw(seed: int) -> str:
+        arguments = ("--model", model, "--method", "full", "--temperature", "2", "--seed", str(seed), "--max-new-tokens", "12")
+        return str(Said("generate", "Hello there", *arguments, "--json").records[0]["text"])
+
+    assert draw(1) == draw(1)
+    assert draw(1) != draw(2)
+
+
+def test_generate_takes_fractions_and_retrieved(model: str) -> None:
+    text = "The grass is green. " * 20
+    common = ("--model", model, "--method", "oracle", "--max-new-tokens", "4", "--json")
+    assert Said("generate", text, *common, "--budget", "0.25").records[0]["budget"] == 100
+    record = Said("generate", text, *common, "--retrieved", "10", "--dense-layers", "1").records[0]
+    assert (record["retrieved"], record["dense_layers"]) == (10, 1)

@@ -1,0 +1,77 @@
+"""What the commands say of themselves."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+from said import Said
+
+import kvthaw
+from kvthaw.evaluate.published import BENCHMARKS
+from kvthaw.evaluate.tasks import TASKS
+
+COMMANDS = [
+    "generate",
+    "methods",
+    "eval",
+    "eval task",
+    "eval published",
+    "eval recall",
+    "eval drift",
+    "eval perplexity",
+    "eval shares",
+    "lm-eval",
+    "compare",
+    "demo",
+    "bench decode",
+    "bench figures",
+    "bench prefill",
+    "bench kernels",
+    "bench indexing",
+    "bench serving",
+]
+
+
+@pytest.mark.parametrize("command", [name.split() for name in COMMANDS], ids=COMMANDS)
+def test_every_help_has_examples(command: list[str]) -> None:
+    said = Said(*command, "--help")
+    assert said.code == 0
+    assert "Examples:" in said.out
+    assert f"kvthaw {' '.join(command)}".removesuffix(" task").removesuffix(" published") in said.out
+
+
+def test_examples_name_methods_that_there_are() -> None:
+    from kvthaw.cli import compare, demo, evaluate, generate, harness, perplexity, recall, shares
+    from kvthaw.evaluate.describe import describe
+
+    texts = [one.EXAMPLES for one in (compare, demo, evaluate, generate, harness, perplexity, shares)]
+    examples = " ".join([*texts, recall.RECALL_EXAMPLES, recall.DRIFT_EXAMPLES])
+    methods = re.findall(r"--methods? (\S+)|\bmethod=([^, ]+)", examples)
+    assert len(methods) > 20
+    for name in {name for found in methods for text in found for name in text.split(",")} - {"", "all"}:
+        describe(kvthaw.methods.resolve(name))
+
+
+def test_help_lists_commands_and_exit_codes() -> None:
+    said = Said("--help")
+    assert all(name in said.out for name in ("generate", "methods", "eval", "demo", "bench", "130"))
+    assert all(task in Said("eval", "--help").out for task in TASKS)
+    assert all(name in Said("eval", "gsm8k", "--help").out for name in BENCHMARKS)
+
+
+def test_help_is_as_wide_as_the_terminal() -> None:
+    said = Said("eval", "perplexity", "--help")
+    line = "what follows in the text is sent through each method token by token, and every next token is scored"
+    assert line in said.out, "not broken where the source is"
+
+
+def test_version() -> None:
+    assert Said("--version").out == f"kvthaw {kvthaw.__version__}\n"
+
+
+def test_help_needs_no_torch() -> None:
+    code = "import sys, kvthaw.cli; sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'matplotlib')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

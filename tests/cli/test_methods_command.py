@@ -1,0 +1,55 @@
+"""kvthaw methods."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from said import Said, refused
+
+import kvthaw
+from kvthaw import METHODS
+
+
+def test_methods_are_those_of_the_list() -> None:
+    records = json.loads(Said("methods", "--json").out)
+    assert [record["name"] for record in records] == list(METHODS)
+    by_name = {record["name"]: record for record in records}
+    assert by_name["full"]["kv"] == "dense"
+    assert by_name["streaming"]["kv"] == "evicts"
+    assert by_name["oracle"] == {
+        "name": "oracle",
+        "paper": "-",
+        "unit": "token",
+        "kv": "offloads",
+        "decides": "device",
+        "graph_safe": True,
+        "bytes_a_key": 256,
+    }
+    assert by_name["h2o"]["kv"] == "evicts"
+    table = Said("methods").out
+    assert all(name in table for name in METHODS)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_tells_its_options(name: str) -> None:
+    """Its defaults are options that it takes."""
+    (told,) = Said("methods", name, "--json").records
+    assert told["name"] == name
+    assert len(told["text"]) > 60
+    given = {option: of["default"] for option, of in told["options"].items()}
+    assert kvthaw.methods.resolve(name, **given).name == name
+    said = Said("methods", name).out
+    assert said.startswith(f"{name}: {told['text'][:40]}")
+    for option, of in told["options"].items():
+        row = next(line for line in said.splitlines() if line.startswith(f"│ {option} "))
+        assert str(of["default"]) in row
+        assert of["takes"] in row
+
+
+def test_options_are_told_with_what_they_take() -> None:
+    (told,) = Said("methods", "prkv", "--json").records
+    assert told["options"]["share"] == {"default": 0.25, "takes": "a number or one of auto"}
+    (told,) = Said("methods", "icecache-reuse", "--json").records
+    assert told["options"]["reuse"] == {"default": 3, "takes": "a whole number"}
+    refused(Said("methods", "parisk"), 1, "method is 'parisk'; did you mean 'pariskv'?")

@@ -1,0 +1,24 @@
+"""kvthaw eval perplexity."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from said import Said
+
+
+def test_eval_perplexity(model: str, tmp_path: Path) -> None:
+    plot, out = tmp_path / "ppl.png", tmp_path / "ppl.jsonl"
+    arguments = ["eval", "perplexity", "--model", model, "--method", "streaming", "--budget", "64", "--length", "100,200"]
+    arguments += ["--steps", "4", "--out", str(out)]
+    said = Said(*arguments, "--json", "--plot", str(plot))
+    assert [(record["method"], record["length"]) for record in said.records] == [
+        ("streaming", 100),
+        ("streaming", 200),
+        ("full", 100),
+        ("full", 200),
+    ]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    table = Said(*arguments)
+    assert len(out.read_text().splitlines()) == 4
+    assert all(word in table.out for word in ("perplexity", "streaming", "full", "200", "nats"))

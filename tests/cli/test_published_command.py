@@ -1,0 +1,59 @@
+"""kvthaw eval BENCHMARK."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from said import Said, refused
+
+
+def test_a_published_benchmark_is_asked_and_reported(model: str, tmp_path: Path) -> None:
+    data = Path(__file__).parents[1] / "evaluate" / "published" / "gold" / "gsm8k.jsonl"
+    asked = (
+        "--data",
+        str(data),
+        "--model",
+        model,
+        "--limit",
+        "1",
+        "--length",
+        "900",
+        "--max-new-tokens",
+        "4",
+        "--budget",
+        "64",
+    )
+    said = Said("eval", "gsm8k", *asked, "--samples", "2", "--temperature", "0.6", "--top-p", "0.95", "--json")
+    assert [(line["method"], line["n"], line["samples"]) for line in said.records] == [("icecache", 1, 2), ("full", 1, 2)]
+    assert said.records[0]["attended_max"] <= 64
+    assert list(said.records[0]["pass_at"]) == ["1", "2"]
+    plot = tmp_path / "scores.png"
+    table = Said("eval", "gsm8k", *asked, "--plot", str(plot))
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    refused(Said("eval", "gsm8k", *asked, "--plot", "nowhere/a.png"), 1, "folder does not exist")
+    assert table.code == 0
+    assert "gsm8k: 1 question" in table.out
+    both = ("eval", "gsm8k,passkey", "--data", f"gsm8k={data}", "--model", model, "--samples", "1", "--length", "700")
+    said = Said(*both, "--method", "full", "--probe", "0", "--json")
+    assert [line["task"] for line in said.records] == ["gsm8k", "passkey"]
+    missing = Said("eval", "gsm8k", "--model", model)
+    assert (missing.code, missing.out) == (1, "")
+    assert "gsm8k needs its data: a file, or hub" in missing.err
+
+
+def test_a_name_of_several_benchmarks_has_their_mean(model: str, tmp_path: Path) -> None:
+    for name in ("aime24", "aime25"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"id": 1, "problem": "1 + 1?", "answer": "2"}))
+    common = ("--model", model, "--budget", "64", "--max-new-tokens", "3", "--temperature", "0", "--top-p", "1")
+    asked = ("eval", "aime", "--data", str(tmp_path), *common)
+    assert [(line["benchmark"], line["method"]) for line in Said(*asked, "--json").records] == [
+        *(("aime24", "icecache"), ("aime24", "full")),
+        *(("aime25", "icecache"), ("aime25", "full")),
+    ]
+    plot = tmp_path / "scores.png"
+    table = Said(*asked, "--plot", str(plot))
+    assert all(word in table.out for word in ("aime24", "aime25", "mean", "icecache", "full"))
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "aime25.jsonl").unlink()
+    refused(Said(*asked), 1, "that folder holds none of aime25.jsonl, aime25.jsonl.gz")
