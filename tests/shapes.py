@@ -67,7 +67,8 @@ over_shapes = pytest.mark.parametrize("shape", list(dict.fromkeys(SHAPES)), ids=
 
 def close(found: Tensor, expected: Tensor, dtype: torch.dtype | None = None) -> None:
     """Equal within the tolerance of a dtype, by default the found one's; NaN is never equal."""
-    torch.testing.assert_close(found.float(), expected.float(), **TOLERANCE[dtype or found.dtype])
+    allowed = TOLERANCE[dtype or found.dtype]
+    torch.testing.assert_close(found.float(), expected.float(), atol=allowed["atol"], rtol=allowed["rtol"])
 
 
 def poisoned(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -65,8 +65,8 @@ def rows(dtype: torch.dtype, dim: int) -> None:
     width = 4 * TILE
     run = run_length(width, 40)
     assert run is not None
-    sizes = ((width,), (96, 2), (width // run,))
-    found = Estimates(*(empty(2, HEADS, GROUP, *size, dtype=torch.float32) for size in sizes), run)
+    scores, parts, peaks = (empty(2, HEADS, GROUP, *size, dtype=torch.float32) for size in ((width,), (96, 2), (width // run,)))
+    found = Estimates(scores, parts, peaks, run)
     launch(found, empty(2, HEADS, width), empty(2), 40, 4, 0.1, "max")
     launch(found, empty(2, HEADS, width), empty(2), 40, 4, 0.1, "mean")
 
@@ -83,6 +83,7 @@ def clusters(dtype: torch.dtype, dim: int) -> None:
 
 def moves(dtype: torch.dtype, dim: int) -> None:
     from kvthaw.kernels import cover, extend, freeze, offload, stream_keys
+    from kvthaw.kernels.page_bounds import Spread
 
     ring, extent = empty(HEADS, 90, 2, dim, dtype=dtype), empty(HEADS, 64, 2, dim, dtype=dtype)
     offload.offload(ring[:, 5:25], extent, 3)
@@ -90,7 +91,9 @@ def moves(dtype: torch.dtype, dim: int) -> None:
         empty(3, HEADS, 90, 2, dim, dtype=dtype), empty(3, 8, dtype=torch.int64), 1024, empty(2, 3), 16, sink=4, ring=80
     )
     keys, places = empty(2, HEADS, 16, 2, dim, dtype=dtype)[:, :, :, 0], [extend.Place(0, 7, 40, 2), extend.Place(1, 9, 50, 3)]
-    for order, wide, spread in ((empty(3, HEADS, 300), 1, None), (None, 2, "mean"), (empty(3, HEADS, 300), 0, None)):
+    kinds: list[tuple[Tensor | None, int, Spread | None]]
+    kinds = [(empty(3, HEADS, 300), 1, None), (None, 2, "mean"), (empty(3, HEADS, 300), 0, None)]
+    for order, wide, spread in kinds:
         made = empty(3, HEADS, 70, wide * dim, dtype=dtype) if wide else None
         tables = extend.Tables(empty(3, HEADS, 48, dim, dtype=dtype), empty(3, HEADS, 71), empty(3), order, made)
         extend.launch(keys, tables, places, empty(2, 4), size=32, first=4, spread=spread)
@@ -228,8 +231,8 @@ def _only_compile(seen: list[str], kinds: set[tuple[str, str]]) -> None:
 
     driver.set_active(Driver())
     CUDABackend.add_stages, JITFunction.run = add_stages, compile_only
-    kvthaw.kernels.chain.chained = lambda device: True  # before any other module takes it from there
-    kvthaw.kernels.bits.native = lambda device: True
+    for module, name in ((kvthaw.kernels.chain, "chained"), (kvthaw.kernels.bits, "native")):
+        setattr(module, name, lambda device: True)  # before any other module takes it from there
 
 
 def main() -> None:

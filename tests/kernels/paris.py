@@ -68,10 +68,9 @@ class Case:
         self.summaries = Summaries(*(t.to(device) for t in (made.ids, made.codes, made.weights, made.sizes)))
         ratios = Ratios()
         self.k, self.width = k, -(-ratios.most(made.capacity, k) // 64) * 64
-        as_int = {"dtype": torch.int32, "device": device}
-        self.lengths = torch.tensor(lengths, **as_int)
-        self.wanted = torch.tensor([ratios.wanted(n, k) for n in lengths], **as_int)
-        self.limits = torch.tensor([ratios.limits(n) for n in lengths], **as_int)
+        self.lengths = torch.tensor(lengths, dtype=torch.int32, device=device)
+        self.wanted = torch.tensor([ratios.wanted(n, k) for n in lengths], dtype=torch.int32, device=device)
+        self.limits = torch.tensor([ratios.limits(n) for n in lengths], dtype=torch.int32, device=device)
         self.query = torch.randn(len(lengths), self.heads * group, dim).to(dtype).to(device)
 
 

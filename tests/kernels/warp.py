@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -34,9 +34,9 @@ def run(code: str, given: Sequence[Tensor]) -> list[Tensor]:
         operation, rest = line.split(None, 1)
         if operation.startswith("mma"):
             assert operation == "mma.sync.aligned.m16n8k128.row.col.s32.b1.b1.s32.and.popc"
-            to, rows, column, first = (re.split(r",\s*", group) for group in re.findall(r"\{([^}]*)\}", rest))
+            sums, rows, column, first = (re.split(r",\s*", group) for group in re.findall(r"\{([^}]*)\}", rest))
             found = _product(value(rows[0]), value(rows[1]), value(column[0]))
-            held |= {name: (found[i] + value(start)) & WORD for i, (name, start) in enumerate(zip(to, first, strict=True))}
+            held |= {name: (found[i] + value(start)) & WORD for i, (name, start) in enumerate(zip(sums, first, strict=True))}
             continue
         to, *names = re.split(r",\s*", rest)
         if operation == "setp.ne.u32":
@@ -76,7 +76,7 @@ def _halves(a: Tensor, b: Tensor, larger: bool) -> Tensor:
     return low | (high << 16)
 
 
-PLAIN = {
+PLAIN: dict[str, Callable[..., Tensor]] = {
     "mov.b32": lambda a: a,
     "mov.u32": lambda a: a,
     "shl.b32": lambda a, b: a << b,

@@ -14,7 +14,8 @@ from zoo import prompt, ragged
 
 
 def generate(model: PreTrainedModel, inputs: dict[str, Tensor], new: int = 40) -> Tensor:
-    return model.generate(**inputs, max_new_tokens=new, do_sample=False)
+    made: Tensor = model.generate(**inputs, max_new_tokens=new, do_sample=False)
+    return made
 
 
 def indices(handle: Any) -> list[Index]:
