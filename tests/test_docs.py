@@ -47,6 +47,32 @@ def test_the_readme_names_files_that_are_there() -> None:
         assert (ROOT / name).exists()
 
 
+@pytest.mark.parametrize(
+    "page", ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+)
+def test_links_lead_somewhere(page: str) -> None:
+    links = re.findall(r"\]\(([^)#\s]+)", (ROOT / page).read_text())
+    assert [link for link in links if "://" not in link and not ((ROOT / page).parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/structure.md", "docs/glossary.md"])
+def test_files_that_are_named_are_there(page: str) -> None:
+    """As from the top level, or as a part of a path in the package or among the tests."""
+    named = set(re.findall(r"`([\w/.*]+(?:\.\w+|/))`", (ROOT / page).read_text()))
+    files = [name for name in named if name.endswith(("/", ".py", ".md", ".toml"))]
+    places = (ROOT / "src", ROOT / "tests")
+    assert [name for name in files if not (any(ROOT.glob(name)) or any(any(place.rglob(name)) for place in places))] == []
+
+
+def test_every_folder_and_file_of_the_package_has_its_place_in_the_structure() -> None:
+    text = (ROOT / "docs" / "structure.md").read_text().partition("## Folders")[2].partition("## ")[0]
+    package = Path(cli.__file__).parents[1]
+    parts = [f"{path.name}/" for path in package.iterdir() if path.is_dir() and path.name != "__pycache__"]
+    parts += [path.name for path in package.glob("*.py") if not path.name.startswith("__")]
+    assert len(parts) > 12
+    assert [part for part in parts if f"`{part}" not in text] == []
+
+
 def test_the_readme_says_what_the_comparison_found() -> None:
     compared = runpy.run_path(str(ROOT / "benchmarks" / "compared.py"))
     cells = read_cells(ROOT / "benchmarks" / "results" / "compare.jsonl")
