@@ -14,8 +14,8 @@ from torch import Tensor
 from kvthaw.errors import ConfigError
 from kvthaw.index.wave import WaveIndex
 from kvthaw.kernels import dense
+from kvthaw.kernels.flash_decode import definition as attend
 from kvthaw.kernels.merge import merge
-from kvthaw.kernels.sparse_decode import definition as attend
 from shapes import close
 
 SMALL = partial(WaveIndex, segment=96, tokens_per_cluster=8, batch=32)
@@ -130,7 +130,7 @@ def test_the_estimate_brings_attention_nearer_to_full() -> None:
     scale = wave.shape.scale
     visible = torch.zeros(1, 1, 400, dtype=torch.bool)
     visible[0, 0, chosen.rows[0, 0].long() - FIRST] = True
-    read = attend(query, keys[None], values[None], visible, scale=scale)
+    read = attend(query, keys[None], values[None], visible=visible, scale=scale)
     full = dense.definition(query[:, :, None], keys[None], values[None], scale=scale, causal=False)[0][:, :, 0]
     both = merge([read.out, chosen.partial.out], [read.lse, chosen.partial.lse])[0]
     assert (both - full).norm() < 0.3 * (read.out - full).norm()

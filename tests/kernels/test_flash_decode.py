@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from kvthaw.kernels import flash_decode as module
-from kvthaw.kernels import sparse_decode as sparse
 from kvthaw.kernels.flash_decode import definition, flash_decode, split_for
 from kvthaw.regions import Regions
 from kvthaw.types import Partial
@@ -238,15 +237,6 @@ def test_any_split_is_the_same(splits: int, device: torch.device, monkeypatch: p
     lengths = torch.tensor([100, 21], dtype=torch.int32, device=device)
     monkeypatch.setattr(module, "split_for", lambda *_: module.Split(16, splits, 4, 2))
     compare(torch.randn(2, 4, 64, device=device), keys, values, lengths=lengths)
-
-
-def test_agrees_with_sparse_decode(device: torch.device) -> None:
-    keys, values = slab(2, 2, 40, 64, torch.float32, device)
-    query, visible = torch.randn(2, 4, 64, device=device), torch.rand(2, 2, 40, device=device) < 0.6
-    want = sparse.definition(query, keys, values, visible, scale=0.1, softcap=3.0)
-    got = definition(query, keys, values, visible=visible, scale=0.1, softcap=3.0)
-    torch.testing.assert_close(got.out, want.out)
-    torch.testing.assert_close(got.lse, want.lse)
 
 
 @pytest.mark.parametrize("n", [256, 1024, 2048, 32768, 1 << 20])

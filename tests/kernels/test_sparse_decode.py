@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from kvthaw.kernels import dense
-from kvthaw.kernels import flash_decode as flash
+from kvthaw.kernels.flash_decode import definition
 from kvthaw.kernels.merge import merge
-from kvthaw.kernels.sparse_decode import definition, sparse_decode
+from kvthaw.kernels.sparse_decode import sparse_decode
 from kvthaw.types import Partial
 from shapes import Shape, close, over_shapes
 
@@ -23,10 +23,16 @@ def some(shape: Shape) -> torch.Tensor:
 
 
 @over_shapes
-def test_definition_is_dense_attention_over_the_visible(shape: Shape) -> None:
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_definition_is_dense_attention_over_the_visible(shape: Shape, softcap: float | None) -> None:
     q, k, v, visible = shape.query(), shape.keys(), shape.keys(), some(shape)
     found = definition(
-        q, k.masked_fill(~visible[..., None], torch.nan), v.masked_fill(~visible[..., None], torch.nan), visible, scale=SCALE
+        q,
+        k.masked_fill(~visible[..., None], torch.nan),
+        v.masked_fill(~visible[..., None], torch.nan),
+        visible=visible,
+        scale=SCALE,
+        softcap=softcap,
     )
     for b in range(shape.batch):
         for h in range(shape.heads):
@@ -38,6 +44,7 @@ def test_definition_is_dense_attention_over_the_visible(shape: Shape) -> None:
                 v[b : b + 1, h : h + 1, seen],
                 scale=SCALE,
                 causal=False,
+                softcap=softcap,
             )
             close(found.out[b, group], out[0, :, 0])
             close(found.lse[b, group], lse[0, :, 0])
@@ -61,7 +68,7 @@ def test_sparse_decode(shape: Shape, extras: str) -> None:
     found = sparse_decode(
         q, k, v, visible=visible, scale=SCALE, softcap=softcap, sinks=logits, log_weight=log_weight, partials=partials
     )
-    whole = definition(q, k, v, visible, scale=SCALE, softcap=softcap, log_weight=log_weight)
+    whole = definition(q, k, v, visible=visible, scale=SCALE, softcap=softcap, log_weight=log_weight)
     out, lse = merge([whole.out, *(p.out for p in partials)], [whole.lse, *(p.lse for p in partials)])
     expected = dense.with_sinks(out[:, :, None], lse[:, :, None], logits)[:, :, 0]
     assert found.dtype == shape.dtype
@@ -72,7 +79,7 @@ def test_log_weight_is_a_weight_in_the_softmax() -> None:
     shape = Shape(batch=1, heads=1, group=2, tokens=5)
     q, k, v = shape.query(), shape.keys(), shape.keys()
     weight = torch.rand(1, 2, 5)
-    found = definition(q, k, v, torch.ones(1, 1, 5, dtype=torch.bool), scale=SCALE, log_weight=weight.log())
+    found = definition(q, k, v, scale=SCALE, log_weight=weight.log())
     mass = torch.exp(q[0] @ k[0, 0].T * SCALE) * weight[0]
     close(found.out[0], mass @ v[0, 0] / mass.sum(1, keepdim=True))
     close(found.lse[0], mass.sum(1).log())
@@ -84,7 +91,7 @@ def test_a_head_that_sees_nothing_gives_nothing(softcap: float | None) -> None:
     q, k, v = shape.query(), shape.keys(), shape.keys()
     visible = torch.zeros(2, 2, 65, dtype=torch.bool)
     visible[1] = True
-    whole = definition(q, k, v, visible, scale=SCALE, softcap=softcap)
+    whole = definition(q, k, v, visible=visible, scale=SCALE, softcap=softcap)
     assert (whole.out[0] == 0).all()
     assert (whole.lse[0] == -torch.inf).all()
     assert (sparse_decode(q, k, v, visible=visible, scale=SCALE, softcap=softcap)[0] == 0).all()
@@ -95,8 +102,10 @@ def test_disjoint_places_merge_to_the_whole() -> None:
     q, k, v = shape.query(), shape.keys(), shape.keys()
     every = torch.ones(2, 2, 65, dtype=torch.bool)
     part = torch.rand(2, 2, 65) < 0.3
-    rest = definition(q, k, v, ~part, scale=SCALE)
-    close(sparse_decode(q, k, v, visible=part, scale=SCALE, partials=[rest]), definition(q, k, v, every, scale=SCALE).out)
+    rest = definition(q, k, v, visible=~part, scale=SCALE)
+    close(
+        sparse_decode(q, k, v, visible=part, scale=SCALE, partials=[rest]), definition(q, k, v, visible=every, scale=SCALE).out
+    )
 
 
 @pytest.mark.parametrize("extras", ["", "softcap"])
@@ -112,7 +121,7 @@ def test_newest_in_token_order(shape: Shape, extras: str, device: torch.device) 
     how = {
         "newest": (new_k, new_v), "lengths": lengths, "starts": starts, "scale": SCALE, "softcap": 3.0 if extras else None
     }  # fmt: skip
-    close(sparse_decode(q, *ours, **how), flash.definition(q, *theirs, **how).out)
+    close(sparse_decode(q, *ours, **how), definition(q, *theirs, **how).out)
     for mine, other in zip(ours, theirs, strict=True):
         assert torch.equal(mine, other)
 

@@ -18,13 +18,13 @@ from kvthaw.index.ratios import Ratios
 from kvthaw.kernels.bucket_topk import bucket_topk
 from kvthaw.kernels.collide import BINS, CHUNK, collide, shift
 from kvthaw.kernels.encode import CENTROIDS, SUB, Summaries, count, encode, make_quantizer
+from kvthaw.kernels.flash_decode import definition as attend
 from kvthaw.kernels.graded import definition as grade
 from kvthaw.kernels.graded import most
 from kvthaw.kernels.planes import planes
 from kvthaw.kernels.query import Rotated, in_bytes, rotate_queries
 from kvthaw.kernels.rerank import TILE, rerank
 from kvthaw.kernels.signs import signs
-from kvthaw.kernels.sparse_decode import definition as attend
 from kvthaw.kernels.srht import make_rotation
 from kvthaw.kernels.tiers import Combine, definition, most_votes, pack, tiers
 from kvthaw.kernels.topk import Merge, run_length, topk
@@ -246,7 +246,7 @@ class CodesIndex:
         lengths = self._data["lengths"][: query.shape[0], None]
         visible = ((place < lengths) & (lengths < self.dense_below))[:, None].expand(-1, self.shape.kv_heads, -1)
         keys, values = (self._data[name][: query.shape[0]] for name in ("keys", "values"))
-        return attend(query, keys, values, visible, scale=self.shape.scale)
+        return attend(query, keys, values, visible=visible, scale=self.shape.scale)
 
     # State
 

@@ -52,8 +52,7 @@ def definition(
         assert lengths is not None
         write(keys, values, newest, place_of(lengths, regions))
     seen = seen_places(keys, visible, lengths, starts, regions, newest is not None)
-    k, v = (torch.where(seen[..., None], x.float(), 0.0) for x in (keys, values))
-    scores = torch.einsum("bhgd,bhnd->bhgn", query.float().reshape(batch, heads, -1, dim), k) * scale
+    scores = torch.einsum("bhgd,bhnd->bhgn", query.float().reshape(batch, heads, -1, dim), keys.float()) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if log_weight is not None:
@@ -61,11 +60,11 @@ def definition(
     scores = scores.masked_fill(~seen[:, :, None], -torch.inf)
     lse = torch.logsumexp(scores, dim=-1)
     weights = torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
-    out = torch.einsum("bhgn,bhnd->bhgd", weights, v)
+    out = torch.einsum("bhgn,bhnd->bhgd", weights, torch.where(seen[..., None], values.float(), 0.0))
     parts = [Partial(out.reshape(query.shape), lse.reshape(query.shape[:2])), *partials]
     if sinks is not None:
         parts.append(Partial(torch.zeros_like(parts[0].out), sinks.float().expand(query.shape[:2])))
-    return Partial(*merge([p.out for p in parts], [p.lse for p in parts]))
+    return parts[0] if len(parts) == 1 else Partial(*merge([p.out for p in parts], [p.lse for p in parts]))
 
 
 if TYPE_CHECKING:
