@@ -14,6 +14,7 @@ from torch import Tensor
 from kvthaw.errors import ConfigError
 from kvthaw.index.wave import WaveIndex
 from kvthaw.kernels import dense
+from kvthaw.kernels.decode_step import DecodeStep
 from kvthaw.kernels.flash_decode import definition as attend
 from kvthaw.kernels.merge import merge
 from shapes import close
@@ -130,7 +131,7 @@ def test_the_estimate_brings_attention_nearer_to_full() -> None:
     scale = wave.shape.scale
     visible = torch.zeros(1, 1, 400, dtype=torch.bool)
     visible[0, 0, chosen.rows[0, 0].long() - FIRST] = True
-    read = attend(query, keys[None], values[None], visible=visible, scale=scale)
+    read = attend(DecodeStep(query, keys[None], values[None], visible=visible, scale=scale))
     full = dense.definition(query[:, :, None], keys[None], values[None], scale=scale, causal=False)[0][:, :, 0]
     both = merge([read.out, chosen.partial.out], [read.lse, chosen.partial.lse])[0]
     assert (both - full).norm() < 0.3 * (read.out - full).norm()

@@ -146,6 +146,7 @@ def codes(dtype: torch.dtype, dim: int) -> None:
 def attention(dtype: torch.dtype, dim: int) -> None:
     """Over a slab and over all keys, few and many."""
     from kvthaw.kernels import admit, flash_decode
+    from kvthaw.kernels.decode_step import DecodeStep
     from kvthaw.regions import Regions
 
     query, new = empty(2, HEADS * GROUP, dim, dtype=dtype), empty(2, HEADS, dim, dtype=dtype)
@@ -154,11 +155,10 @@ def attention(dtype: torch.dtype, dim: int) -> None:
         "newest": (new, new),
         "lengths": empty(2),
         "starts": empty(2),
-        "tickets": empty(2 * HEADS),
     }
     for places, mask, regions in ((500, empty(2, HEADS, 100, dtype=torch.bool), Regions(100, 200, 100)), (70_000, None, None)):
         slab = empty(2, HEADS, places, 2, dim, dtype=dtype)
-        flash_decode.flash_decode(query, slab[:, :, :, 0], slab[:, :, :, 1], visible=mask, regions=regions, **how)
+        flash_decode.flash_decode(DecodeStep(query, slab[:, :, :, 0], slab[:, :, :, 1], visible=mask, regions=regions, **how))
     tables = empty(2, HEADS, 9000), empty(2, HEADS, 101), empty(2, HEADS, 101), empty(3, dtype=torch.int64)
     admit.admit(empty(2, HEADS, 100), *tables)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.kernels import flash_decode as module
+from kvthaw.kernels.decode_step import DecodeStep
 from kvthaw.kernels.flash_decode import definition, flash_decode, split_for
 from kvthaw.regions import Regions
 from kvthaw.types import Partial
@@ -51,9 +52,9 @@ def compare(query: Tensor, keys: Tensor, values: Tensor, **how: Any) -> Partial:
     how.setdefault("scale", query.shape[-1] ** -0.5)
     tickets = torch.zeros(query.shape[0] * keys.shape[1] + 1, dtype=torch.int32, device=query.device)
     ours = torch.stack((keys, values), dim=3)
-    want = definition(query, keys, values, **how)
+    want = definition(DecodeStep(query, keys, values, **how))
     with poisoned():
-        out = flash_decode(query, ours[:, :, :, 0], ours[:, :, :, 1], **how, tickets=tickets)
+        out = flash_decode(DecodeStep(query, ours[:, :, :, 0], ours[:, :, :, 1], **how), tickets)
         same(ours, torch.stack((keys, values), dim=3))
         assert not tickets.any()
     assert out.dtype == query.dtype
@@ -209,9 +210,9 @@ def test_slab_with_everything(device: torch.device) -> None:
 def test_newest_that_is_there_already(device: torch.device) -> None:
     """A layer that asks again with the same token gets the same answer and leaves the slab as it is."""
     query, keys, values, how = Lanes(Regions(2, 6, 3), [5, 30], 8).make(device)
-    first = flash_decode(query, keys, values, **how, scale=0.1)
+    first = flash_decode(DecodeStep(query, keys, values, **how, scale=0.1))
     before = keys.clone(), values.clone()
-    assert torch.equal(flash_decode(query, keys, values, **how, scale=0.1), first)
+    assert torch.equal(flash_decode(DecodeStep(query, keys, values, **how, scale=0.1)), first)
     same(keys, before[0])
     same(values, before[1])
 
@@ -271,7 +272,7 @@ def test_refuses_what_it_cannot_read(broken: str, device: torch.device) -> None:
     else:
         how["visible"] = torch.ones(1, 1, 20, device=device)
     with pytest.raises(AssertionError):
-        flash_decode(query, keys, values, scale=1.0, **how)
+        flash_decode(DecodeStep(query, keys, values, scale=1.0, **how))
 
 
 @pytest.mark.gpu
@@ -318,8 +319,8 @@ def test_gpu_last_program_merges(device: torch.device) -> None:
     """The same answer a thousand times, whichever program comes last."""
     query, keys, values, how = Lanes(Regions(16, 16, 16), [5000, 300, 40], 976, 8, 4, 128, torch.bfloat16).make(device)
     tickets = torch.zeros(24, dtype=torch.int32, device=device)
-    first = flash_decode(query, keys, values, **how, scale=0.1, tickets=tickets)
-    found = [flash_decode(query, keys, values, **how, scale=0.1, tickets=tickets) for _ in range(1000)]
+    first = flash_decode(DecodeStep(query, keys, values, **how, scale=0.1), tickets)
+    found = [flash_decode(DecodeStep(query, keys, values, **how, scale=0.1), tickets) for _ in range(1000)]
     assert all(torch.equal(one, first) for one in found)
     assert not tickets.any()
 
@@ -331,18 +332,18 @@ def test_gpu_captured_steps(device: torch.device) -> None:
     query, keys, values, how = Lanes(regions, [30, 60], 50, 8, 4, 128, torch.bfloat16).make(device)
     theirs = torch.stack((keys, values), dim=3)
     tickets = torch.zeros(16, dtype=torch.int32, device=device)
-    flash_decode(query, keys, values, **how, scale=0.1, tickets=tickets)
+    flash_decode(DecodeStep(query, keys, values, **how, scale=0.1), tickets)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         how["lengths"].add_(1)
-        got = flash_decode(query, keys, values, **how, scale=0.1, tickets=tickets)
-    definition(query, theirs[:, :, :, 0], theirs[:, :, :, 1], **how, scale=0.1)
+        got = flash_decode(DecodeStep(query, keys, values, **how, scale=0.1), tickets)
+    definition(DecodeStep(query, theirs[:, :, :, 0], theirs[:, :, :, 1], **how, scale=0.1))
     for _ in range(12):
         for tensor in (query, *how["newest"]):
             tensor.normal_()
         graph.replay()
-        want = definition(query, theirs[:, :, :, 0], theirs[:, :, :, 1], **how, scale=0.1).out
+        want = definition(DecodeStep(query, theirs[:, :, :, 0], theirs[:, :, :, 1], **how, scale=0.1)).out
         assert (got.float() - want).norm() <= 1.6e-2 * want.norm()
         same(torch.stack((keys, values), dim=3), theirs)
 
@@ -360,16 +361,16 @@ def test_gpu_captured(device: torch.device) -> None:
     query, visible = torch.randn(2, 32, 128, device=device).bfloat16(), torch.rand(2, 8, 4096, device=device) < 0.5
     lengths = torch.tensor([4096, 100], dtype=torch.int32, device=device)
     how = {"scale": 0.1, "visible": visible, "lengths": lengths}
-    flash_decode(query, keys, values, **how)
+    flash_decode(DecodeStep(query, keys, values, **how))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = flash_decode(query, keys, values, **how)
+        got = flash_decode(DecodeStep(query, keys, values, **how))
     for length in (17, 4096, 0, 2049):
         lengths[0] = length
         query.normal_()
         keys.normal_()
         visible.bernoulli_(0.3)
         graph.replay()
-        want = definition(query, keys, values, **how).out
+        want = definition(DecodeStep(query, keys, values, **how)).out
         assert (got.float() - want).norm() <= 1.6e-2 * want.norm()

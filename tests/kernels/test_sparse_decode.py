@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvthaw.kernels import dense
+from kvthaw.kernels.decode_step import DecodeStep
 from kvthaw.kernels.flash_decode import definition
 from kvthaw.kernels.merge import merge
 from kvthaw.kernels.sparse_decode import sparse_decode
@@ -27,12 +28,14 @@ def some(shape: Shape) -> torch.Tensor:
 def test_definition_is_dense_attention_over_the_visible(shape: Shape, softcap: float | None) -> None:
     q, k, v, visible = shape.query(), shape.keys(), shape.keys(), some(shape)
     found = definition(
-        q,
-        k.masked_fill(~visible[..., None], torch.nan),
-        v.masked_fill(~visible[..., None], torch.nan),
-        visible=visible,
-        scale=SCALE,
-        softcap=softcap,
+        DecodeStep(
+            q,
+            k.masked_fill(~visible[..., None], torch.nan),
+            v.masked_fill(~visible[..., None], torch.nan),
+            visible=visible,
+            scale=SCALE,
+            softcap=softcap,
+        )
     )
     for b in range(shape.batch):
         for h in range(shape.heads):
@@ -66,9 +69,11 @@ def test_sparse_decode(shape: Shape, extras: str) -> None:
         for _ in range(parts)
     ]
     found = sparse_decode(
-        q, k, v, visible=visible, scale=SCALE, softcap=softcap, sinks=logits, log_weight=log_weight, partials=partials
+        DecodeStep(
+            q, k, v, visible=visible, scale=SCALE, softcap=softcap, sinks=logits, log_weight=log_weight, partials=partials
+        )
     )
-    whole = definition(q, k, v, visible=visible, scale=SCALE, softcap=softcap, log_weight=log_weight)
+    whole = definition(DecodeStep(q, k, v, visible=visible, scale=SCALE, softcap=softcap, log_weight=log_weight))
     out, lse = merge([whole.out, *(p.out for p in partials)], [whole.lse, *(p.lse for p in partials)])
     expected = dense.with_sinks(out[:, :, None], lse[:, :, None], logits)[:, :, 0]
     assert found.dtype == shape.dtype
@@ -79,7 +84,7 @@ def test_log_weight_is_a_weight_in_the_softmax() -> None:
     shape = Shape(batch=1, heads=1, group=2, tokens=5)
     q, k, v = shape.query(), shape.keys(), shape.keys()
     weight = torch.rand(1, 2, 5)
-    found = definition(q, k, v, scale=SCALE, log_weight=weight.log())
+    found = definition(DecodeStep(q, k, v, scale=SCALE, log_weight=weight.log()))
     mass = torch.exp(q[0] @ k[0, 0].T * SCALE) * weight[0]
     close(found.out[0], mass @ v[0, 0] / mass.sum(1, keepdim=True))
     close(found.lse[0], mass.sum(1).log())
@@ -91,10 +96,10 @@ def test_a_head_that_sees_nothing_gives_nothing(softcap: float | None) -> None:
     q, k, v = shape.query(), shape.keys(), shape.keys()
     visible = torch.zeros(2, 2, 65, dtype=torch.bool)
     visible[1] = True
-    whole = definition(q, k, v, visible=visible, scale=SCALE, softcap=softcap)
+    whole = definition(DecodeStep(q, k, v, visible=visible, scale=SCALE, softcap=softcap))
     assert (whole.out[0] == 0).all()
     assert (whole.lse[0] == -torch.inf).all()
-    assert (sparse_decode(q, k, v, visible=visible, scale=SCALE, softcap=softcap)[0] == 0).all()
+    assert (sparse_decode(DecodeStep(q, k, v, visible=visible, scale=SCALE, softcap=softcap))[0] == 0).all()
 
 
 def test_disjoint_places_merge_to_the_whole() -> None:
@@ -102,9 +107,10 @@ def test_disjoint_places_merge_to_the_whole() -> None:
     q, k, v = shape.query(), shape.keys(), shape.keys()
     every = torch.ones(2, 2, 65, dtype=torch.bool)
     part = torch.rand(2, 2, 65) < 0.3
-    rest = definition(q, k, v, visible=~part, scale=SCALE)
+    rest = definition(DecodeStep(q, k, v, visible=~part, scale=SCALE))
     close(
-        sparse_decode(q, k, v, visible=part, scale=SCALE, partials=[rest]), definition(q, k, v, visible=every, scale=SCALE).out
+        sparse_decode(DecodeStep(q, k, v, visible=part, scale=SCALE, partials=[rest])),
+        definition(DecodeStep(q, k, v, visible=every, scale=SCALE)).out,
     )
 
 
@@ -121,7 +127,7 @@ def test_newest_in_token_order(shape: Shape, extras: str, device: torch.device) 
     how = {
         "newest": (new_k, new_v), "lengths": lengths, "starts": starts, "scale": SCALE, "softcap": 3.0 if extras else None
     }  # fmt: skip
-    close(sparse_decode(q, *ours, **how), definition(q, *theirs, **how).out)
+    close(sparse_decode(DecodeStep(q, *ours, **how)), definition(DecodeStep(q, *theirs, **how)).out)
     for mine, other in zip(ours, theirs, strict=True):
         assert torch.equal(mine, other)
 
@@ -130,7 +136,7 @@ def test_full_lanes_without_padding_are_dense_attention() -> None:
     shape = Shape(tokens=20)
     q, k, v, newest = shape.query(), shape.keys(), shape.keys(), (shape.keys(1)[:, :, 0], shape.keys(1)[:, :, 0])
     lengths = torch.full((2,), 13, dtype=torch.int32)
-    found = sparse_decode(q, k, v, newest=newest, lengths=lengths, starts=torch.zeros_like(lengths), scale=SCALE)
+    found = sparse_decode(DecodeStep(q, k, v, newest=newest, lengths=lengths, starts=torch.zeros_like(lengths), scale=SCALE))
     assert torch.equal(k[:, :, 12], newest[0])
     out, _ = dense.definition(q[:, :, None], k[:, :, :13], v[:, :, :13], scale=SCALE, causal=False)
     close(found, out[:, :, 0])
@@ -143,5 +149,7 @@ def test_lanes_without_tokens_give_nothing(softcap: float | None, device: torch.
     none = torch.zeros(2, dtype=torch.int32, device=device)
     before = k.clone()
     newest = (shape.keys(1)[:, :, 0].to(device), shape.keys(1)[:, :, 0].to(device))
-    assert (sparse_decode(q, k, v, newest=newest, lengths=none, starts=none, scale=SCALE, softcap=softcap) == 0).all()
+    assert (
+        sparse_decode(DecodeStep(q, k, v, newest=newest, lengths=none, starts=none, scale=SCALE, softcap=softcap)) == 0
+    ).all()
     assert torch.equal(k, before)

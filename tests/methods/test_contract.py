@@ -18,6 +18,7 @@ from kvthaw.cache.pipeline import Pipeline
 from kvthaw.cache.plan import Settings
 from kvthaw.errors import ConfigError
 from kvthaw.kernels import dense
+from kvthaw.kernels.decode_step import DecodeStep
 from kvthaw.kernels.flash_decode import definition
 from kvthaw.kernels.merge import merge
 from kvthaw.methods import METHODS
@@ -146,7 +147,7 @@ class Layer:
             for h, (rows, slots) in enumerate(zip(step.choice.selection.rows[lane], step.choice.slots[lane], strict=True)):
                 pool = self.frozen.slab.keys[lane, h, self.frozen.slab.pool_start :].cpu()
                 k[0, h, rows[rows >= 0].long()] = pool[slots[rows >= 0].long()]
-        whole = definition(q[:, :, -1], k, v, visible=visible, scale=self.how.scale, log_weight=weight)
+        whole = definition(DecodeStep(q[:, :, -1], k, v, visible=visible, scale=self.how.scale, log_weight=weight))
         return merge([whole.out, *(p[0] for p in parts)], [whole.lse, *(p[1] for p in parts)])[0][0]
 
     def check(self, step: Step) -> None:

@@ -20,6 +20,7 @@ from kvthaw.errors import CacheError
 from kvthaw.kernels import flash_decode as flash
 from kvthaw.kernels.admit import admit
 from kvthaw.kernels.admit import definition as admit_definition
+from kvthaw.kernels.decode_step import DecodeStep
 from kvthaw.kernels.uva_gather import uva_gather
 
 DEVICE_GBPS, BUS_GBPS = 4300, 55
@@ -124,7 +125,7 @@ def decode(batch: int, n: int, *, masked: bool) -> dict[str, Any]:
     how: dict[str, Any] = {"scale": scale, **({"visible": sets.visible} if masked else {"lengths": sets.lengths})}
 
     def ours(slab: Tensor) -> Tensor:
-        return flash.flash_decode(sets.query, slab[:, :, :, 0], slab[:, :, :, 1], **how)
+        return flash.flash_decode(DecodeStep(sets.query, slab[:, :, :, 0], slab[:, :, :, 1], **how))
 
     mask = sets.visible[:, :, None] if masked else None
     masks = None if mask is None else mask.repeat_interleave(GROUP, dim=1)
@@ -138,7 +139,7 @@ def decode(batch: int, n: int, *, masked: bool) -> dict[str, Any]:
         return scaled_dot_product_attention(query, kv[:, :, 0], kv[:, :, 1], attn_mask=masks, scale=scale, enable_gqa=True)
 
     slab = sets.slabs[0]
-    want = flash.definition(sets.query, slab[:, :, :, 0], slab[:, :, :, 1], **how).out
+    want = flash.definition(DecodeStep(sets.query, slab[:, :, :, 0], slab[:, :, :, 1], **how)).out
     error = agree(ours(slab), want, "flash_decode")
     theirs = {}
     for name, sdpa in (("rows", rows), ("heads", heads)):
@@ -162,10 +163,10 @@ def splits(n: int) -> list[dict[str, Any]]:
     sets = Sets(1, n)
     how: dict[str, Any] = {"scale": DIM**-0.5, "lengths": sets.lengths}
     slab = sets.slabs[0]
-    want = flash.definition(sets.query, slab[:, :, :, 0], slab[:, :, :, 1], **how).out
+    want = flash.definition(DecodeStep(sets.query, slab[:, :, :, 0], slab[:, :, :, 1], **how)).out
 
     def ours(slab: Tensor) -> Tensor:
-        return flash.flash_decode(sets.query, slab[:, :, :, 0], slab[:, :, :, 1], **how)
+        return flash.flash_decode(DecodeStep(sets.query, slab[:, :, :, 0], slab[:, :, :, 1], **how))
 
     if n <= 4096:
         tried = [flash.Split(block, -(-n // block), warps, 2) for block in (16, 32, 64, 128) for warps in (1, 2, 4)]

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvthaw.cache.clock import Clock
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.lanes import Lanes, roomier
+from kvthaw.kernels.decode_step import DecodeStep
 from kvthaw.kernels.dense import causal_attention
 from kvthaw.kernels.sparse_decode import sparse_decode
 
@@ -186,7 +187,7 @@ class DenseLayer(Lanes):
             self.count_token()
         self.tick(self.seen)
         assert self._data is not None
-        out = sparse_decode(
+        step = DecodeStep(
             query[:, :, 0],
             self._data[:, :, :, 0],
             self._data[:, :, :, 1],
@@ -195,9 +196,8 @@ class DenseLayer(Lanes):
             lengths=self.clock.length,
             softcap=how.softcap,
             sinks=how.sinks,
-            tickets=self._tickets,
         )
-        return out[:, :, None]
+        return sparse_decode(step, self._tickets)[:, :, None]
 
     def copy_from(self, other: FrozenKV | DenseLayer) -> None:
         """Take over the tokens of another layer."""

@@ -24,6 +24,7 @@ from kvthaw.cache.pipeline import Pipeline
 from kvthaw.cache.plan import Settings
 from kvthaw.cache.transfer import BulkCopy, UvaGather
 from kvthaw.errors import ConfigError
+from kvthaw.kernels.decode_step import DecodeStep
 from kvthaw.kernels.dense import causal_attention, continued
 from kvthaw.kernels.places import Newest
 from kvthaw.kernels.sparse_decode import sparse_decode
@@ -185,7 +186,7 @@ class FrozenLayer(FrozenKV):
                 partials.append(selection.partial)
             if selection.log_weight is not None:
                 log_weight = self._by_place(selection.log_weight, choice)
-        out = sparse_decode(
+        step = DecodeStep(
             query,
             self.slab.keys,
             self.slab.values,
@@ -199,8 +200,8 @@ class FrozenLayer(FrozenKV):
             sinks=how.sinks,
             log_weight=log_weight,
             partials=partials,
-            tickets=self.slab.tickets,
         )
+        out = sparse_decode(step, self.slab.tickets)
         if self.observer is not None:
             self.observer(self, query, choice)
         return out

@@ -17,6 +17,7 @@ from kvthaw.index.learned import assign, learn, subspaces
 from kvthaw.index.ratios import Ratios
 from kvthaw.kernels.bucket_topk import bucket_topk
 from kvthaw.kernels.collide import BINS, CHUNK, collide, shift
+from kvthaw.kernels.decode_step import DecodeStep
 from kvthaw.kernels.encode import CENTROIDS, SUB, Summaries, count, encode, make_quantizer
 from kvthaw.kernels.flash_decode import definition as attend
 from kvthaw.kernels.graded import definition as grade
@@ -246,7 +247,7 @@ class CodesIndex:
         lengths = self._data["lengths"][: query.shape[0], None]
         visible = ((place < lengths) & (lengths < self.dense_below))[:, None].expand(-1, self.shape.kv_heads, -1)
         keys, values = (self._data[name][: query.shape[0]] for name in ("keys", "values"))
-        return attend(query, keys, values, visible=visible, scale=self.shape.scale)
+        return attend(DecodeStep(query, keys, values, scale=self.shape.scale, visible=visible))
 
     # State
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.index.tokens import TokenIndex
+from kvthaw.kernels.decode_step import DecodeStep
 from kvthaw.kernels.flash_decode import definition as attend
 from kvthaw.types import LayerShape, Selection
 
@@ -41,4 +42,5 @@ class FilterIndex(TokenIndex):
         rest = torch.nn.functional.pad(self.held(batch, tokens).expand(-1, heads, -1), (0, 1))
         rest.scatter_(2, torch.where(rows >= 0, rows - self.first, tokens).long(), False)
         values = self.tables["values"][:batch, :, :tokens]
-        return Selection(rows, counts, partial=attend(query, keys, values, visible=rest[:, :, :tokens], scale=self.scale))
+        step = DecodeStep(query, keys, values, scale=self.scale, visible=rest[:, :, :tokens])
+        return Selection(rows, counts, partial=attend(step))

@@ -5,7 +5,6 @@ splits. Static shapes, no sync; lengths are read on the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -14,56 +13,28 @@ import torch
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels.decode_step import DecodeStep
 from kvthaw.kernels.merge import merge
-from kvthaw.kernels.places import Newest, place_of, seen_places, write
-from kvthaw.regions import Regions
 from kvthaw.types import Partial
 
 
-def definition(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    *,
-    scale: float,
-    newest: Newest | None = None,
-    visible: Tensor | None = None,
-    lengths: Tensor | None = None,
-    starts: Tensor | None = None,
-    regions: Regions | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    log_weight: Tensor | None = None,
-    partials: Sequence[Partial] = (),
-) -> Partial:
-    """softmax over the visible keys, in float32.
-
-    query [B, Hq, D]; keys, values [B, H, N, D], Hq a multiple of H. A lane sees the places starts[b] <= n < lengths[b] ([B]
-    int32; None: 0 and N) that `visible` [B, H, N] bool allows; the others may hold anything, NaN included.
-    regions: keys and values are a slab; the first regions.held places are sink and ring, of which a lane sees the positions <
-    lengths[b] in the sink and starts[b] .. lengths[b] in the ring, and visible [B, H, N - held] is about the places behind.
-    newest: key and value of the last of the lengths[b] tokens, always seen; they are written to its place in keys and values, and
-    nothing else is. softcap c: scores become c tanh(score / c). log_weight [B, Hq, N] is added to the logits then. sinks [Hq]:
-    logits that take weight and give nothing (gpt-oss). partials: attention over further, disjoint tokens. lse counts sinks and
-    partials; a head that sees nothing gives 0 with lse -inf.
-    """
-    batch, heads, _, dim = keys.shape
-    if newest is not None:
-        assert lengths is not None
-        write(keys, values, newest, place_of(lengths, regions))
-    seen = seen_places(keys, visible, lengths, starts, regions, newest is not None)
-    scores = torch.einsum("bhgd,bhnd->bhgn", query.float().reshape(batch, heads, -1, dim), keys.float()) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    if log_weight is not None:
-        scores = scores + log_weight.reshape(scores.shape)
+def definition(step: DecodeStep) -> Partial:
+    """softmax over the keys that are seen, in float32. lse counts sinks and partials; a head that sees nothing gives 0 with lse
+    -inf."""
+    step.enter()
+    query, seen, keys, values = step.query, step.seen(), step.keys.float(), step.values.float()
+    scores = torch.einsum("bhgd,bhnd->bhgn", query.float().unflatten(1, (keys.shape[1], -1)), keys) * step.scale
+    if step.softcap is not None:
+        scores = step.softcap * torch.tanh(scores / step.softcap)
+    if step.log_weight is not None:
+        scores = scores + step.log_weight.reshape(scores.shape)
     scores = scores.masked_fill(~seen[:, :, None], -torch.inf)
     lse = torch.logsumexp(scores, dim=-1)
     weights = torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
-    out = torch.einsum("bhgn,bhnd->bhgd", weights, torch.where(seen[..., None], values.float(), 0.0))
-    parts = [Partial(out.reshape(query.shape), lse.reshape(query.shape[:2])), *partials]
-    if sinks is not None:
-        parts.append(Partial(torch.zeros_like(parts[0].out), sinks.float().expand(query.shape[:2])))
+    out = torch.einsum("bhgn,bhnd->bhgd", weights, torch.where(seen[..., None], values, 0.0))
+    parts = [Partial(out.reshape(query.shape), lse.reshape(query.shape[:2])), *step.partials]
+    if step.sinks is not None:
+        parts.append(Partial(torch.zeros_like(parts[0].out), step.sinks.float().expand(query.shape[:2])))
     return parts[0] if len(parts) == 1 else Partial(*merge([p.out for p in parts], [p.lse for p in parts]))
 
 
@@ -365,27 +336,13 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
-def flash_decode(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    *,
-    scale: float,
-    newest: Newest | None = None,
-    visible: Tensor | None = None,
-    lengths: Tensor | None = None,
-    starts: Tensor | None = None,
-    regions: Regions | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    log_weight: Tensor | None = None,
-    partials: Sequence[Partial] = (),
-    tickets: Tensor | None = None,
-) -> Tensor:
+def flash_decode(step: DecodeStep, tickets: Tensor | None = None) -> Tensor:
     """As `definition`, [B, Hq, D] in the dtype of query, in one launch. Keys outside [starts, lengths) are not read.
 
     tickets: at least B * H int32 zeros, zeros again afterwards, so that a caller with many steps makes them once.
     """
+    query, keys, values, visible = step.query, step.keys, step.values, step.visible
+    lengths, starts, regions, log_weight, sinks = step.lengths, step.starts, step.regions, step.log_weight, step.sinks
     batch, q_heads, dim = query.shape
     heads, n = keys.shape[1:3]
     assert keys.shape == values.shape == (batch, heads, n, dim)
@@ -395,8 +352,8 @@ def flash_decode(
     for bound in (lengths, starts):
         assert bound is None or (bound.dtype == torch.int32 and bound.shape == (batch,))
         assert bound is None or bound.is_contiguous()
-    assert newest is None or lengths is not None, "the newest token's place follows from lengths"
-    new_key, new_value = newest or (None, None)
+    assert step.newest is None or lengths is not None, "the newest token's place follows from lengths"
+    new_key, new_value = step.newest or (None, None)
     for new in (new_key, new_value):
         assert new is None or (new.shape == (batch, heads, dim) and new.stride(2) == 1)
     behind = 0
@@ -415,9 +372,9 @@ def flash_decode(
     if sinks is not None:
         assert sinks.shape == (q_heads,)
         assert sinks.is_contiguous()
-    more = partials[0] if len(partials) == 1 else None
-    if len(partials) > 1:
-        more = Partial(*merge([p.out for p in partials], [p.lse for p in partials]))
+    more = step.partials[0] if len(step.partials) == 1 else None
+    if len(step.partials) > 1:
+        more = Partial(*merge([p.out for p in step.partials], [p.lse for p in step.partials]))
     more_out, more_lse = (None, None) if more is None else (more.out.float().contiguous(), more.lse.float().contiguous())
 
     split = split_for(batch * heads, n, dim, keys.dtype.itemsize, _multiprocessors(query.device))
@@ -460,8 +417,8 @@ def flash_decode(
         n,
         None if regions is None else regions.sink,
         None if regions is None else regions.ring,
-        scale,
-        softcap,
+        step.scale,
+        step.softcap,
         HEADS=heads,
         GROUP=group,
         DIM=dim,

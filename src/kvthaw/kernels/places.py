@@ -32,25 +32,3 @@ def write(keys: Tensor, values: Tensor, newest: Newest, place: Tensor) -> None:
     for lane, at in enumerate(place.tolist()):
         if 0 <= at < keys.shape[2]:
             keys[lane, :, at], values[lane, :, at] = newest[0][lane], newest[1][lane]
-
-
-def seen_places(
-    keys: Tensor, visible: Tensor | None, lengths: Tensor | None, starts: Tensor | None, regions: Regions | None, newest: bool
-) -> Tensor:
-    """[B, H, N] bool: what a lane sees, the arguments being those of `flash_decode.definition`."""
-    batch, heads, n, _ = keys.shape
-    place = torch.arange(n, device=keys.device)
-    if regions is not None:
-        assert lengths is not None
-        assert starts is not None
-        seen = held(lengths, starts, regions)[:, None].expand(-1, heads, -1)
-        return seen if visible is None else torch.cat((seen, visible), dim=2)
-    seen = torch.ones((batch, heads, n), dtype=torch.bool, device=keys.device) if visible is None else visible
-    if lengths is not None:
-        seen = seen & (place < lengths[:, None, None])
-    if starts is not None:
-        seen = seen & (place >= starts[:, None, None])
-    if newest:
-        assert lengths is not None
-        seen = seen | (place == lengths[:, None, None] - 1)
-    return seen

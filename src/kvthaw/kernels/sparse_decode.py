@@ -2,84 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels.decode_step import DecodeStep
 from kvthaw.kernels.flash_decode import definition, flash_decode
-from kvthaw.kernels.places import Newest, place_of, seen_places, write
-from kvthaw.regions import Regions
-from kvthaw.types import Partial
 
 
-def sparse_decode(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    *,
-    scale: float,
-    newest: Newest | None = None,
-    visible: Tensor | None = None,
-    lengths: Tensor | None = None,
-    starts: Tensor | None = None,
-    regions: Regions | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    log_weight: Tensor | None = None,
-    partials: Sequence[Partial] = (),
-    tickets: Tensor | None = None,
-) -> Tensor:
+def sparse_decode(step: DecodeStep, tickets: Tensor | None = None) -> Tensor:
     """Attention of one query a head, [B, Hq, D] in the dtype of query: `flash_decode` on a GPU, torch elsewhere.
 
-    Arguments as for `kvthaw.kernels.flash_decode.definition`: newest is written to its place first. Off the GPU what cannot be seen
-    must be finite; a slab is.
+    The newest is written to its place first. tickets: see `flash_decode`. Off the GPU what cannot be seen must be finite; a slab
+    is.
     """
-    if query.device.type == "cuda" and HAS_TRITON:
-        return flash_decode(
-            query,
-            keys,
-            values,
-            scale=scale,
-            newest=newest,
-            visible=visible,
-            lengths=lengths,
-            starts=starts,
-            regions=regions,
-            softcap=softcap,
-            sinks=sinks,
-            log_weight=log_weight,
-            partials=partials,
-            tickets=tickets,
-        )
+    if step.query.device.type == "cuda" and HAS_TRITON:
+        return flash_decode(step, tickets)
     every = False
-    if regions is None and lengths is not None:  # no further than the longest lane
-        ends, begins = lengths.tolist(), [0] if starts is None else starts.tolist()
-        keys, values = keys[:, :, : max(ends)], values[:, :, : max(ends)]
-        visible = None if visible is None else visible[:, :, : max(ends)]
-        log_weight = None if log_weight is None else log_weight[:, :, : max(ends)]
-        every = visible is None and min(ends) == max(ends) and max(begins) <= 0
-    if softcap is not None or sinks is not None or log_weight is not None or partials:
-        return definition(
-            query,
-            keys,
-            values,
-            scale=scale,
-            newest=newest,
-            visible=visible,
-            lengths=lengths,
-            starts=starts,
-            regions=regions,
-            softcap=softcap,
-            sinks=sinks,
-            log_weight=log_weight,
-            partials=partials,
-        ).out.to(query.dtype)
-    if newest is not None:
-        assert lengths is not None
-        write(keys, values, newest, place_of(lengths, regions))
-    seen = None if every else seen_places(keys, visible, lengths, starts, regions, newest is not None)
-    folded = query.reshape(query.shape[0], keys.shape[1], -1, query.shape[2])
-    mask = None if seen is None else seen[:, :, None]
-    return F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scale).reshape(query.shape)
+    if step.regions is None and step.lengths is not None:  # no further than the longest lane
+        ends, begins = step.lengths.tolist(), [0] if step.starts is None else step.starts.tolist()
+        every = step.visible is None and min(ends) == max(ends) and max(begins) <= 0
+        step = replace(
+            step,
+            keys=step.keys[:, :, : max(ends)],
+            values=step.values[:, :, : max(ends)],
+            visible=None if step.visible is None else step.visible[:, :, : max(ends)],
+            log_weight=None if step.log_weight is None else step.log_weight[:, :, : max(ends)],
+        )
+    if step.softcap is not None or step.sinks is not None or step.log_weight is not None or step.partials:
+        return definition(step).out.to(step.query.dtype)
+    step.enter()
+    mask = None if every else step.seen()[:, :, None]
+    folded = step.query.unflatten(1, (step.keys.shape[1], -1))
+    return F.scaled_dot_product_attention(folded, step.keys, step.values, attn_mask=mask, scale=step.scale).flatten(1, 2)
