@@ -199,7 +199,7 @@ def test_longeval_is_the_published_format(tmp_path: Path) -> None:
     assert loaded.prompt == LONGEVAL_PROMPT
     assert loaded.answers == ("2416",)
     assert loaded.depth == 1.0
-    made = LongEval().with_lines(50, seed=0, depth=0.5)
+    made = LongEval().with_records(50, seed=0, depth=0.5)
     head, *lines, blank, question = made.prompt.split("\n")[:1] + made.prompt.split("\n")[2:]
     assert head + "\n\n" == LONGEVAL_PROMPT[: len(head) + 2]
     assert len(lines) == 50

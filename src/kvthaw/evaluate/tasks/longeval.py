@@ -5,24 +5,13 @@ from __future__ import annotations
 import itertools
 import random
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .base import (
-    ASSETS,
-    FromFile,
-    Sample,
-    Task,
-    ahead,
-    depth_of,
-    distinct,
-    fit,
-    match_any,
-    read_records,
-    score_answers,
-    word_key,
-)
+from .base import ASSETS, FromFile, Sample, Task, ahead, depth_of, distinct, fit, match_any, read_records, word_key
+from .keyed import Keyed
 
 INTRO = (
     "Below is a record of lines I want you to remember. Each line begins with 'line <line index>' and contains a "
@@ -42,32 +31,27 @@ TOPICS_QUESTION = (
 QUESTION = "\nNow the record is over. Tell me what is the <REGISTER_CONTENT> in line {key}? I need the number. "
 
 
-def make(lines: list[tuple[str, int]], asked: int, spare: str = "") -> Sample:
-    """The published prompt over `lines` (key, value), `spare` before it, asking for the one at index `asked`."""
-    text = [LINE.format(key=key, value=value) for key, value in lines]
-    context = ahead(spare, INTRO + "".join(text))
-    key, value = lines[asked]
-    return Sample(context, QUESTION.format(key=key), (str(value),), depth_of(context, text[asked]))
-
-
 @dataclass(frozen=True)
-class LongEval:
+class LongEval(Keyed):
     """Lines until the length is reached; in the published files 200 to 1350."""
 
     name: str = "longeval"
     max_new_tokens: int = 8
     stops: tuple[str, ...] = ("\n",)
 
-    def sample(self, tokenizer: Any, *, length: int, seed: int, depth: float | None = None, text: str | None = None) -> Sample:
-        """See Task.sample; the unit is a line, `text` has no use here."""
-        at = random.Random(seed).random() if depth is None else depth
-        return fit(tokenizer, length, lambda n, spare: self.with_lines(n + 1, seed, at, spare))
-
-    def with_lines(self, n: int, seed: int, depth: float, spare: str = "") -> Sample:
-        """A sample of `n` lines, whatever its length in tokens."""
+    def draw(self, n: int, seed: int) -> list[tuple[str, str]]:
+        """See Keyed; an adjective and a noun, and a number up to 50,000."""
         rng = random.Random(f"{seed} lines")
-        lines = [(key, rng.randint(1, 50000)) for key in distinct(rng, word_key, n)]
-        return make(lines, min(n - 1, round(depth * (n - 1))), spare)
+        return [(key, str(rng.randint(1, 50000))) for key in distinct(rng, word_key, n)]
+
+    def write(self, records: Sequence[tuple[str, str]]) -> tuple[str, list[str]]:
+        """See Keyed."""
+        lines = [LINE.format(key=key, value=value) for key, value in records]
+        return INTRO + "".join(lines), lines
+
+    def question(self, key: str) -> str:
+        """See Keyed."""
+        return QUESTION.format(key=key)
 
     def load(self, path: Path) -> list[Sample]:
         """The samples of a published file, `200_lines.jsonl` and its like (gzip too), prompts byte for byte."""
@@ -76,10 +60,6 @@ class LongEval:
     def reading(self, path: Path) -> Task:
         """See Reads; a published file."""
         return FromFile(self, tuple(self.load(path)))
-
-    def score(self, sample: Sample, output: str) -> float:
-        """1 if the content stands in the output as a whole number."""
-        return score_answers(sample, output)
 
     @staticmethod
     def _read(record: dict[str, Any]) -> Sample:
