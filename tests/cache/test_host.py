@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
+from kvthaw.cache import host
 from kvthaw.cache.host import HostStore, check_host_memory
+from kvthaw.cache.pool import Slab
+from kvthaw.cache.together import Together
 from kvthaw.errors import HostMemoryError
+from kvthaw.regions import Regions
 from shapes import DTYPES
 
 HEADS, DIM, EXTENT = 2, 3, 4
@@ -222,3 +227,44 @@ def test_a_wait_for_rows_on_their_way_is_for_the_last_of_them_and_once() -> None
     assert [event.waited for event in events] == [0, 1]
     assert store.ordered
     assert store.arriving is None
+
+
+def none_to_be_had(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    """The system gives so many extents more."""
+    real, given = host.host_tensor, iter(range(after))
+
+    def give(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if next(given, None) is None:
+            raise HostMemoryError("no more")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(host, "host_tensor", give)
+
+
+def test_where_one_lane_finds_no_memory_none_is_said_to_hold_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HostStore(2, HEADS, DIM, torch.float32, extent=EXTENT)
+    slab = Slab(2, HEADS, DIM, Regions(0, 4, 4), 1, dtype=torch.float32, device=torch.device("cpu"))
+    slab.data.normal_()
+    spans = [(lane, 0, 3) for lane in range(2)]
+    with monkeypatch.context() as patch:
+        none_to_be_had(patch, 1)
+        with pytest.raises(HostMemoryError):
+            store.freeze(slab, spans, Together())
+    assert [store.length(lane) for lane in range(2)] == [0, 0]
+    store.freeze(slab, spans, Together())
+    for lane in range(2):
+        assert torch.equal(store.read(lane, 0, 3), slab.read(lane, 0, 3))
+
+
+def test_what_is_shared_stays_shared_where_there_is_no_memory_for_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HostStore(1, HEADS, DIM, torch.float32, extent=EXTENT)
+    store.append(0, rows([1, 2]))
+    store.reorder([0, 0])
+    with monkeypatch.context() as patch:
+        none_to_be_had(patch, 0)
+        with pytest.raises(HostMemoryError):
+            store.append(0, rows([3]))
+    store.append(0, rows([3]))
+    store.append(1, rows([4]))
+    assert torch.equal(store.read(0, 0, 3), rows([1, 2, 3]))
+    assert torch.equal(store.read(1, 0, 3), rows([1, 2, 4]))

@@ -149,6 +149,7 @@ class HostStore:
             self.reserve(lane, start + count)
             for number in range(start // self.extent, -(-(start + count) // self.extent)):
                 self._writable(lane, number)
+        for lane, start, count in spans:  # not before there is room for all
             self._length[lane] = start + count
         place = {"sink": slab.regions.sink, "ring": slab.regions.ring}
         if HAS_TRITON and slab.data.is_cuda and self.pinned:
@@ -264,8 +265,8 @@ class HostStore:
     def _writable(self, lane: int, number: int) -> Tensor:
         extent = self._extents[lane][number]
         if extent.owners > 1:
-            extent.owners -= 1
             copy = host_tensor(extent.data.shape, self.dtype, pinned=self.pinned).copy_(extent.data)
+            extent.owners -= 1
             extent = self._extents[lane][number] = Extent(copy)
             self.version += 1
         return extent.data
