@@ -11,8 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import kvthaw
+from kvthaw.cache import host
 from kvthaw.cache.layer import FrozenLayer
 from kvthaw.engine.decode import Replay
+from kvthaw.errors import HostMemoryError
 from kvthaw.index import clusters
 from kvthaw.index.forest import TreeIndex
 from zoo import build, prompt
@@ -191,3 +193,31 @@ def test_a_layer_that_could_not_go_ahead_is_not_forgotten() -> None:
         assert replay.due() == any(due)
         some += any(due) and not due[0]
     assert some > 0
+
+
+@pytest.mark.parametrize("method", ["clusterkv", "pariskv"])
+def test_memory_that_is_not_to_be_had_is_an_error_of_the_token_that_needs_it(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Not of the one before; where there is some again, nothing is missing."""
+    plain, short = (kvthaw.Cache(llama, method, budget=64, dense_layers=0, extent=8) for _ in range(2))
+    replay = Replay(llama.forward, short, capture=False)
+    for cache in (plain, short):
+        step(llama, cache, IDS[:, :60])
+    failed = 0
+    for t in range(40):
+        ids, positions = IDS[:, 60 + t : 61 + t], torch.full((2, 1), short.get_seq_length())
+        with monkeypatch.context() as patch:
+            patch.setattr(host, "host_tensor", none)
+            try:
+                logits = replay(ids, positions)
+            except HostMemoryError:
+                failed += 1
+        if short.get_seq_length() == plain.get_seq_length():
+            logits = replay(ids, positions)
+        assert torch.equal(logits, step(llama, plain, ids))
+    assert failed >= 2
+
+
+def none(*args: Any, **kwargs: Any) -> Tensor:
+    raise HostMemoryError("no more")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import chain
 from typing import Any, Self
 
@@ -23,7 +24,7 @@ from kvthaw.cache.pipeline import Pipeline
 from kvthaw.cache.plan import Plan, Settings
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.rotary import Rotary
-from kvthaw.errors import CacheError
+from kvthaw.errors import CacheError, HostMemoryError
 from kvthaw.types import LayerShape, Reversible
 
 
@@ -337,8 +338,10 @@ class FrozenKV(Lanes):
 
     def go_ahead(self) -> None:
         """Where a ring has become full, offload and index what the next token will push out of it, while the device is still at
-        work: an index on the host takes as long as a layer's whole step, and thirty launches a layer the host as long as a step."""
-        self._leave([lane for lane in self._leaving() if lane not in self._stale])
+        work: an index on the host takes as long as a layer's whole step, and thirty launches a layer the host as long as a step.
+        Where there is no host memory for it, nothing happens: that is an error of the next token's, if it comes."""
+        with suppress(HostMemoryError):
+            self._leave([lane for lane in self._leaving() if lane not in self._stale])
 
     def catch_up(self) -> None:
         """What indexes put off to do it for several layers at once is done, of all layers of the cache."""
