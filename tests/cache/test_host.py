@@ -78,6 +78,13 @@ class Stores(RuleBasedStateMachine):
         store.reorder(lanes)
         lists.lanes = [list(lists.lanes[lane]) for lane in lanes]
 
+    @rule(pair=stores, data=st.data())
+    def take_spare(self, pair: tuple[HostStore, Lists], data: st.DataObject) -> None:
+        store, _ = pair
+        version = store.version
+        store.take_spare(data.draw(st.integers(0, store.lanes - 1)))
+        assert store.version == version
+
     @rule(target=stores, pair=stores)
     def copied(self, pair: tuple[HostStore, Lists]) -> tuple[HostStore, Lists]:
         return self._new(copy.deepcopy(pair[0]), Lists([list(lane) for lane in pair[1].lanes]))
@@ -99,7 +106,15 @@ class Stores(RuleBasedStateMachine):
                 addresses = store.addresses(lane)
                 assert torch.equal(table[lane, : len(addresses)], addresses)
                 assert (table[lane, len(addresses) :] == 0).all()
-                assert len(addresses) * EXTENT >= len(numbers)
+                assert len(addresses) * EXTENT == store.reserved(lane) >= len(numbers)
+
+    @invariant()
+    def a_spare_is_one_lanes_own(self) -> None:
+        spares = [spare.data_ptr() for store, _ in self.known for spare in store._spares.values()]
+        used = {int(at) for store, _ in self.known for lane in range(store.lanes) for at in store.addresses(lane)}
+        assert len(set(spares)) == len(spares)
+        assert not used & set(spares)
+        assert all(lane < store.lanes for store, _ in self.known for lane in store._spares)
 
 
 Stores.TestCase.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)

@@ -55,6 +55,9 @@ class FrozenKV(Lanes):
         self._ahead: dict[int, int] = {}  # lanes whose index has what leaves with the next token -> rows in the store before
         self._finite: Tensor | None = None
         self.untouched = False  # all there is came as one prompt
+        self.steps = 0
+        """Tokens that were taken one by one; all layers count alike."""
+        self._turn = 0  # when a lane may take a spare again, in steps
 
     # What is where
 
@@ -326,7 +329,25 @@ class FrozenKV(Lanes):
         """Count a token of every lane; what left for it has left."""
         self.untouched = False
         self.count_token()
+        self.steps += 1
         self._ahead.clear()
+
+    def take_spares(self) -> None:
+        """Behind a step: a lane whose turn it is takes the extent of the host's that it will need before its next turn.
+
+        Page-locking one takes 1.5 ms, and lanes of one length would ask for theirs in all layers at one token. So every lane of
+        every layer has a turn of its own, by its number, one or two of them a step, and comes round before an extent is full."""
+        if self.steps < self._turn or (self.store.pinned and torch.cuda.is_current_stream_capturing()):
+            return  # where a step is captured nothing can be page-locked; afterwards this is asked for again
+        assert self.plan is not None
+        extent, regions, lanes = self.store.extent, self.plan.regions, self.lanes
+        round_ = min(self.pipeline.layers * lanes, max(1, extent // 2, extent - regions.buffer))
+        at = (self.steps - self.number * lanes) % round_
+        for lane in range(at, lanes, round_):
+            left = self.store.reserved(lane) + regions.window + 1 - self.length(lane)  # steps until it is needed, or some more
+            if left < round_ and lane not in self.idle and not self.settings.method.evicts:
+                self.pipeline.spare(self.store, lane)
+        self._turn = self.steps + (1 if at + 1 < lanes else round_ - at)
 
     @property
     def reversible(self) -> bool:
@@ -447,7 +468,7 @@ class FrozenKV(Lanes):
             self.feed.reorder(lanes)
         self.store.reorder(lanes)
         self.slab.reorder(torch.tensor(lanes, device=self.slab.data.device))
-        self.left_pad = [self.left_pad[lane] for lane in lanes]
+        self.left_pad, self._turn = [self.left_pad[lane] for lane in lanes], 0
         self._start = [self._start[lane] for lane in lanes]
         self._ahead = {i: self._ahead[lane] for i, lane in enumerate(lanes) if lane in self._ahead}
         self.watched = {i: self.watched[lane] for i, lane in enumerate(lanes) if lane in self.watched}

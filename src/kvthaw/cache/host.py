@@ -79,6 +79,7 @@ class HostStore:
         self.kv_heads, self.head_dim, self.dtype = kv_heads, head_dim, dtype
         self.extent, self.pinned = extent, pinned
         self._extents: list[list[Extent]] = [[] for _ in range(lanes)]
+        self._spares: dict[int, Tensor] = {}  # by lane; in no table, so that taking one moves nothing
         self._length = [0] * lanes
         self.version = 0
         """Changes whenever addresses do."""
@@ -103,10 +104,11 @@ class HostStore:
         return 2 * self.head_dim * self.dtype.itemsize
 
     def nbytes(self, lane: int | None = None) -> int:
-        """Bytes of host memory held by one lane or by all, shared extents counted once."""
+        """Bytes of host memory held by the extents of one lane, or by all and the spares, shared extents counted once."""
         held = self._extents if lane is None else [self._extents[lane]]
         unique = {id(e): e.data for extents in held for e in extents}
-        return sum(data.nbytes for data in unique.values())
+        spares = self._spares.values() if lane is None else ()
+        return sum(data.nbytes for data in (*unique.values(), *spares))
 
     def addresses(self, lane: int) -> Tensor:
         """[extents] int64: where each extent of a lane begins."""
@@ -180,9 +182,33 @@ class HostStore:
         """Allocate extents for `length` tokens of a lane."""
         extents = self._extents[lane]
         while len(extents) * self.extent < length:
-            shape = (self.kv_heads, self.extent, 2, self.head_dim)
-            extents.append(Extent(host_tensor(shape, self.dtype, pinned=self.pinned)))
+            extents.append(Extent(self._memory(lane)))
             self.version += 1
+
+    def reserved(self, lane: int) -> int:
+        """Tokens that a lane's extents have room for, its spare not counted."""
+        return len(self._extents[lane]) * self.extent
+
+    def take_spare(self, lane: int) -> None:
+        """Allocate the extent that a lane will need next, where it has none to spare. No address changes before it is needed.
+        Raises HostMemoryError where the system gives none; nothing has changed then."""
+        if lane not in self._spares:
+            self._spares[lane] = self._allocate()
+
+    def _memory(self, lane: int) -> Tensor:
+        """For an extent that a lane needs now: its spare, or new; where none can be had, what another lane has to spare."""
+        spare = self._spares.pop(lane, None)
+        if spare is not None:
+            return spare
+        try:
+            return self._allocate()
+        except HostMemoryError:
+            if not self._spares:
+                raise
+            return self._spares.popitem()[1]
+
+    def _allocate(self) -> Tensor:
+        return host_tensor((self.kv_heads, self.extent, 2, self.head_dim), self.dtype, pinned=self.pinned)
 
     def read(self, lane: int, start: int, stop: int) -> Tensor:
         """Rows start .. stop of a lane as [H, stop - start, 2, D] on the host; a view where they lie in one extent."""
@@ -216,12 +242,16 @@ class HostStore:
             done += take
 
     def truncate(self, lane: int, length: int) -> None:
-        """Forget rows >= length; extents no longer needed are let go."""
+        """Forget rows >= length; extents no longer needed are let go, but for one to spare where rows are left."""
         if length > self._length[lane]:
             raise IndexError(f"lane {lane} holds {self._length[lane]} rows, fewer than {length}")
         keep = -(-length // self.extent)
         for extent in self._extents[lane][keep:]:
             extent.owners -= 1
+            if not extent.owners:
+                self._spares.setdefault(lane, extent.data)
+        if length == 0:
+            self._spares.pop(lane, None)
         del self._extents[lane][keep:]
         self._length[lane] = length
         self.version += 1
@@ -241,7 +271,8 @@ class HostStore:
         self.version += 1
 
     def reorder(self, lanes: Sequence[int]) -> None:
-        """Lane i becomes what lane lanes[i] was. No row is copied: lanes share extents until one writes."""
+        """Lane i becomes what lane lanes[i] was, but for what it has to spare. No row is copied: lanes share extents until one
+        writes."""
         extents = [list(self._extents[lane]) for lane in lanes]
         for old in self._extents:
             for extent in old:
@@ -250,10 +281,11 @@ class HostStore:
             for extent in new:
                 extent.owners += 1
         self._extents, self._length = extents, [self._length[lane] for lane in lanes]
+        self._spares = {lane: spare for lane, spare in self._spares.items() if lane < len(lanes)}
         self.version += 1
 
     def __deepcopy__(self, memo: dict[int, object]) -> HostStore:
-        """A store of its own whose extents are shared until either writes."""
+        """A store of its own whose extents are shared until either writes, with nothing to spare."""
         twin = HostStore(0, self.kv_heads, self.head_dim, self.dtype, extent=self.extent, pinned=self.pinned)
         twin._extents = [list(extents) for extents in self._extents]
         twin._length = list(self._length)
@@ -265,7 +297,7 @@ class HostStore:
     def _writable(self, lane: int, number: int) -> Tensor:
         extent = self._extents[lane][number]
         if extent.owners > 1:
-            copy = host_tensor(extent.data.shape, self.dtype, pinned=self.pinned).copy_(extent.data)
+            copy = self._memory(lane).copy_(extent.data)
             extent.owners -= 1
             extent = self._extents[lane][number] = Extent(copy)
             self.version += 1

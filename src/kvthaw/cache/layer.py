@@ -101,6 +101,8 @@ class FrozenLayer(FrozenKV):
                 self.advance()
             newest = key[:, :, t - steps], value[:, :, t - steps]
             outs.append(self._sparse(query[:, :, t], newest, before + t + 1, t, how))
+            if fresh:
+                self.take_spares()
         self.foreseen = None
         if fresh and self.group is not None and self.group.index.on_host and not self._asked_again:
             self.go_ahead()

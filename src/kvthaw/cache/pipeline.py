@@ -6,6 +6,7 @@ indexes them as soon as they have arrived. Another searches with queries that we
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,18 +19,21 @@ from kvthaw.cache.host import HostStore
 from kvthaw.cache.past import Past
 from kvthaw.cache.side_stream import SideStream
 from kvthaw.cache.together import Together
+from kvthaw.errors import HostMemoryError
 
 _Found = TypeVar("_Found")
+_log = logging.getLogger(__name__)
 
 
 class Pipeline:
     """One copy stream, one indexing thread and one that searches, shared by the layers of a cache; past: the way back; side and
-    together: for indexes that work on the device."""
+    together: for indexes that work on the device. layers: of the model."""
 
     _IN_FLIGHT = 2  # layers whose keys and values may still be on their way out
 
-    def __init__(self) -> None:
-        self.past, self.side, self.together = Past(), SideStream(), Together()
+    def __init__(self, layers: int = 1) -> None:
+        self.layers, self.past, self.side, self.together = layers, Past(), SideStream(), Together()
+        self._short = False  # of host memory
         self._threads: dict[str, ThreadPoolExecutor] = {}
         self._stream: torch.cuda.Stream | None = None
         self._copies: deque[torch.cuda.Event] = deque()
@@ -57,6 +61,16 @@ class Pipeline:
         self._copies.append(done)
         if len(self._copies) > self._IN_FLIGHT:
             current.wait_event(self._copies.popleft())
+
+    def spare(self, store: HostStore, lane: int) -> None:
+        """Take the extent that a lane will need next. Where there is no memory for it, that is said once, and the lane asks again
+        when it needs it."""
+        try:
+            store.take_spare(lane)
+        except HostMemoryError as error:
+            if not self._short:
+                self._short = True
+                _log.warning("host memory for coming tokens cannot be taken ahead: %s", error)
 
     def submit(self, after: torch.cuda.Event | None, job: Callable[[], None]) -> Future[None]:
         """Run a job on the indexing thread once an event has passed. Jobs run in the order given."""
@@ -87,4 +101,4 @@ class Pipeline:
         return self._threads[name].submit(run)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Pipeline:
-        return Pipeline()
+        return Pipeline(self.layers)

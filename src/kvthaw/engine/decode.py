@@ -135,6 +135,7 @@ class Replay:
         self.captures, self.capture_seconds, self.capture_bytes = 0, 0.0, 0
         self._forward = forward
         self._layers: list[FrozenLayer | DenseLayer] = cache.kv_layers
+        self._frozen: list[FrozenLayer] = cache.frozen_layers
         kinds = {type(layer): layer for layer in reversed(self._layers)}
         self._watch = list(kinds.values())  # the first of each kind: all layers of a kind are due at once and share a clock
         self._seen = -1
@@ -199,6 +200,8 @@ class Replay:
                 layer.count_step()
             for layer in self._watch:
                 layer.clock.passed()
+        for layer in self._frozen:
+            layer.take_spares()
         self._seen = self._layers[0].seen
         return self._logits
 

@@ -129,7 +129,7 @@ class Cache(DynamicCache):
         self.replay: Replay | None = None
         self.turns_by_length = turns_by_length(model)
         self._shared = Shared(model, self.settings, len(frozen), foresee if chosen.foresees else None)
-        pipeline, clock, dense_clock = Pipeline(), Clock(), Clock()
+        pipeline, clock, dense_clock = Pipeline(len(self.layers)), Clock(), Clock()
         leader: FrozenLayer | None = None
         for i in full:
             kv: FrozenLayer | DenseLayer
