@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.tasks import TASKS, Sample, find
 from kvthaw.evaluate.tasks.base import ASSETS, Haystack, fingerprint_of, fit, read_asset, word_list
+from kvthaw.evaluate.tasks.keyed import Keyed
 from kvthaw.evaluate.tasks.kv_retrieval import KVRetrieval
 from kvthaw.evaluate.tasks.longeval import LongEval
 from kvthaw.evaluate.tasks.niah import Niah
@@ -223,6 +224,14 @@ def test_kv_is_the_published_format(tmp_path: Path) -> None:
     assert len(data) == 75
     assert data[made.question.split('"')[1]] == made.answers[0]
     assert made.depth == pytest.approx(0.02, abs=0.02)
+
+
+@pytest.mark.parametrize("task", [LongEval(), KVRetrieval()], ids=lambda task: str(task.name))
+def test_depth_says_which_record_is_asked_for(task: Keyed) -> None:
+    records = task.draw(50, seed=3)
+    for depth, at in ((0.0, 0), (0.5, 24), (1.0, 49)):
+        made = task.with_records(50, seed=3, depth=depth)
+        assert (made.question, made.answers) == (task.question(records[at][0]), (records[at][1],))
 
 
 def test_niah_wording(tokenizer: Any) -> None:

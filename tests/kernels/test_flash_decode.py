@@ -232,6 +232,19 @@ def test_newest_in_token_order(n: int, device: torch.device) -> None:
     torch.testing.assert_close(got.out[2], alone)
 
 
+def test_newest_is_seen_whatever_the_mask_says(device: torch.device) -> None:
+    lengths = torch.tensor([40, 17], dtype=torch.int32, device=device)
+    keys, values = slab(2, 2, 40, 64, torch.float32, device)
+    newest = (torch.randn(2, 2, 64, device=device), torch.randn(2, 2, 64, device=device))
+    how: dict[str, Any] = {
+        "newest": newest,
+        "lengths": lengths,
+        "visible": torch.zeros(2, 2, 40, dtype=torch.bool, device=device),
+    }
+    got = compare(torch.randn(2, 8, 64, device=device), keys, values, **how)
+    torch.testing.assert_close(got.out, newest[1].repeat_interleave(4, dim=1))
+
+
 @pytest.mark.parametrize("splits", [1, 3, 7])
 def test_any_split_is_the_same(splits: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     keys, values = slab(2, 1, 100, 64, torch.float32, device)
