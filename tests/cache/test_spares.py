@@ -51,9 +51,10 @@ class Stack:
         *,
         pads: list[int] | None = None,
         extent: int = EXTENT,
+        layers: int = LAYERS,
         replayed: bool,
     ) -> None:
-        settings, pipeline, clock = Settings(resolve(method), budget=64, extent=extent), Pipeline(LAYERS), Clock()
+        settings, pipeline, clock = Settings(resolve(method), budget=64, extent=extent), Pipeline(layers), Clock()
         self.layers = [FrozenLayer(number, settings, pipeline, clock) for number in range(LAYERS)]
         self.pads, self.how = pads or [0] * LANES, Attention(0.3)
         self._take(PROMPT)
@@ -131,12 +132,21 @@ def test_one_row_takes_one_at_a_time_and_not_long_before(monkeypatch: pytest.Mon
     assert max(taken(stack, extents, 200)) == 1
 
 
+def test_a_prompt_takes_what_is_needed_before_every_lane_has_had_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    extents = Extents(monkeypatch)
+    stack = Stack(monkeypatch, extent=64, layers=20, replayed=True)
+    assert stack.spares() == LAYERS * LANES
+    assert max(taken(stack, extents, 200)) <= 2
+    fewer = Stack(monkeypatch, extent=64, replayed=True)
+    assert fewer.spares() == 0
+    assert max(taken(fewer, extents, 200)) <= 2
+
+
 def test_methods_that_evict_and_idle_lanes_take_none(monkeypatch: pytest.MonkeyPatch) -> None:
     extents = Extents(monkeypatch)
     evicts = Stack(monkeypatch, "streaming", replayed=True)
     assert sum(taken(evicts, extents, 100)) == 0
-    idle = Stack(monkeypatch, extent=64, replayed=True)
-    idle.layers[0].pipeline.layers = 20  # of which there are so many that turns are far apart
+    idle = Stack(monkeypatch, extent=64, layers=20, replayed=True)  # of which there are so many that turns are far apart
     for layer in idle.layers:
         layer.clear(1)
         layer.set_lengths([PROMPT, 0, PROMPT], {1})

@@ -260,6 +260,7 @@ class FrozenKV(Lanes):
             self._store_rings({lane: past})
             shared = self.store.length(lane) - past
             self.pipeline.offload(self.store, lane, k[:, shared:], v[:, shared:])
+            self._take_spare(lane, length)
         if self.feed is not None and new > old:
             more = max(0, self.prompt - before - k.shape[1])
             self.feed.take(lane, old, new, k, v, past, query[:, -WATCHED:], more)
@@ -339,15 +340,26 @@ class FrozenKV(Lanes):
         every layer has a turn of its own, by its number, one or two of them a step, and comes round before an extent is full."""
         if self.steps < self._turn or (self.store.pinned and torch.cuda.is_current_stream_capturing()):
             return  # where a step is captured nothing can be page-locked; afterwards this is asked for again
-        assert self.plan is not None
-        extent, regions, lanes = self.store.extent, self.plan.regions, self.lanes
-        round_ = min(self.pipeline.layers * lanes, max(1, extent // 2, extent - regions.buffer))
+        lanes, round_ = self.lanes, self._round
         at = (self.steps - self.number * lanes) % round_
         for lane in range(at, lanes, round_):
-            left = self.store.reserved(lane) + regions.window + 1 - self.length(lane)  # steps until it is needed, or some more
-            if left < round_ and lane not in self.idle and not self.settings.method.evicts:
-                self.pipeline.spare(self.store, lane)
+            if lane not in self.idle and not self.settings.method.evicts:
+                self._take_spare(lane, self.length(lane))
         self._turn = self.steps + (1 if at + 1 < lanes else round_ - at)
+
+    @property
+    def _round(self) -> int:
+        """Steps after which every lane of every layer has had its turn."""
+        assert self.plan is not None
+        extent = self.store.extent
+        return min(self.pipeline.layers * self.lanes, max(1, extent // 2, extent - self.plan.regions.buffer))
+
+    def _take_spare(self, lane: int, length: int) -> None:
+        """If the lane, which has so many tokens, may need it within a round."""
+        assert self.plan is not None
+        steps = self.store.reserved(lane) + self.plan.regions.window + 1 - length  # until it is needed, or some more
+        if steps < self._round:
+            self.pipeline.spare(self.store, lane)
 
     @property
     def reversible(self) -> bool:
