@@ -51,5 +51,6 @@ def test_the_fake_output_lies_as_the_real_one_does(llama: PreTrainedModel) -> No
 
 
 def test_outside_of_kvthaws_decoding_it_says_so(llama: PreTrainedModel) -> None:
+    given = tokens(llama, 1)
     with pytest.raises(CacheError, match="outside of kvthaw's decoding"):
-        torch.ops.kvthaw.attend(*tokens(llama, 1), 0, 0.125, None, None)
+        torch.ops.kvthaw.attend(*given, 0, 0.125, None, None)
