@@ -37,13 +37,13 @@ def generate(llama: LlamaForCausalLM, ids: torch.Tensor, new: int, **kwargs: obj
     return llama.generate(ids, max_new_tokens=new, do_sample=False, pad_token_id=0, **kwargs)[:, ids.shape[1] :]
 
 
-def graph_safe_methods() -> list[str]:
-    """Those that select on the device."""
-    return [name for name in kvthaw.METHODS if name not in ("icecache", "icecache-reuse", "infinigen")]
+def captured_methods() -> list[str]:
+    """Those that select on the device, or on the host between graphs."""
+    return [name for name in kvthaw.METHODS if name != "infinigen"]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("method", graph_safe_methods())
+@pytest.mark.parametrize("method", captured_methods())
 def test_replayed_tokens_equal_eager_ones(method: str) -> None:
     llama = model("cuda", torch.float32)
     ids = torch.randint(3, 512, (3, 900), device="cuda")
@@ -71,7 +71,7 @@ def test_replayed_tokens_equal_eager_ones(method: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("method", graph_safe_methods())
+@pytest.mark.parametrize("method", captured_methods())
 def test_a_bucket_is_captured_once(method: str) -> None:
     """Within the room that a prompt makes nothing moves; 256 tokens later all of it does, once."""
     llama = model("cuda", torch.float32)
@@ -264,7 +264,8 @@ def test_what_is_not_captured() -> None:
     whole = {"rope_theta": 1e4, "rope_type": "default"}
     for rope, method, reason in (
         (whole | {"rope_type": "dynamic", "factor": 2.0}, "oracle", "dynamic positions"),
-        (whole, "icecache", "icecache needs the host"),
+        (whole, "icecache", None),
+        (whole, "icecache:transfer=bulk", "icecache has its rows gathered by the host"),
         (whole, "infinigen", "infinigen looks into the model"),
         (whole, "retroinfer", None),
     ):
@@ -294,7 +295,7 @@ def test_what_is_not_captured_is_compiled_where_it_can_be(caplog: pytest.LogCapt
     llama = model("cuda", torch.float32)
     ids = torch.randint(3, 512, (1, 300), device="cuda")
     for method, how in (
-        ("icecache", "compiled, not captured: icecache needs the host in every step"),
+        ("icecache:transfer=bulk", "compiled, not captured: icecache has its rows gathered by the host"),
         ("infinigen", "taken eagerly: infinigen looks into the model between its layers"),
     ):
         with kvthaw.attach(llama, method, budget=128):

@@ -157,7 +157,7 @@ class DenseLayer(Lanes):
         """Whether before_step() must be called again: the buffer is full."""
         return self.capacity <= self.longest
 
-    reversible = True
+    goes_ahead = True
 
     def go_ahead(self) -> None:
         """See FrozenLayer; nothing leaves a dense layer."""

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvthaw.cache.desk import Desk
 from kvthaw.cache.pipeline import Pipeline
+from kvthaw.cache.recording import Recording
 from kvthaw.cache.residency import Residency
 from kvthaw.errors import CacheError
 from kvthaw.types import Index, LayerShape, Method, Reversible, Selection, WorksBeside
@@ -79,12 +81,17 @@ class Group:
         self.slots = rows * max(1, method.keep)
         where = torch.device("cpu") if self.index.on_host else shape.device
         self.residency = Residency(lanes, shape.kv_heads, self.slots, device=where)
+        self._place(lanes)
         self.choices: list[Choice] = []
         self.meter = Meter(self.residency)
         self._pipeline = pipeline
         self._jobs: list[Future[None]] = []
         self._searching: Future[Selection] | None = None  # the last that began
         self._failure: BaseException | None = None  # of a job
+
+    def _place(self, lanes: int) -> None:
+        if self.index.on_host:
+            self._desk = Desk(self.shape, lanes, self.rows, self.slots)
 
     def submit(self, after: torch.cuda.Event | None, job: Callable[[], None]) -> None:
         """Change the index: on the worker thread if it works on the host, else now."""
@@ -140,18 +147,51 @@ class Group:
 
     def choose(self, query: Tensor, length: int, live: int, search: Future[Selection] | None = None) -> Choice:
         """Select rows for one query a head, [B, Hq, D], and give them slots. length: of the longest lane; live: lanes that
-        have a row; search: one with this query, if it has begun."""
-        self.settle()
-        uploads = self.index.on_host and query.is_cuda
-        selection = self._now(query) if search is None else search.result()
-        self.residency.grow(length)
-        if self.method.keep == 0:
-            for lane in range(query.shape[0]):
-                self.residency.clear(lane)
-        choice = self._upload(selection, query) if uploads else Choice(selection, *self.residency.admit(selection.rows))
-        self.meter.tick(live * selection.counts.shape[1])
+        have a row; search: one with this query, if it has begun. Where a step is recorded that an index on the host takes part in,
+        nothing is chosen: that is left to every replay."""
+        recording = self._pipeline.recording
+        if recording is not None and self.index.on_host:
+            choice = self._recorded(query, recording)
+        else:
+            self.settle()
+            selection = self._now(query) if search is None else search.result()
+            self.residency.grow(length)
+            self._make_way(query.shape[0])
+            uploads = self.index.on_host and query.is_cuda
+            choice = self._upload(selection, query) if uploads else Choice(selection, *self.residency.admit(selection.rows))
+        self.meter.tick(live * choice.slots.shape[1])
         self.choices.append(choice)
         return choice
+
+    def _recorded(self, query: Tensor, recording: Recording) -> Choice:
+        """The choice of a step that is recorded: the host makes it, between the graph that leaves the query on the group's desk and
+        the one that finds there what was chosen."""
+        desk, lanes = self._desk, query.shape[0]
+        desk.query.copy_(query, non_blocking=True)
+
+        def choose() -> None:
+            self.settle()
+            selection = self.index.select(desk.query, self.rows)
+            self._make_way(lanes)
+            self._answer(selection, desk.answer)
+
+        recording.host(choose)
+        rows, counts, slots, fetch, live = desk.parts(desk.answer.to(query.device, non_blocking=True))
+        return Choice(Selection(rows, counts), slots, fetch, live)
+
+    def _answer(self, selection: Selection, answer: Tensor) -> tuple[Tensor, Tensor]:
+        """Give the rows of a selection made on the host slots, and write all of it where the device will find it."""
+        rows, counts, slots, fetch, live = self._desk.parts(answer)
+        rows.copy_(selection.rows)
+        counts.copy_(selection.counts)
+        self.residency.admit(selection.rows, (slots, fetch, live))
+        return slots, fetch
+
+    def _make_way(self, lanes: int) -> None:
+        """Where rows do not outlive their step, none of the last one is left."""
+        if self.method.keep == 0:
+            for lane in range(lanes):
+                self.residency.clear(lane)
 
     def _now(self, query: Tensor) -> Selection:
         if self.index.on_host:
@@ -162,18 +202,9 @@ class Group:
 
     def _upload(self, selection: Selection, query: Tensor) -> Choice:
         """Slots for a selection made on the host, brought to the query's device in one copy."""
-        batch, heads, width = selection.rows.shape
-        shapes = ((torch.int32, width), (torch.int32, width), (torch.bool, self.slots))
-        sizes = [batch * heads * each * dtype.itemsize for dtype, each in shapes]
-        here = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
-
-        def parts(buffer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            pieces = zip(buffer.split(sizes), shapes, strict=True)
-            slots, fetch, live = (piece.view(dtype).view(batch, heads, each) for piece, (dtype, each) in pieces)
-            return slots, fetch, live
-
-        slots, fetch, _ = self.residency.admit(selection.rows, parts(here))
-        return Choice(selection, *parts(here.to(query.device, non_blocking=True)), (slots, fetch))
+        here = torch.empty_like(self._desk.answer, pin_memory=True)  # of its own: the last one may still be on its way
+        host = self._answer(selection, here)
+        return Choice(selection, *self._desk.parts(here.to(query.device, non_blocking=True))[2:], host)
 
     def take_over(self, other: Group) -> None:
         """Have what another group's index has, of as many lanes."""
@@ -200,6 +231,7 @@ class Group:
         self.settle()
         self.index.reorder(lanes)
         self.residency.reorder(torch.tensor(lanes, device=self.residency.device))
+        self._place(len(lanes))
 
     def tensors(self) -> list[Tensor]:
         """What a choice reads and writes at fixed addresses."""

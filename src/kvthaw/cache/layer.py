@@ -104,9 +104,19 @@ class FrozenLayer(FrozenKV):
             if fresh:
                 self.take_spares()
         self.foreseen = None
-        if fresh and self.group is not None and self.group.index.on_host and not self._asked_again:
+        if fresh and self._on_host and self.goes_ahead and self.pipeline.recording is None:
             self.go_ahead()
         return torch.stack(outs, dim=2) if steps > 1 else outs[0][:, :, None]
+
+    @property
+    def _on_host(self) -> bool:
+        return self.group is not None and self.group.index.on_host
+
+    @property
+    def goes_ahead(self) -> bool:
+        """Whether what leaves with the next token may leave before it is known that one comes: if that can be taken back exactly,
+        and where the index is on the host, whose trees forget it, but for their shape."""
+        return not self._asked_again if self._on_host else self.reversible
 
     def _one_by_one(self, steps: int) -> bool:
         """Whether so many tokens at once go through the index, where there are others before them."""
@@ -235,7 +245,7 @@ class FrozenLayer(FrozenKV):
     def go_ahead(self) -> None:
         """As FrozenKV.go_ahead; a captured step that follows finds the addresses of new rows."""
         super().go_ahead()
-        if self.group is not None and not self.group.index.on_host:
+        if isinstance(self._transfer, UvaGather):
             self.order_copies()
             self._know_addresses()
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.past import Past
+from kvthaw.cache.recording import Recording
 from kvthaw.cache.side_stream import SideStream
 from kvthaw.cache.together import Together
 from kvthaw.errors import HostMemoryError
@@ -27,12 +29,13 @@ _log = logging.getLogger(__name__)
 
 class Pipeline:
     """One copy stream, one indexing thread and one that searches, shared by the layers of a cache; past: the way back; side and
-    together: for indexes that work on the device. layers: of the model."""
+    together: for indexes that work on the device. recording: the step that is recorded now. layers: of the model."""
 
     _IN_FLIGHT = 2  # layers whose keys and values may still be on their way out
 
     def __init__(self, layers: int = 1) -> None:
         self.layers, self.past, self.side, self.together = layers, Past(), SideStream(), Together()
+        self.recording: Recording | None = None
         self._short = False  # of host memory
         self._threads: dict[str, ThreadPoolExecutor] = {}
         self._stream: torch.cuda.Stream | None = None
@@ -71,6 +74,15 @@ class Pipeline:
             if not self._short:
                 self._short = True
                 _log.warning("host memory for coming tokens cannot be taken ahead: %s", error)
+
+    @contextmanager
+    def records(self, recording: Recording) -> Iterator[None]:
+        """Within it, what layers do becomes part of this step's recording."""
+        self.recording = recording
+        try:
+            yield
+        finally:
+            self.recording = None
 
     def submit(self, after: torch.cuda.Event | None, job: Callable[[], None]) -> Future[None]:
         """Run a job on the indexing thread once an event has passed. Jobs run in the order given."""

@@ -1,8 +1,9 @@
 """Decoding by replay: a whole forward of one token, captured once in a CUDA graph.
 
-Selection, fetch from the host, attention and residency are inside; nothing waits for the host. What needs the host (a full ring,
-tables that grow) happens between replays. Where a tensor that the graph reads has moved since, the step runs eagerly and the next
-one captures anew.
+Selection, fetch from the host, attention and residency are inside; nothing waits for the host. Where an index on the host selects,
+the step is as many graphs as there are searches and one more: a round trip for each. What else needs the host (a full ring, tables
+that grow) happens between replays. Where a tensor that a graph reads has moved since, the step runs eagerly and the next one
+captures anew.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.layer import FrozenLayer
+from kvthaw.cache.recording import Recording
 from kvthaw.engine.ops import serving
 
 if TYPE_CHECKING:
@@ -47,11 +49,13 @@ def capturable(cache: Cache) -> str | None:
     reason = compilable(cache)
     if reason is not None:
         return reason
-    layers = cache.frozen_layers
-    if cache.settings.method.index is not None and layers:
+    method, layers = cache.settings.method, cache.frozen_layers
+    if method.index is not None and layers:
         group = layers[0].group
-        if group is None or not group.index.graph_safe:
-            return f"{cache.settings.method.name} needs the host in every step"
+        if group is None or not (group.index.graph_safe or group.index.on_host):
+            return f"{method.name} needs the host in every step"
+        if method.transfer is not None and not method.transfer().graph_safe:
+            return f"{method.name} has its rows gathered by the host"
     return None
 
 
@@ -140,7 +144,7 @@ class Replay:
         self._watch = list(kinds.values())  # the first of each kind: all layers of a kind are due at once and share a clock
         self._seen = -1
         self._owing = False  # a layer is due that is not watched
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._graph: Recording | None = None
         self._addresses: tuple[int, ...] = ()
         self._steady = 0
         self._ids = self._positions = self._logits = torch.empty(0)
@@ -152,7 +156,7 @@ class Replay:
         with torch.inference_mode(False), torch.no_grad():  # what is kept from step to step are plain tensors
             logits = self._take(ids, positions)
             if self.due():
-                self._ahead([layer for layer in self._layers if layer.reversible])
+                self._ahead([layer for layer in self._layers if layer.goes_ahead])
             return logits
 
     def lanes_changed(self) -> None:
@@ -195,7 +199,7 @@ class Replay:
         if self._graph is None:
             self._capture().replay()  # the capture runs the step's Python once, so that the layers have counted it
         else:
-            self._graph.replay()
+            self._graph.replay()  # until its last graph is launched
             for layer in self._layers:  # while the device is at work
                 layer.count_step()
             for layer in self._watch:
@@ -229,17 +233,17 @@ class Replay:
         logits: Tensor = out.logits
         return logits
 
-    def _capture(self) -> torch.cuda.CUDAGraph:
+    def _capture(self) -> Recording:
         begin, device = time.perf_counter(), self._ids.device
-        graph = torch.cuda.CUDAGraph()
-        with _uncollected(), torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may go on
+        with _uncollected(), Recording() as recording:
             before = torch.cuda.memory_reserved(device)
-            self._logits = self._run()
-        self._graph = graph
+            with self.cache.pipeline.records(recording):
+                self._logits = self._run()
+        self._graph = recording
         self.captures += 1
         self.capture_bytes = torch.cuda.memory_reserved(device) - before
         self.capture_seconds += time.perf_counter() - begin
-        return graph
+        return recording
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copied cache captures anew."""

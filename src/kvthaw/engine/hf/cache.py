@@ -129,20 +129,20 @@ class Cache(DynamicCache):
         self.replay: Replay | None = None
         self.turns_by_length = turns_by_length(model)
         self._shared = Shared(model, self.settings, len(frozen), foresee if chosen.foresees else None)
-        pipeline, clock, dense_clock = Pipeline(len(self.layers)), Clock(), Clock()
+        self.pipeline, clock, dense_clock = Pipeline(len(self.layers)), Clock(), Clock()
         leader: FrozenLayer | None = None
         for i in full:
             kv: FrozenLayer | DenseLayer
             if i not in frozen:
                 kv = DenseLayer(i, dense_clock)
             elif chosen.index is None or self._anchors(i, frozen):
-                kv = leader = FrozenLayer(i, self.settings, pipeline, clock)
+                kv = leader = FrozenLayer(i, self.settings, self.pipeline, clock)
             else:
                 if leader is None:
                     raise ConfigError(
                         f"anchors is {chosen.anchors}; layer {i} comes before the first and has nothing to follow"
                     )
-                kv = FrozenLayer(i, self.settings, pipeline, clock, leader)
+                kv = FrozenLayer(i, self.settings, self.pipeline, clock, leader)
             self.layers[i] = CacheLayer(kv, self._shared)
         self._shared.layers = self.layers
         if chosen.rotary:

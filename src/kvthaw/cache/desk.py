@@ -1,0 +1,33 @@
+"""Where an index on the host finds a query of the device's, and leaves for it what was chosen."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from kvthaw.cache.host import host_tensor
+from kvthaw.types import LayerShape
+
+
+class Desk:
+    """Of one group, for so many lanes, in page-locked memory where the group is on a GPU. It stays where it is.
+
+    query: [B, Hq, D] float32. answer: bytes, brought to the device at once; parts() says what they are.
+    """
+
+    def __init__(self, shape: LayerShape, lanes: int, rows: int, slots: int) -> None:
+        heads, pinned = (lanes, shape.kv_heads), shape.device.type == "cuda"
+        each, live = ((*heads, rows), torch.int32), ((*heads, slots), torch.bool)
+        self._parts = (each, (heads, torch.int32), each, each, live)
+        self._bytes = [math.prod(size) * dtype.itemsize for size, dtype in self._parts]
+        self.query = host_tensor((lanes, shape.q_heads, shape.head_dim), torch.float32, pinned=pinned)
+        self.answer = host_tensor((sum(self._bytes),), torch.uint8, pinned=pinned)
+
+    def parts(self, answer: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Of an answer, wherever it is: a selection's rows [B, H, M] and counts [B, H]; a choice's slots and fetch [B, H, M] and
+        live [B, H, C]."""
+        pieces = zip(answer.split(self._bytes), self._parts, strict=True)
+        rows, counts, slots, fetch, live = (piece.view(dtype).view(size) for piece, (size, dtype) in pieces)
+        return rows, counts, slots, fetch, live

@@ -1,0 +1,95 @@
+"""Steps recorded in several graphs, between which the host works: what that changes, here; that it is captured, on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import kvthaw
+from kvthaw.cache.recording import Recording
+from zoo import ragged
+
+
+class AtOnce(Recording):
+    """Where a device works at once there is nothing to record."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def host(self, call: Callable[[], None]) -> None:
+        self.calls += 1
+        call()
+
+
+def steps(model: PreTrainedModel, cache: kvthaw.Cache, mask: Tensor) -> Tensor:
+    logits = []
+    with torch.no_grad():
+        for t in range(50):
+            mask = torch.cat((mask, torch.ones_like(mask[:, :1])), dim=1)
+            ids = torch.full((len(mask), 1), 5 + t % 40)
+            logits.append(model(ids, past_key_values=cache, attention_mask=mask).logits)
+    return torch.cat(logits, dim=1)
+
+
+@pytest.mark.parametrize("method", ["icecache", "icecache-reuse", "icecache:unit=token"])
+def test_a_choice_left_to_the_host_is_the_eager_one(llama: PreTrainedModel, method: str) -> None:
+    """Of rows of several lengths, over steps in which tokens leave their rings; searches are one a layer that searches."""
+    rows = ragged([130, 90, 121])
+    eager, recorded = (kvthaw.Cache(llama, method, budget=48, dense_layers=0) for _ in range(2))
+    for cache in (eager, recorded):
+        with torch.no_grad():
+            llama(**rows, past_key_values=cache)
+    expected = steps(llama, eager, rows["attention_mask"])
+    now = AtOnce()
+    with recorded.pipeline.records(now):
+        found = steps(llama, recorded, rows["attention_mask"])
+    assert torch.equal(found, expected)
+    assert now.calls == 50 * sum(layer.chooses for layer in recorded.frozen_layers)
+    assert recorded.pipeline.recording is None
+    assert recorded.stats() == eager.stats()
+
+
+@pytest.mark.gpu
+def test_graphs_and_the_host_take_turns() -> None:
+    x, there = torch.zeros(1000, device="cuda"), torch.zeros(1000, device="cuda")
+    desk = torch.zeros(1000, pin_memory=True)
+    turns: list[float] = []
+
+    def count() -> None:
+        turns.append(float(desk[0]))
+        desk.add_(1)
+
+    with Recording() as recording:
+        for _ in range(3):
+            desk.copy_(x * 2, non_blocking=True)
+            recording.host(count)
+            there.copy_(desk, non_blocking=True)
+            x.copy_(there + 1)
+    assert not turns, "nothing is done while it is recorded"
+    for start in (1.0, 10.0):
+        x.fill_(start)
+        turns.clear()
+        recording.replay()
+        assert turns == [2 * start, 4 * start + 4, 8 * start + 12]
+        assert x.tolist() == [8 * start + 14] * 1000
+
+
+@pytest.mark.gpu
+def test_what_the_host_raises_comes_up() -> None:
+    x = torch.zeros(1, device="cuda")
+
+    def fail() -> None:
+        raise ValueError("a query is not finite")
+
+    with Recording() as recording:
+        x.add_(1)
+        recording.host(fail)
+        x.add_(10)
+    for times in (1, 2):
+        with pytest.raises(ValueError, match="not finite"):
+            recording.replay()
+        assert float(x) == times
