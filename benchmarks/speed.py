@@ -32,10 +32,9 @@ ROWS = (
     *((f"{name}, rows as text chooses them", {"method": name, "prompt": "text"}) for name in ("pariskv", "clusterkv", "prkv")),
     ("icecache-device, 256 tokens, its tree searched on the device", {"method": "icecache-device"}),
     ("the same, rows as text chooses them", {"method": "icecache-device", "prompt": "text"}),
+    ("the same, every third layer searching (`reuse=3`)", {"method": "icecache-device:reuse=3"}),
     ("icecache, 256 tokens, its tree on the host", {"method": "icecache"}),
-    ("the same, searched beside the layer before", {"method": "icecache:foresee=True"}),
-    ("icecache-reuse, 256 tokens", {"method": "icecache-reuse"}),
-    ("the same, searched beside the layer before", {"method": "icecache-reuse:foresee=True"}),
+    ("icecache-reuse, the same, every third layer searching", {"method": "icecache-reuse"}),
 )
 PROMPTED = (
     ("transformers' DynamicCache", "hf-dynamic", "eager"),

@@ -17,7 +17,7 @@ from kvthaw.bench.fill import drawn, fill
 from kvthaw.bench.lines import Line, Lines
 from kvthaw.bench.settings import grid
 from kvthaw.bench.shapes import SHAPES, build
-from kvthaw.bench.steps import MOST_WARM, WARM, Decoder, Steps, random_tokens, take, warm_steps
+from kvthaw.bench.steps import WARM, Decoder, Steps, most_warm, random_tokens, take, warm_steps
 from kvthaw.engine.hf import Cache
 
 pytestmark = pytest.mark.usefixtures("small")
@@ -44,7 +44,7 @@ def test_a_line_says_everything_of_a_run() -> None:
         assert line.floor_ratio == pytest.approx(line.tpot_s / line.floor_s)
         assert line.floor_bus_s is None  # there is no bus on a CPU
     tokens = quest.full_kv_bytes // (2 * 2 * 2 * row)  # rows of the batch, layers, heads
-    assert 160 + 20 < tokens < 160 + 20 + MOST_WARM + 20
+    assert 160 + 20 < tokens < 160 + 20 + most_warm(torch.device("cpu")) + 20
     assert (full.kv_dense_bytes, full.share_of_full, full.share_with_dense) == (full.full_kv_bytes, None, 1.0)
     assert quest.kv_dense_bytes == quest.full_kv_bytes // 2
     assert quest.kv_device_bytes == 64 * 2 * 2 * row
@@ -282,7 +282,7 @@ def test_steps_that_do_not_count_reach_the_first_tokens_that_leave(method: str, 
     cache = Cache(model, method, **sizes, dense_layers=0)
     fill(cache, lambda layer: drawn(model, layer, 1000, 0))
     warm, rings = warm_steps(cache), [kv.indexed(0) for kv in cache.frozen_layers]
-    assert WARM <= warm <= MOST_WARM
+    assert WARM <= warm <= most_warm(torch.device("cpu"))
     with torch.no_grad():
         take(Decoder(model, cache), random_tokens(model, 1, 0), 1, warm=warm)
     if method == "quest":

@@ -58,10 +58,11 @@ def test_one_cache_serves_all_ways_to_take_steps() -> None:
     assert len(found) == 4
 
 
-def test_captured_steps_need_a_gpu_and_a_method_that_decides_there() -> None:
-    asked = ("full", "quest", "icecache", "hf-dynamic", "hf-offloaded")
+def test_captured_steps_need_a_gpu_and_no_other_work_of_the_host_than_a_search() -> None:
+    captured = ("full", "streaming", "quest", "icecache")
+    asked = (*captured, "icecache:transfer=bulk", "icecache:foresee=True", "infinigen", "hf-dynamic", "hf-offloaded")
     settings = _all(method=asked, steps=("eager", "captured"))
-    assert {one.method for one in settings if one.steps == "captured" and possible(one, cuda=True)} == {"full", "quest"}
+    assert {one.method for one in settings if one.steps == "captured" and possible(one, cuda=True)} == {*captured}
     assert {one.method for one in settings if possible(one, cuda=False)} == set(asked) - {"hf-offloaded"}
     assert not any(possible(one, cuda=False) for one in settings if one.steps == "captured")
     compiled = _all(method=("full", "icecache", "icecache:foresee=True", "hf-dynamic"), steps=("compiled",))

@@ -30,7 +30,7 @@ from kvthaw.bench.script import noted, parted, printing, run_as_script
 from kvthaw.bench.scripted import scripted
 from kvthaw.bench.settings import HF, Setting, grid, groups, possible
 from kvthaw.bench.shapes import build
-from kvthaw.bench.steps import MOST_WARM, Decoder, Steps, parts, prefill, random_tokens, take
+from kvthaw.bench.steps import Decoder, Steps, most_warm, parts, prefill, random_tokens, take
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.engine.decode import compiled_step
 from kvthaw.engine.hf import Cache
@@ -237,7 +237,7 @@ class Bench:
         def tokens(layer: int) -> Tokens:
             return same or made(layer)
 
-        fill(cache, tokens, batch=one.batch, shared=one.shared, coming=one.new_tokens + MOST_WARM)
+        fill(cache, tokens, batch=one.batch, shared=one.shared, coming=one.new_tokens + most_warm(self.device))
         nothing = dict.fromkeys(("ttft_s", "tt2t_s", "cold_ttft_s", "cold_tt2t_s"))
         return cache, {**nothing, "fill_s": time.perf_counter() - begin}
 

@@ -88,7 +88,7 @@ def _draw_length(figure: Any, lines: list[Line]) -> None:
 
 
 def _icecache(c: Common) -> list[Setting]:
-    methods = ("icecache-device", "icecache", "icecache:foresee=True", "icecache-reuse", "icecache-reuse:foresee=True")
+    methods = ("icecache-device", "icecache-device:reuse=3", *_HOST)
     return [c.run(method, n * _K) for n in (36, 128) for method in methods]
 
 

@@ -98,15 +98,17 @@ class Setting(AsKey):
 
 
 def possible(setting: Setting, cuda: bool) -> bool:
-    """Whether the device can take such steps: captured ones need a GPU and a method that decides there, compiled ones a GPU and no
-    hooks between the model's layers."""
+    """Whether the device can take such steps: both need a GPU and no hooks between the model's layers, captured ones a method that
+    decides there, or on the host alone."""
     if setting.steps == "eager":
         return cuda or setting.method != "hf-offloaded"
     if setting.hf or not cuda:
         return False
-    if setting.steps == "compiled":
-        return not setting.resolved().foresees
-    return described(setting.method)["graph_safe"] is not False
+    method = setting.resolved()
+    if setting.steps == "compiled" or method.foresees or method.index is None:
+        return not method.foresees
+    gathers = method.transfer is not None and not method.transfer().graph_safe
+    return not gathers and (described(setting.method)["graph_safe"] or described(setting.method)["decides"] == "host")
 
 
 @cache

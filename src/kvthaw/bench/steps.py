@@ -22,8 +22,13 @@ if TYPE_CHECKING:
 
 WARM = 6
 """Steps of each way that do not count, at least: kernels are compiled and tuned in them, and graphs captured."""
-MOST_WARM = 40
-"""At most: the first tokens that leave a ring leave uncounted if they do so soon, for that compiles kernels too."""
+_PATIENCE = 6.0
+"""Seconds of such steps from which on no more are waited for."""
+
+
+def most_warm(device: torch.device) -> int:
+    """At most: the first tokens that leave a ring leave uncounted, for that compiles kernels too; on a CPU if they do so soon."""
+    return 640 if device.type == "cuda" else 40
 
 
 class Decoder:
@@ -106,34 +111,41 @@ def prefill(model: PreTrainedModel, cache: DynamicCache, ids: Tensor) -> float:
 
 
 def warm_steps(cache: DynamicCache) -> int:
-    """Steps of a cache that do not count: WARM, or up to MOST_WARM if tokens leave a ring of its layers by then."""
+    """Steps of a cache that do not count: WARM, or up to most_warm() if tokens leave a ring of its layers by then."""
     layers = cache.frozen_layers if isinstance(cache, Cache) else []
-    first = [kv.undisturbed(MOST_WARM - 1) for kv in layers]
-    return max([WARM, *(steps + 2 for steps in first if steps < MOST_WARM - 1)])
+    most = [most_warm(kv.slab.data.device) - 1 for kv in layers]
+    first = [(kv.undisturbed(steps), steps) for kv, steps in zip(layers, most, strict=True)]
+    return max([WARM, *(steps + 2 for steps, limit in first if steps < limit)])
 
 
 def take(decoder: Decoder, tokens: Iterator[Tensor], count: int, warm: int | None = None) -> Steps:
-    """Take `warm` steps that do not count, as `warm_steps` has it if None, and `count` that do. Raises CacheError where logits were
-    not finite at the end."""
+    """Take `warm` steps that do not count, as `warm_steps` has it if None (fewer where they are slow), and `count` that do. Raises
+    CacheError where logits were not finite at the end."""
     device, warm = decoder.model.device, warm_steps(decoder.cache) if warm is None else warm
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    gaps, before = [], Counts()
     logits = torch.zeros(1)
-    for step in range(warm + count):
+
+    def step() -> float:
+        nonlocal logits
         ids = next(tokens)
-        if step == warm:
-            before = Counts.of(decoder.cache)
         synchronize(device)
         begin = time.perf_counter()
         logits = decoder.logits(ids)
         logits.argmax(dim=-1)
         synchronize(device)
-        gaps.append(time.perf_counter() - begin)
+        return time.perf_counter() - begin
+
+    begin, done = time.perf_counter(), 0
+    while done < warm and (done < WARM or time.perf_counter() - begin < _PATIENCE):
+        step()
+        done += 1
+    before = Counts.of(decoder.cache)
+    gaps = tuple(step() for _ in range(count))
     if not torch.isfinite(logits).all():
         raise CacheError("the model's logits are not finite at the end of the steps that were timed")
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    return Steps(tuple(gaps[warm:]), (before, Counts.of(decoder.cache)), peak)
+    return Steps(gaps, (before, Counts.of(decoder.cache)), peak)
 
 
 def random_tokens(model: PreTrainedModel, batch: int, seed: int) -> Iterator[Tensor]:

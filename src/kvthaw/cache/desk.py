@@ -10,6 +10,8 @@ from torch import Tensor
 from kvthaw.cache.host import host_tensor
 from kvthaw.types import LayerShape
 
+Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
 
 class Desk:
     """Of one group, for so many lanes, in page-locked memory where the group is on a GPU. It stays where it is.
@@ -25,7 +27,7 @@ class Desk:
         self.query = host_tensor((lanes, shape.q_heads, shape.head_dim), torch.float32, pinned=pinned)
         self.answer = host_tensor((sum(self._bytes),), torch.uint8, pinned=pinned)
 
-    def parts(self, answer: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def parts(self, answer: Tensor) -> Parts:
         """Of an answer, wherever it is: a selection's rows [B, H, M] and counts [B, H]; a choice's slots and fetch [B, H, M] and
         live [B, H, C]."""
         pieces = zip(answer.split(self._bytes), self._parts, strict=True)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvthaw.cache.desk import Desk
+from kvthaw.cache.desk import Desk, Parts
 from kvthaw.cache.pipeline import Pipeline
 from kvthaw.cache.recording import Recording
 from kvthaw.cache.residency import Residency
@@ -167,21 +167,22 @@ class Group:
         """The choice of a step that is recorded: the host makes it, between the graph that leaves the query on the group's desk and
         the one that finds there what was chosen."""
         desk, lanes = self._desk, query.shape[0]
+        here = desk.parts(desk.answer)
         desk.query.copy_(query, non_blocking=True)
 
         def choose() -> None:
             self.settle()
             selection = self.index.select(desk.query, self.rows)
             self._make_way(lanes)
-            self._answer(selection, desk.answer)
+            self._answer(selection, here)
 
         recording.host(choose)
         rows, counts, slots, fetch, live = desk.parts(desk.answer.to(query.device, non_blocking=True))
         return Choice(Selection(rows, counts), slots, fetch, live)
 
-    def _answer(self, selection: Selection, answer: Tensor) -> tuple[Tensor, Tensor]:
+    def _answer(self, selection: Selection, parts: Parts) -> tuple[Tensor, Tensor]:
         """Give the rows of a selection made on the host slots, and write all of it where the device will find it."""
-        rows, counts, slots, fetch, live = self._desk.parts(answer)
+        rows, counts, slots, fetch, live = parts
         rows.copy_(selection.rows)
         counts.copy_(selection.counts)
         self.residency.admit(selection.rows, (slots, fetch, live))
@@ -203,7 +204,7 @@ class Group:
     def _upload(self, selection: Selection, query: Tensor) -> Choice:
         """Slots for a selection made on the host, brought to the query's device in one copy."""
         here = torch.empty_like(self._desk.answer, pin_memory=True)  # of its own: the last one may still be on its way
-        host = self._answer(selection, here)
+        host = self._answer(selection, self._desk.parts(here))
         return Choice(selection, *self._desk.parts(here.to(query.device, non_blocking=True))[2:], host)
 
     def take_over(self, other: Group) -> None:
