@@ -81,6 +81,7 @@ class Group:
         self.slots = rows * max(1, method.keep)
         where = torch.device("cpu") if self.index.on_host else shape.device
         self.residency = Residency(lanes, shape.kv_heads, self.slots, device=where)
+        self._beside = self.index if isinstance(self.index, WorksBeside) else None  # asked once: it takes 6 us
         self._place(lanes)
         self.choices: list[Choice] = []
         self.meter = Meter(self.residency)
@@ -112,8 +113,8 @@ class Group:
             raise CacheError(f"layer {self.shape.layer}: {self._failure}") from self._failure
         if self._failure is not None:
             raise self._failure
-        if isinstance(self.index, WorksBeside):  # a replayed step does not ask
-            self.index.join()
+        if self._beside is not None:  # a replayed step does not ask
+            self._beside.join()
 
     def recover(self) -> None:
         """Forget what went wrong with the tokens of a lane that will be cleared; waits for the jobs under way."""
