@@ -211,7 +211,7 @@ def sets(step: Step) -> list[list[set[int]]]:
     return [[set(rows.tolist()) - {-1} for rows in lane] for lane in step.choice.selection.rows]
 
 
-BATCH = {"shape": Shape(batch=3, heads=2, group=2, head_dim=64), "lengths": [150, 61, 110], "steps": 45}
+BATCH = {"shape": Shape(batch=3, heads=2, group=2, head_dim=64), "lengths": [150, 61, 110], "steps": 32}
 
 
 @pytest.mark.parametrize("name", FROZEN)
@@ -248,7 +248,8 @@ VARIANTS = [
 @pytest.mark.parametrize("name", FROZEN)
 @pytest.mark.parametrize("shape", list(dict.fromkeys(VARIANTS)), ids=str)
 def test_budget_above_the_length_is_full_attention(name: str, shape: Shape) -> None:
-    layer = Layer(name, Text(shape, [120, 71], 24), budget=256).prefill()
+    """Also once tokens have left the ring for the index, whatever the method's regions."""
+    layer = Layer(name, Text(shape, [52, 37], 17), budget=88).prefill()
     for step in layer.decode():
         for lane in range(2):
             close(step.out[lane], layer.full(lane), shape.dtype)
@@ -258,7 +259,7 @@ def test_budget_above_the_length_is_full_attention(name: str, shape: Shape) -> N
 @pytest.mark.parametrize("name", FROZEN)
 @pytest.mark.parametrize("shape", list(dict.fromkeys(VARIANTS)), ids=str)
 def test_every_shape_keeps_the_contract(name: str, shape: Shape) -> None:
-    layer = Layer(name, Text(shape, [120, 71], 12), budget=40).prefill()
+    layer = Layer(name, Text(shape, [90, 53], 9), budget=32).prefill()
     for step in layer.decode():
         layer.check(step)
 
@@ -280,7 +281,7 @@ def test_every_shape_keeps_the_contract_on_a_gpu(name: str, shape: Shape, device
 @pytest.mark.parametrize("length", [1, 2, 3, 7, 16, 33])
 def test_short_prompts(name: str, length: int) -> None:
     """Steps enough that tokens leave for the index that had none."""
-    layer = Layer(name, Text(SMALL, [length], 50, seed=length), budget=40).prefill()
+    layer = Layer(name, Text(SMALL, [length], 38, seed=length), budget=32).prefill()
     for step in layer.decode():
         layer.check(step)
         if step.begins[0] - layer.regions.sink <= layer.rows:
@@ -342,7 +343,7 @@ def same_choices(one: Layer, other: Layer, count: int) -> None:
 @pytest.mark.parametrize("name", RETRIEVES)
 def test_state_of_an_index_goes_on(name: str) -> None:
     one = Layer(name, Text(**BATCH), budget=48).prefill()
-    list(one.decode(20))
+    list(one.decode(15))
     other = copy.deepcopy(one)
     other.frozen.observer = other._observe
     assert one.frozen.group is not None
@@ -351,45 +352,45 @@ def test_state_of_an_index_goes_on(name: str) -> None:
     index = MADE[name].index(other.frozen.group.shape)
     index.load_state_dict(one.frozen.group.index.state_dict())
     other.frozen.group.index = index
-    same_choices(one, other, 25)
+    same_choices(one, other, 17)
 
 
 @pytest.mark.parametrize("name", FROZEN)
 def test_copies_are_independent(name: str) -> None:
     one = Layer(name, Text(**BATCH), budget=48).prefill()
-    list(one.decode(20))
+    list(one.decode(15))
     other, third = copy.deepcopy(one), copy.deepcopy(one)
     for layer in (other, third):
         layer.frozen.observer = layer._observe
-    list(other.decode(25))
-    same_choices(one, third, 25)
+    list(other.decode(17))
+    same_choices(one, third, 17)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RETRIEVES)
-@pytest.mark.parametrize("drop", [1, 9, 30, 59, 140])
+@pytest.mark.parametrize("drop", [1, 9, 17, 45, 120])
 def test_crop_then_go_on(name: str, drop: int) -> None:
     """Tokens that were dropped are never chosen; those that come in their place are."""
-    text = Text(SMALL, [120], 40)
+    text = Text(SMALL, [120], 20)
     layer = Layer(name, text, budget=48).prefill()
     list(layer.decode())
     layer.frozen.crop(drop)
-    assert layer.frozen.seen == 160 - drop
-    other = Text(SMALL, [120], 40, seed=5)
+    assert layer.frozen.seen == 140 - drop
+    other = Text(SMALL, [120], 20, seed=5)
     for x, y in ((text.query, other.query), (text.keys, other.keys), (text.values, other.values)):
-        x[:, :, 160 - drop :] = y[:, :, 160 - drop :]
-    for step in layer.decode(drop):
+        x[:, :, 140 - drop :] = y[:, :, 140 - drop :]
+    for step in layer.decode(min(drop, 60)):
         layer.check(step)
 
 
 @pytest.mark.parametrize("name", RETRIEVES)
 def test_crop_at_full_budget(name: str) -> None:
-    text = Text(SMALL, [120], 40)
-    layer = Layer(name, text, budget=512).prefill()
+    text = Text(SMALL, [80], 24)
+    layer = Layer(name, text, budget=144).prefill()
     list(layer.decode())
-    for drop in (3, 50, 130):
+    for drop in (3, 30, 80):
         layer.frozen.crop(drop)
-        for step in layer.decode(drop):
+        for step in layer.decode(min(drop, 40)):
             close(step.out[0], layer.full(0))
 
 
@@ -400,11 +401,11 @@ def test_reorder(name: str, lanes: list[int]) -> None:
     """A lane goes on as it would have, wherever it stands and whoever stands beside it."""
     text = Text(**BATCH)
     one, other = (Layer(name, text, budget=48).prefill() for _ in range(2))
-    list(one.decode(20))
-    list(other.decode(20))
+    list(one.decode(9))
+    list(other.decode(9))
     other.frozen.reorder(lanes)
     assert other.frozen.lanes == len(lanes)
-    for a, b in zip(one.decode(25), other.decode(25, lanes), strict=True):
+    for a, b in zip(one.decode(14), other.decode(14, lanes), strict=True):
         for i, lane in enumerate(lanes):
             if name in RETRIEVES:
                 assert sets(a)[lane] == sets(b)[i]
@@ -434,7 +435,7 @@ def test_lanes_of_one_prefix_part(name: str) -> None:
 def test_several_tokens_equal_one_by_one(name: str) -> None:
     """Also where they cross the moment at which tokens leave for the index."""
     one, many = (Layer(name, Text(**BATCH), budget=64).prefill() for _ in range(2))
-    for _ in range(9):
+    for _ in range(6):
         at = many.frozen.seen
         together = many.take(at, at + 5)
         for t, step in enumerate(one.decode(5)):

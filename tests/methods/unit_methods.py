@@ -13,7 +13,7 @@ from kvthaw.types import Index
 from zoo import prompt, ragged
 
 
-def generate(model: PreTrainedModel, inputs: dict[str, Tensor], new: int = 40) -> Tensor:
+def generate(model: PreTrainedModel, inputs: dict[str, Tensor], new: int = 24) -> Tensor:
     made: Tensor = model.generate(**inputs, max_new_tokens=new, do_sample=False)
     return made
 
@@ -23,7 +23,7 @@ def indices(handle: Any) -> list[Index]:
 
 
 def full_budget_is_full_attention(model: PreTrainedModel, method: str, **options: Any) -> None:
-    batch = ragged([150, 37, 91])
+    batch = ragged([120, 37, 91])
     expected = generate(model, batch)
     with kvthaw.attach(model, method, budget=1024, **options) as handle:
         assert torch.equal(generate(model, batch), expected)
@@ -33,7 +33,7 @@ def full_budget_is_full_attention(model: PreTrainedModel, method: str, **options
 def budget_is_kept(model: PreTrainedModel, method: str, **options: Any) -> None:
     for budget in (16, 48, 130):
         with kvthaw.attach(model, method, budget=budget, **options) as handle:
-            generate(model, {"input_ids": prompt(2, 260)}, 60)
+            generate(model, {"input_ids": prompt(2, 200)}, 36)
             stats = handle.stats()
         assert stats.attended_max is not None
         assert stats.attended_max <= budget
@@ -42,7 +42,7 @@ def budget_is_kept(model: PreTrainedModel, method: str, **options: Any) -> None:
 
 
 def rows_alone_are_the_rows_of_a_batch(model: PreTrainedModel, method: str, **options: Any) -> None:
-    ids = prompt(3, 200)
+    ids = prompt(3, 150)
     with kvthaw.attach(model, method, budget=64, **options):
         together = generate(model, {"input_ids": ids})
         for row in range(3):
