@@ -134,8 +134,9 @@ def codes(dtype: torch.dtype, dim: int) -> None:
         tiers.launch(query, rotation, summaries.sizes, empty(3, 6), totals, mean=False, combine="max")
         rotated, bits = planes.launch(query, rotation, HEADS, totals, mean=False, combine="max")
         found = signs.launch(bits, summaries.ids, empty(3), totals)
-        with mock.patch.object(instructions, "native", return_value=False):
-            signs.launch(bits, summaries.ids, empty(3), totals)
+        if width == 16:  # a loop over the subspaces, unrolled: takes long where there are many
+            with mock.patch.object(instructions, "native", return_value=False):
+                signs.launch(bits, summaries.ids, empty(3), totals)
         bucket_topk.launch(found, empty(3), empty(3), 640)
         for run in (64, 32, 8):
             rerank.launch(rotated, summaries, empty(3, HEADS, 640), empty(3), quantizer, 0.1, run)
@@ -180,9 +181,11 @@ class _Stop(Exception):  # noqa: N818
 
 def _only_compile(seen: list[str], kinds: set[tuple[str, str]]) -> None:
     """From now on a launch compiles its kernel for compute capability 9.0, up to the GPU's own layouts. seen: the kernels' names;
-    kinds: with them, hashes of what was compiled, the same for launches that a GPU would serve with the same machine code."""
+    kinds: with them, hashes of what was compiled, the same for launches that a GPU would serve with the same machine code, which
+    is compiled once."""
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import CUDABackend
+    from triton.compiler import ASTSource
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
@@ -209,13 +212,21 @@ def _only_compile(seen: list[str], kinds: set[tuple[str, str]]) -> None:
         def ptr_range(self) -> int:
             return 0
 
-    run, stages_of = JITFunction.run, CUDABackend.add_stages
+    run, stages_of, make_ir = JITFunction.run, CUDABackend.add_stages, ASTSource.make_ir
+    asked, compiled = "", set[str]()
+
+    def make_once(self: Any, target: Any, options: Any, *rest: Any) -> Any:
+        nonlocal asked
+        asked = f"{self.hash()} {options.hash()}"
+        if asked in compiled:
+            raise _Stop
+        return make_ir(self, target, options, *rest)
 
     def add_stages(self: Any, stages: dict[str, Any], *rest: Any) -> None:
         stages_of(self, stages, *rest)
 
         def stop(source: Any, metadata: dict[str, Any]) -> None:
-            raise _Stop(metadata["hash"])
+            raise _Stop
 
         stages["llir"] = stop
 
@@ -225,12 +236,13 @@ def _only_compile(seen: list[str], kinds: set[tuple[str, str]]) -> None:
 
         try:
             run(self, *map(told, args), grid=grid, warmup=True, **{name: told(value) for name, value in kwargs.items()})
-        except _Stop as stopped:
+        except _Stop:
+            compiled.add(asked)
             seen.append(self.__name__)
-            kinds.add((self.__name__, str(stopped)))
+            kinds.add((self.__name__, asked))
 
     driver.set_active(Driver())
-    CUDABackend.add_stages, JITFunction.run = add_stages, compile_only
+    CUDABackend.add_stages, JITFunction.run, ASTSource.make_ir = add_stages, compile_only, make_once
     for module, name in ((kvthaw.kernels.chain, "chained"), (kvthaw.kernels.bits, "native")):
         setattr(module, name, lambda device: True)  # before any other module takes it from there
 
