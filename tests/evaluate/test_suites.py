@@ -79,7 +79,7 @@ def test_length_seed_and_score(tokenizer: Any, name: str) -> None:
 @pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("name", PLACED)
 def test_depth(tokenizer: Any, name: str, depth: float) -> None:
-    sample = make(tokenizer, name, length=5000, depth=depth, seed=2)
+    sample = make(tokenizer, name, length=4000, depth=depth, seed=2)
     assert sample.depth == pytest.approx(depth, abs=0.12)
 
 

@@ -86,7 +86,7 @@ def test_deterministic(tokenizer: Any, name: str) -> None:
 @pytest.mark.parametrize("depth", [0.0, 0.25, 0.5, 1.0])
 @pytest.mark.parametrize("name", MADE)
 def test_depth(tokenizer: Any, name: str, depth: float) -> None:
-    sample = TASKS[name].sample(tokenizer, length=6000, seed=1, depth=depth)
+    sample = TASKS[name].sample(tokenizer, length=3000, seed=1, depth=depth)
     assert sample.depth == pytest.approx(depth, abs=0.08)
     assert all(a in sample.context for a in sample.answers)
     assert name == "kv_retrieval" or not any(a in sample.question for a in sample.answers)
