@@ -33,7 +33,10 @@ def poisoned() -> Iterator[None]:
 
     def poison(*args: Any, **kwargs: Any) -> Tensor:
         made = empty(*args, **kwargs)
-        return made.fill_(float("nan") if made.is_floating_point() else 99)
+        if made.is_floating_point():
+            return made.fill_(torch.nan)
+        made.view(torch.uint8).fill_(99)  # every byte
+        return made
 
     with patch.context() as inner:
         inner.setattr(torch, "empty", poison)

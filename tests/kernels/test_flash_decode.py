@@ -181,7 +181,7 @@ def test_slab(regions: Regions, slots: int, device: torch.device) -> None:
     """Every state of sink and ring, from an empty lane to a ring that has gone round; the kernel sees what lanes hold, not NaN."""
     lengths = [0, 1, 2, 4, 5, 9, 17, 18, 63, 64, 65, 130]
     for some in (lengths[:6], lengths[6:]):
-        query, keys, values, how = Lanes(regions, some, slots).make(device)
+        query, keys, values, how = Lanes(regions, some, slots, heads=2 if slots == 40 else 1).make(device)
         got = compare(query, keys, values, **how)
         for b, length in enumerate(some):
             assert length == 0 or torch.isfinite(got.lse[b]).all()
