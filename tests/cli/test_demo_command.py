@@ -23,7 +23,7 @@ def test_demo_answers_from_one_prefill(model: str) -> None:
 
 @pytest.mark.model
 def test_demo_on_the_shipped_model_is_right() -> None:
-    record = Said("demo", "--length", "6000", "--json").records[0]
+    record = Said("demo", "--length", "3000", "--json").records[0]
     assert record["full"]["right"] == [True] * 5
     assert record["thawed"]["right"] == [True] * 5
     assert record["thawed"]["attended_max"] <= 256

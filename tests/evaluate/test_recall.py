@@ -16,6 +16,7 @@ from kvthaw.evaluate.model import load, load_shipped
 from kvthaw.evaluate.passages import needle_passage, text_passage
 from kvthaw.evaluate.recall import Line, Study, Summary, Watcher
 from kvthaw.evaluate.results import Kept, Results
+from kvthaw.evaluate.tasks.base import read_asset
 from kvthaw.evaluate.variant import Variant
 from kvthaw.methods import METHODS, resolve
 
@@ -130,7 +131,7 @@ def test_one_prefill_serves_all_methods_and_the_text_is_followed(loaded: tuple[A
 
 @pytest.mark.parametrize("name", [name for name in METHODS if not resolve(name).dense])
 def test_every_method_can_be_watched(loaded: tuple[Any, Any], name: str) -> None:
-    summary = watcher(loaded).run(Study(300, 4, ("text",)), [Variant(name, 64)])[0]
+    summary = watcher(loaded).run(Study(300, 4, ("text",), text=read_asset("book.txt")[:2000]), [Variant(name, 64)])[0]
     assert summary.means.attention_mass is not None
     assert 0 < summary.means.attention_mass <= 1 + 1e-5
     json.dumps(summary.to_dict())
