@@ -179,6 +179,19 @@ def test_more_indices_equal_the_definition(composites: int, simples: int) -> Non
     assert selected(index, query, 60)[0] == tree.select(query[0], 60)
 
 
+def test_ever_longer_keys_lay_the_tree_out_anew_a_few_times_only() -> None:
+    """Which takes as long as a step; whoever is longest by a little comes every other token at first."""
+    keys = random_keys(1, 300, 64, seed=3) * torch.linspace(0.5, 2.0, 300)[:, None]  # |k|^2 grows 16 times
+    index = make_index([keys], 1, BUSY)
+    index.build(0, 0, keys[:, :20])
+    radii = []
+    for at in range(20, 300):
+        index.append([0], keys[None, :, at : at + 1])
+        radii.append(index.tree(0, 0).radius2)
+    assert radii[-1] >= float(keys.double().square().sum(dim=2).max())
+    assert 5 <= len(set(radii)) <= 15
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("built", [0, 1, 100, 300])
 def test_inserting_and_truncating_equal_the_definition(dtype: torch.dtype, built: int) -> None:

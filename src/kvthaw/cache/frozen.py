@@ -138,6 +138,8 @@ class FrozenKV(Lanes):
         pinned = device.type == "cuda"
         self.store = HostStore(batch, heads, dim, key.dtype, extent=self.settings.extent, pinned=pinned)
         self.slab = Slab(batch, heads, dim, plan.regions, plan.rows * max(1, method.keep), dtype=key.dtype, device=device)
+        if not method.evicts:
+            self.store.prepare(self.slab, self.pipeline.together)
         if method.index is not None:
             if self.leader is None:
                 sizes = (self.number, query.shape[1], heads, dim, key.dtype, device)

@@ -162,6 +162,13 @@ class HostStore:
             extents = [[extent.data for extent in own] for own in self._extents]
             freeze_definition(slab.data, extents, self.extent, spans, **place)
 
+    def prepare(self, slab: Slab, together: Together) -> None:
+        """Have the kernel of freeze() compiled, which takes a third of a second: no step should wait for that. Writes nothing."""
+        if HAS_TRITON and slab.data.is_cuda and self.pinned:
+            place = {"sink": slab.regions.sink, "ring": slab.regions.ring}
+            table, none = self._sent.follow(self, slab.data.device), together.numbers([(0, 0, 0)], slab.data.device)
+            freeze(slab.data, table, self.extent, none, 1, **place)
+
     def arrive(self, copied: torch.cuda.Event, *, ordered: bool) -> None:
         """All rows appended so far are there when `copied` passes. ordered: it was recorded on the current stream."""
         self.arriving, self.ordered = copied, ordered

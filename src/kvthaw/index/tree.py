@@ -29,6 +29,10 @@ TIE = 1e-4
 """Squared distances that differ by less than this share are equal: two points lie equally far from their mean, whatever rounding
 says."""
 
+ROOM = 1.25
+"""How much larger than the longest key's |k|^2 c^2 becomes when it must grow, which lays out the whole tree anew: keys that become
+longer and longer make it do so a few times, not at each of them. Any c that is at least every norm serves."""
+
 
 @dataclass(frozen=True, slots=True)
 class Probe:
@@ -354,7 +358,7 @@ class DciTree:
         self.keys = torch.cat([self.keys, key[None]])
         norm2 = float(key.square().sum())
         if norm2 > self.radius2:  # c grows: every lift and projection changes, and with them the order in the nodes
-            self.radius2 = norm2
+            self.radius2 = ROOM * norm2
             for node in self.pages:
                 self._fill(node, self.members(node))
 

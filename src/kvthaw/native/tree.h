@@ -15,6 +15,7 @@ namespace kvthaw {
 
 constexpr int kRoot = -1;
 constexpr int kMaxLevel = 32;
+constexpr double kRoom = 1.25;  // see index/tree.py
 
 enum class Unit : int { page = 0, token = 1 };
 enum class PageScore : int { best = 0, mean = 1 };

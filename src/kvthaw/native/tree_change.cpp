@@ -26,7 +26,7 @@ void Tree::insert(const Rows& rows, int point, Seen& seen, std::vector<int32_t>&
     const int above = level_above(level), below = level_below(level);
     const bool lonely = levels_[level].empty();
     if (norm2_[point] > radius2_) {
-        radius2_ = norm2_[point];
+        radius2_ = kRoom * norm2_[point];
         grow_radius();  // of the points that stand in the tree
     }
     place_in_space(point);
