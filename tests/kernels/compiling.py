@@ -144,6 +144,25 @@ def codes(dtype: torch.dtype, dim: int) -> None:
     code_hits.launch(tables[:, :, :700], asked, empty(3, dtype=torch.int64))
 
 
+def batches(dtype: torch.dtype, dim: int) -> None:
+    """ParisKV's codes of what leaves the rings of one row and of several."""
+    from kvthaw.kernels import encode
+    from kvthaw.kernels.srht import make_rotation
+
+    rotation, quantizer = make_rotation(dim, 0, device="meta"), encode.make_quantizer("meta")
+    subs = rotation.padded // 8
+    into = encode.Summaries(
+        empty(64, HEADS, subs, 4096, dtype=torch.uint8),
+        empty(64, HEADS, 4096, subs),
+        empty(64, HEADS, 4096, subs, dtype=torch.bfloat16),
+        empty(64, HEADS, subs, 256),
+    )
+    for rows in (1, 3, 4, 16, 64):
+        lanes, starts, stops = list(range(rows)), [7] * rows, [519] * rows
+        encode.launch(empty(rows, HEADS, 512, 2, dim, dtype=dtype)[:, :, :, 0], rotation, quantizer, into, lanes, starts)
+        encode.launch_count(into, lanes, starts, stops)
+
+
 def attention(dtype: torch.dtype, dim: int) -> None:
     """Over a slab and over all keys, few and many."""
     from kvthaw.kernels import admit, flash_decode
@@ -172,6 +191,7 @@ CASES: dict[str, Callable[[torch.dtype, int], None]] = {
     "rows": rows,
     "moves": moves,
     "codes": codes,
+    "batches": batches,
 }
 
 
@@ -205,9 +225,10 @@ def _only_compile(seen: list[str], kinds: set[tuple[str, str]]) -> None:
     class Argument:
         def __init__(self, tensor: Tensor) -> None:
             self.dtype, self.shape, self.stride = tensor.dtype, tensor.shape, tensor.stride
+            self.at = tensor.storage_offset() * tensor.element_size()
 
         def data_ptr(self) -> int:
-            return 0
+            return self.at  # within its storage, whose own address is a multiple of 16
 
         def ptr_range(self) -> int:
             return 0

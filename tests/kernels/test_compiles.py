@@ -44,6 +44,17 @@ def test_kernels_compile_for_a_gpu(case: str, said: list[dict[str, Any]]) -> Non
 @pytest.mark.skipif(
     not HAS_TRITON or find_spec("triton.backends.nvidia") is None, reason="Triton has no compiler for NVIDIA GPUs"
 )
+def test_a_batch_needs_no_other_kernels_than_a_row(said: list[dict[str, Any]]) -> None:
+    """Whatever its number of rows: those of the codes take a second."""
+    for line in said:
+        if line["case"] == "batches":
+            assert set(line["kinds"]) == {"_encode", "_count"}
+            assert set(line["kinds"].values()) == {1}, line["kinds"]
+
+
+@pytest.mark.skipif(
+    not HAS_TRITON or find_spec("triton.backends.nvidia") is None, reason="Triton has no compiler for NVIDIA GPUs"
+)
 def test_clusters_of_later_tokens_need_no_other_kernels_than_the_prompts(said: list[dict[str, Any]]) -> None:
     """Compiling one takes a third of a second, which a step in the middle of an answer would wait."""
     for line in said:

@@ -123,15 +123,15 @@ if HAS_TRITON:
 
     from kvthaw.kernels.srht import rotate_tile
 
-    @triton.jit
-    def _encode(keys, centre, basis, thresholds, levels, ids, codes, weights, lanes, starts, n, heads, capacity, scale, stride_r,
+    @triton.jit(do_not_specialize=["n", "loops"])  # else some of their values are compiled for, when a batch first needs them
+    def _encode(keys, centre, basis, thresholds, levels, ids, codes, weights, spans, n, heads, capacity, scale, stride_r,
                 stride_h, stride_n, dim, loops, SUBS: tl.constexpr, SQUARE: tl.constexpr, BLOCK: tl.constexpr,
                 CENTRE: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
         # One program: `loops` blocks of BLOCK keys of one head and lane, so that the basis is loaded once for all.
         h = tl.program_id(1)
         r = tl.program_id(2)
-        pair = (tl.load(lanes + r) * heads + h).to(tl.int64)
-        start = tl.load(starts + r)
+        pair = (tl.load(spans + r) * heads + h).to(tl.int64)
+        start = tl.load(spans + tl.num_programs(2) + r)
         source = keys + r.to(tl.int64) * stride_r + h.to(tl.int64) * stride_h
         i = tl.arange(0, SQUARE)
         b = tl.arange(0, SQUARE // 8)
@@ -175,13 +175,13 @@ if HAS_TRITON:
             tl.store(codes + at, word, mask=kept)
             tl.store(weights + at, weight.to(tl.bfloat16), mask=kept)
 
-    @triton.jit
-    def _count(ids, sizes, lanes, starts, stops, heads, capacity, sign, SUBS: tl.constexpr, BLOCK: tl.constexpr):
+    @triton.jit(do_not_specialize=["sign"])
+    def _count(ids, sizes, spans, heads, capacity, sign, SUBS: tl.constexpr, BLOCK: tl.constexpr):
         # One program: the ids of BLOCK keys in one subspace.
-        r = tl.program_id(2)
-        row = (tl.load(lanes + r) * heads * SUBS + tl.program_id(1)).to(tl.int64)
-        start = tl.load(starts + r)
-        stop = tl.load(stops + r)
+        r, rows = tl.program_id(2), tl.num_programs(2)
+        row = (tl.load(spans + r) * heads * SUBS + tl.program_id(1)).to(tl.int64)
+        start = tl.load(spans + rows + r)
+        stop = tl.load(spans + 2 * rows + r)
         place = start + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         if start + tl.program_id(0) * BLOCK < stop:
             known = place < stop
@@ -191,7 +191,8 @@ if HAS_TRITON:
 
 
 def _sent(numbers: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """[.., n] int32 on the device, without waiting for what is queued there."""
+    """[.., n] int32 on the device, without waiting for what is queued there. A kernel takes it whole: whether the address of its
+    second line is a multiple of 16 depends on n, and kernels are compiled for either."""
     return torch.tensor([list(some) for some in numbers], dtype=torch.int32).to(device, non_blocking=True)
 
 
@@ -203,10 +204,10 @@ def launch(keys: Tensor, rotation: Rotation, quantizer: Quantizer, into: Summari
     assert into.codes.dtype == torch.int32 and into.weights.dtype == torch.bfloat16 and max(starts) + n <= into.capacity
     wide = rotation.padded > 128
     loops = max(1, min(LOOPS, n * heads * rows // (BLOCK * PROGRAMS)))
-    which = _sent([lanes, starts], keys.device)
+    spans = _sent([lanes, starts], keys.device)
     _encode[(triton.cdiv(n, BLOCK * loops), heads, rows)](
-        keys, centre, rotation.basis, quantizer.thresholds, quantizer.levels, into.ids, into.codes, into.weights, which[0],
-        which[1], n, heads, into.capacity, rotation.scale, keys.stride(0), keys.stride(1), keys.stride(2), dim, loops,
+        keys, centre, rotation.basis, quantizer.thresholds, quantizer.levels, into.ids, into.codes, into.weights, spans,
+        n, heads, into.capacity, rotation.scale, keys.stride(0), keys.stride(1), keys.stride(2), dim, loops,
         SUBS=rotation.padded // SUB, SQUARE=rotation.basis.shape[0], BLOCK=BLOCK, CENTRE=centre is not None,
         UPCAST=keys.device.type == "cpu", STAGES=1 if wide else STAGES, num_warps=2 * WARPS if wide else WARPS,
     )  # fmt: skip
@@ -216,9 +217,9 @@ def launch_count(into: Summaries, lanes: Sequence[int], starts: Sequence[int], s
     """The counting kernel, on whatever device the summaries are."""
     heads, subs = into.ids.shape[1:3]
     longest = max(stop - start for start, stop in zip(starts, stops, strict=True))
-    which = _sent([lanes, starts, stops], into.ids.device)
+    spans = _sent([lanes, starts, stops], into.ids.device)
     _count[(triton.cdiv(longest, 4096), heads * subs, len(lanes))](
-        into.ids, into.sizes, which[0], which[1], which[2], heads, into.capacity, sign, SUBS=subs, BLOCK=4096
+        into.ids, into.sizes, spans, heads, into.capacity, sign, SUBS=subs, BLOCK=4096
     )  # fmt: skip
 
 

@@ -106,7 +106,8 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
-    @triton.jit(do_not_specialize=["tokens", "count"])
+    # Parts of tensors, whose addresses are multiples of 16 for some numbers of tokens and problems only, and rows of them never.
+    @triton.jit(do_not_specialize=["tokens", "count"], do_not_specialize_on_alignment=["labels", "changed"])
     def _assign(
         keys, probes, bias, labels, changed, tokens, count, dim,
         BM: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr, L2: tl.constexpr, UPCAST: tl.constexpr,
@@ -144,7 +145,7 @@ if HAS_TRITON:
             if some > 0:
                 tl.atomic_max(changed + tl.num_programs(1) + n, some)
 
-    @triton.jit(do_not_specialize=["tokens", "count", "blocks", "block"])
+    @triton.jit(do_not_specialize=["tokens", "count", "blocks", "block"], do_not_specialize_on_alignment=["labels", "ranks"])
     def _rank(labels, ranks, counts, tokens, count, blocks, block, TILE: tl.constexpr, CHUNK: tl.constexpr):
         # One program a (tile of tokens; problem). ranks: how many earlier tokens of its block of tokens have a token's label.
         # counts [N, C, blocks] += tokens with that label in the block.
@@ -161,7 +162,9 @@ if HAS_TRITON:
         tl.store(ranks + n * tokens + t, rank, mask=known)
         tl.atomic_add(counts + (n * count + label) * blocks + first // block, 1, mask=known)
 
-    @triton.jit(do_not_specialize=["tokens", "count", "blocks", "block"])
+    @triton.jit(
+        do_not_specialize=["tokens", "count", "blocks", "block"], do_not_specialize_on_alignment=["labels", "ranks", "order"]
+    )
     def _sort(labels, ranks, upto, order, tokens, count, blocks, block, TILE: tl.constexpr):
         # One program a (tile of tokens; problem). upto: inclusive sums of counts over all problems; order [N, T].
         n = tl.program_id(1).to(tl.int64)
@@ -172,7 +175,7 @@ if HAS_TRITON:
         before = tl.load(upto + cell - 1, mask=known & (cell > 0), other=0)
         tl.store(order + before + tl.load(ranks + n * tokens + t, mask=known, other=0), t, mask=known)
 
-    @triton.jit(do_not_specialize=["tokens", "count", "blocks"])
+    @triton.jit(do_not_specialize=["tokens", "count", "blocks"], do_not_specialize_on_alignment=["order"])
     def _average(
         keys, order, upto, means, probes, bias, tokens, count, dim, blocks,
         CHUNK: tl.constexpr, DP: tl.constexpr, COSINE: tl.constexpr, L2: tl.constexpr,
