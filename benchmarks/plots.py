@@ -121,8 +121,8 @@ def results() -> Figure:
             for line in runs
             if line["setting"]["method"].removesuffix(":iterations=4") == method and line["setting"]["hits"] != 0.0
         }
-        if len(mine) > 1 or method == "icecache-device":
-            right.plot(sorted(mine), [mine[n] for n in sorted(mine)], "o-", markersize=3, color=colour, label=method)
+        way = "o--" if method == "icecache-device" else "o-"
+        right.plot(sorted(mine), [mine[n] for n in sorted(mine)], way, markersize=3, color=colour, label=method)
     right.set(xscale="log", xlabel="context, tokens", ylabel="time per output token, median, ms", ylim=(0, None))
     right.set_title("8B shape, one H200, one row, compiled")
     right.set_xticks([n << 10 for n in (36, 128, 512, 1024)], ["36k", "128k", "512k", "1M"])

@@ -41,9 +41,9 @@ PROMPTED = (
     ("transformers' OffloadedCache", "hf-offloaded", "eager"),
     ("full attention, kvthaw's kernels", "full", "eager"),
     ("icecache, 256 tokens", "icecache", "eager"),
-    ("icecache, 256 tokens, from half as many points", "icecache:query_beam=32", "eager"),
     ("icecache-reuse, 256 tokens", "icecache-reuse", "eager"),
-    ("icecache-reuse, 256 tokens, from half as many points", "icecache-reuse:query_beam=32", "eager"),
+    ("icecache, 256 tokens", "icecache", "captured"),
+    ("icecache-reuse, 256 tokens", "icecache-reuse", "captured"),
     ("icecache-device, 256 tokens", "icecache-device", "captured"),
     ("full attention", "full", "captured"),
     ("pariskv, 100 retrieved", "pariskv", "captured"),
@@ -66,9 +66,10 @@ def read(path: Path) -> list[Record]:
 
 
 def key(line: Record) -> str:
-    """What a newer line takes the place of: the same question, however many tokens, and whether or not layers shared the host."""
+    """What a newer line takes the place of: the same question, however many tokens where steps alone are timed, and whether or not
+    layers shared the host."""
     if "setting" in line:
-        aside = ("new_tokens", "shared", "seed")  # and what older lines do not name
+        aside = ("shared", "seed", *(["new_tokens"] if line["setting"].get("prompt") != "run" else []))
         same = {name: value for name, value in line["setting"].items() if name not in aside and value is not None}
         return json.dumps([line.get("bench"), same], sort_keys=True)
     measured = {name for name, value in line.items() if isinstance(value, float | dict | list)}
@@ -183,7 +184,8 @@ def lengths(lines: list[Record]) -> Iterable[str]:
             rows.append([words, *(cells.get(n, "") for n in columns), percent(shares)])
     shared = [n for n in columns if any(asked(line)["shared"] for line in used if asked(line)["length"] == n)]
     how = (
-        "compiled and in one CUDA graph (`attach(compile=True)`; the graph is made for every method that selects on the device)"
+        "compiled and captured (`attach(compile=True)`) in one CUDA graph, or where the tree is on the host in one more than "
+        "there are searches,"
     )
     there = f"; at {', '.join(map(report.short, shared))} layers share one layer's rows on the host" if shared else ""
     what = "Mean (median, 95th percentile) milliseconds a token, index updates counted"
@@ -232,6 +234,20 @@ def prefills(lines: list[Record]) -> Iterable[str]:
         )
 
 
+def served(lines: list[Record]) -> Iterable[str]:
+    """A batch that requests join and leave, as a sentence."""
+    if lines:
+        one, most = lines[0], max(line["captures"] for line in lines)
+        each = "; ".join(f"{line['method']} {line['step_ms_p50']:.1f} ({line['step_ms_p95']:.1f})" for line in lines)
+        yield (
+            f"A batch of {one['lanes']} lanes that prompts of {report.short(one['length'] // 2)} to {report.short(one['length'])} "
+            f"keep joining and leaving, captured {'once' if most == 1 else f'{most} times'}, "
+            f"{lines[-1]['budget']} tokens: "
+            f"median (95th percentile) milliseconds a step {each} "
+            f"([serving.jsonl](benchmarks/results/serving.jsonl), {', '.join(dict.fromkeys(line['commit'] for line in lines))})."
+        )
+
+
 def flat(line: Record) -> Record:
     """A line of the time before settings."""
     names = ("shape", "method", "steps", "length", "batch", "budget", "retrieved", "new_tokens")
@@ -247,7 +263,8 @@ def part() -> str:
     ]  # others had kernels to compile
     decode = [*map(flat, old), *read(HERE / "results" / "decode.jsonl")]
     shape = [line for line in decode if asked(line)["shape"] == "llama-3.1-8b"]
-    found = [*prompted(shape), *lengths(shape), *batches(shape), *prefills(read(HERE / "results" / "prefill.jsonl"))]
+    found = [*prompted(shape), *lengths(shape), *batches(shape)]
+    found += [*served(read(HERE / "results" / "serving.jsonl")), *prefills(read(HERE / "results" / "prefill.jsonl"))]
     return "\n\n".join(found)
 
 
