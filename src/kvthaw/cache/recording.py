@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import TracebackType
 
 import torch
@@ -18,6 +19,7 @@ class Recording:
     def __init__(self) -> None:
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._calls: list[Callable[[], None]] = []
+        self._under_way = ExitStack()
         self._pool = torch.cuda.graph_pool_handle()
         self._reached = torch.cuda.Event()
 
@@ -30,7 +32,7 @@ class Recording:
 
     def host(self, call: Callable[[], None]) -> None:
         """Here, in every replay, the host waits until the device has done what came before, and call() precedes what follows."""
-        self._under_way.__exit__(None, None, None)
+        self._under_way.close()
         self._calls.append(call)
         self._begin()
 
@@ -45,5 +47,5 @@ class Recording:
 
     def _begin(self) -> None:
         self._graphs.append(torch.cuda.CUDAGraph())
-        self._under_way = torch.cuda.graph(self._graphs[-1], pool=self._pool, capture_error_mode="thread_local")
-        self._under_way.__enter__()
+        capture = torch.cuda.graph(self._graphs[-1], pool=self._pool, capture_error_mode="thread_local")
+        self._under_way.enter_context(capture)
