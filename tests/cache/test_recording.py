@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,11 @@ from transformers import PreTrainedModel
 
 import kvthaw
 from kvthaw.cache.recording import Recording
-from zoo import ragged
+from kvthaw.errors import CacheError
+from kvthaw.index.forest import TreeIndex
+from kvthaw.methods import resolve
+from kvthaw.types import Selection
+from zoo import prompt, ragged
 
 
 class AtOnce(Recording):
@@ -51,6 +56,63 @@ def test_a_choice_left_to_the_host_is_the_eager_one(llama: PreTrainedModel, meth
     assert now.calls == 50 * sum(layer.chooses for layer in recorded.frozen_layers)
     assert recorded.pipeline.recording is None
     assert recorded.stats() == eager.stats()
+
+
+class Weighs(TreeIndex):
+    def select(self, query: Tensor, budget: int) -> Selection:
+        found = super().select(query, budget)
+        return replace(found, log_weight=torch.zeros((*query.shape[:2], budget)))
+
+
+def test_weights_made_on_the_host_are_not_dropped(llama: PreTrainedModel) -> None:
+    """There is no place for them on a desk; eager steps take them."""
+    cache = kvthaw.Cache(llama, replace(resolve("icecache"), index=Weighs), budget=48)
+    with torch.no_grad():
+        llama(prompt(1, 90), past_key_values=cache)
+        llama(prompt(1, 1), past_key_values=cache)
+        with cache.pipeline.records(AtOnce()), pytest.raises(CacheError, match=r"icecache weighs .* capture=False"):
+            llama(prompt(1, 1), past_key_values=cache)
+
+
+class Capture:
+    """In the place of torch.cuda.graph: how often captures began and ended; one of them fails."""
+
+    began, ended, bad_begin, bad_end = 0, 0, 0, 0
+
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
+
+    def __enter__(self) -> None:
+        Capture.began += 1
+        if Capture.began == Capture.bad_begin:
+            raise RuntimeError("cannot begin")
+
+    def __exit__(self, *error: object) -> None:
+        Capture.ended += 1
+        if Capture.ended == Capture.bad_end:
+            raise RuntimeError("cannot end")
+
+
+@pytest.mark.parametrize(
+    ("bad_begin", "bad_end", "words", "ended"), [(2, 0, "cannot begin", 1), (0, 1, "cannot end", 1), (0, 0, "the model's", 2)]
+)
+def test_what_goes_wrong_with_a_capture_comes_up(
+    bad_begin: int, bad_end: int, words: str, ended: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what has begun ends once."""
+    for name in ("CUDAGraph", "Event", "graph_pool_handle"):
+        monkeypatch.setattr(torch.cuda, name, object)
+    monkeypatch.setattr(torch.cuda, "graph", Capture)
+    for name, value in {"began": 0, "ended": 0, "bad_begin": bad_begin, "bad_end": bad_end}.items():
+        monkeypatch.setattr(Capture, name, value)
+
+    def record() -> None:
+        with Recording() as recording:
+            recording.host(lambda: None)
+            raise RuntimeError("the model's")
+
+    with pytest.raises(RuntimeError, match=words):
+        record()
+    assert Capture.ended == ended
 
 
 @pytest.mark.gpu

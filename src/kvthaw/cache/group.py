@@ -174,6 +174,10 @@ class Group:
         def choose() -> None:
             self.settle()
             selection = self.index.select(desk.query, self.rows)
+            if selection.log_weight is not None or selection.partial is not None:
+                raise CacheError(
+                    f"{self.method.name} weighs or estimates on the host; its steps cannot be captured: capture=False"
+                )
             self._make_way(lanes)
             self._answer(selection, here)
 
