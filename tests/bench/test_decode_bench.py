@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from kvthaw import CacheError, ConfigError, HostMemoryError
-from kvthaw.bench import check, decode, room
+from kvthaw.bench import check, decode, room, steps
 from kvthaw.bench.asked import Decode
 from kvthaw.bench.card import bandwidths
 from kvthaw.bench.fill import drawn, fill
@@ -289,3 +290,24 @@ def test_steps_that_do_not_count_reach_the_first_tokens_that_leave(method: str, 
         assert all(kv.indexed(0) > before for kv, before in zip(cache.frozen_layers, rings, strict=True))
     else:
         assert warm == WARM
+
+
+def test_the_time_that_a_compilation_takes_does_not_end_the_steps_that_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, taken = build("tiny", torch.device("cpu")), list[float]()
+
+    class Compiles(Decoder):
+        def logits(self, ids: torch.Tensor) -> torch.Tensor:
+            if not taken:
+                time.sleep(0.3)
+            taken.append(time.perf_counter())
+            return super().logits(ids)
+
+    monkeypatch.setattr(steps, "_PATIENCE", 0.25)
+    cache = Cache(model, "full")
+    fill(cache, lambda layer: drawn(model, layer, 50, 0))
+    with torch.no_grad():
+        take(Compiles(model, cache), random_tokens(model, 1, 0), 1, warm=WARM + 3)
+        assert len(taken) == WARM + 3 + 1
+        monkeypatch.setattr(steps, "_PATIENCE", 0.0)
+        take(Compiles(model, cache), random_tokens(model, 1, 0), 1, warm=WARM + 3)
+    assert len(taken) == 2 * WARM + 3 + 2

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 WARM = 6
 """Steps of each way that do not count, at least: kernels are compiled and tuned in them, and graphs captured."""
 _PATIENCE = 6.0
-"""Seconds of such steps from which on no more are waited for."""
+"""Seconds after which no more of them are taken than WARM."""
 
 
 def most_warm(device: torch.device) -> int:
@@ -136,10 +136,13 @@ def take(decoder: Decoder, tokens: Iterator[Tensor], count: int, warm: int | Non
         synchronize(device)
         return time.perf_counter() - begin
 
-    begin, done = time.perf_counter(), 0
-    while done < warm and (done < WARM or time.perf_counter() - begin < _PATIENCE):
+    for _ in range(min(warm, WARM)):
         step()
-        done += 1
+    begin = time.perf_counter()  # behind all that is compiled and captured
+    for _ in range(warm - WARM):
+        if time.perf_counter() - begin >= _PATIENCE:
+            break
+        step()
     before = Counts.of(decoder.cache)
     gaps = tuple(step() for _ in range(count))
     if not torch.isfinite(logits).all():
