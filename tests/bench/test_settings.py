@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from kvthaw.bench.asked import Decode
 from kvthaw.bench.settings import Setting, grid, groups, possible
+from kvthaw.bench.shapes import build
+from kvthaw.engine.decode import capturable, compilable
+from kvthaw.engine.hf import Cache
 from kvthaw.errors import ConfigError
+from kvthaw.methods import METHODS
 
 
 def _all(**asked: object) -> list[Setting]:
@@ -68,3 +73,14 @@ def test_captured_steps_need_a_gpu_and_no_other_work_of_the_host_than_a_search()
     compiled = _all(method=("full", "icecache", "icecache:foresee=True", "hf-dynamic"), steps=("compiled",))
     assert {one.method for one in compiled if possible(one, cuda=True)} == {"full", "icecache"}
     assert not any(possible(one, cuda=False) for one in compiled)
+
+
+@pytest.mark.parametrize("method", [*METHODS, "icecache:transfer=bulk", "icecache:foresee=True", "twilight:base=icecache"])
+def test_what_is_possible_is_what_a_cache_says_of_itself(method: str) -> None:
+    model = build("tiny", torch.device("cpu"))
+    for steps, why in (("captured", capturable), ("compiled", compilable)):
+        (one,) = _all(method=(method,), steps=(steps,), budget=256)
+        cache = Cache(model, one.method, **one.sizes())
+        with torch.no_grad():
+            model(torch.arange(3, 20)[None], past_key_values=cache)
+        assert possible(one, cuda=True) is (why(cache) is None)
