@@ -150,7 +150,6 @@ def test_methods_that_evict_and_idle_lanes_take_none(monkeypatch: pytest.MonkeyP
     for layer in idle.layers:
         layer.clear(1)
         layer.set_lengths([PROMPT, 0, PROMPT], {1})
-    idle.replay.lanes_changed()
     taken(idle, extents, 100)
     assert all(len(store.addresses(1)) == 0 and 1 not in store._spares for store in idle.stores)
 
@@ -245,15 +244,12 @@ def test_a_crop_a_clear_and_other_places_between_steps(monkeypatch: pytest.Monke
     for drop in (1, 9, 30):
         for layer in stack.layers:
             layer.crop(drop)
-        stack.replay.lanes_changed()
         assert max(taken(stack, extents, 40)) <= 2
     for layer in stack.layers:
         layer.reorder([2, 0, 1])
-    stack.replay.lanes_changed()
     assert max(taken(stack, extents, 40)) <= 2
     for layer in stack.layers:
         layer.reorder([0, 0])
-    stack.replay.lanes_changed()
     counts = taken(stack, extents, 60)
     assert sum(count > 2 for count in counts) <= 1
 

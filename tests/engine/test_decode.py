@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ import kvthaw
 import zoo
 from kvthaw.bench.launches import launches
 from kvthaw.engine.decode import Replay, capturable, compiled_step
+from kvthaw.errors import CacheError
 
 
 def model(device: str, dtype: torch.dtype) -> LlamaForCausalLM:
@@ -258,6 +260,143 @@ def test_layers_count_a_step_while_the_device_takes_it(
     assert all(seen == {at} for at, seen in counted[1:])
     assert counted[0][1] == {counted[0][0] + 1}, "a capture counts its own step"
     assert {layer.seen for layer in cache.kv_layers} == {78}
+
+
+class Device:
+    """In the place of a captured step: what the device does of it that the host must know. at: where the clocks stood when each
+    step began; fails: the host's part of a step raises, behind the first of its graphs."""
+
+    def __init__(self, replay: Replay, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.replay_of, self.at, self.fails, self.captured = replay, list[list[list[int]]](), False, 0
+        self._clocks = {id(layer.clock): layer.clock for layer in replay.cache.kv_layers}.values()
+        self.groups = [layer.group for layer in replay.cache.frozen_layers]  # as the host's calls have them
+        monkeypatch.setattr(replay, "_capture", self.capture)
+
+    def capture(self) -> Device:
+        self.replay_of._logits = self.replay_of._run()
+        for clock in self._clocks:
+            clock.length.sub_(clock.live)  # nothing is done while it is captured
+        self.replay_of._graph, self.captured = self, self.captured + 1  # type: ignore[assignment]
+        return self
+
+    def replay(self) -> None:
+        self.at.append([clock.length.tolist() for clock in self._clocks])
+        for clock in self._clocks:
+            clock.length.add_(clock.live)
+        if self.fails:
+            raise ValueError("a query is not finite")
+
+
+def replayed(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, room: int = 0
+) -> tuple[kvthaw.Cache, Device, Callable[[], None]]:
+    """A cache after a prompt of 70 tokens, what takes its steps, and a step."""
+    cache = kvthaw.Cache(llama, "icecache", budget=128, dense_layers=1)
+    for layer in cache.kv_layers:
+        layer.room = room
+    with torch.no_grad():
+        llama(zoo.prompt(1, 70), past_key_values=cache)
+    cache.replay = Replay(llama.forward, cache)
+
+    def step() -> None:
+        assert cache.replay is not None
+        cache.replay(torch.tensor([[5]]), torch.tensor([[cache.get_seq_length()]]))
+
+    return cache, Device(cache.replay, monkeypatch), step
+
+
+def test_a_replay_that_fails_counts_nothing_and_can_be_taken_again(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, device, step = replayed(llama, monkeypatch)
+    for _ in range(5):
+        step()
+    device.fails = True
+    for _ in range(2):
+        with pytest.raises(ValueError, match="not finite"):
+            step()
+        assert {layer.seen for layer in cache.kv_layers} == {75}
+    device.fails = False
+    step()
+    assert device.at[-3:] == [[[75]] * 2] * 3, "the device had gone on by a token each time"
+    assert {layer.seen for layer in cache.kv_layers} == {76}
+
+
+def test_a_step_that_failed_when_it_was_counted_is_followed_by_none(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a forward was interrupted that was not replayed."""
+    cache, device, step = replayed(llama, monkeypatch)
+    for _ in range(3):
+        step()
+    assert not device.captured
+    device.fails = True  # the first replay, whose capture counted
+    with pytest.raises(ValueError, match="not finite"):
+        step()
+    device.fails = False
+    for _ in range(2):
+        with pytest.raises(CacheError, match=r"interrupted .*; reset\(\) the cache"):
+            step()
+    cache.crop(-1)
+    step()
+    assert device.at == [[[73]] * 2] * 2
+    assert {layer.seen for layer in cache.kv_layers} == {74}
+
+
+def test_an_eager_step_that_only_some_layers_took_is_followed_by_none(llama: PreTrainedModel) -> None:
+    """Nor when tokens were dropped: a compiled forward would not notice."""
+    cache = kvthaw.Cache(llama, "icecache", budget=128, dense_layers=1)
+
+    def forward(**kwargs: Any) -> Any:
+        if fails:
+            cache.kv_layers[0].count_token()
+            raise MemoryError("no more")
+        return llama(**kwargs)
+
+    fails = False
+    with torch.no_grad():
+        llama(zoo.prompt(1, 70), past_key_values=cache)
+    replay = Replay(forward, cache, capture=False)
+    one = torch.tensor([[5]])
+    replay(one, torch.tensor([[70]]))
+    fails = True
+    with pytest.raises(MemoryError):
+        replay(one, torch.tensor([[71]]))
+    fails = False
+    for drop in (0, 0, 1):
+        cache.crop(-drop)
+        with pytest.raises(CacheError, match=r"a step was interrupted"):
+            replay(one, torch.tensor([[71]]))
+
+
+def test_a_crop_back_to_where_steps_ended_is_noticed(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens may have come in between for which tensors had to move."""
+    cache, device, step = replayed(llama, monkeypatch, room=80)
+    for _ in range(9):
+        step()
+    assert (device.captured, cache.get_seq_length()) == (1, 79)
+    with torch.no_grad():
+        llama(zoo.prompt(1, 5), past_key_values=cache)
+    cache.crop(-5)
+    steps = len(device.at)
+    step()
+    assert len(device.at) == steps, "the captured step reads what has moved"
+
+
+def test_a_reset_lets_go_of_all_that_a_captured_step_reads(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows on the host among it, by the host's part of the step."""
+    cache, device, step = replayed(llama, monkeypatch)
+    for _ in range(4):
+        step()
+    assert device.captured == 1
+    store = weakref.ref(cache.frozen_layers[0].store)
+    del device, step
+    monkeypatch.undo()
+    cache.reset()
+    with torch.no_grad():
+        llama(zoo.prompt(1, 70), past_key_values=cache)
+    gc.collect()
+    assert store() is None
 
 
 def test_what_is_not_captured() -> None:

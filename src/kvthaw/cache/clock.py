@@ -39,6 +39,10 @@ class Clock:
         lengths, starts, live, device = self._now
         self._now = (tuple(n + new for n, new in zip(lengths, live, strict=True)), starts, live, device)
 
+    def forget(self) -> None:
+        """A step failed somewhere: where the tensors are is not known, and at() sets them whatever it was."""
+        self._now = None
+
     def tensors(self) -> list[torch.Tensor]:
         """What a step reads and writes at fixed addresses."""
         return [self.length, self.start, self.live]

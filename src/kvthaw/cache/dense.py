@@ -224,15 +224,17 @@ class DenseLayer(Lanes):
 
     def crop(self, drop: int) -> None:
         """Forget the last `drop` tokens of every lane."""
-        self._offloaded = None
-        self.seen = max(0, self.seen - max(0, drop))
+        if drop <= 0:
+            return
+        self._offloaded, self.era = None, object()
+        self.seen = max(0, self.seen - drop)
         self.left_pad = [min(pad, self.seen) for pad in self.left_pad]
         if self.seen == 0:
             self.reset()
 
     def reorder(self, lanes: list[int]) -> None:
         """Lane i becomes what lane lanes[i] was."""
-        self._offloaded = None
+        self._offloaded, self.era = None, object()
         if self._data is not None:
             self._data = self._data[torch.tensor(lanes, device=self._data.device)]
             self._tickets = self._tickets.new_zeros(self._data.shape[0] * self._data.shape[1])

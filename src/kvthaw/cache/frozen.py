@@ -439,7 +439,7 @@ class FrozenKV(Lanes):
         if self.plan is None or drop <= 0:
             return
         self.fall_back()
-        self.untouched = False
+        self.untouched, self.era = False, object()
         sink = self.plan.regions.sink
         olds, lengths = ([of(lane) for lane in range(self.lanes)] for of in (self.indexed, self.length))
         lengths = [max(0, length - drop) for length in lengths]
@@ -475,6 +475,7 @@ class FrozenKV(Lanes):
         """Lane i becomes what lane lanes[i] was; lanes may repeat and may be fewer or more."""
         if self.plan is None:
             return
+        self.era = object()
         self.wait_for_copies()
         if self.group is not None:
             self.group.settle()

@@ -16,10 +16,12 @@ class Lanes:
 
     `seen` is the length of the longest lane with its padding, left_pad what of it is padding, so that position p of a lane is its
     p-th token after that. idle: lanes without a row; they have no tokens and a step gives them none. capacity: tokens that a lane
-    has room for on the device.
+    has room for on the device. era: another object whenever tokens were forgotten or lanes have changed; within one, lanes only
+    grow.
     """
 
     def __init__(self) -> None:
+        self.era = object()
         self.seen = 0
         self.left_pad: list[int] = []
         self.idle: frozenset[int] = frozenset()
@@ -62,5 +64,6 @@ class Lanes:
 
     def set_lengths(self, lengths: list[int], idle: Collection[int]) -> None:
         """Lanes have so many tokens from now on, those that are idle none; padding is no longer than it must be."""
+        self.era = object()
         self.seen = max(lengths)
         self.left_pad, self.idle = [self.seen - n for n in lengths], frozenset(idle)

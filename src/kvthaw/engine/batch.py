@@ -251,8 +251,6 @@ class Batch:
         idle = [other for other, n in enumerate(lengths) if n == 0]
         for kv in layers:
             kv.set_lengths(lengths, idle)
-        if self.cache.replay is not None:
-            self.cache.replay.lanes_changed()
 
     def _stops(self, stop: int | Sequence[int] | None) -> frozenset[int]:
         if stop is None:

@@ -24,6 +24,7 @@ from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.layer import FrozenLayer
 from kvthaw.cache.recording import Recording
 from kvthaw.engine.ops import serving
+from kvthaw.errors import CacheError
 
 if TYPE_CHECKING:
     from kvthaw.engine.hf import Cache
@@ -142,7 +143,8 @@ class Replay:
         self._frozen: list[FrozenLayer] = cache.frozen_layers
         kinds = {type(layer): layer for layer in reversed(self._layers)}
         self._watch = list(kinds.values())  # the first of each kind: all layers of a kind are due at once and share a clock
-        self._seen = -1
+        self._known: tuple[object, int] = (None, -1)  # era and tokens up to which no layer has moved anything
+        self._interrupted: object | None = None  # the era in which layers counted a token that not all of them took
         self._owing = False  # a layer is due that is not watched
         self._graph: Recording | None = None
         self._addresses: tuple[int, ...] = ()
@@ -154,14 +156,10 @@ class Replay:
 
         What the next step needs the host for is enqueued behind this one where it can be taken back: something else may come."""
         with torch.inference_mode(False), torch.no_grad():  # what is kept from step to step are plain tensors
-            logits = self._take(ids, positions)
+            logits = self._whole(ids, positions)
             if self.due():
                 self._ahead([layer for layer in self._layers if layer.goes_ahead])
             return logits
-
-    def lanes_changed(self) -> None:
-        """Lanes were filled or emptied, in place; call it before the next step."""
-        self._seen = -1
 
     def go_ahead(self) -> None:
         """Have all of it done. Only for who knows that the next step comes, or that its lanes are cleared."""
@@ -179,6 +177,25 @@ class Replay:
             layer.catch_up()
         self._owing = any(layer.due() for layer in self._layers)  # those of a kind are due at once, and then some went ahead
 
+    def _whole(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """_take(), or nothing: a captured step that fails can be taken again. Where it failed when it had been counted, as the one
+        that is captured is and all eager ones are, the cache is refused until it changes."""
+        first = self._layers[0]
+        if self._interrupted is not None:
+            if self._interrupted is first.era or any(layer.seen != first.seen for layer in self._layers):
+                raise CacheError("a step was interrupted after layers had counted its token; reset() the cache")
+            self._interrupted = None
+        before = first.seen
+        try:
+            return self._take(ids, positions)
+        except BaseException:
+            for layer in self._watch:
+                layer.clock.forget()  # the device may have gone on
+            self._known = None, -1
+            if any(layer.seen != before for layer in self._layers):
+                self._interrupted = first.era
+            raise
+
     def _take(self, ids: Tensor, positions: Tensor) -> Tensor:
         if self._ids.shape != ids.shape or self._ids.device != ids.device:
             self._ids, self._positions = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (ids, positions))
@@ -187,7 +204,8 @@ class Replay:
         self._positions.copy_(positions)
         if not self.capture:
             return self._run()
-        moved = self._seen != self._layers[0].seen
+        era, seen = self._known
+        moved = era is not self._layers[0].era or seen != self._layers[0].seen
         if self._graph is None or moved or self.due():
             self._prepare()
         if self._graph is None:
@@ -206,7 +224,7 @@ class Replay:
                 layer.clock.passed()
         for layer in self._frozen:
             layer.take_spares()
-        self._seen = self._layers[0].seen
+        self._known = self._layers[0].era, self._layers[0].seen
         return self._logits
 
     def _prepare(self) -> None:

@@ -205,6 +205,11 @@ class Cache(DynamicCache):
             for kv in self.kv_layers:
                 kv.expect(0)
 
+    def reset(self) -> None:
+        """Forget everything, and the captured step, which holds what it reads."""
+        super().reset()
+        self.replay = None
+
     def wait(self) -> None:
         """Until every token is offloaded and indexed; raises what went wrong on the way."""
         for kv in self.frozen_layers:
