@@ -12,7 +12,7 @@ from kvthaw.cache.host import HostStore
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.together import Together
 from kvthaw.cache.transfer import BulkCopy, UvaGather
-from kvthaw.kernels.places import held, place_of, write
+from kvthaw.kernels.places import held, newest_place, write
 from kvthaw.regions import Regions
 from shapes import DTYPES, HEAD_DIMS
 
@@ -44,7 +44,7 @@ def test_held_places_are_the_tokens_that_are_held(of: Regions, lengths: list[int
         begins = tuple(of.indexed(start, n) for start, n in zip(starts, now, strict=True))
         clock.at(now, begins, CPU)
         new = torch.stack([token(n - 1) for n in now])
-        write(where.keys, where.values, (new[:, :, 0], new[:, :, 1]), place_of(clock.length, of))
+        write(where.keys, where.values, (new[:, :, 0], new[:, :, 1]), newest_place(clock.length, of))
         mask = held(clock.length, clock.start, of)
         for lane, n in enumerate(now):
             rows = where.data[lane, :, : where.pool_start][:, mask[lane]]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.together import Together
+from kvthaw.kernels.places import place_of
 from kvthaw.regions import Regions
 
 
@@ -47,8 +48,8 @@ class Slab:
     def places(self, start: int, stop: int) -> Tensor:
         """Where the tokens of positions start .. stop stand while they are in the sink or in the ring, int64; made on the device,
         for which the host need not wait. None where start is not before stop."""
-        sink, position = self.regions.sink, torch.arange(start, max(start, stop), device=self.data.device)
-        return torch.where(position < sink, position, sink + (position - sink) % self.regions.ring)
+        position = torch.arange(start, max(start, stop), device=self.data.device)
+        return place_of(position, self.regions.sink, self.regions.ring)
 
     def runs(self, start: int, stop: int) -> list[tuple[int, int]]:
         """The same as places that neighbour each other, from .. to: at most three pieces where the tokens are in sink and ring."""
@@ -78,8 +79,7 @@ class Slab:
 
         def places() -> Tensor:
             lanes, at = torch.tensor(starts)[:, :, None].unbind(dim=1)
-            at = at + torch.arange(n)
-            place = torch.where(at < self.regions.sink, at, self.regions.sink + (at - self.regions.sink) % self.regions.ring)
+            place = place_of(at + torch.arange(n), self.regions.sink, self.regions.ring)
             heads_of = lanes * heads + torch.arange(heads)
             return (heads_of[:, :, None] * held + place[:, None]).flatten().to(self.data.device, non_blocking=True)
 

@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 from torch import Tensor
 
-from kvthaw.kernels.places import Newest, held, place_of, write
+from kvthaw.kernels.places import Newest, held, newest_place, write
 from kvthaw.regions import Regions
 from kvthaw.types import Partial
 
@@ -45,7 +45,7 @@ class DecodeStep:
         """Write the newest tokens to their places."""
         if self.newest is not None:
             assert self.lengths is not None
-            write(self.keys, self.values, self.newest, place_of(self.lengths, self.regions))
+            write(self.keys, self.values, self.newest, newest_place(self.lengths, self.regions))
 
     def seen(self) -> Tensor:
         """[B, H, N] bool: the places that a lane sees, once the newest tokens are in theirs."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels.places import place_of
 
 Span = tuple[int, int, int]
 """A lane, its first position, and how many tokens."""
@@ -20,11 +21,11 @@ Span = tuple[int, int, int]
 def definition(
     slab: Tensor, extents: Sequence[Sequence[Tensor]], extent: int, spans: Sequence[Span], *, sink: int, ring: int
 ) -> None:
-    """Copy each span's rows from slab [B, H, N, 2, D], where position p stands at p in the sink and else at sink + (p - sink)
-    modulo ring, to their places on the host: row t of lane b is extents[b][t // extent][:, t % extent]."""
+    """Copy each span's rows from their places in sink and ring of the slab [B, H, N, 2, D] to those on the host: row t of lane b is
+    extents[b][t // extent][:, t % extent]."""
     for lane, start, count in spans:
         row = torch.arange(start, start + count, device=slab.device)
-        rows = slab[lane].index_select(1, torch.where(row < sink, row, sink + (row - sink) % ring))
+        rows = slab[lane].index_select(1, place_of(row, sink, ring))
         while rows.shape[1]:
             number, offset = divmod(start, extent)
             some, rows = rows[:, : extent - offset], rows[:, extent - offset :]

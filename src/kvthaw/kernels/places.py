@@ -11,12 +11,15 @@ Newest = tuple[Tensor, Tensor]
 """Key and value [B, H, D] of each lane's last token."""
 
 
-def place_of(lengths: Tensor, regions: Regions | None) -> Tensor:
+def place_of(position: Tensor, sink: int, ring: int) -> Tensor:
+    """Where tokens of these positions stand while they are in the sink or in the ring."""
+    return torch.where(position < sink, position, sink + (position - sink) % ring)
+
+
+def newest_place(lengths: Tensor, regions: Regions | None) -> Tensor:
     """[B] int64: where the last of a lane's `lengths` tokens stands, in token order or in sink and ring; -1 where there is none."""
     last = lengths.long() - 1
-    return (
-        last if regions is None else torch.where(last < regions.sink, last, regions.sink + (last - regions.sink) % regions.ring)
-    )
+    return last if regions is None else place_of(last, regions.sink, regions.ring)
 
 
 def held(lengths: Tensor, starts: Tensor, regions: Regions) -> Tensor:
