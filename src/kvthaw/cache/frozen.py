@@ -25,7 +25,7 @@ from kvthaw.cache.plan import Plan, Settings
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.rotary import Rotary
 from kvthaw.errors import CacheError, HostMemoryError
-from kvthaw.types import LayerShape, Reversible
+from kvthaw.types import LayerShape
 
 
 class FrozenKV(Lanes):
@@ -368,8 +368,8 @@ class FrozenKV(Lanes):
         """Whether what goes ahead can be taken back exactly."""
         if self.feed is None:
             return True
-        index = self.feed.group.index
-        return isinstance(index, Reversible) and index.reversible
+        index = self.feed.group.reverses
+        return index is not None and index.reversible
 
     def go_ahead(self) -> None:
         """Where a ring has become full, offload and index what the next token will push out of it, while the device is still at

@@ -17,7 +17,7 @@ from kvthaw.cache.pipeline import Pipeline
 from kvthaw.cache.recording import Recording
 from kvthaw.cache.residency import Residency
 from kvthaw.errors import CacheError
-from kvthaw.types import Index, LayerShape, Method, Reversible, Selection, WorksBeside
+from kvthaw.types import Index, LayerShape, Method, Rebuilds, Reversible, Selection, WorksBeside
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +77,10 @@ class Group:
     def __init__(self, method: Method, shape: LayerShape, lanes: int, rows: int, pipeline: Pipeline) -> None:
         assert method.index is not None
         self.method, self.shape, self.rows = method, shape, rows
-        self.index: Index = method.index(shape)
+        self.index = method.index(shape)
         self.slots = rows * max(1, method.keep)
         where = torch.device("cpu") if self.index.on_host else shape.device
         self.residency = Residency(lanes, shape.kv_heads, self.slots, device=where)
-        self._beside = self.index if isinstance(self.index, WorksBeside) else None  # asked once: it takes 6 us
         self._place(lanes)
         self.choices: list[Choice] = []
         self.meter = Meter(self.residency)
@@ -89,6 +88,18 @@ class Group:
         self._jobs: list[Future[None]] = []
         self._searching: Future[Selection] | None = None  # the last that began
         self._failure: BaseException | None = None  # of a job
+
+    @property
+    def index(self) -> Index:
+        """Finds the rows. What it can do besides is asked here once, since asking takes 6 us: as the protocol's object, or None."""
+        return self._index
+
+    @index.setter
+    def index(self, index: Index) -> None:
+        self._index = index
+        self._beside = index if isinstance(index, WorksBeside) else None
+        self.rebuilds = index if isinstance(index, Rebuilds) else None
+        self.reverses = index if isinstance(index, Reversible) else None
 
     def _place(self, lanes: int) -> None:
         if self.index.on_host:
@@ -225,11 +236,11 @@ class Group:
 
     def undo(self, lane: int, length: int) -> None:
         """Forget positions >= length of a lane, which were given last; as if they had not been, where the index can."""
-        if not isinstance(self.index, Reversible):
+        if self.reverses is None:
             self.truncate(lane, length)
             return
         self.settle()
-        self.index.undo(lane, length)
+        self.reverses.undo(lane, length)
         self.residency.clear(lane, length)
 
     def reorder(self, lanes: Sequence[int]) -> None:

@@ -28,7 +28,7 @@ from kvthaw.kernels.decode_step import DecodeStep
 from kvthaw.kernels.dense import causal_attention, continued
 from kvthaw.kernels.places import Newest
 from kvthaw.kernels.sparse_decode import sparse_decode
-from kvthaw.types import Rebuilds, Transfer
+from kvthaw.types import Transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +186,8 @@ class FrozenLayer(FrozenKV):
             self.order_copies()
             slots, fetch = choice.host if choice.host and not self._transfer.graph_safe else (choice.slots, choice.fetch)
             self._transfer.fetch(self.store, self.slab, fetch, slots)
-            if self.chooses and isinstance(self.group.index, Rebuilds):
-                self.group.index.rebuild(self.slab, choice.fetch, choice.slots)
+            if self.chooses and self.group.rebuilds is not None:
+                self.group.rebuilds.rebuild(self.slab, choice.fetch, choice.slots)
             visible, selection = choice.live, choice.selection
             if selection.partial is not None:
                 if how.softcap is not None:
