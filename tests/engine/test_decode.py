@@ -315,6 +315,7 @@ def test_a_replay_that_fails_counts_nothing_and_can_be_taken_again(
     for _ in range(2):
         with pytest.raises(ValueError, match="not finite"):
             step()
+        assert all((group.residency.slot_row == -1).all() for group in device.groups), "rows had slots and did not come"
         assert {layer.seen for layer in cache.kv_layers} == {75}
     device.fails = False
     step()

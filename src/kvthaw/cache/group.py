@@ -134,6 +134,11 @@ class Group:
         self._jobs.clear()
         self._failure = None
 
+    def forget_slots(self) -> None:
+        """A step failed: rows may have been given slots that they did not reach, so none is held to be on the device."""
+        for lane in range(self.residency.slot_row.shape[0]):
+            self.residency.clear(lane)
+
     def _rest(self) -> None:
         if self._searching is not None:
             wait([self._searching])
@@ -246,9 +251,11 @@ class Group:
     def reorder(self, lanes: Sequence[int]) -> None:
         """Lane i becomes what lane lanes[i] was."""
         self.settle()
+        before = self.residency.slot_row.shape[0]
         self.index.reorder(lanes)
         self.residency.reorder(torch.tensor(lanes, device=self.residency.device))
-        self._place(len(lanes))
+        if len(lanes) != before:
+            self._place(len(lanes))
 
     def tensors(self) -> list[Tensor]:
         """What a choice reads and writes at fixed addresses."""

@@ -215,9 +215,9 @@ class Replay:
         for layer in self._watch:  # the graph itself advances the clocks
             layer.tick(layer.seen, layer.seen + 1)
         if self._graph is None:
-            self._capture().replay()  # the capture runs the step's Python once, so that the layers have counted it
+            self._replay(self._capture())  # the capture runs the step's Python once, so that the layers have counted it
         else:
-            self._graph.replay()  # until its last graph is launched
+            self._replay(self._graph)  # until its last graph is launched
             for layer in self._layers:  # while the device is at work
                 layer.count_step()
             for layer in self._watch:
@@ -226,6 +226,15 @@ class Replay:
             layer.take_spares()
         self._known = self._layers[0].era, self._layers[0].seen
         return self._logits
+
+    def _replay(self, recording: Recording) -> None:
+        try:
+            recording.replay()
+        except BaseException:  # between the slots that the host gave and the graph that fetches
+            for layer in self._frozen:
+                if layer.chooses and layer.group is not None:
+                    layer.group.forget_slots()
+            raise
 
     def _prepare(self) -> None:
         for layer in self._layers:
