@@ -50,8 +50,8 @@ class Decode:
     )
     steps: tuple[str, ...] = option(
         ("eager", "captured"),
-        "How steps are taken, separated by commas: eager, captured (in a CUDA graph), compiled (by torch.compile, then captured "
-        "where the method decides on the device). What a device or a method cannot do is left out.",
+        "How steps are taken, separated by commas: eager, captured (in CUDA graphs, between which a search on the host may stand), "
+        "compiled (by torch.compile, then captured where that can be). What a device or a method cannot do is left out.",
         many(WORD),
     )
     new_tokens: int = option(64, "Tokens to decode and time.", INTEGER)

@@ -20,7 +20,7 @@ from kvthaw.types import Method
 HF = ("hf-dynamic", "hf-offloaded")
 """transformers' own caches with sdpa attention: DynamicCache, and the same with offloading=True."""
 STEPS = ("eager", "captured", "compiled")
-"""Ways to take a step: the model's Python, one CUDA graph of it, and the same compiled by torch.compile first."""
+"""Ways to take a step: the model's Python, the CUDA graphs of it, and the same compiled by torch.compile first."""
 PROMPTS = ("run", "filled", "text")
 _OWN = ("budget", "retrieved", "dense_layers", "hits", "new_tokens")
 

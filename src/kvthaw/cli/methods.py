@@ -22,8 +22,9 @@ def methods(
 ) -> None:
     """List the methods and what each does with the KV, or tell what one does and its options.
 
-    paper: where from; unit: what it selects; kv: dense, offloaded or evicted; decides: where; graph safe: whether its steps can be
-    captured; bytes a key: what its index keeps on the device, of a key of head_dim 128 in bf16.
+    paper: where from; unit: what it selects; kv: dense, offloaded or evicted; decides: where; graph safe: whether a step asks the
+    host nothing, so that it is captured as one graph; bytes a key: what its index keeps on the device, of a key of head_dim 128 in
+    bf16.
     """
     from kvthaw.errors import unknown
     from kvthaw.evaluate.describe import describe, word

@@ -53,7 +53,7 @@ class Batch:
     """Up to `lanes` requests decoded together, each of its own length; they join and leave between steps.
 
     Everything that a step reads is allocated for `capacity` tokens a lane when the first joins and stays where it is, so that on a
-    GPU, with a method that decides there, one captured CUDA graph serves all steps, whoever is in the batch. Each request's
+    GPU one captured step (see kvthaw.engine.decode) serves all, whoever is in the batch. Each request's
     tokens are those that it would get alone. One that finishes leaves by itself.
 
     model: as for `Cache`; all its layers must be full attention. method, and the settings budget, retrieved, dense_layers, seed,

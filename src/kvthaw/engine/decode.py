@@ -1,9 +1,9 @@
-"""Decoding by replay: a whole forward of one token, captured once in a CUDA graph.
+"""Decoding by replay: a whole forward of one token, captured once in CUDA graphs.
 
-Selection, fetch from the host, attention and residency are inside; nothing waits for the host. Where an index on the host selects,
-the step is as many graphs as there are searches and one more: a round trip for each. What else needs the host (a full ring, tables
-that grow) happens between replays. Where a tensor that a graph reads has moved since, the step runs eagerly and the next one
-captures anew.
+Of a method that decides on the device it is one, with selection, fetch from the host, attention and residency inside, and nothing
+waits for the host. Where an index on the host selects, they are as many as there are searches and one more: a round trip for each.
+What else needs the host (a full ring, tables that grow) happens between replays. Where a tensor that they read has moved since,
+the step runs eagerly and the next one captures anew.
 """
 
 from __future__ import annotations

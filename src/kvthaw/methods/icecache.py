@@ -48,10 +48,10 @@ def icecache(
     """Two pages of sink, two of window, one of buffer; what a tree search found.
 
     search: where. "host": trees in C++ beside the rows; whole pages of the tokens that were found. The device keeps sink, window
-    and the rows selected, nothing else, and no step can be captured. GQA: the query heads of a group search on their own and share
-    the budget as `merge` says. Other options are TreeConfig's fields. "device": the tree's lowest level there, see
-    `kvthaw.index.nodes.NodeIndex`; single tokens, in a step that asks the host nothing. GQA: `policy`. Other options are
-    NodeConfig's fields.
+    and the rows selected, nothing else, and a captured step is a graph for each search and one more. GQA: the query heads of a
+    group search on their own and share the budget as `merge` says. Other options are TreeConfig's fields. "device": the tree's
+    lowest level there, see `kvthaw.index.nodes.NodeIndex`; single tokens, in a step that asks the host nothing. GQA: `policy`.
+    Other options are NodeConfig's fields.
 
     reuse: every how manieth layer searches; those between take its choice (the paper's IceCache (reuse) has 3). transfer, on a GPU:
     "bulk" as the paper has it, or "uva", where a kernel reads the rows itself. Of the host's search alone: foresee (search while

@@ -41,8 +41,8 @@ class Stats:
 
     budget: the promise; attended: tokens that were read (mean and largest); retrieved: rows from the index among them (mean);
     hit_rate: share of the retrieved rows that were on the device already, None before anything was retrieved. captures: how often a
-    step was captured in a CUDA graph; capture_seconds, capture_bytes: the time that took in all, and the device memory that the
-    latest one holds.
+    step was captured, in however many CUDA graphs; capture_seconds, capture_bytes: the time that took in all, and the device memory
+    that the latest one holds.
     """
 
     method: str

@@ -129,11 +129,10 @@ def attach(
 
     Arguments as for `Cache`. prefill_chunk: the most tokens of a prompt that go through the model at once; those before are
     streamed back from the host, so the device's memory does not depend on the prompt's length (but for dense_layers, and what an
-    index keeps there). capture: on a GPU, with a method that decides there, replay decoding steps as one captured CUDA graph; other
-    steps, and everything on a CPU, run eagerly, and the logger kvthaw.engine.decode is told why. compile: the step is compiled
-    by torch.compile first (a minute or more, once), that of a method that searches on the host too, with a warning where none can
-    be. Returns a handle, also a context
-    manager; handle.detach() undoes everything.
+    index keeps there). capture: on a GPU, replay decoding steps as a captured CUDA graph, or as several with the host's
+    searches between them; steps that cannot be captured, and everything on a CPU, run eagerly, and the logger kvthaw.engine.decode
+    is told why. compile: the step is compiled by torch.compile first (a minute or more, once), with a warning where it cannot be.
+    Returns a handle, also a context manager; handle.detach() undoes everything.
 
     Example: ``with kvthaw.attach(model, "icecache", budget=256): model.generate(**inputs)``
     """
