@@ -225,7 +225,7 @@ def _only_compile(seen: list[str], kinds: set[tuple[str, str]]) -> None:
     class Argument:
         def __init__(self, tensor: Tensor) -> None:
             self.dtype, self.shape, self.stride = tensor.dtype, tensor.shape, tensor.stride
-            self.at = tensor.storage_offset() * tensor.element_size()
+            self.at = int(tensor.storage_offset()) * tensor.element_size()
 
         def data_ptr(self) -> int:
             return self.at  # within its storage, whose own address is a multiple of 16
