@@ -162,6 +162,35 @@ def test_a_prompt_that_fails_leaves_the_batch_as_it_was(llama: PreTrainedModel) 
         assert request.tokens == expected
 
 
+@pytest.mark.parametrize("method", ["quest", "icecache"])
+def test_a_step_that_breaks_off_between_layers_ends_its_requests(
+    llama: PreTrainedModel, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their layers differ in what they hold; whoever joins then gets the tokens that it gets alone."""
+    batch = Batch(llama, method, lanes=2, capacity=200, budget=48)
+    requests = [batch.join(prompt(1, n), max_new_tokens=50) for n in (90, 60)]
+    for _ in range(20):
+        batch.step()
+    had = [list(request.tokens) for request in requests]
+    with monkeypatch.context() as patch:
+
+        def fail(*args: object) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(batch.cache.kv_layers[-1], "attend", fail)
+        with pytest.raises(KeyboardInterrupt):
+            batch.step()
+    assert [request.finished for request in requests] == ["failed"] * 2
+    assert [request.tokens for request in requests] == had
+    assert batch.free == 2
+    assert batch.step() == []
+    again = batch.join(prompt(1, 90), max_new_tokens=21)
+    while batch.requests:
+        batch.step()
+    assert again.tokens == had[0]
+    assert again.finished == "length"
+
+
 def test_what_a_batch_refuses(llama: PreTrainedModel) -> None:
     for wrong, message in (
         ({"lanes": 0}, "lanes is 0; it must be at least 1"),

@@ -123,7 +123,7 @@ def test_beams_are_decoded_eagerly(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("method", ["oracle", "pariskv", "clusterkv", "prkv"])
+@pytest.mark.parametrize("method", ["oracle", "pariskv", "clusterkv", "prkv", "icecache"])
 def test_a_captured_cache_can_be_cropped_copied_and_continued(method: str) -> None:
     llama = model("cuda", torch.float32)
     ids = torch.randint(3, 512, (1, 700), device="cuda")

@@ -30,7 +30,8 @@ class Request:
     """A prompt and what is generated after it.
 
     lane: its place in the batch while it is there. prompt: its tokens; tokens: those generated so far. finished: None while more
-    will come; "stop" after a stop token (which is the last of tokens), "length" at its limit, "left" where it was taken out.
+    will come; "stop" after a stop token (which is the last of tokens), "length" at its limit, "left" where it was taken out,
+    "failed" where a step broke off that some layers had taken and others had not.
     """
 
     lane: int
@@ -39,7 +40,7 @@ class Request:
     stop: frozenset[int]
     sampling: Sampling
     tokens: list[int] = field(default_factory=list)
-    finished: Literal["stop", "length", "left"] | None = None
+    finished: Literal["stop", "length", "left", "failed"] | None = None
 
     def _take(self, token: int) -> None:
         self.tokens.append(token)
@@ -174,7 +175,10 @@ class Batch:
         return request
 
     def step(self) -> list[Request]:
-        """One token for every request, which is the last of its tokens; returns them. Those that finished have left."""
+        """One token for every request, which is the last of its tokens; returns them. Those that finished have left.
+
+        What a step raises comes up. It can be taken again, unless it broke off between layers: then all requests have left, with
+        the tokens that they had."""
         requests = self.requests
         if not requests:
             return []
@@ -182,7 +186,7 @@ class Batch:
         at = [(request.tokens[-1], request.prompt + len(request.tokens) - 1) if request else (0, 0) for request in self._lanes]
         ids, positions = torch.tensor(at, device=device)[:, :, None].unbind(1)
         with torch.no_grad():
-            logits = self._replay(ids, positions)[:, -1]
+            logits = self._logits(ids, positions)
             how = [request.sampling if request else GREEDY for request in self._lanes]
             drawn = draw(logits, how, positions[:, 0] + 1)
         self._replay.go_ahead()
@@ -233,6 +237,19 @@ class Batch:
             captured = self._capture and capturable(cache) is None
             cache.replay = Replay(forward, cache, compiled=compiled, capture=captured)
         return cache.replay
+
+    def _logits(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """[lanes, V] after one token a lane."""
+        try:
+            return self._replay(ids, positions)[:, -1]
+        except BaseException:
+            if self._replay.interrupted:
+                for kv in self.cache.kv_layers:
+                    kv.recover()
+                for request in self.requests:
+                    request.finished = "failed"
+                    self._release(request)
+            raise
 
     def _release(self, request: Request) -> None:
         self._lanes[request.lane] = None

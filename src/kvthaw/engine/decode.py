@@ -161,6 +161,11 @@ class Replay:
                 self._ahead([layer for layer in self._layers if layer.goes_ahead])
             return logits
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether the last step failed after layers had counted a token that not all of them took."""
+        return self._interrupted is not None
+
     def go_ahead(self) -> None:
         """Have all of it done. Only for who knows that the next step comes, or that its lanes are cleared."""
         with torch.inference_mode(False), torch.no_grad():
