@@ -99,7 +99,8 @@ def _draw_lengths(figure: Any, lines: list[Line]) -> None:
 def _baseline(c: Common) -> list[Setting]:
     eager = [c.run(m, 36 * _K, new_tokens=_FEW, prompt="run") for m in ("hf-dynamic", "hf-offloaded", "full", *_HOST)]
     captured = [c.run(m, 36 * _K, new_tokens=_FEW, prompt="run") for m in (*_HOST, "icecache-device", _PARISKV, *_UNITS)]
-    return [replace(one, steps="eager") for one in eager if possible(replace(one, steps="eager"), c.cuda)] + captured
+    kept = [replace(one, steps="eager") for one in eager if possible(replace(one, steps="eager"), c.cuda)]
+    return list(dict.fromkeys(kept + captured))  # where nothing can be captured the same stand in both
 
 
 def _draw_baseline(figure: Any, lines: list[Line]) -> None:
