@@ -214,6 +214,10 @@ def test_what_a_batch_refuses(llama: PreTrainedModel) -> None:
         batch.join("What is the pass key?")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="60 tokens and max_new_tokens is 5; a lane has room for 64"):
         batch.join(prompt(1, 60)[0], max_new_tokens=5)
+    words = llama.config.vocab_size
+    for ids, least, most in (([1, words], 1, words), ([-1, 3], -1, 3)):
+        with pytest.raises(ConfigError, match=f"token ids from {least} to {most}; the model's are 0 to {words - 1}"):
+            batch.join(ids)
     request = batch.join(prompt(1, 60)[0])
     with pytest.raises(CacheError, match="all 1 lanes are taken"):
         batch.join([1])

@@ -140,8 +140,8 @@ class Batch:
         end it, None for those of the model's generation config. Returns the request with its first token, which may be all
         that it wanted.
 
-        Raises CacheError where no lane is free and ConfigError for a prompt that does not fit; then, and where the prefill itself
-        fails, the batch is as it was.
+        Raises CacheError where no lane is free and ConfigError for a prompt that does not fit or has ids that are no tokens of the
+        model's; then, and where the prefill itself fails, the batch is as it was.
         """
         if not self.free:
             raise CacheError(f"all {len(self._lanes)} lanes are taken; one must leave first")
@@ -156,6 +156,10 @@ class Batch:
             raise ConfigError(
                 f"the prompt has {tokens} tokens and max_new_tokens is {max_new_tokens}; a lane has room for {self.capacity} in all"
             )
+        words = self._model.config.get_text_config(decoder=True).vocab_size
+        least, most = int(ids.min()), int(ids.max())
+        if least < 0 or most >= words:  # on a GPU the whole batch would be lost
+            raise ConfigError(f"the prompt has token ids from {least} to {most}; the model's are 0 to {words - 1}")
         request = Request(self._lanes.index(None), tokens, limit, self._stops(stop), sampling)
         layers = self.cache.kv_layers
         self.cache.wait()
