@@ -55,8 +55,21 @@ def test_a_figure_is_measured_once_and_drawn(tmp_path: Path, monkeypatch: pytest
     assert picture.read_bytes().startswith(b"\x89PNG")
     picture.unlink()
     monkeypatch.setattr(decode, "build", lambda *_, **__: pytest.fail("measured again"))
-    assert figures.main(replace(asked, draw=True)) == found
+    notes: list[str] = []
+    assert figures.main(replace(asked, draw=True), note=notes.append) == found
+    assert notes == [f"wrote {picture}"]
     assert picture.exists()
+
+
+def test_runs_that_a_drawing_misses_are_said(tmp_path: Path, line: Line) -> None:
+    asked = Figures(name=("throughput",), draw=True, out=tmp_path / "out.jsonl", plot=tmp_path)
+    wanted = figures.grid("throughput", asked, "NVIDIA H200")
+    Lines(asked.out).extend(replace(line, setting=replace(one, shared=not one.dense)) for one in wanted[:-2])
+    notes: list[str] = []
+    figures.main(asked, note=notes.append)
+    said, *missing = notes[0].splitlines()
+    assert said == "throughput is drawn without"
+    assert missing == [f"  {one}" for one in wanted[-2:]], "those that shared their rows are there"
 
 
 @pytest.mark.parametrize("name", FIGURES)

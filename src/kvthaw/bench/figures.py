@@ -55,7 +55,11 @@ def main(
             figure = report.figure(*PLANS[name].size)
             PLANS[name].draw(figure, lines)
             where_from = lines[0].setting
-            figure.suptitle(f"{FIGURES[name]}; {where_from.shape}, {where_from.device}", fontsize=9)
+            missing = _missing(name, options, lines)
+            if missing:
+                note("\n".join([f"{name} is drawn without", *(f"  {one}" for one in missing)]))
+            short = f"; {len(missing)} runs missing" if missing else ""
+            figure.suptitle(f"{FIGURES[name]}; {where_from.shape}, {where_from.device}{short}", fontsize=9)
             report.save(figure, options.plot / f"{name}.png")
             note(f"wrote {options.plot / name}.png")
     if bench is not None:
@@ -75,6 +79,12 @@ def known_lines(name: str, known: Lines, options: Figures) -> list[Line]:
     devices = dict.fromkeys(line.setting.device for line in known)
     asked = [way for device in devices for one in grid(name, options, device) for way in _ways(one)]
     return [line for one in dict.fromkeys(asked) if (line := known.get(one)) is not None]
+
+
+def _missing(name: str, options: Figures, lines: Sequence[Line]) -> list[Setting]:
+    """The runs of a figure that have no line, of the device of the first."""
+    there = {line.setting for line in lines}
+    return [one for one in grid(name, options, lines[0].setting.device) if there.isdisjoint(_ways(one))]
 
 
 def _ways(one: Setting) -> list[Setting]:
