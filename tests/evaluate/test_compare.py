@@ -331,5 +331,8 @@ def test_the_command_runs_continues_and_reports(folder: Path, tmp_path: Path) ->
     alone = CliRunner().invoke(app, ["compare", "--report", "only", "--out", str(out / "cells.jsonl")])
     assert alone.exit_code == 0, alone.output
     assert (out / "cells.html").read_text() == (out / "report.html").read_text()
+    wrong = CliRunner().invoke(app, ["compare", "--protocol", "dense,both", "--out", str(out)])
+    assert wrong.exit_code == 2
+    assert "Invalid value for --protocol: 'both' is not one of: dense, sparse" in wrong.output
     empty = CliRunner().invoke(app, ["compare", "--report", "only", "--out", str(tmp_path / "nothing")])
     assert empty.exit_code == 1

@@ -85,6 +85,10 @@ def compare(
     """
     if report not in ("after", "only", "never"):
         raise typer.BadParameter(f"{report!r} is not one of: after, only, never", param_hint="--report")
+    questions = listed(protocol, str, "--protocol")
+    for one in questions:
+        if one not in ("dense", "sparse"):
+            raise typer.BadParameter(f"{one!r} is not one of: dense, sparse", param_hint="--protocol")
     if report != "never":
         from kvthaw.evaluate.charts import check_drawing
 
@@ -109,7 +113,7 @@ def compare(
             budgets=tuple(listed(budgets, budget_of, "--budgets")),
             lengths=tuple(listed(lengths, int, "--lengths")),
             samples=samples,
-            questions=tuple(listed(protocol, str, "--protocol")),  # type: ignore[arg-type]
+            questions=tuple(questions),  # type: ignore[arg-type]
             dense_layers=tuple(listed(dense_layers, int, "--dense-layers")),
             seed=seed,
             probe=probe,
