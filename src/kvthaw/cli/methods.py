@@ -16,7 +16,11 @@ EXAMPLES = "Examples:\n\n  kvthaw methods\n\n  kvthaw methods pariskv\n\n  kvtha
 
 def methods(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="Tell this one's options, as in pariskv:rho=0.2:beta=0.1.")
+        str | None,
+        typer.Argument(
+            metavar="[NAME]",
+            help="Tell what this one does and its options, which other commands take as in --method pariskv:rho=0.2:beta=0.1.",
+        ),
     ] = None,
     as_json: options.Json = False,
 ) -> None:

@@ -57,7 +57,7 @@ def icecache(
     "bulk" as the paper has it, or "uva", where a kernel reads the rows itself. Of the host's search alone: foresee (search while
     the layer before attends, with the query that its attention input makes, instead of waiting for the layer's own), preset
     ("default" descends by the nodes' digests, "paper" by their points, algorithm 4, in a field of view wide enough to find as much,
-    "code" does as the authors' code) and threads, of the trees, 0 for one a core.
+    "code" does as the authors' code) and threads, of the trees, 0 for one a core. With "bulk" or foresee no step is captured.
     """
     at_least(1, reuse=reuse)
     at_least(0, threads=threads)
