@@ -79,6 +79,7 @@ def test_every_figure_is_drawn_from_lines(name: str, line: Line) -> None:
     figure = report.figure(8, 4)
     figures.PLANS[name].draw(figure, lines)
     labels = {label for axes in figure.axes for label in axes.get_legend_handles_labels()[1]}
+    labels |= {text.get_text() for axes in figure.axes for text in axes.texts}  # names beside their points
     drawn = sum(len(axes.lines) + len(axes.patches) for axes in figure.axes)
     assert labels
     assert drawn >= len({(one.method.replace(":iterations=4", ""), one.budget, one.retrieved) for one in settings})

@@ -141,14 +141,19 @@ def _icecache_memory(c: Common) -> list[Setting]:
 
 
 def _draw_memory(figure: Any, lines: list[Line]) -> None:
-    axes = figure.subplots()
-    for name, steps, colour, runs in report.series(lines):
-        x = [(r.kv_device_bytes + r.index_device_bytes + r.kv_dense_bytes) / 2**20 for r in runs]
-        axes.plot(x, [1e3 * r.tpot_s for r in runs], "o", color=colour, label=f"{name} ({steps})")
-        for place, run in zip(x, runs, strict=True):
-            axes.annotate(run.setting.method, (place, 1e3 * run.tpot_s), fontsize=7, xytext=(4, 4), textcoords="offset points")
-    axes.set(xscale="log", xlabel="KV and index on the device, MiB", ylabel="time per output token, ms", ylim=(0, None))
-    axes.legend(fontsize=7)
+    axes, below = figure.subplots(), -8.0
+    for _, steps, colour, runs in sorted(report.series(lines), key=lambda one: one[3][0].tpot_s):
+        for run in runs:
+            place = (run.kv_device_bytes + run.index_device_bytes + run.kv_dense_bytes) / 2**20, 1e3 * run.tpot_s
+            axes.plot(*place, "o", color=colour)
+            name = run.setting.method if steps == "captured" else f"{run.setting.method} ({steps})"
+            axes.annotate(name, place, fontsize=7, xytext=(5, below), textcoords="offset points")
+            below = -5.0 - below  # under and over the point by turns, for those that take as long as each other
+    axes.set(xscale="log", xlabel="KV and index on the device, dense layers included, MiB", ylim=(0, None))
+    axes.set_ylabel("time per output token, mean, ms")
+    ticks = [300, 500, 1000, 2000, 5000]
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    axes.minorticks_off()
 
 
 def _icecache_scaling(c: Common) -> list[Setting]:
