@@ -11,6 +11,7 @@ from kvthaw.bench.asked import Decode
 from kvthaw.bench.options import BUDGET, INTEGER, SHARE
 from kvthaw.bench.shapes import SHAPES
 from kvthaw.cache.plan import Settings
+from kvthaw.engine.decode import asks_host
 from kvthaw.errors import ConfigError, at_least, one_of
 from kvthaw.evaluate.describe import describe
 from kvthaw.evaluate.results import AsKey
@@ -107,8 +108,8 @@ def possible(setting: Setting, cuda: bool) -> bool:
     method = setting.resolved()
     if setting.steps == "compiled" or method.foresees or method.index is None:
         return not method.foresees
-    gathers = method.transfer is not None and not method.transfer().graph_safe
-    return not gathers and (described(setting.method)["graph_safe"] or described(setting.method)["decides"] == "host")
+    about = described(setting.method)
+    return asks_host(method, safe=about["graph_safe"] or about["decides"] == "host") is None
 
 
 @cache

@@ -25,6 +25,7 @@ from kvthaw.cache.layer import FrozenLayer
 from kvthaw.cache.recording import Recording
 from kvthaw.engine.ops import serving
 from kvthaw.errors import CacheError
+from kvthaw.types import Method
 
 if TYPE_CHECKING:
     from kvthaw.engine.hf import Cache
@@ -52,11 +53,18 @@ def capturable(cache: Cache) -> str | None:
         return reason
     method, layers = cache.settings.method, cache.frozen_layers
     if method.index is not None and layers:
-        group = layers[0].group
-        if group is None or not (group.index.graph_safe or group.index.on_host):
-            return f"{method.name} needs the host in every step"
-        if method.transfer is not None and not method.transfer().graph_safe:
-            return f"{method.name} has its rows gathered by the host"
+        index = None if layers[0].group is None else layers[0].group.index
+        return asks_host(method, safe=index is not None and (index.graph_safe or index.on_host))
+    return None
+
+
+def asks_host(method: Method, *, safe: bool) -> str | None:
+    """What a step of a method that selects has the host do within its graphs; None: nothing. safe: of its index, it selects on the
+    device without asking, or on the host, between graphs."""
+    if not safe:
+        return f"{method.name} needs the host in every step"
+    if method.transfer is not None and not method.transfer().graph_safe:
+        return f"{method.name} has its rows gathered by the host"
     return None
 
 
