@@ -24,6 +24,7 @@ from kvthaw.cache.pipeline import Pipeline
 from kvthaw.cache.plan import Plan, Settings
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.rotary import Rotary
+from kvthaw.cache.spares import Spares
 from kvthaw.errors import CacheError, HostMemoryError
 from kvthaw.types import LayerShape
 
@@ -55,9 +56,7 @@ class FrozenKV(Lanes):
         self._ahead: dict[int, int] = {}  # lanes whose index has what leaves with the next token -> rows in the store before
         self._finite: Tensor | None = None
         self.untouched = False  # all there is came as one prompt
-        self.steps = 0
-        """Tokens that were taken one by one; all layers count alike."""
-        self._turn = 0  # when a lane may take a spare again, in steps
+        self._spares = Spares(self.number, self.pipeline)
 
     # What is where
 
@@ -262,7 +261,7 @@ class FrozenKV(Lanes):
             self._store_rings({lane: past})
             shared = self.store.length(lane) - past
             self.pipeline.offload(self.store, lane, k[:, shared:], v[:, shared:])
-            self._take_spare(lane, length)
+            self._spares.take(self.store, regions, lane, length)
         if self.feed is not None and new > old:
             more = max(0, self.prompt - before - k.shape[1])
             self.feed.take(lane, old, new, k, v, past, query[:, -WATCHED:], more)
@@ -332,36 +331,17 @@ class FrozenKV(Lanes):
         """Count a token of every lane; what left for it has left."""
         self.untouched = False
         self.count_token()
-        self.steps += 1
+        self._spares.count_step()
         self._ahead.clear()
 
     def take_spares(self) -> None:
-        """Behind a step: a lane whose turn it is takes the extent of the host's that it will need before its next turn.
-
-        Page-locking one takes 1.5 ms, and lanes of one length would ask for theirs in all layers at one token. So every lane of
-        every layer has a turn of its own, by its number, one or two of them a step, and comes round before an extent is full."""
-        if self.steps < self._turn or (self.store.pinned and torch.cuda.is_current_stream_capturing()):
+        """Behind a step: a lane whose turn it is takes the extent of the host's that it will need before its next turn."""
+        if not self._spares.due or (self.store.pinned and torch.cuda.is_current_stream_capturing()):
             return  # where a step is captured nothing can be page-locked; afterwards this is asked for again
-        lanes, round_ = self.lanes, self._round
-        at = (self.steps - self.number * lanes) % round_
-        for lane in range(at, lanes, round_):
+        assert self.plan is not None
+        for lane in self._spares.turns(self.store, self.plan.regions):
             if lane not in self.idle and not self.settings.method.evicts:
-                self._take_spare(lane, self.length(lane))
-        self._turn = self.steps + (1 if at + 1 < lanes else round_ - at)
-
-    @property
-    def _round(self) -> int:
-        """Steps after which every lane of every layer has had its turn."""
-        assert self.plan is not None
-        extent = self.store.extent
-        return min(self.pipeline.layers * self.lanes, max(1, extent // 2, extent - self.plan.regions.buffer))
-
-    def _take_spare(self, lane: int, length: int) -> None:
-        """If the lane, which has so many tokens, may need it within a round."""
-        assert self.plan is not None
-        steps = self.store.reserved(lane) + self.plan.regions.window + 1 - length  # until it is needed, or some more
-        if steps < self._round:
-            self.pipeline.spare(self.store, lane)
+                self._spares.take(self.store, self.plan.regions, lane, self.length(lane))
 
     @property
     def reversible(self) -> bool:
@@ -483,7 +463,8 @@ class FrozenKV(Lanes):
             self.feed.reorder(lanes)
         self.store.reorder(lanes)
         self.slab.reorder(torch.tensor(lanes, device=self.slab.data.device))
-        self.left_pad, self._turn = [self.left_pad[lane] for lane in lanes], 0
+        self._spares.reorder()
+        self.left_pad = [self.left_pad[lane] for lane in lanes]
         self._start = [self._start[lane] for lane in lanes]
         self._ahead = {i: self._ahead[lane] for i, lane in enumerate(lanes) if lane in self._ahead}
         self.watched = {i: self.watched[lane] for i, lane in enumerate(lanes) if lane in self.watched}
