@@ -85,10 +85,12 @@ def compare(
     """
     if report not in ("after", "only", "never"):
         raise typer.BadParameter(f"{report!r} is not one of: after, only, never", param_hint="--report")
+    from kvthaw.evaluate.job import QUESTIONS
+
     questions = listed(protocol, str, "--protocol")
     for one in questions:
-        if one not in ("dense", "sparse"):
-            raise typer.BadParameter(f"{one!r} is not one of: dense, sparse", param_hint="--protocol")
+        if one not in QUESTIONS:
+            raise typer.BadParameter(f"{one!r} is not one of: {', '.join(QUESTIONS)}", param_hint="--protocol")
     if report != "never":
         from kvthaw.evaluate.charts import check_drawing
 

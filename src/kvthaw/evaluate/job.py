@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from kvthaw.errors import ConfigError, at_least
 from kvthaw.evaluate.tasks import find
 from kvthaw.evaluate.variant import Variant
 
 Question = Literal["dense", "sparse"]
+QUESTIONS: tuple[Question, ...] = get_args(Question)
+"""Ways to ask; see Job."""
 EVEN_DEPTHS = tuple(i / 100 for i in range(0, 100, 5))
 """0 to 95 % in steps of 5."""
+
+
+def check_question(question: str) -> None:
+    """Raise ConfigError for one that is none of QUESTIONS."""
+    if question not in QUESTIONS:
+        raise ConfigError(f"question is {question!r}; it must be {' or '.join(QUESTIONS)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +45,7 @@ class Job:
 
     def __post_init__(self) -> None:
         find(self.task)
-        if self.question not in ("dense", "sparse"):
-            raise ConfigError(f"question is {self.question!r}; it must be dense or sparse")
+        check_question(self.question)
         at_least(1, length=self.length, samples=self.samples)
         at_least(0, probe=self.probe)
         for depth in self.depths:

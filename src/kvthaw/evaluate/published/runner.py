@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import kvthaw
 from kvthaw.engine.hf import Cache
 from kvthaw.errors import ConfigError, at_least
 from kvthaw.evaluate.decode import check_prompt, prefill, stop_tokens
-from kvthaw.evaluate.job import Progress
+from kvthaw.evaluate.job import Progress, Question, check_question
 from kvthaw.evaluate.machine import identity, versions
 from kvthaw.evaluate.variant import FULL, Variant, complete, fork, setting_of
 from kvthaw.methods import resolve
@@ -44,7 +44,7 @@ class Run:
     samples: int = 1
     length: int | None = None
     chat: bool = False
-    question: Literal["dense", "sparse"] = "dense"
+    question: Question = "dense"
     seed: int = 0
     judge: str = ""
 
@@ -52,8 +52,7 @@ class Run:
         at_least(1, samples=self.samples)
         if self.samples > 1 and self.plan.temperature == 0:
             raise ConfigError(f"samples is {self.samples} at temperature 0, where all are the same; give a temperature above 0")
-        if self.question not in ("dense", "sparse"):
-            raise ConfigError(f"question is {self.question!r}; it must be dense or sparse")
+        check_question(self.question)
         at_least(2, length=self.length)
 
 
