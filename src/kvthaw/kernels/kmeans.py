@@ -106,7 +106,8 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
-    # Parts of tensors, whose addresses are multiples of 16 for some numbers of tokens and problems only, and rows of them never.
+    # labels, ranks and order are parts of one tensor and changed rows of one: whether their addresses are multiples of 16 depends
+    # on the numbers of tokens and problems.
     @triton.jit(do_not_specialize=["tokens", "count"], do_not_specialize_on_alignment=["labels", "changed"])
     def _assign(
         keys, probes, bias, labels, changed, tokens, count, dim,
