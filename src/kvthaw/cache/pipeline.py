@@ -7,6 +7,8 @@ indexes them as soon as they have arrived. Another searches with queries that we
 from __future__ import annotations
 
 import logging
+import os
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,6 +27,8 @@ from kvthaw.errors import HostMemoryError
 
 _Found = TypeVar("_Found")
 _log = logging.getLogger(__name__)
+_WITH_THREADS: weakref.WeakSet[Pipeline] = weakref.WeakSet()
+"""Pipelines that have started a thread. A forked child inherits them, but none of their threads."""
 
 
 class Pipeline:
@@ -103,6 +107,7 @@ class Pipeline:
 
     def _on(self, name: str, after: torch.cuda.Event | None, job: Callable[[], _Found]) -> Future[_Found]:
         if name not in self._threads:
+            _WITH_THREADS.add(self)
             self._threads[name] = ThreadPoolExecutor(1, thread_name_prefix=name)
 
         def run() -> _Found:
@@ -112,5 +117,27 @@ class Pipeline:
 
         return self._threads[name].submit(run)
 
+    def drain(self) -> None:
+        """Wait until the threads have run every job that they were given."""
+        for thread in list(self._threads.values()):
+            thread.submit(lambda: None).result()
+
+    def forget_threads(self) -> None:
+        """Start new threads for the next jobs: this process is a forked child, which has none of its parent's."""
+        self._threads.clear()
+
     def __deepcopy__(self, memo: dict[int, object]) -> Pipeline:
         return Pipeline(self.layers)
+
+
+def _before_fork() -> None:
+    for pipeline in list(_WITH_THREADS):
+        pipeline.drain()  # the child must not inherit an index that a thread has changed half
+
+
+def _after_fork_in_child() -> None:
+    for pipeline in list(_WITH_THREADS):
+        pipeline.forget_threads()
+
+
+os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
