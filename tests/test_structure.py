@@ -47,3 +47,13 @@ def test_packages_import_what_stands_before_them() -> None:
                 wrong.append(f"{module} imports {other}")
     assert not wrong
     assert seen > 500
+
+
+def test_kernels_take_tables_and_no_stores() -> None:
+    """They name nothing of the packages above, annotations included."""
+    for path in sorted((SOURCE / "kernels").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kvthaw."):
+                theirs = place((node.module or "").removeprefix("kvthaw."))
+                assert theirs is not None
+                assert theirs <= ORDER.index("kernels"), f"{path.name} imports {node.module}"

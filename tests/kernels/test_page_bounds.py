@@ -75,24 +75,25 @@ def test_observation_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(found, observe.definition(queries, keys, weights, scale=0.3))
 
 
-@pytest.mark.parametrize("path", ["definition", pytest.param("launch", marks=triton)])
+@pytest.mark.parametrize("path", ["store", *(pytest.param(way, marks=triton) for way in ("kernel", "few programs"))])
 @pytest.mark.parametrize(("dim", "dtype"), [(64, torch.float32), (96, torch.bfloat16), (256, torch.float16)])
-def test_keys_stream_from_any_extents(
+def test_keys_stream_from_any_blocks(
     dim: int, dtype: torch.dtype, path: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = HostStore(2, 3, dim, dtype, extent=16, pinned=device.type == "cuda")
     rows = torch.randn(3, 70, 2, dim).to(dtype)
     store.append(1, rows)
+    if path == "few programs":
+        monkeypatch.setattr(stream_keys, "_IN_FLIGHT", 1)
     for start, stop in [(0, 70), (5, 6), (15, 50), (9, 9)]:
-        found = getattr(stream_keys, path)(store, 1, start, stop, device)
-        assert torch.equal(found.cpu(), rows[:, start:stop, 0])
-        wider = torch.zeros(3, stop - start + 4, dim, dtype=dtype, device=device)
-        getattr(stream_keys, path)(store, 1, start, stop, device, into=wider[:, : stop - start])
-        assert torch.equal(wider[:, : stop - start].cpu(), rows[:, start:stop, 0])
-        assert not wider[:, stop - start :].any()
-    if path == "launch":  # a program for many blocks
-        monkeypatch.setattr(stream_keys, "_UNDER_WAY", 1)
-        assert torch.equal(stream_keys.launch(store, 1, 3, 70, device).cpu(), rows[:, 3:70, 0])
+        out = torch.zeros(3, stop - start + 4, dim, dtype=dtype, device=device)
+        part = out[:, : stop - start]
+        if path == "store":
+            store.read_keys(1, start, stop, device, part)
+        else:
+            stream_keys.stream_keys(store.addresses(1).to(device), 16, start, part)
+        assert torch.equal(part.cpu(), rows[:, start:stop, 0])
+        assert not out[:, stop - start :].any()
 
 
 def test_keys_are_read_once_they_have_arrived() -> None:
@@ -104,9 +105,9 @@ def test_keys_are_read_once_they_have_arrived() -> None:
 
     store, event = HostStore(1, 2, 64, torch.float32), Event()
     store.append(0, torch.randn(2, 30, 2, 64))
-    stream_keys.stream_keys(store, 0, 3, 9, torch.device("cpu"))
+    store.read_keys(0, 3, 9, torch.device("cpu"))
     store.arriving = event  # type: ignore[assignment]
-    found = stream_keys.stream_keys(store, 0, 3, 9, torch.device("cpu"))
+    found = store.read_keys(0, 3, 9, torch.device("cpu"))
     assert event.waited == 1
     assert torch.equal(found, store.read(0, 3, 9)[:, :, 0])
 
@@ -119,4 +120,4 @@ def test_keys_on_their_way_to_the_host_are_waited_for_on_the_device(device: torc
         keys = torch.randn(8, 1 << 15, 128, device=device).bfloat16()
         store.truncate(0, 0)
         pipeline.offload(store, 0, keys, keys)
-        assert torch.equal(stream_keys.stream_keys(store, 0, 0, 1 << 15, device), keys)
+        assert torch.equal(store.read_keys(0, 0, 1 << 15, device), keys)

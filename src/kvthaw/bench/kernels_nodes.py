@@ -88,7 +88,7 @@ def check(device: torch.device, tokens: int = 20_000) -> list[dict[str, Any]]:
         run = run_length(index.width, ROWS) or TILE
         table = index.addresses.follow(index.shape.store, device) if device.type == "cuda" else index.shape.store.table()
         true = launch(query, table, index.shape.store.extent, rows, index.wanted, scale=SCALE, run=run)
-        here = definition(query, index.shape.store, rows)
+        here = definition(query, table, index.shape.store.extent, rows)
         error_true = agree(true.scores[here > -torch.inf], here[here > -torch.inf], "true scores", 1e-3)
         best, counts = topk(true, rows, index.wanted, ROWS, 0, SCALE, policy)
         plain = type(true)(here)

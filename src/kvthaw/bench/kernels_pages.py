@@ -21,7 +21,7 @@ from kvthaw.cache.host import HostStore
 from kvthaw.errors import CacheError
 from kvthaw.index.clusters import draw, first_keys, stream
 from kvthaw.index.hybrid import HybridIndex, choose_static
-from kvthaw.kernels import HAS_TRITON, cover, kmeans, observe, page_bounds, stream_keys, unit_scores, unit_select
+from kvthaw.kernels import HAS_TRITON, cover, kmeans, observe, page_bounds, unit_scores, unit_select
 from kvthaw.kernels.unit_scores import Watch
 from kvthaw.kernels.unit_select import Policy
 from kvthaw.regions import Regions
@@ -120,7 +120,7 @@ def check(device: torch.device, tokens: int = 40_000) -> list[dict[str, Any]]:
     lines.append({"op": "check kmeans", **check_kmeans(keys)})
     store = HostStore(1, HEADS, DIM, torch.bfloat16, pinned=device.type == "cuda")
     store.append(0, torch.stack((keys, keys), dim=2).cpu())
-    streamed = stream_keys.launch(store, 0, 5, tokens - 7, device)
+    streamed = store.read_keys(0, 5, tokens - 7, device)
     demand(torch.equal(streamed, keys[:, 5 : tokens - 7]), "stream_keys brought other keys")
     lines.append({"op": "check stream_keys"})
     return lines
@@ -276,11 +276,11 @@ def refresh_time(tokens: int) -> dict[str, Any]:
     index.seen.fill_(1.0)
     windows = index.windows([0])
     window = [tensor[0] for tensor in windows]
-    keys = stream_keys.launch(store, 0, 0, tokens, device)
+    keys = store.read_keys(0, 0, tokens, device)
     mass = observe.launch(window[0], keys, window[1], scale=DIM**-0.5)
     rest = choose_static(mass, ROWS // 4, 0)[:, ROWS // 4 :].long().contiguous()
     steps: dict[str, Callable[[], object]] = {
-        "stream": lambda: stream_keys.launch(store, 0, 0, tokens, device),
+        "stream": lambda: store.read_keys(0, 0, tokens, device),
         "observe": lambda: observe.launch(window[0], keys, window[1], scale=DIM**-0.5),
         "order": lambda: choose_static(mass, ROWS // 4, 0),
         "bounds": lambda: page_bounds.launch(keys, 32, spread="mean", order=rest),

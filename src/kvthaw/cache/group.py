@@ -110,7 +110,7 @@ class Group:
         if self.index.on_host:
             self._rest()
             self._jobs.append(self._pipeline.submit(after, job))
-        else:  # what of it reads the store waits for the rows that are on their way there, see stream_keys
+        else:  # what of it reads the store waits for the rows that are on their way there, see HostStore.read_keys
             job()
 
     def settle(self) -> None:

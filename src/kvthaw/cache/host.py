@@ -21,6 +21,8 @@ from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.freeze import Span, freeze
 from kvthaw.kernels.freeze import definition as freeze_definition
 from kvthaw.kernels.offload import MOST, offload
+from kvthaw.kernels.stream_keys import definition as stream_definition
+from kvthaw.kernels.stream_keys import stream_keys
 
 
 def check_host_memory(need: int, limit: int | None) -> None:
@@ -230,6 +232,24 @@ class HostStore:
         if not parts:
             return torch.empty((self.kv_heads, 0, 2, self.head_dim), dtype=self.dtype)
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def read_keys(self, lane: int, start: int, stop: int, device: torch.device, out: Tensor | None = None) -> Tensor:
+        """Copy the keys of rows start .. stop of a lane to out [H, stop - start, D] on `device`, each head contiguous; allocate
+        out if None. Waits for rows that are still being copied to the host: a kernel on the current stream, else this thread."""
+        if not 0 <= start <= stop <= self._length[lane]:
+            raise IndexError(f"rows {start}..{stop} of lane {lane}, which holds {self._length[lane]}")
+        if out is None:
+            out = torch.empty((self.kv_heads, stop - start, self.head_dim), dtype=self.dtype, device=device)
+        if HAS_TRITON and device.type == "cuda" and self.pinned:
+            if self.arriving is not None:
+                torch.cuda.current_stream(device).wait_event(self.arriving)
+            table = self.addresses(lane).pin_memory().to(device, non_blocking=True)
+            stream_keys(table, self.extent, start, out)
+        else:
+            if self.arriving is not None:
+                self.arriving.synchronize()
+            stream_definition([extent.data for extent in self._extents[lane]], start, out)
+        return out
 
     def copy_to(self, block: Tensor, lane: int, start: int) -> None:
         """Copy the rows from `start` on into block [H, n, 2, D] of any device, extent by extent. From pinned memory to a GPU

@@ -15,7 +15,6 @@ from kvthaw.index.target import Full, Target
 from kvthaw.index.units import Lane, UnitIndex, grown
 from kvthaw.kernels.observe import observe
 from kvthaw.kernels.page_bounds import Spread, page_bounds
-from kvthaw.kernels.stream_keys import stream_keys
 from kvthaw.kernels.unit_scores import Watch
 from kvthaw.kernels.unit_select import Policy
 from kvthaw.types import LayerShape, Selection
@@ -359,7 +358,7 @@ class HybridIndex(BoundIndex):
         shape, more = self.shape, 0 if new is None else new.shape[2]
         keys = torch.empty((len(lanes), shape.kv_heads, tokens + more, shape.head_dim), dtype=shape.dtype, device=shape.device)
         for own, lane in zip(keys, lanes, strict=True):
-            stream_keys(shape.store, lane, self.first, self.first + tokens, shape.device, into=own[:, :tokens])
+            shape.store.read_keys(lane, self.first, self.first + tokens, shape.device, own[:, :tokens])
         if new is not None:
             keys[:, :, tokens:] = new
         return keys

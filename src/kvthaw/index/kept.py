@@ -10,7 +10,6 @@ from torch import Tensor
 
 from kvthaw.errors import one_of
 from kvthaw.index.units import grown
-from kvthaw.kernels.stream_keys import stream_keys
 from kvthaw.types import LayerShape, Selection
 
 Agree = Literal["mean", "max"]
@@ -155,7 +154,7 @@ class KeptIndex:
     def anew(self, lane: int, queries: Tensor, behind: Tensor) -> None:
         """Choose from all tokens that the lane was given. queries [Hq, W, D]; behind [H, n, D]: keys of the tokens after them."""
         start, stop = self.first, self.first + self.tokens[lane]
-        keys = torch.cat((stream_keys(self.shape.store, lane, start, stop, self.shape.device), behind), dim=1)
+        keys = torch.cat((self.shape.store.read_keys(lane, start, stop, self.shape.device), behind), dim=1)
         watching = queries[:, -keys.shape[1] :].unflatten(0, (self.shape.kv_heads, -1))
         scores = self.watch(lane, watching, keys, stop - start)
         self._fill(lane, self._new(start, stop, scores, keys))
@@ -167,7 +166,7 @@ class KeptIndex:
         self.tokens[lane] += keys.shape[1]
         end = self.shape.store.length(lane) if lane < self.shape.store.lanes else 0
         if queries is not None and end > stop:
-            self.anew(lane, queries, stream_keys(self.shape.store, lane, stop, end, self.shape.device))
+            self.anew(lane, queries, self.shape.store.read_keys(lane, stop, end, self.shape.device))
             return
         new = self._new(start, stop, self.arrive(lane, start, stop), keys)
         self._fill(lane, {name: torch.cat((table, new[name]), dim=1) for name, table in self._own(lane).items()})

@@ -125,7 +125,8 @@ class NodeIndex(UnitIndex):
             found = node_scores.definition(query, digests, stops, counts, **scores)
             rows, _ = vectorised_choice(found, stops, order[:batch], counts, **choice)
         wanted, run = self.wanted[:batch], run_length(self.width, budget) or TILE
-        true = stored_scores(query, self.shape.store, self._table(), rows, wanted, scale=scale, run=run)
+        query, block = query.to(self.shape.dtype), self.shape.store.extent
+        true = stored_scores(query, self._table(), block, rows, wanted, scale=scale, run=run)
         return Selection(*topk(true, rows, wanted, budget, 0, scale, config.policy))
 
     def join(self) -> None:
@@ -198,7 +199,7 @@ class NodeIndex(UnitIndex):
         self.know(range(len(self.lanes)))
 
     def _table(self) -> Tensor:
-        return self.wanted if self.addresses.table is None else self.addresses.table
+        return self.shape.store.table() if self.addresses.table is None else self.addresses.table
 
     def _form(self, first: Sequence[Full], keys: Tensor, count: int) -> None:
         """Make `count` nodes of each of some batches, keys [R, H, n, T, D], of which the first of each lane is said, in their

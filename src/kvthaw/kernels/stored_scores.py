@@ -7,8 +7,6 @@ scattered rows reach over the bus, once for all query heads of a group. What it 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
@@ -16,24 +14,25 @@ from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.rerank import TILE, Estimates
 from kvthaw.native import gather_rows
 
-if TYPE_CHECKING:
-    from kvthaw.cache.host import HostStore
-
 SPLITS = 64
 """Programs a KV head."""
 
 
-def definition(query: Tensor, store: HostStore, rows: Tensor) -> Tensor:
-    """q.k, unscaled, [B, H, G, W] float32: query [B, Hq, D]; rows [B, H, W] int32 positions in the store, -inf where -1."""
+def definition(query: Tensor, table: Tensor, block_size: int, rows: Tensor) -> Tensor:
+    """Compute q.k, unscaled, [B, H, G, W] float32; -inf where rows [B, H, W] int32 is -1.
+
+    query [B, Hq, D] of the keys' dtype. table [B, blocks] int64: host addresses of blocks [H, block_size, 2, D]; row t of a
+    sequence is row t % block_size of its block t // block_size.
+    """
     batch, heads, width = rows.shape
-    wanted = rows.cpu().contiguous()
-    found = torch.empty((int((wanted >= 0).sum()), 2, store.head_dim), dtype=store.dtype)
-    _, where = gather_rows(store.table()[:batch].contiguous(), store.extent, wanted, found)
-    keys = torch.zeros((batch * heads * width, store.head_dim))
+    rows = rows.cpu().contiguous()
+    found = torch.empty((int((rows >= 0).sum()), 2, query.shape[2]), dtype=query.dtype)
+    _, where = gather_rows(table[:batch].cpu().contiguous(), block_size, rows, found)
+    keys = torch.zeros((batch * heads * width, query.shape[2]))
     keys[where] = found[:, 0].float()
     keys = keys.view(batch, heads, width, -1).to(query.device)
     scores: Tensor = query.float().unflatten(1, (heads, -1)) @ keys.transpose(2, 3)
-    return scores.masked_fill((rows < 0)[:, :, None], -torch.inf)
+    return scores.masked_fill((rows < 0)[:, :, None].to(query.device), -torch.inf)
 
 
 if HAS_TRITON:
@@ -43,7 +42,7 @@ if HAS_TRITON:
     from kvthaw.kernels.parts import leave, take
 
     @triton.jit
-    def _read(query, table, candidates, wanted, scores, peaks, parts, heads, extent, addresses, dim, words, width, scale,
+    def _read(query, table, candidates, wanted, scores, peaks, parts, heads, block_size, addresses, dim, words, width, scale,
               G: tl.constexpr, GP: tl.constexpr, WP: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr,
               PAIRS: tl.constexpr, UPCAST: tl.constexpr, ALIGN: tl.constexpr):  # fmt: skip
         # One program: every SPLITS-th tile of candidates of one KV head, for all its query heads. A key comes in 32-bit words, of
@@ -68,10 +67,12 @@ if HAS_TRITON:
             m = tile * TILE + tl.arange(0, TILE)
             live = m < count
             row = tl.load(candidates + pair * width + m, mask=live, other=0)
-            base = tl.load(table + lane.to(tl.int64) * addresses + row // extent, mask=live, other=0).to(
+            base = tl.load(table + lane.to(tl.int64) * addresses + row // block_size, mask=live, other=0).to(
                 tl.pointer_type(tl.int32)
             )
-            key = tl.multiple_of(base + (head * extent + row % extent).to(tl.int64) * 2 * words, ALIGN)  # no address tells
+            key = tl.multiple_of(
+                base + (head * block_size + row % block_size).to(tl.int64) * 2 * words, ALIGN
+            )  # no address tells
             word = tl.load(key[:, None] + w[None, :], mask=live[:, None] & (w < words)[None, :], other=0)
             if PAIRS:
                 first = word.to(tl.int16).to(kind, bitcast=True)
@@ -92,11 +93,11 @@ if HAS_TRITON:
 
 
 def launch(
-    query: Tensor, table: Tensor, extent: int, candidates: Tensor, wanted: Tensor, *, scale: float, run: int = TILE
+    query: Tensor, table: Tensor, block_size: int, candidates: Tensor, wanted: Tensor, *, scale: float, run: int = TILE
 ) -> Estimates:
     """The kernel: scores, parts and peaks of candidates [B, H, W] int32, the first wanted[b] of each lane being rows.
 
-    query [B, Hq, D] of the store's dtype. table [B, extents] int64: the store's addresses, on the device. W is a multiple of TILE.
+    query [B, Hq, D] of the store's dtype. table [B, blocks] int64: the store's addresses, on the device. W is a multiple of TILE.
     scale: of the softmax, for the parts; run: see Estimates.
     """
     batch, heads, width = candidates.shape
@@ -113,7 +114,7 @@ def launch(
         for size in ((width,), (SPLITS, 2), (runs,))
     )
     _read[(SPLITS, heads, batch)](
-        query, table, candidates, wanted, scores, peaks, parts, heads, extent, table.stride(0), dim, words, width, scale,
+        query, table, candidates, wanted, scores, peaks, parts, heads, block_size, table.stride(0), dim, words, width, scale,
         G=group, GP=max(16, triton.next_power_of_2(group)), WP=max(16, triton.next_power_of_2(words)), TILE=TILE, RUN=run,
         PAIRS=bytes_ == 2, UPCAST=query.device.type == "cpu", ALIGN=16 if words % 4 == 0 else 4, num_warps=4,
     )  # fmt: skip
@@ -121,9 +122,9 @@ def launch(
 
 
 def stored_scores(
-    query: Tensor, store: HostStore, table: Tensor, candidates: Tensor, wanted: Tensor, *, scale: float, run: int = TILE
+    query: Tensor, table: Tensor, block_size: int, candidates: Tensor, wanted: Tensor, *, scale: float, run: int = TILE
 ) -> Estimates:
-    """As `launch`: the kernel where the device is a GPU, elsewhere the definition, which has no parts and no peaks."""
+    """Run `launch` on a GPU, `definition` elsewhere, which returns no parts and no peaks."""
     if HAS_TRITON and query.is_cuda:
-        return launch(query, table, store.extent, candidates, wanted, scale=scale, run=run)
-    return Estimates(definition(query, store, candidates))
+        return launch(query, table, block_size, candidates, wanted, scale=scale, run=run)
+    return Estimates(definition(query, table, block_size, candidates))

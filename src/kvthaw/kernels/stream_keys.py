@@ -1,32 +1,33 @@
-"""The keys of a stretch of tokens, from the host store to the device: what PRKV's refresh reads.
+"""Copy the keys of consecutive tokens from host blocks to the device, as PRKV's refresh does.
 
-H T D elements cross the bus once, 268 MB for 128k tokens of 8 heads, d = 128, bf16: 4.9 ms at 55 GB/s. In the store a key
-stands before its value, so a copy engine would bring both; a kernel reads the pinned keys alone, in pieces of 2 D bytes (44.8
-GB/s were measured). It has few programs, that stay: they ask for about as many bytes as the bus has under way (some 100 KB in
-2 us). With a program a block, all multiprocessors would be taken for as long as the bus takes, and the steps beside it would
-wait; and what a step fetches meanwhile would stand in line behind megabytes.
+H T D elements cross the bus once: 268 MB for 128k tokens of 8 heads, D = 128, bf16, 4.9 ms at 55 GB/s. A block stores each key
+next to its value, so a copy engine would transfer both; the kernel reads only the pinned keys, 2 D bytes at a time (44.8 GB/s
+measured). It uses few persistent programs, which request about as many bytes as the bus keeps in flight (some 100 KB in 2 us).
+One program per block of rows would occupy all multiprocessors for the whole transfer, and the concurrent decode steps and their
+fetches would wait.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
 
-if TYPE_CHECKING:
-    from kvthaw.cache.host import HostStore
-
-_UNDER_WAY = 256 << 10
-"""Bytes that all programs ask for at once."""
+_IN_FLIGHT = 256 << 10
+"""Bytes that all programs together request at once."""
 
 
-def definition(store: HostStore, lane: int, start: int, stop: int, device: torch.device, into: Tensor | None = None) -> Tensor:
-    """Keys [H, stop - start, D] of a lane on the device, contiguous or in `into`, where those of a head neighbour each other."""
-    keys = store.read(lane, start, stop)[:, :, 0]
-    return keys.contiguous().to(device) if into is None else into.copy_(keys)
+def definition(blocks: Sequence[Tensor], start: int, out: Tensor) -> None:
+    """Copy the keys of rows start .. start + n to out [H, n, D]. Row t is blocks[t // E][:, t % E]; blocks are [H, E, 2, D]."""
+    done, size = 0, out.shape[1]
+    while done < size:
+        number, offset = divmod(start + done, blocks[0].shape[1])
+        keys = blocks[number][:, offset : offset + size - done, 0]
+        out[:, done : done + keys.shape[1]] = keys
+        done += keys.shape[1]
 
 
 if HAS_TRITON:
@@ -35,58 +36,38 @@ if HAS_TRITON:
 
     @triton.jit(do_not_specialize=["start", "count"])
     def _stream_keys(
-        table, out, start, count, extent, width, out_head, ROWS: tl.constexpr, WP: tl.constexpr, ALIGN: tl.constexpr
+        table, out, start, count, block_size, width, out_head, ROWS: tl.constexpr, WP: tl.constexpr, ALIGN: tl.constexpr
     ):  # fmt: skip
-        # A program takes every so many-th block of rows of a head, in 32-bit words; a block may end in the next extent.
+        # Program (p, head) copies every num_programs-th tile of ROWS rows in 32-bit words. A tile may span two blocks.
         h, word = tl.program_id(1).to(tl.int64), tl.arange(0, WP)
-        for block in range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0)):
-            i = block * ROWS + tl.arange(0, ROWS)
+        for tile in range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0)):
+            i = tile * ROWS + tl.arange(0, ROWS)
             known, row = i < count, start + i
-            base = tl.load(table + row // extent, mask=known, other=0).to(tl.pointer_type(tl.int32))
-            source = tl.multiple_of(base + (h * extent + row % extent) * 2 * width, ALIGN)  # which no address from memory tells
+            base = tl.load(table + row // block_size, mask=known, other=0).to(tl.pointer_type(tl.int32))
+            # The compiler cannot infer the alignment of an address that it loads.
+            source = tl.multiple_of(base + (h * block_size + row % block_size) * 2 * width, ALIGN)
             inside = known[:, None] & (word < width)[None, :]
             words = tl.load(source[:, None] + word[None, :], mask=inside, other=0)
             tl.store(out + h * out_head + i[:, None] * width + word[None, :], words, mask=inside)
 
 
-def launch(store: HostStore, lane: int, start: int, stop: int, device: torch.device, into: Tensor | None = None) -> Tensor:
-    """The Triton kernel; arguments and result as in `definition`. On a GPU the store is pinned and stays until the kernel
-    ends."""
-    heads, dim, count = store.kv_heads, store.head_dim, stop - start
-    assert store.pinned or device.type == "cpu", "a kernel reads pinned memory only"
-    assert 0 <= start <= stop <= store.length(lane), f"rows {start}..{stop} of {store.length(lane)}"
-    width = dim * store.dtype.itemsize // 4
-    assert dim * store.dtype.itemsize % 4 == 0, "a key is copied in 32-bit words"
-    out = torch.empty((heads, count, dim), dtype=store.dtype, device=device) if into is None else into
-    assert out.shape == (heads, count, dim) and out.stride()[1:] == (dim, 1) and out.dtype == store.dtype
+def stream_keys(table: Tensor, block_size: int, start: int, out: Tensor) -> None:
+    """Launch the kernel: as `definition`, on the current stream of out, without a sync.
+
+    table [blocks] int64: addresses of the blocks [H, block_size, 2, D], on the device; pinned memory where out is on a GPU. The
+    caller keeps the blocks alive until the kernel ends. Each head of out is contiguous.
+    """
+    heads, count, dim = out.shape
+    assert table.dtype == torch.int64 and table.is_contiguous()
+    assert 0 <= start <= len(table) * block_size - count, (
+        f"rows {start}..{start + count} of {len(table)} blocks of {block_size}"
+    )
+    assert out.stride()[1:] == (dim, 1), f"the rows of a head must be contiguous, not {out.stride()}"
+    assert dim * out.element_size() % 4 == 0, "keys are copied in 32-bit words"
+    width, rows = dim * out.element_size() // 4, 32
     if count:
-        table = store.addresses(lane)
-        if device.type == "cuda":  # so that the host does not wait for the stream
-            table = table.pin_memory().to(device, non_blocking=True)
-        rows, wide = 32, triton.next_power_of_2(width)
-        programs = max(1, _UNDER_WAY // (heads * rows * width * 4))
+        programs = max(1, _IN_FLIGHT // (heads * rows * width * 4))
         _stream_keys[(min(programs, triton.cdiv(count, rows)), heads)](
-            table,
-            out.view(torch.int32),
-            start,
-            count,
-            store.extent,
-            width,
-            out.stride(0) * out.element_size() // 4,
-            ROWS=rows,
-            WP=wide,
-            ALIGN=16 if width % 4 == 0 else 4,
-        )
-    return out
-
-
-def stream_keys(store: HostStore, lane: int, start: int, stop: int, device: torch.device, into: Tensor | None = None) -> Tensor:
-    """As `definition`: the kernel where the device is a GPU and the store pinned, a copy elsewhere; after rows that are on their
-    way to the host have arrived."""
-    if HAS_TRITON and device.type == "cuda" and store.pinned:
-        if store.arriving is not None:
-            torch.cuda.current_stream(device).wait_event(store.arriving)
-        return launch(store, lane, start, stop, device, into)
-    if store.arriving is not None:
-        store.arriving.synchronize()
-    return definition(store, lane, start, stop, device, into)
+            table, out.view(torch.int32), start, count, block_size, width, out.stride(0) * out.element_size() // 4,
+            ROWS=rows, WP=triton.next_power_of_2(width), ALIGN=16 if width % 4 == 0 else 4,
+        )  # fmt: skip
