@@ -41,6 +41,10 @@ class Extents:
         return self._real(*args, **kwargs)
 
 
+class Cache(SimpleNamespace):
+    """The layers of a stack, as a cache has them."""
+
+
 class Stack:
     """Some layers and what decodes with them, on a CPU; replayed: the step is captured by a stand-in, whose replays do nothing."""
 
@@ -58,8 +62,8 @@ class Stack:
         self.layers = [FrozenLayer(number, settings, pipeline, clock) for number in range(LAYERS)]
         self.pads, self.how = pads or [0] * LANES, Attention(0.3)
         self._take(PROMPT)
-        cache: Any = SimpleNamespace(kv_layers=self.layers, frozen_layers=self.layers)
-        self.replay = Replay(self._forward, cache, capture=replayed)
+        self.cache: Any = Cache(kv_layers=self.layers, frozen_layers=self.layers)
+        self.replay = Replay(self._forward, self.cache, capture=replayed)
 
         def capture(replay: Replay) -> Any:
             replay._logits, graph = replay._run(), SimpleNamespace(replay=lambda: None)

@@ -222,6 +222,9 @@ class DenseLayer(Lanes):
                 self._reserve(self.longest)
             self._write(slice(i, i + 1), 0, rows[:, :, :, 0], rows[:, :, :, 1])
 
+    def check_crop(self, drop: int) -> None:
+        """Nothing to refuse: all tokens are here."""
+
     def crop(self, drop: int) -> None:
         """Forget the last `drop` tokens of every lane."""
         if drop <= 0:

@@ -84,8 +84,10 @@ class Feed:
             self.group.truncate(lane, 0)
 
     def truncate(self, lane: int, end: int) -> None:
-        """Have the index forget positions >= end of a lane."""
+        """Have the index forget positions >= end of a lane. One without positions to index is no longer stale."""
         self.group.truncate(lane, end if end > self.first else 0)
+        if end <= self.first:
+            self.stale.discard(lane)
 
     def clear(self, lane: int) -> None:
         """Have the index forget a lane."""

@@ -414,18 +414,24 @@ class FrozenKV(Lanes):
 
     # Changes from outside
 
+    def check_crop(self, drop: int) -> None:
+        """Raise CacheError where crop(drop) would need tokens that the method has dropped."""
+        if self.plan is None or not self.settings.method.evicts:
+            return
+        sink = self.plan.regions.sink
+        if any(max(0, self.length(lane) - drop) < self.indexed(lane) > sink for lane in range(self.lanes)):
+            raise CacheError(f"{self.settings.method.name} has dropped the tokens that crop({-drop}) would bring back")
+
     def crop(self, drop: int) -> None:
         """Forget the last `drop` tokens of every lane; the window is refilled from the store."""
         if self.plan is None or drop <= 0:
             return
+        self.check_crop(drop)
         self.fall_back()
         self.untouched, self.era = False, object()
-        sink = self.plan.regions.sink
         olds, lengths = ([of(lane) for lane in range(self.lanes)] for of in (self.indexed, self.length))
         lengths = [max(0, length - drop) for length in lengths]
         if self.settings.method.evicts:
-            if any(length < old > sink for length, old in zip(lengths, olds, strict=True)):
-                raise CacheError(f"{self.settings.method.name} has dropped the tokens that crop({-drop}) would bring back")
             self._start = olds
         else:
             for lane, (old, length) in enumerate(zip(olds, lengths, strict=True)):

@@ -12,6 +12,7 @@ import functools
 import gc
 import logging
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -144,7 +145,7 @@ class Replay:
     """
 
     def __init__(self, forward: Callable[..., Any], cache: Cache, *, compiled: bool = False, capture: bool = True) -> None:
-        self.cache, self.compiled, self.capture = cache, compiled, capture
+        self._cache, self.compiled, self.capture = weakref.ref(cache), compiled, capture
         self.captures, self.capture_seconds, self.capture_bytes = 0, 0.0, 0
         self._forward = forward
         self._layers: list[FrozenLayer | DenseLayer] = cache.kv_layers
@@ -168,6 +169,13 @@ class Replay:
             if self.due():
                 self._ahead([layer for layer in self._layers if layer.goes_ahead])
             return logits
+
+    @property
+    def cache(self) -> Cache:
+        """The cache, which holds this."""
+        cache = self._cache()
+        assert cache is not None
+        return cache
 
     @property
     def interrupted(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -26,7 +27,7 @@ from kvthaw.cache.rotary import Rotary
 from kvthaw.engine.decode import Replay
 from kvthaw.engine.hf.attention import use_kvthaw_attention
 from kvthaw.engine.hf.hooks import foresee, rotary, turns_by_length
-from kvthaw.engine.hf.layer import CacheLayer, FillingLayer, Shared
+from kvthaw.engine.hf.layer import CacheLayer, FillingLayer, Layers, Shared
 from kvthaw.errors import CacheError, ConfigError, UnsupportedModelError
 from kvthaw.methods import resolve
 from kvthaw.types import Method
@@ -113,6 +114,7 @@ class Cache(DynamicCache):
         chosen = resolve(method, **options)
         config = model.config.get_text_config(decoder=True)
         super().__init__(config=config)
+        self.layers: Layers = Layers(self.layers)
         full = [i for i, layer in enumerate(self.layers) if type(layer) is DynamicLayer]
         if not full:
             raise UnsupportedModelError(f"{type(model).__name__} has no full-attention layer whose KV could be offloaded")
@@ -144,7 +146,7 @@ class Cache(DynamicCache):
                     )
                 kv = FrozenLayer(i, self.settings, self.pipeline, clock, leader)
             self.layers[i] = CacheLayer(kv, self._shared)
-        self._shared.layers = self.layers
+        self._shared.of = weakref.ref(self.layers)
         if chosen.rotary:
             turns: dict[str, Rotary | None] = {}
             for kv in self.frozen_layers:
@@ -177,7 +179,8 @@ class Cache(DynamicCache):
         rest = None if limit is None else max(0, limit - sum(kv.host_bytes() for kv in self.frozen_layers))
         shared = Shared(model, replace(self.settings, host_bytes=rest), len(self.frozen_layers), None)
         view = DynamicCache()
-        view.layers = shared.layers = [FillingLayer(layer, lane, shared) for layer in self.layers]
+        view.layers = Layers(FillingLayer(layer, lane, shared) for layer in self.layers)
+        shared.of = weakref.ref(view.layers)
         return view
 
     @property

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+class Layers(list[Any]):
+    """The layers of a cache, in a list that its layers can refer to without keeping it."""
+
+
 class Shared:
     """What the layers of one cache share: whose keys are on their way, what padding was last seen, whose modules ask."""
 
@@ -34,7 +38,7 @@ class Shared:
         self.positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         self.settings, self.frozen = settings, frozen
         self.meet = meet  # called with each attention module when it is first seen
-        self.layers: list[Any] = []  # the cache's own list of its layers
+        self.of = weakref.ref(Layers())  # the cache's own list of its layers, which holds this
         self.pending: CacheLayer | None = None
         self.reordered = False  # lanes changed places between steps (beam search)
         self._mask: weakref.ref[Tensor] | None = None
@@ -62,6 +66,11 @@ class Shared:
                 )
         return list(self._pads)
 
+    @property
+    def layers(self) -> Layers:
+        """The layers of the cache; none once it is gone."""
+        return self.of() or Layers()
+
     def first(self) -> CacheLayer:
         """The first of kvthaw's layers."""
         return next(layer for layer in self.layers if isinstance(layer, CacheLayer))
@@ -78,6 +87,18 @@ class Shared:
                     f"layer {i} holds {held} tokens and layer {at} {first.kv.seen}: a forward was interrupted; reset() the cache"
                 )
 
+    def check_crop(self, drop: int) -> None:
+        """Raise CacheError where a layer cannot forget its last `drop` tokens, before any of them has."""
+        for i, layer in enumerate(self.layers):
+            if isinstance(layer, CacheLayer):
+                layer.kv.check_crop(drop)
+            elif drop and not getattr(layer, "record_past", True):
+                window = getattr(layer, "sliding_window", None)  # linear layers have none, and keep one state
+                if window is None or layer.get_seq_length() >= window:
+                    raise CacheError(
+                        f"layer {i} is a {type(layer).__name__}, which has dropped what crop({-drop}) would bring back"
+                    )
+
     def attached(self) -> bool:
         """Whether the model of this cache attends through kvthaw."""
         model = self.model()
@@ -87,7 +108,7 @@ class Shared:
         twin = object.__new__(Shared)
         memo[id(self)] = twin
         twin.__dict__.update(self.__dict__)
-        twin.layers, twin.pending = copy.deepcopy(self.layers, memo), None
+        twin.of, twin.pending = weakref.ref(copy.deepcopy(self.layers, memo)), None
         return twin
 
 
@@ -205,6 +226,8 @@ class CacheLayer(CacheLayerMixin):
         """Forget the last -tokens_to_remove tokens; a positive number is the length to keep."""
         if tokens_to_remove > 0:
             tokens_to_remove = min(0, tokens_to_remove - self.kv.seen)
+        if self is self.shared.first():
+            self.shared.check_crop(-tokens_to_remove)
         self.kv.crop(-tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

@@ -1,0 +1,65 @@
+"""Crops: of a cache whose index is not up to date, and those that a layer refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+import kvthaw
+from kvthaw.errors import CacheError
+from zoo import build, prompt, ragged
+
+IDS = prompt(1, 130)
+
+
+def forward(model: PreTrainedModel, cache: DynamicCache, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+    with torch.no_grad():
+        return model(ids, attention_mask=mask, past_key_values=cache).logits
+
+
+@pytest.mark.parametrize("method", ["icecache", "clusterkv", "icecache-device", "pqcache", "pariskv", "snapkv", "quest"])
+def test_to_the_sink_before_the_index_has_taken_a_second_prompt(llama: PreTrainedModel, method: str) -> None:
+    cache, fresh = (kvthaw.Cache(llama, method, budget=340) for _ in range(2))
+    forward(llama, cache, IDS[:, :102])
+    forward(llama, cache, IDS[:, 102:])
+    cache.crop(-125)
+    forward(llama, fresh, IDS[:, :5])
+    for t in range(60):
+        ids = IDS[:, t : t + 1]
+        torch.testing.assert_close(forward(llama, cache, ids), forward(llama, fresh, ids), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["icecache", "pariskv"])
+def test_one_row_to_the_sink_and_another_not(llama: PreTrainedModel, method: str) -> None:
+    batch = ragged([130, 70])
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    cache, plain = kvthaw.Cache(llama, method, budget=340), DynamicCache(config=llama.config)
+    for one in (cache, plain):
+        forward(llama, one, ids[:, :100], mask[:, :100])
+        forward(llama, one, ids[:, 100:], mask)
+        one.crop(-68)
+    for t in range(40):
+        whole = torch.cat((mask[:, :62], torch.ones(2, t + 1, dtype=torch.long)), dim=1)
+        tokens = prompt(2, 40)[:, t : t + 1]
+        close = forward(llama, cache, tokens, whole), forward(llama, plain, tokens, whole)
+        torch.testing.assert_close(*close, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "kinds"),
+    [("llama", "streaming", None), ("gemma3", "oracle", "sliding_attention"), ("qwen3_next", "oracle", "linear_attention")],
+)
+@pytest.mark.parametrize("plain", [True, False])
+def test_a_refused_crop_changes_no_layer(name: str, method: str, kinds: str | None, plain: bool) -> None:
+    """Though layers that could be cropped come first; of a kvthaw cache and of generate()'s own."""
+    model = build(name, **({"layer_types": ["full_attention", kinds] * 2} if kinds else {}))
+    settings = {"budget": 32, "dense_layers": 1}
+    with kvthaw.attach(model, method, **settings) as handle:
+        cache = DynamicCache(config=model.config) if plain else kvthaw.Cache(model, method, **settings)
+        forward(model, cache, IDS[:, :100])
+        with pytest.raises(CacheError, match=r"dropped .*crop\(-60\)"):
+            cache.crop(-60)
+        assert [kv.length(0) for kv in handle.cache.kv_layers] == [100] * len(handle.cache.kv_layers)
+        assert forward(model, cache, IDS[:, :1]).isfinite().all()

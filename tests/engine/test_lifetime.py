@@ -1,0 +1,73 @@
+"""What a cache held is free when nobody holds it any longer, without Python's collector."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import kvthaw
+from kvthaw.engine.decode import Replay
+from zoo import prompt
+
+IDS = prompt(1, 90)
+
+
+@pytest.fixture(autouse=True)
+def _uncollected() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def held(cache: kvthaw.Cache) -> list[weakref.ref]:
+    """What a cache should let go of, after a prompt and some steps: its layers and their memory."""
+    stores = [layer.store for layer in cache.frozen_layers]
+    groups = [layer.group for layer in cache.frozen_layers if layer.group is not None]
+    return [weakref.ref(one) for one in (cache, *cache.layers, *cache.kv_layers, *stores, *groups)]
+
+
+def decode(model: PreTrainedModel, cache: kvthaw.Cache, steps: int = 40) -> None:
+    with torch.no_grad():
+        model(IDS, past_key_values=cache)
+        for t in range(steps):
+            model(IDS[:, t : t + 1], past_key_values=cache)
+
+
+def searching() -> int:
+    return sum(thread.name.startswith("kvthaw") for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("method", kvthaw.METHODS)
+def test_a_dropped_cache_is_freed(llama: PreTrainedModel, method: str) -> None:
+    cache = kvthaw.Cache(llama, method, **({} if method == "full" else {"budget": 64}))
+    before = searching()
+    decode(llama, cache)
+    cache.replay = Replay(llama.forward, cache, capture=False)
+    twin = cache.fork("oracle") if method not in ("streaming",) else None
+    found = held(cache)
+    workers = [thread for thread in threading.enumerate() if thread.name.startswith("kvthaw")]
+    del cache
+    assert not [ref() for ref in found if ref() is not None]
+    for thread in workers[before:]:
+        thread.join(10)
+    assert searching() <= before
+    assert twin is None or twin.get_seq_length() == 130
+
+
+@pytest.mark.parametrize("method", ["full", "oracle", "icecache", "clusterkv"])
+def test_generate_keeps_one_cache_and_detach_none(llama: PreTrainedModel, method: str) -> None:
+    handle = kvthaw.attach(llama, method, **({} if method == "full" else {"budget": 64}))
+    llama.generate(IDS, max_new_tokens=3, do_sample=False)
+    first = held(handle.cache)
+    llama.generate(IDS, max_new_tokens=3, do_sample=False)
+    assert not [ref() for ref in first if ref() is not None]
+    second = held(handle.cache)
+    handle.detach()
+    assert not [ref() for ref in second if ref() is not None]
