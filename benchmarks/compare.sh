@@ -2,7 +2,7 @@
 # All methods on the same work, on a machine with a GPU: benchmarks/compare.sh OUT [MINUTES [PROCESSES]]
 # Resumable: what stands in OUT is not run again. The large table comes first; what is left of MINUTES (8) is for the other parts, side by side.
 # PROCESSES (8) share the GPU, best under NVIDIA's MPS; each holds up to 5 GiB of prompts, as much for indexes, and as much pinned on the host.
-# Afterwards, on any machine with matplotlib: kvthaw compare --report only --out OUT (or OUT/cells.jsonl); benchmarks/compared.py OUT puts it into the docs.
+# Afterwards, on any machine with matplotlib: kvthaw compare --report only --out OUT (or OUT/cells.jsonl); benchmarks/compared.py OUT publishes it.
 set -euo pipefail
 out=$1 minutes=${2:-8} jobs=${3:-8}
 end=$(( $(date +%s) + $(awk -v m="$minutes" 'BEGIN { print int(60 * m) }') ))

@@ -1,12 +1,13 @@
-"""Puts what kvthaw compare found where readers find it: benchmarks/results/compare*.jsonl, docs/compare.md with all tables,
-docs/compare.png (where there is Chromium) and README.md with the means.
+"""Publish a comparison: copy its cells to benchmarks/results/compare*.jsonl, write the summary tables of README.md and
+docs/results.md, and take docs/compare.png from the report (where Chromium is installed).
 
 usage: compared.py OUT    OUT: the folder of kvthaw compare, or a file of its cells
+
+All tables: kvthaw compare --report only --out benchmarks/results/compare.jsonl (git ignores what it writes there).
 """
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from pathlib import Path
 from kvthaw.evaluate.cells import Cell, read_cells, read_stretches, write_cells, write_stretches
 from kvthaw.evaluate.compare import goals, hopes, protocols, under, whole, work
 from kvthaw.evaluate.document import Share, Table
-from kvthaw.evaluate.overview import by_budget, named, overview
+from kvthaw.evaluate.overview import by_budget, named, overview, verdicts
 
 HERE = Path(__file__).parents[1]
 BEGIN, END = "<!-- written by benchmarks/compared.py -->", "<!-- until here -->"
@@ -46,6 +47,15 @@ def short(cells: Sequence[Cell]) -> str:
         for hope in hopes(goals(some))
     ]
     return "\n\n".join((about, Table(table.columns, rows).markdown(), "\n".join(verdicts)))
+
+
+def summary(cells: Sequence[Cell]) -> str:
+    """Mean accuracies of the first protocol with their intervals, and the goals, as Markdown."""
+    some = under(cells, protocols(cells)[0])
+    return "\n\n".join((verdicts(goals(some)).markdown(), by_budget(some).markdown()))
+
+
+PAGES = {"README.md": short, "docs/results.md": summary}  # what stands between the marks of each
 
 
 def put(path: Path, text: str) -> None:
@@ -82,11 +92,9 @@ def main(arguments: list[str]) -> None:
     write_cells(cells, results)
     if stretches:
         write_stretches(stretches, results)
-    document = overview(cells, stretches)
-    tables = re.sub("^#", "##", document.markdown(), flags=re.MULTILINE)
-    put(HERE / "docs" / "compare.md", tables.replace(document.title, "What it found", 1))
-    put(HERE / "README.md", short(cells))
-    photograph(document.html(), HERE / "docs" / "compare.png")
+    for page, text in PAGES.items():
+        put(HERE / page, text(cells))
+    photograph(overview(cells, stretches).html(), HERE / "docs" / "compare.png")
 
 
 if __name__ == "__main__":
