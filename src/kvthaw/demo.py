@@ -15,7 +15,7 @@ from kvthaw.evaluate.machine import now
 from kvthaw.evaluate.metrics import mean
 from kvthaw.evaluate.probe import Probe
 from kvthaw.evaluate.tasks import niah, passkey
-from kvthaw.evaluate.tasks.base import Haystack, count, depth_of, distinct, number, read_asset, uuid, word_key
+from kvthaw.evaluate.tasks.base import Haystack, count, depth_of, distinct, holds, number, read_asset, uuid, word_key
 from kvthaw.methods import resolve
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ def _answer_all(session: _Session, side: Side, reading: Reading, settings: dict[
             times.append(now(device) - begin - (probe.seconds - watched))
             session.show(Event("text", side, question, piece))
         side.answers.append(answer.text.strip())
-        side.right.append(question.answer in answer.text)
+        side.right.append(holds(answer.text, question.answer))
         session.show(Event("answer", side, question, answer.text))
         if times:
             first.append(times[0])

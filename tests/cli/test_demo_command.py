@@ -21,6 +21,16 @@ def test_demo_answers_from_one_prefill(model: str) -> None:
     assert record["thawed"]["kv_device_bytes"] < record["full"]["kv_device_bytes"] / 10
 
 
+def test_a_number_inside_a_longer_one_is_no_answer(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import kvthaw.demo
+
+    facts = [kvthaw.demo.Question(f"Fact {i} is 6088743.", f"\nWhat is fact {i}?", "6088743", 4, 0.0) for i in range(5)]
+    monkeypatch.setattr(kvthaw.demo, "_facts", lambda rng: facts)
+    monkeypatch.setattr(kvthaw.demo.Answer, "text", property(lambda self: " 46088743."))
+    record = Said("demo", "--model", model, "--method", "streaming", "--budget", "64", "--length", "900", "--json").records[0]
+    assert record["thawed"]["right"] == record["full"]["right"] == [False] * 5
+
+
 @pytest.mark.model
 def test_demo_on_the_shipped_model_is_right() -> None:
     record = Said("demo", "--length", "3000", "--json").records[0]

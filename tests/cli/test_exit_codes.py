@@ -73,6 +73,38 @@ def test_wrong_usage_is_exit_code_2(model: str) -> None:
     refused(Said("thaw"), 2, "thaw")
 
 
+def test_numbers_beyond_64_bits_are_one_clear_line(model: str) -> None:
+    huge = "99999999999999999999999"
+    generate = ("generate", "Hello", "--model", model)
+    refused(Said(*generate, "--seed", huge), 2, "--seed", str((1 << 63) - 1))
+    refused(Said(*generate, "--seed", str(1 << 63)), 2, "--seed")
+    refused(Said(*generate, "--budget", huge), 2, "--budget", huge, "at most")
+    refused(Said(*generate, "--retrieved", huge), 2, "--retrieved")
+    refused(Said("eval", "passkey", "--model", model, "--budget", f"64,{huge}"), 2, "--budget", huge)
+    refused(Said("compare", "--model", model, "--lengths", huge), 2, "--lengths", huge)
+    refused(Said("demo", "--model", model, "--seed", f"-{huge}"), 2, "--seed")
+
+
+def test_a_device_without_memory_is_refused(model: str) -> None:
+    refused(Said("generate", "Hello", "--model", model, "--device", "meta"), 1, "device is 'meta'")
+
+
+def test_a_hub_that_cannot_be_reached_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    refused(Said("generate", "Hello", "--model", "nobody/nothing"), 1, "'nobody/nothing'", "cannot be reached")
+
+
+def test_a_results_file_with_a_bad_line_is_named(model: str, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    command = ("eval", "passkey", "--model", model, "--method", "streaming", "--length", "300", "--samples", "1")
+    assert Said(*command, "--out", str(out)).code == 0
+    out.write_bytes(out.read_bytes() + b'{"setting": "caf\xe9"}\n')
+    refused(Said(*command, "--out", str(out)), 1, "out.jsonl", "line 3")
+    cells = tmp_path / "cells.jsonl"
+    cells.write_bytes(b"\xff\n")
+    refused(Said("compare", "--report", "only", "--out", str(cells)), 1, "cells.jsonl", "line 1")
+
+
 def test_nan_in_the_keys_is_one_line(model: str, tmp_path: Path) -> None:
     import shutil
 

@@ -292,6 +292,14 @@ def test_the_report_holds_every_cell_and_asks_for_nothing(document: Document) ->
         overview([*toy(), cell("quest", 64, [1.0], about=("other", *ABOUT[1:]))])
 
 
+def test_names_are_text_in_both_forms_of_the_report() -> None:
+    about = ("<script>alert(1)</script>", *ABOUT[1:])
+    document = overview([cell("full", None, [1.0], about=about), cell("quest", 64, [1.0], task="a|b<i>", about=about)])
+    for text in (document.html(), document.markdown()):
+        assert "<script" not in text
+        assert "<i>" not in text
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 def test_the_page_opens_in_a_browser(document: Document, tmp_path: Path) -> None:
     assert CHROMIUM is not None

@@ -278,6 +278,15 @@ def test_a_torn_last_line_is_run_again(loaded: tuple[Any, Any], tmp_path: Path) 
     assert [json.loads(line)["setting"]["seed"] for line in path.read_text().splitlines()] == [0, 1]
 
 
+def test_two_processes_that_share_a_file_write_each_line_once(loaded: tuple[Any, Any], tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    first, second = Results(path), Results(path)  # neither has seen the other's lines
+    for results in (first, second):
+        runner(loaded, results).run(Job("passkey", 400, 2), [])
+    assert [json.loads(line)["setting"]["seed"] for line in path.read_text().splitlines()] == [0, 1]
+    assert list(Results(path)) == list(second)
+
+
 def test_summary_has_the_means(loaded: tuple[Any, Any]) -> None:
     found = runner(loaded).run(Job("passkey", 400, 3, seed=5), [ORACLE])
     summary = summarize(found[ORACLE], found[FULL])

@@ -41,10 +41,11 @@ def generate(
         str | None, typer.Option(help="Most tokens attended per KV head and step, or a fraction of the prompt. Default 256.")
     ] = None,
     retrieved: Annotated[
-        int | None, typer.Option(help="Instead of --budget: tokens retrieved, beside the paper's own sink and window.")
+        int | None,
+        typer.Option(max=options.MOST, help="Instead of --budget: tokens retrieved, beside the paper's own sink and window."),
     ] = None,
     dense_layers: Annotated[
-        int | None, typer.Option(help="First layers that keep all KV. Default: 2 from 16 layers on, else 0.")
+        int | None, typer.Option(max=options.MOST, help="First layers that keep all KV. Default: 2 from 16 layers on, else 0.")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after so many tokens.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,

@@ -16,13 +16,15 @@ if TYPE_CHECKING:
     from kvthaw.evaluate.variant import Variant
 
 T = TypeVar("T")
+MOST = (1 << 31) - 1
+"""The largest number of tokens: positions are 32-bit integers."""
 
 Model = Annotated[
     str, typer.Option("--model", metavar="NAME", help="[bold]shipped[/], a local folder, or an id on the Hugging Face hub.")
 ]
 Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1, ...; the GPU if there is one.")]
 Dtype = Annotated[str, typer.Option("--dtype", help="float32, bfloat16, float16; auto: bfloat16 on a GPU, float32 on a CPU.")]
-Seed = Annotated[int, typer.Option("--seed", help="Of everything that is drawn.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, max=(1 << 63) - 1, help="Of everything that is drawn.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on stdout.")]
 Lines = Annotated[bool, typer.Option("--json", help="Print one JSON object a run and nothing else on stdout.")]
 
@@ -87,9 +89,12 @@ def listed(text: str, kind: Callable[[str], T], option: str) -> list[T]:
     for part in text.split(","):
         if part.strip():
             try:
-                found[kind(part.strip())] = None
+                value = kind(part.strip())
             except ValueError:
                 raise typer.BadParameter(f"{part.strip()!r} in {text!r} is not a number", param_hint=option) from None
+            if isinstance(value, int) and value > MOST:
+                raise typer.BadParameter(f"{value} is too large; it must be at most {MOST:,}", param_hint=option)
+            found[value] = None
     if not found:
         raise typer.BadParameter("it is empty", param_hint=option)
     return list(found)

@@ -42,6 +42,7 @@ class Kind(Keyed, Protocol):
 
 K = TypeVar("K", bound=Kind)
 M = TypeVar("M", bound=Written)
+T = TypeVar("T")
 
 
 class Cells(Generic[K, M]):
@@ -218,13 +219,7 @@ def cells_of(lines: Iterable[Line]) -> list[Cell]:
 
 def read_cells(path: Path) -> list[Cell]:
     """The cells of a folder of results, or of a file that `write_cells` wrote. Raises ConfigError where there are none."""
-    if path.is_file():
-        try:
-            cells = [Cell.from_json(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{str(path)!r} is not a file of cells: {error}") from error
-    else:
-        cells = cells_of(Folder(path))
+    cells = _parsed(path, Cell.from_json) if path.is_file() else cells_of(Folder(path))
     if not cells and not (path.is_dir() and read_stretches(path)):
         raise ConfigError(f"{str(path)!r} holds no results of kvthaw compare")
     return cells
@@ -242,11 +237,12 @@ def read_stretches(path: Path) -> list[perplexity.Line]:
     beside = _beside(path)
     if not beside.exists():
         return []
-    try:
-        records = [json.loads(text) for text in beside.read_text(encoding="utf-8").splitlines()]
-        return [_stretch(record, *own) for record in records for own in record["stretches"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{str(beside)!r} is not a file of perplexity: {error}") from error
+
+    def stretches(text: str) -> list[perplexity.Line]:
+        record = json.loads(text)
+        return [_stretch(record, *own) for own in record["stretches"]]
+
+    return [line for lines in _parsed(beside, stretches) for line in lines]
 
 
 def write_stretches(lines: Iterable[perplexity.Line], path: Path) -> None:
@@ -273,6 +269,17 @@ def _beside(path: Path) -> Path:
 def write_cells(cells: Iterable[Cell], path: Path) -> None:
     """One line a cell."""
     _replace(path, (cell.to_json() for cell in cells))
+
+
+def _parsed(path: Path, read: Callable[[str], T]) -> list[T]:
+    """The lines of a file. Raises ConfigError that names the file and the line that cannot be read."""
+    found = []
+    for number, raw in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            found.append(read(raw.decode("utf-8")))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"line {number} of {str(path)!r} is not a result of kvthaw compare: {error}") from error
+    return found
 
 
 def _replace(path: Path, lines: Iterable[str]) -> None:

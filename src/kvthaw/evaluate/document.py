@@ -50,7 +50,7 @@ class Heading:
         return f"<h{self.level}>{escape(self.text)}</h{self.level}>"
 
     def markdown(self) -> str:
-        return f"{'#' * self.level} {self.text}"
+        return f"{'#' * self.level} {_plain(self.text)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Text:
         return f"<p>{escape(self.text)}</p>"
 
     def markdown(self) -> str:
-        return self.text
+        return _plain(self.text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Items:
         return "<ul>" + "".join(f"<li>{escape(text)}</li>" for text in self.texts) + "</ul>"
 
     def markdown(self) -> str:
-        return "\n".join(f"- {text}" for text in self.texts)
+        return "\n".join(f"- {_plain(text)}" for text in self.texts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +92,8 @@ class Table:
         return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
     def markdown(self) -> str:
-        lines = [[column.replace("|", "\\|") for column in self.columns], ["---"] * len(self.columns)]
-        lines += [[f"{v.text} ({v.detail})" if isinstance(v, Share) else v for v in row] for row in self.rows]
+        lines = [[_plain(column) for column in self.columns], ["---"] * len(self.columns)]
+        lines += [[f"{v.text} ({v.detail})" if isinstance(v, Share) else _plain(v) for v in row] for row in self.rows]
         return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
@@ -108,7 +108,7 @@ class Picture:
         return f"<figure>{self.svg}<figcaption>{escape(self.text)}</figcaption></figure>"
 
     def markdown(self) -> str:
-        return f"*(In the HTML report: {self.text})*"
+        return f"*(In the HTML report: {_plain(self.text)})*"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class Fold:
         return f"<details{' open' * self.opened}><summary>{escape(self.title)}</summary>\n{inside}\n</details>"
 
     def markdown(self) -> str:
-        return "\n\n".join((f"**{self.title}**", *(block.markdown() for block in self.blocks)))
+        return "\n\n".join((f"**{_plain(self.title)}**", *(block.markdown() for block in self.blocks)))
 
 
 Block = Heading | Text | Items | Table | Picture | Fold
@@ -160,6 +160,11 @@ _STYLE = (
     "details{margin:.6rem 0}summary{cursor:pointer;font-weight:600}"
     "figure{margin:1rem 0}figure svg,figure img{max-width:100%;height:auto}figcaption{color:#4b5563;font-size:13px}"
 )
+
+
+def _plain(text: str) -> str:
+    """Escape a text for one line of Markdown, in which HTML would count."""
+    return escape(" ".join(text.split()), quote=False).replace("|", "\\|")
 
 
 def _cell(value: Value) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -41,11 +43,13 @@ def load(name: str = SHIPPED, *, dtype: Dtype = "auto", device: str | None = Non
     one_of(get_args(Dtype), dtype=dtype)
     kind = dtype if dtype != "auto" else "bfloat16" if where.type == "cuda" else "float32"
     source = _source(name)
+    offline = source == name and not Path(name).expanduser().is_dir() and not _hub_answers()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, kind))
+        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=offline)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, kind), local_files_only=offline)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model is {name!r}; it could not be loaded: {_first_line(error)}") from error
+        where_from = "the hub cannot be reached, and it is not in its cache" if offline else _first_line(error)
+        raise ConfigError(f"model is {name!r}; it could not be loaded: {where_from}") from error
     return model.to(where).eval(), tokenizer
 
 
@@ -64,13 +68,26 @@ def fingerprint(model: PreTrainedModel) -> str:
     return digest.hexdigest()
 
 
+def _hub_answers() -> bool:
+    """Return whether the Hugging Face hub can be reached; transformers itself tries for the better part of a minute."""
+    from huggingface_hub.constants import ENDPOINT
+
+    try:
+        urllib.request.urlopen(urllib.request.Request(ENDPOINT, method="HEAD"), timeout=10).close()
+    except urllib.error.HTTPError:
+        return True
+    except (OSError, ValueError):
+        return False
+    return True
+
+
 def _device(name: str | None) -> torch.device:
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
+        torch.zeros(1, device=device).item()  # the meta device holds no values
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ConfigError(f"device is {name!r}; torch cannot use it: {_first_line(error)}") from error
     return device
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import IO, Any, Generic, Protocol, TypeVar
 
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.metrics import mean, wilson
@@ -158,21 +158,20 @@ class Kept(Generic[L]):
         self.path = path
         self._lines: dict[str, L] = {}
         self._outdated: dict[str, str] = {}  # the methods of lines that were asked for and are out of date
-        self._whole: int | None = None  # bytes of whole lines, where a stop left one unfinished behind them
+        self._read, self._end = read, 0  # bytes of the file that have been read: whole lines
         if path is not None and path.exists():
-            self._take(path, read)
+            with path.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH)
+                self._take(file)
 
     def get(self, setting: Keyed) -> L | None:
         """The line of a setting, if known and not out of date."""
         key = setting.key()
         line = self._lines.get(key)
-        if line is None:
-            return None
-        was = line.setting
-        if isinstance(was, OfVariant) and isinstance(setting, OfVariant) and was.options not in ("", setting.options):
-            self._outdated[key] = was.method
-            return None
-        return line
+        if line is None or self._current(key, setting):
+            return line
+        self._outdated[key] = line.setting.method  # type: ignore[attr-defined]
+        return None
 
     @property
     def outdated(self) -> Counter[str]:
@@ -184,32 +183,45 @@ class Kept(Generic[L]):
         self.extend([line])
 
     def extend(self, lines: Iterable[L]) -> None:
-        """Keep lines."""
+        """Keep lines. Those that another process has written to the file meanwhile are not written again."""
         new = {line.setting.key(): line for line in lines}
+        if self.path is not None and new:
+            with self.path.open("a+b") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                self._take(file)
+                new = {key: line for key, line in new.items() if not self._current(key, line.setting)}
+                file.truncate(self._end)  # a stop may have left an unfinished line
+                self._end += file.write("".join(line.to_json() + "\n" for line in new.values()).encode())
         for key, line in new.items():
             self._put(key, line)
-        if self.path is not None and new:
-            if self._whole is not None:
-                os.truncate(self.path, self._whole)
-                self._whole = None
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write("".join(line.to_json() + "\n" for line in new.values()))
 
     def __iter__(self) -> Iterator[L]:
         return iter(self._lines.values())
 
-    def _take(self, path: Path, read: Callable[[str], L]) -> None:
-        """The lines of a file, as it is: others may be writing to it."""
-        text = path.read_text(encoding="utf-8")
-        for number, line in enumerate(text.splitlines(keepends=True), 1):
+    def _current(self, key: str, setting: Keyed) -> bool:
+        """Whether a setting's line is known and not out of date."""
+        line = self._lines.get(key)
+        if line is None:
+            return False
+        was = line.setting
+        both = isinstance(was, OfVariant) and isinstance(setting, OfVariant)
+        return not both or was.options in ("", setting.options)  # type: ignore[attr-defined]
+
+    def _take(self, file: IO[bytes]) -> None:
+        """Read the lines that have come since the last time."""
+        file.seek(self._end)
+        for raw in file.read().splitlines(keepends=True):
             try:
-                found = read(line) if line.strip() else None
+                line = raw.decode("utf-8")
+                found = self._read(line) if line.strip() else None
             except (ValueError, KeyError, TypeError) as error:
-                if line.startswith('{"setting"') and not line.endswith("\n"):
-                    self._whole = len(text[: -len(line)].encode())
-                    return
-                problem = f"out is {str(path)!r}, whose line {number} is not a result of kvthaw eval; name another file"
+                if raw.startswith(b'{"setting"') and not raw.endswith(b"\n"):
+                    break
+                file.seek(0)
+                number = file.read(self._end).count(b"\n") + 1
+                problem = f"out is {str(self.path)!r}, whose line {number} is not a result of kvthaw eval; name another file"
                 raise ConfigError(problem) from error
+            self._end += len(raw)
             if found is not None:
                 self._put(found.setting.key(), found)
 

@@ -72,10 +72,14 @@ class Reads(Protocol):
         """The same task over the file or folder `path`. Raises ConfigError, naming it, where that holds no such questions."""
 
 
+def holds(output: str, answer: str) -> bool:
+    """Return whether `answer` stands in `output` as a whole: not inside a longer number, word or hyphenated key."""
+    return re.search(rf"(?<![\w-]){re.escape(answer)}(?![\w]|-\w)", output) is not None
+
+
 def score_answers(sample: Sample, output: str) -> float:
-    """The share of `sample.answers` found in `output` as a whole: not inside a longer number, word or hyphenated key."""
-    found = sum(bool(re.search(rf"(?<![\w-]){re.escape(a)}(?![\w]|-\w)", output)) for a in sample.answers)
-    return found / len(sample.answers)
+    """Return the share of `sample.answers` that `output` holds."""
+    return sum(holds(output, answer) for answer in sample.answers) / len(sample.answers)
 
 
 def match_all(answers: tuple[str, ...], output: str) -> float:
