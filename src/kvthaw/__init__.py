@@ -13,7 +13,7 @@ from kvthaw.errors import CacheError, ConfigError, HostMemoryError, KvthawError,
 
 if TYPE_CHECKING:
     from kvthaw.engine.batch import Batch, Request
-    from kvthaw.engine.hf import Cache, Handle, Stats, attach
+    from kvthaw.engine.hf import Cache, Handle, Stats, attach, detach
     from kvthaw.engine.sampling import Sampling
     from kvthaw.methods import METHODS
     from kvthaw.types import Method
@@ -36,6 +36,7 @@ __all__ = [
     "UnsupportedModelError",
     "__version__",
     "attach",
+    "detach",
 ]
 
 _HOMES = {
@@ -46,6 +47,7 @@ _HOMES = {
     "Handle": "kvthaw.engine.hf",
     "Stats": "kvthaw.engine.hf",
     "attach": "kvthaw.engine.hf",
+    "detach": "kvthaw.engine.hf",
     "METHODS": "kvthaw.methods",
     "Method": "kvthaw.types",
 }

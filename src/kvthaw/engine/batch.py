@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvthaw.engine.decode import Replay, capturable, compilable, compiled_step
 from kvthaw.engine.hf import Cache, Stats
+from kvthaw.engine.hf.attention import unwrap
 from kvthaw.engine.hf.handle import is_attached
 from kvthaw.engine.hf.hooks import turns_by_length
 from kvthaw.engine.prefill import CHUNK, spans
@@ -90,6 +91,7 @@ class Batch:
         at_least(1, lanes=lanes, capacity=capacity, prefill_chunk=prefill_chunk)
         if isinstance(settings.get("budget"), float):
             raise ConfigError(f"budget is {settings['budget']}; a batch needs a number of tokens, no fraction of a prompt")
+        model = unwrap(model)
         if is_attached(model):
             raise CacheError("the model is attached; detach its handle first")
         _check(model, capacity)

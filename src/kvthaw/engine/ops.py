@@ -44,7 +44,10 @@ def _attend(
     """New tokens of a layer enter the cache that is served and are attended from, [B, Hq, T, D]. key, value: [B, H, T, D]."""
     cache = _SERVED.get()
     if cache is None:
-        raise CacheError("a compiled forward was called outside of kvthaw's decoding")
+        raise CacheError(
+            "the model or a module of it was compiled by torch.compile, which hides kvthaw's cache from it; "
+            "leave it uncompiled and attach(compile=True)"
+        )
     kv = cache.layers[layer].kv
     out: Tensor = kv.attend(query, key, value, kv.left_pad, Attention(scale, softcap, sinks), True)
     return out.contiguous()

@@ -6,10 +6,8 @@ chunk's activations and two blocks of KV whatever the length of the prompt, and 
 
 from __future__ import annotations
 
-import functools
-import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,29 +36,28 @@ def in_chunks(
     cache_of: Callable[[Any], Cache | None],
     chunk: int,
     *,
+    names: Collection[str],
     short: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """A model's forward that takes more than `chunk` new tokens chunk by chunk, and returns the logits that were asked for.
 
-    cache_of: the kvthaw cache behind a past_key_values, or None. short: takes what is no longer than a chunk; by default the
+    The result takes its arguments by name. cache_of: the kvthaw cache behind a past_key_values, or None. names: of forward's
+    arguments. short: takes what is no longer than a chunk; by default the
     model's forward. What cannot be taken in chunks goes to the model whole, and the log says why: a method that evicts, layers
     whose state transformers does not continue from (linear attention), or arguments other than tokens, positions, a 2-D mask and a
     number of logits to keep.
     """
-    names = list(inspect.signature(forward).parameters)
 
-    @functools.wraps(forward)
-    def take(*args: Any, **kwargs: Any) -> Any:
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+    def take(**given: Any) -> Any:
         cache = cache_of(given.get("past_key_values"))
         columns = {name: dim for name, dim in _WITH_TOKENS.items() if given.get(name) is not None}
         tokens = max((given[name].shape[1] for name in ("input_ids", "inputs_embeds") if name in columns), default=0)
         if cache is None or tokens <= chunk:
-            return (short or forward)(*args, **kwargs)
+            return (short or forward)(**given)
         reason = _whole(given, cache, names)
         if reason is not None:
             _log.warning("a prompt of %d tokens goes through the model in one pass: %s", tokens, reason)
-            return forward(*args, **kwargs)
+            return forward(**given)
         before, mask, keep = cache.kv_layers[0].seen, given.get("attention_mask"), given.get("logits_to_keep") or tokens
         logits: list[Tensor] = []
         with cache.prompt(tokens):
@@ -78,7 +75,7 @@ def in_chunks(
     return take
 
 
-def _whole(given: dict[str, Any], cache: Cache, names: list[str]) -> str | None:
+def _whole(given: dict[str, Any], cache: Cache, names: Collection[str]) -> str | None:
     """Why a prompt cannot be taken in chunks; None where it can."""
     if "logits_to_keep" not in names or not isinstance(given.get("logits_to_keep") or 0, int):
         return "the model does not take a number of logits_to_keep"

@@ -6,6 +6,6 @@ ask for more than q, k and v.
 
 from kvthaw.engine.hf.attention import use_kvthaw_attention
 from kvthaw.engine.hf.cache import Cache, Stats
-from kvthaw.engine.hf.handle import Handle, attach
+from kvthaw.engine.hf.handle import Handle, attach, detach
 
-__all__ = ["Cache", "Handle", "Stats", "attach", "use_kvthaw_attention"]
+__all__ = ["Cache", "Handle", "Stats", "attach", "detach", "use_kvthaw_attention"]

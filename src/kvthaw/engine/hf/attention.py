@@ -29,22 +29,36 @@ if TYPE_CHECKING:
 NAME = "kvthaw"
 TAG = "_kvthaw_layer"
 """The attribute by which keys and values say whose they are."""
-_BEFORE: weakref.WeakKeyDictionary[PreTrainedModel, str] = weakref.WeakKeyDictionary()
-"""The attention that models had before kvthaw's."""
+_BEFORE = "_kvthaw_before"
+"""The attribute of a model that keeps the attention which it had before kvthaw's; a copy of the model has it too."""
+_SERVED: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
+"""Models that attend through kvthaw."""
 
 
-def check_model(model: object) -> None:
-    """Raise UnsupportedModelError for what is no model of transformers nor wraps one: a name, say, or a module of one's own."""
-    if not hasattr(model, "set_attn_implementation"):
-        raise UnsupportedModelError(f"model is a {type(model).__name__}; it must be a model of transformers that is loaded")
+def unwrap(model: Any) -> PreTrainedModel:
+    """Return the transformers model inside a wrapper: a PEFT model, DistributedDataParallel, a compiled module, or any other that
+    delegates to it. Raises UnsupportedModelError if there is none."""
+    inner = model
+    while not hasattr(inner, "set_attn_implementation") and isinstance(inner, torch.nn.Module) and hasattr(inner, "module"):
+        inner = inner.module
+    # a delegated method is its owner's
+    found: PreTrainedModel | None = getattr(getattr(inner, "set_attn_implementation", None), "__self__", None)
+    if found is None:
+        kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise UnsupportedModelError(f"model is {kind}; it must be a model of transformers that is loaded")
+    return found
 
 
 def use_kvthaw_attention(model: PreTrainedModel) -> None:
     """Set the model's attention function to kvthaw's. Raises UnsupportedModelError, with the reason, where that cannot work."""
-    check_model(model)
+    model = unwrap(model)
     name, config = type(model).__name__, model.config
     text = config.get_text_config(decoder=True)
     if text._attn_implementation == NAME:
+        if not hasattr(model, _BEFORE):  # its config is shared with a model that is served
+            sharing = [getattr(other, _BEFORE) for other in _SERVED if _shares_config(model, other)]
+            setattr(model, _BEFORE, sharing[0] if sharing else {"": model.get_correct_attn_implementation(None)})
+        _SERVED.add(model)
         return
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name} is an encoder-decoder; kvthaw serves decoders")
@@ -55,17 +69,33 @@ def use_kvthaw_attention(model: PreTrainedModel) -> None:
     ops.register()
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _mask)
-    before = config._attn_implementation
+    parts = {key: getattr(config, key, None) for key in config.sub_configs}
+    before = {"": config._attn_implementation} | {
+        key: part._attn_implementation for key, part in parts.items() if part is not None
+    }
     model.set_attn_implementation(NAME)
     if text._attn_implementation != NAME:
         model.set_attn_implementation(before)
         raise UnsupportedModelError(f"{name} did not take kvthaw's attention function")
-    _BEFORE[model] = before
+    setattr(model, _BEFORE, before)
+    _SERVED.add(model)
+
+
+def attends(model: PreTrainedModel) -> bool:
+    """Whether a model attends through kvthaw."""
+    return model in _SERVED
 
 
 def give_back_attention(model: PreTrainedModel) -> None:
-    """Set the model's attention function to what it was before kvthaw's."""
-    model.set_attn_implementation(_BEFORE[model])
+    """Set the model's attention function to what it was before kvthaw's, unless another model with the same config is served."""
+    before = vars(model).pop(_BEFORE, None)
+    _SERVED.discard(model)
+    if before is not None and not any(_shares_config(model, other) for other in _SERVED):
+        model.set_attn_implementation(before)
+
+
+def _shares_config(model: PreTrainedModel, other: PreTrainedModel) -> bool:
+    return model.config.get_text_config(decoder=True) is other.config.get_text_config(decoder=True)
 
 
 def _mask(*args: Any, mask_function: Callable[..., Any] = causal_mask_function, **kwargs: Any) -> Tensor | None:

@@ -25,7 +25,7 @@ from kvthaw.cache.pipeline import Pipeline
 from kvthaw.cache.plan import Settings, try_index
 from kvthaw.cache.rotary import Rotary
 from kvthaw.engine.decode import Replay
-from kvthaw.engine.hf.attention import use_kvthaw_attention
+from kvthaw.engine.hf.attention import unwrap, use_kvthaw_attention
 from kvthaw.engine.hf.hooks import foresee, rotary, turns_by_length
 from kvthaw.engine.hf.layer import CacheLayer, FillingLayer, Layers, Shared
 from kvthaw.errors import CacheError, ConfigError, UnsupportedModelError
@@ -85,7 +85,7 @@ class Cache(DynamicCache):
     """A KV cache that keeps most of itself frozen on the host; give it to generate() or forward() as past_key_values.
 
     Takes a DynamicCache of the model and replaces its full-attention layers; sliding-window and linear layers stay as they are.
-    Making one sets the model's attention function to kvthaw's, which serves plain caches too; a handle's detach() undoes that.
+    Making one sets the model's attention function to kvthaw's, which serves plain caches too; `kvthaw.detach(model)` undoes that.
     No gradients flow through it.
 
     model: a decoder whose attention goes through transformers' AttentionInterface. method: a name in METHODS or a Method;
@@ -110,6 +110,7 @@ class Cache(DynamicCache):
         host_bytes: int | None = None,
         **options: Any,
     ) -> None:
+        model = unwrap(model)
         use_kvthaw_attention(model)
         chosen = resolve(method, **options)
         config = model.config.get_text_config(decoder=True)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+import logging
+import types
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -10,7 +14,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from kvthaw.engine.decode import replaying
-from kvthaw.engine.hf.attention import check_model, give_back_attention
+from kvthaw.engine.hf.attention import attends, give_back_attention, unwrap
 from kvthaw.engine.hf.cache import Cache, Stats
 from kvthaw.engine.hf.hooks import foresee_no_longer
 from kvthaw.engine.hf.layer import CacheLayer
@@ -21,92 +25,169 @@ from kvthaw.types import Method
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_ATTACHED: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
-"""Models with an open handle."""
+_log = logging.getLogger(__name__)
+
+
+class Forward:
+    """The forward of an attached model: gives it a kvthaw cache, takes long prompts in chunks and replays decode steps.
+
+    It stands in the model's __dict__ and calls what stood there before, or the forward of the model's class. A copy of the model is
+    not attached.
+    """
+
+    def __init__(self, model: PreTrainedModel, make: Callable[[], Cache], capture: bool, compiled: bool, chunk: int) -> None:
+        self.model, self.make = model, make
+        self.cache: Cache | None = None
+        self.handle: Callable[[], Handle | None] = lambda: None
+        self.attached = True
+        self.own = vars(model).get("forward")
+        of_class = types.MethodType(type(model).forward, model)
+        self.__signature__ = inspect.signature(of_class)  # generate() looks at it
+        self._names = list(self.__signature__.parameters)
+        forward = of_class if self.own is None else self.own
+        if hasattr(forward, "_torchdynamo_orig_callable"):
+            _log.warning(
+                "model.forward is compiled by torch.compile; while attached the model runs without it. "
+                "attach(compile=True) compiles decode steps"
+            )
+            forward = forward._torchdynamo_orig_callable
+        self._plain = forward
+        step = replaying(forward, self._behind, compiled=compiled) if capture else None
+        self._take = in_chunks(forward, self._behind, chunk, names=self._names, short=step)
+        model.forward = self
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled module breaks its graph here
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.attached:  # called by a wrapper that was put around it since
+            return self._plain(*args, **kwargs)
+        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        cache = self._supplied(given.pop("past_key_values", None), given.get("use_cache"))
+        return self._take(**given, past_key_values=cache)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """What a copy of the model has instead: the copied forward that stood here before, or that of the copy's class."""
+        if self.own is not None:
+            return copy.deepcopy(self.own, memo)
+        twin = copy.deepcopy(self.model, memo)
+        return types.MethodType(type(twin).forward, twin)
+
+    def detach(self) -> None:
+        """Give the model its own forward and attention back."""
+        self.attached = False
+        model = self.model
+        if vars(model).get("forward") is self:
+            if self.own is None:
+                del model.forward
+            else:
+                model.forward = self.own
+        foresee_no_longer(model)
+        give_back_attention(model)
+        self.cache = None
+
+    def _behind(self, given: Any) -> Cache | None:
+        """The cache whose layers a past_key_values has."""
+        if isinstance(given, Cache):
+            return given
+        ours = self.cache is not None and getattr(given, "layers", None) is self.cache.layers
+        return self.cache if ours else None
+
+    def _supplied(self, given: Any, use_cache: bool | None) -> Any:
+        """The past_key_values that the model gets for one that was given: a kvthaw cache, or one with its layers."""
+        if given is None:
+            config = self.model.config.get_text_config(decoder=True)
+            if not (getattr(config, "use_cache", True) if use_cache is None else use_cache):
+                return None
+            given = self.cache = self.make()
+        elif isinstance(given, Cache):
+            self.cache = given
+        elif type(given) is not DynamicCache:
+            raise CacheError(f"past_key_values is a {type(given).__name__}; kvthaw works with its own Cache or a DynamicCache")
+        elif getattr(given, "offloading", False):
+            raise CacheError("cache_implementation='offloaded' does not go with kvthaw, which offloads by itself")
+        elif not any(isinstance(layer, CacheLayer) for layer in given.layers):
+            tokens = given.get_seq_length()
+            if tokens:
+                raise CacheError(
+                    f"past_key_values is a DynamicCache that holds {tokens} tokens of another attention; attach the model before "
+                    "the prompt, and give it an empty cache or none"
+                )
+            self.cache = self.make()
+            for i, layer in enumerate(given.layers):  # those that are not kvthaw's may have been prepared already
+                if not isinstance(self.cache.layers[i], CacheLayer):
+                    self.cache.layers[i] = layer
+            given.layers = self.cache.layers  # generate() keeps its own object; from here on the two are one
+        return given
+
+
+_ATTACHED: weakref.WeakSet[Forward] = weakref.WeakSet()
+"""Forwards of attached models."""
+
+
+def _attachment(model: PreTrainedModel) -> Forward | None:
+    return next((forward for forward in _ATTACHED if forward.model is model), None)
 
 
 def is_attached(model: PreTrainedModel) -> bool:
-    """Whether a model has an open handle."""
-    return model in _ATTACHED
+    """Whether a model, or the one that it wraps, has an open handle."""
+    return _attachment(unwrap(model)) is not None
 
 
 class Handle:
     """An attached model. Every generate() or forward() that would make a plain cache gets a kvthaw cache instead."""
 
-    def __init__(self, model: PreTrainedModel, make: Callable[[], Cache], capture: bool, compiled: bool, chunk: int) -> None:
-        self._model: PreTrainedModel | None = model
-        self._make = make
-        self._cache: Cache | None = None
-        _ATTACHED.add(model)
-        self._hook = model.register_forward_pre_hook(self._supply, with_kwargs=True)
-        step = replaying(model.forward, self._behind, compiled=compiled) if capture else None
-        model.forward = in_chunks(model.forward, self._behind, chunk, short=step)
+    def __init__(self, forward: Forward) -> None:
+        self._forward = forward
+        self._last: Stats | None = None
+        forward.handle = weakref.ref(self)
+        _ATTACHED.add(forward)
 
     @property
     def cache(self) -> Cache:
         """The cache of the latest generate(). Raises CacheError before the first and after detach."""
         self._open()
-        if self._cache is None:
+        if self._forward.cache is None:
             raise CacheError("nothing was generated yet")
-        return self._cache
+        return self._forward.cache
 
     def stats(self) -> Stats:
-        """Stats of the latest generate()'s cache."""
-        return self.cache.stats()
+        """Stats of the latest generate()'s cache; after detach, as they were then."""
+        if self._last is not None:
+            return self._last
+        if self._forward.cache is None:
+            raise CacheError("nothing was generated yet")
+        return self._forward.cache.stats()
 
     def detach(self) -> None:
-        """Give the model its own attention and caches back."""
-        model = self._open()
-        self._hook.remove()
-        del model.forward
-        foresee_no_longer(model)
-        give_back_attention(model)
-        _ATTACHED.discard(model)
-        self._model = self._cache = None
+        """Give the model its own forward, attention and caches back; the stats stay. Does nothing the second time."""
+        if not self._forward.attached:
+            return
+        cache = self._forward.cache
+        _ATTACHED.discard(self._forward)
+        self._forward.detach()
+        if cache is not None:
+            self._last = cache.stats()
 
     def __enter__(self) -> Handle:
         self._open()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._model is not None:
-            self.detach()
+        self.detach()
 
-    def _open(self) -> PreTrainedModel:
-        if self._model is None:
+    def _open(self) -> None:
+        if not self._forward.attached:
             raise CacheError("this handle is closed; attach the model again")
-        return self._model
 
-    def _behind(self, given: Any) -> Cache | None:
-        """The cache whose layers a past_key_values has."""
-        if isinstance(given, Cache):
-            return given
-        ours = self._cache is not None and getattr(given, "layers", None) is self._cache.layers
-        return self._cache if ours else None
 
-    def _supply(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = kwargs.get("past_key_values")
-        if given is None:
-            config = module.config.get_text_config(decoder=True)  # type: ignore[union-attr, operator]
-            use = kwargs.get("use_cache")
-            if not (getattr(config, "use_cache", True) if use is None else use):
-                return None
-            self._cache = self._make()
-            return args, {**kwargs, "past_key_values": self._cache}
-        if type(given) is DynamicCache:
-            if getattr(given, "offloading", False):
-                raise CacheError("cache_implementation='offloaded' does not go with kvthaw, which offloads by itself")
-            if given.get_seq_length() == 0 and not any(isinstance(layer, CacheLayer) for layer in given.layers):
-                self._cache = self._make()
-                for i, layer in enumerate(given.layers):  # those that are not kvthaw's may have been prepared already
-                    if not isinstance(self._cache.layers[i], CacheLayer):
-                        self._cache.layers[i] = layer
-                given.layers = self._cache.layers  # generate() keeps its own object; from here on the two are one
-        elif isinstance(given, Cache):
-            self._cache = given
-        else:
-            raise CacheError(f"past_key_values is a {type(given).__name__}; kvthaw works with its own Cache or a DynamicCache")
-        return None
+def detach(model: PreTrainedModel) -> None:
+    """Give a model its own forward, attention and caches back, whether a handle or an explicit `Cache` took them. Does nothing to
+    a model that has them."""
+    model = unwrap(model)
+    attachment = _attachment(model)
+    if attachment is not None:
+        (attachment.handle() or Handle(attachment)).detach()
+    foresee_no_longer(model)
+    give_back_attention(model)
 
 
 def attach(
@@ -125,22 +206,30 @@ def attach(
     compile: bool = False,
     **options: Any,
 ) -> Handle:
-    """Let a model attend to a frozen context: from now on plain generate() and pipeline() thaw only what each step needs.
+    """Attend to an offloaded context: generate(), pipeline() and forward() of this model fetch only what each step needs.
 
-    Arguments as for `Cache`. prefill_chunk: the most tokens of a prompt that go through the model at once; those before are
-    streamed back from the host, so the device's memory does not depend on the prompt's length (but for dense_layers, and what an
-    index keeps there). capture: on a GPU, replay decoding steps as a captured CUDA graph, or as several with the host's
-    searches between them; steps that cannot be captured, and everything on a CPU, run eagerly, and the logger kvthaw.engine.decode
-    is told why. compile: the step is compiled by torch.compile first (a minute or more, once), with a warning where it cannot be.
-    Returns a handle, also a context manager; handle.detach() undoes everything.
+    Arguments as for `Cache`. A wrapper (PEFT, DistributedDataParallel, a compiled module) is attached through the model inside.
+    prefill_chunk: the most prompt tokens that go through the model at once; the KV before them is streamed back from the host, so
+    device memory does not grow with the prompt (but for dense_layers and what an index keeps there). capture: on a GPU, replay
+    decode steps as one CUDA graph, or as several with host searches between them; steps that cannot be captured, and all on a CPU,
+    run eagerly, and the logger kvthaw.engine.decode says why. compile: compile the step with torch.compile first (a minute or more,
+    once), with a warning where that cannot be done.
+
+    Returns a handle, also a context manager; handle.detach() gives the model back what it had. If the handle is dropped the model
+    stays attached: `kvthaw.detach(model)` detaches it, and the next attach() takes its place. A copy of the model is not attached.
+
+    Raises CacheError if a handle of the model is open, otherwise as `Cache`.
 
     Example: ``with kvthaw.attach(model, "icecache", budget=256): model.generate(**inputs)``
     """
-    check_model(model)
-    if is_attached(model):
-        raise CacheError("the model is attached already; detach its handle first")
+    model = unwrap(model)
     at_least(1, prefill_chunk=prefill_chunk)
-    before = model.config._attn_implementation
+    earlier = _attachment(model)
+    if earlier is not None:
+        if earlier.handle() is not None:
+            raise CacheError("the model is attached already; detach its handle first")
+        Handle(earlier).detach()
+    served = attends(model)
 
     def make() -> Cache:
         return Cache(
@@ -159,7 +248,7 @@ def attach(
     try:
         make()  # refuse bad settings now, not at the first token
     except Exception:
-        if model.config._attn_implementation != before:
-            model.set_attn_implementation(before)
+        if not served:
+            give_back_attention(model)
         raise
-    return Handle(model, make, capture, compile, prefill_chunk)
+    return Handle(Forward(model, make, capture, compile, prefill_chunk))

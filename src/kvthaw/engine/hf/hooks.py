@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import inspect
 import sys
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from kvthaw.cache.layer import FrozenLayer
 from kvthaw.cache.rotary import Rotary
@@ -18,9 +16,6 @@ from kvthaw.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-_FORESEEING: weakref.WeakKeyDictionary[torch.nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()
-"""Attention modules before which the next layer's query is foreseen."""
 
 
 def rotary(model: PreTrainedModel, kind: str) -> Rotary | None:
@@ -50,16 +45,16 @@ def turns_by_length(model: PreTrainedModel) -> str | None:
 
 def foresee(module: torch.nn.Module) -> None:
     """From now on, foresee the next layer's query before this attention module runs."""
-    if module not in _FORESEEING:
-        _FORESEEING[module] = module.register_forward_pre_hook(_foresee, with_kwargs=True)
+    if _foresee not in module._forward_pre_hooks.values():  # a copied module has its own
+        module.register_forward_pre_hook(_foresee, with_kwargs=True)
 
 
 def foresee_no_longer(model: PreTrainedModel) -> None:
     """Take the hooks of a model's modules away."""
     for module in model.modules():
-        hook = _FORESEEING.pop(module, None)
-        if hook is not None:
-            hook.remove()
+        for number in [number for number, hook in module._forward_pre_hooks.items() if hook is _foresee]:
+            del module._forward_pre_hooks[number]
+            module._forward_pre_hooks_with_kwargs.pop(number, None)
 
 
 def _foresee(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,0 +1,218 @@
+"""What attach() puts on a model belongs to that model alone, and detach() gives back exactly what was there."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import DynamicCache, PreTrainedModel
+
+import kvthaw
+from kvthaw import CacheError, UnsupportedModelError
+from zoo import build, prompt
+
+IDS = prompt(1, 60)
+
+
+def decode(model: Any) -> torch.Tensor:
+    return model.generate(input_ids=IDS, max_new_tokens=3, do_sample=False)
+
+
+class Delegating(nn.Module):
+    """As PEFT's models and torch.compile's modules: generate() is the inner model's."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.inner = model
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+
+class Parallel(nn.Module):
+    """As DistributedDataParallel: nothing but forward()."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.module = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
+    "delegating": Delegating,
+    "delegating twice": lambda model: Delegating(Delegating(model)),
+    "parallel": Parallel,
+    "parallel over delegating": lambda model: Parallel(Delegating(model)),
+    "compiled": lambda model: torch.compile(model, backend="eager"),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_wrapped_model_thaws(llama: PreTrainedModel, wrapper: str) -> None:
+    wrapped = WRAPPERS[wrapper](llama)
+    with kvthaw.attach(wrapped, "oracle", budget=32) as handle, torch.no_grad():
+        wrapped(IDS)
+        assert handle.stats().tokens == 60
+        decode(llama if isinstance(wrapped, Parallel) else wrapped)
+        assert handle.stats().sparse_steps == 6
+        for other in (wrapped, llama):
+            with pytest.raises(CacheError, match="attached"):
+                kvthaw.attach(other, "oracle")
+            with pytest.raises(CacheError, match="attached"):
+                kvthaw.Batch(other, "oracle", lanes=1, capacity=100)
+        cache = kvthaw.Cache(wrapped, "oracle", budget=32)
+        assert wrapped(IDS, past_key_values=cache).logits.isfinite().all()
+        assert wrapped(IDS[:, :1], past_key_values=cache).logits.shape[1] == 1
+    assert llama.config._attn_implementation == "sdpa"
+
+
+def test_a_copied_model_runs_its_own_weights(llama: PreTrainedModel) -> None:
+    other = build("llama", seed=9)
+    with kvthaw.attach(llama, "infinigen", budget=32) as handle:
+        decode(llama)
+        twin = copy.deepcopy(llama)
+        twin.load_state_dict(other.state_dict())
+        tokens = handle.stats()
+        assert torch.equal(decode(twin), decode(other))
+        assert handle.stats() == tokens, "the copy is not attached"
+        with kvthaw.attach(twin, "infinigen", budget=32) as second:
+            sparse = decode(twin)
+            assert second.stats().sparse_steps > 0
+    with kvthaw.attach(other, "infinigen", budget=32):
+        assert torch.equal(decode(other), sparse)
+    assert torch.equal(decode(twin), decode(other))
+    assert torch.equal(decode(copy.deepcopy(twin)), decode(other))
+    assert twin.config._attn_implementation == "sdpa"
+
+
+def own_forward(model: PreTrainedModel) -> Any:
+    before = model.forward
+    return lambda *args, **kwargs: before(*args, **kwargs)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_forward_of_the_models_own_is_given_back(
+    llama: PreTrainedModel, compiled: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = torch.compile(llama.forward, backend="eager") if compiled else own_forward(llama)
+    expected = decode(llama)
+    llama.forward = before
+    with caplog.at_level(logging.WARNING), kvthaw.attach(llama, "oracle", budget=512, prefill_chunk=20) as handle:
+        assert torch.equal(decode(llama), expected)
+        assert handle.stats().sparse_steps > 0
+    assert (
+        [record.message for record in caplog.records if "compile" in record.message] != [] if compiled else not caplog.records
+    )
+    assert llama.forward is before
+
+
+def test_a_forward_put_around_the_attached_one_stays(llama: PreTrainedModel) -> None:
+    expected = decode(llama)
+    with kvthaw.attach(llama, "oracle", budget=512) as handle:
+        around = llama.forward = own_forward(llama)
+        assert torch.equal(decode(llama), expected)
+        assert handle.stats().sparse_steps > 0
+        with pytest.raises(CacheError, match="attached"):
+            kvthaw.attach(llama, "oracle")
+    assert llama.forward is around
+    assert torch.equal(decode(llama), expected)
+    assert llama.config._attn_implementation == "sdpa"
+
+
+def test_modules_compiled_in_place_run_as_they_are(llama: PreTrainedModel) -> None:
+    llama.compile(backend="eager")
+    with kvthaw.attach(llama, "oracle", budget=32) as handle:
+        decode(llama)
+        assert handle.stats().sparse_steps > 0
+
+
+def test_a_compiled_part_of_a_model_is_refused(llama: PreTrainedModel) -> None:
+    llama.model = torch.compile(llama.model, backend="eager")
+    with kvthaw.attach(llama, "oracle", budget=32), pytest.raises(CacheError, match=r"compiled.*attach\(compile=True\)"):
+        decode(llama)
+
+
+def test_arguments_by_position(llama: PreTrainedModel) -> None:
+    with kvthaw.attach(llama, "oracle", budget=512), torch.no_grad():
+        expected = llama(IDS, torch.ones_like(IDS), use_cache=True).logits
+        cache = kvthaw.Cache(llama, "oracle", budget=512)
+        assert torch.equal(llama(IDS, None, None, cache).logits, expected)
+        assert cache.get_seq_length() == 60
+
+
+@pytest.mark.parametrize(
+    "shared", [copy.deepcopy, lambda m: m.model, lambda m: type(m)(m.config)], ids=["copy", "inner", "config"]
+)
+def test_a_config_that_says_kvthaw_already(shared: Callable[[Any], Any]) -> None:
+    model = build("llama", attention="eager")
+    kvthaw.Cache(model, "oracle", budget=32)
+    other = shared(model).eval()
+    with kvthaw.attach(other, "oracle", budget=32) as handle, torch.no_grad():
+        other(IDS)
+        assert handle.stats().tokens == 60
+        with kvthaw.attach(model, "oracle", budget=32):
+            decode(model)
+        other(IDS)  # still attends through kvthaw
+    kvthaw.detach(model)
+    assert model.config._attn_implementation == other.config._attn_implementation == "eager"
+
+
+def test_detach_gives_back_what_a_cache_took(llama: PreTrainedModel) -> None:
+    kvthaw.Cache(llama, "infinigen", budget=32)
+    kvthaw.detach(llama)
+    kvthaw.detach(llama)
+    assert llama.config._attn_implementation == "sdpa"
+    assert not any(module._forward_pre_hooks for module in llama.modules())
+
+
+def test_a_dropped_handle_is_in_nobodys_way(llama: PreTrainedModel) -> None:
+    kvthaw.attach(llama, "oracle", budget=32)
+    decode(llama)
+    with kvthaw.attach(llama, "oracle", budget=64) as handle:
+        decode(llama)
+        assert handle.stats().budget == 64
+    kvthaw.attach(llama, "oracle", budget=32)
+    kvthaw.detach(llama)
+    assert llama.config._attn_implementation == "sdpa"
+    assert "forward" not in vars(llama)
+
+
+def test_detach_closes_the_handle(llama: PreTrainedModel) -> None:
+    handle = kvthaw.attach(llama, "oracle", budget=32)
+    decode(llama)
+    kvthaw.detach(llama)
+    assert handle.stats().sparse_steps == 6
+    handle.detach()
+    with pytest.raises(CacheError, match="closed"):
+        handle.cache  # noqa: B018
+
+
+def test_a_cache_that_was_filled_before(llama: PreTrainedModel) -> None:
+    plain = DynamicCache(config=llama.config)
+    with torch.no_grad():
+        llama(IDS, past_key_values=plain)
+    with kvthaw.attach(llama, "oracle", budget=32), torch.no_grad():
+        with pytest.raises(CacheError, match=r"DynamicCache that holds 60 tokens.* attach the model before the prompt"):
+            llama(IDS[:, :1], past_key_values=plain)
+        assert plain.get_seq_length() == 60
+    with torch.no_grad():
+        assert llama(IDS[:, :1], past_key_values=plain).logits.isfinite().all()
+
+
+def test_classes_and_other_modules_are_refused() -> None:
+    for model in (PreTrainedModel, nn.Linear(2, 2), Parallel(nn.Linear(2, 2)), "a name"):
+        with pytest.raises(UnsupportedModelError, match=r"model is .*; it must be a model of transformers that is loaded"):
+            kvthaw.attach(model, "oracle")
