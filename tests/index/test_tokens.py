@@ -9,12 +9,12 @@ import pytest
 import torch
 from lanes import FIRST, Lanes
 
+from kvthaw.counter_rng import mix
 from kvthaw.index.exact import ExactIndex
 from kvthaw.index.filters import FilterIndex
 from kvthaw.index.lsh import HashIndex
 from kvthaw.index.pq import ProductIndex
 from kvthaw.index.tokens import TokenIndex
-from kvthaw.mix import mix
 from kvthaw.types import Index, LayerShape
 
 Make = Callable[[LayerShape], Index]

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvthaw.counter_rng import GOLDEN, SPREAD, mix
 from kvthaw.errors import ConfigError, at_least
-from kvthaw.mix import GOLDEN, SPREAD, mix
 
 
 @dataclass(frozen=True, slots=True)

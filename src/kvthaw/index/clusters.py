@@ -10,13 +10,13 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from kvthaw.counter_rng import GOLDEN, SPREAD, mix
 from kvthaw.errors import ConfigError, at_least, one_of
 from kvthaw.index.target import Full, Target
 from kvthaw.index.units import UnitIndex
 from kvthaw.kernels.cover import cover, directions
 from kvthaw.kernels.kmeans import Distance, check_distance, kmeans
 from kvthaw.kernels.unit_select import Policy
-from kvthaw.mix import GOLDEN, SPREAD, mix
 from kvthaw.types import LayerShape
 
 Start = Literal["covering", "random"]

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvthaw.counter_rng import GOLDEN, SPREAD, mix
 from kvthaw.errors import ConfigError, at_least
 from kvthaw.index.planes import Planes
 from kvthaw.index.tokens import TokenIndex
 from kvthaw.kernels.code_hits import code_hits
-from kvthaw.mix import GOLDEN, SPREAD, mix
 from kvthaw.types import LayerShape, Selection
 
 _VECTORS = 2048  # vectors of a head coded at once
