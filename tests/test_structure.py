@@ -10,7 +10,7 @@ import kvthaw
 
 SOURCE = Path(kvthaw.__file__).parent
 ORDER = (
-    *("errors", "kinds", "counter_rng", "regions", "native", "types", "kernels", "cache", "index", "methods", "engine"),
+    *("errors", "typecheck", "counter_rng", "regions", "native", "types", "kernels", "cache", "index", "methods", "engine"),
     *("evaluate", "bench", "demo", "cli", "__main__"),
 )
 

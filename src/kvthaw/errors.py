@@ -1,4 +1,4 @@
-"""Errors that name the field, the value and what is allowed."""
+"""Exceptions, and checks whose messages name the field, its value and what is allowed."""
 
 from __future__ import annotations
 
@@ -7,38 +7,38 @@ from collections.abc import Iterable
 
 
 class KvthawError(Exception):
-    """Base of every error that kvthaw raises itself."""
+    """Base class of kvthaw's exceptions."""
 
 
 class ConfigError(KvthawError, ValueError):
-    """A setting is out of range or settings do not fit together."""
+    """A setting is out of range or conflicts with another one."""
 
 
 class UnsupportedModelError(KvthawError, TypeError):
-    """The model cannot be attached to; the message says why."""
+    """kvthaw does not support the model; the message says why."""
 
 
 class CacheError(KvthawError, RuntimeError):
-    """A cache was used in a way that would give a wrong answer."""
+    """The requested use of a cache would give wrong results."""
 
 
 class HostMemoryError(KvthawError, MemoryError):
-    """The host cannot hold the KV that would be offloaded; the message gives the bytes needed."""
+    """The host has too little memory for the offloaded KV; the message gives the bytes needed."""
 
 
 class NotBuiltError(KvthawError, ImportError):
-    """The part in C++ is missing; the message says how it is built."""
+    """The C++ extension is missing; the message says how to build it."""
 
 
 def at_least(least: float, **values: float | None) -> None:
-    """Raise ConfigError for the first of some fields whose value is less; None is none."""
+    """Raise ConfigError for the first field whose value is less than `least`. Fields that are None pass."""
     for field, value in values.items():
         if value is not None and value < least:
             raise ConfigError(f"{field} is {value}; it must be at least {least}")
 
 
 def one_of(allowed: Iterable[str], **values: object) -> None:
-    """Raise ConfigError for the first of some fields whose value is none of those that are allowed."""
+    """Raise ConfigError for the first field whose value is not allowed."""
     names = list(allowed)
     for field, value in values.items():
         if value not in names:
@@ -46,7 +46,7 @@ def one_of(allowed: Iterable[str], **values: object) -> None:
 
 
 def unknown(field: str, value: str, known: Iterable[str]) -> ConfigError:
-    """That a name is none of those that are known; which is the nearest."""
+    """Return the error for an unknown name, with the closest known name as a hint."""
     names = list(known)
     near = difflib.get_close_matches(value, names, n=1)
     hint = f"did you mean {near[0]!r}? There are" if near else "there are"

@@ -1,4 +1,4 @@
-"""Where a token stands: sink | retrieval | local window | update buffer. Arithmetic only; no tensors."""
+"""Arithmetic of the four regions of a sequence: sink | retrieval | local window | update buffer. No tensors."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from kvthaw.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Regions:
-    """Sizes in tokens of the regions that are always attended.
+    """Sizes, in tokens, of the regions that attention always reads.
 
-    sink: the first tokens. window: the most recent ones. buffer: how far the window may grow before its oldest `buffer` tokens
-    leave together for the retrieval region. Window and buffer are one ring of `ring` places.
+    sink: the first tokens. window: the most recent tokens. buffer: how many tokens the window may grow by before its oldest
+    `buffer` tokens move to the retrieval region. Window and buffer share one ring buffer of `ring` slots.
     """
 
     sink: int
@@ -26,17 +26,17 @@ class Regions:
 
     @property
     def ring(self) -> int:
-        """Places in the ring: window + buffer."""
+        """Slots of the ring: window + buffer."""
         return self.window + self.buffer
 
     @property
     def held(self) -> int:
-        """Tokens attended whatever the index says, with the buffer at its fullest."""
+        """Tokens that attention reads besides the selected ones, with a full buffer: sink + ring."""
         return self.sink + self.ring
 
     def for_budget(self, budget: int) -> Regions:
-        """These regions where they fit in half the budget; else shrunk to sink <= budget / 16, window <= budget / 4 and
-        buffer <= budget / 8. Raises ConfigError where nothing would be left to retrieve."""
+        """Return these regions if they fit in half the budget; otherwise shrink them to sink <= budget / 16, window <= budget / 4
+        and buffer <= budget / 8. Raises ConfigError if the budget is below 16 tokens."""
         least = 16
         if budget < least:
             raise ConfigError(f"budget is {budget}; the smallest that leaves room for retrieval is {least} tokens")
@@ -47,16 +47,18 @@ class Regions:
         )
 
     def first_indexed(self, length: int) -> int:
-        """Where the ring begins after a dense pass over `length` tokens: everything in [sink, this) is indexed."""
+        """Return the position at which the ring begins after a prefill of `length` tokens. [sink, this) is indexed."""
         return max(self.sink, length - self.window)
 
     def full(self, start: int, length: int) -> bool:
-        """Whether the next token finds the ring full, if it began at `start` when decoding began."""
+        """Return whether the ring is full at `length` tokens. It began at position `start` when decoding began."""
         over = length - start - self.ring
         return over >= 0 and over % self.buffer == 0
 
     def indexed(self, start: int, length: int) -> int:
-        """Where the ring begins at `length` tokens if it began at `start` when decoding began: the oldest `buffer` tokens leave
-        whenever a new token finds the ring full. A pure function, so that every layer and every lane agrees."""
+        """Return the position at which the ring begins at `length` tokens, having begun at `start` when decoding began.
+
+        The oldest `buffer` tokens leave the ring whenever a new token finds it full. A pure function of the lengths, so all layers
+        agree."""
         over = length - start - self.ring
         return start if over <= 0 else start + self.buffer * -(-over // self.buffer)

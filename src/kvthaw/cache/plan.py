@@ -9,8 +9,8 @@ import torch
 
 from kvthaw.cache.host import HostStore
 from kvthaw.errors import ConfigError, at_least
-from kvthaw.kinds import of_kind
 from kvthaw.regions import Regions
+from kvthaw.typecheck import check_type
 from kvthaw.types import LayerShape, Method
 
 
@@ -59,9 +59,9 @@ class Settings:
     host_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        of_kind(int | float | None, budget=self.budget)
-        of_kind(int | None, retrieved=self.retrieved, host_bytes=self.host_bytes)
-        of_kind(int, dense_layers=self.dense_layers, seed=self.seed, sparse_queries=self.sparse_queries, extent=self.extent)
+        check_type(int | float | None, budget=self.budget)
+        check_type(int | None, retrieved=self.retrieved, host_bytes=self.host_bytes)
+        check_type(int, dense_layers=self.dense_layers, seed=self.seed, sparse_queries=self.sparse_queries, extent=self.extent)
         if self.retrieved is not None and self.budget is not None:
             raise ConfigError(f"budget is {self.budget} and retrieved is {self.retrieved}; give one of them")
         if self.retrieved is not None and (self.retrieved < 1 or self.method.index is None):

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from kvthaw.errors import ConfigError
-from kvthaw.kinds import of_kind, words
+from kvthaw.typecheck import check_type, describe
 from kvthaw.types import Method
 
 
@@ -32,7 +32,7 @@ def check(method: str, given: Mapping[str, Any], *takes: Callable[..., object]) 
     named = {name: one.annotation for name, one in known.items() if one.kind is not one.VAR_KEYWORD}
     for name, value in given.items():
         if name in named:
-            of_kind(named[name], **{name: value})
+            check_type(named[name], **{name: value})
         elif len(takes) > 1 or len(named) == len(known):
             has = f"there are: {', '.join(named)}" if named else "it has none"
             raise ConfigError(f"method {method} has no option {name!r}; {has}")
@@ -79,5 +79,7 @@ def options(make: Callable[..., object]) -> dict[str, dict[str, Any]]:
     are not among them; its text says which they are."""
     named = inspect.signature(make, eval_str=True).parameters.values()
     return {
-        one.name: {"default": one.default, "takes": words(one.annotation)} for one in named if one.kind is not one.VAR_KEYWORD
+        one.name: {"default": one.default, "takes": describe(one.annotation)}
+        for one in named
+        if one.kind is not one.VAR_KEYWORD
     }
