@@ -42,10 +42,20 @@ LONG = (
 )
 """Suites of many short tests that take minutes together: part of make test, like what is marked slow, and not of make check."""
 
+REPRESENTATIVE = ("oracle", "icecache", "pariskv", "clusterkv")
+"""Methods whose contract make check tests too: exact, a tree on the host, codes on the device, clusters."""
+
+
+def is_long(item: pytest.Item) -> bool:
+    """Whether an item belongs to a long suite and does not test the contract of a representative method."""
+    in_contract = item.nodeid.startswith("tests/methods/test_contract.py")
+    method = item.callspec.params.get("name") if in_contract and hasattr(item, "callspec") else None
+    return item.nodeid.startswith(LONG) and method not in REPRESENTATIVE
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.nodeid.startswith(LONG):
+        if is_long(item):
             item.add_marker(pytest.mark.slow)
     if not torch.cuda.is_available():
         for item in items:

@@ -2,46 +2,18 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
 from transformers import PreTrainedModel
-from unit_methods import budget_is_kept, full_budget_is_full_attention, generate, indices, rows_alone_are_the_rows_of_a_batch
+from unit_methods import generate, indices
 
 import kvthaw
 from kvthaw.errors import ConfigError
 from kvthaw.index.clusters import ClusterIndex
 from kvthaw.methods import resolve
 from kvthaw.methods.clusterkv import clusterkv
-from kvthaw.regions import Regions
 from zoo import prompt
-
-
-def test_it_is_the_papers() -> None:
-    method = resolve("clusterkv")
-    assert (method.name, method.paper, method.unit) == ("clusterkv", "ClusterKV", "cluster")
-    assert (method.regions, method.keep) == (Regions(16, 16, 16), 1)
-    assert isinstance(method.index, partial)
-    assert {name: method.index.keywords[name] for name in ("batch", "distance", "clusters")} == {
-        "batch": 320,
-        "distance": "cosine",
-        "clusters": None,
-    }
-
-
-@pytest.mark.parametrize("options", [{}, {"batch": 16, "clusters_per_batch": 2}, {"distance": "l2", "clusters": 7}])
-def test_a_budget_for_everything_gives_full_attention(llama: PreTrainedModel, options: dict[str, Any]) -> None:
-    full_budget_is_full_attention(llama, "clusterkv", **options)
-
-
-def test_the_budget_is_kept(llama: PreTrainedModel) -> None:
-    budget_is_kept(llama, "clusterkv")
-
-
-@pytest.mark.parametrize("policy", ["max", "mean", "mean_query"])
-def test_rows_alone_are_the_rows_of_a_batch(llama: PreTrainedModel, policy: str) -> None:
-    rows_alone_are_the_rows_of_a_batch(llama, "clusterkv", policy=policy)
 
 
 def test_options_reach_the_index_and_generated_tokens_are_clustered(llama: PreTrainedModel) -> None:

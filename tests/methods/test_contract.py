@@ -26,8 +26,6 @@ from kvthaw.regions import Regions
 from kvthaw.types import Method, Rebuilds
 from shapes import DTYPES, HEAD_DIMS, Shape, close
 
-pytestmark = pytest.mark.slow
-
 MADE = {name: make() for name, make in METHODS.items()}
 RETRIEVES = [name for name, method in MADE.items() if method.index is not None]
 FROZEN = [name for name, method in MADE.items() if not method.dense]

@@ -5,12 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from one_layer import OneLayer
-from transformers import PreTrainedModel
-from unit_methods import budget_is_kept, full_budget_is_full_attention, rows_alone_are_the_rows_of_a_batch
-
-from kvthaw.errors import ConfigError
-from kvthaw.methods import resolve
-from kvthaw.regions import Regions
 
 
 def of_group(weights: torch.Tensor, agree: str) -> torch.Tensor:
@@ -55,16 +49,3 @@ def test_half_of_the_budget_is_recent() -> None:
     for some in rows:
         assert len(some) == 256 - 48
         assert set(range(400 - 32 - (128 - 48), 400 - 32)) <= some
-
-
-def test_it_is_the_papers() -> None:
-    method = resolve("h2o")
-    assert (method.name, method.paper, method.unit, method.regions) == ("h2o", "H2O", "token", Regions(0, 32, 16))
-    with pytest.raises(ConfigError, match="agree is 'all'"):
-        OneLayer("h2o", 90, 1, agree="all")
-
-
-def test_whole_models(llama: PreTrainedModel) -> None:
-    full_budget_is_full_attention(llama, "h2o")
-    budget_is_kept(llama, "h2o")
-    rows_alone_are_the_rows_of_a_batch(llama, "h2o")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from transformers import PreTrainedModel
-from unit_methods import budget_is_kept, full_budget_is_full_attention, generate, indices, rows_alone_are_the_rows_of_a_batch
+from unit_methods import generate, indices
 
 import kvthaw
 from kvthaw.errors import ConfigError
@@ -31,19 +29,6 @@ def test_the_search_is_the_one_asked_for(llama: PreTrainedModel, search: str, ki
     with kvthaw.attach(llama, "icecache", budget=64, search=search) as handle:
         generate(llama, {"input_ids": prompt(1, 120)}, 3)
         assert all(type(index) is kind for index in indices(handle))
-
-
-@pytest.mark.parametrize("options", [{}, {"promote": 0.2, "outliers": 0, "nodes_per_batch": 2}, {"policy": "mean", "field": 5}])
-def test_a_budget_for_everything_gives_full_attention(llama: PreTrainedModel, options: dict[str, Any]) -> None:
-    full_budget_is_full_attention(llama, "icecache-device", **options)
-
-
-def test_the_budget_is_kept(llama: PreTrainedModel) -> None:
-    budget_is_kept(llama, "icecache-device")
-
-
-def test_rows_alone_are_the_rows_of_a_batch(llama: PreTrainedModel) -> None:
-    rows_alone_are_the_rows_of_a_batch(llama, "icecache-device", field=64)
 
 
 def test_generated_tokens_make_nodes(llama: PreTrainedModel) -> None:

@@ -8,33 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from unit_methods import budget_is_kept, full_budget_is_full_attention, generate, indices, rows_alone_are_the_rows_of_a_batch
+from unit_methods import generate, indices
 
 import kvthaw
 from kvthaw.cache.group import Group
 from kvthaw.index.skewed import SkewedIndex
-from kvthaw.methods import resolve
-from kvthaw.regions import Regions
 from zoo import build, prompt
-
-
-def test_it_is_the_papers() -> None:
-    method = resolve("infinigen")
-    assert (method.name, method.paper, method.unit, method.regions) == ("infinigen", "InfiniGen", "token", Regions(0, 16, 16))
-    assert method.foresees
-
-
-@pytest.mark.parametrize("foresee", [True, False])
-def test_a_budget_for_everything_gives_full_attention(llama: PreTrainedModel, foresee: bool) -> None:
-    full_budget_is_full_attention(llama, "infinigen", foresee=foresee)
-
-
-def test_the_budget_is_kept(llama: PreTrainedModel) -> None:
-    budget_is_kept(llama, "infinigen")
-
-
-def test_rows_alone_are_the_rows_of_a_batch(llama: PreTrainedModel) -> None:
-    rows_alone_are_the_rows_of_a_batch(llama, "infinigen")
 
 
 def test_options_reach_the_index(llama: PreTrainedModel) -> None:

@@ -8,13 +8,10 @@ from typing import Any
 import pytest
 import torch
 from one_layer import SCALE, OneLayer
-from transformers import PreTrainedModel
-from unit_methods import budget_is_kept, full_budget_is_full_attention, rows_alone_are_the_rows_of_a_batch
 
 from kvthaw.cache.host import HostStore
 from kvthaw.errors import ConfigError
 from kvthaw.index.lsh import HashIndex
-from kvthaw.methods import resolve
 from kvthaw.regions import Regions
 from kvthaw.types import LayerShape
 
@@ -106,17 +103,6 @@ def test_a_query_draws_the_key_it_looks_for_from_prompt_and_answer_alike(place: 
     layer.query[0, :, 340], layer.query[0, :, 341] = 9 * wanted, -9 * wanted
     assert all(place in rows for rows in layer.step())
     assert not any(place in rows for rows in layer.step())
-
-
-def test_it_is_the_papers() -> None:
-    method = resolve("magicpig")
-    assert (method.name, method.paper, method.unit, method.regions) == ("magicpig", "MagicPIG", "token", Regions(4, 64, 16))
-
-
-def test_whole_models(llama: PreTrainedModel) -> None:
-    full_budget_is_full_attention(llama, "magicpig")
-    budget_is_kept(llama, "magicpig", bits=3, tables=20)
-    rows_alone_are_the_rows_of_a_batch(llama, "magicpig", bits=3, tables=20)
 
 
 @pytest.mark.parametrize(("options", "message"), [({"bits": 16}, "bits is 16"), ({"tables": 1}, "tables is 1")])

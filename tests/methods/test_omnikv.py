@@ -6,7 +6,7 @@ import pytest
 import torch
 from one_layer import SCALE, OneLayer
 from transformers import PreTrainedModel
-from unit_methods import budget_is_kept, full_budget_is_full_attention, generate, rows_alone_are_the_rows_of_a_batch
+from unit_methods import generate
 
 import kvthaw
 from kvthaw.cache.clock import Clock
@@ -17,7 +17,6 @@ from kvthaw.cache.plan import Settings
 from kvthaw.errors import ConfigError
 from kvthaw.index.filters import FilterIndex
 from kvthaw.methods import resolve
-from kvthaw.regions import Regions
 from shapes import close
 from zoo import build, prompt
 
@@ -96,15 +95,7 @@ def test_filter_layers_stand_at_the_papers_depth() -> None:
         kvthaw.Cache(model, "omnikv", budget=64, dense_layers=2, filters=(4, 20))
 
 
-def test_it_is_the_papers() -> None:
-    method = resolve("omnikv")
-    assert (method.name, method.paper, method.unit, method.regions) == ("omnikv", "OmniKV", "token", Regions(4, 32, 16))
-
-
-def test_whole_models(llama: PreTrainedModel) -> None:
-    full_budget_is_full_attention(llama, "omnikv")
-    budget_is_kept(llama, "omnikv")
-    rows_alone_are_the_rows_of_a_batch(llama, "omnikv", dense=False)
+def test_options_reach_the_index(llama: PreTrainedModel) -> None:
     with kvthaw.attach(llama, "omnikv", budget=64, dense=False) as handle:
         generate(llama, {"input_ids": prompt(1, 200)}, 4)
         for kv in handle.cache.frozen_layers:

@@ -9,14 +9,12 @@ import torch
 from one_layer import SCALE, OneLayer
 from torch import Tensor
 from transformers import PreTrainedModel
-from unit_methods import budget_is_kept, full_budget_is_full_attention, generate, indices, rows_alone_are_the_rows_of_a_batch
+from unit_methods import generate, indices
 
 import kvthaw
 from kvthaw.errors import ConfigError
 from kvthaw.index.clusters import draw
 from kvthaw.index.pq import ProductIndex
-from kvthaw.methods import resolve
-from kvthaw.regions import Regions
 from zoo import prompt
 
 
@@ -75,15 +73,7 @@ def test_tokens_of_one_code_come_in_the_order_of_the_text() -> None:
     assert layer.step() == [set(range(plan.regions.sink, plan.regions.sink + plan.rows))]
 
 
-def test_it_is_the_papers() -> None:
-    method = resolve("pqcache")
-    assert (method.name, method.paper, method.unit, method.regions) == ("pqcache", "PQCache", "token", Regions(4, 32, 16))
-
-
-def test_whole_models(llama: PreTrainedModel) -> None:
-    full_budget_is_full_attention(llama, "pqcache")
-    budget_is_kept(llama, "pqcache")
-    rows_alone_are_the_rows_of_a_batch(llama, "pqcache", policy="mean")
+def test_options_reach_the_index(llama: PreTrainedModel) -> None:
     with kvthaw.attach(llama, "pqcache", budget=96, parts=4, centroids=16) as handle:
         generate(llama, {"input_ids": prompt(1, 200)}, 4)
         for index in indices(handle):

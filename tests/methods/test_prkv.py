@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from one_layer import SCALE, OneLayer
 from transformers import PreTrainedModel
-from unit_methods import budget_is_kept, full_budget_is_full_attention, generate, indices, rows_alone_are_the_rows_of_a_batch
+from unit_methods import generate, indices
 
 import kvthaw
 from kvthaw.errors import ConfigError
@@ -18,28 +17,6 @@ from kvthaw.index.hybrid import HybridIndex
 from kvthaw.methods import resolve
 from kvthaw.regions import Regions
 from zoo import prompt
-
-
-def test_it_is_the_papers() -> None:
-    method = resolve("prkv")
-    assert (method.name, method.paper, method.unit) == ("prkv", "PRKV", "token + page")
-    assert method.regions == Regions(0, 64, 32)
-    assert isinstance(method.index, partial)
-    assert method.index.keywords == {"page": 32, "share": 0.25, "interval": 128, "spread": "mean", "policy": "max"}
-
-
-@pytest.mark.parametrize("options", [{}, {"interval": 16, "page": 8}, {"share": "auto", "page": 8}, {"share": 1.0}])
-def test_a_budget_for_everything_gives_full_attention(llama: PreTrainedModel, options: dict[str, Any]) -> None:
-    full_budget_is_full_attention(llama, "prkv", **options)
-
-
-def test_the_budget_is_kept(llama: PreTrainedModel) -> None:
-    budget_is_kept(llama, "prkv")
-
-
-@pytest.mark.parametrize("policy", ["max", "mean", "mean_query"])
-def test_rows_alone_are_the_rows_of_a_batch(llama: PreTrainedModel, policy: str) -> None:
-    rows_alone_are_the_rows_of_a_batch(llama, "prkv", policy=policy)
 
 
 def test_options_reach_the_index_and_the_static_set_is_refreshed(llama: PreTrainedModel) -> None:

@@ -2,41 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import pytest
 from transformers import PreTrainedModel
-from unit_methods import budget_is_kept, full_budget_is_full_attention, generate, indices, rows_alone_are_the_rows_of_a_batch
+from unit_methods import generate, indices
 
 import kvthaw
 from kvthaw.errors import ConfigError
 from kvthaw.index.bounds import BoundIndex
 from kvthaw.methods import resolve
-from kvthaw.regions import Regions
 from zoo import prompt
-
-
-def test_it_is_the_papers() -> None:
-    method = resolve("quest")
-    assert (method.name, method.paper, method.unit) == ("quest", "Quest", "page")
-    assert method.regions == Regions(0, 16, 16)
-    assert isinstance(method.index, partial)
-    assert method.index.keywords == {"page": 16, "spread": "max", "policy": "max"}
-
-
-@pytest.mark.parametrize("options", [{}, {"page": 5}])
-def test_a_budget_for_everything_gives_full_attention(llama: PreTrainedModel, options: dict[str, Any]) -> None:
-    full_budget_is_full_attention(llama, "quest", **options)
-
-
-def test_the_budget_is_kept(llama: PreTrainedModel) -> None:
-    budget_is_kept(llama, "quest")
-
-
-@pytest.mark.parametrize("policy", ["max", "mean", "mean_query"])
-def test_rows_alone_are_the_rows_of_a_batch(llama: PreTrainedModel, policy: str) -> None:
-    rows_alone_are_the_rows_of_a_batch(llama, "quest", policy=policy)
 
 
 def test_options_reach_the_index(llama: PreTrainedModel) -> None:

@@ -3,31 +3,11 @@
 from __future__ import annotations
 
 from transformers import PreTrainedModel
-from unit_methods import budget_is_kept, full_budget_is_full_attention, generate, indices, rows_alone_are_the_rows_of_a_batch
+from unit_methods import generate, indices
 
 import kvthaw
 from kvthaw.index.wave import WaveIndex
-from kvthaw.methods import resolve
-from kvthaw.regions import Regions
 from zoo import prompt
-
-
-def test_it_is_the_papers() -> None:
-    method = resolve("retroinfer")
-    assert (method.name, method.paper, method.unit) == ("retroinfer", "RetroInfer", "cluster")
-    assert method.regions == Regions(4, 64, 16)
-
-
-def test_a_budget_for_everything_gives_full_attention(llama: PreTrainedModel) -> None:
-    full_budget_is_full_attention(llama, "retroinfer")
-
-
-def test_the_budget_is_kept(llama: PreTrainedModel) -> None:
-    budget_is_kept(llama, "retroinfer")
-
-
-def test_rows_alone_are_the_rows_of_a_batch(llama: PreTrainedModel) -> None:
-    rows_alone_are_the_rows_of_a_batch(llama, "retroinfer", segment=64)
 
 
 def test_options_reach_the_index(llama: PreTrainedModel) -> None:

@@ -5,33 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from transformers import PreTrainedModel
-from unit_methods import budget_is_kept, full_budget_is_full_attention, generate, indices, rows_alone_are_the_rows_of_a_batch
+from unit_methods import generate, indices
 
 import kvthaw
 from kvthaw.errors import UnsupportedModelError
 from kvthaw.index.shadow import ShadowIndex
-from kvthaw.methods import resolve
-from kvthaw.regions import Regions
-from zoo import build, prompt
-
-
-def test_it_is_the_papers() -> None:
-    method = resolve("shadowkv")
-    assert (method.name, method.paper, method.unit) == ("shadowkv", "ShadowKV", "page")
-    assert method.regions == Regions(0, 32, 8)
-
-
-@pytest.mark.parametrize("rank", [8, 160])
-def test_a_budget_for_everything_gives_full_attention(llama: PreTrainedModel, rank: int) -> None:
-    full_budget_is_full_attention(llama, "shadowkv", rank=rank)
-
-
-def test_the_budget_is_kept(llama: PreTrainedModel) -> None:
-    budget_is_kept(llama, "shadowkv")
-
-
-def test_rows_alone_are_the_rows_of_a_batch(llama: PreTrainedModel) -> None:
-    rows_alone_are_the_rows_of_a_batch(llama, "shadowkv", rank=20)
+from zoo import build, prompt, ragged
 
 
 def test_options_reach_the_index(llama: PreTrainedModel) -> None:
@@ -71,4 +50,7 @@ def test_models_that_turn_in_a_way_of_their_own_are_refused() -> None:
 
 
 def test_a_model_without_rotary_positions_has_its_keys_as_they_are() -> None:
-    full_budget_is_full_attention(build("gpt2"), "shadowkv")
+    model, batch = build("gpt2"), ragged([120, 37])
+    expected = generate(model, batch)
+    with kvthaw.attach(model, "shadowkv", budget=1024):
+        assert torch.equal(generate(model, batch), expected)

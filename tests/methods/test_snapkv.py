@@ -8,12 +8,9 @@ from typing import Any
 import pytest
 import torch
 from one_layer import OneLayer
-from transformers import PreTrainedModel
-from unit_methods import budget_is_kept, full_budget_is_full_attention, rows_alone_are_the_rows_of_a_batch
 
 from kvthaw.errors import ConfigError
 from kvthaw.methods import resolve
-from kvthaw.regions import Regions
 
 
 def chosen(
@@ -91,19 +88,6 @@ def test_a_long_continuation_is_a_new_prompt() -> None:
     window = plan.regions.window
     expected = chosen(layer, 300 - window, 300, window, plan.rows, kernel=7, pooling="avg", agree="mean")
     assert layer.step() == expected != before
-
-
-def test_it_is_the_papers() -> None:
-    method, fresh = resolve("snapkv"), resolve("snapkv-refreshed")
-    assert (method.name, method.paper, method.unit, method.regions) == ("snapkv", "SnapKV", "token", Regions(0, 32, 16))
-    assert (fresh.name, fresh.paper, fresh.unit, fresh.regions) == ("snapkv-refreshed", "SnapKV", "token", Regions(0, 32, 16))
-
-
-@pytest.mark.parametrize("method", ["snapkv", "snapkv-refreshed"])
-def test_whole_models(llama: PreTrainedModel, method: str) -> None:
-    full_budget_is_full_attention(llama, method)
-    budget_is_kept(llama, method)
-    rows_alone_are_the_rows_of_a_batch(llama, method)
 
 
 @pytest.mark.parametrize(

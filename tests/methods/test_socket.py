@@ -3,30 +3,11 @@
 from __future__ import annotations
 
 from transformers import PreTrainedModel
-from unit_methods import budget_is_kept, full_budget_is_full_attention, generate, indices, rows_alone_are_the_rows_of_a_batch
+from unit_methods import generate, indices
 
 import kvthaw
 from kvthaw.index.soft_hash import SoftHashIndex
-from kvthaw.methods import resolve
-from kvthaw.regions import Regions
 from zoo import prompt
-
-
-def test_it_is_the_papers() -> None:
-    method = resolve("socket")
-    assert (method.name, method.paper, method.unit, method.regions) == ("socket", "SOCKET", "token", Regions(128, 128, 16))
-
-
-def test_a_budget_for_everything_gives_full_attention(llama: PreTrainedModel) -> None:
-    full_budget_is_full_attention(llama, "socket")
-
-
-def test_the_budget_is_kept(llama: PreTrainedModel) -> None:
-    budget_is_kept(llama, "socket", bits=6, tables=8)
-
-
-def test_rows_alone_are_the_rows_of_a_batch(llama: PreTrainedModel) -> None:
-    rows_alone_are_the_rows_of_a_batch(llama, "socket", policy="mean")
 
 
 def test_options_reach_the_index(llama: PreTrainedModel) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from transformers import PreTrainedModel
-from unit_methods import budget_is_kept, full_budget_is_full_attention, generate, rows_alone_are_the_rows_of_a_batch
+from unit_methods import generate
 
 import kvthaw
 from kvthaw.errors import ConfigError
@@ -17,21 +17,6 @@ BASES = ["quest", "oracle", "clusterkv", "icecache", "pariskv"]
 def test_it_is_its_base_with_another_index() -> None:
     method, base = resolve("twilight:base=arkvale"), resolve("arkvale")
     assert (method.name, method.paper, method.unit, method.regions) == ("twilight", "Twilight", "page", base.regions)
-
-
-@pytest.mark.parametrize("base", BASES)
-def test_a_budget_for_everything_gives_full_attention(llama: PreTrainedModel, base: str) -> None:
-    full_budget_is_full_attention(llama, "twilight", base=base)
-
-
-@pytest.mark.parametrize("base", ["quest", "icecache"])
-def test_the_budget_is_kept(llama: PreTrainedModel, base: str) -> None:
-    budget_is_kept(llama, "twilight", base=base)
-
-
-@pytest.mark.parametrize("base", BASES)
-def test_rows_alone_are_the_rows_of_a_batch(llama: PreTrainedModel, base: str) -> None:
-    rows_alone_are_the_rows_of_a_batch(llama, "twilight", base=base)
 
 
 def test_it_reads_less_than_its_base(llama: PreTrainedModel) -> None:
