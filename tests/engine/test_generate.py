@@ -99,7 +99,7 @@ def test_assistant(architecture: str, method: str) -> None:
     expected = new_tokens(model, inputs)
     with kvthaw.attach(model, method, budget=AMPLE) as handle:
         assert torch.equal(new_tokens(model, inputs, assistant_model=assistant), expected)
-        assert (handle.stats().sparse_steps > 0) == (architecture != "gemma3n"), "which takes several tokens densely"
+        assert handle.stats().sparse_steps > 0
 
 
 def test_pipeline(llama: PreTrainedModel, method: str) -> None:

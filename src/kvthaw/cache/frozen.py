@@ -56,6 +56,7 @@ class FrozenKV(Lanes):
         self._ahead: dict[int, int] = {}  # lanes whose index has what leaves with the next token -> rows in the store before
         self._finite: Tensor | None = None
         self.untouched = False  # all there is came as one prompt
+        self.prompted = False  # the first prompt has come
         self._spares = Spares(self.number, self.pipeline)
 
     # What is where
@@ -202,6 +203,7 @@ class FrozenKV(Lanes):
         always = other.slab.pool_start
         self.slab.data[:, :, :always] = other.slab.data[:, :, :always]
         self.seen, self._start, self.watched, self.untouched = other.seen, list(other._start), dict(other.watched), True
+        self.prompted = True
         if self.feed is not None and other.feed is not None:
             self.feed.group.take_over(other.feed.group)
             self.make_room()
@@ -218,6 +220,7 @@ class FrozenKV(Lanes):
             if pad < steps:
                 self._take_lane(lane, query[lane, :, pad - steps :], key[lane, :, pad:], value[lane, :, pad:], before + pad)
         self.seen += steps
+        self.prompted = self.prompted or not self.coming
         if self.prompt and not self.coming:
             self._renew()
 

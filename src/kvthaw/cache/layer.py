@@ -52,9 +52,10 @@ class FrozenLayer(FrozenKV):
     def reset(self) -> None:
         """Forget everything."""
         super().reset()
+        self.verifying = False  # tokens that come are candidates of assisted decoding
         self._asked_again = False  # by a layer that shares this layer's KV: the index may not go ahead of the ring
         self.foreseen: Foreseen | None = None  # to ask the index with instead of the coming tokens' queries
-        self.sparse_steps = 0
+        self.sparse_steps = self.dense_tokens = 0
         self.held_steps = self.held_sum = self.held_max = 0  # tokens attended in sink and ring, over lanes and steps
         self._transfer: Transfer | None = None
 
@@ -91,6 +92,7 @@ class FrozenLayer(FrozenKV):
             self.fall_back()
             out = self._dense(query, key, value, before, how)
             if fresh:
+                self.dense_tokens += steps if self.prompted else 0
                 self.take_in(query, key, value)
             return out
         if self.group is not None and self.chooses and fresh:
@@ -121,7 +123,7 @@ class FrozenLayer(FrozenKV):
     def _one_by_one(self, steps: int) -> bool:
         """Whether so many tokens at once go through the index, where there are others before them."""
         assert self.plan is not None
-        return steps <= min(self.settings.sparse_queries, self.plan.regions.window) and not self.prompt
+        return self.verifying or (steps <= min(self.settings.sparse_queries, self.plan.regions.window) and not self.prompt)
 
     def asks(self, steps: int) -> bool:
         """Whether an index of this layer's own is asked when so many tokens come."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,16 +53,18 @@ def in_chunks(
         cache = cache_of(given.get("past_key_values"))
         columns = {name: dim for name, dim in _WITH_TOKENS.items() if given.get(name) is not None}
         tokens = max((given[name].shape[1] for name in ("input_ids", "inputs_embeds") if name in columns), default=0)
-        if cache is None or tokens <= chunk:
+        drafted = 0 if cache is None or tokens == 1 else _drafted(given, cache)
+        if cache is None or (tokens <= chunk and not drafted):
             return (short or forward)(**given)
         reason = _whole(given, cache, names)
         if reason is not None:
-            _log.warning("a prompt of %d tokens goes through the model in one pass: %s", tokens, reason)
+            _log.warning("%d tokens go through the model in one pass: %s", tokens, reason)
             return forward(**given)
         before, mask, keep = cache.kv_layers[0].seen, given.get("attention_mask"), given.get("logits_to_keep") or tokens
         logits: list[Tensor] = []
-        with cache.prompt(tokens):
-            for start, stop in spans(tokens, chunk):
+
+        def run(parts: list[tuple[int, int]]) -> Any:
+            for start, stop in parts:
                 part = {name: given[name].narrow(dim, start, stop - start) for name, dim in columns.items()}
                 if mask is not None:
                     part["attention_mask"] = mask[:, : before + stop]
@@ -69,17 +72,37 @@ def in_chunks(
                 out = forward(**{**given, **part, "logits_to_keep": max(1, wanted)})
                 if wanted > 0:
                     logits.append(out.logits)
+            return out
+
+        prompt = tokens - drafted
+        if prompt == 1 and before:  # a token that was generated: a decode step, like the candidates behind it
+            prompt = 0
+        if prompt:
+            size = prompt if cache.settings.method.evicts else chunk  # what is dropped cannot be attended to again
+            with cache.prompt(prompt) if prompt > size else nullcontext():
+                out = run(spans(prompt, size))
+        if prompt < tokens:
+            size = 1 if cache.shares_kv else tokens - prompt
+            with cache.verification():
+                out = run([(prompt + start, prompt + stop) for start, stop in spans(tokens - prompt, size)])
         out.logits = torch.cat(logits, dim=1) if len(logits) > 1 else logits[0]
         return out
 
     return take
 
 
+def _drafted(given: dict[str, Any], cache: Cache) -> int:
+    """How many of the new tokens, the last ones, are candidates of assisted decoding, which asks for the logits of each and of the
+    token before them."""
+    keep = given.get("logits_to_keep")
+    return keep - 1 if cache.rolls_back and isinstance(keep, int) and keep > 1 else 0
+
+
 def _whole(given: dict[str, Any], cache: Cache, names: Collection[str]) -> str | None:
     """Why a prompt cannot be taken in chunks; None where it can."""
     if "logits_to_keep" not in names or not isinstance(given.get("logits_to_keep") or 0, int):
         return "the model does not take a number of logits_to_keep"
-    if cache.settings.method.evicts:
+    if cache.settings.method.evicts and not _drafted(given, cache):
         return f"{cache.settings.method.name} drops tokens that later chunks attend to"
     if cache.foreign:
         return f"a {cache.foreign[0]} may not continue where a chunk ended"

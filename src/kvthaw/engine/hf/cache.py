@@ -41,9 +41,10 @@ class Stats:
     """What a cache holds and did. Bytes are of K and V; counts are per KV head and step, over the layers that retrieve.
 
     budget: the promise; attended: tokens that were read (mean and largest); retrieved: rows from the index among them (mean);
-    hit_rate: share of the retrieved rows that were on the device already, None before anything was retrieved. captures: how often a
-    step was captured, in however many CUDA graphs; capture_seconds, capture_bytes: the time that took in all, and the device memory
-    that the latest one holds.
+    hit_rate: share of the retrieved rows that were on the device already, None before anything was retrieved. dense_tokens: tokens
+    after the first prompt that attended to everything, in continuations longer than `sparse_queries`. captures: how often a step
+    was captured, in however many CUDA graphs; capture_seconds, capture_bytes: the time that took in all, and the device memory that
+    the latest one holds.
     """
 
     method: str
@@ -53,6 +54,7 @@ class Stats:
     batch: int
     tokens: int
     sparse_steps: int
+    dense_tokens: int
     attended_mean: float | None
     attended_max: int | None
     retrieved: float | None
@@ -93,6 +95,8 @@ class Cache(DynamicCache):
     `kvthaw.cache.plan.Settings`. dense_layers: the first layers, which keep all KV on the device (default: the papers' 2 for
     models of 16 layers and more, else 0).
 
+    Give it to assisted decoding on an attached model: kvthaw must see the forward's arguments to tell candidates from a question.
+
     Raises ConfigError for a setting out of range and UnsupportedModelError for a model that cannot work.
     """
 
@@ -121,7 +125,8 @@ class Cache(DynamicCache):
             raise UnsupportedModelError(f"{type(model).__name__} has no full-attention layer whose KV could be offloaded")
         if dense_layers is None:
             dense_layers = 2 if len(self.layers) >= 16 else 0
-        if getattr(config, "num_kv_shared_layers", 0):
+        self.shares_kv = bool(getattr(config, "num_kv_shared_layers", 0))
+        if self.shares_kv:
             sparse_queries = 1  # layers that share KV ask after the index has gone on, so several tokens at once are dense
         self.settings = Settings(chosen, budget, retrieved, dense_layers, seed, sparse_queries, extent, host_bytes)
         frozen = [] if chosen.dense else [i for i in full if i >= dense_layers]
@@ -130,6 +135,8 @@ class Cache(DynamicCache):
         for dim in {head_dim(of_layer(config, i)) for i in frozen}:
             try_index(chosen, dim)
         self.replay: Replay | None = None
+        self.rolls_back = False
+        """Whether a forward that asks for several logits may be a verification of assisted decoding."""
         self.turns_by_length = turns_by_length(model)
         self._shared = Shared(model, self.settings, len(frozen), foresee if chosen.foresees else None)
         self.pipeline, clock, dense_clock = Pipeline(len(self.layers)), Clock(), Clock()
@@ -209,6 +216,22 @@ class Cache(DynamicCache):
             for kv in self.kv_layers:
                 kv.expect(0)
 
+    def activate_past_recording(self) -> None:
+        """Expect a crop after each forward: generate() calls this before assisted decoding."""
+        super().activate_past_recording()
+        self.rolls_back = True
+
+    @contextmanager
+    def verification(self) -> Iterator[None]:
+        """Within it, new tokens are candidates of assisted decoding: however many they are, each is decoded through the index."""
+        for kv in self.frozen_layers:
+            kv.verifying = True
+        try:
+            yield
+        finally:
+            for kv in self.frozen_layers:
+                kv.verifying = False
+
     def reset(self) -> None:
         """Forget everything, and the captured step, which holds what it reads."""
         super().reset()
@@ -277,6 +300,7 @@ class Cache(DynamicCache):
             batch=layers[0].lanes,
             tokens=layers[0].seen,
             sparse_steps=sum(kv.sparse_steps for kv in frozen),
+            dense_tokens=max((kv.dense_tokens for kv in frozen), default=0),
             attended_mean=None if attended is None else attended + (retrieved or 0.0),
             attended_max=max((kv.held_max for kv in frozen), default=0) + most if held_steps else None,
             retrieved=retrieved,

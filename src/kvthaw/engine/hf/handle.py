@@ -112,6 +112,7 @@ class Forward:
                     "the prompt, and give it an empty cache or none"
                 )
             self.cache = self.make()
+            self.cache.rolls_back = True  # it may: a DynamicCache does not say that it records
             for i, layer in enumerate(given.layers):  # those that are not kvthaw's may have been prepared already
                 if not isinstance(self.cache.layers[i], CacheLayer):
                     self.cache.layers[i] = layer
@@ -214,6 +215,10 @@ def attach(
     decode steps as one CUDA graph, or as several with host searches between them; steps that cannot be captured, and all on a CPU,
     run eagerly, and the logger kvthaw.engine.decode says why. compile: compile the step with torch.compile first (a minute or more,
     once), with a warning where that cannot be done.
+
+    Continuations of up to sparse_queries tokens (and up to the window) are decoded one by one through the index; longer ones, such
+    as the next question of a chat, attend to all of the KV, streamed back from the host, and `Stats.dense_tokens` counts them.
+    Candidates of assisted decoding always go through the index.
 
     Returns a handle, also a context manager; handle.detach() gives the model back what it had. If the handle is dropped the model
     stays attached: `kvthaw.detach(model)` detaches it, and the next attach() takes its place. A copy of the model is not attached.

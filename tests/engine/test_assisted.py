@@ -1,0 +1,87 @@
+"""Assisted decoding verifies its candidates through the index, so its greedy output is the method's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import kvthaw
+from zoo import build, prompt
+
+IDS = prompt(1, 130)
+TIGHT = 64
+NEW = 40
+
+
+def new_tokens(model: PreTrainedModel, ids: Tensor = IDS, **how: Any) -> Tensor:
+    return model.generate(ids, do_sample=False, max_new_tokens=NEW, **how)[:, ids.shape[1] :]
+
+
+def drafting(model: PreTrainedModel, candidates: int = 20) -> PreTrainedModel:
+    """An assistant that is of another opinion than the model now and then, and always gives so many candidates."""
+    with torch.no_grad():
+        model.get_output_embeddings().weight += 0.01 * torch.randn_like(model.get_output_embeddings().weight)
+    config = model.generation_config
+    config.num_assistant_tokens_schedule, config.num_assistant_tokens = "constant", candidates
+    config.assistant_confidence_threshold = 0.0
+    return model
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gemma3n"])
+def test_an_assistant_gives_the_methods_own_tokens(architecture: str) -> None:
+    model, assistant = build(architecture), drafting(build(architecture))
+    with kvthaw.attach(model, "oracle", budget=TIGHT) as handle:
+        expected = new_tokens(model)
+        assert torch.equal(new_tokens(model, assistant_model=assistant), expected)
+        stats = handle.stats()
+        assert stats.dense_tokens == 0
+        assert stats.attended_max is not None
+        assert stats.attended_max <= TIGHT
+
+
+@pytest.mark.parametrize("chunk", [16384, 50])
+def test_prompt_lookup_gives_the_methods_own_tokens(llama: PreTrainedModel, chunk: int) -> None:
+    ids = torch.cat((IDS, IDS), dim=1)
+    with kvthaw.attach(llama, "oracle", budget=TIGHT, prefill_chunk=chunk) as handle:
+        expected = new_tokens(llama, ids)
+        assert torch.equal(new_tokens(llama, ids, prompt_lookup_num_tokens=20), expected)
+        assert handle.stats().dense_tokens == 0
+
+
+def test_a_cache_of_the_callers_own(llama: PreTrainedModel) -> None:
+    assistant = drafting(build("llama"))
+    with kvthaw.attach(llama, "oracle", budget=TIGHT):
+        expected = new_tokens(llama)
+        cache = kvthaw.Cache(llama, "oracle", budget=TIGHT)
+        assert torch.equal(new_tokens(llama, past_key_values=cache, assistant_model=assistant), expected)
+        assert cache.stats().dense_tokens == 0
+
+
+def test_stats_count_the_tokens_of_dense_continuations(llama: PreTrainedModel) -> None:
+    cache = kvthaw.Cache(llama, "oracle", budget=TIGHT)
+
+    def forward(tokens: int) -> int:
+        with torch.no_grad():
+            llama(IDS[:, :tokens], past_key_values=cache)
+        return cache.stats().dense_tokens
+
+    with cache.prompt(100):
+        assert forward(60) == 0
+        assert forward(40) == 0
+    assert forward(10) == 0, "through the index"
+    assert forward(21) == 21
+    assert forward(1) == 21
+    with cache.prompt(30):
+        assert forward(20) == 41
+        assert forward(10) == 51
+    fork = cache.fork("clusterkv")
+    assert fork.stats().dense_tokens == 0
+    with torch.no_grad():
+        llama(IDS[:, :21], past_key_values=fork)
+    assert fork.stats().dense_tokens == 21
+    cache.reset()
+    assert forward(100) == 0
