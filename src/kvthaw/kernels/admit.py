@@ -1,4 +1,4 @@
-"""Giving every selected row a slot of the pool, in one launch: `Residency.admit` for a captured decode step."""
+"""Assign a pool slot to every selected row in one launch: `Residency.admit` for a captured decode step."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from kvthaw.kernels import HAS_TRITON
 
 
 def definition(rows: Tensor, row_slot: Tensor, slot_row: Tensor, used: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Give every row a slot, replacing those wanted longest ago; ties go to the lower slot.
+    """Assign a slot to every row; evict the slots used least recently. Ties go to the lower slot.
 
-    rows [B, H, M] int32, -1 padded, none twice, M <= C. Tables, changed in place: row_slot [B, H, T + 1] int32, the slot of a
-    row or -1; slot_row [B, H, C + 1] int32, the row in a slot or -1; used [B, H, C + 1] int32, the step that last wanted a
-    slot. The last column of the first two is where writes go that mean nothing; that of `used` is the number of the last step,
-    which is counted on. counts [3] int64: rows wanted and rows to bring are added to the first two, the third becomes the most rows
-    that a head wanted in a step.
+    rows [B, H, M] int32, -1 padded, without duplicates, M <= C. The tables are updated in place: row_slot [B, H, T + 1] int32,
+    the slot of a row or -1; slot_row [B, H, C + 1] int32, the row in a slot or -1; used [B, H, C + 1] int32, the step that last
+    used a slot. The last column of row_slot and slot_row takes discarded writes; the last column of `used` holds the number of
+    the last step and is incremented. counts [3] int64: the numbers of selected rows and of misses are added to the first two;
+    the third is the largest number of rows that a head selected in one step.
 
-    Returns slots [B, H, M] int32, -1 where rows is -1; fetch [B, H, M] int32, the row where it must be brought, else -1; live
-    [B, H, C] bool, the slots that hold a row of this step. The i-th miss takes the i-th slot in the order (used, slot).
+    Returns slots [B, H, M] int32, -1 where rows is -1; fetch [B, H, M] int32, the rows that must be fetched, else -1; live [B,
+    H, C] bool, the slots that hold a row of this step. The i-th miss takes the i-th slot in the order (used, slot).
     """
     trash_row, count = row_slot.shape[2] - 1, slot_row.shape[2] - 1
     wanted = rows >= 0
@@ -48,7 +48,7 @@ def definition(rows: Tensor, row_slot: Tensor, slot_row: Tensor, used: Tensor, c
 
 
 def count_rows(counts: Tensor, wanted: Tensor, miss: Tensor) -> None:
-    """Add a step to counts, see `definition`. wanted, miss: [B, H, M] bool."""
+    """Add one step to counts, see `definition`. wanted, miss: [B, H, M] bool."""
     each = wanted.sum(dim=2)
     counts[0] += each.sum()
     counts[1] += miss.sum()
@@ -78,7 +78,7 @@ elif HAS_TRITON:
         BLOCK_M: tl.constexpr,
         BLOCK_C: tl.constexpr,
     ):
-        # One program a (lane, KV head). Lanes of the program speak through its tables in global memory, barriers between.
+        # Program (sequence, KV head). Threads exchange data through the tables in global memory, with barriers between.
         pair = tl.program_id(0).to(tl.int64)
         row_slot += pair * row_stride
         slot_row += pair * (places + 1)
@@ -100,8 +100,8 @@ elif HAS_TRITON:
         tl.debug_barrier()
         tl.store(used + places, now)
 
-        # Victims, an age at a time. An age is a step at which slots were last wanted; all rounds but a step's last empty an age
-        # for good, and a step makes one, so there are two rounds a step in the mean.
+        # Choose victims by age, the step that last used a slot. Every round but the last removes one age for good, and a step
+        # adds one age, so a step takes two rounds on average.
         last = tl.load(used + c, mask=is_slot, other=now)
         free = last != now
         turn = tl.full((BLOCK_C,), -1, tl.int32)
@@ -113,7 +113,7 @@ elif HAS_TRITON:
             place = found + tl.cumsum(same.to(tl.int32), 0) - 1
             turn = tl.where(same & (place < missing), place, turn)
             free = free & (last != oldest)
-            found = tl.where(count_same > 0, found + count_same, missing)  # rows that come twice must not hang the device
+            found = tl.where(count_same > 0, found + count_same, missing)  # always terminates, also with duplicate rows
         victim = turn >= 0
         tl.store(order + turn, c, mask=victim)
         tl.store(row_slot + old, -1, mask=victim & (old >= 0))
@@ -129,28 +129,28 @@ elif HAS_TRITON:
 
 
 def admit(rows: Tensor, row_slot: Tensor, slot_row: Tensor, used: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As `definition`, in one launch without a sync; the columns of writes that mean nothing are left alone.
+    """Launch the kernel: as `definition`, without a sync. Leaves the columns of discarded writes unchanged.
 
-    8 heads of 1024 rows read and write some 200 KB, which is nothing: the time is four dependent trips to memory (rows, their
-    slots, the marks on the slots, the order of the victims) and about two rounds of sums over the slots.
+    8 heads of 1024 rows read and write some 200 KB, which is negligible. The latency is four dependent memory accesses (rows,
+    their slots, the steps in `used`, the order of the victims) and about two rounds of reductions over the slots.
     """
-    lanes, heads, count = rows.shape
+    batch, heads, count = rows.shape
     places = slot_row.shape[2] - 1
     tables = (row_slot, slot_row, used)
     assert count <= places, f"{count} rows do not fit into {places} slots"
     for tensor in (rows, *tables):
         assert tensor.is_contiguous()
         assert tensor.dtype == torch.int32
-        assert tensor.shape[:2] == (lanes, heads)
+        assert tensor.shape[:2] == (batch, heads)
     assert used.shape == slot_row.shape
     assert counts.dtype == torch.int64
     assert counts.shape == (3,)
     assert counts.is_contiguous()
     slots, fetch = torch.empty_like(rows), torch.empty_like(rows)
-    live = torch.empty((lanes, heads, places), dtype=torch.bool, device=rows.device)
-    order = torch.empty((lanes, heads, places), dtype=torch.int32, device=rows.device)
+    live = torch.empty((batch, heads, places), dtype=torch.bool, device=rows.device)
+    order = torch.empty((batch, heads, places), dtype=torch.int32, device=rows.device)
     block_m, block_c = (max(32, 1 << (size - 1).bit_length()) for size in (count, places))
-    _admit[(lanes * heads,)](
+    _admit[(batch * heads,)](
         rows,
         *tables,
         counts,

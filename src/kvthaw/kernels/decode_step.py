@@ -1,4 +1,4 @@
-"""One decode step of attention: what is asked, and of which keys and values."""
+"""The arguments of one decode step of attention."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ from kvthaw.types import Partial
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """A query of each query head, and the keys and values that its lane sees.
+    """One query per query head, and the keys and values that it attends to.
 
-    query [B, Hq, D]; keys, values [B, H, N, D], Hq a multiple of H. A lane sees the places starts[b] <= n < lengths[b] ([B]
-    int32; None: 0 and N) that `visible` [B, H, N] bool allows; the others may hold anything, NaN included.
-    regions: keys and values are a slab; the first regions.held places are sink and ring, of which a lane sees the positions <
-    lengths[b] in the sink and starts[b] .. lengths[b] in the ring, and visible [B, H, N - held] is about the places behind.
-    newest: key and value of the last of the lengths[b] tokens, always seen; they are written to its place in keys and values, and
-    nothing else is. softcap c: scores become c tanh(score / c). log_weight [B, Hq, N] is added to the logits then. sinks [Hq]:
-    logits that take weight and give nothing (gpt-oss). partials: attention over further, disjoint tokens.
+    query [B, Hq, D]; keys, values [B, H, N, D], Hq a multiple of H. A sequence attends to the slots starts[b] <= n < lengths[b]
+    ([B] int32; None: 0 and N) where `visible` [B, H, N] bool is True. All other slots may hold anything, NaN included.
+
+    regions: keys and values are slabs whose first regions.held slots are sink and ring. A sequence then attends to positions <
+    lengths[b] in the sink and starts[b] .. lengths[b] in the ring; visible [B, H, N - held] covers the remaining slots.
+
+    newest: key and value of token lengths[b] - 1, always attended. The step writes them to their slot in keys and values, and
+    writes nothing else. softcap c: scores become c tanh(score / c). log_weight [B, Hq, N] is added to the logits after the
+    softcap. sinks [Hq]: attention-sink logits, which take softmax weight and contribute no value (gpt-oss). partials: attention
+    over further, disjoint tokens, to be merged.
     """
 
     query: Tensor
@@ -41,14 +44,14 @@ class DecodeStep:
     log_weight: Tensor | None = None
     partials: Sequence[Partial] = ()
 
-    def enter(self) -> None:
-        """Write the newest tokens to their places."""
+    def write_newest(self) -> None:
+        """Write the newest tokens to their slots."""
         if self.newest is not None:
             assert self.lengths is not None
             write(self.keys, self.values, self.newest, newest_place(self.lengths, self.regions))
 
     def seen(self) -> Tensor:
-        """[B, H, N] bool: the places that a lane sees, once the newest tokens are in theirs."""
+        """Return the slots that a sequence attends to, [B, H, N] bool, after `write_newest`."""
         batch, heads, n, _ = self.keys.shape
         if self.regions is not None:
             assert self.lengths is not None

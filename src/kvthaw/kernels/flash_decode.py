@@ -1,6 +1,8 @@
-"""One decode step of attention on the device in one launch: the newest key and value are written to their place, every query
-head attends to what its lane sees, split along the keys, and the program that is the last of its KV head to end merges the
-splits. Static shapes, no sync; lengths are read on the device.
+"""Flash-decoding for one decode step in one launch.
+
+The kernel writes the newest key and value to their slot, and every query head attends to the visible keys of its sequence. The
+keys are split among programs; the last program of a KV head to finish merges the splits. Shapes are static, lengths are read on
+the device, and the host never syncs.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ from kvthaw.types import Partial
 
 
 def definition(step: DecodeStep) -> Partial:
-    """softmax over the keys that are seen, in float32. lse counts sinks and partials; a head that sees nothing gives 0 with lse
-    -inf."""
-    step.enter()
+    """Compute softmax attention over the visible keys in float32. lse includes sinks and partials. A head without visible keys
+    returns 0 with lse -inf."""
+    step.write_newest()
     query, seen, keys, values = step.query, step.seen(), step.keys.float(), step.values.float()
     scores = torch.einsum("bhgd,bhnd->bhgn", query.float().unflatten(1, (keys.shape[1], -1)), keys) * step.scale
     if step.softcap is not None:
@@ -48,7 +50,7 @@ elif HAS_TRITON:
 
     @triton.jit
     def _capped(score, scale, softcap):
-        # Logits in base 2.
+        # Scale and softcap scores; return base-2 logits.
         if softcap is not None:
             score = score * (scale / softcap)
             score = (2.0 * tl.sigmoid(2.0 * score) - 1.0) * (softcap * _LOG2E)
@@ -58,7 +60,8 @@ elif HAS_TRITON:
 
     @triton.jit
     def _found(acc_parts, which, valid, d, is_dim, DIM: tl.constexpr):
-        # The outputs of splits and heads `which`, [., ., DIM]; anything of a split that found nothing.
+        # Load the outputs [., ., DIM] of the splits and heads in `which`. The result is undefined for splits without visible
+        # keys.
         at = acc_parts + which[:, :, None] * DIM + d[None, None, :]
         return tl.load(at, mask=valid[:, :, None] & is_dim[None, None, :], other=0.0, cache_modifier=".cg")
 
@@ -68,60 +71,18 @@ elif HAS_TRITON:
 
     @triton.jit
     def _attend(
-        query,
-        keys,
-        values,
-        new_key,
-        new_value,
-        visible,
-        lengths,
-        starts,
-        log_weight,
-        sinks,
-        more_out,
-        more_lse,
-        acc_parts,
-        lse_parts,
-        tickets,
-        out,
-        q_lane,
-        q_head,
-        k_lane,
-        k_head,
-        k_row,
-        v_lane,
-        v_head,
-        v_row,
-        nk_lane,
-        nk_head,
-        nv_lane,
-        nv_head,
-        m_lane,
-        m_head,
-        m_row,
-        w_lane,
-        w_head,
-        n,
-        sink,
-        ring,
-        scale,
-        softcap,
-        HEADS: tl.constexpr,
-        GROUP: tl.constexpr,
-        DIM: tl.constexpr,
-        BLOCK_G: tl.constexpr,
-        BLOCK_D: tl.constexpr,
-        BLOCK_N: tl.constexpr,
-        UPCAST: tl.constexpr,
-        MERGE_G: tl.constexpr,
-        MERGE_S: tl.constexpr,
-        CHUNK: tl.constexpr,
+        query, keys, values, new_key, new_value, visible, lengths, starts, log_weight, sinks, more_out, more_lse,
+        acc_parts, lse_parts, tickets, out, q_seq, q_head, k_seq, k_head, k_row, v_seq, v_head, v_row,
+        nk_seq, nk_head, nv_seq, nv_head, m_seq, m_head, m_row, w_seq, w_head, n, sink, ring, scale, softcap,
+        HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+        BLOCK_N: tl.constexpr, UPCAST: tl.constexpr, MERGE_G: tl.constexpr, MERGE_S: tl.constexpr, CHUNK: tl.constexpr,
         ONE: tl.constexpr,
-    ):
-        # Program (lane and KV head, split): the query heads of one KV head over one run of its keys. The runs share what the lane
-        # has evenly, in whole blocks; a program without a run leaves lse -inf and its acc unwritten. The newest token comes from
-        # new_key and new_value; nobody reads its place. It starts the softmax of split 0, which also writes it; where a program has
-        # ONE block, it stands in for what that block has at its place.
+    ):  # fmt: skip
+        # Program (sequence and KV head, split): the query heads of one KV head over one range of its keys. All ranges of a
+        # sequence have the same number of whole blocks. A program without keys stores lse -inf and leaves its acc unwritten.
+        # The newest token is read from new_key and new_value, never from its slot. With several blocks per program it
+        # initializes the softmax of split 0, which also stores it to its slot; with one block (ONE) it replaces what the block
+        # loaded from that slot.
         pair, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
         b, h = (pair // HEADS).to(tl.int64), (pair % HEADS).to(tl.int64)
         start, length = 0, n
@@ -129,15 +90,15 @@ elif HAS_TRITON:
             start = tl.load(starts + b)
         if lengths is not None:
             length = tl.load(lengths + b)
-        past = length  # tokens that lie in memory
+        past = length  # tokens that are in memory
         if new_key is not None:
             past = length - 1
         if ring is None:
             first, last, behind = tl.maximum(start, 0), tl.minimum(length if ONE else past, n), 0
             place_new = past
-        else:  # a slab: sink, ring, and what `visible` is about behind them
+        else:  # a slab: sink, ring, then the slots that `visible` covers
             first, last, behind = 0, n, sink + ring
-            oldest = (start - sink) % ring  # where in the ring position `start` stands
+            oldest = (start - sink) % ring  # ring slot of position `start`
             place_new = tl.where(past < sink, past, sink + (past - sink) % ring)
         run = tl.cdiv(tl.cdiv(tl.maximum(last - first, 0), splits), BLOCK_N) * BLOCK_N
         begin = first + split * run
@@ -147,18 +108,18 @@ elif HAS_TRITON:
         offset = tl.arange(0, BLOCK_N)
         is_head, is_dim = g < GROUP, d < DIM
         heads = h * GROUP + g
-        keys += b * k_lane + h * k_head
-        values += b * v_lane + h * v_head
+        keys += b * k_seq + h * k_head
+        values += b * v_seq + h * v_head
         if new_key is not None:
-            new_key += b * nk_lane + h * nk_head + d
-            new_value += b * nv_lane + h * nv_head + d
+            new_key += b * nk_seq + h * nk_head + d
+            new_value += b * nv_seq + h * nv_head + d
             mine = (place_new >= 0) & (place_new < n)
             home = place_new.to(tl.int64)
-        if visible is not None:  # a block ahead, or every block would wait for it
-            visible += b * m_lane + h * m_head
+        if visible is not None:  # loaded one block ahead, so that no block waits for it
+            visible += b * m_seq + h * m_head
             near = begin + offset
             ahead = tl.load(visible + (near - behind).to(tl.int64) * m_row, mask=(near >= behind) & (near < end), other=0)
-        if ONE:  # all is asked for before anything is waited for
+        if ONE:  # issue all loads before waiting for any
             place = begin + offset
             row = place.to(tl.int64)[:, None]
             both = (place < end)[:, None] & is_dim[None, :]
@@ -167,13 +128,13 @@ elif HAS_TRITON:
                 nk = tl.load(new_key, mask=is_dim, other=0.0).to(keys.dtype.element_ty)
                 nv = tl.load(new_value, mask=is_dim, other=0.0).to(values.dtype.element_ty)
         q = tl.load(
-            query + b * q_lane + heads[:, None] * q_head + d[None, :], mask=is_head[:, None] & is_dim[None, :], other=0.0
+            query + b * q_seq + heads[:, None] * q_head + d[None, :], mask=is_head[:, None] & is_dim[None, :], other=0.0
         )
         if ONE:
             k = tl.load(keys + row * k_row + d[None, :], mask=both, other=0.0)
         q = q.to(tl.float32) if UPCAST else q.to(keys.dtype.element_ty)
         top = tl.full((BLOCK_G,), float("-inf"), tl.float32)
-        sums = tl.zeros((BLOCK_G, BLOCK_N), tl.float32)  # added up over the block's places only at the end
+        sums = tl.zeros((BLOCK_G, BLOCK_N), tl.float32)  # reduced over BLOCK_N only at the end
         acc = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
         if new_key is not None:
             if ONE:
@@ -187,7 +148,7 @@ elif HAS_TRITON:
                 nv = tl.load(new_value, mask=is_dim & mine, other=0.0).to(values.dtype.element_ty)
                 alone = _capped(tl.sum(q.to(tl.float32) * nk.to(tl.float32)[None, :], 1), scale, softcap)
                 if log_weight is not None:
-                    weighed = log_weight + b * w_lane + heads * w_head + place_new
+                    weighed = log_weight + b * w_seq + heads * w_head + place_new
                     alone += tl.load(weighed, mask=is_head & mine, other=0.0) * _LOG2E
                 top = tl.where(mine, alone, float("-inf"))
                 some = top > float("-inf")
@@ -204,7 +165,7 @@ elif HAS_TRITON:
                 k = tl.load(keys + row * k_row + d[None, :], mask=both, other=0.0)
                 v = tl.load(values + row * v_row + d[None, :], mask=both, other=0.0)
             seen = inside
-            if visible is not None:  # does not delay the loads of rows; it blanks them afterwards
+            if visible is not None:  # masks the rows after they are loaded, so that their loads need not wait
                 seen = ahead != 0
                 if not ONE:
                     later = place + BLOCK_N
@@ -225,7 +186,7 @@ elif HAS_TRITON:
                 k, v = k.to(tl.float32), v.to(tl.float32)
             score = _capped(tl.dot(q, tl.trans(k), input_precision="tf32x3"), scale, softcap)
             if log_weight is not None:
-                where = log_weight + b * w_lane + heads[:, None] * w_head + place[None, :]
+                where = log_weight + b * w_seq + heads[:, None] * w_head + place[None, :]
                 score += tl.load(where, mask=is_head[:, None] & inside[None, :], other=0.0) * _LOG2E
             score = tl.where(seen[None, :], score, float("-inf"))
             new = tl.maximum(top, tl.max(score, 1))
@@ -245,8 +206,8 @@ elif HAS_TRITON:
         filled = (is_head & some)[:, None] & is_dim[None, :]
         tl.store(acc_parts + part[:, None] * DIM + d[None, :], acc / divisor[:, None], mask=filled)
 
-        # The last program of the KV head merges. Its own stores come before its ticket, and all the others' before theirs; what
-        # they stored is read past the multiprocessor's own cache.
+        # The last program of the KV head merges the splits. acq_rel orders every program's stores before its ticket; the
+        # results are loaded past the L1 cache (.cg).
         tl.debug_barrier()
         arrived = tl.atomic_add(tickets + pair, 1, sem="acq_rel")
         if arrived == splits - 1:
@@ -255,7 +216,7 @@ elif HAS_TRITON:
             is_mine = mg < GROUP
             head = h * GROUP + mg
             rows = b * HEADS * GROUP + head
-            if CHUNK >= MERGE_S:  # asked for before anything is waited for
+            if CHUNK >= MERGE_S:  # issued before any wait
                 piece = _found(
                     acc_parts, rows[None, :] * splits + s[:, None], (s < splits)[:, None] & is_mine[None, :], d, is_dim, DIM
                 )
@@ -298,8 +259,8 @@ elif HAS_TRITON:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How the keys are dealt to programs: `splits` programs a lane and KV head, each over blocks of `block` keys, `stages` of which
-    are on their way at a time."""
+    """How keys are split: `splits` programs per sequence and KV head, each over blocks of `block` keys, with `stages` blocks
+    loaded ahead."""
 
     block: int
     splits: int
@@ -308,15 +269,15 @@ class Split:
 
 
 def split_for(pairs: int, n: int, dim: int, itemsize: int, multiprocessors: int) -> Split:
-    """The split of `pairs` (lane, KV head) pairs of n keys each.
+    """Choose the split for `pairs` (sequence, KV head) pairs of n keys each.
 
     A step reads pairs * n * 2 * dim * itemsize bytes once: 4 MiB for 8 heads of 1k keys of 128 in bf16, 1 us at 4.3 TB/s; 512
-    MiB for 128k, 125 us. The small one is bound by latency, so all loads should be in flight at once: blocks shrink until there
-    are about 100 programs, and each has one block, with nothing to pipeline (2 us less than with three stages, in a step), which
-    asks for all it needs before it waits for any of it, the merge likewise (10.9 -> 8.4 us for 1k keys). The
-    large one is bound by memory: a block is 32 KiB of K and V, three stages of it in shared memory, two programs a
-    multiprocessor, one wave of them. A split costs 4 * dim bytes written and read for each query head: 0.5 MiB for 33 splits of
-    32 heads, which stay in the L2 cache.
+    MiB for 128k, 125 us. The small case is bound by latency, so all loads should be in flight at once: blocks shrink until
+    there are about 100 programs of one block each, which need no pipelining (2 us less per step than three stages). Such a
+    program issues all its loads before it waits for any, and so does the merge (10.9 -> 8.4 us for 1k keys). The large case is
+    bound by memory bandwidth: a block is 32 KiB of K and V, with three stages in shared memory and two programs per
+    multiprocessor in a single wave. A split writes and reads 4 * dim bytes per query head: 0.5 MiB for 33 splits of 32 heads,
+    which stay in the L2 cache.
     """
     row = 2 * triton_block(dim) * itemsize
     block = min(128, max(16, 32768 // row))
@@ -327,7 +288,7 @@ def split_for(pairs: int, n: int, dim: int, itemsize: int, multiprocessors: int)
 
 
 def triton_block(size: int, least: int = 1) -> int:
-    """The smallest power of two that is no less than either."""
+    """Return the smallest power of two that is at least `size` and at least `least`."""
     return 1 << (max(size, least) - 1).bit_length()
 
 
@@ -337,9 +298,10 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def flash_decode(step: DecodeStep, tickets: Tensor | None = None) -> Tensor:
-    """As `definition`, [B, Hq, D] in the dtype of query, in one launch. Keys outside [starts, lengths) are not read.
+    """Launch the kernel: as `definition`, but return only the output, [B, Hq, D] in the dtype of query.
 
-    tickets: at least B * H int32 zeros, zeros again afterwards, so that a caller with many steps makes them once.
+    Does not read keys outside [starts, lengths). tickets: at least B * H int32 zeros, which the kernel resets to zero, so one
+    tensor can serve many steps.
     """
     query, keys, values, visible = step.query, step.keys, step.values, step.visible
     lengths, starts, regions, log_weight, sinks = step.lengths, step.starts, step.regions, step.log_weight, step.sinks
@@ -352,16 +314,16 @@ def flash_decode(step: DecodeStep, tickets: Tensor | None = None) -> Tensor:
     for bound in (lengths, starts):
         assert bound is None or (bound.dtype == torch.int32 and bound.shape == (batch,))
         assert bound is None or bound.is_contiguous()
-    assert step.newest is None or lengths is not None, "the newest token's place follows from lengths"
+    assert step.newest is None or lengths is not None, "the slot of the newest token depends on lengths"
     new_key, new_value = step.newest or (None, None)
     for new in (new_key, new_value):
         assert new is None or (new.shape == (batch, heads, dim) and new.stride(2) == 1)
     behind = 0
     if regions is not None:
-        assert lengths is not None, "sink and ring need lengths"
-        assert starts is not None, "sink and ring need starts"
+        assert lengths is not None, "regions require lengths"
+        assert starts is not None, "regions require starts"
         behind = regions.held
-        assert visible is not None or n == behind, f"{n} places of which {behind} are sink and ring, and no mask"
+        assert visible is not None or n == behind, f"visible is None, but only {behind} of {n} slots are sink and ring"
     if visible is not None:
         assert visible.dtype == torch.bool
         assert visible.shape == (batch, heads, n - behind)
@@ -386,51 +348,18 @@ def flash_decode(step: DecodeStep, tickets: Tensor | None = None) -> Tensor:
     assert tickets.dtype == torch.int32
     assert tickets.numel() >= batch * heads
     group, interpreted = q_heads // heads, query.device.type == "cpu"
-    if interpreted and sinks is not None:  # where bfloat16 is not for scalars and not for products
+    if interpreted and sinks is not None:  # the interpreter supports no bfloat16 scalars or products
         sinks = sinks.float()
     block_d, merge_g = triton_block(dim, 16), triton_block(group)
     _attend[(batch * heads, split.splits)](
-        query,
-        keys,
-        values,
-        new_key,
-        new_value,
-        visible,
-        lengths,
-        starts,
-        log_weight,
-        sinks,
-        more_out,
-        more_lse,
-        acc,
-        parts,
-        tickets,
-        out,
-        query.stride(0),
-        query.stride(1),
-        *keys.stride()[:3],
-        *values.stride()[:3],
-        *((0, 0) if new_key is None else new_key.stride()[:2]),
-        *((0, 0) if new_value is None else new_value.stride()[:2]),
-        *((0, 0, 0) if visible is None else visible.stride()),
-        *((0, 0) if log_weight is None else log_weight.stride()[:2]),
-        n,
-        None if regions is None else regions.sink,
-        None if regions is None else regions.ring,
-        step.scale,
-        step.softcap,
-        HEADS=heads,
-        GROUP=group,
-        DIM=dim,
-        BLOCK_G=triton_block(group, 16),
-        BLOCK_D=block_d,
-        BLOCK_N=split.block,
-        UPCAST=interpreted,
-        MERGE_G=merge_g,
-        MERGE_S=triton_block(split.splits),
+        query, keys, values, new_key, new_value, visible, lengths, starts, log_weight, sinks, more_out, more_lse,
+        acc, parts, tickets, out, *query.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
+        *((0, 0) if new_key is None else new_key.stride()[:2]), *((0, 0) if new_value is None else new_value.stride()[:2]),
+        *((0, 0, 0) if visible is None else visible.stride()), *((0, 0) if log_weight is None else log_weight.stride()[:2]),
+        n, None if regions is None else regions.sink, None if regions is None else regions.ring, step.scale, step.softcap,
+        HEADS=heads, GROUP=group, DIM=dim, BLOCK_G=triton_block(group, 16), BLOCK_D=block_d, BLOCK_N=split.block,
+        UPCAST=interpreted, MERGE_G=merge_g, MERGE_S=triton_block(split.splits),
         CHUNK=max(1, min(triton_block(split.splits), 64 * 32 * split.warps // (merge_g * block_d))),
-        ONE=split.splits * split.block >= n,
-        num_warps=split.warps,
-        num_stages=split.stages,
-    )
+        ONE=split.splits * split.block >= n, num_warps=split.warps, num_stages=split.stages,
+    )  # fmt: skip
     return out

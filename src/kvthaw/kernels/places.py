@@ -1,4 +1,4 @@
-"""The places of keys and values that a lane sees in a decode step, in token order or as a slab with sink and ring."""
+"""Slots of keys and values on the device: in token order, or in a slab with sink and ring."""
 
 from __future__ import annotations
 
@@ -8,30 +8,34 @@ from torch import Tensor
 from kvthaw.regions import Regions
 
 Newest = tuple[Tensor, Tensor]
-"""Key and value [B, H, D] of each lane's last token."""
+"""Key and value [B, H, D] of each sequence's newest token."""
 
 
 def place_of(position: Tensor, sink: int, ring: int) -> Tensor:
-    """Where tokens of these positions stand while they are in the sink or in the ring."""
+    """Return the slab slots of tokens at these positions, which must be in the sink or in the ring."""
     return torch.where(position < sink, position, sink + (position - sink) % ring)
 
 
 def newest_place(lengths: Tensor, regions: Regions | None) -> Tensor:
-    """[B] int64: where the last of a lane's `lengths` tokens stands, in token order or in sink and ring; -1 where there is none."""
+    """Return the slot of each sequence's newest token, [B] int64: lengths - 1, or its slot in the slab. -1 for an empty
+    sequence."""
     last = lengths.long() - 1
     return last if regions is None else place_of(last, regions.sink, regions.ring)
 
 
 def held(lengths: Tensor, starts: Tensor, regions: Regions) -> Tensor:
-    """[B, sink + ring] bool: the places of sink and ring that hold a token, in the sink positions < lengths, in the ring positions
-    starts .. lengths. lengths, starts: [B]."""
+    """Return which slots of sink and ring hold a token, [B, sink + ring] bool. lengths, starts: [B].
+
+    The sink holds positions < lengths, the ring holds positions starts .. lengths.
+    """
     place, start, length = torch.arange(regions.held, device=lengths.device), starts[:, None], lengths[:, None]
-    age = (place - start) % regions.ring  # place - sink is position - sink modulo ring, so this is position - start
+    age = (place - start) % regions.ring  # position - start, as place - sink is position - sink modulo ring
     return torch.where(place < regions.sink, place < length, age < length - start)
 
 
 def write(keys: Tensor, values: Tensor, newest: Newest, place: Tensor) -> None:
-    """Put each lane's newest token in its place [B] of keys and values [B, H, N, D]; a place outside 0 .. N is left out."""
-    for lane, at in enumerate(place.tolist()):
+    """Write each sequence's newest token to its slot in keys and values [B, H, N, D]. place [B]; slots outside 0 .. N are
+    skipped."""
+    for seq, at in enumerate(place.tolist()):
         if 0 <= at < keys.shape[2]:
-            keys[lane, :, at], values[lane, :, at] = newest[0][lane], newest[1][lane]
+            keys[seq, :, at], values[seq, :, at] = newest[0][seq], newest[1][seq]

@@ -1,4 +1,4 @@
-"""One decode step of attention over the keys that lie on the device: a slab's sink, ring and selected rows, or all of them."""
+"""One decode step of attention over the keys on the device: sink, ring and selected rows of a slab, or all keys."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from kvthaw.kernels.flash_decode import definition, flash_decode
 
 
 def sparse_decode(step: DecodeStep, tickets: Tensor | None = None) -> Tensor:
-    """Attention of one query a head, [B, Hq, D] in the dtype of query: `flash_decode` on a GPU, torch elsewhere.
+    """Attend with one query per head, [B, Hq, D] in the dtype of query: `flash_decode` on a GPU, torch elsewhere.
 
-    The newest is written to its place first. tickets: see `flash_decode`. Off the GPU what cannot be seen must be finite; a slab
-    is.
+    Writes the newest token to its slot first. tickets: see `flash_decode`. On the CPU, slots that are not attended must be
+    finite.
     """
     if step.query.device.type == "cuda" and HAS_TRITON:
         return flash_decode(step, tickets)
     every = False
-    if step.regions is None and step.lengths is not None:  # no further than the longest lane
+    if step.regions is None and step.lengths is not None:  # up to the longest sequence
         ends, begins = step.lengths.tolist(), [0] if step.starts is None else step.starts.tolist()
         every = step.visible is None and min(ends) == max(ends) and max(begins) <= 0
         step = replace(
@@ -33,7 +33,7 @@ def sparse_decode(step: DecodeStep, tickets: Tensor | None = None) -> Tensor:
         )
     if step.softcap is not None or step.sinks is not None or step.log_weight is not None or step.partials:
         return definition(step).out.to(step.query.dtype)
-    step.enter()
+    step.write_newest()
     mask = None if every else step.seen()[:, :, None]
     folded = step.query.unflatten(1, (step.keys.shape[1], -1))
     return F.scaled_dot_product_attention(folded, step.keys, step.values, attn_mask=mask, scale=step.scale).flatten(1, 2)
