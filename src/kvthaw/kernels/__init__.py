@@ -1,6 +1,6 @@
-"""One file an op: the plain torch definition, then the Triton kernel, then the launcher.
+"""Kernels, one operation per file: its definition in plain torch, the Triton kernel and the launcher.
 
-Triton is optional (CPU builds of torch bring none); this is the one place that knows whether it is there.
+Triton is optional, as CPU builds of torch do not include it. Only this file checks whether it is installed.
 """
 
 from __future__ import annotations

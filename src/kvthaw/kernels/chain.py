@@ -1,8 +1,8 @@
-"""Kernels that follow each other closely: programmatic dependent launch.
+"""Programmatic dependent launch: let a kernel start while its predecessor in the stream still runs.
 
-A kernel launched with `launch_pdl` may begin while the one before it in the stream still runs. What it does before `follow`
-must not read what that one writes; after it, all of that is there. Since every kernel of a chain waits before it lets the next
-begin, what the kernel before the last wrote is there from the start.
+A kernel launched with `launch_pdl` may start before its predecessor ends. Before it calls `follow` it must not read what the
+predecessor writes; afterwards all of those writes are visible. Every kernel of a chain waits for its predecessor before it lets
+its successor start, so the writes of earlier kernels are visible from the beginning.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvthaw.kernels import HAS_TRITON
 
 @functools.cache
 def chained(device: torch.device) -> bool:
-    """Whether kernels on this device can be launched so (compute capability 9 and up)."""
+    """Return whether the device supports programmatic dependent launch (compute capability 9.0 and above)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
@@ -27,7 +27,7 @@ if HAS_TRITON:
 
     @triton.jit
     def follow(PDL: tl.constexpr):
-        # Wait for the kernel before this one, then let the next one begin.
+        # Wait for the previous kernel to finish, then let the next one start.
         if PDL:
             gdc_wait()
             gdc_launch_dependents()

@@ -1,8 +1,8 @@
-"""In how many hash tables each token's code is the query's (MagicPIG).
+"""Count the hash tables in which a token's code equals the query's (MagicPIG).
 
-A token's L codes of 2 bytes are read once for all P queries of a group and 2 P bytes written: 50 lanes of 4 KV heads, 16k tokens
-and 150 tables are 983 MB, .23 ms at 4300 GB/s. In torch the same goes through L bytes a token and query, written
-and read again.
+The L codes of a token, 2 bytes each, are read once for all P queries of a group, and 2 P bytes are written: 983 MB for 50
+sequences of 4 KV heads, 16k tokens and 150 tables, 0.23 ms at 4300 GB/s. In torch, L bytes per token and query are written and
+read again.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
 
-_BLOCK = 1 << 25  # codes compared at once by the definition
+_BLOCK = 1 << 25  # codes that the definition compares at once
 
 
 def definition(codes: Tensor, asked: Tensor, known: Tensor) -> Tensor:
-    """codes [B, H, T, L] and asked [B, H, P, L], int16, not negative; known [B] int64: the first tokens of a lane that count.
-    Returns [B, H, P, T] int16: in how many of the L places a token has what was asked for, 0 for tokens that do not count."""
+    """Count equal codes, [B, H, P, T] int16; 0 for tokens from known[b] on.
+
+    codes [B, H, T, L] and asked [B, H, P, L]: int16, not negative. known [B] int64: how many tokens of a sequence are valid.
+    """
     batch, heads, tokens, tables = codes.shape
     found = torch.empty((*asked.shape[:3], tokens), dtype=torch.int16, device=asked.device)
     step = max(1, _BLOCK // (batch * heads * tables))
@@ -35,11 +37,11 @@ if HAS_TRITON:
     @triton.jit(do_not_specialize=["tokens"])
     def _count(codes, asked, known, found, stride, heads, tokens,
                P: tl.constexpr, L: tl.constexpr, LP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-        # One program a (block of tokens; lane and head). stride: of codes, from one lane and head to the next.
+        # Program (block of tokens; sequence and head). stride: between the codes of consecutive (sequence, head) pairs.
         bh = tl.program_id(1).to(tl.int64)
         t, i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, LP)
         live = t < tl.minimum(tl.load(known + bh // heads), tokens)
-        there = live[:, None] & (i < L)[None, :]  # what is loaded elsewhere may be anything, and equal
+        there = live[:, None] & (i < L)[None, :]  # masked-off loads are undefined and may be equal
         code = tl.load(codes + bh * stride + t[:, None] * L + i[None, :], mask=there)
         for p in tl.static_range(P):
             own = tl.load(asked + (bh * P + p) * L + i, mask=i < L)
@@ -48,7 +50,7 @@ if HAS_TRITON:
 
 
 def launch(codes: Tensor, asked: Tensor, known: Tensor) -> Tensor:
-    """The Triton kernel; arguments as in `definition`. codes may be the first tokens of a longer table."""
+    """Launch the Triton kernel; arguments as in `definition`. codes may be a prefix of the tokens of a longer table."""
     batch, heads, tokens, tables = codes.shape
     asked = asked.contiguous()
     assert codes.dtype == asked.dtype == torch.int16 and known.dtype == torch.int64, "codes are int16, known int64"
@@ -66,7 +68,7 @@ def launch(codes: Tensor, asked: Tensor, known: Tensor) -> Tensor:
 
 
 def code_hits(codes: Tensor, asked: Tensor, known: Tensor) -> Tensor:
-    """As `definition`: the kernel on a GPU."""
+    """Count as in `definition`: by the kernel on a GPU, by torch elsewhere."""
     if HAS_TRITON and codes.is_cuda:
         return launch(codes, asked, known)
     return definition(codes, asked, known)

@@ -1,6 +1,6 @@
-"""Dense attention over a contiguous run of keys, with its log-sum-exp so that runs can be merged.
+"""Dense attention over contiguous keys, with its log-sum-exp, so that results over several runs of keys can be merged.
 
-The plain definition is `definition`; `attend` gives the same result through the fastest op of torch that can serve it.
+`definition` is the plain formula; `attend` computes the same with the fastest torch operator that supports its arguments.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from torch import Tensor
 from kvthaw.kernels.merge import merge_into
 
 BLOCK = 16384
-"""Earlier keys attended to at once by new tokens: of one size, so that few shapes are ever prepared, and no more memory is taken
-for a longer past."""
-_SCORES = 1 << 24  # float32 scores held at once by the plain path
+"""Earlier keys that new tokens attend to at once. A constant size limits the number of distinct shapes and the memory that a
+long past takes."""
+_SCORES = 1 << 24  # float32 scores that the fallback path holds at once
 
 
 def definition(
     query: Tensor, keys: Tensor, values: Tensor, *, scale: float, causal: bool, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """softmax(scale q.k) v in float32. query [B, Hq, T, D], keys and values [B, H, n, D]; Hq a multiple of H.
+    """Compute softmax(scale q.k) v in float32. query [B, Hq, T, D]; keys, values [B, H, n, D], Hq a multiple of H.
 
-    causal: key j is visible to query i where j <= n - T + i. softcap c: scores become c tanh(score / c).
-    Returns (out [B, Hq, T, D] float32, lse [B, Hq, T] float32, natural log); no visible key: 0 and -inf.
+    causal: query i attends to keys j <= n - T + i. softcap c: scores become c tanh(score / c). Returns (out [B, Hq, T, D]
+    float32, lse [B, Hq, T] float32, natural log); 0 and -inf without a visible key.
     """
     batch, q_heads, steps, dim = query.shape
     heads, n = keys.shape[1], keys.shape[2]
@@ -45,11 +45,11 @@ def definition(
 def attend(
     query: Tensor, keys: Tensor, values: Tensor, *, scale: float, causal: bool, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As `definition`, out in the dtype of query, by flash attention where torch has it for these arguments."""
+    """Compute `definition` with out in the dtype of query, by flash attention where torch supports the arguments."""
     heads, n, steps = keys.shape[1], keys.shape[2], query.shape[2]
     group = query.shape[1] // heads
     if softcap is None and n and (not causal or n == steps) and _flash(query):
-        if causal:  # the query heads of a group may not share a row of scores
+        if causal:  # a group's query heads cannot share a row of scores under a causal mask
             spread = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (keys, values))
             return _flash_attend(query, *spread, scale=scale, causal=True)
         folded = query.reshape(query.shape[0], heads, group * steps, -1)
@@ -68,13 +68,13 @@ def attend(
 def causal_attention(
     query: Tensor, keys: Tensor, values: Tensor, *, scale: float, softcap: float | None = None, sinks: Tensor | None = None
 ) -> Tensor:
-    """Causal attention of the last T of n tokens, [B, Hq, T, D] in the dtype of query.
+    """Compute causal attention of the last T of n tokens, [B, Hq, T, D] in the dtype of query.
 
-    sinks [Hq]: a learned logit a head that takes weight and gives nothing (gpt-oss).
+    sinks [Hq]: learned attention-sink logits, which take softmax weight and contribute no value (gpt-oss).
     """
     steps, n = query.shape[2], keys.shape[2]
     if softcap is None and sinks is None and (steps == n or steps == 1):
-        if steps == 1:  # the group's query heads attend as so many queries of one KV head
+        if steps == 1:  # the query heads of a group become queries of their KV head
             folded = query.reshape(query.shape[0], keys.shape[1], -1, query.shape[3])
             return F.scaled_dot_product_attention(folded, keys, values, scale=scale).reshape(query.shape)
         return F.scaled_dot_product_attention(query, keys, values, scale=scale, is_causal=True, enable_gqa=True)
@@ -99,10 +99,12 @@ def continued(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of T new tokens, [B, Hq, T, D], causal among themselves, whose keys and values [B, H, T, D] are given, and to all
-    of the past: keys and values [B, H, n, D] that come in parts, each used before the next is asked for. The first part is asked
-    for after the new tokens have been attended to. Device memory does not depend on how many there are."""
-    query = query.contiguous()  # once, and not for every part
+    """Attend with T new tokens, [B, Hq, T, D], causally to their own keys and values [B, H, T, D] and fully to all of `past`.
+
+    past yields keys and values [B, H, n, D] part by part; each part is consumed before the next is requested, and the first is
+    requested after the causal part is done. Device memory does not depend on the number of parts.
+    """
+    query = query.contiguous()  # once, not for every part
     first, lse = attend(query, keys, values, scale=scale, causal=True, softcap=softcap)
     out, lse = first.float().contiguous(), lse.contiguous()
     for part in past:
@@ -111,7 +113,7 @@ def continued(
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
-    """Attention [B, Hq, T, D] with lse [B, Hq, T] after sinks [Hq] have taken their share."""
+    """Apply sinks [Hq] to attention [B, Hq, T, D] with lse [B, Hq, T]."""
     if sinks is None:
         return out
     share = torch.sigmoid(lse - sinks.float().to(lse.device)[None, :, None])
@@ -138,7 +140,8 @@ def _flash_attend(query: Tensor, keys: Tensor, values: Tensor, *, scale: float, 
 
 
 def _cudnn(query: Tensor, keys: Tensor, values: Tensor, causal: bool) -> bool:
-    """Whether cuDNN attends, as scaled_dot_product_attention itself prefers from Hopper on, where it is the faster by half."""
+    """Return whether to use cuDNN attention, as scaled_dot_product_attention does from Hopper on, where it is 1.5 times as
+    fast."""
     if torch.cuda.get_device_capability(query.device)[0] < 9:
         return False
     cuda = torch.backends.cuda

@@ -1,7 +1,7 @@
-"""The promoted key that each key is nearest to, in the space in which IceCache searches (equation 2).
+"""Assign each key to its nearest promoted key, in the space that IceCache searches (equation 2).
 
-2 N T C D operations (8 heads of 128k keys, C = 6,554, d = 128: 1.8 T, 2.2 ms at 795 TFLOP/s), T D elements read a problem, and the
-promoted keys once for each block of keys, from caches; the [T, C] products stay in registers.
+2 N T C D operations (8 heads of 128k keys, C = 6,554, D = 128: 1.8 T, 2.2 ms at 795 TFLOP/s). T D elements are read per
+problem; each block of keys reads the promoted keys from caches; the [T, C] products stay in registers.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
 
-_SCORES = 1 << 24  # float32 products held at once by the definition
+_SCORES = 1 << 24  # float32 products that the definition holds at once
 
 
 def lifted(keys: Tensor) -> Tensor:
-    """lift(k) = sqrt(c^2 - |k|^2) of keys [N, T, D], c the largest |k| of a problem: [N, T] float32."""
+    """Compute lift(k) = sqrt(c^2 - |k|^2) of keys [N, T, D], c the largest |k| of a problem: [N, T] float32."""
     norm = torch.linalg.vector_norm(keys, dim=2, dtype=torch.float32)
     lift: Tensor = (norm.amax(dim=1, keepdim=True).square() - norm.square()).clamp(min=0).sqrt()
     return lift
 
 
 def definition(keys: Tensor, promoted: Tensor) -> Tensor:
-    """keys [N, T, D], promoted [N, C] int64 places among them -> [N, T] int64: which of its problem's promoted keys each is nearest
-    to, of equal ones the first.
+    """Return the index of the nearest promoted key of each key, [N, T] int64; ties go to the first.
 
-    Two keys are the nearer, as T_K(k) = [k/c, sqrt(1 - |k|^2/c^2)], the larger a.b + lift(a) lift(b).
+    keys [N, T, D]; promoted [N, C] int64: positions of the promoted keys. Under T_K(k) = [k/c, sqrt(1 - |k|^2/c^2)] two keys a,
+    b are nearer the larger a.b + lift(a) lift(b) is.
     """
     problems, tokens, dim = keys.shape
     lift = lifted(keys)
@@ -46,7 +46,7 @@ if HAS_TRITON:
     @triton.jit(do_not_specialize=["tokens", "count"])
     def _nearest(keys, lift, promoted, up, labels, tokens, count, dim,
                  BM: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
-        # One program a (block of keys; problem): all promoted keys pass by.
+        # Program (block of keys; problem) loops over all promoted keys.
         n = tl.program_id(1).to(tl.int64)
         t, d, i = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, DP), tl.arange(0, BN)
         known, inside = t < tokens, d < dim
@@ -71,7 +71,7 @@ if HAS_TRITON:
 
 
 def launch(keys: Tensor, promoted: Tensor) -> Tensor:
-    """The Triton kernel; arguments and result as in `definition`."""
+    """Launch the Triton kernel; arguments and result as in `definition`."""
     keys = keys.contiguous()
     problems, tokens, dim = keys.shape
     lift = lifted(keys)
@@ -88,7 +88,7 @@ def launch(keys: Tensor, promoted: Tensor) -> Tensor:
 
 
 def nearest(keys: Tensor, promoted: Tensor) -> Tensor:
-    """As `definition`: the kernel on a GPU."""
+    """Compute `definition`: by the kernel on a GPU, by torch elsewhere."""
     if HAS_TRITON and keys.is_cuda:
         return launch(keys, promoted)
     return definition(keys, promoted)

@@ -1,8 +1,8 @@
-"""Digests of nodes: mean, outliers and spread of the keys of each (IceCache).
+"""Digests of tree nodes (IceCache): the mean, outliers and spread of each node's keys.
 
-One program a node. Its keys, 20 in the mean, are read once from memory, T D elements in all (268 MB for 8 heads of 128k keys, d =
-128, bf16: 65 us at 4200 GB/s), and then two times for each outlier from caches; distances to the points so far, 4 bytes a key, go
-through a scratch tensor.
+One program per node. Its keys, 20 on average, are read once from memory, T D elements in total (268 MB for 8 heads of 128k
+keys, D = 128, bf16: 65 us at 4200 GB/s), and twice more per outlier from caches. The distances to the points chosen so far, 4
+bytes per key, are kept in a scratch tensor.
 """
 
 from __future__ import annotations
@@ -13,25 +13,27 @@ from torch import Tensor
 from kvthaw.kernels import HAS_TRITON
 
 TAIL = 8
-"""Elements of a digest behind its points: the spread, then nothing, so that the next one begins as well aligned."""
+"""Elements after the points of a digest: the spread, then padding that keeps the next digest aligned."""
 TIE = 1e-4
-"""Squared distances that differ by less than this share are equal, as in `kvthaw.index.tree`."""
-_KEYS = 1 << 17  # of which the definition makes digests at once
+"""Relative difference below which squared distances count as equal, as in `kvthaw.index.tree`."""
+_KEYS = 1 << 17  # keys that the definition processes at once
 
 
 def row_width(dim: int, outliers: int) -> int:
-    """Elements of a digest."""
+    """Return the number of elements of a digest."""
     return dim * (1 + outliers) + TAIL
 
 
 def definition(keys: Tensor, order: Tensor, stops: Tensor, outliers: int) -> tuple[Tensor, Tensor]:
-    """Digests [N, C, (1 + outliers) D + 8] of the nodes of keys [N, T, D], in their dtype, and an order of the keys [N, T] int32.
+    """Compute digests [N, C, (1 + outliers) D + 8] of nodes, in the dtype of keys [N, T, D], and a new order of the keys [N, T]
+    int32.
 
-    Node c of problem n is order[n, stops[n, c] : stops[n, c + 1]]; order [N, T] int32; stops [N, C + 1] int32
-    from 0 to T. A digest is the node's mean, its outliers and its spread: the root mean square of the keys' distances to the mean,
-    over sqrt(D). The first outlier is the key farthest from the mean, each next one the farthest from the mean and those before; of
-    equal ones the first, and once more one of them where a node has no more keys. Of a node without keys: anything. In the order
-    that is returned the outliers stand first in their nodes, so that they stay where one is cut. No host sync.
+    Node c of problem n holds keys order[n, stops[n, c] : stops[n, c + 1]]; order [N, T] int32; stops [N, C + 1] int32 from 0 to
+    T. A digest is the mean, the outliers and the spread of a node: the root mean square of the distances to the mean, divided
+    by sqrt(D). The first outlier is the key farthest from the mean; each further one is the farthest from the mean and all
+    earlier outliers. Ties go to the first key; outliers repeat if a node has too few keys. Digests of empty nodes are
+    undefined. In the returned order the outliers come first in their nodes, so that they are kept if a node is cut. Does not
+    sync the host.
     """
     problems, tokens, dim = keys.shape
     digests, orders, together = [], [], max(1, _KEYS // tokens)
@@ -47,7 +49,7 @@ def definition(keys: Tensor, order: Tensor, stops: Tensor, outliers: int) -> tup
 
 
 def _digests(keys: Tensor, sizes: Tensor, outliers: int) -> tuple[Tensor, Tensor]:
-    """Digests of nodes of sizes [C] int64, from their keys [T, D], node after node; and which keys are outliers, [T] bool."""
+    """Compute the digests of nodes of sizes [C] int64 from keys [T, D], sorted by node, and which keys are outliers, [T] bool."""
     tokens, dim = keys.shape
     place = torch.arange(tokens, device=keys.device)
     node = torch.searchsorted(sizes.cumsum(dim=0), place, right=True)
@@ -63,7 +65,7 @@ def _digests(keys: Tensor, sizes: Tensor, outliers: int) -> tuple[Tensor, Tensor
     points, odd = [mean], torch.zeros(tokens + 1, dtype=torch.bool, device=keys.device)
     for _ in range(outliers):
         farthest = torch.where(apart * (1 + TIE) >= each("max", apart)[node], place, tokens)
-        which = each("min", farthest.float()).clamp(max=tokens).long()  # tokens: none
+        which = each("min", farthest.float()).clamp(max=tokens).long()  # tokens: no key
         odd[which] = True
         points.append(keys[which.clamp(max=tokens - 1)])
         apart = torch.minimum(apart, (keys - points[-1][node]).square().sum(dim=1))
@@ -77,16 +79,14 @@ if HAS_TRITON:
 
     @triton.jit
     def _load(keys, order, end, at, dim, CHUNK: tl.constexpr, DP: tl.constexpr):
-        # Keys at..at + CHUNK of a node, in float32, 0 behind its end.
+        # Load keys at .. at + CHUNK of a node in float32, 0 past its end.
         i, d = at + tl.arange(0, CHUNK), tl.arange(0, DP)
         here = i < end
         place = tl.load(order + i, mask=here, other=0).to(tl.int64)
         source = keys + place[:, None] * dim + d[None, :]
         return tl.load(source, mask=here[:, None] & (d < dim)[None, :], other=0.0).to(tl.float32)
 
-    @triton.jit(
-        do_not_specialize=["tokens", "nodes", "order_stride", "stops_stride"]
-    )  # else some of their values are compiled for
+    @triton.jit(do_not_specialize=["tokens", "nodes", "order_stride", "stops_stride"])
     def _digest(keys, order, stops, apart, out, moved, tokens, nodes, dim, width, order_stride, stops_stride, tie,
                 OUTLIERS: tl.constexpr, OP: tl.constexpr, TAIL: tl.constexpr, CHUNK: tl.constexpr,
                 DP: tl.constexpr):  # fmt: skip
@@ -115,7 +115,7 @@ if HAS_TRITON:
         tl.store(to + (1 + OUTLIERS) * dim + t, tl.where(t == 0, tl.sqrt(square / (count * dim)), 0.0))
         odd = tl.full([OP], -1, tl.int32)
         for p in tl.static_range(OUTLIERS):
-            tl.debug_barrier()  # each thread now reads what the others of this program wrote
+            tl.debug_barrier()  # each thread reads what other threads wrote
             top = tl.full([], -1.0, tl.float32)
             for at in range(begin, end, CHUNK):
                 top = tl.maximum(top, tl.max(tl.load(apart + at + i, mask=at + i < end, other=-1.0)))
@@ -146,7 +146,7 @@ if HAS_TRITON:
 
 
 def launch(keys: Tensor, order: Tensor, stops: Tensor, outliers: int) -> tuple[Tensor, Tensor]:
-    """The Triton kernel; arguments and result as in `definition`."""
+    """Launch the Triton kernel; arguments and result as in `definition`."""
     problems, tokens, dim = keys.shape
     nodes = stops.shape[1] - 1
     assert keys.is_contiguous(), "keys are read as contiguous"
@@ -164,7 +164,7 @@ def launch(keys: Tensor, order: Tensor, stops: Tensor, outliers: int) -> tuple[T
 
 
 def node_digests(keys: Tensor, order: Tensor, stops: Tensor, outliers: int) -> tuple[Tensor, Tensor]:
-    """As `definition`: the kernel on a GPU."""
+    """Compute `definition`: by the kernel on a GPU, by torch elsewhere."""
     if HAS_TRITON and keys.is_cuda:
         return launch(keys.contiguous(), order, stops, outliers)
     return definition(keys, order, stops, outliers)

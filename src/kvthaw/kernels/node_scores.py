@@ -1,8 +1,8 @@
-"""Scores of nodes: the best that a query may find among the keys of each (IceCache's tree on a device).
+"""Scores of tree nodes: the best score that a query may find among a node's keys (IceCache's tree on the device).
 
-A node's digest is one row: the mean of its keys, its outliers (keys of it that the mean describes worst) and its spread. Every row
-is read once, at one node for 20 keys 776 bytes (d = 128, bf16, two outliers): 8 KV heads of 36k tokens 11.4 MB, 2.7 us at 4300
-GB/s, of 128k 41 MB, 9.5 us; 6 G operations an element of the mean, on the tensor cores.
+A node's digest is one row: the mean of its keys, its outliers (the keys furthest from the mean) and its spread. Every row is
+read once: at one node per 20 keys, 776 bytes each (D = 128, bf16, two outliers), 11.4 MB for 8 KV heads of 36k tokens, 2.7 us
+at 4300 GB/s, and 41 MB for 128k, 9.5 us. Tensor cores do 6 G operations per element of the mean.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from kvthaw.kernels.unit_scores import BLOCK, programs
 
 
 def definition(query: Tensor, digests: Tensor, stops: Tensor, counts: Tensor, *, scale: float, reach: float) -> Tensor:
-    """[B, H, G, U] float32: scale times the largest of q.outlier and of q.mean + reach |q| spread; -inf for nodes that do not exist
-    or are empty.
+    """Compute scale times the maximum of q.outlier and of q.mean + reach |q| spread, [B, H, G, U] float32; -inf for missing or
+    empty nodes.
 
-    query [B, Hq, D]. digests [B, H, U, (1 + outliers) D + 8]: mean, outliers, spread, see node_digests. stops [B, H, U + 1] int32:
-    node u has stops[u + 1] - stops[u] keys; counts [B] int32: nodes of a lane; what is behind them may hold anything.
+    query [B, Hq, D]. digests [B, H, U, (1 + outliers) D + 8]: mean, outliers, spread, see node_digests. stops [B, H, U + 1]
+    int32: node u has stops[u + 1] - stops[u] keys. counts [B] int32: nodes of a sequence; later entries may hold anything.
     """
     heads, units = digests.shape[1:3]
     q = query.float().unflatten(1, (heads, -1))
@@ -36,7 +36,7 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
-    from kvthaw.kernels.parts import leave_block
+    from kvthaw.kernels.parts import store_block_part
 
     @triton.jit
     def _score(
@@ -44,7 +44,7 @@ if HAS_TRITON:
         G: tl.constexpr, GC: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, POINTS: tl.constexpr, BLOCK: tl.constexpr,
         STAGES: tl.constexpr, UPCAST: tl.constexpr,
     ):  # fmt: skip
-        # One program a (share of the blocks of nodes; lane and head), as in unit_scores; what it leaves is the same.
+        # Program (share of the blocks of nodes; sequence and head), as in unit_scores; stores the same outputs.
         bh, d, g = tl.program_id(1).to(tl.int64), tl.arange(0, DP), tl.arange(0, GP)
         count = tl.load(counts + bh // heads)
         inside = d < dim
@@ -74,13 +74,13 @@ if HAS_TRITON:
             best = tl.where((size > 0)[:, None], best * scale, float("-inf"))
             tl.store(scores + (bh * G + g[None, :]) * units + u[:, None], best, mask=known[:, None] & (g < G)[None, :])
             if G > 1:
-                leave_block(parts + (bh * blocks + block) * 2 * GC + g, best, size, g < GC, GC)
+                store_block_part(parts + (bh * blocks + block) * 2 * GC + g, best, size, g < GC, GC)
 
 
 def launch(
     query: Tensor, digests: Tensor, stops: Tensor, counts: Tensor, *, scale: float, reach: float
 ) -> tuple[Tensor, Tensor]:
-    """The Triton kernel; arguments as in `definition`, all contiguous. Returns scores and parts as unit_scores.launch does."""
+    """Launch the Triton kernel; arguments as in `definition`, all contiguous. Returns scores and parts like unit_scores.launch."""
     batch, heads, units, width = digests.shape
     dim, group = query.shape[2], query.shape[1] // heads
     query = query.contiguous()

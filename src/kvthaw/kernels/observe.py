@@ -1,8 +1,8 @@
-"""Attention that an observation window pays to each key: PRKV's and SnapKV's score of tokens.
+"""Attention that the queries of an observation window pay to each key: the token scores of PRKV and SnapKV.
 
-Softmax needs its denominators first, so keys are read twice: N T D elements each time, 4 N W T D operations in all. At 128k
-tokens of 8 heads, d = 128, 64 queries of 4 heads each: 2 x 268 MB (125 us at 4300 GB/s) and 275 GFLOP (0.35 ms at 795
-TFLOP/s), with 2 x 268M exponentials between them. Scores are never in memory all at once.
+Softmax needs its denominators first, so the keys are read twice, N T D elements each time, with 4 N W T D operations in total.
+At 128k tokens of 8 heads, D = 128, 64 queries of 4 heads each: 2 x 268 MB (125 us at 4300 GB/s) and 275 GFLOP (0.35 ms at 795
+TFLOP/s), plus 2 x 268M exponentials. The full score matrix is never stored.
 """
 
 from __future__ import annotations
@@ -12,21 +12,24 @@ from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
 
-_SCORES = 1 << 19  # float32 scores of a problem held at once by the vectorised path
+_SCORES = 1 << 19  # float32 scores per problem that the vectorised path holds at once
 
 
 def definition(queries: Tensor, keys: Tensor, weights: Tensor, *, scale: float) -> Tensor:
-    """sum_w weights[w] softmax_t(scale q_w.k_t), [N, T] float32. queries [N, W, D], keys [N, T, D], weights [N, W] or [W], float32,
-    not negative; a query of weight 0 may hold anything finite."""
+    """Compute sum_w weights[w] softmax_t(scale q_w.k_t), [N, T] float32.
+
+    queries [N, W, D]; keys [N, T, D]; weights [N, W] or [W] float32, not negative. A query of weight 0 may hold any finite
+    values.
+    """
     scores = scale * queries.float() @ keys.float().transpose(1, 2)
     return (torch.softmax(scores, dim=2) * weights[..., None]).sum(dim=1)
 
 
 def vectorised(queries: Tensor, keys: Tensor, weights: Tensor, *, scale: float) -> Tensor:
-    """As `definition`, in blocks of keys."""
+    """Compute `definition` in blocks of keys."""
     q, tokens = queries.float() * scale, keys.shape[1]
     weights = weights.expand(q.shape[:2])
-    block = max(1, _SCORES // max(1, q.shape[1]))  # the same whatever N, so that a problem's result is
+    block = max(1, _SCORES // max(1, q.shape[1]))  # independent of N, and so is the result of a problem
     lse = torch.full(q.shape[:2], -torch.inf, device=q.device)
     for at in range(0, tokens, block):
         lse = torch.logaddexp(lse, torch.logsumexp(q @ keys[:, at : at + block].float().transpose(1, 2), dim=2))
@@ -46,7 +49,7 @@ if HAS_TRITON:
         queries, keys, parts, width, tokens, dim, key_stride, row_stride, scale, span,
         WB: tl.constexpr, TB: tl.constexpr, DP: tl.constexpr, UPCAST: tl.constexpr,
     ):  # fmt: skip
-        # One program a (span of keys; head; block of queries): parts [N, spans, W, 2], maximum and sum of exponentials, base 2.
+        # Program (span of keys; head; block of queries). parts [N, spans, W, 2]: maximum and sum of exponentials, base 2.
         split, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
         w, d = tl.program_id(2) * WB + tl.arange(0, WB), tl.arange(0, DP)
         q = tl.load(
@@ -76,7 +79,7 @@ if HAS_TRITON:
         queries, keys, lse, weights, out, width, tokens, dim, key_stride, row_stride, scale, weight_stride,
         WB: tl.constexpr, TB: tl.constexpr, DP: tl.constexpr, UPCAST: tl.constexpr,
     ):  # fmt: skip
-        # One program a (block of keys; head): all queries pass by.
+        # Program (block of keys; head) loops over all queries.
         n = tl.program_id(1).to(tl.int64)
         t, d = tl.program_id(0) * TB + tl.arange(0, TB), tl.arange(0, DP)
         where = keys + n * key_stride + t[:, None].to(tl.int64) * row_stride + d[None, :]
@@ -101,7 +104,7 @@ if HAS_TRITON:
 
 
 def launch(queries: Tensor, keys: Tensor, weights: Tensor, *, scale: float) -> Tensor:
-    """The Triton kernels; arguments and result as in `definition`. The channels of a key are contiguous."""
+    """Launch the Triton kernels; arguments and result as in `definition`. The channels of a key are contiguous."""
     heads, width, dim = queries.shape
     tokens = keys.shape[1]
     queries = queries.contiguous()
@@ -130,6 +133,6 @@ def launch(queries: Tensor, keys: Tensor, weights: Tensor, *, scale: float) -> T
 
 
 def observe(queries: Tensor, keys: Tensor, weights: Tensor, *, scale: float) -> Tensor:
-    """As `definition`: the kernels on a GPU, torch in blocks elsewhere."""
+    """Compute `definition`: by the kernels on a GPU, by torch in blocks elsewhere."""
     run = launch if HAS_TRITON and keys.device.type == "cuda" else vectorised
     return run(queries, keys, weights, scale=scale)

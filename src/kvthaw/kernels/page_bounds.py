@@ -1,8 +1,8 @@
-"""Bounding volumes of pages: the box around a page's keys, as its centre and its half extent.
+"""Bounding boxes of pages of keys, each as its center and half extent.
 
-One pass: N T D keys are read once and N (T / page) 2 D numbers are written; 2 to 4 operations a key and channel. At 128k
-tokens of 8 heads, d = 128, bf16: 268 MB read, 17 MB written (pages of 32), 66 us at 4300 GB/s; with an order the rows are
-gathered, whole rows of 2 D bytes at a time.
+One pass reads N T D keys and writes N (T / page) 2 D numbers, with 2 to 4 operations per key and channel. At 128k tokens of 8
+heads, D = 128, bf16: 268 MB read, 17 MB written (pages of 32), 66 us at 4300 GB/s. With an order the kernel gathers whole rows
+of 2 D bytes.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ from torch import Tensor
 from kvthaw.kernels import HAS_TRITON
 
 Spread = Literal["max", "mean"]
-"""Half extent of a page's box: "max" reaches every key (Quest), "mean" is the mean distance of the keys (ArkVale)."""
+"""Half extent of a page's box: "max" covers every key (Quest), "mean" is the mean distance of the keys (ArkVale)."""
 
 
 def definition(keys: Tensor, page: int, *, spread: Spread, order: Tensor | None = None) -> Tensor:
-    """keys [N, T, D] -> [N, P, 2 D] in the dtype of keys, P = ceil(T / page): centre c = (max + min) / 2 a channel, half extent
-    delta. order [N, T'] int64: page p holds keys order[p * page : (p + 1) * page]; without it all keys in their order.
+    """Compute boxes [N, P, 2 D] in the dtype of keys [N, T, D], P = ceil(T / page): per channel the center c = (max + min) / 2,
+    then the half extent delta.
 
-    "max": delta reaches from the rounded c to the furthest key and is rounded up, so q.c + |q|.delta is never below any q.k of
-    the page. "mean": delta = mean |c - k|. The last page may be partial.
+    order [N, T'] int64: page p holds keys order[p * page : (p + 1) * page]; None: all keys in token order. The last page may be
+    partial.
+
+    "max": delta reaches from the rounded c to the furthest key and is rounded up, so q.c + |q|.delta is at least q.k for every
+    k of the page. "mean": delta = mean |c - k|.
     """
     if order is not None:
         keys = keys.gather(1, order[:, :, None].expand(-1, -1, keys.shape[2]))
@@ -35,7 +38,7 @@ def definition(keys: Tensor, page: int, *, spread: Spread, order: Tensor | None 
 
 
 def _boxes(keys: Tensor, spread: Spread) -> Tensor:
-    """[N, P, n, D] -> [N, P, 2 D]."""
+    """Map pages [N, P, n, D] to boxes [N, P, 2 D]."""
     k = keys.float()
     if k.shape[1] == 0:
         return keys.new_zeros((k.shape[0], 0, 2 * k.shape[3]))
@@ -54,7 +57,8 @@ if HAS_TRITON:
 
     @triton.jit
     def box(k, valid, wide, count, grown, kind: tl.constexpr, MAX: tl.constexpr):
-        # Centre and half extent, [D] float32, of keys [n, D] float32. valid: which count, `count` a channel; wide: channels.
+        # Return center and half extent, [D] float32, of keys [n, D] float32. valid [n, D]: elements that count, `count` per
+        # channel; wide [D]: existing channels.
         low = tl.min(tl.where(valid, k, float("inf")), axis=0)
         high = tl.max(tl.where(valid, k, float("-inf")), axis=0)
         low = tl.where(wide, low, 0.0)
@@ -71,7 +75,7 @@ if HAS_TRITON:
         keys, order, out, count, pages, dim, head_stride, token_stride, grown,
         PAGE: tl.constexpr, PP: tl.constexpr, DP: tl.constexpr, MAPPED: tl.constexpr, MAX: tl.constexpr,
     ):  # fmt: skip
-        # One program a (page, head): PAGE rows, reduced channel by channel.
+        # Program (page, head): PAGE rows, reduced per channel.
         p, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
         i, d = tl.arange(0, PP), tl.arange(0, DP)
         place = p * PAGE + i
@@ -89,7 +93,7 @@ if HAS_TRITON:
 
 
 def launch(keys: Tensor, page: int, *, spread: Spread, order: Tensor | None = None) -> Tensor:
-    """The Triton kernel; arguments and result as in `definition`. The channels of a key are contiguous."""
+    """Launch the Triton kernel; arguments and result as in `definition`. The channels of a key are contiguous."""
     heads, tokens, dim = keys.shape
     count = tokens if order is None else order.shape[1]
     pages = triton.cdiv(count, page)
@@ -106,7 +110,7 @@ def launch(keys: Tensor, page: int, *, spread: Spread, order: Tensor | None = No
 
 
 def page_bounds(keys: Tensor, page: int, *, spread: Spread, order: Tensor | None = None) -> Tensor:
-    """As `definition`: the kernel on a GPU, torch elsewhere."""
+    """Compute `definition`: by the kernel on a GPU, by torch elsewhere."""
     if HAS_TRITON and keys.device.type == "cuda":
         return launch(keys, page, spread=spread, order=order)
     return definition(keys, page, spread=spread, order=order)

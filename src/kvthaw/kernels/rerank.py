@@ -69,7 +69,7 @@ if HAS_TRITON:
     import triton.language as tl
 
     from kvthaw.kernels.chain import follow
-    from kvthaw.kernels.parts import leave, take
+    from kvthaw.kernels.parts import accumulate, store_part
 
     @triton.jit
     def _decoded(x, low, high, PLAIN: tl.constexpr):
@@ -159,9 +159,9 @@ if HAS_TRITON:
             peak = tl.max(tl.reshape(score, (TILE // RUN, RUN, PP)), axis=1)
             run = tile * (TILE // RUN) + tl.arange(0, TILE // RUN)
             tl.store(peaks + (pair * P + p[None, :]) * runs + run[:, None], peak, mask=head)
-            top, mass = take(top, mass, score * scale)
+            top, mass = accumulate(top, mass, score * scale)
             word, weight = next_word, next_weight
-        leave(parts + ((pair * P + p) * splits + split) * 2, top, mass, p < P)
+        store_part(parts + ((pair * P + p) * splits + split) * 2, top, mass, p < P)
 
 
 def launch(rotated: Rotated, summaries: Summaries, candidates: Tensor, wanted: Tensor, quantizer: Quantizer, scale: float,

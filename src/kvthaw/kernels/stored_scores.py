@@ -39,7 +39,7 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
-    from kvthaw.kernels.parts import leave, take
+    from kvthaw.kernels.parts import accumulate, store_part
 
     @triton.jit
     def _read(query, table, candidates, wanted, scores, peaks, parts, heads, block_size, addresses, dim, words, width, scale,
@@ -88,8 +88,8 @@ if HAS_TRITON:
             peak = tl.max(tl.reshape(score, (TILE // RUN, RUN, GP)), axis=1)
             run = tile * (TILE // RUN) + tl.arange(0, TILE // RUN)
             tl.store(peaks + (pair * G + g[None, :]) * runs + run[:, None], peak, mask=here)
-            top, mass = take(top, mass, score * scale)
-        leave(parts + ((pair * G + g) * splits + split) * 2, top, mass, g < G)
+            top, mass = accumulate(top, mass, score * scale)
+        store_part(parts + ((pair * G + g) * splits + split) * 2, top, mass, g < G)
 
 
 def launch(

@@ -59,7 +59,7 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
-    from kvthaw.kernels.parts import leave_block
+    from kvthaw.kernels.parts import store_block_part
 
     @triton.jit
     def _score(
@@ -107,7 +107,7 @@ if HAS_TRITON:
             to = scores + (bh * GS + g[None, :]) * units + u[:, None]
             tl.store(to, found, mask=known[:, None] & (g < GS)[None, :])
             if GS > 1:
-                leave_block(parts + (bh * blocks + block) * 2 * GC + g, found, size, g < GC, GC)
+                store_block_part(parts + (bh * blocks + block) * 2 * GC + g, found, size, g < GC, GC)
 
 
 def launch(
