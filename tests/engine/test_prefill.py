@@ -141,7 +141,7 @@ def test_the_prompt_is_known_from_its_first_chunk_on(llama: PreTrainedModel) -> 
     with kvthaw.attach(llama, "oracle", budget=0.5, prefill_chunk=50) as handle:
         llama(prompt(1, 200))
         assert handle.stats().budget == 100
-    with kvthaw.attach(llama, "oracle", budget=64, prefill_chunk=50, host_bytes=100_000) as handle:
+    with kvthaw.attach(llama, "oracle", budget=64, prefill_chunk=50, host_bytes=100_000, extent=50) as handle:
         llama(prompt(1, 100))
         with pytest.raises(HostMemoryError, match="are free"):
             llama(prompt(1, 200))

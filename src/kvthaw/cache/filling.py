@@ -26,5 +26,9 @@ class Filling(Lanes):
         self.seen += query.shape[2]
         return out
 
+    def reserved(self, lane: int) -> int:
+        """As FrozenKV.reserved, of the lane that is filled."""
+        return self.kv.reserved(self.lane) if isinstance(self.kv, FrozenLayer) else 0
+
     def reset(self) -> None:
         """Nothing: who fills a lane clears it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from itertools import chain
 from typing import Any, Self
 
@@ -42,6 +43,7 @@ class FrozenKV(Lanes):
         self.number, self.settings, self.pipeline, self.clock, self.leader = number, settings, pipeline, clock, leader
         self.rotary: Rotary | None = None  # for a method that asks for it
         self.room = 0
+        self.positions: int | None = None  # of the model: no sequence needs more slots
         self.reset()
 
     def reset(self) -> None:
@@ -133,10 +135,15 @@ class FrozenKV(Lanes):
                 f"budget is {self.settings.budget}, a fraction of the prompt, but the rows' prompts differ in length"
             )
         plan, method, device = self.settings.plan(max(lengths)), self.settings.method, key.device
+        most = self.room or self.positions
+        if most is not None:
+            window = min(plan.regions.window, most)
+            plan = Plan(replace(plan.regions, window=window), min(plan.rows, most))
         self.left_pad, self.scale = left_pad, scale
         self._start = [plan.regions.sink] * batch
         pinned = device.type == "cuda"
-        self.store = HostStore(batch, heads, dim, key.dtype, extent=self.settings.extent, pinned=pinned)
+        extent, memory = self.settings.extent, self.pipeline.memory
+        self.store = HostStore(batch, heads, dim, key.dtype, extent=extent, pinned=pinned, memory=memory)
         self.slab = Slab(batch, heads, dim, plan.regions, plan.rows * max(1, method.keep), dtype=key.dtype, device=device)
         if not method.evicts:
             self.store.prepare(self.slab, self.pipeline.together)
@@ -405,6 +412,22 @@ class FrozenKV(Lanes):
             copied = torch.cuda.Event()
             copied.record()
             self.store.arrive(copied, ordered=True)
+
+    def reserved(self, lane: int) -> int:
+        """Tokens of a lane that its blocks on the host have room for."""
+        return self.store.reserved(lane) if self.plan else 0
+
+    def reserve(self, steps: int) -> bool:
+        """Allocate the host blocks for what the next `steps` tokens, one by one, push out of the rings; return whether any do.
+        Raises HostMemoryError before anything has changed."""
+        if self.plan is None or self.settings.method.evicts:
+            return False
+        ends = {lane: self.indexed(lane, self.length(lane) + steps) for lane in range(self.lanes) if lane not in self.idle}
+        ends = {lane: end for lane, end in ends.items() if end > self.indexed(lane)}
+        for lane, end in ends.items():
+            if end > self.store.length(lane):
+                self.store.claim(lane, end)
+        return bool(ends)
 
     def wait_for_copies(self) -> None:
         """The host reads what was copied to it."""

@@ -7,7 +7,9 @@ copied only when a lane writes into one that it shares.
 
 from __future__ import annotations
 
+import copy
 import math
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -58,6 +60,51 @@ def host_tensor(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> Te
         ) from error
 
 
+class HostMemory:
+    """Host memory that the blocks of one cache take, spares and blocks that it shares with copies included.
+
+    limit: the most bytes; None: as many as the system gives. used: bytes now, counted where there is a limit.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit, self.used = limit, 0
+        self._stores: weakref.WeakSet[HostStore] = weakref.WeakSet()
+
+    def join(self, store: HostStore) -> None:
+        """Serve a store."""
+        self._stores.add(store)
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> Tensor:
+        """Return an uninitialised tensor in host memory. Raises HostMemoryError beyond the limit, or if the system gives none."""
+        if self.limit is None:
+            return host_tensor(shape, dtype, pinned=pinned)
+        size = math.prod(shape) * dtype.itemsize
+        if self.used + size > self.limit:
+            raise HostMemoryError(
+                f"the next block of KV needs {size:,} bytes of host memory, and {max(0, self.limit - self.used):,} of host_bytes="
+                f"{self.limit:,} are free; crop the cache, let a request leave, or raise host_bytes"
+            )
+        data = host_tensor(shape, dtype, pinned=pinned)
+        self.used += size
+        weakref.finalize(data, self._release, size).atexit = False
+        return data
+
+    def check(self, need: int) -> None:
+        """Raise HostMemoryError if a prompt's KV needs more bytes than are free. Spares count as free."""
+        spare = sum(store.spare_bytes() for store in self._stores)
+        check_host_memory(need, None if self.limit is None else self.limit - self.used + spare)
+
+    def spare(self, store: HostStore) -> Tensor | None:
+        """Take a spare block from any store whose blocks are of the same kind."""
+        return next((block for other in (store, *self._stores) if (block := other.give_spare(store)) is not None), None)
+
+    def _release(self, size: int) -> None:
+        self.used -= size
+
+    def __deepcopy__(self, memo: dict[int, object]) -> HostMemory:
+        return HostMemory(self.limit)
+
+
 class Extent:
     """E tokens of all KV heads of one lane, and how many lanes point at it."""
 
@@ -76,8 +123,18 @@ class HostStore:
     """
 
     def __init__(
-        self, lanes: int, kv_heads: int, head_dim: int, dtype: torch.dtype, *, extent: int = 1024, pinned: bool = False
+        self,
+        lanes: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        *,
+        extent: int = 1024,
+        pinned: bool = False,
+        memory: HostMemory | None = None,
     ) -> None:
+        self.memory = memory or HostMemory()
+        self.memory.join(self)
         self.kv_heads, self.head_dim, self.dtype = kv_heads, head_dim, dtype
         self.extent, self.pinned = extent, pinned
         self._extents: list[list[Extent]] = [[] for _ in range(lanes)]
@@ -150,9 +207,7 @@ class HostStore:
         """Add rows of some lanes, at most one span each, which begins behind the lane's last and stands in sink or ring. From a GPU
         that is only enqueued on the current stream; the caller waits before anyone reads."""
         for lane, start, count in spans:
-            self.reserve(lane, start + count)
-            for number in range(start // self.extent, -(-(start + count) // self.extent)):
-                self._writable(lane, number)
+            self.claim(lane, start + count)
         for lane, start, count in spans:  # not before there is room for all
             self._length[lane] = start + count
         place = {"sink": slab.regions.sink, "ring": slab.regions.ring}
@@ -194,6 +249,12 @@ class HostStore:
             extents.append(Extent(self._memory(lane)))
             self.version += 1
 
+    def claim(self, lane: int, length: int) -> None:
+        """Allocate what appending up to `length` tokens of a lane takes, copies of shared blocks included."""
+        self.reserve(lane, length)
+        for number in range(self._length[lane] // self.extent, -(-length // self.extent)):
+            self._writable(lane, number)
+
     def reserved(self, lane: int) -> int:
         """Tokens that a lane's extents have room for, its spare not counted."""
         return len(self._extents[lane]) * self.extent
@@ -205,19 +266,29 @@ class HostStore:
             self._spares[lane] = self._allocate()
 
     def _memory(self, lane: int) -> Tensor:
-        """For an extent that a lane needs now: its spare, or new; where none can be had, what another lane has to spare."""
+        """For an extent that a lane needs now: its spare, or new; if none can be had, the spare of another lane or layer."""
         spare = self._spares.pop(lane, None)
         if spare is not None:
             return spare
         try:
             return self._allocate()
         except HostMemoryError:
-            if not self._spares:
+            spare = self.memory.spare(self)
+            if spare is None:
                 raise
-            return self._spares.popitem()[1]
+            return spare
 
     def _allocate(self) -> Tensor:
-        return host_tensor((self.kv_heads, self.extent, 2, self.head_dim), self.dtype, pinned=self.pinned)
+        return self.memory.allocate((self.kv_heads, self.extent, 2, self.head_dim), self.dtype, pinned=self.pinned)
+
+    def spare_bytes(self) -> int:
+        """Bytes of the spare blocks."""
+        return sum(data.nbytes for data in self._spares.values())
+
+    def give_spare(self, other: HostStore) -> Tensor | None:
+        """Take a spare block away for a store whose blocks are of the same kind; None if there is none."""
+        kinds = [(s.kv_heads, s.head_dim, s.dtype, s.extent, s.pinned) for s in (self, other)]
+        return self._spares.popitem()[1] if self._spares and kinds[0] == kinds[1] else None
 
     def read(self, lane: int, start: int, stop: int) -> Tensor:
         """Rows start .. stop of a lane as [H, stop - start, 2, D] on the host; a view where they lie in one extent."""
@@ -313,7 +384,8 @@ class HostStore:
 
     def __deepcopy__(self, memo: dict[int, object]) -> HostStore:
         """A store of its own whose extents are shared until either writes, with nothing to spare."""
-        twin = HostStore(0, self.kv_heads, self.head_dim, self.dtype, extent=self.extent, pinned=self.pinned)
+        memory = copy.deepcopy(self.memory, memo)
+        twin = HostStore(0, self.kv_heads, self.head_dim, self.dtype, extent=self.extent, pinned=self.pinned, memory=memory)
         twin._extents = [list(extents) for extents in self._extents]
         twin._length = list(self._length)
         for extents in twin._extents:

@@ -86,7 +86,7 @@ class FrozenLayer(FrozenKV):
         if not fresh:
             self._asked_again = True
             self.fall_back()
-        if before < max(1, *left_pad) or not self._one_by_one(steps):
+        if before < max(1, *left_pad) or not self.one_by_one(steps):
             if fresh:
                 self.left_pad = left_pad
             self.fall_back()
@@ -120,14 +120,15 @@ class FrozenLayer(FrozenKV):
         and where the index is on the host, whose trees forget it, but for their shape."""
         return not self._asked_again if self._on_host else self.reversible
 
-    def _one_by_one(self, steps: int) -> bool:
+    def one_by_one(self, steps: int) -> bool:
         """Whether so many tokens at once go through the index, where there are others before them."""
-        assert self.plan is not None
+        if self.plan is None:
+            return False
         return self.verifying or (steps <= min(self.settings.sparse_queries, self.plan.regions.window) and not self.prompt)
 
     def asks(self, steps: int) -> bool:
         """Whether an index of this layer's own is asked when so many tokens come."""
-        return self.group is not None and self.chooses and self._one_by_one(steps)
+        return self.group is not None and self.chooses and self.one_by_one(steps)
 
     def foresee(self, queries: Tensor) -> None:
         """Have the index asked with these queries, [B, Hq, T, D], instead of the coming tokens' own. One on the host begins to

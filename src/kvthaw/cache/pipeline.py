@@ -6,6 +6,7 @@ indexes them as soon as they have arrived. Another searches with queries that we
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import weakref
@@ -18,7 +19,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from kvthaw.cache.host import HostStore
+from kvthaw.cache.host import HostMemory, HostStore
 from kvthaw.cache.past import Past
 from kvthaw.cache.recording import Recording
 from kvthaw.cache.side_stream import SideStream
@@ -33,11 +34,13 @@ _WITH_THREADS: weakref.WeakSet[Pipeline] = weakref.WeakSet()
 
 class Pipeline:
     """One copy stream, one indexing thread and one that searches, shared by the layers of a cache; past: the way back; side and
-    together: for indexes that work on the device. recording: the step that is recorded now. layers: of the model."""
+    together: for indexes that work on the device. memory: of the host, for all layers. recording: the step that is recorded now.
+    layers: of the model."""
 
     _IN_FLIGHT = 2  # layers whose keys and values may still be on their way out
 
-    def __init__(self, layers: int = 1) -> None:
+    def __init__(self, layers: int = 1, memory: HostMemory | None = None) -> None:
+        self.memory = memory or HostMemory()
         self.layers, self.past, self.side, self.together = layers, Past(), SideStream(), Together()
         self.recording: Recording | None = None
         self._short = False  # of host memory
@@ -127,7 +130,7 @@ class Pipeline:
         self._threads.clear()
 
     def __deepcopy__(self, memo: dict[int, object]) -> Pipeline:
-        return Pipeline(self.layers)
+        return Pipeline(self.layers, copy.deepcopy(self.memory, memo))
 
 
 def _before_fork() -> None:

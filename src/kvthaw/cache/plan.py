@@ -42,11 +42,12 @@ class Settings:
 
     budget: the most tokens that attention reads per KV head in one decode step, sink, window and buffer at their fullest
     included; an integer, or a fraction in (0, 1) of the prompt. It is full attention up to budget - buffer tokens. retrieved:
-    instead of budget, the paper's regions and exactly this many rows from the index. dense_layers: the first layers, which keep
-    all KV on the device. sparse_queries: continuations of at most this many tokens (and at most the window) are decoded one by
-    one through the index, longer ones are dense; the last chunk of a prompt given in chunks is a continuation too.
-    extent: tokens in a piece of host memory. host_bytes: the most host memory to use; None asks
-    the system what is free.
+    instead of budget, the paper's regions and exactly this many rows from the index. More rows than the model has positions, or a
+    batch capacity, are never retrieved. dense_layers: the first layers, which keep all KV on the device. sparse_queries:
+    continuations of at most this many tokens (and at most the window) are decoded one by one through the index, longer ones are
+    dense; the last chunk of a prompt given in chunks is a continuation too. extent: tokens in a block of host memory. host_bytes:
+    the most host memory that blocks of KV may take, those allocated ahead included; None: as much as the system has. A prompt, or a
+    token, that needs more raises HostMemoryError and changes nothing: it can be given again when something was freed.
     """
 
     method: Method

@@ -55,6 +55,8 @@ def in_chunks(
         tokens = max((given[name].shape[1] for name in ("input_ids", "inputs_embeds") if name in columns), default=0)
         drafted = 0 if cache is None or tokens == 1 else _drafted(given, cache)
         if cache is None or (tokens <= chunk and not drafted):
+            if cache is not None:
+                cache.reserve(tokens)  # before a layer that is not kvthaw's has taken them
             return (short or forward)(**given)
         reason = _whole(given, cache, names)
         if reason is not None:
@@ -84,6 +86,7 @@ def in_chunks(
         if prompt < tokens:
             size = 1 if cache.shares_kv else tokens - prompt
             with cache.verification():
+                cache.reserve(tokens - prompt)
                 out = run([(prompt + start, prompt + stop) for start, stop in spans(tokens - prompt, size)])
         out.logits = torch.cat(logits, dim=1) if len(logits) > 1 else logits[0]
         return out

@@ -6,7 +6,7 @@ import copy
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +20,7 @@ from transformers.cache_utils import (
 
 from kvthaw.cache.clock import Clock
 from kvthaw.cache.dense import DenseLayer
+from kvthaw.cache.host import HostMemory
 from kvthaw.cache.layer import FrozenLayer
 from kvthaw.cache.pipeline import Pipeline
 from kvthaw.cache.plan import Settings, try_index
@@ -138,8 +139,8 @@ class Cache(DynamicCache):
         self.rolls_back = False
         """Whether a forward that asks for several logits may be a verification of assisted decoding."""
         self.turns_by_length = turns_by_length(model)
-        self._shared = Shared(model, self.settings, len(frozen), foresee if chosen.foresees else None)
-        self.pipeline, clock, dense_clock = Pipeline(len(self.layers)), Clock(), Clock()
+        self.pipeline, clock, dense_clock = Pipeline(len(self.layers), HostMemory(host_bytes)), Clock(), Clock()
+        self._shared = Shared(model, self.settings, len(frozen), foresee if chosen.foresees else None, self.pipeline.memory)
         leader: FrozenLayer | None = None
         for i in full:
             kv: FrozenLayer | DenseLayer
@@ -155,6 +156,8 @@ class Cache(DynamicCache):
                 kv = FrozenLayer(i, self.settings, self.pipeline, clock, leader)
             self.layers[i] = CacheLayer(kv, self._shared)
         self._shared.of = weakref.ref(self.layers)
+        for kv in self.frozen_layers:
+            kv.positions = self._shared.positions
         if chosen.rotary:
             turns: dict[str, Rotary | None] = {}
             for kv in self.frozen_layers:
@@ -183,9 +186,7 @@ class Cache(DynamicCache):
         model = self._shared.model()
         if model is None:
             raise CacheError("the model of this cache is gone")
-        limit = self.settings.host_bytes
-        rest = None if limit is None else max(0, limit - sum(kv.host_bytes() for kv in self.frozen_layers))
-        shared = Shared(model, replace(self.settings, host_bytes=rest), len(self.frozen_layers), None)
+        shared = Shared(model, self.settings, len(self.frozen_layers), None, self.pipeline.memory)
         view = DynamicCache()
         view.layers = Layers(FillingLayer(layer, lane, shared) for layer in self.layers)
         shared.of = weakref.ref(view.layers)
@@ -220,6 +221,11 @@ class Cache(DynamicCache):
         """Expect a crop after each forward: generate() calls this before assisted decoding."""
         super().activate_past_recording()
         self.rolls_back = True
+
+    def reserve(self, tokens: int) -> None:
+        """Allocate the host memory that the next tokens take, if they are decoded through the index. Raises HostMemoryError before
+        anything has changed."""
+        self._shared.reserve(tokens)
 
     @contextmanager
     def verification(self) -> Iterator[None]:

@@ -13,7 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.filling import Filling
-from kvthaw.cache.host import check_host_memory
+from kvthaw.cache.host import HostMemory
 from kvthaw.cache.layer import Attention, FrozenLayer
 from kvthaw.cache.plan import Settings
 from kvthaw.engine.hf.attention import NAME, TAG, is_padding
@@ -31,8 +31,14 @@ class Shared:
     """What the layers of one cache share: whose keys are on their way, what padding was last seen, whose modules ask."""
 
     def __init__(
-        self, model: PreTrainedModel, settings: Settings, frozen: int, meet: Callable[[torch.nn.Module], None] | None
+        self,
+        model: PreTrainedModel,
+        settings: Settings,
+        frozen: int,
+        meet: Callable[[torch.nn.Module], None] | None,
+        memory: HostMemory,
     ) -> None:
+        self.memory = memory
         self.model = weakref.ref(model)
         self.modules = {id(module) for module in model.modules()}
         self.positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
@@ -75,6 +81,18 @@ class Shared:
         """The first of kvthaw's layers."""
         return next(layer for layer in self.layers if isinstance(layer, CacheLayer))
 
+    def reserve(self, steps: int) -> None:
+        """See FrozenKV.reserve, for all layers, whose rings are full at the same token."""
+        offloading = [layer.kv for layer in self.layers if isinstance(layer, CacheLayer) and isinstance(layer.kv, FrozenLayer)]
+        if offloading and offloading[0].one_by_one(steps) and offloading[0].reserve(steps):
+            for kv in offloading[1:]:
+                kv.reserve(steps)
+
+    def reserved(self, rows: int) -> list[int]:
+        """Tokens of each row that a layer's blocks on the host have room for."""
+        kvs = [layer.kv for layer in self.layers if isinstance(layer, CacheLayer) and not isinstance(layer.kv, DenseLayer)]
+        return [kvs[0].reserved(row) if row < kvs[0].lanes else 0 for row in range(rows)]
+
     def check_whole(self, steps: int) -> None:
         """Refuse a cache whose layers hold different tokens, when the first of kvthaw's gets `steps` new ones."""
         first = self.first()
@@ -108,6 +126,7 @@ class Shared:
         twin = object.__new__(Shared)
         memo[id(self)] = twin
         twin.__dict__.update(self.__dict__)
+        twin.memory = copy.deepcopy(self.memory, memo)
         twin.of, twin.pending = weakref.ref(copy.deepcopy(self.layers, memo)), None
         return twin
 
@@ -174,7 +193,9 @@ class CacheLayer(CacheLayerMixin):
                 raise CacheError("attention_mask is of every query's own; kvthaw takes the 2-D mask of the padding, or none")
             if fresh and (steps > 1 or self.kv.seen == 0 or (mask is not None and self.kv.seen in pads)):
                 pads = shared.left_pads(mask, self.kv, query.shape[0], steps)
-                self._check_room(key)
+                self._check_room(key, pads)
+            if fresh and self is shared.first():
+                shared.reserve(steps)
         except KvthawError:
             self.undo()
             raise
@@ -194,7 +215,7 @@ class CacheLayer(CacheLayerMixin):
             for layer in self.shared.layers:
                 layer.reset()
 
-    def _check_room(self, key: Tensor) -> None:
+    def _check_room(self, key: Tensor, pads: list[int]) -> None:
         """Refuse a prompt that is too long, before the first layer takes it in."""
         shared, held, new = self.shared, self.kv.seen, max(key.shape[2], self.kv.coming)
         if self is not shared.first():
@@ -202,9 +223,10 @@ class CacheLayer(CacheLayerMixin):
         if shared.positions is not None and held + new > shared.positions:
             raise ConfigError(f"the prompt has {held + new} tokens; the model's positions end at {shared.positions}")
         if shared.frozen and not shared.settings.method.evicts:
-            token = 2 * key[:, :, 0].numel() * key.element_size() * shared.frozen
-            limit = shared.settings.host_bytes
-            check_host_memory(token * (new if limit is None else held + new), limit)
+            extent, have = shared.settings.extent, shared.reserved(key.shape[0])
+            wanted = (max(0, held + new - pad - room) for pad, room in zip(pads, have, strict=True))
+            block = 2 * key[0, :, 0].numel() * key.element_size() * extent * shared.frozen
+            shared.memory.check(sum(-(-tokens // extent) for tokens in wanted) * block)
 
     def get_seq_length(self) -> int:
         return self.kv.seen + self._coming
