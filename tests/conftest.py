@@ -30,6 +30,7 @@ LONG = (
     "tests/engine/test_architectures.py",
     "tests/engine/test_batch.py",
     "tests/engine/test_generate.py",
+    "tests/engine/test_inference_mode.py",
     "tests/evaluate/test_compare.py",
     "tests/evaluate/test_perplexity.py",
     "tests/evaluate/test_recall.py",

@@ -94,17 +94,22 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+def settings_of(name: str) -> dict[str, Any]:
+    """The settings of a model's config."""
+    return _COMMON | (MODELS | REFUSED)[name][1]
+
+
 def build(name: str, *, seed: int = 0, attention: str | None = None, **settings: Any) -> PreTrainedModel:
     """A model by name, in float32 on the CPU, with settings of its config changed, or left out where they are `...`."""
-    prefix, own = (MODELS | REFUSED)[name]
+    prefix, _ = (MODELS | REFUSED)[name]
     stem = prefix + "Text" if prefix in ("Gemma3", "Gemma3n", "Gemma4", "Llama4") else prefix
-    chosen = {**_COMMON, **own, **settings}
+    chosen = settings_of(name) | settings
     config = getattr(transformers, stem + "Config")(**{key: value for key, value in chosen.items() if value is not ...})
     if attention is not None:
         config._attn_implementation = attention
     model = getattr(transformers, prefix + ("LMHeadModel" if name == "gpt2" else "ForCausalLM"))(config)
     model.generation_config.pad_token_id = 0
-    return sharpen(model, seed).eval()
+    return sharpen(model, seed).eval().requires_grad_(False)
 
 
 def sharpen(model: PreTrainedModel, seed: int) -> PreTrainedModel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -247,10 +248,64 @@ def test_masks_with_right_padding_or_holes(llama: PreTrainedModel, mask: list[in
     still_works(llama, cache)
 
 
-def test_mask_of_every_query_is_refused(llama: PreTrainedModel) -> None:
+def test_a_mask_of_every_query(llama: PreTrainedModel) -> None:
+    """Taken with a first prompt, whatever it lets tokens see, as long as the last one sees all; later only if it is causal."""
     cache = kvthaw.Cache(llama, "oracle", budget=64)
-    with pytest.raises(CacheError, match=r"every query's own"):
-        forward(llama, cache, IDS[:, :6], torch.ones(1, 1, 6, 6, dtype=torch.bool).tril())
+    causal = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
+    both_ways = causal.clone()
+    both_ways[..., 1:4, 1:4] = True
+    for mask in (causal, both_ways):
+        expected = forward(llama, DynamicCache(config=llama.config), IDS[:, :6], mask)
+        torch.testing.assert_close(forward(llama, cache, IDS[:, :6], mask), expected, atol=1e-4, rtol=1e-4)
+        with pytest.raises(CacheError, match=r"every query's own.*with the first prompt"):
+            forward(llama, cache, IDS[:, :6], torch.cat((causal | True, both_ways), dim=3))
+        expected = forward(llama, cache, IDS[:, :6], torch.cat((causal | True, causal), dim=3))
+        cache.crop(-6)
+        torch.testing.assert_close(expected, forward(llama, cache, IDS[:, :6]), atol=1e-4, rtol=1e-4)
+        cache.reset()
+    with pytest.raises(CacheError, match=r"attention_mask is torch.float32 of shape \[1, 1, 6, 6\]"):
+        forward(llama, cache, IDS[:, :6], torch.zeros(1, 1, 6, 6))
+    with pytest.raises(CacheError, match=r"on the left only"):
+        forward(llama, cache, IDS[:, :6], both_ways.transpose(2, 3))
+    still_works(llama, cache)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("attached", [True, False])
+@pytest.mark.parametrize("method", ["oracle", "full"])
+def test_masks_of_a_step(name: str, attached: bool, method: str) -> None:
+    model = build(name)
+    batch = ragged([60, 40])
+    cache = kvthaw.Cache(model, method, budget=512)
+    handle = kvthaw.attach(model, method) if attached else None
+    forward(model, cache, batch["input_ids"], batch["attention_mask"])
+    good = torch.cat((batch["attention_mask"], torch.ones(2, 1, dtype=torch.long)), dim=1)
+    hole, more, less = good.clone(), good.clone(), good.clone()
+    hole[1, 30] = 0
+    more[1, 20] = 0
+    less[1, 19] = 1
+    cases = {
+        "on the left only": hole,
+        "hides 21 tokens of row 1, of which the cache knows 20": more,
+        "hides 19 tokens of row 1, of which the cache knows 20": less,
+        "covers 7 tokens; it must cover the 60 in the cache and 1 new": good[:, :7],
+        "covers 62 tokens": torch.cat((good, good[:, -1:]), dim=1),
+    }
+    if name == "llama":
+        cases["has 3 rows; the tokens have 2"] = good[[0, 1, 1]]
+    twin = copy.deepcopy(cache)
+    for message, mask in cases.items():
+        with pytest.raises(CacheError, match=message):
+            forward(model, copy.deepcopy(cache), prompt(2, 1), mask)
+    assert torch.equal(forward(model, cache, prompt(2, 1), good), forward(model, twin, prompt(2, 1), None))
+    if handle is not None:
+        handle.detach()
+
+
+def test_a_mask_of_other_rows(llama: PreTrainedModel) -> None:
+    cache = kvthaw.Cache(llama, "oracle", budget=64)
+    with pytest.raises(CacheError, match=r"attention_mask has 3 rows; the tokens have 2"):
+        forward(llama, cache, prompt(2, 9), torch.ones(3, 9, dtype=torch.long))
     still_works(llama, cache)
 
 
@@ -371,12 +426,30 @@ def test_crop_of_a_cache_that_evicts(llama: PreTrainedModel) -> None:
 # What is not bad at all
 
 
+def test_gradients_are_refused(llama: PreTrainedModel) -> None:
+    llama.requires_grad_(True)
+
+    def gradient() -> Tensor:
+        llama.zero_grad()
+        llama(IDS, labels=IDS, use_cache=False).loss.backward()
+        return llama.model.layers[0].self_attn.q_proj.weight.grad
+
+    expected = gradient()
+    with kvthaw.attach(llama, "oracle", budget=512):
+        with pytest.raises(CacheError, match=r"gradients are on.*torch.no_grad\(\).*use_cache=False"):
+            llama(IDS, labels=IDS)
+        torch.testing.assert_close(gradient(), expected)
+        llama.requires_grad_(False)
+        assert llama(IDS).logits.isfinite().all()
+
+
 def test_modes_of_autograd(llama: PreTrainedModel) -> None:
     expected = llama.generate(IDS, max_new_tokens=30, do_sample=False)
     cache = kvthaw.Cache(llama, "oracle", budget=1024)
     with torch.inference_mode():
         llama(IDS[:, :40], past_key_values=cache)
-    llama(IDS[:, 40:59], past_key_values=cache)  # gradients on
+    with torch.no_grad():
+        llama(IDS[:, 40:59], past_key_values=cache)
     assert torch.equal(llama.generate(IDS, past_key_values=cache, max_new_tokens=30, do_sample=False), expected)
 
 

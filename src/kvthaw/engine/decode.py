@@ -127,6 +127,8 @@ def replaying(
                     return forward(*args, **kwargs)
                 tell("compiled, not captured", reason, logging.INFO)
             cache.replay = Replay(single, cache, compiled=compiled, capture=reason is None)
+        if kwargs.get("attention_mask") is not None:
+            cache.check_mask(kwargs["attention_mask"])  # the captured step takes none
         positions = kwargs.get("position_ids")
         if positions is None:
             layer = cache.kv_layers[0]

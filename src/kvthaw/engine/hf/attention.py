@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -132,20 +133,22 @@ def _attention(
     if layer is not None:
         return layer.attend(module, query, key, value, attention_mask, how).transpose(1, 2).contiguous(), None
     if attention_mask is not None and is_padding(attention_mask):
-        attention_mask = _causal(attention_mask, query.shape[2], key.shape[2])
+        attention_mask = causal_mask(attention_mask[..., -key.shape[2] :], query.shape[2])
     causal = kwargs.get("is_causal")
     if (
         attention_mask is None
         and 1 < query.shape[2] < key.shape[2]
         and (getattr(module, "is_causal", True) if causal is None else causal)
     ):
-        attention_mask = _causal(query.new_ones((1, 1, 1, key.shape[2]), dtype=torch.bool), query.shape[2], key.shape[2])
+        attention_mask = causal_mask(query.new_ones((1, 1, 1, key.shape[2]), dtype=torch.bool), query.shape[2])
     if how.softcap is None and how.sinks is None:
         out, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=how.scale, is_causal=causal
         )
         return out, None
-    return _masked(query, key, value, attention_mask, how).transpose(1, 2).contiguous(), None
+    if attention_mask is None:
+        attention_mask = causal_mask(query.new_ones((1, 1, 1, key.shape[2]), dtype=torch.bool), query.shape[2])
+    return attention_by_mask(query, key, value, attention_mask, how).transpose(1, 2).contiguous(), None
 
 
 def is_padding(mask: Tensor) -> bool:
@@ -153,23 +156,24 @@ def is_padding(mask: Tensor) -> bool:
     return mask.ndim == 4 and mask.shape[2] == 1 and mask.dtype == torch.bool
 
 
-def _causal(mask: Tensor, steps: int, n: int) -> Tensor:
-    """The causal bool mask [B, 1, q, n] of a padding mask, for a layer that is not kvthaw's."""
-    causal = torch.ones(steps, n, dtype=torch.bool, device=mask.device).tril(n - steps)
-    return causal[None, None] & mask[..., -n:]
+def causal_mask(padding: Tensor, steps: int) -> Tensor:
+    """Return the causal bool mask [B, 1, steps, n] of the last `steps` of n tokens, whose padding mask is [B, 1, 1, n]."""
+    n = padding.shape[3]
+    causal = torch.ones(steps, n, dtype=torch.bool, device=padding.device).tril(n - steps)
+    return causal[None, None] & padding
 
 
-def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: Attention) -> Tensor:
-    """Attention with softcap or sinks for sliding-window layers, which are short. mask [B, 1, T, n] bool or None (causal)."""
-    steps, n = query.shape[2], key.shape[2]
-    if mask is None:
-        mask = torch.ones(steps, n, dtype=torch.bool, device=query.device).tril(n - steps)[None, None]
+def attention_by_mask(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, how: Attention) -> Tensor:
+    """Attend by any bool mask [B, 1, T, n], with softcap and sinks. Returns [B, Hq, T, D], 0 where a query sees nothing."""
     group = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(group, dim=1).float() for x in (key, value))
-    scores = query.float() @ key.transpose(2, 3) * how.scale
+    key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
+    if how.softcap is None and how.sinks is None:
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=how.scale)
+        return out.masked_fill(~mask.any(dim=-1, keepdim=True), 0.0)
+    scores = query.float() @ key.float().transpose(2, 3) * how.scale
     if how.softcap is not None:
         scores = how.softcap * torch.tanh(scores / how.softcap)
     scores = scores.masked_fill(~mask, -torch.inf)
     lse = torch.logsumexp(scores, dim=-1)
     weights = torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
-    return with_sinks(weights @ value, lse, how.sinks).to(query.dtype)
+    return with_sinks(weights @ value.float(), lse, how.sinks).to(query.dtype)

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicCache,
@@ -238,6 +239,11 @@ class Cache(DynamicCache):
             for kv in self.frozen_layers:
                 kv.verifying = False
 
+    def check_mask(self, mask: Tensor) -> None:
+        """Raise CacheError for a mask, [B, n] or [B, 1, 1, n] bool, that does not fit a step of one token."""
+        kv = self.kv_layers[0]
+        self._shared.read_mask(mask[:, None, None].bool() if mask.ndim == 2 else mask, kv, kv.lanes, kv.seen, 1)
+
     def reset(self) -> None:
         """Forget everything, and the captured step, which holds what it reads."""
         super().reset()
@@ -248,6 +254,7 @@ class Cache(DynamicCache):
         for kv in self.frozen_layers:
             kv.settle()
 
+    @torch.inference_mode(False)
     def fork(self, method: str | Method, **settings: Any) -> Cache:
         """A cache of the same tokens under another method or budget (one prefill serves many). Settings as in the constructor;
         those not given are this cache's, the budget included. The two are independent afterwards; what is offloaded for the forks

@@ -43,6 +43,7 @@ class Forward:
         self.own = vars(model).get("forward")
         of_class = types.MethodType(type(model).forward, model)
         self.__signature__ = inspect.signature(of_class)  # generate() looks at it
+        self._multimodal = model.config.get_text_config(decoder=True) is not model.config
         self._names = list(self.__signature__.parameters)
         forward = of_class if self.own is None else self.own
         if hasattr(forward, "_torchdynamo_orig_callable"):
@@ -61,6 +62,11 @@ class Forward:
         if not self.attached:  # called by a wrapper that was put around it since
             return self._plain(*args, **kwargs)
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        if not given.get("mm_encoder_outputs", True):  # generate() gives {} with text alone
+            del given["mm_encoder_outputs"]
+        kinds = given.get("token_type_ids")
+        if kinds is not None and self._multimodal and not kinds.any():  # all text: of no other effect than to ask for a mask
+            del given["token_type_ids"]
         cache = self._supplied(given.pop("past_key_values", None), given.get("use_cache"))
         return self._take(**given, past_key_values=cache)
 

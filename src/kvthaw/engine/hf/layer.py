@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from kvthaw.cache.filling import Filling
 from kvthaw.cache.host import HostMemory
 from kvthaw.cache.layer import Attention, FrozenLayer
 from kvthaw.cache.plan import Settings
-from kvthaw.engine.hf.attention import NAME, TAG, is_padding
+from kvthaw.engine.hf.attention import NAME, TAG, attention_by_mask, causal_mask, is_padding
 from kvthaw.errors import CacheError, ConfigError, KvthawError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -47,30 +47,42 @@ class Shared:
         self.of = weakref.ref(Layers())  # the cache's own list of its layers, which holds this
         self.pending: CacheLayer | None = None
         self.reordered = False  # lanes changed places between steps (beam search)
-        self._mask: weakref.ref[Tensor] | None = None
-        self._pads: list[int] = []
+        self._mask: weakref.ref[Tensor] | None = None  # the one that was read last
+        self._read: tuple[list[int], bool] = [], False
+        self._read_step = False  # a single token's mask was read since the last prompt
 
-    def left_pads(self, mask: Tensor | None, kv: FrozenLayer | DenseLayer | Filling, batch: int, steps: int) -> list[int]:
-        """Left padding of each row, by a mask [B, 1, 1, n] over a layer's tokens and the new ones; syncs once a forward."""
+    def read_mask(
+        self, mask: Tensor | None, kv: FrozenLayer | DenseLayer | Filling, batch: int, before: int, steps: int
+    ) -> tuple[list[int], bool]:
+        """Check the mask that the model made for `steps` tokens after `before`. Returns the left padding of each row, and whether
+        the mask lets tokens attend otherwise than causally.
+
+        On a GPU, where reading waits for the device, a single token's mask is read at the first step after a prompt only; its size
+        is always checked. Raises CacheError for a mask of other rows or tokens, or one that hides more than left padding.
+        """
         known = kv.left_pad or [0] * batch
         if mask is None:
-            return known
-        if self._mask is None or self._mask() is not mask:
-            seen = mask[:, 0, 0]
-            if bool((seen[:, :-1] & ~seen[:, 1:]).any()):
-                raise CacheError("attention_mask hides tokens after visible ones; kvthaw takes padding on the left only")
-            self._pads = (seen.shape[1] - seen.sum(dim=1)).tolist()
-            self._mask = weakref.ref(mask)
-        if mask.shape[3] != kv.seen + steps:
+            return known, False
+        if mask.ndim != 4 or mask.dtype != torch.bool:
             raise CacheError(
-                f"attention_mask covers {mask.shape[3]} tokens; it must cover the {kv.seen} in the cache and {steps} new ones"
+                f"attention_mask is {mask.dtype} of shape {list(mask.shape)}; kvthaw takes the 2-D mask of the padding, or none"
             )
-        for row, (before, now) in enumerate(zip(known, self._pads, strict=True)):
-            if now != before and before < kv.seen:
-                raise CacheError(
-                    f"attention_mask hides {now} tokens of row {row}, of which the cache knows {before} as padding"
-                )
-        return list(self._pads)
+        if mask.shape[0] != batch:
+            raise CacheError(f"attention_mask has {mask.shape[0]} rows; the tokens have {batch}")
+        if mask.shape[3] != before + steps:
+            raise CacheError(
+                f"attention_mask covers {mask.shape[3]} tokens; it must cover the {before} in the cache and {steps} new ones"
+            )
+        if mask.is_cuda and steps == 1 and self._read_step and before not in known:
+            return known, False
+        self._read_step = steps == 1
+        if self._mask is None or self._mask() is not mask:
+            self._read, self._mask = _said(mask, before, steps), weakref.ref(mask)
+        pads, own = self._read
+        for row, (had, now) in enumerate(zip(known, pads, strict=True)):
+            if now != had and had < before:
+                raise CacheError(f"attention_mask hides {now} tokens of row {row}, of which the cache knows {had} as padding")
+        return list(pads), own
 
     @property
     def layers(self) -> Layers:
@@ -117,6 +129,10 @@ class Shared:
                         f"layer {i} is a {type(layer).__name__}, which has dropped what crop({-drop}) would bring back"
                     )
 
+    def forget(self) -> None:
+        """Forget what was noted of the tokens, which are gone."""
+        self.pending, self.reordered, self._mask, self._read_step = None, False, None, False
+
     def attached(self) -> bool:
         """Whether the model of this cache attends through kvthaw."""
         model = self.model()
@@ -129,6 +145,23 @@ class Shared:
         twin.memory = copy.deepcopy(self.memory, memo)
         twin.of, twin.pending = weakref.ref(copy.deepcopy(self.layers, memo)), None
         return twin
+
+
+def _said(mask: Tensor, before: int, steps: int) -> tuple[list[int], bool]:
+    """Left padding of each row by a mask [B, 1, 1 or T, n], and whether it is not causal."""
+    seen = mask[:, 0, -1]  # by the last query
+    padding = is_padding(mask)
+    if bool((seen[:, :-1] & ~seen[:, 1:]).any()) or not (padding or bool((mask[:, 0] <= seen[:, -steps:, None]).all())):
+        raise CacheError("attention_mask hides tokens after visible ones; kvthaw takes padding on the left only")
+    pads: list[int] = (seen.shape[1] - seen.sum(dim=1)).tolist()
+    if padding or torch.equal(mask, causal_mask(mask[:, :, -1:], steps)):
+        return pads, False
+    if before:
+        raise CacheError(
+            "attention_mask is every query's own, as where tokens of an image attend both ways; kvthaw takes such tokens with "
+            "the first prompt, in one pass"
+        )
+    return pads, True
 
 
 class CacheLayer(CacheLayerMixin):
@@ -175,24 +208,26 @@ class CacheLayer(CacheLayerMixin):
     def attend(
         self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: Attention
     ) -> Tensor:
-        """[B, Hq, T, D] for queries [B, Hq, T, D] of the tokens whose keys are given."""
-        shared = self.shared
+        """Return [B, Hq, T, D] for queries [B, Hq, T, D] of the tokens whose keys are given."""
+        shared, kv = self.shared, self.kv
         fresh = shared.pending is self
         shared.pending = None
         self._coming = 0
-        pads, steps = self.kv.left_pad, query.shape[2]
+        batch, _, steps, _ = query.shape
+        before = kv.seen if fresh else kv.seen - steps
         try:
+            if query.requires_grad:
+                raise CacheError(
+                    "gradients are on, and none flow through kvthaw's attention; call the model under torch.no_grad(), or train it "
+                    "with use_cache=False"
+                )
             if id(module) not in shared.modules:
                 raise CacheError("this cache belongs to another model")
             self.know(module)
-            if self.kv.seen and query.shape[0] != self.kv.lanes:
-                raise CacheError(
-                    f"the cache holds {self.kv.lanes} rows and was given {query.shape[0]}; use one cache for each batch"
-                )
-            if mask is not None and not is_padding(mask):
-                raise CacheError("attention_mask is of every query's own; kvthaw takes the 2-D mask of the padding, or none")
-            if fresh and (steps > 1 or self.kv.seen == 0 or (mask is not None and self.kv.seen in pads)):
-                pads = shared.left_pads(mask, self.kv, query.shape[0], steps)
+            if kv.seen and batch != kv.lanes:
+                raise CacheError(f"the cache holds {kv.lanes} rows and was given {batch}; use one cache for each batch")
+            pads, own = shared.read_mask(mask, kv, batch, before, steps)
+            if fresh and (steps > 1 or before == 0):
                 self._check_room(key, pads)
             if fresh and self is shared.first():
                 shared.reserve(steps)
@@ -200,7 +235,8 @@ class CacheLayer(CacheLayerMixin):
             self.undo()
             raise
         with torch.inference_mode(False), torch.no_grad():
-            return self.kv.attend(query, key, value, pads, how, fresh)
+            out = kv.attend(query, key, value, pads, how, fresh)
+            return out if mask is None or not own else attention_by_mask(query, key, value, mask[:, :, -steps:], how)
 
     def know(self, module: torch.nn.Module) -> None:
         """This layer's attention is the given module's."""
@@ -221,7 +257,10 @@ class CacheLayer(CacheLayerMixin):
         if self is not shared.first():
             return
         if shared.positions is not None and held + new > shared.positions:
-            raise ConfigError(f"the prompt has {held + new} tokens; the model's positions end at {shared.positions}")
+            raise ConfigError(
+                f"the prompt has {held + new} tokens; the model's positions end at {shared.positions}; where the model can go "
+                "further, raise max_position_embeddings of its config, with rope_parameters that reach so far (YaRN, say)"
+            )
         if shared.frozen and not shared.settings.method.evicts:
             extent, have = shared.settings.extent, shared.reserved(key.shape[0])
             wanted = (max(0, held + new - pad - room) for pad, room in zip(pads, have, strict=True))
@@ -240,10 +279,13 @@ class CacheLayer(CacheLayerMixin):
     def get_max_cache_shape(self) -> int:
         return -1
 
+    @torch.inference_mode(False)
     def reset(self) -> None:
         self.kv.reset()
-        self.shared.pending, self.shared.reordered, self._coming = None, False, 0
+        self.shared.forget()
+        self._coming = 0
 
+    @torch.inference_mode(False)  # tensors made here outlive the caller's mode
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last -tokens_to_remove tokens; a positive number is the length to keep."""
         if tokens_to_remove > 0:
@@ -252,16 +294,26 @@ class CacheLayer(CacheLayerMixin):
             self.shared.check_crop(-tokens_to_remove)
         self.kv.crop(-tokens_to_remove)
 
+    @torch.inference_mode(False)
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.shared.reordered = True
         self.kv.reorder(beam_idx.tolist())
 
+    @torch.inference_mode(False)
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.kv.reorder([lane for lane in range(self.kv.lanes) for _ in range(repeats)])
 
+    @torch.inference_mode(False)
     def batch_select_indices(self, indices: Tensor) -> None:
         lanes = torch.arange(self.kv.lanes)[indices.cpu()]
         self.kv.reorder(lanes.tolist())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        with torch.inference_mode(False):
+            twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        return twin
 
     def offload(self) -> None:
         raise CacheError("kvthaw offloads by itself; use it without cache_implementation='offloaded'")
