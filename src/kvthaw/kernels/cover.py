@@ -1,7 +1,8 @@
-"""How well some of the keys stand for all: the largest cosine of each key with any of them (where k-means begins).
+"""Coverage of keys by chosen keys: the largest cosine between each key and any of them, for the start of k-means.
 
-A pass over keys and centres as k-means' assigning is (2 N T C D operations), with nothing written but one number a key. A key that
-joins the centres later raises what was found before, so rounds that add centres cost together what one round with all of them does.
+One pass over keys and centres, as in the assignment step of k-means (2 N T C D operations), writes one number per key. Adding
+centres only raises the coverage found so far, so several rounds of new centres together cost as much as one round with all of
+them.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from kvthaw.kernels.kmeans import SCORES, tiling
 
 
 def definition(covered: Tensor, keys: Tensor, centres: Tensor) -> None:
-    """covered[n, t] becomes the largest of itself and cos(keys[n, t], keys[n, c]) for all c in centres[n].
+    """Update covered[n, t] to the maximum of itself and cos(keys[n, t], keys[n, c]) over all c in centres[n], in place.
 
-    A key that is 0 has no direction that could be missed: it is covered, 1; as a centre it is at a right angle to all others.
-    covered [N, T] float32, written in place; keys [N, T, D]; centres [N, C] int64, C at least 1.
+    A zero key has no direction to miss: its coverage is 1, and as a centre its cosine is 0. covered [N, T] float32; keys [N, T,
+    D]; centres [N, C] int64, C >= 1.
     """
     for covered_n, keys_n, centres_n in zip(covered, keys.float(), centres, strict=True):
         unit = torch.nn.functional.normalize(keys_n, dim=1)
@@ -26,7 +27,7 @@ def definition(covered: Tensor, keys: Tensor, centres: Tensor) -> None:
 
 
 def vectorised(covered: Tensor, keys: Tensor, centres: Tensor) -> None:
-    """As `definition`, batched; cosines are made in blocks, never [N, T, C] at once."""
+    """Compute `definition` batched, with the cosines in blocks, never [N, T, C] at once."""
     m = _directions(keys, centres, torch.float32).transpose(1, 2)
     block = max(1, SCORES // max(1, centres.numel()))
     for at in range(0, keys.shape[1], block):
@@ -47,7 +48,7 @@ if HAS_TRITON:
 
     @triton.jit(do_not_specialize=["tokens", "count"])
     def _direct(keys, which, units, tokens, count, dim, DP: tl.constexpr):
-        # One program a (chosen key; problem).
+        # Program (chosen key; problem).
         n, c, d = tl.program_id(1).to(tl.int64), tl.program_id(0), tl.arange(0, DP)
         row = n * tokens + tl.load(which + n * count + c)
         k = tl.load(keys + row * dim + d, mask=d < dim, other=0.0).to(tl.float32)
@@ -60,7 +61,7 @@ if HAS_TRITON:
         keys, centres, covered, tokens, count, dim,
         BM: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr, UPCAST: tl.constexpr,
     ):  # fmt: skip
-        # One program a (block of keys; problem): all centres pass by.
+        # Program (block of keys; problem) loops over all centres.
         n = tl.program_id(1).to(tl.int64)
         t, d, i = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, DP), tl.arange(0, BN)
         known, inside = t < tokens, d < dim
@@ -86,7 +87,7 @@ if HAS_TRITON:
 
 
 def launch_directions(keys: Tensor, which: Tensor, dtype: torch.dtype) -> Tensor:
-    """The Triton kernel; arguments and result as in `directions`."""
+    """Launch the Triton kernel; arguments and result as in `directions`."""
     keys, which = keys.contiguous(), which.contiguous()
     problems, tokens, dim = keys.shape
     units = torch.empty((*which.shape, dim), dtype=dtype, device=keys.device)
@@ -97,7 +98,7 @@ def launch_directions(keys: Tensor, which: Tensor, dtype: torch.dtype) -> Tensor
 
 
 def launch(covered: Tensor, keys: Tensor, centres: Tensor) -> None:
-    """The Triton kernel; arguments as in `definition`. With keys in 16 bits, centres are compared in 16 bits too."""
+    """Launch the Triton kernel; arguments as in `definition`. With 16-bit keys the centres are compared in 16 bits too."""
     assert covered.is_contiguous()
     assert covered.dtype == torch.float32
     keys = keys.contiguous()
@@ -109,7 +110,7 @@ def launch(covered: Tensor, keys: Tensor, centres: Tensor) -> None:
 
 
 def cover(covered: Tensor, keys: Tensor, centres: Tensor) -> None:
-    """As `definition`: on a GPU by the kernel, without a host sync; elsewhere vectorised."""
+    """Compute `definition`: by the kernel on a GPU, without a host sync; vectorised elsewhere."""
     if HAS_TRITON and keys.device.type == "cuda":
         launch(covered, keys, centres)
     else:
@@ -117,6 +118,6 @@ def cover(covered: Tensor, keys: Tensor, centres: Tensor) -> None:
 
 
 def directions(keys: Tensor, which: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Some of the keys [N, T, D], of length 1, or 0 where a key is 0: [N, C, D]. which [N, C] int64."""
+    """Return the keys [N, T, D] at which [N, C] int64, normalised to length 1, or 0 where a key is 0: [N, C, D]."""
     make = launch_directions if HAS_TRITON and keys.device.type == "cuda" else _directions
     return make(keys, which, dtype)

@@ -1,12 +1,12 @@
-"""What a collision with each centroid is worth to a query, graded: as much as the centroid is similar to it.
+"""Graded votes: a collision with a centroid is worth as much as the centroid is similar to the query.
 
-A key's votes then add up to an estimate of q.k by its centroids alone, in whole numbers: in each subspace a centroid gives
-floor(most (<q_b, c> - least_b) / span), where span = sum_b (greatest_b - least_b), so that the votes of all subspaces are at most
-`most` and fit the byte in which `collide` adds them. For centroids that are learned; sign patterns need no votes of their own
+The votes of a key then add up to an integer estimate of q.k from its centroids alone. In each subspace a centroid gives
+floor(most (<q_b, c> - min_b) / span), where span = sum_b (max_b - min_b), so that the votes of all subspaces sum to at most
+`most` and fit the byte in which `collide` accumulates them. Used with learned centroids; sign patterns need no vote tables
 (signs.py).
 
-Beside tiers (appendix B.2.1), which see the order of the keys within a
-subspace only, the subspaces in which the query is long count for more, and nothing needs to be ranked or counted.
+Unlike tiers (appendix B.2.1), which rank keys within a subspace only, graded votes weigh subspaces by the query's length in
+them, and need no ranking and no cluster sizes.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from kvthaw.kernels.tiers import Combine
 
 
 def most(subs: int, combine: Combine) -> int:
-    """The most votes of a key over `subs` subspaces: of each head ("max"), or of a group's heads together ("sum")."""
+    """Return the maximum votes of a key over `subs` subspaces: per head ("max"), or over all heads of a group ("sum")."""
     return (127 if subs <= 16 else 255) if combine == "max" else 1023
 
 
 def definition(similarity: Tensor, combine: Combine) -> Tensor:
-    """Votes [L, H, P, B, 256] int32 of similarities <q_b, c>, likewise. A query of zeros gives none."""
+    """Compute votes [L, H, P, B, 256] int32 from similarities <q_b, c> of the same shape. A zero query gives no votes."""
     least, greatest = similarity.amin(dim=-1, keepdim=True), similarity.amax(dim=-1, keepdim=True)
     span = (greatest - least).sum(dim=3, keepdim=True)
     of_head = most(similarity.shape[3], combine) // (similarity.shape[2] if combine == "sum" else 1)

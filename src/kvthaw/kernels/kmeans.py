@@ -1,12 +1,11 @@
-"""k-means over keys, many problems (heads, batches of tokens) at once (ClusterKV, sections III-B and IV-B).
+"""k-means over keys, for many problems (heads, batches of tokens) at once (ClusterKV, sections III-B and IV-B).
 
-An iteration assigns and averages. Assigning is a matrix product with its argmax: 2 N T C D operations (8 heads of 128k keys,
-C = 1638,
-d = 128: 440 GFLOP, 0.55 ms at 795 TFLOP/s), T D elements read a problem and T labels written; the [T, C] scores stay in
-registers. Averaging without lost updates and the same every time: a counting sort of the tokens by label (T times a block's
-tokens integer comparisons, 0.5 G above, and a prefix sum over N C blocks counters), then one program a cluster adds its keys
-in text order in float32, 268 MB read above. So 20 iterations are 14 ms where all goes at those rates. Nothing syncs the host:
-a problem whose labels did not change skips its products.
+An iteration assigns and averages. Assignment is a matrix product with its argmax: 2 N T C D operations (8 heads of 128k keys, C
+= 1638, D = 128: 440 GFLOP, 0.55 ms at 795 TFLOP/s), T D elements read per problem and T labels written; the [T, C] scores stay
+in registers. Averaging is deterministic and loses no updates: a counting sort of the tokens by label (T times a block's tokens
+integer comparisons, 0.5 G above, and a prefix sum over N C blocks counters), then one program per cluster adds its keys in
+token order in float32, 268 MB read above. 20 iterations take 14 ms at these rates. Nothing syncs the host: a problem whose
+labels did not change skips its products.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ from kvthaw.kernels import HAS_TRITON
 
 Distance = Literal["cosine", "l2", "inner"]
 SCORES = 1 << 22
-"""float32 similarities held at once by a vectorised path."""
+"""float32 similarities that a vectorised path holds at once."""
 
 
 def check_distance(distance: str) -> None:
-    """Raise ConfigError for a distance that does not exist."""
+    """Raise ConfigError for an unknown distance."""
     one_of(get_args(Distance), distance=distance)
 
 
 def probes(centroids: Tensor, distance: Distance) -> tuple[Tensor, Tensor]:
-    """What a key is compared with: the nearest centroid of k is argmax k.m + b. centroids [N, C, D] float32 -> m like it, b
-    [N, C].
+    """Return what keys are compared with: the nearest centroid of k is argmax k.m + b. centroids [N, C, D] float32 -> m [N, C,
+    D], b [N, C].
 
-    cosine: m = mu / |mu|, 0 where mu is 0. l2: |k - mu|^2 is least where k.mu - |mu|^2 / 2 is largest. inner: k.mu.
+    cosine: m = mu / |mu|, 0 where mu is 0. l2: |k - mu|^2 is smallest where k.mu - |mu|^2 / 2 is largest. inner: k.mu.
     """
     if distance == "cosine":
         norm = centroids.norm(dim=2, keepdim=True)
@@ -43,11 +42,11 @@ def probes(centroids: Tensor, distance: Distance) -> tuple[Tensor, Tensor]:
 
 
 def definition(keys: Tensor, start: Tensor, *, distance: Distance, iterations: int = 20) -> tuple[Tensor, Tensor]:
-    """Cluster keys [N, T, D] around C centroids that begin as keys[n, start[n]]; start [N, C] int64.
+    """Cluster keys [N, T, D] around C centroids, initially keys[n, start[n]]; start [N, C] int64.
 
-    Assign every key to its nearest centroid (of equal ones the first), make every centroid the mean of its keys, until no
-    assignment changes or `iterations` times. An empty cluster keeps its centroid. Returns the means [N, C, D] float32 and the
-    labels [N, T] int64 that they are the means of.
+    Assign every key to its nearest centroid (ties go to the first) and replace every centroid by the mean of its keys, until no
+    assignment changes or for `iterations` iterations. An empty cluster keeps its centroid. Returns the means [N, C, D] float32
+    and the labels [N, T] int64 from which they were computed.
     """
     means, labels = [], []
     for keys_n, start_n in zip(keys.float(), start, strict=True):
@@ -67,7 +66,7 @@ def definition(keys: Tensor, start: Tensor, *, distance: Distance, iterations: i
 
 
 def vectorised(keys: Tensor, start: Tensor, *, distance: Distance, iterations: int = 20) -> tuple[Tensor, Tensor]:
-    """As `definition`, batched; similarities are made in blocks, never [N, T, C] at once."""
+    """Compute `definition` batched, with the similarities in blocks, never [N, T, C] at once."""
     problems, tokens, dim = keys.shape
     count = start.shape[1]
     centroids = keys.gather(1, start[:, :, None].expand(-1, -1, dim)).float()
@@ -94,8 +93,11 @@ def vectorised(keys: Tensor, start: Tensor, *, distance: Distance, iterations: i
 
 
 def grouped(labels: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Tokens sorted by label, [N, T] int32, earlier ones first, and where each of `count` clusters begins and ends in it,
-    [N, count + 1] int32. labels [N, T] int64."""
+    """Sort tokens by label.
+
+    labels [N, T] int64 -> token order [N, T] int32, stable, and the boundaries of the `count` clusters in it, [N, count + 1]
+    int32.
+    """
     order = torch.sort(labels, dim=1, stable=True).indices
     sizes = torch.zeros((labels.shape[0], count + 1), dtype=torch.int64, device=labels.device)
     sizes.scatter_add_(1, labels + 1, torch.ones_like(labels))
@@ -106,14 +108,14 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
-    # labels, ranks and order are parts of one tensor and changed rows of one: whether their addresses are multiples of 16 depends
-    # on the numbers of tokens and problems.
+    # labels, ranks and order are slices of one tensor, and changed is a row of one: whether their addresses are multiples of 16
+    # depends on the numbers of tokens and problems, so kernels are not specialized on it.
     @triton.jit(do_not_specialize=["tokens", "count"], do_not_specialize_on_alignment=["labels", "changed"])
     def _assign(
         keys, probes, bias, labels, changed, tokens, count, dim,
         BM: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr, L2: tl.constexpr, UPCAST: tl.constexpr,
     ):  # fmt: skip
-        # One program a (block of keys; problem): all centroids pass by. changed: this iteration's flags, then the next one's.
+        # Program (block of keys; problem) loops over all centroids. changed: this iteration's flags, then the next one's.
         n = tl.program_id(1).to(tl.int64)
         if tl.load(changed + n) != 0:
             t, d, i = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, DP), tl.arange(0, BN)
@@ -148,7 +150,7 @@ if HAS_TRITON:
 
     @triton.jit(do_not_specialize=["tokens", "count", "blocks", "block"], do_not_specialize_on_alignment=["labels", "ranks"])
     def _rank(labels, ranks, counts, tokens, count, blocks, block, TILE: tl.constexpr, CHUNK: tl.constexpr):
-        # One program a (tile of tokens; problem). ranks: how many earlier tokens of its block of tokens have a token's label.
+        # Program (tile of tokens; problem). ranks: how many earlier tokens of the same block of tokens have the token's label.
         # counts [N, C, blocks] += tokens with that label in the block.
         n = tl.program_id(1).to(tl.int64)
         first = tl.program_id(0) * TILE
@@ -167,7 +169,7 @@ if HAS_TRITON:
         do_not_specialize=["tokens", "count", "blocks", "block"], do_not_specialize_on_alignment=["labels", "ranks", "order"]
     )
     def _sort(labels, ranks, upto, order, tokens, count, blocks, block, TILE: tl.constexpr):
-        # One program a (tile of tokens; problem). upto: inclusive sums of counts over all problems; order [N, T].
+        # Program (tile of tokens; problem). upto: inclusive prefix sums of counts over all problems; order [N, T].
         n = tl.program_id(1).to(tl.int64)
         t = tl.program_id(0) * TILE + tl.arange(0, TILE)
         known = t < tokens
@@ -181,7 +183,7 @@ if HAS_TRITON:
         keys, order, upto, means, probes, bias, tokens, count, dim, blocks,
         CHUNK: tl.constexpr, DP: tl.constexpr, COSINE: tl.constexpr, L2: tl.constexpr,
     ):  # fmt: skip
-        # One program a (cluster; problem).
+        # Program (cluster; problem).
         n, c, d = tl.program_id(1).to(tl.int64), tl.program_id(0), tl.arange(0, DP)
         cell = (n * count + c) * blocks
         start = tl.load(upto + cell - 1, mask=cell > 0, other=0)
@@ -205,19 +207,19 @@ if HAS_TRITON:
 
 
 def tiling(dim: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """How a kernel that compares keys of so many dimensions with centroids cuts them: keys (BM) and centroids (BN) a step,
-    dimensions with padding (DP, at least the 16 that a GPU's matrix product takes), warps, and whether it multiplies in
-    float32."""
+    """Choose the tiles of a kernel that compares keys of `dim` channels with centroids: keys (BM) and centroids (BN) per step,
+    padded channels (DP, at least the 16 that tl.dot requires), warps, and whether it multiplies in float32 (UPCAST)."""
     padded = max(16, triton.next_power_of_2(dim))
     row = padded * dtype.itemsize
     tall, broad = (128, 64) if row <= 256 else (64, 64) if row <= 512 else (64, 16)
     found = {"BM": tall, "BN": broad, "DP": padded, "UPCAST": device.type == "cpu" or dtype == torch.float32, "num_warps": 8}
-    # two programs a multiprocessor, without a spill
+    # This limit allows two programs per multiprocessor and causes no spills.
     return found | ({"maxnreg": 128} if row <= 512 and dtype.itemsize == 2 else {})
 
 
 def launch(keys: Tensor, start: Tensor, *, distance: Distance, iterations: int = 20) -> tuple[Tensor, Tensor, Tensor]:
-    """The Triton kernels; arguments and result as in `kmeans`. With keys in 16 bits, centroids are compared in 16 bits too."""
+    """Launch the Triton kernels; arguments and result as in `kmeans`. With 16-bit keys the centroids are compared in 16 bits
+    too."""
     keys = keys.contiguous()
     problems, tokens, dim = keys.shape
     count = start.shape[1]
@@ -253,8 +255,10 @@ def launch(keys: Tensor, start: Tensor, *, distance: Distance, iterations: int =
 
 
 def kmeans(keys: Tensor, start: Tensor, *, distance: Distance, iterations: int = 20) -> tuple[Tensor, Tensor, Tensor]:
-    """k-means as in `definition`; returns the means [N, C, D] float32 and the clusters as `grouped` gives them. On a GPU by the
-    kernels, without a host sync; elsewhere vectorised."""
+    """Run k-means as in `definition`; return the means [N, C, D] float32 and the clusters in the form of `grouped`.
+
+    Uses the kernels on a GPU, without a host sync; vectorised elsewhere.
+    """
     if HAS_TRITON and keys.device.type == "cuda":
         return launch(keys, start, distance=distance, iterations=iterations)
     means, labels = vectorised(keys, start, distance=distance, iterations=iterations)

@@ -1,4 +1,4 @@
-"""Bounding boxes of pages of keys, each as its center and half extent.
+"""Bounding boxes of pages of keys, each as its centre and half extent.
 
 One pass reads N T D keys and writes N (T / page) 2 D numbers, with 2 to 4 operations per key and channel. At 128k tokens of 8
 heads, D = 128, bf16: 268 MB read, 17 MB written (pages of 32), 66 us at 4300 GB/s. With an order the kernel gathers whole rows
@@ -19,7 +19,7 @@ Spread = Literal["max", "mean"]
 
 
 def definition(keys: Tensor, page: int, *, spread: Spread, order: Tensor | None = None) -> Tensor:
-    """Compute boxes [N, P, 2 D] in the dtype of keys [N, T, D], P = ceil(T / page): per channel the center c = (max + min) / 2,
+    """Compute boxes [N, P, 2 D] in the dtype of keys [N, T, D], P = ceil(T / page): per channel the centre c = (max + min) / 2,
     then the half extent delta.
 
     order [N, T'] int64: page p holds keys order[p * page : (p + 1) * page]; None: all keys in token order. The last page may be
@@ -57,7 +57,7 @@ if HAS_TRITON:
 
     @triton.jit
     def box(k, valid, wide, count, grown, kind: tl.constexpr, MAX: tl.constexpr):
-        # Return center and half extent, [D] float32, of keys [n, D] float32. valid [n, D]: elements that count, `count` per
+        # Return centre and half extent, [D] float32, of keys [n, D] float32. valid [n, D]: elements that count, `count` per
         # channel; wide [D]: existing channels.
         low = tl.min(tl.where(valid, k, float("inf")), axis=0)
         high = tl.max(tl.where(valid, k, float("-inf")), axis=0)

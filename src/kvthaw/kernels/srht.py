@@ -1,12 +1,13 @@
-"""The rotation that spreads a vector evenly over its coordinates: R = H D / sqrt(d) (ParisKV, section 4.1.1, step 1).
+"""Subsampled randomized Hadamard transform: the rotation R = H D / sqrt(d) (ParisKV, section 4.1.1, step 1).
 
-D is a diagonal of random signs, H the Walsh-Hadamard matrix. A head_dim d that is no power of two is padded with zeros to the
-next, d'. R preserves inner products, so keys and queries rotated alike keep their scores.
+D is a diagonal of random signs, H the Walsh-Hadamard matrix. R spreads a vector evenly over its coordinates and preserves inner
+products, so equally rotated keys and queries keep their scores. A head_dim d that is not a power of two is zero-padded to the
+next, d'.
 
-Bytes and operations for 8 x 128k keys of 128 bf16: 268 MB read; the fast transform adds 7 x 128 numbers a key (0.9 G additions
-and as many shuffles), the plain product with the matrix of signs does 2 x 128 x 128 operations a key, 34 G in all. The latter
-are 0.05 ms of the tensor cores of an H200, below the 0.06 ms of the reading, and exact in each product because the entries are
-+-1; so the kernel multiplies. Float32 vectors are multiplied as three bfloat16 parts.
+Bytes and operations for 8 x 128k keys of 128 bf16: 268 MB read. The fast transform takes 7 x 128 additions per key (0.9 G, and
+as many shuffles); the product with the matrix of signs takes 2 x 128 x 128 operations per key, 34 G, 0.05 ms on the tensor
+cores of an H200. That is below the 0.06 ms of the reads, and each product is exact because the entries are +-1, so the kernel
+multiplies. Float32 vectors are multiplied as three bfloat16 parts.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from kvthaw.kernels import HAS_TRITON
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """A rotation from head_dim to padded coordinates: y = scale * x @ basis.
+    """Rotation from head_dim to padded coordinates: y = scale * x @ basis.
 
-    basis [N, N] int8, entries +-1 or 0, N = max(16, padded): rows from head_dim on and columns from padded on are 0.
+    basis [N, N] int8 with entries +-1 or 0, N = max(16, padded): rows from head_dim on and columns from padded on are 0.
     """
 
     head_dim: int
@@ -33,18 +34,18 @@ class Rotation:
 
 
 def padded(dim: int) -> int:
-    """The next power of two, at least 8."""
+    """Return the next power of two, at least 8."""
     return max(8, 1 << (dim - 1).bit_length())
 
 
 def signs(dim: int, seed: int) -> Tensor:
-    """The diagonal of D for padded(dim) coordinates: +-1 in int8, the same on every machine for a seed."""
+    """Return the diagonal of D for padded(dim) coordinates: +-1 in int8, the same on every machine for a seed."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 2, (padded(dim),), generator=generator, dtype=torch.int8) * 2 - 1
 
 
 def make_rotation(dim: int, seed: int, *, rotate: bool = True, device: torch.device | str = "cpu") -> Rotation:
-    """The rotation of a seed; with rotate=False the identity, padded alike (for the ablation)."""
+    """Make the rotation for a seed; with rotate=False the identity with the same padding (for the ablation)."""
     width = padded(dim)
     square = max(16, width)
     basis = torch.zeros((square, square), dtype=torch.int8)
@@ -59,7 +60,7 @@ def make_rotation(dim: int, seed: int, *, rotate: bool = True, device: torch.dev
 
 
 def definition(x: Tensor, diagonal: Tensor) -> Tensor:
-    """H D x / sqrt(d') by the fast Walsh-Hadamard transform, float32. x [..., d]; diagonal [d'] +-1. Returns [..., d']."""
+    """Compute H D x / sqrt(d') by the fast Walsh-Hadamard transform, float32. x [..., d]; diagonal [d'] +-1. Returns [..., d']."""
     width = diagonal.shape[0]
     y = torch.nn.functional.pad(x.float(), (0, width - x.shape[-1])) * diagonal.float()
     step = 1
@@ -77,9 +78,10 @@ if HAS_TRITON:
 
     @triton.jit
     def rotate_tile(x, matrix, UPCAST: tl.constexpr):
-        """A tile [n, SQUARE] of vectors times a matrix of +-1 and 0, not scaled; float32 accumulation.
+        """Multiply a tile [n, SQUARE] of vectors by a matrix of +-1 and 0, unscaled, with float32 accumulation.
 
-        matrix: of the dtype of x, or bfloat16 where that is float32, which is three bfloat16 one after the other, exactly."""
+        matrix has the dtype of x, or bfloat16 if that is float32: x is then split exactly into three bfloat16 terms.
+        """
         if x.dtype == tl.float32:
             high = x.to(tl.bfloat16)
             rest = x - high.to(tl.float32)
@@ -108,7 +110,7 @@ if HAS_TRITON:
 
 
 def launch(x: Tensor, rotation: Rotation) -> Tensor:
-    """The kernel, on whatever device x is. x [n, d] with contiguous rows."""
+    """Launch the kernel on any device. x [n, d] with contiguous rows."""
     assert x.ndim == 2 and x.shape[1] == rotation.head_dim and x.stride(1) == 1
     count, square = x.shape[0], rotation.basis.shape[0]
     out = torch.empty((count, rotation.padded), dtype=torch.float32, device=x.device)
@@ -121,7 +123,7 @@ def launch(x: Tensor, rotation: Rotation) -> Tensor:
 
 
 def srht(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate vectors [..., d] of any float dtype into [..., d'] float32. With the Hadamard basis equal to `definition`."""
+    """Rotate vectors [..., d] of any float dtype to [..., d'] float32. Equals `definition` for a Hadamard basis."""
     if x.is_cuda and HAS_TRITON:
         return launch(x.reshape(-1, x.shape[-1]).contiguous(), rotation).reshape(*x.shape[:-1], rotation.padded)
     basis = rotation.basis[: rotation.head_dim, : rotation.padded].float()
