@@ -54,7 +54,7 @@ def test_against_the_definition(
         if own is not None and other is not None:
             close = TOLERANCE[dtype] if name == "digests" else {"rtol": 0, "atol": 0}
             torch.testing.assert_close(own, other, equal_nan=True, **close)
-    others = [lane for lane in range(LANES) if lane not in {place.lane for place in places}]
+    others = [lane for lane in range(LANES) if lane not in {place.seq for place in places}]
     assert found.digests is not None
     assert found.digests[others].isnan().all(), "other lanes are left as they were"
     assert (found.stops[others] == -7).all()

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvthaw.errors import ConfigError
 from kvthaw.kernels import HAS_TRITON, unit_scores
 from kvthaw.kernels import unit_select as op
-from kvthaw.kernels.unit_scores import Watch
+from kvthaw.kernels.unit_scores import RecentQueries
 
 NAN = float("nan")
 
@@ -164,7 +164,7 @@ def test_queries_are_noted_in_the_same_launches(path: str, mean: bool, units: in
     for step in (4, 5):
         query = torch.randn(2, 8, 48).bfloat16().to(device)
         run = op.launch if path == "kernels" else op.unit_select
-        rows, _ = run(query, digests, stops, order, counts, **how, watch=Watch(asked, seen, steps))
+        rows, _ = run(query, digests, stops, order, counts, **how, recent=RecentQueries(asked, seen, steps))
         assert torch.equal(rows, op.vectorised(query, digests, stops, order, counts, **how)[0])
         assert torch.equal(asked[:, :, step % 5], query)
         assert int(steps) == step + 1

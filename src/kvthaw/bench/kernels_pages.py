@@ -22,7 +22,7 @@ from kvthaw.errors import CacheError
 from kvthaw.index.clusters import draw, first_keys, stream
 from kvthaw.index.hybrid import HybridIndex, choose_static
 from kvthaw.kernels import HAS_TRITON, cover, kmeans, observe, page_bounds, unit_scores, unit_select
-from kvthaw.kernels.unit_scores import Watch
+from kvthaw.kernels.unit_scores import RecentQueries
 from kvthaw.kernels.unit_select import Policy
 from kvthaw.regions import Regions
 from kvthaw.types import LayerShape
@@ -95,8 +95,8 @@ def check(device: torch.device, tokens: int = 40_000) -> list[dict[str, Any]]:
     watch, plain = window(3, device), window(3, device)
     for _ in range(3):
         query = torch.randn(3, HEADS * GROUP, DIM, device=device).bfloat16()
-        rows, _ = made.select(query, "max", partial(unit_select.launch, watch=watch))
-        plain.note(query)
+        rows, _ = made.select(query, "max", partial(unit_select.launch, recent=watch))
+        plain.record(query)
         same = [(watch.queries, plain.queries), (watch.seen, plain.seen), (watch.steps, plain.steps)]
         demand(all(torch.equal(a, b) for a, b in same), "a window of queries is not what its definition makes of it")
         demand(torch.equal(rows, made.select(query, "max", unit_select.launch)[0]), "select with a window brings other rows")
@@ -126,10 +126,10 @@ def check(device: torch.device, tokens: int = 40_000) -> list[dict[str, Any]]:
     return lines
 
 
-def window(batch: int, device: torch.device) -> Watch:
+def window(batch: int, device: torch.device) -> RecentQueries:
     """PRKV's observation window, empty."""
     queries = torch.zeros(batch, HEADS * GROUP, 64, DIM, dtype=torch.bfloat16, device=device)
-    return Watch(queries, torch.zeros(batch, 64, device=device), torch.zeros(1, dtype=torch.int64, device=device))
+    return RecentQueries(queries, torch.zeros(batch, 64, device=device), torch.zeros(1, dtype=torch.int64, device=device))
 
 
 def single(tokens: int, device: torch.device) -> tuple[Tensor, None, Tensor]:
@@ -200,7 +200,7 @@ def select_time(method: str, tokens: int, batch: int) -> dict[str, Any]:
 
     per_unit = batch * HEADS * units
     moved = made.digests.nbytes + per_unit * (4 + 4 * GROUP * 2 + 4 * 4) + batch * HEADS * ROWS * 8
-    launch = partial(unit_select.launch, watch=window(batch, query.device)) if method == "prkv" else unit_select.launch
+    launch = partial(unit_select.launch, recent=window(batch, query.device)) if method == "prkv" else unit_select.launch
     seconds = replay_time(all_sets(launch))  # as in a step: PRKV's notes the query
     how: dict[str, Any] = {"scale": DIM**-0.5, "mean": False}
     scoring = replay_time([partial(unit_scores.launch, query, t.digests, t.stops, t.counts, **how) for t in sets])

@@ -15,7 +15,7 @@ from kvthaw.index.target import Full, Target
 from kvthaw.index.units import Lane, UnitIndex, grown
 from kvthaw.kernels.observe import observe
 from kvthaw.kernels.page_bounds import Spread, page_bounds
-from kvthaw.kernels.unit_scores import Watch
+from kvthaw.kernels.unit_scores import RecentQueries
 from kvthaw.kernels.unit_select import Policy
 from kvthaw.types import LayerShape, Selection
 
@@ -130,9 +130,9 @@ class HybridIndex(BoundIndex):
         """See Reversible: not where the next append puts a plan in the place of what is there."""
         return all(static.plan is None for static in self.statics)
 
-    def watch(self, lanes: int) -> Watch:
+    def watch(self, lanes: int) -> RecentQueries:
         """See UnitIndex: the observation window."""
-        return Watch(self.queries[:lanes], self.seen[:lanes], self.clock)
+        return RecentQueries(self.queries[:lanes], self.seen[:lanes], self.clock)
 
     # Index
 

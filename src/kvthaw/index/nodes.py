@@ -167,7 +167,7 @@ class NodeIndex(UnitIndex):
             alike.setdefault(place.kept, []).append(place)
         for kept, some in alike.items():
             whole = kept // self.size  # nodes that have all of their keys, and their digests
-            last = [Full(place.lane, place.begin + whole * self.size, place.before + whole) for place in some]
+            last = [Full(place.seq, place.begin + whole * self.size, place.before + whole) for place in some]
             own = self.recent[self._last(last, kept + keys.shape[2] - whole * self.size)]
             made = self.digest(own.flatten(0, 1)).unflatten(0, own.shape[:2])
             self.digests[Target.of(last, self.shape.kv_heads, keys.device).units(made.shape[2])] = made

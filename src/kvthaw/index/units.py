@@ -19,7 +19,7 @@ from kvthaw.cache.together import Together
 from kvthaw.index.target import Full, Target
 from kvthaw.kernels.extend import Place, Tables, extend, means
 from kvthaw.kernels.page_bounds import Spread, page_bounds
-from kvthaw.kernels.unit_scores import Watch
+from kvthaw.kernels.unit_scores import RecentQueries
 from kvthaw.kernels.unit_select import Policy, check_policy, unit_select
 from kvthaw.types import LayerShape, Selection
 
@@ -132,7 +132,7 @@ class UnitIndex:
     def know(self, lanes: Sequence[int]) -> None:
         """Lanes have other numbers of tokens or units than before."""
 
-    def watch(self, lanes: int) -> Watch | None:
+    def watch(self, lanes: int) -> RecentQueries | None:
         """What takes the queries that select() is asked with, of the first lanes; None for an index that forgets them."""
         return None
 
@@ -182,7 +182,7 @@ class UnitIndex:
             budget=budget,
             scale=self.shape.scale,
             policy=self.policy,
-            watch=self.watch(batch),
+            recent=self.watch(batch),
         )
         return Selection(rows, counts)
 

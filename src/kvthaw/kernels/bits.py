@@ -1,12 +1,12 @@
-"""Instructions (PTX) that count, on tensor cores, the bits that vectors of 128 bits share; for the kernel of signs.py.
+"""PTX that counts common bits of 128-bit vectors on tensor cores, for the kernel in signs.py.
 
-A warp multiplies 16 rows by 8 columns of 128 bits. Of thread l, g = l // 4 and t = l % 4: it gives bits 32 t to 32 t + 31 of rows g
-and g + 8 and of column g, and gets columns 2 t and 2 t + 1 of rows g and g + 8. Triton hands these instructions tensors of one
-dimension, of which a thread has elements 4 l to 4 l + 3 of every 128; where it has not, they stop the kernel.
+A warp multiplies 16 rows by 8 columns of 128 bits. Thread l, with g = l // 4 and t = l % 4, supplies bits 32 t to 32 t + 31 of
+rows g and g + 8 and of column g, and receives columns 2 t and 2 t + 1 of rows g and g + 8. Triton passes one-dimensional
+tensors, of which a thread must hold elements 4 l to 4 l + 3 of every 128; with any other layout the code traps.
 
-Each function returns the instructions and what they take: registers $0 to $3 out, then four for each tensor in, the last of which
-has the numbers of its elements. What a kernel may need depends on its shape only: fours, of query heads, and halves, of 16
-subspaces each.
+Each function returns the instructions and their constraints: output registers $0 to $3, then four per input tensor, the last of
+which holds the indices of its elements. The code depends only on the shape: fours, of query heads, and halves, of 16 subspaces
+each.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from collections.abc import Sequence
 import torch
 
 MOST, MIDDLE = 127, 64
-"""The most votes; those of a sum of 0."""
+"""The maximum of the votes, and the votes of a sum of 0."""
 
 
 @functools.cache
 def start(halves: int) -> tuple[str, str]:
-    """What comes to the sum of a head of four, twice, in both halves of a word: minus half of the sum of its numbers, and `above`,
-    so that no sum is negative. In: their planes [block, half]; thread t gets head t's."""
+    """Return code for the start value of each head's sum, duplicated in both halves of a word: minus half of the sum of its
+    coordinates, plus `above`, so that no sum is negative. In: the heads' planes [block, half]; thread t receives head t's."""
     lines = [".reg .b32 c<4>, d<4>, ones, u, v, lane;", *_laid_out(4 + 8 * halves), "mov.b32 ones, -1;"]
     for block, name in enumerate("cd"):
         planes = [f"${4 + 4 * (block * halves + half)}" for half in range(halves)]
@@ -37,8 +37,11 @@ def start(halves: int) -> tuple[str, str]:
 
 @functools.cache
 def votes(fours: int, halves: int, shift: int) -> tuple[str, str]:
-    """The votes of keys 16 g + 4 t to 16 g + 4 t + 3 of 128, out of all heads. In: ids [half, s] of 16 keys in subspace 16 half +
-    4 t + s, thread t's of group g; planes [four, block, half]; starts [four]."""
+    """Return code for the votes of keys 16 g + 4 t to 16 g + 4 t + 3 of 128 over all heads.
+
+    In: ids [half, s] of 16 keys in subspace 16 half + 4 t + s, held by thread t of group g; planes [four, block, half]; starts
+    [four].
+    """
     ids, planes = 4, 4 + 16 * halves
     starts = planes + 8 * fours * halves
     lines = [
@@ -48,7 +51,7 @@ def votes(fours: int, halves: int, shift: int) -> tuple[str, str]:
         *_parity(),
         *(f"mov.b32 zero{i}, 0;" for i in range(4)),
     ]
-    for k in range(4):  # of the 16 keys, those in word k
+    for k in range(4):  # word k holds 4 of the 16 keys
         for half in range(halves):
             lines += _exchanged([f"${ids + 16 * half + 4 * s + k}" for s in range(4)], [f"w{4 * half + i}" for i in range(4)])
         for pair in range(2):
@@ -62,11 +65,11 @@ def votes(fours: int, halves: int, shift: int) -> tuple[str, str]:
                 for i in (0, 2):  # c0 + 2 c1 + 4 d0 - 8 d1
                     lines += [f"mad.lo.s32 c{i}, c{i + 1}, 2, c{i};", f"mad.lo.s32 d{i}, d{i + 1}, -2, d{i};"]
                     lines.append(f"mad.lo.s32 c{i}, d{i}, 4, c{i};")
-                mine = "u" if four else to  # two keys, in halves
+                mine = "u" if four else to  # two keys, one in each half
                 lines += [f"mad.lo.s32 {mine}, c2, 0x10000, c0;", f"add.s32 {mine}, {mine}, ${starts + 4 * four};"]
                 if four:
-                    lines.append(f"max.f16x2 {to}, {to}, u;")  # small numbers that are not negative have the order of halves
-    # the largest over four threads, of which the t-th keeps its four keys
+                    lines.append(f"max.f16x2 {to}, {to}, u;")  # small non-negative integers order like float16
+    # the maximum over four threads; thread t keeps its four keys
     for i in range(4):
         lines += _larger(f"q{i}", f"p{i}", f"p{i + 4}", "high", 2)
     for i in range(2):
@@ -81,15 +84,17 @@ def votes(fours: int, halves: int, shift: int) -> tuple[str, str]:
 
 @functools.cache
 def count() -> tuple[str, str]:
-    """How often each number up to 127 occurs among a warp's 128, added to a tensor: element n of 128 counts n. In: the numbers; the
-    tensor. Numbers are rows by bits 4, 5, 6 (g) and 1 (whether + 8), columns by bits 0, 2 and 3, so that counts come in order."""
+    """Return code that counts how often each number up to 127 occurs among a warp's 128, added to a tensor: element n of 128
+    counts n.
+
+    In: the numbers; the tensor. Rows are selected by bits 4, 5, 6 (g) and 1 (+ 8), columns by bits 0, 2 and 3, so that the
+    counts come out in order.
+    """
     lines = [".reg .b32 b<7>, m<3>, x<7>, y<7>, u, lane;", ".reg .pred odd, high, is<7>;", *_laid_out(12), *_parity()]
-    for i in range(3):  # all ones where g has no such bit
+    for i in range(3):  # all ones if g lacks the bit
         lines += [f"shr.u32 u, lane, {2 + i};", "and.b32 u, u, 1;", f"sub.u32 m{i}, u, 1;"]
-    for i in range(
-        4
-    ):  # b: of the thread's 32 of 128 numbers, which have a bit; all bits of a number at once, by one instruction
-        to = "bxyx"[i]
+    # b: masks of the numbers, among the thread's 32 of 128, that have each bit.
+    for i, to in enumerate("bxyx"):
         for bit in range(7):
             lines += [f"and.b32 u, ${4 + i}, {1 << bit};", f"setp.ne.u32 is{bit}, u, 0;"]
         lines += [f"vote.sync.ballot.b32 {to}{bit}, is{bit}, 0xffffffff;" for bit in range(7)]
@@ -106,12 +111,12 @@ def count() -> tuple[str, str]:
 
 
 def native(device: torch.device) -> bool:
-    """Whether a device has these instructions (compute capability 8 and up)."""
+    """Return whether a device has these instructions (compute capability 8.0 and above)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def above(halves: int) -> int:
-    """More than half of what the coordinates of `halves` times 128 can add up to, -8 each."""
+    """Return an upper bound of half of the absolute sum of `halves` times 128 coordinates, which are at least -8."""
     return 512 * halves
 
 
@@ -129,18 +134,18 @@ def _product(to: str, rows: tuple[str, str], column: str, first: str) -> str:
 
 
 def _laid_out(register: int) -> list[str]:
-    """lane, and a stop where the first of a thread's four elements is not 4 lane of 128."""
+    """Set lane, and trap unless the first of a thread's four elements is 4 lane of 128."""
     lines = ["mov.u32 lane, %laneid;", "shl.b32 u, lane, 2;", f"xor.b32 u, u, ${register};", "and.b32 u, u, 127;"]
     return [".reg .pred off;", *lines, "setp.ne.u32 off, u, 0;", "@off trap;"]
 
 
 def _parity() -> list[str]:
-    """Predicates: the bits of t."""
+    """Set the predicates odd and high to the bits of t."""
     return ["and.b32 u, lane, 1;", "setp.ne.u32 odd, u, 0;", "and.b32 u, lane, 2;", "setp.ne.u32 high, u, 0;"]
 
 
 def _exchanged(x: Sequence[str], w: Sequence[str]) -> list[str]:
-    """Words of four keys in a subspace each -> words of four subspaces of a key each."""
+    """Transpose words of four keys in one subspace each into words of four subspaces of one key each."""
     pairs = ((x[0], x[1], 0x5140), (x[0], x[1], 0x7362), (x[2], x[3], 0x5140), (x[2], x[3], 0x7362))
     lines = [f"prmt.b32 x{i}, {a}, {b}, {take:#x};" for i, (a, b, take) in enumerate(pairs)]
     last = ((0, 2, 0x5410), (0, 2, 0x7632), (1, 3, 0x5410), (1, 3, 0x7632))
@@ -148,6 +153,7 @@ def _exchanged(x: Sequence[str], w: Sequence[str]) -> list[str]:
 
 
 def _larger(to: str, low: str, high: str, mine: str, apart: int) -> list[str]:
-    """The larger of two threads' numbers, in halves: `high` in the thread where `mine` holds, `low` in the other."""
+    """Take the maximum of two threads' numbers, in halves of a word: the thread where `mine` holds keeps `high`, the other
+    `low`."""
     lines = [f"selp.b32 u, {low}, {high}, {mine};", f"selp.b32 v, {high}, {low}, {mine};"]
     return [*lines, f"shfl.sync.bfly.b32 u, u, {apart}, 31, 0xffffffff;", f"max.f16x2 {to}, u, v;"]

@@ -1,13 +1,13 @@
-"""The best of many small-range integers, without a sort (ParisKV, appendix B.2.1: bucket_topk).
+"""Top-k of many small-range integers without a sort (ParisKV, appendix B.2.1: bucket_topk).
 
-Threshold from the histogram, then one pass that keeps what is above it and, of those on it, the lowest positions until the
-number wanted is reached: exactly that many, in the order of positions, the same in every run.
+The histogram gives the threshold. One pass keeps all scores above it and, of those equal to it, the lowest positions until the
+requested number is reached. The result is deterministic and sorted by position.
 
-Bytes and operations, 8 KV heads, n = 128k: a score byte a key read (1 MB), 4 bytes a candidate written (420 KB at 10 %), and
-per program 128 totals and two counts of each earlier chunk (at most 4 KB at 1M tokens, from L2). Under 1 us of transfer; the
-launch and the chain histogram -> prefix -> store are what it costs. A thread takes 16 keys, four scores a word: one addition
-brings the upper bit of each byte that is not below the threshold, one multiplication adds the four up, and threads count for each
-other once. Of equal scores only one chunk takes some and leaves some; elsewhere they are above or below like others.
+Bytes and operations, 8 KV heads, n = 128k: one score byte per key read (1 MB), 4 bytes per candidate written (420 KB at 10 %),
+and per program 128 totals and two counts of each earlier chunk (at most 4 KB at 1M tokens, from L2). The transfers take under 1
+us; the cost is the launch and the chain histogram -> prefix -> store. A thread takes 16 keys, four scores per word: one
+addition sets the upper bit of each byte that reaches the threshold, one multiplication adds up the four bits, and one prefix
+sum runs over the threads. Ties are cut in one chunk only; in all others they are entirely above or entirely below the limit.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ WARPS = 4
 
 
 def definition(scores: Tensor, lengths: Tensor, wanted: Tensor, width: int) -> Tensor:
-    """Positions [L, H, width] int32, ascending, -1 padded: the wanted[l] <= width largest of scores[l, h, : lengths[l]].
+    """Return the positions of the wanted[l] <= width largest of scores[l, h, : lengths[l]], [L, H, width] int32, ascending, -1
+    padded.
 
-    Of equal scores the lowest position comes first.
+    Ties go to the lowest position.
     """
-    lanes, heads, n = scores.shape
+    batch, heads, n = scores.shape
     place = torch.arange(n, device=scores.device)
     known = (place < lengths[:, None])[:, None]
     value = torch.where(known, scores.int(), -1)
-    # rank of a key: keys with a larger score, plus earlier ones with the same
+    # a key's rank: the number of keys with a larger score, plus earlier ones with the same score
     order = torch.sort(value, dim=2, descending=True, stable=True).indices
-    keep = torch.zeros((lanes, heads, n), dtype=torch.bool, device=scores.device)
+    keep = torch.zeros((batch, heads, n), dtype=torch.bool, device=scores.device)
     keep.scatter_(2, order, (place < torch.minimum(wanted, lengths)[:, None])[:, None].expand(-1, heads, -1))
     return compact(keep, width)
 
 
 def compact(keep: Tensor, width: int) -> Tensor:
-    """The positions of True in keep [L, H, n], ascending, as [L, H, width] int32, -1 padded. At most width a row."""
+    """Return the positions of True in keep [L, H, n], ascending, [L, H, width] int32, -1 padded. At most width per row."""
     out = torch.full((*keep.shape[:2], width + 1), -1, dtype=torch.int32, device=keep.device)
     slot = torch.where(keep, keep.cumsum(dim=2) - 1, width)
     place = torch.arange(keep.shape[2], dtype=torch.int32, device=keep.device)
@@ -48,11 +49,11 @@ def compact(keep: Tensor, width: int) -> Tensor:
 
 
 def by_counting(scores: Tensor, lengths: Tensor, wanted: Tensor, width: int) -> Tensor:
-    """As `definition`, by a histogram: what the kernel does, in torch."""
-    lanes, heads, n = scores.shape
+    """Compute `definition` by a histogram, as the kernel does."""
+    batch, heads, n = scores.shape
     known = (torch.arange(n, device=scores.device) < lengths[:, None])[:, None]
     value = torch.where(known, scores.long(), BINS)
-    counts = torch.zeros((lanes, heads, BINS + 1), dtype=torch.int64, device=scores.device)
+    counts = torch.zeros((batch, heads, BINS + 1), dtype=torch.int64, device=scores.device)
     counts.scatter_add_(2, value, torch.ones_like(value))
     at_least = counts[:, :, :BINS].flip(2).cumsum(dim=2).flip(2)
     goal = torch.minimum(wanted, lengths)[:, None, None]
@@ -71,12 +72,12 @@ if HAS_TRITON:
 
     @triton.jit
     def _reached(x, limit):
-        # The upper bit of each byte of x, bytes up to 127, that is not below limit, 0 to 128.
+        # Set the upper bit of each byte of x (0 to 127) that is at least limit (0 to 128).
         return (x + (128 - limit) * 0x01010101) & -0x7F7F7F80
 
     @triton.jit
     def _until(bits, n):
-        # The bits of the first n bytes.
+        # Keep the bits of the first n bytes.
         return tl.where(n >= 4, bits, tl.where(n <= 0, 0, bits & ((1 << (8 * (n & 3))) - 1)))
 
     @triton.jit
@@ -85,7 +86,7 @@ if HAS_TRITON:
 
     @triton.jit
     def _first(bits, ties, rank, quota):
-        # Without the ties whose rank is not below the quota. rank: of a word's first; returned: of the next word's.
+        # Drop the ties whose rank is at least quota. rank: of a word's first tie; returns that of the next word's.
         for j in tl.static_range(4):
             one = ties >> (8 * j + 7) & 1
             bits = tl.where((one > 0) & (rank >= quota), bits & ~(tl.full((), 128, tl.int32) << (8 * j)), bits)
@@ -103,16 +104,16 @@ if HAS_TRITON:
     @triton.jit
     def _bucket_topk(scores, counts, totals, lengths, wanted, out, heads, words, chunks, width, BINS: tl.constexpr,
                      CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-        # One program: CHUNK keys of one KV head. scores: words of four.
+        # Program: CHUNK keys of one KV head. scores: words of four bytes.
         chunk = tl.program_id(0)
-        lane = tl.program_id(2)
-        pair = (lane * heads + tl.program_id(1)).to(tl.int64)
-        length = tl.load(lengths + lane)
-        want = tl.load(wanted + lane)
+        seq = tl.program_id(2)
+        pair = (seq * heads + tl.program_id(1)).to(tl.int64)
+        length = tl.load(lengths + seq)
+        want = tl.load(wanted + seq)
         follow(PDL)
         if (chunk * CHUNK < length) & (want > 0):
-            # What a thread loads at once comes apart into tensors of one word a thread: so nothing is laid out anew for the
-            # stores, which have no order that a compiler could see.
+            # Split what a thread loads at once into tensors of one word per thread, so that the stores, whose order the
+            # compiler does not know, need no layout conversion.
             i = tl.arange(0, CHUNK // 16)
             x = tl.load(scores + pair * words + (chunk * (CHUNK // 4) + 4 * i)[:, None] + tl.arange(0, 4)[None, :])
             even, odd = tl.split(tl.reshape(x, (CHUNK // 16, 2, 2)))
@@ -127,7 +128,7 @@ if HAS_TRITON:
             at_least = tl.load(at + c, mask=c < chunk, other=0)
             over = tl.load(at + chunks + c, mask=(c < chunk) & higher, other=0)
             here = tl.load(at + chunk) - tl.load(at + chunks + chunk, mask=higher, other=0)  # ties in this chunk
-            quota = want - tl.sum(tl.where(bin == threshold + 1, total, 0))  # how many of those on the threshold are kept
+            quota = want - tl.sum(tl.where(bin == threshold + 1, total, 0))  # how many ties to keep
             above = tl.sum(over)
             ties = tl.sum(at_least) - above
             limit = tl.where(ties < quota, threshold, threshold + 1)
@@ -155,16 +156,16 @@ if HAS_TRITON:
 
 
 def launch(found: Scores, lengths: Tensor, wanted: Tensor, width: int) -> Tensor:
-    """The kernel, on whatever device the scores are. Entries from wanted[l] on are left as they were."""
+    """Launch the kernel on any device. Leaves entries from wanted[l] on unwritten."""
     assert found.counts is not None and found.totals is not None and found.scores.dtype == torch.uint8
-    lanes, heads, capacity = found.scores.shape
+    batch, heads, capacity = found.scores.shape
     bins, chunks = found.counts.shape[2:]
-    assert bins == BINS, "four scores are compared at once, which leaves a bit of each byte"
+    assert bins == BINS, "comparing four scores at once needs a spare bit in each byte"
     assert found.scores.is_contiguous() and found.counts.is_contiguous() and found.totals.is_contiguous()
     assert lengths.dtype == wanted.dtype == torch.int32 and capacity == chunks * CHUNK
-    out = torch.empty((lanes, heads, width), dtype=torch.int32, device=found.scores.device)
+    out = torch.empty((batch, heads, width), dtype=torch.int32, device=found.scores.device)
     pdl = chained(out.device)
-    _bucket_topk[(chunks, heads, lanes)](
+    _bucket_topk[(chunks, heads, batch)](
         found.scores.view(torch.int32), found.counts, found.totals, lengths, wanted, out, heads, capacity // 4, chunks, width,
         BINS=bins, CHUNK=CHUNK, CHUNKS=triton.next_power_of_2(chunks), PDL=pdl, num_warps=WARPS, launch_pdl=pdl,
     )  # fmt: skip
@@ -172,8 +173,10 @@ def launch(found: Scores, lengths: Tensor, wanted: Tensor, width: int) -> Tensor
 
 
 def bucket_topk(found: Scores, lengths: Tensor, wanted: Tensor, width: int) -> Tensor:
-    """Candidates [L, H, width] int32, ascending: the wanted[l] <= min(width, lengths[l]) best scores of each lane, less than BINS.
-    On a GPU entries beyond wanted[l] hold anything, else -1."""
+    """Return candidates [L, H, width] int32, ascending: the wanted[l] <= min(width, lengths[l]) best scores of each sequence.
+
+    Scores are less than BINS. Entries from wanted[l] on are undefined on a GPU, else -1.
+    """
     if found.scores.is_cuda and found.counts is not None:
         return launch(found, lengths, wanted, width)
     return by_counting(found.scores, lengths, wanted, width)

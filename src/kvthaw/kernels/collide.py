@@ -1,12 +1,12 @@
-"""Votes a key: in each subspace its centroid's, summed (ParisKV, equation 15).
+"""Collision scores: the votes of a key's centroids, summed over the subspaces (ParisKV, equation 15).
 
-Bytes and operations, 8 KV heads, n = 128k, d = 128: the 16 id bytes a key are read once for all query heads of a group (16.8
-MB), a score byte is written (1 MB); 4 us at 4200 GB/s. 16 table lookups a key, 16.8 M in all, are the limit: a program holds the
-4096 words of all subspaces in shared memory, where 32 random words take about 3.5 cycles, 14 k cycles or 8 us over 132
-multiprocessors (62 us at 1M tokens). With "max" a word holds the votes of four query heads in its bytes, so that one lookup and
-one addition serve four heads; 6 B <= 192 never overflows one. The ids of a subspace lie together, [B, capacity], so that a
-thread loads 16 keys at once and has all their subspaces. The scores' histogram is made in passing: of every chunk of keys, and
-of all.
+Bytes and operations, 8 KV heads, n = 128k, d = 128: the 16 id bytes of a key are read once for all query heads of a group (16.8
+MB) and one score byte is written (1 MB); 4 us at 4200 GB/s. The 16 table lookups per key, 16.8 M in all, are the bottleneck: a
+program holds the 4096 words of all subspaces in shared memory, where 32 random words take about 3.5 cycles, 14 k cycles or 8 us
+over 132 multiprocessors (62 us at 1M tokens). With "max" the bytes of a word hold the votes of four query heads, so one lookup
+and one addition serve four heads; a byte cannot overflow, as 6 B <= 192. The ids of a subspace are contiguous, [B, capacity],
+so a thread loads 16 keys at once and then holds all their subspaces. The kernel also computes the histogram of the scores, per
+chunk of keys and in total.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from kvthaw.kernels.chain import chained
 from kvthaw.kernels.tiers import Combine
 
 CHUNK = 2048
-"""Keys a program; capacities are multiples of it."""
+"""Keys per program; capacities are multiples of it."""
 WARPS = 4
 BINS = 128
-"""Coarse scores are less than this."""
+"""Coarse scores are below this."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Coarse scores and their counts.
+    """Coarse scores and their histograms.
 
-    scores [L, H, capacity] uint8, anything beyond a lane's length. counts [L, H, BINS, chunks] int32: keys of a chunk that score
-    at least the bin; totals [L, H, BINS] int32 likewise for all keys. The launcher alone fills counts and totals.
+    scores [L, H, capacity] uint8, undefined beyond a sequence's length. counts [L, H, BINS, chunks] int32: keys of a chunk that
+    score at least the bin. totals [L, H, BINS] int32: the same for all keys. Only the launcher fills counts and totals.
     """
 
     scores: Tensor
@@ -41,12 +41,12 @@ class Scores:
 
 
 def shift(most: int) -> int:
-    """Bits of a key's votes, at most `most`, that do not count, so that scores are less than BINS."""
+    """Return how many low bits of a key's votes, at most `most`, to drop so that scores are below BINS."""
     return max(0, most.bit_length() - (BINS - 1).bit_length())
 
 
 def definition(table: Tensor, ids: Tensor, combine: Combine, shift: int) -> Tensor:
-    """Scores [L, H, n] int32 from packed votes [L, H, W, B, 256] and ids [L, H, B, n]; without the lowest `shift` bits."""
+    """Compute scores [L, H, n] int32 from packed votes [L, H, W, B, 256] and ids [L, H, B, n], without the lowest `shift` bits."""
     total = torch.zeros((*table.shape[:3], ids.shape[3]), dtype=torch.int32, device=ids.device)
     for b in range(ids.shape[2]):
         total += table[:, :, :, b].gather(3, ids[:, :, None, b].long().expand(-1, -1, table.shape[2], -1))
@@ -66,14 +66,14 @@ if HAS_TRITON:
 
     @triton.jit
     def _ids(ids, row, capacity, place):
-        return tl.load(ids + row[:, None] * capacity + place[None, :])  # in bounds, whatever it holds
+        return tl.load(ids + row[:, None] * capacity + place[None, :])  # always in bounds
 
     @triton.jit
     def _collide(table, ids, lengths, scores, counts, totals, heads, capacity, chunks, W: tl.constexpr, SUBS: tl.constexpr,
                  PART: tl.constexpr, BINS: tl.constexpr, SUM: tl.constexpr, SHIFT: tl.constexpr,
                  CHUNK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-        # One program: CHUNK keys of one KV head, PART subspaces at a time. All lookups of a part are one gather, a key's beside
-        # each other, so that its sum stays in a thread. The first ids are asked for before the table is there.
+        # Program: CHUNK keys of one KV head, PART subspaces at a time. All lookups of a part are one gather, with those of a
+        # key adjacent, so that a thread sums them alone. The first ids are loaded before the table is available.
         chunk = tl.program_id(0)
         pair = (tl.program_id(2) * heads + tl.program_id(1)).to(tl.int64)
         length = tl.load(lengths + tl.program_id(2))
@@ -109,16 +109,16 @@ if HAS_TRITON:
 
 
 def launch(table: Tensor, ids: Tensor, lengths: Tensor, totals: Tensor, combine: Combine, shift: int) -> Scores:
-    """The kernel, on whatever device ids are. totals [L, H, BINS] int32 holds zeros."""
-    lanes, heads, words, subs = table.shape[:4]
+    """Launch the kernel on any device. totals [L, H, BINS] int32 must be zero."""
+    batch, heads, words, subs = table.shape[:4]
     capacity = ids.shape[3]
     assert capacity % CHUNK == 0 and ids.is_contiguous() and table.is_contiguous() and totals.is_contiguous()
     assert ids.dtype == torch.uint8 and table.dtype == lengths.dtype == totals.dtype == torch.int32
-    assert totals.shape == (lanes, heads, BINS)
+    assert totals.shape == (batch, heads, BINS)
     chunks, pdl = capacity // CHUNK, chained(ids.device)
-    scores = torch.empty((lanes, heads, capacity), dtype=torch.uint8, device=ids.device)
-    counts = torch.empty((lanes, heads, BINS, chunks), dtype=torch.int32, device=ids.device)
-    _collide[(chunks, heads, lanes)](
+    scores = torch.empty((batch, heads, capacity), dtype=torch.uint8, device=ids.device)
+    counts = torch.empty((batch, heads, BINS, chunks), dtype=torch.int32, device=ids.device)
+    _collide[(chunks, heads, batch)](
         table, ids, lengths, scores, counts, totals, heads, capacity, chunks, W=words, SUBS=subs,
         PART=min(subs, 16), BINS=BINS, SUM=combine == "sum", SHIFT=shift, CHUNK=CHUNK,
         PDL=pdl, num_warps=WARPS, launch_pdl=pdl,
@@ -127,8 +127,11 @@ def launch(table: Tensor, ids: Tensor, lengths: Tensor, totals: Tensor, combine:
 
 
 def collide(table: Tensor, ids: Tensor, lengths: Tensor, totals: Tensor, combine: Combine, shift: int) -> Scores:
-    """Coarse scores of all keys: votes without their lowest `shift` bits, less than BINS. table as packed by tiers; ids [L', H, B,
-    capacity] uint8, L' >= L; lengths [L'] int32; totals [L, H, BINS] int32, zeros, which it fills on a GPU."""
+    """Compute coarse scores of all keys: votes without their lowest `shift` bits, less than BINS.
+
+    table: packed votes (tiers.pack); ids [L', H, B, capacity] uint8, L' >= L; lengths [L'] int32; totals [L, H, BINS] int32
+    zeros, filled on a GPU.
+    """
     if ids.is_cuda and HAS_TRITON:
         return launch(table, ids, lengths, totals, combine, shift)
     return Scores(definition(table, ids[: table.shape[0]], combine, shift).to(torch.uint8))

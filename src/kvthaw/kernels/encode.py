@@ -1,14 +1,14 @@
-"""A key's summary on the device: centroid ids, 4-bit codes and weights (ParisKV, sections 4.1.2 and 4.1.3).
+"""Key summaries on the device: centroid ids, 4-bit codes and weights (ParisKV, sections 4.1.2 and 4.1.3).
 
-The rotated key y is cut into B = d' / 8 subspaces y_b. In each: the id is the sign pattern (bit j set where y_bj >= 0), the
-code has a sign and a 3-bit magnitude bin of each coordinate of u_b = y_b / |y_b|, and the weight is |y_b| / <v_b, u_b>, v_b the
-decoded code: the paper's |k| r_b / alpha_b, since |y_b| = |k| r_b. At d' = 128 these are 16 + 64 + 32 = 112 bytes.
+The rotated key y is cut into B = d' / 8 subspaces y_b. In each, the id is the sign pattern (bit j set where y_bj >= 0), the
+code holds a sign and a 3-bit magnitude bin for each coordinate of u_b = y_b / |y_b|, and the weight is |y_b| / <v_b, u_b> with
+v_b the decoded code: the paper's |k| r_b / alpha_b, since |y_b| = |k| r_b. At d' = 128 these are 16 + 64 + 32 = 112 bytes.
 
-Bytes and operations for 8 x 128k keys of 128 bf16: 268 MB of keys read, 117 MB written, 0.09 ms at 4200 GB/s; the rotation is
-34 GFLOP on tensor cores, some 35 operations a coordinate follow (4.7 G, 0.16 ms of the plain cores, beside the loads): seven
-thresholds, each multiplied by the radius rather than the coordinates divided by it, choose a level with its number in its
-lowest bits. The columns of the rotation come in an order that leaves a subspace's 8 coordinates in one thread, so that no sum
-crosses threads. Counting the cluster sizes reads the 17 MB of ids once more.
+Bytes and operations for 8 x 128k keys of 128 bf16: 268 MB of keys read, 117 MB written, 0.09 ms at 4200 GB/s. The rotation
+takes 34 GFLOP on tensor cores; some 35 operations per coordinate follow (4.7 G, 0.16 ms on the CUDA cores, overlapping the
+loads). The seven thresholds are multiplied by the radius, rather than the coordinates divided by it, and each level carries its
+number in its lowest bits. The columns of the rotation are ordered so that one thread holds the 8 coordinates of a subspace and
+no sum crosses threads. Counting the cluster sizes reads the 17 MB of ids once more.
 """
 
 from __future__ import annotations
@@ -26,19 +26,21 @@ from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.srht import Rotation, srht
 
 SUB = 8
-"""Coordinates in a subspace, m."""
+"""Coordinates per subspace, m."""
 CENTROIDS = 1 << SUB
 PROGRAMS = 256
-"""Programs that fill a GPU; more only where one has LOOPS blocks of keys."""
+"""Programs that fill a GPU; more are launched only if each already has LOOPS blocks of keys."""
 BLOCK, LOOPS, STAGES, WARPS = 64, 64, 3, 4
-"""Keys at once, how often, loads ahead and warps of a program; beyond 128 coordinates one load ahead and twice the warps."""
+"""Keys per block, maximum blocks per program, pipeline stages and warps. Beyond 128 coordinates: one stage, twice the warps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantizer:
-    """thresholds [7] and levels [16] float32: the value of a nibble, sign in its highest bit; odd multiples of 1 / 256, so that a
-    level is a byte v that stands for (v + 1/2) / 128, and its opposite the byte's complement. bytes: the eight positive ones, in
-    two words."""
+    """Tables of the 4-bit code: thresholds [7] and levels [16] float32.
+
+    levels: the value of each nibble, whose highest bit is the sign. Levels are odd multiples of 1 / 256: a byte v stands for (v
+    + 1/2) / 128, and its complement for the negated level. bytes: the eight positive levels as bytes, in two 32-bit words.
+    """
 
     thresholds: Tensor
     levels: Tensor
@@ -47,10 +49,11 @@ class Quantizer:
 
 @dataclass(slots=True)
 class Summaries:
-    """What is known on the device of every key, preallocated. Positions count from the first indexed token.
+    """Preallocated summaries of all indexed keys. Positions count from the first indexed token.
 
     ids [L, H, B, capacity] uint8; codes [L, H, capacity, B] int32, coordinate j in bits 4j .. 4j + 3; weights [L, H, capacity,
-    B] bfloat16; sizes [L, H, B, 256] int32: how many keys have each id."""
+    B] bfloat16; sizes [L, H, B, 256] int32: the number of keys with each id. L sequences, H KV heads, B subspaces.
+    """
 
     ids: Tensor
     codes: Tensor
@@ -64,10 +67,12 @@ class Summaries:
 
 @functools.cache
 def lloyd_max() -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Thresholds (7) and centres (8) of the best 3-bit quantizer of X = |u_j|, u uniform on the unit sphere of R^8.
+    """Return the thresholds (7) and centres (8) of the optimal 3-bit quantizer of X = |u_j|, u uniform on the unit sphere of
+    R^8.
 
-    X^2 ~ Beta(1/2, 7/2), so X has density proportional to (1 - x^2)^(5/2) (appendix B.1.2); its integrals are known in closed
-    form."""
+    X^2 ~ Beta(1/2, 7/2), so X has a density proportional to (1 - x^2)^(5/2) (appendix B.1.2), whose integrals have closed
+    forms.
+    """
 
     def mass(x: float) -> float:
         square = x * x
@@ -86,7 +91,7 @@ def lloyd_max() -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 def make_quantizer(device: torch.device | str = "cpu") -> Quantizer:
-    """The quantizer's tables on a device."""
+    """Make the quantizer's tables on a device."""
     thresholds, centres = lloyd_max()
     whole = [round(128 * c - 0.5) for c in centres]
     values = [(v + 0.5) / 128 for v in whole]
@@ -96,7 +101,8 @@ def make_quantizer(device: torch.device | str = "cpu") -> Quantizer:
 
 
 def definition(keys: Tensor, rotation: Rotation, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
-    """keys [..., n, d] -> ids [..., B, n] uint8, codes [..., n, B] int32, weights [..., n, B] bfloat16. A zero key weighs 0."""
+    """Summarise keys [..., n, d]: ids [..., B, n] uint8, codes [..., n, B] int32, weights [..., n, B] bfloat16, 0 for a zero
+    key."""
     y = srht(keys, rotation)
     y = y.reshape(*y.shape[:-1], -1, SUB)
     bit = torch.arange(SUB, device=y.device)
@@ -112,7 +118,7 @@ def definition(keys: Tensor, rotation: Rotation, quantizer: Quantizer) -> tuple[
 
 
 def decode(codes: Tensor, quantizer: Quantizer) -> Tensor:
-    """The decoded directions v of codes [...], [..., 8] float32."""
+    """Decode codes [...] to directions v [..., 8] float32."""
     nibbles = (codes[..., None].long() >> (4 * torch.arange(SUB, device=codes.device))) & 15
     return quantizer.levels[nibbles]
 
@@ -123,11 +129,11 @@ if HAS_TRITON:
 
     from kvthaw.kernels.srht import rotate_tile
 
-    @triton.jit(do_not_specialize=["n", "loops"])  # else some of their values are compiled for, when a batch first needs them
+    @triton.jit(do_not_specialize=["n", "loops"])  # else new values may compile another kernel in the middle of decoding
     def _encode(keys, centre, basis, thresholds, levels, ids, codes, weights, spans, n, heads, capacity, scale, stride_r,
                 stride_h, stride_n, dim, loops, SUBS: tl.constexpr, SQUARE: tl.constexpr, BLOCK: tl.constexpr,
                 CENTRE: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-        # One program: `loops` blocks of BLOCK keys of one head and lane, so that the basis is loaded once for all.
+        # Program: `loops` blocks of BLOCK keys of one head and sequence, so that it loads the basis once.
         h = tl.program_id(1)
         r = tl.program_id(2)
         pair = (tl.load(spans + r) * heads + h).to(tl.int64)
@@ -136,7 +142,8 @@ if HAS_TRITON:
         i = tl.arange(0, SQUARE)
         b = tl.arange(0, SQUARE // 8)
         j = tl.arange(0, 8)[None, None, :]
-        # A thread of the product holds columns 2 q and 2 q + 1 of every 8. In 32 columns that are 8 coordinates: of one subspace.
+        # A thread of the product holds columns 2 q and 2 q + 1 of every 8: 8 of 32 columns, which this order makes the
+        # coordinates of one subspace.
         column = i // 32 * 32 + i % 8 // 2 * 8 + i % 32 // 8 * 2 + i % 2 if SQUARE >= 32 else i
         matrix = tl.load(basis + i[:, None] * SQUARE + column[None, :])
         matrix = matrix.to(tl.float32).to(tl.bfloat16 if keys.dtype.element_ty == tl.float32 else keys.dtype.element_ty)
@@ -153,7 +160,7 @@ if HAS_TRITON:
             y = rotate_tile(x, matrix, UPCAST)
             if SQUARE >= 32:
                 y = tl.permute(tl.reshape(y, (BLOCK, SQUARE // 32, 4, 4, 2)), (0, 1, 3, 2, 4))
-            y = tl.reshape(y, (BLOCK, SQUARE // 8, 8))  # not yet scaled, which only the weight needs
+            y = tl.reshape(y, (BLOCK, SQUARE // 8, 8))  # unscaled: only the weight needs the scale
             square = tl.sum(y * y, axis=2)
             unit = tl.where(square > 0, tl.sqrt(square), 1.0)
             size = tl.abs(y)
@@ -163,7 +170,7 @@ if HAS_TRITON:
                 level = tl.where(size >= (tl.load(thresholds + t) * unit)[:, :, None], value, level)
             align = tl.sum(level.to(tl.float32, bitcast=True) * size, axis=2)
             word = tl.sum(((level & 7) | ((y < 0).to(tl.int32) << 3)) << (4 * j), axis=2)
-            pattern = (~word >> 3) & 0x11111111  # the signs, a nibble each, drawn together
+            pattern = (~word >> 3) & 0x11111111  # the signs, one per nibble, compacted into a byte
             pattern = (pattern | (pattern >> 3)) & 0x03030303
             pattern = (pattern | (pattern >> 6)) & 0x000F000F
             pattern = (pattern | (pattern >> 12)) & 0xFF
@@ -177,7 +184,7 @@ if HAS_TRITON:
 
     @triton.jit(do_not_specialize=["sign"])
     def _count(ids, sizes, spans, heads, capacity, sign, SUBS: tl.constexpr, BLOCK: tl.constexpr):
-        # One program: the ids of BLOCK keys in one subspace.
+        # Program: the ids of BLOCK keys in one subspace.
         r, rows = tl.program_id(2), tl.num_programs(2)
         row = (tl.load(spans + r) * heads * SUBS + tl.program_id(1)).to(tl.int64)
         start = tl.load(spans + rows + r)
@@ -190,21 +197,23 @@ if HAS_TRITON:
             tl.atomic_add(sizes + row * 256 + tl.arange(0, 256), counts * sign, mask=counts > 0, sem="relaxed")
 
 
-def _sent(numbers: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """[.., n] int32 on the device, without waiting for what is queued there. A kernel takes it whole: whether the address of its
-    second line is a multiple of 16 depends on n, and kernels are compiled for either."""
+def _to_device(numbers: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Copy lists of equal length to the device as [.., n] int32, without waiting for queued work.
+
+    A kernel takes the whole tensor: whether its second row is 16-byte aligned depends on n, and would specialize the kernel.
+    """
     return torch.tensor([list(some) for some in numbers], dtype=torch.int32).to(device, non_blocking=True)
 
 
-def launch(keys: Tensor, rotation: Rotation, quantizer: Quantizer, into: Summaries, lanes: Sequence[int], starts: Sequence[int],
+def launch(keys: Tensor, rotation: Rotation, quantizer: Quantizer, into: Summaries, seqs: Sequence[int], starts: Sequence[int],
            centre: Tensor | None = None) -> None:  # fmt: skip
-    """The kernel, on whatever device keys are."""
+    """Launch the kernel on any device; arguments as in `encode`."""
     rows, heads, n, dim = keys.shape
     assert keys.stride(3) == 1 and into.ids.is_contiguous() and into.codes.is_contiguous() and into.weights.is_contiguous()
     assert into.codes.dtype == torch.int32 and into.weights.dtype == torch.bfloat16 and max(starts) + n <= into.capacity
     wide = rotation.padded > 128
     loops = max(1, min(LOOPS, n * heads * rows // (BLOCK * PROGRAMS)))
-    spans = _sent([lanes, starts], keys.device)
+    spans = _to_device([seqs, starts], keys.device)
     _encode[(triton.cdiv(n, BLOCK * loops), heads, rows)](
         keys, centre, rotation.basis, quantizer.thresholds, quantizer.levels, into.ids, into.codes, into.weights, spans,
         n, heads, into.capacity, rotation.scale, keys.stride(0), keys.stride(1), keys.stride(2), dim, loops,
@@ -213,41 +222,44 @@ def launch(keys: Tensor, rotation: Rotation, quantizer: Quantizer, into: Summari
     )  # fmt: skip
 
 
-def launch_count(into: Summaries, lanes: Sequence[int], starts: Sequence[int], stops: Sequence[int], sign: int = 1) -> None:
-    """The counting kernel, on whatever device the summaries are."""
+def launch_count(into: Summaries, seqs: Sequence[int], starts: Sequence[int], stops: Sequence[int], sign: int = 1) -> None:
+    """Launch the counting kernel on any device; arguments as in `count`."""
     heads, subs = into.ids.shape[1:3]
     longest = max(stop - start for start, stop in zip(starts, stops, strict=True))
-    spans = _sent([lanes, starts, stops], into.ids.device)
-    _count[(triton.cdiv(longest, 4096), heads * subs, len(lanes))](
+    spans = _to_device([seqs, starts, stops], into.ids.device)
+    _count[(triton.cdiv(longest, 4096), heads * subs, len(seqs))](
         into.ids, into.sizes, spans, heads, into.capacity, sign, SUBS=subs, BLOCK=4096
     )  # fmt: skip
 
 
-def encode(keys: Tensor, rotation: Rotation, quantizer: Quantizer, into: Summaries, lanes: Sequence[int], starts: Sequence[int],
+def encode(keys: Tensor, rotation: Rotation, quantizer: Quantizer, into: Summaries, seqs: Sequence[int], starts: Sequence[int],
            centre: Tensor | None = None) -> None:  # fmt: skip
-    """Summarise keys [R, H, n, d] in place: keys[i] become positions starts[i] .. starts[i] + n of lane lanes[i]. Not
-    counted. centre [L, H, d] float32: what is taken off a lane's keys before, in their dtype."""
+    """Summarise keys [R, H, n, d]: keys[i] become positions starts[i] .. starts[i] + n of sequence seqs[i].
+
+    Writes ids, codes and weights of `into`, not sizes. centre [L, H, d] float32: subtracted from a sequence's keys first, in
+    their dtype.
+    """
     n = keys.shape[2]
     if n == 0:
         return
     if keys.is_cuda and HAS_TRITON:
-        launch(keys if keys.stride(3) == 1 else keys.contiguous(), rotation, quantizer, into, lanes, starts, centre)
+        launch(keys if keys.stride(3) == 1 else keys.contiguous(), rotation, quantizer, into, seqs, starts, centre)
         return
-    for i, (lane, start) in enumerate(zip(lanes, starts, strict=True)):
-        moved = keys[i] if centre is None else keys[i] - centre[lane, :, None].to(keys.dtype)
-        ids, codes, weights = definition(moved, rotation, quantizer)
-        into.ids[lane, :, :, start : start + n] = ids
-        into.codes[lane, :, start : start + n] = codes
-        into.weights[lane, :, start : start + n] = weights
+    for i, (seq, start) in enumerate(zip(seqs, starts, strict=True)):
+        shifted = keys[i] if centre is None else keys[i] - centre[seq, :, None].to(keys.dtype)
+        ids, codes, weights = definition(shifted, rotation, quantizer)
+        into.ids[seq, :, :, start : start + n] = ids
+        into.codes[seq, :, start : start + n] = codes
+        into.weights[seq, :, start : start + n] = weights
 
 
-def count(into: Summaries, lanes: Sequence[int], starts: Sequence[int], stops: Sequence[int], sign: int = 1) -> None:
-    """Add (sign 1) or take away (sign -1) the ids at positions starts[i] .. stops[i] of lane lanes[i] in the cluster sizes."""
+def count(into: Summaries, seqs: Sequence[int], starts: Sequence[int], stops: Sequence[int], sign: int = 1) -> None:
+    """Add (sign 1) or subtract (sign -1) the ids at positions starts[i] .. stops[i] of sequence seqs[i] in the cluster sizes."""
     if all(start >= stop for start, stop in zip(starts, stops, strict=True)):
         return
     if into.ids.is_cuda and HAS_TRITON:
-        launch_count(into, lanes, starts, stops, sign)
+        launch_count(into, seqs, starts, stops, sign)
         return
-    for lane, start, stop in zip(lanes, starts, stops, strict=True):
-        ids = into.ids[lane, :, :, start:stop].long()
-        into.sizes[lane].scatter_add_(2, ids, torch.full_like(ids, sign, dtype=torch.int32))
+    for seq, start, stop in zip(seqs, starts, stops, strict=True):
+        ids = into.ids[seq, :, :, start:stop].long()
+        into.sizes[seq].scatter_add_(2, ids, torch.full_like(ids, sign, dtype=torch.int32))

@@ -1,8 +1,9 @@
-"""New tokens enter the lanes' tables of units, all lanes in one launch: their keys, their places in the map, where their units end,
-and the digests of the units that they begin or fill.
+"""Append new tokens to the unit tables of all sequences in one launch.
 
-n D keys a head are copied and those of at most one unit more are read (64 KiB a lane for 16 tokens of 8 heads, d = 128, bf16: 0.02
-us at 4.3 TB/s), so the time is the launch's, which every layer pays whenever tokens leave a ring.
+The kernel writes their keys, their positions in the order, the ends of their units, and the digests of the units that they
+start or fill. It copies n D keys per head and reads those of at most one more unit (64 KiB per sequence for 16 tokens of 8
+heads, D = 128, bf16: 0.02 us at 4.3 TB/s), so its time is that of the launch, once per layer whenever tokens leave the ring
+buffer.
 """
 
 from __future__ import annotations
@@ -18,18 +19,22 @@ from kvthaw.kernels.page_bounds import Spread
 
 
 class Place(NamedTuple):
-    """Where new tokens of a lane come: behind `kept` that are there already of a batch, which begins at `begin` in the map and at
-    unit `before`."""
+    """Where the new tokens of a sequence go: after `kept` tokens of the current batch, which starts at `begin` in the order and
+    at unit `before`."""
 
-    lane: int
+    seq: int
     kept: int
     begin: int
     before: int
 
 
 class Tables(NamedTuple):
-    """Of all lanes: recent [B, H, L, D], the keys of the last tokens, of place t in the map at t modulo L; stops [B, H, U + 1]
-    int32; counts [B] int32; order [B, H, T] int32 or None; digests [B, H, U, E] or None where others make them."""
+    """Tables of all sequences.
+
+    recent [B, H, L, D]: keys of the last tokens, place t of the order at t modulo L. stops [B, H, U + 1] int32: ends of the
+    units. counts [B] int32: number of units. order [B, H, T] int32 or None: positions of the tokens. digests [B, H, U, E] or
+    None if computed elsewhere.
+    """
 
     recent: Tensor
     stops: Tensor
@@ -39,7 +44,7 @@ class Tables(NamedTuple):
 
 
 def means(keys: Tensor, size: int) -> Tensor:
-    """The mean of every `size` keys [H, n, D], in float32; the last ones may be fewer. [H, ceil(n / size), D]."""
+    """Average every `size` keys of [H, n, D] in float32; the last group may be smaller. Returns [H, ceil(n / size), D]."""
     full = keys.shape[1] // size * size
     parts = [keys[:, :full].unflatten(1, (-1, size)).mean(dim=2, dtype=torch.float32)] if full else []
     if full < keys.shape[1]:
@@ -50,28 +55,29 @@ def means(keys: Tensor, size: int) -> Tensor:
 def definition(
     keys: Tensor, tables: Tables, places: Sequence[Place], *, size: int, first: int, spread: Spread | None = None
 ) -> None:
-    """Add keys [R, H, n, D], of a lane at each of the places; kept + n is at most L.
+    """Append keys [R, H, n, D], one batch row per entry of places; kept + n is at most L.
 
-    Units have `size` tokens, the last one maybe fewer, and go on through batches. stops gets the ends of the units that are begun
-    or filled, counts the number of all, order the new tokens' positions: place t of the map holds position first + t until units
-    change it. digests gets the means of these units' keys, or the boxes around them (`page_bounds`) where there is a spread.
+    Units have `size` tokens, the last one possibly fewer, and continue across batches. Writes to stops the ends of the units
+    that are started or filled, to counts the number of units, to order the positions of the new tokens: place t holds position
+    first + t until units are reordered. Writes to digests the means of these units' keys, or their bounding boxes
+    (`page_bounds`) if spread is given.
     """
     ring = tables.recent.shape[2]
-    for new, (lane, kept, begin, before) in zip(keys, places, strict=True):
+    for new, (seq, kept, begin, before) in zip(keys, places, strict=True):
         n, whole = kept + new.shape[1], kept // size
         units, device = -(-n // size), keys.device
         at = torch.arange(begin + whole * size, begin + n, device=device) % ring
-        recent = tables.recent[lane].index_copy_(1, at[kept - whole * size :], new)
+        recent = tables.recent[seq].index_copy_(1, at[kept - whole * size :], new)
         ends = torch.arange(whole * size, (units + 1) * size, size, dtype=torch.int32, device=device).clamp_(max=n) + begin
-        tables.stops[lane, :, before + whole : before + units + 1] = ends
-        tables.counts[lane] = before + units
+        tables.stops[seq, :, before + whole : before + units + 1] = ends
+        tables.counts[seq] = before + units
         if tables.order is not None:
             there = torch.arange(begin + kept, begin + n, dtype=torch.int32, device=device)
-            tables.order[lane, :, begin + kept : begin + n] = there + first
+            tables.order[seq, :, begin + kept : begin + n] = there + first
         if tables.digests is not None:
-            some = recent[:, at]
-            made = means(some, size) if spread is None else page_bounds.definition(some, size, spread=spread)
-            tables.digests[lane, :, before + whole : before + units] = made.to(tables.digests.dtype)
+            unit_keys = recent[:, at]
+            made = means(unit_keys, size) if spread is None else page_bounds.definition(unit_keys, size, spread=spread)
+            tables.digests[seq, :, before + whole : before + units] = made.to(tables.digests.dtype)
 
 
 if HAS_TRITON:
@@ -80,39 +86,39 @@ if HAS_TRITON:
 
     from kvthaw.kernels.page_bounds import box
 
-    @triton.jit(do_not_specialize=["new", "first", "ring", "stops_head", "order_head"])  # else some values are compiled for
+    @triton.jit(do_not_specialize=["new", "first", "ring", "stops_head", "order_head"])
     def _extend(
         places, keys, recent, stops, counts, order, digests,
-        new, dim, heads, ring, size, first, grown, key_lane, key_head, key_token, stops_head, order_head, digests_head,
+        new, dim, heads, ring, size, first, grown, key_seq, key_head, key_token, stops_head, order_head, digests_head,
         PAGE: tl.constexpr, DP: tl.constexpr, MAPPED: tl.constexpr, MEAN: tl.constexpr, BOX: tl.constexpr, MAX: tl.constexpr,
     ):  # fmt: skip
-        # One program a (unit; head; lane), from the first that is not full on.
+        # Program (unit, counted from the first that is not full; head; sequence).
         h, r = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-        lane, kept = tl.load(places + 4 * r).to(tl.int64), tl.load(places + 4 * r + 1)
+        seq, kept = tl.load(places + 4 * r).to(tl.int64), tl.load(places + 4 * r + 1)
         begin, before = tl.load(places + 4 * r + 2), tl.load(places + 4 * r + 3)
-        row, total, unit = lane * heads + h, kept + new, kept // size + tl.program_id(0)
+        row, total, unit = seq * heads + h, kept + new, kept // size + tl.program_id(0)
         start = unit * size
         if start < total:
             stop = tl.minimum(start + size, total)
             i, d = tl.arange(0, PAGE), tl.arange(0, DP)
             t = start + i
             inside = t < stop
-            fresh = inside & (t >= kept)
+            is_new = inside & (t >= kept)
             wide = d < dim
             place = recent + (row * ring + (begin + t) % ring)[:, None] * dim + d[None, :]
-            source = keys + r * key_lane + h * key_head + (t - kept)[:, None] * key_token + d[None, :]
-            come = tl.load(source, mask=fresh[:, None] & wide[None, :], other=0.0)
+            source = keys + r * key_seq + h * key_head + (t - kept)[:, None] * key_token + d[None, :]
+            come = tl.load(source, mask=is_new[:, None] & wide[None, :], other=0.0)
             there = tl.load(place, mask=(inside & (t < kept))[:, None] & wide[None, :], other=0.0)
-            tl.store(place, come, mask=fresh[:, None] & wide[None, :])
+            tl.store(place, come, mask=is_new[:, None] & wide[None, :])
             if MAPPED:
-                tl.store(order + row * order_head + begin + t, first + begin + t, mask=fresh)
+                tl.store(order + row * order_head + begin + t, first + begin + t, mask=is_new)
             end = stops + row * stops_head + before + unit
-            tl.store(end, begin + start)  # as it is, but for a lane's first
+            tl.store(end, begin + start)  # unchanged, except for the first unit of a sequence
             tl.store(end + 1, begin + stop)
             if (h == 0) & (stop == total):
-                tl.store(counts + lane, before + unit + 1)
+                tl.store(counts + seq, before + unit + 1)
             if MEAN | BOX:
-                k = tl.where(fresh[:, None], come, there).to(tl.float32)
+                k = tl.where(is_new[:, None], come, there).to(tl.float32)
                 kind = digests.dtype.element_ty
                 digest = digests + row * digests_head + (before + unit).to(tl.int64) * (2 * dim if BOX else dim) + d
                 count = (stop - start).to(tl.float32)
@@ -134,8 +140,10 @@ def launch(
     first: int,
     spread: Spread | None = None,
 ) -> None:
-    """The Triton kernel; arguments as in `definition`, and where [R, 4] int32: the places, on the device. Of a key the elements
-    neighbour each other, and all tables are contiguous."""
+    """Launch the Triton kernel; arguments as in `definition`. where [R, 4] int32: the places, on the device.
+
+    The elements of a key are contiguous, as are all tables.
+    """
     recent, stops, counts, order, digests = tables
     rows, heads, new, dim = keys.shape
     assert keys.stride(3) == 1 and keys.dtype == recent.dtype and where.dtype == torch.int32 and where.is_contiguous()
@@ -165,7 +173,7 @@ def extend(
     first: int,
     spread: Spread | None = None,
 ) -> None:
-    """As `definition`: the kernel on a GPU, torch elsewhere. where: see `launch`."""
+    """Append as in `definition`: by the kernel on a GPU, by torch elsewhere. where: see `launch`."""
     if HAS_TRITON and keys.device.type == "cuda":
         launch(keys, tables, places, where, size=size, first=first, spread=spread)
     else:

@@ -1,14 +1,14 @@
-"""The query's coarse coordinates, bit by bit: what the signs of a key are multiplied with (signs.py).
+"""Bit planes of the query's coarse coordinates, which signs.py multiplies by the signs of keys.
 
-A coordinate of the rotated query is rounded to a third of its root mean square, -8 to 7, four bits in two's complement. That errs
-by a tenth of what a random key's signs say of q.k, and they err by three quarters of q.k themselves. A plane holds one of the four
-bits of all coordinates; a key's bits that it shares with a plane are counted by one product of tensor cores.
+Each coordinate of the rotated query is rounded to a third of their root mean square, -8 to 7, four bits in two's complement.
+The error is a tenth of the estimate of q.k from a random key's signs, whose own error is three quarters of q.k. A plane holds
+one of the four bits of all coordinates; one tensor-core product counts the bits that a key and a plane share.
 
-Planes lie as that product wants them: two blocks of eight columns for every four heads, a column for the lower and the upper bit
-of each head's lowest two bits, and of its highest two. Fewer heads are there again until four are, which changes no maximum; of
-heads that are added up, each by its length, one stands for all.
+The layout is that of the product's operand: two blocks of eight columns per four heads, with one column for the lower and one
+for the upper bit, of each head's lowest two bits in the first block and of its highest two in the second. If there are fewer
+heads they repeat up to four, which changes no maximum. For "sum" the heads, each divided by its length, are added up to one.
 
-Bytes and operations, 32 query heads, d = 128: 8 KB of queries, 4 KB of planes: a chain of load, sum and store.
+Bytes and operations, 32 query heads, d = 128: 8 KB of queries, 4 KB of planes; the latency is a chain of load, sum and store.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from kvthaw.kernels.tiers import Combine
 
 PLANES = 4
 STEPS = 3.0
-"""Steps to a coordinate's root mean square."""
+"""Quantization steps per root mean square of the coordinates."""
 WIDE = 16
-"""Subspaces whose bits are one product."""
+"""Subspaces per bit product."""
 WARPS = 4
 
 
 def coarse(values: Tensor, combine: Combine) -> Tensor:
-    """Rotated queries [L, H, P, 8, B] -> whole numbers -8 .. 7, [L, H, P, 8, B] int32; "sum": [L, H, 1, 8, B]. 0 for a query of
-    zeros."""
+    """Round rotated queries [L, H, P, 8, B] to integers -8 .. 7, [L, H, P, 8, B] int32; "sum": [L, H, 1, 8, B]. 0 for a zero
+    query."""
     if combine == "sum":
         values = (values / _length(values)).sum(dim=2, keepdim=True)
     unit = _length(values) / math.sqrt(values.shape[3] * values.shape[4])
@@ -49,8 +49,11 @@ def _length(values: Tensor) -> Tensor:
 
 
 def pack(numbers: Tensor) -> Tensor:
-    """[L, H, P, 8, B] int32, -8 .. 7 -> planes [L, H, S, 2, 8, R] uint8, S fours of heads, R >= B whole WIDEs: bit j of byte b of
-    column 2 h + i of block k is bit 2 k + i of coordinate j in subspace b of head h."""
+    """Pack [L, H, P, 8, B] int32, -8 .. 7, into planes [L, H, S, 2, 8, R] uint8.
+
+    S groups of four heads; R >= B, a multiple of WIDE. Bit j of byte b of column 2 h + i of block k is bit 2 k + i of
+    coordinate j in subspace b of head h.
+    """
     heads, subs = numbers.shape[2], numbers.shape[4]
     head = torch.arange(-(-heads // 4) * 4, device=numbers.device) % heads
     bit = (numbers[:, :, head, None] >> torch.arange(PLANES, device=numbers.device)[:, None, None]) & 1
@@ -61,11 +64,11 @@ def pack(numbers: Tensor) -> Tensor:
 
 
 def unpack(planes: Tensor, subs: int) -> Tensor:
-    """The numbers of planes [L, H, S, 2, 8, R] in the first `subs` subspaces: [L, H, 4 S, 8, B] int32."""
+    """Unpack planes [L, H, S, 2, 8, R] in the first `subs` subspaces: [L, H, 4 S, 8, B] int32."""
     byte: Tensor = planes[..., :subs].unflatten(4, (4, 2)).transpose(3, 4).flatten(4, 5).flatten(2, 3)
     bit = (byte.int()[:, :, :, :, None] >> torch.arange(SUB, device=planes.device)[:, None]) & 1
     worth = torch.arange(PLANES, device=planes.device)[:, None, None]
-    number = (bit << worth).sum(dim=3)  # nothing comes from the host, so that a graph can be captured of it
+    number = (bit << worth).sum(dim=3)  # no copy from the host, so that graphs can capture it
     return (number - 2 * (number & 1 << PLANES - 1)).int()
 
 
@@ -79,7 +82,7 @@ if HAS_TRITON:
     @triton.jit
     def _put_planes(planes, y, unit, pair, p, b, COLUMNS: tl.constexpr, P: tl.constexpr, SUBS: tl.constexpr, ROW: tl.constexpr,
                     STEPS: tl.constexpr):  # fmt: skip
-        # The 8 coordinates y of subspace b of head p, in all columns that are its. Bytes of no subspace are 0.
+        # Store the 8 coordinates y of subspace b of head p in all of its columns. Bytes without a subspace are 0.
         number = tl.floor(y * tl.where(unit > 0, STEPS / tl.where(unit > 0, unit, 1.0), 0.0) + 0.5)
         number = tl.minimum(tl.maximum(number, -8.0), 7.0).to(tl.int32)
         k = tl.arange(0, 4)
@@ -97,7 +100,7 @@ if HAS_TRITON:
     def _planes(query, basis, values, whole_values, factors, planes, totals, scale, dim, GROUP: tl.constexpr, P: tl.constexpr,
                 PER: tl.constexpr, SUBS: tl.constexpr, SQUARE: tl.constexpr, BINS: tl.constexpr, COLUMNS: tl.constexpr,
                 ROW: tl.constexpr, STEPS: tl.constexpr, SUM: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-        # One program: PER query heads in one subspace. The first program of a KV head clears its histogram of scores.
+        # Program: PER query heads in one subspace. The first program of a KV head clears its score histogram.
         pair = tl.program_id(0)
         b = tl.program_id(1)
         i = tl.arange(0, SQUARE)
@@ -106,7 +109,7 @@ if HAS_TRITON:
         follow(PDL)
         if (b == 0) & (tl.program_id(2) == 0):
             tl.store(totals + pair * BINS + tl.arange(0, BINS), tl.zeros((BINS,), tl.int32))
-        together = tl.zeros((SQUARE,), tl.float32)
+        total = tl.zeros((SQUARE,), tl.float32)
         for one in tl.static_range(PER):
             p = tl.program_id(2) * PER + one
             x = mean_of(query, pair * GROUP + p * (GROUP // P), i, dim, GROUP // P, SQUARE)
@@ -114,27 +117,27 @@ if HAS_TRITON:
             y = tl.sum(own * x[:, None], axis=0) * scale
             put(values, whole_values, factors, y, pair * P + p, b, SUBS)
             if SUM:
-                together += x / tl.where(length > 0, length, 1.0)
+                total += x / tl.where(length > 0, length, 1.0)
             else:
                 _put_planes(planes, y, length * tl.rsqrt(8.0 * SUBS), pair, p, b, COLUMNS, P, SUBS, ROW, STEPS)
         if SUM:
-            y = tl.sum(own * together[:, None], axis=0) * scale
-            unit = tl.sqrt(tl.sum(together * together)) * tl.rsqrt(8.0 * SUBS)
+            y = tl.sum(own * total[:, None], axis=0) * scale
+            unit = tl.sqrt(tl.sum(total * total)) * tl.rsqrt(8.0 * SUBS)
             _put_planes(planes, y, unit, pair, 0, b, COLUMNS, 1, SUBS, ROW, STEPS)
 
 
 def launch(query: Tensor, rotation: Rotation, heads: int, totals: Tensor, *, mean: bool,
            combine: Combine) -> tuple[Rotated, Tensor]:  # fmt: skip
-    """The kernel, on whatever device query [L, Hq, d] is: rotates, rounds, and clears totals [L, H, bins] int32."""
-    lanes, q_heads, dim = query.shape
+    """Launch the kernel on any device: rotates and rounds query [L, Hq, d], clears totals [L, H, bins] int32."""
+    batch, q_heads, dim = query.shape
     assert query.is_contiguous() and totals.is_contiguous() and totals.dtype == torch.int32
     group, subs, square = q_heads // heads, rotation.padded // SUB, rotation.basis.shape[0]
     scored = 1 if mean else group
-    rotated, pdl = room(lanes, heads, scored, subs, query.device), chained(query.device)
+    rotated, pdl = room(batch, heads, scored, subs, query.device), chained(query.device)
     fours, row = 1 if combine == "sum" else -(-scored // 4), -(-subs // WIDE) * WIDE
-    planes = torch.empty((lanes, heads, fours, 2, 8, row), dtype=torch.uint8, device=query.device)
+    planes = torch.empty((batch, heads, fours, 2, 8, row), dtype=torch.uint8, device=query.device)
     apart = 1 if combine == "sum" else scored
-    _planes[(lanes * heads, subs, apart)](
+    _planes[(batch * heads, subs, apart)](
         query, rotation.basis, rotated.values, rotated.whole, rotated.factors, planes, totals, rotation.scale, dim, GROUP=group,
         P=scored, PER=scored // apart, SUBS=subs, SQUARE=square, BINS=totals.shape[2], COLUMNS=4 * fours, ROW=row, STEPS=STEPS,
         SUM=combine == "sum", PDL=pdl, num_warps=WARPS, launch_pdl=pdl,
@@ -144,7 +147,7 @@ def launch(query: Tensor, rotation: Rotation, heads: int, totals: Tensor, *, mea
 
 def planes(query: Tensor, rotation: Rotation, heads: int, totals: Tensor, *, mean: bool,
            combine: Combine) -> tuple[Rotated, Tensor]:  # fmt: skip
-    """Rotated queries and their planes [L, H, S, 2, 8, R] uint8 of query [L, Hq, d]; totals [L, H, bins] int32 become zeros."""
+    """Return rotated queries and their planes [L, H, S, 2, 8, R] uint8 for query [L, Hq, d]; clear totals [L, H, bins] int32."""
     if query.is_cuda and HAS_TRITON:
         return launch(query.contiguous(), rotation, heads, totals, mean=mean, combine=combine)
     rotated = in_bytes(rotate_queries(query, heads, rotation, mean=mean))

@@ -1,20 +1,21 @@
-"""The score of each candidate, estimated from its codes: |q| sum_b w_b <v_b, q~_b> (ParisKV, equation 10).
+"""Estimate the score of each candidate from its codes: |q| sum_b w_b <v_b, q~_b> (ParisKV, equation 10).
 
-The rotated query is not normalised, so that |q| is in it already; it comes in bytes (query.py), as the levels of the codes are
-(encode.py), so that <v_b, q_b> is a product of whole numbers.
+The rotated query is not normalised, so it includes |q|. It comes as bytes (query.py), as do the levels of the codes
+(encode.py), so <v_b, q_b> is an integer product.
 
-Bytes and operations, 8 KV heads, n = 1M, 10 % candidates, G = 4: 96 bytes a candidate in two pieces (81 MB, 19 us at 4300 GB/s;
-33 us were measured for reading them so scattered and nothing else), 4 bytes read and 4 G written (17 MB). Four nibbles become
-four signed bytes by five operations: a byte permutation looks up their levels, another one spreads their signs. The products are
-left to tensor cores, 32 coordinates of four subspaces at a time, with a column for each of the four and each head that is zero in
-the other three: so the sums come out apart and are weighed afterwards. They start at 2^23 + 2^22, which makes them float32 as
-they are, but for a half that a sum may lose. Some 20 operations a candidate and warp in all, 14 us. A program is one warp, so that
-nothing waits at barriers, and asks for the next candidates' codes before it decodes these.
+Bytes and operations, 8 KV heads, n = 1M, 10 % candidates, G = 4: 96 bytes per candidate in two pieces (81 MB, 19 us at 4300
+GB/s; the scattered reads alone were measured at 33 us), 4 bytes read and 4 G written (17 MB). Five operations turn four nibbles
+into four signed bytes: one byte permutation looks up their levels, another spreads their signs. Tensor cores compute the
+products, 32 coordinates of four subspaces at a time, with a column for each subspace and head that is zero in the other three
+subspaces, so the sums stay separate and are weighted afterwards. The accumulators start at 2^23 + 2^22, so that they are
+float32 bit patterns, up to half a unit that a sum may lose. In total some 20 operations per candidate and warp, 14 us. A
+program is a single warp, so nothing waits at barriers, and it loads the next candidates' codes before it decodes the current
+ones.
 
-Beside the scores a program leaves, of each head, the largest score of every few candidates, so that the next step can pass over
-most of them, and the maximum and the sum of exponentials of all its candidates, so that it can weigh the heads of a group
-against each other. Tiles go to the programs in turns: but for their number, which follows from `run`, what a program sums does not
-depend on the room there is.
+Besides the scores a program stores, per head, the maximum of every few candidates, so that top-k can skip most of them, and the
+maximum and sum of exponentials of all its candidates, so that top-k can weigh the heads of a group against each other. Tiles
+are dealt to the programs round-robin: what a program sums depends on the number of programs, which follows from `run`, and not
+on the buffer's width.
 """
 
 from __future__ import annotations
@@ -30,16 +31,18 @@ from kvthaw.kernels.encode import Quantizer, Summaries, decode
 from kvthaw.kernels.query import Rotated
 
 TILE = 64
-"""Room for candidates comes in whole tiles, and so do the runs that share a peak."""
+"""The width of candidate buffers is a multiple of this, and runs that share a peak divide it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimates:
-    """scores [L, H, P, width] float32 estimates of q.k, -inf (from the launcher: anything) where there is no candidate.
+    """Estimated scores of candidates, with what top-k needs to skip and to weigh them.
 
-    Filled by the launcher alone: parts [L, H, P, programs, 2] float32, each program's maximum and sum of exponentials of scale x
-    score; peaks [L, H, P, ceil(width / TILE) TILE / run] float32, the largest score of `run` candidates side by
-    side, anything behind the last candidate's."""
+    scores [L, H, P, width] float32: estimates of q.k, -inf (from the launcher: undefined) where there is no candidate. Only the
+    launcher fills the rest. parts [L, H, P, programs, 2] float32: each program's maximum and sum of exponentials of scale x
+    score. peaks [L, H, P, ceil(width / TILE) TILE / run] float32: the maximum over each `run` consecutive candidates, undefined
+    past the last candidate.
+    """
 
     scores: Tensor
     parts: Tensor | None = None
@@ -48,13 +51,15 @@ class Estimates:
 
 
 def shape(run: int) -> tuple[int, int]:
-    """How many candidates a program takes at once, whole runs, and how many programs a KV head has: measured for 8 KV heads, few
-    enough that all run at once. A run is the longer the more candidates there are."""
+    """Return the candidates per program at once, a multiple of `run`, and the programs per KV head.
+
+    Measured for 8 KV heads: few enough to run in one wave. Runs are longer the more candidates there are.
+    """
     return (16, 192) if run <= 16 else (max(32, run), 128)
 
 
 def definition(rotated: Rotated, codes: Tensor, weights: Tensor, candidates: Tensor, quantizer: Quantizer) -> Tensor:
-    """Estimates [L, H, P, width] float32; -inf where candidates [L, H, width] is -1.
+    """Compute estimates [L, H, P, width] float32; -inf where candidates [L, H, width] is -1.
 
     codes [L, H, n, B] int32; weights [L, H, n, B] bfloat16.
     """
@@ -73,7 +78,8 @@ if HAS_TRITON:
 
     @triton.jit
     def _decoded(x, low, high, PLAIN: tl.constexpr):
-        # x [S, TILE, 4, 2, 4] int32, four times the same: the levels of its lowest four nibbles as bytes v, or ~v below 0.
+        # Return the levels of the lowest four nibbles of x as bytes v, or ~v for negative levels. x [S, TILE, 4, 2, 4] int32
+        # holds each value four times.
         if PLAIN:
             j = tl.arange(0, 4)[None, None, None, None, :]
             nibble = x >> (4 * j)
@@ -95,7 +101,7 @@ if HAS_TRITON:
 
     @triton.jit
     def _summaries(codes, weights, at, SUBS: tl.constexpr):
-        # Codes and weights [TILE, SUBS or 4] of the keys at `at`, 0 where there is no subspace.
+        # Load codes and weights [TILE, SUBS or 4] of the keys at `at`, 0 past the last subspace.
         b = tl.arange(0, SUBS if SUBS > 4 else 4)[None, :]
         at = at[:, None] * SUBS + b
         if SUBS >= 4:
@@ -108,13 +114,13 @@ if HAS_TRITON:
     def _rerank(whole, factors, codes, weights, candidates, wanted, scores, peaks, parts, heads, capacity, width, low, high,
                 scale, P: tl.constexpr, PP: tl.constexpr, SUBS: tl.constexpr, TILE: tl.constexpr, ROOM: tl.constexpr,
                 RUN: tl.constexpr, PLAIN: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-        # One program: every so many-th tile of candidates of one KV head, for all its query heads.
+        # Program: every num_programs-th tile of candidates of one KV head, for all its query heads.
         split = tl.program_id(0)
         splits = tl.num_programs(0)
-        lane = tl.program_id(2)
-        pair = (lane * heads + tl.program_id(1)).to(tl.int64)
-        count = tl.load(wanted + lane)
-        S: tl.constexpr = SUBS // 4 if SUBS > 4 else 1  # products of four subspaces: t S + s, t = 0 .. 3
+        seq = tl.program_id(2)
+        pair = (seq * heads + tl.program_id(1)).to(tl.int64)
+        count = tl.load(wanted + seq)
+        S: tl.constexpr = SUBS // 4 if SUBS > 4 else 1  # products, each of the four subspaces t S + s, t = 0 .. 3
         MAGIC: tl.constexpr = 12582912.0
         p = tl.arange(0, PP)
         head = (p < P)[None, :]
@@ -130,7 +136,7 @@ if HAS_TRITON:
         query = tl.load(whole + row[:, :, None] * 8 + (k % 8)[None, None, :], mask=own, other=0)
         less = factor * MAGIC - factor * (0.5 * tl.sum(query.to(tl.int32), axis=2).to(tl.float32))  # a level is v + 1/2
         query = tl.permute(query, (0, 2, 1))
-        follow(PDL)  # rotated queries were there before candidates were chosen
+        follow(PDL)  # the kernel before the previous one wrote the rotated queries
         runs = ROOM // RUN * tl.cdiv(width, ROOM)
         top = tl.full((TILE, PP), float("-inf"), tl.float32)
         mass = tl.zeros((TILE, PP), tl.float32)
@@ -146,7 +152,7 @@ if HAS_TRITON:
             later = m + 2 * splits * TILE
             place = tl.load(candidates + pair * width + later, mask=later < count, other=0)
             half = tl.join(word, word >> 16)
-            half = tl.join(half, half)  # not a broadcast, which the compiler would put off until after the decoding
+            half = tl.join(half, half)  # not a broadcast, which the compiler would move past the decoding
             half = tl.reshape(tl.join(half, half), (TILE, 4, S, 2, 4))
             key = tl.reshape(_decoded(tl.permute(half, (2, 0, 1, 3, 4)), low, high, PLAIN), (S, TILE, 32))
             sums = tl.dot(key, query, start, out_dtype=tl.int32).to(tl.float32, bitcast=True)
@@ -166,8 +172,8 @@ if HAS_TRITON:
 
 def launch(rotated: Rotated, summaries: Summaries, candidates: Tensor, wanted: Tensor, quantizer: Quantizer, scale: float,
            run: int = TILE) -> Estimates:  # fmt: skip
-    """The kernel, on whatever device candidates are. run: a power of two up to TILE."""
-    lanes, heads, scored, subs = rotated.factors.shape
+    """Launch the kernel on any device. run: a power of two up to TILE."""
+    batch, heads, scored, subs = rotated.factors.shape
     width = candidates.shape[2]
     assert rotated.whole.is_contiguous() and rotated.factors.is_contiguous()
     assert summaries.codes.is_contiguous() and summaries.weights.is_contiguous()
@@ -176,10 +182,10 @@ def launch(rotated: Rotated, summaries: Summaries, candidates: Tensor, wanted: T
     tile, splits = shape(run)
     runs, pdl = triton.cdiv(width, TILE) * (TILE // run), chained(candidates.device)
     scores, parts, peaks = (
-        torch.empty((lanes, heads, scored, *size), dtype=torch.float32, device=candidates.device)
+        torch.empty((batch, heads, scored, *size), dtype=torch.float32, device=candidates.device)
         for size in ((width,), (splits, 2), (runs,))
     )
-    _rerank[(splits, heads, lanes)](
+    _rerank[(splits, heads, batch)](
         rotated.whole, rotated.factors, summaries.codes, summaries.weights, candidates, wanted, scores, peaks, parts, heads,
         summaries.capacity, width, *quantizer.bytes, scale, P=scored, PP=max(2, triton.next_power_of_2(scored)), SUBS=subs,
         TILE=tile, ROOM=TILE, RUN=run, PLAIN=candidates.device.type == "cpu", PDL=pdl, num_warps=1, launch_pdl=pdl,
@@ -189,9 +195,11 @@ def launch(rotated: Rotated, summaries: Summaries, candidates: Tensor, wanted: T
 
 def rerank(rotated: Rotated, summaries: Summaries, candidates: Tensor, wanted: Tensor, quantizer: Quantizer, scale: float,
            run: int = TILE) -> Estimates:  # fmt: skip
-    """Estimated scores of candidates [L, H, width], the first wanted[l] of each row. scale: of the softmax, for the parts; run:
-    see Estimates."""
+    """Estimate the scores of candidates [L, H, width], the first wanted[l] of each row.
+
+    scale: of the softmax, for the parts; run: see Estimates.
+    """
     if candidates.is_cuda and HAS_TRITON:
         return launch(rotated, summaries, candidates, wanted, quantizer, scale, run)
-    lanes = rotated.whole.shape[0]
-    return Estimates(definition(rotated, summaries.codes[:lanes], summaries.weights[:lanes], candidates, quantizer))
+    batch = rotated.whole.shape[0]
+    return Estimates(definition(rotated, summaries.codes[:batch], summaries.weights[:batch], candidates, quantizer))

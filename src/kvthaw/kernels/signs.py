@@ -1,16 +1,16 @@
-"""Votes a key by its signs: sum_i q_i [k_i >= 0] less half of sum_i q_i, half of the estimate of q.k that a key's ids allow.
+"""Sign votes: sum_i q_i [k_i >= 0] - sum_i q_i / 2, half of the estimate of q.k that a key's ids allow.
 
-q are the query's coarse coordinates (planes.py). Votes are 64 where that is 0, in steps of an eighth of the spread of a random
-key's (d' = 128), and cut at 0 and 127; of a group's heads the largest counts. Beside tiers (appendix B.2.1), which see the order
-of the keys within a subspace only, the coordinates in which the query is long count for more, and nothing needs to be ranked,
-counted or looked up.
+q are the query's coarse coordinates (planes.py). Votes are 64 where the sum is 0, in steps of an eighth of the standard
+deviation over random keys (d' = 128), clamped to 0 .. 127; the maximum over a group's heads counts. Unlike tiers (appendix
+B.2.1), which rank keys within a subspace only, sign votes weigh coordinates by the query's length in them, and need no ranking,
+counting or lookups.
 
-Bytes and operations, 8 KV heads, n = 1M, d = 128: the 16 id bytes a key are read once for all query heads of a group (134 MB, 31
-us at 4300 GB/s), a score byte is written. Lookups in tables of shared memory, of which 32 random ones take 3.5 cycles, took 72 us.
-Tensor cores count the bits that a key shares with a plane (bits.py): 16 keys by eight columns, two planes of four heads, at once,
-with ids as they lie but for an exchange of bytes among four subspaces of four keys. A warp so takes 2.4 operations a key, the
-histogram of the scores, of every chunk of keys and of all, included: that is a product of bits as well. 16 us of the chip, beside
-the loads.
+Bytes and operations, 8 KV heads, n = 1M, d = 128: the 16 id bytes of a key are read once for all query heads of a group (134
+MB, 31 us at 4300 GB/s) and one score byte is written. Lookups in shared-memory tables, where 32 random ones take 3.5 cycles,
+took 72 us. Instead tensor cores count the bits that a key and a plane share (bits.py), 16 keys by eight columns (two planes of
+four heads) at once; the ids need only an exchange of bytes among four subspaces of four keys. A warp takes 2.4 operations per
+key, including the score histogram per chunk of keys and in total, which is a bit product as well: 16 us on the whole GPU,
+overlapping the loads.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from kvthaw.kernels.encode import CENTROIDS, SUB
 from kvthaw.kernels.planes import WIDE, unpack
 
 TILE = 512
-"""Keys that a program takes at once, 128 a warp."""
+"""Keys that a program processes at once, 128 per warp."""
 
 
 def shift(subs: int) -> int:
-    """Bits of a sum that do not count: one where d' is 128 and 17 the spread of a random key's."""
+    """Return how many low bits of a sum to drop: one at d' = 128, where random keys have a standard deviation of 17."""
     return max(0, subs.bit_length() - 4)
 
 
 def definition(planes: Tensor, ids: Tensor) -> Tensor:
-    """Votes [L, H, n] int32. planes [L, H, S, 2, 8, R] uint8 as of planes.pack; ids [L, H, B, n] uint8."""
+    """Compute votes [L, H, n] int32. planes [L, H, S, 2, 8, R] uint8 from planes.pack; ids [L, H, B, n] uint8."""
     subs = ids.shape[2]
     numbers = unpack(planes, subs).transpose(3, 4).long()  # L, H, 4 S, B, 8
     bit = (torch.arange(CENTROIDS, device=ids.device) >> torch.arange(SUB, device=ids.device)[:, None]) & 1
@@ -46,7 +46,7 @@ def definition(planes: Tensor, ids: Tensor) -> Tensor:
     best = torch.full((*ids.shape[:2], ids.shape[3]), least, dtype=torch.long, device=ids.device)
     for s in range(four.shape[2]):
         total = torch.zeros_like(best)
-        for b in range(subs):  # one lookup for four heads, in the quarters of a word
+        for b in range(subs):  # one lookup for four heads, 16 bits of a word each
             total += four[:, :, s, b].gather(2, ids[:, :, b].long())
         for h in range(4):
             best = torch.maximum(best, ((total >> (16 * h)) & 0xFFFF) + start[:, :, 4 * s + h, None])
@@ -61,7 +61,8 @@ if HAS_TRITON:
 
     @triton.jit
     def _words(ids, at, t, stride, SUBS: tl.constexpr, HALVES: tl.constexpr):
-        # Ids of four keys in subspaces 4 t .. 4 t + 3 of every 16; where there is none, of the last, which meet planes of 0.
+        # Load the ids of four keys in subspaces 4 t .. 4 t + 3 of every 16; past the last subspace its ids again, which meet
+        # zero planes.
         found = ()
         for i in tl.static_range(4 * HALVES):
             b = tl.minimum(i // 4 * 16 + 4 * t + i % 4, SUBS - 1)
@@ -70,14 +71,14 @@ if HAS_TRITON:
 
     @triton.jit
     def _number(planes, b, h, ROW: tl.constexpr):
-        # The planes of head h in subspace b, as four bytes.
+        # Load the planes of head h in subspace b, as four bytes.
         k = tl.arange(0, 4)
         return tl.load(planes + (((h // 4) * 2 + k // 2) * 8 + 2 * (h % 4) + k % 2) * ROW + b).to(tl.int32)
 
     @triton.jit
     def _plainly(ids, planes, place, capacity, SUBS: tl.constexpr, ROW: tl.constexpr, FOURS: tl.constexpr,
                  SHIFT: tl.constexpr):  # fmt: skip
-        # What bits.votes does, bit by bit.
+        # Compute bits.votes bit by bit.
         worth = tl.where(tl.arange(0, 4) < 3, 1 << tl.arange(0, 4), -8)
         best = tl.full(place.shape, -64 << SHIFT, tl.int32)
         for h in tl.static_range(4 * FOURS):
@@ -98,8 +99,8 @@ if HAS_TRITON:
                FOURS: tl.constexpr, SHIFT: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
                START: tl.constexpr, START_TYPES: tl.constexpr, VOTES: tl.constexpr, VOTES_TYPES: tl.constexpr,
                COUNT: tl.constexpr, COUNT_TYPES: tl.constexpr, PLAIN: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-        # One program: CHUNK keys of one KV head, TILE at a time, the next already on their way. ids and planes are words of
-        # four, but for PLAIN.
+        # Program: CHUNK keys of one KV head, TILE at a time, the next tile already loading. ids and planes are words of four
+        # bytes, unless PLAIN.
         chunk = tl.program_id(0)
         pair = (tl.program_id(2) * heads + tl.program_id(1)).to(tl.int64)
         length = tl.load(lengths + tl.program_id(2))
@@ -116,7 +117,7 @@ if HAS_TRITON:
                 ids += pair * SUBS * (4 * words)
                 planes += pair * (FOURS * 16 * ROW)
             else:
-                t = e // 4 % 4  # a thread's place among the four that have a key's ids, 16 keys each
+                t = e // 4 % 4  # index within the four threads that share the ids of 16 keys
                 first_word = begin // 4 + e // 16 * 4 + e % 4
                 ids += pair * SUBS * words
                 word = _words(ids, first_word, t, words, SUBS, HALVES)
@@ -159,18 +160,18 @@ if HAS_TRITON:
 
 
 def launch(planes: Tensor, ids: Tensor, lengths: Tensor, totals: Tensor) -> Scores:
-    """The kernel, on whatever device ids are; bit by bit where that has no instructions for more. totals [L, H, BINS] int32
-    holds zeros."""
-    lanes, heads, fours, _, _, row = planes.shape
+    """Launch the kernel on any device, with plain bit arithmetic where it lacks the instructions. totals [L, H, BINS] int32
+    must be zero."""
+    batch, heads, fours, _, _, row = planes.shape
     subs, capacity, plain = ids.shape[2], ids.shape[3], not bits.native(ids.device)
     assert capacity % CHUNK == 0 and ids.is_contiguous() and planes.is_contiguous() and totals.is_contiguous()
     assert ids.dtype == planes.dtype == torch.uint8 and lengths.dtype == totals.dtype == torch.int32
-    assert totals.shape == (lanes, heads, BINS) and row % WIDE == 0 and row >= subs
+    assert totals.shape == (batch, heads, BINS) and row % WIDE == 0 and row >= subs
     chunks, halves, pdl, tile = capacity // CHUNK, row // WIDE, chained(ids.device), CHUNK if plain else TILE
-    scores = torch.empty((lanes, heads, capacity), dtype=torch.uint8, device=ids.device)
-    counts = torch.empty((lanes, heads, BINS, chunks), dtype=torch.int32, device=ids.device)
+    scores = torch.empty((batch, heads, capacity), dtype=torch.uint8, device=ids.device)
+    counts = torch.empty((batch, heads, BINS, chunks), dtype=torch.int32, device=ids.device)
     start, votes, count = bits.start(halves), bits.votes(fours, halves, shift(subs)), bits.count()
-    _signs[(chunks, heads, lanes)](
+    _signs[(chunks, heads, batch)](
         ids if plain else ids.view(torch.int32), planes if plain else planes.view(torch.int32), lengths, scores, counts, totals,
         heads, capacity // 4, chunks, SUBS=subs, ROW=row, FOURS=fours, SHIFT=shift(subs), BINS=BINS, CHUNK=CHUNK, TILE=tile,
         START=start[0], START_TYPES=start[1], VOTES=votes[0], VOTES_TYPES=votes[1], COUNT=count[0], COUNT_TYPES=count[1],
@@ -180,8 +181,8 @@ def launch(planes: Tensor, ids: Tensor, lengths: Tensor, totals: Tensor) -> Scor
 
 
 def signs(planes: Tensor, ids: Tensor, lengths: Tensor, totals: Tensor) -> Scores:
-    """Coarse scores of all keys. planes [L, H, S, 2, 8, R] uint8; ids [L', H, B, capacity] uint8, L' >= L; lengths [L'] int32;
-    totals [L, H, BINS] int32, zeros, which it fills on a GPU."""
+    """Compute coarse scores of all keys. planes [L, H, S, 2, 8, R] uint8; ids [L', H, B, capacity] uint8, L' >= L; lengths [L']
+    int32; totals [L, H, BINS] int32 zeros, filled on a GPU."""
     if ids.is_cuda and HAS_TRITON:
         return launch(planes, ids, lengths, totals)
     return Scores(definition(planes, ids[: planes.shape[0]]).to(torch.uint8))

@@ -1,8 +1,8 @@
-"""True scores of rows whose keys lie on the host: a kernel multiplies them as it reads them (IceCache's tree on a device).
+"""Exact scores of rows whose keys are in host memory: the kernel multiplies the keys as it reads them (IceCache's tree on the
+device).
 
-Bytes: D elements a row and nothing written but scores; 8 KV heads x 1024 rows of 256 bytes are 2.1 MB, 44 us at the 48 GB/s that
-scattered rows reach over the bus, once for all query heads of a group. What it leaves is what `topk` takes from the estimates of
-`rerank`.
+It reads D elements per row and writes only scores: 8 KV heads x 1024 rows of 256 bytes are 2.1 MB, 44 us at the 48 GB/s that
+scattered rows reach over the bus, once for all query heads of a group. Its outputs have the format of `rerank`, for `topk`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvthaw.kernels.rerank import TILE, Estimates
 from kvthaw.native import gather_rows
 
 SPLITS = 64
-"""Programs a KV head."""
+"""Programs per KV head."""
 
 
 def definition(query: Tensor, table: Tensor, block_size: int, rows: Tensor) -> Tensor:
@@ -45,12 +45,12 @@ if HAS_TRITON:
     def _read(query, table, candidates, wanted, scores, peaks, parts, heads, block_size, addresses, dim, words, width, scale,
               G: tl.constexpr, GP: tl.constexpr, WP: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr,
               PAIRS: tl.constexpr, UPCAST: tl.constexpr, ALIGN: tl.constexpr):  # fmt: skip
-        # One program: every SPLITS-th tile of candidates of one KV head, for all its query heads. A key comes in 32-bit words, of
-        # one element or (PAIRS) two: those at even and those at odd places are multiplied apart.
-        split, head, lane = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+        # Program: every SPLITS-th tile of candidates of one KV head, for all its query heads. A key is read in 32-bit words of
+        # one element or (PAIRS) two; elements at even and odd positions are multiplied separately.
+        split, head, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
         splits = tl.num_programs(0)
-        pair = (lane * heads + head).to(tl.int64)
-        count = tl.load(wanted + lane)
+        pair = (seq * heads + head).to(tl.int64)
+        count = tl.load(wanted + seq)
         w, g = tl.arange(0, WP), tl.arange(0, GP)
         kind = query.dtype.element_ty
         step = 2 if PAIRS else 1
@@ -67,7 +67,7 @@ if HAS_TRITON:
             m = tile * TILE + tl.arange(0, TILE)
             live = m < count
             row = tl.load(candidates + pair * width + m, mask=live, other=0)
-            base = tl.load(table + lane.to(tl.int64) * addresses + row // block_size, mask=live, other=0).to(
+            base = tl.load(table + seq.to(tl.int64) * addresses + row // block_size, mask=live, other=0).to(
                 tl.pointer_type(tl.int32)
             )
             key = tl.multiple_of(
@@ -95,10 +95,11 @@ if HAS_TRITON:
 def launch(
     query: Tensor, table: Tensor, block_size: int, candidates: Tensor, wanted: Tensor, *, scale: float, run: int = TILE
 ) -> Estimates:
-    """The kernel: scores, parts and peaks of candidates [B, H, W] int32, the first wanted[b] of each lane being rows.
+    """Launch the kernel: scores, parts and peaks of candidates [B, H, W] int32, of which the first wanted[b] of each sequence
+    are rows.
 
-    query [B, Hq, D] of the store's dtype. table [B, blocks] int64: the store's addresses, on the device. W is a multiple of TILE.
-    scale: of the softmax, for the parts; run: see Estimates.
+    query [B, Hq, D] of the keys' dtype. table [B, blocks] int64: addresses of the blocks, on the device. W is a multiple of
+    TILE. scale: of the softmax, for the parts; run: see Estimates.
     """
     batch, heads, width = candidates.shape
     dim, group, bytes_ = query.shape[2], query.shape[1] // heads, query.dtype.itemsize

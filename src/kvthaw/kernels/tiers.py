@@ -1,14 +1,14 @@
-"""What a collision with each centroid is worth to a query: 0 to 6 votes (ParisKV, appendix B.2.1).
+"""Tiered votes: a collision with a centroid is worth 0 to 6 votes (ParisKV, appendix B.2.1).
 
 In each subspace the 256 sign patterns c are ranked by <q_b, c>. A cluster whose keys rank in the top 5, 15, 30, 50, 75 or 100 %
-of the rho n nearest keys gives 6, 5, 4, 3, 2 or 1 votes: as many as there are limits above the number of keys ranked before it.
-One limit for all tiers makes the vote binary.
+of the rho n nearest keys gives 6, 5, 4, 3, 2 or 1 votes: one for each limit above the number of keys ranked before it. Equal
+limits for all tiers make the votes binary.
 
-Bytes and operations, 32 query heads, d = 128: 8 KB of queries, 131 KB of cluster sizes, 512 tables. A pattern's opposite is as
-far behind the query as it is before it, so that ranking compares all pairs of 128, 512 x 16384 comparisons and additions, 0.5 us
-of the chip, and the opposites only where fewer keys than rho n lie before the query. There is no sort and nothing but the
-launch's own registers and shared memory between the loads and the votes; a chain of load, sum, ranking and store, 4 us. Sizes
-are added up as float32, exact below 2^24 keys.
+Bytes and operations, 32 query heads, d = 128: 8 KB of queries, 131 KB of cluster sizes, 512 tables. The similarity of a
+pattern's opposite is its negation, so ranking compares all pairs of 128 patterns, 512 x 16384 comparisons and additions, 0.5 us
+on the whole GPU; the opposites are ranked only if fewer than rho n keys have a positive similarity. There is no sort: between
+the loads and the votes everything stays in registers and shared memory. The latency is a chain of load, sum, ranking and store,
+4 us. Sizes are summed as float32, exact below 2^24 keys.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from kvthaw.kernels.query import Rotated, in_bytes, room, rotate_queries
 from kvthaw.kernels.srht import Rotation
 
 Combine = Literal["max", "sum"]
-"""How the votes of a group's query heads become one number a key: the largest, or all together."""
+"""How the votes of a group's query heads combine per key: their maximum or their sum."""
 WARPS = 4
 
 
 def similarities(rotated: Tensor) -> Tensor:
-    """<q_b, c> for all sign patterns: [L, H, P, 8, B] -> [L, H, P, B, 256], added up in the order of j."""
+    """Compute <q_b, c> for all sign patterns: [L, H, P, 8, B] -> [L, H, P, B, 256], summed in the order of j."""
     c = torch.arange(CENTROIDS, device=rotated.device)
     out = torch.zeros((*rotated.shape[:3], rotated.shape[4], CENTROIDS), device=rotated.device)
     for j in range(SUB):
@@ -40,26 +40,28 @@ def similarities(rotated: Tensor) -> Tensor:
 
 
 def definition(similarity: Tensor, sizes: Tensor, limits: Tensor) -> Tensor:
-    """Votes [L, H, P, B, 256] int32. similarity likewise; sizes [L, H, B, 256]; limits [L, 6]: how many keys a tier ends at.
+    """Compute votes [L, H, P, B, 256] int32. similarity has the same shape; sizes [L, H, B, 256]; limits [L, 6]: keys at which
+    tiers end.
 
-    Keys ranked before a cluster are those of clusters more similar; equally similar clusters share a tier.
+    The keys ranked before a cluster are those of more similar clusters; equally similar clusters share a tier.
     """
     ranked, order = torch.sort(similarity, dim=-1, descending=True)
     size = sizes[:, :, None].expand_as(similarity).gather(-1, order)
     before = size.cumsum(dim=-1) - size
     again = torch.nn.functional.pad(ranked[..., 1:] == ranked[..., :-1], (1, 0))
-    before = torch.where(again, 0, before).cummax(dim=-1).values  # equal ones share the rank of the first
+    before = torch.where(again, 0, before).cummax(dim=-1).values  # ties share the rank of the first
     votes = (before[..., None] < limits[:, None, None, None, None]).sum(dim=-1)
     return torch.zeros_like(votes).scatter_(-1, order, votes).int()
 
 
 def most_votes(subs: int, heads: int, combine: Combine) -> int:
-    """The most votes of a key over `subs` subspaces, from `heads` query heads."""
+    """Return the maximum votes of a key over `subs` subspaces and `heads` query heads."""
     return 6 * subs * (heads if combine == "sum" else 1)
 
 
 def pack(votes: Tensor, combine: Combine) -> Tensor:
-    """Votes [L, H, P, B, 256] as [L, H, W, B, 256] int32: their sum over P, or for "max" four heads in the bytes of a word."""
+    """Pack votes [L, H, P, B, 256] into [L, H, W, B, 256] int32: summed over P for "sum", four heads in the bytes of a word for
+    "max"."""
     if combine == "sum":
         return votes.sum(dim=2, keepdim=True).int()
     spare = -votes.shape[2] % 4
@@ -77,7 +79,7 @@ if HAS_TRITON:
 
     @triton.jit
     def _similarity(y, c):
-        # <y, c>, added up in the order of j.
+        # <y, c>, summed in the order of j.
         j = tl.arange(0, 8)
         total = tl.zeros(c.shape, tl.float32)
         for bit in tl.static_range(8):
@@ -96,9 +98,9 @@ if HAS_TRITON:
     def _tiers(query, basis, sizes, limits, values, whole, factors, table, totals, heads, scale, dim, GROUP: tl.constexpr,
                P: tl.constexpr, PER: tl.constexpr, SUBS: tl.constexpr, SQUARE: tl.constexpr, BINS: tl.constexpr,
                SUM: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-        # One program: PER query heads in one subspace. Of a sign pattern and its opposite one is as similar as the other is
-        # not, so that 128 sizes of similarities say all: ranked 32 at once, a thread comparing with its warp's share of the
-        # 128. The first program of a KV head clears its histogram of scores.
+        # Program: PER query heads in one subspace. The similarity of a sign pattern's opposite is its negation, so 128 absolute
+        # similarities determine the ranking: 32 patterns at a time, each thread comparing with its warp's share of the 128. The
+        # first program of a KV head clears its score histogram.
         pair = tl.program_id(0)
         b = tl.program_id(1)
         limit = limits + (pair // heads) * 6
@@ -120,7 +122,7 @@ if HAS_TRITON:
             y = tl.sum(columns * x[:, None], axis=0) * scale
             put(values, whole, factors, y, pair * P + p, b, SUBS)
             all = _similarity(y, o)
-            toward = tl.where(all >= 0, lower, upper)  # keys of the one of both that is not behind the query
+            toward = tl.where(all >= 0, lower, upper)  # keys of the pattern with similarity >= 0, of each pair
             away = tl.where(all >= 0, upper, lower)
             near, half = tl.abs(all), tl.sum(toward)
             for first in tl.static_range(0, 128, 32):
@@ -129,19 +131,19 @@ if HAS_TRITON:
                 before = tl.sum(tl.where(near[:, None] > tl.abs(mine)[None, :], toward[:, None], 0.0), axis=0)
                 front = _tier(before, ends)
                 back = tl.zeros((32,), tl.int32)
-                if half < ends[5].to(tl.float32):  # those behind the query have votes only where there are few keys before it
+                if half < ends[5].to(tl.float32):  # negative similarities get votes only after few keys
                     behind = half + tl.sum(tl.where(near[:, None] < tl.abs(mine)[None, :], away[:, None], 0.0), axis=0)
                     back = _tier(behind, ends)
                 back = tl.where(mine == 0, front, back)
                 votes, opposite = tl.where(mine >= 0, front, back), tl.where(mine >= 0, back, front)
                 if SUM:
                     word = table + (pair * SUBS + b) * 256
-                    if one > 0:  # what this thread left there for the head before
+                    if one > 0:  # this thread's votes for the previous head
                         votes += tl.load(word + c)
                         opposite += tl.load(word + 255 - c)
                     tl.store(word + c, votes)
                     tl.store(word + 255 - c, opposite)
-                else:  # a byte of the word of four heads; a last word that is not full has zeros in the rest
+                else:  # one byte of a word of four heads; unused bytes of the last word are zero
                     word = table + (((pair * ((P + 3) // 4) + p // 4) * SUBS + b) * 256) * 4 + p % 4
                     tl.store(word + c * 4, votes.to(tl.uint8))
                     tl.store(word + (255 - c) * 4, opposite.to(tl.uint8))
@@ -153,18 +155,18 @@ if HAS_TRITON:
 
 def launch(query: Tensor, rotation: Rotation, sizes: Tensor, limits: Tensor, totals: Tensor, *, mean: bool,
            combine: Combine) -> tuple[Rotated, Tensor]:  # fmt: skip
-    """The kernel, on whatever device query [L, Hq, d] is: rotates, ranks, packs, and clears totals [L, H, bins] int32."""
-    lanes, q_heads, dim = query.shape
+    """Launch the kernel on any device: rotates and ranks query [L, Hq, d], packs votes, clears totals [L, H, bins] int32."""
+    batch, q_heads, dim = query.shape
     heads, subs = sizes.shape[1:3]
     assert query.is_contiguous() and sizes.is_contiguous() and limits.is_contiguous() and totals.is_contiguous()
     assert sizes.dtype == limits.dtype == totals.dtype == torch.int32
     group = q_heads // heads
     scored = 1 if mean else group
-    rotated = room(lanes, heads, scored, subs, query.device)
+    rotated = room(batch, heads, scored, subs, query.device)
     words = 1 if combine == "sum" else (scored + 3) // 4
-    table = torch.empty((lanes, heads, words, subs, CENTROIDS), dtype=torch.int32, device=query.device)
+    table = torch.empty((batch, heads, words, subs, CENTROIDS), dtype=torch.int32, device=query.device)
     apart, pdl = 1 if combine == "sum" else scored, chained(query.device)
-    _tiers[(lanes * heads, subs, apart)](
+    _tiers[(batch * heads, subs, apart)](
         query, rotation.basis, sizes, limits, rotated.values, rotated.whole, rotated.factors,
         table if combine == "sum" else table.view(torch.uint8), totals, heads, rotation.scale, dim, GROUP=group, P=scored,
         PER=scored // apart, SUBS=subs, SQUARE=rotation.basis.shape[0], BINS=totals.shape[2], SUM=combine == "sum", PDL=pdl,
@@ -175,7 +177,7 @@ def launch(query: Tensor, rotation: Rotation, sizes: Tensor, limits: Tensor, tot
 
 def tiers(query: Tensor, rotation: Rotation, sizes: Tensor, limits: Tensor, totals: Tensor, *, mean: bool,
           combine: Combine) -> tuple[Rotated, Tensor]:  # fmt: skip
-    """Rotated queries and packed votes [L, H, W, B, 256] int32 of query [L, Hq, d]."""
+    """Return rotated queries and packed votes [L, H, W, B, 256] int32 for query [L, Hq, d]; clear totals."""
     if query.is_cuda and HAS_TRITON:
         return launch(query.contiguous(), rotation, sizes, limits, totals, mean=mean, combine=combine)
     rotated = in_bytes(rotate_queries(query, sizes.shape[1], rotation, mean=mean))

@@ -1,15 +1,16 @@
-"""The k best candidates of each KV head, by the weight their estimates give them.
+"""Select the k best candidates of each KV head by their estimated softmax weights.
 
-The query heads of a group agree by the largest or the mean of their softmax weights over the candidates, in logs; a single
-head's estimates rank as they are. Equal weights: the lowest position first.
+The query heads of a group combine by the maximum or the mean of their softmax weights over the candidates, in logs; the
+estimates of a single head rank as they are. Ties go to the lowest position.
 
-Bytes and operations, 8 KV heads, 13k candidates, G = 4, k = 100: one program a KV head. The k best candidates lie in the k runs
-of 16 with the highest peaks, so that of 210 KB of estimates it reads 13 KB of peaks and 32 KB of runs (runs of 32 at 1M tokens:
-53 and 64 KB of 1.7 MB), four numbers a load. The k-th largest is found by counting above two numbers a round between the smallest
-and the largest, in registers, until exactly k are above: some 9 rounds of 0.15 us. The second search starts at the k-th peak,
-which leaves it little more than k candidates, and takes half as many. A sort would touch each candidate 17 times. Eight programs
-have a warp a scheduler, so that what counts are instructions, one after the other: numbers of 32 bits, all loads at once. With
-"mean" a launch before this one adds up the heads' weights, because a run's largest sum does not follow from its peaks.
+Bytes and operations, 8 KV heads, 13k candidates, G = 4, k = 100: one program per KV head. The k best candidates are in the k
+runs of 16 with the highest peaks, so of 210 KB of estimates it reads 13 KB of peaks and 32 KB of runs (runs of 32 at 1M tokens:
+53 and 64 KB of 1.7 MB), four numbers per load. The k-th largest is found in registers by narrowing an interval: each round
+counts the numbers above two thresholds in it, until exactly k are above, some 9 rounds of 0.15 us. The second search starts at
+the k-th peak, which leaves few more than k candidates, and takes half as many rounds. A sort would touch each candidate 17
+times. With eight programs there is one warp per scheduler, so the time is the number of dependent instructions: numbers have 32
+bits and all loads are issued at once. With "mean" an earlier launch adds up the heads' weights, because a run's largest sum
+does not follow from its peaks.
 """
 
 from __future__ import annotations
@@ -27,14 +28,16 @@ from kvthaw.kernels.rerank import TILE, Estimates
 
 Merge = Literal["max", "mean"]
 MOST = 16384
-"""Runs, and candidates in chosen runs, that a program holds; where there are more, torch sorts."""
+"""Maximum number of runs, and of candidates in chosen runs, that a program holds; torch sorts if there are more."""
 PER_WARP = 256
-"""Of those, how many a warp holds."""
+"""How many of them a warp holds."""
 
 
 def run_length(width: int, k: int) -> int | None:
-    """Candidates that share a peak so that a program holds the fewest peaks of `width` candidates and candidates of k runs, both
-    rounded up to powers of two and at most MOST each; the longest of equally good ones. None where none is possible."""
+    """Choose the candidates per peak so that a program holds the fewest peaks of `width` candidates plus candidates of k runs.
+
+    Both are rounded up to powers of two of at most MOST. The longest of equally good run lengths; None if none fits.
+    """
 
     def held(run: int) -> tuple[int, int]:
         peaks = -(-width // TILE) * (TILE // run)
@@ -45,7 +48,8 @@ def run_length(width: int, k: int) -> int | None:
 
 
 def merge(scores: Tensor, scale: float, policy: Merge) -> Tensor:
-    """[L, H, P, width] estimates of q.k -> [L, H, width]: log of the largest or the summed softmax weight; -inf stays."""
+    """Merge estimates of q.k [L, H, P, width] over the heads: log of the largest or summed softmax weight, [L, H, width]. -inf
+    stays."""
     if scores.shape[2] == 1:
         return scores[:, :, 0]
     logits = scores * scale
@@ -55,9 +59,10 @@ def merge(scores: Tensor, scale: float, policy: Merge) -> Tensor:
 
 
 def definition(merged: Tensor, candidates: Tensor, k: int, first: int) -> tuple[Tensor, Tensor]:
-    """The k largest of merged [L, H, width] as rows [L, H, k] int32, ascending positions + first, -1 padded, and counts [L, H].
+    """Return the rows of the k largest of merged [L, H, width], [L, H, k] int32, ascending positions + first, -1 padded, and
+    counts [L, H].
 
-    candidates [L, H, width] int32 are ascending positions, -1 padded; merged is -inf there.
+    candidates [L, H, width] int32: ascending positions, -1 padded, where merged is -inf.
     """
     order = torch.sort(merged, dim=2, descending=True, stable=True).indices[:, :, :k]
     keep = torch.zeros_like(candidates, dtype=torch.bool).scatter_(2, order, True) & (candidates >= 0)
@@ -74,20 +79,20 @@ if HAS_TRITON:
 
     @triton.jit
     def _total(parts, P: tl.constexpr, PP: tl.constexpr, SPLITS: tl.constexpr):
-        # The log of each head's sum of exponentials over all candidates, finite where there are none.
+        # Return the log of each head's sum of exponentials over all candidates, finite if there are none.
         head = tl.arange(0, PP)[:, None]
         split = tl.arange(0, triton.next_power_of_2(SPLITS))[None, :]
         there = (head < P) & (split < SPLITS)
         part = parts + (head * SPLITS + split) * 2
         tops = tl.load(part, mask=there, other=float("-inf"))
-        mass = tl.load(part + 1, mask=there, other=0.0)  # asked for before the first is waited for
+        mass = tl.load(part + 1, mask=there, other=0.0)  # issued before waiting for the first load
         top = tl.maximum(tl.max(tops, axis=1), -3.0e38)
         mass *= tl.exp(tops - top[:, None])
         return top + tl.log(tl.maximum(tl.sum(mass, axis=1), 1.0e-30))
 
     @triton.jit
     def _each(total, P: tl.constexpr, PP: tl.constexpr):
-        # The first P of PP numbers one by one.
+        # Return the first P of PP numbers as scalars.
         found = ()
         for p in tl.static_range(P):
             found += (tl.sum(tl.where(tl.arange(0, PP) == p, total, 0.0)),)  # type: ignore[assignment]
@@ -95,7 +100,7 @@ if HAS_TRITON:
 
     @triton.jit
     def _heads(scores, at, there, stride, P: tl.constexpr):
-        # What is at `at` of each head. there: what may be loaded, so coarse a mask that four are loaded at once.
+        # Load the numbers at `at` of each head. there: a mask coarse enough for vector loads of four.
         found = ()
         for p in tl.static_range(P):
             found += (tl.load(scores + p * stride + at, mask=there, other=float("-inf")),)  # type: ignore[assignment]
@@ -103,7 +108,7 @@ if HAS_TRITON:
 
     @triton.jit
     def _keys(scores, live, totals, scale, P: tl.constexpr):
-        # The largest weight of a group's heads, as an integer of the same order; the least integer where not live.
+        # Return the largest weight of a group's heads as an integer of the same order; the smallest integer where not live.
         merged = scores[0] if P == 1 else scores[0] * scale - totals[0]
         for p in tl.static_range(1, P):
             merged = tl.maximum(merged, scores[p] * scale - totals[p])
@@ -112,14 +117,14 @@ if HAS_TRITON:
 
     @triton.jit
     def _bounds(key, want, low, high):
-        # Between low, with at least `want` keys from there on, and high, with fewer: the highest and the lowest such numbers, or
-        # any that part exactly `want`; and how many keys there are from the higher on. Two numbers are tried a round, counted in
-        # the halves of a word.
+        # Search between low, which at least `want` keys reach, and high, which fewer reach, for the highest and lowest such
+        # numbers, or any pair that separates exactly `want` keys. Also returns how many keys reach high. Each round tries two
+        # thresholds, counted in the halves of a word.
         least, more = tl.sum((key >= low).to(tl.int32)), 0
-        between = (high - low).to(tl.uint32)  # which may be more than an integer with a sign holds
+        between = (high - low).to(tl.uint32)  # unsigned, as it may exceed an int32
         while (least > want) & (between > 1):
             first = low + ((between >> 2) + (between >> 4)).to(tl.int32)
-            second = low + ((between >> 1) + (between >> 3) + (between >> 4)).to(tl.int32)  # above low and below high
+            second = low + ((between >> 1) + (between >> 3) + (between >> 4)).to(tl.int32)  # strictly between low and high
             found = tl.sum((key >= first).to(tl.int32) + ((key >= second).to(tl.int32) << 16))
             one, two = found & 0xFFFF, found >> 16
             high = tl.where(two >= want, high, tl.where(one >= want, second, first))
@@ -131,10 +136,11 @@ if HAS_TRITON:
 
     @triton.jit
     def _places(key, want, low, high, more):
-        # Of the `want` largest keys, the first of equal ones preferred: how many of them stand before it; -1 for the others.
+        # Return the rank, by position, of each of the `want` largest keys, -1 for all others. The first of equal keys are
+        # preferred.
         one = (key >= high).to(tl.int32)
         same = (key >= low).to(tl.int32) - one
-        both = tl.cumsum(one + (same << 16), axis=0)  # both ranks in the halves of a word
+        both = tl.cumsum(one + (same << 16), axis=0)  # both ranks, in the halves of a word
         above, tie = (both & 0xFFFF) - one, (both >> 16) - same
         quota = want - more
         return tl.where(one + same * (tie < quota).to(tl.int32) > 0, above + tl.minimum(tie, quota), -1)
@@ -143,31 +149,31 @@ if HAS_TRITON:
     def _choose(scores, peaks, parts, candidates, wanted, chosen, rows, counts, heads, width, runs, scale, k, first,
                 P: tl.constexpr, PP: tl.constexpr, SPLITS: tl.constexpr, RUN: tl.constexpr, RUNS: tl.constexpr,
                 KP: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-        # One program: a KV head. The k best runs by their peaks, then the k best candidates of those: which are not below the
-        # k-th peak, nor above the first. Both are widened by what rounding the same sums apart may cost.
-        lane = tl.program_id(1)
-        pair = (lane * heads + tl.program_id(0)).to(tl.int64)
-        count = tl.load(wanted + lane)
+        # Program: one KV head. Selects the k best runs by their peaks, then the k best candidates of those runs, which lie
+        # between the k-th peak and the first. Both bounds are widened by the rounding error of computing the same sums twice.
+        seq = tl.program_id(1)
+        pair = (seq * heads + tl.program_id(0)).to(tl.int64)
+        count = tl.load(wanted + seq)
         filled = tl.cdiv(count, RUN)
         follow(PDL)
         run = tl.arange(0, RUNS)
         peak = _heads(peaks + pair * P * runs, run, run < runs, runs, P)
         totals = _each(_total(parts + pair * P * SPLITS * 2, P, PP, SPLITS), P, PP) if P > 1 else ()
         key = _keys(peak, run < filled, totals, scale, P)
-        least = -0x7FFFFFFF  # only what is not live is below
-        top = tl.max(key) + 1  # no number's integer is so large that there were none above
+        least = -0x7FFFFFFF  # only keys that are not live are below
+        top = tl.max(key) + 1  # cannot overflow: inf maps to 0x7F800000
         bottom = tl.min(tl.where(run < filled, key, 0x7FFFFFFF))
         want = tl.minimum(k, filled)
         low, high, more = _bounds(key, want, tl.maximum(tl.minimum(bottom, top), least), top)
         place = _places(key, want, low, high, more)
         tl.store(chosen + pair * k + place, run, mask=place >= 0)
-        tl.debug_barrier()  # each thread now reads what the others of this program wrote
+        tl.debug_barrier()  # each thread reads what other threads wrote
         r = tl.arange(0, KP * RUN)
         found = r // RUN < want
         m = tl.load(chosen + pair * k + r // RUN, mask=found, other=0) * RUN + r % RUN
-        tl.debug_barrier()  # all of them are asked for before the first is used
+        tl.debug_barrier()  # all loads are issued before the first is used
         live = found & (m < count)
-        position = tl.load(candidates + pair * width + m, mask=found, other=0)  # in bounds: whole runs have room
+        position = tl.load(candidates + pair * width + m, mask=found, other=0)  # in bounds: the buffer holds whole runs
         key = _keys(_heads(scores + pair * P * width, m, found, width, P), live, totals, scale, P)
         want = tl.minimum(k, count)
         low = tl.where(filled < k, least, tl.maximum(low - 16, least))
@@ -181,10 +187,10 @@ if HAS_TRITON:
     @triton.jit
     def _mean(scores, parts, wanted, merged, peaks, heads, width, runs, scale, P: tl.constexpr, PP: tl.constexpr,
               SPLITS: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-        # One program: the summed weights of BLOCK candidates, in logs, and the peaks of those.
-        lane = tl.program_id(2)
-        pair = (lane * heads + tl.program_id(1)).to(tl.int64)
-        count = tl.load(wanted + lane)
+        # Program: the summed weights of BLOCK candidates, in logs, and the peaks of those.
+        seq = tl.program_id(2)
+        pair = (seq * heads + tl.program_id(1)).to(tl.int64)
+        count = tl.load(wanted + seq)
         block = tl.program_id(0)
         follow(PDL)
         if block * BLOCK < count:
@@ -206,26 +212,26 @@ if HAS_TRITON:
 
 def launch(found: Estimates, candidates: Tensor, wanted: Tensor, k: int, first: int, scale: float,
            policy: Merge) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The kernels, on whatever device candidates are. found: with the parts and peaks of rerank."""
+    """Launch the kernels on any device. found: with the parts and peaks of rerank."""
     assert found.parts is not None and found.peaks is not None
     scores, peaks, run = found.scores, found.peaks, found.run
-    lanes, heads, scored, width = scores.shape
+    batch, heads, scored, width = scores.shape
     runs, padded, pdl = peaks.shape[3], triton.next_power_of_2(k), chained(candidates.device)
     assert scores.is_contiguous() and candidates.is_contiguous() and found.parts.is_contiguous() and peaks.is_contiguous()
     assert width % TILE == 0, f"{width} candidates are no whole tiles of {TILE}"
     assert runs <= MOST and padded * run <= MOST, f"{runs} runs of {run} candidates are too many for {k} rows"
     if policy == "mean" and scored > 1:
-        merged = torch.empty((lanes, heads, 1, width), dtype=torch.float32, device=scores.device)
-        peaks = torch.empty((lanes, heads, 1, runs), dtype=torch.float32, device=scores.device)
-        _mean[(triton.cdiv(width, 1024), heads, lanes)](
+        merged = torch.empty((batch, heads, 1, width), dtype=torch.float32, device=scores.device)
+        peaks = torch.empty((batch, heads, 1, runs), dtype=torch.float32, device=scores.device)
+        _mean[(triton.cdiv(width, 1024), heads, batch)](
             scores, found.parts, wanted, merged, peaks, heads, width, runs, scale, P=scored, PP=triton.next_power_of_2(scored),
             SPLITS=found.parts.shape[3], RUN=run, BLOCK=1024, PDL=pdl, num_warps=4, launch_pdl=pdl,
         )  # fmt: skip
         scores, scored = merged, 1
-    chosen, rows = torch.empty((2, lanes, heads, k), dtype=torch.int32, device=candidates.device).unbind()
-    counts = torch.empty((lanes, heads), dtype=torch.int32, device=candidates.device)
+    chosen, rows = torch.empty((2, batch, heads, k), dtype=torch.int32, device=candidates.device).unbind()
+    counts = torch.empty((batch, heads), dtype=torch.int32, device=candidates.device)
     most = max(triton.next_power_of_2(runs), padded * run)
-    _choose[(heads, lanes)](
+    _choose[(heads, batch)](
         scores, peaks, found.parts, candidates, wanted, chosen, rows, counts, heads, width, runs, scale, k, first, P=scored,
         PP=triton.next_power_of_2(scored), SPLITS=found.parts.shape[3], RUN=run, RUNS=triton.next_power_of_2(runs), KP=padded,
         PDL=pdl, num_warps=min(16, max(4, most // PER_WARP)), launch_pdl=pdl,
@@ -235,10 +241,10 @@ def launch(found: Estimates, candidates: Tensor, wanted: Tensor, k: int, first: 
 
 def topk(found: Estimates, candidates: Tensor, wanted: Tensor, k: int, first: int, scale: float,
          policy: Merge) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Rows [L, H, k] int32, ascending, -1 padded, and counts [L, H] int32: of the first wanted[l] candidates the k that weigh
-    most.
+    """Select the k heaviest of the first wanted[l] candidates: rows [L, H, k] int32, ascending, -1 padded, and counts [L, H]
+    int32.
 
-    first is added to every position. Raises ConfigError where k exceeds the width of the candidates.
+    `first` is added to every position. Raises ConfigError if k exceeds the width of the candidates.
     """
     width = candidates.shape[2]
     if k > width:

@@ -1,8 +1,8 @@
 """Scores of units (pages or clusters) from their digests.
 
-Every digest is read once: B H U E elements (ClusterKV at 128k tokens, 8 heads, d = 128: 1638 centroids, 3.4 MB; pages of 32
-at 1M: 134 MB, 31 us at 4300 GB/s) for 2 G operations an element, on the tensor cores. About as many programs as the device
-holds at once share the blocks of a head's units; each has several blocks under way.
+Every digest is read once: B H U E elements (ClusterKV at 128k tokens, 8 heads, D = 128: 1638 centroids, 3.4 MB; pages of 32 at
+1M: 134 MB, 31 us at 4300 GB/s), with 2 G operations per element on the tensor cores. About as many programs as the device holds
+at once share the blocks of a head's units; each keeps several blocks in flight.
 """
 
 from __future__ import annotations
@@ -15,21 +15,24 @@ from torch import Tensor
 from kvthaw.kernels import HAS_TRITON
 
 BLOCK = 64
-"""Units that are scored together; they leave one part of the softmax denominators."""
-_PROCESSORS, _SHARED = 132, 200 << 10  # an H200's multiprocessors, and bytes of shared memory to use on each
+"""Units scored together; each block stores one part of the softmax denominators."""
+_PROCESSORS, _SHARED = 132, 200 << 10  # multiprocessors of an H200, and bytes of shared memory to use on each
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
-    """The last W queries that were asked with. queries [B, Hq, W, D], that of step s at s % W; seen [B, W] float32, 1 where one
-    stands; steps [1] int64: how many there were. Changed in place."""
+class RecentQueries:
+    """The last W queries, updated in place.
+
+    queries [B, Hq, W, D]: the query of step s at s % W. seen [B, W] float32: 1 where a query is stored. steps [1] int64: number
+    of steps.
+    """
 
     queries: Tensor
     seen: Tensor
     steps: Tensor
 
-    def note(self, query: Tensor) -> None:
-        """Take a step's query [B, Hq, D], and count the step. No host sync."""
+    def record(self, query: Tensor) -> None:
+        """Store the query [B, Hq, D] of a step and count the step. No host sync."""
         slot = self.steps % self.queries.shape[2]
         self.queries.index_copy_(2, slot, query[:, :, None].to(self.queries.dtype))
         self.seen.index_fill_(1, slot, 1.0)
@@ -37,12 +40,12 @@ class Watch:
 
 
 def definition(query: Tensor, digests: Tensor, stops: Tensor, counts: Tensor, *, scale: float, mean: bool) -> Tensor:
-    """[B, H, G, U] float32: what the query heads of a group think of each unit; -inf for units that do not exist or are empty.
+    """Score each unit for the query heads of its group, [B, H, G, U] float32; -inf for missing or empty units.
 
-    query [B, Hq, D]. digests [B, H, U, E]: a unit's centroid where E = D, score scale q.mu; or centre and half extent of the
-    box around its keys where E = 2 D, score scale (q.c + |q|.delta), the largest in the box. stops [B, H, U + 1] int32: unit
-    u has stops[u + 1] - stops[u] tokens; counts [B] int32: units of a lane; what is behind them may hold anything. mean: the
-    heads' mean query, rounded to the dtype of query, scores for all, and G is 1.
+    query [B, Hq, D]. digests [B, H, U, E]: a unit's centroid if E = D, with score scale q.mu; or the centre and half extent of
+    the box around its keys if E = 2 D, with score scale (q.c + |q|.delta), the maximum over the box. stops [B, H, U + 1] int32:
+    unit u has stops[u + 1] - stops[u] tokens. counts [B] int32: units of a sequence; later entries may hold anything. mean: the
+    mean query of the heads, rounded to the dtype of query, scores for all, and G is 1.
     """
     heads, units = digests.shape[1:3]
     q = query.float().unflatten(1, (heads, -1))
@@ -63,12 +66,12 @@ if HAS_TRITON:
 
     @triton.jit
     def _score(
-        query, digests, stops, counts, scores, parts, asked, seen, steps, scale, heads, dim, width, units, blocks, watched,
+        query, digests, stops, counts, scores, parts, recent_queries, seen, steps, scale, heads, dim, width, units, blocks, window,
         G: tl.constexpr, GS: tl.constexpr, GC: tl.constexpr, GP: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr,
-        STAGES: tl.constexpr, UPCAST: tl.constexpr, WATCH: tl.constexpr,
+        STAGES: tl.constexpr, UPCAST: tl.constexpr, RECORD: tl.constexpr,
     ):  # fmt: skip
-        # One program a (share of the blocks of units; lane and head). scores [B, H, GS, U]; parts [B, H, blocks, 2, GC]: maximum,
-        # and the sum of size exp(score - maximum), from which _narrow makes the denominators. GS is 1 where the mean query scores
+        # Program (share of the blocks of units; sequence and head). scores [B, H, GS, U]; parts [B, H, blocks, 2, GC]: maximum,
+        # and sum of size exp(score - maximum), from which _narrow computes the denominators. GS is 1 if the mean query scores
         # for all.
         bh, e, g = tl.program_id(1).to(tl.int64), tl.arange(0, EP), tl.arange(0, GP)
         count = tl.load(counts + bh // heads)
@@ -76,12 +79,12 @@ if HAS_TRITON:
         channel = tl.where(e < dim, e, e - dim)
         place = query + (bh * G + g[:, None]) * dim + channel[None, :]
         q = tl.load(place, mask=(g < G)[:, None] & inside[None, :], other=0.0)
-        if WATCH:  # noqa: SIM102  as Watch.note, but for the step, which _choose counts behind all that read it
+        if RECORD:  # noqa: SIM102  RecentQueries.record, except that _choose counts the step after all reads
             if tl.program_id(0) == 0:
-                slot = tl.load(steps) % watched
-                own = asked + ((bh * G + g[:, None]) * watched + slot) * dim + e[None, :]
+                slot = tl.load(steps) % window
+                own = recent_queries + ((bh * G + g[:, None]) * window + slot) * dim + e[None, :]
                 tl.store(own, q, mask=(g < G)[:, None] & (e < dim)[None, :])
-                tl.store(seen + bh // heads * watched + slot, 1.0)
+                tl.store(seen + bh // heads * window + slot, 1.0)
         q = q.to(tl.float32)
         if GS < G:
             q = tl.broadcast_to((tl.sum(q, axis=0) / G)[None, :], (GP, EP))
@@ -100,7 +103,7 @@ if HAS_TRITON:
             )
             stop = stops + bh * (units + 1) + u
             size = tl.load(stop + 1, mask=known, other=0) - tl.load(stop, mask=known, other=0)
-            # in 16 bits as exact: both were in the tile's dtype, the sum is in float32
+            # 16-bit operands are exact here: both have the tile's dtype, and the sum is float32.
             found = tl.dot(tile.to(tl.float32), q, input_precision="tf32x3") if UPCAST else tl.dot(tile, q)
             found *= scale
             found = tl.where((size > 0)[:, None], found, float("-inf"))
@@ -111,11 +114,21 @@ if HAS_TRITON:
 
 
 def launch(
-    query: Tensor, digests: Tensor, stops: Tensor, counts: Tensor, *, scale: float, mean: bool, watch: Watch | None = None
+    query: Tensor,
+    digests: Tensor,
+    stops: Tensor,
+    counts: Tensor,
+    *,
+    scale: float,
+    mean: bool,
+    recent: RecentQueries | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The Triton kernel; arguments as in `definition`, all contiguous. Returns the scores, which behind a lane's units hold
-    anything, and parts [B, H, blocks, 2, at least G] float32: of every BLOCK units the largest score, m, and the sum of n
-    exp(score - m), n a unit's tokens; where G is 1, they hold anything. watch takes the query; the step is not counted."""
+    """Launch the Triton kernel; arguments as in `definition`, all contiguous.
+
+    Returns the scores, undefined past a sequence's units, and parts [B, H, blocks, 2, at least G] float32: for every BLOCK
+    units the largest score m and the sum of n exp(score - m), n the tokens of a unit; undefined if G is 1. Stores the query in
+    `recent` but does not count the step.
+    """
     batch, heads, units, width = digests.shape
     dim, group = query.shape[2], query.shape[1] // heads
     query = query.contiguous()
@@ -124,33 +137,33 @@ def launch(
     assert stops.shape == (batch, heads, units + 1), f"stops are {tuple(stops.shape)}"
     assert width in (dim, 2 * dim), f"digests are {width} wide"
     assert query.dtype == digests.dtype, f"queries are {query.dtype}, digests {digests.dtype}"
-    if watch is not None:
-        assert watch.queries.is_contiguous() and watch.seen.is_contiguous() and watch.seen.dtype == torch.float32
-        assert watch.queries.shape[:2] == query.shape[:2] and watch.queries.shape[3] == dim
-        assert watch.steps.dtype == torch.int64
+    if recent is not None:
+        assert recent.queries.is_contiguous() and recent.seen.is_contiguous() and recent.seen.dtype == torch.float32
+        assert recent.queries.shape[:2] == query.shape[:2] and recent.queries.shape[3] == dim
+        assert recent.steps.dtype == torch.int64
     seen, padded, wide = 1 if mean else group, max(16, triton.next_power_of_2(group)), triton.next_power_of_2(width)
     compact, blocks = triton.next_power_of_2(seen), max(1, triton.cdiv(units, BLOCK))
     scores = query.new_empty((batch, heads, seen, units), dtype=torch.float32)
     parts = query.new_empty((batch, heads, blocks, 2, compact), dtype=torch.float32)
     stages, many = programs(BLOCK * wide * digests.dtype.itemsize, blocks, batch * heads)
-    to = (query, query, counts, 0) if watch is None else (watch.queries, watch.seen, watch.steps, watch.queries.shape[2])
+    to = (query, query, counts, 0) if recent is None else (recent.queries, recent.seen, recent.steps, recent.queries.shape[2])
     _score[(many, batch * heads)](
         query, digests, stops, counts, scores, parts, *to[:3], scale, heads, dim, width, units, blocks, to[3],
-        G=group, GS=seen, GC=compact, GP=padded, EP=wide, BLOCK=BLOCK, STAGES=stages, num_warps=4, WATCH=watch is not None,
+        G=group, GS=seen, GC=compact, GP=padded, EP=wide, BLOCK=BLOCK, STAGES=stages, num_warps=4, RECORD=recent is not None,
         UPCAST=query.device.type == "cpu" or digests.dtype == torch.float32,
     )  # fmt: skip
     return scores, parts
 
 
 def programs(tile: int, blocks: int, pairs: int) -> tuple[int, int]:
-    """How many tiles of so many bytes a program may have under way, and how many programs share the blocks of each of `pairs` lanes
-    and heads, so that all of them run at once."""
+    """Return the pipeline stages for tiles of `tile` bytes, and how many programs share the blocks of each of `pairs`
+    (sequence, head) pairs, so that all run in one wave."""
     stages, resident = plan(tile)
     return stages, min(blocks, max(1, resident * _PROCESSORS // pairs))
 
 
 def plan(tile: int) -> tuple[int, int]:
-    """How many tiles of so many bytes a program may have under way (1 to 3), and how many such programs a multiprocessor holds
-    (1 to 4)."""
+    """Return the pipeline stages for tiles of `tile` bytes (1 to 3), and how many such programs fit on a multiprocessor (1 to
+    4)."""
     stages = max(1, min(3, _SHARED // 2 // tile))
     return stages, max(1, min(4, _SHARED // (stages * tile)))

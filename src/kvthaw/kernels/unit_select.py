@@ -1,10 +1,10 @@
-"""From a query to the rows of the best units (pages or clusters), cut at a budget of rows.
+"""Select the rows of the best units (pages or clusters) for a query, up to a budget of rows.
 
-After the scores (see unit_scores) two kernels, and nothing is sorted. One, a program for every 1024 units of a KV head, reads
-their G scores and keeps the units that this chunk alone would give: at most `budget` rows and one unit more, found by bisecting
-the 32 bits of the score that fills the budget, in registers. The other, a program a KV head, does the same among what is left
-(32768 pages at 1M tokens, 1024 rows: 32 x 32 pages), in registers too unless a chunk left more than its share of them, and
-writes the rows. Bytes: 4 (G + 2) a unit, 24 a unit kept, 8 a row: 0.8 MB a head at most there.
+Two kernels follow the scores (see unit_scores); nothing is sorted. The first, one program per 1024 units of a KV head, reads
+their G scores and keeps the units that this chunk alone would select: at most `budget` rows and one more unit, found in
+registers by bisecting the 32 bits of the score that fills the budget. The second, one program per KV head, does the same among
+the remaining units (32768 pages at 1M tokens, 1024 rows: 32 x 32 pages), in registers too unless a chunk kept more than its
+share, and writes the rows. Bytes: 4 (G + 2) per unit, 24 per unit kept, 8 per row: 0.8 MB per head at most in this example.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from torch import Tensor
 
 from kvthaw.errors import one_of
 from kvthaw.kernels import HAS_TRITON, unit_scores
-from kvthaw.kernels.unit_scores import Watch
+from kvthaw.kernels.unit_scores import RecentQueries
 
 Policy = Literal["max", "mean", "mean_query"]
-"""How the query heads of a group agree on units: the largest or the mean of their softmax weights, where a unit of n tokens
-weighs n exp(score) in the denominator, or the score of their mean query."""
+"""How the query heads of a group rank units: by the maximum or the mean of their softmax weights, where a unit of n tokens
+contributes n exp(score) to the denominator, or by the score of their mean query."""
 
 
 def check_policy(policy: str) -> None:
-    """Raise ConfigError for a policy that does not exist."""
+    """Raise ConfigError for an unknown policy."""
     one_of(get_args(Policy), policy=policy)
 
 
@@ -33,15 +33,15 @@ def definition(
     query: Tensor, digests: Tensor, stops: Tensor, order: Tensor | None, counts: Tensor,
     *, first: int, budget: int, scale: float, policy: Policy,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Rows of the units with the best scores, whole units and the last one cut: [B, H, budget] int32, and how many, [B, H]
-    int32.
+    """Select the rows of the units with the best scores, [B, H, budget] int32, and their number, [B, H] int32.
 
-    query [B, Hq, D]. digests [B, H, U, E]: a unit's centroid where E = D, score q.mu; or centre and half extent of the box
-    around its keys where E = 2 D, score q.c + |q|.delta, the largest q.k in the box. counts [B] int32: units of a lane; the
-    rest is undefined. stops [B, H, U + 1] int32: unit u is order[stops[u] : stops[u + 1]]; order [B, H, T] int32 holds
-    positions, and None means that it would hold first, first + 1, ... What stands before stops[0] is static: always taken, up
-    to the budget. Rows are the static ones, then the units' in the order of the units; -1 behind them. Of equal scores the
-    earlier unit wins.
+    query [B, Hq, D]. digests [B, H, U, E]: a unit's centroid if E = D, with score q.mu; or the centre and half extent of the
+    box around its keys if E = 2 D, with score q.c + |q|.delta, the maximum of q.k over the box. counts [B] int32: units of a
+    sequence; later entries are undefined. stops [B, H, U + 1] int32: unit u is order[stops[u] : stops[u + 1]]. order [B, H, T]
+    int32: positions; None stands for first, first + 1, ...
+
+    Tokens before stops[0] are static: always selected, up to the budget. Units are selected whole, except that the last one is
+    cut. The rows are the static ones, then those of the units in unit order, then -1. Ties go to the earlier unit.
     """
     heads = stops.shape[1]
     all_scores = unit_scores.definition(query, digests, stops, counts, scale=scale, mean=policy == "mean_query")
@@ -70,7 +70,7 @@ def vectorised(
     query: Tensor, digests: Tensor, stops: Tensor, order: Tensor | None, counts: Tensor,
     *, first: int, budget: int, scale: float, policy: Policy,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As `definition`, in torch operations over all units of the tables; no host sync on a GPU."""
+    """Compute `definition` in torch operations over all units; no host sync on a GPU."""
     scores = unit_scores.definition(query, digests, stops, counts, scale=scale, mean=policy == "mean_query")
     return vectorised_choice(scores, stops, order, counts, first=first, budget=budget, policy=policy)
 
@@ -78,7 +78,7 @@ def vectorised(
 def vectorised_choice(
     scores: Tensor, stops: Tensor, order: Tensor | None, counts: Tensor, *, first: int, budget: int, policy: Policy
 ) -> tuple[Tensor, Tensor]:
-    """What of `vectorised` follows the scores [B, H, G, U] float32, -inf for units that do not exist or are empty."""
+    """Select as `vectorised` does, from scores [B, H, G, U] float32, -inf for missing or empty units."""
     batch, heads, _, units = scores.shape
     known = torch.arange(units, device=scores.device) < counts[:, None, None]
     sizes = torch.where(known, stops[:, :, 1:] - stops[:, :, :-1], 0)
@@ -114,16 +114,16 @@ if HAS_TRITON:
 
     @triton.jit
     def _cut(key, size, least, room):
-        # How many rows of each unit are taken: all above the key `least`, of those that have it the earlier ones, `room` in all;
-        # and how many rows have it.
+        # Return the rows to take from each unit: all of units with a key above `least`, then of those with that key, earlier
+        # ones first, until `room` rows are taken; and the number of rows with that key.
         tied = tl.where(key == least, size, 0)
         rest = room - (tl.cumsum(tied, axis=0) - tied)
         return tl.where(key > least, size, tl.minimum(tl.maximum(rest, 0), tied)), tl.sum(tied)
 
     @triton.jit
     def _taken(key, size, room):
-        # How many rows of each unit fill the room. `low` ends as the largest key such that units of it and above fill the room, or
-        # as the least integer; above: the rows of the units above it.
+        # Return the rows of each unit that fill the room. `low` ends as the largest key such that the units at or above it fill
+        # the room, or as the smallest integer; above: the rows of the units above it.
         low, high, above = tl.full([], -0x80000000, tl.int64), tl.full([], 0x7FFFFFFF, tl.int64), tl.full([], 0, tl.int32)
         for _ in range(32):
             middle = low + (high - low) // 2
@@ -139,9 +139,9 @@ if HAS_TRITON:
         scores, parts, stops, counts, keys, begins, sizes, found, budget, heads, units, blocks, chunks,
         GS: tl.constexpr, GC: tl.constexpr, SCORED: tl.constexpr, PARTS: tl.constexpr, MEAN: tl.constexpr,
     ):  # fmt: skip
-        # One program a (chunk of units; lane and head): the group's scores become one, as an integer of the same order, and of the
-        # chunk's units those stay that would be taken if there were no other chunk. keys, begins, sizes [B, H, chunks, _CHUNK]
-        # int32: their keys and where they stand, by unit; found [B, H, chunks]: how many.
+        # Program (chunk of units; sequence and head). Merges the group's scores into one integer key of the same order, and
+        # keeps the units that would be selected if the chunk were alone. keys, begins, sizes [B, H, chunks, _CHUNK] int32: key,
+        # first token and size of each kept unit; found [B, H, chunks]: their number.
         chunk, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
         count = tl.load(counts + bh // heads)
         kept = tl.full([], 0, tl.int32)
@@ -193,11 +193,11 @@ if HAS_TRITON:
     def _choose(
         keys, begins, sizes, found, stops, order, side, ends, rows, taken, steps, first, budget, units, chunks, capacity,
         BLOCK: tl.constexpr, CP: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr, CSTEPS: tl.constexpr, MAPPED: tl.constexpr,
-        WATCH: tl.constexpr,
+        COUNT_STEP: tl.constexpr,
     ):  # fmt: skip
-        # One program a (lane and head), over the chunks' units. ends [B, H, 2, budget] int32: of the units taken, where each begins
-        # and how many rows those up to it give. side [B, H, 4, chunks * _CHUNK]: where some chunk has more than EACH units, all of
-        # them side by side, their keys, begins and sizes; and the chunks' prefix sums.
+        # Program (sequence and head), over the units that the chunks kept. ends [B, H, 2, budget] int32: for each unit taken,
+        # its first token and the number of rows up to its end. side [B, H, 4, chunks * _CHUNK]: if a chunk has more than EACH
+        # units, the keys, begins and sizes of all units, compacted, and the prefix sums of the chunks.
         bh = tl.program_id(0).to(tl.int64)
         wide = chunks * _CHUNK
         keys += bh * wide
@@ -227,13 +227,13 @@ if HAS_TRITON:
         else:
             key_of = side + bh * 4 * wide
             from_of, size_of, upto = key_of + wide, key_of + 2 * wide, key_of + 3 * wide
-            lane, total = tl.arange(0, BLOCK), tl.sum(kept)
+            offset, total = tl.arange(0, BLOCK), tl.sum(kept)
             tl.store(upto + c, tl.cumsum(kept, axis=0), mask=c < chunks)
             tl.debug_barrier()
             for start in range(0, total, BLOCK):
-                j = start + lane
+                j = start + offset
                 left, right = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32) + chunks
-                for _ in range(CSTEPS):  # the first chunk that ends behind j
+                for _ in range(CSTEPS):  # binary search for the first chunk that ends after j
                     middle = (left + right) // 2
                     open_ = left < right
                     past = open_ & (tl.load(upto + middle, mask=open_, other=0) <= j)
@@ -246,11 +246,11 @@ if HAS_TRITON:
                 tl.store(size_of + j, tl.load(sizes + source, mask=here, other=0), mask=here)
             tl.debug_barrier()
             low, high, above = tl.full([], -0x80000000, tl.int64), tl.full([], 0x7FFFFFFF, tl.int64), tl.full([], 0, tl.int32)
-            for _ in range(32):  # as in _taken, over more units than one block holds
+            for _ in range(32):  # as in _taken, for more units than one block holds
                 middle = low + (high - low) // 2
                 some = tl.zeros([BLOCK], tl.int32)
                 for start in range(0, total, BLOCK):
-                    j = start + lane
+                    j = start + offset
                     key = tl.load(key_of + j, mask=j < total, other=-0x80000000)
                     some += tl.where(key >= middle.to(tl.int32), tl.load(size_of + j, mask=j < total, other=0), 0)
                 filled = tl.sum(some)
@@ -259,7 +259,7 @@ if HAS_TRITON:
                 above = tl.where(filled >= room, above, filled)
             same = tl.full([], 0, tl.int32)
             for start in range(0, total, BLOCK):
-                j = start + lane
+                j = start + offset
                 key = tl.load(key_of + j, mask=j < total, other=-0x80000000)
                 size = tl.load(size_of + j, mask=j < total, other=0)
                 take, tied = _cut(key, size, low.to(tl.int32), room - above - same)
@@ -275,7 +275,7 @@ if HAS_TRITON:
             m = start + tl.arange(0, ROWS)
             w = m - static
             left, right, open_ = tl.zeros([ROWS], tl.int32), tl.zeros([ROWS], tl.int32) + many, many
-            while open_ > 0:  # the first unit taken that ends behind w
+            while open_ > 0:  # binary search for the first unit taken that ends after w
                 middle = (left + right) // 2
                 inside = left < right
                 past = inside & (tl.load(ends + middle, mask=inside, other=0) <= w)
@@ -290,18 +290,21 @@ if HAS_TRITON:
             row = tl.load(order + bh * capacity + source, mask=wanted, other=-1) if MAPPED else source + first
             tl.store(rows + bh * budget + m, tl.where(wanted, row, -1), mask=m < budget)
         tl.store(taken + bh, static + out)
-        if WATCH:  # noqa: SIM102
+        if COUNT_STEP:  # noqa: SIM102
             if bh == 0:
                 tl.store(steps, tl.load(steps) + 1)
 
 
 def launch(
     query: Tensor, digests: Tensor, stops: Tensor, order: Tensor | None, counts: Tensor,
-    *, first: int, budget: int, scale: float, policy: Policy, watch: Watch | None = None,
+    *, first: int, budget: int, scale: float, policy: Policy, recent: RecentQueries | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The Triton kernels; arguments and result as in `definition`. All tensors contiguous; static shapes, no host sync."""
-    scores, parts = unit_scores.launch(query, digests, stops, counts, scale=scale, mean=policy == "mean_query", watch=watch)
-    steps = None if watch is None else watch.steps
+    """Launch the Triton kernels; arguments and result as in `definition`. All tensors contiguous; static shapes, no host sync.
+
+    recent: the kernels store the query there and count the step.
+    """
+    scores, parts = unit_scores.launch(query, digests, stops, counts, scale=scale, mean=policy == "mean_query", recent=recent)
+    steps = None if recent is None else recent.steps
     return launch_choice(scores, parts, stops, order, counts, first=first, budget=budget, policy=policy, steps=steps)
 
 
@@ -309,7 +312,7 @@ def launch_choice(
     scores: Tensor, parts: Tensor, stops: Tensor, order: Tensor | None, counts: Tensor,
     *, first: int, budget: int, policy: Policy, steps: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """What of `launch` follows the scores and parts, as unit_scores.launch leaves them. steps [1] int64: counted up by one."""
+    """Select as `launch` does, from scores and parts as unit_scores.launch returns them. steps [1] int64 is incremented."""
     batch, heads, _, units = scores.shape
     assert order is None or (order.is_contiguous() and order.dtype == torch.int32), "order is not contiguous int32"
     blocks, compact, chunks = parts.shape[2], parts.shape[4], max(1, triton.cdiv(units, 1024))
@@ -326,20 +329,21 @@ def launch_choice(
         *scratch[:3], found, stops, stops if order is None else order, scratch[3:], ends, rows, taken,
         counts if steps is None else steps, first, budget, units, chunks, 0 if order is None else order.shape[2],
         BLOCK=1024, CP=padded, EACH=max(1, min(1024, max(64, 2048 // padded), 8192 // padded)), CSTEPS=chunks.bit_length(),
-        ROWS=min(1024, max(32, triton.next_power_of_2(budget))), MAPPED=order is not None, WATCH=steps is not None, num_warps=8,
+        ROWS=min(1024, max(32, triton.next_power_of_2(budget))), MAPPED=order is not None, COUNT_STEP=steps is not None,
+        num_warps=8,
     )  # fmt: skip
     return rows, taken
 
 
 def unit_select(
     query: Tensor, digests: Tensor, stops: Tensor, order: Tensor | None, counts: Tensor,
-    *, first: int, budget: int, scale: float, policy: Policy, watch: Watch | None = None,
+    *, first: int, budget: int, scale: float, policy: Policy, recent: RecentQueries | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As `definition`: the kernels on a GPU, vectorised torch elsewhere. watch takes the query and counts the step, in the same
-    launches."""
+    """Select as in `definition`: by the kernels on a GPU, by vectorised torch elsewhere. Stores the query in `recent`, if
+    given, and counts the step."""
     how: dict[str, Any] = {"first": first, "budget": budget, "scale": scale, "policy": policy}
     if HAS_TRITON and query.device.type == "cuda":
-        return launch(query, digests, stops, order, counts, **how, watch=watch)
-    if watch is not None:
-        watch.note(query)
+        return launch(query, digests, stops, order, counts, **how, recent=recent)
+    if recent is not None:
+        recent.record(query)
     return vectorised(query, digests, stops, order, counts, **how)
