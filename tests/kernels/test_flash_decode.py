@@ -327,11 +327,27 @@ def test_gpu_slab(heads: int, dim: int, dtype: torch.dtype, device: torch.device
         compare(query, keys, values, **how)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("slots", [50, 976])
+@pytest.mark.parametrize(("which", "bad"), [(0, torch.nan), (1, torch.inf)])
+def test_a_newest_that_is_not_finite_is_noted(
+    device: torch.device, dtype: torch.dtype, slots: int, which: int, bad: float
+) -> None:
+    query, keys, values, how = Lanes(Regions(4, 40, 30), [30, 60], slots, 2, 4, 64, dtype).make(device)
+    tickets = torch.zeros(5, dtype=torch.int32, device=device)
+    step = DecodeStep(query, keys, values, **how, scale=0.1)
+    flash_decode(step, tickets)
+    assert not tickets.any()
+    how["newest"][which][1, 1, 63] = bad
+    flash_decode(step, tickets)
+    assert tickets.tolist() == [0, 0, 0, 0, 1]
+
+
 @pytest.mark.gpu
 def test_gpu_last_program_merges(device: torch.device) -> None:
     """The same answer a thousand times, whichever program comes last."""
     query, keys, values, how = Lanes(Regions(16, 16, 16), [5000, 300, 40], 976, 8, 4, 128, torch.bfloat16).make(device)
-    tickets = torch.zeros(24, dtype=torch.int32, device=device)
+    tickets = torch.zeros(25, dtype=torch.int32, device=device)
     first = flash_decode(DecodeStep(query, keys, values, **how, scale=0.1), tickets)
     found = [flash_decode(DecodeStep(query, keys, values, **how, scale=0.1), tickets) for _ in range(1000)]
     assert all(torch.equal(one, first) for one in found)
@@ -344,7 +360,7 @@ def test_gpu_captured_steps(device: torch.device) -> None:
     regions = Regions(4, 40, 30)
     query, keys, values, how = Lanes(regions, [30, 60], 50, 8, 4, 128, torch.bfloat16).make(device)
     theirs = torch.stack((keys, values), dim=3)
-    tickets = torch.zeros(16, dtype=torch.int32, device=device)
+    tickets = torch.zeros(17, dtype=torch.int32, device=device)
     flash_decode(DecodeStep(query, keys, values, **how, scale=0.1), tickets)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

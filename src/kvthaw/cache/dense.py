@@ -69,6 +69,10 @@ class DenseLayer(Lanes):
         assert self._data is not None
         return self._data[lane, :, start:stop]
 
+    def nonfinite(self) -> Tensor | None:
+        """As FrozenKV.nonfinite."""
+        return self._tickets[-1:] if self._data is not None else None
+
     def device_bytes(self) -> int:
         """Bytes of KV on the device."""
         if self._data is None:
@@ -145,6 +149,7 @@ class DenseLayer(Lanes):
         """Forget the tokens of a lane."""
         self.watched.pop(lane, None)
         self._offloaded = None
+        self._tickets.zero_()
 
     def recover(self) -> None:
         """See FrozenKV."""
@@ -230,6 +235,7 @@ class DenseLayer(Lanes):
         if drop <= 0:
             return
         self._offloaded, self.era = None, object()
+        self._tickets.zero_()
         self.seen = max(0, self.seen - drop)
         self.left_pad = [min(pad, self.seen) for pad in self.left_pad]
         if self.seen == 0:
@@ -240,7 +246,7 @@ class DenseLayer(Lanes):
         self._offloaded, self.era = None, object()
         if self._data is not None:
             self._data = self._data[torch.tensor(lanes, device=self._data.device)]
-            self._tickets = self._tickets.new_zeros(self._data.shape[0] * self._data.shape[1])
+            self._tickets = self._tickets.new_zeros(self._data.shape[0] * self._data.shape[1] + 1)
             self.left_pad = [self.left_pad[lane] for lane in lanes]
             self.watched = {i: self.watched[lane] for i, lane in enumerate(lanes) if lane in self.watched}
 
@@ -266,7 +272,7 @@ class DenseLayer(Lanes):
         self.scale = scale
         self.capacity = self.room or roomier(0, max(tokens, steps))
         self._data = torch.zeros((lanes, heads, self.capacity, 2, dim), dtype=key.dtype, device=key.device)
-        self._tickets = torch.zeros(lanes * heads, dtype=torch.int32, device=key.device)
+        self._tickets = torch.zeros(lanes * heads + 1, dtype=torch.int32, device=key.device)
 
     def _reserve(self, tokens: int) -> None:
         """Room for so many tokens a lane."""

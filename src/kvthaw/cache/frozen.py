@@ -88,6 +88,10 @@ class FrozenKV(Lanes):
                 raise CacheError(f"the model gave keys or values that are not finite in layer {self.number}")
             self._finite = None
 
+    def nonfinite(self) -> Tensor | None:
+        """[1] int32 on the device: 1 once a decoded key or value was not finite; None before the first prompt."""
+        return self.slab.tickets[-1:] if self.plan else None
+
     def read(self, lane: int, start: int, stop: int) -> Tensor:
         """Rows [H, stop - start, 2, D] of a lane, wherever they lie; on the host or on the device."""
         assert self.plan is not None
@@ -242,6 +246,7 @@ class FrozenKV(Lanes):
         if self.plan is None:
             return
         self.untouched = False
+        self.slab.tickets.zero_()
         self.wait_for_copies()
         if self.feed is not None:
             self.feed.clear(lane)
@@ -454,6 +459,7 @@ class FrozenKV(Lanes):
             return
         self.check_crop(drop)
         self.fall_back()
+        self.slab.tickets.zero_()
         self.untouched, self.era = False, object()
         olds, lengths = ([of(lane) for lane in range(self.lanes)] for of in (self.indexed, self.length))
         lengths = [max(0, length - drop) for length in lengths]

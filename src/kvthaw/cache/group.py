@@ -171,7 +171,10 @@ class Group:
             choice = self._recorded(query, recording)
         else:
             self.settle()
-            selection = self._now(query) if search is None else search.result()
+            try:
+                selection = self._now(query) if search is None else search.result()
+            except ValueError as error:
+                raise CacheError(f"layer {self.shape.layer}: {error}") from error
             self.residency.grow(length)
             self._make_way(query.shape[0])
             uploads = self.index.on_host and query.is_cuda

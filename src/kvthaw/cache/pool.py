@@ -16,7 +16,7 @@ class Slab:
     """data [B, H, N, 2, D] with N = sink + ring + slots: first the sink by position, then the ring, then the pool's slots.
 
     One tensor, so that a decode step is one attention over it under a mask. It starts as zeros and holds only what was written,
-    so places that the mask hides are finite. tickets [B * H] int32: zeros between steps, for `kvthaw.kernels.flash_decode`.
+    so places that the mask hides are finite. tickets [B * H + 1] int32: see `kvthaw.kernels.flash_decode`.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Slab:
         self.regions, self.slots = regions, slots
         self.pool_start = regions.sink + regions.ring
         self.data = torch.zeros((lanes, kv_heads, self.pool_start + slots, 2, head_dim), dtype=dtype, device=device)
-        self.tickets = torch.zeros(lanes * kv_heads, dtype=torch.int32, device=device)
+        self.tickets = torch.zeros(lanes * kv_heads + 1, dtype=torch.int32, device=device)
 
     @property
     def keys(self) -> Tensor:
@@ -89,4 +89,4 @@ class Slab:
     def reorder(self, lanes: Tensor) -> None:
         """Lane i becomes what lane lanes[i] was; lanes [B'] int64."""
         self.data = self.data.index_select(0, lanes)
-        self.tickets = self.tickets.new_zeros(self.data.shape[0] * self.data.shape[1])
+        self.tickets = self.tickets.new_zeros(self.data.shape[0] * self.data.shape[1] + 1)

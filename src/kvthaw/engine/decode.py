@@ -166,6 +166,7 @@ class Replay:
         """Logits [B, 1, V] of one token a row, ids and positions [B, 1]; valid until the next step.
 
         What the next step needs the host for is enqueued behind this one where it can be taken back: something else may come."""
+        self.cache.check_finite()
         with torch.inference_mode(False), torch.no_grad():  # what is kept from step to step are plain tensors
             logits = self._whole(ids, positions)
             if self.due():

@@ -57,7 +57,10 @@ def in_chunks(
         if cache is None or (tokens <= chunk and not drafted):
             if cache is not None:
                 cache.reserve(tokens)  # before a layer that is not kvthaw's has taken them
-            return (short or forward)(**given)
+            out = (short or forward)(**given)
+            if cache is not None:
+                cache.check_finite()
+            return out
         reason = _whole(given, cache, names)
         if reason is not None:
             _log.warning("%d tokens go through the model in one pass: %s", tokens, reason)

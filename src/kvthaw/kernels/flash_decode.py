@@ -154,6 +154,8 @@ elif HAS_TRITON:
                 some = top > float("-inf")
                 sums = tl.where(some[:, None] & (offset == 0)[None, :], 1.0, sums)
                 acc = tl.where(some[:, None], nv.to(tl.float32)[None, :], acc)
+            finite = (tl.abs(nk.to(tl.float32)) < float("inf")) & (tl.abs(nv.to(tl.float32)) < float("inf"))
+            tl.store(tickets + tl.num_programs(0) + d * 0, 1, mask=is_dim & mine & (finite == 0))
             tl.store(keys + home * k_row + d, nk, mask=is_dim & mine)
             tl.store(values + home * v_row + d, nv, mask=is_dim & mine)
         for at in range(begin, end, BLOCK_N):
@@ -300,8 +302,8 @@ def _multiprocessors(device: torch.device) -> int:
 def flash_decode(step: DecodeStep, tickets: Tensor | None = None) -> Tensor:
     """Launch the kernel: as `definition`, but return only the output, [B, Hq, D] in the dtype of query.
 
-    Does not read keys outside [starts, lengths). tickets: at least B * H int32 zeros, which the kernel resets to zero, so one
-    tensor can serve many steps.
+    Does not read keys outside [starts, lengths). tickets: at least B * H + 1 int32 zeros, which the kernel resets to zero, so one
+    tensor can serve many steps; but tickets[B * H] becomes and stays 1 once a newest key or value is not finite.
     """
     query, keys, values, visible = step.query, step.keys, step.values, step.visible
     lengths, starts, regions, log_weight, sinks = step.lengths, step.starts, step.regions, step.log_weight, step.sinks
@@ -344,9 +346,9 @@ def flash_decode(step: DecodeStep, tickets: Tensor | None = None) -> Tensor:
     acc = torch.empty((batch, q_heads, split.splits, dim), dtype=torch.float32, device=query.device)
     parts = torch.empty((batch, q_heads, split.splits), dtype=torch.float32, device=query.device)
     if tickets is None:
-        tickets = torch.zeros(batch * heads, dtype=torch.int32, device=query.device)
+        tickets = torch.zeros(batch * heads + 1, dtype=torch.int32, device=query.device)
     assert tickets.dtype == torch.int32
-    assert tickets.numel() >= batch * heads
+    assert tickets.numel() > batch * heads
     group, interpreted = q_heads // heads, query.device.type == "cpu"
     if interpreted and sinks is not None:  # the interpreter supports no bfloat16 scalars or products
         sinks = sinks.float()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -20,6 +21,10 @@ def sparse_decode(step: DecodeStep, tickets: Tensor | None = None) -> Tensor:
     """
     if step.query.device.type == "cuda" and HAS_TRITON:
         return flash_decode(step, tickets)
+    if tickets is not None and step.newest is not None:
+        assert step.lengths is not None
+        finite = torch.isfinite(step.newest[0]) & torch.isfinite(step.newest[1])
+        tickets[step.keys.shape[0] * step.keys.shape[1]] |= ~(finite.all(dim=(1, 2)) | (step.lengths <= 0)).all()
     every = False
     if step.regions is None and step.lengths is not None:  # up to the longest sequence
         ends, begins = step.lengths.tolist(), [0] if step.starts is None else step.starts.tolist()

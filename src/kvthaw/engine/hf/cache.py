@@ -99,6 +99,7 @@ class Cache(DynamicCache):
 
     Give it to assisted decoding on an attached model: kvthaw must see the forward's arguments to tell candidates from a question.
 
+    Raises CacheError, with the layer, if the model gives keys or values that are not finite: see `check_finite`.
     Raises ConfigError for a setting out of range and UnsupportedModelError for a model that cannot work.
     """
 
@@ -227,6 +228,11 @@ class Cache(DynamicCache):
         """Allocate the host memory that the next tokens take, if they are decoded through the index. Raises HostMemoryError before
         anything has changed."""
         self._shared.reserve(tokens)
+
+    def check_finite(self) -> None:
+        """Raise CacheError, with the layer, if the model gave keys or values that are not finite while decoding: on a CPU at the
+        next call, on a GPU some steps later, since the host waits for nothing. Cleared by crop() and reset()."""
+        self._shared.check_finite()
 
     @contextmanager
     def verification(self) -> Iterator[None]:

@@ -13,6 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.filling import Filling
+from kvthaw.cache.finite import FiniteCheck
 from kvthaw.cache.host import HostMemory
 from kvthaw.cache.layer import Attention, FrozenLayer
 from kvthaw.cache.plan import Settings
@@ -50,6 +51,7 @@ class Shared:
         self._mask: weakref.ref[Tensor] | None = None  # the one that was read last
         self._read: tuple[list[int], bool] = [], False
         self._read_step = False  # a single token's mask was read since the last prompt
+        self._finite = FiniteCheck()
 
     def read_mask(
         self, mask: Tensor | None, kv: FrozenLayer | DenseLayer | Filling, batch: int, before: int, steps: int
@@ -92,6 +94,14 @@ class Shared:
     def first(self) -> CacheLayer:
         """The first of kvthaw's layers."""
         return next(layer for layer in self.layers if isinstance(layer, CacheLayer))
+
+    def check_finite(self) -> None:
+        """Raise CacheError if a key or value was not finite while decoding; see FiniteCheck."""
+        self._finite.look(self._flags)
+
+    def _flags(self) -> dict[int, Tensor]:
+        kvs = [layer.kv for layer in self.layers if isinstance(layer, CacheLayer) and not isinstance(layer.kv, Filling)]
+        return {kv.number: flag for kv in kvs if (flag := kv.nonfinite()) is not None}
 
     def reserve(self, steps: int) -> None:
         """See FrozenKV.reserve, for all layers, whose rings are full at the same token."""
@@ -142,6 +152,7 @@ class Shared:
         twin = object.__new__(Shared)
         memo[id(self)] = twin
         twin.__dict__.update(self.__dict__)
+        twin._finite = FiniteCheck()
         twin.memory = copy.deepcopy(self.memory, memo)
         twin.of, twin.pending = weakref.ref(copy.deepcopy(self.layers, memo)), None
         return twin
@@ -230,6 +241,7 @@ class CacheLayer(CacheLayerMixin):
             if fresh and (steps > 1 or before == 0):
                 self._check_room(key, pads)
             if fresh and self is shared.first():
+                shared.check_finite()
                 shared.reserve(steps)
         except KvthawError:
             self.undo()

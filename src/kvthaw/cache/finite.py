@@ -1,0 +1,60 @@
+"""Whether keys and values were finite, known to the host without waiting for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from kvthaw.errors import CacheError
+
+EVERY = 8
+"""Steps between two looks at the flags of a GPU: two small launches for all layers."""
+
+
+class FiniteCheck:
+    """Reads the flags that the attention kernels of all layers raise.
+
+    On a CPU at every look. On a GPU every few looks, by a copy to pinned memory that a later look finds complete, so a step's error
+    is reported at most 2 * EVERY steps after the device has run the step.
+    """
+
+    def __init__(self) -> None:
+        self._looks = 0
+        self._cuda = False
+        self._here: Tensor | None = None
+        self._asked: list[int] = []  # layers whose flags are on their way
+        self._copied: torch.cuda.Event | None = None
+
+    def look(self, flags: Callable[[], Mapping[int, Tensor]]) -> None:
+        """flags: returns [1] int32 of each layer, by its number. Raises CacheError for the first layer whose flag is known to be
+        set. Does nothing while a step is captured."""
+        self._looks += 1
+        if self._cuda and (torch.cuda.is_current_stream_capturing() or (self._copied is None and self._looks % EVERY)):
+            return
+        if self._copied is None:
+            found = flags()
+            self._cuda = any(flag.is_cuda for flag in found.values())
+            if not self._cuda:
+                self._raise(next((layer for layer, flag in found.items() if flag), None))
+            elif not torch.cuda.is_current_stream_capturing():
+                self._ask(found)
+        elif self._copied.query():
+            assert self._here is not None
+            self._copied = None
+            self._raise(next((layer for layer, flag in zip(self._asked, self._here.tolist(), strict=True) if flag), None))
+
+    def _ask(self, flags: Mapping[int, Tensor]) -> None:
+        if self._here is None or self._here.shape[0] != len(flags):
+            self._here = torch.empty(len(flags), dtype=torch.int32, pin_memory=True)
+        self._asked = list(flags)
+        self._here.copy_(torch.cat(list(flags.values())), non_blocking=True)
+        self._copied = torch.cuda.Event()
+        self._copied.record()
+
+    def _raise(self, layer: int | None) -> None:
+        if layer is not None:
+            raise CacheError(
+                f"the model gave keys or values that are not finite in layer {layer} while decoding; crop or reset() the cache"
+            )

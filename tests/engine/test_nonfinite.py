@@ -1,0 +1,92 @@
+"""Keys or values that are not finite while decoding are an error that names the layer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import kvthaw
+from kvthaw.errors import CacheError
+from zoo import prompt
+
+IDS = prompt(1, 130)
+
+
+def poison(model: PreTrainedModel, where: str, bad: float) -> Tensor:
+    """Break a layer's projection; return its weight as it was."""
+    weight = getattr(model.model.layers[1].self_attn, where).weight
+    good = weight.detach().clone()
+    with torch.no_grad():
+        weight[3, 5] = bad
+    return good
+
+
+@pytest.mark.parametrize(
+    ("method", "inference"), [*((method, False) for method in kvthaw.METHODS), ("oracle", True), ("full", True)]
+)
+def test_while_decoding(llama: PreTrainedModel, method: str, inference: bool) -> None:
+    with torch.inference_mode(inference), torch.no_grad(), kvthaw.attach(llama, method, budget=64) as handle:
+        llama(IDS)
+        for t in range(5):
+            llama(IDS[:, t : t + 1], past_key_values=handle.cache)
+        good = poison(llama, "v_proj", torch.inf)
+        with pytest.raises(CacheError, match=r"layer [12]"):
+            llama(IDS[:, 5:6], past_key_values=handle.cache)
+        llama.model.layers[1].self_attn.v_proj.weight.copy_(good)
+        handle.cache.reset()
+        llama(IDS, past_key_values=handle.cache)
+        assert llama(IDS[:, :1], past_key_values=handle.cache).logits.isfinite().all()
+
+
+def test_after_a_crop_the_cache_goes_on(llama: PreTrainedModel) -> None:
+    cache, plain = (kvthaw.Cache(llama, "oracle", budget=64) for _ in range(2))
+    with torch.no_grad():
+        for one in (cache, plain):
+            llama(IDS, past_key_values=one)
+        good = poison(llama, "k_proj", torch.nan)
+        llama(IDS[:, :1], past_key_values=cache)
+        for _ in range(2):
+            with pytest.raises(CacheError, match=r"not finite in layer 1"):
+                llama(IDS[:, 1:2], past_key_values=cache)
+        assert cache.get_seq_length() == 131
+        llama.model.layers[1].self_attn.k_proj.weight.copy_(good)
+        cache.crop(-1)
+        assert torch.allclose(llama(IDS[:, :1], past_key_values=cache).logits, llama(IDS[:, :1], past_key_values=plain).logits)
+
+
+@pytest.mark.parametrize("method", ["oracle", "full"])
+def test_in_a_batch(llama: PreTrainedModel, method: str) -> None:
+    batch = kvthaw.Batch(llama, method, lanes=2, capacity=300, budget=None if method == "full" else 64)
+    request = batch.join(IDS, max_new_tokens=20, stop=[])
+    batch.step()
+    good = poison(llama, "v_proj", torch.nan)
+    batch.step()
+    with pytest.raises(CacheError, match="not finite in layer 1"):
+        batch.step()
+    with torch.no_grad():
+        llama.model.layers[1].self_attn.v_proj.weight.copy_(good)
+    batch.leave(request)
+    assert len(batch.join(IDS, max_new_tokens=2, stop=[]).tokens) == 1
+    assert len(batch.step()[0].tokens) == 2
+
+
+def decode(model: PreTrainedModel, cache: kvthaw.Cache, ids: Tensor) -> None:
+    for token in ids.split(1, dim=1):
+        model(token, past_key_values=cache)
+        torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["pariskv", "full", "icecache"])
+def test_gpu_within_some_steps(llama: PreTrainedModel, method: str) -> None:
+    llama.cuda()
+    ids = IDS.cuda()
+    with torch.no_grad(), kvthaw.attach(llama, method, budget=64) as handle:
+        llama(ids)
+        for t in range(20):
+            llama(ids[:, t : t + 1], past_key_values=handle.cache)
+        poison(llama, "v_proj", torch.nan)
+        with pytest.raises(CacheError, match=r"layer [12]"):
+            decode(llama, handle.cache, ids[:, 20:52])
