@@ -1,4 +1,4 @@
-"""Several questions about one context: the cache stays, and is cut back to the context before each next question."""
+"""Several questions about one context: the cache stays, and keeps the context alone before each next question."""
 
 import kvthaw
 from kvthaw.evaluate.answers import Answer
@@ -19,7 +19,6 @@ for key, value in facts.items():
     answer = Answer(model, tokenizer, cache, stop_tokens(model, tokenizer))
     text = "".join(answer.stream(logits, question, 12)).strip()
     print(f"{key}: {text}   (planted: {value})")
-    cache.crop(len(context))
+    cache.keep(len(context))
 
-stats = cache.stats()
-print(f"{stats.tokens} tokens cached once, {stats.attended_mean:.0f} attended a step, hit rate {stats.hit_rate:.2f}")
+print(cache.stats())

@@ -10,7 +10,20 @@ import kvthaw
 
 SOURCE = Path(kvthaw.__file__).parent
 ORDER = (
-    *("errors", "typecheck", "counter_rng", "regions", "native", "types", "kernels", "cache", "index", "methods", "engine"),
+    *(
+        "errors",
+        "formatting",
+        "typecheck",
+        "counter_rng",
+        "regions",
+        "native",
+        "types",
+        "kernels",
+        "cache",
+        "index",
+        "methods",
+        "engine",
+    ),
     *("evaluate", "bench", "demo", "cli", "__main__"),
 )
 

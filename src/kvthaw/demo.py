@@ -201,7 +201,7 @@ def _answer_all(session: _Session, side: Side, reading: Reading, settings: dict[
         if len(times) > 1:
             second.append(times[1])
             each.append((times[-1] - times[0]) / (len(times) - 1))
-        cache.crop(len(reading.tokens))
+        cache.keep(len(reading.tokens))
     stats, quality = cache.stats(), probe.quality()
     side.budget, side.attended_mean, side.attended_max = stats.budget, stats.attended_mean, stats.attended_max
     side.kv_device_bytes, side.kv_host_bytes = stats.kv_device_bytes + stats.kv_dense_bytes, stats.kv_host_bytes

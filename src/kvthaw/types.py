@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from kvthaw.errors import at_least
+from kvthaw.errors import ConfigError, at_least
 from kvthaw.regions import Regions
 
 if TYPE_CHECKING:
@@ -168,6 +168,15 @@ class ReadsStore(Protocol):
         """Bytes that one select() of all lanes reads there."""
 
 
+@runtime_checkable
+class Attends(Protocol):
+    """An index whose selections may hold attention of its own (`Selection.partial`), which knows no softcap."""
+
+    @property
+    def attends(self) -> bool:
+        """Whether they do."""
+
+
 class Transfer(Protocol):
     """Brings rows from the host to the device."""
 
@@ -200,7 +209,7 @@ class Method:
     paper: str
     unit: str
     index: Callable[[LayerShape], Index] | None
-    regions: Regions
+    regions: Regions = None  # type: ignore[assignment]  # left out, it is refused by name
     dense: bool = False
     evicts: bool = False
     keep: int = 1
@@ -211,6 +220,8 @@ class Method:
     foresees: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.regions, Regions):
+            raise ConfigError(f"regions is {self.regions!r}; a Method needs Regions(sink, window, buffer), of kvthaw.regions")
         at_least(0, keep=self.keep)
         if isinstance(self.anchors, int):
             at_least(1, anchors=self.anchors)

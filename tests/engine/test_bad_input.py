@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, StaticCache, T5Config, T5ForConditionalGeneration
+from transformers import (
+    BertConfig,
+    BertLMHeadModel,
+    BertModel,
+    DynamicCache,
+    PreTrainedModel,
+    StaticCache,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import kvthaw
 from kvthaw import CacheError, ConfigError, HostMemoryError, UnsupportedModelError
@@ -102,6 +111,63 @@ def test_settings_out_of_range(llama: PreTrainedModel, settings: dict[str, Any],
         assert handle.stats().budget == 64
 
 
+@pytest.mark.parametrize("chunk", [1.5, "5", None, True, 0])
+def test_chunks_are_whole_numbers(llama: PreTrainedModel, chunk: Any) -> None:
+    with pytest.raises(ConfigError, match=r"prefill_chunk is .*; it must be (a whole number|at least 1)"):
+        kvthaw.attach(llama, prefill_chunk=chunk)
+    with pytest.raises(ConfigError, match=r"prefill_chunk is .*; it must be (a whole number|at least 1)"):
+        kvthaw.Batch(llama, lanes=1, capacity=9, prefill_chunk=chunk)
+    assert llama.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [(None, "method is None; it must be a name in METHODS or a Method"), (5, "method is 5; it must be a name"),
+     (kvthaw.METHODS["oracle"], r"it must be a name in METHODS or a Method; call it, oracle\(\)")],
+    ids=["None", "5", "function"],
+)  # fmt: skip
+def test_what_is_no_method(llama: PreTrainedModel, method: Any, message: str) -> None:
+    for make in (kvthaw.attach, kvthaw.Cache):
+        with pytest.raises(ConfigError, match=message):
+            make(llama, method)
+
+
+def test_a_method_has_regions() -> None:
+    for regions in ({}, {"regions": None}, {"regions": (4, 32, 16)}):
+        with pytest.raises(ConfigError, match=r"regions is .*Regions\(sink, window, buffer\)"):
+            kvthaw.Method("mine", paper="-", unit="token", index=None, **regions)
+
+
+@pytest.mark.parametrize("method", kvthaw.METHODS)
+def test_seeds_of_63_bits(llama: PreTrainedModel, method: str) -> None:
+    for seed, message in ((-1, "at least 0"), (2**63, r"less than 2\^63")):
+        with pytest.raises(ConfigError, match=rf"seed is {seed}; it must be {message}"):
+            kvthaw.attach(llama, method, seed=seed)
+    cache = kvthaw.Cache(llama, method, budget=32, seed=2**63 - 1)
+    forward(llama, cache, IDS)
+    assert forward(llama, cache, IDS[:, :1]).isfinite().all()
+
+
+@pytest.mark.parametrize("method", ["retroinfer", "omnikv"])
+def test_attention_of_its_own_knows_no_softcap(method: str) -> None:
+    model = build("gemma2")
+    before = model.config._attn_implementation
+    with pytest.raises(ConfigError, match=rf"{method} attends to some tokens itself, without the softcap of 5.0"):
+        kvthaw.attach(model, method)
+    assert model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize("method", kvthaw.METHODS)
+def test_double_precision_is_served_or_refused_at_once(llama: PreTrainedModel, method: str) -> None:
+    llama.double()
+    if method in ("icecache", "icecache-reuse"):
+        with pytest.raises(ConfigError, match=r"dtype is torch.float64; a DCI-tree reads"):
+            kvthaw.attach(llama, method)
+        return
+    with kvthaw.attach(llama, method, budget=32):
+        assert llama.generate(IDS, max_new_tokens=3, do_sample=False).shape == (1, 63)
+
+
 def test_retrieved_wants_a_method_that_retrieves(llama: PreTrainedModel) -> None:
     with pytest.raises(ConfigError, match=r"retrieved is 5"):
         kvthaw.Cache(llama, "streaming", retrieved=5)
@@ -119,6 +185,13 @@ def test_refused_models(name: str) -> None:
         kvthaw.attach(model, "oracle")
     assert model.config._attn_implementation == before
     assert model.generate(IDS, max_new_tokens=2, do_sample=False).shape == (1, 62)
+
+
+def test_encoders_are_refused() -> None:
+    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    with pytest.raises(UnsupportedModelError, match=r"BertModel is an encoder, whose tokens attend both ways"):
+        kvthaw.attach(BertModel(BertConfig(**sizes)), "oracle")
+    assert kvthaw.Cache(BertLMHeadModel(BertConfig(**sizes, is_decoder=True)), "oracle").get_seq_length() == 0
 
 
 def test_encoder_decoder_is_refused() -> None:

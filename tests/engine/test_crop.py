@@ -63,3 +63,38 @@ def test_a_refused_crop_changes_no_layer(name: str, method: str, kinds: str | No
             cache.crop(-60)
         assert [kv.length(0) for kv in handle.cache.kv_layers] == [100] * len(handle.cache.kv_layers)
         assert forward(model, cache, IDS[:, :1]).isfinite().all()
+
+
+def test_a_positive_number_is_what_transformers_means(llama: PreTrainedModel) -> None:
+    plain, cache = DynamicCache(config=llama.config), kvthaw.Cache(llama, "oracle", budget=64)
+    with torch.no_grad():
+        for each in (plain, cache):
+            llama(prompt(1, 60), past_key_values=each)
+    try:
+        plain.crop(40)
+    except ValueError:
+        with pytest.raises(kvthaw.ConfigError, match=r"crop\(40\).*crop\(-40\) removes.*keep\(40\) keeps"):
+            cache.crop(40)
+    else:
+        cache.crop(40)
+    assert cache.get_seq_length() == plain.get_seq_length()
+
+
+@pytest.mark.parametrize("method", ["oracle", "icecache", "full"])
+def test_keep(llama: PreTrainedModel, method: str) -> None:
+    kept, cropped = (kvthaw.Cache(llama, method, budget=64) for _ in range(2))
+    with torch.no_grad():
+        for cache in (kept, cropped):
+            llama(prompt(2, 60), past_key_values=cache)
+        kept.keep(100)
+        kept.keep(60)
+        assert kept.get_seq_length() == 60
+        kept.keep(41)
+        cropped.crop(-19)
+        found, expected = (llama(prompt(2, 1), past_key_values=cache).logits for cache in (kept, cropped))
+        assert torch.equal(found, expected)
+    kept.keep(0)
+    assert kept.get_seq_length() == 0
+    for length, message in ((-1, "at least 0"), (1.5, "a whole number")):
+        with pytest.raises(kvthaw.ConfigError, match=rf"length is {length}; it must be {message}"):
+            kept.keep(length)  # type: ignore[arg-type]

@@ -85,7 +85,10 @@ def test_nothing_is_indexed_twice(
     assert sum(n for _, n in calls) == 3 * region
 
 
-@pytest.mark.parametrize("keep", [0, 1, 20, 35, 100])
+TENSORS = [torch.tensor([3, 4]), torch.tensor([80, 3, 41, 3]), torch.tensor([-1, -50]), torch.arange(0)]
+
+
+@pytest.mark.parametrize("keep", [0, 1, 20, 35, 100, -1, -3, -40, -200, *TENSORS], ids=str)
 def test_logits_that_were_asked_for(llama: PreTrainedModel, keep: int) -> None:
     with kvthaw.attach(llama, "oracle", budget=512, prefill_chunk=30), torch.no_grad():
         found = llama(prompt(2, 100), logits_to_keep=keep).logits

@@ -11,16 +11,23 @@ from kvthaw.cache.host import HostStore
 from kvthaw.errors import ConfigError, at_least
 from kvthaw.regions import Regions
 from kvthaw.typecheck import check_type
-from kvthaw.types import LayerShape, Method
+from kvthaw.types import Attends, LayerShape, Method
 
 
-def try_index(method: Method, head_dim: int) -> None:
-    """Raise ConfigError for options that a method's index would refuse in a layer whose keys have so many dimensions: one is made
-    that holds nothing, of one head, on the CPU."""
+def try_index(method: Method, head_dim: int, dtype: torch.dtype = torch.float32, softcap: float | None = None) -> None:
+    """Raise ConfigError for options that a method's index would refuse in a layer whose keys have so many dimensions, and for a
+    softcap that it does not know: one is made that holds nothing, of one head, on the CPU."""
     if method.index is not None:
-        dtype = torch.float32
         store, device = HostStore(0, 1, head_dim, dtype), torch.device("cpu")
-        method.index(LayerShape(0, 1, 1, head_dim, dtype, device, store, method.regions, scale=1.0, rows=1))
+        index = method.index(LayerShape(0, 1, 1, head_dim, dtype, device, store, method.regions, scale=1.0, rows=1))
+        if softcap is not None and isinstance(index, Attends) and index.attends:
+            raise ConfigError(
+                f"{method.name} attends to some tokens itself, without the softcap of {softcap} that the model has; it works with "
+                "models that have none"
+            )
+
+
+_BUDGET = 256  # where neither budget nor retrieved is given
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +76,25 @@ class Settings:
             raise ConfigError(f"retrieved is {self.retrieved}; it must be at least 1, for a method that retrieves")
         if isinstance(self.budget, float) and not 0 < self.budget < 1:
             raise ConfigError(f"budget is {self.budget}; a fraction of the prompt must lie between 0 and 1")
-        at_least(0, dense_layers=self.dense_layers)
+        at_least(0, dense_layers=self.dense_layers, seed=self.seed)
+        if self.seed >= 1 << 63:
+            raise ConfigError(f"seed is {self.seed}; it must be less than 2^63")
         at_least(1, sparse_queries=self.sparse_queries, extent=self.extent)
         if isinstance(self.budget, int):
             self.plan(0)
+
+    def __str__(self) -> str:
+        if self.method.dense:
+            return self.method.name
+        budget = _BUDGET if self.budget is None else self.budget
+        return f"{self.method.name}, " + (f"budget {budget}" if self.retrieved is None else f"{self.retrieved} retrieved")
 
     def plan(self, prompt: int) -> Plan:
         """The sizes for a prompt of so many tokens; only a fraction depends on it."""
         regions = self.method.regions
         if self.retrieved is not None:
             return Plan(regions, self.retrieved)
-        budget = 256 if self.budget is None else self.budget
+        budget = _BUDGET if self.budget is None else self.budget
         if isinstance(budget, float):
             budget = math.ceil(budget * prompt)
         if self.method.index is None:

@@ -141,7 +141,7 @@ def _indexing_table(lines: Sequence[dict[str, Any]]) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from kvthaw.cli.common import seconds, share
+    from kvthaw.formatting import seconds, share
 
     one = lines[0]
     title = f"indexing: {one['shape']}, {one['length']:,} tokens, full attention's prefill {seconds(one['prefill_full_s'])}"

@@ -9,17 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvthaw.cli import options
-from kvthaw.cli.common import (
-    bars,
-    human,
-    load_model,
-    number,
-    seconds,
-    share,
-    stdout,
-    waiting,
-)
+from kvthaw.cli.common import bars, load_model, stdout, waiting
 from kvthaw.cli.options import one_budget
+from kvthaw.formatting import human, number, seconds, share
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -11,19 +11,10 @@ from typing import Annotated, Any
 import typer
 
 from kvthaw.cli import options
-from kvthaw.cli.common import (
-    bars,
-    human,
-    load_model,
-    number,
-    prompt_text,
-    seconds,
-    share,
-    stderr,
-    waiting,
-)
+from kvthaw.cli.common import bars, load_model, prompt_text, stderr, waiting
 from kvthaw.cli.options import one_budget
 from kvthaw.errors import ConfigError
+from kvthaw.formatting import seconds
 
 EXAMPLES = (
     'Examples:\n\n  kvthaw generate "The sky is blue. The sun is" --max-new-tokens 8\n\n'
@@ -114,11 +105,8 @@ def generate(
         print(json.dumps(record))
         return
     print(out.finish() if live else out.text)
-    of = f"{number(stats.attended_mean)} of {len(ids) + new:,}" if stats.attended_mean else f"all {len(ids) + new:,}"
-    device_bytes = stats.kv_device_bytes + stats.kv_dense_bytes
     line = (
-        f"{stats.method}: {len(ids):,} prompt tokens, {new} new; {of} tokens attended a step; KV {human(device_bytes)} on the "
-        f"device, {human(stats.kv_host_bytes)} on the host; hit rate {share(stats.hit_rate)}; first token after "
-        f"{seconds(timing['ttft_s'])}, then {seconds(timing['tpot_s'])} a token"
+        f"{stats}; {len(ids):,} prompt tokens, {new} new; first token after {seconds(timing['ttft_s'])}, then "
+        f"{seconds(timing['tpot_s'])} a token"
     )
     stderr().print(line, style="dim", highlight=False)

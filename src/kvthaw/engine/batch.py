@@ -18,6 +18,7 @@ from kvthaw.engine.hf.hooks import turns_by_length
 from kvthaw.engine.prefill import CHUNK, spans
 from kvthaw.engine.sampling import GREEDY, Sampling, draw
 from kvthaw.errors import CacheError, ConfigError, UnsupportedModelError, at_least
+from kvthaw.typecheck import check_type
 from kvthaw.types import Method
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ class Batch:
         compile: bool = False,
         **settings: Any,
     ) -> None:
+        check_type(int, lanes=lanes, capacity=capacity, prefill_chunk=prefill_chunk)
         at_least(1, lanes=lanes, capacity=capacity, prefill_chunk=prefill_chunk)
         if isinstance(settings.get("budget"), float):
             raise ConfigError(f"budget is {settings['budget']}; a batch needs a number of tokens, no fraction of a prompt")

@@ -65,18 +65,25 @@ def in_chunks(
         if reason is not None:
             _log.warning("%d tokens go through the model in one pass: %s", tokens, reason)
             return forward(**given)
-        before, mask, keep = cache.kv_layers[0].seen, given.get("attention_mask"), given.get("logits_to_keep") or tokens
+        before, mask, keep = cache.kv_layers[0].seen, given.get("attention_mask"), given.get("logits_to_keep")
+        keep = 0 if keep is None else keep
+        wanted = torch.arange(tokens)[
+            keep.cpu() if isinstance(keep, Tensor) else slice(-keep, None)
+        ]  # as transformers takes it
         logits: list[Tensor] = []
+        places: list[Tensor] = []  # of those logits among the wanted
 
         def run(parts: list[tuple[int, int]]) -> Any:
             for start, stop in parts:
                 part = {name: given[name].narrow(dim, start, stop - start) for name, dim in columns.items()}
                 if mask is not None:
-                    part["attention_mask"] = mask[:, : before + stop]
-                wanted = stop - max(start, tokens - keep)
-                out = forward(**{**given, **part, "logits_to_keep": max(1, wanted)})
-                if wanted > 0:
+                    part["attention_mask"] = mask[:, : before + stop] if stop < tokens else mask
+                place = ((wanted >= start) & (wanted < stop)).nonzero()[:, 0]
+                some = wanted[place].to(keep.device) - start if isinstance(keep, Tensor) and len(place) else max(1, len(place))
+                out = forward(**{**given, **part, "logits_to_keep": some})
+                if len(place):
                     logits.append(out.logits)
+                    places.append(place)
             return out
 
         prompt = tokens - drafted
@@ -91,7 +98,12 @@ def in_chunks(
             with cache.verification():
                 cache.reserve(tokens - prompt)
                 out = run([(prompt + start, prompt + stop) for start, stop in spans(tokens - prompt, size)])
-        out.logits = torch.cat(logits, dim=1) if len(logits) > 1 else logits[0]
+        if not logits:
+            out.logits = out.logits[:, :0]
+        else:
+            out.logits = torch.cat(logits, dim=1) if len(logits) > 1 else logits[0]
+            if isinstance(keep, Tensor):
+                out.logits = out.logits[:, torch.cat(places).argsort().to(out.logits.device)]
         return out
 
     return take
@@ -106,7 +118,7 @@ def _drafted(given: dict[str, Any], cache: Cache) -> int:
 
 def _whole(given: dict[str, Any], cache: Cache, names: Collection[str]) -> str | None:
     """Why a prompt cannot be taken in chunks; None where it can."""
-    if "logits_to_keep" not in names or not isinstance(given.get("logits_to_keep") or 0, int):
+    if "logits_to_keep" not in names:
         return "the model does not take a number of logits_to_keep"
     if cache.settings.method.evicts and not _drafted(given, cache):
         return f"{cache.settings.method.name} drops tokens that later chunks attend to"

@@ -33,7 +33,7 @@ def draw(positions: Tensor, count: int, *, seed: int, layer: int, heads: int) ->
 
 def stream(seed: int, layer: int) -> int:
     """The number of a layer's first head among all heads that draw."""
-    return (seed * 1_000_003 + layer) * 65_537
+    return (seed * 1_000_003 + layer) * 65_537 & ((1 << 63) - 1)
 
 
 def drawn(positions: Tensor, count: int, streams: Tensor) -> Tensor:

@@ -168,6 +168,11 @@ class CodesIndex:
 
     # Queries
 
+    @property
+    def attends(self) -> bool:
+        """See Attends."""
+        return self.dense_below > 0
+
     def select(self, query: Tensor, budget: int) -> Selection:
         """See Index. Raises ConfigError where a fixed number of candidates is less than budget."""
         rotated, now, candidates, wanted = self._collect(query, budget)

@@ -29,6 +29,11 @@ class FilterIndex(TokenIndex):
         """See TokenIndex."""
         return {"keys": keys, "values": values} if self.dense else {"keys": keys}
 
+    @property
+    def attends(self) -> bool:
+        """See Attends."""
+        return self.dense
+
     def select(self, query: Tensor, budget: int) -> Selection:
         """See Index."""
         tokens, batch, heads = self.ready(query), query.shape[0], self.shape.kv_heads

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvthaw.counter_rng import GOLDEN, SPREAD, mix
 from kvthaw.errors import ConfigError, at_least
+from kvthaw.index.clusters import stream
 from kvthaw.index.planes import Planes
 from kvthaw.index.tokens import TokenIndex
 from kvthaw.kernels.code_hits import code_hits
@@ -98,5 +99,5 @@ class HashIndex(TokenIndex):
         shape = self.shape
         factors = mix(torch.arange(1, asked.shape[2] * self.L + 1, device=asked.device) * GOLDEN)
         head = torch.arange(shape.kv_heads, device=asked.device)
-        base = (shape.seed * 1_000_003 + shape.layer) * 65_537 + head
+        base = stream(shape.seed, shape.layer) + head
         return mix((asked.flatten(2).long() * factors).sum(dim=2) + base * SPREAD)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvthaw.index.clusters import stream
 from kvthaw.types import LayerShape
 
 
@@ -19,7 +20,7 @@ class Planes:
         self.tables, self.bits = tables, bits
         directions = []
         for head in range(shape.kv_heads):
-            generator = torch.Generator().manual_seed((shape.seed * 1_000_003 + shape.layer) * 65_537 + head)
+            generator = torch.Generator().manual_seed(stream(shape.seed, shape.layer) + head)
             directions.append(torch.randn(shape.head_dim, tables * bits, generator=generator))
         self.directions = torch.stack(directions).to(shape.device)
         self._powers = (1 << torch.arange(bits, device=shape.device)).float()

@@ -119,6 +119,11 @@ class WaveIndex(ClusterIndex):
             values = self._arriving[lane][None, :, at : at + self.batch]
             self._average([Full(lane, begin + at, before + i * self.per_batch)], self.per_batch, values)
 
+    @property
+    def attends(self) -> bool:
+        """See Attends."""
+        return self.estimated > 0
+
     def select(self, query: Tensor, budget: int) -> Selection:
         """See Index."""
         selection = super().select(query, budget)

@@ -16,7 +16,7 @@ _SCORES = 1 << 24  # float32 products that the definition holds at once
 
 def lifted(keys: Tensor) -> Tensor:
     """Compute lift(k) = sqrt(c^2 - |k|^2) of keys [N, T, D], c the largest |k| of a problem: [N, T] float32."""
-    norm = torch.linalg.vector_norm(keys, dim=2, dtype=torch.float32)
+    norm = torch.linalg.vector_norm(keys.float(), dim=2)
     lift: Tensor = (norm.amax(dim=1, keepdim=True).square() - norm.square()).clamp(min=0).sqrt()
     return lift
 

@@ -66,6 +66,9 @@ def resolve(method: str | Method, **options: Any) -> Method:
         if options:
             raise ConfigError(f"options {sorted(options)} go with a method's name; this is the finished method {method.name}")
         return method
+    if not isinstance(method, str):
+        hint = f"; call it, {getattr(method, '__name__', 'method')}(), to make one" if callable(method) else ""
+        raise ConfigError(f"method is {method!r}; it must be a name in METHODS or a Method{hint}")
     method, *texts = method.split(":")
     options = {**dict(written(text) for text in texts), **options}
     if method not in METHODS:

@@ -65,6 +65,9 @@ def use_kvthaw_attention(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(f"{name} is an encoder-decoder; kvthaw serves decoders")
     if getattr(text, "kv_lora_rank", None) is not None:
         raise UnsupportedModelError(f"{name} uses multi-head latent attention, whose cached keys are not the keys attended to")
+    causal = [module.is_causal for module in model.modules() if hasattr(module, "is_causal")]
+    if causal and not any(causal):
+        raise UnsupportedModelError(f"{name} is an encoder, whose tokens attend both ways; kvthaw serves decoders")
     if not model._can_set_attn_implementation():
         raise UnsupportedModelError(f"{name} does not use transformers' AttentionInterface, through which kvthaw attends")
     ops.register()

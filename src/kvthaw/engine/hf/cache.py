@@ -30,8 +30,10 @@ from kvthaw.engine.decode import Replay
 from kvthaw.engine.hf.attention import unwrap, use_kvthaw_attention
 from kvthaw.engine.hf.hooks import foresee, rotary, turns_by_length
 from kvthaw.engine.hf.layer import CacheLayer, FillingLayer, Layers, Shared
-from kvthaw.errors import CacheError, ConfigError, UnsupportedModelError
+from kvthaw.errors import CacheError, ConfigError, UnsupportedModelError, at_least
+from kvthaw.formatting import human, number, share
 from kvthaw.methods import resolve
+from kvthaw.typecheck import check_type
 from kvthaw.types import Method
 
 if TYPE_CHECKING:
@@ -40,38 +42,60 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """What a cache holds and did. Bytes are of K and V; counts are per KV head and step, over the layers that retrieve.
-
-    budget: the promise; attended: tokens that were read (mean and largest); retrieved: rows from the index among them (mean);
-    hit_rate: share of the retrieved rows that were on the device already, None before anything was retrieved. dense_tokens: tokens
-    after the first prompt that attended to everything, in continuations longer than `sparse_queries`. captures: how often a step
-    was captured, in however many CUDA graphs; capture_seconds, capture_bytes: the time that took in all, and the device memory that
-    the latest one holds.
-    """
+    """What a cache holds and did. Bytes are of K and V; counts of tokens are per KV head and step, over the layers that retrieve.
+    str() is one sentence."""
 
     method: str
+    """Name of the method."""
     budget: int | None
+    """Most tokens attended per KV head and step; None before the first prompt, and for full attention."""
     layers: int
+    """Layers that kvthaw serves."""
     dense_layers: int
+    """Those of them that keep all KV on the device."""
     batch: int
+    """Rows."""
     tokens: int
+    """Tokens of a row, padding included."""
     sparse_steps: int
+    """Tokens decoded through the method, times the layers."""
     dense_tokens: int
+    """Tokens after the first prompt that attended to everything, in continuations longer than `sparse_queries`."""
     attended_mean: float | None
+    """Tokens attended in a sparse step, on average; None before the first."""
     attended_max: int | None
+    """The same at most: never more than the budget."""
     retrieved: float | None
+    """Rows that the index selected among them, on average."""
     hit_rate: float | None
+    """Share of the selected rows that were on the device already; None before any was selected."""
     fetched_bytes: int
+    """Bytes of the other rows, brought from the host."""
     kv_device_bytes: int
+    """Bytes of KV on the device, in layers that retrieve or evict."""
     kv_dense_bytes: int
+    """Bytes of KV on the device, in dense layers."""
     kv_host_bytes: int
+    """Bytes of KV on the host."""
     captures: int
+    """How often a step was captured, in one CUDA graph or several."""
     capture_seconds: float
+    """Time that all captures took."""
     capture_bytes: int
+    """Device memory that the latest capture holds."""
 
     def to_dict(self) -> dict[str, Any]:
         """A plain dict, for JSON."""
         return asdict(self)
+
+    def __str__(self) -> str:
+        attended = "all" if self.attended_mean is None else f"{number(self.attended_mean)} of"
+        device = human(self.kv_device_bytes + self.kv_dense_bytes)
+        dense = f", {self.dense_tokens:,} tokens attended to all" if self.dense_tokens else ""
+        return (
+            f"{self.method}: {attended} {self.tokens:,} tokens attended a step{dense}; KV {device} on the device, "
+            f"{human(self.kv_host_bytes)} on the host; hit rate {share(self.hit_rate)}"
+        )
 
 
 def of_layer(config: Any, layer: int) -> Any:
@@ -136,7 +160,7 @@ class Cache(DynamicCache):
         if not frozen and not chosen.dense:
             raise ConfigError(f"dense_layers is {dense_layers}; that leaves no layer to {chosen.name}, of {len(self.layers)}")
         for dim in {head_dim(of_layer(config, i)) for i in frozen}:
-            try_index(chosen, dim)
+            try_index(chosen, dim, model.dtype, getattr(config, "attn_logit_softcapping", None))
         self.replay: Replay | None = None
         self.rolls_back = False
         """Whether a forward that asks for several logits may be a verification of assisted decoding."""
@@ -259,6 +283,19 @@ class Cache(DynamicCache):
         """Until every token is offloaded and indexed; raises what went wrong on the way."""
         for kv in self.frozen_layers:
             kv.settle()
+
+    def keep(self, length: int) -> None:
+        """Keep the first `length` tokens of every row, padding included, and forget those behind. Raises CacheError, with every
+        layer as it was, where one cannot."""
+        check_type(int, length=length)
+        at_least(0, length=length)
+        self.crop(min(0, length - self.get_seq_length()))
+
+    def __repr__(self) -> str:
+        layers, first = self.kv_layers, self.kv_layers[0]
+        device, host = sum(kv.device_bytes() for kv in layers), sum(kv.host_bytes() for kv in layers)
+        rows = f" in each of {first.lanes} rows" if first.lanes > 1 else ""
+        return f"<Cache: {self.settings}; {first.seen:,} tokens{rows}; KV {human(device)} on the device, {human(host)} on the host>"
 
     @torch.inference_mode(False)
     def fork(self, method: str | Method, **settings: Any) -> Cache:

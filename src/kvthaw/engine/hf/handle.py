@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import DynamicCache
 
+from kvthaw.cache.plan import Settings
 from kvthaw.engine.decode import replaying
 from kvthaw.engine.hf.attention import attends, give_back_attention, unwrap
 from kvthaw.engine.hf.cache import Cache, Stats
@@ -20,6 +21,7 @@ from kvthaw.engine.hf.hooks import foresee_no_longer
 from kvthaw.engine.hf.layer import CacheLayer
 from kvthaw.engine.prefill import CHUNK, in_chunks
 from kvthaw.errors import CacheError, at_least
+from kvthaw.typecheck import check_type
 from kvthaw.types import Method
 
 if TYPE_CHECKING:
@@ -35,8 +37,10 @@ class Forward:
     not attached.
     """
 
-    def __init__(self, model: PreTrainedModel, make: Callable[[], Cache], capture: bool, compiled: bool, chunk: int) -> None:
-        self.model, self.make = model, make
+    def __init__(
+        self, model: PreTrainedModel, make: Callable[[], Cache], settings: Settings, capture: bool, compiled: bool, chunk: int
+    ) -> None:
+        self.model, self.make, self.settings = model, make, settings
         self.cache: Cache | None = None
         self.handle: Callable[[], Handle | None] = lambda: None
         self.attached = True
@@ -174,6 +178,12 @@ class Handle:
         if cache is not None:
             self._last = cache.stats()
 
+    def __repr__(self) -> str:
+        forward, name = self._forward, type(self._forward.model).__name__
+        if not forward.attached:
+            return f"<Handle of {name}, detached: {self._last or 'nothing was generated'}>"
+        return f"<Handle of {name}: {forward.cache or f'{forward.settings}; nothing was generated yet'}>"
+
     def __enter__(self) -> Handle:
         self._open()
         return self
@@ -234,6 +244,7 @@ def attach(
     Example: ``with kvthaw.attach(model, "icecache", budget=256): model.generate(**inputs)``
     """
     model = unwrap(model)
+    check_type(int, prefill_chunk=prefill_chunk)
     at_least(1, prefill_chunk=prefill_chunk)
     earlier = _attachment(model)
     if earlier is not None:
@@ -257,9 +268,9 @@ def attach(
         )
 
     try:
-        make()  # refuse bad settings now, not at the first token
+        settings = make().settings  # refuse bad ones now, not at the first token
     except Exception:
         if not served:
             give_back_attention(model)
         raise
-    return Handle(Forward(model, make, capture, compile, prefill_chunk))
+    return Handle(Forward(model, make, settings, capture, compile, prefill_chunk))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.filling import Filling
@@ -175,6 +175,21 @@ def _said(mask: Tensor, before: int, steps: int) -> tuple[list[int], bool]:
     return pads, True
 
 
+def _kept(held: int, tokens_to_remove: int) -> int:
+    """Of so many tokens, how many a cache layer of transformers keeps when it is cropped."""
+    layer, empty = DynamicLayer(), torch.empty(1, 1, held, 0)
+    layer.update(empty, empty)
+    try:
+        layer.crop(tokens_to_remove)
+    except ValueError as error:
+        raise ConfigError(
+            f"crop({tokens_to_remove}): a positive number is refused by the installed transformers; crop({-tokens_to_remove}) "
+            f"removes so many tokens, keep({tokens_to_remove}) keeps so many"
+        ) from error
+    kept: int = layer.get_seq_length()
+    return kept
+
+
 class CacheLayer(CacheLayerMixin):
     """What transformers sees of a layer; the KV itself is a FrozenLayer's or a DenseLayer's."""
 
@@ -299,9 +314,9 @@ class CacheLayer(CacheLayerMixin):
 
     @torch.inference_mode(False)  # tensors made here outlive the caller's mode
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last -tokens_to_remove tokens; a positive number is the length to keep."""
+        """Forget the last -tokens_to_remove tokens; a positive number is taken as the installed transformers takes it."""
         if tokens_to_remove > 0:
-            tokens_to_remove = min(0, tokens_to_remove - self.kv.seen)
+            tokens_to_remove = _kept(self.kv.seen, tokens_to_remove) - self.kv.seen
         if self is self.shared.first():
             self.shared.check_crop(-tokens_to_remove)
         self.kv.crop(-tokens_to_remove)

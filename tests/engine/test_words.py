@@ -1,0 +1,57 @@
+"""What handles, caches and their numbers say of themselves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import kvthaw
+from zoo import prompt
+
+IDS = prompt(1, 60)
+
+
+def test_stats_are_a_sentence(llama: PreTrainedModel) -> None:
+    with kvthaw.attach(llama, "oracle", budget=32) as handle:
+        llama.generate(IDS, max_new_tokens=9, do_sample=False)
+        said = str(handle.stats())
+    assert said.startswith("oracle: ")
+    assert " of 68 tokens attended a step; KV " in said
+    assert said.endswith(" %")
+    assert str(handle.stats()) == said
+    with kvthaw.attach(llama, "full") as handle:
+        llama.generate(IDS, max_new_tokens=9, do_sample=False)
+        assert str(handle.stats()).startswith("full: all 68 tokens attended a step; KV ")
+    with kvthaw.attach(llama, "oracle", budget=32) as handle, torch.no_grad():
+        llama(IDS, past_key_values=kvthaw.Cache(llama, "oracle", budget=32))
+        llama(IDS, past_key_values=handle.cache)
+        assert "60 tokens attended to all" in str(handle.stats())
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "words"),
+    [
+        ("oracle", {"budget": 32}, "oracle, budget 32"),
+        ("icecache", {}, "icecache, budget 256"),
+        ("oracle", {"budget": 0.5}, "oracle, budget 0.5"),
+        ("quest", {"retrieved": 9}, "quest, 9 retrieved"),
+        ("full", {}, "full;"),
+    ],
+)
+def test_handles_and_caches_say_what_they_are(llama: PreTrainedModel, method: str, settings: dict, words: str) -> None:
+    cache = kvthaw.Cache(llama, method, **settings)
+    assert words in repr(cache)
+    assert "0 tokens" in repr(cache)
+    with torch.no_grad():
+        llama(prompt(2, 60), past_key_values=cache)
+    assert "60 tokens in each of 2 rows; KV " in repr(cache)
+    with kvthaw.attach(llama, method, **settings) as handle:
+        assert words in repr(handle)
+        assert "LlamaForCausalLM" in repr(handle)
+        assert "nothing was generated yet" in repr(handle)
+        llama.generate(IDS, max_new_tokens=4, do_sample=False)
+        assert words in repr(handle)
+        assert "63 tokens; KV " in repr(handle)
+    assert "detached" in repr(handle)
+    assert str(handle.stats()) in repr(handle)
