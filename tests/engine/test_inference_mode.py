@@ -106,3 +106,19 @@ def test_a_batch(llama: PreTrainedModel) -> None:
     expected = served()
     with torch.inference_mode():
         assert served() == expected
+
+
+def test_a_copy_beside_its_original(llama: PreTrainedModel) -> None:
+    """The copy that is made of a shared block when one of them writes into it outlives the mode, too."""
+
+    def both() -> list[Tensor]:
+        cache = Cache(llama, "oracle", budget=16)
+        llama(prompt(1, 20), past_key_values=cache)
+        return [decode(llama, one, 9, seed=seed).clone() for seed, one in enumerate((copy.deepcopy(cache), cache))]
+
+    with torch.no_grad():
+        expected = both()
+    with torch.inference_mode():
+        found = both()
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)

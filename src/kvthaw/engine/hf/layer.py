@@ -103,6 +103,7 @@ class Shared:
         kvs = [layer.kv for layer in self.layers if isinstance(layer, CacheLayer) and not isinstance(layer.kv, Filling)]
         return {kv.number: flag for kv in kvs if (flag := kv.nonfinite()) is not None}
 
+    @torch.inference_mode(False)  # blocks outlive the caller's mode
     def reserve(self, steps: int) -> None:
         """See FrozenKV.reserve, for all layers, whose rings are full at the same token."""
         offloading = [layer.kv for layer in self.layers if isinstance(layer, CacheLayer) and isinstance(layer.kv, FrozenLayer)]
