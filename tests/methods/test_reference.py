@@ -16,8 +16,7 @@ from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.layer import Attention
 from kvthaw.index.forest import TreeIndex
-from kvthaw.index.tree import directions
-from kvthaw.index.tree_config import TreeConfig, draw_level
+from kvthaw.index.tree_config import TreeConfig, directions, draw_level
 from kvthaw.kernels.srht import signs
 from kvthaw.regions import Regions
 from kvthaw.types import LayerShape

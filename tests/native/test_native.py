@@ -1,4 +1,4 @@
-"""Kernels of every instruction set, gathering, and the flat scan, against torch."""
+"""Kernels of every instruction set, and gathering, against torch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,22 @@ import pytest
 import torch
 
 from kvthaw.cache.host import HostStore
-from kvthaw.native import Isa, best_isa, cores, dots, flat_topk, gather_rows, isas, log_sum_exp
+from kvthaw.native import DTYPES, Isa, _native, cores, gather_rows, isa_code, isas
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+CODES = {torch.int8: 3, **DTYPES}
+
+
+def dots(query: torch.Tensor, rows: torch.Tensor, isa: Isa) -> torch.Tensor:
+    """query [D] float32 times rows [n, D], each contiguous: [n] float32."""
+    out, stride = torch.empty(len(rows)), rows.stride(0) * rows.element_size()
+    sizes = len(rows), stride, rows.shape[1], CODES[rows.dtype]
+    _native.dots(query.data_ptr(), rows.data_ptr(), *sizes, out.data_ptr(), isa_code(isa))
+    return out
+
+
+def log_sum_exp(x: torch.Tensor, scale: float, isa: Isa) -> float:
+    """The natural logarithm of the sum of exp(scale x), x [n] float32."""
+    return _native.log_sum_exp(x.data_ptr(), len(x), scale, isa_code(isa))
 
 
 def make_store(lengths: list[int], heads: int, dim: int, dtype: torch.dtype, extent: int = 24) -> HostStore:
@@ -27,7 +40,7 @@ def make_store(lengths: list[int], heads: int, dim: int, dtype: torch.dtype, ext
 
 def test_this_machine_has_what_it_says() -> None:
     assert isas()[0] == "scalar"
-    assert best_isa() == isas()[-1]
+    assert _native.best_isa() == isa_code(isas()[-1])
     assert cores() >= 1
 
 
@@ -91,28 +104,6 @@ def test_equal_rows_have_equal_scores(isa: Isa) -> None:
     assert len(dots(query, row.repeat(11, 1), isa=isa).unique()) == 1
 
 
-@pytest.mark.parametrize("isa", isas())
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("group", [1, 4, 6])
-def test_flat_topk(isa: Isa, dtype: torch.dtype, group: int) -> None:
-    lengths, firsts, heads, dim, k = [500, 0, 7, 131], [4, 0, 4, 4], 2, 80, 20
-    store = make_store(lengths, heads, dim, dtype)
-    query = torch.randn(4, heads * group, dim, generator=torch.Generator().manual_seed(1))
-    first, last = torch.tensor(firsts, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32)
-    rows, scores = flat_topk(store.table(), store.extent, heads, dtype, query, first, last, k, threads=2, isa=isa)
-    for lane, n in enumerate(lengths):
-        held = min(k, max(0, n - firsts[lane]))
-        assert (rows[lane, :, held:] == -1).all()
-        assert scores[lane, :, held:].isneginf().all()
-        if not held:
-            continue
-        keys = store.read(lane, firsts[lane], n)[:, :, 0].float().repeat_interleave(group, 0)
-        exact = torch.einsum("hnd,hd->hn", keys, query[lane])
-        torch.testing.assert_close(scores[lane, :, :held], exact.topk(held).values, rtol=1e-5, atol=1e-4)
-        own = exact.gather(1, rows[lane, :, :held].long() - firsts[lane])
-        torch.testing.assert_close(own, scores[lane, :, :held], rtol=1e-5, atol=1e-4)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("threads", [1, 3])
 def test_gather_rows(dtype: torch.dtype, threads: int) -> None:
@@ -149,15 +140,16 @@ def test_bad_tensors_are_refused() -> None:
 
 def test_many_python_threads_at_once() -> None:
     store = make_store([3000], 2, 64, torch.float32, extent=512)
-    query = torch.randn(1, 8, 64, generator=torch.Generator().manual_seed(2))
-    first, last = torch.zeros(1, dtype=torch.int32), torch.tensor([3000], dtype=torch.int32)
-    want = flat_topk(store.table(), store.extent, 2, torch.float32, query, first, last, 50, threads=1)[0]
+    rows = torch.randint(3000, (1, 2, 700), generator=torch.Generator().manual_seed(2), dtype=torch.int32)
+    want = torch.empty(1400, 2, 64)
+    gather_rows(store.table(), store.extent, rows, want, threads=1)
     wrong = []
 
     def work() -> None:
         for threads in (0, 1, 2, 3, 4) * 10:
-            rows = flat_topk(store.table(), store.extent, 2, torch.float32, query, first, last, 50, threads=threads)[0]
-            if not torch.equal(rows, want):
+            out = torch.empty_like(want)
+            gather_rows(store.table(), store.extent, rows, out, threads=threads)
+            if not torch.equal(out, want):
                 wrong.append(threads)
 
     workers = [threading.Thread(target=work) for _ in range(4)]

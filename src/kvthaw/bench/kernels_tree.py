@@ -1,4 +1,4 @@
-"""Searching the DCI-trees of a model's layers against a flat scan of all keys, on the same threads and dot products."""
+"""Searching the DCI-trees of a model's layers against a flat scan of all keys by torch, on the same threads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvthaw.bench.script import run_kernels
 from kvthaw.cache.host import HostStore
 from kvthaw.index.forest import TreeIndex
 from kvthaw.index.tree_config import TreeConfig
-from kvthaw.native import cores, flat_topk
+from kvthaw.native import cores
 from kvthaw.regions import Regions
 from kvthaw.types import LayerShape
 
@@ -58,19 +58,18 @@ def measure(stores: list[HostStore], budget: int, threads: int, config: TreeConf
         build.append(time.perf_counter() - begin)
         indices.append(index)
     query = torch.randn(layers, 1, HEADS * GROUP, DIM, generator=torch.Generator().manual_seed(1)) * 2
-    lengths = torch.tensor([length], dtype=torch.int32)
-    firsts = torch.full_like(lengths, 32)
+    scanned = [store.read(0, 32, length)[:, :, 0].float().contiguous() for store in stores]
 
     def flat(i: int) -> Tensor:
-        table, store = stores[i].table(), stores[i]
-        return flat_topk(table, store.extent, HEADS, store.dtype, query[i], firsts, lengths, budget, threads=threads)[0]
+        scores = query[i].view(HEADS, GROUP, DIM) @ scanned[i].mT
+        return 32 + torch.topk(scores, budget).indices
 
     def tree(i: int) -> Tensor:
         return indices[i].select(query[i], budget).rows
 
     found = covered = 0.0
     for i in range(layers):
-        exact = flat(i).view(HEADS, GROUP, budget)
+        exact = flat(i)
         rows = tree(i)[0]
         for h in range(HEADS):
             best = set(exact[h, :, : budget // GROUP].flatten().tolist())
@@ -111,6 +110,7 @@ def main(
     a KV head; threads: 0 for one a core; layers: with keys of their own."""
     if quick:
         length, layers = min(length, 4096), min(layers, 2)
+    torch.set_num_threads(threads or cores())
     stores = filled(length, layers)
     report = Report(out, commit, bench="tree", length=length, budget=budget, threads=threads or cores())
     for descend in ("digest", "point"):

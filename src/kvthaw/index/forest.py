@@ -1,4 +1,4 @@
-"""IceCache's index of one layer: a DCI-tree for every lane and KV head, in C++. `kvthaw.index.tree` defines what it does."""
+"""IceCache's index of one layer: a DCI-tree for every lane and KV head, in C++."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from kvthaw.errors import CacheError, ConfigError, at_least
-from kvthaw.index.tree import DciTree, coarse
 from kvthaw.index.tree_config import TreeConfig, directions
 from kvthaw.native import DTYPES, Forest, Isa, isa_code
 from kvthaw.types import LayerShape, Selection
@@ -40,7 +39,7 @@ class TreeIndex:
             raise ConfigError(f"dtype is {shape.dtype}; a DCI-tree reads {', '.join(str(d) for d in DTYPES)}")
         c = self.config
         units = torch.stack([directions(c, shape.layer, h, shape.head_dim) for h in range(shape.kv_heads)]).contiguous()
-        self._forest = Forest(
+        self.forest = Forest(
             shape.store.lanes,
             shape.kv_heads,
             shape.head_dim,
@@ -54,12 +53,11 @@ class TreeIndex:
             c.promote,
             c.promote_higher,
             c.seed,
-            [c.query_beam, c.query_visit, c.query_retrieve],
-            [c.query_visit_share, c.query_retrieve_share],
+            c.query_beam,
             c.query_beam_share,
-            [c.insert_beam, c.insert_visit, c.insert_retrieve],
-            [c.insert_visit_share, c.insert_retrieve_share],
-            ("best", "mean").index(c.page_score),
+            c.query_retrieve_share,
+            c.insert_beam,
+            c.insert_retrieve_share,
             ("interleave", "union").index(c.merge),
             shape.scale,
             ("page", "token").index(c.unit),
@@ -73,7 +71,7 @@ class TreeIndex:
         twin = copy.copy(self)
         memo[id(self)] = twin
         twin.shape = copy.deepcopy(self.shape, memo)
-        twin._forest = self._forest.copy()
+        twin.forest = self.forest.copy()
         return twin
 
     def make_room(self, lanes: int, tokens: int) -> None:
@@ -85,7 +83,7 @@ class TreeIndex:
         Raises ValueError, with the lane as it was, where a key is not finite; CacheError where the store lacks a row."""
         points = keys.shape[1]
         bases = self._addresses(lane, lane + 1, {lane: first + points})
-        self._forest.build(lane, first, points, bases.data_ptr(), self.threads)
+        self.forest.build(lane, first, points, bases.data_ptr(), self.threads)
 
     def append(self, lanes: Sequence[int], keys: Tensor, values: Tensor | None = None, queries: Tensor | None = None) -> None:
         """Insert the next n positions of some lanes, n from keys [R, H, n, D]. A lane that was never built begins after the
@@ -96,10 +94,10 @@ class TreeIndex:
         if not lanes or not points:
             return
         for lane in lanes:
-            if not self._forest.has(lane):
-                self._forest.build(lane, self.shape.regions.sink, 0, 0, 1)
+            if not self.forest.has(lane):
+                self.forest.build(lane, self.shape.regions.sink, 0, 0, 1)
         bases = self._addresses(0, max(lanes) + 1, {lane: self.length(lane) + points for lane in lanes})[lanes]
-        self._forest.append(lanes, points, bases.data_ptr(), bases.shape[1], self.threads)
+        self.forest.append(lanes, points, bases.data_ptr(), bases.shape[1], self.threads)
 
     def select(self, query: Tensor, budget: int) -> Selection:
         """At most `budget` rows a KV head: query [B, Hq, D], on any device; rows [B, H, budget] and counts come back there.
@@ -111,15 +109,15 @@ class TreeIndex:
     def select_host(self, query: Tensor, budget: int) -> tuple[Tensor, Tensor]:
         """select() without the device: query [B, Hq, D] float32 on the CPU; rows [B, H, budget] and counts [B, H], int32."""
         batch, q_heads, dim = query.shape
-        if (q_heads, dim) != (self.shape.q_heads, self.shape.head_dim) or batch > self._forest.lanes:
-            most = [self._forest.lanes, self.shape.q_heads, self.shape.head_dim]
+        if (q_heads, dim) != (self.shape.q_heads, self.shape.head_dim) or batch > self.forest.lanes:
+            most = [self.forest.lanes, self.shape.q_heads, self.shape.head_dim]
             raise ValueError(f"query is {list(query.shape)}; it must be {most}, or fewer lanes")
         at_least(0, budget=budget)
         query = query.contiguous()
         rows = torch.empty((batch, self.shape.kv_heads, budget), dtype=torch.int32)
         counts = torch.empty((batch, self.shape.kv_heads), dtype=torch.int32)
-        bases = self._addresses(0, batch, {lane: self.length(lane) for lane in range(batch) if self._forest.size(lane)})
-        self._forest.select(
+        bases = self._addresses(0, batch, {lane: self.length(lane) for lane in range(batch) if self.forest.size(lane)})
+        self.forest.select(
             batch,
             self.shape.group,
             query.data_ptr(),
@@ -134,21 +132,21 @@ class TreeIndex:
 
     def truncate(self, lane: int, length: int) -> None:
         """Forget positions >= length; 0 clears the lane. The store must still hold the positions that stay."""
-        if lane < self._forest.lanes and length < self.length(lane):
+        if lane < self.forest.lanes and length < self.length(lane):
             bases = self._addresses(lane, lane + 1, {lane: length})
-            self._forest.truncate(lane, length, bases.data_ptr())
+            self.forest.truncate(lane, length, bases.data_ptr())
 
     def reorder(self, lanes: Sequence[int]) -> None:
         """Lane i becomes what lane lanes[i] was. Trees are shared, and copied when one of their lanes changes."""
-        self._forest.reorder(list(lanes))
+        self.forest.reorder(list(lanes))
 
     def length(self, lane: int) -> int:
         """Where a lane's positions end: it holds [first, length)."""
-        return self._forest.first(lane) + self._forest.size(lane)
+        return self.forest.first(lane) + self.forest.size(lane)
 
     def nbytes(self) -> int:
         """Bytes of host memory that the trees hold, shared ones once."""
-        return self._forest.nbytes()
+        return self.forest.nbytes()
 
     def _addresses(self, start: int, stop: int, lengths: dict[int, int]) -> Tensor:
         """[stop - start, extents] int64 of these lanes, as the store has them now; it must hold so many rows of some."""
@@ -165,9 +163,9 @@ class TreeIndex:
     def state_dict(self) -> dict[str, Any]:
         """The trees as plain tensors, exactly; without keys, which the store has. A lane that was never built is empty."""
         lanes = []
-        for lane in range(self._forest.lanes):
-            heads = range(self.shape.kv_heads) if self._forest.has(lane) else ()
-            lanes.append([self._save(lane, head) for head in heads])
+        for lane in range(self.forest.lanes):
+            heads = range(self.shape.kv_heads) if self.forest.has(lane) else ()
+            lanes.append([self.snapshot(lane, head) for head in heads])
         return {"config": dataclasses.asdict(self.config), "layer": self.shape.layer, "lanes": lanes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -176,16 +174,17 @@ class TreeIndex:
         for name, value in {"layer": state["layer"], **state["config"]}.items():
             if own.get(name) != value:
                 raise CacheError(f"the saved index has {name} {value!r}, this one {own.get(name)!r}")
-        self._forest.reorder([])
+        self.forest.reorder([])
         for lane, heads in enumerate(state["lanes"]):
             if heads and len(heads) != self.shape.kv_heads:
                 raise CacheError(f"the saved index has {len(heads)} KV heads, this one {self.shape.kv_heads}")
             for head, tree in enumerate(heads):
                 self._load(lane, head, tree)
-        self._forest.grow(len(state["lanes"]))
+        self.forest.grow(len(state["lanes"]))
 
-    def _save(self, lane: int, head: int) -> dict[str, Tensor]:
-        points, pages = self._forest.size(lane), self._forest.pages(lane, head)
+    def snapshot(self, lane: int, head: int) -> dict[str, Tensor]:
+        """The tree of a lane and KV head as tensors: levels, parents and pages, without keys."""
+        points, pages = self.forest.size(lane), self.forest.pages(lane, head)
         indices = self.config.composites * self.config.simples
         state = {
             "radius2": torch.empty((), dtype=torch.float64),
@@ -197,8 +196,8 @@ class TreeIndex:
             "page_count": torch.empty(pages, dtype=torch.int32),
             "members": torch.empty(points, dtype=torch.int32),
         }
-        self._forest.save(lane, head, *(tensor.data_ptr() for tensor in state.values()))
-        return {"first": torch.tensor(self._forest.first(lane), dtype=torch.int64), **state}
+        self.forest.save(lane, head, *(tensor.data_ptr() for tensor in state.values()))
+        return {"first": torch.tensor(self.forest.first(lane), dtype=torch.int64), **state}
 
     def _load(self, lane: int, head: int, state: dict[str, Tensor]) -> None:
         names = ("norm2", "raw", "level", "parent", "page_node", "page_count", "members")
@@ -207,49 +206,4 @@ class TreeIndex:
         first = int(state["first"])
         bases = self._addresses(lane, lane + 1, {lane: first + points})
         addresses = [tensor.data_ptr() for tensor in (bases, *kept)]
-        self._forest.load(lane, head, first, points, pages, float(state["radius2"]), *addresses)
-
-    def tree(self, lane: int, head: int) -> DciTree:
-        """A lane's tree as the plain definition, with its keys; for tests and for reading."""
-        shape = self.shape
-        tree = DciTree(shape.head_dim, self.config, layer=shape.layer, head=head, scale=shape.scale)
-        keys = self.shape.store.read(lane, self._forest.first(lane), self.length(lane))[head, :, 0]
-        tree.load(self._save(lane, head), keys)
-        return tree
-
-    def invariants(self, *, nearest: bool = False) -> None:
-        """Raise AssertionError where a tree is not one. nearest: as after build(), every parent is the nearest there is."""
-        bases = self._addresses(0, self._forest.lanes, {lane: self.length(lane) for lane in range(self._forest.lanes)})
-        wrong = self._forest.check(bases.data_ptr(), bases.shape[1])
-        assert not wrong, wrong
-        for lane in range(self._forest.lanes):
-            for head in range(self.shape.kv_heads if self._forest.has(lane) else 0):
-                tree = self.tree(lane, head)
-                tree.invariants(nearest=nearest)
-                raw = tree.keys.float() @ tree.directions[:, :-1].T.float()
-                saved = self._save(lane, head)["raw"]
-                assert torch.allclose(saved, raw, rtol=1e-4, atol=1e-4 * max(1.0, tree.radius2**0.5)), "raw projections"
-                self._same_digests(lane, head, tree)
-
-    def _same_digests(self, lane: int, head: int, tree: DciTree) -> None:
-        if self.config.descend != "digest":
-            return
-        nodes, dim = [i for i in range(len(tree)) if tree.level[i] > 1], self.shape.head_dim
-        spread = torch.empty(len(nodes))
-        rows = torch.empty(len(nodes), 1 + self.config.outliers, dim)
-        outliers = torch.empty(len(nodes), self.config.outliers, dtype=torch.int32)
-        self._forest.digests(lane, head, spread.data_ptr(), rows.data_ptr(), outliers.data_ptr())
-        defined, size = tree.digests(), max(1e-30, tree.radius2**0.5)
-        close = 4 * torch.finfo(self.shape.dtype).eps * size
-        for at, node in enumerate(nodes):
-            held = [i for i in outliers[at].tolist() if i >= 0]
-            if node not in defined:
-                assert not held, f"node {node} has no points, but outliers"
-                continue
-            want = defined[node]
-            odd = coarse(tree.keys[held])
-            for own, row in zip(rows[at].double(), [want.mean, *odd, *[want.mean] * self.config.outliers], strict=False):
-                step = 1.001 * float(row.abs().max()) / 127  # what lies between two steps may be rounded to either
-                assert torch.allclose(own, row, rtol=0, atol=step + 1e-6 * size), f"the digest of node {node}"
-            assert abs(float(spread[at]) - want.spread) <= close, f"the spread of node {node}"
-            assert len(held) == len(want.outliers) == len(set(held)), f"the outliers of node {node}"
+        self.forest.load(lane, head, first, points, pages, float(state["radius2"]), *addresses)

@@ -22,19 +22,18 @@ class TreeConfig:
     page_size: slots of a page.
     composites, simples: P-DCI keeps `composites` composite indices of `simples` simple ones each.
     query_beam, query_beam_share: a query descends from the best max(query_beam, query_beam_share * n) points of a level (the
-        authors' field of view; 64 is the paper's), and from no fewer than two for each page that the budget holds.
+        authors' field of view, 30 and 0.0015 in their code), and from no fewer than two for each page that the budget holds.
     descend: what makes a point the better one to descend from. "point": the point itself, near to the query (algorithm 4).
         "digest": the best that may lie below it, which a query finds at a tenth of the effort: the largest of its node's
-        outliers and of mean + spread, see `kvthaw.index.tree.Digest`.
+        outliers and of mean + spread, see native/tree_digest.cpp.
     outliers: how many keys a digest names that its mean describes worst. spread: how many standard deviations above the mean a
         key of a node is looked for.
-    query_visit, query_visit_share: a composite index visits the max(visit, share * members) points of a node that are nearest
-        in projection; query_retrieve, query_retrieve_share: so many of those visited get a true distance.
-        The authors' code retrieves 0.8 (0.6 to insert); every level then loses that share of what it should have found.
-    insert_*: the same for the searches that insert a key. Building needs none: it finds every nearest parent.
+    query_retrieve_share: the share of a node's points, those nearest in projection, that get a true distance. The authors' code
+        retrieves 0.8 (0.6 to insert); every level then loses that share of what it should have found.
+    insert_beam, insert_retrieve_share: the same for the searches that insert a key. Building needs none: it finds every
+        nearest parent.
     unit: what a selection is made of. "page": the pages of the best tokens, whole (algorithm 3). "token": those tokens alone
         (algorithm 4's own answer): a store that fetches single rows need not bring a page's other tokens.
-    page_score: a page ranks by the best ("best") or by the mean ("mean") of its tokens that got a true distance.
     merge: how the query heads of one KV head share the budget. "interleave" takes their ranked units in turn, "union" all units
         by their best score, a score being q.k times the attention's scale less the head's own log-sum-exp over what it saw.
     seed: of promotions and directions.
@@ -50,17 +49,10 @@ class TreeConfig:
     descend: str = "digest"
     outliers: int = 2
     spread: float = 2.0
-    query_visit: int = 0
-    query_visit_share: float = 1.0
-    query_retrieve: int = 0
     query_retrieve_share: float = 1.0
     insert_beam: int = 20
-    insert_visit: int = 0
-    insert_visit_share: float = 1.0
-    insert_retrieve: int = 0
     insert_retrieve_share: float = 1.0
     unit: str = "page"
-    page_score: str = "best"
     merge: str = "union"
     seed: int = 0
 
@@ -76,16 +68,13 @@ class TreeConfig:
             need(name, 1 <= getattr(self, name) <= 16, "from 1 to 16")
         for name in ("query_beam", "insert_beam"):
             need(name, getattr(self, name) >= 1, "at least 1")
-        for name in ("query_visit", "query_retrieve", "insert_visit", "insert_retrieve"):
-            need(name, getattr(self, name) >= 0, "at least 0")
         need("query_beam_share", 0.0 <= self.query_beam_share <= 1.0, "from 0 to 1")
-        for name in ("query_visit_share", "query_retrieve_share", "insert_visit_share", "insert_retrieve_share"):
+        for name in ("query_retrieve_share", "insert_retrieve_share"):
             need(name, 0.0 < getattr(self, name) <= 1.0, "above 0 and at most 1")
         need("descend", self.descend in ("point", "digest"), "'point' or 'digest'")
         need("outliers", 0 <= self.outliers <= 16, "from 0 to 16")
         need("spread", 0.0 <= self.spread < math.inf, "finite and at least 0")
         need("unit", self.unit in ("page", "token"), "'page' or 'token'")
-        need("page_score", self.page_score in ("best", "mean"), "'best' or 'mean'")
         need("merge", self.merge in ("interleave", "union"), "'interleave' or 'union'")
         need("seed", 0 <= self.seed < 1 << 63, "from 0 to 2^63 - 1")
 

@@ -15,7 +15,7 @@ from kvthaw.kernels import HAS_TRITON
 TAIL = 8
 """Elements after the points of a digest: the spread, then padding that keeps the next digest aligned."""
 TIE = 1e-4
-"""Relative difference below which squared distances count as equal, as in `kvthaw.index.tree`."""
+"""Relative difference below which squared distances count as equal, as in native/tree_digest.cpp."""
 _KEYS = 1 << 17  # keys that the definition processes at once
 
 

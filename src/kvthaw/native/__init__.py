@@ -1,4 +1,4 @@
-"""What must run on CPU threads, in C++: DCI-trees, gathering of rows, the flat scan that a tree must beat.
+"""What must run on CPU threads, in C++: DCI-trees and gathering of rows.
 
 The functions here check tensors and hand their addresses over; the extension neither checks nor keeps them. Work runs on one
 pool of threads that is made on first use and stays; `threads` limits how many of them a call uses, 0 being one for each core.
@@ -29,29 +29,20 @@ __all__ = [
     "Forest",
     "Isa",
     "admit",
-    "best_isa",
     "cores",
-    "dots",
-    "flat_topk",
     "gather_rows",
     "isa_code",
     "isas",
-    "log_sum_exp",
 ]
 
 Isa = Literal["scalar", "avx2", "avx512"]
-DTYPES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+DTYPES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 4}
+"""Stored dtypes that a tree reads, by the extension's numbers. It computes in float32 whatever they are."""
 
 
 def isas() -> list[Isa]:
     """The instruction sets of this machine and build, the plainest first."""
     return [name for code, name in enumerate(get_args(Isa)) if _native.has_isa(code)]
-
-
-def best_isa() -> Isa:
-    """What runs when nothing else is asked for."""
-    name: Isa = get_args(Isa)[_native.best_isa()]
-    return name
 
 
 def isa_code(isa: Isa | None) -> int:
@@ -130,66 +121,3 @@ def admit(
     source = _check("rows", rows, torch.int32, rows.shape)
     _native.admit(lanes * heads, width, capacity, places, source, *tables, *outs)
     return out
-
-
-def flat_topk(
-    addresses: Tensor,
-    extent: int,
-    heads: int,
-    dtype: torch.dtype,
-    query: Tensor,
-    firsts: Tensor,
-    lengths: Tensor,
-    k: int,
-    *,
-    threads: int = 0,
-    isa: Isa | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The exact top k of q.k for every query head, by one pass over all keys that the heads of a group share.
-
-    addresses: [B, extents] int64. dtype: of the store, of `heads` KV heads. query: [B, Hq, D] float32. firsts, lengths: [B]
-    int32; positions [first, length) of a lane are searched. Returns positions [B, Hq, k] int32, the best first, -1 where there
-    are fewer, and their scores [B, Hq, k] float32, -inf there.
-    """
-    batch, q_heads, dim = query.shape
-    out = torch.empty((batch, q_heads, k), dtype=torch.int32)
-    scores = torch.empty((batch, q_heads, k), dtype=torch.float32)
-    _native.flat_topk(
-        _check("addresses", addresses, torch.int64, (batch, addresses.shape[1])),
-        addresses.shape[1],
-        extent,
-        dim,
-        DTYPES[dtype],
-        batch,
-        heads,
-        q_heads // heads,
-        _check("query", query, torch.float32, query.shape),
-        _check("firsts", firsts, torch.int32, (batch,)),
-        _check("lengths", lengths, torch.int32, (batch,)),
-        k,
-        out.data_ptr(),
-        scores.data_ptr(),
-        threads,
-        isa_code(isa),
-    )
-    return out, scores
-
-
-def dots(query: Tensor, rows: Tensor, *, isa: Isa | None = None) -> Tensor:
-    """[n] float32: query [D] float32 times rows [n, D] of any stored dtype or int8, accumulated in float32."""
-    out = torch.empty(rows.shape[0], dtype=torch.float32)
-    dim = rows.shape[1]
-    if rows.device.type != "cpu" or rows.stride(1) != 1:
-        raise ValueError(f"rows lie on {rows.device} with strides {rows.stride()}; each must be contiguous on the CPU")
-    address = _check("query", query, torch.float32, (dim,))
-    stride = rows.stride(0) * rows.element_size()
-    code = 3 if rows.dtype == torch.int8 else DTYPES[rows.dtype]
-    _native.dots(address, rows.data_ptr(), len(rows), stride, dim, code, out.data_ptr(), isa_code(isa))
-    return out
-
-
-def log_sum_exp(x: Tensor, scale: float, *, isa: Isa | None = None) -> float:
-    """The natural logarithm of the sum of exp(scale x), x [n] float32, n and scale above 0, in float32."""
-    if not len(x):
-        raise ValueError("x is empty; a log-sum-exp needs at least one number")
-    return _native.log_sum_exp(_check("x", x, torch.float32, (len(x),)), len(x), scale, isa_code(isa))

@@ -9,19 +9,15 @@ def admit(
     pairs: int, width: int, capacity: int, places: int, rows: int, row_slot: int, slot_row: int, used: int, counts: int, slots: int,
     fetch: int, live: int, /
 ) -> None: ...  # fmt: skip
-def flat_topk(
-    bases: int, extents: int, extent: int, dim: int, dtype: int, batch: int, heads: int, group: int, query: int, firsts: int,
-    lengths: int, k: int, out: int, scores: int, threads: int, isa: int, /
-) -> None: ...  # fmt: skip
 def dots(query: int, rows: int, count: int, stride: int, dim: int, dtype: int, out: int, isa: int, /) -> None: ...
 def log_sum_exp(x: int, count: int, scale: float, isa: int, /) -> float: ...
 
 class Forest:
     def __init__(
         self, lanes: int, heads: int, dim: int, dtype: int, extent: int, layer: int, directions: int, page_size: int,
-        composites: int, simples: int, promote: float, promote_higher: float, seed: int, query: list[int],
-        query_shares: list[float], query_beam_share: float, insert: list[int], insert_shares: list[float], page_score: int,
-        merge: int, scale: float, unit: int, descend: int, outliers: int, spread: float, isa: int, /
+        composites: int, simples: int, promote: float, promote_higher: float, seed: int, query_beam: int,
+        query_beam_share: float, query_retrieve_share: float, insert_beam: int, insert_retrieve_share: float, merge: int,
+        scale: float, unit: int, descend: int, outliers: int, spread: float, isa: int, /
     ) -> None: ...  # fmt: skip
     def copy(self) -> Forest: ...
     @property

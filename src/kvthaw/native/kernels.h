@@ -6,11 +6,13 @@
 
 namespace kvthaw {
 
-// i8: of digests, which have a step beside the row; keys are stored as the others.
-enum class Dtype : int { f32 = 0, bf16 = 1, f16 = 2, i8 = 3 };
+// What rows are stored as; all arithmetic is in float32. i8: digests, which have a step beside the row.
+enum class Dtype : int { f32 = 0, bf16 = 1, f16 = 2, i8 = 3, f64 = 4 };
 enum class Isa : int { scalar = 0, avx2 = 1, avx512 = 2 };
 
-constexpr size_t size_of(Dtype dtype) { return dtype == Dtype::f32 ? 4 : dtype == Dtype::i8 ? 1 : 2; }
+constexpr size_t size_of(Dtype dtype) {
+    return dtype == Dtype::f64 ? 8 : dtype == Dtype::f32 ? 4 : dtype == Dtype::i8 ? 1 : 2;
+}
 
 struct Kernels {
     Isa isa;
@@ -26,9 +28,6 @@ struct Kernels {
     void (*measure)(const float* key, int dim, const float* directions, int count, int stride, double* norm2, float* raw);
     // out[count]: query . row for rows scattered in memory. Each value is the same whatever its neighbours are.
     void (*dots)(const float* query, const void* const* rows, size_t count, int dim, Dtype dtype, float* out);
-    // out[group][out_stride]: inner products of `group` queries with `count` rows that lie `stride` bytes apart.
-    void (*group_dots)(const float* queries, int group, const void* rows, size_t stride, size_t count, int dim, Dtype dtype,
-                       float* out, size_t out_stride);
     // The natural logarithm of the sum of exp(scale x) over count > 0 finite numbers, scale > 0.
     float (*log_sum_exp)(const float* x, size_t count, float scale);
     // For `count` keys [count][depth] the parent with the largest inner product, the first of equals. panels: ceil(parents /

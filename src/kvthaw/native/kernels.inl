@@ -41,6 +41,7 @@ inline float half_to_float(uint16_t h) {
 template <Dtype T>
 inline float load_one(const void* row, int i) {
     if constexpr (T == Dtype::f32) return static_cast<const float*>(row)[i];
+    if constexpr (T == Dtype::f64) return static_cast<float>(static_cast<const double*>(row)[i]);
     if constexpr (T == Dtype::i8) return static_cast<const int8_t*>(row)[i];
     const uint16_t h = static_cast<const uint16_t*>(row)[i];
     return T == Dtype::bf16 ? from_bits(static_cast<uint32_t>(h) << 16) : half_to_float(h);
@@ -50,6 +51,10 @@ template <Dtype T>
 inline Vec load(const void* row, int i) {
     if constexpr (T == Dtype::f32) {
         return *reinterpret_cast<const Loose*>(static_cast<const float*>(row) + i);
+    } else if constexpr (T == Dtype::f64) {
+        Vec x;
+        for (int j = 0; j < W; ++j) x[j] = load_one<T>(row, i + j);
+        return x;
     } else if constexpr (T == Dtype::i8) {
         const int8_t* at = static_cast<const int8_t*>(row) + i;
 #if defined(__AVX512F__)
@@ -125,6 +130,7 @@ void widen_as(const void* row, int dim, float* out) {
 void widen(const void* row, int dim, Dtype dtype, float* out) {
     if (dtype == Dtype::f32) return widen_as<Dtype::f32>(row, dim, out);
     if (dtype == Dtype::bf16) return widen_as<Dtype::bf16>(row, dim, out);
+    if (dtype == Dtype::f64) return widen_as<Dtype::f64>(row, dim, out);
     return widen_as<Dtype::f16>(row, dim, out);
 }
 
@@ -146,6 +152,7 @@ void add(const void* row, int dim, Dtype dtype, double weight, double* sum) {
     if (dtype == Dtype::f32) return add_as<Dtype::f32>(row, dim, weight, sum);
     if (dtype == Dtype::bf16) return add_as<Dtype::bf16>(row, dim, weight, sum);
     if (dtype == Dtype::i8) return add_as<Dtype::i8>(row, dim, weight, sum);
+    if (dtype == Dtype::f64) return add_as<Dtype::f64>(row, dim, weight, sum);
     return add_as<Dtype::f16>(row, dim, weight, sum);
 }
 
@@ -232,65 +239,8 @@ void dots(const float* query, const void* const* rows, size_t count, int dim, Dt
     if (dtype == Dtype::f32) return dots_as<Dtype::f32>(query, rows, count, dim, out);
     if (dtype == Dtype::bf16) return dots_as<Dtype::bf16>(query, rows, count, dim, out);
     if (dtype == Dtype::i8) return dots_as<Dtype::i8>(query, rows, count, dim, out);
+    if (dtype == Dtype::f64) return dots_as<Dtype::f64>(query, rows, count, dim, out);
     return dots_as<Dtype::f16>(query, rows, count, dim, out);
-}
-
-// G queries share one reading of R rows.
-template <Dtype T, int G, int R>
-inline void group_block(const float* queries, const char* rows, size_t stride, int dim, float* out, size_t out_stride) {
-    Vec dot[G][R] = {};
-    int i = 0;
-    for (; i + W <= dim; i += W) {
-        Vec k[R];
-#pragma GCC unroll 4
-        for (int r = 0; r < R; ++r) k[r] = load<T>(rows + r * stride, i);
-#pragma GCC unroll 4
-        for (int g = 0; g < G; ++g) {
-            const Vec q = load(queries + static_cast<size_t>(g) * dim + i);
-#pragma GCC unroll 4
-            for (int r = 0; r < R; ++r) dot[g][r] += q * k[r];
-        }
-    }
-    for (int g = 0; g < G; ++g) {
-        float* to = out + g * out_stride;
-        if constexpr (R == 4)
-            sum4(dot[g], to);
-        else
-            for (int r = 0; r < R; ++r) to[r] = sum(dot[g][r]);
-        for (int j = i; j < dim; ++j)
-            for (int r = 0; r < R; ++r) to[r] += load_one<T>(rows + r * stride, j) * queries[static_cast<size_t>(g) * dim + j];
-    }
-}
-
-template <Dtype T, int G>
-void group_rows(const float* queries, const char* rows, size_t stride, size_t count, int dim, float* out, size_t out_stride) {
-    constexpr int R = W >= 16 ? 4 : 2;
-    const size_t bytes = static_cast<size_t>(dim) * size_of(T);
-    size_t r = 0;
-    for (; r + R <= count; r += R) {
-        for (size_t a = r + 8; a < r + 8 + R && a < count; ++a)
-            for (size_t b = 0; b < bytes; b += 64) __builtin_prefetch(rows + a * stride + b);
-        group_block<T, G, R>(queries, rows + r * stride, stride, dim, out + r, out_stride);
-    }
-    for (; r < count; ++r) group_block<T, G, 1>(queries, rows + r * stride, stride, dim, out + r, out_stride);
-}
-
-template <Dtype T>
-void group_as(const float* queries, int group, const char* rows, size_t stride, size_t count, int dim, float* out,
-              size_t out_stride) {
-    int g = 0;
-    for (; g + 4 <= group; g += 4)
-        group_rows<T, 4>(queries + static_cast<size_t>(g) * dim, rows, stride, count, dim, out + g * out_stride, out_stride);
-    for (; g < group; ++g)
-        group_rows<T, 1>(queries + static_cast<size_t>(g) * dim, rows, stride, count, dim, out + g * out_stride, out_stride);
-}
-
-void group_dots(const float* queries, int group, const void* rows, size_t stride, size_t count, int dim, Dtype dtype, float* out,
-                size_t out_stride) {
-    const char* at = static_cast<const char*>(rows);
-    if (dtype == Dtype::f32) return group_as<Dtype::f32>(queries, group, at, stride, count, dim, out, out_stride);
-    if (dtype == Dtype::bf16) return group_as<Dtype::bf16>(queries, group, at, stride, count, dim, out, out_stride);
-    return group_as<Dtype::f16>(queries, group, at, stride, count, dim, out, out_stride);
 }
 
 // exp(x) for x <= 0, to 2e-7 of itself, 0 below -87: 2^n times a polynomial of what is left, at most half of log 2 from 0.
@@ -383,7 +333,7 @@ void nearest(const float* keys, int count, const float* panels, int parents, int
 }  // namespace
 
 const Kernels* table() {
-    static const Kernels kernels = {Isa::KV_ISA, 2 * W, KV_GROUP, widen, add, encode, measure, dots, group_dots, log_sum_exp, nearest};
+    static const Kernels kernels = {Isa::KV_ISA, 2 * W, KV_GROUP, widen, add, encode, measure, dots, log_sum_exp, nearest};
     return &kernels;
 }
 

@@ -7,8 +7,8 @@
 
 #include "admit.h"
 #include "forest.h"
+#include "gather.h"
 #include "pool.h"
-#include "scan.h"
 
 namespace nb = nanobind;
 using namespace kvthaw;
@@ -52,15 +52,6 @@ NB_MODULE(_native, m) {
         },
         kFree);
     m.def(
-        "flat_topk",
-        [](uintptr_t bases, int extents, int extent, int dim, int dtype, int batch, int heads, int group, uintptr_t query,
-           uintptr_t firsts, uintptr_t lengths, int k, uintptr_t out, uintptr_t scores, int threads, int isa) {
-            flat_topk(kernels_named(isa), at<const int64_t>(bases), extents, extent, dim, static_cast<Dtype>(dtype), batch, heads,
-                      group, at<const float>(query), at<const int32_t>(firsts), at<const int32_t>(lengths), k, at<int32_t>(out),
-                      at<float>(scores), threads);
-        },
-        kFree);
-    m.def(
         "dots",
         [](uintptr_t query, uintptr_t rows, size_t count, size_t stride, int dim, int dtype, uintptr_t out, int isa) {
             std::vector<const void*> from(count);
@@ -77,34 +68,29 @@ NB_MODULE(_native, m) {
         .def(
             "__init__",
             [](Forest* self, int lanes, int heads, int dim, int dtype, int extent, int layer, uintptr_t directions, int page_size,
-               int composites, int simples, double promote, double promote_higher, uint64_t seed, const std::vector<int>& query,
-               const std::vector<double>& query_shares, double query_beam_share, const std::vector<int>& insert,
-               const std::vector<double>& insert_shares, int page_score, int merge, double scale, int unit,
-               int descend, int outliers, double spread, int isa) {
-                const auto effort = [](const std::vector<int>& counts, const std::vector<double>& shares) {
-                    return Effort{counts.at(0), counts.at(1), counts.at(2), shares.at(0), shares.at(1)};
-                };
+               int composites, int simples, double promote, double promote_higher, uint64_t seed, int query_beam,
+               double query_beam_share, double query_retrieve, int insert_beam, double insert_retrieve, int merge, double scale,
+               int unit, int descend, int outliers, double spread, int isa) {
                 Settings settings{dim,
-                                        layer,
-                                        page_size,
-                                        composites,
-                                        simples,
-                                        promote,
-                                        promote_higher,
-                                        seed,
-                                        effort(query, query_shares),
-                                        effort(insert, insert_shares),
-                                        query_beam_share,
-                                        static_cast<Unit>(unit),
-                                        static_cast<PageScore>(page_score),
-                                        static_cast<Merge>(merge),
-                                        static_cast<Descend>(descend),
-                                        descend ? outliers : 0,
-                                        static_cast<float>(spread),
-                                        static_cast<float>(scale),
-                                        static_cast<Dtype>(dtype),
-                                        &kernels_named(isa),
-                                        {}};
+                                  layer,
+                                  page_size,
+                                  composites,
+                                  simples,
+                                  promote,
+                                  promote_higher,
+                                  seed,
+                                  {query_beam, query_retrieve},
+                                  {insert_beam, insert_retrieve},
+                                  query_beam_share,
+                                  static_cast<Unit>(unit),
+                                  static_cast<Merge>(merge),
+                                  static_cast<Descend>(descend),
+                                  descend ? outliers : 0,
+                                  static_cast<float>(spread),
+                                  static_cast<float>(scale),
+                                  static_cast<Dtype>(dtype),
+                                  &kernels_named(isa),
+                                  {}};
                 const auto* from = at<const float>(directions);
                 settings.directions.assign(from, from + static_cast<size_t>(heads) * settings.indices() * (dim + 1));
                 new (self) Forest(std::move(settings), lanes, heads, extent);

@@ -68,7 +68,7 @@ void Tree::lay_levels() {
     radius2_ = 0;
     for (auto& level : levels_) level.clear();
     for (int i = 0; i < size(); ++i) {
-        radius2_ = std::max(radius2_, norm2_[i]);
+        radius2_ = std::max(radius2_, kRoom * norm2_[i]);
         levels_[level_[i]].push_back(i);
     }
     for (int i = 0; i < size(); ++i) place_in_space(i);

@@ -1,4 +1,4 @@
-// One DCI-tree: the index of one KV head of one lane. src/kvthaw/index/tree.py defines what it does; the names are the same.
+// One DCI-tree: the index of one KV head of one lane. tests/index/dci_tree.py states it plainly; the names are the same.
 // It keeps no keys: every call that needs them is told where the rows lie now.
 #pragma once
 
@@ -15,17 +15,16 @@ namespace kvthaw {
 
 constexpr int kRoot = -1;
 constexpr int kMaxLevel = 32;
-constexpr double kRoom = 1.25;  // see index/tree.py
+constexpr double kRoom = 1.25;  // c^2 over the longest key's |k|^2, see ROOM in tests/index/dci_tree.py
 
 enum class Unit : int { page = 0, token = 1 };
-enum class PageScore : int { best = 0, mean = 1 };
 enum class Merge : int { interleave = 0, join = 1 };
 enum class Descend : int { point = 0, digest = 1 };
 
-// How much of a node a search visits and retrieves, and how many points it descends from.
+// How many points of a level a search descends from, and the share of a node's members that get a true distance.
 struct Effort {
-    int beam, visit, retrieve;
-    double visit_share, retrieve_share;
+    int beam;
+    double retrieve;
 };
 
 // What the trees of one layer have in common.
@@ -36,7 +35,6 @@ struct Settings {
     Effort query, insert;
     double query_beam_share;
     Unit unit;
-    PageScore page_score;
     Merge merge;
     Descend descend;
     int outliers;
@@ -130,7 +128,7 @@ public:
     // The heads' searches together, cut to a budget: writes positions, returns how many.
     int choose(const Seen* seen, int heads, int budget, int32_t* out) const;
 
-    // State, in the order of tree.py's state().
+    // State, in the order of DciTree.state() in tests/index/dci_tree.py.
     int page_total() const { return static_cast<int>(page_of_node_order().size()); }
     void save(double* radius2, double* norm2, float* raw, uint8_t* level, int32_t* parent, int32_t* page_node, int32_t* page_count,
               int32_t* members) const;
@@ -190,7 +188,7 @@ private:
     int choose_pages(const Seen* seen, int heads, int budget, int32_t* out) const;
     int choose_tokens(const Seen* seen, int heads, int budget, int32_t* out) const;
     void collect(int node, const Probe& probe, Seen& seen) const;
-    void prioritized_dci(int node, const Probe& probe, int visit, int retrieve, Seen& seen) const;
+    void prioritized_dci(int node, const Probe& probe, int retrieve, Seen& seen) const;
 
     std::shared_ptr<const Settings> settings_;  // outlives the forest that made the tree: copies share trees
     const float* directions_;  // [indices][dim + 1]

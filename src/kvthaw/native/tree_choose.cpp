@@ -74,7 +74,7 @@ int Tree::choose_tokens(const Seen* seen, int heads, int budget, int32_t* out) c
 
 int Tree::choose_pages(const Seen* seen, int heads, int budget, int32_t* out) const {
     static thread_local Room room;
-    const bool join = settings_->merge == Merge::join, mean = settings_->page_score == PageScore::mean;
+    const bool join = settings_->merge == Merge::join;
     const float scale = settings_->scale;
     const auto value = [&](int head, int at) {
         return join ? seen[head].scores[at] * scale - seen[head].lse : seen[head].scores[at];
@@ -102,14 +102,11 @@ int Tree::choose_pages(const Seen* seen, int heads, int budget, int32_t* out) co
         for (size_t s = 0; s < seen[head].spans.size(); ++s) {
             const Span& span = seen[head].spans[s];
             Ranked ranked{-HUGE_VALF, INT32_MAX, span.page, static_cast<int32_t>(room.parts.size())};
-            float total = 0;
             for (int at = span.begin; at < span.end; ++at) {
                 const float score = value(head, at);
                 ranked.score = std::max(ranked.score, score);
                 ranked.tie = std::min(ranked.tie, seen[head].points[at]);
-                total += score;
             }
-            if (mean) ranked.score = total / static_cast<float>(span.end - span.begin);
             int32_t next = -1;
             if (int32_t& mark = room.mark[span.page]; !join || mark == 0) {
                 if (join) mark = static_cast<int32_t>(queue.size()) + 1;
@@ -123,16 +120,7 @@ int Tree::choose_pages(const Seen* seen, int heads, int budget, int32_t* out) co
         }
     }
     if (join)
-        for (Ranked& ranked : room.queues[0]) {
-            room.mark[ranked.page] = 0;
-            if (!mean) continue;
-            score_slots(ranked.page, ranked.part);
-            float total = 0;
-            int count = 0;
-            for (float score : room.slot_scores)
-                if (score > -HUGE_VALF) total += score, ++count;
-            ranked.score = total / static_cast<float>(count);
-        }
+        for (const Ranked& ranked : room.queues[0]) room.mark[ranked.page] = 0;
     for (int q = 0; q < queues; ++q) std::make_heap(room.queues[q].begin(), room.queues[q].end(), worse);
 
     room.undo.clear();

@@ -15,10 +15,8 @@ int share_of(double share, int members) { return static_cast<int>(std::ceil(shar
 
 void Tree::collect(int node, const Probe& probe, Seen& seen) const {
     const int members = nodes_[node].members;
-    const int visit = std::max(probe.effort.visit, share_of(probe.effort.visit_share, members));
-    const int retrieve = std::max(probe.effort.retrieve, share_of(probe.effort.retrieve_share, members));
-    const int limit = std::min(visit, retrieve);
-    if (limit < members && settings_->indices() > 1) return prioritized_dci(node, probe, visit, retrieve, seen);
+    const int limit = share_of(probe.effort.retrieve, members);
+    if (limit < members && settings_->indices() > 1) return prioritized_dci(node, probe, limit, seen);
     // With one direction the members nearest in projection are a run of the node's order: cut it from the farther end.
     int low = 0, high = members;
     if (limit < members) {
@@ -47,30 +45,27 @@ void Tree::collect(int node, const Probe& probe, Seen& seen) const {
     }
 }
 
-void Tree::prioritized_dci(int node, const Probe& probe, int visit, int retrieve, Seen& seen) const {
+void Tree::prioritized_dci(int node, const Probe& probe, int retrieve, Seen& seen) const {
     const int members = nodes_[node].members, simples = settings_->simples, composites = settings_->composites;
     std::vector<int32_t> points;
     members_of(node, points);
-    std::vector<float> priority(members, HUGE_VALF), bound(members);
+    std::vector<float> priority(members, HUGE_VALF);
     std::vector<int> order(members);
-    const auto nearer = [&](const std::vector<float>& by) {
-        return [&](int a, int b) { return by[a] < by[b] || (by[a] == by[b] && points[a] < points[b]); };
-    };
-    for (int composite = 0; composite < composites; ++composite) {
-        for (int m = 0; m < members; ++m) {
-            const float* own = &projection_[static_cast<size_t>(points[m]) * settings_->indices() + composite * simples];
-            bound[m] = 0;
-            for (int s = 0; s < simples; ++s)
-                bound[m] = std::max(bound[m], std::fabs(own[s] - probe.projections[composite * simples + s]));
-            order[m] = m;
+    for (int m = 0; m < members; ++m) {
+        const float* own = &projection_[static_cast<size_t>(points[m]) * settings_->indices()];
+        for (int composite = 0; composite < composites; ++composite) {
+            float bound = 0;
+            for (int i = composite * simples; i < (composite + 1) * simples; ++i)
+                bound = std::max(bound, std::fabs(own[i] - probe.projections[i]));
+            priority[m] = std::min(priority[m], bound);
         }
-        if (visit < members) std::nth_element(order.begin(), order.begin() + visit, order.end(), nearer(bound));
-        for (int m = 0; m < std::min(visit, members); ++m) priority[order[m]] = std::min(priority[order[m]], bound[order[m]]);
+        order[m] = m;
     }
-    for (int m = 0; m < members; ++m) order[m] = m;
-    if (retrieve < members) std::nth_element(order.begin(), order.begin() + retrieve, order.end(), nearer(priority));
+    std::nth_element(order.begin(), order.begin() + retrieve, order.end(), [&](int a, int b) {
+        return priority[a] < priority[b] || (priority[a] == priority[b] && points[a] < points[b]);
+    });
     std::vector<uint8_t> chosen(members, 0);
-    for (int m = 0; m < std::min(retrieve, members); ++m) chosen[order[m]] = priority[order[m]] < HUGE_VALF;
+    for (int m = 0; m < retrieve; ++m) chosen[order[m]] = 1;
     for (int page = nodes_[node].page, m = 0; page >= 0; page = pages_[page].next) {
         const int32_t at = static_cast<int32_t>(seen.points.size());
         for (int s = 0; s < pages_[page].count; ++s, ++m)

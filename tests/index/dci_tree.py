@@ -1,7 +1,6 @@
 """The DCI-tree of IceCache, as plainly as the paper states it: one tree, in float64, on keys that it keeps.
 
-This file is the definition. `kvthaw.index.forest` is the same tree in C++ for every lane and KV head of a layer, and tests hold
-it to this one.
+`kvthaw.index.forest` is the same tree in C++ for every lane and KV head of a layer; tests compare it with this one.
 
 A key k is searched as T_K(k) = [k/c, sqrt(1 - |k|^2/c^2)] and a query q as T_Q(q) = [q/|q|, 0] (equations 2 and 3), with
 c >= max |k|, under Euclidean distance. Everything here is written multiplied by c, which changes no order: with
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvthaw.index.forest import TreeIndex
 from kvthaw.index.tree_config import TreeConfig, directions, draw_level
 
 ROOT = -1
@@ -30,8 +30,9 @@ TIE = 1e-4
 says."""
 
 ROOM = 1.25
-"""How much larger than the longest key's |k|^2 c^2 becomes when it must grow, which lays out the whole tree anew: keys that become
-longer and longer make it do so a few times, not at each of them. Any c that is at least every norm serves."""
+"""How much larger c^2 is than the longest key's |k|^2, when the tree is built and whenever a longer key comes, which lays out the
+whole tree anew. Any c that is at least every norm serves. At c = max |k| itself the last bit would decide: RoPE keeps norms, so a
+token that comes again has the longest key's norm but for rounding, and its lift would be the root of a cancelled difference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +42,7 @@ class Probe:
     nearness: Callable[[Sequence[int]], list[float]]
     projections: Tensor
     beam: int
-    visit: int
-    visit_share: float
-    retrieve: int
-    retrieve_share: float
+    retrieve: float
     merit: Callable[[int], float] | None = None  # how good a node is to descend to; None: as near as its point
 
 
@@ -139,7 +137,7 @@ class DciTree:
         self.keys = keys
         self.level = [draw_level(self.config, self.layer, self.head, self.first + i) for i in range(len(keys))]
         self.parent = [ROOT] * len(keys)
-        self.radius2 = float(keys.square().sum(1).max()) if len(keys) else 0.0
+        self.radius2 = ROOM * float(keys.square().sum(1).max()) if len(keys) else 0.0
         present = self.levels()
         for above, below in itertools.pairwise(present):
             self._adopt(self.at_level(below), self.at_level(above))
@@ -232,15 +230,10 @@ class DciTree:
         members = self.members(node)
         if not members:
             return []
-        visit = max(probe.visit, math.ceil(probe.visit_share * len(members)))
-        retrieve = max(probe.retrieve, math.ceil(probe.retrieve_share * len(members)))
+        retrieve = math.ceil(probe.retrieve * len(members))
         apart = (self.projections(members) - probe.projections).abs()
-        bound = apart.view(len(members), self.config.composites, self.config.simples).amax(2)
-        priority: dict[int, float] = {}
-        for composite in range(self.config.composites):
-            line = dict(zip(members, bound[:, composite].tolist(), strict=True))
-            for i in sorted(line, key=lambda i: (line[i], i))[:visit]:
-                priority[i] = min(priority.get(i, math.inf), line[i])
+        bound = apart.view(len(members), self.config.composites, self.config.simples).amax(2).amin(1)
+        priority = dict(zip(members, bound.tolist(), strict=True))
         return sorted(priority, key=lambda i: (priority[i], i))[:retrieve]
 
     def _probe_query(self, query: Tensor, budget: int) -> Probe:
@@ -262,9 +255,6 @@ class DciTree:
             nearness,
             target,
             config.beam(len(self), budget),
-            config.query_visit,
-            config.query_visit_share,
-            config.query_retrieve,
             config.query_retrieve_share,
             merit if config.descend == "digest" else None,
         )
@@ -275,9 +265,6 @@ class DciTree:
             lambda points: self.closeness(point, points),
             self.projections([point])[0],
             config.insert_beam,
-            config.insert_visit,
-            config.insert_visit_share,
-            config.insert_retrieve,
             config.insert_retrieve_share,
         )
 
@@ -328,8 +315,7 @@ class DciTree:
         for i, score in seen.items():
             scores.setdefault(home[i], []).append(score)
             earliest[home[i]] = min(i, earliest.get(home[i], i))
-        mean = self.config.page_score == "mean"
-        rank = {unit: sum(values) / len(values) if mean else max(values) for unit, values in scores.items()}
+        rank = {unit: max(values) for unit, values in scores.items()}
         return sorted(scores, key=lambda unit: (-rank[unit], earliest[unit]))
 
     def _normalised(self, heads: Sequence[dict[int, float]]) -> dict[int, float]:
@@ -495,3 +481,51 @@ class DciTree:
                 if nearest:
                     near = dict(zip(parents, self.closeness(i, parents), strict=True))
                     assert near[self.parent[i]] >= max(near.values()) - slack * c, f"point {i} has a nearer parent"
+
+
+def tree_of(index: TreeIndex, lane: int, head: int) -> DciTree:
+    """One of an index's trees as the plain definition, with its keys."""
+    shape = index.shape
+    tree = DciTree(shape.head_dim, index.config, layer=shape.layer, head=head, scale=shape.scale)
+    keys = shape.store.read(lane, index.forest.first(lane), index.length(lane))[head, :, 0]
+    tree.load(index.snapshot(lane, head), keys)
+    return tree
+
+
+def check_trees(index: TreeIndex, *, nearest: bool = False) -> None:
+    """Raise AssertionError where a tree of an index is not one. nearest: as after build(), every parent is the nearest there is."""
+    lanes = range(index.forest.lanes)
+    bases = index.shape.store.table()[: len(lanes)].contiguous()
+    wrong = index.forest.check(bases.data_ptr(), bases.shape[1])
+    assert not wrong, wrong
+    for lane in lanes:
+        for head in range(index.shape.kv_heads if index.forest.has(lane) else 0):
+            tree = tree_of(index, lane, head)
+            tree.invariants(nearest=nearest)
+            raw = tree.keys.float() @ tree.directions[:, :-1].T.float()
+            saved = index.snapshot(lane, head)["raw"]
+            assert torch.allclose(saved, raw, rtol=1e-4, atol=1e-4 * max(1.0, tree.radius2**0.5)), "raw projections"
+            if index.config.descend == "digest":
+                same_digests(index, lane, head, tree)
+
+
+def same_digests(index: TreeIndex, lane: int, head: int, tree: DciTree) -> None:
+    """Raise AssertionError where a node's digest is not the definition's."""
+    nodes, dim, most = [i for i in range(len(tree)) if tree.level[i] > 1], index.shape.head_dim, index.config.outliers
+    spread, rows = torch.empty(len(nodes)), torch.empty(len(nodes), 1 + most, dim)
+    outliers = torch.empty(len(nodes), most, dtype=torch.int32)
+    index.forest.digests(lane, head, spread.data_ptr(), rows.data_ptr(), outliers.data_ptr())
+    defined, size = tree.digests(), max(1e-30, tree.radius2**0.5)
+    close = 4 * max(torch.finfo(index.shape.dtype).eps, torch.finfo(torch.float32).eps) * size
+    for at, node in enumerate(nodes):
+        held = [i for i in outliers[at].tolist() if i >= 0]
+        if node not in defined:
+            assert not held, f"node {node} has no points, but outliers"
+            continue
+        want = defined[node]
+        odd = coarse(tree.keys[held])
+        for own, row in zip(rows[at].double(), [want.mean, *odd, *[want.mean] * most], strict=False):
+            step = 1.001 * float(row.abs().max()) / 127  # what lies between two steps may be rounded to either
+            assert torch.allclose(own, row, rtol=0, atol=step + 1e-6 * size), f"the digest of node {node}"
+        assert abs(float(spread[at]) - want.spread) <= close, f"the spread of node {node}"
+        assert len(held) == len(want.outliers) == len(set(held)), f"the outliers of node {node}"
