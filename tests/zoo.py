@@ -112,6 +112,15 @@ def build(name: str, *, seed: int = 0, attention: str | None = None, **settings:
     return sharpen(model, seed).eval().requires_grad_(False)
 
 
+def build_exact(name: str, **settings: Any) -> PreTrainedModel:
+    """As build(), in float64: for tests that compare computations of different shapes below the full budget. In float32 a product
+    of five rows rounds otherwise than five products of one, differently on each CPU, and the last bit may decide what is selected.
+    """
+    model = build(name, **settings).double()
+    model.config._experts_implementation = "eager"  # the others take no float64
+    return model
+
+
 def sharpen(model: PreTrainedModel, seed: int) -> PreTrainedModel:
     """Random weights with which attention looks far and the next token depends on what it saw."""
     rng = torch.Generator().manual_seed(seed)

@@ -55,6 +55,7 @@ def test_transformers_cache_is_filled_alike(llama: PreTrainedModel) -> None:
 
 
 def test_rows_of_a_batch_share_the_host_and_decode_as_one_alone(llama: PreTrainedModel) -> None:
+    llama.double()
     alone, three = (Cache(llama, "quest", budget=64, extent=32) for _ in range(2))
     fill(alone, lambda number: drawn(llama, number, 160, 0))
     fill(three, lambda number: drawn(llama, number, 160, 0), batch=3)

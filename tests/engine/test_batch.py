@@ -14,11 +14,17 @@ from kvthaw.cache.layer import Attention
 from kvthaw.engine.batch import Batch, Request
 from kvthaw.engine.sampling import Sampling, draw
 from kvthaw.errors import CacheError, ConfigError, UnsupportedModelError
-from zoo import build, prompt
+from zoo import build, build_exact, prompt
 
 CAPACITY = 160
 LENGTHS = [70, 5, 110, 33, 1, 90]
 NEW = [14, 24, 9, 12, 6, 11]
+
+
+@pytest.fixture
+def llama() -> PreTrainedModel:
+    """In float64: tokens of a batch are compared with those of rows alone."""
+    return build_exact("llama")
 
 
 def alone(model: PreTrainedModel, method: str, ids: torch.Tensor, new: int, **settings: Any) -> list[int]:
@@ -72,7 +78,7 @@ def test_a_prompt_in_chunks_equals_one_pass(llama: PreTrainedModel, method: str)
 
 @pytest.mark.parametrize("architecture", ["qwen3", "mixtral", "gpt2", "opt"])
 def test_other_architectures(architecture: str) -> None:
-    model = build(architecture)
+    model = build_exact(architecture)
     prompts = [prompt(1, n, seed=i)[0] for i, n in enumerate((70, 20, 50))]
     batch, waiting, requests = Batch(model, "quest", lanes=2, capacity=100, budget=48), list(prompts), list[Request]()
     while waiting or batch.requests:
@@ -129,7 +135,7 @@ def test_an_empty_lane_is_attended_by_nobody(llama: PreTrainedModel) -> None:
     assert all(counts[request.lane].min() > 0 and counts[1:].max() == 0 for counts in seen)
     assert batch.stats().attended_mean == 48 - 6 + 1 == alone_stats(llama, 90).attended_mean
     layer = batch.cache.frozen_layers[0]
-    heads = [torch.randn(3, n, 1, 16) for n in (4, 2, 2)]
+    heads = [torch.randn(3, n, 1, 16, dtype=torch.float64) for n in (4, 2, 2)]
     out = layer.attend(*heads, layer.left_pad, Attention(0.25), True)
     assert (out[1:] == 0).all()
     assert (out[0] != 0).all()

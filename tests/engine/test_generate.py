@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel, pipeline
 
 import kvthaw
 from kvthaw.methods import resolve
-from zoo import VOCAB, build, prompt, ragged
+from zoo import VOCAB, build, build_exact, prompt, ragged
 
 METHODS = ["oracle", "icecache", "icecache-reuse"]
 AMPLE = 1024
@@ -271,7 +271,7 @@ def decode(model: PreTrainedModel, cache: Any, ids: Tensor) -> Tensor:
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt_oss"])
 @pytest.mark.parametrize("steps", [2, 5, 8])
 def test_several_tokens_equal_one_by_one(architecture: str, method: str, steps: int) -> None:
-    model = build(architecture)
+    model = build_exact(architecture)
     one, many = (kvthaw.Cache(model, method, budget=TIGHT) for _ in range(2))
     ids = prompt(1, 5 * steps, seed=3)
     for cache in (one, many):
@@ -283,9 +283,9 @@ def test_several_tokens_equal_one_by_one(architecture: str, method: str, steps: 
 
 
 @pytest.mark.parametrize("size", [20, 33, 45])
-def test_chunked_prefill_equals_unchunked(llama: PreTrainedModel, size: int) -> None:
+def test_chunked_prefill_equals_unchunked(size: int) -> None:
     """With an index that does not care how its tokens came; a tree that grew is another tree than one that was built."""
-    method, ids = "oracle", prompt(1, 140)
+    llama, method, ids = build_exact("llama"), "oracle", prompt(1, 140)
     found, expected = [], []
     for to, chunk in ((expected, 140), (found, size)):
         cache = kvthaw.Cache(llama, method, budget=TIGHT, sparse_queries=1)
@@ -308,8 +308,9 @@ def test_copy_goes_on_as_the_original(llama: PreTrainedModel, method: str) -> No
 
 @pytest.mark.parametrize("decoded", [0, 3, 17, 40])
 @pytest.mark.parametrize("drop", [1, 6, 12])
-def test_crop_undoes(llama: PreTrainedModel, decoded: int, drop: int) -> None:
+def test_crop_undoes(decoded: int, drop: int) -> None:
     """Oracle's index forgets completely, so what follows a crop is what would have followed without the dropped tokens."""
+    llama = build_exact("llama")
     cache = kvthaw.Cache(llama, "oracle", budget=TIGHT)
     forward(llama, cache, IDS)
     decode(llama, cache, IDS[:, :decoded])
@@ -319,7 +320,8 @@ def test_crop_undoes(llama: PreTrainedModel, decoded: int, drop: int) -> None:
     torch.testing.assert_close(decode(llama, cache, IDS[:, 20:60]), decode(llama, twin, IDS[:, 20:60]), atol=1e-4, rtol=1e-4)
 
 
-def test_assisted_below_the_full_budget(llama: PreTrainedModel) -> None:
+def test_assisted_below_the_full_budget() -> None:
+    llama = build_exact("llama")
     inputs = {"input_ids": IDS.repeat(1, 2)}
     with kvthaw.attach(llama, "oracle", budget=TIGHT):
         expected = new_tokens(llama, inputs, max_new_tokens=60)

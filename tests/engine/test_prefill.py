@@ -52,7 +52,7 @@ def test_chunks_give_what_one_pass_gives(monkeypatch: pytest.MonkeyPatch, name: 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_is_indexed_as_in_one_pass(llama: PreTrainedModel, name: str) -> None:
     """A small budget, so that the answer hangs on what the index chose; a last chunk that is no longer than a few steps."""
-    given = {"input_ids": prompt(1, 300)}
+    llama, given = llama.double(), {"input_ids": prompt(1, 300)}
     tokens, logits = answer(llama, name, WHOLE, given, budget=None if name == "full" else 64)
     found, close_to = answer(llama, name, 99, given, budget=None if name == "full" else 64)
     assert torch.equal(found, tokens)
