@@ -117,7 +117,7 @@ def moves(dtype: torch.dtype, dim: int) -> None:
 
 def codes(dtype: torch.dtype, dim: int) -> None:
     from kvthaw.kernels import bits as instructions
-    from kvthaw.kernels import bucket_topk, code_hits, planes, rerank, signs, tiers
+    from kvthaw.kernels import bucket_topk, code_hits, collide, planes, rerank, signs, tiers
     from kvthaw.kernels.encode import Summaries, make_quantizer
     from kvthaw.kernels.srht import make_rotation
 
@@ -131,7 +131,8 @@ def codes(dtype: torch.dtype, dim: int) -> None:
             empty(3, HEADS, subs, 256),
         )
         query = empty(3, HEADS * GROUP, width, dtype=dtype)
-        tiers.launch(query, rotation, summaries.sizes, empty(3, 6), totals, mean=False, combine="max")
+        _, votes = tiers.launch(query, rotation, summaries.sizes, empty(3, 6), totals, mean=False, combine="max")
+        collide.launch(votes, summaries.ids, empty(3), totals, "max", 0)
         rotated, bits = planes.launch(query, rotation, HEADS, totals, mean=False, combine="max")
         found = signs.launch(bits, summaries.ids, empty(3), totals)
         if width == 16:  # a loop over the subspaces, unrolled: takes long where there are many
@@ -165,7 +166,7 @@ def batches(dtype: torch.dtype, dim: int) -> None:
 
 def attention(dtype: torch.dtype, dim: int) -> None:
     """Over a slab and over all keys, few and many."""
-    from kvthaw.kernels import admit, flash_decode
+    from kvthaw.kernels import admit, flash_decode, merge
     from kvthaw.kernels.decode_step import DecodeStep
     from kvthaw.regions import Regions
 
@@ -181,6 +182,8 @@ def attention(dtype: torch.dtype, dim: int) -> None:
         flash_decode.flash_decode(DecodeStep(query, slab[:, :, :, 0], slab[:, :, :, 1], visible=mask, regions=regions, **how))
     tables = empty(2, HEADS, 9000), empty(2, HEADS, 101), empty(2, HEADS, 101), empty(3, dtype=torch.int64)
     admit.admit(empty(2, HEADS, 100), *tables)
+    part, lse = empty(2, HEADS, 50, dim, dtype=dtype), empty(2, HEADS, 50, dtype=torch.float32)
+    merge.launch(part.float(), lse, part, lse)
 
 
 CASES: dict[str, Callable[[torch.dtype, int], None]] = {

@@ -63,21 +63,9 @@ elif HAS_TRITON:
 
     @triton.jit
     def _admit(
-        rows,
-        row_slot,
-        slot_row,
-        used,
-        counts,
-        slots,
-        fetch,
-        live,
-        order,
-        count,
-        places,
-        row_stride,
-        BLOCK_M: tl.constexpr,
-        BLOCK_C: tl.constexpr,
-    ):
+        rows, row_slot, slot_row, used, counts, slots, fetch, live, order, count, places, row_stride,
+        BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+    ):  # fmt: skip
         # Program (sequence, KV head). Threads exchange data through the tables in global memory, with barriers between.
         pair = tl.program_id(0).to(tl.int64)
         row_slot += pair * row_stride
@@ -151,18 +139,7 @@ def admit(rows: Tensor, row_slot: Tensor, slot_row: Tensor, used: Tensor, counts
     order = torch.empty((batch, heads, places), dtype=torch.int32, device=rows.device)
     block_m, block_c = (max(32, 1 << (size - 1).bit_length()) for size in (count, places))
     _admit[(batch * heads,)](
-        rows,
-        *tables,
-        counts,
-        slots,
-        fetch,
-        live,
-        order,
-        count,
-        places,
-        row_slot.shape[2],
-        BLOCK_M=block_m,
-        BLOCK_C=block_c,
-        num_warps=min(16, max(1, max(block_m, block_c) // 128)),
-    )
+        rows, *tables, counts, slots, fetch, live, order, count, places, row_slot.shape[2],
+        BLOCK_M=block_m, BLOCK_C=block_c, num_warps=min(16, max(1, max(block_m, block_c) // 128)),
+    )  # fmt: skip
     return slots, fetch, live

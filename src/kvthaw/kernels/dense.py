@@ -79,10 +79,7 @@ def causal_attention(
             return F.scaled_dot_product_attention(folded, keys, values, scale=scale).reshape(query.shape)
         return F.scaled_dot_product_attention(query, keys, values, scale=scale, is_causal=True, enable_gqa=True)
     if steps < n:
-        past = (
-            (keys[:, :, at : min(at + BLOCK, n - steps)], values[:, :, at : min(at + BLOCK, n - steps)])
-            for at in range(0, n - steps, BLOCK)
-        )
+        past = zip(*(t[:, :, : n - steps].split(BLOCK, dim=2) for t in (keys, values)), strict=True)
         new = keys[:, :, n - steps :], values[:, :, n - steps :]
         return continued(query, *new, past, scale=scale, softcap=softcap, sinks=sinks)
     out, lse = attend(query, keys, values, scale=scale, causal=True, softcap=softcap)

@@ -46,14 +46,7 @@ def offload(rows: Tensor, block: Tensor, offset: int) -> None:
     assert row_bytes % 4 == 0, "rows are copied in 32-bit words"
     assert block.is_pinned() or not rows.is_cuda, "a kernel writes pinned memory only"
     width, tile = row_bytes // 4, 16
+    source, target = rows.view(torch.int32), block.view(torch.int32)
     _offload[(triton.cdiv(count, tile), heads)](
-        rows.view(torch.int32),
-        block.view(torch.int32),
-        count,
-        rows.stride(0) * rows.element_size() // 4,
-        block.stride(0) * block.element_size() // 4,
-        offset,
-        width,
-        ROWS=tile,
-        WP=triton.next_power_of_2(width),
+        source, target, count, source.stride(0), target.stride(0), offset, width, ROWS=tile, WP=triton.next_power_of_2(width)
     )

@@ -24,21 +24,9 @@ if HAS_TRITON:
 
     @triton.jit
     def _uva_gather(
-        table,
-        fetch,
-        slots,
-        slab,
-        block_size,
-        width,
-        heads,
-        count,
-        offset,
-        table_stride,
-        seq_stride,
-        head_stride,
-        BLOCK: tl.constexpr,
-        ALIGN: tl.constexpr,
-    ):
+        table, fetch, slots, slab, block_size, width, heads, count, offset, table_stride, seq_stride, head_stride,
+        BLOCK: tl.constexpr, ALIGN: tl.constexpr,
+    ):  # fmt: skip
         # Program (sequence, head, m) copies 2 D contiguous elements, as 32-bit words, from the host to the slot.
         pid = tl.program_id(0).to(tl.int64)
         h = (pid // count) % heads
@@ -71,19 +59,6 @@ def uva_gather(table: Tensor, block_size: int, slab: Tensor, fetch: Tensor, slot
     batch, heads, count = fetch.shape
     block = min(1024, 1 << (width - 1).bit_length())
     _uva_gather[(batch * heads * count,)](
-        table,
-        fetch,
-        slots,
-        words,
-        block_size,
-        width,
-        heads,
-        count,
-        offset,
-        table.stride(0),
-        slab.stride(0) * slab.element_size() // 4,
-        slab.stride(1) * slab.element_size() // 4,
-        BLOCK=block,
-        ALIGN=16 if row_bytes % 16 == 0 else 4,
-        num_warps=1 if block <= 256 else 4,
-    )
+        table, fetch, slots, words, block_size, width, heads, count, offset, table.stride(0), words.stride(0), words.stride(1),
+        BLOCK=block, ALIGN=16 if row_bytes % 16 == 0 else 4, num_warps=1 if block <= 256 else 4,
+    )  # fmt: skip
