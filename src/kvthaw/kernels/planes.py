@@ -21,7 +21,7 @@ from torch import Tensor
 from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.chain import chained
 from kvthaw.kernels.encode import SUB
-from kvthaw.kernels.query import Rotated, in_bytes, room, rotate_queries
+from kvthaw.kernels.query import Rotated, empty_rotated, in_bytes, rotate_queries
 from kvthaw.kernels.srht import Rotation
 from kvthaw.kernels.tiers import Combine
 
@@ -77,10 +77,10 @@ if HAS_TRITON:
     import triton.language as tl
 
     from kvthaw.kernels.chain import follow
-    from kvthaw.kernels.query import mean_of, put
+    from kvthaw.kernels.query import mean_of, store_rotated
 
     @triton.jit
-    def _put_planes(planes, y, unit, pair, p, b, COLUMNS: tl.constexpr, P: tl.constexpr, SUBS: tl.constexpr, ROW: tl.constexpr,
+    def _store_planes(planes, y, unit, pair, p, b, COLUMNS: tl.constexpr, P: tl.constexpr, SUBS: tl.constexpr, ROW: tl.constexpr,
                     STEPS: tl.constexpr):  # fmt: skip
         # Store the 8 coordinates y of subspace b of head p in all of its columns. Bytes without a subspace are 0.
         number = tl.floor(y * tl.where(unit > 0, STEPS / tl.where(unit > 0, unit, 1.0), 0.0) + 0.5)
@@ -115,15 +115,15 @@ if HAS_TRITON:
             x = mean_of(query, pair * GROUP + p * (GROUP // P), i, dim, GROUP // P, SQUARE)
             length = tl.sqrt(tl.sum(x * x))
             y = tl.sum(own * x[:, None], axis=0) * scale
-            put(values, whole_values, factors, y, pair * P + p, b, SUBS)
+            store_rotated(values, whole_values, factors, y, pair * P + p, b, SUBS)
             if SUM:
                 total += x / tl.where(length > 0, length, 1.0)
             else:
-                _put_planes(planes, y, length * tl.rsqrt(8.0 * SUBS), pair, p, b, COLUMNS, P, SUBS, ROW, STEPS)
+                _store_planes(planes, y, length * tl.rsqrt(8.0 * SUBS), pair, p, b, COLUMNS, P, SUBS, ROW, STEPS)
         if SUM:
             y = tl.sum(own * total[:, None], axis=0) * scale
             unit = tl.sqrt(tl.sum(total * total)) * tl.rsqrt(8.0 * SUBS)
-            _put_planes(planes, y, unit, pair, 0, b, COLUMNS, 1, SUBS, ROW, STEPS)
+            _store_planes(planes, y, unit, pair, 0, b, COLUMNS, 1, SUBS, ROW, STEPS)
 
 
 def launch(query: Tensor, rotation: Rotation, heads: int, totals: Tensor, *, mean: bool,
@@ -133,7 +133,7 @@ def launch(query: Tensor, rotation: Rotation, heads: int, totals: Tensor, *, mea
     assert query.is_contiguous() and totals.is_contiguous() and totals.dtype == torch.int32
     group, subs, square = q_heads // heads, rotation.padded // SUB, rotation.basis.shape[0]
     scored = 1 if mean else group
-    rotated, pdl = room(batch, heads, scored, subs, query.device), chained(query.device)
+    rotated, pdl = empty_rotated(batch, heads, scored, subs, query.device), chained(query.device)
     fours, row = 1 if combine == "sum" else -(-scored // 4), -(-subs // WIDE) * WIDE
     planes = torch.empty((batch, heads, fours, 2, 8, row), dtype=torch.uint8, device=query.device)
     apart = 1 if combine == "sum" else scored

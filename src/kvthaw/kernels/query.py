@@ -53,7 +53,7 @@ def in_bytes(values: Tensor) -> Rotated:
     return Rotated(values, torch.floor(whole + 0.5).to(torch.int8).contiguous(), factors.contiguous())
 
 
-def room(batch: int, heads: int, scored: int, subs: int, device: torch.device) -> Rotated:
+def empty_rotated(batch: int, heads: int, scored: int, subs: int, device: torch.device) -> Rotated:
     """Allocate rotated queries for a kernel to fill."""
     shape = batch, heads, scored
     return Rotated(
@@ -76,7 +76,7 @@ if HAS_TRITON:
         return x / COUNT
 
     @triton.jit
-    def put(values, whole, factors, y, head, b, SUBS: tl.constexpr):
+    def store_rotated(values, whole, factors, y, head, b, SUBS: tl.constexpr):
         # Store the 8 coordinates y of subspace b of a head (numbered over all sequences), in float32 and as bytes.
         j = tl.arange(0, 8)
         bits = (tl.max(tl.abs(y)) * (1 / 127)).to(tl.int32, bitcast=True)

@@ -21,7 +21,7 @@ from torch import Tensor
 from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.chain import chained
 from kvthaw.kernels.encode import CENTROIDS, SUB
-from kvthaw.kernels.query import Rotated, in_bytes, room, rotate_queries
+from kvthaw.kernels.query import Rotated, empty_rotated, in_bytes, rotate_queries
 from kvthaw.kernels.srht import Rotation
 
 Combine = Literal["max", "sum"]
@@ -75,7 +75,7 @@ if HAS_TRITON:
     import triton.language as tl
 
     from kvthaw.kernels.chain import follow
-    from kvthaw.kernels.query import mean_of, put
+    from kvthaw.kernels.query import mean_of, store_rotated
 
     @triton.jit
     def _similarity(y, c):
@@ -120,7 +120,7 @@ if HAS_TRITON:
             p = tl.program_id(2) * PER + one
             x = mean_of(query, pair * GROUP + p * (GROUP // P), i, dim, GROUP // P, SQUARE)
             y = tl.sum(columns * x[:, None], axis=0) * scale
-            put(values, whole, factors, y, pair * P + p, b, SUBS)
+            store_rotated(values, whole, factors, y, pair * P + p, b, SUBS)
             all = _similarity(y, o)
             toward = tl.where(all >= 0, lower, upper)  # keys of the pattern with similarity >= 0, of each pair
             away = tl.where(all >= 0, upper, lower)
@@ -162,7 +162,7 @@ def launch(query: Tensor, rotation: Rotation, sizes: Tensor, limits: Tensor, tot
     assert sizes.dtype == limits.dtype == totals.dtype == torch.int32
     group = q_heads // heads
     scored = 1 if mean else group
-    rotated = room(batch, heads, scored, subs, query.device)
+    rotated = empty_rotated(batch, heads, scored, subs, query.device)
     words = 1 if combine == "sum" else (scored + 3) // 4
     table = torch.empty((batch, heads, words, subs, CENTROIDS), dtype=torch.int32, device=query.device)
     apart, pdl = 1 if combine == "sum" else scored, chained(query.device)
