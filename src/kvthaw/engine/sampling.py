@@ -1,62 +1,416 @@
-"""Which token comes next: greedy, or drawn on the device with settings of each row's own."""
+"""Choose the next token of each sequence on the device: penalties, temperature, top-k, top-p, min-p, seeds, log-probabilities."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from kvthaw.counter_rng import GOLDEN, SPREAD, mix
-from kvthaw.errors import ConfigError, at_least
+from kvthaw.errors import ConfigError
+from kvthaw.typecheck import check_type
+
+TOPK = 1024
+"""The largest top_k whose tokens are found by torch.topk; beyond it a row is sorted."""
+
+_COLDEST = 1e-6  # temperatures between 0 and this one count as this one
+_SCORED = 64  # rows of logits whose log-probabilities are computed at once, in float64
+
+
+def _whole(least: int, most: int | None = None, **values: int | None) -> None:
+    """Raise ConfigError for the first field that is no whole number from least to most. Fields that are None pass."""
+    for name, value in values.items():
+        if value is not None:
+            check_type(int, **{name: value})
+            if value < least or (most is not None and value > most):
+                allowed = f"at least {least}" if most is None else f"from {least} to {most}"
+                raise ConfigError(f"{name} is {value}; it must be {allowed}")
+
+
+def _within(least: float, most: float, **values: float) -> None:
+    """Raise ConfigError for the first field that is no finite number from least to most."""
+    for name, value in values.items():
+        check_type(float, **{name: value})
+        if not (math.isfinite(value) and least <= value <= most):
+            allowed = f"at least {least} and finite" if most == math.inf else f"from {least} to {most}"
+            raise ConfigError(f"{name} is {value}; it must be {allowed}")
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a row's tokens are drawn.
+    """How the tokens of one request are chosen, when it ends, and what is reported of them.
 
-    temperature: 0 is greedy. top_k: only the so many likeliest tokens, None: all. top_p: only the likeliest tokens that together
-    have this share of the probability. seed: the same seed draws the same tokens, whatever rows are in the batch beside it.
+    temperature: 0 is greedy. top_k, top_p, min_p: a token may be drawn if it is among the k likeliest, if the likelier ones have
+    less than top_p of the probability, and if it has at least min_p times the probability of the likeliest; each is judged over
+    the whole distribution, tokens of equal logits are ranked by the lowest id. seed: the same seed draws the same tokens, whatever
+    other requests are in the batch.
+
+    logit_bias: added to the logits of these tokens. repetition_penalty: divides positive logits of tokens of the prompt and the
+    output, multiplies negative ones (CTRL; Keskar et al., 2019). frequency_penalty, presence_penalty: subtracted from a token's
+    logit for each time that it is in the output, or once. All of these apply before the temperature, in this order.
+
+    max_tokens: None for as many as fit. min_tokens: no stop token and no stop string ends the output before so many tokens.
+    stop_token_ids: end it, beside the model's own end-of-sequence tokens, which ignore_eos turns off. stop: strings that end it;
+    the text ends before the stop string, or after it with include_stop. logprobs: report the log-probability of each chosen token
+    and of so many of the likeliest, by the model's logits before any of the settings above; None: do not. prompt_logprobs: as much
+    for the tokens of the prompt.
+
+    Raises ConfigError for a value out of range.
     """
 
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float = 1.0
     seed: int = 0
+    min_p: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    stop: Sequence[str] = ()
+    include_stop: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        at_least(0, temperature=self.temperature)
-        if self.top_k is not None and self.top_k < 1:
-            raise ConfigError(f"top_k is {self.top_k}; it must be at least 1, or None for all tokens")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
+        for name, value in (("stop", self.stop), ("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
+            plain = dict(value) if isinstance(value, Mapping) else (value,) if isinstance(value, str | int) else tuple(value)
+            object.__setattr__(self, name, plain)
+        check_type(bool, ignore_eos=self.ignore_eos, include_stop=self.include_stop)
+        check_type(tuple[int, ...], stop_token_ids=self.stop_token_ids)
+        check_type(tuple[str, ...], stop=self.stop)
+        check_type(dict, logit_bias=self.logit_bias)
+        if "" in self.stop:
+            raise ConfigError(f"stop is {self.stop!r}; a stop string must have at least one character")
+        _whole(1, top_k=self.top_k, max_tokens=self.max_tokens)
+        _whole(0, min_tokens=self.min_tokens, logprobs=self.logprobs, prompt_logprobs=self.prompt_logprobs)
+        _whole(-(1 << 63), (1 << 63) - 1, seed=self.seed)
+        _within(0, math.inf, temperature=self.temperature)
+        _within(0, 1, min_p=self.min_p)
+        _within(-2, 2, frequency_penalty=self.frequency_penalty, presence_penalty=self.presence_penalty)
+        for name, number in (("top_p", self.top_p), ("repetition_penalty", self.repetition_penalty)):
+            _within(0, 1 if name == "top_p" else math.inf, **{name: number})
+            if number == 0:
+                raise ConfigError(f"{name} is 0; it must be above 0")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ConfigError(f"min_tokens is {self.min_tokens}; it must be at most max_tokens, {self.max_tokens}")
+        for token, bias in self.logit_bias.items():
+            _whole(0, **{"a token of logit_bias": token})
+            _within(-100, 100, **{f"logit_bias of token {token}": bias})
+
+    def split(self, n: int) -> list[Sampling]:
+        """Return settings for n outputs of one prompt, which differ in their seeds: the i-th has seed + i."""
+        _whole(1, n=n)
+        return [replace(self, seed=(self.seed + i + (1 << 63)) % (1 << 64) - (1 << 63)) for i in range(n)]
+
+    @property
+    def penalized(self) -> bool:
+        """Whether the tokens so far change the logits."""
+        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
 
 
 GREEDY = Sampling()
 
 
-def draw(logits: Tensor, rows: list[Sampling], positions: Tensor) -> Tensor:
-    """The next token of each row, [B] int64 on the device of logits [B, V]; positions [B] int64: where it will stand.
+def distribution(
+    logits: Tensor, sampling: Sampling, *, prompt: Sequence[int] = (), output: Sequence[int] = (), stops: Iterable[int] = ()
+) -> Tensor:
+    """Return the probabilities [V], float64, from which the token after `output` is drawn.
 
-    A draw is the largest of the allowed logits / temperature plus Gumbel noise, which a hash of (seed, position, token) gives: no
-    state, no host sync. Raises ValueError where rows are not as many as the logits'.
+    The definition of `Sampler`, in plain float64 but that logits are compared as float32. logits [V]: the model's. stops: tokens
+    that may not come before min_tokens. Greedy settings give one token probability 1. The token drawn at a position is the argmax
+    of log(probabilities) + gumbel(seed, position).
+    """
+    vocabulary = len(logits)
+    x = logits.double().clone()
+    for token, bias in sampling.logit_bias.items():
+        x[token] += bias
+    counts = torch.tensor(output, dtype=torch.int64).bincount(minlength=vocabulary).to(x)
+    seen = counts > 0
+    seen[list(prompt)] = True
+    penalty = sampling.repetition_penalty
+    x = torch.where(seen, torch.where(x > 0, x / penalty, x * penalty), x)
+    x = x - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
+    if len(output) < sampling.min_tokens:
+        x[list(stops)] = -torch.inf
+    x = x.float().double()
+    if sampling.temperature == 0:
+        return torch.zeros_like(x).index_fill(0, x.argmax(), 1.0)
+    ranked, tokens = torch.softmax(x / max(sampling.temperature, _COLDEST), dim=0).sort(descending=True, stable=True)
+    allowed = torch.arange(vocabulary, device=x.device) < (sampling.top_k or vocabulary)
+    allowed &= (ranked.cumsum(0) - ranked < sampling.top_p) | (sampling.top_p == 1)
+    allowed &= ranked >= sampling.min_p * ranked[0]
+    probabilities = torch.zeros_like(x).scatter(0, tokens, ranked * allowed)
+    return probabilities / probabilities.sum()
+
+
+def gumbel(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+    """Return Gumbel noise [B, N], float64: -log(-log(u)), where u in (0, 1) is a hash of (seed, position, token).
+
+    seeds, positions [B], tokens [B, N] or [1, N]: int64.
+    """
+    salt = mix(mix(seeds * SPREAD + 1) + positions * GOLDEN)
+    bits = (mix(salt[:, None] + tokens * GOLDEN) >> 11) & ((1 << 53) - 1)
+    return -torch.log(-torch.log((bits.double() + 0.5) / ((1 << 53) + 2)))  # 2 more, for 2^53 - 1/2 rounds to 2^53
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """The natural logarithm of the model's probability of a token, and of the likeliest ones: (token, logprob), likeliest first."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Tokens chosen in one step, on the device. tokens [B] int64; scores [B, 1 + 2n] of `score`, None where none were asked for."""
+
+    tokens: Tensor
+    scores: Tensor | None = None
+
+    def read(self) -> tuple[list[int], list[TokenLogprobs] | None]:
+        """Return tokens and log-probabilities in one transfer to the host."""
+        if self.scores is None:
+            return self.tokens.tolist(), None
+        found = logprobs(self.tokens, self.scores)
+        return [one.token for one in found], found
+
+
+def score(logits: Tensor, tokens: Tensor, n: int = 0) -> Tensor:
+    """Return log-probabilities [B, 1 + 2n] float64: of a token [B] each, of the n likeliest of logits [B, V], and the ids of these.
+
+    n is cut to V. Takes no more float64 memory than some rows of the logits need.
+    """
+    parts = []
+    for x, chosen in zip(logits.split(_SCORED), tokens.split(_SCORED), strict=True):
+        values, ids = top(x, min(n, x.shape[1]))
+        total = x.double().logsumexp(dim=-1, keepdim=True)
+        parts.append(torch.cat([x.gather(1, chosen[:, None]).double() - total, values.double() - total, ids.double()], dim=1))
+    return torch.cat(parts)
+
+
+def logprobs(tokens: Tensor, scores: Tensor) -> list[TokenLogprobs]:
+    """Read tokens [B] and their `score` [B, 1 + 2n] in one transfer to the host."""
+    found = []
+    for token, chosen, *rest in torch.cat([tokens[:, None].double(), scores], dim=1).tolist():
+        n = len(rest) // 2
+        found.append(TokenLogprobs(int(token), chosen, tuple(zip(map(int, rest[n:]), rest[:n], strict=True))))
+    return found
+
+
+def top(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the k largest of each row of x [B, V], as float32, and their places: [B, k] each. Equal ones stay in order."""
+    vocabulary = x.shape[1]
+    x = x.float()
+    if k > TOPK or k == vocabulary:
+        ranked, tokens = x.sort(dim=-1, descending=True, stable=True)
+        return ranked[:, :k], tokens[:, :k]
+    # Which of several equals topk returns is not said, so it gets none: int64 keys of a value's order and its place behind it.
+    bits = torch.where(x == 0, 0.0, x).view(torch.int32)  # -0 is 0
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    places = torch.arange(vocabulary - 1, -1, -1, device=x.device)
+    keys = ((order.long() << 32) | places).topk(k, dim=-1).values
+    tokens = vocabulary - 1 - (keys & 0xFFFFFFFF)
+    return x.gather(1, tokens), tokens
+
+
+def draw(logits: Tensor, rows: Sequence[Sampling], positions: Tensor) -> Tensor:
+    """Return the next token of each row, [B] int64 on the device of logits [B, V]; positions [B] int64: where it will stand.
+
+    For settings that need no state: raises ConfigError for penalties, a bias or min_tokens, which `Sampler` knows, and ValueError
+    where rows are not as many as the logits'.
     """
     if len(rows) != len(logits):
         raise ValueError(f"{len(logits)} rows of logits and settings for {len(rows)}")
-    best = logits.argmax(dim=-1)
-    if all(row.temperature == 0 for row in rows):
-        return best
-    device, vocabulary = logits.device, logits.shape[1]
-    settings = [(row.temperature, row.top_k or vocabulary, row.top_p) for row in rows]
-    temperature, top_k, top_p = torch.tensor(settings, dtype=torch.float64, device=device)[..., None].unbind(1)
-    seeds = torch.tensor([row.seed for row in rows], device=device)
-    scaled = logits.double() / temperature.clamp(min=1e-6)
-    ranked, tokens = scaled.sort(dim=-1, descending=True, stable=True)
-    weights = torch.softmax(ranked, dim=-1)
-    allowed = (torch.arange(vocabulary, device=device) < top_k) & (weights.cumsum(dim=-1) - weights < top_p)
-    salt = mix(mix(seeds * SPREAD + 1) + positions * GOLDEN)
-    bits = (mix(salt[:, None] + tokens * GOLDEN) >> 11) & ((1 << 53) - 1)
-    uniform = (bits.double() + 0.5) / (1 << 53)
-    noisy = (ranked - torch.log(-torch.log(uniform))).masked_fill(~allowed, -torch.inf)
-    drawn = tokens.gather(1, noisy.argmax(dim=-1, keepdim=True))[:, 0]
-    return torch.where(temperature[:, 0] == 0, best, drawn)
+    for row in rows:
+        if row.penalized or row.logit_bias or row.min_tokens:
+            raise ConfigError(f"{row} needs the tokens so far; draw() has none, a Sampler has")
+    groups = _groups(rows, logits.shape[1], logits.device)
+    numbers, seeds = _table(rows, logits.device) if groups else (torch.empty(0), torch.empty(0))
+    return _choose(logits, positions, numbers, seeds, groups)
+
+
+class Sampler:
+    """Chooses the tokens of a running batch of sequences, each with settings of its own; see `distribution` for what it draws from.
+
+    Settings and state of the sequences (their counts of tokens, the tokens of their prompts, biases) are tensors on the device,
+    written when a request joins; those of V numbers a sequence are allocated when a first request needs them. Between joins a
+    step reads the same tensors, launches the same kernels and never waits for the device, so it can be captured.
+
+    A draw is the largest of the allowed logits / temperature plus Gumbel noise, which a hash of (seed, position, token) gives: no
+    state, so a sequence draws the same tokens in any company. Its cost for B sequences of V tokens, beside an argmax: none where
+    all are greedy; without top_k and top_p about 30 elementwise passes over [B, V]; with top_k up to TOPK one torch.topk over int64
+    keys [B, V] and a logsumexp, all else is [B, top_k]; top_p without such a top_k sorts [B, V] in float32. Penalties, biases and
+    log-probabilities add about 10 passes each. Sequences pay for what they ask, not for what others ask.
+    """
+
+    def __init__(self, seqs: int, vocabulary: int, device: torch.device | str = "cpu") -> None:
+        self.seqs, self.vocabulary, self.device = seqs, vocabulary, torch.device(device)
+        self._samplings = [GREEDY] * seqs
+        self._numbers, self._seeds = _table(self._samplings, self.device)
+        self._free_from = torch.zeros(seqs, dtype=torch.int64, device=self.device)  # the first position where a stop may stand
+        self._counts: Tensor | None = None  # [S, V] int32, of the output
+        self._prompt: Tensor | None = None  # [S, V] bool
+        self._bias: Tensor | None = None  # [S, V] float32
+        self._stops: Tensor | None = None  # [S, V] bool
+        self._groups: list[tuple[int, Tensor]] | None = None  # None: settings have changed
+
+    def join(self, seq: int, sampling: Sampling, prompt: Tensor | Sequence[int] = (), stops: Iterable[int] = ()) -> None:
+        """Give a sequence its settings and forget what was there. prompt: token ids; stops: tokens that min_tokens keeps back.
+
+        Raises ConfigError, before anything has changed, for tokens that are not the model's and for more logprobs than it has."""
+        stops = sorted(stops)
+        self.check(sampling, stops)
+        self._samplings[seq] = sampling
+        numbers, seeds = _table([sampling], self.device)
+        self._numbers[seq], self._seeds[seq] = numbers[0], seeds[0]
+        prompt = torch.as_tensor(prompt, dtype=torch.int64, device=self.device)
+        if sampling.penalized:
+            self._counts = self._cleared(self._counts, seq, torch.int32)
+            self._prompt = self._cleared(self._prompt, seq, torch.bool)
+            self._prompt[seq].index_fill_(0, prompt, True)
+        if sampling.logit_bias:
+            self._bias = self._cleared(self._bias, seq, torch.float32)
+            tokens, bias = zip(*sampling.logit_bias.items(), strict=True)
+            self._bias[seq, torch.tensor(tokens, device=self.device)] = torch.tensor(bias, device=self.device)
+        elif self._bias is not None:
+            self._bias[seq].zero_()
+        self._free_from[seq] = len(prompt) + sampling.min_tokens
+        if sampling.min_tokens:
+            self._stops = self._cleared(self._stops, seq, torch.bool)
+            self._stops[seq].index_fill_(0, torch.tensor(stops, dtype=torch.int64, device=self.device), True)
+        self._groups = None
+
+    def leave(self, seq: int) -> None:
+        """Let a sequence go: it costs no more than a greedy one."""
+        self.join(seq, GREEDY)
+
+    def check(self, sampling: Sampling, stops: Iterable[int] = ()) -> None:
+        """Raise ConfigError for tokens that are not the model's and for more logprobs than it has tokens."""
+        for name, tokens in (
+            ("logit_bias", sampling.logit_bias),
+            ("stop_token_ids", sampling.stop_token_ids),
+            ("stop", stops if sampling.min_tokens else ()),
+        ):
+            for token in tokens:
+                _whole(0, self.vocabulary - 1, **{f"a token of {name}": token})
+        _whole(0, self.vocabulary, logprobs=sampling.logprobs, prompt_logprobs=sampling.prompt_logprobs)
+
+    def __call__(self, logits: Tensor, positions: Tensor, seqs: slice = slice(None)) -> Drawn:
+        """Choose the next tokens of these sequences and count them.
+
+        logits [B, V]: the model's; positions [B] int64: where the tokens will stand, a prompt of T tokens having stood at 0 to T-1.
+        """
+        samplings = self._samplings[seqs]
+        whole = len(samplings) == self.seqs
+        groups = self._groups if whole else None
+        if groups is None:
+            groups = _groups(samplings, self.vocabulary, self.device)
+            self._groups = groups if whole else self._groups
+        x = self._processed(logits, positions, seqs, samplings)
+        tokens = _choose(x, positions, self._numbers[seqs], self._seeds[seqs], groups)
+        if self._counts is not None:
+            ones = torch.ones_like(tokens, dtype=torch.int32)
+            self._counts[seqs].scatter_add_(1, tokens[:, None], ones[:, None])
+        asked = [one.logprobs for one in samplings if one.logprobs is not None]
+        return Drawn(tokens, score(logits, tokens, max(asked)) if asked else None)
+
+    def _processed(self, logits: Tensor, positions: Tensor, seqs: slice, samplings: Sequence[Sampling]) -> Tensor:
+        """Logits after bias, penalties and the stop tokens that may not come yet, as they are where nobody asks for these."""
+        penalized, biased = any(one.penalized for one in samplings), any(one.logit_bias for one in samplings)
+        waiting = any(one.min_tokens for one in samplings)
+        if not (penalized or biased or waiting):
+            return logits
+        x = logits.double()
+        if biased:
+            assert self._bias is not None
+            x = x + self._bias[seqs]
+        if penalized:
+            assert self._counts is not None
+            assert self._prompt is not None
+            counts, numbers = self._counts[seqs], self._numbers[seqs]
+            repetition, frequency, presence = numbers[:, 4:, None].unbind(1)
+            seen = self._prompt[seqs] | (counts > 0)
+            x = torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)
+            x = x - frequency * counts - presence * (counts > 0)
+        if waiting:
+            assert self._stops is not None
+            x = x.masked_fill(self._stops[seqs] & (positions < self._free_from[seqs])[:, None], -torch.inf)
+        return x.float()
+
+    def _cleared(self, state: Tensor | None, seq: int, dtype: torch.dtype) -> Tensor:
+        if state is None:
+            return torch.zeros(len(self._samplings), self.vocabulary, dtype=dtype, device=self.device)
+        state[seq].zero_()
+        return state
+
+
+def _table(samplings: Sequence[Sampling], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The settings of sequences as tensors: [S, 7] float64 and seeds [S] int64."""
+    numbers = [
+        (
+            max(one.temperature, _COLDEST),
+            math.inf if one.top_k is None else one.top_k,
+            math.inf if one.top_p == 1 else one.top_p,  # sums of rounded shares may pass 1 before the last token
+            math.log(one.min_p) if one.min_p else -math.inf,
+            one.repetition_penalty,
+            one.frequency_penalty,
+            one.presence_penalty,
+        )
+        for one in samplings
+    ]
+    seeds = [one.seed for one in samplings]
+    return torch.tensor(numbers, dtype=torch.float64, device=device), torch.tensor(seeds, dtype=torch.int64, device=device)
+
+
+def _groups(samplings: Sequence[Sampling], vocabulary: int, device: torch.device) -> list[tuple[int, Tensor]]:
+    """The sequences that draw, as pairs: how many of the likeliest tokens must be ranked (0: none), and who needs that."""
+    plain: list[int] = []
+    short: list[int] = []
+    long: list[int] = []
+    widest = 1
+    for seq, one in enumerate(samplings):
+        k = min(one.top_k or vocabulary, vocabulary)
+        if one.temperature == 0:
+            continue
+        if k == vocabulary and one.top_p == 1:
+            plain.append(seq)
+        elif k <= TOPK:
+            short.append(seq)
+            widest = max(widest, k)
+        else:
+            long.append(seq)
+    widths = (0, min(1 << (widest - 1).bit_length(), vocabulary), vocabulary)  # few widths, so that few steps are captured
+    rows = zip(widths, (plain, short, long), strict=True)
+    return [(width, torch.tensor(seqs, device=device)) for width, seqs in rows if seqs]
+
+
+def _choose(x: Tensor, positions: Tensor, numbers: Tensor, seeds: Tensor, groups: Sequence[tuple[int, Tensor]]) -> Tensor:
+    """The likeliest token of each row [B, V], or one drawn."""
+    tokens = x.argmax(dim=-1)
+    for width, rows in groups:
+        drawn = _draw(x[rows].float(), positions[rows], numbers[rows], seeds[rows], width)
+        tokens.index_copy_(0, rows, drawn)
+    return tokens
+
+
+def _draw(x: Tensor, positions: Tensor, numbers: Tensor, seeds: Tensor, width: int) -> Tensor:
+    """A token of each row [R, V] float32. width: how many of the likeliest are ranked, 0 where top_k and top_p allow all."""
+    temperature, top_k, top_p, log_min_p = numbers[:, :4, None].unbind(1)
+    ranked, tokens = top(x, width) if width else (x, torch.arange(x.shape[1], device=x.device)[None])
+    scaled = ranked.double() / temperature
+    allowed = scaled >= scaled.amax(dim=-1, keepdim=True) + log_min_p
+    if width:
+        shares = torch.exp(scaled - (x.double() / temperature).logsumexp(dim=-1, keepdim=True))
+        allowed &= (torch.arange(width, device=x.device) < top_k) & (shares.cumsum(dim=-1) - shares < top_p)
+    noisy = (scaled + gumbel(seeds, positions, tokens)).masked_fill(~allowed, -torch.inf)
+    return tokens.expand_as(noisy).gather(1, noisy.argmax(dim=-1, keepdim=True))[:, 0]
