@@ -273,6 +273,20 @@ def test_scores_of_many_rows_are_those_of_each() -> None:
     assert sum(math.exp(value) for _, value in whole[0].top) == pytest.approx(1)
 
 
+def test_inference_mode_may_come_and_go() -> None:
+    sampling = Sampling(temperature=1.0, frequency_penalty=1.0, logit_bias={2: 1.0}, min_tokens=1, logprobs=1)
+    found = []
+    for modes in ([False] * 4, [True, True, False, True]):
+        with torch.inference_mode(modes[0]):
+            sampler = Sampler(2, VOCAB)
+        with torch.inference_mode(modes[1]):
+            sampler.join(1, sampling, PROMPT, STOPS)
+        for i in (2, 3):
+            with torch.inference_mode(modes[i]):
+                found.append(sampler(random_logits(2, seed=i), torch.full((2,), len(PROMPT) + i)).read())
+    assert found[:2] == found[2:]
+
+
 def test_state_is_allocated_when_it_is_needed_and_a_step_reads_nothing_back() -> None:
     """Fake tensors raise where a value is asked of them."""
     with FakeTensorMode():

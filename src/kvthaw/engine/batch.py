@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -16,7 +16,8 @@ from kvthaw.engine.hf.attention import unwrap
 from kvthaw.engine.hf.handle import is_attached
 from kvthaw.engine.hf.hooks import turns_by_length
 from kvthaw.engine.prefill import CHUNK, spans
-from kvthaw.engine.sampling import GREEDY, Sampling, draw
+from kvthaw.engine.sampling import GREEDY, Drawn, Sampler, Sampling, TokenLogprobs, logprobs, score
+from kvthaw.engine.text import Detokenizer
 from kvthaw.errors import CacheError, ConfigError, UnsupportedModelError, at_least
 from kvthaw.typecheck import check_type
 from kvthaw.types import Method
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _log = logging.getLogger(__name__)
+_SCORED = 4096  # tokens of a prompt that go through the model at once where the logits of all of them are wanted
 
 
 @dataclass(eq=False, slots=True)
@@ -32,8 +34,12 @@ class Request:
     """A prompt and what is generated after it.
 
     lane: its place in the batch while it is there. prompt: its tokens; tokens: those generated so far. finished: None while more
-    will come; "stop" after a stop token (which is the last of tokens), "length" at its limit, "left" where it was taken out,
-    "failed" where a step broke off that some layers had taken and others had not.
+    will come; "stop" after a stop token (which is the last of tokens) or a stop string, "length" at its limit, "left" where it was
+    taken out, "failed" where a step broke off that some layers had taken and others had not. stopped_by: the token or the string.
+
+    text: the text so far where a tokenizer was given, without a stop token or string unless include_stop is set; piece: what the
+    latest token added to it. Text that may become a stop string or is part of a character is held back until more is known.
+    logprobs: of each of tokens; prompt_logprobs: of each of the prompt, None for its first; where sampling asks for them.
     """
 
     lane: int
@@ -43,13 +49,33 @@ class Request:
     sampling: Sampling
     tokens: list[int] = field(default_factory=list)
     finished: Literal["stop", "length", "left", "failed"] | None = None
+    stopped_by: int | str | None = None
+    text: str = ""
+    piece: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list, repr=False)
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list, repr=False)
+    _decoded: Detokenizer | None = field(default=None, repr=False)
 
-    def _take(self, token: int) -> None:
+    def _take(self, token: int, scores: TokenLogprobs | None) -> None:
         self.tokens.append(token)
+        n = self.sampling.logprobs
+        if scores is not None and n is not None:
+            self.logprobs.append(replace(scores, top=scores.top[:n]))
         if token in self.stop:
-            self.finished = "stop"
+            self.finished, self.stopped_by = "stop", token
         elif len(self.tokens) == self.limit:
             self.finished = "length"
+        if self._decoded is not None:
+            self._read(token, self._decoded)
+
+    def _read(self, token: int, decoded: Detokenizer) -> None:
+        hidden = self.finished == "stop" and not self.sampling.include_stop
+        self.piece = "" if hidden else decoded.push(token)
+        if decoded.stopped_by is not None:
+            self.finished, self.stopped_by = "stop", decoded.stopped_by
+        elif self.finished:
+            self.piece += decoded.finish()
+        self.text = decoded.text
 
 
 class Batch:
@@ -105,6 +131,7 @@ class Batch:
             )
         self._model = model
         self._lanes: list[Request | None] = [None] * lanes
+        self._sampler = Sampler(lanes, model.config.get_text_config(decoder=True).vocab_size, model.device)
         for kv in self.cache.kv_layers:
             kv.room = capacity
             kv.set_lengths([0] * lanes, range(lanes))
@@ -137,15 +164,17 @@ class Batch:
         max_new_tokens: int | None = None,
         stop: int | Sequence[int] | None = None,
         sampling: Sampling = GREEDY,
+        tokenizer: Any = None,
     ) -> Request:
         """Prefill a prompt in a free lane and choose its first token.
 
-        prompt: token ids, at least one, [T] or [1, T]. max_new_tokens: None for as many as the capacity holds. stop: tokens that
-        end it, None for those of the model's generation config. Returns the request with its first token, which may be all
-        that it wanted.
+        prompt: token ids, at least one, [T] or [1, T]. max_new_tokens: None for sampling.max_tokens, or as many as the capacity
+        holds. stop: tokens that end it beside sampling.stop_token_ids, None for those of the model's generation config. tokenizer:
+        transformers', which decodes `Request.text`; stop strings need one. Returns the request with its first token, which may be
+        all that it wanted. For several outputs join with each of `sampling.split(n)`.
 
         Raises CacheError where no lane is free and ConfigError for a prompt that does not fit or has ids that are no tokens of the
-        model's; then, and where the prefill itself fails, the batch is as it was.
+        model's, and for settings that cannot be met; then, and where the prefill itself fails, the batch is as it was.
         """
         if not self.free:
             raise CacheError(f"all {len(self._lanes)} lanes are taken; one must leave first")
@@ -153,23 +182,37 @@ class Batch:
             raise ConfigError(f"the prompt is text, {prompt[:20]!r}; it must be token ids, as a tokenizer makes them")
         ids = torch.as_tensor(prompt, dtype=torch.int64, device=self._model.device).reshape(1, -1)
         tokens = ids.shape[1]
-        limit = self.capacity - tokens if max_new_tokens is None else max_new_tokens
+        if max_new_tokens is not None and sampling.max_tokens is not None:
+            raise ConfigError(
+                f"max_new_tokens is {max_new_tokens} and max_tokens of sampling {sampling.max_tokens}; give one of them"
+            )
+        wanted = sampling.max_tokens if max_new_tokens is None else max_new_tokens
+        limit = self.capacity - tokens if wanted is None else wanted
         if tokens < 1:
             raise ConfigError("the prompt is empty")
         if limit < 1 or tokens + limit > self.capacity:
             raise ConfigError(
-                f"the prompt has {tokens} tokens and max_new_tokens is {max_new_tokens}; a lane has room for {self.capacity} in all"
+                f"the prompt has {tokens} tokens and max_new_tokens is {wanted}; a lane has room for {self.capacity} in all"
             )
+        if sampling.min_tokens > limit:
+            raise ConfigError(f"min_tokens is {sampling.min_tokens}; it must be at most {limit}, the tokens that may come")
+        if sampling.stop and tokenizer is None:
+            raise ConfigError(f"stop is {sampling.stop!r}; stop strings need a tokenizer")
         words = self._model.config.get_text_config(decoder=True).vocab_size
         least, most = int(ids.min()), int(ids.max())
         if least < 0 or most >= words:  # on a GPU the whole batch would be lost
             raise ConfigError(f"the prompt has token ids from {least} to {most}; the model's are 0 to {words - 1}")
-        request = Request(self._lanes.index(None), tokens, limit, self._stops(stop), sampling)
+        request = Request(self._lanes.index(None), tokens, limit, self._stops(stop, sampling), sampling)
+        self._sampler.check(sampling, request.stop)
+        if tokenizer is not None:
+            request._decoded = Detokenizer(
+                tokenizer, sampling.stop, include_stop=sampling.include_stop, min_tokens=sampling.min_tokens
+            )
         layers = self.cache.kv_layers
         self.cache.wait()
         self._clear(request.lane)  # steps that it took part in as an empty lane leave traces too
         try:
-            logits = self._prefill(request.lane, ids)
+            logits = self._prefill(request, ids)
             self.cache.wait()
         except BaseException:
             for kv in layers:
@@ -177,9 +220,9 @@ class Batch:
             self._clear(request.lane)
             raise
         self._lanes[request.lane] = request
-        request._take(int(draw(logits, [sampling], torch.tensor([tokens], device=ids.device))[0]))
-        if request.finished:
-            self._release(request)
+        self._sampler.join(request.lane, sampling, ids[0], request.stop)
+        place = slice(request.lane, request.lane + 1)
+        self._give([request], self._sampler(logits, torch.tensor([tokens], device=ids.device), place))
         return request
 
     def step(self) -> list[Request]:
@@ -195,14 +238,9 @@ class Batch:
         ids, positions = torch.tensor(at, device=device)[:, :, None].unbind(1)
         with torch.no_grad():
             logits = self._logits(ids, positions)
-            how = [request.sampling if request else GREEDY for request in self._lanes]
-            drawn = draw(logits, how, positions[:, 0] + 1)
+            drawn = self._sampler(logits, positions[:, 0] + 1)
         self._replay.go_ahead()
-        tokens = drawn.tolist()
-        for request in requests:
-            request._take(tokens[request.lane])
-            if request.finished:
-                self._release(request)
+        self._give(self._lanes, drawn)
         return requests
 
     def leave(self, request: Request) -> None:
@@ -214,24 +252,40 @@ class Batch:
 
     # Inside
 
-    def _prefill(self, lane: int, ids: Tensor) -> Tensor:
-        """The logits [1, V] after a prompt [1, T] that goes to a lane, in chunks where it is long."""
-        tokens, view = ids.shape[1], self.cache.at_lane(lane)
-        some = {"logits_to_keep": 1} if self._model._supports_logits_to_keep() else {}
-        chunk = (
-            tokens if self.cache.settings.method.evicts else self.prefill_chunk
-        )  # what is dropped cannot be attended to again
+    def _give(self, requests: Sequence[Request | None], drawn: Drawn) -> None:
+        """Hand each request its token."""
+        tokens, scores = drawn.read()
+        for i, request in enumerate(requests):
+            if request is not None:
+                request._take(tokens[i], scores[i] if scores else None)
+                if request.finished:
+                    self._release(request)
+
+    def _prefill(self, request: Request, ids: Tensor) -> Tensor:
+        """The logits [1, V] after a prompt [1, T] that goes to the request's lane, in chunks where it is long."""
+        tokens, lane, n = ids.shape[1], request.lane, request.sampling.prompt_logprobs
+        view, scores = self.cache.at_lane(lane), []
+        some = {"logits_to_keep": 1} if n is None and self._model._supports_logits_to_keep() else {}
+        chunk = self.prefill_chunk if n is None else min(self.prefill_chunk, _SCORED)
+        if self.cache.settings.method.evicts:  # what is dropped cannot be attended to again
+            chunk = tokens
         logits = torch.empty(0)
         try:
             for start, stop in spans(tokens, chunk):
                 for kv in self.cache.kv_layers:
                     kv.expect(tokens - start)
                 with torch.no_grad():
-                    logits = self._model(ids[:, start:stop], past_key_values=view, use_cache=True, **some).logits[:, -1]
+                    every = self._model(ids[:, start:stop], past_key_values=view, use_cache=True, **some).logits
+                    logits = every[:, -1]
+                    if n is not None:
+                        next_ids = ids[0, start + 1 : stop + 1]
+                        scores.append(score(every[0, : len(next_ids)], next_ids, n))
                 self._tell(lane, stop)
         finally:
             for kv in self.cache.kv_layers:
                 kv.expect(0)
+        if n is not None:
+            request.prompt_logprobs = [None, *logprobs(ids[0, 1:], torch.cat(scores))]
         return logits
 
     @property
@@ -261,6 +315,7 @@ class Batch:
 
     def _release(self, request: Request) -> None:
         self._lanes[request.lane] = None
+        self._sampler.leave(request.lane)
         self._clear(request.lane)
 
     def _clear(self, lane: int) -> None:
@@ -277,10 +332,11 @@ class Batch:
         for kv in layers:
             kv.set_lengths(lengths, idle)
 
-    def _stops(self, stop: int | Sequence[int] | None) -> frozenset[int]:
-        if stop is None:
+    def _stops(self, stop: int | Sequence[int] | None, sampling: Sampling) -> frozenset[int]:
+        if stop is None and not sampling.ignore_eos:
             stop = getattr(self._model.generation_config, "eos_token_id", None)
-        return frozenset(() if stop is None else [stop] if isinstance(stop, int) else stop)
+        own = () if stop is None else [stop] if isinstance(stop, int) else stop
+        return frozenset([*own, *sampling.stop_token_ids])
 
 
 def _check(model: PreTrainedModel, capacity: int) -> None:

@@ -256,8 +256,11 @@ class Sampler:
     def __init__(self, seqs: int, vocabulary: int, device: torch.device | str = "cpu") -> None:
         self.seqs, self.vocabulary, self.device = seqs, vocabulary, torch.device(device)
         self._samplings = [GREEDY] * seqs
-        self._numbers, self._seeds = _table(self._samplings, self.device)
-        self._free_from = torch.zeros(seqs, dtype=torch.int64, device=self.device)  # the first position where a stop may stand
+        with torch.inference_mode(False):  # what is written in place later are plain tensors
+            self._numbers, self._seeds = _table(self._samplings, self.device)
+            self._free_from = torch.zeros(
+                seqs, dtype=torch.int64, device=self.device
+            )  # the first position where a stop may stand
         self._counts: Tensor | None = None  # [S, V] int32, of the output
         self._prompt: Tensor | None = None  # [S, V] bool
         self._bias: Tensor | None = None  # [S, V] float32
@@ -349,7 +352,8 @@ class Sampler:
 
     def _cleared(self, state: Tensor | None, seq: int, dtype: torch.dtype) -> Tensor:
         if state is None:
-            return torch.zeros(len(self._samplings), self.vocabulary, dtype=dtype, device=self.device)
+            with torch.inference_mode(False):
+                return torch.zeros(self.seqs, self.vocabulary, dtype=dtype, device=self.device)
         state[seq].zero_()
         return state
 
