@@ -195,6 +195,15 @@ def test_crop(llama: PreTrainedModel, method: str, drop: int) -> None:
         torch.testing.assert_close(forward(llama, cache, ids), forward(llama, plain, ids), atol=1e-4, rtol=1e-4)
 
 
+def test_a_copy_of_a_row_shorter_than_the_sink(llama: PreTrainedModel, method: str) -> None:
+    cache = kvthaw.Cache(llama, method, budget=TIGHT)
+    rows = ragged([60, 20])
+    forward(llama, cache, rows["input_ids"], rows["attention_mask"])
+    cache.crop(-19)
+    twin, mask = copy.deepcopy(cache), torch.cat((rows["attention_mask"][:, :41], torch.ones(2, 1)), dim=1)
+    assert torch.equal(forward(llama, twin, prompt(2, 1), mask), forward(llama, cache, prompt(2, 1), mask))
+
+
 def test_crop_to_nothing(llama: PreTrainedModel, method: str) -> None:
     cache = kvthaw.Cache(llama, method, budget=AMPLE)
     forward(llama, cache, IDS)

@@ -161,10 +161,10 @@ class TreeIndex:
     # -- state -------------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The trees as plain tensors, exactly; without keys, which the store has. A lane that was never built is empty."""
+        """The trees as plain tensors, exactly; without keys, which the store has. A lane without points is empty."""
         lanes = []
         for lane in range(self.forest.lanes):
-            heads = range(self.shape.kv_heads) if self.forest.has(lane) else ()
+            heads = range(self.shape.kv_heads) if self.forest.size(lane) else ()
             lanes.append([self.snapshot(lane, head) for head in heads])
         return {"config": dataclasses.asdict(self.config), "layer": self.shape.layer, "lanes": lanes}
 
