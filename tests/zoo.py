@@ -6,11 +6,14 @@ from typing import Any
 
 import torch
 import transformers
+from packaging.version import Version
 from torch import Tensor
 from transformers import PreTrainedModel
 
 VOCAB = 199
 FULL, SLIDING = "full_attention", "sliding_attention"
+ROLLS_BACK_SLIDING = Version(transformers.__version__) >= Version("5.23")
+"""Whether transformers resets and crops its own sliding-window layers rightly; before 5.23 it does not."""
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import kvthaw
-from zoo import build, prompt
+from zoo import ROLLS_BACK_SLIDING, build, prompt
 
 IDS = prompt(1, 130)
 TIGHT = 64
@@ -33,6 +33,8 @@ def drafting(model: PreTrainedModel, candidates: int = 20) -> PreTrainedModel:
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "gemma3n"])
 def test_an_assistant_gives_the_methods_own_tokens(architecture: str) -> None:
+    if architecture.startswith("gemma") and not ROLLS_BACK_SLIDING:
+        pytest.skip("this version of transformers fails to roll back its own sliding-window layers")
     model, assistant = build(architecture), drafting(build(architecture))
     with kvthaw.attach(model, "oracle", budget=TIGHT) as handle:
         expected = new_tokens(model)

@@ -21,7 +21,7 @@ from transformers import (
 
 import kvthaw
 from kvthaw import CacheError, ConfigError, HostMemoryError, UnsupportedModelError
-from zoo import REFUSED, build, prompt, ragged
+from zoo import REFUSED, ROLLS_BACK_SLIDING, build, prompt, ragged
 
 IDS = prompt(1, 60)
 
@@ -225,6 +225,8 @@ def test_models_that_change_keys_after_caching_are_refused(prefix: str, own: dic
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
 def test_prompt_longer_than_the_positions(name: str) -> None:
+    if name.startswith("gemma") and not ROLLS_BACK_SLIDING:
+        pytest.skip("this version of transformers fails to roll back its own sliding-window layers")
     model = build(name)
     cache = kvthaw.Cache(model, "oracle", budget=64)
     with pytest.raises((ConfigError, IndexError), match=r"the prompt has 600 tokens; the model's positions end at 512|index"):
@@ -264,6 +266,8 @@ def test_interrupted_forward(llama: PreTrainedModel) -> None:
 @pytest.mark.parametrize("dense_layers", [0, 1])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_host_memory_that_will_not_fit(name: str, dense_layers: int) -> None:
+    if name.startswith("gemma") and not ROLLS_BACK_SLIDING:
+        pytest.skip("this version of transformers fails to roll back its own sliding-window layers")
     model = build(name)
     cache = kvthaw.Cache(model, "oracle", budget=64, host_bytes=1, dense_layers=dense_layers, extent=20)
     layers = len(cache.frozen_layers)

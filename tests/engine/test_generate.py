@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel, pipeline
 
 import kvthaw
 from kvthaw.methods import resolve
-from zoo import VOCAB, build, build_exact, prompt, ragged
+from zoo import ROLLS_BACK_SLIDING, VOCAB, build, build_exact, prompt, ragged
 
 METHODS = ["oracle", "icecache", "icecache-reuse"]
 AMPLE = 1024
@@ -92,6 +92,8 @@ def test_dense_layers_equal_dynamic_cache(llama: PreTrainedModel, way: str, dens
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "gemma3n"])
 def test_assistant(architecture: str, method: str) -> None:
+    if architecture.startswith("gemma") and not ROLLS_BACK_SLIDING:
+        pytest.skip("this version of transformers fails to roll back its own sliding-window layers")
     model, assistant = build(architecture), build(architecture)
     with torch.no_grad():  # now and then of another opinion
         assistant.get_output_embeddings().weight += 0.05 * torch.randn_like(assistant.get_output_embeddings().weight)

@@ -178,7 +178,7 @@ def _said(mask: Tensor, before: int, steps: int) -> tuple[list[int], bool]:
 
 def _kept(held: int, tokens_to_remove: int) -> int:
     """Of so many tokens, how many a cache layer of transformers keeps when it is cropped."""
-    layer, empty = DynamicLayer(), torch.empty(1, 1, held, 0)
+    layer, empty = DynamicLayer(), torch.empty(1, 1, held, 1)
     layer.update(empty, empty)
     try:
         layer.crop(tokens_to_remove)
@@ -316,6 +316,7 @@ class CacheLayer(CacheLayerMixin):
     @torch.inference_mode(False)  # tensors made here outlive the caller's mode
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last -tokens_to_remove tokens; a positive number is taken as the installed transformers takes it."""
+        tokens_to_remove = int(tokens_to_remove)  # assisted decoding of transformers 5.17 gives a tensor
         if tokens_to_remove > 0:
             tokens_to_remove = _kept(self.kv.seen, tokens_to_remove) - self.kv.seen
         if self is self.shared.first():
