@@ -2,16 +2,18 @@
 # All methods on the same work, on a machine with a GPU: benchmarks/compare.sh OUT [MINUTES [PROCESSES]]
 # Resumable: what stands in OUT is not run again. The large table comes first; what is left of MINUTES (8) is for the other parts, side by side.
 # PROCESSES (8) share the GPU, best under NVIDIA's MPS; each holds up to 5 GiB of prompts, as much for indexes, and as much pinned on the host.
-# Afterwards, on any machine with matplotlib: kvthaw compare --report only --out OUT (or OUT/cells.jsonl); benchmarks/compared.py OUT publishes it.
+# Afterwards, on any machine with matplotlib: kvthaw compare --report-only --out OUT; python3 -m benchmarks.compared OUT publishes it.
 set -euo pipefail
 out=$1 minutes=${2:-8} jobs=${3:-8}
 end=$(( $(date +%s) + $(awk -v m="$minutes" 'BEGIN { print int(60 * m) }') ))
 run() { # by so many processes, in the time that is left
-  local many=$1 left; shift
+  local many=$1 left i; shift
   left=$(( end - $(date +%s) ))
   if (( left < 20 )); then echo "no time left for: $*" >&2; return; fi
-  left=$(awk -v l="$left" 'BEGIN { print l / 60 }')
-  python3 -m kvthaw compare --jobs "$many" --minutes "$left" --report never --out "$out" --samples 50 "$@" || echo "not all of: $*" >&2
+  for i in $(seq "$many"); do
+    timeout -s INT "$left" python3 -m kvthaw compare --shard "$i/$many" --out "$out" --samples 50 "$@" || echo "not all of: $*" >&2 &
+  done
+  wait $(jobs -p)
 }
 does=passkey,niah_single,niah_multikey,niah_multikey_uuid,longeval,kv_retrieval,variable_tracking  # what the shipped model can
 few=$(( jobs > 6 ? jobs / 6 : 1 ))
@@ -26,4 +28,3 @@ wait
 # the shipped model can do nine, of BABILong's none: these say that there is nothing to keep.
 for length in 4096 8192; do run "$jobs" --task ruler --lengths $length --budgets 256; done
 run "$jobs" --task babilong --lengths 4096 --budgets 256 --samples 8
-python3 -m kvthaw compare --task passkey --minutes 0 --report never --out "$out"  # cells.jsonl of all parts

@@ -1,9 +1,9 @@
 """Publish a comparison: copy its cells to benchmarks/results/compare*.jsonl, write the summary tables of README.md and
 docs/results.md, and take docs/compare.png from the report (where Chromium is installed).
 
-usage: compared.py OUT    OUT: the folder of kvthaw compare, or a file of its cells
+usage: python3 -m benchmarks.compared OUT [REPORT]    OUT: the folder of kvthaw compare, or a file of its cells
 
-All tables: kvthaw compare --report only --out benchmarks/results/compare.jsonl (git ignores what it writes there).
+REPORT: only write the report of all tables into this HTML file.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvthaw.evaluate.cells import Cell, read_cells, read_stretches, write_cells, write_stretches
-from kvthaw.evaluate.compare import goals, hopes, protocols, under, whole, work
+from benchmarks.cells import Cell, read_cells, read_stretches, records_of, write_cells, write_stretches
+from benchmarks.goals import by_budget, goals, hopes, named, protocols, under, verdicts, whole, work
+from kvthaw.evaluate.compare import summaries
 from kvthaw.evaluate.document import Share, Table
-from kvthaw.evaluate.overview import by_budget, named, overview, verdicts
+from kvthaw.evaluate.overview import overview
 
 HERE = Path(__file__).parents[1]
 BEGIN, END = "<!-- written by benchmarks/compared.py -->", "<!-- until here -->"
@@ -85,16 +86,20 @@ def photograph(page: str, to: Path) -> None:
 
 def main(arguments: list[str]) -> None:
     """See the module."""
-    if len(arguments) != 1 or arguments[0].startswith("-"):
+    if len(arguments) not in (1, 2) or arguments[0].startswith("-"):
         sys.exit(__doc__)
     cells, stretches = read_cells(Path(arguments[0])), read_stretches(Path(arguments[0]))
+    report = overview(*summaries([*records_of(cells), *stretches])).html()
+    if len(arguments) == 2:
+        Path(arguments[1]).write_text(report, encoding="utf-8")
+        return
     results = HERE / "benchmarks" / "results" / "compare.jsonl"
     write_cells(cells, results)
     if stretches:
         write_stretches(stretches, results)
     for page, text in PAGES.items():
         put(HERE / page, text(cells))
-    photograph(overview(cells, stretches).html(), HERE / "docs" / "compare.png")
+    photograph(report, HERE / "docs" / "compare.png")
 
 
 if __name__ == "__main__":

@@ -8,10 +8,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from kvthaw.evaluate.cells import read_cells
-from kvthaw.evaluate.compare import protocols, under
+from benchmarks.cells import read_cells
+from benchmarks.goals import by_budget, protocols, under
 from kvthaw.evaluate.document import Share
-from kvthaw.evaluate.overview import by_budget
 
 HERE = Path(__file__).parent
 STYLES = ("-", "--", ":", "-.")

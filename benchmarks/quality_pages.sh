@@ -49,7 +49,6 @@ jobs() {
   done
   echo "task-keep niah_multikey_uuid --method clusterkv:keep=0,clusterkv:keep=1,clusterkv:keep=2 --length ${lengths[0]}" \
     "--budget $budgets --samples $samples --probe 0"
-  echo "static shares --length $share_lengths --rows $share_rows --samples 4"
 }
 
 # Together: the same settings over all shards, which are read and not run; one line a method, with its plot.
@@ -66,6 +65,7 @@ together() {
 source benchmarks/side_by_side.sh
 status=0
 side_by_side "$out" "$processes" || status=1
+python3 -m benchmarks.shares --length "$share_lengths" --rows "$share_rows" --samples 4 --out "$out/parts/static.jsonl" > "$out/parts/static.done" || status=1
 cat "$out"/parts/{task-*,all-*,static}.done | python3 benchmarks/tables.py --gather "$commit" > "$out/quality_pages.jsonl"
 echo "$out/quality_pages.jsonl: $(wc -l < "$out/quality_pages.jsonl") lines, $SECONDS s in all"
 exit $status

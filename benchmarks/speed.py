@@ -1,7 +1,9 @@
 """What benchmarks of speed came to: new lines into benchmarks/results, and from there into README's tables and its plots.
 
-usage: speed.py OUT...    takes in the lines of these folders: decode, prefill, indexing, serving, kernels_*.jsonl
-       speed.py           only writes README's part between its marks, docs/length.png and docs/throughput.png
+usage: python3 -m benchmarks.speed [OUT...]
+
+OUT: folders whose lines are taken in first: decode, prefill, indexing, serving, kernels_*.jsonl. Writes README's part between its
+marks, docs/length.png and docs/throughput.png.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from kvthaw.bench import report
-from kvthaw.bench.lines import Line
+from kvthaw.evaluate import plot
+from kvthaw.evaluate.results import Record as Result
 
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
@@ -170,16 +172,17 @@ def lengths(lines: list[Record]) -> Iterable[str]:
     """Time per output token against the length."""
     filled = [line for line in lines if asked(line)["prompt"] != "run" and asked(line)["batch"] == 1]
     columns = [n for n in LENGTHS if best(filled, length=n)]
-    rows, used = [], []
+    rows, used = list[list[str]](), list[Record]()
     fastest = {n: min(line["tpot_s"] for line in filled if asked(line)["length"] == n) for n in columns}
     for words, wanted in ROWS:
-        found = {n: line for n in columns if (line := best(filled, length=n, **{"prompt": "filled", **wanted}))}
+        asking: Record = {"prompt": "filled", **wanted}
+        found = {n: line for n in columns if (line := best(filled, length=n, **asking))}
         used += found.values()
         cells = {n: ms(line) + marked(line) for n, line in found.items()}
         cells = {n: f"**{text}**" if found[n]["tpot_s"] == fastest[n] else text for n, text in cells.items()}
         shares = [1.0 if line["share_of_full"] is None else line["share_of_full"] for line in found.values()]
         if found:
-            if wanted.get("prompt") == "text":
+            if asking["prompt"] == "text":
                 words += f" ({percent(line['hit_rate'] for line in found.values())} hits)"
             rows.append([words, *(cells.get(n, "") for n in columns), percent(shares)])
     shared = [n for n in columns if any(asked(line)["shared"] for line in used if asked(line)["length"] == n)]
@@ -187,10 +190,10 @@ def lengths(lines: list[Record]) -> Iterable[str]:
         "compiled and captured (`attach(compile=True)`) in one CUDA graph, or where the tree is on the host in one more than "
         "there are searches,"
     )
-    there = f"; at {', '.join(map(report.short, shared))} layers share one layer's rows on the host" if shared else ""
+    there = f"; at {', '.join(map(plot.short, shared))} layers share one layer's rows on the host" if shared else ""
     what = "Mean (median, 95th percentile) milliseconds a token, index updates counted"
     yield f"{what}, {how} unless marked ({commit(used)}{there}):"
-    yield table(["", *(report.short(n) for n in columns), "KV and index on the device, of full's"], rows)
+    yield table(["", *(plot.short(n) for n in columns), "KV and index on the device, of full's"], rows)
 
 
 def batches(lines: list[Record]) -> Iterable[str]:
@@ -205,7 +208,7 @@ def batches(lines: list[Record]) -> Iterable[str]:
         rate = f"{most['tokens_per_s'] / least['tokens_per_s']:.1f}"
         alone = [next((line for line in of if asked(line)["batch"] == 1), None) for of in (mine, full)]
         ours, theirs = (f"{line['tokens_per_s']:.0f}" for line in (most, least))
-        words = f"At {report.short(length)}, captured, {method} gives {ours} tokens a second with {asked(most)['batch']} rows, "
+        words = f"At {plot.short(length)}, captured, {method} gives {ours} tokens a second with {asked(most)['batch']} rows, "
         words += f"full attention {theirs} with {asked(least)['batch']}: {rate} times"
         if alone[0] and alone[1]:
             words += f"; one row takes {ms(alone[0])} and {ms(alone[1])} ms a token"
@@ -219,14 +222,14 @@ def prefills(lines: list[Record]) -> Iterable[str]:
     parts = []
     for line in known:
         one = asked(line)
-        way = "one pass" if one["chunk"] >= one["length"] else f"chunks of {report.short(one['chunk'])}"
+        way = "one pass" if one["chunk"] >= one["length"] else f"chunks of {plot.short(one['chunk'])}"
         layers = "" if one.get("layers") is None else f", {one['layers']} of the layers"
         times = f"{line['indexed_s']:.2f} s"
         if one["length"] in base and one["method"] != "hf-dynamic" and not layers:
             times += f" ({line['indexed_s'] / base[one['length']]:.2f})"
-        elif line["over_floor"] is not None:
+        elif line.get("over_floor") is not None:
             times += f" ({line['over_floor']:.2f} times what the hardware allows)"
-        parts.append(f"{one['method']} {report.short(one['length'])} in {way}{layers} {times}")
+        parts.append(f"{one['method']} {plot.short(one['length'])} in {way}{layers} {times}")
     if parts:
         yield (
             "A prompt until all of it is offloaded and indexed, beside transformers' own "
@@ -236,11 +239,12 @@ def prefills(lines: list[Record]) -> Iterable[str]:
 
 def served(lines: list[Record]) -> Iterable[str]:
     """A batch that requests join and leave, as a sentence."""
+    lines = [{**line, **line.get("setting", {}), "commit": line.get("about", line)["commit"]} for line in lines]
     if lines:
         one, most = lines[0], max(line["captures"] for line in lines)
         each = "; ".join(f"{line['method']} {line['step_ms_p50']:.1f} ({line['step_ms_p95']:.1f})" for line in lines)
         yield (
-            f"A batch of {one['lanes']} lanes that prompts of {report.short(one['length'] // 2)} to {report.short(one['length'])} "
+            f"A batch of {one['lanes']} lanes that prompts of {plot.short(one['length'] // 2)} to {plot.short(one['length'])} "
             f"keep joining and leaving, captured {'once' if most == 1 else f'{most} times'}, "
             f"{lines[-1]['budget']} tokens: "
             f"median (95th percentile) milliseconds a step {each} "
@@ -279,21 +283,16 @@ def write(text: str) -> str:
 
 def draw() -> None:
     """Both plots, from what is newest of each setting, as the tables."""
-    decode = [Line(**{**line, "setting": _setting(line)}) for line in read(HERE / "results" / "decode.jsonl")]
-    filled = [line for line in decode if line.setting.prompt == "filled" and line.setting.shape == "llama-3.1-8b"]
-    alone = [line for line in filled if line.setting.batch == 1 and line.setting.steps == "compiled" and line.setting.hits != 0]
-    rows = [line for line in filled if line.setting.steps == "captured" and line.setting.length == 128 * K]
-    for name, drawn, of in (("length", report.by_length, alone), ("throughput", report.by_batch, rows)):
-        figure = report.figure(7.0, 4.2)
-        drawn(figure.subplots(), sorted(of, key=lambda line: (line.setting.method, line.setting.length)))
-        figure.suptitle(f"{of[0].setting.shape}, {of[0].setting.device}", fontsize=9)
-        report.save(figure, HERE.parent / "docs" / f"{name}.png")
-
-
-def _setting(line: Record) -> Any:
-    from kvthaw.bench.settings import Setting
-
-    return Setting(**{**line["setting"], "method": line["setting"]["method"].replace(":iterations=4", "")})
+    decode = [Result.from_json(json.dumps(line)) for line in read(HERE / "results" / "decode.jsonl")]
+    decode = [Result({**one.setting, "method": one["method"].replace(":iterations=4", "")}, one.measures) for one in decode]
+    filled = [one for one in decode if one["prompt"] == "filled" and one["shape"] == "llama-3.1-8b"]
+    alone = [one for one in filled if one["batch"] == 1 and one["steps"] == "compiled" and one["hits"] != 0]
+    rows = [one for one in filled if one["steps"] == "captured" and one["length"] == 128 * K]
+    for name, drawn, of in (("length", plot.by_length, alone), ("throughput", plot.by_batch, rows)):
+        figure = plot.new(7.0, 4.2)
+        drawn(figure.subplots(), sorted(of, key=lambda one: (one["method"], one["length"])))
+        figure.suptitle(f"{of[0]['shape']}, {of[0]['device']}", fontsize=9)
+        plot.save(figure, HERE.parent / "docs" / f"{name}.png")
 
 
 def main(arguments: list[str]) -> None:

@@ -10,10 +10,10 @@ import shlex
 from pathlib import Path
 
 import pytest
+from kvthaw.evaluate.cells import read_cells
 from typer.testing import CliRunner
 
 from kvthaw import cli
-from kvthaw.evaluate.cells import read_cells
 from kvthaw.evaluate.describe import markdown
 from kvthaw.evaluate.published import BENCHMARKS
 from kvthaw.evaluate.tasks import SUITES, TASKS

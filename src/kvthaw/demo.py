@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvthaw.engine.hf import Cache
+from kvthaw.engine.prefill import prefill
 from kvthaw.errors import ConfigError
-from kvthaw.evaluate.answers import Answer
-from kvthaw.evaluate.decode import check_prompt, prefill, stop_tokens
+from kvthaw.evaluate.answers import Answers
 from kvthaw.evaluate.machine import now
 from kvthaw.evaluate.metrics import mean
+from kvthaw.evaluate.model import check_prompt
 from kvthaw.evaluate.probe import Probe
 from kvthaw.evaluate.tasks import niah, passkey
 from kvthaw.evaluate.tasks.base import Haystack, count, depth_of, distinct, holds, number, read_asset, uuid, word_key
@@ -142,7 +143,7 @@ def run(
     length: int | None = None,
     seed: int = 0,
     show: Callable[[Event], None] = lambda _: None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Outcome:
     """Read the book once, then answer every question under a method (dense_layers=0) and with full attention.
 
@@ -189,13 +190,15 @@ def _answer_all(session: _Session, side: Side, reading: Reading, settings: dict[
         session.show(Event("ask", side, question))
         begin, watched = now(device), probe.seconds
         times = []
-        answer = Answer(session.model, session.tokenizer, cache, stop_tokens(session.model, session.tokenizer))
-        for piece in answer.stream(session.logits, _question(session.tokenizer, question), question.limit):
-            times.append(now(device) - begin - (probe.seconds - watched))
-            session.show(Event("text", side, question, piece))
-        side.answers.append(answer.text.strip())
-        side.right.append(holds(answer.text, question.answer))
-        session.show(Event("answer", side, question, answer.text))
+        answers = Answers(session.model, session.tokenizer, cache)
+        for (piece,) in answers.stream(session.logits[None], [_question(session.tokenizer, question)], question.limit):
+            if piece is not None:
+                times.append(now(device) - begin - (probe.seconds - watched))
+                session.show(Event("text", side, question, piece))
+        (text,) = answers.texts
+        side.answers.append(text.strip())
+        side.right.append(holds(text, question.answer))
+        session.show(Event("answer", side, question, text))
         if times:
             first.append(times[0])
         if len(times) > 1:

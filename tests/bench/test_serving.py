@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from kvthaw.bench import serving
-from kvthaw.bench.asked import Serving
+from kvthaw.bench.serving import Serving
 from kvthaw.engine.batch import Batch, Request
 from kvthaw.errors import CacheError
+from kvthaw.evaluate.results import ResultsFile
 
 
 def test_serving_is_measured() -> None:
-    (line,) = serving.main(Serving(length=64, lanes=2, requests=3, new_tokens=12, method=("quest",), budget=32), quiet=True)
+    (line,) = serving.run(Serving(length=64, lanes=2, requests=3, new_tokens=12, budget=32), ("quest",), ResultsFile())
     assert line["steps"] > 0
     assert 0 < line["step_ms_p50"] <= line["step_ms_p95"] <= line["step_ms_max"]
     assert line["join_s_p50"] > 0

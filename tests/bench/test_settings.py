@@ -5,22 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvthaw.bench.asked import Decode
-from kvthaw.bench.settings import Setting, grid, groups, possible
+from kvthaw.bench.settings import Setting, groups, possible
 from kvthaw.bench.shapes import build
 from kvthaw.engine.decode import capturable, compilable
 from kvthaw.engine.hf import Cache
 from kvthaw.errors import ConfigError
 from kvthaw.methods import METHODS
+from timed import settings as all_of
 
 
-def _all(**asked: object) -> list[Setting]:
-    return grid(Decode(**asked), "cpu")  # type: ignore[arg-type]
+def _all(*, method: tuple[str, ...] = ("quest",), **asked: object) -> list[Setting]:
+    return all_of(*method, **asked)
 
 
 def test_a_methods_own_options_come_before_the_common_ones() -> None:
     asked = ("full", "hf-dynamic", "pariskv:retrieved=100:window=512", "clusterkv:keep=2:hits=0.5:new_tokens=8", "streaming")
-    full, theirs, paris, cluster, streaming = _all(method=asked, budget=300, hits=0.7, dense_layers=1, steps=("eager",))
+    full, theirs, paris, cluster, streaming = _all(method=asked, budget=300, hits=0.7, dense_layers=1, steps=["eager"])
     for dense in (full, theirs):
         assert (dense.budget, dense.retrieved, dense.dense_layers, dense.hits) == (None, None, None, None)
     assert (paris.method, paris.retrieved, paris.budget, paris.hits) == ("pariskv:window=512", 100, None, 0.7)
@@ -29,7 +29,7 @@ def test_a_methods_own_options_come_before_the_common_ones() -> None:
 
 
 def test_retrieved_for_all_is_instead_of_the_budget() -> None:
-    cluster, own = _all(method=("clusterkv", "quest:budget=64"), retrieved=50, steps=("eager",))
+    cluster, own = _all(method=("clusterkv", "quest:budget=64"), retrieved=50, steps=["eager"])
     assert (cluster.budget, cluster.retrieved) == (None, 50)
     assert (own.budget, own.retrieved) == (64, None)
 
@@ -38,14 +38,14 @@ def test_retrieved_for_all_is_instead_of_the_budget() -> None:
     ("asked", "words"),
     [
         ({"shape": "llama-7b"}, "shape is 'llama-7b'; it must be one of llama-3.1-8b"),
-        ({"steps": ("fast",)}, "steps is 'fast'; it must be one of eager"),
+        ({"steps": ["fast"]}, "steps is 'fast'; it must be one of eager"),
         ({"prompt": "none"}, "prompt is 'none'"),
-        ({"length": (1,)}, "length is 1; it must be at least 2"),
+        ({"lengths": [1]}, "length is 1; it must be at least 2"),
         ({"method": ("quest",), "hits": 1.0}, "hits is 1.0"),
         ({"method": ("quest",), "budget": 3}, "budget is 3; the smallest"),
-        ({"method": ("quest",), "share_host": True}, "share_host goes with prompt='filled'"),
+        ({"method": ("quest",), "shared": True}, "shared goes with prompt='filled'"),
         ({"method": ("quset",)}, "did you mean 'quest'"),
-        ({"method": ("quest:budget=many",)}, "budget is 'many' in 'quest:budget=many'"),
+        ({"method": ("quest:budget=many",)}, "budget is 'many'; it must be"),
         ({"method": ("hf-dynamic:keep=1",)}, "hf-dynamic takes no options"),
     ],
 )
@@ -55,7 +55,7 @@ def test_bad_settings_are_refused_before_anything_is_built(asked: dict[str, obje
 
 
 def test_one_cache_serves_all_ways_to_take_steps() -> None:
-    found = list(groups(_all(method=("full", "quest"), length=(64, 128), steps=("eager", "captured"))))
+    found = list(groups(_all(method=("full", "quest"), lengths=[64, 128], steps=("eager", "captured"))))
     assert [[(one.method, one.length, one.steps) for one in group] for group in found][:2] == [
         [("full", 64, "eager"), ("full", 64, "captured")],
         [("quest", 64, "eager"), ("quest", 64, "captured")],

@@ -26,7 +26,7 @@ def test_a_number_inside_a_longer_one_is_no_answer(model: str, monkeypatch: pyte
 
     facts = [kvthaw.demo.Question(f"Fact {i} is 6088743.", f"\nWhat is fact {i}?", "6088743", 4, 0.0) for i in range(5)]
     monkeypatch.setattr(kvthaw.demo, "_facts", lambda rng: facts)
-    monkeypatch.setattr(kvthaw.demo.Answer, "text", property(lambda self: " 46088743."))
+    monkeypatch.setattr(kvthaw.demo.Answers, "texts", property(lambda self: [" 46088743."]))
     record = Said("demo", "--model", model, "--method", "streaming", "--budget", "64", "--length", "900", "--json").records[0]
     assert record["thawed"]["right"] == record["full"]["right"] == [False] * 5
 

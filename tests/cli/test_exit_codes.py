@@ -100,9 +100,8 @@ def test_a_results_file_with_a_bad_line_is_named(model: str, tmp_path: Path) -> 
     assert Said(*command, "--out", str(out)).code == 0
     out.write_bytes(out.read_bytes() + b'{"setting": "caf\xe9"}\n')
     refused(Said(*command, "--out", str(out)), 1, "out.jsonl", "line 3")
-    cells = tmp_path / "cells.jsonl"
-    cells.write_bytes(b"\xff\n")
-    refused(Said("compare", "--report", "only", "--out", str(cells)), 1, "cells.jsonl", "line 1")
+    (tmp_path / "results.jsonl").write_bytes(b"\xff\n")
+    refused(Said("compare", "--report-only", "--out", str(tmp_path)), 1, "results.jsonl", "line 1")
 
 
 def test_nan_in_the_keys_is_one_line(model: str, tmp_path: Path) -> None:
@@ -122,12 +121,12 @@ def test_nan_in_the_keys_is_one_line(model: str, tmp_path: Path) -> None:
 
 
 def test_ctrl_c_is_exit_code_130(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvthaw.evaluate import decode
+    from kvthaw.engine import prefill
 
     def stop(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(decode, "prefill", stop)
+    monkeypatch.setattr(prefill, "prefill", stop)
     said = Said("generate", "Hello", "--model", model)
     assert (said.code, said.err.strip()) == (130, "kvthaw: stopped")
 

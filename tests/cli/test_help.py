@@ -22,15 +22,11 @@ COMMANDS = [
     "eval recall",
     "eval drift",
     "eval perplexity",
-    "eval shares",
     "lm-eval",
     "compare",
     "demo",
     "bench decode",
-    "bench figures",
     "bench prefill",
-    "bench kernels",
-    "bench indexing",
     "bench serving",
 ]
 
@@ -44,10 +40,10 @@ def test_every_help_has_examples(command: list[str]) -> None:
 
 
 def test_examples_name_methods_that_there_are() -> None:
-    from kvthaw.cli import compare, demo, evaluate, generate, harness, perplexity, recall, shares
+    from kvthaw.cli import compare, demo, evaluate, generate, harness, perplexity, recall
     from kvthaw.evaluate.describe import describe
 
-    texts = [one.EXAMPLES for one in (compare, demo, evaluate, generate, harness, perplexity, shares)]
+    texts = [one.EXAMPLES for one in (compare, demo, evaluate, generate, harness, perplexity)]
     examples = " ".join([*texts, recall.RECALL_EXAMPLES, recall.DRIFT_EXAMPLES])
     methods = re.findall(r"--methods? (\S+)|\bmethod=([^, ]+)", examples)
     assert len(methods) > 20

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import kvthaw
 import zoo
-from kvthaw.bench.launches import launches
+from benchmarks.launches import launches
 from kvthaw.engine.decode import Replay, capturable, compiled_step
 from kvthaw.errors import CacheError
 

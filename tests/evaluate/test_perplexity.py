@@ -17,8 +17,8 @@ from kvthaw.errors import ConfigError
 from kvthaw.evaluate import perplexity
 from kvthaw.evaluate.job import Progress
 from kvthaw.evaluate.model import load
-from kvthaw.evaluate.perplexity import Course, Line, Reader, Summary
-from kvthaw.evaluate.results import Kept
+from kvthaw.evaluate.perplexity import Course, Reader, summarize
+from kvthaw.evaluate.results import Record, ResultsFile
 from kvthaw.evaluate.tasks.base import read_asset
 from kvthaw.evaluate.variant import FULL, Variant
 
@@ -53,32 +53,32 @@ def test_full_is_what_transformers_says_and_a_budget_that_covers_all_is_full(loa
     with torch.no_grad():
         scores = torch.log_softmax(plain(ids).logits[0].float(), -1)
     for row in found[FULL]:
-        expected = [-float(scores[at, ids[0, at + 1]]) for at in range(row.length, row.length + 12)]
-        assert row.nll == pytest.approx(sum(expected) / 12, abs=1e-4)
-        assert row.perplexity == pytest.approx(math.exp(row.nll))
-        assert (row.difference, row.attended_mean) == (0.0, None)
+        expected = [-float(scores[at, ids[0, at + 1]]) for at in range(row["length"], row["length"] + 12)]
+        assert row["nll"] == pytest.approx(sum(expected) / 12, abs=1e-4)
+        assert row["perplexity"] == pytest.approx(math.exp(row["nll"]))
+        assert (row["difference"], row["attended_mean"]) == (0.0, None)
     for wide, narrow, full in zip(found[WIDE], found[NARROW], found[FULL], strict=True):
-        assert wide.nll == pytest.approx(full.nll, abs=1e-4)
-        assert abs(narrow.difference) > 1e-3
-        assert narrow.difference == pytest.approx(narrow.nll - narrow.full_nll)
-        assert narrow.attended_max is not None
-        assert narrow.attended_max <= 64
-        assert narrow.difference_95[0] < narrow.difference < narrow.difference_95[1]
-    assert [row.length for row in found[NARROW]] == [150, 400]
+        assert wide["nll"] == pytest.approx(full["nll"], abs=1e-4)
+        assert abs(narrow["difference"]) > 1e-3
+        assert narrow["difference"] == pytest.approx(narrow["nll"] - narrow["full_nll"])
+        assert narrow["attended_max"] is not None
+        assert narrow["attended_max"] <= 64
+        assert narrow["difference_95"][0] < narrow["difference"] < narrow["difference_95"][1]
+    assert [row["length"] for row in found[NARROW]] == [150, 400]
 
 
 def test_places_are_drawn_by_the_seed(loaded: tuple[Any, Any]) -> None:
-    lines: Kept[Line] = Kept(None, Line.from_json)
+    lines = ResultsFile()
     reader = Reader(*loaded, lines)
     course = replace(COURSE, samples=3, lengths=(100,))
     both = reader.run(course, [])[FULL][0]
-    assert both.n == 3
-    starts = [line.setting.start for line in lines]
+    assert both["n"] == 3
+    starts = [line.setting["start"] for line in lines]
     assert starts[0] == 0
     assert len(set(starts)) == 3
     alone = reader.run(replace(course, seed=2, samples=1), [])[FULL][0]
     third = list(lines)[2]
-    assert alone.nll == pytest.approx(sum(third.nll) / len(third.nll), abs=1e-4)
+    assert alone["nll"] == pytest.approx(sum(third["nll"]) / len(third["nll"]), abs=1e-4)
     assert len(list(lines)) == 3, "what is known is not read again"
 
 
@@ -86,38 +86,36 @@ def test_a_row_of_a_batch_gives_the_line_of_the_sample_alone(loaded: tuple[Any, 
     loaded[0].double()  # rounding, which depends on the rows beside, decides nothing
     course = Course((150, 300), steps=20, samples=3)
     variants = [WIDE, NARROW, Variant("quest", 64), Variant("h2o", 64, dense_layers=1)]
-    alone, together = (Kept(None, Line.from_json) for _ in range(2))
+    alone, together = ResultsFile(), ResultsFile()
     expected = Reader(*loaded, alone, batch=1).run(course, variants)
     Reader(*loaded, together, batch=3).run(replace(course, samples=1, seed=1), [NARROW])
     seen = count_forwards(loaded[0])
     found = Reader(*loaded, together, batch=3).run(course, variants)
     # the second sample lacks two variants less than the others, so two caches of two rows and one take their steps
-    assert sorted(set(seen)) == [(1, 1), (1, 150), (2, 1)]
+    assert sorted(set(seen)) == [(1, 1), (1, 150), (1, 300), (2, 1)]
     assert seen.count((2, 1)) == 2 * 5 * 20
     assert seen.count((1, 1)) == 2 * 3 * 20
-    assert seen.count((1, 150)) == 3 * 2, "each text grows from length to length"
+    assert (seen.count((1, 150)), seen.count((1, 300))) == (3, 3), "one prefill a sample and length"
     assert len(list(together)) == len(list(alone)) == 3 * 2 * 5
     for line in alone:
         row = together.get(line.setting)
         assert row is not None
-        assert row.nll == pytest.approx(line.nll, abs=1e-4)
-        assert replace(row, nll=(), seconds=0.0) == replace(line, nll=(), seconds=0.0)
+        assert row["nll"] == pytest.approx(line["nll"], abs=1e-4)
+        assert {**row.measures, "nll": (), "seconds": 0.0} == {**line.measures, "nll": (), "seconds": 0.0}
     for variant, summaries in expected.items():
-        assert [one.nll for one in found[variant]] == pytest.approx([one.nll for one in summaries], abs=1e-4)
+        assert [one["nll"] for one in found[variant]] == pytest.approx([one["nll"] for one in summaries], abs=1e-4)
 
 
 def test_pieces_of_a_course_are_rows_that_lack_the_same(loaded: tuple[Any, Any]) -> None:
     course, wanted = Course((150, 300), steps=6, samples=5), [FULL, Variant("oracle", 64, dense_layers=0)]
     reader = Reader(*loaded, batch=2)
-    pieces = reader.missing(course, wanted, reader.known.get)
-    assert [(one.course.lengths, one.seeds, one.lines) for one in pieces] == [
-        ((length,), seeds, 2 * len(seeds)) for length in (150, 300) for seeds in ((0,), (1, 2), (3, 4))
+    pieces = reader.missing(course, wanted)
+    assert [(one.course.lengths, one.seeds, one.variants) for one in pieces] == [
+        ((length,), seeds, tuple(wanted)) for length in (150, 300) for seeds in ((0,), (1, 2), (3, 4))
     ]
-    assert [one.seeds for one in pieces[1].halves()] == [(1,), (2,)]
-    assert pieces[0].halves() == []
-    for lines in reader.compute(pieces[4]):
-        reader.known.extend(lines)
-    left = reader.missing(course, wanted, reader.known.get)
+    for records in reader.compute(pieces[4]):
+        reader.known.add(*records)
+    left = reader.missing(course, wanted)
     assert [one.seeds for one in left if one.course.lengths == (300,)] == [(0,), (3, 4)]
 
 
@@ -129,7 +127,7 @@ def test_a_text_is_tokenised_once_however_many_settings_ask(loaded: tuple[Any, A
     reader = Reader(*loaded)
     text = read_asset("book.txt")[:4000]
     for each in (None, text):
-        pieces = reader.missing(Course((150,), steps=6, samples=3, text=each), [FULL, NARROW], reader.known.get)
+        pieces = reader.missing(Course((150,), steps=6, samples=3, text=each), [FULL, NARROW])
         assert len(list(reader.compute(pieces[0]))) == 2
     assert asked == [None, text]
 
@@ -137,27 +135,27 @@ def test_a_text_is_tokenised_once_however_many_settings_ask(loaded: tuple[Any, A
 def test_a_run_continues_where_it_stopped(loaded: tuple[Any, Any], tmp_path: Path) -> None:
     out = tmp_path / "ppl.jsonl"
     seen: list[Progress] = []
-    first = Reader(*loaded, Kept(out, Line.from_json)).run(COURSE, [NARROW], seen.append)
+    first = Reader(*loaded, ResultsFile(out)).run(COURSE, [NARROW], seen.append)
     written = out.read_text()
     assert len(written.splitlines()) == 4
     assert all(len(json.loads(line)["nll"]) == 12 for line in written.splitlines())
     assert [state.samples for state in seen] == sorted(state.samples for state in seen)
     assert (seen[-1].samples, seen[-1].of) == (4, 4)
     out.write_text("".join(written.splitlines(keepends=True)[:3]))
-    again = Reader(*loaded, Kept(out, Line.from_json)).run(COURSE, [NARROW])
+    again = Reader(*loaded, ResultsFile(out)).run(COURSE, [NARROW])
     for variant, rows in first.items():
-        assert [row.nll for row in again[variant]] == pytest.approx([row.nll for row in rows], abs=1e-5)
+        assert [row["nll"] for row in again[variant]] == pytest.approx([row["nll"] for row in rows], abs=1e-5)
     assert len(out.read_text().splitlines()) == 4
 
 
 def test_the_interval_is_of_all_paired_tokens(loaded: tuple[Any, Any]) -> None:
-    lines: Kept[Line] = Kept(None, Line.from_json)
+    lines = ResultsFile()
     Reader(*loaded, lines).run(replace(COURSE, lengths=(100,), steps=3), [])
     (full,) = lines
-    full = replace(full, nll=(1.0, 2.0, 3.0))
-    row = Summary.of([replace(full, nll=(1.5, 2.0, 4.0))], [full])
-    assert (row.nll, row.difference) == (2.5, 0.5)
-    assert row.difference_95 == pytest.approx((0.5 - 1.96 * 0.5 / 3**0.5, 0.5 + 1.96 * 0.5 / 3**0.5))
+    full, other = (Record(full.setting, {**full.measures, "nll": nll}) for nll in ([1.0, 2.0, 3.0], [1.5, 2.0, 4.0]))
+    row = summarize([other], [full])
+    assert (row["nll"], row["difference"]) == (2.5, 0.5)
+    assert row["difference_95"] == pytest.approx((0.5 - 1.96 * 0.5 / 3**0.5, 0.5 + 1.96 * 0.5 / 3**0.5))
 
 
 def test_what_is_refused(loaded: tuple[Any, Any]) -> None:

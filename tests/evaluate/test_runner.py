@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import weakref
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,18 @@ from transformers import AutoModelForCausalLM
 import bytemodel
 import kvthaw
 from kvthaw.cache.dense import DenseLayer
+from kvthaw.engine.decode_loop import forward, generate
+from kvthaw.engine.prefill import prefill
+from kvthaw.engine.sampling import Sampling
 from kvthaw.errors import ConfigError
-from kvthaw.evaluate import decode as loops
-from kvthaw.evaluate.answers import Answer, cut, ended
+from kvthaw.evaluate.answers import LINE, Answers
 from kvthaw.evaluate.job import EVEN_DEPTHS, Job, Progress, Unit
 from kvthaw.evaluate.metrics import mean, wilson
 from kvthaw.evaluate.model import fingerprint, load
-from kvthaw.evaluate.results import Results, summarize
-from kvthaw.evaluate.runner import Runner, split_prompt
+from kvthaw.evaluate.results import ResultsFile, summarize
+from kvthaw.evaluate.runner import Runner
 from kvthaw.evaluate.tasks import TASKS, Sample, Task
+from kvthaw.evaluate.text import StopStrings, TextStream, split_prompt
 from kvthaw.evaluate.variant import FULL, Variant
 from kvthaw.index.units import UnitIndex
 from kvthaw.methods import METHODS
@@ -42,7 +45,7 @@ def loaded(folder: Path) -> tuple[Any, Any]:
     return load(str(folder))
 
 
-def runner(loaded: tuple[Any, Any], results: Results | None = None) -> Runner:
+def runner(loaded: tuple[Any, Any], results: ResultsFile | None = None) -> Runner:
     return Runner(*loaded, results)
 
 
@@ -61,32 +64,32 @@ def test_full_is_what_transformers_generates(loaded: tuple[Any, Any], folder: Pa
     ids = tokenizer(sample.prompt, return_tensors="pt")["input_ids"]
     plain = AutoModelForCausalLM.from_pretrained(folder).eval()
     out = plain.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=257)
-    assert line.output == cut(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
-    assert line.prompt == ids.shape[1] == 600
-    assert line.sparse_steps == line.kv_host_bytes == 0
-    assert line.kv_device_bytes == 2 * 2 * 2 * 16 * 4 * (line.prompt + line.new_tokens - 1)
+    assert line["output"] == LINE.cut(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+    assert line["prompt"] == ids.shape[1] == 600
+    assert line["sparse_steps"] == line["kv_host_bytes"] == 0
+    assert line["kv_device_bytes"] == 2 * 2 * 2 * 16 * 4 * (line["prompt"] + line["new_tokens"] - 1)
 
 
 @pytest.mark.parametrize("question", ["dense", "sparse"])
 def test_room_for_everything_equals_full(loaded: tuple[Any, Any], question: Any) -> None:
     wide = Variant("oracle", 2000)
     found = runner(loaded).run(Job("passkey", 400, 2, question=question), [wide])
-    assert [line.output for line in found[wide]] == [line.output for line in found[FULL]]
-    assert all(line.attention_mass == pytest.approx(1, abs=1e-5) for line in found[wide])
+    assert [line["output"] for line in found[wide]] == [line["output"] for line in found[FULL]]
+    assert all(line["attention_mass"] == pytest.approx(1, abs=1e-5) for line in found[wide])
 
 
 def test_one_prefill_serves_all_and_sparse_layers_ran(loaded: tuple[Any, Any]) -> None:
     seen = count_forwards(loaded[0])
     found = runner(loaded).run(Job("passkey", 600, 1), [ORACLE, STREAMING])
-    assert [n for n in seen if n > 1] == [found[FULL][0].prompt]
+    assert [n for n in seen if n > 1] == [found[FULL][0]["prompt"]]
     for variant in (ORACLE, STREAMING):
         line = found[variant][0]
-        assert line.sparse_steps == 2 * (line.new_tokens - 1)
-        assert line.attended_max is not None
-        assert line.attended_max <= 64 == line.held_budget
-        assert line.attention_mass is not None
-        assert 0 < line.attention_mass < 1
-        assert line.kv_device_bytes < found[FULL][0].kv_device_bytes
+        assert line["sparse_steps"] == 2 * (line["new_tokens"] - 1)
+        assert line["attended_max"] is not None
+        assert line["attended_max"] <= 64 == line["held_budget"]
+        assert line["attention_mass"] is not None
+        assert 0 < line["attention_mass"] < 1
+        assert line["kv_device_bytes"] < found[FULL][0].kv_device_bytes
     assert found[ORACLE][0].recall_at_k == 1
     assert found[STREAMING][0].recall_at_k is None
 
@@ -97,9 +100,9 @@ def test_every_method_runs(loaded: tuple[Any, Any], question: Any) -> None:
     for variant, lines in runner(loaded).run(Job("passkey", 600, 1, question=question), variants).items():
         assert len(lines) == 1
         if variant != FULL:
-            assert lines[0].sparse_steps > 0
-            assert lines[0].attended_max is not None
-            assert lines[0].attended_max <= 128
+            assert lines[0]["sparse_steps"] > 0
+            assert lines[0]["attended_max"] is not None
+            assert lines[0]["attended_max"] <= 128
 
 
 @dataclass(frozen=True)
@@ -128,17 +131,18 @@ def test_a_row_of_a_batch_gives_the_line_of_the_sample_alone(
 ) -> None:
     loaded[0].double()  # rounding, which depends on the rows beside, decides nothing
     monkeypatch.setitem(TASKS, "passkey", Uneven(TASKS["passkey"]))
-    monkeypatch.setattr("kvthaw.evaluate.runner.stop_tokens", lambda *_: frozenset(range(0, 258, 7)))
+    monkeypatch.setattr("kvthaw.evaluate.answers.stop_tokens", lambda *_: frozenset(range(0, 258, 7)))
     variants = [Variant(name) if name == "full" else Variant(name, 64) for name in names]
     job = Job("passkey", 320, 3, question=question, probe=2 if len(names) == 3 else 0)
     alone = Runner(*loaded, batch=1).run(job, variants)
     seen = count_forwards(loaded[0])
     together = Runner(*loaded, batch=3).run(job, variants)
-    assert sum(n > 100 for n in seen) == len({line.prompt for line in together[FULL]}) == 3
-    assert any(len({line.new_tokens for line in lines}) > 1 for lines in together.values())
+    assert sum(n > 100 for n in seen) == len({line["prompt"] for line in together[FULL]}) == 3
+    assert any(len({line["new_tokens"] for line in lines}) > 1 for lines in together.values())
     for variant in variants:
         for one, row in zip(alone[variant], together[variant], strict=True):
-            mine, theirs = asdict(row), asdict(one)
+            assert row.setting == one.setting
+            mine, theirs = dict(row.measures), dict(one.measures)
             for name in ("attention_mass", "recall_at_k", "output_error"):
                 left, right = mine.pop(name), theirs.pop(name)
                 assert left == (right if right is None else pytest.approx(right, abs=1e-4)), (variant, name)
@@ -167,7 +171,8 @@ def test_one_index_serves_the_budgets_of_a_method(loaded: tuple[Any, Any], monke
     assert len(built) == 2 * 2 * 2
     for variant in variants:
         for one, row in zip(alone[variant], together[variant], strict=True):
-            mine, theirs = asdict(row), asdict(one)
+            assert row.setting == one.setting
+            mine, theirs = dict(row.measures), dict(one.measures)
             for name in SECONDS:
                 del mine[name], theirs[name]
             assert mine == theirs, variant
@@ -207,8 +212,8 @@ def test_rows_on_a_gpu_share_what_is_offloaded_and_indexed() -> None:
     together = Runner(model, tokenizer, batch=3).run(job, variants)
     pairs = [pair for one in variants for pair in zip(alone[one], together[one], strict=True)]
     for one, row in pairs:
-        assert (row.kv_device_bytes, row.kv_host_bytes) == (one.kv_device_bytes, one.kv_host_bytes), one.setting
-    differ = [one.setting.method for one, row in pairs if one.output != row.output]
+        assert (row["kv_device_bytes"], row["kv_host_bytes"]) == (one["kv_device_bytes"], one["kv_host_bytes"]), one.setting
+    differ = [one.setting["method"] for one, row in pairs if one["output"] != row["output"]]
     assert len(differ) <= len(pairs) // 20, differ  # rounding may change what lies at a boundary, sharing nothing
 
 
@@ -231,71 +236,71 @@ def test_sparse_question_goes_through_the_sparse_path_token_by_token(loaded: tup
     model, tokenizer = loaded
     line = runner(loaded).run(Job("passkey", 600, 1, question="sparse"), [ORACLE])[ORACLE][0]
     sample = TASKS["passkey"].sample(tokenizer, length=600, seed=0, depth=0.0)
-    context, question = split_prompt(tokenizer, sample)
-    assert line.sparse_steps == 2 * (len(question) + line.new_tokens - 1)
+    context, question = split_prompt(tokenizer, sample.context, sample.question)
+    assert line["sparse_steps"] == 2 * (len(question) + line["new_tokens"] - 1)
     cache = kvthaw.Cache(model, "oracle", budget=64)  # the same, without the runner
-    logits = loops.prefill(model, cache, context)
+    logits = prefill(model, cache, context)
     for token in question:
-        logits = loops.forward(model, cache, [token])
-    answer = Answer(model, tokenizer, cache, frozenset([257]))
-    "".join(answer.stream(logits, [], 8))
-    assert answer.text == line.output
+        logits = forward(model, cache, [[token]])[0]
+    answer = Answers(model, tokenizer, cache)
+    assert len(list(answer.stream(logits[None], [[]], 8))) > 0
+    assert answer.texts == [line["output"]]
 
 
 def test_dense_layers_are_counted_beside(loaded: tuple[Any, Any]) -> None:
     some = Variant("oracle", 64, dense_layers=1)
     line = runner(loaded).run(Job("passkey", 600, 1), [some])[some][0]
-    assert line.sparse_steps == line.new_tokens - 1
-    assert line.kv_dense_bytes == 2 * 2 * 16 * 4 * (line.prompt + line.new_tokens - 1)
-    assert line.kv_device_bytes == 2 * 2 * 16 * 4 * 64
+    assert line["sparse_steps"] == line["new_tokens"] - 1
+    assert line["kv_dense_bytes"] == 2 * 2 * 16 * 4 * (line["prompt"] + line["new_tokens"] - 1)
+    assert line["kv_device_bytes"] == 2 * 2 * 16 * 4 * 64
 
 
 def test_run_continues_where_the_file_ends(loaded: tuple[Any, Any], tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    first = runner(loaded, Results(path)).run(Job("passkey", 400, 2), [ORACLE])
+    first = runner(loaded, ResultsFile(path)).run(Job("passkey", 400, 2), [ORACLE])
     assert len(path.read_text().splitlines()) == 4
     seen = count_forwards(loaded[0])
-    again = runner(loaded, Results(path)).run(Job("passkey", 400, 2), [ORACLE])
+    again = runner(loaded, ResultsFile(path)).run(Job("passkey", 400, 2), [ORACLE])
     assert seen == []
     assert again == first
-    more = runner(loaded, Results(path)).run(Job("passkey", 400, 3), [ORACLE, STREAMING])
+    more = runner(loaded, ResultsFile(path)).run(Job("passkey", 400, 3), [ORACLE, STREAMING])
     assert len(path.read_text().splitlines()) == 4 + 3 + 4  # other depths for two of three samples
     assert sum(n > 1 for n in seen) == 3
     assert len(more[STREAMING]) == 3
     loaded[0].lm_head.weight.data[0] += 1  # other weights, other results
-    runner(loaded, Results(path)).run(Job("passkey", 400, 1), [])
+    runner(loaded, ResultsFile(path)).run(Job("passkey", 400, 1), [])
     assert len(path.read_text().splitlines()) == 12
     path.write_text(path.read_text() + '{"not": "a result"}\n')
     with pytest.raises(ConfigError, match="line 13 is not a result"):
-        Results(path)
+        ResultsFile(path)
 
 
 def test_a_torn_last_line_is_run_again(loaded: tuple[Any, Any], tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    runner(loaded, Results(path)).run(Job("passkey", 400, 2), [])
+    runner(loaded, ResultsFile(path)).run(Job("passkey", 400, 2), [])
     text = path.read_text()
     path.write_text(text[:-40])
-    runner(loaded, Results(path)).run(Job("passkey", 400, 2), [])
+    runner(loaded, ResultsFile(path)).run(Job("passkey", 400, 2), [])
     assert [json.loads(line)["setting"]["seed"] for line in path.read_text().splitlines()] == [0, 1]
 
 
 def test_two_processes_that_share_a_file_write_each_line_once(loaded: tuple[Any, Any], tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    first, second = Results(path), Results(path)  # neither has seen the other's lines
+    first, second = ResultsFile(path), ResultsFile(path)  # neither has seen the other's lines
     for results in (first, second):
         runner(loaded, results).run(Job("passkey", 400, 2), [])
     assert [json.loads(line)["setting"]["seed"] for line in path.read_text().splitlines()] == [0, 1]
-    assert list(Results(path)) == list(second)
+    assert list(ResultsFile(path)) == list(second)
 
 
 def test_summary_has_the_means(loaded: tuple[Any, Any]) -> None:
     found = runner(loaded).run(Job("passkey", 400, 3, seed=5), [ORACLE])
     summary = summarize(found[ORACLE], found[FULL])
-    record = json.loads(json.dumps(summary.to_dict()))
+    record = json.loads(json.dumps(summary))
     expected = {"task": "passkey", "method": "oracle", "budget": 64, "length": 400, "n": 3, "seed": 5}
     assert {name: record[name] for name in expected} == expected
-    assert record["hit_rate"] == pytest.approx(sum(line.hit_rate or 0 for line in found[ORACLE]) / 3)
-    assert record["tpot_s"] == pytest.approx(sum(line.tpot_s or 0 for line in found[ORACLE]) / 3)
+    assert record["hit_rate"] == pytest.approx(sum(line["hit_rate"] or 0 for line in found[ORACLE]) / 3)
+    assert record["tpot_s"] == pytest.approx(sum(line["tpot_s"] or 0 for line in found[ORACLE]) / 3)
 
 
 def test_progress_tells_prefill_and_samples(loaded: tuple[Any, Any]) -> None:
@@ -352,16 +357,34 @@ def test_a_length_beyond_the_model_is_refused_before_a_prompt_is_made(
 
 def test_prompt_is_split_where_the_tokens_are_the_same(loaded: tuple[Any, Any]) -> None:
     tokenizer = loaded[1]
-    context, question = split_prompt(tokenizer, Sample("some text", "\nWhat?", ("x",), None))
+    context, question = split_prompt(tokenizer, "some text", "\nWhat?")
     assert context + question == tokenizer("some text\nWhat?")["input_ids"]
     assert tokenizer.decode(question) == "\nWhat?"
 
 
-def test_answers_end_at_a_newline_after_the_first_word() -> None:
+def test_answers_end_at_a_newline_after_the_first_word(loaded: tuple[Any, Any]) -> None:
+    tokenizer = loaded[1]
+
+    def ended(text: str, stops: StopStrings = LINE) -> bool:
+        return stops.ended(tokenizer, tokenizer(text, add_special_tokens=False)["input_ids"])
+
     assert [ended(text) for text in ("", "\n", "\n 12", " 12\n", "12\nand")] == [False, False, False, True, True]
-    assert [cut(text) for text in (" 12\nand", "\n12\n", "12")] == [" 12", "\n12", "12"]
-    assert [ended("a\nb. c", ends) for ends in ((), (".", "!"), ("!",))] == [False, True, False]
-    assert [cut(" a\nb. c! d", ends) for ends in ((), ("!", "."), ("d", "a"))] == [" a\nb. c! d", " a\nb", " "]
+    assert [LINE.cut(text) for text in (" 12\nand", "\n12\n", "12")] == [" 12", "\n12", "12"]
+    assert [ended("a\nb. c", StopStrings(ends, True)) for ends in ((), (".", "!"), ("!",))] == [False, True, False]
+    assert [StopStrings(ends, True).cut(" a\nb. c! d") for ends in ((), ("!", "."), ("d", "a"))] == [
+        " a\nb. c! d",
+        " a\nb",
+        " ",
+    ]
+
+
+def test_a_stop_string_is_found_across_tokens_and_characters(loaded: tuple[Any, Any]) -> None:
+    tokenizer, stops = loaded[1], StopStrings(("…end", "\n\n"))
+    tokens = tokenizer("x" * 100 + "…end")["input_ids"]
+    assert [stops.ended(tokenizer, tokens[:n]) for n in range(len(tokens) - 2, len(tokens) + 1)] == [False, False, True]
+    assert stops.cut("a\n\nb…end") == "a"
+    assert stops.cut("a…end\n\n") == "a"
+    assert StopStrings(()).cut("all") == "all"
 
 
 def test_other_texts_and_files_are_other_results(loaded: tuple[Any, Any], tmp_path: Path) -> None:
@@ -370,50 +393,58 @@ def test_other_texts_and_files_are_other_results(loaded: tuple[Any, Any], tmp_pa
     run = runner(loaded)
     jobs = [Job("passkey", 400, 1), Job("passkey", 400, 1, text=text), Job("kv_retrieval", 400, 1, data=file)]
     usual, snow, read = (run.run(job, [])[FULL][0] for job in jobs)
-    assert usual.setting.source == ""
-    assert len({line.setting.source for line in (usual, snow, read)}) == 3
-    assert read.answers == ("g-h",)
-    assert (usual.prompt, snow.prompt) == (400, 400)
-    assert usual.output != snow.output
+    assert usual.setting["source"] == ""
+    assert len({line.setting["source"] for line in (usual, snow, read)}) == 3
+    assert read["answers"] == ["g-h"]
+    assert (usual["prompt"], snow["prompt"]) == (400, 400)
+    assert usual["output"] != snow["output"]
     with pytest.raises(ConfigError, match="holds 1 samples"):
         run.run(Job("kv_retrieval", 400, 2, data=file), [])
-
-
-def test_chunks_are_even() -> None:
-    assert loops.chunks(4097) == [(0, 1365), (1365, 2731), (2731, 4097)]
-    assert loops.chunks(5) == [(0, 5)]
-    assert loops.chunks(2048) == [(0, 2048)]
 
 
 def test_chunked_prefill_is_exact_and_counts(loaded: tuple[Any, Any]) -> None:
     model, _ = loaded
     ids, told = torch.randint(0, 256, (300,)).tolist(), []
     whole, parts = (kvthaw.Cache(model, "oracle", budget=64) for _ in range(2))
-    one = loops.prefill(model, whole, ids)
-    many = loops.prefill(model, parts, ids, chunk=100, progress=lambda done, total: told.append((done, total)))
+    one = prefill(model, whole, ids)
+    many = prefill(model, parts, ids, chunk=100, progress=lambda done, total: told.append((done, total)))
     torch.testing.assert_close(one, many, atol=1e-4, rtol=1e-4)
     assert told == [(done, 300) for done in (0, 50, 100, 150, 200, 250, 300)]
 
 
 def test_text_comes_in_whole_characters(loaded: tuple[Any, Any]) -> None:
     tokenizer = loaded[1]
-    stream = loops.TextStream(tokenizer)
+    stream = TextStream(tokenizer)
     pieces = [stream.push(token) for token in tokenizer("aé€")["input_ids"]]
     assert pieces == ["a", "", "é", "", "", "€"]
     assert stream.finish() == ""
 
 
-def test_sampling_follows_its_seed() -> None:
-    logits = torch.tensor([1.0, 2.0, 3.0, 2.5])
+def test_tokens_follow_their_seed_and_end_at_the_limit_or_a_stop(loaded: tuple[Any, Any]) -> None:
+    model, _ = loaded
 
-    def draw(seed: int) -> list[int]:
-        pick = loops.sampler(1.5, seed)
-        return [pick(logits) for _ in range(20)]
+    def tokens(limit: int = 12, stops: frozenset[int] = frozenset(), **how: Any) -> list[int]:
+        cache = kvthaw.Cache(model, "oracle", budget=64)
+        logits = prefill(model, cache, list(range(3, 90)))
+        return list(generate(model, cache, logits, limit=limit, stops=stops, sampling=Sampling(**how)))
 
-    assert draw(1) == draw(1) != draw(2)
-    assert loops.sampler(0, 1)(logits) == 2
-    with pytest.raises(ConfigError, match="temperature is -1"):
-        loops.sampler(-1, 0)
+    drawn = tokens(temperature=2.0, seed=1)
+    assert drawn == tokens(temperature=2.0, seed=1) != tokens(temperature=2.0, seed=2)
+    assert tokens(temperature=2.0, seed=1, stops=frozenset(drawn[5:6])) == drawn[: drawn.index(drawn[5])]
+    assert tokens(limit=0) == []
+    assert len(tokens(limit=1)) == 1
+
+
+def test_rows_take_as_many_tokens_as_they_were_given(loaded: tuple[Any, Any]) -> None:
+    """The last token of an answer is sent to no cache."""
+    model, tokenizer = loaded
+    cache = kvthaw.Cache(model, "full")
+    logits = prefill(model, cache, list(range(3, 90)))
+    answers = Answers(model, tokenizer, cache, until=StopStrings(()))
+    pieces = list(answers.stream(logits[None], [[]], 5))
+    assert len(pieces) == answers.new_tokens[0] == 5 == answers.steps[0] + 1
+    assert cache.get_seq_length() == 87 + 4
+    assert torch.isfinite(forward(model, cache, [[5]])).all()
 
 
 def test_wilson_against_known_values() -> None:

@@ -10,18 +10,16 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvthaw.bench.fill import Tokens, fill
 from kvthaw.bench.settings import HF, Setting
-from kvthaw.bench.steps import Decoder
-from kvthaw.cache.dense import padded
+from kvthaw.engine.decode import Replay, capturable
+from kvthaw.engine.decode_loop import decode
 from kvthaw.engine.hf import Cache
 from kvthaw.errors import CacheError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_PROMPT, _LENGTH = 480, 512
-_FEW = 20  # steps that show whether a filled cache goes on, past an update of a ring, whose kernels are compiled then
+PROMPT, LENGTH = 480, 512
 
 
 class Checks:
@@ -34,7 +32,7 @@ class Checks:
     def __init__(self, model: PreTrainedModel, forwards: dict[str, Callable[..., Any]]) -> None:
         self.model, self.forwards = model, forwards
         generator = torch.Generator().manual_seed(1)
-        ids = torch.randint(0, model.config.vocab_size, (1, _LENGTH), generator=generator)
+        ids = torch.randint(0, model.config.vocab_size, (1, LENGTH), generator=generator)
         self.ids = ids.to(model.device)
         self._passed: set[tuple[object, ...]] = set()
         self._reference: tuple[Tensor, float] | None = None
@@ -42,56 +40,55 @@ class Checks:
     def __call__(self, setting: Setting) -> None:
         """Check what a setting relies on, where that was not done yet. Raises CacheError where it does not hold."""
         if setting.method not in HF:
-            self._once((setting.method, setting.dense_layers, setting.steps), lambda: self._equals_full(setting))
-            if setting.prompt != "run":
-                self._once((setting.method, setting.dense_layers), lambda: self._goes_on(setting))
+            self.once((setting.method, setting.dense_layers, setting.steps), lambda: self._equals_full(setting))
         elif setting.method != HF[0] or setting.prompt != "run":
-            self._once((setting.method, setting.prompt), lambda: self._same_cache(setting))
+            self.once((setting.method, setting.prompt), lambda: self._same_cache(setting))
 
-    def _once(self, what: tuple[object, ...], check: Callable[[], None]) -> None:
+    def once(self, what: tuple[object, ...], check: Callable[[], None]) -> None:
         if what not in self._passed:
             check()
             self._passed.add(what)
 
     def _equals_full(self, setting: Setting) -> None:
         """With a budget above the length a method attends to everything."""
-        cache = self._cache(setting, 4 * _LENGTH)
-        self._near(self._decode(cache, setting.steps), setting, "transformers at a budget above the length")
+        cache = self.cache(setting, 4 * LENGTH)
+        self.near(self.decode(cache, setting.steps), setting, "transformers at a budget above the length")
 
-    def _goes_on(self, setting: Setting) -> None:
-        """A filled cache decodes as after a prefill of the same keys and values."""
-        run, filled = (self._cache(setting, _LENGTH // 4) for _ in range(2))
-        self.model(self.ids[:, :_PROMPT], past_key_values=run)
-        fill(filled, lambda number: taken(run, number))
-        theirs, ours = (self._decode(cache, "eager", _FEW) for cache in (run, filled))
-        self._near(ours, setting, "itself after a prefill of the same keys", theirs)
-
-    def _cache(self, setting: Setting, budget: int) -> Cache:
+    def cache(self, setting: Setting, budget: int) -> Cache:
         sizes = {**setting.sizes(), "budget": None if setting.dense else budget, "retrieved": None}
         return Cache(self.model, setting.resolved(), **sizes)
 
     def _same_cache(self, setting: Setting) -> None:
-        cache = hf_cache(self.model, setting.method)
-        if setting.prompt != "run":
-            run = Cache(self.model, "full")
-            self.model(self.ids[:, :_PROMPT], past_key_values=run)
-            fill(cache, lambda number: taken(run, number))
+        cache = self.begun(setting)
         with attention(self.model, "sdpa"):
-            self._near(self._decode(cache, "eager"), setting, "transformers' DynamicCache")
+            self.near(self.decode(cache, "eager"), setting, "transformers' DynamicCache")
 
-    def _decode(self, cache: DynamicCache, steps: str, count: int = _LENGTH - _PROMPT) -> Tensor:
+    def begun(self, setting: Setting) -> DynamicCache:
+        """Return one of transformers' own caches, to which the prompt may still have to come."""
+        return hf_cache(self.model, setting.method)
+
+    def decode(self, cache: DynamicCache, steps: str, count: int = LENGTH - PROMPT) -> Tensor:
         """Logits [count, V] of tokens after the prompt, which is processed before them if the cache is empty."""
         if cache.get_seq_length() == 0:
-            self.model(self.ids[:, :_PROMPT], past_key_values=cache, logits_to_keep=1)
-        decoder = Decoder(self.model, cache, forward=self.forwards.get(steps), compiled=steps == "compiled")
-        return torch.stack([decoder.logits(self.ids[:, i : i + 1])[0].float() for i in range(_PROMPT, _PROMPT + count)])
+            self.model(self.ids[:, :PROMPT], past_key_values=cache, logits_to_keep=1)
+        replayed(cache, steps, self.forwards)
+        found: list[Tensor] = []
 
-    def _near(self, ours: Tensor, setting: Setting, what: str, theirs: Tensor | None = None) -> None:
+        def choose(logits: Tensor) -> Tensor | None:
+            found.append(logits.float().clone())
+            at = PROMPT + len(found) - 1
+            return self.ids[:, at : at + 1] if len(found) <= count else None
+
+        for _ in decode(self.model, cache, torch.empty(0), choose, capture=steps != "eager"):
+            pass
+        return torch.cat(found[1:])
+
+    def near(self, ours: Tensor, setting: Setting, what: str, theirs: Tensor | None = None) -> None:
         if self._reference is None:
             found = []
             for name in ("sdpa", "eager"):
                 with attention(self.model, name):
-                    found.append(self._decode(DynamicCache(config=self.model.config), "eager"))
+                    found.append(self.decode(DynamicCache(config=self.model.config), "eager"))
             self._reference = found[0], float((found[1] - found[0]).norm() / found[0].norm())
         reference, rounding = self._reference
         reference = reference if theirs is None else theirs
@@ -103,22 +100,14 @@ class Checks:
             )
 
 
-def taken(cache: Cache, number: int) -> Tokens:
-    """A layer's tokens, of a cache that has only had a prompt of one row."""
-    kv = cache.kv_layers[number]
-    queries, keys, values = padded(kv)
-    return Tokens(number, torch.stack((keys, values), dim=3), queries, kv.scale)
-
-
-def hits_as_asked(setting: Setting, found: float | None) -> None:
-    """Raise CacheError where steps of a script did not find the share of their rows on the device that it gives them, to a row.
-    What a method does not keep (`keep=0`) it never finds."""
-    if setting.hits is None:
-        return
-    expected = setting.hits if setting.resolved().keep else 0.0
-    rows = setting.budget if isinstance(setting.budget, int) else setting.retrieved
-    if found is None or abs(found - expected) > 0.02 + (1 / rows if rows else 0):
-        raise CacheError(f"{setting.method} found {found} of its rows on the device; hits is {setting.hits}")
+def replayed(cache: DynamicCache, steps: str, forwards: dict[str, Callable[..., Any]]) -> Replay | None:
+    """Have a cache's next steps taken one of the ways in STEPS. Returns what replays them, None for eager ones."""
+    if not isinstance(cache, Cache):
+        return None
+    forward = forwards.get(steps)
+    compiled, capture = steps == "compiled", forward is not None and capturable(cache) is None
+    cache.replay = None if forward is None else Replay(forward, cache, compiled=compiled, capture=capture)
+    return cache.replay
 
 
 def hf_cache(model: PreTrainedModel, method: str) -> DynamicCache:

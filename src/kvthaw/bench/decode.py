@@ -1,40 +1,29 @@
 """Time to first and second token, time per output token and memory, for methods side by side on one model.
 
-Lines say everything of a run; `kvthaw.bench.settings` what can be asked for, `kvthaw.bench.lines` what is measured,
-`kvthaw.bench.check` what must hold before.
+`kvthaw.bench.settings` says what can be asked for, `kvthaw.bench.check` what must hold before a time is given.
 """
 
 from __future__ import annotations
 
 import gc
-import sys
-import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvthaw.bench import room
-from kvthaw.bench.asked import Decode
-from kvthaw.bench.card import bandwidths, provenance
-from kvthaw.bench.check import Checks, attention, hf_cache, hits_as_asked
-from kvthaw.bench.fill import Tokens, drawn, fill
-from kvthaw.bench.launches import launches
-from kvthaw.bench.lines import Line, Lines
-from kvthaw.bench.options import read_pairs
-from kvthaw.bench.replayed import Record
-from kvthaw.bench.script import noted, parted, printing, run_as_script
-from kvthaw.bench.scripted import scripted
-from kvthaw.bench.settings import HF, Setting, grid, groups, possible
+from kvthaw.bench.card import noted, provenance, where
+from kvthaw.bench.check import Checks, attention, hf_cache, replayed
+from kvthaw.bench.settings import HF, Setting, groups, possible
 from kvthaw.bench.shapes import build
-from kvthaw.bench.steps import Decoder, Steps, most_warm, parts, prefill, random_tokens, take
+from kvthaw.bench.steps import Steps, prefill, random_tokens, take
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.engine.decode import compiled_step
 from kvthaw.engine.hf import Cache
 from kvthaw.errors import CacheError, ConfigError
+from kvthaw.evaluate.results import Record, ResultsFile
 from kvthaw.types import ReadsStore
 
 if TYPE_CHECKING:
@@ -42,133 +31,83 @@ if TYPE_CHECKING:
 
 Watch = Callable[[str, int, int], None]
 """Is told what is measured next, how many settings are done, and of how many."""
-
-
-def main(
-    *asked: Decode,
-    say: Callable[[Line], None] | None = None,
-    watch: Watch | None = None,
-    note: Callable[[str], None] = noted,
-) -> list[Line]:
-    """Measure what was asked for, one after the other with models built and compiled once, each line given to `say` as soon as it
-    is known. `out` and what lines say of the code are the first's. Raises ConfigError, before anything is built, for settings that
-    cannot be or do not fit. A setting that fails leaves the others their turn: `note` is told, and the error raised at the end."""
-    device, dtype = where()
-    known = Lines(asked[0].out)
-    grids = []
-    for options in asked:
-        asked_for = grid(options, name_of(device))
-        wanted = [one for one in asked_for if possible(one, device.type == "cuda")]
-        if not wanted:
-            ways, methods = ",".join(options.steps), ",".join(options.method)
-            raise ConfigError(f"steps is {ways}; on {device.type} none of them is possible with {methods}")
-        left = dict.fromkeys((one.steps, one.method) for one in asked_for if one not in wanted)
-        for steps in dict.fromkeys(steps for steps, _ in left):
-            note(f"left out, not possible on {device.type}: {steps} steps of {', '.join(m for s, m in left if s == steps)}")
-        for one in wanted:
-            if known.get(one) is None:
-                room.check(one, device, dtype, options.host_bytes)
-        grids.append(wanted)
-    _check_profiled([(one, options.profile) for options, wanted in zip(asked, grids, strict=True) for one in wanted], known)
-    bench, found = Bench(known, commit=asked[0].commit), []
-    for options, wanted in zip(asked, grids, strict=True):
-        bench.host_bytes, bench.profile = options.host_bytes, options.profile
-        lines = bench.run(wanted, say=say, watch=watch, note=note)
-        if options.plot is not None:
-            from kvthaw.bench import report
-
-            report.plot(lines, options.plot)
-        found += lines
-    bench.judge()
-    return found
-
-
-def _check_profiled(asked: list[tuple[Setting, bool]], known: Lines) -> None:
-    """Refuse to time anything after a profile, whose traces stay in the process."""
-    missing = {one: profiled and one.steps != "eager" for one, profiled in asked if known.get(one) is None}
-    before: Setting | None = None
-    for one, profiled in missing.items():
-        if before is not None:
-            raise ConfigError(
-                f"profile is on for {before}; the profiler stays in the process and would slow {one} after it, so ask for one way "
-                "to decode in a run (more can have the same out)"
-            )
-        before = one if profiled else None
-
-
-def where() -> tuple[torch.device, torch.dtype]:
-    """The device to measure and the dtype of models there."""
-    cuda = torch.cuda.is_available()
-    return torch.device("cuda" if cuda else "cpu"), torch.bfloat16 if cuda else torch.float32
-
-
-def name_of(device: torch.device) -> str:
-    """What a setting calls a device."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+Measures = dict[str, Any]
 
 
 class Bench:
-    """Measures settings on one model after the other, what is known already not again. A model is built and compiled once."""
+    """Measures settings on one model after the other, what is known already not again. A model is built and compiled once.
+
+    host_bytes: as for `kvthaw.Cache`. say is given each record as soon as it is known; watch and note are told what is measured and
+    what was left out or failed.
+    """
+
+    checks = Checks
 
     def __init__(
-        self, known: Lines, *, commit: str | None = None, host_bytes: int | None = None, profile: bool = False
+        self,
+        known: ResultsFile,
+        *,
+        commit: str | None = None,
+        host_bytes: int | None = None,
+        say: Callable[[Record], None] = lambda record: None,
+        watch: Watch = lambda what, done, of: None,
+        note: Callable[[str], None] = noted,
     ) -> None:
-        self.known, self.host_bytes, self.profile = known, host_bytes, profile
+        self.known, self.host_bytes, self.say, self.watch, self.note = known, host_bytes, say, watch, note
         self.device, _ = where()
-        self.about = {**provenance(commit), **bandwidths(self.device)}
+        self.about = provenance(commit)
         self._shape: tuple[str, int] | None = None
         self._failed: list[tuple[Setting, Exception]] = []
-        self.text: Record | None = None
 
-    def run(
-        self,
-        settings: list[Setting],
-        *,
-        say: Callable[[Line], None] | None = None,
-        watch: Watch | None = None,
-        note: Callable[[str], None] = noted,
-    ) -> list[Line]:
-        """The lines of all settings, in order, but of those that fail; of which `note` is told, see judge."""
+    def run(self, settings: Sequence[Setting]) -> list[Record]:
+        """Return the records of all settings, in order, but of those that the device cannot do or that fail; see judge.
+
+        Raises ConfigError, before anything is built, where the device can do none of them.
+        """
+        wanted = [one for one in settings if possible(one, self.device.type == "cuda")]
+        if not wanted:
+            asked = ", ".join(map(str, settings))
+            raise ConfigError(f"on {self.device.type} none of these is possible: {asked}")
+        for one in settings:
+            if one not in wanted:
+                self.note(f"left out, not possible on {self.device.type}: {one}")
         done = 0
-        for group in groups(settings):
-            missing = [one for one in group if self.known.get(one) is None]
+        for group in groups(wanted):
+            missing = [one for one in group if self.known.get(one.to_dict()) is None]
             for one in group:
-                line = self.known.get(one)
-                if line is not None and say is not None:
-                    say(line)
+                record = self.known.get(one.to_dict())
+                if record is not None:
+                    self.say(record)
             if missing:
-                if watch is not None:
-                    watch(str(missing[0]), done, len(settings))
+                self.watch(str(missing[0]), done, len(wanted))
                 try:
-                    for line in self._measure(missing):
-                        self.known.add(line)
-                        if say is not None:
-                            say(line)
+                    for record in self._measure(missing):
+                        self.known.add(record)
+                        self.say(record)
                 except Exception as error:  # hours of others' times are not lost for it
                     traceback.clear_frames(error.__traceback__)  # which hold caches
                     self._failed.append((missing[0], error))
-                    note(f"failed: {missing[0]}: {type(error).__name__}: {error}")
+                    self.note(f"failed: {missing[0]}: {type(error).__name__}: {error}")
                     free()
             done += len(group)
-        return [line for one in dict.fromkeys(settings) if (line := self.known.get(one)) is not None]
+        return [found for one in dict.fromkeys(wanted) if (found := self.known.get(one.to_dict())) is not None]
 
     def judge(self) -> None:
         """Raise what a setting failed with; CacheError with all of it where several did."""
         if len(self._failed) == 1:
             raise self._failed[0][1]
         if self._failed:
-            raise CacheError(
-                f"{len(self._failed)} settings failed: " + "; ".join(f"{one}: {error}" for one, error in self._failed)
-            )
+            each = "; ".join(f"{one}: {error}" for one, error in self._failed)
+            raise CacheError(f"{len(self._failed)} settings failed: {each}")
 
     @torch.no_grad()
-    def _measure(self, group: list[Setting]) -> Iterator[Line]:
+    def _measure(self, group: list[Setting]) -> Iterator[Record]:
         self._build(group[0])
         with attention(self.model, "sdpa"):
             for one in group:
                 self.check(one)
         with attention(self.model, "sdpa"):  # again: the checks' caches brought kvthaw's
-            yield from self._lines(group)
+            yield from self._records(group)
 
     def _build(self, one: Setting) -> None:
         if self._shape == (one.shape, one.seed):
@@ -177,141 +116,114 @@ class Bench:
         self.check: Checks
         if self._shape is not None:
             del self.model, self.check
-            self.text = None
             free()
         self.model = build(one.shape, self.device, seed=one.seed)
         self.forwards = {"captured": self.model.forward, "compiled": compiled_step(self.model.forward)}
-        self.check = Checks(self.model, self.forwards)
+        self.check = self.checks(self.model, self.forwards)
         self._shape = one.shape, one.seed
 
-    def _cache(self, one: Setting) -> DynamicCache:
+    def cache(self, one: Setting) -> DynamicCache:
+        """Return an empty cache of a setting."""
         if one.hf:
             return hf_cache(self.model, one.method)
-        method = one.resolved()
-        if one.hits is not None:
-            method = scripted(method, one.hits)
-        if one.prompt == "text" and method.index is not None:
-            method = self._record(one).asked(method)
-        return Cache(self.model, method, **one.sizes(), host_bytes=self.host_bytes)
+        return Cache(self.model, one.resolved(), **one.sizes(), host_bytes=self.host_bytes)
 
-    def _lines(self, group: list[Setting]) -> Iterator[Line]:
-        one = group[0]
-        tokens = random_tokens(self.model, one.batch, one.seed)
-        if one.prompt != "text":
-            self.text = None  # it takes a gigabyte of the device
-        free()
-        cache, begun = self._prefilled(one, tokens) if one.prompt == "run" else self._filled(one)
-        for setting in group:
-            forward = self.forwards.get(setting.steps)
-            decoder = Decoder(self.model, cache, forward=forward, compiled=setting.steps == "compiled")
-            taken = take(decoder, tokens, setting.new_tokens)
-            more: dict[str, Any] = {}
-            if decoder.replay is not None:
-                replay = decoder.replay
-                more |= {
-                    "captures": replay.captures,
-                    "capture_s": replay.capture_seconds,
-                    "capture_bytes": replay.capture_bytes,
-                }
-                if self.profile:
-                    more |= launches(lambda: decoder.logits(next(tokens)))  # noqa: B023 - called at once
-            elif isinstance(cache, Cache):
-                more["parts_s"] = parts(self.model, cache, tokens)
-            line = self._line(setting, cache, taken, {**begun, **more})
-            hits_as_asked(setting, line.hit_rate)
-            yield line
-        del cache
-        free()
-
-    def _filled(self, one: Setting) -> tuple[DynamicCache, dict[str, float | None]]:
-        """A cache that was filled, and how long that took."""
-        cache = self._cache(one)
-        begin = time.perf_counter()
-        record = self._record(one) if one.prompt == "text" else None
-
-        def made(layer: int) -> Tokens:
-            return drawn(self.model, layer, one.length, one.seed) if record is None else record.tokens(layer, one.length)
-
-        same = made(0) if one.shared else None
-
-        def tokens(layer: int) -> Tokens:
-            return same or made(layer)
-
-        fill(cache, tokens, batch=one.batch, shared=one.shared, coming=one.new_tokens + most_warm(self.device))
-        nothing = dict.fromkeys(("ttft_s", "tt2t_s", "cold_ttft_s", "cold_tt2t_s"))
-        return cache, {**nothing, "fill_s": time.perf_counter() - begin}
-
-    def _record(self, one: Setting) -> Record:
-        if self.text is None or self.text.length != min(one.length, self.text.most):
-            self.text = Record(self.model.config, one.length, self.device)
-        return self.text
-
-    def _prefilled(self, one: Setting, tokens: Iterator[Tensor]) -> tuple[DynamicCache, dict[str, float | None]]:
-        """A cache after its prompt, and the times of that and of a cold run before."""
+    def begin(self, one: Setting, tokens: Iterator[Tensor]) -> tuple[DynamicCache, Measures]:
+        """Return a cache after its prompt, and seconds until the first and the second token, of a run that comes after a cold one
+        (cold_*), in which kernels are compiled and host memory is touched first."""
         generator = torch.Generator().manual_seed(one.seed + one.length)
         ids = torch.randint(0, self.model.config.vocab_size, (one.batch, one.length), generator=generator).to(self.device)
-        found: dict[str, float | None] = {"fill_s": None}
+        found: Measures = {"fill_s": None}
         for name in ("cold_", ""):
-            cache = self._cache(one)
+            cache = self.cache(one)
             first = prefill(self.model, cache, ids)
-            second = take(Decoder(self.model, cache), tokens, 1, warm=0).mean
+            second = take(self.model, cache, tokens, 1, warm=0, capture=False).mean
             found |= {f"{name}ttft_s": first, f"{name}tt2t_s": first + second}
             if name:
-                take(Decoder(self.model, cache), tokens, 3, warm=0)
+                take(self.model, cache, tokens, 3, warm=0, capture=False)
                 del cache
                 free()
         return cache, found
 
-    def _line(self, one: Setting, cache: DynamicCache, taken: Steps, more: dict[str, Any]) -> Line:
-        """Everything of one way to take steps."""
+    def more(self, one: Setting, cache: DynamicCache, tokens: Iterator[Tensor]) -> Measures:
+        """Return what else is measured of a setting, after its steps."""
+        return {}
+
+    def _records(self, group: list[Setting]) -> Iterator[Record]:
+        one = group[0]
+        tokens = random_tokens(self.model, one.batch, one.seed)
+        free()
+        cache, begun = self.begin(one, tokens)
+        for setting in group:
+            replay = replayed(cache, setting.steps, self.forwards)
+            taken = take(self.model, cache, tokens, setting.new_tokens, capture=setting.steps != "eager")
+            measures = {**begun, **self._taken(setting, cache, taken), **self.more(setting, cache, tokens)}
+            if replay is not None:
+                captured = {"captures": replay.captures, "capture_s": replay.capture_seconds}
+                measures |= {**captured, "capture_bytes": replay.capture_bytes}
+            yield Record(setting.to_dict(), {**measures, "about": self.about})
+        del cache
+        free()
+
+    def _taken(self, one: Setting, cache: DynamicCache, taken: Steps) -> Measures:
+        """Return what one way to take steps came to. Seconds are of the clock, bytes of K and V unless they say otherwise.
+
+        tpot_s: the mean of all steps, those that update an index among them; itl_*: of single steps. elapsed_s: after so many of
+        them. peak_device_bytes: everything that torch held during the steps. full_kv_bytes: all KV at this length. share_of_full:
+        kv_device_bytes and index_device_bytes, of the same layers' KV; share_with_dense: with the dense layers, of all KV.
+        fetched_bytes and stored_bytes: to and from the device, a step; searched_bytes: what the search reads from the host;
+        bus_bytes: all three.
+        """
         model, config = self.model, self.model.config.get_text_config(decoder=True)
-        before, after = taken.counts
-        steps = len(taken.gaps)
+        (before, after), steps = taken.counts, len(taken.gaps)
         token = 2 * config.num_key_value_heads * config.head_dim * model.dtype.itemsize * one.batch  # of one layer
         full = token * config.num_hidden_layers * cache.get_seq_length()
-        held = _held(cache, full)
+        held = held_bytes(cache, full)
         selected = after.selected - before.selected
         fetched, stored = ((getattr(after, f) - getattr(before, f)) / steps for f in ("fetched_bytes", "stored_bytes"))
         if one.method == HF[1]:
             fetched = stored = float(full)  # every layer comes, and leaves whole
-        frozen = config.num_hidden_layers - held["dense_layers"]
-        attended = token * frozen * (held["attended_mean"] or 0.0) + held["kv_dense_bytes"]
-        moved = _weights(model) + (full if one.hf else attended)
-        device_s = moved / self.about["device_bytes_per_s"]
-        bus = self.about["bus_bytes_per_s"]
-        bus_s = None if bus is None else fetched / bus
-        floor = max(device_s, bus_s or 0.0)
-        mine = full * frozen / config.num_hidden_layers
-        on_device = held["kv_device_bytes"] + held["index_device_bytes"]
-        return Line(
-            setting=one,
-            tpot_s=taken.mean,
-            itl_p50_s=taken.quantile(0.5),
-            itl_p95_s=taken.quantile(0.95),
-            elapsed_s=taken.elapsed(),
-            tokens_per_s=one.batch / taken.mean,
-            peak_device_bytes=taken.peak,
-            weight_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
-            full_kv_bytes=full,
-            share_of_full=on_device / mine if mine else None,
-            share_with_dense=(on_device + held["kv_dense_bytes"]) / full,
-            hit_rate=1 - (after.fetched - before.fetched) / selected if selected else None,
-            fetched_bytes=fetched,
-            stored_bytes=stored,
-            searched_bytes=(searched := _searched(cache)),
-            bus_bytes=fetched + stored + searched,
-            floor_device_s=device_s,
-            floor_bus_s=bus_s,
-            floor_s=floor,
-            floor_ratio=taken.mean / floor,
-            about=self.about,
+        mine = full * (config.num_hidden_layers - held["dense_layers"]) / config.num_hidden_layers
+        on_device, searched = held["kv_device_bytes"] + held["index_device_bytes"], _searched(cache)
+        return {
+            "tpot_s": taken.mean,
+            "itl_p50_s": taken.quantile(0.5),
+            "itl_p95_s": taken.quantile(0.95),
+            "elapsed_s": taken.elapsed(),
+            "tokens_per_s": one.batch / taken.mean,
+            "peak_device_bytes": taken.peak,
+            "weight_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
+            "full_kv_bytes": full,
+            "share_of_full": on_device / mine if mine else None,
+            "share_with_dense": (on_device + held["kv_dense_bytes"]) / full,
+            "hit_rate": 1 - (after.fetched - before.fetched) / selected if selected else None,
+            "fetched_bytes": fetched,
+            "stored_bytes": stored,
+            "searched_bytes": searched,
+            "bus_bytes": fetched + stored + searched,
+            "captures": None,
             **held,
-            **more,
-        )
+        }
 
 
-def _held(cache: DynamicCache, full: int) -> dict[str, Any]:
-    """What a cache holds where, and what it attended to."""
+def brief(record: Record) -> str:
+    """Say what was measured, in a few words."""
+    mean, median, most = (f"{1e3 * record[name]:.2f}" for name in ("tpot_s", "itl_p50_s", "itl_p95_s"))
+    setting = Setting(**record.setting)
+    words = [f"{setting}: {mean} ms a token (median {median}, p95 {most})", f"{record['tokens_per_s']:.0f} tokens/s"]
+    for name, value in (("prompt", record["ttft_s"]), ("filled in", record["fill_s"])):
+        if value is not None:
+            words.append(f"{name} {value:.2f} s")
+    if record["hit_rate"] is not None:
+        words.append(f"{record['hit_rate']:.1%} hits")
+    if record["share_of_full"] is not None:
+        words.append(f"{record['share_of_full']:.1%} of full's KV")
+    return ", ".join(words)
+
+
+def held_bytes(cache: DynamicCache, full: int) -> Measures:
+    """Return what a cache holds where, and what it attended to. kv_host_bytes: memory held there; kv_frozen_bytes: what it stands
+    for, larger where rows or layers share it. index_host_bytes: None where the index does not tell."""
     if not isinstance(cache, Cache):
         offloaded = bool(getattr(cache, "offloading", False))
         names = ("attended_mean", "attended_max", "retrieved", "budget", "index_host_bytes")
@@ -354,21 +266,8 @@ def _on_host(kv: Any) -> bool:
     return kv.group is not None and kv.group.index.on_host
 
 
-def _weights(model: PreTrainedModel) -> int:
-    """Bytes of weights that a step reads: all but a table of input embeddings of its own, of which it reads a row a token."""
-    tables = {id(p) for p in model.get_input_embeddings().parameters()}
-    output = model.get_output_embeddings()
-    tied = {id(p) for p in output.parameters()} if output is not None else set()
-    return sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in tables - tied)
-
-
 def free() -> None:
     """Give back what is held for nothing."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-if __name__ == "__main__":  # name=value ..., several runs in one process with -- between them
-    asked = [read_pairs(Decode, one) for one in parted(sys.argv[1:])]
-    run_as_script(lambda: main(*asked, **printing(asked[0].out)))

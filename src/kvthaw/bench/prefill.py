@@ -1,45 +1,34 @@
-"""Prompts that come in chunks: seconds and device memory beside one pass, and beside what operations and bytes allow."""
+"""Prompts that come in chunks: seconds and device memory, beside one pass."""
 
 from __future__ import annotations
 
-import gc
-import json
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from kvthaw.bench.asked import Prefill
-from kvthaw.bench.card import provenance
-from kvthaw.bench.decode import Watch, free, name_of, where
-from kvthaw.bench.options import read_pairs
-from kvthaw.bench.script import parted, printing, run_as_script
+from kvthaw.bench.card import provenance, where
+from kvthaw.bench.decode import Watch, free
 from kvthaw.bench.shapes import build
 from kvthaw.engine.hf import attach
-from kvthaw.engine.hf.cache import head_dim
-from kvthaw.engine.prefill import spans
 from kvthaw.errors import CacheError, at_least
-from kvthaw.evaluate.results import AsKey, Kept
+from kvthaw.evaluate.results import Record, ResultsFile
 from kvthaw.kernels.dense import BLOCK
 from kvthaw.methods import resolve
 
 if TYPE_CHECKING:
-    from rich.table import Table
     from transformers import PreTrainedModel
 
 HF = "hf-dynamic"
 """transformers' own DynamicCache with sdpa attention: full attention's prefill."""
-MATMUL, ATTENTION, BUS = 795e12, 660e12, 55e9
-"""Of an H200, measured: operations a second of bfloat16 matrix products and of causal attention; bytes a second each way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting(AsKey):
-    """What a line depends on. chunk: tokens at once; the whole length is one pass. layers: how many of the shape's, None for all.
+class Setting:
+    """What a record depends on. chunk: tokens at once; the whole length is one pass. layers: how many of the shape's, None for all.
     The rest as for `kvthaw.attach`, None for HF."""
 
     shape: str
@@ -57,151 +46,92 @@ class Setting(AsKey):
         return ", ".join(words if self.layers is None else [*words, f"{self.layers} layers"])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """A prompt that was taken in twice. seconds: until its last logits; indexed_s: until all is offloaded and indexed; cold_s: that
-    of the first run, which also takes the host memory from the system. None where the device's memory did not suffice.
-
-    peak_device_bytes: all that torch held; weight_bytes: of the model. bytes_to_host, bytes_back: of KV over the bus. floor_s: the
-    larger of compute_floor_s (operations at an H200's measured rates) and of the bytes of either direction at the bus's;
-    over_floor: indexed_s over it. Bytes and floors are None on a CPU.
-    """
-
-    setting: Setting
-    seconds: float | None
-    indexed_s: float | None
-    cold_s: float | None
-    peak_device_bytes: int | None
-    weight_bytes: int
-    bytes_to_host: int
-    bytes_back: int
-    compute_floor_s: float | None
-    floor_s: float | None
-    over_floor: float | None
-    about: dict[str, Any]
-
-    def to_json(self) -> str:
-        """One line of JSON."""
-        return json.dumps({"bench": "prefill", **asdict(self)})
-
-    def brief(self) -> str:
-        """What was measured, in a few words."""
-        if self.indexed_s is None or self.seconds is None:
-            return f"{self.setting}: does not fit"
-        floor = "" if self.over_floor is None else f", {self.over_floor:.2f} times what the hardware allows"
-        return f"{self.setting}: {self.seconds:.2f} s, indexed after {self.indexed_s:.2f} s{floor}"
-
-    @staticmethod
-    def from_json(text: str) -> Line:
-        """The line that to_json() gave. Raises ValueError, KeyError or TypeError for anything else."""
-        found = json.loads(text)
-        if found.pop("bench") != "prefill":
-            raise ValueError("a line of another benchmark")
-        return Line(**{**found, "setting": Setting(**found["setting"])})
-
-
-def main(*asked: Prefill, say: Callable[[Line], None] | None = None, watch: Watch | None = None) -> list[Line]:
-    """A line a setting, each given to `say` as soon as it is known; every method is checked first. `out`, `host_bytes` and what
-    lines say of the code are the first's. Raises ConfigError for settings that cannot be, CacheError where a prompt in chunks does
-    not give what one pass gives."""
-    device, _ = where()
-    first = asked[0]
-    settings = [one for options in asked for one in grid(options, name_of(device))]
-    known, about = Kept(first.out, Line.from_json), provenance(first.commit)
+def run(
+    settings: Sequence[Setting],
+    known: ResultsFile,
+    *,
+    host_bytes: int | None = None,
+    commit: str | None = None,
+    say: Callable[[Record], None] = lambda record: None,
+    watch: Watch = lambda what, done, of: None,
+) -> list[Record]:
+    """Measure settings, each record given to `say` as soon as it is known; every method is checked first. Raises CacheError where a
+    prompt in chunks does not give what one pass gives."""
+    (device, _), about = where(), provenance(commit)
     model: PreTrainedModel | None = None
     built: tuple[str, int | None] | None = None
     checked: set[tuple[object, ...]] = set()
     for done, one in enumerate(settings):
-        line = known.get(one)
-        if line is None:
-            if watch is not None:
-                watch(str(one), done, len(settings))
+        record = known.get(asdict(one))
+        if record is None:
+            watch(str(one), done, len(settings))
             if model is None or built != (one.shape, one.layers):
                 model, built = None, (one.shape, one.layers)
                 free()
                 model = build(one.shape, device, layers=one.layers)
             if one.method != HF and (*built, one.method, one.dense_layers) not in checked:
-                check(model, one, first.host_bytes)
+                check(model, one, host_bytes)
                 checked.add((*built, one.method, one.dense_layers))
-            line = measure(model, one, first.host_bytes, about)
-            known.add(line)
-        if say is not None:
-            say(line)
-    return [line for line in map(known.get, settings) if line is not None]
+            record = Record(asdict(one), {**measure(model, one, host_bytes), "about": about})
+            known.add(record)
+        say(record)
+    return [record for one in settings if (record := known.get(asdict(one))) is not None]
 
 
-def grid(asked: Prefill, device: str) -> list[Setting]:
-    """For every length transformers in one pass, then each method in one pass and in chunks."""
-    for name in ("length", "chunk"):
-        for value in getattr(asked, name):
-            at_least(1, **{name: value})
+def grid(
+    shape: str,
+    methods: Sequence[str],
+    lengths: Sequence[int],
+    chunks: Sequence[int],
+    *,
+    budget: int | float | None,
+    retrieved: int | None = None,
+    dense_layers: int = 0,
+    chunks_only: bool = False,
+    layers: int | None = None,
+) -> list[Setting]:
+    """Return for every length transformers in one pass, then each method in one pass and in chunks. chunks_only: no single pass,
+    transformers' neither. layers: how many of the shape's, None for all."""
+    for length in (*lengths, *chunks):
+        at_least(1, length=length)
+    _, device = where()
     found = []
-    for length in asked.length:
-        for method in asked.method if asked.chunks_only else (HF, *asked.method):
+    for length in lengths:
+        for method in methods if chunks_only else (HF, *methods):
             dense = method == HF or resolve(method).dense
-            sizes = (None, None) if dense else (asked.budget, None) if asked.retrieved is None else (None, asked.retrieved)
-            chunks = [length] if method == HF else [length] * (not asked.chunks_only) + [c for c in asked.chunk if c < length]
-            found += [
-                Setting(
-                    shape=asked.shape,
-                    method=method,
-                    length=length,
-                    chunk=chunk,
-                    budget=sizes[0],
-                    retrieved=sizes[1],
-                    dense_layers=None if dense else asked.dense_layers,
-                    device=device,
-                    layers=asked.layers,
-                )
-                for chunk in chunks
-            ]
+            sizes = (None, None) if dense else (budget, None) if retrieved is None else (None, retrieved)
+            passes = [length] if method == HF else [length] * (not chunks_only) + [n for n in chunks if n < length]
+            limits = {"budget": sizes[0], "retrieved": sizes[1], "dense_layers": None if dense else dense_layers}
+            same = {"shape": shape, "method": method, "length": length, "device": device, "layers": layers}
+            found += [Setting(chunk=chunk, **same, **limits) for chunk in passes]  # type: ignore[arg-type]
     return found
 
 
 @torch.no_grad()
-def measure(model: PreTrainedModel, one: Setting, host_bytes: int | None, about: dict[str, Any]) -> Line:
-    """Take the prompt in twice and time both."""
+def measure(model: PreTrainedModel, one: Setting, host_bytes: int | None) -> dict[str, Any]:
+    """Take a prompt in twice and time both.
+
+    seconds: until its last logits; indexed_s: until all is offloaded and indexed; cold_s: that of the first run, which also takes
+    the host memory from the system. None where the device's memory did not suffice. peak_device_bytes: all that torch held;
+    weight_bytes: of the model.
+    """
     ids, times = _prompt(model, one.length), []
     for _ in range(2):
-        gc.collect()  # a cache refers to itself; its host rows go before the next one's come
+        free()
         if ids.is_cuda:
-            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         try:
             times.append(_run(model, one, ids, host_bytes))
         except torch.cuda.OutOfMemoryError:
             break
     seconds, indexed = times[1] if len(times) == 2 else (None, None)
-    least = floor(model, one)
-    return Line(
-        setting=one,
-        seconds=seconds,
-        indexed_s=indexed,
-        cold_s=times[0][1] if times else None,
-        peak_device_bytes=torch.cuda.max_memory_allocated() if ids.is_cuda and indexed is not None else None,
-        weight_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
-        bytes_to_host=int(least["to_host"]),
-        bytes_back=int(least["back"]),
-        compute_floor_s=least["compute"] if ids.is_cuda else None,
-        floor_s=least["all"] if ids.is_cuda else None,
-        over_floor=indexed / least["all"] if ids.is_cuda and indexed is not None else None,
-        about=about,
-    )
-
-
-def floor(model: PreTrainedModel, one: Setting) -> dict[str, float]:
-    """What an H200 allows: compute, seconds of the operations; to_host and back, bytes of KV; all, seconds with both directions of
-    the bus beside the operations."""
-    config = model.config.get_text_config(decoder=True)
-    heads, layers = config.num_attention_heads, config.num_hidden_layers
-    dim = head_dim(config)
-    weights = sum(m.weight.numel() for m in model.get_decoder().modules() if isinstance(m, torch.nn.Linear))
-    pairs = layers * heads * one.length * (one.length + 1) / 2
-    frozen = 0 if one.dense_layers is None else layers - one.dense_layers
-    row = 2 * config.num_key_value_heads * dim * model.dtype.itemsize * frozen
-    compute = 2 * weights * one.length / MATMUL + 4 * dim * pairs / ATTENTION
-    to_host, back = row * one.length, row * sum(start for start, _ in spans(one.length, one.chunk))
-    return {"compute": compute, "to_host": to_host, "back": back, "all": max(compute, to_host / BUS, back / BUS)}
+    return {
+        "seconds": seconds,
+        "indexed_s": indexed,
+        "cold_s": times[0][1] if times else None,
+        "peak_device_bytes": torch.cuda.max_memory_allocated() if ids.is_cuda and indexed is not None else None,
+        "weight_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
+    }
 
 
 @torch.no_grad()
@@ -264,30 +194,3 @@ def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 def _away(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
-
-
-def table(lines: list[Line]) -> Table:
-    """A row a line."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    made = Table(title=f"prefill, {lines[0].setting.shape}, {lines[0].about['gpu'] or lines[0].about['cpu']}", box=SIMPLE_HEAD)
-    made.add_column("method")
-    for name in ("length", "chunk", "logits s", "indexed s", "cold s", "device MiB\nbeside weights", "over\nfloor"):
-        made.add_column(name, justify="right")
-    for line in lines:
-        one, peak = line.setting, line.peak_device_bytes
-        made.add_row(
-            one.method if one.layers is None else f"{one.method}, {one.layers} layers",
-            f"{one.length:,}",
-            "one pass" if one.chunk >= one.length else f"{one.chunk:,}",
-            *("does not fit" if s is None else f"{s:.3f}" for s in (line.seconds, line.indexed_s, line.cold_s)),
-            "-" if peak is None else f"{(peak - line.weight_bytes) / 2**20:,.0f}",
-            "-" if line.over_floor is None else f"{line.over_floor:.2f}x",
-        )
-    return made
-
-
-if __name__ == "__main__":  # name=value ..., several runs in one process with -- between them
-    wanted = [read_pairs(Prefill, one) for one in parted(sys.argv[1:])]
-    run_as_script(lambda: main(*wanted, **printing(wanted[0].out)))

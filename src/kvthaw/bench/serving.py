@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import statistics
-import sys
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from kvthaw.bench.asked import Serving
-from kvthaw.bench.card import Report
-from kvthaw.bench.options import read_pairs
-from kvthaw.bench.script import run_as_script
+from kvthaw.bench.card import provenance, where
 from kvthaw.bench.shapes import build
 from kvthaw.engine.batch import Batch, Request
-from kvthaw.errors import CacheError, ConfigError
+from kvthaw.errors import CacheError, ConfigError, at_least
+from kvthaw.evaluate.results import Record, ResultsFile
 from kvthaw.methods import resolve
 
 if TYPE_CHECKING:
@@ -25,17 +24,47 @@ if TYPE_CHECKING:
 _WARM = 8  # steps that do not count: two eager ones, the capture, and the first replays
 
 
-def main(asked: Serving, *, quiet: bool = False) -> list[dict[str, Any]]:
-    """Serve prompts of length / 2 to length tokens in lanes, after checking on a small model that a request gets the tokens that it
-    gets alone. Every new_tokens / lanes steps one finishes and another joins. One JSON line a method."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    for name in asked.method:
-        check(name, device)
-    about = {"shape": asked.shape, "length": asked.length, "lanes": asked.lanes, "compile": asked.compile}
-    model, report = build(asked.shape, device), Report(asked.out, asked.commit, quiet=quiet, bench="serving", **about)
-    for name in asked.method:
-        report(measure(model, name, asked))
-    return report.lines
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """What is served. length: tokens of the longest prompt; the shortest has half as many. lanes: requests that are decoded
+    together; requests: in all; new_tokens: that each gets. budget: as for `kvthaw.Cache`. compile: the step, first."""
+
+    shape: str = "tiny"
+    length: int = 2048
+    lanes: int = 4
+    requests: int = 8
+    new_tokens: int = 64
+    budget: int = 256
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        at_least(2, length=self.length, new_tokens=self.new_tokens)
+        at_least(1, lanes=self.lanes, requests=self.requests)
+
+
+def run(
+    asked: Serving,
+    methods: Sequence[str],
+    known: ResultsFile,
+    *,
+    commit: str | None = None,
+    say: Callable[[Record], None] = lambda record: None,
+) -> list[Record]:
+    """Serve the prompts with each method that is not known yet: every new_tokens / lanes steps one finishes and another joins. A
+    small model first shows that a request gets the tokens that it gets alone."""
+    (device, name), about = where(), provenance(commit)
+    settings = {method: {"method": method, **asdict(asked), "device": name} for method in methods}
+    missing = [method for method in methods if known.get(settings[method]) is None]
+    for method in missing:
+        check(method, device)
+    model = build(asked.shape, device) if missing else None
+    for method in missing:
+        assert model is not None
+        known.add(Record(settings[method], {**measure(model, method, asked), "about": about}))
+    found = [record for setting in settings.values() if (record := known.get(setting)) is not None]
+    for record in found:
+        say(record)
+    return found
 
 
 def check(method: str, device: torch.device) -> None:
@@ -68,8 +97,6 @@ def measure(model: PreTrainedModel, method: str, asked: Serving) -> dict[str, An
             f"requests is {requests} and new_tokens {new_tokens}; after {_WARM} steps none had all {lanes} lanes busy: serve more"
         )
     return {
-        "method": method,
-        "budget": settings.get("budget"),
         "steps": len(times),
         "step_ms_p50": statistics.median(times),
         "step_ms_mean": statistics.fmean(times),
@@ -106,7 +133,3 @@ def _settings(method: str, budget: int) -> dict[str, Any]:
 def _prompt(model: PreTrainedModel, tokens: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, model.config.vocab_size, (tokens,), generator=generator)
-
-
-if __name__ == "__main__":  # name=value ...
-    run_as_script(lambda: main(read_pairs(Serving, sys.argv[1:])))

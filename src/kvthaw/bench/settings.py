@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
 
-from kvthaw.bench.asked import Decode
-from kvthaw.bench.options import BUDGET, INTEGER, SHARE
 from kvthaw.bench.shapes import SHAPES
 from kvthaw.cache.plan import Settings
 from kvthaw.engine.decode import asks_host
 from kvthaw.errors import ConfigError, at_least, one_of
 from kvthaw.evaluate.describe import describe
-from kvthaw.evaluate.results import AsKey
 from kvthaw.methods import resolve
+from kvthaw.methods.options import written as read_option
+from kvthaw.typecheck import check_type
 from kvthaw.types import Method
 
 HF = ("hf-dynamic", "hf-offloaded")
@@ -23,19 +22,18 @@ HF = ("hf-dynamic", "hf-offloaded")
 STEPS = ("eager", "captured", "compiled")
 """Ways to take a step: the model's Python, the CUDA graphs of it, and the same compiled by torch.compile first."""
 PROMPTS = ("run", "filled", "text")
-_OWN = ("budget", "retrieved", "dense_layers", "hits", "new_tokens")
+_OWN = {"budget": int | float, "retrieved": int, "dense_layers": int, "hits": float, "new_tokens": int}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting(AsKey):
-    """All that a line depends on beside the code; two lines of one setting are the same line.
+class Setting:
+    """All that a record depends on beside the code.
 
     method: a name in METHODS, with options ("clusterkv:keep=2"), or one of HF. steps: one of STEPS. budget, retrieved,
-    dense_layers: as for `kvthaw.Cache`. prompt: "run" prefills random tokens, "filled" begins with a cache of random keys and
-    values, see `kvthaw.bench.fill`, "text" with those of a model that read a book, see `kvthaw.bench.replayed`. hits: None leaves
-    the choice of rows to the index; a share in [0, 1) has neighbouring steps share so much of their rows, see
-    `kvthaw.bench.scripted`. shared: the layers of a cache that was not prefilled share their rows on the host. device: the GPU's
-    name, or the CPU's kind.
+    dense_layers: as for `kvthaw.Cache`. prompt: "run" prefills random tokens. device: the GPU's name, or the CPU's kind. For
+    benchmarks/ of the repository: prompt "filled" begins with a cache of random keys and values, "text" with those of a model that
+    read a book. hits: None leaves the choice of rows to the index; a share in [0, 1) has neighbouring steps share so much of their
+    rows. shared: the layers of a cache that was not prefilled share their rows on the host.
     """
 
     shape: str
@@ -62,7 +60,7 @@ class Setting(AsKey):
         if self.hits is not None and not 0 <= self.hits < 1:
             raise ConfigError(f"hits is {self.hits}; it must be at least 0 and below 1")
         if self.shared and self.prompt == "run":
-            raise ConfigError(f"share_host goes with prompt='filled' or 'text'; prompt is {self.prompt!r}")
+            raise ConfigError(f"shared goes with prompt='filled' or 'text'; prompt is {self.prompt!r}")
         if self.hits is not None and self.prompt == "text":
             raise ConfigError(f"hits is {self.hits}; with prompt='text' the text says which rows are found")
         if not self.hf:
@@ -85,6 +83,10 @@ class Setting(AsKey):
     def sizes(self) -> dict[str, Any]:
         """Settings of its `kvthaw.Cache`."""
         return {"budget": self.budget, "retrieved": self.retrieved, "dense_layers": self.dense_layers, "seed": self.seed}
+
+    def to_dict(self) -> dict[str, Any]:
+        """A plain dict, for a record."""
+        return asdict(self)
 
     def same_cache(self) -> Setting:
         """The setting without the steps: what has this in common can be measured on one cache."""
@@ -118,58 +120,41 @@ def described(method: str) -> dict[str, Any]:
     return describe(resolve(method))
 
 
-def grid(asked: Decode, device: str) -> list[Setting]:
-    """A setting for every combination, those of one cache together. Raises ConfigError for what cannot be."""
-    wanted: dict[str, Any] = {name: getattr(asked, name) for name in _OWN}
-    if asked.retrieved is not None:
-        wanted["budget"] = None
+def grid(
+    methods: Sequence[str], lengths: Sequence[int], batches: Sequence[int], steps: Sequence[str], **wanted: Any
+) -> list[Setting]:
+    """Return a setting for every combination, those of one cache together. Raises ConfigError for what cannot be."""
     return [
-        setting(
-            method,
-            wanted,
-            shape=asked.shape,
-            steps=steps,
-            length=length,
-            batch=batch,
-            prompt=asked.prompt,
-            shared=asked.share_host,
-            seed=asked.seed,
-            device=device,
-        )
-        for length in asked.length
-        for batch in asked.batch
-        for method in asked.method
-        for steps in asked.steps
+        setting(method, steps=way, length=length, batch=batch, **wanted)
+        for length in lengths
+        for batch in batches
+        for method in methods
+        for way in steps
     ]
 
 
-def setting(written: str, wanted: dict[str, Any], **rest: Any) -> Setting:
-    """A setting of a method with options behind colons: those of its cache (budget, retrieved, dense_layers, hits,
+def setting(written: str, **wanted: Any) -> Setting:
+    """Return a setting of a method with options behind colons: those of its cache (budget, retrieved, dense_layers, hits,
     new_tokens) come before the wanted ones, and what a method has no use for is None."""
     name, *options = written.split(":")
-    own = {one.partition("=")[0]: one.partition("=")[2] for one in options if one.partition("=")[0] in _OWN}
-    method = ":".join([name, *(one for one in options if one.partition("=")[0] not in _OWN)])
-    readers = {"budget": BUDGET, "retrieved": INTEGER, "dense_layers": INTEGER, "hits": SHARE, "new_tokens": INTEGER}
-    given: dict[str, Any] = {}
-    for option_name, text in own.items():
-        try:
-            given[option_name] = readers[option_name].read(text)
-        except ValueError:
-            raise ConfigError(f"{option_name} is {text!r} in {written!r}; it must be {readers[option_name].kind}") from None
-    values = {**wanted, **given}
-    if "retrieved" in given and "budget" not in given:
-        values["budget"] = None
-    elif "budget" in given and "retrieved" not in given:
+    pairs = [(one, *read_option(one)) for one in options]
+    given = {option: value for _, option, value in pairs if option in _OWN}
+    for option, value in given.items():
+        check_type(_OWN[option], **{option: value})
+    method = ":".join([name, *(one for one, option, _ in pairs if option not in _OWN)])
+    values = {"hits": None, "prompt": "run", "shared": False, **wanted, **given}
+    if values["retrieved"] is not None and ("retrieved" in given or "budget" not in given):
+        values["budget"] = given.get("budget")
+    elif "budget" in given:
         values["retrieved"] = None
     found = None if name in HF else resolve(method)
     if name in HF and options:
         raise ConfigError(f"method is {written!r}; {name} takes no options")
     if found is None or found.dense:
-        values |= dict.fromkeys(("budget", "retrieved", "dense_layers", "hits"))
-        rest["shared"] = False
+        values |= {"budget": None, "retrieved": None, "dense_layers": None, "hits": None, "shared": False}
     elif found.index is None:
         values |= {"retrieved": None, "hits": None, "budget": 256 if values["budget"] is None else values["budget"]}
-    return Setting(method=method, **values, **rest)
+    return Setting(method=method, **values)
 
 
 def groups(grid: list[Setting]) -> Iterator[list[Setting]]:

@@ -1,19 +1,19 @@
-"""Steps of one cache, taken and timed one way: eagerly, replayed from a CUDA graph, or compiled and replayed if they can be."""
+"""Steps of one cache, taken and timed."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvthaw.engine.decode import Replay, capturable
+from kvthaw.engine.decode_loop import decode
 from kvthaw.engine.hf import Cache
 from kvthaw.errors import CacheError
 
@@ -29,28 +29,6 @@ _PATIENCE = 6.0
 def most_warm(device: torch.device) -> int:
     """At most: the first tokens that leave a ring leave uncounted, for that compiles kernels too; on a CPU if they do so soon."""
     return 640 if device.type == "cuda" else 40
-
-
-class Decoder:
-    """Takes single tokens of a cache, in one of STEPS, and draws the next one's ids at random: random weights that choose
-    their own tokens soon repeat one. forward: the model's own or that compiled; None is eager."""
-
-    def __init__(
-        self, model: PreTrainedModel, cache: DynamicCache, *, forward: Callable[..., Any] | None = None, compiled: bool = False
-    ) -> None:
-        self.model, self.cache = model, cache
-        self.replay: Replay | None = None
-        if forward is not None:
-            assert isinstance(cache, Cache)
-            self.replay = Replay(forward, cache, compiled=compiled, capture=capturable(cache) is None)
-
-    def logits(self, ids: Tensor) -> Tensor:
-        """Of the last token, [B, V]. ids: [B, 1], the one before it; valid until the next step."""
-        if self.replay is None:
-            out: Tensor = self.model(ids, past_key_values=self.cache, logits_to_keep=1).logits
-        else:
-            out = self.replay(ids, torch.full_like(ids, self.cache.get_seq_length()))
-        return out[:, -1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,37 +96,52 @@ def warm_steps(cache: DynamicCache) -> int:
     return max([WARM, *(steps + 2 for steps, limit in first if steps < limit)])
 
 
-def take(decoder: Decoder, tokens: Iterator[Tensor], count: int, warm: int | None = None) -> Steps:
-    """Take `warm` steps that do not count, as `warm_steps` has it if None (fewer where they are slow), and `count` that do. Raises
-    CacheError where logits were not finite at the end."""
-    device, warm = decoder.model.device, warm_steps(decoder.cache) if warm is None else warm
+def take(
+    model: PreTrainedModel,
+    cache: Cache | DynamicCache,
+    tokens: Iterator[Tensor],
+    count: int,
+    warm: int | None = None,
+    *,
+    capture: bool,
+) -> Steps:
+    """Take `warm` steps that do not count, as `warm_steps` has it if None (fewer where they are slow), and `count` that do.
+
+    tokens: ids [B, 1] of each step; random weights that choose their own tokens soon repeat one. capture: as for
+    `kvthaw.engine.decode_loop.decode`. Raises CacheError where logits were not finite at the end.
+    """
+    device, skipped = model.device, warm_steps(cache) if warm is None else warm
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    logits = torch.zeros(1)
+    gaps: list[float] = []
+    last, before, begin, patience = torch.zeros(1), Counts(), 0.0, math.inf
 
-    def step() -> float:
-        nonlocal logits
+    def choose(logits: Tensor) -> Tensor | None:
+        nonlocal begin, last, before, skipped, patience
+        if begin:
+            logits.argmax(dim=-1)
+            synchronize(device)
+            gaps.append(time.perf_counter() - begin)
+            if len(gaps) == WARM:  # behind all that is compiled and captured
+                patience = time.perf_counter() + _PATIENCE
+            if len(gaps) < skipped and time.perf_counter() >= patience:
+                skipped = len(gaps)
+        last = logits
+        if len(gaps) == skipped + count:
+            return None
+        if len(gaps) == skipped:
+            before = Counts.of(cache)
         ids = next(tokens)
         synchronize(device)
         begin = time.perf_counter()
-        logits = decoder.logits(ids)
-        logits.argmax(dim=-1)
-        synchronize(device)
-        return time.perf_counter() - begin
+        return ids
 
-    for _ in range(min(warm, WARM)):
-        step()
-    begin = time.perf_counter()  # behind all that is compiled and captured
-    for _ in range(warm - WARM):
-        if time.perf_counter() - begin >= _PATIENCE:
-            break
-        step()
-    before = Counts.of(decoder.cache)
-    gaps = tuple(step() for _ in range(count))
-    if not torch.isfinite(logits).all():
+    for _ in decode(model, cache, last, choose, capture=capture):
+        pass
+    if not torch.isfinite(last).all():
         raise CacheError("the model's logits are not finite at the end of the steps that were timed")
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    return Steps(gaps, (before, Counts.of(decoder.cache)), peak)
+    return Steps(tuple(gaps[skipped:]), (before, Counts.of(cache)), peak)
 
 
 def random_tokens(model: PreTrainedModel, batch: int, seed: int) -> Iterator[Tensor]:
@@ -157,58 +150,6 @@ def random_tokens(model: PreTrainedModel, batch: int, seed: int) -> Iterator[Ten
     while True:
         drawn = torch.randint(0, model.config.vocab_size, (128, batch, 1), generator=generator)
         yield from drawn.to(model.device)
-
-
-def parts(model: PreTrainedModel, cache: Cache, tokens: Iterator[Tensor], steps: int = 16) -> dict[str, float]:
-    """Seconds an eager step spends in searching the index ("query"), residency and fetching rows, what else it spends in kvthaw's
-    layers ("attention", and the ring's updates among these steps), and "model", all the rest. The device is idle before each."""
-    spent: dict[str, float] = {}
-    with _timed(cache, spent, model.device):
-        decoder = Decoder(model, cache)
-        synchronize(model.device)
-        begin = time.perf_counter()
-        for _ in range(steps):
-            decoder.logits(next(tokens))
-        synchronize(model.device)
-        whole = time.perf_counter() - begin
-    layers = spent.pop("layers")
-    spent |= {"attention": layers - sum(spent.values()), "model": whole - layers}
-    return {part: seconds / steps for part, seconds in spent.items()}
-
-
-@contextmanager
-def _timed(cache: Cache, spent: dict[str, float], device: torch.device) -> Iterator[None]:
-    def timed(part: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(*args: Any) -> Any:
-            synchronize(device)
-            begin = time.perf_counter()
-            result = call(*args)
-            synchronize(device)
-            spent[part] = spent.get(part, 0.0) + time.perf_counter() - begin
-            return result
-
-        return wrapper
-
-    wrapped: list[tuple[Any, str]] = []
-
-    def wrap(owner: Any, name: str, part: str) -> None:
-        wrapped.append((owner, name))
-        setattr(owner, name, timed(part, getattr(owner, name)))
-
-    for kv in cache.kv_layers:
-        wrap(kv, "attend", "layers")
-    for layer in cache.frozen_layers:
-        if layer.group is None or layer._transfer is None:
-            continue
-        wrap(layer._transfer, "fetch", "fetch")
-        if layer.leader is None:
-            wrap(layer.group.index, "select", "query")
-            wrap(layer.group.residency, "admit", "residency")
-    try:
-        yield
-    finally:
-        for owner, name in wrapped:
-            delattr(owner, name)
 
 
 def synchronize(device: torch.device) -> None:

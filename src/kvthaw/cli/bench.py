@@ -2,68 +2,43 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
-from importlib import import_module
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvthaw.bench.asked import FIGURES, Decode, Figures, Indexing, Prefill, Serving
-from kvthaw.cli.common import bars, print_wide, waiting
-from kvthaw.cli.options import listed
-from kvthaw.cli.taking import taking
+from kvthaw.bench.shapes import SHAPES
+from kvthaw.cli import options
+from kvthaw.cli.common import bars, draw, print_wide
+from kvthaw.cli.options import budget_of, listed
 
 if TYPE_CHECKING:
     from rich.progress import Progress
-    from rich.table import Table
+
+    from kvthaw.evaluate.results import Record
 
 app = typer.Typer(no_args_is_help=True, help="Measure speed and memory.", rich_markup_mode="rich")
 
 EXAMPLES = (
     "Examples:\n\n  kvthaw bench decode --shape llama-3.1-8b --length 36864 --method full,icecache --json\n\n"
     "  kvthaw bench decode --method full,icecache,oracle --budget 256 --out decode.jsonl --plot decode.png\n\n"
-    "  kvthaw bench decode --method full,clusterkv:keep=2,pariskv:retrieved=100 --prompt filled --hits 0.7"
+    "  kvthaw bench decode --method full,clusterkv:keep=2:budget=1024,pariskv:retrieved=100"
 )
-FIGURES_EXAMPLES = (
-    "Figures:\n\n" + "\n\n".join(f"  {name}: {what}" for name, what in FIGURES.items()) + "\n\nExamples:\n\n"
-    "  kvthaw bench figures --name throughput --out throughput.jsonl --plot plots/\n\n"
-    "  kvthaw bench figures --name pariskv-batches --shape tiny --shrink 64 --out tiny.jsonl\n\n"
-    "  kvthaw bench figures --name length --draw --out decode.jsonl --plot docs/"
-)
-
 PREFILL_EXAMPLES = (
     "Examples:\n\n  kvthaw bench prefill --shape llama-3.1-8b --length 131072,524288 --chunk 8192,16384 --json\n\n"
     "  kvthaw bench prefill --shape tiny --length 4096 --chunk 512,1024 --method full,icecache --out prefill.jsonl"
-)
-INDEXING_EXAMPLES = (
-    "Examples:\n\n  kvthaw bench indexing --shape llama-3.1-8b --length 32768 --method clusterkv,prkv --json\n\n"
-    "  kvthaw bench indexing --shape tiny --length 2000 --method clusterkv,clusterkv:tokens_per_cluster=40 --budget 256"
 )
 SERVING_EXAMPLES = (
     "Examples:\n\n  kvthaw bench serving --shape llama-3.1-8b --length 16384 --method full,pariskv,prkv --budget 1024 --json\n\n"
     "  kvthaw bench serving --shape tiny --length 1000 --lanes 2 --requests 4 --method full,quest --out serving.jsonl"
 )
-KERNELS = {
-    "pariskv": "kvthaw.bench.kernels_pariskv",
-    "icecache": "kvthaw.bench.kernels_tree",
-    "icecache-device": "kvthaw.bench.kernels_nodes",
-    "clusterkv": "kvthaw.bench.kernels_pages",
-    "prkv": "kvthaw.bench.kernels_pages",
-    "quest": "kvthaw.bench.kernels_pages",
-    "arkvale": "kvthaw.bench.kernels_pages",
-    "decode": "kvthaw.bench.kernels_decode",
-    "transfer": "kvthaw.bench.kernels_transfer",
-}
-"""What can be timed -> the module whose main() does it."""
-ON_CPU = ("icecache",)
-KERNELS_EXAMPLES = (
-    "Examples:\n\n  kvthaw bench kernels --method pariskv --json\n\n"
-    "  kvthaw bench kernels --method icecache --quick\n\n"
-    "  kvthaw bench kernels --method clusterkv,decode --out kernels.jsonl"
-)
+Shape = Annotated[str, typer.Option(help=f"The model's shape, with random weights: {', '.join(SHAPES)}.")]
+HostBytes = Annotated[int | None, typer.Option(help="The most host memory to use; asks the system what is free unless given.")]
+Commit = Annotated[str | None, typer.Option(help="What the records say the code's commit is; asks git unless given.")]
+Retrieved = Annotated[
+    int | None, typer.Option(max=options.MOST, help="Rows from the index in every step, beside the paper's regions; no budget.")
+]
 
 
 @app.callback()
@@ -72,182 +47,146 @@ def _bench() -> None:
 
 
 @app.command("decode", epilog=EXAMPLES)
-@taking(Decode)
-def decode(asked: Decode, as_json: bool) -> None:
+def decode(
+    shape: Shape = "tiny",
+    length: Annotated[str, options.LENGTHS] = "4096",
+    batch: Annotated[str, typer.Option(help="Rows of the batch, separated by commas.")] = "1",
+    method: Annotated[
+        str,
+        typer.Option(
+            help="Methods, separated by commas. Options follow behind colons, those of a method and those of its cache: "
+            "clusterkv:keep=2, pariskv:retrieved=100, icecache:budget=256:new_tokens=64. hf-dynamic and hf-offloaded are "
+            "transformers' own caches."
+        ),
+    ] = "hf-dynamic,full,icecache",
+    budget: Annotated[
+        str, typer.Option(help="Most tokens attended per KV head and step, or a fraction of the prompt.")
+    ] = "256",
+    retrieved: Retrieved = None,
+    dense_layers: Annotated[
+        int | None, typer.Option(min=0, help="First layers that keep all KV. Default: 2 from 16 layers on, else 0.")
+    ] = None,
+    steps: Annotated[
+        str,
+        typer.Option(
+            help="How steps are taken, separated by commas: eager, captured in CUDA graphs, compiled by torch.compile and then "
+            "captured. What a device or a method cannot do is left out."
+        ),
+    ] = "eager,captured",
+    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to decode and time.")] = 64,
+    host_bytes: HostBytes = None,
+    seed: options.Seed = 0,
+    as_json: options.Lines = False,
+    out: options.Out = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw time per output token and throughput into this PNG file.")] = None,
+    commit: Commit = None,
+) -> None:
     """Time prefill and decoding on random weights, transformers' caches and full attention beside every method.
 
-    Each method is first checked against transformers' own logits."""
-    bench, report = import_module("kvthaw.bench.decode"), import_module("kvthaw.bench.report")
-    report.check(asked.plot)
-    with bars() as progress:
-        lines = bench.main(asked, say=_printed if as_json else None, watch=_watched(progress), note=progress.console.print)
-    if not as_json:
-        print_wide(report.table(lines))
-        print_wide(report.details(lines))
+    Each method is first checked against transformers' own logits.
+    """
+    lengths, batches = listed(length, int, "--length"), listed(batch, int, "--batch")
+    names, ways = listed(method, str, "--method"), listed(steps, str, "--steps")
+    limit = {"budget": listed(budget, budget_of, "--budget")[0], "retrieved": retrieved, "dense_layers": dense_layers}
+    from kvthaw.bench import tables
+    from kvthaw.bench.card import where
+    from kvthaw.bench.decode import Bench
+    from kvthaw.bench.settings import grid
+    from kvthaw.evaluate.plot import check, decode_lines
+    from kvthaw.evaluate.results import ResultsFile
 
-
-@app.command("figures", epilog=FIGURES_EXAMPLES)
-@taking(Figures)
-def draw(asked: Figures, as_json: bool) -> None:
-    """Measure and draw the figures of the papers and of the README."""
-    bench, report = import_module("kvthaw.bench.figures"), import_module("kvthaw.bench.report")
+    check(plot)
+    wanted = grid(names, lengths, batches, ways, shape=shape, new_tokens=new_tokens, seed=seed, device=where()[1], **limit)
+    known = ResultsFile(out)
     with bars() as progress:
-        found = bench.main(asked, say=_printed if as_json else None, watch=_watched(progress), note=progress.console.print)
-    if not as_json:
-        for lines in found.values():
-            if lines:
-                print_wide(report.table(lines))
+        how: dict[str, Any] = {"say": _said(as_json), "watch": _watched(progress), "note": progress.console.print}
+        bench = Bench(known, commit=commit, host_bytes=host_bytes, **how)
+        records = bench.run(wanted)
+    draw(plot, lambda path: decode_lines(records, path))
+    if not as_json and records:
+        print_wide(tables.decode(records))
+    bench.judge()
 
 
 @app.command("prefill", epilog=PREFILL_EXAMPLES)
-@taking(Prefill)
-def prefill(asked: Prefill, as_json: bool) -> None:
-    """Time prompts in chunks, earlier KV streamed back from the host, beside one pass and what the hardware allows.
+def prefill(
+    shape: Shape = "tiny",
+    length: Annotated[str, options.LENGTHS] = "4096",
+    chunk: Annotated[
+        str, typer.Option(help="Tokens that go through the model at once, separated by commas; beside them, one pass.")
+    ] = "1024",
+    method: options.Methods = "icecache",
+    budget: Annotated[
+        str, typer.Option(help="Most tokens attended per KV head and step, or a fraction of the prompt.")
+    ] = "1024",
+    retrieved: Retrieved = None,
+    dense_layers: Annotated[int, typer.Option(min=0, help="First layers that keep all KV on the device.")] = 0,
+    chunks_only: Annotated[bool, typer.Option("--chunks-only", help="Leave out one pass, transformers' too.")] = False,
+    host_bytes: HostBytes = None,
+    as_json: options.Lines = False,
+    out: options.Out = None,
+    commit: Commit = None,
+) -> None:
+    """Time prompts in chunks, earlier KV streamed back from the host, beside one pass.
 
-    Each method's logits are first checked against transformers' own of one pass."""
-    bench = import_module("kvthaw.bench.prefill")
+    Each method's logits are first checked against transformers' own of one pass.
+    """
+    lengths, chunks = listed(length, int, "--length"), listed(chunk, int, "--chunk")
+    names, allowed = listed(method, str, "--method"), listed(budget, budget_of, "--budget")[0]
+    from kvthaw.bench import tables
+    from kvthaw.bench.prefill import grid, run
+    from kvthaw.evaluate.results import ResultsFile
+
+    sizes = {"budget": allowed, "retrieved": retrieved, "dense_layers": dense_layers}
+    wanted = grid(shape, names, lengths, chunks, chunks_only=chunks_only, **sizes)  # type: ignore[arg-type]
     with bars() as progress:
-        lines = bench.main(asked, say=_printed if as_json else None, watch=_watched(progress))
+        say, watch = _said(as_json), _watched(progress)
+        records = run(wanted, ResultsFile(out), host_bytes=host_bytes, commit=commit, say=say, watch=watch)
     if not as_json:
-        print_wide(bench.table(lines))
+        print_wide(tables.prefill(records))
 
 
-def _printed(line: Any) -> None:
-    print(line.to_json(), flush=True)
+@app.command("serving", epilog=SERVING_EXAMPLES)
+def serving(
+    shape: Shape = "tiny",
+    length: Annotated[int, typer.Option(min=2, help="Tokens of the longest prompt; the shortest has half as many.")] = 2048,
+    lanes: Annotated[int, typer.Option(min=1, help="Requests that are decoded together.")] = 4,
+    requests: Annotated[int, typer.Option(min=1, help="Requests in all.")] = 8,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens that each gets.")] = 64,
+    method: options.Methods = "full,pariskv",
+    budget: Annotated[int, typer.Option(max=options.MOST, help="Most tokens attended per KV head and step.")] = 256,
+    compile_: Annotated[bool, typer.Option("--compile", help="Compile the step first (a minute or more).")] = False,
+    as_json: options.Lines = False,
+    out: options.Out = None,
+    commit: Commit = None,
+) -> None:
+    """Time the steps of a running batch that requests keep joining and leaving.
+
+    Each method is first checked: a request in company must get the tokens that it gets alone.
+    """
+    names = listed(method, str, "--method")
+    from kvthaw.bench import tables
+    from kvthaw.bench.serving import Serving, run
+    from kvthaw.cli.common import waiting
+    from kvthaw.evaluate.results import ResultsFile
+
+    sizes = {"length": length, "lanes": lanes, "requests": requests, "new_tokens": new_tokens, "budget": budget}
+    asked = Serving(shape=shape, compile=compile_, **sizes)
+    with waiting(f"serving {requests} requests of up to {length:,} tokens"):
+        records = run(asked, names, ResultsFile(out), commit=commit, say=_said(as_json))
+    if not as_json:
+        print_wide(tables.serving(records))
+
+
+def _said(as_json: bool) -> Callable[[Record], None]:
+    return lambda record: print(record.to_json(), flush=True) if as_json else None
 
 
 def _watched(progress: Progress) -> Callable[[str, int, int], None]:
-    """A bar over runs, with the one at hand. Returns what moves it."""
+    """Show a bar over runs, with the one at hand. Returns what moves it."""
     task = progress.add_task("building the model", total=None)
 
     def watch(what: str, done: int, of: int) -> None:
         progress.update(task, description=what, completed=done, total=of)
 
     return watch
-
-
-@app.command("indexing", epilog=INDEXING_EXAMPLES)
-@taking(Indexing)
-def indexing(asked: Indexing, as_json: bool) -> None:
-    """Time what indexing adds to a prefill, and PRKV's refresh beside a decode step.
-
-    Each index is made once more, alone, from the same keys, and must come to the same before a number is given.
-    """
-    _timed("indexing", asked, as_json, f"prefilling {asked.length:,} tokens", _indexing_table)
-
-
-def _indexing_table(lines: Sequence[dict[str, Any]]) -> Table:
-    """One row a method."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    from kvthaw.formatting import seconds, share
-
-    one = lines[0]
-    title = f"indexing: {one['shape']}, {one['length']:,} tokens, full attention's prefill {seconds(one['prefill_full_s'])}"
-    made = Table(title=title, box=SIMPLE_HEAD)
-    made.add_column("method")
-    for column in ("prefill", "longer by", "indexing\nalone", "of prefill", "refresh", "of a step,\namortised"):
-        made.add_column(column, justify="right")
-    for line in lines:
-        times = (
-            seconds(line["prefill_s"]),
-            share(line["beside_share"]),
-            seconds(line["indexing_s"]),
-            share(line["indexing_share"]),
-        )
-        made.add_row(line["method"], *times, seconds(line.get("refresh_s")), share(line.get("refresh_share")))
-    return made
-
-
-@app.command("serving", epilog=SERVING_EXAMPLES)
-@taking(Serving)
-def serving(asked: Serving, as_json: bool) -> None:
-    """Time the steps of a running batch that requests keep joining and leaving.
-
-    Each method is first checked: a request in company must get the tokens that it gets alone.
-    """
-    doing = f"serving {asked.requests} requests of up to {asked.length:,} tokens"
-    _timed("serving", asked, as_json, doing, _serving_table)
-
-
-def _timed(name: str, asked: Any, as_json: bool, doing: str, table: Callable[[Sequence[dict[str, Any]]], Table]) -> None:
-    """Run a benchmark that prints its lines, or show them as a table when it is done."""
-    main = import_module(f"kvthaw.bench.{name}").main
-    if as_json:
-        main(asked)
-        return
-    with waiting(doing):
-        lines = main(asked, quiet=True)
-    print_wide(table(lines))
-
-
-def _serving_table(lines: Sequence[dict[str, Any]]) -> Table:
-    """One row a method."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    one = lines[0]
-    made = Table(title=f"serving: {one['shape']}, {one['length']:,} tokens, {one['lanes']} lanes", box=SIMPLE_HEAD)
-    made.add_column("method")
-    for column in ("step p50", "mean", "p95", "most", "join", "tokens/s", "captures"):
-        made.add_column(column, justify="right")
-    for line in lines:
-        times = [f"{line[name]:.1f} ms" for name in ("step_ms_p50", "step_ms_mean", "step_ms_p95", "step_ms_max")]
-        rest = (f"{line['join_s_p50']:.2f} s", f"{line['tokens_per_s']:.1f}", str(line["captures"]))
-        made.add_row(line["method"], *times, *rest)
-    return made
-
-
-@app.command("kernels", epilog=KERNELS_EXAMPLES)
-def kernels(
-    method: Annotated[
-        str,
-        typer.Option(
-            help=f"What to time, separated by commas: {', '.join(KERNELS)}. clusterkv, prkv, quest and arkvale share one. "
-            "decode is attention, residency and fetching; transfer is pages as NHD and as HND, one by one and batched, beside rows "
-            "in the order of tokens. icecache's search runs on the CPU, the others need a GPU."
-        ),
-    ] = "pariskv",
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer and shorter cases.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a case, as it comes.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Append one JSON line a case to this file.")] = None,
-) -> None:
-    """Check each kernel against its definition, then time it."""
-    names = listed(method, str, "--method")
-    for name in names:
-        if name not in KERNELS:
-            raise typer.BadParameter(f"{name!r} has no kernels; there are: {', '.join(KERNELS)}", param_hint="--method")
-    import torch
-
-    without = [name for name in names if name not in ON_CPU]
-    if without and not torch.cuda.is_available():
-        problem = f"timing the kernels of {', '.join(without)} needs a CUDA device, and torch finds none"
-        raise typer.BadParameter(f"{problem}; on the CPU there is: {', '.join(ON_CPU)}", param_hint="--method")
-    lines: list[dict[str, Any]] = []
-    for module in dict.fromkeys(KERNELS[name] for name in names):
-        run = import_module(module).main
-        if as_json:
-            run(quick=quick, out=out)
-            continue
-        with waiting(f"checking and timing, {module.rpartition('_')[2]}"), redirect_stdout(io.StringIO()):  # its JSON lines
-            lines += run(quick=quick, out=out)
-    if not as_json:
-        print_wide(_table(lines))
-
-
-def _table(lines: Sequence[dict[str, Any]]) -> Table:
-    """One row a case: what it is, and what was measured."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    made = Table(title=f"kernels on {lines[0]['gpu'] or lines[0]['cpu']}, commit {lines[0]['commit']}", box=SIMPLE_HEAD)
-    for column in ("what", "case", "measured"):
-        made.add_column(column)
-    about = {"bench", "op", "gpu", "cpu", "torch", "transformers", "triton", "python", "commit"}
-    for line in lines:
-        rest = {name: value for name, value in line.items() if name not in about and not isinstance(value, dict)}
-        measured = {name: value for name, value in rest.items() if isinstance(value, float)}
-        case = " ".join(f"{name}={value}" for name, value in rest.items() if name not in measured)
-        made.add_row(line.get("op", line["bench"]), case, " ".join(f"{name}={value:.4g}" for name, value in measured.items()))
-    return made

@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from kvthaw.bench.options import budget_of
 from kvthaw.cli import options
-from kvthaw.cli.common import bars, load_model, stderr, stdout, tell_outdated, waiting
-from kvthaw.cli.options import listed, methods_of
-
-if TYPE_CHECKING:
-    from kvthaw.evaluate import perplexity
-    from kvthaw.evaluate.cells import Cell, Folder, Stretches
-    from kvthaw.evaluate.compare import Goal
-    from kvthaw.evaluate.workers import Bench, Failure, Piece, Some, Source
+from kvthaw.cli.common import bars, load_model, print_wide, stderr, tell_outdated, waiting
+from kvthaw.cli.options import budget_of, listed, methods_of
 
 EXAMPLES = (
     "Examples:\n\n"
     "  kvthaw compare --task passkey,niah,longeval,kv-retrieval --methods all --budgets 64,128,256,1024 --out compared\n\n"
-    "  kvthaw compare --task passkey --lengths 65536 --methods all --samples 50 --jobs 16 --minutes 8 --out compared\n\n"
     "  kvthaw compare --task ruler --methods icecache,quest,pariskv:beta=0.2 --dense-layers 0,2 --protocol dense,sparse\n\n"
-    "  kvthaw compare --report only --out compared\n\n"
-    "  kvthaw compare --report only --out benchmarks/results/compare.jsonl"
+    "  for i in 1 2 3 4; do kvthaw compare --task passkey --lengths 65536 --shard $i/4 --out compared & done; wait\n\n"
+    "  kvthaw compare --report-only --out compared"
 )
 
 
@@ -55,24 +45,26 @@ def compare(
     probe: Annotated[
         int, typer.Option(min=0, help="Compare every n-th step with exact attention, for recall and mass; 0 never. Slow.")
     ] = 0,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes that share the work, each with a model of its own.")] = 1,
     batch: Annotated[
         int | None,
         typer.Option(min=1, help="Samples that share their decoding steps; 64, or fewer of long prompts, if not given."),
     ] = None,
-    minutes: Annotated[
-        float | None, typer.Option(min=0, help="Give up what is unfinished after so long; the same command continues.")
-    ] = None,
-    report: Annotated[
-        str, typer.Option(help="[bold]after[/] the run, [bold]only[/] of what --out holds already, or [bold]never[/].")
-    ] = "after",
+    shard: Annotated[
+        str,
+        typer.Option(
+            metavar="I/N",
+            help="Compute every n-th piece of the work, from the i-th on, and write no report; n processes share a folder.",
+        ),
+    ] = "1/1",
+    report_only: Annotated[
+        bool, typer.Option("--report-only", help="Report what the folder holds, and compute nothing.")
+    ] = False,
     seed: options.Seed = 0,
     out: Annotated[
-        Path,
-        typer.Option(help="Folder for the results, a file a cell, and the report. What stands there is not run again."),
+        Path, typer.Option(help="Folder for results.jsonl and the report. What is there already is not run again.")
     ] = Path("compared"),
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print every goal as a JSON object and nothing else on stdout.")
+        bool, typer.Option("--json", help="Print every summary as a JSON object and nothing else on stdout.")
     ] = False,
     model: options.Model = "shipped",
     device: options.Device = None,
@@ -80,153 +72,87 @@ def compare(
 ) -> None:
     """Run every task under every method, budget and length, and report them side by side.
 
-    The report, report.html and report.md in the folder, has tables, differences over the same samples, the goals met and not met,
-    heat maps and plots; cells.jsonl there holds all of it, a line a cell. A run that was stopped continues where it was.
+    The report, report.html and report.md in the folder, has tables, differences over the same samples and plots; results.jsonl has
+    every sample. A run that was stopped continues where it was.
     """
-    if report not in ("after", "only", "never"):
-        raise typer.BadParameter(f"{report!r} is not one of: after, only, never", param_hint="--report")
+    questions = listed(protocol, str, "--protocol")
+    from kvthaw.evaluate.compare import Grid, run, shard_of
     from kvthaw.evaluate.job import QUESTIONS
 
-    questions = listed(protocol, str, "--protocol")
     for one in questions:
         if one not in QUESTIONS:
             raise typer.BadParameter(f"{one!r} is not one of: {', '.join(QUESTIONS)}", param_hint="--protocol")
-    if report != "never":
-        from kvthaw.evaluate.charts import check_drawing
+    try:
+        part = shard_of(shard)
+    except ValueError:
+        raise typer.BadParameter(f"{shard!r} is not i/n with 1 <= i <= n", param_hint="--shard") from None
+    from kvthaw.evaluate.results import ResultsFile
 
-        check_drawing()
-    failures: list[Failure] = []
-    if report != "only":
-        from kvthaw.evaluate.cells import Folder, Stretches
-        from kvthaw.evaluate.compare import Grid, units
+    if not report_only:
         from kvthaw.evaluate.perplexity import Course, Reader
         from kvthaw.evaluate.runner import Runner
         from kvthaw.evaluate.tasks import named
-        from kvthaw.evaluate.variant import complete
-        from kvthaw.evaluate.workers import Bench, Source
         from kvthaw.methods import METHODS
 
         names = tuple(METHODS) if methods == "all" else tuple(methods_of(methods, "--methods"))
-        others = [name for name in listed(task, str, "--task") if name != "perplexity"]
-        tasks = named(",".join(others)) if others else []
+        wanted = listed(task, str, "--task")
+        others = ",".join(name for name in wanted if name != "perplexity")
+        sizes = tuple(listed(lengths, int, "--lengths"))
         grid = Grid(
-            tasks=tuple(tasks),
+            tasks=tuple(named(others)) if others else (),
             methods=names,
             budgets=tuple(listed(budgets, budget_of, "--budgets")),
-            lengths=tuple(listed(lengths, int, "--lengths")),
+            lengths=sizes,
             samples=samples,
             questions=tuple(questions),  # type: ignore[arg-type]
             dense_layers=tuple(listed(dense_layers, int, "--dense-layers")),
             seed=seed,
             probe=probe,
+            course=Course(sizes, samples=max(1, samples // 5), seed=seed) if "perplexity" in wanted else None,
         )
-        grid.jobs()  # nor do wrong lengths
-        end = None if minutes is None else time.monotonic() + 60 * minutes
-        course = Course(grid.lengths, samples=max(1, samples // 5), seed=seed)
-        kept = Folder(out), Stretches(out)
+        grid.jobs()  # wrong lengths cost no loading
+        if not out.exists() and out.parent.is_dir():
+            out.mkdir()
+        results = ResultsFile(out / "results.jsonl")
         llm, tokenizer = load_model(model, device, dtype)
-        runner = Runner(llm, tokenizer, kept[0], name=model, batch=batch)
-        reader = Reader(llm, tokenizer, name=model, batch=batch)
-        with waiting("looking at what is there"):
-            stretches = []
-            if "perplexity" in listed(task, str, "--task"):
-                stretches = reader.missing(course, [complete(llm, variant) for variant in grid.variants()], kept[1].get)
-            todo: list[Piece] = list(units(runner, grid, stretches))
-        tell_outdated(kept[0].outdated + kept[1].outdated)
-        failures = _run(Bench(runner, reader), kept, Source(model, device, dtype, batch), todo, jobs, end)
-    if report == "never":
-        _gather(out)
-    else:
+        runner = Runner(llm, tokenizer, results, name=model, batch=batch)
+        reader = Reader(llm, tokenizer, results, name=model, batch=batch)
+        with bars() as progress:
+            bar = progress.add_task("beginning", total=None)
+            run(
+                runner,
+                reader,
+                grid,
+                shard=part,
+                tell=lambda doing, done, of: progress.update(bar, description=doing, completed=done, total=of),
+            )
+        tell_outdated(results.outdated)
+    if part[1] == 1:
         _report(out, as_json)
-    if failures:
-        from kvthaw.errors import KvthawError
-
-        each = "\n".join(f"  {failure.unit.name}: {failure.why}" for failure in failures)
-        raise KvthawError(f"{len(failures)} pieces of work gave no results; the same command tries them again\n{each}")
-
-
-def _run(
-    bench: Bench, kept: tuple[Folder, Stretches], source: Source, todo: Sequence[Piece], jobs: int, end: float | None
-) -> list[Failure]:
-    """Compute pieces and keep their lines. Returns those that failed."""
-    from kvthaw.evaluate.results import Line
-    from kvthaw.evaluate.workers import Failure, work
-
-    failures: list[Failure] = []
-    total, done = sum(piece.lines for piece in todo), 0
-    if not todo:
-        return failures
-    with bars() as progress:
-        whole = progress.add_task("answers", total=total)
-        part = progress.add_task("beginning", total=None)
-        given: Iterator[Some | Failure]
-        if jobs == 1:
-            given = _alone(bench, todo, lambda doing: progress.update(part, description=doing))
-        else:
-            progress.update(part, description=f"{jobs} processes begin")
-            given = work(source, todo, jobs, None if end is None else max(0.0, end - time.monotonic()))
-        for lines in given:
-            if isinstance(lines, Failure):
-                failures.append(lines)
-                continue
-            kept[0].extend(line for line in lines if isinstance(line, Line))
-            kept[1].extend(line for line in lines if not isinstance(line, Line))
-            done += len(lines)
-            of = lines[0].setting
-            progress.update(whole, completed=done)
-            progress.update(part, description=f"{of.length:,} {of.method} {of.budget or ''}".strip())
-            if end is not None and time.monotonic() >= end:
-                break
-    if done < total:
-        stderr().print(f"{done:,} of {total:,} answers; the same command continues", style="yellow")
-    return failures
-
-
-def _alone(bench: Bench, todo: Sequence[Piece], tell: Callable[[str], None]) -> Iterator[Some]:
-    for piece in todo:
-        yield from bench.compute(piece, lambda done, of, doing: tell(f"{doing} {done:,}/{of:,}"))
-
-
-def _gather(out: Path) -> tuple[list[Cell], list[perplexity.Line]]:
-    """What a folder or a file of cells holds; that of a folder is written into one file."""
-    from kvthaw.evaluate.cells import read_cells, read_stretches, write_cells, write_stretches
-
-    cells, stretches = read_cells(out), read_stretches(out)
-    if out.is_dir():
-        write_cells(cells, out / "cells.jsonl")
-        if stretches:
-            write_stretches(stretches, out / "cells.jsonl")
-    return cells, stretches
 
 
 def _report(out: Path, as_json: bool) -> None:
-    """Write the report beside the results, and print its goals."""
-    from kvthaw.evaluate.compare import hopes
-    from kvthaw.evaluate.overview import all_goals, named, overview
+    """Write the report beside the results, and print its summaries."""
+    from kvthaw.errors import ConfigError
+    from kvthaw.evaluate.compare import summaries
+    from kvthaw.evaluate.overview import overview
+    from kvthaw.evaluate.report import by_task, perplexity_table
+    from kvthaw.evaluate.results import ResultsFile
 
     with waiting("writing the report"):
-        cells, stretches = _gather(out)
-        folder = out if out.is_dir() else out.parent
-        stem = "report" if out.is_dir() else out.stem
-        document = overview(cells, stretches)
-        for suffix, text in ((".html", document.html()), (".md", document.markdown())):
-            (folder / f"{stem}{suffix}").write_text(text, encoding="utf-8")
-    goals = all_goals(cells)
+        records = list(ResultsFile(out / "results.jsonl"))
+        if not records:
+            raise ConfigError(f"{str(out)!r} holds no results of kvthaw compare")
+        tasks, perplexities = summaries(records)
+        document = overview(tasks, perplexities)
+        for name, text in (("report.html", document.html()), ("report.md", document.markdown())):
+            (out / name).write_text(text, encoding="utf-8")
     if as_json:
-        for (question, dense), of in goals.items():
-            for goal in of:
-                print(json.dumps({"question": question, "dense_layers": dense, **_record(goal)}))
+        for one in (*tasks, *perplexities):
+            print(json.dumps(one))
         return
-    for protocol, of in goals.items():
-        stdout().print(f"{named(protocol)}:")
-        for hope in hopes(of):
-            least = hope.tightest
-            gap = "" if least is None or least.paired is None else f"; least against {least.other}: {least.paired.text}"
-            stdout().print(f"  {hope.text}: {hope.verdict}{gap}", soft_wrap=True)
-    stderr().print(f"wrote {folder / stem}.html and .md", style="dim")
-
-
-def _record(goal: Goal) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    return {"goal": goal.text, "met": goal.met, **({} if goal.paired is None else asdict(goal.paired))}
+    for question in dict.fromkeys(one["question"] for one in tasks):
+        print_wide(by_task([one for one in tasks if one["question"] == question]))
+    if perplexities:
+        print_wide(perplexity_table(perplexities))
+    stderr().print(f"wrote {out / 'report.html'} and .md", style="dim")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from kvthaw.cli import options, perplexity, published, recall, shares
+from kvthaw.cli import options, perplexity, published, recall
 from kvthaw.cli.common import bars, draw, load_model, print_results, shown, tell_outdated
 from kvthaw.cli.options import listed, variants_of, words
 from kvthaw.errors import ConfigError
@@ -16,7 +16,7 @@ from kvthaw.evaluate.published import benchmarks
 from kvthaw.evaluate.tasks import SUITES, TASKS, find, named
 
 if TYPE_CHECKING:
-    from kvthaw.evaluate.results import Line, Summary
+    from kvthaw.evaluate.results import Record
 
 EXAMPLES = (
     "Tasks: " + ", ".join(TASKS) + "\n\nAll of RULER and so on: " + ", ".join(SUITES) + "\n\n"
@@ -31,8 +31,7 @@ EXAMPLES = (
     "  kvthaw eval babilong --data tasks_1-20_v1-2/en --method full,prkv\n\n"
     "  kvthaw eval recall --method pariskv,clusterkv --retrieved 100 --length 8192\n\n"
     "  kvthaw eval drift --method pariskv,pariskv:centroids=learned --new-tokens 4096\n\n"
-    "  kvthaw eval perplexity --method icecache,quest --length 1024,4096,16384 --plot ppl.png\n\n"
-    "  kvthaw eval shares --length 4096,16384 --rows 512,1024"
+    "  kvthaw eval perplexity --method icecache,quest --length 1024,4096,16384 --plot ppl.png"
 )
 
 
@@ -54,7 +53,7 @@ def _eval() -> None:
     """Measure methods, by tasks, published benchmarks, perplexity and exact attention.
 
     kvthaw eval TASK runs a task or a published benchmark, perplexity sends a text through the methods, recall and drift compare
-    selections with exact attention, shares prints PRKV's automatic static share.
+    selections with exact attention.
     """
 
 
@@ -111,9 +110,9 @@ def evaluate(
     variants = variants_of(method, budget if retrieved is None else None, retrieved, dense_layers)
     from kvthaw.evaluate.plot import check, heat_maps
     from kvthaw.evaluate.report import by_task, table
-    from kvthaw.evaluate.results import Results, summarize
+    from kvthaw.evaluate.results import ResultsFile, summarize
     from kvthaw.evaluate.runner import Runner
-    from kvthaw.evaluate.variant import Variant
+    from kvthaw.evaluate.variant import FULL, Variant
 
     check(plot)
     for name in tasks:
@@ -124,28 +123,27 @@ def evaluate(
         for name in tasks
         for n in lengths
     ]
-    results = Results(out)
+    results = ResultsFile(out)
     llm, tokenizer = load_model(model, device, dtype)
     runner = Runner(llm, tokenizer, results, name=model)
-    summaries: list[Summary] = []
-    found: dict[tuple[Variant, int], list[Line]] = {}
+    summaries: list[dict[str, Any]] = []
+    found: dict[tuple[Variant, int], list[Record]] = {}
     with bars() as progress:
         for job in jobs:
-            lines = runner.run(job, variants, shown(progress, f"{job.task} {job.length:,}", job.samples))
-            for variant in variants:
-                found.setdefault((variant, job.length), []).extend(lines[variant])
-                summaries.append(summarize(lines[variant], lines[Variant("full")]))
+            records = runner.run(job, variants, shown(progress, f"{job.task} {job.length:,}", job.samples))
+            for variant in dict.fromkeys((*variants, FULL)):
+                found.setdefault((variant, job.length), []).extend(records[variant])
+            summaries += [summarize(records[variant], records[FULL]) for variant in variants]
     tell_outdated(results.outdated)
     draw(plot, lambda path: heat_maps(found, path, title=f"{task}, question {question}"))
     tables = table if len(tasks) == 1 else by_task
-    print_results((summary.to_dict() for summary in summaries), as_json, lambda: [tables(summaries)])
+    print_results(summaries, as_json, lambda: [tables(summaries)])
 
 
 app.command("recall", epilog=recall.RECALL_EXAMPLES)(recall.recall)
 app.command("published", epilog=published.EXAMPLES)(published.evaluate)
 app.command("drift", epilog=recall.DRIFT_EXAMPLES)(recall.drift)
 app.command("perplexity", epilog=perplexity.EXAMPLES)(perplexity.perplexity)
-app.command("shares", epilog=shares.EXAMPLES)(shares.shares)
 
 
 def _files(given: list[str], tasks: list[str]) -> dict[str, Path]:

@@ -58,10 +58,14 @@ def generate(
 
     resolve(method)  # a wrong name costs no loading
     import kvthaw
-    from kvthaw.evaluate.decode import TextStream, check_prompt, decode, prefill, sampler, stop_tokens
+    from kvthaw.engine import decode_loop
+    from kvthaw.engine.prefill import prefill
+    from kvthaw.engine.sampling import Sampling
     from kvthaw.evaluate.machine import now, versions
+    from kvthaw.evaluate.model import check_prompt
+    from kvthaw.evaluate.text import TextStream, stop_tokens
 
-    pick = sampler(temperature, seed)
+    sampling = Sampling(temperature, seed=seed)
     llm, tokenizer = load_model(model, device, dtype)
     ids = list(tokenizer(text)["input_ids"])
     check_prompt(llm, len(ids))
@@ -76,7 +80,7 @@ def generate(
     out, times = TextStream(tokenizer), []
     stops = stop_tokens(llm, tokenizer)
     live = stream and not as_json
-    for token in decode(llm, cache, logits, limit=max_new_tokens, stops=stops, pick=pick):
+    for token in decode_loop.generate(llm, cache, logits, limit=max_new_tokens, stops=stops, sampling=sampling):
         times.append(time.perf_counter())
         piece = out.push(token)
         if live:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from kvthaw.bench.options import budget_of
 from kvthaw.cli.common import prompt_text
 
 if TYPE_CHECKING:
@@ -81,6 +80,11 @@ Out = Annotated[
     Path | None,
     typer.Option("--out", help="Append a JSON line a prompt and run to this file; what stands there is not run again."),
 ]
+
+
+def budget_of(text: str) -> int | float:
+    """Read a budget: tokens, or with a point a fraction of the prompt. Raises ValueError."""
+    return float(text) if "." in text else int(text)
 
 
 def listed(text: str, kind: Callable[[str], T], option: str) -> list[T]:

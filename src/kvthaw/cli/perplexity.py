@@ -41,18 +41,18 @@ def perplexity(
     every next token is scored. The text must be long enough; it does not begin anew. Without either limit: --budget 256.
     """
     variants = variants_of(method, budget, retrieved, dense_layers)
-    from kvthaw.evaluate.perplexity import Course, Line, Reader
+    from kvthaw.evaluate.perplexity import Course, Reader
     from kvthaw.evaluate.plot import check, perplexity_lines
     from kvthaw.evaluate.report import perplexity_table
-    from kvthaw.evaluate.results import Kept
+    from kvthaw.evaluate.results import ResultsFile
 
     check(plot)
     course = Course(tuple(listed(length, int, "--length")), steps, samples, seed, words(text))
-    known = Kept(out, Line.from_json)
+    known = ResultsFile(out)
     llm, tokenizer = load_model(model, device, dtype)
     with bars() as progress:
         found = Reader(llm, tokenizer, known, name=model).run(course, variants, shown(progress, "stretches", samples))
     tell_outdated(known.outdated)
     summaries = [one for each in found.values() for one in each]
     draw(plot, lambda path: perplexity_lines(found, path))
-    print_results((one.to_dict() for one in summaries), as_json, lambda: [perplexity_table(summaries)])
+    print_results(summaries, as_json, lambda: [perplexity_table(summaries)])

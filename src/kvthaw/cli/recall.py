@@ -134,10 +134,10 @@ def drift(
 def _watch(
     studies: list[Study], variants: list[Variant], model: str, device: str | None, dtype: str, out: Path | None
 ) -> list[Summary]:
-    from kvthaw.evaluate.recall import Line, Watcher
-    from kvthaw.evaluate.results import Kept
+    from kvthaw.evaluate.recall import Watcher
+    from kvthaw.evaluate.results import ResultsFile
 
-    known = Kept(out, Line.from_json)
+    known = ResultsFile(out)
     llm, tokenizer = load_model(model, device, dtype)
     watcher = Watcher(llm, tokenizer, known, name=model)
     summaries = []

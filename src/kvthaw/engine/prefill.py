@@ -6,15 +6,18 @@ chunk's activations and two blocks of KV whatever the length of the prompt, and 
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Callable, Collection
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from kvthaw.engine.hf import Cache
 
 CHUNK = 16384
@@ -22,6 +25,8 @@ CHUNK = 16384
 are at their best; its activations are 2 GB."""
 
 _log = logging.getLogger(__name__)
+DENSE_CHUNK = 2048
+"""The same where all KV stays on the device."""
 _WITH_TOKENS = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1, "cache_position": 0}
 """Arguments of forward that have a column a new token, and in which dimension."""
 _AS_THEY_ARE = {"past_key_values", "use_cache", "return_dict"}
@@ -134,3 +139,50 @@ def _whole(given: dict[str, Any], cache: Cache, names: Collection[str]) -> str |
     if given.get("return_dict") is False:
         return "a tuple is to be returned"
     return None
+
+
+@torch.no_grad()
+def prefill(
+    model: PreTrainedModel,
+    cache: Cache,
+    ids: Sequence[int],
+    *,
+    chunk: int | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Tensor:
+    """Bring a prompt into a cache of one row, chunk by chunk. Returns the logits [V] after its last token.
+
+    chunk: tokens at once; None is CHUNK, DENSE_CHUNK where all KV stays on the device, or the whole prompt where later chunks would
+    not find what they need. progress(done, total), in tokens, is called at the start and after every layer of every chunk. Does
+    not wait for offloading and indexing.
+    """
+    total = len(ids)
+    progress(0, total)
+    whole = cache.foreign or cache.settings.method.evicts
+    size = total if whole else chunk or (DENSE_CHUNK if cache.settings.method.dense else CHUNK)
+    tokens = torch.tensor([list(ids)], device=model.device)
+    keep = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    logits = torch.empty(0)
+    with cache.prompt(total):
+        for start, stop in spans(total, size):
+
+            def share(of: float, start: int = start, stop: int = stop) -> None:
+                progress(start + int((stop - start) * of), total)
+
+            with _by_layer(model, share):
+                logits = model(input_ids=tokens[:, start:stop], past_key_values=cache, use_cache=True, **keep).logits[0, -1]
+            progress(stop, total)
+    return logits
+
+
+@contextmanager
+def _by_layer(model: PreTrainedModel, tell: Callable[[float], None]) -> Iterator[None]:
+    """Call tell(share) after every decoder layer but the last, where the model has its layers in the usual place."""
+    layers = list(getattr(model.get_decoder(), "layers", []))
+    shares = [number / len(layers) for number in range(1, len(layers))]
+    hooks = [layer.register_forward_hook(lambda *_, at=at: tell(at)) for layer, at in zip(layers, shares, strict=False)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

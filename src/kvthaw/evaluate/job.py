@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -83,18 +83,3 @@ class Unit:
     job: Job
     places: tuple[Place, ...]
     variants: tuple[Variant, ...]
-
-    @property
-    def lines(self) -> int:
-        """How many lines it gives."""
-        return len(self.places) * len(self.variants)
-
-    @property
-    def name(self) -> str:
-        """What it is, in words."""
-        return f"{self.job.task} {self.job.length:,}, {len(self.places)} samples"
-
-    def halves(self) -> list[Unit]:
-        """Two of half as many samples; none of a single one."""
-        middle = len(self.places) // 2
-        return [replace(self, places=some) for some in (self.places[:middle], self.places[middle:])] if middle else []

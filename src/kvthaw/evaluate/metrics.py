@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def mean(values: Iterable[float | None]) -> float | None:
     """The mean of the values that are numbers; None where there is none."""
     known = [value for value in values if value is not None and not math.isnan(value)]
     return sum(known) / len(known) if known else None
+
+
+def paired(gaps: Sequence[float]) -> tuple[float, float, float]:
+    """Return the mean of differences between pairs, and a 95 % interval around it.
+
+    The interval is Agresti and Min's (2005): two pseudo-pairs are added, so that equal scores do not pass for certainty.
+    """
+    n, total = len(gaps), sum(gaps)
+    middle = total / (n + 2)
+    spread = 1.959964 * math.sqrt(((sum(gap * gap for gap in gaps) + 1) / (n + 2) - middle * middle) / (n + 2))
+    return total / n, max(-1.0, middle - spread), min(1.0, middle + spread)
 
 
 def wilson(share: float, n: int, z: float = 1.959964) -> tuple[float, float]:

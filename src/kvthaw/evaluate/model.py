@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
+from kvthaw.engine.decode_loop import positions
 from kvthaw.errors import ConfigError, one_of
 
 if TYPE_CHECKING:
@@ -53,10 +54,14 @@ def load(name: str = SHIPPED, *, dtype: Dtype = "auto", device: str | None = Non
     return model.to(where).eval(), tokenizer
 
 
-def positions(model: PreTrainedModel) -> int | None:
-    """How many positions a model has, where its config says."""
-    value = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return None if value is None else int(value)
+def check_prompt(model: PreTrainedModel, tokens: int) -> None:
+    """Raise ConfigError, before any work is done, for a prompt that is empty or longer than the model's positions."""
+    if tokens == 0:
+        raise ConfigError("the prompt is empty")
+    limit = positions(model)
+    if limit is not None and tokens > limit:
+        most = f"the model's positions end at {limit:,}: raise max_position_embeddings or scale its RoPE"
+        raise ConfigError(f"the prompt has {tokens:,} tokens; {most}")
 
 
 def fingerprint(model: PreTrainedModel) -> str:

@@ -6,24 +6,25 @@ book is sent token by token (teacher-forced), so that every prediction that coun
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
+from kvthaw.engine.decode_loop import decode
 from kvthaw.engine.hf import Cache
+from kvthaw.engine.prefill import prefill
 from kvthaw.errors import ConfigError, at_least
-from kvthaw.evaluate.decode import check_prompt, forward_rows, prefill
 from kvthaw.evaluate.job import Progress
 from kvthaw.evaluate.machine import identity, now, versions
-from kvthaw.evaluate.metrics import mean
+from kvthaw.evaluate.model import check_prompt
 from kvthaw.evaluate.passages import opening, text_name, tokens_of
-from kvthaw.evaluate.results import AsLine, Kept, OfVariant
+from kvthaw.evaluate.results import BYTES, Record, ResultsFile, Setting, asked_budget, largest, means, shared
 from kvthaw.evaluate.rows import Forks, Rows, joined, spread
 from kvthaw.evaluate.tally import Tally
 from kvthaw.evaluate.variant import FULL, Variant, complete, fork, setting_of
@@ -61,117 +62,32 @@ class Course:
         return max(self.lengths) + self.steps + 1
 
 
-@dataclass(frozen=True, slots=True)
-class Setting(OfVariant):
-    """All that a line depends on; two lines of one setting are the same line. text: the hash of the text, "book" for what ships;
-    start: the token of it at which the sample begins."""
+def summarize(records: Sequence[Record], full: Sequence[Record]) -> dict[str, Any]:
+    """Pool the records of a variant at one length beside full attention's on the same samples, in the same order.
 
-    text: str
-    start: int
-    length: int
-    steps: int
-    seed: int
-
-
-@dataclass(frozen=True, slots=True)
-class Line(AsLine):
-    """One stretch under one variant. nll: of each token, in nats. Bytes and attended as in `kvthaw.Stats`; seconds: for indexing
-    and steps, a row's share of what they took together."""
-
-    setting: Setting
-    nll: tuple[float, ...]
-    held_budget: int | None
-    attended_mean: float | None
-    attended_max: int | None
-    kv_device_bytes: int
-    kv_dense_bytes: int
-    kv_host_bytes: int
-    seconds: float
-    versions: dict[str, str] = field(default_factory=dict)
-
-    @staticmethod
-    def from_json(text: str) -> Line:
-        """The reverse. Raises ValueError, KeyError or TypeError for anything else."""
-        data = json.loads(text)
-        data["setting"] = Setting(**data["setting"])
-        data["nll"] = tuple(data["nll"])
-        return Line(**data)
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """The stretches of one variant after so many tokens. nll: the mean in nats a token; perplexity: its exponential; difference: to
-    full attention's nll on the same tokens, difference_95 its normal interval over all of them."""
-
-    method: str
-    budget: int | float | None
-    retrieved: int | None
-    dense_layers: int
-    length: int
-    steps: int
-    n: int
-    nll: float
-    perplexity: float
-    full_nll: float
-    full_perplexity: float
-    difference: float
-    difference_95: tuple[float, float]
-    attended_mean: float | None
-    attended_max: int | None
-    kv_device_bytes: int
-    kv_dense_bytes: int
-    kv_host_bytes: int
-    seconds: float
-    text: str
-    seed: int
-    model: str
-    weights: str
-    dtype: str
-    device: str
-    versions: dict[str, str]
-
-    @staticmethod
-    def of(lines: Sequence[Line], full: Sequence[Line]) -> Summary:
-        """Pool the lines of a variant at one length beside full attention's on the same samples, in the same order."""
-        first, of = lines[0], lines[0].setting
-        own = [value for line in lines for value in line.nll]
-        theirs = [value for line in full for value in line.nll]
-        apart = [a - b for a, b in zip(own, theirs, strict=True)]
-        nll, full_nll, change = (sum(values) / len(values) for values in (own, theirs, apart))
-        spread = math.sqrt(sum((value - change) ** 2 for value in apart) / max(1, len(apart) - 1) / len(apart))
-        most = [line.attended_max for line in lines if line.attended_max is not None]
-        return Summary(
-            method=of.method,
-            budget=of.budget if of.budget is not None else first.held_budget,
-            retrieved=of.retrieved,
-            dense_layers=of.dense_layers,
-            length=of.length,
-            steps=of.steps,
-            n=len(lines),
-            nll=nll,
-            perplexity=math.exp(nll),
-            full_nll=full_nll,
-            full_perplexity=math.exp(full_nll),
-            difference=change,
-            difference_95=(change - 1.96 * spread, change + 1.96 * spread),
-            attended_mean=mean(line.attended_mean for line in lines),
-            attended_max=max(most) if most else None,
-            kv_device_bytes=max(line.kv_device_bytes for line in lines),
-            kv_dense_bytes=max(line.kv_dense_bytes for line in lines),
-            kv_host_bytes=max(line.kv_host_bytes for line in lines),
-            seconds=sum(line.seconds for line in lines),
-            text=of.text,
-            seed=min(line.setting.seed for line in lines),
-            model=of.model,
-            weights=of.weights,
-            dtype=of.dtype,
-            device=of.device,
-            versions=first.versions,
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """A plain dict, for JSON."""
-        return asdict(self)
+    nll: the mean in nats a token; perplexity: its exponential; difference: to full attention's nll on the same tokens,
+    difference_95 its normal interval over all of them.
+    """
+    own, theirs = ([value for record in of for value in record["nll"]] for of in (records, full))
+    apart = [a - b for a, b in zip(own, theirs, strict=True)]
+    nll, full_nll, change = (sum(values) / len(values) for values in (own, theirs, apart))
+    spread = math.sqrt(sum((value - change) ** 2 for value in apart) / max(1, len(apart) - 1) / len(apart))
+    return {
+        **shared(records, "method", "retrieved", "dense_layers", "length", "steps"),
+        "budget": asked_budget(records[0]),
+        "n": len(records),
+        "nll": nll,
+        "perplexity": math.exp(nll),
+        "full_nll": full_nll,
+        "full_perplexity": math.exp(full_nll),
+        "difference": change,
+        "difference_95": (change - 1.96 * spread, change + 1.96 * spread),
+        **means(records, "attended_mean"),
+        **largest(records, "attended_max", *BYTES),
+        "seconds": sum(record["seconds"] for record in records),
+        "seed": min(record["seed"] for record in records),
+        **shared(records, "text", "model", "weights", "dtype", "device", "versions"),
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,21 +98,6 @@ class Stretch:
     seeds: tuple[int, ...]
     variants: tuple[Variant, ...]
 
-    @property
-    def lines(self) -> int:
-        """How many lines it gives."""
-        return len(self.seeds) * len(self.variants)
-
-    @property
-    def name(self) -> str:
-        """What it is, in words."""
-        return f"perplexity {self.course.lengths[0]:,}, {len(self.seeds)} samples"
-
-    def halves(self) -> list[Stretch]:
-        """Two of half as many samples; none of a single one."""
-        middle = len(self.seeds) // 2
-        return [replace(self, seeds=some) for some in (self.seeds[:middle], self.seeds[middle:])] if middle else []
-
 
 class Reader:
     """A model, and what it has read so far. batch: samples that share their steps; see Rows. Each is prefilled alone."""
@@ -205,66 +106,55 @@ class Reader:
         self,
         model: PreTrainedModel,
         tokenizer: Any,
-        known: Kept[Line] | None = None,
+        known: ResultsFile | None = None,
         *,
         name: str = "model",
         batch: int | None = None,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
-        self.known: Kept[Line] = Kept(None, Line.from_json) if known is None else known
+        self.known = ResultsFile() if known is None else known
         self._same = identity(model, name)
         self._rows = Rows(model, batch)
         self._bodies: dict[str | None, list[int]] = {}  # the tokens of texts, which every setting asks for
 
     def run(
         self, course: Course, variants: Sequence[Variant], progress: Callable[[Progress], None] | None = None
-    ) -> dict[Variant, list[Summary]]:
-        """The summaries of every variant, and of FULL, by length. One prefill a sample, which grows from length to length, serves
-        all; only what is not known is computed.
+    ) -> dict[Variant, list[dict[str, Any]]]:
+        """The summaries of every variant, and of FULL, by length. One prefill a sample and length serves all of them; only what is
+        not known is computed.
 
         Raises ConfigError, before any work, for a setting that no cache would take and for a text or a model that is too short.
         """
         wanted = {asked: complete(self.model, asked) for asked in dict.fromkeys((*variants, FULL))}
         check_prompt(self.model, course.tokens - 1)
         lengths = sorted(set(course.lengths))
-        texts = {seed: self._place(course, seed) for seed in range(course.seed, course.seed + course.samples)}
-        setting = partial(self._setting, course)
-        every = list(dict.fromkeys(wanted.values()))
-        total, done = course.samples * len(lengths) * len(every), 0
+        seeds, every = range(course.seed, course.seed + course.samples), list(dict.fromkeys(wanted.values()))
+        for seed in seeds:
+            self._place(course, seed)  # a text that is too short is refused now
+        stretches = self.missing(course, every)
+        total = course.samples * len(lengths) * len(every)
+        done = total - sum(len(stretch.seeds) * len(stretch.variants) for stretch in stretches)
 
         def show(tokens: int, of: int, doing: str) -> None:
             if progress is not None:
                 progress(Progress(done, total, tokens, of, doing))
 
-        lacking: dict[tuple[tuple[Variant, ...], ...], list[int]] = {}
-        for seed in texts:
-            known = ([self.known.get(setting(variant, length, seed)) for variant in every] for length in lengths)
-            lack = tuple(tuple(v for v, line in zip(every, row, strict=True) if line is None) for row in known)
-            lacking.setdefault(lack, []).append(seed)
-        done = total - sum(len(seeds) * sum(map(len, lack)) for lack, seeds in lacking.items())
-        for lack, seeds in lacking.items():
-            for a, b in spread(len(seeds), self._rows.at(course.tokens)):
-                some = seeds[a:b]
-                missing = {
-                    length: {variant: [setting(variant, length, seed) for seed in some] for variant in of}
-                    for length, of in zip(lengths, lack, strict=True)
-                    if of
-                }
-                for found in self._lines([texts[seed][1] for seed in some], course.steps, missing, show):
-                    self.known.extend(found)
-                    done += len(found)
+        for stretch in stretches:
+            for found in self.compute(stretch, show):
+                self.known.add(*found)
+                done += len(found)
         show(0, 0, "done")
 
-        def lines(variant: Variant, length: int) -> list[Line]:
-            found = [self.known.get(setting(variant, length, seed)) for seed in texts]
-            return [line for line in found if line is not None]
+        def records(variant: Variant, length: int) -> list[Record]:
+            found = [self.known.get(self._setting(course, variant, length, seed)) for seed in seeds]
+            return [record for record in found if record is not None]
 
         return {
-            asked: [Summary.of(lines(variant, length), lines(FULL, length)) for length in lengths]
+            asked: [summarize(records(variant, length), records(FULL, length)) for length in lengths]
             for asked, variant in wanted.items()
         }
 
-    def missing(self, course: Course, wanted: Sequence[Variant], get: Callable[[Setting], Line | None]) -> list[Stretch]:
+    def missing(self, course: Course, wanted: Sequence[Variant]) -> list[Stretch]:
         """What is not known of a course under complete variants: at each length the samples that lack the same, as many at once as
         share their steps, each read from a place of its own.
 
@@ -276,7 +166,7 @@ class Reader:
             check_prompt(self.model, one.tokens - 1)
             for seed in range(course.seed, course.seed + course.samples):
                 of = {variant: self._setting(one, variant, length, seed) for variant in wanted}
-                lack = tuple(variant for variant, setting in of.items() if get(setting) is None)
+                lack = tuple(variant for variant, setting in of.items() if self.known.get(setting) is None)
                 if lack:
                     lacking.setdefault(lack, []).append(seed)
             for lack, seeds in lacking.items():
@@ -284,17 +174,24 @@ class Reader:
                 found += [Stretch(one, tuple(seeds[a:b]), lack) for a, b in spans]
         return found
 
-    def compute(self, stretch: Stretch, tell: Callable[[int, int, str], None] = lambda *_: None) -> Iterator[list[Line]]:
-        """The lines of a stretch, those of one variant at once."""
+    def compute(self, stretch: Stretch, tell: Callable[[int, int, str], None] = lambda *_: None) -> Iterator[list[Record]]:
+        """Prefill each text, then fork all of them for each variant. Yields the records of one variant at once."""
         course, (length,) = stretch.course, stretch.course.lengths
-        of = {variant: [self._setting(course, variant, length, seed) for seed in stretch.seeds] for variant in stretch.variants}
-        texts = [self._place(course, seed)[1] for seed in stretch.seeds]
-        return self._lines(texts, course.steps, {length: of}, tell)
+        texts, total = [self._place(course, seed)[1] for seed in stretch.seeds], len(stretch.seeds) * length
+        bases = [Cache(self.model, "full") for _ in texts]
+        for row, (base, ids) in enumerate(zip(bases, texts, strict=True)):
+            prefill(self.model, base, ids[:length], progress=lambda done, _, at=row * length: tell(at + done, total, "prefill"))  # type: ignore[misc]
+        together = joined(self.model, bases)
+        with Forks(together) as forks:
+            for variant in stretch.variants:
+                settings = [self._setting(course, variant, length, seed) for seed in stretch.seeds]
+                make = forks.fork if len(texts) > 1 else partial(fork, together)  # a single one is timed
+                yield self._read(settings, variant, partial(make, variant), [ids[length:] for ids in texts], tell)
 
     def _setting(self, course: Course, variant: Variant, length: int, seed: int) -> Setting:
-        """Of one sample of a course after `length` tokens."""
-        shared = {"steps": course.steps, "text": text_name(course.text), **setting_of(variant), **self._same}
-        return Setting(length=length, seed=seed, start=self._place(course, seed)[0], **shared)
+        """Return what a record of one sample after `length` tokens depends on. start: the token of the text where it begins."""
+        of = {"steps": course.steps, "text": text_name(course.text), "length": length, "seed": seed}
+        return {**self._same, **setting_of(variant), **of, "start": self._place(course, seed)[0]}
 
     def _place(self, course: Course, seed: int) -> tuple[int, list[int]]:
         """Where in the text a sample begins, and its tokens. Raises ConfigError for a text that is too short: one that began anew
@@ -309,34 +206,6 @@ class Reader:
         start = random.Random(seed).randint(0, len(body) - needed) if seed else 0
         return start, [*first, *body[start : start + needed]][: course.tokens]
 
-    def _lines(
-        self,
-        texts: list[list[int]],
-        steps: int,
-        missing: dict[int, dict[Variant, list[Setting]]],
-        show: Callable[[int, int, str], None],
-    ) -> Iterator[list[Line]]:
-        """Prefill each text to each length in turn, then fork all of them for each variant; settings: one a text."""
-        bases, held = [Cache(self.model, "full") for _ in texts], 0
-        for length, variants in missing.items():
-            total = len(texts) * (length - held)
-            for row, (base, ids) in enumerate(zip(bases, texts, strict=True)):
-                before = row * (length - held)
-                prefill(
-                    self.model,
-                    base,
-                    ids[held:length],
-                    progress=lambda done, _, before=before, total=total: show(before + done, total, "prefill"),  # type: ignore[misc]
-                )
-            held, last = length, length == max(missing)
-            together = joined(self.model, bases if last else [base.fork("full") for base in bases])
-            with Forks(together) as forks:
-                for variant, settings in variants.items():
-                    make = forks.fork if len(texts) > 1 else partial(fork, together)  # a single one is timed
-                    yield self._read(
-                        settings, variant, partial(make, variant), [ids[length : length + steps + 1] for ids in texts], show
-                    )
-
     def _read(
         self,
         settings: list[Setting],
@@ -344,36 +213,42 @@ class Reader:
         make: Callable[[], Cache],
         texts: list[list[int]],
         show: Callable[[int, int, str], None],
-    ) -> list[Line]:
-        """Send all of each row's text but its last token through the fork that `make` makes, one by one, and score all but the
-        first."""
-        doing, steps = f"{variant.method} {variant.budget or variant.retrieved or ''}".strip(), settings[0].steps
+    ) -> list[Record]:
+        """Send each row's text but its last token through a fork, one by one, and score all tokens but the first."""
+        doing, steps = f"{variant.method} {variant.budget or variant.retrieved or ''}".strip(), settings[0]["steps"]
         show(0, steps, doing)
         start = now(self.model.device)
         cache = make()
-        tally, nll = Tally(cache), []
-        tokens = torch.tensor(texts, device=self.model.device)
-        for step in range(steps):
-            logits = forward_rows(self.model, cache, [[ids[step]] for ids in texts])
-            scores = torch.log_softmax(logits.float(), dim=-1)
-            nll.append(-scores.gather(1, tokens[:, step + 1 : step + 2])[:, 0])
-            show(step + 1, steps, doing)
-        stats, dense = tally.rows([steps] * len(texts)), cache.settings.method.dense
+        tally, nll = Tally(cache), list[Tensor]()
+        tokens = torch.tensor(texts, device=self.model.device)[:, : steps + 1]
+        sent = 0
+
+        def score(logits: Tensor) -> Tensor | None:
+            nonlocal sent
+            if sent:
+                scores = torch.log_softmax(logits.float(), dim=-1)
+                nll.append(-scores.gather(1, tokens[:, sent : sent + 1])[:, 0])
+            sent += 1
+            return tokens[:, sent - 1] if sent <= steps else None
+
+        for _ in decode(self.model, cache, torch.empty(0), score):
+            show(sent, steps, doing)
+        stats = tally.rows([steps] * len(texts))
         tally.detach()
-        cache.layers.clear()  # a cache refers to itself; its rows go before the next one's come
+        cache.layers.clear()  # its rows go before the next one's come
         seconds = (now(self.model.device) - start) / len(texts)
         return [
-            Line(
-                setting=setting,
-                nll=tuple(round(value, 6) for value in values),
-                held_budget=row.budget,
-                attended_mean=row.attended_mean,
-                attended_max=row.attended_max,
-                kv_device_bytes=row.kv_dense_bytes if dense else row.kv_device_bytes,
-                kv_dense_bytes=0 if dense else row.kv_dense_bytes,
-                kv_host_bytes=row.kv_host_bytes,
-                seconds=seconds,
-                versions=versions(),
+            Record(
+                setting,
+                {
+                    "nll": [round(value, 6) for value in values],
+                    **{name: value for name, value in row.measures().items() if name in _MEASURES},
+                    "seconds": seconds,
+                    "versions": versions(),
+                },
             )
             for setting, row, values in zip(settings, stats, torch.stack(nll, dim=1).tolist(), strict=True)
         ]
+
+
+_MEASURES = ("held_budget", "attended_mean", "attended_max", *BYTES)

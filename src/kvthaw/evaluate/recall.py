@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-import gc
-import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+import torch
+from torch import Tensor
+
+from kvthaw.engine.decode_loop import decode, generate
 from kvthaw.engine.hf import Cache
+from kvthaw.engine.prefill import prefill
+from kvthaw.engine.sampling import Sampling, draw
 from kvthaw.errors import ConfigError, at_least, one_of
-from kvthaw.evaluate.decode import Pick, check_prompt, forward, prefill, sampler
 from kvthaw.evaluate.job import Progress
 from kvthaw.evaluate.machine import identity, now, versions
+from kvthaw.evaluate.model import check_prompt
 from kvthaw.evaluate.passages import PASSAGES, Kind, Passage, text_name
 from kvthaw.evaluate.probe import Probe, Quality
-from kvthaw.evaluate.results import AsLine, Kept, OfVariant
+from kvthaw.evaluate.results import Record, ResultsFile, Setting
 from kvthaw.evaluate.variant import Variant, complete, setting_of
 from kvthaw.methods import resolve
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PreTrainedModel
 
 Follow = Literal["text", "full", "own"]
@@ -67,53 +71,8 @@ class Study:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting(OfVariant):
-    """All that a line depends on; two lines of one setting are the same line. text: the hash of the text, "book" for what ships."""
-
-    kind: str
-    text: str
-    length: int
-    steps: int
-    seed: int
-    probe: int
-    follow: str
-    temperature: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Line(AsLine):
-    """One passage under one variant.
-
-    prompt: tokens. bins: steps in order, cut into Study.bins parts. layers: by the layer's number, of those under the method;
-    heads: of each, its KV heads. held_budget: the promise that the cache kept. prefill_s: shared by all variants; seconds: for
-    indexing and steps, without the probe's.
-    """
-
-    setting: Setting
-    prompt: int
-    steps: int
-    held_budget: int | None
-    bins: tuple[Quality, ...]
-    layers: dict[int, Quality]
-    heads: dict[int, tuple[Quality, ...]]
-    prefill_s: float
-    seconds: float
-    versions: dict[str, str] = field(default_factory=dict)
-
-    @staticmethod
-    def from_json(text: str) -> Line:
-        """The reverse. Raises ValueError, KeyError or TypeError for anything else."""
-        data = json.loads(text)
-        data["setting"] = Setting(**data["setting"])
-        data["bins"] = tuple(Quality(**part) for part in data["bins"])
-        data["layers"] = {int(layer): Quality(**part) for layer, part in data["layers"].items()}
-        data["heads"] = {int(layer): tuple(Quality(**part) for part in parts) for layer, parts in data["heads"].items()}
-        return Line(**data)
-
-
-@dataclass(frozen=True, slots=True)
 class Summary:
-    """All lines of one variant. means: over everything; by kind of prompt, by bin of the steps, by layer and by KV head of it."""
+    """All records of one variant. means: over everything; by kind of prompt, by bin of the steps, by layer and by KV head of it."""
 
     study: Study
     variant: Variant
@@ -129,25 +88,31 @@ class Summary:
     versions: dict[str, str]
 
     @staticmethod
-    def of(study: Study, variant: Variant, lines: Sequence[Line]) -> Summary:
-        """Pool the lines of a variant, of one study."""
-        first, pool = lines[0], Quality.pooled
+    def of(study: Study, variant: Variant, records: Sequence[Record]) -> Summary:
+        """Pool the records of a variant, of one study."""
+        first, pool = records[0], Quality.pooled
+        bins = [[Quality(**part) for part in record["bins"]] for record in records]
+        of_kind = {
+            kind: [part for record, of in zip(records, bins, strict=True) if record["kind"] == kind for part in of]
+            for kind in study.kinds
+        }
+
+        def pooled(name: str, layer: str) -> list[list[Quality]]:
+            return [[Quality(**part) for part in parts] for parts in zip(*(r[name][layer] for r in records), strict=True)]
+
         return Summary(
             study,
             variant,
             first.setting,
-            len(lines),
-            first.held_budget,
-            pool([part for line in lines for part in line.bins]),
-            {kind: pool([part for line in lines if line.setting.kind == kind for part in line.bins]) for kind in study.kinds},
-            tuple(pool(parts) for parts in zip(*(line.bins for line in lines), strict=True)),
-            {layer: pool([line.layers[layer] for line in lines]) for layer in first.layers},
-            {
-                layer: tuple(pool(parts) for parts in zip(*(line.heads[layer] for line in lines), strict=True))
-                for layer in first.heads
-            },
-            sum(line.seconds for line in lines),
-            first.versions,
+            len(records),
+            first["held_budget"],
+            pool([part for of in bins for part in of]),
+            {kind: pool(parts) for kind, parts in of_kind.items()},
+            tuple(pool(parts) for parts in zip(*bins, strict=True)),
+            {int(layer): pool([Quality(**record["layers"][layer]) for record in records]) for layer in first["layers"]},
+            {int(layer): tuple(pool(parts) for parts in pooled("heads", layer)) for layer in first["heads"]},
+            sum(record["seconds"] for record in records),
+            first["versions"],
         )
 
     def quarters(self) -> tuple[Quality, ...]:
@@ -158,13 +123,9 @@ class Summary:
     def to_dict(self) -> dict[str, Any]:
         """A plain dict, for JSON, to six digits. Where a number of rows was asked for, their recall also stands under
         recall_at_<number>."""
-        setting = asdict(self.setting)
-        about = {
-            name: setting.pop(name) for name in ("method", "budget", "retrieved", "dense_layers", "length", "steps", "probe")
-        }
-        setting.pop("kind")
-        last = self.study.steps
-        edges = [(i * last // len(self.bins), (i + 1) * last // len(self.bins)) for i in range(len(self.bins))]
+        about = {name: value for name, value in self.setting.items() if name not in ("kind", "options")}
+        last, count = self.study.steps, len(self.bins)
+        edges = [(i * last // count, (i + 1) * last // count) for i in range(count)]
         return {
             **about,
             "samples": self.samples,
@@ -178,22 +139,23 @@ class Summary:
                 for layer, part in self.layers.items()
             ],
             "seconds": self.seconds,
-            **setting,
             "versions": self.versions,
         }
 
     def _named(self, part: Quality) -> dict[str, Any]:
         found = {name: None if value is None else round(value, 6) for name, value in part.to_dict().items()}
-        count = self.setting.retrieved
+        count = self.setting["retrieved"]
         return found if count is None else found | {f"recall_at_{count}": found["recall_at_rows"]}
 
 
 class Watcher:
     """A model, and what has been seen of it so far."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any, known: Kept[Line] | None = None, *, name: str = "model") -> None:
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: Any, known: ResultsFile | None = None, *, name: str = "model"
+    ) -> None:
         self.model, self.tokenizer = model, tokenizer
-        self.known: Kept[Line] = Kept(None, Line.from_json) if known is None else known
+        self.known = ResultsFile() if known is None else known
         self._same = identity(model, name)
 
     def run(
@@ -230,35 +192,34 @@ class Watcher:
         summaries = []
         for variant in wanted:
             lines = [self.known.get(self._setting(study, variant, kind, seed)) for kind, seed in cells]
-            summaries.append(Summary.of(study, variant, [line for line in lines if line is not None]))
+            summaries.append(Summary.of(study, variant, [record for record in lines if record is not None]))
         return summaries
 
     def _setting(self, study: Study, variant: Variant, kind: str, seed: int) -> Setting:
-        return Setting(
-            kind=kind,
-            text=text_name(study.text),
-            length=study.length,
-            steps=study.steps,
-            seed=seed,
-            probe=study.probe,
-            follow=study.follow,
-            temperature=None if study.follow == "text" else study.temperature,
-            **(setting_of(variant) | self._same),
-        )
+        return {
+            **self._same,
+            **setting_of(variant),
+            "kind": kind,
+            "text": text_name(study.text),
+            "length": study.length,
+            "steps": study.steps,
+            "seed": seed,
+            "probe": study.probe,
+            "follow": study.follow,
+            "temperature": None if study.follow == "text" else study.temperature,
+        }
 
     def _lines(
         self, study: Study, passage: Passage, settings: dict[Variant, Setting], show: Callable[[int, int, str], None]
-    ) -> Iterator[Line]:
+    ) -> Iterator[Record]:
         """Prefill once, then fork for each variant."""
         base = Cache(self.model, "full")
         start = now(self.model.device)
         logits = prefill(self.model, base, passage.prompt, progress=lambda done, total: show(done, total, "prefill"))
         prefill_s = now(self.model.device) - start
         if study.follow == "full":
-            seed = next(iter(settings.values())).seed
-            passage = replace(
-                passage, rest=self._written(base, logits, len(passage.rest), sampler(study.temperature, seed), show)
-            )
+            how = Sampling(study.temperature, seed=next(iter(settings.values()))["seed"])
+            passage = replace(passage, rest=self._written(base, logits, len(passage.rest), how, show))
         for variant, setting in settings.items():
             doing = f"{variant.method} {variant.budget or variant.retrieved}"
             show(0, len(passage.rest), doing)
@@ -266,25 +227,45 @@ class Watcher:
             cache = base.fork(variant.method, **_limits(variant))
             cache.wait()
             probe = Probe(cache, every=study.probe, reference=base)
-            pick: Pick | None = sampler(study.temperature, setting.seed) if study.follow == "own" else None
-            after = logits
-            for step, token in enumerate(passage.rest):
-                after = forward(self.model, cache, [token if pick is None else pick(after)])
-                show(step + 1, len(passage.rest), doing)
+            own = Sampling(study.temperature, seed=setting["seed"]) if study.follow == "own" else None
+            self._send(cache, logits, passage.rest, own, partial(_told, show, len(passage.rest), doing))
             seconds = now(self.model.device) - start - probe.seconds
             probe.detach()
             yield _line(setting, study, passage, cache, probe, prefill_s, seconds)
-            del cache, probe
-            gc.collect()  # a cache refers to itself; its host rows go before the next one's come
+            del cache, probe  # its host rows go before the next one's come
 
-    def _written(self, base: Cache, logits: Tensor, steps: int, pick: Pick, show: Callable[[int, int, str], None]) -> list[int]:
-        """What the model writes with full attention after the cache's tokens; the cache stays as it is."""
-        cache, written = base.fork("full"), []
-        for step in range(steps):
-            written.append(pick(logits))
-            logits = forward(self.model, cache, written[-1:])
-            show(step + 1, steps, "full attention writes")
+    def _send(
+        self, cache: Cache, logits: Tensor, rest: Sequence[int], how: Sampling | None, tell: Callable[[int], None]
+    ) -> None:
+        """Send tokens through a cache one by one: those of `rest`, or as many that the model draws."""
+        sent = 0
+
+        def choose(after: Tensor) -> list[int] | None:
+            nonlocal sent
+            sent += 1
+            if sent > len(rest):
+                return None
+            if how is None:
+                return [rest[sent - 1]]
+            drawn: list[int] = draw(after, [how], torch.tensor([cache.get_seq_length()], device=after.device)).tolist()
+            return drawn
+
+        for _ in decode(self.model, cache, logits[None], choose):
+            tell(sent)
+
+    def _written(
+        self, base: Cache, logits: Tensor, steps: int, how: Sampling, show: Callable[[int, int, str], None]
+    ) -> list[int]:
+        """Return what the model writes with full attention after the cache's tokens; the cache stays as it is."""
+        written = []
+        for token in generate(self.model, base.fork("full"), logits, limit=steps, sampling=how):
+            written.append(token)
+            show(len(written), steps, "full attention writes")
         return written
+
+
+def _told(show: Callable[[int, int, str], None], of: int, doing: str, step: int) -> None:
+    show(step, of, doing)
 
 
 def _limits(variant: Variant) -> dict[str, Any]:
@@ -293,21 +274,28 @@ def _limits(variant: Variant) -> dict[str, Any]:
 
 def _line(
     setting: Setting, study: Study, passage: Passage, cache: Cache, probe: Probe, prefill_s: float, seconds: float
-) -> Line:
+) -> Record:
+    """Return the record of one passage under one variant.
+
+    prompt: tokens. bins: steps in order, cut into Study.bins parts. layers: by the layer's number, of those under the method;
+    heads: of each, its KV heads. held_budget: the promise that the cache kept. prefill_s: shared by all variants; seconds: for
+    indexing and steps, without the probe's.
+    """
     seen, before, steps = probe.observations, len(passage.prompt), len(passage.rest)
     numbers = sorted({one.layer for one in seen})
     by_layer = {number: [one for one in seen if one.layer == number] for number in numbers}
     heads = {number: list(zip(*(one.heads() for one in of), strict=True)) for number, of in by_layer.items()}
     bins = [(one.length - before - 1) * study.bins // steps for one in seen]
-    return Line(
-        setting=setting,
-        prompt=before,
-        steps=steps,
-        held_budget=cache.stats().budget,
-        bins=tuple(Quality.of([one for one, at in zip(seen, bins, strict=True) if at == i]) for i in range(study.bins)),
-        layers={number: Quality.of(of) for number, of in by_layer.items()},
-        heads={number: tuple(Quality.of(of) for of in parts) for number, parts in heads.items()},
-        prefill_s=prefill_s,
-        seconds=seconds,
-        versions=versions(),
-    )
+    parts = [Quality.of([one for one, at in zip(seen, bins, strict=True) if at == i]) for i in range(study.bins)]
+    measures = {
+        "prompt": before,
+        "steps": steps,
+        "held_budget": cache.stats().budget,
+        "bins": [asdict(part) for part in parts],
+        "layers": {str(number): asdict(Quality.of(of)) for number, of in by_layer.items()},
+        "heads": {str(number): [asdict(Quality.of(of)) for of in each] for number, each in heads.items()},
+        "prefill_s": prefill_s,
+        "seconds": seconds,
+        "versions": versions(),
+    }
+    return Record(setting, measures)

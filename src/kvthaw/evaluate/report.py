@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from kvthaw.evaluate import perplexity, recall
+from kvthaw.evaluate import recall
 from kvthaw.evaluate.metrics import mean
 from kvthaw.evaluate.probe import Quality
-from kvthaw.evaluate.results import Summary
+
+Summary = dict[str, Any]
 
 _COLUMNS = (
     "length",
@@ -34,35 +36,30 @@ _COLUMNS = (
 def table(summaries: Sequence[Summary]) -> Table:
     """One row a run; shares in percent."""
     first = summaries[0]
-    samples = " / ".join(dict.fromkeys(str(row.n) for row in summaries))
-    made = Table(
-        title=f"{first.task}: {samples} samples, question {first.question}, {first.model} in {first.dtype} on {first.device}",
-        box=SIMPLE_HEAD,
-    )
-    for name in _COLUMNS:
-        made.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
-    length = first.length
+    samples = " / ".join(dict.fromkeys(str(row["n"]) for row in summaries))
+    made = _table(f"{first['task']}: {samples} samples, question {first['question']}, {_on(first)}", _COLUMNS)
+    length = first["length"]
     for row in summaries:
-        if row.length != length:
+        if row["length"] != length:
             made.add_section()
-            length = row.length
-        low, high = row.accuracy_95
+            length = row["length"]
+        low, high = row["accuracy_95"]
         made.add_row(
-            f"{row.length:,}",
-            row.method,
-            "-" if row.budget is None else str(row.budget),
-            str(row.dense_layers),
-            percent(row.accuracy),
-            percent(row.full_accuracy),
+            f"{row['length']:,}",
+            row["method"],
+            "-" if row["budget"] is None else str(row["budget"]),
+            str(row["dense_layers"]),
+            percent(row["accuracy"]),
+            percent(row["full_accuracy"]),
             f"{100 * low:.0f}-{100 * high:.0f}",
-            "all" if row.attended_mean is None else f"{row.attended_mean:.0f}",
-            percent(row.attention_mass),
-            percent(row.recall_at_k),
-            percent(row.hit_rate),
-            mebibytes(row.kv_device_bytes),
-            mebibytes(row.kv_host_bytes),
-            "-" if row.ttft_s is None else f"{row.ttft_s:.2f}",
-            "-" if row.tpot_s is None else f"{1000 * row.tpot_s:.1f}",
+            "all" if row["attended_mean"] is None else f"{row['attended_mean']:.0f}",
+            percent(row["attention_mass"]),
+            percent(row["recall_at_k"]),
+            percent(row["hit_rate"]),
+            mebibytes(row["kv_device_bytes"]),
+            mebibytes(row["kv_host_bytes"]),
+            "-" if row["ttft_s"] is None else f"{row['ttft_s']:.2f}",
+            "-" if row["tpot_s"] is None else f"{1000 * row['tpot_s']:.1f}",
         )
     return made
 
@@ -71,21 +68,21 @@ def by_task(summaries: Sequence[Summary]) -> Table:
     """Accuracy in percent of several tasks side by side, and their mean: one row a length, method, budget and dense layers, full
     attention's first."""
     first = summaries[0]
-    tasks = list(dict.fromkeys(row.task for row in summaries))
-    counts = dict.fromkeys(row.n for row in summaries)
+    tasks = list(dict.fromkeys(row["task"] for row in summaries))
+    counts = dict.fromkeys(row["n"] for row in summaries)
     samples = f"{' / '.join(map(str, counts))} sample{'s' * (max(counts) > 1)}"
-    title = f"accuracy, {samples} a cell, question {first.question}, {first.model} in {first.dtype} on {first.device}"
+    title = f"accuracy, {samples} a cell, question {first['question']}, {_on(first)}"
     made = _table(
         title, ("length", "method", "budget", "dense\nlayers", *(name.replace("_", "\n", 1) for name in tasks), "mean")
     )
     rows: dict[tuple[int, str, str, int], dict[str, float]] = {}
     for row in summaries:  # full attention first, on the same samples
-        if row.full_accuracy is not None:
-            rows.setdefault((row.length, "full", "-", 0), {})[row.task] = row.full_accuracy
+        if row["full_accuracy"] is not None:
+            rows.setdefault((row["length"], "full", "-", 0), {})[row["task"]] = row["full_accuracy"]
     for row in summaries:
-        budget = "-" if row.budget is None else str(row.budget)
-        rows.setdefault((row.length, row.method, budget, row.dense_layers), {})[row.task] = row.accuracy
-    length = first.length
+        budget = "-" if row["budget"] is None else str(row["budget"])
+        rows.setdefault((row["length"], row["method"], budget, row["dense_layers"]), {})[row["task"]] = row["accuracy"]
+    length = first["length"]
     for (size, method, budget, dense), found in sorted(rows.items(), key=lambda item: item[0][0]):
         if size != length:
             made.add_section()
@@ -100,10 +97,10 @@ def recall_tables(summaries: Sequence[recall.Summary]) -> list[Table]:
     first = summaries[0]
     kinds = first.study.kinds
     count = f"{first.samples} prompt" + "s" * (first.samples > 1)
-    title = f"recall: {count} ({', '.join(kinds)}), {first.study.steps} steps, {_where(first.setting)}"
+    title = f"recall: {count} ({', '.join(kinds)}), {first.study.steps} steps, {_on(first.setting)}"
     whole = _table(title, (*_WHOSE, *_QUALITY))
     for i, row in enumerate(summaries):
-        if i and (row.setting.length != summaries[i - 1].setting.length or len(kinds) > 1):
+        if i and (row.setting["length"] != summaries[i - 1].setting["length"] or len(kinds) > 1):
             whole.add_section()
         whole.add_row(*_whose(row), *_quality(row.means))
         for kind in kinds if len(kinds) > 1 else ():
@@ -121,7 +118,7 @@ def drift_table(summaries: Sequence[recall.Summary]) -> Table:
     first = summaries[0].study
     sent = {"text": "the text's own", "full": "full attention's, for all", "own": "each method's own"}[first.follow]
     drawn = "" if first.follow == "text" else f", temperature {first.temperature}"
-    title = f"drift: {first.steps:,} tokens ({sent}{drawn}) after {first.length:,}, {_where(summaries[0].setting)}"
+    title = f"drift: {first.steps:,} tokens ({sent}{drawn}) after {first.length:,}, {_on(summaries[0].setting)}"
     made = _table(title, (*_WHOSE[1:], "", "1st\nquarter", "2nd", "3rd", "last", "last -\nfirst"))
     for i, row in enumerate(summaries):
         if i:
@@ -143,23 +140,87 @@ def drift_table(summaries: Sequence[recall.Summary]) -> Table:
     return made
 
 
-def perplexity_table(summaries: Sequence[perplexity.Summary]) -> Table:
+def perplexity_table(summaries: Sequence[Summary]) -> Table:
     """Perplexity by position, and in the last column the mean distance to full attention in nats a token: one row a variant."""
     first = summaries[0]
-    lengths = list(dict.fromkeys(row.length for row in summaries))
-    places = f"{first.n} place" + "s" * (first.n > 1)
-    where = f"{first.model} in {first.dtype} on {first.device}"
-    title = f"perplexity after so many tokens: {first.steps} tokens each, {places} in the text, {where}"
+    lengths = list(dict.fromkeys(row["length"] for row in summaries))
+    places = f"{first['n']} place" + "s" * (first["n"] > 1)
+    title = f"perplexity after so many tokens: {first['steps']} tokens each, {places} in the text, {_on(first)}"
     made = _table(title, ("method", "budget", "dense\nlayers", *(f"{length:,}" for length in lengths), "nats over\nfull"))
-    rows: dict[tuple[str, str, int], dict[int, perplexity.Summary]] = {}
+    rows: dict[tuple[str, str, int], dict[int, Summary]] = {}
     for row in summaries:
-        budget = f"{row.retrieved} rows" if row.retrieved is not None else "-" if row.budget is None else str(row.budget)
-        rows.setdefault((row.method, budget, row.dense_layers), {})[row.length] = row
+        budget = (
+            f"{row['retrieved']} rows" if row["retrieved"] is not None else "-" if row["budget"] is None else str(row["budget"])
+        )
+        rows.setdefault((row["method"], budget, row["dense_layers"]), {})[row["length"]] = row
     for (method, budget, dense), found in rows.items():
-        over = mean(row.difference for row in found.values())
-        values = [f"{found[length].perplexity:.2f}" for length in lengths]
+        over = mean(row["difference"] for row in found.values())
+        values = [f"{found[length]['perplexity']:.2f}" for length in lengths]
         made.add_row(method, budget, str(dense), *values, "-" if over is None else f"{over:+.3f}")
     return made
+
+
+def by_benchmark(summaries: Sequence[Summary]) -> Table:
+    """Scores in percent, a row a benchmark and a column a variant, and their mean over the benchmarks."""
+    first, variants = summaries[0], list(dict.fromkeys(map(_column, summaries)))
+    title = f"avg@{first['samples']}, question {first['question']}, {_on(first)}"
+    made = _table(title, ("benchmark", "questions", *variants))
+    every: dict[str, list[float]] = {variant: [] for variant in variants}
+    for benchmark in dict.fromkeys(row["benchmark"] for row in summaries):
+        rows = {_column(row): row for row in summaries if row["benchmark"] == benchmark}
+        for variant in variants:
+            every[variant].append(rows[variant]["score"])
+        made.add_row(benchmark, f"{rows[variants[0]]['n']:,}", *(percent(rows[variant]["score"]) for variant in variants))
+    made.add_section()
+    made.add_row("mean", "", *(percent(mean(values)) for values in every.values()))
+    return made
+
+
+def scores(summaries: Sequence[Summary]) -> Table:
+    """Scores of a published benchmark: one row a variant; shares in percent."""
+    first, drawn = summaries[0], ""
+    if first["temperature"]:
+        answers = f"{first['samples']} answer{'s' * (first['samples'] > 1)} each"
+        drawn = f", {answers} at temperature {first['temperature']:g}, top-p {first['top_p']:g}"
+    questions = f"{first['n']} question{'s' * (first['n'] > 1)}"
+    title = f"{first['benchmark']}: {questions}{drawn}, question {first['question']}, {_on(first)}"
+    ks = [k for k in first["pass_at"] if k > 1]
+    extra = list(dict.fromkeys(name for row in summaries for name in row["scores"]))
+    columns = ("method", "budget", "dense\nlayers", f"avg@{first['samples']}", "95 %", *(f"pass@{k}" for k in ks), *extra)
+    made = _table(title, (*columns, "ended", "tokens\nprompt", "tokens\nanswer", "tokens\nattended", "hit\nrate"))
+    for row in summaries:
+        made.add_row(
+            row["method"],
+            _limit(row),
+            str(row["dense_layers"]),
+            percent(row["score"]),
+            "-" if row["score_95"] is None else "{:.0f}-{:.0f}".format(*(100 * side for side in row["score_95"])),
+            *(percent(row["pass_at"].get(k)) for k in ks),
+            *(percent(row["scores"].get(name)) for name in extra),
+            percent(row["ended"]),
+            f"{row['tokens']:,.0f}",
+            f"{row['new_tokens']:,.0f}",
+            "all" if row["attended_mean"] is None else f"{row['attended_mean']:,.1f}",
+            percent(row["hit_rate"]),
+        )
+    return made
+
+
+def _column(row: Summary) -> str:
+    asked = _limit(row).replace("-", "")
+    return (
+        str(row["method"]) + (f"\n{asked}" if asked else "") + (f"\n{row['dense_layers']} dense" if row["dense_layers"] else "")
+    )
+
+
+def _limit(row: Summary) -> str:
+    if row["budget"] is None and row["retrieved"] is None:
+        return "-"
+    return str(row["budget"] or f"{row['retrieved']} retrieved")
+
+
+def _on(row: Summary) -> str:
+    return f"{row['model']} in {row['dtype']} on {row['device']}"
 
 
 _WHOSE = ("length", "method", "budget")
@@ -179,24 +240,20 @@ _QUALITY = (
 def _table(title: str, columns: Sequence[str]) -> Table:
     made = Table(title=title, box=SIMPLE_HEAD)
     for name in columns:
-        made.add_column(name, justify="left" if name in ("method", "") else "right", no_wrap=True)
+        made.add_column(name, justify="left" if name in ("method", "benchmark", "") else "right", no_wrap=True)
     return made
 
 
 def _whose(row: recall.Summary) -> tuple[str, str, str]:
     of = row.setting
-    asked = f"{of.retrieved} rows" if of.retrieved is not None else str(of.budget)
-    return f"{of.length:,}", of.method + (f" ({of.dense_layers} dense)" if of.dense_layers else ""), asked
+    asked = f"{of['retrieved']} rows" if of["retrieved"] is not None else str(of["budget"])
+    return f"{of['length']:,}", of["method"] + (f" ({of['dense_layers']} dense)" if of["dense_layers"] else ""), asked
 
 
 def _quality(part: Quality) -> list[str]:
     shares = [part.recall_at_k, part.recall_at_rows, part.ceiling, part.attention_mass, part.mass_of_exact]
     shares += [part.retrieved_of_exact, part.ceiling_of_exact, part.output_error]
     return ["-" if part.rows is None else f"{part.rows:.0f}", *map(percent, shares)]
-
-
-def _where(setting: recall.Setting) -> str:
-    return f"{setting.model} in {setting.dtype} on {setting.device}"
 
 
 def percent(value: float | None) -> str:

@@ -1,4 +1,4 @@
-"""What a run writes: one line a sample and variant, kept in a file that a later run continues, and their summary."""
+"""Results: one record a run, kept as lines of JSON in a file that a later run continues."""
 
 from __future__ import annotations
 
@@ -6,317 +6,179 @@ import errno
 import fcntl
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Generic, Protocol, TypeVar
+from typing import IO, Any
 
 from kvthaw.errors import ConfigError
-from kvthaw.evaluate.metrics import mean, wilson
+from kvthaw.evaluate.metrics import mean, paired, wilson
 
-
-class AsKey:
-    """A dataclass that all of a line depends on. Its fields hold plain values."""
-
-    __slots__ = ()
-
-    def key(self) -> str:
-        """The setting as one string, of all fields that it is compared by."""
-        compared = (one.name for one in fields(self) if one.compare)  # type: ignore[arg-type]
-        return json.dumps({name: getattr(self, name) for name in compared}, sort_keys=True)
+Setting = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class OfModel(AsKey):
-    """What every line depends on. model, weights: its name and the fingerprint of its weights. kvthaw: its version."""
+class Record:
+    """What a result depends on, and what was measured; plain values, as JSON has them.
 
-    model: str
-    weights: str
-    dtype: str
-    device: str
-    kvthaw: str
-
-
-class AsLine:
-    """A dataclass that is written as a line."""
-
-    __slots__ = ()
-
-    def to_json(self) -> str:
-        """One line of JSON."""
-        return json.dumps(asdict(self))  # type: ignore[call-overload]
-
-
-@dataclass(frozen=True, slots=True)
-class OfVariant(OfModel):
-    """What every line of a method depends on. budget, retrieved: as asked for. options: a digest of all options that the method
-    had, those that were not given as well; "" in lines from before it was kept. It is no part of the key: a line whose options are
-    not those of today is out of date."""
-
-    method: str
-    budget: int | float | None
-    retrieved: int | None
-    dense_layers: int
-    options: str = field(default="", kw_only=True, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Setting(OfVariant):
-    """All that a line depends on; two lines of one setting are the same line.
-
-    depth: where the fact was asked to stand, 0..1, None if left to the task. question: "dense" or "sparse". probe: observed every
-    n-th step, 0 for none. source: a hash of the haystack and files that were given, "" for what ships.
-    """
-
-    task: str
-    length: int
-    seed: int
-    depth: float | None
-    question: str
-    probe: int
-    source: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Line(AsLine):
-    """One sample under one variant. Bytes are of K and V; seconds are wall time without the probe's.
-
-    accuracy: the share of the answers that the output holds. prompt: tokens. held_budget: the promise that the cache kept.
-    attended: tokens read per KV head and step. kv_device_bytes: of the layers under the method; kv_dense_bytes: of the first
-    layers kept dense beside it. prefill_s: shared by all variants; index_s: offloading and indexing after it; ttft_s, tt2t_s:
-    from the start of the prefill, with index_s where the cache was needed by then; tpot_s: (end - first) / (tokens - 1). None where
-    samples shared their steps.
+    The setting's "options", a digest of a method's options, is no part of the key: a record with other options is out of date.
     """
 
     setting: Setting
-    prompt: int
-    output: str
-    answers: tuple[str, ...]
-    at: float | None
-    accuracy: float
-    held_budget: int | None
-    retrieved: float | None
-    attended_mean: float | None
-    attended_max: int | None
-    attention_mass: float | None
-    recall_at_k: float | None
-    output_error: float | None
-    hit_rate: float | None
-    sparse_steps: int
-    kv_device_bytes: int
-    kv_dense_bytes: int
-    kv_host_bytes: int
-    new_tokens: int
-    prefill_s: float | None
-    index_s: float | None
-    ttft_s: float | None
-    tt2t_s: float | None
-    tpot_s: float | None
-    versions: dict[str, str] = field(default_factory=dict)
+    measures: dict[str, Any]
 
-    @staticmethod
-    def from_json(text: str) -> Line:
-        """The reverse. Raises ValueError, KeyError or TypeError for anything else."""
-        data = json.loads(text)
-        data["setting"] = Setting(**data["setting"])
-        data["answers"] = tuple(data["answers"])
-        return Line(**data)
-
-
-class Keyed(Protocol):
-    """What a line depends on."""
-
-    def key(self) -> str:
-        """All of it as one string."""
-
-
-class Written(Protocol):
-    """A line of a results file."""
+    def __getitem__(self, name: str) -> Any:
+        return self.measures[name] if name in self.measures else self.setting[name]
 
     @property
-    def setting(self) -> Keyed:
-        """What the line depends on, written first."""
+    def key(self) -> str:
+        """The setting as one string."""
+        return key_of(self.setting)
 
     def to_json(self) -> str:
         """One line of JSON."""
+        return json.dumps({"setting": self.setting, **self.measures})
+
+    @staticmethod
+    def from_json(text: str) -> Record:
+        """Read a line that to_json() wrote. Raises ValueError, KeyError or TypeError for anything else."""
+        measures = json.loads(text)
+        setting = measures.pop("setting")
+        if not isinstance(setting, dict):
+            raise TypeError(f"its setting is {setting!r}")
+        return Record(setting, measures)
 
 
-L = TypeVar("L", bound=Written)
+def key_of(setting: Mapping[str, Any]) -> str:
+    """Return a setting as one string."""
+    return json.dumps({name: value for name, value in setting.items() if name != "options"}, sort_keys=True)
 
 
-class Kept(Generic[L]):
-    """Lines by setting, in a file if a path is given: what stands there is known, what is added is appended at once. Of two lines
-    of a setting the later one counts, and lines are iterated over in the order in which they were written.
+class ResultsFile:
+    """Records by setting, in a file if a path is given: what is in the file is known, what is added is appended at once.
 
-    read: makes a line of its JSON; raises ValueError, KeyError or TypeError for anything else. Raises FileNotFoundError for a path
-    in no folder.
+    The latest record of a setting counts; iteration is in the order of writing. Several processes may share a file: each record is
+    written once. Raises FileNotFoundError for a path in no folder and ConfigError for a line that is no record.
     """
 
-    def __init__(self, path: Path | None, read: Callable[[str], L]) -> None:
+    def __init__(self, path: Path | None = None) -> None:
         if path is not None and not path.parent.is_dir():
             raise FileNotFoundError(errno.ENOENT, "its folder does not exist", str(path))
         self.path = path
-        self._lines: dict[str, L] = {}
-        self._outdated: dict[str, str] = {}  # the methods of lines that were asked for and are out of date
-        self._read, self._end = read, 0  # bytes of the file that have been read: whole lines
+        self._records: dict[str, Record] = {}
+        self._outdated: dict[str, str] = {}
+        self._end = 0  # bytes of the file that have been read: whole lines
         if path is not None and path.exists():
             with path.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH)
-                self._take(file)
+                self._catch_up(file)
 
-    def get(self, setting: Keyed) -> L | None:
-        """The line of a setting, if known and not out of date."""
-        key = setting.key()
-        line = self._lines.get(key)
-        if line is None or self._current(key, setting):
-            return line
-        self._outdated[key] = line.setting.method  # type: ignore[attr-defined]
+    def get(self, setting: Setting) -> Record | None:
+        """Return the record of a setting, if it is known and not out of date."""
+        key = key_of(setting)
+        record = self._records.get(key)
+        if record is None or _current(record, setting):
+            return record
+        self._outdated[key] = str(record.setting["method"])
         return None
 
     @property
     def outdated(self) -> Counter[str]:
-        """Of how many settings the line was asked for and found out of date, by method."""
+        """How many settings were asked for whose record is out of date, by method."""
         return Counter(self._outdated.values())
 
-    def add(self, line: L) -> None:
-        """Keep a line. A file is written and closed, so that a stop at any time loses nothing."""
-        self.extend([line])
-
-    def extend(self, lines: Iterable[L]) -> None:
-        """Keep lines. Those that another process has written to the file meanwhile are not written again."""
-        new = {line.setting.key(): line for line in lines}
+    def add(self, *records: Record) -> None:
+        """Keep records. The file is written and closed, so that a stop at any time loses nothing."""
+        new = {record.key: record for record in records}
         if self.path is not None and new:
             with self.path.open("a+b") as file:
                 fcntl.flock(file, fcntl.LOCK_EX)
-                self._take(file)
-                new = {key: line for key, line in new.items() if not self._current(key, line.setting)}
+                self._catch_up(file)
+                new = {key: one for key, one in new.items() if key not in self._records or not self._same(key, one)}
                 file.truncate(self._end)  # a stop may have left an unfinished line
-                self._end += file.write("".join(line.to_json() + "\n" for line in new.values()).encode())
-        for key, line in new.items():
-            self._put(key, line)
+                self._end += file.write("".join(record.to_json() + "\n" for record in new.values()).encode())
+        for record in new.values():
+            self._put(record)
 
-    def __iter__(self) -> Iterator[L]:
-        return iter(self._lines.values())
+    def __iter__(self) -> Iterator[Record]:
+        return iter(self._records.values())
 
-    def _current(self, key: str, setting: Keyed) -> bool:
-        """Whether a setting's line is known and not out of date."""
-        line = self._lines.get(key)
-        if line is None:
-            return False
-        was = line.setting
-        both = isinstance(was, OfVariant) and isinstance(setting, OfVariant)
-        return not both or was.options in ("", setting.options)  # type: ignore[attr-defined]
+    def _same(self, key: str, record: Record) -> bool:
+        return _current(self._records[key], record.setting)
 
-    def _take(self, file: IO[bytes]) -> None:
-        """Read the lines that have come since the last time."""
+    def _put(self, record: Record) -> None:
+        self._records.pop(record.key, None)
+        self._records[record.key] = record
+
+    def _catch_up(self, file: IO[bytes]) -> None:
+        """Read the lines that were written since the last time."""
         file.seek(self._end)
         for raw in file.read().splitlines(keepends=True):
             try:
                 line = raw.decode("utf-8")
-                found = self._read(line) if line.strip() else None
-            except (ValueError, KeyError, TypeError) as error:
+                record = Record.from_json(line) if line.strip() else None
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 if raw.startswith(b'{"setting"') and not raw.endswith(b"\n"):
-                    break
+                    return
                 file.seek(0)
                 number = file.read(self._end).count(b"\n") + 1
-                problem = f"out is {str(self.path)!r}, whose line {number} is not a result of kvthaw eval; name another file"
+                problem = f"out is {str(self.path)!r}, whose line {number} is not a result of kvthaw; name another file"
                 raise ConfigError(problem) from error
             self._end += len(raw)
-            if found is not None:
-                self._put(found.setting.key(), found)
-
-    def _put(self, key: str, line: L) -> None:
-        self._lines.pop(key, None)
-        self._lines[key] = line
+            if record is not None:
+                self._put(record)
 
 
-class Lines(Protocol):
-    """Where lines of tasks are kept."""
-
-    def get(self, setting: Setting) -> Line | None:
-        """The line of a setting, if known."""
-
-    def extend(self, lines: Iterable[Line]) -> None:
-        """Keep lines."""
+def _current(record: Record, setting: Setting) -> bool:
+    return record.setting.get("options", "") in ("", setting.get("options", ""))
 
 
-class Results(Kept[Line]):
-    """The lines of tasks."""
-
-    def __init__(self, path: Path | None = None) -> None:
-        super().__init__(path, Line.from_json)
+def shared(records: Sequence[Record], *names: str) -> dict[str, Any]:
+    """Return fields that are the same in all records, as the first has them."""
+    return {name: records[0][name] for name in names}
 
 
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """Means over the samples of one variant. accuracy_95: Wilson's interval. full_accuracy: full attention's on them."""
-
-    task: str
-    method: str
-    budget: int | float | None
-    retrieved: float | None
-    dense_layers: int
-    length: int
-    n: int
-    accuracy: float
-    accuracy_95: tuple[float, float]
-    full_accuracy: float | None
-    attention_mass: float | None
-    recall_at_k: float | None
-    output_error: float | None
-    hit_rate: float | None
-    attended_mean: float | None
-    attended_max: int | None
-    kv_device_bytes: int
-    kv_dense_bytes: int
-    kv_host_bytes: int
-    prefill_s: float | None
-    index_s: float | None
-    ttft_s: float | None
-    tt2t_s: float | None
-    tpot_s: float | None
-    question: str
-    seed: int
-    model: str
-    weights: str
-    dtype: str
-    device: str
-    versions: dict[str, str]
-
-    def to_dict(self) -> dict[str, Any]:
-        """A plain dict, for JSON."""
-        return asdict(self)
+def means(records: Sequence[Record], *names: str) -> dict[str, float | None]:
+    """Return the mean of each measure over the records that have it."""
+    return {name: mean(record[name] for record in records) for name in names}
 
 
+def largest(records: Sequence[Record], *names: str) -> dict[str, Any]:
+    """Return the largest of each measure over the records that have it."""
+    return {name: max((record[name] for record in records if record[name] is not None), default=None) for name in names}
+
+
+BYTES = ("kv_device_bytes", "kv_dense_bytes", "kv_host_bytes")
 _MEANS = ("retrieved", "attention_mass", "recall_at_k", "output_error", "hit_rate", "attended_mean")
 _SECONDS = ("prefill_s", "index_s", "ttft_s", "tt2t_s", "tpot_s")
+_SAME = ("task", "method", "dense_layers", "length", "question", "model", "weights", "dtype", "device")
 
 
-def summarize(lines: Iterable[Line], full: Iterable[Line]) -> Summary:
-    """One variant's lines, all of one task and length, and full attention's on the same samples."""
-    mine, theirs = list(lines), list(full)
-    first = mine[0]
-    accuracy = sum(line.accuracy for line in mine) / len(mine)
-    means: dict[str, Any] = {name: mean(getattr(line, name) for line in mine) for name in (*_MEANS, *_SECONDS)}
-    most = [line.attended_max for line in mine if line.attended_max is not None]
-    same: dict[str, Any] = {
-        name: getattr(first.setting, name) for name in ("task", "method", "dense_layers", "length", "question")
+def asked_budget(record: Record) -> int | float | None:
+    """Return the budget that was asked for, or the one that the cache kept."""
+    budget: int | float | None = record.setting["budget"]
+    return budget if budget is not None else record["held_budget"]
+
+
+def summarize(records: Iterable[Record], full: Iterable[Record]) -> dict[str, Any]:
+    """Summarize one variant's samples of a task at one length, and full attention's accuracy on the same samples.
+
+    accuracy_95: Wilson's interval. difference: of the accuracy to full attention's, paired by sample, with its 95 % interval. Means
+    are over the samples that have the value.
+    """
+    mine, theirs = list(records), {(one["seed"], one["depth"]): one["accuracy"] for one in full}
+    gaps = [one["accuracy"] - theirs[place] for one in mine if (place := (one["seed"], one["depth"])) in theirs]
+    accuracy = sum(record["accuracy"] for record in mine) / len(mine)
+    return {
+        **shared(mine, *_SAME),
+        **means(mine, *_MEANS, *_SECONDS),
+        "budget": asked_budget(mine[0]),
+        "n": len(mine),
+        "accuracy": accuracy,
+        "accuracy_95": wilson(accuracy, len(mine)),
+        "full_accuracy": mean(theirs.values()),
+        "difference": paired(gaps) if gaps else None,
+        **largest(mine, "attended_max", *BYTES),
+        "seed": min(record["seed"] for record in mine),
+        "versions": mine[0]["versions"],
     }
-    of_model: dict[str, Any] = {name: getattr(first.setting, name) for name in ("model", "weights", "dtype", "device")}
-    asked = first.setting.budget
-    return Summary(
-        **same,
-        **of_model,
-        **means,
-        budget=asked if asked is not None else first.held_budget,
-        n=len(mine),
-        accuracy=accuracy,
-        accuracy_95=wilson(accuracy, len(mine)),
-        full_accuracy=mean(line.accuracy for line in theirs),
-        attended_max=max(most) if most else None,
-        kv_device_bytes=max(line.kv_device_bytes for line in mine),
-        kv_dense_bytes=max(line.kv_dense_bytes for line in mine),
-        kv_host_bytes=max(line.kv_host_bytes for line in mine),
-        seed=min(line.setting.seed for line in mine),
-        versions=first.versions,
-    )

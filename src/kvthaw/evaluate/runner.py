@@ -10,19 +10,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvthaw.engine.hf import Cache
+from kvthaw.engine.prefill import prefill
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.answers import Answers
-from kvthaw.evaluate.decode import check_prompt, prefill, stop_tokens
 from kvthaw.evaluate.job import Job, Place, Progress, Unit
 from kvthaw.evaluate.machine import identity, now, versions
+from kvthaw.evaluate.model import check_prompt
 from kvthaw.evaluate.probe import Probe, Quality
-from kvthaw.evaluate.results import Line, Lines, Results, Setting
+from kvthaw.evaluate.results import Record, ResultsFile, Setting
 from kvthaw.evaluate.rows import Forks, Rows, joined, spread
-from kvthaw.evaluate.tally import RowStats, Tally
+from kvthaw.evaluate.tally import Tally
 from kvthaw.evaluate.tasks import Sample, Task, find
 from kvthaw.evaluate.tasks.base import fingerprint_of
+from kvthaw.evaluate.text import StopStrings, split_prompt
 from kvthaw.evaluate.variant import FULL, Variant, complete, fork, setting_of
-from kvthaw.methods import resolve
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,21 +41,20 @@ class Runner:
         self,
         model: PreTrainedModel,
         tokenizer: Any,
-        results: Lines | None = None,
+        results: ResultsFile | None = None,
         *,
         name: str = "model",
         batch: int | None = 1,
     ) -> None:
         self.model, self.tokenizer, self.name = model, tokenizer, name
-        self.results: Lines = Results() if results is None else results
-        self._stops = stop_tokens(model, tokenizer)
+        self.results = ResultsFile() if results is None else results
         self._same = identity(model, name)
         self._rows = Rows(model, batch)
 
     def run(
         self, job: Job, variants: Sequence[Variant], progress: Callable[[Progress], None] | None = None
-    ) -> dict[Variant, list[Line]]:
-        """The lines of every variant, and of FULL, in the order of job.cells(). Only what the results do not hold is computed.
+    ) -> dict[Variant, list[Record]]:
+        """The records of every variant, and of FULL, in the order of job.cells(). Only what the results do not hold is computed.
 
         Raises ConfigError, before any work, for a setting that no cache would take.
         """
@@ -67,61 +67,66 @@ class Runner:
                 if progress is not None:
                     progress(Progress(done, job.samples, tokens, total, doing))
 
-            for lines in self.compute(unit, tell):
-                self.results.extend(lines)
+            for records in self.compute(unit, tell):
+                self.results.add(*records)
             done += len(unit.places)
         if progress is not None:
             progress(Progress(job.samples, job.samples, 0, 0, "done"))
-        found: dict[Variant, list[Line]] = {}
+        found: dict[Variant, list[Record]] = {}
         for asked, variant in zip((*variants, FULL), wanted, strict=True):
             known = [self.results.get(setting) for setting in self.settings(job, variant, job.cells())]
-            found[asked] = [line for line in known if line is not None]
+            found[asked] = [record for record in known if record is not None]
         return found
 
-    def missing(self, job: Job, wanted: Sequence[Variant]) -> list[Unit]:
-        """What the results do not hold of a job under complete variants: samples that lack the same, as many at once as share
-        their steps."""
+    def blocks(self, job: Job) -> list[tuple[Place, ...]]:
+        """Return a job's samples, as many at once as share their steps."""
+        places = job.cells()
+        return [tuple(places[a:b]) for a, b in spread(len(places), self._rows.at(job.length))]
+
+    def missing(self, job: Job, wanted: Sequence[Variant], places: Sequence[Place] | None = None) -> list[Unit]:
+        """Return what the results do not hold of a job, or of some of its samples, under complete variants: samples that lack the
+        same, as many at once as share their steps."""
         check_prompt(self.model, job.length)  # before it is made
         lacking: dict[tuple[Variant, ...], list[Place]] = {}
-        places, different = job.cells(), list(dict.fromkeys(wanted))
+        places, different = job.cells() if places is None else places, list(dict.fromkeys(wanted))
         settings = [self.settings(job, variant, places) for variant in different]
         for place, row in zip(places, zip(*settings, strict=True), strict=True):
             known = zip(different, map(self.results.get, row), strict=True)
-            lack = tuple(variant for variant, line in known if line is None)
+            lack = tuple(variant for variant, record in known if record is None)
             if lack:
                 lacking.setdefault(lack, []).append(place)
         units = []
-        for lack, places in lacking.items():
+        for lack, some in lacking.items():
             fraction = any(isinstance(variant.budget, float) for variant in lack)  # of each prompt's own length
-            spans = spread(len(places), 1 if fraction else self._rows.at(job.length))
-            units += [Unit(job, tuple(places[a:b]), lack) for a, b in spans]
+            spans = spread(len(some), 1 if fraction else self._rows.at(job.length))
+            units += [Unit(job, tuple(some[a:b]), lack) for a, b in spans]
         return units
 
     def settings(self, job: Job, variant: Variant, places: Sequence[Place]) -> list[Setting]:
-        """What the lines of samples under a complete variant depend on."""
-        source, same = fingerprint_of(job.text, job.data), setting_of(variant) | self._same
-        return [
-            Setting(
-                task=job.task,
-                length=job.length,
-                seed=seed,
-                depth=depth,
-                question=job.question,
-                probe=job.probe,
-                source=source,
-                **same,
-            )
-            for seed, depth in places
-        ]
+        """Return what the records of samples under a complete variant depend on.
 
-    def compute(self, unit: Unit, tell: Callable[[int, int, str], None] = lambda *_: None) -> Iterator[list[Line]]:
-        """The lines of a unit, those of one variant at once. Each sample is prefilled once, then all are forked for each variant.
+        depth: where the fact was asked to stand, 0..1, None if left to the task. source: a hash of the haystack and files that were
+        given, "" for what ships.
+        """
+        same: Setting = {
+            **self._same,
+            **setting_of(variant),
+            "task": job.task,
+            "length": job.length,
+            "question": job.question,
+            "probe": job.probe,
+            "source": fingerprint_of(job.text, job.data),
+        }
+        return [{**same, "seed": seed, "depth": depth} for seed, depth in places]
+
+    def compute(self, unit: Unit, tell: Callable[[int, int, str], None] = lambda *_: None) -> Iterator[list[Record]]:
+        """The records of a unit, those of one variant at once. Each sample is prefilled once, then all are forked for each variant.
 
         tell(tokens, of, doing) is called as the prefill goes on and before every variant.
         """
         job, task = unit.job, find(unit.job.task, unit.job.data)
         samples = [self._sample(task, job, *place) for place in unit.places]
-        parts = [split_prompt(self.tokenizer, sample) for sample in samples]
+        parts = [split_prompt(self.tokenizer, sample.context, sample.question) for sample in samples]
         for context, question in parts:
             check_prompt(self.model, len(context) + len(question))
         sparse = job.question == "sparse"
@@ -152,21 +157,21 @@ class Runner:
         except ValueError as error:
             raise ConfigError(str(error)) from error
 
-    def _lines(self, task: Task, prompts: _Prefilled, settings: Sequence[Setting], make: Callable[[], Cache]) -> list[Line]:
+    def _lines(self, task: Task, prompts: _Prefilled, settings: Sequence[Setting], make: Callable[[], Cache]) -> list[Record]:
         """Fork the prompts' cache, send the rest of them through it, decode, and measure. settings: of one variant, a row each;
         make: the fork."""
         device, first = self.model.device, settings[0]
         start = now(device)
         cache = make()
         index_s = now(device) - start
-        probe = Probe(cache, every=first.probe, reference=prompts.base) if first.probe else None
+        probe = Probe(cache, every=first["probe"], reference=prompts.base) if first["probe"] else None
         tally = Tally(cache)
 
         def clock() -> float:
             return now(device) - (0.0 if probe is None else probe.seconds)
 
         start = clock()
-        answers = Answers(self.model, self.tokenizer, cache, self._stops, until=task.stops)
+        answers = Answers(self.model, self.tokenizer, cache, until=StopStrings(task.stops, after_first_word=True))
         times = []
         for pieces in answers.stream(prompts.logits, prompts.rests, task.max_new_tokens):
             if any(piece is not None for piece in pieces):
@@ -176,30 +181,31 @@ class Runner:
                     tally.ended(row)
         end = clock()
         stats = tally.rows(answers.steps)
-        alone = len(settings) == 1
-        lines = []
+        timing = _Timing.of(prompts, index_s, start, times or [end]) if len(settings) == 1 else _Timing()
+        records = []
         for row, (setting, sample, text) in enumerate(zip(settings, prompts.samples, answers.texts, strict=True)):
-            timing = _Timing.of(prompts, index_s, start, times or [end]) if alone else _Timing()
             quality = None if probe is None else _quality(probe, row, prompts.base, answers.steps[row])
-            prompt = prompts.base.kv_layers[0].length(row) + len(prompts.rests[row])
-            lines.append(
-                _line(
-                    setting,
-                    sample,
-                    prompt,
-                    text,
-                    task.score(sample, text),
-                    answers.new_tokens[row],
-                    stats[row],
-                    quality,
-                    timing,
-                )
-            )
+            measures = {
+                "prompt": prompts.base.kv_layers[0].length(row) + len(prompts.rests[row]),
+                "output": text,
+                "answers": list(sample.answers),
+                "at": sample.depth,
+                "accuracy": task.score(sample, text),
+                **stats[row].measures(),
+                **{name: None if quality is None else getattr(quality, name) for name in _QUALITY},
+                "new_tokens": answers.new_tokens[row],
+                **asdict(timing),
+                "versions": versions(),
+            }
+            records.append(Record(setting, measures))
         if probe is not None:
             probe.detach()
         tally.detach()
         cache.layers.clear()  # a cache refers to itself; its rows go before the next one's come
-        return lines
+        return records
+
+
+_QUALITY = ("attention_mass", "recall_at_k", "output_error")
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,52 +247,3 @@ def _quality(probe: Probe, row: int, base: Cache, steps: int) -> Quality | None:
     end = base.kv_layers[0].length(row) + steps
     seen = [one for one in probe.observations if one.lane == row and one.length <= end]
     return Quality.of(seen) if seen else None
-
-
-def _line(
-    setting: Setting,
-    sample: Sample,
-    prompt: int,
-    text: str,
-    accuracy: float,
-    new_tokens: int,
-    stats: RowStats,
-    quality: Quality | None,
-    timing: _Timing,
-) -> Line:
-    dense = resolve(setting.method).dense
-    return Line(
-        setting=setting,
-        prompt=prompt,
-        output=text,
-        answers=sample.answers,
-        at=sample.depth,
-        accuracy=accuracy,
-        held_budget=stats.budget,
-        retrieved=stats.retrieved,
-        attended_mean=stats.attended_mean,
-        attended_max=stats.attended_max,
-        attention_mass=None if quality is None else quality.attention_mass,
-        recall_at_k=None if quality is None else quality.recall_at_k,
-        output_error=None if quality is None else quality.output_error,
-        hit_rate=stats.hit_rate,
-        sparse_steps=stats.sparse_steps,
-        kv_device_bytes=stats.kv_dense_bytes if dense else stats.kv_device_bytes,
-        kv_dense_bytes=0 if dense else stats.kv_dense_bytes,
-        kv_host_bytes=stats.kv_host_bytes,
-        new_tokens=new_tokens,
-        versions=versions(),
-        **asdict(timing),
-    )
-
-
-def split_prompt(tokenizer: Any, sample: Sample) -> tuple[list[int], list[int]]:
-    """The tokens of context and question, together those of the whole prompt: a token that spans both is the question's."""
-    whole: list[int] = list(tokenizer(sample.prompt)["input_ids"])
-    alone: list[int] = list(tokenizer(sample.context)["input_ids"])
-    same = 0
-    for a, b in zip(whole, alone, strict=False):
-        if a != b:
-            break
-        same += 1
-    return whole[:same], whole[same:]

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvthaw.engine.decode_loop import decode
 from kvthaw.engine.hf import Cache
+from kvthaw.engine.prefill import prefill
 from kvthaw.errors import ConfigError, at_least
-from kvthaw.evaluate.decode import forward, prefill
 from kvthaw.evaluate.variant import Variant, fork
 
 if TYPE_CHECKING:
@@ -39,10 +40,8 @@ class Prompt:
     @torch.no_grad()
     def cache(self, variant: Variant) -> tuple[Cache, Tensor]:
         """A cache of the whole prompt under a variant, which has seen the tail token by token; the logits [V] behind it."""
-        cache, logits = fork(self._base, variant), self._logits
-        for token in self.tail:
-            logits = forward(self.model, cache, [token])
-        return cache, logits
+        cache = fork(self._base, variant)
+        return cache, self._send(cache, self._logits, self.tail)[-1]
 
     @torch.no_grad()
     def loglikelihood(self, variant: Variant, continuation: Sequence[int]) -> tuple[float, bool]:
@@ -52,11 +51,19 @@ class Prompt:
         if not continuation:
             raise ConfigError("the continuation is empty")
         cache, logits = self.cache(variant)
-        total, greedy = 0.0, True
-        for place, token in enumerate(continuation):
-            if place:
-                logits = forward(self.model, cache, [continuation[place - 1]])
-            scores = torch.log_softmax(logits.float(), dim=-1)
-            total += float(scores[token])
-            greedy &= int(scores.argmax()) == token
-        return total, greedy
+        before = torch.stack(self._send(cache, logits, continuation[:-1]))
+        scores, tokens = torch.log_softmax(before.float(), dim=-1), torch.tensor(continuation, device=before.device)
+        greedy = bool((scores.argmax(dim=-1) == tokens).all())
+        return float(scores.gather(1, tokens[:, None]).sum()), greedy
+
+    def _send(self, cache: Cache, logits: Tensor, tokens: Sequence[int]) -> list[Tensor]:
+        """Send tokens through a cache one by one. Returns the logits [V] before each of them and behind the last."""
+        found: list[Tensor] = []
+
+        def choose(after: Tensor) -> list[int] | None:
+            found.append(after[0].clone())
+            return [tokens[len(found) - 1]] if len(found) <= len(tokens) else None
+
+        for _ in decode(self.model, cache, logits[None], choose):
+            pass
+        return found

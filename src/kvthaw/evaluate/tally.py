@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,20 +28,36 @@ class RowStats:
     kv_device_bytes: int
     kv_dense_bytes: int
     kv_host_bytes: int
+    dense: bool
+
+    def measures(self) -> dict[str, Any]:
+        """Return them as a record has them: bytes of a method without retrieval are the device's."""
+        found = asdict(self)
+        if found.pop("dense"):
+            found |= {"kv_device_bytes": self.kv_dense_bytes, "kv_dense_bytes": 0}
+        return {"held_budget": found.pop("budget"), **found}
 
 
 class Tally:
-    """Observes the layers of a cache that choose, beside whoever observes them already."""
+    """Counts what each row of a cache selects and fetches, beside whatever else observes the layers.
+
+    It adds to tensors on the device and never waits for them, so steps that it observes can be captured in CUDA graphs.
+    """
 
     def __init__(self, cache: Cache) -> None:
-        self._cache = cache
-        self._begin = [cache.kv_layers[0].length(lane) for lane in range(cache.kv_layers[0].lanes)]
-        self._counted: list[Tensor] = []  # a layer and step each, [B, 3]: rows selected, rows fetched, the most of a head
+        self._cache, first = cache, cache.kv_layers[0]
+        self._begin = [first.length(row) for row in range(first.lanes)]
         self._choosing = [kv for kv in cache.frozen_layers if kv.leader is None and kv.group is not None]
         self._others = {kv.number: kv.observer for kv in self._choosing}
         self._host: dict[int, int] = {}
+        if self._choosing:
+            device = self._choosing[0].slab.data.device
+            self._live = torch.ones(len(self._begin), dtype=torch.int64, device=device)
+            self._counted = torch.zeros(
+                3, len(self._begin), dtype=torch.int64, device=device
+            )  # selected, fetched, most of a head
         for kv in self._choosing:
-            kv.observer = self._observe
+            kv.observer = self._count if self._others[kv.number] is None else self._observe
 
     def detach(self) -> None:
         """Observe no more."""
@@ -49,25 +65,21 @@ class Tally:
             kv.observer = self._others[kv.number]
 
     def ended(self, row: int) -> None:
-        """A row has sent its last token: what it holds on the host now is what counts."""
-        self._host.setdefault(row, sum(kv.host_bytes(row) for kv in self._cache.frozen_layers))
+        """Stop counting a row: it has sent its last token, and what it holds on the host now is what counts."""
+        if row not in self._host:
+            self._host[row] = sum(kv.host_bytes(row) for kv in self._cache.frozen_layers)
+            if self._choosing:
+                self._live[row] = 0
 
     def rows(self, steps: list[int]) -> list[RowStats]:
-        """The stats of every row, each of which sent so many tokens. Waits for the device."""
-        anchors = len(self._choosing)
-        each = torch.stack(self._counted).cpu().reshape(-1, anchors, len(steps), 3) if self._counted else None
-        return [self._row(row, count, None if each is None else each[:count, :, row]) for row, count in enumerate(steps)]
+        """Return the stats of every row, each of which sent so many tokens. Waits for the device."""
+        counted = self._counted.T.tolist() if self._choosing else [(0, 0, 0)] * len(steps)
+        return [self._row(row, count, *of) for row, (count, of) in enumerate(zip(steps, counted, strict=True))]
 
-    def _row(self, row: int, steps: int, counted: Tensor | None) -> RowStats:
-        """counted [steps, anchors, 3]."""
+    def _row(self, row: int, steps: int, selected: int, fetched: int, most: int) -> RowStats:
         layers, frozen = self._cache.kv_layers, self._cache.frozen_layers
         end = self._begin[row] + steps
-        dense = sum(kv.token_bytes() * end for kv in layers if not isinstance(kv, FrozenLayer))
         held = [frozen[0].held(row, n) for n in range(self._begin[row] + 1, end + 1)] if frozen else []
-        selected = fetched = most = 0
-        if counted is not None and steps:
-            selected, fetched = int(counted[:, :, 0].sum()), int(counted[:, :, 1].sum())
-            most = int(counted[:, :, 2].max())
         heads = frozen[0].slab.data.shape[1] if frozen else 0
         retrieved = selected / (steps * len(self._choosing) * heads) if steps and self._choosing else 0.0
         self.ended(row)
@@ -79,15 +91,22 @@ class Tally:
             retrieved=retrieved if held else None,
             hit_rate=1 - fetched / selected if selected else None,
             kv_device_bytes=sum(kv.device_bytes() for kv in frozen) // len(self._begin),
-            kv_dense_bytes=dense,
+            kv_dense_bytes=sum(kv.token_bytes() * end for kv in layers if not isinstance(kv, FrozenLayer)),
             kv_host_bytes=self._host[row],
+            dense=self._cache.settings.method.dense,
         )
 
     def _observe(self, layer: FrozenLayer, query: Tensor, choice: Choice | None) -> None:
         other = self._others[layer.number]
         if other is not None:
             other(layer, query, choice)
+        self._count(layer, query, choice)
+
+    def _count(self, layer: FrozenLayer, query: Tensor, choice: Choice | None) -> None:
         assert choice is not None
-        counts = choice.selection.counts
-        fetch = choice.fetch if choice.host is None else choice.host[1]
-        self._counted.append(torch.stack((counts.sum(dim=1), (fetch >= 0).sum(dim=(1, 2)), counts.amax(dim=1)), dim=1))
+        counts = choice.selection.counts.to(self._live.device, non_blocking=True)
+        selected, fetched = counts.sum(dim=1), (choice.fetch >= 0).sum(dim=(1, 2)).to(self._live.device)
+        self._counted[:2].add_(torch.stack((selected, fetched)) * self._live)
+        self._counted[2].copy_(torch.maximum(self._counted[2], counts.amax(dim=1) * self._live))
+
+    _count.graph_safe = True  # type: ignore[attr-defined]

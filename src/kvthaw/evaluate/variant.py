@@ -37,7 +37,7 @@ def complete(model: PreTrainedModel, variant: Variant) -> Variant:
 
 
 def setting_of(variant: Variant) -> dict[str, Any]:
-    """The fields of `kvthaw.evaluate.results.OfVariant` for a complete variant."""
+    """Return the fields of a setting that say how a complete variant attends."""
     return {**asdict(variant), "dense_layers": variant.dense_layers or 0, "options": digest(resolve(variant.method))}
 
 

@@ -14,8 +14,10 @@ import bytemodel
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.model import load
 from kvthaw.evaluate.published import BENCHMARKS, Item, Plan
-from kvthaw.evaluate.published.results import Answered, Answers, pass_at_k, summarize
-from kvthaw.evaluate.published.runner import Examiner, Run, tokens_of
+from kvthaw.evaluate.published.results import pass_at_k, summarize
+from kvthaw.evaluate.published.runner import Examiner, Run
+from kvthaw.evaluate.results import Record, ResultsFile
+from kvthaw.evaluate.text import split_prompt
 from kvthaw.evaluate.variant import FULL, Variant
 
 ORACLE = Variant("oracle", 64)
@@ -42,29 +44,31 @@ def run(**changes: Any) -> Run:
 def test_every_variant_answers_every_question(loaded: tuple[Any, Any], tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     asked = run(samples=3, plan=Plan(6, temperature=1.0))
-    found = Examiner(*loaded, Answers(path)).run(asked, [ORACLE])
+    found = Examiner(*loaded, ResultsFile(path)).run(asked, [ORACLE])
     assert {variant: len(lines) for variant, lines in found.items()} == {ORACLE: 6, FULL: 6}
-    assert [(line.setting.item, line.setting.sample) for line in found[ORACLE]] == [(i, s) for i in "01" for s in range(3)]
+    assert [(line.setting["item"], line.setting["sample"]) for line in found[ORACLE]] == [
+        (i, s) for i in "01" for s in range(3)
+    ]
     line = found[ORACLE][0]
-    assert (line.attended_max or 0) <= 64 < line.tokens
-    assert found[FULL][0].attended_max is None
-    assert len({line.output for line in found[FULL]}) > 1
-    assert Answered.from_json(line.to_json()) == line
+    assert (line["attended_max"] or 0) <= 64 < line["tokens"]
+    assert found[FULL][0]["attended_max"] is None
+    assert len({line["output"] for line in found[FULL]}) > 1
+    assert Record.from_json(line.to_json()) == line
     assert len(path.read_text().splitlines()) == 12
 
 
 def test_a_run_continues_where_it_stopped(loaded: tuple[Any, Any], tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     asked = run(samples=2, plan=Plan(6, temperature=1.0))
-    first = Examiner(*loaded, Answers(path)).run(asked, [ORACLE])
+    first = Examiner(*loaded, ResultsFile(path)).run(asked, [ORACLE])
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines[:-3]) + lines[-3][:40])  # stopped in the middle of a line
     model, tokenizer = loaded
     seen: list[int] = []
     hook = model.register_forward_pre_hook(lambda *_, **__: seen.append(1))
-    again = Examiner(model, tokenizer, Answers(path)).run(asked, [ORACLE])
+    again = Examiner(model, tokenizer, ResultsFile(path)).run(asked, [ORACLE])
     between = len(seen)
-    Examiner(model, tokenizer, Answers(path)).run(asked, [ORACLE])
+    Examiner(model, tokenizer, ResultsFile(path)).run(asked, [ORACLE])
     hook.remove()
     assert again == first
     assert 0 < between < 20
@@ -74,7 +78,7 @@ def test_a_run_continues_where_it_stopped(loaded: tuple[Any, Any], tmp_path: Pat
 def test_what_an_answer_depends_on_makes_a_new_one(loaded: tuple[Any, Any]) -> None:
     examiner = Examiner(*loaded)
     keys = {
-        line.setting.key()
+        line.key
         for changes in ({}, {"question": "sparse"}, {"seed": 1}, {"length": 100}, {"plan": Plan(5)}, {"plan": Plan(6, ("x",))})
         for line in examiner.run(run(**changes), [])[FULL]
     }
@@ -85,27 +89,18 @@ def test_what_an_answer_depends_on_makes_a_new_one(loaded: tuple[Any, Any]) -> N
 def test_full_answers_alike_under_both_protocols(loaded: tuple[Any, Any], context: str) -> None:
     items = [Item("a", context, "Who slept there, all that time?", {"answer": "A", "choices": ""})]
     dense, sparse = (Examiner(*loaded).run(run(items=items, question=way), [ORACLE]) for way in ("dense", "sparse"))
-    assert dense[FULL][0].output == sparse[FULL][0].output
-    assert dense[FULL][0].tokens == sparse[FULL][0].tokens
-
-
-def test_captured_runs_give_the_same_answers_and_leave_the_model_as_it_was(loaded: tuple[Any, Any]) -> None:
-    model, _ = loaded
-    asked = run(samples=2, plan=Plan(6, temperature=1.0))
-    plain, before = Examiner(*loaded).run(asked, [ORACLE]), model.forward
-    captured = Examiner(*loaded).run(asked, [ORACLE], capture=True)
-    assert [line.output for line in captured[ORACLE]] == [line.output for line in plain[ORACLE]]
-    assert model.forward == before
+    assert dense[FULL][0]["output"] == sparse[FULL][0]["output"]
+    assert dense[FULL][0]["tokens"] == sparse[FULL][0]["tokens"]
 
 
 def test_a_second_prompt_is_scored_in_place_of_the_first_answer(loaded: tuple[Any, Any]) -> None:
     benchmark = BENCHMARKS["longbench_v2_cot"]
     asked = run(benchmark=benchmark, items=[benchmark.item(RECORD, 0)], plan=Plan(4))
     line = Examiner(*loaded).run(asked, [])[FULL][0]
-    assert line.first is not None
-    assert line.new_tokens == 4
-    assert line.output != line.first
-    assert Examiner(*loaded).run(run(), [])[FULL][0].first is None
+    assert line["first"] is not None
+    assert line["new_tokens"] == 4
+    assert line["output"] != line["first"]
+    assert Examiner(*loaded).run(run(), [])[FULL][0]["first"] is None
 
 
 def test_a_chat_model_is_asked_through_its_template(loaded: tuple[Any, Any]) -> None:
@@ -114,14 +109,14 @@ def test_a_chat_model_is_asked_through_its_template(loaded: tuple[Any, Any]) -> 
         Examiner(model, tokenizer).run(run(chat=True), [])
     tokenizer.chat_template = TEMPLATE
     try:
-        context, question = tokens_of(tokenizer, "one two ", "three", chat=True)
+        context, question = split_prompt(tokenizer, "one two ", "three", chat=True)
         assert tokenizer.decode(context) == "[user]one two "
         assert tokenizer.decode(question) == "three[/user][bot]"
-        assert tokens_of(tokenizer, "one two three", "", chat=True) == (context + question, [])
+        assert split_prompt(tokenizer, "one two three", "", chat=True) == (context + question, [])
         with pytest.raises(ConfigError, match="the chat template changes the question"):
-            tokens_of(tokenizer, "one ", "two ", chat=True)
+            split_prompt(tokenizer, "one ", "two ", chat=True)
         line = Examiner(model, tokenizer).run(run(chat=True), [])[FULL][0]
-        assert line.tokens == len(tokenizer(f"[user]{V2.item(RECORD, 0).prompt}[/user][bot]")["input_ids"])
+        assert line["tokens"] == len(tokenizer(f"[user]{V2.item(RECORD, 0).prompt}[/user][bot]")["input_ids"])
     finally:
         tokenizer.chat_template = None
 
@@ -141,15 +136,15 @@ def test_a_judge_is_asked_with_full_attention(loaded: tuple[Any, Any]) -> None:
     asked_run = run(benchmark=benchmark, items=[item], plan=Plan(4), judge="somebody")
     lines = examiner.run(asked_run, [], ask=judge)[FULL]
     assert len(asked) == 1
-    assert lines[0].scores == {"score": 1.0, "completion": 0.5, "once": 1.0, "stic1": 1.0}
-    assert lines[0].setting.judge == "somebody"
+    assert lines[0]["scores"] == {"score": 1.0, "completion": 0.5, "once": 1.0, "stic1": 1.0}
+    assert lines[0].setting["judge"] == "somebody"
 
 
 def test_prompts_longer_than_the_model_are_refused_or_cut(loaded: tuple[Any, Any]) -> None:
     items = [Item("long", "word " * 600, "Who?", {"answer": "A", "choices": ""})]
     with pytest.raises(ConfigError, match="the model's positions end at 2,048"):
         Examiner(*loaded).run(run(items=items), [])
-    assert Examiner(*loaded).run(run(items=items, length=500), [])[FULL][0].tokens == 500
+    assert Examiner(*loaded).run(run(items=items, length=500), [])[FULL][0]["tokens"] == 500
 
 
 @pytest.mark.parametrize(
@@ -179,21 +174,22 @@ def test_a_summary_averages_over_questions(loaded: tuple[Any, Any]) -> None:
     line = Examiner(*loaded).run(run(), [])[FULL][0]
     scores = {"a": (1, 0, 0, 0), "b": (1, 1, 0, 0), "c": (0, 0, 0, 0)}
     lines = [
-        replace(
-            line, setting=replace(line.setting, item=item, sample=i), scores={"score": float(s), "also": 0.5}, ended=bool(i)
+        Record(
+            {**line.setting, "item": item, "sample": i},
+            {**line.measures, "scores": {"score": float(s), "also": 0.5}, "ended": bool(i)},
         )
         for item, found in scores.items()
         for i, s in enumerate(found)
     ]
     summary = summarize(lines, lines[:4])
-    assert (summary.n, summary.samples) == (3, 4)
-    assert summary.score == pytest.approx((1 / 4 + 2 / 4 + 0) / 3)
-    assert summary.full_score == 0.25
-    assert list(summary.pass_at) == [1, 2, 4]
-    assert summary.pass_at[1] == pytest.approx(summary.score)
-    assert summary.pass_at[2] == pytest.approx((3 / 6 + 5 / 6 + 0) / 3)
-    assert summary.pass_at[4] == pytest.approx(2 / 3)
-    assert (summary.scores, summary.ended) == ({"also": 0.5}, 0.75)
-    assert json.loads(json.dumps(summary.to_dict()))["score_95"][0] < summary.score
-    graded = summarize([replace(lines[0], scores={"score": 0.3})])
-    assert (graded.score, graded.score_95, graded.pass_at) == (0.3, None, {})
+    assert (summary["n"], summary["samples"]) == (3, 4)
+    assert summary["score"] == pytest.approx((1 / 4 + 2 / 4 + 0) / 3)
+    assert summary["full_score"] == 0.25
+    assert list(summary["pass_at"]) == [1, 2, 4]
+    assert summary["pass_at"][1] == pytest.approx(summary["score"])
+    assert summary["pass_at"][2] == pytest.approx((3 / 6 + 5 / 6 + 0) / 3)
+    assert summary["pass_at"][4] == pytest.approx(2 / 3)
+    assert (summary["scores"], summary["ended"]) == ({"also": 0.5}, 0.75)
+    assert json.loads(json.dumps(summary))["score_95"][0] < summary["score"]
+    graded = summarize([Record(lines[0].setting, {**lines[0].measures, "scores": {"score": 0.3}})])
+    assert (graded["score"], graded["score_95"], graded["pass_at"]) == (0.3, None, {})

@@ -1,0 +1,83 @@
+"""Caches that begin at a length without the prefill: keys and values are drawn, everything else is done as after a prefill.
+
+The layers take the tokens over as a fork does: they are offloaded and indexed, sink and ring are filled. One row of a batch is
+filled, the others are its copies and share its rows on the host. That decoding goes on as after a prefill of the same keys is
+checked by `benchmarks.filled`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from kvthaw.cache.clock import Clock
+from kvthaw.cache.dense import WATCHED, DenseLayer
+from kvthaw.cache.layer import FrozenLayer
+from kvthaw.engine.hf import Cache
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class Tokens(DenseLayer):
+    """A layer's tokens that another layer can take over. rows [1, H, T, 2, D]; queries [1, Hq, W, D]: the last tokens'."""
+
+    def __init__(self, number: int, rows: Tensor, queries: Tensor, scale: float) -> None:
+        super().__init__(number, Clock())
+        self.seen, self.left_pad, self.watched, self.scale = rows.shape[2], [0], {0: queries[0]}, scale
+        self._data = rows
+
+    @property
+    def rows(self) -> Tensor:
+        """[1, H, T, 2, D]."""
+        assert self._data is not None
+        return self._data
+
+
+def drawn(model: PreTrainedModel, layer: int, length: int, seed: int) -> Tokens:
+    """Keys, values and queries of independent standard normal numbers."""
+    config, device = model.config.get_text_config(decoder=True), model.device
+    generator = torch.Generator(device=device).manual_seed(seed * 1009 + layer)
+    heads, dim = config.num_key_value_heads, config.head_dim
+    rows = torch.empty((1, heads, length, 2, dim), dtype=model.dtype, device=device)
+    for part in rows.split(1 << 16, dim=2):
+        part.normal_(generator=generator)
+    queries = torch.empty((1, config.num_attention_heads, WATCHED, dim), dtype=model.dtype, device=device)
+    return Tokens(layer, rows, queries.normal_(generator=generator), dim**-0.5)
+
+
+def fill(
+    cache: DynamicCache, tokens: Callable[[int], Tokens], *, batch: int = 1, shared: bool = False, coming: int = 0
+) -> None:
+    """Put tokens into an empty cache, of kvthaw or of transformers, and make `batch` rows of them.
+
+    tokens: of a layer, by number. shared: layers hold the host rows of the first that is frozen, so tokens must give all of
+    them the same. coming: tokens for which host memory is taken now: page-locking it takes milliseconds an extent, which a process
+    that ran before has behind it. Returns when all is offloaded and indexed."""
+    first: FrozenLayer | None = None
+    for number, layer in enumerate(cache.layers):
+        of = tokens(number)
+        if not isinstance(cache, Cache):
+            layer.update(of.rows[:, :, :, 0].repeat(batch, 1, 1, 1), of.rows[:, :, :, 1].repeat(batch, 1, 1, 1))
+            if getattr(cache, "offloading", False):
+                layer.offload()
+            continue
+        layer.kv.copy_from(of)
+        if isinstance(layer.kv, FrozenLayer):
+            layer.kv.settle()
+            if shared and first is not None and layer.kv.store.length(0):
+                layer.kv.store.share(first.store)
+            first = first or layer.kv
+        if batch > 1:
+            layer.kv.reorder([0] * batch)
+    for kv in cache.frozen_layers if coming and isinstance(cache, Cache) and not cache.settings.method.evicts else ():
+        for lane in range(batch):  # after all have shared: what is taken is each one's own
+            kv.store.reserve(lane, kv.store.length(lane) + coming)
+    if isinstance(cache, Cache) and cache.settings.method.foresees:
+        cache.introduce()
+    if getattr(cache, "offloading", False):
+        cache.layers[0].prefetch()  # as the last layer of a forward does

@@ -1,0 +1,124 @@
+"""Searching the DCI-trees of a model's layers against a flat scan of all keys by torch, on the same threads."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.script import Report, run_kernels
+from kvthaw.cache.host import HostStore
+from kvthaw.index.forest import TreeIndex
+from kvthaw.index.tree_config import TreeConfig
+from kvthaw.native import cores
+from kvthaw.regions import Regions
+from kvthaw.types import LayerShape
+
+HEADS, GROUP, DIM = 8, 4, 128
+
+
+def keys(length: int, generator: torch.Generator) -> Tensor:
+    """[HEADS, length, DIM] bfloat16: clusters of very different sizes, as in a text, half of the dims turned by position."""
+    centres = torch.randn(HEADS, 256, DIM, generator=generator) * 1.5
+    share = 1 / torch.arange(1, 257).float()
+    which = torch.multinomial(share.expand(HEADS, -1), length, replacement=True, generator=generator)
+    made = centres.gather(1, which[..., None].expand(-1, -1, DIM)) + torch.randn(HEADS, length, DIM, generator=generator)
+    angle = torch.arange(length)[:, None] * 10_000 ** -(torch.arange(DIM // 4) / (DIM // 4))
+    x, y, rest = made.split((DIM // 4, DIM // 4, DIM // 2), dim=2)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat((x * cos - y * sin, x * sin + y * cos, rest), dim=2).bfloat16()
+
+
+def filled(length: int, layers: int) -> list[HostStore]:
+    """Stores of as many layers, each with keys of its own."""
+    generator = torch.Generator().manual_seed(length)
+    stores = []
+    for _ in range(layers):
+        stores.append(HostStore(1, HEADS, DIM, torch.bfloat16))
+        k = keys(length, generator)
+        stores[-1].append(0, torch.stack((k, k), dim=2))
+    return stores
+
+
+def measure(stores: list[HostStore], budget: int, threads: int, config: TreeConfig) -> dict[str, float]:
+    """Medians over layers with keys and queries of their own, so that no cache keeps them: milliseconds a layer."""
+    length, layers = stores[0].length(0), len(stores)
+    indices, build = [], []
+    for layer, store in enumerate(stores):
+        sizes = (layer, HEADS * GROUP, HEADS, DIM, store.dtype, torch.device("cpu"))
+        index = TreeIndex(LayerShape(*sizes, store, Regions(32, 32, 16), DIM**-0.5), config, threads=threads)
+        begin = time.perf_counter()
+        index.build(0, 32, torch.empty(HEADS, length - 32, 0))
+        build.append(time.perf_counter() - begin)
+        indices.append(index)
+    query = torch.randn(layers, 1, HEADS * GROUP, DIM, generator=torch.Generator().manual_seed(1)) * 2
+    scanned = [store.read(0, 32, length)[:, :, 0].float().contiguous() for store in stores]
+
+    def flat(i: int) -> Tensor:
+        scores = query[i].view(HEADS, GROUP, DIM) @ scanned[i].mT
+        return 32 + torch.topk(scores, budget).indices
+
+    def tree(i: int) -> Tensor:
+        return indices[i].select(query[i], budget).rows
+
+    found = covered = 0.0
+    for i in range(layers):
+        exact = flat(i)
+        rows = tree(i)[0]
+        for h in range(HEADS):
+            best = set(exact[h, :, : budget // GROUP].flatten().tolist())
+            found += len(best.intersection(rows[h].tolist())) / len(best) / HEADS / layers
+            stored = stores[i].read(0, 0, length)[h, :, 0].float()
+            weight = torch.softmax(query[i, 0].view(HEADS, GROUP, DIM)[h] @ stored.T * DIM**-0.5, dim=1)
+            covered += float(weight[:, rows[h][rows[h] >= 0].long()].sum(dim=1).mean()) / HEADS / layers
+    return {
+        "build_ms": 1e3 * statistics.median(build),
+        "tree_ms": _median(tree, layers),
+        "flat_ms": _median(flat, layers),
+        "recall": found,
+        "attention_mass": covered,
+    }
+
+
+def _median(call: Callable[[int], Tensor], layers: int, rounds: int = 5) -> float:
+    times = []
+    for _ in range(rounds):
+        for i in range(layers):
+            begin = time.perf_counter()
+            call(i)
+            times.append(time.perf_counter() - begin)
+    return 1e3 * statistics.median(times)
+
+
+def main(
+    *,
+    quick: bool = False,
+    length: int = 36864,
+    budget: int = 176,
+    threads: int = 0,
+    layers: int = 8,
+    out: Path | None = None,
+    commit: str | None = None,
+) -> list[dict[str, Any]]:
+    """Build, search and print a JSON line a setting. quick: at most 4096 keys and two layers. length: keys a KV head; budget: rows
+    a KV head; threads: 0 for one a core; layers: with keys of their own."""
+    if quick:
+        length, layers = min(length, 4096), min(layers, 2)
+    torch.set_num_threads(threads or cores())
+    stores = filled(length, layers)
+    report = Report(out, commit, bench="tree", length=length, budget=budget, threads=threads or cores())
+    for descend in ("digest", "point"):
+        for beam in (32, 64, 128):
+            times = measure(stores, budget, threads, TreeConfig(descend=descend, query_beam=beam, query_beam_share=0.0))
+            report({"descend": descend, "query_beam": beam, **times, "speedup": times["flat_ms"] / times["tree_ms"]})
+    return report.lines
+
+
+if __name__ == "__main__":
+    more = {"length": (36864, "keys a KV head"), "budget": (176, "rows a KV head"), "threads": (0, "0 for one a core")}
+    run_kernels(main, __doc__, {**more, "layers": (8, "layers with keys of their own")})

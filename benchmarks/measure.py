@@ -1,0 +1,72 @@
+"""What gpu.sh measures besides kernels and figures: python3 -m benchmarks.measure OUT COMMIT HOST_BYTES PART [METHOD].
+
+parts: icecache, breakdown (of METHOD), prefill, serving, indexing
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks import indexing, room
+from benchmarks.filled import FilledBench
+from benchmarks.script import printing, run_as_script
+from kvthaw.bench import prefill, serving
+from kvthaw.bench.card import noted, where
+from kvthaw.bench.settings import grid
+from kvthaw.evaluate.results import ResultsFile
+
+SHAPE = "llama-3.1-8b"
+ICECACHE = ("full", "icecache", "icecache:query_beam=32", "icecache:transfer=bulk", "icecache:preset=paper", "icecache-reuse")
+
+
+def decode(out: Path, commit: str, host_bytes: int, methods: tuple[str, ...], length: int, **more: Any) -> None:
+    """Time decoding; profile: and break the steps down by kernels."""
+    profile, steps = more.pop("profile", False), more.pop("steps")
+    wanted = {"budget": 256, "retrieved": None, "dense_layers": None, "new_tokens": 64, "seed": 0, "device": where()[1]}
+    bench = FilledBench(ResultsFile(out), commit=commit, host_bytes=host_bytes, **printing(out))
+    bench.profile = profile
+    bench.run([one for one in grid(methods, [length], [1], [steps], shape=SHAPE, **wanted, **more) if bench.fits(one)])
+    bench.judge()
+
+
+def prefills(out: Path, commit: str, host_bytes: int) -> None:
+    """Time prompts in chunks. Of 512k tokens four layers: all would take 130 s, twice."""
+    pariskv: dict[str, Any] = {"budget": None, "retrieved": 100}
+    settings = [
+        *prefill.grid(SHAPE, ["pariskv"], [1 << 17], [1 << 14], chunks_only=True, **pariskv),
+        *prefill.grid(SHAPE, ["pariskv"], [1 << 19], [1 << 14], chunks_only=True, layers=4, **pariskv),
+        *prefill.grid(SHAPE, ["icecache"], [1 << 17], [1 << 14], chunks_only=True, budget=256),
+        *prefill.grid(SHAPE, ["pariskv"], [1 << 17], [1 << 14], **pariskv),
+    ]
+    known, watch = ResultsFile(out), printing(out)["watch"]
+    for record in prefill.run(settings, known, host_bytes=host_bytes, commit=commit, watch=watch):
+        over = room.over_floor(record)
+        noted(f"{prefill.Setting(**record.setting)}: {record['indexed_s']} s" + (f", {over:.2f} of the floor" if over else ""))
+
+
+def main(arguments: list[str]) -> None:
+    """See the module."""
+    if len(arguments) < 4:
+        sys.exit(__doc__)
+    out, commit, host_bytes, part = Path(arguments[0]), arguments[1], int(arguments[2]), arguments[3]
+    if part == "icecache":
+        decode(out / "decode.jsonl", commit, host_bytes, ICECACHE, 36864, steps="eager")
+    elif part == "breakdown":
+        how = {"steps": "captured", "prompt": "filled", "profile": True}
+        decode(out / "breakdown.jsonl", commit, host_bytes, (arguments[4],), 131072, **how)
+    elif part == "prefill":
+        prefills(out / "prefill.jsonl", commit, host_bytes)
+    elif part == "serving":
+        asked = serving.Serving(shape=SHAPE, length=16384, lanes=4, requests=6, new_tokens=64, budget=1024)
+        methods, say = ("full", "pariskv", "clusterkv", "prkv"), lambda record: print(record.to_json(), flush=True)
+        serving.run(asked, methods, ResultsFile(out / "serving.jsonl"), commit=commit, say=say)
+    elif part == "indexing":
+        indexing.main(SHAPE, 32768, ("clusterkv", "prkv"), out=out / "indexing.jsonl", commit=commit)
+    else:
+        sys.exit(f"no part {part}\n{__doc__}")
+
+
+if __name__ == "__main__":
+    run_as_script(lambda: main(sys.argv[1:]))

@@ -1,0 +1,107 @@
+"""The loop of one-token steps that every command shares."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from kvthaw.engine.decode import Replay, capturable
+from kvthaw.engine.hf import Cache
+from kvthaw.engine.hf.handle import is_attached
+from kvthaw.engine.sampling import GREEDY, Sampling, draw
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Tokens = Sequence[int] | Tensor
+"""The next token of each row."""
+
+
+@torch.no_grad()
+def decode(
+    model: PreTrainedModel,
+    cache: Cache | DynamicCache,
+    logits: Tensor,
+    choose: Callable[[Tensor], Tokens | None],
+    *,
+    capture: bool = True,
+) -> Iterator[Tokens]:
+    """Yield the tokens that `choose` picks from the logits [B, V] before them, then send them through the model, and so on.
+
+    Ends when `choose` returns None. A token enters the cache only when the next one is asked for, so a caller that stops iterating
+    takes no step for nothing. On a GPU the steps are replayed from CUDA graphs where the method allows it and the layers' observers
+    are graph_safe (capture=False: never; a cache.replay that is there is used); elsewhere they run eagerly. The logits given to
+    `choose` are valid until the next step.
+    """
+    while (tokens := choose(logits)) is not None:
+        yield tokens
+        logits = _step(model, cache, torch.as_tensor(tokens, device=model.device).reshape(-1, 1), capture)
+
+
+def generate(
+    model: PreTrainedModel,
+    cache: Cache,
+    logits: Tensor,
+    *,
+    limit: int,
+    stops: frozenset[int] = frozenset(),
+    sampling: Sampling = GREEDY,
+    capture: bool = True,
+) -> Iterator[int]:
+    """Yield the tokens of a cache of one row, from the logits [V] before the first: until `limit`, a stop token (not yielded) or
+    the model's last position."""
+    most = positions(model)
+
+    def choose(after: Tensor) -> Tokens | None:
+        token = int(draw(after, [sampling], torch.tensor([cache.get_seq_length()], device=after.device)))
+        return None if token in stops else [token]
+
+    for given, (token,) in enumerate(decode(model, cache, logits[None], choose, capture=capture) if limit > 0 else (), 1):
+        yield int(token)
+        if given == limit or (most is not None and cache.get_seq_length() >= most):
+            return
+
+
+@torch.no_grad()
+def forward(model: PreTrainedModel, cache: Cache | DynamicCache, ids: Sequence[Sequence[int]] | Tensor) -> Tensor:
+    """Send as many tokens [B, T] of each row through the model eagerly. Returns the logits [B, V] after the last."""
+    tokens = torch.as_tensor(ids, device=model.device)
+    where: dict[str, Any] = {}
+    if isinstance(cache, Cache) and any(cache.kv_layers[0].left_pad):
+        where["position_ids"] = _lengths(cache, model.device) + torch.arange(tokens.shape[1], device=model.device)
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        where["logits_to_keep"] = 1
+    last: Tensor = model(input_ids=tokens, past_key_values=cache, use_cache=True, **where).logits[:, -1]
+    return last
+
+
+def positions(model: PreTrainedModel) -> int | None:
+    """Return how many positions a model has, where its config says."""
+    value = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return None if value is None else int(value)
+
+
+def _step(model: PreTrainedModel, cache: Cache | DynamicCache, ids: Tensor, capture: bool) -> Tensor:
+    if not capture or not ids.is_cuda or not isinstance(cache, Cache) or is_attached(model):  # such a model replays by itself
+        return forward(model, cache, ids)
+    observers = [layer.observer for layer in cache.frozen_layers if layer.observer is not None]
+    waits = not all(getattr(observer, "graph_safe", False) for observer in observers)  # Python, which a replay leaves out
+    if cache.replay is None and not waits and not cache.reordered and capturable(cache) is None:
+        cache.replay = Replay(model.forward, cache)
+    if cache.replay is None or waits or cache.reordered:
+        return forward(model, cache, ids)
+    return cache.replay(ids, _lengths(cache, ids.device))[:, -1]
+
+
+def _lengths(cache: Cache, device: torch.device) -> Tensor:
+    """Tokens of each row, [B, 1]."""
+    layer = cache.kv_layers[0]
+    lengths = [layer.length(row) for row in range(layer.lanes)]
+    if len(set(lengths)) == 1:  # made on the device
+        return torch.full((len(lengths), 1), lengths[0], device=device)
+    return torch.tensor(lengths, device=device)[:, None]

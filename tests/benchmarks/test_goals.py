@@ -1,0 +1,143 @@
+"""Acceptance goals over the cells of a comparison, and cells in files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.cells import Cell, cells_of, read_cells, read_stretches, records_of, write_cells, write_stretches
+from benchmarks.goals import BASELINES, SUBJECTS, Paired, by_budget, goals, hopes, protocols, under
+from kvthaw.errors import ConfigError
+from kvthaw.evaluate.compare import summaries
+from kvthaw.evaluate.results import Record
+
+ABOUT = ("toy", "w", "float32", "cpu", "0", "")
+MEANS = {
+    "attended_mean": 50.0,
+    "retrieved": 30.0,
+    "hit_rate": 0.5,
+    "attention_mass": None,
+    "recall_at_k": 0.7,
+    "output_error": None,
+}
+
+
+def cell(method: str, budget: int | None, scores: list[float], **other: Any) -> Cell:
+    places = {(seed, (0.0, 0.5)[seed % 2]): score for seed, score in enumerate(scores)}
+    about = {"about": ABOUT, "task": "passkey", "length": 4096, "question": "dense", "retrieved": None, "dense_layers": 0}
+    sizes = {"kv_device_bytes": (budget or 4096) * 1024, "kv_host_bytes": 0, "means": MEANS}
+    return Cell(**{**about, **sizes, "method": method, "budget": budget, "scores": places, **other})
+
+
+def toy() -> list[Cell]:
+    """Two tasks, one of which full attention cannot do, every method at 64 and 256."""
+    every = ("oracle", *SUBJECTS, *BASELINES)
+    cells = [cell("full", None, [1.0] * 10), cell("full", None, [0.0] * 10, task="hard")]
+    for name in every:
+        right = 9 if name == "prkv" else 10
+        cells += [cell(name, budget, [1.0] * right + [0.0] * (10 - right)) for budget in (64, 256)]
+        cells.append(cell(name, 256, [0.0] * 10, task="hard"))
+    return cells
+
+
+def test_paired_difference_against_its_formula() -> None:
+    mine, theirs = cell("a", 64, [1, 1, 1, 0, 1, 0, 1, 1]), cell("b", 64, [1, 0, 1, 0, 0, 1, 1, 1])
+    paired = Paired.of([mine], [theirs])
+    assert paired is not None
+    b, c, n = 2, 1, 8  # Agresti and Min: half a pair more in each of the four fields
+    middle = (b - c) / (n + 2)
+    spread = 1.959964 * ((b + c + 1) / (n + 2) - middle**2) ** 0.5 / (n + 2) ** 0.5
+    assert (paired.n, paired.difference) == (8, 1 / 8)
+    assert (paired.low, paired.high) == pytest.approx((middle - spread, middle + spread))
+    assert (paired.mine, paired.theirs) == (6 / 8, 5 / 8)
+
+
+def test_only_samples_of_both_are_paired() -> None:
+    few = cell("b", 64, [0.0, 0.0, 0.0])
+    paired = Paired.of([cell("a", 64, [1.0] * 10), cell("a", 64, [1.0], task="other")], [few])
+    assert paired is not None
+    assert (paired.n, paired.difference) == (3, 1.0)
+    assert Paired.of([cell("a", 64, [1.0], task="other")], [few]) is None
+
+
+def test_goals_follow_from_the_cells_and_none_is_left_out() -> None:
+    found = {goal.text: goal for goal in goals(toy())}
+    assert len(found) == 4 + 5 * len(BASELINES)
+    assert "oracle" not in " ".join(BASELINES)
+    assert found["icecache at 256 keeps 99 % of full"].met
+    assert found["prkv at 256 keeps 99 % of full"].met is False
+    assert all(found[f"prkv at 256 equals {name} at 256"].met is False for name in BASELINES)
+    assert all(found[f"icecache at 64 equals {name} at 256"].met for name in BASELINES)
+    assert all(goal.paired is not None and goal.paired.n == 10 for goal in found.values())  # nothing of the hard task
+    fewer = [one for one in toy() if one.method != "quest"]
+    assert [goal.text for goal in goals(fewer) if goal.met is None] == [text for text in found if "quest" in text]
+
+
+def test_goals_that_belong_together_have_one_verdict() -> None:
+    every = 5 * len(BASELINES)
+    found = {hope.text: hope for hope in hopes(goals(toy()))}
+    assert len(found) == 4 + 5
+    assert sum(hope.of for hope in found.values()) == 4 + every
+    assert found["icecache at 64 equals every baseline at 256"].verdict == f"met ({len(BASELINES)} of {len(BASELINES)})"
+    missed = found["prkv at 256 equals every baseline at 256"]
+    assert missed.verdict == f"not met (0 of {len(BASELINES)}, {len(BASELINES)} more within the interval)"
+    assert missed.tightest is not None
+    assert missed.tightest.paired is not None
+    assert missed.tightest.paired.difference == pytest.approx(-0.1)
+    assert found["prkv at 256 keeps 99 % of full"].verdict == "not met"
+    fewer = {hope.text: hope for hope in hopes(goals([one for one in toy() if one.method not in ("quest", "prkv")]))}
+    assert fewer["icecache at 64 equals every baseline at 256"].verdict.endswith(", 1 not measured")
+    assert fewer["prkv at 256 keeps 99 % of full"].verdict == "not measured"
+
+
+def test_the_mean_by_budget_is_of_what_full_attention_can_do() -> None:
+    table = by_budget(toy())
+    assert table.columns == ("method", "64 tokens", "256 tokens")
+    rows = {row[0]: row[1:] for row in table.rows}
+    assert [getattr(value, "text", value) for value in rows["prkv"]] == ["90", "90"]
+    assert [getattr(value, "n", None) for value in rows["full"]] == [10, 10]  # nothing of the hard task
+    assert table.rows[0][0] == "full"
+    assert table.rows[-1][0] == "prkv"
+    later = [replace(one, scores={**one.scores, (10, 0.0): 0.0}) if one.method == "quest" else one for one in toy()]
+    assert by_budget(later).rows == table.rows  # a sample that only one method has counts for none
+    longer = [cell(name, budget, [0.0] * 10, length=8192) for name, budget in (("full", None), ("quest", 256))]
+    assert by_budget([*toy(), *longer]).rows == table.rows  # nor does work that was run at one budget only
+
+
+def test_protocols_are_apart_and_full_attention_is_of_all() -> None:
+    cells = [*toy(), cell("quest", 256, [1.0] * 3, dense_layers=2), cell("quest", 256, [1.0] * 3, question="sparse")]
+    assert protocols(cells) == [("dense", 0), ("dense", 2), ("sparse", 0)]
+    assert {c.method for c in under(cells, ("dense", 2))} == {"full", "quest"}
+
+
+def test_cells_survive_their_file_and_become_records(tmp_path: Path) -> None:
+    path = tmp_path / "cells.jsonl"
+    write_cells(toy(), path)
+    assert read_cells(path) == toy()
+    records = records_of(toy())
+    assert [(one.method, one.n, one.accuracy) for one in cells_of(records)] == [
+        (one.method, one.n, one.accuracy) for one in toy()
+    ]
+    tasks, none = summaries(records)
+    assert none == []
+    assert len(tasks) == len(toy())
+    path.write_bytes(path.read_bytes() + b"\xff\n")
+    with pytest.raises(ConfigError, match=rf"line {len(toy()) + 1} of .*cells\.jsonl"):
+        read_cells(path)
+
+
+def test_lines_of_perplexity_survive_their_file(tmp_path: Path) -> None:
+    about = {"method": "quest", "budget": 64, "length": 100}
+    measures: dict[str, Any] = {"nll": [1.0, 2.0], "attended_mean": 3.0, "attended_max": 4, "seconds": 0.5, "held_budget": 64}
+    records = [Record({**about, "seed": seed, "start": 7 * seed}, measures) for seed in range(3)]
+    write_cells(toy(), tmp_path / "cells.jsonl")
+    write_stretches(records, tmp_path / "cells.jsonl")
+    assert [json.loads(one.to_json()) for one in read_stretches(tmp_path / "cells.jsonl")] == [
+        json.loads(one.to_json()) for one in records
+    ]
+    write_cells(toy(), tmp_path / "others.jsonl")
+    assert read_stretches(tmp_path / "others.jsonl") == []

@@ -1,0 +1,32 @@
+"""What indexing costs: the fields of a line, and the check beside it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks import indexing
+from kvthaw.bench.shapes import build
+from kvthaw.engine.hf import Cache
+from kvthaw.errors import CacheError
+
+
+def test_shares_are_of_the_times_measured() -> None:
+    (line,) = indexing.main("tiny", 200, ("prkv:page=8:window=16",), budget=64, runs=1)
+    assert line["indexing_share"] == pytest.approx(line["indexing_s"] / line["prefill_full_s"])
+    assert line["beside_share"] == pytest.approx(line["prefill_s"] / line["prefill_full_s"] - 1)
+    assert line["refresh_share"] == pytest.approx(line["refresh_s"] / line["step_s"] / 128)
+    assert (line["interval"], line["length"], line["budget"]) == (128, 200, 64)
+
+
+@torch.no_grad()
+def test_an_index_that_is_another_alone_is_seen() -> None:
+    model = build("tiny", torch.device("cpu"))
+    cache = Cache(model, "clusterkv", budget=64)
+    model(torch.arange(150)[None], past_key_values=cache)
+    index = cache.frozen_layers[1].group.index  # type: ignore[union-attr]
+    assert isinstance(index, indexing.UnitIndex)
+    assert indexing._again(cache, 1, index) > 0
+    index.digests[0, 0, 0, 0] += 1
+    with pytest.raises(CacheError, match="layer 1: digests, made beside the prefill"):
+        indexing._again(cache, 1, index)

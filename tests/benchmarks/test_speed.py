@@ -1,0 +1,48 @@
+"""README's tables of speed from committed lines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+pytest.importorskip("matplotlib")
+
+
+@pytest.fixture
+def speed() -> Any:
+    """The script, as a module."""
+    from benchmarks import speed
+
+    return speed
+
+
+def test_readme_says_what_the_lines_say(speed: Any) -> None:
+    text = (ROOT / "README.md").read_text()
+    assert speed.write(text) == text
+    with pytest.raises(ValueError, match="no part between"):
+        speed.write("nothing")
+
+
+def test_newer_lines_take_the_place_of_older_ones(speed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = speed.read(ROOT / "benchmarks" / "results" / "decode.jsonl")
+    first = next(line for line in lines if speed.matches(line, {"method": "pariskv", "length": 131072, "steps": "compiled"}))
+    newer = json.loads(json.dumps(first)) | {"tpot_s": 0.00123, "about": {**first["about"], "commit": "newer"}}
+    newer["setting"] |= {"new_tokens": 512, "shared": True}
+    (tmp_path / "results").mkdir()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "results" / "decode.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "out" / "decode.jsonl").write_text(json.dumps(newer) + '\n{"setting": {"sha')
+    monkeypatch.setattr(speed, "HERE", tmp_path)
+    speed.take_in(tmp_path / "out")
+    kept = speed.read(tmp_path / "results" / "decode.jsonl")
+    assert len(kept) == len(lines)
+    assert kept[-1] == newer
+    assert first not in kept
+    median, high = (f"{1e3 * first[name]:.1f}" for name in ("itl_p50_s", "itl_p95_s"))
+    assert f"**1.2 ({median}, {high})**" in speed.part()
+    assert "at 128k, 512k" in speed.part()

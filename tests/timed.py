@@ -1,0 +1,25 @@
+"""Records of the decode benchmark, for tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from kvthaw.bench.decode import Bench
+from kvthaw.bench.settings import Setting, grid
+from kvthaw.evaluate.results import Record, ResultsFile
+
+
+def settings(*methods: str, device: str = "cpu", **asked: Any) -> list[Setting]:
+    """Settings of methods, of a tiny shape and short unless asked otherwise."""
+    sizes = {name: asked.pop(name, default) for name, default in (("lengths", [160]), ("batches", [1]), ("steps", ["eager"]))}
+    wanted = {"shape": "tiny", "budget": 64, "retrieved": None, "dense_layers": None, "new_tokens": 20, "seed": 0}
+    return grid(methods, sizes["lengths"], sizes["batches"], sizes["steps"], device=device, **{**wanted, **asked})
+
+
+def measured(*methods: str, of: type[Bench] = Bench, out: Path | None = None, how: Any = None, **asked: Any) -> list[Record]:
+    """The records of methods. Raises what a setting failed with."""
+    bench = of(ResultsFile(out), commit="abc", **(how or {}))
+    records = bench.run(settings(*methods, **asked))
+    bench.judge()
+    return records
