@@ -24,7 +24,7 @@ Record = dict[str, Any]
 K = 1024
 LENGTHS = (36 * K, 128 * K, 512 * K, 1024 * K)
 
-ROWS = (
+ROWS: tuple[tuple[str, Record], ...] = (
     ("full attention, the same kernels and harness", {"method": "full"}),
     ("pariskv, 100 retrieved", {"method": "pariskv", "retrieved": 100}),
     ("clusterkv, 1024 tokens, 70 % of rows on the device already", {"method": "clusterkv", "hits": 0.7}),

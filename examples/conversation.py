@@ -1,8 +1,9 @@
 """Several questions about one context: the cache stays, and keeps the context alone before each next question."""
 
+from kvthaw.evaluate.decode import prefill, stop_tokens
+
 import kvthaw
 from kvthaw.evaluate.answers import Answer
-from kvthaw.evaluate.decode import prefill, stop_tokens
 from kvthaw.evaluate.model import load_shipped
 from kvthaw.evaluate.tasks import niah
 

@@ -1,8 +1,9 @@
 """Prefill once, then fork the cache to see what each method and budget answers."""
 
+from kvthaw.evaluate.decode import prefill, stop_tokens
+
 import kvthaw
 from kvthaw.evaluate.answers import Answer
-from kvthaw.evaluate.decode import prefill, stop_tokens
 from kvthaw.evaluate.model import load_shipped
 from kvthaw.evaluate.probe import Probe
 from kvthaw.evaluate.tasks import TASKS

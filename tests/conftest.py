@@ -25,6 +25,8 @@ logging.set_verbosity_error()
 
 LONG = (
     "tests/bench/test_decode_bench.py",
+    "tests/benchmarks/test_figures.py",
+    "tests/benchmarks/test_filled.py",
     "tests/cli/",
     "tests/methods/",
     "tests/engine/test_architectures.py",

@@ -10,9 +10,9 @@ import shlex
 from pathlib import Path
 
 import pytest
-from kvthaw.evaluate.cells import read_cells
 from typer.testing import CliRunner
 
+from benchmarks.cells import read_cells
 from kvthaw import cli
 from kvthaw.evaluate.describe import markdown
 from kvthaw.evaluate.published import BENCHMARKS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from said import Said
 
 
@@ -43,3 +44,23 @@ def test_generate_takes_fractions_and_retrieved(model: str) -> None:
     assert Said("generate", text, *common, "--budget", "0.25").records[0]["budget"] == 100
     record = Said("generate", text, *common, "--retrieved", "10", "--dense-layers", "1").records[0]
     assert (record["retrieved"], record["dense_layers"]) == (10, 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["pariskv", "icecache", "full"])
+def test_generate_replays_graphs_on_a_gpu(model: str, method: str) -> None:
+    text = "The grass is green. The sky is blue. " * 20
+    common = (
+        "--model",
+        model,
+        "--method",
+        method,
+        "--max-new-tokens",
+        "24",
+        "--device",
+        "cuda",
+        "--dtype",
+        "float32",
+        "--json",
+    )
+    assert Said("generate", text, *common).records[0]["captures"] > 0

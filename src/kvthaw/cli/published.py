@@ -12,7 +12,6 @@ from kvthaw.cli import options
 from kvthaw.cli.common import bars, draw, load_model, print_results, shown, tell_outdated
 from kvthaw.cli.options import variants_of
 from kvthaw.evaluate.published import BENCHMARKS, FAMILIES, benchmarks
-from kvthaw.formatting import number, share
 
 if TYPE_CHECKING:
     from kvthaw.evaluate.published.base import Ask
