@@ -63,6 +63,27 @@ def test_joining_and_leaving_changes_nobodys_tokens(llama: PreTrainedModel, meth
         assert one.finished == "left" or len(one.tokens) == NEW[i]
 
 
+AGAIN = [name for name in kvthaw.METHODS if name != "snapkv-refreshed"] + ["snapkv:refresh=24", "snapkv:refresh=4"]
+
+
+@pytest.mark.parametrize("method", AGAIN)
+@pytest.mark.parametrize(("first", "second"), [(60, 5), (5, 60)])
+def test_nothing_of_a_request_stays_for_the_next_one_in_its_place(
+    llama: PreTrainedModel, method: str, first: int, second: int
+) -> None:
+    def serve(batch: Batch, length: int, new: int) -> list[int]:
+        sampling = Sampling(temperature=1.0, seed=length)  # greedy tokens repeat themselves and hide what was attended to
+        request = batch.join(prompt(1, length, seed=length)[0], max_new_tokens=new, stop=(), sampling=sampling)
+        while batch.requests:
+            batch.step()
+        return request.tokens
+
+    settings = {"dense_layers": 1} if method == "full" else {"budget": 32, "dense_layers": 0, "extent": 16}
+    used, fresh = (Batch(llama, method, lanes=2, capacity=CAPACITY, **settings) for _ in range(2))
+    serve(used, first, 37)
+    assert serve(used, second, 60) == serve(fresh, second, 60)
+
+
 @pytest.mark.parametrize("method", ["full", "streaming", "oracle", "quest", "clusterkv", "pariskv", "h2o", "icecache"])
 def test_a_prompt_in_chunks_equals_one_pass(llama: PreTrainedModel, method: str) -> None:
     settings, ids = settings_of(method), prompt(1, 110)[0]

@@ -79,3 +79,19 @@ OUT_OF_RANGE = [("ratio", 0.0), ("most", 2.0), ("alpha", -1.0)]
 def test_settings_out_of_range_are_named(name: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"{name} is {value}"):
         Lanes(partial(SkewedIndex, **{name: value}), [20])
+
+
+@pytest.mark.parametrize("asked", [1, 2, 5])
+def test_rounding_decides_no_channel_that_few_queries_leave_open(asked: int) -> None:
+    """Fewer queries than channels, each off by some last bits: the skew is the same, and so are the rows."""
+    found = []
+    for noise in (0.0, 2e-7):
+        lanes = Lanes(SkewedIndex, [3], group=2, build=False)
+        queries = lanes.queries[0][:, :asked]
+        queries = queries * (1 + noise * torch.randn(queries.shape, generator=torch.Generator().manual_seed(1)))
+        keys = lanes.keys[0][:, FIRST : FIRST + 3]
+        lanes.index.build(0, FIRST, keys, keys, queries)
+        lanes.append(120)
+        found.append([lanes.index.select(lanes.query(step), 20).rows for step in range(100, 120)])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one.sort().values, other.sort().values)

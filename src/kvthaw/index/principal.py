@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_FIXED = 1e-8
+"""Share of the mean squared channel by which a fixed basis is added, so that rounding does not turn what the rows leave open."""
 _ON_HOST = 256
 """Channels up to which a matrix goes to the host: a GPU's solver takes tens of ms for the smallest, LAPACK 1 for 64, 10 for 256."""
 
@@ -12,10 +14,14 @@ _ON_HOST = 256
 def principal(rows: Tensor) -> Tensor:
     """V of rows = U S V^T, the largest singular value first: rows [..., n, D] -> [..., D, D] float64, columns orthonormal.
 
-    From the eigenvectors of rows^T rows, in float64: directions of singular values below 1e-8 of the largest come out mixed. What
-    is not finite counts as 0, for the layer itself says so later. The host waits.
+    From the eigenvectors of rows^T rows, in float64. Directions that the rows leave open, as fewer than D rows do, are those of a
+    fixed basis; so come out mixed those of singular values below 1e-4 of the root mean square. What is not finite counts as 0, for
+    the layer itself reports it later. The host waits.
     """
     gram = torch.nan_to_num(rows.mT.double() @ rows.double(), nan=0.0, posinf=0.0, neginf=0.0)
+    diagonal = gram.diagonal(dim1=-2, dim2=-1)
+    ramp = torch.linspace(1.0, 2.0, gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    gram = gram + torch.diag_embed(_FIXED * diagonal.mean(dim=-1, keepdim=True) * ramp)
     small = gram.cpu() if gram.shape[-1] <= _ON_HOST else gram
     vectors: Tensor = torch.linalg.eigh(small).eigenvectors
     return vectors.flip(-1).to(rows.device)

@@ -66,6 +66,8 @@ class FreshSnapIndex(SnapIndex):
         """See Index."""
         selection = super().select(query, budget)
         slot = self.cursor % self.width
+        if self.shape.clock is not None:  # a sequence without a token asks nothing
+            query = torch.where(self.shape.clock.live[:, None, None] > 0, query, 0.0)
         self.tables["recent"][: query.shape[0]].index_copy_(2, slot, query[:, :, None].to(self.shape.dtype))
         self.cursor.add_(1)
         return selection
@@ -94,6 +96,13 @@ class FreshSnapIndex(SnapIndex):
         """See KeptIndex."""
         super().reserve(lanes)
         self.since += [0] * (lanes - len(self.since))
+
+    def truncate(self, lane: int, length: int) -> None:
+        """See Index."""
+        super().truncate(lane, length)
+        if lane < len(self.tokens) and not self.tokens[lane]:
+            self.since[lane] = 0
+            self.tables["recent"][lane].zero_()
 
     def reorder(self, lanes: Sequence[int]) -> None:
         """See Index."""
