@@ -224,6 +224,15 @@ def test_a_tiny_temperature_is_greedy() -> None:
         assert torch.equal(draw(logits, [Sampling(temperature=1e-6, **how)] * 8, torch.arange(8)), logits.argmax(dim=1))
 
 
+def test_shares_that_reach_top_p_exactly_end_the_choice() -> None:
+    """At any temperature, however large logits / temperature are: of two halves the second is one too many."""
+    logits = torch.full((200, VOCAB), -1000.0)
+    logits[:, [5, 900]] = 3.3
+    for temperature in (1e-6, 0.3, 7.0):
+        for how in ({"top_p": 0.5}, {"top_p": 0.5, "top_k": 10}):
+            assert set(draw(logits, [Sampling(temperature=temperature, **how)] * 200, torch.arange(200)).tolist()) == {5}
+
+
 def test_what_some_ask_changes_nothing_for_others() -> None:
     """A sequence whose settings need no sort, next to one whose settings do."""
     logits, positions = random_logits(3), torch.arange(3)
@@ -298,6 +307,33 @@ def test_state_is_allocated_when_it_is_needed_and_a_step_reads_nothing_back() ->
         assert drawn.scores is not None
     plain = Sampler(100, 10**9)  # a table of such rows would not fit anywhere
     plain.join(4, Sampling(temperature=1.0, top_p=0.9, seed=3), PROMPT)
+
+
+@pytest.mark.gpu
+def test_a_step_can_be_captured() -> None:
+    """A capture fails where the host waits for the device. Replays choose and count as eager steps do."""
+    inputs = [random_logits(len(SETTINGS), seed=seed).cuda() for seed in range(4)]
+    found = []
+    for captured in (False, True):
+        sampler = Sampler(len(SETTINGS), VOCAB, "cuda")
+        for seq, kind in enumerate(SETTINGS):
+            sampler.join(seq, Sampling(seed=seq, logprobs=2, **kind), PROMPT, STOPS)
+        logits, positions = inputs[0].clone(), torch.full((len(SETTINGS),), len(PROMPT), device="cuda")
+        steps = [sampler(logits, positions).read()]
+        graph = torch.cuda.CUDAGraph()
+        if captured:
+            with torch.cuda.graph(graph):
+                drawn = sampler(logits, positions)
+        for one in inputs[1:]:
+            logits.copy_(one)
+            positions += 1
+            if captured:
+                graph.replay()
+            else:
+                drawn = sampler(logits, positions)
+            steps.append(drawn.read())
+        found.append(steps)
+    assert found[0] == found[1]
 
 
 def test_split_gives_each_output_its_own_seed() -> None:

@@ -248,9 +248,9 @@ class Sampler:
 
     A draw is the largest of the allowed logits / temperature plus Gumbel noise, which a hash of (seed, position, token) gives: no
     state, so a sequence draws the same tokens in any company. Its cost for B sequences of V tokens, beside an argmax: none where
-    all are greedy; without top_k and top_p about 30 elementwise passes over [B, V]; with top_k up to TOPK one torch.topk over int64
-    keys [B, V] and a logsumexp, all else is [B, top_k]; top_p without such a top_k sorts [B, V] in float32. Penalties, biases and
-    log-probabilities add about 10 passes each. Sequences pay for what they ask, not for what others ask.
+    all are greedy; without top_k and top_p about 30 elementwise passes over [B, V]; with top_k up to TOPK one torch.topk over
+    int64 keys [B, V] and a sum of exponentials, all else is [B, top_k]; top_p without such a top_k sorts [B, V] in float32.
+    Penalties, biases and log-probabilities add about 10 passes each. Sequences pay for what they ask, not for what others ask.
     """
 
     def __init__(self, seqs: int, vocabulary: int, device: torch.device | str = "cpu") -> None:
@@ -411,10 +411,11 @@ def _draw(x: Tensor, positions: Tensor, numbers: Tensor, seeds: Tensor, width: i
     """A token of each row [R, V] float32. width: how many of the likeliest are ranked, 0 where top_k and top_p allow all."""
     temperature, top_k, top_p, log_min_p = numbers[:, :4, None].unbind(1)
     ranked, tokens = top(x, width) if width else (x, torch.arange(x.shape[1], device=x.device)[None])
-    scaled = ranked.double() / temperature
-    allowed = scaled >= scaled.amax(dim=-1, keepdim=True) + log_min_p
+    best = x.amax(dim=-1, keepdim=True).double()
+    scaled = (ranked.double() - best) / temperature
+    allowed = scaled >= log_min_p
     if width:
-        shares = torch.exp(scaled - (x.double() / temperature).logsumexp(dim=-1, keepdim=True))
+        shares = scaled.exp() / ((x.double() - best) / temperature).exp().sum(dim=-1, keepdim=True)
         allowed &= (torch.arange(width, device=x.device) < top_k) & (shares.cumsum(dim=-1) - shares < top_p)
     noisy = (scaled + gumbel(seeds, positions, tokens)).masked_fill(~allowed, -torch.inf)
     return tokens.expand_as(noisy).gather(1, noisy.argmax(dim=-1, keepdim=True))[:, 0]
