@@ -61,7 +61,7 @@ def run(sampler: Sampler, seqs: list[int], steps: int, dtype: torch.dtype = torc
     return tokens
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_tokens_equal_the_definition_in_any_company(dtype: torch.dtype) -> None:
     """bfloat16 has many equal logits. Each sequence alone, and all together in another order, with others between them."""
     steps, expected = 6, []
@@ -243,6 +243,15 @@ def test_what_some_ask_changes_nothing_for_others() -> None:
         assert tokens == [draw(logits[i : i + 1], [kinds[i]], positions[i : i + 1]).item() for i in range(3)]
 
 
+def test_a_penalty_of_one_rounds_nothing_of_another() -> None:
+    logits = torch.zeros(2, VOCAB, dtype=torch.float64)
+    logits[:, 900], logits[:, 901] = 1.0, 1.0 + 1e-12
+    sampler = Sampler(2, VOCAB)
+    sampler.join(0, Sampling(frequency_penalty=1.0))
+    for expected in ([901, 901], [900, 901]):
+        assert sampler(logits, torch.arange(2)).read()[0] == expected
+
+
 def test_min_tokens_keeps_stop_tokens_back() -> None:
     sampler = Sampler(2, 6)
     for seq, sampling in enumerate((Sampling(min_tokens=2), Sampling(min_tokens=2, temperature=1.0, top_k=2))):
@@ -262,7 +271,7 @@ def test_logprobs_are_those_of_the_model(dtype: torch.dtype) -> None:
     tokens, found = sampler(logits, torch.arange(3)).read()
     assert found is not None
     exact = torch.log_softmax(logits.double(), dim=1)
-    ranked = logits.float().sort(dim=1, descending=True, stable=True).indices
+    ranked = logits.sort(dim=1, descending=True, stable=True).indices
     for seq in range(3):
         assert found[seq].token == tokens[seq]
         assert found[seq].logprob == pytest.approx(exact[seq, tokens[seq]].item(), abs=1e-6)

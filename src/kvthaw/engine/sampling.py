@@ -124,9 +124,9 @@ def distribution(
 ) -> Tensor:
     """Return the probabilities [V], float64, from which the token after `output` is drawn.
 
-    The definition of `Sampler`, in plain float64 but that logits are compared as float32. logits [V]: the model's. stops: tokens
-    that may not come before min_tokens. Greedy settings give one token probability 1. The token drawn at a position is the argmax
-    of log(probabilities) + gumbel(seed, position).
+    The definition of `Sampler`, in plain float64; logits that are not float64 are compared as float32. logits [V]: the model's.
+    stops: tokens that may not come before min_tokens. Greedy settings give one token probability 1. The token drawn at a position
+    is the argmax of log(probabilities) + gumbel(seed, position).
     """
     vocabulary = len(logits)
     x = logits.double().clone()
@@ -140,7 +140,7 @@ def distribution(
     x = x - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
     if len(output) < sampling.min_tokens:
         x[list(stops)] = -torch.inf
-    x = x.float().double()
+    x = x if logits.dtype == torch.float64 else x.float().double()
     if sampling.temperature == 0:
         return torch.zeros_like(x).index_fill(0, x.argmax(), 1.0)
     ranked, tokens = torch.softmax(x / max(sampling.temperature, _COLDEST), dim=0).sort(descending=True, stable=True)
@@ -208,12 +208,12 @@ def logprobs(tokens: Tensor, scores: Tensor) -> list[TokenLogprobs]:
 
 
 def top(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k largest of each row of x [B, V], as float32, and their places: [B, k] each. Equal ones stay in order."""
+    """Return the k largest of each row of x [B, V] and their places, [B, k] each. Equal ones stay in order."""
     vocabulary = x.shape[1]
-    x = x.float()
-    if k > TOPK or k == vocabulary:
+    if k > TOPK or k == vocabulary or x.dtype == torch.float64:
         ranked, tokens = x.sort(dim=-1, descending=True, stable=True)
         return ranked[:, :k], tokens[:, :k]
+    x = x.float()
     # Which of several equals topk returns is not said, so it gets none: int64 keys of a value's order and its place behind it.
     bits = torch.where(x == 0, 0.0, x).view(torch.int32)  # -0 is 0
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -249,8 +249,8 @@ class Sampler:
     A draw is the largest of the allowed logits / temperature plus Gumbel noise, which a hash of (seed, position, token) gives: no
     state, so a sequence draws the same tokens in any company. Its cost for B sequences of V tokens, beside an argmax: none where
     all are greedy; without top_k and top_p about 30 elementwise passes over [B, V]; with top_k up to TOPK one torch.topk over
-    int64 keys [B, V] and a sum of exponentials, all else is [B, top_k]; top_p without such a top_k sorts [B, V] in float32.
-    Penalties, biases and log-probabilities add about 10 passes each. Sequences pay for what they ask, not for what others ask.
+    int64 keys [B, V] and a sum of exponentials, all else is [B, top_k]; top_p without such a top_k sorts [B, V].
+    Only sequences that ask for these pay for them. Penalties, biases and log-probabilities add about 10 passes over all B each.
     """
 
     def __init__(self, seqs: int, vocabulary: int, device: torch.device | str = "cpu") -> None:
@@ -348,7 +348,7 @@ class Sampler:
         if waiting:
             assert self._stops is not None
             x = x.masked_fill(self._stops[seqs] & (positions < self._free_from[seqs])[:, None], -torch.inf)
-        return x.float()
+        return x if logits.dtype == torch.float64 else x.float()
 
     def _cleared(self, state: Tensor | None, seq: int, dtype: torch.dtype) -> Tensor:
         if state is None:
@@ -402,13 +402,13 @@ def _choose(x: Tensor, positions: Tensor, numbers: Tensor, seeds: Tensor, groups
     """The likeliest token of each row [B, V], or one drawn."""
     tokens = x.argmax(dim=-1)
     for width, rows in groups:
-        drawn = _draw(x[rows].float(), positions[rows], numbers[rows], seeds[rows], width)
+        drawn = _draw(x[rows], positions[rows], numbers[rows], seeds[rows], width)
         tokens.index_copy_(0, rows, drawn)
     return tokens
 
 
 def _draw(x: Tensor, positions: Tensor, numbers: Tensor, seeds: Tensor, width: int) -> Tensor:
-    """A token of each row [R, V] float32. width: how many of the likeliest are ranked, 0 where top_k and top_p allow all."""
+    """A token of each row [R, V]. width: how many of the likeliest are ranked, 0 where top_k and top_p allow all."""
     temperature, top_k, top_p, log_min_p = numbers[:, :4, None].unbind(1)
     ranked, tokens = top(x, width) if width else (x, torch.arange(x.shape[1], device=x.device)[None])
     best = x.amax(dim=-1, keepdim=True).double()
