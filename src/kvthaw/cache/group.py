@@ -16,8 +16,12 @@ from kvthaw.cache.desk import Desk, Parts
 from kvthaw.cache.pipeline import Pipeline
 from kvthaw.cache.recording import Recording
 from kvthaw.cache.residency import Residency
+from kvthaw.cache.selection_check import check_selection
 from kvthaw.errors import CacheError
 from kvthaw.types import Index, LayerShape, Method, Rebuilds, Reversible, Selection, WorksBeside
+
+_CHECKED = 3
+"""How many of the first choices of kvthaw's own indexes are checked; those of others always are, in eager steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,7 @@ class Group:
         self._jobs: list[Future[None]] = []
         self._searching: Future[Selection] | None = None  # the last that began
         self._failure: BaseException | None = None  # of a job
+        self._unchecked = _CHECKED if type(self.index).__module__.startswith("kvthaw.") else None  # None: check always
 
     @property
     def index(self) -> Index:
@@ -175,6 +180,7 @@ class Group:
                 selection = self._now(query) if search is None else search.result()
             except ValueError as error:
                 raise CacheError(f"layer {self.shape.layer}: {error}") from error
+            self._check(selection, query)
             self.residency.grow(length)
             self._make_way(query.shape[0])
             uploads = self.index.on_host and query.is_cuda
@@ -182,6 +188,17 @@ class Group:
         self.meter.tick(live * choice.slots.shape[1])
         self.choices.append(choice)
         return choice
+
+    def _check(self, selection: Selection, query: Tensor) -> None:
+        """Check what the index selected: always where it is not kvthaw's own, else at first; not while a step is captured."""
+        clock = self.shape.clock
+        if self._unchecked == 0 or clock is None or (query.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        check_selection(
+            selection, f"{type(self.index).__name__} of {self.method.name}", self.shape, query.shape[0], self.rows, clock.start
+        )
+        if self._unchecked is not None:
+            self._unchecked -= 1
 
     def _recorded(self, query: Tensor, recording: Recording) -> Choice:
         """The choice of a step that is recorded: the host makes it, between the graph that leaves the query on the group's desk and
