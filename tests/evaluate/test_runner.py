@@ -20,14 +20,14 @@ from kvthaw.engine.decode_loop import forward, generate
 from kvthaw.engine.prefill import prefill
 from kvthaw.engine.sampling import Sampling
 from kvthaw.errors import ConfigError
-from kvthaw.evaluate.answers import LINE, Answers
+from kvthaw.evaluate.answers import Answers
 from kvthaw.evaluate.job import EVEN_DEPTHS, Job, Progress, Unit
 from kvthaw.evaluate.metrics import mean, wilson
 from kvthaw.evaluate.model import fingerprint, load
 from kvthaw.evaluate.results import ResultsFile, summarize
 from kvthaw.evaluate.runner import Runner
 from kvthaw.evaluate.tasks import TASKS, Sample, Task
-from kvthaw.evaluate.text import StopStrings, TextStream, split_prompt
+from kvthaw.evaluate.text import AnswerText, split_prompt
 from kvthaw.evaluate.variant import FULL, Variant
 from kvthaw.index.units import UnitIndex
 from kvthaw.methods import METHODS
@@ -64,7 +64,9 @@ def test_full_is_what_transformers_generates(loaded: tuple[Any, Any], folder: Pa
     ids = tokenizer(sample.prompt, return_tensors="pt")["input_ids"]
     plain = AutoModelForCausalLM.from_pretrained(folder).eval()
     out = plain.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=257)
-    assert line["output"] == LINE.cut(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+    text = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+    body = text.lstrip()
+    assert line["output"] == text[: len(text) - len(body)] + body.partition("\n")[0]
     assert line["prompt"] == ids.shape[1] == 600
     assert line["sparse_steps"] == line["kv_host_bytes"] == 0
     assert line["kv_device_bytes"] == 2 * 2 * 2 * 16 * 4 * (line["prompt"] + line["new_tokens"] - 1)
@@ -365,26 +367,18 @@ def test_prompt_is_split_where_the_tokens_are_the_same(loaded: tuple[Any, Any]) 
 def test_answers_end_at_a_newline_after_the_first_word(loaded: tuple[Any, Any]) -> None:
     tokenizer = loaded[1]
 
-    def ended(text: str, stops: StopStrings = LINE) -> bool:
-        return stops.ended(tokenizer, tokenizer(text, add_special_tokens=False)["input_ids"])
+    def read(text: str, *stops: str, after: bool = True) -> tuple[str, bool]:
+        answer = AnswerText(tokenizer, stops, after_first_word=after)
+        shown = "".join(answer.push(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"])
+        assert shown + answer.finish() == answer.text
+        return answer.text, answer.stopped
 
-    assert [ended(text) for text in ("", "\n", "\n 12", " 12\n", "12\nand")] == [False, False, False, True, True]
-    assert [LINE.cut(text) for text in (" 12\nand", "\n12\n", "12")] == [" 12", "\n12", "12"]
-    assert [ended("a\nb. c", StopStrings(ends, True)) for ends in ((), (".", "!"), ("!",))] == [False, True, False]
-    assert [StopStrings(ends, True).cut(" a\nb. c! d") for ends in ((), ("!", "."), ("d", "a"))] == [
-        " a\nb. c! d",
-        " a\nb",
-        " ",
-    ]
-
-
-def test_a_stop_string_is_found_across_tokens_and_characters(loaded: tuple[Any, Any]) -> None:
-    tokenizer, stops = loaded[1], StopStrings(("…end", "\n\n"))
-    tokens = tokenizer("x" * 100 + "…end")["input_ids"]
-    assert [stops.ended(tokenizer, tokens[:n]) for n in range(len(tokens) - 2, len(tokens) + 1)] == [False, False, True]
-    assert stops.cut("a\n\nb…end") == "a"
-    assert stops.cut("a…end\n\n") == "a"
-    assert StopStrings(()).cut("all") == "all"
+    assert [read(text, "\n") for text in ("", "\n", "\n 12")] == [("", False), ("\n", False), ("\n 12", False)]
+    assert [read(text, "\n") for text in (" 12\n", "12\nand", "\n12\n")] == [(" 12", True), ("12", True), ("\n12", True)]
+    assert read(" a\nb. c! d", "!", ".") == (" a\nb", True)
+    assert read("\n 12", "\n", after=False) == ("", True)
+    assert read("x" * 100 + "…end", "…end", "\n\n", after=False) == ("x" * 100, True)
+    assert read("a… b") == ("a… b", False)
 
 
 def test_other_texts_and_files_are_other_results(loaded: tuple[Any, Any], tmp_path: Path) -> None:
@@ -412,14 +406,6 @@ def test_chunked_prefill_is_exact_and_counts(loaded: tuple[Any, Any]) -> None:
     assert told == [(done, 300) for done in (0, 50, 100, 150, 200, 250, 300)]
 
 
-def test_text_comes_in_whole_characters(loaded: tuple[Any, Any]) -> None:
-    tokenizer = loaded[1]
-    stream = TextStream(tokenizer)
-    pieces = [stream.push(token) for token in tokenizer("aé€")["input_ids"]]
-    assert pieces == ["a", "", "é", "", "", "€"]
-    assert stream.finish() == ""
-
-
 def test_tokens_follow_their_seed_and_end_at_the_limit_or_a_stop(loaded: tuple[Any, Any]) -> None:
     model, _ = loaded
 
@@ -440,7 +426,7 @@ def test_rows_take_as_many_tokens_as_they_were_given(loaded: tuple[Any, Any]) ->
     model, tokenizer = loaded
     cache = kvthaw.Cache(model, "full")
     logits = prefill(model, cache, list(range(3, 90)))
-    answers = Answers(model, tokenizer, cache, until=StopStrings(()))
+    answers = Answers(model, tokenizer, cache, until=())
     pieces = list(answers.stream(logits[None], [[]], 5))
     assert len(pieces) == answers.new_tokens[0] == 5 == answers.steps[0] + 1
     assert cache.get_seq_length() == 87 + 4

@@ -63,7 +63,7 @@ def generate(
     from kvthaw.engine.sampling import Sampling
     from kvthaw.evaluate.machine import now, versions
     from kvthaw.evaluate.model import check_prompt
-    from kvthaw.evaluate.text import TextStream, stop_tokens
+    from kvthaw.evaluate.text import AnswerText, stop_tokens
 
     sampling = Sampling(temperature, seed=seed)
     llm, tokenizer = load_model(model, device, dtype)
@@ -77,7 +77,7 @@ def generate(
         first = now(llm.device) - start  # the first token follows from these logits
     with waiting("offloading and indexing"):
         cache.wait()
-    out, times = TextStream(tokenizer), []
+    out, times = AnswerText(tokenizer), []
     stops = stop_tokens(llm, tokenizer)
     live = stream and not as_json
     for token in decode_loop.generate(llm, cache, logits, limit=max_new_tokens, stops=stops, sampling=sampling):
@@ -86,7 +86,7 @@ def generate(
         if live:
             sys.stdout.write(piece)
             sys.stdout.flush()
-    new = len(out.tokens)
+    new, rest = len(times), out.finish()
     stats = cache.stats()
     timing = {
         "ttft_s": first if new else None,
@@ -108,7 +108,7 @@ def generate(
         }
         print(json.dumps(record))
         return
-    print(out.finish() if live else out.text)
+    print(rest if live else out.text)
     line = (
         f"{stats}; {len(ids):,} prompt tokens, {new} new; first token after {seconds(timing['ttft_s'])}, then "
         f"{seconds(timing['tpot_s'])} a token"

@@ -11,22 +11,20 @@ from torch import Tensor
 
 from kvthaw.engine.decode_loop import Tokens, decode, forward, positions
 from kvthaw.engine.sampling import GREEDY, Sampling, draw
-from kvthaw.evaluate.text import StopStrings, TextStream, stop_tokens
+from kvthaw.evaluate.text import AnswerText, stop_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from kvthaw.engine.hf import Cache
 
-LINE = StopStrings(("\n",), after_first_word=True)
-
 
 class Answers:
     """The answers of a cache's rows: the rest of the prompt, then decoding to a stop token, a stop string, or the limit.
 
     A row's tokens depend on no other row; one that has ended waits for the rest. sampling: how all rows draw, or one for each.
-    steps: how many tokens each row has sent through the model; over: whether it has ended, and stopped: by a stop, not at the
-    limit; new_tokens: how many it was given.
+    until, after_first_word: the stop strings, as for AnswerText. steps: how many tokens each row has sent through the model; over:
+    whether it has ended, and stopped: by a stop, not at the limit; new_tokens: how many it was given.
     """
 
     def __init__(
@@ -36,24 +34,20 @@ class Answers:
         cache: Cache,
         *,
         sampling: Sampling | Sequence[Sampling] = GREEDY,
-        until: StopStrings = LINE,
+        until: Sequence[str] = ("\n",),
+        after_first_word: bool = True,
     ) -> None:
-        self.model, self.tokenizer, self.cache, self.until = model, tokenizer, cache, until
+        self.model, self.cache = model, cache
         rows = cache.kv_layers[0].lanes
-        self.steps, self.over, self.stopped = [0] * rows, [False] * rows, [False] * rows
+        self.steps, self.new_tokens, self.over, self.stopped = [0] * rows, [0] * rows, [False] * rows, [False] * rows
         self._stops = stop_tokens(model, tokenizer)
         self._sampling = [sampling] * rows if isinstance(sampling, Sampling) else list(sampling)
-        self._streams = [TextStream(tokenizer) for _ in range(rows)]
+        self._texts = [AnswerText(tokenizer, until, after_first_word=after_first_word) for _ in range(rows)]
 
     @property
     def texts(self) -> list[str]:
         """The answers so far, without what ended them."""
-        return [self.until.cut(stream.text) for stream in self._streams]
-
-    @property
-    def new_tokens(self) -> list[int]:
-        """How many tokens each row was given."""
-        return [len(stream.tokens) for stream in self._streams]
+        return [text.text for text in self._texts]
 
     def stream(self, logits: Tensor, rests: Sequence[Sequence[int]], limit: int) -> Iterator[list[str | None]]:
         """Yield the text that each step adds to each row, None for a row that got no token in it.
@@ -92,13 +86,14 @@ class Answers:
 
     def _take(self, row: int, token: int, limit: int) -> str | None:
         """Give a row its next token. Returns the text it adds, None for a stop."""
+        text = self._texts[row]
         if token in self._stops or limit < 1:
             self.over[row] = self.stopped[row] = True
+            text.finish()
             return None
-        stream, most = self._streams[row], positions(self.model)
-        before = self.until.cut(stream.shown)
-        stream.push(token)
-        self.stopped[row] = self.until.ended(self.tokenizer, stream.tokens)
+        piece, most = text.push(token), positions(self.model)
+        self.new_tokens[row] += 1
         full = most is not None and self.cache.kv_layers[0].length(row) >= most
-        self.over[row] = self.stopped[row] or full or len(stream.tokens) >= limit
-        return self.until.cut(stream.shown)[len(before) :]
+        self.stopped[row] = text.stopped
+        self.over[row] = text.stopped or full or self.new_tokens[row] >= limit
+        return piece + text.finish() if self.over[row] else piece

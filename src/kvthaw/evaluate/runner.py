@@ -22,7 +22,7 @@ from kvthaw.evaluate.rows import Forks, Rows, joined, spread
 from kvthaw.evaluate.tally import Tally
 from kvthaw.evaluate.tasks import Sample, Task, find
 from kvthaw.evaluate.tasks.base import fingerprint_of
-from kvthaw.evaluate.text import StopStrings, split_prompt
+from kvthaw.evaluate.text import split_prompt
 from kvthaw.evaluate.variant import FULL, Variant, complete, fork, setting_of
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ class Runner:
             return now(device) - (0.0 if probe is None else probe.seconds)
 
         start = clock()
-        answers = Answers(self.model, self.tokenizer, cache, until=StopStrings(task.stops, after_first_word=True))
+        answers = Answers(self.model, self.tokenizer, cache, until=task.stops)
         times = []
         for pieces in answers.stream(prompts.logits, prompts.rests, task.max_new_tokens):
             if any(piece is not None for piece in pieces):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvthaw.engine.text import StopStrings, TextStream
 from kvthaw.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,60 +22,38 @@ def stop_tokens(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
     return frozenset(found)
 
 
-@dataclass(frozen=True, slots=True)
-class StopStrings:
-    """Texts that end an answer and are no part of it. after_first_word: those before its first word do not count."""
+class AnswerText:
+    """The text of an answer as its tokens come, up to one of the strings that end it.
 
-    strings: tuple[str, ...]
-    after_first_word: bool = False
+    after_first_word: strings before the answer's first word do not end it. text: all of it so far; stopped: whether a string ended
+    it.
+    """
 
-    def cut(self, text: str) -> str:
-        """Return the text before the first stop string."""
-        start = len(text) - len(text.lstrip()) if self.after_first_word else 0
-        return text[: min((at for stop in self.strings if (at := text.find(stop, start)) >= 0), default=len(text))]
-
-    def ended(self, tokenizer: Any, tokens: Sequence[int]) -> bool:
-        """Return whether the last tokens hold a stop string. Decoding all of them at every step would be quadratic."""
-        if not self.strings:
-            return False
-        tail = max(len(text.encode()) for text in self.strings) + 8  # a token is a byte at least
-        text: str = tokenizer.decode(tokens if self.after_first_word else tokens[-tail:], skip_special_tokens=True)
-        return self.cut(text) != text
-
-
-class TextStream:
-    """Turns tokens into text as they come; holds back bytes that are not a whole character yet."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self.tokens: list[int] = []
-        self.shown = ""
-        self._from, self._to = 0, 0  # the last tokens that were shown: what comes is decoded behind them, not behind all
+    def __init__(self, tokenizer: Any, stops: Sequence[str] = (), *, after_first_word: bool = False) -> None:
+        self.text = ""
+        self._stream, self._stops, self._begun = TextStream(tokenizer), StopStrings(stops), not after_first_word
 
     @property
-    def text(self) -> str:
-        """All the text so far."""
-        return self._decode(self.tokens)
+    def stopped(self) -> bool:
+        return self._stops.found is not None
 
     def push(self, token: int) -> str:
         """Return the text that a token adds."""
-        self.tokens.append(token)
-        known, text = self._decode(self.tokens[self._from : self._to]), self._decode(self.tokens[self._from :])
-        if text.endswith("�"):
-            return ""
-        self._from, self._to = self._to, len(self.tokens)
-        self.shown += text[len(known) :]
-        return text[len(known) :]
+        return self._add(self._stream.push(token))
 
     def finish(self) -> str:
-        """Return what was held back."""
-        rest = self.text[len(self.shown) :]
-        self.shown += rest
-        return rest
+        """Return the text that was held back."""
+        new = self._add(self._stream.finish())
+        rest = self._stops.finish()
+        self.text += rest
+        return new + rest
 
-    def _decode(self, tokens: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        return text
+    def _add(self, piece: str) -> str:
+        lead = "" if self._begun else piece[: len(piece) - len(piece.lstrip())]
+        self._begun = self._begun or lead != piece
+        new = lead + self._stops.push(piece[len(lead) :])
+        self.text += new
+        return new
 
 
 def split_prompt(tokenizer: Any, context: str, question: str, chat: bool = False) -> tuple[list[int], list[int]]:

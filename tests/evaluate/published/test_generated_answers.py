@@ -12,7 +12,6 @@ from kvthaw.engine.prefill import prefill
 from kvthaw.engine.sampling import Sampling
 from kvthaw.evaluate.answers import Answers
 from kvthaw.evaluate.model import load
-from kvthaw.evaluate.text import StopStrings
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +38,8 @@ def answers(
     cache = base.fork(method, **({} if method == "full" else {"budget": 64}))
     if len(seeds) > 1:
         cache.batch_repeat_interleave(len(seeds))
-    found = Answers(model, tokenizer, cache, sampling=[Sampling(seed=seed, **how) for seed in seeds], until=StopStrings(stops))
+    sampling = [Sampling(seed=seed, **how) for seed in seeds]
+    found = Answers(model, tokenizer, cache, sampling=sampling, until=stops, after_first_word=False)
     for _ in found.stream(logits.expand(len(seeds), -1), [ids[len(ids) - question :]] * len(seeds), limit):
         pass
     return list(zip(found.texts, found.new_tokens, found.stopped, strict=True))

@@ -16,7 +16,7 @@ from kvthaw.evaluate.job import Progress, Question, check_question
 from kvthaw.evaluate.machine import identity, versions
 from kvthaw.evaluate.model import check_prompt
 from kvthaw.evaluate.results import Record, ResultsFile, Setting
-from kvthaw.evaluate.text import StopStrings, split_prompt
+from kvthaw.evaluate.text import split_prompt
 from kvthaw.evaluate.variant import FULL, Variant, complete, fork, setting_of
 
 from .base import Benchmark, Item, Plan, truncate
@@ -152,7 +152,8 @@ class Examiner:
             draws = [_sampling(run, item, sample) for sample in range(run.samples)]
             if len(draws) > 1:
                 cache.batch_repeat_interleave(len(draws))
-            answers = Answers(self.model, self.tokenizer, cache, sampling=draws, until=StopStrings(run.plan.stops))
+            how: dict[str, Any] = {"until": run.plan.stops, "after_first_word": False}
+            answers = Answers(self.model, self.tokenizer, cache, sampling=draws, **how)
             rows, name = logits.expand(len(draws), -1), f"{variant.method} {variant.budget or ''}".strip()
             for step, _ in enumerate(answers.stream(rows, [question] * len(draws), run.plan.max_new_tokens)):
                 tell(step, len(question) + run.plan.max_new_tokens, name)
@@ -186,8 +187,8 @@ class Examiner:
         check_prompt(self.model, len(prompt))
         base = Cache(self.model, "full")
         logits = prefill(self.model, base, prompt)
-        until = StopStrings(plan.stops)
-        answers = Answers(self.model, self.tokenizer, fork(base, variant), sampling=sampling, until=until)
+        how: dict[str, Any] = {"until": plan.stops, "after_first_word": False}
+        answers = Answers(self.model, self.tokenizer, fork(base, variant), sampling=sampling, **how)
         for _ in answers.stream(logits[None], [[]], plan.max_new_tokens):
             pass
         return answers.texts[0]
