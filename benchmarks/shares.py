@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.passages import PASSAGES, Kind
 from benchmarks.script import run_as_script
 from kvthaw.engine.hf import Cache
 from kvthaw.engine.prefill import prefill
@@ -21,7 +22,7 @@ from kvthaw.errors import ConfigError
 from kvthaw.evaluate.machine import identity, versions
 from kvthaw.evaluate.metrics import mean
 from kvthaw.evaluate.model import check_prompt, load
-from kvthaw.evaluate.passages import PASSAGES, Kind, text_name
+from kvthaw.evaluate.passages import text_name
 from kvthaw.evaluate.results import Record, ResultsFile
 from kvthaw.index.hybrid import HybridIndex
 

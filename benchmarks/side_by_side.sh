@@ -6,7 +6,9 @@ run() { # OUT NAME ARGUMENTS...
   shift 2
   [ -s "$out/parts/$name.done" ] && return
   case $name in all-*) cat "$out/parts/${name#all-}"-*.jsonl > "$out/parts/$name.jsonl" ;; esac
-  if python3 -m kvthaw eval "$@" --json --out "$out/parts/$name.jsonl" > "$out/parts/$name.json" 2> "$out/parts/$name.err"; then
+  local command="kvthaw eval" json=--json
+  case $1 in recall | drift) command=benchmarks.recall json= ;; esac
+  if python3 -m $command "$@" $json --out "$out/parts/$name.jsonl" > "$out/parts/$name.json" 2> "$out/parts/$name.err"; then
     mv "$out/parts/$name.json" "$out/parts/$name.done"
     echo "$name: $((SECONDS - begin)) s"
   else

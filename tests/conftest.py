@@ -35,7 +35,7 @@ LONG = (
     "tests/engine/test_inference_mode.py",
     "tests/evaluate/test_compare.py",
     "tests/evaluate/test_perplexity.py",
-    "tests/evaluate/test_recall.py",
+    "tests/benchmarks/test_recall.py",
     "tests/evaluate/test_runner.py",
     "tests/evaluate/test_suites.py",
     "tests/kernels/test_flash_decode.py",

@@ -34,20 +34,12 @@ def test_errors_are_one_line_and_exit_code_1(model: str, tmp_path: Path) -> None
     refused(Said("eval", "passkey", "--model", model, "--out", "/nowhere/x", "--length", "300"), 1, "/nowhere/x")
     refused(Said("eval", "passkey", "--question", "both"), 1, "question is 'both'")
     refused(Said("demo", "--model", model, "--length", "100"), 1, "length is 100")
-    recall = ("eval", "recall", "--model", "./not-looked-for")
-    for command in (recall, ("eval", "drift"), ("eval", "passkey")):
+    for command in (("eval", "perplexity"), ("eval", "passkey")):
         refused(Said(*command, "--plot", "plot.txt"), 1, "plot is 'plot.txt'", ".png")
         refused(Said(*command, "--plot", "/nowhere/plot.png"), 1, "'/nowhere/plot.png'", "folder does not exist")
         refused(Said(*command, "--out", "/nowhere/x"), 1, "/nowhere/x", "folder does not exist")
-    refused(Said(*recall, "--method", "quest,clusterkv:distance=ip"), 1, "distance is 'ip'", "cosine, l2, inner")
-    recall = ("eval", "recall", "--model", model)
-    refused(Said(*recall, "--method", "pariskv:beta=2.0"), 1, "beta is 2.0")
-    refused(Said(*recall, "--method", "full"), 1, "'full'; it attends to everything")
-    refused(Said(*recall, "--prompt", "poem"), 1, "prompt is 'poem'", "needle")
-    refused(Said(*recall, "--length", "100"), 1, "length 100 is too short")
-    refused(Said(*recall, "--length", "4096", "--prompt", "text"), 1, "4,128 tokens", "2,048")
-    refused(Said(*recall, "--steps", "4", "--probe", "5"), 1, "probe is 5", "4 steps")
-    refused(Said("eval", "drift", "--model", model, "--follow", "you"), 1, "follow is 'you'", "text, full, own")
+    refused(Said("eval", "passkey", "--method", "quest,clusterkv:distance=ip"), 1, "distance is 'ip'", "cosine, l2, inner")
+    refused(Said("eval", "passkey", "--model", model, "--method", "pariskv:beta=2.0"), 1, "beta is 2.0")
     latin = tmp_path / "latin.txt"
     latin.write_bytes(b"caf\xe9 au lait")
     refused(Said("generate", "--file", str(latin), "--model", model), 1, "latin.txt is not UTF-8", "byte 3")
@@ -67,9 +59,8 @@ def test_wrong_usage_is_exit_code_2(model: str) -> None:
     refused(Said("eval", "passkey", "--length", "4k"), 2, "'4k'")
     refused(Said("eval", "passkey", "--depths", ","), 2, "--depths")
     refused(Said("eval", "passkey", "--depths", "50,120"), 2, "--depths", "120", "between 0 and 100")
-    refused(Said("eval", "recall", "--retrieved", "many"), 2, "'many'", "--retrieved")
-    refused(Said("eval", "recall", "--text", "nowhere.txt"), 2, "nowhere.txt")
-    refused(Said("eval", "drift", "--new-tokens", "40"), 2, "--probe", "every 16th of 40")
+    refused(Said("eval", "perplexity", "--retrieved", "many"), 2, "'many'", "--retrieved")
+    refused(Said("eval", "perplexity", "--text", "nowhere.txt"), 2, "nowhere.txt")
     refused(Said("thaw"), 2, "thaw")
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from kvthaw.cli import options, perplexity, published, recall
+from kvthaw.cli import options, perplexity, published
 from kvthaw.cli.common import bars, draw, load_model, print_results, shown, tell_outdated
 from kvthaw.cli.options import listed, variants_of, words
 from kvthaw.errors import ConfigError
@@ -29,8 +29,6 @@ EXAMPLES = (
     "  kvthaw eval ruler --model meta-llama/Llama-3.1-8B --method pariskv --length 32768 --text essays.txt "
     "--data ruler_qa_1=dev-v1.1.json --data ruler_qa_2=hotpot_dev_distractor_v1.json\n\n"
     "  kvthaw eval babilong --data tasks_1-20_v1-2/en --method full,prkv\n\n"
-    "  kvthaw eval recall --method pariskv,clusterkv --retrieved 100 --length 8192\n\n"
-    "  kvthaw eval drift --method pariskv,pariskv:centroids=learned --new-tokens 4096\n\n"
     "  kvthaw eval perplexity --method icecache,quest --length 1024,4096,16384 --plot ppl.png"
 )
 
@@ -52,8 +50,7 @@ app = typer.Typer(cls=Tasks, no_args_is_help=True, rich_markup_mode="rich", epil
 def _eval() -> None:
     """Measure methods, by tasks, published benchmarks, perplexity and exact attention.
 
-    kvthaw eval TASK runs a task or a published benchmark, perplexity sends a text through the methods, recall and drift compare
-    selections with exact attention.
+    kvthaw eval TASK runs a task or a published benchmark, perplexity sends a text through the methods.
     """
 
 
@@ -140,9 +137,7 @@ def evaluate(
     print_results(summaries, as_json, lambda: [tables(summaries)])
 
 
-app.command("recall", epilog=recall.RECALL_EXAMPLES)(recall.recall)
 app.command("published", epilog=published.EXAMPLES)(published.evaluate)
-app.command("drift", epilog=recall.DRIFT_EXAMPLES)(recall.drift)
 app.command("perplexity", epilog=perplexity.EXAMPLES)(perplexity.perplexity)
 
 

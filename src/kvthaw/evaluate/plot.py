@@ -10,8 +10,6 @@ from typing import Any
 
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.metrics import mean
-from kvthaw.evaluate.probe import Quality
-from kvthaw.evaluate.recall import Summary
 from kvthaw.evaluate.results import Record
 from kvthaw.evaluate.variant import Variant
 
@@ -57,56 +55,6 @@ def heat_maps(found: Mapping[tuple[Variant, int], Sequence[Record]], path: Path,
         axis.remove()
     figure.suptitle(title, fontsize=10)
     figure.colorbar(axes[0].images[0], ax=list(axes[: len(variants)]), label="accuracy", shrink=0.8)
-    save(figure, path)
-
-
-def recall_lines(summaries: Sequence[Summary], path: Path) -> None:
-    """Recall and share of the exact mass against the rows selected, a line a method, where a method has several budgets; else by
-    layer. Raises ConfigError as heat_maps."""
-    groups: dict[tuple[str, int, int], list[Summary]] = {}
-    for one in summaries:
-        groups.setdefault((one.setting["method"], one.setting["length"], one.setting["dense_layers"]), []).append(one)
-    several = any(len(group) > 1 for group in groups.values())
-    curves: dict[str, tuple[list[float], list[Quality]]] = {}
-    for (method, length, _), group in groups.items():
-        if several:
-            known = sorted((one for one in group if one.means.rows is not None), key=lambda one: one.means.rows or 0.0)
-            curves[f"{method}, {length:,}"] = [one.means.rows or 0.0 for one in known], [one.means for one in known]
-            continue
-        layers = group[0].layers
-        curves[f"{name(group[0].variant)}, {length:,}"] = [float(layer) for layer in layers], list(layers.values())
-    _panels(curves, "rows selected" if several else "layer", path, title="selections beside exact attention")
-
-
-def drift_lines(summaries: Sequence[Summary], path: Path) -> None:
-    """Recall and share of the exact mass by decode position, a line a variant. Raises ConfigError as heat_maps."""
-    curves = {}
-    for one in summaries:
-        width = one.study.steps / len(one.bins)
-        curves[name(one.variant)] = [(i + 0.5) * width for i in range(len(one.bins))], list(one.bins)
-    study = summaries[0].study
-    _panels(curves, "tokens after the prompt", path, title=f"drift after a prompt of {study.length:,} tokens")
-
-
-def _panels(curves: Mapping[str, tuple[Sequence[float], Sequence[Quality]]], across: str, path: Path, *, title: str) -> None:
-    figure = new(15, 4.4)
-    panels = figure.subplots(1, 3)
-    measures = (
-        ("recall_at_rows", "ceiling", "recall of the exact rows"),
-        ("mass_of_exact", "ceiling_of_exact", "mass, of exact"),
-        ("attention_mass", "ceiling_mass", "attention mass (full attention: 1)"),
-    )
-    for axis, (field, ceiling, label) in zip(panels, measures, strict=True):
-        for number, (legend, (places, parts)) in enumerate(curves.items()):
-            values, best = ([getattr(part, of) for part in parts] for of in (field, ceiling))
-            axis.plot(places, _gaps(values), marker="o", markersize=3, color=f"C{number % 10}", label=legend)
-            if any(value is not None for value in best):
-                axis.set_title("dotted: the ceiling that the candidates set", fontsize=8)
-                axis.plot(places, _gaps(best), linestyle=":", color=f"C{number % 10}")
-        axis.set_xlabel(across)
-        axis.set_ylabel(label)
-    panels[2].legend(fontsize=7)
-    figure.suptitle(title, fontsize=10)
     save(figure, path)
 
 
@@ -167,10 +115,6 @@ def _bars(axis: Any, group: Sequence[dict[str, Any]]) -> None:
     axis.set_xlabel(f"score (avg@{first['samples']}), %")
     questions = f"{first['n']} question{'s' * (first['n'] > 1)}"
     axis.set_title(f"{first['benchmark']}, question {first['question']}: {questions}", fontsize=10)
-
-
-def _gaps(values: Sequence[float | None]) -> list[float]:
-    return [float("nan") if value is None else value for value in values]
 
 
 def by_budget(summaries: Sequence[dict[str, Any]]) -> Any:

@@ -8,9 +8,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from kvthaw.evaluate import recall
 from kvthaw.evaluate.metrics import mean
-from kvthaw.evaluate.probe import Quality
 
 Summary = dict[str, Any]
 
@@ -89,54 +87,6 @@ def by_task(summaries: Sequence[Summary]) -> Table:
             length = size
         shares = [found.get(name) for name in tasks]
         made.add_row(f"{size:,}", method, budget, str(dense), *map(percent, shares), percent(mean(shares)))
-    return made
-
-
-def recall_tables(summaries: Sequence[recall.Summary]) -> list[Table]:
-    """Selections beside exact attention: one row a run and kind of prompt, and the layers side by side; shares in percent."""
-    first = summaries[0]
-    kinds = first.study.kinds
-    count = f"{first.samples} prompt" + "s" * (first.samples > 1)
-    title = f"recall: {count} ({', '.join(kinds)}), {first.study.steps} steps, {_on(first.setting)}"
-    whole = _table(title, (*_WHOSE, *_QUALITY))
-    for i, row in enumerate(summaries):
-        if i and (row.setting["length"] != summaries[i - 1].setting["length"] or len(kinds) > 1):
-            whole.add_section()
-        whole.add_row(*_whose(row), *_quality(row.means))
-        for kind in kinds if len(kinds) > 1 else ():
-            whole.add_row("", f"  {kind}", "", *_quality(row.kinds[kind]))
-    numbers = list(first.layers)
-    layers = _table("by layer: recall of the exact rows / their mass", (*_WHOSE, *map(str, numbers)))
-    for row in summaries:
-        parts = [row.layers[number] for number in numbers if number in row.layers]
-        layers.add_row(*_whose(row), *(f"{percent(part.recall_at_rows)} / {percent(part.mass_of_exact)}" for part in parts))
-    return [whole, layers]
-
-
-def drift_table(summaries: Sequence[recall.Summary]) -> Table:
-    """Recall and mass by decode position in quarters, first and last beside each other; shares in percent."""
-    first = summaries[0].study
-    sent = {"text": "the text's own", "full": "full attention's, for all", "own": "each method's own"}[first.follow]
-    drawn = "" if first.follow == "text" else f", temperature {first.temperature}"
-    title = f"drift: {first.steps:,} tokens ({sent}{drawn}) after {first.length:,}, {_on(summaries[0].setting)}"
-    made = _table(title, (*_WHOSE[1:], "", "1st\nquarter", "2nd", "3rd", "last", "last -\nfirst"))
-    for i, row in enumerate(summaries):
-        if i:
-            made.add_section()
-        quarters = row.quarters()
-        measures = [
-            ("recall", "recall_at_rows"),
-            ("ceiling", "ceiling"),
-            ("mass", "attention_mass"),
-            ("of exact", "mass_of_exact"),
-        ]
-        for number, (name, field) in enumerate(measures):
-            values: list[float | None] = [getattr(quarter, field) for quarter in quarters]
-            if all(value is None for value in values):
-                continue
-            change = None if values[0] is None or values[-1] is None else values[-1] - values[0]
-            signed = "-" if change is None else f"{100 * change:+.1f}"
-            made.add_row(*(("", "") if number else _whose(row)[1:]), name, *map(percent, values), signed)
     return made
 
 
@@ -223,37 +173,11 @@ def _on(row: Summary) -> str:
     return f"{row['model']} in {row['dtype']} on {row['device']}"
 
 
-_WHOSE = ("length", "method", "budget")
-_QUALITY = (
-    "rows",
-    "recall\nat k",
-    "recall\nat rows",
-    "ceiling",
-    "mass",
-    "mass of\nexact",
-    "rows' mass\nof exact",
-    "ceiling\nof exact",
-    "output\nerror",
-)
-
-
 def _table(title: str, columns: Sequence[str]) -> Table:
     made = Table(title=title, box=SIMPLE_HEAD)
     for name in columns:
         made.add_column(name, justify="left" if name in ("method", "benchmark", "") else "right", no_wrap=True)
     return made
-
-
-def _whose(row: recall.Summary) -> tuple[str, str, str]:
-    of = row.setting
-    asked = f"{of['retrieved']} rows" if of["retrieved"] is not None else str(of["budget"])
-    return f"{of['length']:,}", of["method"] + (f" ({of['dense_layers']} dense)" if of["dense_layers"] else ""), asked
-
-
-def _quality(part: Quality) -> list[str]:
-    shares = [part.recall_at_k, part.recall_at_rows, part.ceiling, part.attention_mass, part.mass_of_exact]
-    shares += [part.retrieved_of_exact, part.ceiling_of_exact, part.output_error]
-    return ["-" if part.rows is None else f"{part.rows:.0f}", *map(percent, shares)]
 
 
 def percent(value: float | None) -> str:

@@ -1,24 +1,39 @@
-"""Selections beside exact attention, step by step: what `kvthaw eval recall` and `kvthaw eval drift` run."""
+"""Selections beside exact attention, step by step.
+
+usage: python3 -m benchmarks.recall recall|drift --method pariskv,quest [--budget 256] [--retrieved 100] [--length 4096] ...
+
+recall: after one prefill for all, known tokens are sent through each method one by one. drift: the same over a long generation,
+by decode position. recall_at_k: the share of the exact top-k among the k rows selected; at rows: of as many as the budget lets a
+method bring; ceiling: the same for the best among the candidates, for methods that choose candidates first. attention_mass: the
+share of the exact softmax that is covered. Prints a JSON line a variant.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import argparse
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from benchmarks.passages import PASSAGES, Kind, Passage
+from benchmarks.script import run_as_script
+from kvthaw.cli.options import variants_of
 from kvthaw.engine.decode_loop import decode, generate
 from kvthaw.engine.hf import Cache
 from kvthaw.engine.prefill import prefill
 from kvthaw.engine.sampling import Sampling, draw
 from kvthaw.errors import ConfigError, at_least, one_of
+from kvthaw.evaluate import plot
 from kvthaw.evaluate.job import Progress
 from kvthaw.evaluate.machine import identity, now, versions
-from kvthaw.evaluate.model import check_prompt
-from kvthaw.evaluate.passages import PASSAGES, Kind, Passage, text_name
+from kvthaw.evaluate.model import check_prompt, load
+from kvthaw.evaluate.passages import text_name
 from kvthaw.evaluate.probe import Probe, Quality
 from kvthaw.evaluate.results import Record, ResultsFile, Setting
 from kvthaw.evaluate.variant import Variant, complete, setting_of
@@ -299,3 +314,100 @@ def _line(
         "versions": versions(),
     }
     return Record(setting, measures)
+
+
+def recall_lines(summaries: Sequence[Summary], path: Path) -> None:
+    """Recall and share of the exact mass against the rows selected, a line a method, where a method has several budgets; else by
+    layer."""
+    groups: dict[tuple[str, int, int], list[Summary]] = {}
+    for one in summaries:
+        groups.setdefault((one.setting["method"], one.setting["length"], one.setting["dense_layers"]), []).append(one)
+    several = any(len(group) > 1 for group in groups.values())
+    curves: dict[str, tuple[list[float], list[Quality]]] = {}
+    for (method, length, _), group in groups.items():
+        if several:
+            known = sorted((one for one in group if one.means.rows is not None), key=lambda one: one.means.rows or 0.0)
+            curves[f"{method}, {length:,}"] = [one.means.rows or 0.0 for one in known], [one.means for one in known]
+            continue
+        layers = group[0].layers
+        curves[f"{plot.name(group[0].variant)}, {length:,}"] = [float(layer) for layer in layers], list(layers.values())
+    _panels(curves, "rows selected" if several else "layer", path, title="selections beside exact attention")
+
+
+def drift_lines(summaries: Sequence[Summary], path: Path) -> None:
+    """Recall and share of the exact mass by decode position, a line a variant."""
+    curves = {}
+    for one in summaries:
+        width = one.study.steps / len(one.bins)
+        curves[plot.name(one.variant)] = [(i + 0.5) * width for i in range(len(one.bins))], list(one.bins)
+    study = summaries[0].study
+    _panels(curves, "tokens after the prompt", path, title=f"drift after a prompt of {study.length:,} tokens")
+
+
+def _panels(curves: Mapping[str, tuple[Sequence[float], Sequence[Quality]]], across: str, path: Path, *, title: str) -> None:
+    figure = plot.new(15, 4.4)
+    panels = figure.subplots(1, 3)
+    measures = (
+        ("recall_at_rows", "ceiling", "recall of the exact rows"),
+        ("mass_of_exact", "ceiling_of_exact", "mass, of exact"),
+        ("attention_mass", "ceiling_mass", "attention mass (full attention: 1)"),
+    )
+    for axis, (field, ceiling, label) in zip(panels, measures, strict=True):
+        for number, (legend, (places, parts)) in enumerate(curves.items()):
+            values, best = ([getattr(part, of) for part in parts] for of in (field, ceiling))
+            axis.plot(places, _gaps(values), marker="o", markersize=3, color=f"C{number % 10}", label=legend)
+            if any(value is not None for value in best):
+                axis.set_title("dotted: the ceiling that the candidates set", fontsize=8)
+                axis.plot(places, _gaps(best), linestyle=":", color=f"C{number % 10}")
+        axis.set_xlabel(across)
+        axis.set_ylabel(label)
+    panels[2].legend(fontsize=7)
+    figure.suptitle(title, fontsize=10)
+    plot.save(figure, path)
+
+
+def _gaps(values: Sequence[float | None]) -> list[float]:
+    return [float("nan") if value is None else value for value in values]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=("recall", "drift"))
+    words = {
+        "model": "shipped",
+        "method": "pariskv",
+        "budget": None,
+        "retrieved": None,
+        "prompt": "text,needle",
+        "dense-layers": "auto",
+    }
+    for name, default in (words | {"length": None, "follow": "text"}).items():
+        parser.add_argument(f"--{name}", default=default)
+    for name, value in {"samples": 1, "steps": 32, "probe": None, "seed": 0, "new-tokens": 4096}.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--temperature", type=float, default=1.0)
+    for name in ("text", "out", "plot"):
+        parser.add_argument(f"--{name}", type=Path)
+    given = parser.parse_args(arguments)
+    plot.check(given.plot)
+    drift = given.kind == "drift"
+    rows = "100" if drift and given.budget is None and given.retrieved is None else given.retrieved
+    variants = variants_of(given.method, given.budget, rows, given.dense_layers)
+    text = None if given.text is None else given.text.read_text(encoding="utf-8")
+    lengths = [int(part) for part in (given.length or ("8192" if drift else "4096")).split(",")]
+    how: dict[str, Any] = {"samples": given.samples, "seed": given.seed, "text": text, "kinds": tuple(given.prompt.split(","))}
+    if drift:
+        how |= {"kinds": ("text",), "follow": given.follow, "temperature": given.temperature}
+    steps, probe = (given.new_tokens, given.probe or 16) if drift else (given.steps, given.probe or 1)
+    studies = [Study(length, steps, probe=probe, **how) for length in lengths]
+    watcher = Watcher(*load(given.model), ResultsFile(given.out), name=given.model)
+    summaries = [one for study in studies for one in watcher.run(study, variants)]
+    for one in summaries:
+        print(json.dumps({"eval": given.kind} | one.to_dict()), flush=True)
+    if given.plot is not None:
+        (drift_lines if drift else recall_lines)(summaries, given.plot)
+
+
+if __name__ == "__main__":
+    run_as_script(main)

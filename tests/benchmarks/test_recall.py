@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import bytemodel
+from benchmarks.passages import needle_passage, text_passage
+from benchmarks.recall import Study, Summary, Watcher
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.job import Progress
 from kvthaw.evaluate.model import load, load_shipped
-from kvthaw.evaluate.passages import needle_passage, text_passage
-from kvthaw.evaluate.recall import Study, Summary, Watcher
 from kvthaw.evaluate.results import ResultsFile
 from kvthaw.evaluate.tasks.base import read_asset
 from kvthaw.evaluate.variant import Variant
