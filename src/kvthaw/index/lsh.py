@@ -57,7 +57,7 @@ class HashIndex(TokenIndex):
 
     def encode(self, lanes: Sequence[int], keys: Tensor, values: Tensor) -> dict[str, Tensor]:
         """See TokenIndex."""
-        return {"codes": self.code(keys.float() - self.of("mean", lanes)[:, :, None]), "keys": keys}
+        return {"codes": self.code(keys - self.of("mean", lanes)[:, :, None]), "keys": keys}
 
     def code(self, vectors: Tensor) -> Tensor:
         """Vectors [..., H, n, D] -> codes [..., H, n, L] int16, in blocks."""

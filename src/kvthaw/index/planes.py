@@ -27,5 +27,6 @@ class Planes:
 
     def code(self, vectors: Tensor) -> Tensor:
         """Vectors [..., H, n, D] -> codes [..., H, n, tables] float32, whole numbers."""
-        signs: Tensor = (vectors.float() @ self.directions >= 0).float().unflatten(-1, (self.tables, self.bits))
+        wide = torch.promote_types(vectors.dtype, torch.float32)  # a sign of float64 vectors hangs on no rounding of float32
+        signs: Tensor = (vectors.to(wide) @ self.directions.to(wide) >= 0).float().unflatten(-1, (self.tables, self.bits))
         return signs @ self._powers
