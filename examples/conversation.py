@@ -1,9 +1,8 @@
 """Several questions about one context: the cache stays, and keeps the context alone before each next question."""
 
-from kvthaw.evaluate.decode import prefill, stop_tokens
-
 import kvthaw
-from kvthaw.evaluate.answers import Answer
+from kvthaw.engine.prefill import prefill
+from kvthaw.evaluate.answers import Answers
 from kvthaw.evaluate.model import load_shipped
 from kvthaw.evaluate.tasks import niah
 
@@ -17,8 +16,8 @@ cache = kvthaw.Cache(model, method="icecache", budget=256)
 logits = prefill(model, cache, context)
 for key, value in facts.items():
     question = tokenizer(niah.QUESTION_ONE.format(one="number", query=key), add_special_tokens=False)["input_ids"]
-    answer = Answer(model, tokenizer, cache, stop_tokens(model, tokenizer))
-    text = "".join(answer.stream(logits, question, 12)).strip()
+    answers = Answers(model, tokenizer, cache)
+    text = "".join(piece or "" for (piece,) in answers.stream(logits[None], [question], 12)).strip()
     print(f"{key}: {text}   (planted: {value})")
     cache.keep(len(context))
 
