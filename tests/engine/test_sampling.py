@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from typing import Any
 
@@ -331,8 +332,12 @@ def test_a_step_can_be_captured() -> None:
         steps = [sampler(logits, positions).read()]
         graph = torch.cuda.CUDAGraph()
         if captured:
-            with torch.cuda.graph(graph):
-                drawn = sampler(logits, positions)
+            gc.disable()  # collecting a graph of another test would end the capture
+            try:
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                    drawn = sampler(logits, positions)
+            finally:
+                gc.enable()
         for one in inputs[1:]:
             logits.copy_(one)
             positions += 1
