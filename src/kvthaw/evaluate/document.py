@@ -67,19 +67,6 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Items:
-    """A list."""
-
-    texts: Sequence[str]
-
-    def html(self) -> str:
-        return "<ul>" + "".join(f"<li>{escape(text)}</li>" for text in self.texts) + "</ul>"
-
-    def markdown(self) -> str:
-        return "\n".join(f"- {_plain(text)}" for text in self.texts)
-
-
-@dataclass(frozen=True, slots=True)
 class Table:
     """Rows under columns."""
 
@@ -127,7 +114,7 @@ class Fold:
         return "\n\n".join((f"**{_plain(self.title)}**", *(block.markdown() for block in self.blocks)))
 
 
-Block = Heading | Text | Items | Table | Picture | Fold
+Block = Heading | Text | Table | Picture | Fold
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,32 @@
+"""Scripts that a GPU machine runs, on a small model: what they write."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import kernels_tree, measure
+
+
+def lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_tree_is_timed_beside_a_flat_scan(tmp_path: Path) -> None:
+    out = tmp_path / "kernels_tree.jsonl"
+    found = kernels_tree.main(quick=True, length=300, budget=32, layers=1, out=out, commit="abc")
+    assert found == lines(out)
+    for line in found:
+        assert set(line) >= {"bench", "tree_ms", "flat_ms", "recall", "attention_mass", "commit", "torch"}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small")
+def test_decoding_is_measured_into_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "SHAPE", "tiny")
+    measure.decode(tmp_path / "decode.jsonl", "abc", 1 << 34, ("full", "quest"), 200, steps="eager")
+    assert [line["setting"]["method"] for line in lines(tmp_path / "decode.jsonl")] == ["full", "quest"]  # type: ignore[index]
+    with pytest.raises(SystemExit, match="no part nonsense"):
+        measure.main([str(tmp_path), "abc", "1", "nonsense"])
