@@ -7,16 +7,19 @@ checked by `benchmarks.filled`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvthaw.cache.clock import Clock
-from kvthaw.cache.dense import WATCHED, DenseLayer
-from kvthaw.cache.layer import FrozenLayer
+from kvthaw.cache.dense import DenseLayer
+from kvthaw.cache.kv_cache import KVCache
+from kvthaw.cache.layer_base import WATCHED
+from kvthaw.cache.offloaded_layer import OffloadedLayer
+from kvthaw.cache.sequences import Sequences
 from kvthaw.engine.hf import Cache
 
 if TYPE_CHECKING:
@@ -27,15 +30,14 @@ class Tokens(DenseLayer):
     """A layer's tokens that another layer can take over. rows [1, H, T, 2, D]; queries [1, Hq, W, D]: the last tokens'."""
 
     def __init__(self, number: int, rows: Tensor, queries: Tensor, scale: float) -> None:
-        super().__init__(number, Clock())
-        self.seen, self.left_pad, self.watched, self.scale = rows.shape[2], [0], {0: queries[0]}, scale
-        self._data = rows
+        sequences = Sequences()
+        sequences.adopt([rows.shape[2]])
+        super().__init__(number, sequences)
+        self.rows, self.watched, self.scale = rows, {0: queries[0]}, scale
 
-    @property
-    def rows(self) -> Tensor:
-        """[1, H, T, 2, D]."""
-        assert self._data is not None
-        return self._data
+    def read(self, seq: int, start: int, stop: int) -> Tensor:
+        """See LayerKV."""
+        return self.rows[seq, :, start:stop]
 
 
 def drawn(model: PreTrainedModel, layer: int, length: int, seed: int) -> Tokens:
@@ -58,26 +60,37 @@ def fill(
     tokens: of a layer, by number. shared: layers hold the host rows of the first that is frozen, so tokens must give all of
     them the same. coming: tokens for which host memory is taken now: page-locking it takes milliseconds an extent, which a process
     that ran before has behind it. Returns when all is offloaded and indexed."""
-    first: FrozenLayer | None = None
-    for number, layer in enumerate(cache.layers):
-        of = tokens(number)
-        if not isinstance(cache, Cache):
+    if isinstance(cache, Cache):
+        _fill(cache.kv, (tokens(layer.number) for layer in cache.kv.layers), batch, shared, coming)
+    else:
+        for number, layer in enumerate(cache.layers):
+            of = tokens(number)
             layer.update(of.rows[:, :, :, 0].repeat(batch, 1, 1, 1), of.rows[:, :, :, 1].repeat(batch, 1, 1, 1))
             if getattr(cache, "offloading", False):
                 layer.offload()
-            continue
-        layer.kv.copy_from(of)
-        if isinstance(layer.kv, FrozenLayer):
-            layer.kv.settle()
-            if shared and first is not None and layer.kv.store.length(0):
-                layer.kv.store.share(first.store)
-            first = first or layer.kv
-        if batch > 1:
-            layer.kv.reorder([0] * batch)
-    for kv in cache.frozen_layers if coming and isinstance(cache, Cache) and not cache.settings.method.evicts else ():
-        for lane in range(batch):  # after all have shared: what is taken is each one's own
-            kv.store.reserve(lane, kv.store.length(lane) + coming)
     if isinstance(cache, Cache) and cache.settings.method.foresees:
         cache.introduce()
     if getattr(cache, "offloading", False):
         cache.layers[0].prefetch()  # as the last layer of a forward does
+
+
+def _fill(cache: KVCache, tokens: Iterator[Tokens], batch: int, shared: bool, coming: int) -> None:
+    first = next(tokens)
+    cache.clone_from(first.sequences, _offloaded(cache, chain([first], tokens), shared))
+    cache.wait()
+    if batch > 1:
+        cache.reorder([0] * batch)
+    for layer in cache.offloaded if coming and not cache.settings.method.evicts else ():
+        for seq in range(batch):  # after all have shared: what is taken is each one's own
+            layer.store.reserve(seq, layer.store.length(seq) + coming)
+
+
+def _offloaded(cache: KVCache, tokens: Iterator[Tokens], shared: bool) -> Iterator[Tokens]:
+    """The tokens of each layer, once the layer before has offloaded its own. shared: and holds the host rows of the first."""
+    first = next(iter(cache.offloaded), None)
+    for layer, of in zip(cache.layers, tokens, strict=True):
+        yield of
+        if isinstance(layer, OffloadedLayer):
+            layer.wait()
+            if shared and first is not None and layer is not first and layer.store.length(0):
+                layer.store.share(first.store)

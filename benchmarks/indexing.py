@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.script import Report
 from kvthaw.bench.shapes import build
-from kvthaw.engine.decode import Replay, capturable
+from kvthaw.engine.graph_runner import GraphRunner, capturable
 from kvthaw.engine.hf import Cache
 from kvthaw.errors import CacheError, ConfigError
 from kvthaw.index.hybrid import HybridIndex
@@ -132,7 +132,7 @@ def _refresh(index: HybridIndex) -> float:
 
 def _step_time(model: PreTrainedModel, cache: Cache, token: Tensor, position: int) -> float:
     """Seconds of a decode step, the median: captured where that is possible."""
-    replay = Replay(model.forward, cache) if token.is_cuda and capturable(cache) is None else None
+    replay = GraphRunner(model.forward, cache) if token.is_cuda and capturable(cache) is None else None
     times = []
     for i in range(_STEPS):
         _sync(token)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks.fill import Tokens
 from benchmarks.scripted import Around
-from kvthaw.cache.dense import WATCHED
+from kvthaw.cache.layer_base import WATCHED
 from kvthaw.engine.hf import Cache
 from kvthaw.errors import ConfigError
 from kvthaw.types import LayerShape, Method, Selection

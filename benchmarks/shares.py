@@ -90,7 +90,7 @@ def _layers(base: Cache, method: str, k: int) -> dict[str, float]:
         index = None if layer.group is None else layer.group.index
         share = index.statics[0].share if isinstance(index, HybridIndex) and index.statics else None
         if share is None:
-            raise ConfigError(f"{method} leaves nothing to retrieve of {layer.seen} tokens")
+            raise ConfigError(f"{method} leaves nothing to retrieve of {layer.sequences.padded_length} tokens")
         found[str(layer.number)] = share
     return found
 

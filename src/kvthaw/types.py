@@ -17,10 +17,10 @@ from kvthaw.errors import ConfigError, at_least
 from kvthaw.regions import Regions
 
 if TYPE_CHECKING:
-    from kvthaw.cache.clock import Clock
     from kvthaw.cache.host import HostStore
     from kvthaw.cache.pool import Slab
     from kvthaw.cache.rotary import Rotary
+    from kvthaw.cache.sequences import Sequences
     from kvthaw.cache.side_stream import SideStream
     from kvthaw.cache.together import Together
 
@@ -78,7 +78,7 @@ class LayerShape:
     seed: int = 0
     rows: int = 0
     slab: Slab | None = None
-    clock: Clock | None = None
+    clock: Sequences | None = None
     side: SideStream | None = None
     together: Together | None = None
     rotary: Rotary | None = None

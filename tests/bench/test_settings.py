@@ -7,7 +7,7 @@ import torch
 
 from kvthaw.bench.settings import Setting, groups, possible
 from kvthaw.bench.shapes import build
-from kvthaw.engine.decode import capturable, compilable
+from kvthaw.engine.graph_runner import capturable, compilable
 from kvthaw.engine.hf import Cache
 from kvthaw.errors import ConfigError
 from kvthaw.methods import METHODS

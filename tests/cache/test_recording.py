@@ -50,11 +50,11 @@ def test_a_choice_left_to_the_host_is_the_eager_one(llama: PreTrainedModel, meth
             llama(**rows, past_key_values=cache)
     expected = steps(llama, eager, rows["attention_mask"])
     now = AtOnce()
-    with recorded.pipeline.records(now):
+    with recorded.kv.pipeline.records(now):
         found = steps(llama, recorded, rows["attention_mask"])
     assert torch.equal(found, expected)
     assert now.calls == 50 * sum(layer.chooses for layer in recorded.frozen_layers)
-    assert recorded.pipeline.recording is None
+    assert recorded.kv.pipeline.recording is None
     assert recorded.stats() == eager.stats()
 
 
@@ -70,7 +70,7 @@ def test_weights_made_on_the_host_are_not_dropped(llama: PreTrainedModel) -> Non
     with torch.no_grad():
         llama(prompt(1, 90), past_key_values=cache)
         llama(prompt(1, 1), past_key_values=cache)
-        with cache.pipeline.records(AtOnce()), pytest.raises(CacheError, match=r"icecache weighs .* capture=False"):
+        with cache.kv.pipeline.records(AtOnce()), pytest.raises(CacheError, match=r"icecache weighs .* capture=False"):
             llama(prompt(1, 1), past_key_values=cache)
 
 

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvthaw.cache.clock import Clock
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.together import Together
@@ -31,21 +30,20 @@ def token(position: int) -> torch.Tensor:
 
 @given(of=regions, lengths=st.lists(st.integers(0, 40), min_size=1, max_size=3), steps=st.integers(0, 40))
 def test_held_places_are_the_tokens_that_are_held(of: Regions, lengths: list[int], steps: int) -> None:
-    """Prompts of their own lengths, then steps: what the clock says is held is sink and ring, no more and no less."""
+    """Prompts of their own lengths, then steps: what is held is sink and ring, no more and no less."""
     where = slab(of, len(lengths))
     starts = [of.first_indexed(n) for n in lengths]
     for lane, (n, start) in enumerate(zip(lengths, starts, strict=True)):
         for begin, end in ((0, min(of.sink, n)), (start, n)):
             if end > begin:
                 where.write(lane, begin, torch.stack([token(p) for p in range(begin, end)], dim=1))
-    clock = Clock()
     for step in range(1, steps + 1):
         now = tuple(n + step for n in lengths)
         begins = tuple(of.indexed(start, n) for start, n in zip(starts, now, strict=True))
-        clock.at(now, begins, CPU)
+        counted, rings = torch.tensor(now, dtype=torch.int32), torch.tensor(begins, dtype=torch.int32)
         new = torch.stack([token(n - 1) for n in now])
-        write(where.keys, where.values, (new[:, :, 0], new[:, :, 1]), newest_place(clock.length, of))
-        mask = held(clock.length, clock.start, of)
+        write(where.keys, where.values, (new[:, :, 0], new[:, :, 1]), newest_place(counted, of))
+        mask = held(counted, rings, of)
         for lane, n in enumerate(now):
             rows = where.data[lane, :, : where.pool_start][:, mask[lane]]
             expected = [*range(min(of.sink, n)), *range(begins[lane], n)]
@@ -57,28 +55,6 @@ def test_held_places_are_the_tokens_that_are_held(of: Regions, lengths: list[int
             if begins[lane] == of.sink:
                 assert torch.equal(where.read(lane, 0, n)[:, : of.sink], where.data[lane, :, : min(n, of.sink)])
     assert (where.data[:, :, where.pool_start :] == 0).all(), "the pool is left alone"
-
-
-def test_a_clock_stays_where_it_is() -> None:
-    clock = Clock()
-    clock.at((5, 9), (3, 5), CPU)
-    addresses = [t.data_ptr() for t in (clock.length, clock.start)]
-    for lengths, starts in (((6, 10), (3, 5)), ((7, 11), (3, 7)), ((2, 1), (3, 3)), ((3, 2), (3, 3))):
-        clock.at(lengths, starts, CPU)
-        assert clock.length.tolist() == list(lengths)
-        assert clock.start.tolist() == list(starts)
-    assert addresses == [t.data_ptr() for t in (clock.length, clock.start)]
-    clock.at((4,), (3,), CPU)
-    assert clock.length.tolist() == [4]
-
-
-def test_a_clock_that_a_replay_advanced() -> None:
-    clock = Clock()
-    clock.at((9, 4), (2, 2), CPU)
-    clock.length.add_(1)  # what a replay does on the device
-    clock.passed()
-    clock.at((10, 5), (2, 2), CPU)
-    assert clock.length.tolist() == [10, 5]
 
 
 def test_reorder() -> None:

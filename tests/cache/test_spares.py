@@ -12,13 +12,11 @@ import pytest
 import torch
 
 from kvthaw.cache import host, transfer
-from kvthaw.cache.clock import Clock
-from kvthaw.cache.frozen import FrozenKV
 from kvthaw.cache.host import HostStore
-from kvthaw.cache.layer import Attention, FrozenLayer
-from kvthaw.cache.pipeline import Pipeline
+from kvthaw.cache.kv_cache import KVCache
+from kvthaw.cache.layer_base import AttentionParams
 from kvthaw.cache.plan import Settings
-from kvthaw.engine.decode import Replay
+from kvthaw.engine.graph_runner import GraphRunner
 from kvthaw.errors import HostMemoryError
 from kvthaw.methods import resolve
 
@@ -42,7 +40,7 @@ class Extents:
 
 
 class Cache(SimpleNamespace):
-    """The layers of a stack, as a cache has them."""
+    """What a runner needs of a transformers cache."""
 
 
 class Stack:
@@ -58,31 +56,35 @@ class Stack:
         layers: int = LAYERS,
         replayed: bool,
     ) -> None:
-        settings, pipeline, clock = Settings(resolve(method), budget=64, extent=extent), Pipeline(layers), Clock()
-        self.layers = [FrozenLayer(number, settings, pipeline, clock) for number in range(LAYERS)]
-        self.pads, self.how = pads or [0] * LANES, Attention(0.3)
+        self.kv = KVCache(Settings(resolve(method), budget=64, extent=extent), range(LAYERS), layers)
+        self.pads, self.how = pads or [0] * LANES, AttentionParams(0.3)
+        self.cache: Any = Cache(kv=self.kv)
         self._take(PROMPT)
-        self.cache: Any = Cache(kv_layers=self.layers, frozen_layers=self.layers)
-        self.replay = Replay(self._forward, self.cache, capture=replayed)
+        self.replay = GraphRunner(self._forward, self.cache, capture=replayed)
 
-        def capture(replay: Replay) -> Any:
+        def capture(replay: GraphRunner) -> Any:
             replay._logits, graph = replay._run(), SimpleNamespace(replay=lambda: None)
             replay._graph = graph  # type: ignore[assignment]
             return graph
 
-        monkeypatch.setattr(Replay, "_capture", capture)
+        monkeypatch.setattr(GraphRunner, "_capture", capture)
 
     def _take(self, tokens: int) -> None:
+        pads = self.kv.sequences.left_pad or self.pads
         for layer in self.layers:
-            q, k, v = (torch.randn(len(layer.left_pad or self.pads), HEADS, tokens, DIM) for _ in range(3))
-            layer.attend(q, k, v, layer.left_pad or self.pads, self.how, True)
+            q, k, v = (torch.randn(len(pads), HEADS, tokens, DIM) for _ in range(3))
+            self.kv.attend(layer, q, k, v, self.how, pads)
+
+    @property
+    def layers(self) -> list[Any]:
+        return self.kv.offloaded
 
     def _forward(self, **kwargs: Any) -> Any:
         self._take(1)
         return SimpleNamespace(logits=torch.zeros(1))
 
     def step(self) -> None:
-        token = torch.zeros((len(self.layers[0].left_pad), 1), dtype=torch.int64)
+        token = torch.zeros((self.kv.sequences.count, 1), dtype=torch.int64)
         self.replay(token, token)
 
     @property
@@ -116,7 +118,7 @@ def test_no_step_takes_more_than_two_extents(
     counts = taken(ahead, extents, steps)
     needed = sum(len(store.addresses(lane)) for store in ahead.stores for lane in range(LANES))
     with monkeypatch.context() as patch:
-        patch.setattr(FrozenKV, "take_spares", lambda self: None)
+        patch.setattr(KVCache, "after_step", lambda self: None)
         late = Stack(monkeypatch, pads=pads, replayed=replayed)
         late_counts = taken(late, extents, steps)
     assert max(late_counts) == burst
@@ -151,9 +153,7 @@ def test_methods_that_evict_and_idle_lanes_take_none(monkeypatch: pytest.MonkeyP
     evicts = Stack(monkeypatch, "streaming", replayed=True)
     assert sum(taken(evicts, extents, 100)) == 0
     idle = Stack(monkeypatch, extent=64, layers=20, replayed=True)  # of which there are so many that turns are far apart
-    for layer in idle.layers:
-        layer.clear(1)
-        layer.set_lengths([PROMPT, 0, PROMPT], {1})
+    idle.kv.clear(1)
     taken(idle, extents, 100)
     assert all(len(store.addresses(1)) == 0 and 1 not in store._spares for store in idle.stores)
 
@@ -170,13 +170,11 @@ def test_where_memory_is_short_it_is_said_once_and_an_error_when_it_is_needed(
     assert extents.left == 0
     assert len([record for record in caplog.records if "taken ahead" in record.message]) == 1
     window = stack.layers[0].plan.regions.window
-    assert stack.layers[0].seen > stack.stores[0].extent * 3 + window, "not before it is needed"
+    assert stack.kv.sequences.padded_length > stack.stores[0].extent * 3 + window, "not before it is needed"
     extents.left = 1000
-    if replayed:  # the token that failed is not counted, and comes again
-        assert len({layer.seen for layer in stack.layers}) == 1
-        counts = taken(stack, extents, 100)
-        assert counts[0] == LAYERS * LANES - 5
-        assert max(counts[1:]) <= 2
+    counts = taken(stack, extents, 100)  # the token that failed is not counted, and comes again
+    assert counts[0] == LAYERS * LANES - 5
+    assert max(counts[1:]) <= 2
 
 
 def test_a_store_takes_one_and_gives_it_when_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,14 +244,11 @@ def test_a_crop_a_clear_and_other_places_between_steps(monkeypatch: pytest.Monke
     stack = Stack(monkeypatch, replayed=replayed)
     taken(stack, extents, 70)
     for drop in (1, 9, 30):
-        for layer in stack.layers:
-            layer.crop(drop)
+        stack.kv.crop(drop)
         assert max(taken(stack, extents, 40)) <= 2
-    for layer in stack.layers:
-        layer.reorder([2, 0, 1])
+    stack.kv.reorder([2, 0, 1])
     assert max(taken(stack, extents, 40)) <= 2
-    for layer in stack.layers:
-        layer.reorder([0, 0])
+    stack.kv.reorder([0, 0])
     counts = taken(stack, extents, 60)
     assert sum(count > 2 for count in counts) <= 1
 
@@ -262,9 +257,9 @@ def test_in_a_capture_nothing_is_taken_and_no_turn_is_lost(monkeypatch: pytest.M
     """Every step is captured here, of layers whose extents are page-locked."""
     extents, within = Extents(monkeypatch), [False]
     stack = Stack(monkeypatch, replayed=True)
-    capture, give = Replay._capture, extents.give
+    capture, give = GraphRunner._capture, extents.give
 
-    def captured(replay: Replay) -> Any:
+    def captured(replay: GraphRunner) -> Any:
         within[0] = True
         try:
             return capture(replay)
@@ -276,7 +271,7 @@ def test_in_a_capture_nothing_is_taken_and_no_turn_is_lost(monkeypatch: pytest.M
         assert not within[0]
         return give(*args, pinned=False)
 
-    monkeypatch.setattr(Replay, "_capture", captured)
+    monkeypatch.setattr(GraphRunner, "_capture", captured)
     monkeypatch.setattr(host, "host_tensor", locked)
     monkeypatch.setattr(transfer, "host_tensor", lambda *args, pinned: extents._real(*args, pinned=False))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: within[0])

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 import kvthaw
 from kvthaw.cache import host
-from kvthaw.cache.layer import FrozenLayer
-from kvthaw.engine.decode import Replay
+from kvthaw.cache.offloaded_layer import OffloadedLayer
+from kvthaw.engine.graph_runner import GraphRunner
 from kvthaw.errors import HostMemoryError
 from kvthaw.index import clusters
 from kvthaw.index.forest import TreeIndex
@@ -28,7 +28,7 @@ def filled(model: PreTrainedModel) -> kvthaw.Cache:
     step(model, cache, IDS[:, :90])
     for t in range(200):
         step(model, cache, IDS[:, t % 90 :][:, :1])
-        if all(layer._ahead for layer in cache.frozen_layers):
+        if all(ahead(layer) for layer in cache.frozen_layers):
             return cache
     raise AssertionError("the ring was never full")
 
@@ -38,12 +38,18 @@ def step(model: PreTrainedModel, cache: kvthaw.Cache, ids: Tensor) -> Tensor:
         return model(ids, past_key_values=cache).logits
 
 
-def held(layer: FrozenLayer) -> list[tuple[int, int]]:
+def ahead(layer: OffloadedLayer) -> bool:
+    """Whether tokens of every sequence left for the index that the ring still holds."""
+    assert layer.updater is not None
+    return all(end > layer.indexed(seq) for seq, end in enumerate(layer.updater.indexed))
+
+
+def held(layer: OffloadedLayer) -> list[tuple[int, int]]:
     """Of each lane: where the index ends and where the ring begins."""
-    layer.settle()
+    layer.wait()
     assert layer.group is not None
     index: Any = layer.group.index
-    return [(index.length(lane), layer.indexed(lane)) for lane in range(layer.lanes)]
+    return [(index.length(lane), layer.indexed(lane)) for lane in range(layer.sequences.count)]
 
 
 def test_the_index_goes_ahead_and_the_ring_follows(llama: PreTrainedModel) -> None:
@@ -52,7 +58,7 @@ def test_the_index_goes_ahead_and_the_ring_follows(llama: PreTrainedModel) -> No
         assert all(indexed == ring + layer.plan.regions.buffer for indexed, ring in held(layer))
     step(llama, cache, IDS[:, :1])
     for layer in cache.frozen_layers:
-        assert not layer._ahead
+        assert not ahead(layer)
         assert all(indexed == ring for indexed, ring in held(layer))
 
 
@@ -91,7 +97,7 @@ def test_rows_are_never_in_the_ring(llama: PreTrainedModel) -> None:
     cache = filled(llama)
     asked = []
 
-    def look(layer: FrozenLayer, query: Tensor, choice: Any) -> None:
+    def look(layer: OffloadedLayer, query: Tensor, choice: Any) -> None:
         rows = choice.selection.rows
         asked.append(bool(((rows < layer.indexed(0)) | (rows < 0)).all()))
 
@@ -112,15 +118,17 @@ def test_a_failure_is_not_forgotten(llama: PreTrainedModel, monkeypatch: pytest.
         cache = filled(llama)
         for layer in cache.frozen_layers:
             with pytest.raises(MemoryError):
-                layer.settle()
+                layer.wait()
     for _ in range(2):
         with pytest.raises(MemoryError, match="no room"):
-            cache.frozen_layers[0].settle()
+            cache.frozen_layers[0].wait()
     with pytest.raises(MemoryError, match="no room"):
         step(llama, cache, IDS[:, :1])
-    cache.reset()
-    step(llama, cache, IDS[:, :90])
-    step(llama, cache, IDS[:, 90:91])
+    twin = filled(llama)
+    step(llama, twin, IDS[:, :1])
+    step(llama, cache, IDS[:, :1])  # the step that failed is taken again, and the index given what it lacks
+    assert [held(layer) for layer in cache.frozen_layers] == [held(layer) for layer in twin.frozen_layers]
+    assert torch.equal(step(llama, cache, IDS[:, 1:2]), step(llama, twin, IDS[:, 1:2]))
 
 
 @pytest.mark.parametrize(
@@ -129,9 +137,9 @@ def test_a_failure_is_not_forgotten(llama: PreTrainedModel, monkeypatch: pytest.
 def test_a_replayed_step_has_the_next_ones_work_done(llama: PreTrainedModel, method: str, goes: bool) -> None:
     """Logits are those of eager steps, whose work is done when the token comes; a crop and a longer continuation come between."""
     eager, replayed = (kvthaw.Cache(llama, method, budget=64, dense_layers=0) for _ in range(2))
-    replay = Replay(llama.forward, replayed, capture=False)
+    replay = GraphRunner(llama.forward, replayed, capture=False)
     crops = not replayed.settings.method.evicts
-    ahead = 0
+    found = 0
     for cache in (eager, replayed):
         step(llama, cache, IDS[:, :60])
     for t in range(40):
@@ -139,14 +147,16 @@ def test_a_replayed_step_has_the_next_ones_work_done(llama: PreTrainedModel, met
         logits = replay(ids, torch.full((2, 1), replayed.get_seq_length()))
         assert torch.equal(logits, step(llama, eager, ids))
         layers = replayed.frozen_layers
-        ahead += all(len(layer._ahead) == 2 for layer in layers)
-        assert goes or not any(layer._ahead for layer in layers)
-        if layers[0]._ahead and crops and ahead % 2:
+        went = [layer.offloader.keeps and layer.offloader.ahead(0, layer.indexed(0)) for layer in layers]
+        full = replayed.kv.sequences.full()
+        found += full and not replayed.kv.needs_host()
+        assert goes or not any(went)
+        if full and crops and found % 2:
             for cache in (eager, replayed):
                 cache.crop(-3)
-            more = IDS[:, t : t + 20] if ahead % 4 == 1 else IDS[:, t : t + 2]
+            more = IDS[:, t : t + 20] if found % 4 == 1 else IDS[:, t : t + 2]
             assert torch.equal(step(llama, replayed, more), step(llama, eager, more))
-    assert ahead >= 2 if goes else ahead == 0
+    assert found >= 2 if goes else found == 0
 
 
 def test_layers_cluster_together_what_left_their_rings_at_once(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +168,7 @@ def test_layers_cluster_together_what_left_their_rings_at_once(llama: PreTrained
     )
     options = {"batch": 16, "clusters_per_batch": 2}
     eager, replayed = (kvthaw.Cache(llama, "clusterkv", budget=64, dense_layers=0, **options) for _ in range(2))
-    replay = Replay(llama.forward, replayed, capture=False)
+    replay = GraphRunner(llama.forward, replayed, capture=False)
     for cache in (eager, replayed):
         step(llama, cache, IDS[:, :60])
     calls.clear()
@@ -173,7 +183,7 @@ def test_layers_cluster_together_what_left_their_rings_at_once(llama: PreTrained
         del calls[together:]
         if t == 30:  # a copy has what was put off, and goes on as the other does
             replayed = copy.deepcopy(replayed)
-            replay = Replay(llama.forward, replayed, capture=False)
+            replay = GraphRunner(llama.forward, replayed, capture=False)
     assert set(calls) == {2 * layers}  # two rows
     assert len(calls) >= 2
     assert set(alone) == {2}
@@ -183,15 +193,19 @@ def test_layers_cluster_together_what_left_their_rings_at_once(llama: PreTrained
 def test_a_layer_that_could_not_go_ahead_is_not_forgotten() -> None:
     """PRKV's layers put new sets in place in turn, and then their work waits for the token."""
     model = build("llama", num_hidden_layers=8)
-    cache = kvthaw.Cache(model, "prkv", budget=64, dense_layers=0, page=8, interval=32)
-    replay = Replay(model.forward, cache, capture=False)
-    step(model, cache, IDS[:1, :60])
+    eager, cache = (kvthaw.Cache(model, "prkv", budget=64, dense_layers=0, page=8, interval=32) for _ in range(2))
+    replay = GraphRunner(model.forward, cache, capture=False)
+    for each in (eager, cache):
+        step(model, each, IDS[:1, :60])
     some = 0
     for t in range(60):
-        replay(IDS[:1, 60 + t : 61 + t], torch.full((1, 1), cache.get_seq_length()))
-        due = [layer.due() for layer in cache.frozen_layers]
-        assert replay.due() == any(due)
-        some += any(due) and not due[0]
+        ids = IDS[:1, 60 + t : 61 + t]
+        logits = replay(ids, torch.full((1, 1), cache.get_seq_length()))
+        assert torch.equal(logits, step(model, eager, ids))
+        ran = [layer.offloader.ahead(0, layer.indexed(0)) for layer in cache.frozen_layers]
+        if cache.kv.sequences.full():
+            assert cache.kv.needs_host() == (not all(ran))
+            some += len(set(ran)) == 2
     assert some > 0
 
 
@@ -201,7 +215,7 @@ def test_memory_that_is_not_to_be_had_is_an_error_of_the_token_that_needs_it(
 ) -> None:
     """Not of the one before; where there is some again, nothing is missing."""
     plain, short = (kvthaw.Cache(llama, method, budget=64, dense_layers=0, extent=8) for _ in range(2))
-    replay = Replay(llama.forward, short, capture=False)
+    replay = GraphRunner(llama.forward, short, capture=False)
     for cache in (plain, short):
         step(llama, cache, IDS[:, :60])
     failed = 0

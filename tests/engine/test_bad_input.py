@@ -158,12 +158,8 @@ def test_attention_of_its_own_knows_no_softcap(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", kvthaw.METHODS)
-def test_double_precision_is_served_or_refused_at_once(llama: PreTrainedModel, method: str) -> None:
+def test_double_precision_is_served(llama: PreTrainedModel, method: str) -> None:
     llama.double()
-    if method in ("icecache", "icecache-reuse"):
-        with pytest.raises(ConfigError, match=r"dtype is torch.float64; a DCI-tree reads"):
-            kvthaw.attach(llama, method)
-        return
     with kvthaw.attach(llama, method, budget=32):
         assert llama.generate(IDS, max_new_tokens=3, do_sample=False).shape == (1, 63)
 
@@ -242,25 +238,6 @@ def test_prompt_longer_than_the_positions(name: str) -> None:
     else:
         assert cache.get_seq_length() == 61
         assert forward(model, cache, IDS[:, :1]).isfinite().all()
-
-
-def test_interrupted_forward(llama: PreTrainedModel) -> None:
-    cache = kvthaw.Cache(llama, "oracle", budget=64)
-    forward(llama, cache, IDS)
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    for module in (llama.model.layers[0].mlp, llama.model.layers[1].self_attn.o_proj):
-        hook = module.register_forward_pre_hook(interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            forward(llama, cache, IDS[:, :1])
-        hook.remove()
-        with pytest.raises(CacheError, match=r"a forward was interrupted; reset\(\) the cache"):
-            forward(llama, cache, IDS[:, :1])
-        cache.reset()
-        still_works(llama, cache)
-        cache.reset()
 
 
 @pytest.mark.parametrize("dense_layers", [0, 1])

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 import kvthaw
-from kvthaw.cache.layer import Attention
+from kvthaw.cache.layer_base import AttentionParams
 from kvthaw.engine.batch import Batch, Request
 from kvthaw.engine.sampling import Sampling, draw
 from kvthaw.errors import CacheError, ConfigError, UnsupportedModelError
@@ -52,7 +52,7 @@ def test_joining_and_leaving_changes_nobodys_tokens(llama: PreTrainedModel, meth
             assert request.finished or request in batch.requests
         if batch.requests and rng.random() < 0.05:
             batch.leave(rng.choice(batch.requests))
-        now = [t.data_ptr() for kv in batch.cache.kv_layers for t in kv.tensors()]
+        now = [t.data_ptr() for t in batch.cache.kv.tensors()]
         if method not in ("icecache", "icecache-reuse"):
             assert not addresses or now == addresses, "a tensor moved, on which a capture depends"
         addresses = now
@@ -155,9 +155,8 @@ def test_an_empty_lane_is_attended_by_nobody(llama: PreTrainedModel) -> None:
     batch.step()
     assert all(counts[request.lane].min() > 0 and counts[1:].max() == 0 for counts in seen)
     assert batch.stats().attended_mean == 48 - 6 + 1 == alone_stats(llama, 90).attended_mean
-    layer = batch.cache.frozen_layers[0]
     heads = [torch.randn(3, n, 1, 16, dtype=torch.float64) for n in (4, 2, 2)]
-    out = layer.attend(*heads, layer.left_pad, Attention(0.25), True)
+    out = batch.cache.kv.attend(batch.cache.kv.layers[0], *heads, AttentionParams(0.25))
     assert (out[1:] == 0).all()
     assert (out[0] != 0).all()
 
@@ -189,33 +188,35 @@ def test_a_prompt_that_fails_leaves_the_batch_as_it_was(llama: PreTrainedModel) 
         assert request.tokens == expected
 
 
-@pytest.mark.parametrize("method", ["quest", "icecache"])
-def test_a_step_that_breaks_off_between_layers_ends_its_requests(
-    llama: PreTrainedModel, method: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("method", ["full", "quest", "icecache", "streaming"])
+@pytest.mark.parametrize("then", ["again", "join", "leave"])
+def test_a_step_that_breaks_off_between_layers_is_taken_again(
+    llama: PreTrainedModel, method: str, then: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their layers differ in what they hold; whoever joins then gets the tokens that it gets alone."""
-    batch = Batch(llama, method, lanes=2, capacity=200, budget=48)
-    requests = [batch.join(prompt(1, n), max_new_tokens=50) for n in (90, 60)]
-    for _ in range(20):
-        batch.step()
-    had = [list(request.tokens) for request in requests]
-    with monkeypatch.context() as patch:
-
-        def fail(*args: object) -> None:
-            raise KeyboardInterrupt
-
-        patch.setattr(batch.cache.kv_layers[-1], "attend", fail)
-        with pytest.raises(KeyboardInterrupt):
+    """With the tokens that there would have been; also where a request joins or leaves before that."""
+    found = []
+    for fails in (False, True):
+        batch = Batch(llama, method, lanes=3, capacity=200, **settings_of(method))
+        requests = [batch.join(prompt(1, n)[0], max_new_tokens=40, stop=()) for n in (90, 60)]
+        for step in range(39):
+            if fails and step % 4 == 2:
+                layer = batch.cache.kv_layers[step % 3]
+                with monkeypatch.context() as patch:
+                    patch.setattr(layer, "decode", interrupted)
+                    with pytest.raises(KeyboardInterrupt):
+                        batch.step()
+            if step == 10 and then == "join":
+                requests.append(batch.join(prompt(1, 30)[0], max_new_tokens=20, stop=()))
+            if step == 14 and then == "leave":
+                batch.leave(requests[1])
             batch.step()
-    assert [request.finished for request in requests] == ["failed"] * 2
-    assert [request.tokens for request in requests] == had
-    assert batch.free == 2
-    assert batch.step() == []
-    again = batch.join(prompt(1, 90), max_new_tokens=21)
-    while batch.requests:
-        batch.step()
-    assert again.tokens == had[0]
-    assert again.finished == "length"
+        found.append([request.tokens for request in requests])
+        assert not batch.requests
+    assert found[0] == found[1]
+
+
+def interrupted(*args: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_what_a_batch_refuses(llama: PreTrainedModel) -> None:

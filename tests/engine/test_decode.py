@@ -16,8 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 import kvthaw
 import zoo
 from benchmarks.launches import launches
-from kvthaw.engine.decode import Replay, capturable, compiled_step
-from kvthaw.errors import CacheError
+from kvthaw.engine.graph_runner import GraphRunner, capturable, compiled_step
 
 
 def model(device: str, dtype: torch.dtype) -> LlamaForCausalLM:
@@ -151,7 +150,7 @@ def test_the_host_waits_for_nothing_between_replayed_steps(method: str) -> None:
     cache = kvthaw.Cache(llama, method, budget=256)
     with torch.no_grad():
         token = llama(torch.randint(3, 512, (1, 700), device="cuda"), past_key_values=cache).logits[:, -1:].argmax(dim=-1)
-    replay = Replay(llama.forward, cache)
+    replay = GraphRunner(llama.forward, cache)
 
     def steps(start: int, stop: int, token: torch.Tensor) -> torch.Tensor:
         for i in range(start, stop):
@@ -202,7 +201,7 @@ def test_launches_of_a_captured_step(method: str, kernels: list[str]) -> None:
     ids = torch.randint(3, 512, (1, 700), device="cuda")
     with torch.no_grad():
         token = llama(ids, past_key_values=cache).logits[:, -1:].argmax(dim=-1)
-        replay = Replay(llama.forward, cache)
+        replay = GraphRunner(llama.forward, cache)
         for i in range(4):
             token = replay(token, torch.full((1, 1), 700 + i, device="cuda")).argmax(dim=-1)
     assert replay.captures == 1
@@ -223,7 +222,7 @@ def test_every_step_reads_the_same_tensors(llama: PreTrainedModel) -> None:
 
     with torch.no_grad():
         llama(zoo.prompt(2, 70), past_key_values=cache)
-        replay = Replay(forward, cache)
+        replay = GraphRunner(forward, cache)
         for step in range(3):
             ids, positions = torch.tensor([[5 + step, 70 + step]] * 2)[:, :, None].unbind(1)
             assert ids.stride() != (1, 1)
@@ -239,135 +238,113 @@ def test_layers_count_a_step_while_the_device_takes_it(
 ) -> None:
     """What the host does for every layer comes after the replay's launch, which would else wait for it."""
     cache = kvthaw.Cache(llama, method, **({} if method == "full" else {"budget": 64}))
-    counted: list[tuple[int, set[int]]] = []
+    counted: list[tuple[int, int]] = []
 
     class Graph:
         def replay(self) -> None:
-            counted.append((int(replay._positions), {layer.seen for layer in cache.kv_layers}))
+            counted.append((int(replay._positions), cache.get_seq_length()))
 
-    def capture(self: Replay) -> Graph:
+    def capture(self: GraphRunner) -> Graph:
         self._logits, graph = self._run(), Graph()
         self._graph = graph  # type: ignore[assignment]
         return graph
 
-    monkeypatch.setattr(Replay, "_capture", capture)
+    monkeypatch.setattr(GraphRunner, "_capture", capture)
     with torch.no_grad():
         llama(zoo.prompt(1, 70), past_key_values=cache)
-        replay = Replay(llama.forward, cache)
+        replay = GraphRunner(llama.forward, cache)
         for at in range(70, 78):
             replay(torch.tensor([[5]]), torch.tensor([[at]]))
     assert len(counted) > 2
-    assert all(seen == {at} for at, seen in counted[1:])
-    assert counted[0][1] == {counted[0][0] + 1}, "a capture counts its own step"
-    assert {layer.seen for layer in cache.kv_layers} == {78}
+    assert all(length == at for at, length in counted[1:])
+    assert counted[0][1] == counted[0][0] + 1, "a capture counts its own step"
+    assert cache.get_seq_length() == 78
 
 
 class Device:
-    """In the place of a captured step: what the device does of it that the host must know. at: where the clocks stood when each
-    step began; fails: the host's part of a step raises, behind the first of its graphs."""
+    """In the place of a captured step: what the device does of it that the host must know. at: where the device counters stood when
+    each step began; fails: the host's part of a step raises, behind the first of its graphs."""
 
-    def __init__(self, replay: Replay, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.replay_of, self.at, self.fails, self.captured = replay, list[list[list[int]]](), False, 0
-        self._clocks = {id(layer.clock): layer.clock for layer in replay.cache.kv_layers}.values()
-        self.groups = [layer.group for layer in replay.cache.frozen_layers]  # as the host's calls have them
+    def __init__(self, replay: GraphRunner, cache: kvthaw.Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.replay_of, self.at, self.fails, self.captured = replay, list[list[int]](), False, 0
+        self.sequences = cache.kv.sequences
         monkeypatch.setattr(replay, "_capture", self.capture)
 
     def capture(self) -> Device:
         self.replay_of._logits = self.replay_of._run()
-        for clock in self._clocks:
-            clock.length.sub_(clock.live)  # nothing is done while it is captured
+        self.sequences.lengths.sub_(self.sequences.live)  # nothing is done while it is captured
         self.replay_of._graph, self.captured = self, self.captured + 1  # type: ignore[assignment]
         return self
 
     def replay(self) -> None:
-        self.at.append([clock.length.tolist() for clock in self._clocks])
-        for clock in self._clocks:
-            clock.length.add_(clock.live)
+        self.at.append(self.sequences.lengths.tolist())
+        self.sequences.lengths.add_(self.sequences.live)
         if self.fails:
             raise ValueError("a query is not finite")
 
 
 def replayed(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, room: int = 0
-) -> tuple[kvthaw.Cache, Device, Callable[[], None]]:
+) -> tuple[kvthaw.Cache, Device, Callable[[], torch.Tensor]]:
     """A cache after a prompt of 70 tokens, what takes its steps, and a step."""
     cache = kvthaw.Cache(llama, "icecache", budget=128, dense_layers=1)
-    for layer in cache.kv_layers:
-        layer.room = room
+    cache.kv.sequences.room = room
     with torch.no_grad():
         llama(zoo.prompt(1, 70), past_key_values=cache)
-    cache.replay = Replay(llama.forward, cache)
+    cache.replay = GraphRunner(llama.forward, cache)
 
-    def step() -> None:
+    def step() -> torch.Tensor:
         assert cache.replay is not None
-        cache.replay(torch.tensor([[5]]), torch.tensor([[cache.get_seq_length()]]))
+        return cache.replay(torch.tensor([[5]]), torch.tensor([[cache.get_seq_length()]]))
 
-    return cache, Device(cache.replay, monkeypatch), step
+    return cache, Device(cache.replay, cache, monkeypatch), step
 
 
+@pytest.mark.parametrize("steps", [5, 3], ids=["replay", "first replay"])
 def test_a_replay_that_fails_counts_nothing_and_can_be_taken_again(
-    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
     cache, device, step = replayed(llama, monkeypatch)
-    for _ in range(5):
+    for _ in range(steps):
         step()
     device.fails = True
-    for _ in range(2):
-        with pytest.raises(ValueError, match="not finite"):
-            step()
-        assert all((group.residency.slot_row == -1).all() for group in device.groups), "rows had slots and did not come"
-        assert {layer.seen for layer in cache.kv_layers} == {75}
-    device.fails = False
-    step()
-    assert device.at[-3:] == [[[75]] * 2] * 3, "the device had gone on by a token each time"
-    assert {layer.seen for layer in cache.kv_layers} == {76}
-
-
-def test_a_step_that_failed_when_it_was_counted_is_followed_by_none(
-    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where a forward was interrupted that was not replayed."""
-    cache, device, step = replayed(llama, monkeypatch)
-    for _ in range(3):
-        step()
-    assert not device.captured
-    device.fails = True  # the first replay, whose capture counted
     with pytest.raises(ValueError, match="not finite"):
         step()
+    assert cache.get_seq_length() == 70 + steps
     device.fails = False
-    for _ in range(2):
-        with pytest.raises(CacheError, match=r"interrupted .*; reset\(\) the cache"):
-            step()
-    cache.crop(-1)
     step()
-    assert device.at == [[[73]] * 2] * 2
-    assert {layer.seen for layer in cache.kv_layers} == {74}
+    assert (cache.get_seq_length(), cache.kv.sequences.lengths.tolist()) == (71 + steps, [71 + steps])
+    taken = len(device.at)
+    step()
+    step()
+    assert len(device.at) > taken, "steps are replayed again"
+    assert device.at[-1] == [72 + steps]
 
 
-def test_an_eager_step_that_only_some_layers_took_is_followed_by_none(llama: PreTrainedModel) -> None:
-    """Nor when tokens were dropped: a compiled forward would not notice."""
-    cache = kvthaw.Cache(llama, "icecache", budget=128, dense_layers=1)
+def test_what_a_forward_does_behind_the_last_layer_may_fail_too(llama: PreTrainedModel) -> None:
+    """Its step is not counted: a compiled forward, say, or the last layer's MLP."""
+    cache, plain = (kvthaw.Cache(llama, "icecache", budget=128, dense_layers=1) for _ in range(2))
 
     def forward(**kwargs: Any) -> Any:
+        out = llama(**kwargs)
         if fails:
-            cache.kv_layers[0].count_token()
             raise MemoryError("no more")
-        return llama(**kwargs)
+        return out
 
     fails = False
-    with torch.no_grad():
-        llama(zoo.prompt(1, 70), past_key_values=cache)
-    replay = Replay(forward, cache, capture=False)
     one = torch.tensor([[5]])
-    replay(one, torch.tensor([[70]]))
-    fails = True
-    with pytest.raises(MemoryError):
-        replay(one, torch.tensor([[71]]))
-    fails = False
-    for drop in (0, 0, 1):
-        cache.crop(-drop)
-        with pytest.raises(CacheError, match=r"a step was interrupted"):
-            replay(one, torch.tensor([[71]]))
+    with torch.no_grad():
+        for each in (cache, plain):
+            llama(zoo.prompt(1, 70), past_key_values=each)
+        replay = GraphRunner(forward, cache, capture=False)
+        for t in range(30):
+            fails = t % 3 == 1
+            if fails:
+                with pytest.raises(MemoryError):
+                    replay(one, torch.tensor([[70 + t]]))
+                fails = False
+            assert cache.get_seq_length() == 70 + t
+            assert torch.equal(replay(one, torch.tensor([[70 + t]])), llama(one, past_key_values=plain).logits)
 
 
 def test_a_crop_back_to_where_steps_ended_is_noticed(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -474,7 +451,7 @@ def assert_same_when_compiled(llama: LlamaForCausalLM, method: str, ids: torch.T
         forward = made if compiled else llama.forward
         with torch.no_grad():
             token = llama(ids, past_key_values=cache).logits[:, -1:].argmax(dim=-1)
-            replay = Replay(forward, cache, compiled=compiled, capture=capturable(cache) is None)
+            replay = GraphRunner(forward, cache, compiled=compiled, capture=capturable(cache) is None)
             row = []
             for i in range(2):  # steps before a capture run the same forward
                 token = replay(token, torch.full((2, 1), 80 + i)).argmax(dim=-1)

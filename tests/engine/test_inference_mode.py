@@ -50,7 +50,7 @@ CHANGES: dict[str, Callable[[Cache], Cache]] = {
 
 
 def decode(model: PreTrainedModel, cache: Cache, steps: int, seed: int) -> Tensor:
-    ids = prompt(len(cache.kv_layers[0].left_pad), steps, seed=seed)
+    ids = prompt(len(cache.kv.sequences.left_pad), steps, seed=seed)
     return torch.cat([model(ids[:, t : t + 1], past_key_values=cache).logits for t in range(steps)], dim=1)
 
 

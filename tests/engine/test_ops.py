@@ -35,8 +35,8 @@ def test_the_operator_is_as_declared(
     with torch.no_grad():
         llama(prompt(rows, 100), past_key_values=cache)
         with serving(cache):
-            torch.library.opcheck(torch.ops.kvthaw.attend.default, (*given, 1, 0.125, softcap, biases), test_utils=DECLARED)
-    assert cache.kv_layers[1].length(0) > cache.kv_layers[0].length(0) == 100  # it is the layer that was named
+            torch.library.opcheck(torch.ops.kvthaw.attend.default, (*given, 0, 0.125, softcap, biases), test_utils=DECLARED)
+    assert cache.kv_layers[0].length(0) > cache.kv_layers[1].length(0) == 100  # it is the layer that was named
 
 
 def test_the_fake_output_lies_as_the_real_one_does(llama: PreTrainedModel) -> None:

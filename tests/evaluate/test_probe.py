@@ -12,23 +12,23 @@ from transformers import PreTrainedModel
 
 import kvthaw
 from kvthaw.cache.group import Choice
-from kvthaw.cache.layer import FrozenLayer
+from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.probe import Observation, Probe, Quality, observe
 from kvthaw.types import Partial
 from zoo import VOCAB
 
-Step = tuple[FrozenLayer, Tensor, Choice | None, list[Tensor], list[int]]
+Step = tuple[OffloadedLayer, Tensor, Choice | None, list[Tensor], list[int]]
 
 
 def watch(cache: kvthaw.Cache, probe: Probe) -> list[Step]:
     """Keep what every step of every layer had, beside what the probe makes of it: each lane's rows [H, n, 2, D] and ring."""
     steps: list[Step] = []
 
-    def keep(layer: FrozenLayer, query: Tensor, choice: Choice | None) -> None:
+    def keep(layer: OffloadedLayer, query: Tensor, choice: Choice | None) -> None:
         probe._observe(layer, query, choice)
-        rows = [layer.read(lane, 0, layer.length(lane)).clone() for lane in range(layer.lanes)]
-        steps.append((layer, query.clone(), choice, rows, [layer.indexed(lane) for lane in range(layer.lanes)]))
+        rows = [layer.read(lane, 0, layer.length(lane)).clone() for lane in range(layer.sequences.count)]
+        steps.append((layer, query.clone(), choice, rows, [layer.indexed(lane) for lane in range(layer.sequences.count)]))
 
     for layer in cache.frozen_layers:
         layer.observer = keep
@@ -36,7 +36,7 @@ def watch(cache: kvthaw.Cache, probe: Probe) -> list[Step]:
 
 
 def slow(
-    layer: FrozenLayer, lane: int, query: Tensor, choice: Choice | None, rows: Tensor, ring: int
+    layer: OffloadedLayer, lane: int, query: Tensor, choice: Choice | None, rows: Tensor, ring: int
 ) -> tuple[list[float], list[float], list[float]]:
     """Attention mass and output error of every query head, recall of every KV head; loops over everything, float64."""
     assert layer.plan is not None
@@ -224,7 +224,7 @@ def test_observing_changes_no_choice(llama: PreTrainedModel) -> None:
         cache = kvthaw.Cache(llama, "pariskv:beta=0.3:rho=0.3:window=8:buffer=8", retrieved=6, dense_layers=0)
         probe = Probe(cache)
 
-        def keep(layer: FrozenLayer, query: Tensor, choice: Choice | None) -> None:
+        def keep(layer: OffloadedLayer, query: Tensor, choice: Choice | None) -> None:
             assert choice is not None
             if probed:
                 probe._observe(layer, query, choice)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from lanes import FIRST, Lanes
 
-from kvthaw.cache.clock import Clock
 from kvthaw.cache.pool import Slab
+from kvthaw.cache.sequences import Sequences
 from kvthaw.index import kept
 from kvthaw.index.heavy import HeavyIndex
 from kvthaw.index.kept import Agree, KeptIndex, observed
@@ -97,8 +97,9 @@ def test_selecting_from_a_captured_graph(make: type[KeptIndex], device: torch.de
         slab = Slab(2, 2, 64, shape.regions, 40, dtype=shape.dtype, device=device)
         torch.manual_seed(0)
         slab.data.normal_()
-        clock = Clock()
-        clock.at((420, 400), (404, 390), device)
+        clock = Sequences()
+        clock.lengths = torch.tensor([420, 400], dtype=torch.int32, device=device)
+        clock.starts = torch.tensor([404, 390], dtype=torch.int32, device=device)
         return replace(shape, rows=40, slab=slab, clock=clock)
 
     replayed, eager = (Lanes(lambda shape: make(near(shape)), [0, 0], device=device) for _ in range(2))

@@ -9,7 +9,7 @@ import torch
 from lanes import FIRST, Lanes
 from torch import Tensor
 
-from kvthaw.cache.clock import Clock
+from kvthaw.cache.sequences import Sequences
 from kvthaw.errors import ConfigError
 from kvthaw.index.lagged import LaggedIndex
 from kvthaw.types import Index, LayerShape
@@ -88,7 +88,7 @@ def test_a_lane_built_anew_has_no_previous_query() -> None:
 def test_lags_only_behind_the_token_before() -> None:
     """Queries of tokens that are dropped again count for nothing, and the one before them still does."""
     lanes = Lanes(make, [100])
-    shape = replace(lanes.shape, clock=Clock())
+    shape = replace(lanes.shape, clock=Sequences())
     index = LaggedIndex(shape, page=8, spread="max", policy="mean", tau=-1.0)
     own = LaggedIndex(lanes.shape, page=8, spread="max", policy="mean", tau=1.0)
     keys = lanes.keys[0][:, FIRST:104]
@@ -98,7 +98,7 @@ def test_lags_only_behind_the_token_before() -> None:
     def at(length: int, step: int) -> int:
         """Ask with the query of a step, at so many tokens; of which step's query the rows are."""
         assert shape.clock is not None
-        shape.clock.length = torch.tensor([length], dtype=torch.int32)
+        shape.clock.lengths = torch.tensor([length], dtype=torch.int32)
         rows = index.select(lanes.query(step), 30).rows
         return next(i for i in range(10) if torch.equal(own.select(lanes.query(i), 30).rows, rows))
 

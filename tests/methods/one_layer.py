@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvthaw.cache.clock import Clock
 from kvthaw.cache.group import Choice
-from kvthaw.cache.layer import Attention, FrozenLayer
-from kvthaw.cache.pipeline import Pipeline
+from kvthaw.cache.kv_cache import KVCache
+from kvthaw.cache.layer_base import AttentionParams
+from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.plan import Settings
 from kvthaw.methods import resolve
 
@@ -37,24 +37,32 @@ class OneLayer:
         self.heads, self.group, self.prompt = heads, group, prompt
         self.query = torch.randn(1, heads * group, total, dim)
         self.keys, self.values = torch.randn(1, heads, total, dim), torch.randn(1, heads, total, dim)
-        self.layer = FrozenLayer(
-            2, Settings(resolve(method, **options), budget=budget, retrieved=retrieved, extent=32), Pipeline(), Clock()
-        )
+        settings = Settings(resolve(method, **options), budget=budget, retrieved=retrieved, extent=32)
+        self.cache = KVCache(settings, [2], 3)
         self.layer.observer = self._see
         self.choice: Choice | None = None
         self.out = self.take(0, prompt)
 
-    def _see(self, layer: FrozenLayer, query: Tensor, choice: Choice | None) -> None:
+    @property
+    def layer(self) -> OffloadedLayer:
+        return self.cache.offloaded[0]
+
+    @property
+    def length(self) -> int:
+        """Tokens so far."""
+        return self.cache.sequences.padded_length
+
+    def _see(self, layer: OffloadedLayer, query: Tensor, choice: Choice | None) -> None:
         self.choice = choice
 
     def take(self, start: int, stop: int) -> Tensor:
         """Tokens start .. stop, [Hq, n, D]."""
         q, k, v = (x[:, :, start:stop] for x in (self.query, self.keys, self.values))
-        return self.layer.attend(q, k, v, [0], Attention(SCALE), fresh=True)[0]
+        return self.cache.attend(self.layer, q, k, v, AttentionParams(SCALE))[0]
 
     def step(self) -> list[set[int]]:
         """The next token; the rows that were chosen for it, of each KV head."""
-        at = self.layer.seen
+        at = self.length
         self.out = self.take(at, at + 1)
         assert self.choice is not None
         return [set(rows.tolist()) - {-1} for rows in self.choice.selection.rows[0]]

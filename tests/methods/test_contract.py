@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvthaw.cache.clock import Clock
 from kvthaw.cache.group import Choice
-from kvthaw.cache.layer import Attention, FrozenLayer
-from kvthaw.cache.pipeline import Pipeline
+from kvthaw.cache.kv_cache import KVCache
+from kvthaw.cache.layer_base import AttentionParams
+from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.plan import Settings
 from kvthaw.errors import ConfigError
 from kvthaw.kernels import dense
@@ -82,10 +82,17 @@ class Layer:
 
     def __init__(self, name: str | Method, text: Text, device: torch.device | str = "cpu", **settings: Any) -> None:
         method = MADE[name] if isinstance(name, str) else name
-        self.text, self.how, self.device = text, Attention(0.3), device
-        self.frozen = FrozenLayer(3, Settings(method, extent=16, **settings), Pipeline(), Clock())
-        self.frozen.observer = self._observe
+        self.text, self.how, self.device = text, AttentionParams(0.3), device
+        self.cache = KVCache(Settings(method, extent=16, **settings), [3], 4)
+        self.observe()
         self.choices: list[Choice | None] = []
+
+    @property
+    def frozen(self) -> OffloadedLayer:
+        return self.cache.offloaded[0]
+
+    def observe(self) -> None:
+        self.frozen.observer = self._observe
 
     @property
     def regions(self) -> Regions:
@@ -99,7 +106,7 @@ class Layer:
         assert self.frozen.plan is not None
         return self.frozen.plan.rows
 
-    def _observe(self, layer: FrozenLayer, query: Tensor, choice: Choice | None) -> None:
+    def _observe(self, layer: OffloadedLayer, query: Tensor, choice: Choice | None) -> None:
         self.choices.append(None if choice is None else there(choice))
 
     def take(self, start: int, stop: int, lanes: list[int] | None = None) -> Tensor:
@@ -107,7 +114,7 @@ class Layer:
         text, rows = self.text, slice(None) if lanes is None else lanes
         q, k, v = (x[rows, :, start:stop].to(self.device) for x in (text.query, text.keys, text.values))
         pads = [text.pads[lane] for lane in (range(len(text.pads)) if lanes is None else lanes)]
-        return self.frozen.attend(q, k, v, [min(pad, stop) for pad in pads], self.how, fresh=True).cpu()
+        return self.cache.attend(self.frozen, q, k, v, self.how, [min(pad, stop) for pad in pads]).cpu()
 
     def prefill(self) -> Layer:
         self.take(0, max(self.text.lengths))
@@ -115,9 +122,9 @@ class Layer:
 
     def decode(self, count: int | None = None, lanes: list[int] | None = None) -> Iterator[Step]:
         for _ in range(self.text.steps if count is None else count):
-            at = self.frozen.seen
+            at = self.cache.sequences.padded_length
             out = self.take(at, at + 1, lanes)
-            begins = [self.frozen.indexed(lane) for lane in range(self.frozen.lanes)]
+            begins = [self.frozen.indexed(lane) for lane in range(self.cache.sequences.count)]
             yield Step(out[:, :, 0], self.choices[-1], begins)
 
     def expected(self, step: Step, lane: int) -> Tensor:
@@ -150,7 +157,7 @@ class Layer:
 
     def check(self, step: Step) -> None:
         """The selection's contract, and the output that follows from it."""
-        frozen, shape, plan, lanes = self.frozen, self.text.shape, self.frozen.plan, self.frozen.lanes
+        frozen, shape, plan, lanes = self.frozen, self.text.shape, self.frozen.plan, self.cache.sequences.count
         assert plan is not None
         if step.choice is not None:
             chosen = step.choice.selection
@@ -221,7 +228,7 @@ def test_every_step_keeps_the_contract(name: str, budget: int) -> None:
     if name in RETRIEVES:
         assert layer.frozen.group is not None
         assert layer.frozen.group.meter.selected > 0
-    assert layer.frozen.held_max + (int(layer.frozen.group.meter.most) if layer.frozen.group else 0) <= budget
+    assert layer.cache.sequences.held.most + (int(layer.frozen.group.meter.most) if layer.frozen.group else 0) <= budget
 
 
 @pytest.mark.parametrize("name", RETRIEVES)
@@ -343,10 +350,10 @@ def test_state_of_an_index_goes_on(name: str) -> None:
     one = Layer(name, Text(**BATCH), budget=48).prefill()
     list(one.decode(15))
     other = copy.deepcopy(one)
-    other.frozen.observer = other._observe
+    other.observe()
     assert one.frozen.group is not None
     assert other.frozen.group is not None
-    one.frozen.settle()
+    one.cache.wait()
     index = MADE[name].index(other.frozen.group.shape)
     index.load_state_dict(one.frozen.group.index.state_dict())
     other.frozen.group.index = index
@@ -359,7 +366,7 @@ def test_copies_are_independent(name: str) -> None:
     list(one.decode(15))
     other, third = copy.deepcopy(one), copy.deepcopy(one)
     for layer in (other, third):
-        layer.frozen.observer = layer._observe
+        layer.observe()
     list(other.decode(17))
     same_choices(one, third, 17)
 
@@ -372,8 +379,8 @@ def test_crop_then_go_on(name: str, drop: int) -> None:
     text = Text(SMALL, [120], 20)
     layer = Layer(name, text, budget=48).prefill()
     list(layer.decode())
-    layer.frozen.crop(drop)
-    assert layer.frozen.seen == 140 - drop
+    layer.cache.crop(drop)
+    assert layer.cache.sequences.padded_length == 140 - drop
     other = Text(SMALL, [120], 20, seed=5)
     for x, y in ((text.query, other.query), (text.keys, other.keys), (text.values, other.values)):
         x[:, :, 140 - drop :] = y[:, :, 140 - drop :]
@@ -387,7 +394,7 @@ def test_crop_at_full_budget(name: str) -> None:
     layer = Layer(name, text, budget=144).prefill()
     list(layer.decode())
     for drop in (3, 30, 80):
-        layer.frozen.crop(drop)
+        layer.cache.crop(drop)
         for step in layer.decode(min(drop, 40)):
             close(step.out[0], layer.full(0))
 
@@ -401,8 +408,8 @@ def test_reorder(name: str, lanes: list[int]) -> None:
     one, other = (Layer(name, text, budget=48).prefill() for _ in range(2))
     list(one.decode(9))
     list(other.decode(9))
-    other.frozen.reorder(lanes)
-    assert other.frozen.lanes == len(lanes)
+    other.cache.reorder(lanes)
+    assert other.cache.sequences.count == len(lanes)
     for a, b in zip(one.decode(14), other.decode(14, lanes), strict=True):
         for i, lane in enumerate(lanes):
             if name in RETRIEVES:
@@ -422,7 +429,7 @@ def test_lanes_of_one_prefix_part(name: str) -> None:
     whole = Layer(name, text, budget=48).prefill()
     grown = Layer(name, text, budget=48)
     grown.take(0, 150, [0])
-    grown.frozen.reorder([0, 0])
+    grown.cache.reorder([0, 0])
     for a, b in zip(whole.decode(), grown.decode(), strict=True):
         grown.check(b)
         assert sets(a) == sets(b)
@@ -434,7 +441,7 @@ def test_several_tokens_equal_one_by_one(name: str) -> None:
     """Also where they cross the moment at which tokens leave for the index."""
     one, many = (Layer(name, Text(**BATCH), budget=64).prefill() for _ in range(2))
     for _ in range(6):
-        at = many.frozen.seen
+        at = many.cache.sequences.padded_length
         together = many.take(at, at + 5)
         for t, step in enumerate(one.decode(5)):
             close(together[:, :, t], step.out)

@@ -12,9 +12,8 @@ from one_layer import SCALE, OneLayer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvthaw.cache import host
-from kvthaw.cache.clock import Clock
-from kvthaw.cache.layer import Attention, FrozenLayer
-from kvthaw.cache.pipeline import Pipeline
+from kvthaw.cache.kv_cache import KVCache
+from kvthaw.cache.layer_base import AttentionParams
 from kvthaw.cache.plan import Settings
 from kvthaw.index import clusters, codes, nodes, units
 from kvthaw.methods import METHODS, resolve
@@ -28,25 +27,25 @@ def test_work_between_steps_is_done_once(method: str) -> None:
     asked = OneLayer(method, 200, 90)
     for _ in range(90):
         for _ in range(2):
-            if asked.layer.due():
-                asked.layer.before_step()
-        assert not asked.layer.due()
+            if asked.cache.needs_host():
+                asked.cache.before_step()
+        assert not asked.cache.needs_host()
         assert asked.step() == plain.step()
         assert torch.equal(asked.out, plain.out)
 
 
 def test_what_has_left_is_taken_back_by_a_crop_and_by_a_dense_pass() -> None:
-    for after in (lambda layer: layer.crop(3), lambda layer: None):
+    for after in (lambda cache: cache.crop(3), lambda cache: None):
         torch.manual_seed(2)
         plain = OneLayer("oracle", 200, 1200)
         torch.manual_seed(2)
         asked = OneLayer("oracle", 200, 1200)
         for _ in range(30):
-            if asked.layer.due():
-                asked.layer.before_step()
-                after(asked.layer)
-                after(plain.layer)
-                start = asked.layer.seen
+            if asked.cache.needs_host():
+                asked.cache.before_step()
+                after(asked.cache)
+                after(plain.cache)
+                start = asked.length
                 assert torch.equal(asked.take(start, start + 20), plain.take(start, start + 20))  # too many to go one by one
             assert asked.step() == plain.step()
 
@@ -58,10 +57,10 @@ def test_nothing_moves_before_the_room_of_a_prompt_is_full(method: str) -> None:
     """A captured step reads by address. What a prompt of 200 makes room for is 456 tokens."""
     one = OneLayer(method, 200, 60)
     one.step()
-    addresses = [tensor.data_ptr() for tensor in one.layer.tensors()]
+    addresses = [tensor.data_ptr() for tensor in one.cache.tensors()]
     for _ in range(59):
         one.step()
-        assert [tensor.data_ptr() for tensor in one.layer.tensors()] == addresses
+        assert [tensor.data_ptr() for tensor in one.cache.tensors()] == addresses
 
 
 def test_what_is_outgrown_moves_at_one_step() -> None:
@@ -69,11 +68,11 @@ def test_what_is_outgrown_moves_at_one_step() -> None:
     seen = []
     for _ in range(300):
         one.step()
-        addresses = [tensor.data_ptr() for tensor in one.layer.tensors()]
+        addresses = [tensor.data_ptr() for tensor in one.cache.tensors()]
         if not seen or seen[-1][1] != addresses:
-            seen.append((one.layer.seen, addresses))
+            seen.append((one.length, addresses))
     assert [at for at, _ in seen] == [201, 457]
-    assert one.layer.capacity == 684
+    assert one.cache.sequences.capacity == 684
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if name not in ("full", "streaming")])
@@ -85,8 +84,8 @@ def test_going_ahead_changes_nothing(method: str) -> None:
     ahead = OneLayer(method, 150, 60)
     for _ in range(60):
         assert ahead.step() == plain.step()
-        ahead.layer.go_ahead()
-        assert not ahead.layer.due()
+        ahead.cache.run_ahead(certain=True)
+        assert not ahead.cache.sequences.full() or not ahead.cache.needs_host()
         assert torch.equal(ahead.out, plain.out)
 
 
@@ -102,7 +101,7 @@ REVERSIBLE = [name for name in METHODS if name not in KEEP_WHAT_LEFT]
 
 def until_full(one: OneLayer) -> OneLayer:
     """Steps until the ring is full."""
-    while not one.layer._leaving():
+    while not one.cache.sequences.full():
         one.step()
     return one
 
@@ -121,19 +120,19 @@ def other_tokens(one: OneLayer, start: int) -> None:
 
 def crop(drop: int) -> Callable[[OneLayer], None]:
     def do(one: OneLayer) -> None:
-        one.layer.crop(drop)
-        other_tokens(one, one.layer.seen)
+        one.cache.crop(drop)
+        other_tokens(one, one.length)
 
     return do
 
 
 def dense(one: OneLayer) -> None:
-    start = one.layer.seen
+    start = one.length
     one.out = one.take(start, start + 20)
 
 
 def few(one: OneLayer) -> None:
-    start = one.layer.seen
+    start = one.length
     one.out = one.take(start, start + 5)
 
 
@@ -164,9 +163,9 @@ def test_what_went_ahead_is_taken_back_exactly(method: str) -> None:
     one, went = begun(method, 100 + 60 * rounds), 0
     for comes in list(COMES.values()) * rounds:
         plain = copy.deepcopy(until_full(one))
-        if one.layer.reversible:
-            one.layer.go_ahead()
-            assert one.layer._ahead
+        if one.layer.can_run_ahead:
+            one.cache.run_ahead()
+            assert not one.cache.needs_host()
             went += 1
         ahead = copy.deepcopy(one)
         for each in (plain, ahead):
@@ -184,23 +183,28 @@ def test_beams_take_back_what_went_ahead(method: str) -> None:
     for goes in (False, True):
         one = begun(method, 40)
         if goes:
-            one.layer.go_ahead()
-        one.layer.reorder([0, 0])
-        one.layer.crop(2)
-        other_tokens(one, one.layer.seen)
+            one.cache.run_ahead(certain=True)
+        one.cache.reorder([0, 0])
+        one.cache.crop(2)
+        other_tokens(one, one.length)
         one.layer.observer = None
         for _ in range(4):
-            at = one.layer.seen
+            at = one.length
             q, k, v = (x[:, :, at : at + 1].repeat(2, 1, 1, 1) for x in (one.query, one.keys, one.values))
-            outs.append(one.layer.attend(q, k, v, [0, 0], Attention(SCALE), fresh=True))
+            outs.append(one.cache.attend(one.layer, q, k, v, AttentionParams(SCALE)))
     for plain, ahead in zip(outs[:4], outs[4:], strict=True):
         assert torch.equal(ahead, plain)
         assert torch.equal(ahead[0], ahead[1])
 
 
+def reversible(method: str) -> bool:
+    updater = OneLayer(method, 60, 1).layer.updater
+    return updater is None or updater.reversible
+
+
 def test_which_methods_keep_what_left() -> None:
     """Those that drop some of it for good, and trees, which keep another shape; of the rest nothing is indexed."""
-    found = [name for name in METHODS if not OneLayer(name, 60, 1).layer.reversible]
+    found = [name for name in METHODS if name != "full" and not reversible(name)]
     assert found == [name for name in KEEP_WHAT_LEFT if name not in ("full", "streaming")]
 
 
@@ -230,13 +234,13 @@ class Launches(TorchDispatchMode):
 @pytest.mark.parametrize("method", REVERSIBLE)
 def test_nothing_is_left_to_do_before_a_step_whose_work_went_ahead(method: str) -> None:
     one = begun(method, 40)
-    assert one.layer.due()
+    assert one.cache.needs_host()
     with Launches() as ahead:
-        one.layer.go_ahead()
+        one.cache.run_ahead(certain=True)
     assert ahead.count > 0
-    assert not one.layer.due()
+    assert not one.cache.needs_host()
     with Launches() as before:
-        one.layer.before_step()
+        one.cache.before_step()
     assert before.count == 0
 
 
@@ -265,17 +269,17 @@ def test_more_rows_are_no_more_launches(method: str, pads: str, monkeypatch: pyt
         left = [0] * rows if pads == "none" else [3 * row for row in range(rows)]
         query, key, value = (torch.randn(rows, heads, 244, 16) for heads in (4, 2, 2))
         options = {} if method == "prkv" else SOON.get(method, {})  # PRKV's sets are chosen anew lane by lane
-        layer = FrozenLayer(2, Settings(resolve(method, **options), budget=64, extent=32), Pipeline(), Clock())
+        cache = KVCache(Settings(resolve(method, **options), budget=64, extent=32), [2], 3)
         for start, stop in [(0, 200), *((at, at + 1) for at in range(200, 244))]:
-            if stop == start + 1 and layer.due():
+            if stop == start + 1 and cache.needs_host():
                 with monkeypatch.context() as patch, Launches() as launches:
                     for module, name in KERNELS:
                         patch.setattr(module, name, launches.one(getattr(module, name)))
-                    layer.before_step()
-                    layer.catch_up()
+                    cache.before_step()
+                    cache.flush_deferred()
                 found.append((rows, start, launches.count))
             q, k, v = (x[:, :, start:stop] for x in (query, key, value))
-            layer.attend(q, k, v, left, Attention(SCALE), fresh=True)
+            cache.attend(cache.layers[0], q, k, v, AttentionParams(SCALE), left)
     two, seven = ([of[1:] for of in found if of[0] == rows] for rows in (2, 7))
     assert len(two) >= 3
     assert two == seven

@@ -9,10 +9,9 @@ from transformers import PreTrainedModel
 from unit_methods import generate
 
 import kvthaw
-from kvthaw.cache.clock import Clock
 from kvthaw.cache.group import Choice
-from kvthaw.cache.layer import Attention, FrozenLayer
-from kvthaw.cache.pipeline import Pipeline
+from kvthaw.cache.kv_cache import KVCache
+from kvthaw.cache.layer_base import AttentionParams
 from kvthaw.cache.plan import Settings
 from kvthaw.errors import ConfigError
 from kvthaw.index.filters import FilterIndex
@@ -43,16 +42,16 @@ def test_a_filter_layer_is_the_papers(dense: bool, heads: int, group: int) -> No
 
 def test_a_layer_after_it_attends_to_the_choice_alone() -> None:
     """What the filter layer found in its own values is not the follower's."""
-    settings, pipeline, clock = Settings(resolve("omnikv"), budget=64, extent=32), Pipeline(), Clock()
-    leader = FrozenLayer(0, settings, pipeline, clock)
-    follower = FrozenLayer(1, settings, pipeline, clock, leader)
+    cache = KVCache(Settings(resolve("omnikv"), budget=64, extent=32), [2, 3], 32)
+    leader, follower = cache.offloaded
+    assert (leader.leader, follower.leader) == (None, leader)
     choices: list[Choice | None] = []
     follower.observer = lambda layer, query, choice: choices.append(choice)
     inputs = [[torch.randn(1, n, 230, 16) for n in (4, 2, 2)] for _ in range(2)]
     for start, stop in [(0, 200), *((at, at + 1) for at in range(200, 230))]:
         for layer, given in zip((leader, follower), inputs, strict=True):
             q, k, v = (x[:, :, start:stop] for x in given)
-            out = layer.attend(q, k, v, [0], Attention(SCALE), fresh=True)
+            out = cache.attend(layer, q, k, v, AttentionParams(SCALE))
         if start:
             choice = choices[-1]
             assert choice is not None
@@ -70,18 +69,18 @@ def test_a_layer_after_it_attends_to_the_choice_alone() -> None:
 def test_a_softcap_is_refused_where_the_layer_would_ignore_it() -> None:
     """Of what a dense filter layer attends to beside its choice."""
     parts = [torch.randn(1, n, 201, 16) for n in (4, 2, 2)]
-    how = Attention(SCALE, softcap=5.0)
+    how = AttentionParams(SCALE, softcap=5.0)
     for dense in (True, False):
         settings = Settings(resolve("omnikv", dense=dense), budget=64, extent=32)
-        layer = FrozenLayer(0, settings, Pipeline(), Clock())
+        cache = KVCache(settings, [0], 1)
         q, k, v = (x[:, :, :200] for x in parts)
-        layer.attend(q, k, v, [0], how, fresh=True)
+        cache.attend(cache.layers[0], q, k, v, how)
         q, k, v = (x[:, :, 200:] for x in parts)
         if dense:
             with pytest.raises(ConfigError, match=r"omnikv attends to some tokens itself, without the softcap of 5\.0"):
-                layer.attend(q, k, v, [0], how, fresh=True)
+                cache.attend(cache.layers[0], q, k, v, how)
         else:
-            layer.attend(q, k, v, [0], how, fresh=True)
+            cache.attend(cache.layers[0], q, k, v, how)
 
 
 def test_filter_layers_stand_at_the_papers_depth() -> None:

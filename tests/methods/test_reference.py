@@ -11,13 +11,14 @@ import torch
 from one_layer import SCALE, OneLayer
 from torch import Tensor
 
-from kvthaw.cache.clock import Clock
-from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.host import HostStore
-from kvthaw.cache.layer import Attention
+from kvthaw.cache.kv_cache import KVCache
+from kvthaw.cache.layer_base import AttentionParams
+from kvthaw.cache.plan import Settings
 from kvthaw.index.forest import TreeIndex
 from kvthaw.index.tree_config import TreeConfig, directions, draw_level
 from kvthaw.kernels.srht import signs
+from kvthaw.methods import resolve
 from kvthaw.regions import Regions
 from kvthaw.types import LayerShape
 
@@ -33,10 +34,10 @@ def test_full_attends_to_everything() -> None:
     heads, group, total, dim = 2, 3, 70, 16
     query = torch.randn(1, heads * group, total, dim)
     keys, values = torch.randn(2, 1, heads, total, dim).unbind()
-    layer, out = DenseLayer(0, Clock()), torch.empty(0)
+    cache, out = KVCache(Settings(resolve("full")), [0], 1), torch.empty(0)
     for start, stop in ((0, 60), (60, 61), (61, 62), (62, 70)):
         part = (x[:, :, start:stop] for x in (query, keys, values))
-        out = layer.attend(*part, [0], Attention(SCALE), True)
+        out = cache.attend(cache.layers[0], *part, AttentionParams(SCALE))
         for at in range(start, stop):
             folded = query[0, :, at].double().view(heads, group, dim)
             weights = torch.softmax(folded @ keys[0, :, : at + 1].double().transpose(1, 2) * SCALE, dim=2)

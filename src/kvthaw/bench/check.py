@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvthaw.bench.settings import HF, Setting
-from kvthaw.engine.decode import Replay, capturable
 from kvthaw.engine.decode_loop import decode
+from kvthaw.engine.graph_runner import GraphRunner, capturable
 from kvthaw.engine.hf import Cache
 from kvthaw.errors import CacheError
 
@@ -100,13 +100,13 @@ class Checks:
             )
 
 
-def replayed(cache: DynamicCache, steps: str, forwards: dict[str, Callable[..., Any]]) -> Replay | None:
+def replayed(cache: DynamicCache, steps: str, forwards: dict[str, Callable[..., Any]]) -> GraphRunner | None:
     """Have a cache's next steps taken one of the ways in STEPS. Returns what replays them, None for eager ones."""
     if not isinstance(cache, Cache):
         return None
     forward = forwards.get(steps)
     compiled, capture = steps == "compiled", forward is not None and capturable(cache) is None
-    cache.replay = None if forward is None else Replay(forward, cache, compiled=compiled, capture=capture)
+    cache.replay = None if forward is None else GraphRunner(forward, cache, compiled=compiled, capture=capture)
     return cache.replay
 
 

@@ -20,7 +20,7 @@ from kvthaw.bench.settings import HF, Setting, groups, possible
 from kvthaw.bench.shapes import build
 from kvthaw.bench.steps import Steps, prefill, random_tokens, take
 from kvthaw.cache.dense import DenseLayer
-from kvthaw.engine.decode import compiled_step
+from kvthaw.engine.graph_runner import compiled_step
 from kvthaw.engine.hf import Cache
 from kvthaw.errors import CacheError, ConfigError
 from kvthaw.evaluate.results import Record, ResultsFile
@@ -240,7 +240,9 @@ def held_bytes(cache: DynamicCache, full: int) -> Measures:
     here = [kv for kv in layers if kv.slab.data.is_cuda or not _on_host(kv)]
     tensors = {t.data_ptr(): t.nbytes for kv in here for t in kv.tensors() if t.device == kv.slab.data.device}
     slabs = {t.data_ptr(): t.nbytes for kv in layers for t in (kv.slab.data, kv.slab.tickets)}
-    extents = {int(at): kv.store for kv in layers for lane in range(kv.lanes) for at in kv.store.addresses(lane)}
+    extents = {
+        int(at): kv.store for kv in layers for lane in range(cache.kv.sequences.count) for at in kv.store.addresses(lane)
+    }
     host_index = [kv.group.index for kv in layers if kv.group is not None and kv.leader is None and _on_host(kv)]
     told = [index.nbytes() for index in host_index if hasattr(index, "nbytes")]
     return {
@@ -250,7 +252,9 @@ def held_bytes(cache: DynamicCache, full: int) -> Measures:
         "kv_dense_bytes": sum(kv.device_bytes() for kv in cache.kv_layers if isinstance(kv, DenseLayer)),
         "kv_host_bytes": sum(store.kv_heads * store.extent * store.row_bytes for store in extents.values()),
         "kv_frozen_bytes": sum(
-            kv.store.kv_heads * kv.store.row_bytes * kv.store.length(lane) for kv in layers for lane in range(kv.lanes)
+            kv.store.kv_heads * kv.store.row_bytes * kv.store.length(lane)
+            for kv in layers
+            for lane in range(cache.kv.sequences.count)
         ),
         "index_host_bytes": sum(told) if told and len(told) == len(host_index) else None,
     }

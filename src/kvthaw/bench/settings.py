@@ -9,7 +9,7 @@ from typing import Any
 
 from kvthaw.bench.shapes import SHAPES
 from kvthaw.cache.plan import Settings
-from kvthaw.engine.decode import asks_host
+from kvthaw.engine.graph_runner import asks_host
 from kvthaw.errors import ConfigError, at_least, one_of
 from kvthaw.evaluate.describe import describe
 from kvthaw.methods import resolve

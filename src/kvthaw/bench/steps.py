@@ -70,7 +70,7 @@ class Counts:
             return Counts()
         layers = cache.frozen_layers
         groups = {id(kv.group): kv.group for kv in layers if kv.group is not None}.values()
-        stored = [(kv.store, kv.store.length(lane)) for kv in layers for lane in range(kv.lanes)]
+        stored = [(kv.store, kv.store.length(lane)) for kv in layers for lane in range(kv.sequences.count)]
         return Counts(
             sum(group.meter.selected for group in groups),
             sum(group.meter.fetched for group in groups),

@@ -45,6 +45,9 @@ class FiniteCheck:
             self._copied = None
             self._raise(next((layer for layer, flag in zip(self._asked, self._here.tolist(), strict=True) if flag), None))
 
+    def __deepcopy__(self, memo: dict[int, object]) -> FiniteCheck:
+        return FiniteCheck()
+
     def _ask(self, flags: Mapping[int, Tensor]) -> None:
         if self._here is None or self._here.shape[0] != len(flags):
             self._here = torch.empty(len(flags), dtype=torch.int32, pin_memory=True)

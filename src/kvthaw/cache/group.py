@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -48,13 +49,19 @@ class Choice:
 class Meter:
     """What a group selected and fetched over all steps. Reading the rows that residency counted is the only sync."""
 
-    def __init__(self, residency: Residency) -> None:
-        self.steps = 0  # KV heads of lanes, over steps
-        self._residency = residency
+    def __init__(self, residency: Residency, shape: LayerShape) -> None:
+        self._residency, self._shape = residency, shape
+        self.again = 0
 
-    def tick(self, heads: int) -> None:
-        """Count a step of so many KV heads."""
-        self.steps += heads
+    @property
+    def steps(self) -> int:
+        """KV heads of sequences, over decoded tokens."""
+        sequences = self._shape.clock
+        return self._shape.kv_heads * ((0 if sequences is None else sequences.held.steps) + self.again)
+
+    def tick(self, sequences: int) -> None:
+        """Count the queries of another layer that shares the anchor's keys."""
+        self.again += sequences
 
     @property
     def selected(self) -> int:
@@ -87,12 +94,13 @@ class Group:
         self.residency = Residency(lanes, shape.kv_heads, self.slots, device=where)
         self._place(lanes)
         self.choices: list[Choice] = []
-        self.meter = Meter(self.residency)
+        self.meter = Meter(self.residency, shape)
         self._pipeline = pipeline
-        self._jobs: list[Future[None]] = []
+        self._jobs: list[tuple[Future[None], Callable[[], None]]] = []
         self._searching: Future[Selection] | None = None  # the last that began
         self._failure: BaseException | None = None  # of a job
         self._unchecked = _CHECKED if type(self.index).__module__.startswith("kvthaw.") else None  # None: check always
+        self._asked: tuple[int, Tensor, Choice] | None = None  # the latest eager step: length, query, choice
 
     @property
     def index(self) -> Index:
@@ -110,21 +118,27 @@ class Group:
         if self.index.on_host:
             self._desk = Desk(self.shape, lanes, self.rows, self.slots)
 
-    def submit(self, after: torch.cuda.Event | None, job: Callable[[], None]) -> None:
-        """Change the index: on the worker thread if it works on the host, else now."""
+    def submit(
+        self, after: torch.cuda.Event | None, job: Callable[[], None], failed: Callable[[], None] = lambda: None
+    ) -> None:
+        """Change the index: on the worker thread if it works on the host, else now. failed() is called by settle() where the job
+        on the thread raised."""
         if self.index.on_host:
             self._rest()
-            self._jobs.append(self._pipeline.submit(after, job))
+            self._jobs.append((self._pipeline.submit(after, job), failed))
         else:  # what of it reads the store waits for the rows that are on their way there, see HostStore.read_keys
             job()
 
     def settle(self) -> None:
         """Wait until the index has taken in all that it was given, and no search reads it. Raises what went wrong with that,
-        from then on at every call: an index that lacks tokens serves nobody."""
+        at every call until recover(): an index that lacks tokens is not searched."""
         self._rest()
         jobs, self._jobs = self._jobs, []
-        for job in jobs:
-            self._failure = self._failure or job.exception()
+        for job, failed in reversed(jobs):  # so that the first that failed has the last word
+            error = job.exception()
+            if error is not None:
+                self._failure = error
+                failed()
         if isinstance(self._failure, ValueError):
             raise CacheError(f"layer {self.shape.layer}: {self._failure}") from self._failure
         if self._failure is not None:
@@ -133,11 +147,11 @@ class Group:
             self._beside.join()
 
     def recover(self) -> None:
-        """Forget what went wrong with the tokens of a lane that will be cleared; waits for the jobs under way."""
-        for job in self._jobs:
-            job.exception()
-        self._jobs.clear()
-        self._failure = None
+        """Forget what went wrong: what the index lacks is given to it again. Waits for the jobs under way."""
+        if self._jobs or self._failure is not None:
+            with suppress(Exception):
+                self.settle()
+            self._failure = None
 
     def forget_slots(self) -> None:
         """A step failed: rows may have been given slots that they did not reach, so none is held to be on the device."""
@@ -158,7 +172,7 @@ class Group:
         """Begin to select rows for queries [B, Hq, T, D] in an index on the host, beside what the caller does next, and does not
         wait for them to arrive there. Returns for each of the T tokens what choose() takes."""
         here, sent = _to_host(queries)
-        changes = list(self._jobs)
+        changes = [job for job, _ in self._jobs]
         found = [self._pipeline.search(sent, changes, partial(self._select, query)) for query in here.unbind(2)]
         self._searching = found[-1] if found else self._searching
         return found
@@ -167,25 +181,31 @@ class Group:
         with torch.no_grad():  # which holds for one thread
             return self.index.select(query, self.rows)
 
-    def choose(self, query: Tensor, length: int, live: int, search: Future[Selection] | None = None) -> Choice:
-        """Select rows for one query a head, [B, Hq, D], and give them slots. length: of the longest lane; live: lanes that
-        have a row; search: one with this query, if it has begun. Where a step is recorded that an index on the host takes part in,
-        nothing is chosen: that is left to every replay."""
+    def choose(self, query: Tensor, length: int, search: Future[Selection] | None = None, *, retaken: bool = False) -> Choice:
+        """Select rows for one query a head, [B, Hq, D], and give them slots. length: of the longest sequence; search: one with this
+        query, if it has begun; retaken: a step that failed is repeated, so an index that remembers queries is not asked twice with
+        one. Where a step is recorded that an index on the host takes part in, nothing is chosen: that is left to every replay."""
         recording = self._pipeline.recording
         if recording is not None and self.index.on_host:
             choice = self._recorded(query, recording)
         else:
             self.settle()
-            try:
-                selection = self._now(query) if search is None else search.result()
-            except ValueError as error:
-                raise CacheError(f"layer {self.shape.layer}: {error}") from error
-            self._check(selection, query)
-            self.residency.grow(length)
-            self._make_way(query.shape[0])
-            uploads = self.index.on_host and query.is_cuda
-            choice = self._upload(selection, query) if uploads else Choice(selection, *self.residency.admit(selection.rows))
-        self.meter.tick(live * choice.slots.shape[1])
+            asked = self._asked
+            if retaken and asked is not None and asked[0] == length and torch.equal(asked[1], query):
+                choice = asked[2]  # the same rows go to the same slots once more
+            else:
+                if retaken:
+                    self.forget_slots()
+                try:
+                    selection = self._now(query) if search is None else search.result()
+                except ValueError as error:
+                    raise CacheError(f"layer {self.shape.layer}: {error}") from error
+                self._check(selection, query)
+                self.residency.grow(length)
+                self._make_way(query.shape[0])
+                uploads = self.index.on_host and query.is_cuda
+                choice = self._upload(selection, query) if uploads else Choice(selection, *self.residency.admit(selection.rows))
+            self._asked = length, query, choice
         self.choices.append(choice)
         return choice
 
@@ -195,7 +215,7 @@ class Group:
         if self._unchecked == 0 or clock is None or (query.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
         check_selection(
-            selection, f"{type(self.index).__name__} of {self.method.name}", self.shape, query.shape[0], self.rows, clock.start
+            selection, f"{type(self.index).__name__} of {self.method.name}", self.shape, query.shape[0], self.rows, clock.starts
         )
         if self._unchecked is not None:
             self._unchecked -= 1
@@ -288,7 +308,8 @@ class Group:
         twin = Group(self.method, copy.deepcopy(self.shape, memo), lanes, self.rows, copy.deepcopy(self._pipeline, memo))
         twin.index.load_state_dict(self.index.state_dict())
         twin.residency = copy.deepcopy(self.residency, memo)
-        twin.meter = copy.deepcopy(self.meter, memo)
+        twin.meter = Meter(twin.residency, twin.shape)
+        twin.meter.tick(self.meter.again)
         return twin
 
 

@@ -89,8 +89,16 @@ class Settings:
         budget = _BUDGET if self.budget is None else self.budget
         return f"{self.method.name}, " + (f"budget {budget}" if self.retrieved is None else f"{self.retrieved} retrieved")
 
-    def plan(self, prompt: int) -> Plan:
-        """The sizes for a prompt of so many tokens; only a fraction depends on it."""
+    def plan(self, prompt: int, most: int | None = None) -> Plan:
+        """Return the sizes for a prompt of so many tokens, on which only a fraction depends. most: tokens that a sequence can have;
+        the window and the rows are no more."""
+        plan = self._plan(prompt)
+        if most is None:
+            return plan
+        window = min(plan.regions.window, most)
+        return Plan(replace(plan.regions, window=window), min(plan.rows, most))
+
+    def _plan(self, prompt: int) -> Plan:
         regions = self.method.regions
         if self.retrieved is not None:
             return Plan(regions, self.retrieved)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from kvthaw.engine.decode import Replay, capturable, compilable, compiled_step
+from kvthaw.engine.graph_runner import GraphRunner, capturable, compilable, compiled_step
 from kvthaw.engine.hf import Cache, Stats
 from kvthaw.engine.hf.attention import unwrap
 from kvthaw.engine.hf.handle import is_attached
@@ -35,7 +35,7 @@ class Request:
 
     lane: its place in the batch while it is there. prompt: its tokens; tokens: those generated so far. finished: None while more
     will come; "stop" after a stop token (which is the last of tokens) or a stop string, "length" at its limit, "left" where it was
-    taken out, "failed" where a step broke off that some layers had taken and others had not. stopped_by: the token or the string.
+    taken out. stopped_by: the token or the string.
 
     text: the text so far where a tokenizer was given, without a stop token or string unless include_stop is set; piece: what the
     latest token added to it. Text that may become a stop string or is part of a character is held back until more is known.
@@ -48,7 +48,7 @@ class Request:
     stop: frozenset[int]
     sampling: Sampling
     tokens: list[int] = field(default_factory=list)
-    finished: Literal["stop", "length", "left", "failed"] | None = None
+    finished: Literal["stop", "length", "left"] | None = None
     stopped_by: int | str | None = None
     text: str = ""
     piece: str = ""
@@ -132,9 +132,7 @@ class Batch:
         self._model = model
         self._lanes: list[Request | None] = [None] * lanes
         self._sampler = Sampler(lanes, model.config.get_text_config(decoder=True).vocab_size, model.device)
-        for kv in self.cache.kv_layers:
-            kv.room = capacity
-            kv.set_lengths([0] * lanes, range(lanes))
+        self.cache.kv.open(lanes, capacity)
         self._forward = compiled_step(model.forward) if compile else model.forward
         self._compile, self._capture = compile, capture and model.device.type == "cuda"
 
@@ -208,16 +206,14 @@ class Batch:
             request._decoded = Detokenizer(
                 tokenizer, sampling.stop, include_stop=sampling.include_stop, min_tokens=sampling.min_tokens
             )
-        layers = self.cache.kv_layers
+        kv = self.cache.kv
         self.cache.wait()
-        self._clear(request.lane)  # steps that it took part in as an empty lane leave traces too
+        kv.clear(request.lane)  # steps that it took part in as an empty lane leave traces too
         try:
             logits = self._prefill(request, ids)
             self.cache.wait()
         except BaseException:
-            for kv in layers:
-                kv.recover()
-            self._clear(request.lane)
+            kv.clear(request.lane)
             raise
         self._lanes[request.lane] = request
         self._sampler.join(request.lane, sampling, ids[0], request.stop)
@@ -228,8 +224,7 @@ class Batch:
     def step(self) -> list[Request]:
         """One token for every request, which is the last of its tokens; returns them. Those that finished have left.
 
-        What a step raises comes up. It can be taken again, unless it broke off between layers: then all requests have left, with
-        the tokens that they had."""
+        What a step raises comes up, and the next call takes the step again."""
         requests = self.requests
         if not requests:
             return []
@@ -237,9 +232,9 @@ class Batch:
         at = [(request.tokens[-1], request.prompt + len(request.tokens) - 1) if request else (0, 0) for request in self._lanes]
         ids, positions = torch.tensor(at, device=device)[:, :, None].unbind(1)
         with torch.no_grad():
-            logits = self._logits(ids, positions)
+            logits = self._replay(ids, positions)[:, -1]
             drawn = self._sampler(logits, positions[:, 0] + 1)
-        self._replay.go_ahead()
+        self._replay.run_ahead()
         self._give(self._lanes, drawn)
         return requests
 
@@ -264,32 +259,25 @@ class Batch:
     def _prefill(self, request: Request, ids: Tensor) -> Tensor:
         """The logits [1, V] after a prompt [1, T] that goes to the request's lane, in chunks where it is long."""
         tokens, lane, n = ids.shape[1], request.lane, request.sampling.prompt_logprobs
-        view, scores = self.cache.at_lane(lane), []
+        scores = []
         some = {"logits_to_keep": 1} if n is None and self._model._supports_logits_to_keep() else {}
         chunk = self.prefill_chunk if n is None else min(self.prefill_chunk, _SCORED)
         if self.cache.settings.method.evicts:  # what is dropped cannot be attended to again
             chunk = tokens
         logits = torch.empty(0)
-        try:
+        with self.cache.kv.prompt(tokens, lane), torch.no_grad():
             for start, stop in spans(tokens, chunk):
-                for kv in self.cache.kv_layers:
-                    kv.expect(tokens - start)
-                with torch.no_grad():
-                    every = self._model(ids[:, start:stop], past_key_values=view, use_cache=True, **some).logits
-                    logits = every[:, -1]
-                    if n is not None:
-                        next_ids = ids[0, start + 1 : stop + 1]
-                        scores.append(score(every[0, : len(next_ids)], next_ids, n))
-                self._tell(lane, stop)
-        finally:
-            for kv in self.cache.kv_layers:
-                kv.expect(0)
+                every = self._model(ids[:, start:stop], past_key_values=self.cache, use_cache=True, **some).logits
+                logits = every[:, -1]
+                if n is not None:
+                    next_ids = ids[0, start + 1 : stop + 1]
+                    scores.append(score(every[0, : len(next_ids)], next_ids, n))
         if n is not None:
             request.prompt_logprobs = [None, *logprobs(ids[0, 1:], torch.cat(scores))]
         return logits
 
     @property
-    def _replay(self) -> Replay:
+    def _replay(self) -> GraphRunner:
         cache = self.cache
         if cache.replay is None:
             forward, compiled = self._forward, self._compile
@@ -297,40 +285,13 @@ class Batch:
                 _log.warning("steps are not compiled: %s", reason)
                 forward, compiled = self._model.forward, False
             captured = self._capture and capturable(cache) is None
-            cache.replay = Replay(forward, cache, compiled=compiled, capture=captured)
+            cache.replay = GraphRunner(forward, cache, compiled=compiled, capture=captured)
         return cache.replay
-
-    def _logits(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """[lanes, V] after one token a lane."""
-        try:
-            return self._replay(ids, positions)[:, -1]
-        except BaseException:
-            if self._replay.interrupted:
-                for kv in self.cache.kv_layers:
-                    kv.recover()
-                for request in self.requests:
-                    request.finished = "failed"
-                    self._release(request)
-            raise
 
     def _release(self, request: Request) -> None:
         self._lanes[request.lane] = None
         self._sampler.leave(request.lane)
-        self._clear(request.lane)
-
-    def _clear(self, lane: int) -> None:
-        for kv in self.cache.kv_layers:
-            kv.clear(lane)
-        self._tell(lane, 0)
-
-    def _tell(self, lane: int, tokens: int) -> None:
-        """A lane has so many tokens now, in every layer."""
-        layers = self.cache.kv_layers
-        lengths = [layers[0].length(other) for other in range(len(self._lanes))]
-        lengths[lane] = tokens
-        idle = [other for other, n in enumerate(lengths) if n == 0]
-        for kv in layers:
-            kv.set_lengths(lengths, idle)
+        self.cache.kv.clear(request.lane)
 
     def _stops(self, stop: int | Sequence[int] | None, sampling: Sampling) -> frozenset[int]:
         if stop is None and not sampling.ignore_eos:

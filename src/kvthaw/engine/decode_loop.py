@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvthaw.engine.decode import Replay, capturable
+from kvthaw.engine.graph_runner import GraphRunner, capturable
 from kvthaw.engine.hf import Cache
 from kvthaw.engine.hf.handle import is_attached
 from kvthaw.engine.sampling import GREEDY, Sampling, draw
@@ -72,7 +72,7 @@ def forward(model: PreTrainedModel, cache: Cache | DynamicCache, ids: Sequence[S
     """Send as many tokens [B, T] of each row through the model eagerly. Returns the logits [B, V] after the last."""
     tokens = torch.as_tensor(ids, device=model.device)
     where: dict[str, Any] = {}
-    if isinstance(cache, Cache) and any(cache.kv_layers[0].left_pad):
+    if isinstance(cache, Cache) and any(cache.kv.sequences.left_pad):
         where["position_ids"] = _lengths(cache, model.device) + torch.arange(tokens.shape[1], device=model.device)
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         where["logits_to_keep"] = 1
@@ -89,10 +89,10 @@ def positions(model: PreTrainedModel) -> int | None:
 def _step(model: PreTrainedModel, cache: Cache | DynamicCache, ids: Tensor, capture: bool) -> Tensor:
     if not capture or not ids.is_cuda or not isinstance(cache, Cache) or is_attached(model):  # such a model replays by itself
         return forward(model, cache, ids)
-    observers = [layer.observer for layer in cache.frozen_layers if layer.observer is not None]
+    observers = [layer.observer for layer in cache.kv.offloaded if layer.observer is not None]
     waits = not all(getattr(observer, "graph_safe", False) for observer in observers)  # Python, which a replay leaves out
     if cache.replay is None and not waits and not cache.reordered and capturable(cache) is None:
-        cache.replay = Replay(model.forward, cache)
+        cache.replay = GraphRunner(model.forward, cache)
     if cache.replay is None or waits or cache.reordered:
         return forward(model, cache, ids)
     return cache.replay(ids, _lengths(cache, ids.device))[:, -1]
@@ -100,8 +100,8 @@ def _step(model: PreTrainedModel, cache: Cache | DynamicCache, ids: Tensor, capt
 
 def _lengths(cache: Cache, device: torch.device) -> Tensor:
     """Tokens of each row, [B, 1]."""
-    layer = cache.kv_layers[0]
-    lengths = [layer.length(row) for row in range(layer.lanes)]
+    sequences = cache.kv.sequences
+    lengths = [sequences.length(seq) for seq in range(sequences.count)]
     if len(set(lengths)) == 1:  # made on the device
         return torch.full((len(lengths), 1), lengths[0], device=device)
     return torch.tensor(lengths, device=device)[:, None]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvthaw.cache.layer import Attention
+from kvthaw.cache.layer_base import AttentionParams
 from kvthaw.errors import CacheError
 
 if TYPE_CHECKING:
@@ -48,9 +48,7 @@ def _attend(
             "the model or a module of it was compiled by torch.compile, which hides kvthaw's cache from it; "
             "leave it uncompiled and attach(compile=True)"
         )
-    kv = cache.layers[layer].kv
-    out: Tensor = kv.attend(query, key, value, kv.left_pad, Attention(scale, softcap, sinks), True)
-    return out.contiguous()
+    return cache.kv.attend(cache.layers[layer].kv, query, key, value, AttentionParams(scale, softcap, sinks)).contiguous()
 
 
 def _shape(

@@ -70,7 +70,7 @@ def in_chunks(
         if reason is not None:
             _log.warning("%d tokens go through the model in one pass: %s", tokens, reason)
             return forward(**given)
-        before, mask, keep = cache.kv_layers[0].seen, given.get("attention_mask"), given.get("logits_to_keep")
+        before, mask, keep = cache.kv.sequences.padded_length, given.get("attention_mask"), given.get("logits_to_keep")
         keep = 0 if keep is None else keep
         wanted = torch.arange(tokens)[
             keep.cpu() if isinstance(keep, Tensor) else slice(-keep, None)

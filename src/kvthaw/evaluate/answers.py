@@ -38,7 +38,7 @@ class Answers:
         after_first_word: bool = True,
     ) -> None:
         self.model, self.cache = model, cache
-        rows = cache.kv_layers[0].lanes
+        rows = cache.kv.sequences.count
         self.steps, self.new_tokens, self.over, self.stopped = [0] * rows, [0] * rows, [False] * rows, [False] * rows
         self._stops = stop_tokens(model, tokenizer)
         self._sampling = [sampling] * rows if isinstance(sampling, Sampling) else list(sampling)
@@ -79,8 +79,8 @@ class Answers:
             self.steps = [count + (not over) for count, over in zip(self.steps, self.over, strict=True)]
 
     def _draw(self, logits: Tensor) -> list[int]:
-        layer = self.cache.kv_layers[0]
-        at = torch.tensor([layer.length(row) for row in range(layer.lanes)], device=logits.device)
+        sequences = self.cache.kv.sequences
+        at = torch.tensor([sequences.length(row) for row in range(sequences.count)], device=logits.device)
         drawn: list[int] = draw(logits, self._sampling, at).tolist()
         return drawn
 
@@ -93,7 +93,7 @@ class Answers:
             return None
         piece, most = text.push(token), positions(self.model)
         self.new_tokens[row] += 1
-        full = most is not None and self.cache.kv_layers[0].length(row) >= most
+        full = most is not None and self.cache.kv.sequences.length(row) >= most
         self.stopped[row] = text.stopped
         self.over[row] = text.stopped or full or self.new_tokens[row] >= limit
         return piece + text.finish() if self.over[row] else piece

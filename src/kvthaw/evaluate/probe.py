@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.group import Choice
-from kvthaw.cache.layer import FrozenLayer
+from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.engine.hf import Cache
 from kvthaw.errors import at_least
 from kvthaw.evaluate.machine import now
@@ -140,19 +140,19 @@ class Probe:
         """Means over all that was observed."""
         return Quality.of(self.observations)
 
-    def _observe(self, layer: FrozenLayer, query: Tensor, choice: Choice | None) -> None:
+    def _observe(self, layer: OffloadedLayer, query: Tensor, choice: Choice | None) -> None:
         step = self._steps[layer.number]
         self._steps[layer.number] = step + 1
         if step % self.every:
             return
         start = now(query.device)
-        for lane in range(layer.lanes):
+        for lane in range(layer.sequences.count):
             rows = self._rows(layer, lane, query.device)
             if rows is not None:
                 self.observations.append(observe(layer, lane, query[lane], choice, rows))
         self.seconds += now(query.device) - start
 
-    def _rows(self, layer: FrozenLayer, lane: int, device: torch.device) -> list[Tensor] | None:
+    def _rows(self, layer: OffloadedLayer, lane: int, device: torch.device) -> list[Tensor] | None:
         """All rows of a lane in parts [H, n, 2, D], or None where some are gone for good."""
         length, known = layer.length(lane), self._reference.get(layer.number)
         prefix = 0 if known is None else min(length, known.length(lane))
@@ -165,7 +165,7 @@ class Probe:
         return [*parts, layer.read(lane, prefix, length).to(device)] if prefix < length else parts
 
 
-def observe(layer: FrozenLayer, lane: int, query: Tensor, choice: Choice | None, rows: list[Tensor]) -> Observation:
+def observe(layer: OffloadedLayer, lane: int, query: Tensor, choice: Choice | None, rows: list[Tensor]) -> Observation:
     """One query a head, [Hq, D], against all rows of a lane, given in parts [H, n, 2, D] in order; float32 throughout."""
     assert layer.plan is not None
     length, sink, ring = layer.length(lane), layer.plan.regions.sink, layer.indexed(lane)
@@ -253,7 +253,7 @@ class _Region:
         return min(1.0, float((self.weights[chosen] >= least).sum()) / k)
 
 
-def _candidates(layer: FrozenLayer, lane: int, query: Tensor) -> Tensor | None:
+def _candidates(layer: OffloadedLayer, lane: int, query: Tensor) -> Tensor | None:
     """The rows [H, N] among which an index of two stages takes its rows for a query [Hq, D], -1 padded; None for other indexes."""
     assert layer.plan is not None and layer.group is not None
     index = layer.group.index

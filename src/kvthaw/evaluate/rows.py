@@ -85,7 +85,8 @@ class Forks:
             return False
         of, cache = self._kept
         asked = replace(cache.settings, budget=variant.budget, retrieved=variant.retrieved)
-        same = all(kv.plan is not None and asked.plan(kv.longest).regions == kv.plan.regions for kv in cache.frozen_layers)
+        sequences = cache.kv.sequences
+        same = sequences.regions is None or asked.plan(sequences.longest).regions == sequences.regions
         return same and (of.method, of.dense_layers) == (variant.method, variant.dense_layers)
 
     def _drop(self) -> None:
@@ -100,10 +101,6 @@ def joined(model: PreTrainedModel, bases: list[Cache]) -> Cache:
         return bases[0]
     whole = Cache(model, "full")
     for i, layer in enumerate(whole.layers):
-        layer.kv.join([base.layers[i].kv for base in bases])
         layer.know(bases[0].layers[i].module())
-        for base in bases:
-            base.layers[i].reset()  # nothing is held twice but one layer
-    for base in bases:
-        base.layers.clear()  # a cache refers to itself
+    whole.kv.join([base.kv for base in bases])
     return whole

@@ -186,7 +186,7 @@ class Runner:
         for row, (setting, sample, text) in enumerate(zip(settings, prompts.samples, answers.texts, strict=True)):
             quality = None if probe is None else _quality(probe, row, prompts.base, answers.steps[row])
             measures = {
-                "prompt": prompts.base.kv_layers[0].length(row) + len(prompts.rests[row]),
+                "prompt": prompts.base.kv.sequences.length(row) + len(prompts.rests[row]),
                 "output": text,
                 "answers": list(sample.answers),
                 "at": sample.depth,
@@ -244,6 +244,6 @@ class _Timing:
 
 def _quality(probe: Probe, row: int, base: Cache, steps: int) -> Quality | None:
     """The means over what was observed of a row, before it ended."""
-    end = base.kv_layers[0].length(row) + steps
+    end = base.kv.sequences.length(row) + steps
     seen = [one for one in probe.observations if one.lane == row and one.length <= end]
     return Quality.of(seen) if seen else None

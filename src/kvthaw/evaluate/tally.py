@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.group import Choice
-from kvthaw.cache.layer import FrozenLayer
+from kvthaw.cache.offloaded_layer import OffloadedLayer
 
 if TYPE_CHECKING:
     from kvthaw.engine.hf import Cache
@@ -45,8 +45,8 @@ class Tally:
     """
 
     def __init__(self, cache: Cache) -> None:
-        self._cache, first = cache, cache.kv_layers[0]
-        self._begin = [first.length(row) for row in range(first.lanes)]
+        self._cache, sequences = cache, cache.kv.sequences
+        self._begin = [sequences.length(seq) for seq in range(sequences.count)]
         self._choosing = [kv for kv in cache.frozen_layers if kv.leader is None and kv.group is not None]
         self._others = {kv.number: kv.observer for kv in self._choosing}
         self._host: dict[int, int] = {}
@@ -79,7 +79,7 @@ class Tally:
     def _row(self, row: int, steps: int, selected: int, fetched: int, most: int) -> RowStats:
         layers, frozen = self._cache.kv_layers, self._cache.frozen_layers
         end = self._begin[row] + steps
-        held = [frozen[0].held(row, n) for n in range(self._begin[row] + 1, end + 1)] if frozen else []
+        held = [self._cache.kv.sequences.held_at(row, n) for n in range(self._begin[row] + 1, end + 1)] if frozen else []
         heads = frozen[0].slab.data.shape[1] if frozen else 0
         retrieved = selected / (steps * len(self._choosing) * heads) if steps and self._choosing else 0.0
         self.ended(row)
@@ -91,18 +91,18 @@ class Tally:
             retrieved=retrieved if held else None,
             hit_rate=1 - fetched / selected if selected else None,
             kv_device_bytes=sum(kv.device_bytes() for kv in frozen) // len(self._begin),
-            kv_dense_bytes=sum(kv.token_bytes() * end for kv in layers if not isinstance(kv, FrozenLayer)),
+            kv_dense_bytes=sum(kv.token_bytes() * end for kv in layers if not isinstance(kv, OffloadedLayer)),
             kv_host_bytes=self._host[row],
             dense=self._cache.settings.method.dense,
         )
 
-    def _observe(self, layer: FrozenLayer, query: Tensor, choice: Choice | None) -> None:
+    def _observe(self, layer: OffloadedLayer, query: Tensor, choice: Choice | None) -> None:
         other = self._others[layer.number]
         if other is not None:
             other(layer, query, choice)
         self._count(layer, query, choice)
 
-    def _count(self, layer: FrozenLayer, query: Tensor, choice: Choice | None) -> None:
+    def _count(self, layer: OffloadedLayer, query: Tensor, choice: Choice | None) -> None:
         assert choice is not None
         counts = choice.selection.counts.to(self._live.device, non_blocking=True)
         selected, fetched = counts.sum(dim=1), (choice.fetch >= 0).sum(dim=(1, 2)).to(self._live.device)

@@ -69,7 +69,7 @@ class HeavyIndex(KeptIndex):
             batch, length = query.shape[0], self.tables["length"]
             self.add()
             self.tables["asked"][:batch] = query
-            length[:batch] = self.shape.clock.length
+            length[:batch] = self.shape.clock.lengths
         return selection
 
     def truncate(self, lane: int, length: int) -> None:

@@ -43,7 +43,7 @@ class LaggedIndex(BoundIndex):
         batch = query.shape[0]
         self.reserve(batch)
         lanes = torch.arange(batch, device=query.device)
-        now = self.asked[:batch].amax(dim=1) + 1 if self.shape.clock is None else self.shape.clock.length.long()
+        now = self.asked[:batch].amax(dim=1) + 1 if self.shape.clock is None else self.shape.clock.lengths.long()
         before = (now - 1) % _KEPT
         previous, asked = self.previous[lanes, before], self.asked[lanes, before]
         near = torch.cosine_similarity(query.float(), previous.float(), dim=2).unflatten(1, (self.shape.kv_heads, -1))

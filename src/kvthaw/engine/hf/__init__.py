@@ -4,8 +4,9 @@
 ask for more than q, k and v.
 """
 
+from kvthaw.cache.kv_cache import Stats
 from kvthaw.engine.hf.attention import use_kvthaw_attention
-from kvthaw.engine.hf.cache import Cache, Stats
+from kvthaw.engine.hf.cache import Cache
 from kvthaw.engine.hf.handle import Handle, attach, detach
 
 __all__ = ["Cache", "Handle", "Stats", "attach", "detach", "use_kvthaw_attention"]

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from kvthaw.cache.layer import Attention
+from kvthaw.cache.layer_base import AttentionParams
 from kvthaw.engine import ops
 from kvthaw.errors import UnsupportedModelError
 from kvthaw.kernels.dense import with_sinks
@@ -126,7 +126,7 @@ def _attention(
     if asked is not None:
         asked.append(query)
         return query.transpose(1, 2).contiguous(), None
-    how = Attention(query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.get("softcap"), kwargs.get("s_aux"))
+    how = AttentionParams(query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.get("softcap"), kwargs.get("s_aux"))
     if torch.compiler.is_compiling():
         attended = torch.ops.kvthaw.attend(query, key, value, module.layer_idx, how.scale, how.softcap, how.sinks)
         return attended.transpose(1, 2).contiguous(), None
@@ -166,7 +166,7 @@ def causal_mask(padding: Tensor, steps: int) -> Tensor:
     return causal[None, None] & padding
 
 
-def attention_by_mask(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, how: Attention) -> Tensor:
+def attention_by_mask(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, how: AttentionParams) -> Tensor:
     """Attend by any bool mask [B, 1, T, n], with softcap and sinks. Returns [B, Hq, T, D], 0 where a query sees nothing."""
     group = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))

@@ -8,15 +8,17 @@ import logging
 import types
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import DynamicCache
 
+from kvthaw.cache.kv_cache import Stats
 from kvthaw.cache.plan import Settings
 from kvthaw.engine.decode import replaying
 from kvthaw.engine.hf.attention import attends, give_back_attention, unwrap
-from kvthaw.engine.hf.cache import Cache, Stats
+from kvthaw.engine.hf.cache import Cache
 from kvthaw.engine.hf.hooks import foresee_no_longer
 from kvthaw.engine.hf.layer import CacheLayer
 from kvthaw.engine.prefill import CHUNK, in_chunks
@@ -57,8 +59,9 @@ class Forward:
             )
             forward = forward._torchdynamo_orig_callable
         self._plain = forward
-        step = replaying(forward, self._behind, compiled=compiled) if capture else None
-        self._take = in_chunks(forward, self._behind, chunk, names=self._names, short=step)
+        whole = self._whole
+        step = replaying(forward, self._behind, compiled=compiled, eager=whole) if capture else None
+        self._take = in_chunks(whole, self._behind, chunk, names=self._names, short=step)
         model.forward = self
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled module breaks its graph here
@@ -93,6 +96,12 @@ class Forward:
         foresee_no_longer(model)
         give_back_attention(model)
         self.cache = None
+
+    def _whole(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward, of which a kvthaw cache counts no token if it raises."""
+        cache = self._behind(kwargs.get("past_key_values"))
+        with nullcontext() if cache is None else cache.kv.whole():
+            return self._plain(*args, **kwargs)
 
     def _behind(self, given: Any) -> Cache | None:
         """The cache whose layers a past_key_values has."""

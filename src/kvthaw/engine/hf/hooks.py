@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvthaw.cache.layer import FrozenLayer
+from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.rotary import Rotary
 from kvthaw.engine.hf.layer import CacheLayer
 from kvthaw.errors import UnsupportedModelError
@@ -64,13 +64,13 @@ def _foresee(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     """
     for name, given in kwargs.items():
         ours = [layer for layer in getattr(given, "layers", []) if isinstance(layer, CacheLayer)]
-        if not ours or not ours[0].shared.settings.method.foresees:
+        if not ours or not ours[0].shared.kv.settings.method.foresees:
             continue
         at = next((i for i, layer in enumerate(ours) if layer.module is not None and layer.module() is module), len(ours))
         foresees = at + 1 < len(ours) and ours[at] is not given.layers[0]
         kv, following = (ours[at + 1].kv, ours[at + 1].module) if foresees else (None, None)
         hidden = args[0] if args else kwargs["hidden_states"]
-        if following is None or not isinstance(kv, FrozenLayer) or not kv.asks(hidden.shape[1]):
+        if following is None or not isinstance(kv, OffloadedLayer) or not kv.asks(hidden.shape[1]):
             continue
         attention, asked = following(), list[Tensor]()
         assert attention is not None

@@ -5,18 +5,16 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from kvthaw.cache.dense import DenseLayer
-from kvthaw.cache.filling import Filling
-from kvthaw.cache.finite import FiniteCheck
-from kvthaw.cache.host import HostMemory
-from kvthaw.cache.layer import Attention, FrozenLayer
-from kvthaw.cache.plan import Settings
+from kvthaw.cache.kv_cache import KVCache
+from kvthaw.cache.layer_base import AttentionParams
+from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.engine.hf.attention import NAME, TAG, attention_by_mask, causal_mask, is_padding
 from kvthaw.errors import CacheError, ConfigError, KvthawError, UnsupportedModelError
 
@@ -29,40 +27,36 @@ class Layers(list[Any]):
 
 
 class Shared:
-    """What the layers of one cache share: whose keys are on their way, what padding was last seen, whose modules ask."""
+    """What the layers of one cache share: the KV cache, the layer whose keys are on their way, the padding, the modules."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        settings: Settings,
-        frozen: int,
-        meet: Callable[[torch.nn.Module], None] | None,
-        memory: HostMemory,
-    ) -> None:
-        self.memory = memory
-        self.model = weakref.ref(model)
+    def __init__(self, model: PreTrainedModel, kv: KVCache, meet: Callable[[torch.nn.Module], None] | None) -> None:
+        self.model, self.kv = weakref.ref(model), kv
         self.modules = {id(module) for module in model.modules()}
         self.positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        self.settings, self.frozen = settings, frozen
         self.meet = meet  # called with each attention module when it is first seen
         self.of = weakref.ref(Layers())  # the cache's own list of its layers, which holds this
         self.pending: CacheLayer | None = None
-        self.reordered = False  # lanes changed places between steps (beam search)
+        self.reordered = False  # sequences changed places between steps (beam search)
         self._mask: weakref.ref[Tensor] | None = None  # the one that was read last
         self._read: tuple[list[int], bool] = [], False
         self._read_step = False  # a single token's mask was read since the last prompt
-        self._finite = FiniteCheck()
 
-    def read_mask(
-        self, mask: Tensor | None, kv: FrozenLayer | DenseLayer | Filling, batch: int, before: int, steps: int
-    ) -> tuple[list[int], bool]:
+    @property
+    def length(self) -> int:
+        """Tokens of the cache with padding, or of the one sequence that a prompt goes to, as transformers counts them. Those of a
+        step count once all layers have taken them."""
+        sequences = self.kv.sequences
+        return sequences.padded_length if sequences.filling is None else sequences.length(sequences.filling)
+
+    def read_mask(self, mask: Tensor | None, batch: int, before: int, steps: int) -> tuple[list[int], bool]:
         """Check the mask that the model made for `steps` tokens after `before`. Returns the left padding of each row, and whether
         the mask lets tokens attend otherwise than causally.
 
         On a GPU, where reading waits for the device, a single token's mask is read at the first step after a prompt only; its size
         is always checked. Raises CacheError for a mask of other rows or tokens, or one that hides more than left padding.
         """
-        known = kv.left_pad or [0] * batch
+        filling = self.kv.sequences.filling is not None
+        known = [0] if filling else list(self.kv.sequences.left_pad) or [0] * batch
         if mask is None:
             return known, False
         if mask.ndim != 4 or mask.dtype != torch.bool:
@@ -91,49 +85,27 @@ class Shared:
         """The layers of the cache; none once it is gone."""
         return self.of() or Layers()
 
-    def first(self) -> CacheLayer:
-        """The first of kvthaw's layers."""
-        return next(layer for layer in self.layers if isinstance(layer, CacheLayer))
-
-    def check_finite(self) -> None:
-        """Raise CacheError if a key or value was not finite while decoding; see FiniteCheck."""
-        self._finite.look(self._flags)
-
-    def _flags(self) -> dict[int, Tensor]:
-        kvs = [layer.kv for layer in self.layers if isinstance(layer, CacheLayer) and not isinstance(layer.kv, Filling)]
-        return {kv.number: flag for kv in kvs if (flag := kv.nonfinite()) is not None}
-
-    @torch.inference_mode(False)  # blocks outlive the caller's mode
-    def reserve(self, steps: int) -> None:
-        """See FrozenKV.reserve, for all layers, whose rings are full at the same token."""
-        offloading = [layer.kv for layer in self.layers if isinstance(layer, CacheLayer) and isinstance(layer.kv, FrozenLayer)]
-        if offloading and offloading[0].one_by_one(steps) and offloading[0].reserve(steps):
-            for kv in offloading[1:]:
-                kv.reserve(steps)
-
-    def reserved(self, rows: int) -> list[int]:
-        """Tokens of each row that a layer's blocks on the host have room for."""
-        kvs = [layer.kv for layer in self.layers if isinstance(layer, CacheLayer) and not isinstance(layer.kv, DenseLayer)]
-        return [kvs[0].reserved(row) if row < kvs[0].lanes else 0 for row in range(rows)]
-
-    def check_whole(self, steps: int) -> None:
-        """Refuse a cache whose layers hold different tokens, when the first of kvthaw's gets `steps` new ones."""
-        first = self.first()
-        at = self.layers.index(first)
-        for i, layer in enumerate(self.layers):
-            held = layer.get_seq_length() if isinstance(layer, CacheLayerMixin) else 0
-            due = first.kv.seen + (steps if i < at else 0)
-            if held != due and (held or isinstance(layer, CacheLayer)):  # some layers that are not kvthaw's hold nothing
+    def check_others(self, tokens: int) -> None:
+        """Refuse a cache whose layers that are not kvthaw's took a step which failed, when the first of kvthaw's gets new tokens:
+        transformers counts a layer's tokens when the layer gets them."""
+        layers, failed = self.layers, self.kv.sequences.step is not None
+        first = next(i for i, layer in enumerate(layers) if isinstance(layer, CacheLayer))
+        for i, layer in enumerate(layers):
+            if isinstance(layer, CacheLayer):
+                continue
+            due = self.length + (tokens if i < first else 0)
+            held = layer.get_seq_length() if isinstance(layer, CacheLayerMixin) else None
+            if held not in (due, 0, None) or (held is None and failed and hasattr(layer, "recurrent_states")):
+                tokens_held = "a state" if held is None else f"{held} tokens"
                 raise CacheError(
-                    f"layer {i} holds {held} tokens and layer {at} {first.kv.seen}: a forward was interrupted; reset() the cache"
+                    f"layer {i} holds {tokens_held} and layer {first} {self.length}: a forward was interrupted; reset() the cache"
                 )
 
     def check_crop(self, drop: int) -> None:
         """Raise CacheError where a layer cannot forget its last `drop` tokens, before any of them has."""
+        self.kv.check_crop(drop)
         for i, layer in enumerate(self.layers):
-            if isinstance(layer, CacheLayer):
-                layer.kv.check_crop(drop)
-            elif drop and not getattr(layer, "record_past", True):
+            if drop and not isinstance(layer, CacheLayer) and not getattr(layer, "record_past", True):
                 window = getattr(layer, "sliding_window", None)  # linear layers have none, and keep one state
                 if window is None or layer.get_seq_length() >= window:
                     raise CacheError(
@@ -153,8 +125,7 @@ class Shared:
         twin = object.__new__(Shared)
         memo[id(self)] = twin
         twin.__dict__.update(self.__dict__)
-        twin._finite = FiniteCheck()
-        twin.memory = copy.deepcopy(self.memory, memo)
+        twin.kv = copy.deepcopy(self.kv, memo)
         twin.of, twin.pending = weakref.ref(copy.deepcopy(self.layers, memo)), None
         return twin
 
@@ -192,18 +163,22 @@ def _kept(held: int, tokens_to_remove: int) -> int:
 
 
 class CacheLayer(CacheLayerMixin):
-    """What transformers sees of a layer; the KV itself is a FrozenLayer's or a DenseLayer's."""
+    """What transformers sees of a layer. It asks every layer for what concerns the cache; the first one answers for all."""
 
     is_sliding = False
     is_croppable = True
     is_compileable = False
 
-    def __init__(self, kv: FrozenLayer | DenseLayer, shared: Shared) -> None:
+    def __init__(self, kv: OffloadedLayer | DenseLayer, shared: Shared) -> None:
         super().__init__()
         self.kv, self.shared = kv, shared
         self.module: weakref.ref[torch.nn.Module] | None = None  # whose attention it is, known from the first prompt on
         self.is_initialized = True  # nothing to initialise early
-        self._coming = 0
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the first of kvthaw's layers."""
+        return self.kv is self.shared.kv.layers[0]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: sizes follow from the first tokens."""
@@ -213,10 +188,9 @@ class CacheLayer(CacheLayerMixin):
         if torch.compiler.is_compiling():  # the operator takes them in
             return key_states, value_states
         shared, layer = self.shared, self.shared.pending
-        if layer is not None:
-            shared.pending, layer._coming = None, 0
-        if self is shared.first():
-            shared.check_whole(key_states.shape[2])
+        shared.pending = None
+        if self.first:
+            shared.check_others(key_states.shape[2])
         elif layer is not None:
             layer.undo()
             if not shared.attached():
@@ -226,22 +200,27 @@ class CacheLayer(CacheLayerMixin):
                 "or the cache was given to a model that is not attached"
             )
         shared.pending = self
-        self._coming = key_states.shape[2]
         key, value = key_states.view_as(key_states), value_states.view_as(value_states)
         setattr(key, TAG, self)
         setattr(value, TAG, self)
         return key, value
 
     def attend(
-        self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: Attention
+        self,
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        attention: AttentionParams,
     ) -> Tensor:
         """Return [B, Hq, T, D] for queries [B, Hq, T, D] of the tokens whose keys are given."""
-        shared, kv = self.shared, self.kv
-        fresh = shared.pending is self
+        shared, cache = self.shared, self.shared.kv
+        new = shared.pending is self
         shared.pending = None
-        self._coming = 0
         batch, _, steps, _ = query.shape
-        before = kv.seen if fresh else kv.seen - steps
+        held = shared.length
+        before = held if new or cache.sequences.step is not None else held - steps
         try:
             if query.requires_grad:
                 raise CacheError(
@@ -251,20 +230,25 @@ class CacheLayer(CacheLayerMixin):
             if id(module) not in shared.modules:
                 raise CacheError("this cache belongs to another model")
             self.know(module)
-            if kv.seen and batch != kv.lanes:
-                raise CacheError(f"the cache holds {kv.lanes} rows and was given {batch}; use one cache for each batch")
-            pads, own = shared.read_mask(mask, kv, batch, before, steps)
-            if fresh and (steps > 1 or before == 0):
-                self._check_room(key, pads)
-            if fresh and self is shared.first():
-                shared.check_finite()
-                shared.reserve(steps)
+            count = cache.sequences.count if cache.sequences.filling is None else 1
+            if held and batch != count:
+                raise CacheError(f"the cache holds {count} rows and was given {batch}; use one cache for each batch")
+            pads, own = shared.read_mask(mask, batch, before, steps)
+            if new and self.first:
+                if steps > 1 or before == 0:
+                    self._check_room(key, pads)
+                cache.check_finite()
+                with torch.inference_mode(False):
+                    cache.reserve(steps)
         except KvthawError:
             self.undo()
             raise
         with torch.inference_mode(False), torch.no_grad():
-            out = kv.attend(query, key, value, pads, how, fresh)
-            return out if mask is None or not own else attention_by_mask(query, key, value, mask[:, :, -steps:], how)
+            if new:
+                out = cache.attend(self.kv, query, key, value, attention, None if count == 1 < cache.sequences.count else pads)
+            else:
+                out = cache.attend_again(self.kv, query, key, value, attention)
+            return out if mask is None or not own else attention_by_mask(query, key, value, mask[:, :, -steps:], attention)
 
     def know(self, module: torch.nn.Module) -> None:
         """This layer's attention is the given module's."""
@@ -275,31 +259,31 @@ class CacheLayer(CacheLayerMixin):
 
     def undo(self) -> None:
         """Leave nothing of a first prompt that was refused: layers before this one that are not kvthaw's have it already."""
-        if self.kv.seen == 0:
+        if self.shared.length == 0 and self.shared.kv.sequences.filling is None:
             for layer in self.shared.layers:
                 layer.reset()
 
     def _check_room(self, key: Tensor, pads: list[int]) -> None:
         """Refuse a prompt that is too long, before the first layer takes it in."""
-        shared, held, new = self.shared, self.kv.seen, max(key.shape[2], self.kv.coming)
-        if self is not shared.first():
-            return
+        shared, cache = self.shared, self.shared.kv
+        held, new = shared.length, max(key.shape[2], cache.sequences.coming)
         if shared.positions is not None and held + new > shared.positions:
             raise ConfigError(
                 f"the prompt has {held + new} tokens; the model's positions end at {shared.positions}; where the model can go "
                 "further, raise max_position_embeddings of its config, with rope_parameters that reach so far (YaRN, say)"
             )
-        if shared.frozen and not shared.settings.method.evicts:
-            extent, have = shared.settings.extent, shared.reserved(key.shape[0])
+        if cache.offloaded and not cache.settings.method.evicts:
+            extent, filling, layer = cache.settings.extent, cache.sequences.filling, cache.offloaded[0]
+            have = [layer.reserved(seq) for seq in (range(len(pads)) if filling is None else [filling])]
             wanted = (max(0, held + new - pad - room) for pad, room in zip(pads, have, strict=True))
-            block = 2 * key[0, :, 0].numel() * key.element_size() * extent * shared.frozen
-            shared.memory.check(sum(-(-tokens // extent) for tokens in wanted) * block)
+            block = 2 * key[0, :, 0].numel() * key.element_size() * extent * len(cache.offloaded)
+            cache.pipeline.memory.check(sum(-(-tokens // extent) for tokens in wanted) * block)
 
     def get_seq_length(self) -> int:
-        return self.kv.seen + self._coming
+        return self.shared.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
+        return self.shared.length + query_length, 0
 
     def get_max_length(self) -> int:
         return -1
@@ -309,33 +293,36 @@ class CacheLayer(CacheLayerMixin):
 
     @torch.inference_mode(False)
     def reset(self) -> None:
-        self.kv.reset()
-        self.shared.forget()
-        self._coming = 0
+        if self.first:
+            self.shared.kv.reset()
+            self.shared.forget()
 
     @torch.inference_mode(False)  # tensors made here outlive the caller's mode
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last -tokens_to_remove tokens; a positive number is taken as the installed transformers takes it."""
+        if not self.first:
+            return
         tokens_to_remove = int(tokens_to_remove)  # assisted decoding of transformers 5.17 gives a tensor
         if tokens_to_remove > 0:
-            tokens_to_remove = _kept(self.kv.seen, tokens_to_remove) - self.kv.seen
-        if self is self.shared.first():
-            self.shared.check_crop(-tokens_to_remove)
-        self.kv.crop(-tokens_to_remove)
+            tokens_to_remove = _kept(self.shared.length, tokens_to_remove) - self.shared.length
+        self.shared.check_crop(-tokens_to_remove)
+        self.shared.kv.crop(-tokens_to_remove)
 
     @torch.inference_mode(False)
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.shared.reordered = True
-        self.kv.reorder(beam_idx.tolist())
+        if self.first:
+            self.shared.reordered = True
+            self.shared.kv.reorder(beam_idx.tolist())
 
     @torch.inference_mode(False)
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self.kv.reorder([lane for lane in range(self.kv.lanes) for _ in range(repeats)])
+        if self.first:
+            self.shared.kv.reorder([seq for seq in range(self.shared.kv.sequences.count) for _ in range(repeats)])
 
     @torch.inference_mode(False)
     def batch_select_indices(self, indices: Tensor) -> None:
-        lanes = torch.arange(self.kv.lanes)[indices.cpu()]
-        self.kv.reorder(lanes.tolist())
+        if self.first:
+            self.shared.kv.reorder(torch.arange(self.shared.kv.sequences.count)[indices.cpu()].tolist())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = object.__new__(type(self))
@@ -348,15 +335,3 @@ class CacheLayer(CacheLayerMixin):
         raise CacheError("kvthaw offloads by itself; use it without cache_implementation='offloaded'")
 
     prefetch = offload
-
-
-class FillingLayer(CacheLayer):
-    """What transformers sees of one lane of a layer while a prompt goes there."""
-
-    def __init__(self, behind: CacheLayer, lane: int, shared: Shared) -> None:
-        super().__init__(cast(FrozenLayer, Filling(behind.kv, lane)), shared)  # as far as a first prompt goes they are alike
-        self.behind = behind
-
-    def know(self, module: torch.nn.Module) -> None:
-        """See CacheLayer."""
-        self.behind.know(module)

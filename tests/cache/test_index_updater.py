@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvthaw.cache.feed import Feed
 from kvthaw.cache.host import HostStore
+from kvthaw.cache.index_updater import IndexUpdater
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.together import Together
 from kvthaw.regions import Regions
@@ -26,7 +26,7 @@ class Recorder:
         self.calls: list[tuple[str, Any, Tensor, int]] = []
         self.shape = SimpleNamespace(q_heads=HEADS, head_dim=DIM)
 
-    def submit(self, after: object, job: Any) -> None:
+    def submit(self, after: object, job: Any, failed: Any) -> None:
         job()
 
     def build(self, lane: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
@@ -37,8 +37,8 @@ class Recorder:
         self.calls.append(("append", lanes, keys, -1 if queries is None else queries.shape[2]))
 
 
-def a_feed(*, grows: bool, on_host: bool = False) -> tuple[Feed, Recorder, Tensor]:
-    """A feed, its index, and 30 rows [H, 30, 2, D], all in the store; in the slab the sink and 12 .. 20."""
+def an_updater(*, grows: bool, on_host: bool = False) -> tuple[IndexUpdater, Recorder, Tensor]:
+    """An updater, its index, and 30 rows [H, 30, 2, D], all in the store; in the slab the sink and 12 .. 20."""
     index, store = Recorder(grows, on_host), HostStore(2, HEADS, DIM, torch.float32, extent=8)
     slab = Slab(2, HEADS, DIM, Regions(SINK, 4, 4), 1, dtype=torch.float32, device=torch.device("cpu"))
     rows = torch.randn(HEADS, 30, 2, DIM)
@@ -46,35 +46,39 @@ def a_feed(*, grows: bool, on_host: bool = False) -> tuple[Feed, Recorder, Tenso
         store.append(lane, rows)
         slab.write(lane, 0, rows[:, :SINK])
         slab.write(lane, 12, rows[:, 12:20])
-    return Feed(index, store, slab, Together()), index, rows  # type: ignore[arg-type]
+    return IndexUpdater(index, store, slab, Together()), index, rows  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("old", [SINK, 12])
 def test_positions_come_from_the_ring_and_the_pass(old: int) -> None:
-    feed, index, rows = a_feed(grows=True)
+    updater, index, rows = an_updater(grows=True)
     start = 20 if old > SINK else 0
-    feed.take(0, old, 26, rows[:, start:, 0], rows[:, start:, 1], start, torch.randn(HEADS, 3, DIM), 0)
+    updater.indexed[0] = old
+    updater.prompt(0, 26, rows[:, start:, 0], rows[:, start:, 1], start, torch.randn(HEADS, 3, DIM), 0)
     (call, _, keys, width), *rest = index.calls
     assert (call, width, rest) == ("build" if old == SINK else "append", 3, [])
     assert torch.equal(keys.reshape(HEADS, -1, DIM), rows[:, old:26, 0])
 
 
 def test_a_lane_that_chunks_make_much_longer_is_indexed_once_and_whole() -> None:
-    feed, index, rows = a_feed(grows=False)
+    updater, index, rows = an_updater(grows=False)
     queries = torch.randn(HEADS, 3, DIM)
-    feed.take(1, SINK, 12, rows[:, :16, 0], rows[:, :16, 1], 0, queries, 14)
-    feed.take(1, 12, 26, rows[:, 20:, 0], rows[:, 20:, 1], 20, queries, 0)
-    assert (index.calls, feed.stale) == ([], {1})
-    feed.renew({1: 26}, {1: queries})
+    updater.prompt(1, 12, rows[:, :16, 0], rows[:, :16, 1], 0, queries, 14)
+    updater.prompt(1, 26, rows[:, 20:, 0], rows[:, 20:, 1], 20, queries, 0)
+    assert (index.calls, updater.stale) == ([], {1})
+    updater.renew({1: 26}, {1: queries})
     (call, lane, keys, width), *rest = index.calls
-    assert (call, lane, width, rest, feed.stale) == ("build", 1, 3, [], set())
+    assert (call, lane, width, rest, updater.stale) == ("build", 1, 3, [], set())
     assert torch.equal(keys, rows[:, SINK:26, 0])
 
 
 def test_what_leaves_rings_goes_in_one_append_but_for_lanes_that_had_none() -> None:
-    feed, index, rows = a_feed(grows=True)
-    feed.leave({0: (12, 16), 1: (12, 16)}, {})
-    feed.leave({1: (SINK, SINK + 2)}, {})
+    updater, index, rows = an_updater(grows=True)
+    updater.indexed[:] = 12, 12
+    for _ in range(2):  # what it was given is not given again
+        updater.flush([(0, 12, 16), (1, 12, 16)], {})
+    updater.indexed[1] = SINK
+    updater.flush([(1, SINK, SINK + 2)], {})
     (first, lanes, keys, none), (second, lane, _, width) = index.calls
     assert (first, lanes, none) == ("append", [0, 1], -1)
     assert torch.equal(keys, rows[:, 12:16, 0].expand(2, -1, -1, -1))
@@ -82,7 +86,24 @@ def test_what_leaves_rings_goes_in_one_append_but_for_lanes_that_had_none() -> N
 
 
 def test_an_index_on_the_host_is_given_numbers_only() -> None:
-    feed, index, rows = a_feed(grows=False, on_host=True)
-    feed.take(0, SINK, 26, rows[:, :, 0], rows[:, :, 1], 0, torch.randn(HEADS, 3, DIM), 0)
-    feed.leave({0: (26, 30)}, {})
+    updater, index, rows = an_updater(grows=False, on_host=True)
+    updater.prompt(0, 26, rows[:, :, 0], rows[:, :, 1], 0, torch.randn(HEADS, 3, DIM), 0)
+    updater.flush([(0, 26, 30)], {})
     assert [call[2].shape for call in index.calls] == [(HEADS, 24, 0), (1, HEADS, 4, 0)]
+
+
+def test_what_an_index_did_not_take_is_given_again() -> None:
+    updater, index, _ = an_updater(grows=True)
+    updater.indexed[:] = 12, 12
+    append = index.append
+
+    def fail(*args: Any) -> None:
+        raise MemoryError("no more")
+
+    index.append = fail  # type: ignore[method-assign]
+    with pytest.raises(MemoryError):
+        updater.flush([(0, 12, 16)], {})
+    index.append = append  # type: ignore[method-assign]
+    updater.flush([(0, 12, 16)], {})
+    assert [call[:2] for call in index.calls] == [("append", [0])]
+    assert updater.indexed == [16, 12]

@@ -1,0 +1,174 @@
+"""What a layer gives its index: a prompt at once or in chunks, what leaves a full ring, all of a sequence anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kvthaw.cache.group import Group
+from kvthaw.cache.host import HostStore
+from kvthaw.cache.pool import Slab
+from kvthaw.cache.together import Together
+
+
+class IndexUpdater:
+    """Gives the index of a group keys and values, from its anchor's passes, ring and store.
+
+    indexed: by sequence, the position up to which the index has been given tokens, so that giving them again does nothing. An
+    index on the host reads them from the store itself, once they have arrived there, and is given their number alone.
+    """
+
+    def __init__(self, group: Group, store: HostStore, slab: Slab, together: Together) -> None:
+        self.group, self.store, self.slab, self.together = group, store, slab, together
+        self.first = slab.regions.sink
+        self.indexed = [self.first] * store.lanes
+        self._last: dict[int, int] = {}  # where the latest append to a sequence began
+        self.stale: set[int] = set()
+        """Sequences to be indexed anew before the next step."""
+
+    @property
+    def reversible(self) -> bool:
+        """Whether the index can take back the next append exactly."""
+        index = self.group.reverses
+        return index is not None and index.reversible
+
+    def prompt(self, seq: int, new: int, keys: Tensor, values: Tensor, past: int, queries: Tensor, remaining: int) -> None:
+        """Give the index the positions up to `new` that it lacks: some may stand in the ring, the rest are keys, values [H, n, D]
+        from position `past` on. queries [Hq, W, D]: the last ones. remaining: tokens of the same prompt that are still to come.
+
+        Where an index of one piece is better than one that was appended to, a sequence that a prompt in chunks makes much longer is
+        indexed anew, once: with the last chunk if the prompt was announced, else before the next step that asks."""
+        index, old = self.group.index, self.indexed[seq]
+        much = (old > self.first or remaining > 0) and 4 * (new - old + remaining) > old - self.first
+        if not index.grows and (seq in self.stale or much):
+            self.stale.add(seq)
+            return
+        if index.on_host:
+            keys = values = self._nothing(new - old)[:, :, 0]
+        else:
+            begin = min(old, past)
+            if old < past:
+                ring = self.slab.read(seq, old, past)
+                keys, values = torch.cat((ring[:, :, 0], keys), dim=1), torch.cat((ring[:, :, 1], values), dim=1)
+            keys, values = keys[:, old - begin : new - begin], values[:, old - begin : new - begin]
+        if old == self.first:
+            self._build(seq, new, keys, values, queries)
+        else:
+            self._append([seq], new - old, keys[None], values[None], queries[None])
+
+    def flush(self, leaving: Sequence[tuple[int, int, int]], watched: Mapping[int, Tensor]) -> None:
+        """Give the index what leaves the rings of some sequences, (sequence, start, stop), as many tokens in each, but for what it
+        was given already. watched: the last queries of prompts, [Hq, W, D]."""
+        index = self.group.index
+        leaving = [each for each in leaving if self.indexed[each[0]] < each[2]]
+        for seq, start, stop in leaving:
+            if start == self.first:  # the first tokens of a sequence that had none to index
+                own = self._nothing(stop - start) if index.on_host else self.slab.read(seq, start, stop)
+                self._build(seq, stop, own[:, :, 0], own[:, :, 1], self._queries(watched, seq))
+        known = [(seq, start) for seq, start, _ in leaving if start > self.first]
+        if known:
+            n = next(stop - start for _, start, stop in leaving)
+            if index.on_host:
+                rows = self._nothing(n).expand(len(known), -1, -1, -1, -1)
+            else:
+                rows = self.slab.read_lanes(known, n, self.together)
+            self._append([seq for seq, _ in known], n, rows[:, :, :, 0], rows[:, :, :, 1], None)
+
+    def renew(self, ends: Mapping[int, int], watched: Mapping[int, Tensor]) -> None:
+        """Index sequences anew, from the store, up to the ends given: those that are stale, or of which the index lacks tokens."""
+        for seq, end in ends.items():
+            if seq not in self.stale and self.indexed[seq] >= end:
+                continue
+            rows = self._nothing(end - self.first) if self.group.index.on_host else self._stored(seq, self.first, end)
+            self._build(seq, end, rows[:, :, 0], rows[:, :, 1], self._queries(watched, seq))
+            self.stale.discard(seq)
+
+    def rollback(self, seq: int, start: int) -> None:
+        """Have the index forget the positions >= start that it was given ahead of the ring: as if it had not been given them, where
+        it can do that."""
+        if self.indexed[seq] <= start:
+            return
+        self.group.recover()
+        if self._last.get(seq) == start > self.first:
+            self.group.undo(seq, start)
+            self.indexed[seq] = start
+        else:
+            self.truncate(seq, start)
+
+    def truncate(self, seq: int, end: int) -> None:
+        """Have the index forget positions >= end of a sequence. One without positions to index is no longer stale."""
+        self.group.truncate(seq, end if end > self.first else 0)
+        self.indexed[seq] = min(self.indexed[seq], max(end, self.first))
+        self._last.pop(seq, None)
+        if end <= self.first:
+            self.stale.discard(seq)
+
+    def clear(self, seq: int) -> None:
+        """Have the index forget a sequence, and what went wrong with it."""
+        self.group.recover()
+        self.truncate(seq, 0)
+
+    def reorder(self, sequences: Sequence[int]) -> None:
+        """Sequence i becomes what sequence sequences[i] was."""
+        self.group.reorder(sequences)
+        self.indexed = [self.indexed[seq] for seq in sequences]
+        self._last = {i: self._last[seq] for i, seq in enumerate(sequences) if seq in self._last}
+        self.stale = {i for i, seq in enumerate(sequences) if seq in self.stale}
+
+    def clone_from(self, other: IndexUpdater) -> None:
+        """Have what another updater's index has, of as many sequences."""
+        self.group.take_over(other.group)
+        self.indexed = list(other.indexed)
+
+    def _build(self, seq: int, end: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
+        job = partial(self.group.index.build, seq, self.first, keys, values, queries)
+
+        def failed() -> None:
+            self.indexed[seq] = self.first
+            self.stale.add(seq)
+
+        self._submit(job, failed)
+        self.indexed[seq] = end
+        self._last.pop(seq, None)
+
+    def _append(self, sequences: list[int], n: int, keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
+        starts = {seq: self.indexed[seq] for seq in sequences}
+
+        def failed() -> None:
+            for seq, start in starts.items():
+                self.indexed[seq] = min(self.indexed[seq], start)
+
+        self._submit(partial(self.group.index.append, sequences, keys, values, queries), failed)
+        for seq, start in starts.items():
+            self.indexed[seq] = start + n
+        self._last.update(starts)
+
+    def _submit(self, job: Callable[[], None], failed: Callable[[], None]) -> None:
+        """Change the index, or leave what it was given unchanged: now, or later on a thread."""
+        try:
+            self.group.submit(self.store.arriving, job, failed)
+        except BaseException:
+            failed()
+            raise
+
+    def _nothing(self, rows: int) -> Tensor:
+        return self.slab.data.new_empty((self.slab.data.shape[1], rows, 2, 0))
+
+    def _queries(self, watched: Mapping[int, Tensor], seq: int) -> Tensor:
+        """The last queries of a sequence's prompt, [Hq, W, D]; none of one that had none."""
+        shape = self.group.shape
+        return watched.get(seq, self.slab.data.new_empty((shape.q_heads, 0, shape.head_dim)))
+
+    def _stored(self, seq: int, start: int, stop: int) -> Tensor:
+        """Rows [H, stop - start, 2, D] of a sequence that are in the store, on the device; the host waits for none of them."""
+        data = self.slab.data
+        if not data.is_cuda:
+            return self.store.read(seq, start, stop)
+        if self.store.arriving is not None:
+            torch.cuda.current_stream(data.device).wait_event(self.store.arriving)
+        rows = data.new_empty((data.shape[1], stop - start, *data.shape[3:]))
+        self.store.copy_to(rows, seq, start)
+        return rows

@@ -1,0 +1,442 @@
+"""The KV cache of a model: its layers, how long their sequences are, and the steps that they take together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvthaw.cache.dense import DenseLayer
+from kvthaw.cache.finite import FiniteCheck
+from kvthaw.cache.host import HostMemory
+from kvthaw.cache.layer_base import AttentionParams, LayerKV
+from kvthaw.cache.offloaded_layer import OffloadedLayer
+from kvthaw.cache.pipeline import Pipeline
+from kvthaw.cache.plan import Settings
+from kvthaw.cache.preallocator import BlockPreallocator
+from kvthaw.cache.sequences import Sequences, Step, roomier
+from kvthaw.errors import CacheError, ConfigError
+from kvthaw.formatting import human, number, share
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What a cache holds and did. Bytes are of K and V; counts of tokens are per KV head and step, over the layers that retrieve.
+    str() is one sentence."""
+
+    method: str
+    """Name of the method."""
+    budget: int | None
+    """Most tokens attended per KV head and step; None before the first prompt, and for full attention."""
+    layers: int
+    """Layers that kvthaw serves."""
+    dense_layers: int
+    """Those of them that keep all KV on the device."""
+    batch: int
+    """Rows."""
+    tokens: int
+    """Tokens of a row, padding included."""
+    sparse_steps: int
+    """Tokens decoded through the method, times the layers."""
+    dense_tokens: int
+    """Tokens after the first prompt that attended to everything, in continuations longer than `sparse_queries`."""
+    attended_mean: float | None
+    """Tokens attended in a sparse step, on average; None before the first."""
+    attended_max: int | None
+    """The same at most: never more than the budget."""
+    retrieved: float | None
+    """Rows that the index selected among them, on average."""
+    hit_rate: float | None
+    """Share of the selected rows that were on the device already; None before any was selected."""
+    fetched_bytes: int
+    """Bytes of the other rows, brought from the host."""
+    kv_device_bytes: int
+    """Bytes of KV on the device, in layers that retrieve or evict."""
+    kv_dense_bytes: int
+    """Bytes of KV on the device, in dense layers."""
+    kv_host_bytes: int
+    """Bytes of KV on the host."""
+    captures: int = 0
+    """How often a step was captured, in one CUDA graph or several."""
+    capture_seconds: float = 0.0
+    """Time that all captures took."""
+    capture_bytes: int = 0
+    """Device memory that the latest capture holds."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """A plain dict, for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        attended = "all" if self.attended_mean is None else f"{number(self.attended_mean)} of"
+        device = human(self.kv_device_bytes + self.kv_dense_bytes)
+        dense = f", {self.dense_tokens:,} tokens attended to all" if self.dense_tokens else ""
+        return (
+            f"{self.method}: {attended} {self.tokens:,} tokens attended a step{dense}; KV {device} on the device, "
+            f"{human(self.kv_host_bytes)} on the host; hit rate {share(self.hit_rate)}"
+        )
+
+
+class KVCache:
+    """The layers of one cache, their sequences and streams.
+
+    A step goes through all layers in order, by attend(). The first layer begins it and the last one commits it: a step that fails
+    in between was never counted. Taken again it is the step that it would have been; whatever else comes, layers first go back to
+    the committed lengths.
+
+    numbers: the model's layers that this cache serves, of `depth` in all.
+    """
+
+    def __init__(self, settings: Settings, numbers: Sequence[int], depth: int) -> None:
+        method = settings.method
+        offloaded = [] if method.dense else [i for i in numbers if i >= settings.dense_layers]
+        if not offloaded and not method.dense:
+            raise ConfigError(f"dense_layers is {settings.dense_layers}; that leaves no layer to {method.name}, of {depth}")
+        self.settings, self.sequences, self.pipeline = settings, Sequences(), Pipeline(depth, HostMemory(settings.host_bytes))
+        self.preallocator, self._finite = BlockPreallocator(self.pipeline), FiniteCheck()
+        self.layers: list[OffloadedLayer | DenseLayer] = []
+        self._prepared: tuple[int, int] = -1, -1  # version and capacity that before_step() has served
+        self._whole = False  # within whole()
+        self._flushed = -1  # length at which full rings have been flushed
+        leader: OffloadedLayer | None = None
+        for i in numbers:
+            if i not in offloaded:
+                self.layers.append(DenseLayer(i, self.sequences))
+                continue
+            anchor = method.index is None or _anchors(settings, i, offloaded, depth)
+            if not anchor and leader is None:
+                raise ConfigError(f"anchors is {method.anchors}; layer {i} comes before the first and has nothing to follow")
+            layer = OffloadedLayer(i, settings, self.pipeline, self.sequences, self.preallocator, None if anchor else leader)
+            leader = layer if anchor else leader
+            self.layers.append(layer)
+
+    @property
+    def offloaded(self) -> list[OffloadedLayer]:
+        """The layers whose KV is offloaded or evicted."""
+        return [layer for layer in self.layers if isinstance(layer, OffloadedLayer)]
+
+    # Steps
+
+    def attend(
+        self,
+        layer: OffloadedLayer | DenseLayer,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention: AttentionParams,
+        left_pad: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Take new tokens into a layer and attend from them to everything up to each, or to what the method selects of it.
+
+        query [B, Hq, T, D]; key, value [B, H, T, D]; B is 1 for a prompt of one sequence. left_pad: padding of each sequence as far
+        as it is known, None: as it was. Returns [B, Hq, T, D], 0 for padding.
+        """
+        if layer is self.layers[0]:
+            self._begin(query.shape[0], query.shape[2], left_pad)
+        step = self.sequences.step
+        if step is None:
+            raise CacheError(f"layer {layer.number} was given tokens that the first layer was not")
+        take = layer.prefill if step.dense else layer.decode
+        out = take(step, query, key, value, attention)
+        if layer is self.layers[-1]:
+            self._commit(step)
+        return out
+
+    def attend_again(
+        self, layer: OffloadedLayer | DenseLayer, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams
+    ) -> Tensor:
+        """Attend with the queries of another layer that shares a layer's keys, to tokens that the cache has."""
+        step, tokens = self.sequences.step, query.shape[2]
+        if self.sequences.filling is not None:
+            raise CacheError(f"another layer shares the KV of layer {layer.number}; a running batch does not serve that")
+        if step is None:
+            layer.rollback(None)
+        end = self.sequences.padded_length if step is None else step.start + step.tokens
+        return layer.attend_again(end - tokens, query, key[:, :, -tokens:], value[:, :, -tokens:], attention)
+
+    def _begin(self, rows: int, tokens: int, left_pad: Sequence[int] | None) -> None:
+        sequences = self.sequences
+        failed = self._failed()
+        pads = left_pad if left_pad is not None else sequences.left_pad or [0] * rows
+        if sequences.regions is None:
+            self._divide(tokens, pads)
+        decodes = sequences.filling is None and sequences.padded_length >= max(1, *pads) and sequences.decodes(tokens)
+        step = sequences.begin(tokens, pads, dense=not decodes)
+        if failed is not None:
+            self._go_back(failed, repeated=step.retaken)
+            sequences.step = step
+        elif step.dense:
+            for layer in self.layers:
+                layer.rollback(None)
+        if not step.dense:
+            self.before_step()
+
+    def _divide(self, tokens: int, pads: Sequence[int]) -> None:
+        """Fix the regions with a first prompt."""
+        if not self.offloaded:
+            return
+        lengths = {max(tokens, self.sequences.coming) - pad for pad in pads}
+        if isinstance(self.settings.budget, float) and len(lengths) > 1:
+            raise CacheError(
+                f"budget is {self.settings.budget}, a fraction of the prompt, but the rows' prompts differ in length"
+            )
+        regions = self.settings.plan(max(lengths), self.sequences.limit).regions
+        self.sequences.divide(regions, min(self.settings.sparse_queries, regions.window))
+
+    def _failed(self) -> Step | None:
+        """The step that was begun and not committed. Of a first prompt nothing stays."""
+        step = self.sequences.step
+        if step is not None and not self.sequences.count:
+            for layer in self.layers:
+                layer.reset()
+            self.sequences.forget_prompt()
+            return None
+        return step
+
+    def _go_back(self, failed: Step, *, repeated: bool = False) -> None:
+        """After a step that failed: have layers take it again, or be as before it."""
+        self._prepared, self._flushed = (-1, -1), -1
+        self.sequences.step = failed
+        if self.settings.method.evicts and not failed.dense and not repeated:
+            self.sequences.let_leave(failed.tokens)
+        for layer in self.layers:
+            layer.recover()
+            layer.rollback(failed, repeated=repeated)
+        self.sequences.step = None
+
+    def settle_failure(self) -> None:
+        """Bring every layer back to the committed lengths where a step failed."""
+        failed = self._failed()
+        if failed is not None:
+            self._go_back(failed)
+
+    def _commit(self, step: Step) -> None:
+        self.sequences.commit()
+        if not step.dense:
+            self.after_step()
+            self._run_ahead_on_host()
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Within it a model's forward runs: where it raises after the last layer has attended, its step is not counted either."""
+        before, outer, self._whole = self.sequences.commits, self._whole, True
+        try:
+            yield
+        except BaseException:
+            if self.sequences.commits != before:
+                self.sequences.uncommit()
+            raise
+        finally:
+            self._whole = outer
+        self._run_ahead_on_host()
+
+    @contextmanager
+    def prompt(self, tokens: int, seq: int | None = None) -> Iterator[None]:
+        """Within it the next `tokens` tokens, padding included, are one prompt in chunks of any size: of every sequence, or of one
+        sequence of a running batch while the others stay as they are."""
+        self.sequences.announce(tokens, seq)
+        try:
+            yield
+        finally:
+            self.sequences.announce(0)
+
+    # Between steps
+
+    def needs_host(self) -> bool:
+        """Whether a decode step requires work on the host first."""
+        sequences = self.sequences
+        return (
+            self._prepared != (sequences.version, sequences.capacity)
+            or sequences.capacity <= sequences.longest
+            or (sequences.full() and self._flushed != sequences.padded_length)
+        )
+
+    def before_step(self) -> None:
+        """Run all host-side work required before the next decode step; idempotent. Afterwards a step of one token is work of the
+        device alone, where the index is graph-safe."""
+        if not self.needs_host():
+            return
+        sequences = self.sequences
+        if sequences.capacity <= sequences.longest:
+            sequences.capacity = roomier(sequences.capacity, sequences.longest + 1)
+        leaving = sequences.leaving()
+        for layer in self.layers:
+            layer.before_step(leaving)
+        self._prepared, self._flushed = (sequences.version, sequences.capacity), sequences.padded_length
+
+    def run_ahead(self, *, certain: bool = False) -> None:
+        """Do what the next decode step requires while the device is at work: in every layer where it is certain that the step
+        comes, else in those that can take it back exactly."""
+        if self.sequences.full():
+            self._run_ahead([layer for layer in self.layers if certain or layer.can_run_ahead])
+
+    def _run_ahead_on_host(self) -> None:
+        """Let indexes on the host work beside what the model does next, once the step is certain."""
+        if not self._whole and self.sequences.step is None and self.pipeline.recording is None and self.sequences.full():
+            self._run_ahead([layer for layer in self.offloaded if layer.on_host and layer.can_run_ahead])
+
+    def _run_ahead(self, layers: Sequence[LayerKV]) -> None:
+        if self._flushed != self.sequences.padded_length:
+            leaving = self.sequences.leaving()
+            done = [layer.run_ahead(leaving) for layer in layers]
+            self.flush_deferred()
+            if all(done) and len(done) == len(self.layers):
+                self._flushed = self.sequences.padded_length
+
+    def flush_deferred(self) -> None:
+        """Run index updates that were put off to be run for several layers at once."""
+        self.pipeline.together.do()
+
+    def after_step(self) -> None:
+        """Preallocate host memory for coming tokens."""
+        layers = {layer.number: layer for layer in self.layers if isinstance(layer, OffloadedLayer) and layer.plan is not None}
+        first = next(iter(layers.values()), None)
+        if first is None or first.plan is None or (first.store.pinned and torch.cuda.is_current_stream_capturing()):
+            return  # where a step is captured nothing can be page-locked; afterwards this is called again
+        sequences, rounds = self.sequences, self.preallocator.rounds(first.store, first.plan.regions)
+        for at, seq in self.preallocator.turns(sequences.decoded, sequences.count, rounds):
+            if at in layers and seq not in sequences.idle:
+                layers[at].preallocate(seq)
+
+    def reserve(self, tokens: int) -> None:
+        """Allocate the host blocks for what the next `tokens` tokens push out of their rings, if they are decoded one by one.
+        Raises HostMemoryError before anything has changed."""
+        sequences = self.sequences
+        if sequences.regions is None or sequences.filling is not None or not sequences.decodes(tokens):
+            return
+        after = {seq: sequences.length(seq) + tokens for seq in range(sequences.count) if seq not in sequences.idle}
+        ends = {seq: sequences.indexed(seq, length) for seq, length in after.items()}
+        ends = {seq: end for seq, end in ends.items() if end > sequences.indexed(seq)}
+        for layer in self.layers if ends else ():
+            layer.reserve_blocks(ends)
+
+    def check_finite(self) -> None:
+        """Raise CacheError if a key or value was not finite while decoding; see FiniteCheck."""
+        self._finite.look(lambda: {layer.number: flag for layer in self.layers if (flag := layer.nonfinite()) is not None})
+
+    def wait(self) -> None:
+        """Wait until every token is offloaded and indexed; raise what went wrong."""
+        for layer in self.layers:
+            layer.wait()
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors that a captured step reads and writes."""
+        return [*self.sequences.tensors(), *(tensor for layer in self.layers for tensor in layer.tensors())]
+
+    # Changes from outside
+
+    def open(self, count: int, capacity: int) -> None:
+        """Hold `count` idle sequences with room for `capacity` tokens each, for a running batch."""
+        self.reset()
+        self.sequences.open(count, capacity)
+
+    def clear(self, seq: int) -> None:
+        """Forget one sequence, which is idle from then on; no tensor moves."""
+        self.settle_failure()
+        for layer in self.layers:
+            layer.clear(seq)
+        self.sequences.clear(seq)
+
+    def check_crop(self, drop: int) -> None:
+        """Raise CacheError where crop(drop) would need tokens that the method has dropped."""
+        for layer in self.layers:
+            layer.check_crop(drop)
+
+    def crop(self, drop: int) -> None:
+        """Forget the last `drop` tokens of every sequence. Raises CacheError before any layer has changed where a layer cannot."""
+        sequences, evicts = self.sequences, self.settings.method.evicts
+        if drop <= 0 or not sequences.padded_length:
+            return
+        self.check_crop(drop)
+        self.settle_failure()
+        if drop >= sequences.padded_length:
+            self.reset()
+            return
+        for layer in self.layers:
+            layer.rollback(None)
+        for seq in range(sequences.count):
+            length = max(0, sequences.length(seq) - drop)
+            start = sequences.ring_after_crop(seq, length, evicts=evicts)
+            for layer in self.layers:
+                layer.crop(seq, start, length)
+        sequences.crop(drop, evicts=evicts)
+
+    def reorder(self, order: Sequence[int]) -> None:
+        """Sequence i becomes what sequence order[i] was; sequences may repeat and may be fewer or more."""
+        self.settle_failure()
+        for layer in self.layers:
+            layer.reorder(order)
+        self.sequences.reorder(order)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        for layer in self.layers:
+            layer.reset()
+        self.sequences.reset()
+
+    def clone_from(self, sequences: Sequences, layers: Iterable[LayerKV]) -> None:
+        """Take over the tokens of another cache's layers, one after the other, as if they had been this cache's prompt."""
+        if not sequences.padded_length:
+            return
+        self._divide(sequences.padded_length, sequences.left_pad)
+        step = self.sequences.begin(sequences.padded_length, list(sequences.left_pad))
+        for mine, its in zip(self.layers, layers, strict=False):
+            mine.clone_from(step, its)
+        self._commit(step)
+
+    def join(self, others: Sequence[KVCache]) -> None:
+        """Take over the tokens of other caches of dense layers, their sequences one below the other. The others are empty then: no
+        more than one layer is ever held twice."""
+        lengths = [other.sequences.length(seq) for other in others for seq in range(other.sequences.count)]
+        self.sequences.adopt(lengths)
+        for i, layer in enumerate(self.layers):
+            theirs = [other.layers[i] for other in others]
+            assert isinstance(layer, DenseLayer)
+            layer.join([each for each in theirs if isinstance(each, DenseLayer)])
+            for each in theirs:
+                each.reset()
+        for other in others:
+            other.reset()
+
+    def stats(self) -> Stats:
+        """What the cache holds and did so far. Waits for the device."""
+        offloaded, sequences, held = self.offloaded, self.sequences, self.sequences.held
+        plan = offloaded[0].plan if offloaded else None
+        groups = {id(layer.group): layer.group for layer in offloaded if layer.group is not None}.values()
+        steps = sum(group.meter.steps for group in groups)
+        selected = sum(group.meter.selected for group in groups)
+        fetched = sum(group.meter.fetched for group in groups)
+        most = max((group.meter.most for group in groups), default=0)
+        retrieved = selected / steps if steps else (0.0 if held.steps else None)
+        fetched_bytes = sum(layer.group.meter.fetched * layer.store.row_bytes for layer in offloaded if layer.group is not None)
+        return Stats(
+            method=self.settings.method.name,
+            budget=plan.budget if plan else None,
+            layers=len(self.layers),
+            dense_layers=len(self.layers) - len(offloaded),
+            batch=sequences.count,
+            tokens=sequences.padded_length,
+            sparse_steps=held.tokens * len(offloaded) + sum(layer.asked_again for layer in offloaded),
+            dense_tokens=sequences.dense_tokens if offloaded else 0,
+            attended_mean=held.total / held.steps + (retrieved or 0.0) if held.steps else None,
+            attended_max=held.most + most if held.steps else None,
+            retrieved=retrieved,
+            hit_rate=1 - fetched / selected if selected else None,
+            fetched_bytes=fetched_bytes,
+            kv_device_bytes=sum(layer.device_bytes() for layer in offloaded),
+            kv_dense_bytes=sum(layer.device_bytes() for layer in self.layers if isinstance(layer, DenseLayer)),
+            kv_host_bytes=sum(layer.host_bytes() for layer in self.layers),
+        )
+
+
+def _anchors(settings: Settings, layer: int, offloaded: Sequence[int], depth: int) -> bool:
+    """Whether a layer selects for itself and for those after it."""
+    anchors = settings.method.anchors
+    if isinstance(anchors, int):
+        return offloaded.index(layer) % anchors == 0
+    shares = [int(a * depth) for a in anchors if isinstance(a, float)]
+    return layer in anchors or layer in shares or (bool(shares) and layer == offloaded[0])

@@ -1,0 +1,136 @@
+"""What every kind of layer of a KV cache can do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvthaw.cache.sequences import Sequences, Step
+
+WATCHED = 128
+"""How many of a prompt's last queries are kept, which some indexes look at."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionParams:
+    """How a layer of the model attends: softmax scale, Gemma's softcap, gpt-oss's sink logits [Hq]."""
+
+    scale: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+class LayerKV(Protocol):
+    """The keys and values of one layer, and attention over them.
+
+    Shapes: query [B, Hq, T, D]; key, value [B, H, T, D], or of one row for a step of one sequence. A layer holds no lengths: they
+    are in `sequences`, which the owner of all layers commits after the last layer. Until then every call may be repeated.
+    """
+
+    number: int
+    sequences: Sequences
+    scale: float
+    watched: dict[int, Tensor]
+    """The last queries of each sequence's prompt, [Hq, W, D]."""
+
+    def prefill(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
+        """Attend densely and causally from new tokens to all before them, and take the new ones in. Returns [B, Hq, T, D]."""
+
+    def decode(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
+        """Attend from new tokens, one by one, to what the layer's method selects, and take them in. Returns [B, Hq, T, D]."""
+
+    def attend_again(self, start: int, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
+        """Attend with the queries of another layer that shares these keys, to tokens that the cache has; they begin at `start`."""
+
+    def append(self, step: Step, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Take tokens in as a prefill does, without attention."""
+
+    def clone_from(self, step: Step, other: LayerKV) -> None:
+        """Take over the tokens of another layer, which are the step's."""
+
+    def before_step(self, leaving: Sequence[tuple[int, int, int]]) -> None:
+        """Do all host-side work that the next decode step requires; idempotent. leaving: (sequence, start, stop) of the tokens that
+        leave their rings with it."""
+
+    def run_ahead(self, leaving: Sequence[tuple[int, int, int]]) -> bool:
+        """Do it before it is known that the step comes, and return whether all of it is done."""
+
+    @property
+    def can_run_ahead(self) -> bool:
+        """Whether what runs ahead can be taken back exactly."""
+
+    def reserve_blocks(self, ends: Mapping[int, int]) -> None:
+        """Allocate the host blocks that offloading up to `ends` takes, by sequence. Raises HostMemoryError."""
+
+    def nonfinite(self) -> Tensor | None:
+        """Return [1] int32 on the device, 1 once a decoded key or value was not finite; None before the first prompt."""
+
+    def recover(self) -> None:
+        """Forget what went wrong in a step that failed; the step may be repeated."""
+
+    def rollback(self, failed: Step | None, *, repeated: bool = False) -> None:
+        """Be as the committed lengths say: take back what ran ahead, and what a failed step left, but for the token that is decoded
+        again if the step is repeated. Raises CacheError where a method has dropped tokens that this needs."""
+
+    def check_crop(self, drop: int) -> None:
+        """Raise CacheError where crop(drop) would need tokens that the method has dropped."""
+
+    def crop(self, seq: int, start: int, length: int) -> None:
+        """Forget the tokens >= length of a sequence, whose ring begins at `start` from then on."""
+
+    def clear(self, seq: int) -> None:
+        """Forget a sequence; no tensor moves."""
+
+    def reorder(self, sequences: Sequence[int]) -> None:
+        """Sequence i becomes what sequence sequences[i] was."""
+
+    def reset(self) -> None:
+        """Forget everything."""
+
+    def wait(self) -> None:
+        """Wait until every token is offloaded and indexed; raise what went wrong."""
+
+    def length(self, seq: int) -> int:
+        """Tokens of a sequence that this layer has attended to, those of the step under way included."""
+
+    def read(self, seq: int, start: int, stop: int) -> Tensor:
+        """Return rows [H, stop - start, 2, D] of a sequence, on the host or on the device."""
+
+    def device_bytes(self) -> int:
+        """Bytes of KV on the device."""
+
+    def host_bytes(self, seq: int | None = None) -> int:
+        """Bytes of KV on the host, of one sequence or of all."""
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors that a captured step reads and writes."""
+
+
+def last_queries(before: Tensor | None, query: Tensor) -> Tensor:
+    """The last WATCHED queries of a sequence whose prompt came in parts, [Hq, W, D]; query [Hq, T, D]: the last part's."""
+    last = query[:, -WATCHED:]
+    return last.clone() if before is None else torch.cat((before, last), dim=1)[:, -WATCHED:].clone()
+
+
+def reordered(watched: Mapping[int, Tensor], sequences: Sequence[int]) -> dict[int, Tensor]:
+    """The kept queries by the sequences' new places."""
+    return {i: watched[seq] for i, seq in enumerate(sequences) if seq in watched}
+
+
+def padded(layer: LayerKV) -> tuple[Tensor, Tensor, Tensor]:
+    """All keys and values of a layer, [B, H, T, D] each, on the device, zeros for the left padding; and before them the last
+    queries of its prompts, [B, Hq, W, D], zeros before those of shorter ones."""
+    sequences, some = layer.sequences, next(iter(layer.watched.values()))
+    queries, device = [layer.watched.get(seq, some[:, :0]) for seq in range(sequences.count)], some.device
+    width = max(q.shape[1] for q in queries)
+    rows = []
+    for seq in range(sequences.count):
+        own = layer.read(seq, 0, sequences.length(seq)).to(device)
+        rows.append(F.pad(own, (0, 0, 0, 0, sequences.left_pad[seq], 0)))
+    data = torch.stack(rows)
+    return torch.stack([F.pad(q, (0, 0, width - q.shape[1], 0)) for q in queries]), data[:, :, :, 0], data[:, :, :, 1]

@@ -1,0 +1,106 @@
+"""Copies the tokens of a layer from the device to its store on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from kvthaw.cache.host import HostStore
+from kvthaw.cache.pipeline import Pipeline
+from kvthaw.cache.pool import Slab
+
+
+class Offloader:
+    """Fills the store of one layer from prompts and from the layer's ring.
+
+    The store's length is the watermark: what it has is not copied again. keeps: False for a method that evicts, of which nothing
+    is offloaded.
+    """
+
+    def __init__(self, store: HostStore, slab: Slab, pipeline: Pipeline, *, keeps: bool) -> None:
+        self.store, self.slab, self.pipeline, self.keeps = store, slab, pipeline, keeps
+        self._latest: dict[int, tuple[int, int]] = {}  # rows before and after the latest copy from a ring
+        if keeps:
+            store.prepare(slab, pipeline.together)
+
+    def prompt(self, seq: int, past: int, keys: Tensor, values: Tensor) -> None:
+        """Offload keys and values [H, n, D] of a prompt, and before them what of the first `past` tokens stands in the ring only.
+        The copy goes beside later work."""
+        if self.keeps:
+            self.up_to({seq: past})
+            shared = self.store.length(seq) - past
+            self.pipeline.offload(self.store, seq, keys[:, shared:], values[:, shared:])
+
+    def up_to(self, positions: Mapping[int, int]) -> None:
+        """Offload what of the first so many tokens of each sequence stands in sink or ring only."""
+        stored = [(seq, self.store.length(seq), stop) for seq, stop in positions.items()]
+        spans = [(seq, start, stop - start) for seq, start, stop in stored if start < stop]
+        if not spans or not self.keeps:
+            return
+        self.wait_on_stream()
+        self.store.freeze(self.slab, spans, self.pipeline.together)
+        self._latest.update({seq: (start, start + count) for seq, start, count in spans})
+        if self.slab.data.is_cuda:  # on the current stream: a few rows, before the next step writes in their places
+            copied = torch.cuda.Event()
+            copied.record()
+            self.store.arrive(copied, ordered=True)
+
+    def wait(self) -> None:
+        """Wait until everything has arrived: the host reads it next."""
+        self.store.wait()
+
+    def wait_on_stream(self) -> None:
+        """Have the device read it next; the host does not wait."""
+        self.store.order(self.slab.data.device)
+
+    def read(self, seq: int, start: int, stop: int) -> Tensor:
+        """Rows [H, stop - start, 2, D] of a sequence, wherever they lie; on the host or on the device."""
+        if not self.keeps:
+            return self.slab.read(seq, start, stop)
+        self.wait()
+        stored = min(max(self.store.length(seq), start), stop)
+        if stored == stop:
+            return self.store.read(seq, start, stop)
+        ring = self.slab.read(seq, stored, stop)
+        return ring if stored == start else torch.cat((self.store.read(seq, start, stored).to(ring.device), ring), dim=1)
+
+    def past(self, seq: int, stop: int, ring_start: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Keys and values [1, H, n, D] of positions 0 .. stop on the device, in blocks: from the host as far as they are there, the
+        rest from the ring. What a method has evicted is left out. Each is good until the next is asked for."""
+        if self.keeps:
+            stored = min(self.store.length(seq), stop)
+            held = [(stored, stop)]
+        else:
+            sink = min(self.slab.regions.sink, stop)
+            stored, held = 0, [(0, sink), (max(sink, min(ring_start, stop)), stop)]
+        blocks = self.pipeline.past.blocks(self.store, seq, stored, self.slab.data.device, self.store.arriving)
+        pieces = (self.slab.read(seq, *span) for span in held if span[0] < span[1])
+        return ((rows[None, :, :, 0], rows[None, :, :, 1]) for rows in chain(blocks, pieces))
+
+    def refill(self, seq: int, start: int, stop: int) -> None:
+        """Bring positions start .. stop back into the ring, as far as the store has them."""
+        stop = min(stop, self.store.length(seq))
+        if start < stop:
+            self.slab.write(seq, start, self.store.read(seq, start, stop))
+
+    def reorder(self, sequences: Sequence[int]) -> None:
+        """Sequence i becomes what sequence sequences[i] was."""
+        self.store.reorder(sequences)
+        self._latest = {i: self._latest[seq] for i, seq in enumerate(sequences) if seq in self._latest}
+
+    def ahead(self, seq: int, start: int) -> bool:
+        """Whether tokens were copied that stand in a ring which begins at `start`, but for those of a prompt."""
+        latest = self._latest.get(seq)
+        return latest is not None and start < latest[1] == self.store.length(seq)
+
+    def undo(self, seq: int) -> None:
+        """Forget the latest copy from a ring."""
+        self.truncate(seq, self._latest.pop(seq)[0])
+
+    def truncate(self, seq: int, length: int) -> None:
+        """Forget rows >= length of a sequence."""
+        if self.store.length(seq) > length:
+            self.store.truncate(seq, length)

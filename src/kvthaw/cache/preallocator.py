@@ -1,0 +1,39 @@
+"""Takes host memory for coming tokens before they come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvthaw.cache.host import HostStore
+from kvthaw.cache.pipeline import Pipeline
+from kvthaw.regions import Regions
+
+
+class BlockPreallocator:
+    """Allocates the next host block of every sequence and layer ahead of time, round-robin.
+
+    Page-locking a block takes 1.5 ms, and sequences of one length need theirs in all layers at one token. So after each step one
+    or two of all (layer, sequence) pairs have their turn, and each comes round before its block is full.
+    """
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+        self._done = 0  # decoded tokens up to which turns were given
+
+    def turns(self, decoded: int, count: int, rounds: int) -> Iterator[tuple[int, int]]:
+        """Yield (layer number, sequence) for the pairs whose turn has come since the last call, `count` sequences a layer."""
+        pairs = self._pipeline.layers * count
+        for step in range(max(self._done, decoded - rounds) + 1, decoded + 1) if decoded > self._done else ():
+            for pair in range(step % rounds, pairs, rounds):
+                yield divmod(pair, count)
+        self._done = decoded
+
+    def take(self, store: HostStore, regions: Regions, seq: int, length: int) -> None:
+        """Take the next block of a sequence of `length` tokens if it may be needed before the sequence's next turn."""
+        steps = store.reserved(seq) + regions.window + 1 - length  # until it is needed, or some more
+        if steps < self.rounds(store, regions):
+            self._pipeline.spare(store, seq)
+
+    def rounds(self, store: HostStore, regions: Regions) -> int:
+        """Steps after which every sequence of every layer has had its turn."""
+        return min(self._pipeline.layers * store.lanes, max(1, store.extent // 2, store.extent - regions.buffer))

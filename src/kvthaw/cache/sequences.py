@@ -1,0 +1,476 @@
+"""How long the sequences of a cache are: counted once for all layers, on the host and on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from kvthaw.regions import Regions
+
+
+def roomier(have: int, need: int) -> int:
+    """Return a capacity of at least `need` tokens: a little more than a first prompt, later at least half as much again."""
+    return need + max(256, need // 16) if have == 0 else max(need, have * 3 // 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of a prefill step.
+
+    row: its index in the step's tensors. seq: its sequence. pad: how many of the step's tokens are padding. past: tokens of the
+    sequence before them.
+    """
+
+    row: int
+    seq: int
+    pad: int
+    past: int
+
+
+@dataclass(eq=False, slots=True)
+class Step:
+    """One forward that gives every sequence, or sequence `seq` alone, `tokens` new tokens.
+
+    start: tokens before it, padding included. left_pad: padding of each sequence. dense: every query attends to all tokens;
+    else tokens are decoded one by one. remaining: tokens of the announced prompt after this step. retaken: repeats the step
+    before it, which failed. The step counts once `Sequences.commit` has been called.
+    """
+
+    start: int
+    tokens: int
+    left_pad: tuple[int, ...]
+    idle: frozenset[int]
+    seq: int | None = None
+    dense: bool = True
+    remaining: int = 0
+    retaken: bool = False
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence of the step once its prompt has come."""
+        return self.start + self.tokens + self.remaining - (0 if self.seq is not None else min(self.left_pad, default=0))
+
+    def rows(self) -> Iterator[Row]:
+        """Yield the rows that have tokens besides padding."""
+        if self.seq is not None:
+            yield Row(0, self.seq, 0, self.start)
+            return
+        for seq, left in enumerate(self.left_pad):
+            pad = min(self.tokens, max(0, left - self.start))
+            if pad < self.tokens:
+                yield Row(seq, seq, pad, max(0, self.start - left))
+
+    def lengths(self, taken: int) -> list[int]:
+        """Return the length of every sequence after `taken` tokens of a step for all sequences."""
+        total = self.start + taken
+        return [0 if seq in self.idle else max(0, total - left) for seq, left in enumerate(self.left_pad)]
+
+    def repeats(self, other: Step) -> bool:
+        """Return whether this step decodes the token that `other` decoded."""
+        return not (self.dense or other.dense) and self.tokens == other.tokens == 1 and self.start == other.start
+
+
+@dataclass(slots=True)
+class Held:
+    """Tokens attended in sink and ring, over sequences and decoded tokens."""
+
+    tokens: int = 0
+    steps: int = 0
+    total: int = 0
+    most: int = 0
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """An announced prompt: of one sequence or of all, and the length at which it ends."""
+
+    seq: int | None
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Committed:
+    """The lengths before the latest step that was committed."""
+
+    step: Step
+    padded_length: int
+    left_pad: list[int]
+    idle: frozenset[int]
+    ring_start: list[int]
+    decoded: int
+    dense_tokens: int
+    prompted: bool
+    prompt_only: bool
+    held: Held
+
+
+@dataclass(slots=True)
+class _Placed:
+    """What the device counters hold."""
+
+    lengths: tuple[int, ...]
+    starts: tuple[int, ...]
+    live: tuple[int, ...]
+    device: torch.device
+
+
+@dataclass(eq=False)
+class Sequences:
+    """Lengths of the sequences of one cache.
+
+    padded_length: length of the longest sequence with its padding. left_pad: what of it is padding, by sequence; position p of a
+    sequence is its p-th token after that. idle: sequences without a request, which have no tokens and get none. ring_start: where
+    each ring began at its last prefill; later starts follow from the length (`Regions.indexed`). capacity: tokens per sequence that
+    every layer has device memory for; room: a fixed capacity, 0 for one that grows; positions: the most that the model has.
+    version: changes with everything but decoded tokens. step: the step under way, or one that failed. most_decoded: the most new
+    tokens that are decoded one by one; verifying: any number is (the candidates of assisted decoding). decoded: tokens decoded so
+    far; dense_tokens: those after the first prompt that attended to everything; prompted: the first prompt has come; prompt_only:
+    and nothing else.
+
+    On the device, for kernels and captured steps: lengths [B] int32, the newest token included; starts [B] int32, where rings
+    begin; live [B] int32, 1 for sequences that a step gives a token. Their addresses change only with the number of sequences.
+    """
+
+    room: int = 0
+    positions: int | None = None
+    regions: Regions | None = None
+    version: int = 0
+    padded_length: int = 0
+    left_pad: list[int] = field(default_factory=list)
+    idle: frozenset[int] = frozenset()
+    ring_start: list[int] = field(default_factory=list)
+    capacity: int = 0
+    most_decoded: int = 1
+    verifying: bool = False
+    decoded: int = 0
+    dense_tokens: int = 0
+    prompted: bool = False
+    prompt_only: bool = False
+    commits: int = 0
+    step: Step | None = None
+    held: Held = field(default_factory=Held)
+
+    @property
+    def limit(self) -> int | None:
+        """The most tokens that a sequence can have, None where that is not known."""
+        return self.room or self.positions
+
+    def __post_init__(self) -> None:
+        self.lengths = self.starts = self.live = torch.empty(0, dtype=torch.int32)
+        self._placed: _Placed | None = None
+        self._at: tuple[Step, int] | None = None  # the step and token that the device counters stand at
+        self._prompt: _Prompt | None = None
+        self._committed: _Committed | None = None
+        self._full_at, self._full_version = 0, -1
+
+    def reset(self) -> None:
+        """Forget every sequence."""
+        self.regions, self.padded_length, self.left_pad, self.idle = None, 0, [], frozenset()
+        self.ring_start, self.capacity, self.decoded, self.dense_tokens = [], 0, 0, 0
+        self.prompted = self.prompt_only = False
+        self.step, self.held, self._prompt, self._committed = None, Held(), None, None
+        self.version += 1
+
+    def open(self, count: int, capacity: int) -> None:
+        """Hold `count` idle sequences with room for `capacity` tokens each."""
+        self.reset()
+        self.room, self.left_pad, self.ring_start = capacity, [0] * count, [0] * count
+        self.idle = frozenset(range(count))
+
+    def divide(self, regions: Regions, most_decoded: int) -> None:
+        """Set the regions in which tokens stand from the first prompt on."""
+        self.regions, self.most_decoded = regions, most_decoded
+        self.ring_start = [regions.sink] * self.count
+
+    # Reading
+
+    @property
+    def count(self) -> int:
+        """How many sequences there are."""
+        return len(self.left_pad)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence, padding not counted."""
+        return self.padded_length - min(self.left_pad, default=0)
+
+    @property
+    def live_count(self) -> int:
+        """Sequences that a step gives a token."""
+        return self.count - len(self.idle)
+
+    def length(self, seq: int) -> int:
+        """Tokens of a sequence, padding not counted."""
+        return self.padded_length - self.left_pad[seq]
+
+    def indexed(self, seq: int, length: int | None = None) -> int:
+        """Return where the ring begins at the sequence's length, or at another one: positions [sink, this) are retrieved."""
+        assert self.regions is not None
+        return self.regions.indexed(self.ring_start[seq], self.length(seq) if length is None else length)
+
+    def held_at(self, seq: int, length: int) -> int:
+        """Return how many tokens stand in sink and ring at a length."""
+        assert self.regions is not None
+        return min(length, self.regions.sink) + max(0, length - self.indexed(seq, length))
+
+    def full(self, taken: int = 0) -> bool:
+        """Return whether some ring is full once `taken` more tokens have come."""
+        if self.regions is None:
+            return False
+        at = self.padded_length + taken
+        if self._full_version != self.version or self._full_at < self.padded_length:
+            self._full_at, self._full_version = self._next_full(), self.version
+        return at == self._full_at or (at > self._full_at and bool(self.leaving(taken)))
+
+    def leaving(self, taken: int = 0) -> list[tuple[int, int, int]]:
+        """Return (sequence, start, stop) for every ring that is full once `taken` more tokens have come: positions that leave it
+        with the next token."""
+        regions = self.regions
+        if regions is None:
+            return []
+        found = []
+        for seq, (start, left) in enumerate(zip(self.ring_start, self.left_pad, strict=True)):
+            length = self.padded_length + taken - left
+            if seq not in self.idle and regions.full(start, length):
+                begin = regions.indexed(start, length)
+                found.append((seq, begin, begin + regions.buffer))
+        return found
+
+    def _next_full(self) -> int:
+        """The padded length at which the next ring becomes full."""
+        regions = self.regions
+        assert regions is not None
+        waits = []
+        for seq, (start, left) in enumerate(zip(self.ring_start, self.left_pad, strict=True)):
+            if seq not in self.idle:
+                over = self.padded_length - left - start - regions.ring
+                waits.append(-over if over < 0 else -over % regions.buffer)
+        return self.padded_length + min(waits, default=1 << 60)
+
+    # Steps
+
+    def announce(self, tokens: int, seq: int | None = None) -> None:
+        """Take the next tokens, padding included, as one prompt of a sequence or of all, however they come; 0 ends it."""
+        self._prompt = _Prompt(seq, (self.padded_length if seq is None else self.length(seq)) + tokens) if tokens else None
+
+    @property
+    def filling(self) -> int | None:
+        """The sequence that an announced prompt goes to, None for all."""
+        return None if self._prompt is None else self._prompt.seq
+
+    @property
+    def announced(self) -> bool:
+        """Whether a prompt was announced that may still go on."""
+        return self._prompt is not None
+
+    @property
+    def coming(self) -> int:
+        """Tokens of the announced prompt that have not come yet."""
+        if self._prompt is None:
+            return 0
+        seq = self._prompt.seq
+        return max(0, self._prompt.end - (self.padded_length if seq is None else self.length(seq)))
+
+    def decodes(self, tokens: int) -> bool:
+        """Return whether so many new tokens are decoded one by one, where every sequence has tokens before them."""
+        return self.verifying or (tokens <= self.most_decoded and not self.announced)
+
+    def begin(self, tokens: int, left_pad: Sequence[int] | None = None, *, dense: bool = True) -> Step:
+        """Begin a step. left_pad: of each sequence, where a prompt shows more of it. A step before it that was not committed has
+        failed, and its tokens do not count."""
+        failed, seq = self.step, self.filling
+        pads = self.left_pad if left_pad is None else left_pad
+        start = self.padded_length if seq is None else self.length(seq)
+        step = Step(start, tokens, tuple(pads), self.idle, seq, dense, max(0, self.coming - tokens))
+        step.retaken = failed is not None and step.repeats(failed)
+        if self.capacity == 0:
+            self.capacity = self.room or roomier(0, start + tokens + step.remaining)
+        elif step.longest > self.capacity:
+            self.capacity = roomier(self.capacity, step.longest)
+        self.step = step
+        return step
+
+    def commit(self) -> None:
+        """Count the tokens of the step."""
+        step, self.step = self.step, None
+        assert step is not None
+        self._committed = _Committed(
+            step,
+            self.padded_length,
+            self.left_pad,
+            self.idle,
+            list(self.ring_start),
+            self.decoded,
+            self.dense_tokens,
+            self.prompted,
+            self.prompt_only,
+            replace(self.held),
+        )
+        self.commits += 1
+        if step.seq is not None:
+            self.set_length(step.seq, step.start + step.tokens)
+            if self.regions is not None:
+                self.ring_start[step.seq] = self.regions.first_indexed(self.length(step.seq))
+        elif step.dense:
+            self._count_dense(step)
+        else:
+            self.count_decoded(step.tokens)
+            for _ in range(step.tokens):
+                self._advance()
+
+    def uncommit(self) -> None:
+        """Count the latest step as one that failed: the forward that it belongs to did."""
+        last, self._committed = self._committed, None
+        assert last is not None
+        self.commits -= 1
+        self.step, self.padded_length, self.left_pad, self.idle = last.step, last.padded_length, last.left_pad, last.idle
+        self.ring_start, self.decoded, self.dense_tokens = last.ring_start, last.decoded, last.dense_tokens
+        self.prompted, self.prompt_only, self.held = last.prompted, last.prompt_only, last.held
+        self.version += 1
+
+    def _count_dense(self, step: Step) -> None:
+        self.version += 1
+        self.prompt_only = step.start == 0 and step.remaining == 0
+        self.dense_tokens += step.tokens if self.prompted else 0
+        self.prompted = self.prompted or step.remaining == 0
+        self.left_pad, self.padded_length = list(step.left_pad), step.start + step.tokens
+        if self.regions is not None:
+            self.ring_start = self.ring_start or [self.regions.sink] * self.count
+            for row in step.rows():
+                self.ring_start[row.seq] = self.regions.first_indexed(self.length(row.seq))
+
+    def _advance(self) -> None:
+        """Every sequence but the idle ones has one token more."""
+        self.padded_length += 1
+        self.decoded += 1
+        self.prompt_only = False
+        if self.idle:
+            self.left_pad = [pad + (seq in self.idle) for seq, pad in enumerate(self.left_pad)]
+
+    def count_decoded(self, tokens: int, back: int = 0) -> None:
+        """Count what the next tokens attend to in sink and ring; back: how many tokens before the next they begin."""
+        if self.regions is None:
+            return
+        held = self.held
+        held.tokens += tokens
+        for seq, left in enumerate(self.left_pad):
+            for t in range(tokens if seq not in self.idle else 0):
+                n = self.held_at(seq, self.padded_length - left + t + 1 - back)
+                held.steps += 1
+                held.total += n
+                held.most = max(held.most, n)
+
+    # Device counters
+
+    def place(self, step: Step, token: int, device: torch.device) -> None:
+        """Set the device counters to a token of the step, counted from 0."""
+        if self._at == (step, token) and self._placed is not None and self._placed.device == device:
+            return
+        self._set(step.lengths(token + 1), device)
+        self._at = step, token
+
+    def place_before_step(self, device: torch.device) -> None:
+        """Set the device counters to the committed lengths, with the rings as they are at the next token: a captured step advances
+        the lengths itself."""
+        lengths = [self.length(seq) for seq in range(self.count)]
+        self._set(lengths, device, coming=1)
+        self._at = None
+
+    def passed(self) -> None:
+        """A replayed step has advanced the device counters by a token."""
+        placed = self._placed
+        assert placed is not None
+        placed.lengths = tuple(n + new for n, new in zip(placed.lengths, placed.live, strict=True))
+        self._at = None
+
+    def forget_device(self) -> None:
+        """A replayed step failed: what the device counters hold is not known."""
+        self._placed = self._at = None
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors that a captured step reads and writes."""
+        return [self.lengths, self.starts, self.live]
+
+    def _set(self, lengths: list[int], device: torch.device, coming: int = 0) -> None:
+        live = tuple(int(seq not in self.idle) for seq in range(len(lengths)))
+        rings = self.ring_start if self.regions is not None and self.ring_start else None
+        starts = tuple(
+            0 if rings is None else self.indexed(seq, n + coming * new)
+            for seq, (n, new) in enumerate(zip(lengths, live, strict=True))
+        )
+        want = _Placed(tuple(lengths), starts, live, device)
+        if want == self._placed:
+            return
+        before = _Placed(tuple(n - new for n, new in zip(lengths, live, strict=True)), starts, live, device)
+        if before == self._placed:
+            self.lengths.add_(self.live)
+        else:
+            if self.lengths.shape != (len(lengths),) or self.lengths.device != device:
+                self.lengths = torch.empty(len(lengths), dtype=torch.int32, device=device)
+                self.starts, self.live = torch.empty_like(self.lengths), torch.empty_like(self.lengths)
+            for tensor, values in ((self.lengths, lengths), (self.starts, starts), (self.live, live)):
+                tensor.copy_(torch.tensor(values, dtype=torch.int32), non_blocking=True)
+        self._placed = want
+
+    # Changes from outside
+
+    def set_length(self, seq: int, length: int) -> None:
+        """Give one sequence a length; one without tokens is idle. Padding is no longer than it must be."""
+        lengths = [self.length(other) for other in range(self.count)]
+        lengths[seq] = length
+        self.padded_length = max(lengths)
+        self.left_pad = [self.padded_length - n for n in lengths]
+        self.idle = frozenset(other for other, n in enumerate(lengths) if n == 0)
+        self.prompt_only = False
+        self.version += 1
+
+    def clear(self, seq: int) -> None:
+        """Forget the tokens of one sequence, which is idle from then on."""
+        self.set_length(seq, 0)
+        self.ring_start[seq] = 0 if self.regions is None else self.regions.sink
+
+    def ring_after_crop(self, seq: int, length: int, *, evicts: bool) -> int:
+        """Return where the ring of a sequence that is cropped to a length begins: where it began, if the method evicts, else as far
+        back as in a prompt of that length."""
+        if self.regions is None:
+            return 0
+        start = self.indexed(seq) if evicts else min(self.ring_start[seq], self.regions.first_indexed(length))
+        return self.regions.indexed(start, length)
+
+    def crop(self, drop: int, *, evicts: bool = False) -> None:
+        """Forget the last `drop` tokens of every sequence; see ring_after_crop."""
+        if self.regions is not None:
+            for seq in range(self.count):
+                length = max(0, self.length(seq) - drop)
+                self.ring_start[seq] = (
+                    self.indexed(seq) if evicts else min(self.ring_start[seq], self.regions.first_indexed(length))
+                )
+        self.padded_length = max(0, self.padded_length - drop)
+        self.left_pad = [min(pad, self.padded_length) for pad in self.left_pad]
+        self.prompt_only = False
+        self.version += 1
+
+    def reorder(self, sequences: Collection[int]) -> None:
+        """Sequence i becomes what sequence sequences[i] was."""
+        self.left_pad = [self.left_pad[seq] for seq in sequences]
+        self.ring_start = [self.ring_start[seq] for seq in sequences] if self.ring_start else []
+        self.version += 1
+
+    def let_leave(self, tokens: int) -> None:
+        """Let what the next tokens push out of their rings leave now: where a method evicts it has been overwritten."""
+        self.ring_start = [self.indexed(seq, self.length(seq) + tokens) for seq in range(self.count)]
+        self.version += 1
+
+    def adopt(self, lengths: Sequence[int]) -> None:
+        """Hold sequences of so many tokens."""
+        self.padded_length = max(lengths)
+        self.left_pad = [self.padded_length - n for n in lengths]
+        self.capacity = self.room or roomier(0, self.padded_length)
+        self.version += 1
+
+    def forget_prompt(self) -> None:
+        """Forget the sizes that a first prompt set which failed."""
+        self.regions, self.capacity, self.step, self.ring_start = None, 0, None, []
+        self.version += 1

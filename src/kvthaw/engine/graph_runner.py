@@ -1,0 +1,189 @@
+"""Captured decode steps: a whole forward of one token, captured once in CUDA graphs and replayed.
+
+Of a method that decides on the device it is one graph, with selection, fetch from the host, attention and residency inside, and
+nothing waits for the host. Where an index on the host selects, there is one graph more than there are searches: a round trip for
+each. What else needs the host (a full ring, tables that grow) happens between replays. Where a tensor that they read has moved
+since, the step runs eagerly and the next one captures again.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kvthaw.cache.recording import Recording
+from kvthaw.engine.ops import serving
+from kvthaw.types import Method
+
+if TYPE_CHECKING:
+    from kvthaw.engine.hf import Cache
+
+_log = logging.getLogger(__name__)
+_WARM = 2  # eager steps before a capture, in which kernels are compiled and tuned
+
+
+def compilable(cache: Cache) -> str | None:
+    """None if every step of a cache can be compiled, kvthaw's attention being one operator in it, else the reason why not."""
+    if len(cache.kv.layers) != len(cache.layers):
+        return "the model has layers that transformers serves itself"
+    if cache.turns_by_length:
+        return f"the model's {cache.turns_by_length} positions need the host in every step"
+    if cache.settings.method.foresees:
+        return f"{cache.settings.method.name} looks into the model between its layers"
+    return None
+
+
+def capturable(cache: Cache) -> str | None:
+    """None if every step of a cache can be captured, compiled or not, else the reason why not."""
+    reason = compilable(cache)
+    if reason is not None:
+        return reason
+    method, layers = cache.settings.method, cache.kv.offloaded
+    if method.index is not None and layers:
+        index = None if layers[0].group is None else layers[0].group.index
+        return asks_host(method, safe=index is not None and (index.graph_safe or index.on_host))
+    return None
+
+
+def asks_host(method: Method, *, safe: bool) -> str | None:
+    """What a step of a method that selects has the host do within its graphs; None: nothing. safe: of its index, it selects on the
+    device without asking, or on the host, between graphs."""
+    if not safe:
+        return f"{method.name} needs the host in every step"
+    if method.transfer is not None and not method.transfer().graph_safe:
+        return f"{method.name} has its rows gathered by the host"
+    return None
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage is collected: an earlier graph among it would be destroyed, and a capture fails where one is."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def compiled_step(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A model's forward compiled for single tokens, kvthaw's attention being one operator of its one graph."""
+    return torch.compile(forward, fullgraph=True, dynamic=False, mode="max-autotune-no-cudagraphs")
+
+
+class GraphRunner:
+    """Takes single tokens of one cache by replaying a captured forward.
+
+    forward(input_ids=, position_ids=, past_key_values=, use_cache=, attention_mask=) is the model's own, or that compiled.
+    capture: False runs it eagerly at every step. captures, capture_seconds: how often a graph was captured and how long that took
+    in all; capture_bytes: device memory that the latest one took.
+    """
+
+    def __init__(self, forward: Callable[..., Any], cache: Cache, *, compiled: bool = False, capture: bool = True) -> None:
+        self._cache, self.compiled, self.capture = weakref.ref(cache), compiled, capture
+        self.captures, self.capture_seconds, self.capture_bytes = 0, 0.0, 0
+        self._forward, self._kv = forward, cache.kv
+        self._known = -1, -1  # version and length at which no tensor had moved
+        self._graph: Recording | None = None
+        self._addresses: tuple[int, ...] = ()
+        self._steady = 0
+        self._ids = self._positions = self._logits = torch.empty(0)
+
+    def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """Logits [B, 1, V] of one token a row, ids and positions [B, 1]; valid until the next step.
+
+        What the next step needs the host for is enqueued behind this one where it can be taken back: something else may come. A
+        step that raises was not counted; take it again, or go on with something else."""
+        self._kv.check_finite()
+        with torch.inference_mode(False), torch.no_grad():  # what is kept from step to step are plain tensors
+            logits = self._take(ids, positions)
+            self._kv.run_ahead()
+            return logits
+
+    def run_ahead(self) -> None:
+        """Do all that the next step needs the host for. Call it only where another step or a clear is certain."""
+        with torch.inference_mode(False), torch.no_grad():
+            self._kv.run_ahead(certain=True)
+
+    def _take(self, ids: Tensor, positions: Tensor) -> Tensor:
+        if self._ids.shape != ids.shape or self._ids.device != ids.device:
+            self._ids, self._positions = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (ids, positions))
+            self._graph = None
+        self._ids.copy_(ids)  # every step reads the same two tensors, so that a compiled forward meets no other strides
+        self._positions.copy_(positions)
+        kv, sequences = self._kv, self._kv.sequences
+        if not self.capture or sequences.step is not None:  # a step failed: layers take it again, or go back
+            return self._run()
+        if self._graph is None or self._known != (sequences.version, sequences.padded_length) or kv.needs_host():
+            self._prepare()
+        if self._graph is None:
+            self._steady += 1
+            if self._steady <= _WARM:
+                return self._run()
+        sequences.place_before_step(self._ids.device)
+        with kv.whole():
+            if self._graph is None:
+                self._replay(self._capture())  # the capture runs the step's Python once, which counts it
+            else:
+                sequences.begin(1, dense=False)
+                self._replay(self._graph)  # until its last graph is launched; the rest is done while the device is at work
+                sequences.commit()
+                sequences.passed()
+        kv.after_step()
+        self._known = sequences.version, sequences.padded_length
+        return self._logits
+
+    def _replay(self, recording: Recording) -> None:
+        try:
+            recording.replay()
+        except BaseException:
+            self._kv.sequences.forget_device()  # the device may have gone on
+            raise
+
+    def _prepare(self) -> None:
+        self._kv.before_step()
+        addresses = tuple(tensor.data_ptr() for tensor in self._kv.tensors())
+        if addresses != self._addresses:
+            if self._graph is not None:
+                _log.info("what the captured step reads has moved; decoding eagerly until it is steady")
+            self._graph, self._addresses, self._steady = None, addresses, 0
+
+    def _run(self) -> Tensor:
+        cache = self._cache()
+        assert cache is not None
+        # A mask of four dimensions is taken as it is, so that a compiled forward asks for no length; the layers know their padding.
+        mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self._ids.device) if self.compiled else None
+        with serving(cache), self._kv.whole():
+            out = self._forward(
+                input_ids=self._ids,
+                position_ids=self._positions,
+                past_key_values=cache,
+                use_cache=True,
+                attention_mask=mask,
+            )
+        logits: Tensor = out.logits
+        return logits
+
+    def _capture(self) -> Recording:
+        begin, device = time.perf_counter(), self._ids.device
+        with _uncollected(), Recording() as recording:
+            before = torch.cuda.memory_reserved(device)
+            with self._kv.pipeline.records(recording):
+                self._logits = self._run()
+        self._graph = recording
+        self.captures += 1
+        self.capture_bytes = torch.cuda.memory_reserved(device) - before
+        self.capture_seconds += time.perf_counter() - begin
+        return recording
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copied cache captures anew."""

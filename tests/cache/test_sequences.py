@@ -1,0 +1,146 @@
+"""Lengths of a cache's sequences, counted once a step, on the host and on the device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvthaw.cache.sequences import Sequences
+from kvthaw.regions import Regions
+
+CPU = torch.device("cpu")
+regions = st.builds(Regions, st.integers(0, 4), st.integers(1, 6), st.integers(1, 5))
+
+
+def prompted(lengths: list[int], of: Regions | None = None) -> Sequences:
+    """Sequences after a padded prompt."""
+    found = Sequences()
+    if of is not None:
+        found.divide(of, 4)
+    found.begin(max(lengths), [max(lengths) - n for n in lengths])
+    found.commit()
+    return found
+
+
+def decode(of: Sequences, tokens: int = 1) -> None:
+    of.begin(tokens, dense=False)
+    of.commit()
+
+
+def lengths(of: Sequences) -> list[int]:
+    return [of.length(seq) for seq in range(of.count)]
+
+
+def test_a_step_counts_when_it_is_committed() -> None:
+    of = prompted([5, 9])
+    step = of.begin(1, dense=False)
+    assert (lengths(of), step.lengths(1)) == ([5, 9], [6, 10])
+    of.commit()
+    assert (lengths(of), of.padded_length, of.step) == ([6, 10], 10, None)
+
+
+def test_a_step_that_was_not_committed_is_taken_again() -> None:
+    of = prompted([5, 9])
+    version = of.version
+    of.begin(1, dense=False)
+    assert of.begin(1, dense=False).retaken
+    assert not of.begin(2, dense=False).retaken
+    assert not of.begin(2, dense=True).retaken
+    of.begin(1, dense=False)
+    of.commit()
+    assert (lengths(of), of.version) == ([6, 10], version)
+
+
+@pytest.mark.parametrize("dense", [True, False])
+def test_a_step_of_a_forward_that_failed_later_is_not_counted(dense: bool) -> None:
+    of = prompted([5, 9], Regions(1, 2, 2))
+    before = lengths(of), [of.indexed(seq) for seq in range(2)], of.decoded, replace(of.held)
+    step = of.begin(3, dense=dense)
+    of.commit()
+    assert lengths(of) == [8, 12]
+    of.uncommit()
+    assert (lengths(of), [of.indexed(seq) for seq in range(2)], of.decoded, of.held) == before
+    assert of.step is step
+
+
+@given(of=regions, prompts=st.lists(st.integers(1, 30), min_size=1, max_size=3), steps=st.integers(0, 40))
+def test_rings_begin_and_are_full_as_regions_say(of: Regions, prompts: list[int], steps: int) -> None:
+    found, starts = prompted(prompts, of), [of.first_indexed(n) for n in prompts]
+    for step in range(steps):
+        now = [n + step for n in prompts]
+        full = [seq for seq, n in enumerate(now) if of.full(starts[seq], n)]
+        assert found.full() == bool(full)
+        assert [seq for seq, *_ in found.leaving()] == full
+        for seq, begin, stop in found.leaving():
+            assert (begin, stop) == (of.indexed(starts[seq], now[seq]), of.indexed(starts[seq], now[seq] + 1))
+        for ahead in range(4):
+            assert found.full(ahead) == any(of.full(starts[seq], n + ahead) for seq, n in enumerate(now))
+        decode(found)
+    assert found.held.steps == steps * len(prompts)
+
+
+@given(of=regions, prompts=st.lists(st.integers(1, 30), min_size=1, max_size=3), steps=st.integers(1, 30))
+def test_device_counters_follow(of: Regions, prompts: list[int], steps: int) -> None:
+    found = prompted(prompts, of)
+    addresses = None
+    for _ in range(steps):
+        step = found.begin(1, dense=False)
+        for _ in range(2):  # every layer asks
+            found.place(step, 0, CPU)
+            want = step.lengths(1)
+            assert found.lengths.tolist() == want
+            assert found.starts.tolist() == [found.indexed(seq, n) for seq, n in enumerate(want)]
+        now = [tensor.data_ptr() for tensor in found.tensors()]
+        assert addresses in (None, now), "a captured step reads them where they were"
+        addresses = now
+        found.commit()
+
+
+def test_a_replay_advances_the_device_counters() -> None:
+    of = prompted([9, 4], Regions(1, 2, 2))
+    of.place_before_step(CPU)
+    assert of.lengths.tolist() == [9, 4]
+    of.begin(1, dense=False)
+    of.lengths.add_(of.live)  # what a replay does on the device
+    of.commit()
+    of.passed()
+    of.place_before_step(CPU)
+    assert of.lengths.tolist() == [10, 5]
+    of.lengths.add_(of.live)  # one that failed behind its first graph
+    of.forget_device()
+    of.place_before_step(CPU)
+    assert of.lengths.tolist() == [10, 5]
+
+
+def test_a_prompt_goes_to_one_sequence() -> None:
+    of = Sequences()
+    of.open(3, 100)
+    of.divide(Regions(1, 4, 2), 4)
+    for seq, tokens in ((1, 20), (2, 7)):
+        of.announce(tokens, seq)
+        for part in (5, tokens - 5):
+            assert of.begin(part).seq == seq
+            of.commit()
+        of.announce(0)
+    assert (lengths(of), of.idle) == ([0, 20, 7], frozenset({0}))
+    assert [of.indexed(seq) for seq in (1, 2)] == [16, 3]
+    decode(of)
+    assert lengths(of) == [0, 21, 8]
+    of.clear(1)
+    assert (lengths(of), of.idle, of.padded_length) == ([0, 0, 8], frozenset({0, 1}), 8)
+
+
+def test_the_version_changes_with_everything_but_decoded_tokens() -> None:
+    of = prompted([5, 9], Regions(1, 2, 2))
+    version = of.version
+    for _ in range(20):
+        decode(of)
+    assert of.version == version
+    for change in (lambda: of.crop(3), lambda: of.reorder([1, 0]), lambda: of.set_length(0, 2), of.reset):
+        change()
+        assert of.version > version
+        version = of.version
