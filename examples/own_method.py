@@ -48,6 +48,9 @@ class LargestKeys:
     def reorder(self, lanes: Sequence[int]) -> None:
         self.norms = {new: self.norms[old] for new, old in enumerate(lanes) if old in self.norms}
 
+    def tensors(self) -> list[Tensor]:
+        return list(self.norms.values())
+
     def state_dict(self) -> dict[str, Any]:
         return {"norms": dict(self.norms), "first": self.first}
 

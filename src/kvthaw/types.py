@@ -124,6 +124,10 @@ class Index(Protocol):
     def reorder(self, lanes: Sequence[int]) -> None:
         """Lane i becomes what lane lanes[i] was; lanes may repeat and may be more or fewer than before."""
 
+    def tensors(self) -> list[Tensor]:
+        """The tensors on the device that select() reads or writes, those of helper objects included. A captured step is captured
+        again once one of them has moved; the cache adds its own (store, slab, sequences)."""
+
     def state_dict(self) -> dict[str, Any]:
         """All that load_state_dict needs to continue as if nothing had happened."""
 

@@ -17,6 +17,10 @@ import kvthaw
 import zoo
 from benchmarks.launches import launches
 from kvthaw.engine.graph_runner import GraphRunner, capturable, compiled_step
+from kvthaw.errors import ConfigError
+from kvthaw.index.exact import ExactIndex
+from kvthaw.methods import resolve
+from kvthaw.types import LayerShape
 
 
 def model(device: str, dtype: torch.dtype) -> LlamaForCausalLM:
@@ -284,10 +288,10 @@ class Device:
 
 
 def replayed(
-    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, room: int = 0
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, room: int = 0, method: str | kvthaw.Method = "icecache"
 ) -> tuple[kvthaw.Cache, Device, Callable[[], torch.Tensor]]:
     """A cache after a prompt of 70 tokens, what takes its steps, and a step."""
-    cache = kvthaw.Cache(llama, "icecache", budget=128, dense_layers=1)
+    cache = kvthaw.Cache(llama, method, budget=128, dense_layers=1)
     cache.kv.sequences.room = room
     with torch.no_grad():
         llama(zoo.prompt(1, 70), past_key_values=cache)
@@ -359,6 +363,56 @@ def test_a_crop_back_to_where_steps_ended_is_noticed(llama: PreTrainedModel, mon
     steps = len(device.at)
     step()
     assert len(device.at) == steps, "the captured step reads what has moved"
+
+
+class Helper:
+    """An object of an own index, with a tensor in it."""
+
+    def __init__(self) -> None:
+        self.bias = torch.zeros(())
+
+
+class Helped(ExactIndex):
+    """An own index that reads a tensor of a helper object."""
+
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__(shape)
+        self.helper = Helper()
+
+    def estimate(self, query: torch.Tensor, tokens: int) -> torch.Tensor:
+        return super().estimate(query, tokens) + self.helper.bias
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [*super().tensors(), self.helper.bias]
+
+
+def test_a_tensor_of_an_own_indexs_helper_that_moved_is_noticed(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = replace(resolve("oracle"), name="mine", index=Helped)
+    cache, device, step = replayed(llama, monkeypatch, room=400, method=own)
+    for _ in range(9):
+        step()
+    assert device.captured == 1
+    for moves in (False, True):
+        steps = len(device.at)
+        with torch.no_grad():
+            llama(zoo.prompt(1, 1), past_key_values=cache)
+        group = cache.frozen_layers[-1].group
+        assert group is not None
+        assert isinstance(group.index, Helped)
+        if moves:
+            group.index.helper.bias = group.index.helper.bias + 1
+        step()
+        assert len(device.at) == steps + (not moves), "the captured step reads what has moved"
+
+
+def test_an_own_index_without_tensors_is_refused_by_name(llama: PreTrainedModel) -> None:
+    class Untold(Helped):
+        tensors = property()  # type: ignore[assignment]  # raises AttributeError
+
+    with pytest.raises(ConfigError, match=r"Untold of mine has no tensors\(\)"):
+        kvthaw.Cache(llama, replace(resolve("oracle"), name="mine", index=Untold), budget=128)
 
 
 def test_a_reset_lets_go_of_all_that_a_captured_step_reads(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ import torch
 from lanes import FIRST, Lanes
 from torch import Tensor
 
-from kvthaw.cache.group import _tensors
 from kvthaw.errors import ConfigError
 from kvthaw.index.clusters import draw
 from kvthaw.index.nodes import NodeConfig, NodeIndex
@@ -177,7 +176,7 @@ def test_addresses_of_the_store_are_among_what_a_step_reads() -> None:
     """So that a captured step is captured anew where they have moved."""
     index = index_of(lanes_of([50]))
     table = index.addresses.follow(index.shape.store, torch.device("cpu"))
-    assert any(tensor is table for tensor in _tensors(index))
+    assert any(tensor is table for tensor in index.tensors())
 
 
 def test_nodes_do_not_depend_on_the_pieces_in_which_tokens_came() -> None:

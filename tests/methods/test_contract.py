@@ -10,12 +10,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from kvthaw.cache.group import Choice
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import AttentionParams
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.plan import Settings
+from kvthaw.cache.side_stream import SideStream
+from kvthaw.cache.together import Together
 from kvthaw.errors import ConfigError
 from kvthaw.kernels import dense
 from kvthaw.kernels.decode_step import DecodeStep
@@ -23,7 +27,7 @@ from kvthaw.kernels.flash_decode import definition
 from kvthaw.kernels.merge import merge
 from kvthaw.methods import METHODS
 from kvthaw.regions import Regions
-from kvthaw.types import Method, Rebuilds
+from kvthaw.types import LayerShape, Method, Rebuilds
 from shapes import DTYPES, HEAD_DIMS, Shape, close
 
 MADE = {name: make() for name, make in METHODS.items()}
@@ -337,6 +341,77 @@ def test_addresses_stay(name: str) -> None:
             assert step.choice is not None
         addresses.append([t.data_ptr() for t in tensors])
     assert all(later == addresses[0] for later in addresses), "the tables were made for more tokens than these"
+
+
+class Reads(TorchDispatchMode):
+    """Keeps every tensor that an operation is given, so that no memory is used twice meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen |= {memory(x): x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        return func(*args, **(kwargs or {}))
+
+
+def memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def reachable(owner: object, path: str, visited: set[int]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that an index holds, helper objects included, by where they are; not those of the cache's own parts."""
+    if isinstance(owner, Tensor):
+        yield path, owner
+    elif id(owner) not in visited and not isinstance(owner, LayerShape | Together | SideStream):
+        visited.add(id(owner))
+        if isinstance(owner, dict):
+            parts = owner.items()
+        elif isinstance(owner, list | tuple | set):
+            parts = enumerate(owner)
+        else:
+            names = [*getattr(owner, "__dict__", ()), *getattr(type(owner), "__slots__", ())]
+            parts = ((name, getattr(owner, name, None)) for name in names)
+        for name, part in parts:
+            yield from reachable(part, f"{path}.{name}", visited)
+
+
+@pytest.mark.parametrize("name", RETRIEVES)
+def test_an_index_names_the_tensors_that_a_step_reads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However it grew: a captured step would read freed memory."""
+    one = Layer(name, Text(**BATCH), budget=48).prefill()
+    group, sequences = one.frozen.group, [0, 1, 2]
+    assert group is not None
+
+    def check() -> None:
+        reads, index = Reads(), group.index
+        with monkeypatch.context() as patch:
+            for call in ("select", "rebuild"):
+                own = getattr(index, call, None)
+
+                def read(*args: Any, own: Any = own) -> Any:
+                    with reads:
+                        return own(*args)
+
+                if own is not None:
+                    patch.setattr(index, call, read)
+            list(one.decode(1, sequences))
+        assert reads.seen
+        told = {memory(tensor) for tensor in index.tensors()}
+        held = {path: tensor for path, tensor in reachable(index, type(index).__name__, set()) if tensor.numel()}
+        assert [path for path, tensor in held.items() if memory(tensor) in reads.seen.keys() - told] == []
+
+    check()
+    list(one.decode(17))
+    check()
+    group.settle()
+    group.make_room(5000)
+    check()
+    sequences = [2, 0, 0, 1]
+    one.cache.reorder(sequences)
+    check()
+    list(one.decode(8, sequences))
+    check()
 
 
 def same_choices(one: Layer, other: Layer, count: int) -> None:

@@ -300,7 +300,7 @@ class Group:
     def tensors(self) -> list[Tensor]:
         """What a choice reads and writes at fixed addresses."""
         residency = self.residency
-        return [residency.row_slot, residency.slot_row, residency.used, residency.counts, *_tensors(self.index)]
+        return [residency.row_slot, residency.slot_row, residency.used, residency.counts, *self.index.tensors()]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
         self.settle()
@@ -321,16 +321,3 @@ def _to_host(query: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     sent = torch.cuda.Event()
     sent.record(torch.cuda.current_stream(query.device))
     return here, sent
-
-
-def _tensors(owner: object) -> list[Tensor]:
-    """The tensors that an index holds, its parts' included."""
-    found = []
-    for value in vars(owner).values() if hasattr(owner, "__dict__") else ():
-        parts = value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else (value,)
-        for part in parts:
-            if isinstance(part, Tensor):
-                found.append(part)
-            elif type(part).__module__.startswith(("kvthaw.index", "kvthaw.cache.addresses")):
-                found += _tensors(part)
-    return found

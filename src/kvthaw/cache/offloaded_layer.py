@@ -118,8 +118,6 @@ class OffloadedLayer:
         if self.plan is None:
             return []
         found = [self.slab.data, self.slab.tickets]
-        if self.rotary is not None:
-            found += [self.rotary.cos, self.rotary.sin]
         if self.group is not None:
             found += self.group.tensors()
         if isinstance(self._transfer, UvaGather) and self._transfer.table is not None:

@@ -15,11 +15,16 @@ from kvthaw.types import Attends, LayerShape, Method
 
 
 def try_index(method: Method, head_dim: int, dtype: torch.dtype = torch.float32, softcap: float | None = None) -> None:
-    """Raise ConfigError for options that a method's index would refuse in a layer whose keys have so many dimensions, and for a
-    softcap that it does not know: one is made that holds nothing, of one head, on the CPU."""
+    """Raise ConfigError for options that a method's index would refuse in a layer whose keys have so many dimensions, for an index
+    without tensors(), and for a softcap that it does not know: one is made that holds nothing, of one head, on the CPU."""
     if method.index is not None:
         store, device = HostStore(0, 1, head_dim, dtype), torch.device("cpu")
         index = method.index(LayerShape(0, 1, 1, head_dim, dtype, device, store, method.regions, scale=1.0, rows=1))
+        if not hasattr(index, "tensors"):
+            raise ConfigError(
+                f"{type(index).__name__} of {method.name} has no tensors(); an index returns by it the tensors on the device that "
+                "select() reads"
+            )
         if softcap is not None and isinstance(index, Attends) and index.attends:
             raise ConfigError(
                 f"{method.name} attends to some tokens itself, without the softcap of {softcap} that the model has; it works with "

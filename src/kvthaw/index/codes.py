@@ -256,6 +256,10 @@ class CodesIndex:
 
     # State
 
+    def tensors(self) -> list[Tensor]:
+        """See Index."""
+        return [*self._data.values(), self._rotation.basis, self._quantizer.thresholds, self._quantizer.levels]
+
     def state_dict(self) -> dict[str, Any]:
         """See Index."""
         data = {name: tensor.clone() for name, tensor in self._data.items()}

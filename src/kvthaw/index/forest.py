@@ -140,6 +140,10 @@ class TreeIndex:
         """Lane i becomes what lane lanes[i] was. Trees are shared, and copied when one of their lanes changes."""
         self.forest.reorder(list(lanes))
 
+    def tensors(self) -> list[Tensor]:
+        """See Index: none, for trees are searched on the CPU."""
+        return []
+
     def length(self, lane: int) -> int:
         """Where a lane's positions end: it holds [first, length)."""
         return self.forest.first(lane) + self.forest.size(lane)

@@ -196,6 +196,10 @@ class HybridIndex(BoundIndex):
         super().reorder(lanes)
         self.statics = [replace(self.statics[lane]) for lane in lanes]
 
+    def tensors(self) -> list[Tensor]:
+        """See Index."""
+        return [*super().tensors(), self.clock]
+
     def state_dict(self) -> dict[str, Any]:
         """See Index."""
         statics: list[dict[str, Any]] = []

@@ -120,6 +120,10 @@ class KeptIndex:
         self.tables = {name: table.index_select(0, which) for name, table in self.tables.items()}
         self.tokens = [self.tokens[lane] for lane in lanes]
 
+    def tensors(self) -> list[Tensor]:
+        """See Index."""
+        return list(self.tables.values())
+
     def state_dict(self) -> dict[str, Any]:
         """See Index."""
         tables = {name: table.clone() for name, table in self.tables.items()}

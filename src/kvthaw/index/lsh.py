@@ -94,6 +94,10 @@ class HashIndex(TokenIndex):
         log_weight[:, :, :width] = torch.where(taken[:, :, None], weight, 0.0).flatten(1, 2)
         return Selection(rows, taken.sum(dim=2, dtype=torch.int32), log_weight=log_weight)
 
+    def tensors(self) -> list[Tensor]:
+        """See Index."""
+        return [*super().tensors(), *self.planes.tensors()]
+
     def salt(self, asked: Tensor) -> Tensor:
         """A number for the queries of a group, [B, H] int64, of their codes: asked [B, H, G, L]."""
         shape = self.shape

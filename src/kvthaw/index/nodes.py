@@ -145,6 +145,10 @@ class NodeIndex(UnitIndex):
         super().reorder(lanes)
         self._know_anew()
 
+    def tensors(self) -> list[Tensor]:
+        """See Index."""
+        return [*super().tensors(), self.wanted, *([] if self.addresses.table is None else [self.addresses.table])]
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See Index."""
         super().load_state_dict(state)

@@ -30,3 +30,7 @@ class Planes:
         wide = torch.promote_types(vectors.dtype, torch.float32)  # a sign of float64 vectors hangs on no rounding of float32
         signs: Tensor = (vectors.to(wide) @ self.directions.to(wide) >= 0).float().unflatten(-1, (self.tables, self.bits))
         return signs @ self._powers
+
+    def tensors(self) -> list[Tensor]:
+        """What code() reads."""
+        return [self.directions, self._powers]

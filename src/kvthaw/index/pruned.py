@@ -142,6 +142,10 @@ class PrunedIndex:
         self.inner.reorder(lanes)
         self.keys.reorder(lanes)
 
+    def tensors(self) -> list[Tensor]:
+        """See Index."""
+        return [*self.inner.tensors(), *self.keys.tensors()]
+
     def state_dict(self) -> dict[str, Any]:
         """See Index."""
         return {"inner": self.inner.state_dict(), "keys": self.keys.state_dict()}

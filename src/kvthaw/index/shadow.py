@@ -124,6 +124,11 @@ class ShadowIndex(UnitIndex):
         if lane < len(self.known):
             self.known[lane].clamp_(max=max(0, length - self.first))
 
+    def tensors(self) -> list[Tensor]:
+        """See Index; and what rebuild() reads."""
+        rotary = self.shape.rotary
+        return [*super().tensors(), *([] if rotary is None else [rotary.cos, rotary.sin])]
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See Index."""
         super().load_state_dict(state)

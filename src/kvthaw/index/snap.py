@@ -109,6 +109,10 @@ class FreshSnapIndex(SnapIndex):
         super().reorder(lanes)
         self.since = [self.since[lane] for lane in lanes]
 
+    def tensors(self) -> list[Tensor]:
+        """See Index."""
+        return [*super().tensors(), self.cursor]
+
     def state_dict(self) -> dict[str, Any]:
         """See Index."""
         return super().state_dict() | {"cursor": self.cursor.clone(), "since": list(self.since)}

@@ -42,6 +42,10 @@ class SoftHashIndex(TokenIndex):
         kind = self.tables["buckets"].dtype
         return {"buckets": self.planes.code(keys).to(kind), "lengths": values.float().norm(dim=3)}
 
+    def tensors(self) -> list[Tensor]:
+        """See Index."""
+        return [*super().tensors(), *self.planes.tensors(), self.corners]
+
     def chances(self, query: Tensor) -> Tensor:
         """p_l(c) for query [B, H, P, D]: [B, H, P, L, 2^K] float32; bit i of a bucket is the sign of direction i."""
         turned = torch.tanh(query.float() @ self.planes.directions).unflatten(3, (self.count, self.bits)) / self.tau

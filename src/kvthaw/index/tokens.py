@@ -125,6 +125,10 @@ class TokenIndex:
         self.counts = [self.counts[lane] for lane in lanes]
         self.tell()
 
+    def tensors(self) -> list[Tensor]:
+        """See Index."""
+        return [*self.tables.values(), *self.learned.values(), self.known]
+
     def state_dict(self) -> dict[str, Any]:
         """See Index."""
         parts = {"tables": self.tables, "learned": self.learned}

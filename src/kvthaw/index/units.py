@@ -245,6 +245,10 @@ class UnitIndex:
         device = self.shape.device
         self._before = {i: self._before[lane].moved(device) for i, lane in enumerate(lanes) if lane in self._before}
 
+    def tensors(self) -> list[Tensor]:
+        """See Index."""
+        return [getattr(self, name) for name in self._tables()]
+
     def state_dict(self) -> dict[str, Any]:
         """See Index."""
         self.join()
