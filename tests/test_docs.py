@@ -76,8 +76,8 @@ def test_files_that_are_named_are_there(page: str) -> None:
     assert [name for name in files if not (any(ROOT.glob(name)) or any(any(place.rglob(name)) for place in places))] == []
 
 
-def test_every_folder_and_file_of_the_package_has_its_place_in_the_structure() -> None:
-    text = (ROOT / "docs" / "structure.md").read_text().partition("## Folders")[2].partition("## ")[0]
+def test_every_folder_and_file_of_the_package_has_its_place_in_the_architecture() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text().partition("## Folders")[2].partition("## ")[0]
     package = Path(cli.__file__).parents[1]
     parts = [f"{path.name}/" for path in package.iterdir() if path.is_dir() and path.name != "__pycache__"]
     parts += [path.name for path in package.glob("*.py") if not path.name.startswith("__")]

@@ -1,4 +1,4 @@
-"""Packages look one way, as docs/structure.md says."""
+"""Packages look one way, as docs/architecture.md says."""
 
 from __future__ import annotations
 
