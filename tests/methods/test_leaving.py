@@ -50,17 +50,17 @@ def test_what_has_left_is_taken_back_by_a_crop_and_by_a_dense_pass() -> None:
             assert asked.step() == plain.step()
 
 
-@pytest.mark.parametrize(
-    "method", [name for name in METHODS if name not in ("full", "streaming", "icecache", "icecache-reuse")]
-)
+@pytest.mark.parametrize("method", [name for name in METHODS if name not in ("full", "streaming")])
 def test_nothing_moves_before_the_room_of_a_prompt_is_full(method: str) -> None:
-    """A captured step reads by address. What a prompt of 200 makes room for is 456 tokens."""
+    """A captured step of a graph-safe index reads by address. What a prompt of 200 makes room for is 456 tokens."""
     one = OneLayer(method, 200, 60)
+    assert one.layer.group is not None
+    safe = one.layer.group.index.graph_safe
     one.step()
     addresses = [tensor.data_ptr() for tensor in one.cache.tensors()]
     for _ in range(59):
         one.step()
-        assert [tensor.data_ptr() for tensor in one.cache.tensors()] == addresses
+        assert not safe or [tensor.data_ptr() for tensor in one.cache.tensors()] == addresses
 
 
 def test_what_is_outgrown_moves_at_one_step() -> None:
