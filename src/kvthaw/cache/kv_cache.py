@@ -169,7 +169,7 @@ class KVCache:
         if failed is not None:
             self._go_back(failed, repeated=step.retaken)
             sequences.step = step
-        elif step.dense:
+        elif step.dense and step.seq is None:  # what ran ahead in the sequences beside one that is filled stays
             for layer in self.layers:
                 layer.rollback(None)
         if not step.dense:

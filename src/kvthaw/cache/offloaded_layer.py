@@ -494,9 +494,10 @@ class OffloadedLayer:
                         f"{self.settings.method.name} has dropped tokens that a failed step leaves behind; reset() the cache"
                     )
                 self.offloader.refill(seq, start, length)
-                self.offloader.truncate(seq, length)
             if stored:
                 self.offloader.undo(seq)
+            if changed:
+                self.offloader.truncate(seq, length)
 
     def check_crop(self, drop: int) -> None:
         """See LayerKV."""
@@ -533,7 +534,7 @@ class OffloadedLayer:
         self.offloader.wait()
         if self.updater is not None:
             self.updater.clear(seq)
-        self.store.truncate(seq, 0)
+        self.offloader.truncate(seq, 0)
         self.watched.pop(seq, None)
 
     def reorder(self, sequences: Sequence[int]) -> None:

@@ -98,9 +98,10 @@ class Offloader:
 
     def undo(self, seq: int) -> None:
         """Forget the latest copy from a ring."""
-        self.truncate(seq, self._latest.pop(seq)[0])
+        self.truncate(seq, self._latest[seq][0])
 
     def truncate(self, seq: int, length: int) -> None:
         """Forget rows >= length of a sequence."""
+        self._latest.pop(seq, None)
         if self.store.length(seq) > length:
             self.store.truncate(seq, length)
