@@ -119,6 +119,7 @@ class DenseLayer:
         assert self._data is not None
         steps = query.shape[2]
         if steps == 1:
+            self.sequences.place_committed(self._data.device)
             return self._attend_one(query, key, value, attention)
         out = torch.zeros_like(query)
         for row in Step(start, steps, tuple(self.sequences.left_pad), self.sequences.idle).rows():

@@ -257,6 +257,7 @@ class OffloadedLayer:
         again = Step(start, steps, tuple(self.sequences.left_pad), self.sequences.idle)
         if steps > 1:
             return self._attend_dense(again, query, key, value, attention)
+        self.sequences.place_committed(self.slab.data.device)
         out = self._attend(None, 0, query[:, :, 0], (key[:, :, 0], value[:, :, 0]), attention)
         if self.group is not None and self.chooses:
             self.group.meter.tick(self.sequences.live_count)

@@ -378,6 +378,11 @@ class Sequences:
         self._set(lengths, device, coming=1)
         self._at = None
 
+    def place_committed(self, device: torch.device) -> None:
+        """Set the device counters to the committed lengths, for queries that come again."""
+        self._set([self.length(seq) for seq in range(self.count)], device)
+        self._at = None
+
     def passed(self) -> None:
         """A replayed step has advanced the device counters by a token."""
         placed = self._placed
