@@ -128,7 +128,8 @@ def test_a_failure_is_not_forgotten(llama: PreTrainedModel, monkeypatch: pytest.
     step(llama, twin, IDS[:, :1])
     step(llama, cache, IDS[:, :1])  # the step that failed is taken again, and the index given what it lacks
     assert [held(layer) for layer in cache.frozen_layers] == [held(layer) for layer in twin.frozen_layers]
-    assert torch.equal(step(llama, cache, IDS[:, 1:2]), step(llama, twin, IDS[:, 1:2]))
+    again = step(llama, cache, IDS[:, 1:2]), step(llama, twin, IDS[:, 1:2])
+    torch.testing.assert_close(*again, atol=5e-5, rtol=5e-5)  # rows may stand in other slots
 
 
 @pytest.mark.parametrize(
@@ -202,7 +203,7 @@ def test_a_layer_that_could_not_go_ahead_is_not_forgotten() -> None:
         ids = IDS[:1, 60 + t : 61 + t]
         logits = replay(ids, torch.full((1, 1), cache.get_seq_length()))
         assert torch.equal(logits, step(model, eager, ids))
-        ran = [layer.offloader.ahead(0, layer.indexed(0)) for layer in cache.frozen_layers]
+        ran = [ahead(layer) for layer in cache.frozen_layers]
         if cache.kv.sequences.full():
             assert cache.kv.needs_host() == (not all(ran))
             some += len(set(ran)) == 2
