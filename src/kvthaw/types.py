@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -128,10 +128,8 @@ class Index(Protocol):
         """The tensors on the device that select() reads or writes, those of helper objects included. A captured step is captured
         again once one of them has moved; the cache adds its own (store, slab, sequences)."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """All that load_state_dict needs to continue as if nothing had happened."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def clone_from(self, other: Self) -> None:
+        """Hold what another index of the same kind and settings holds, and go on as that one would. Neither changes the other."""
 
 
 @runtime_checkable

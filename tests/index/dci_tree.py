@@ -483,12 +483,34 @@ class DciTree:
                     assert near[self.parent[i]] >= max(near.values()) - slack * c, f"point {i} has a nearer parent"
 
 
+def snapshot(index: TreeIndex, lane: int, head: int) -> dict[str, Tensor]:
+    """The tree of a lane and KV head as tensors: levels, parents and pages, without keys."""
+    points, pages = index.forest.size(lane), index.forest.pages(lane, head)
+    state = {
+        "radius2": torch.empty((), dtype=torch.float64),
+        "norm2": torch.empty(points, dtype=torch.float64),
+        "raw": torch.empty((points, index.config.composites * index.config.simples), dtype=torch.float32),
+        "level": torch.empty(points, dtype=torch.uint8),
+        "parent": torch.empty(points, dtype=torch.int32),
+        "page_node": torch.empty(pages, dtype=torch.int32),
+        "page_count": torch.empty(pages, dtype=torch.int32),
+        "members": torch.empty(points, dtype=torch.int32),
+    }
+    index.forest.save(lane, head, *(tensor.data_ptr() for tensor in state.values()))
+    return {"first": torch.tensor(index.forest.first(lane), dtype=torch.int64), **state}
+
+
+def snapshots(index: TreeIndex, lane: int) -> list[dict[str, Tensor]]:
+    """Of every KV head."""
+    return [snapshot(index, lane, head) for head in range(index.shape.kv_heads)]
+
+
 def tree_of(index: TreeIndex, lane: int, head: int) -> DciTree:
     """One of an index's trees as the plain definition, with its keys."""
     shape = index.shape
     tree = DciTree(shape.head_dim, index.config, layer=shape.layer, head=head, scale=shape.scale)
     keys = shape.store.read(lane, index.forest.first(lane), index.length(lane))[head, :, 0]
-    tree.load(index.snapshot(lane, head), keys)
+    tree.load(snapshot(index, lane, head), keys)
     return tree
 
 
@@ -503,7 +525,7 @@ def check_trees(index: TreeIndex, *, nearest: bool = False) -> None:
             tree = tree_of(index, lane, head)
             tree.invariants(nearest=nearest)
             raw = tree.keys.float() @ tree.directions[:, :-1].T.float()
-            saved = index.snapshot(lane, head)["raw"]
+            saved = snapshot(index, lane, head)["raw"]
             assert torch.allclose(saved, raw, rtol=1e-4, atol=1e-4 * max(1.0, tree.radius2**0.5)), "raw projections"
             if index.config.descend == "digest":
                 same_digests(index, lane, head, tree)

@@ -172,7 +172,7 @@ def test_truncate_reorder_and_state(options: dict[str, Any]) -> None:
     same(index, shorter)
     before = index.select(query, 25)
     copy = make(lanes=2, **options)
-    copy.load_state_dict(index.state_dict())
+    copy.clone_from(index)
     same(copy, index)
     assert torch.equal(copy.select(query, 25).rows, before.rows)
     index.reorder([1, 0])
@@ -276,10 +276,10 @@ def test_looking_at_candidates_changes_nothing() -> None:
     index = make(ratios=Ratios(rho=0.4, beta=0.25))
     fill(index, 0, torch.randn(2, 400, 64))
     query = torch.randn(1, 4, 64)
-    before, rows = index.state_dict(), index.select(query, 10).rows
+    before, rows = {name: tensor.clone() for name, tensor in index._data.items()}, index.select(query, 10).rows
     index.candidates(query, 10)
     assert torch.equal(index.select(query, 10).rows, rows)
-    assert all(torch.equal(a, b) for name, a in before["data"].items() if name != "wanted" for b in [index._data[name]])
+    assert all(torch.equal(a, b) for name, a in before.items() if name != "wanted" for b in [index._data[name]])
 
 
 def test_a_lane_attended_to_whole_has_no_candidates() -> None:

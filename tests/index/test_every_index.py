@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import partial
 
@@ -85,11 +84,11 @@ def test_truncate_forgets_and_goes_on(make: Make, length: int) -> None:
 
 
 @over_all
-def test_reorder_and_state(make: Make) -> None:
+def test_reorder_and_clone(make: Make) -> None:
     lanes, other = Lanes(make, [150, 63, 0]), Lanes(make, [0, 0, 0])
     lanes.append(13)
     rows(lanes, 40)
-    other.index.load_state_dict(copy.deepcopy(lanes.index.state_dict()))
+    other.index.clone_from(lanes.index)
     other.keys, other.queries, other.length = lanes.keys, lanes.queries, list(lanes.length)
     for lane, length in enumerate(lanes.length):
         other._store(lane, length)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -242,14 +241,14 @@ def test_choose_static_keeps_the_others_in_text_order() -> None:
     assert choose_static(torch.rand(2, 5), 0, 3).tolist() == [[3, 4, 5, 6, 7]] * 2
 
 
-def test_reorder_and_state_with_a_plan_under_way() -> None:
+def test_reorder_and_clone_with_a_plan_under_way() -> None:
     lanes = Lanes(partial(SMALL, share=0.5), [150, 63, 0])
     lanes.select(40)
     lanes.append(20)
     lanes.select(40, 101)
     assert hybrid(lanes).statics[0].plan is not None
     other = Lanes(partial(SMALL, share=0.5), [0, 0, 0])
-    other.index.load_state_dict(copy.deepcopy(lanes.index.state_dict()))
+    other.index.clone_from(lanes.index)
     other.keys, other.length, other.queries = lanes.keys, list(lanes.length), lanes.queries
     for lane in range(3):
         other._store(lane, lanes.length[lane])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from functools import partial
 
@@ -71,14 +70,14 @@ def test_the_number_of_rows_may_come_late_and_change(make: type[KeptIndex]) -> N
 
 
 @pytest.mark.parametrize("make", [SnapIndex, HeavyIndex])
-def test_truncate_reorder_and_state(make: type[KeptIndex]) -> None:
+def test_truncate_reorder_and_clone(make: type[KeptIndex]) -> None:
     lanes = Lanes(lambda shape: make(replace(shape, rows=40)), [0, 0, 0])
     prompt(lanes, 0, 150)
     prompt(lanes, 2, 35)
     before = rows(lanes, 40)
     assert before[1] == [set(), set()]
     other = Lanes(lambda shape: make(replace(shape, rows=40)), [0, 0, 0])
-    other.index.load_state_dict(copy.deepcopy(lanes.index.state_dict()))
+    other.index.clone_from(lanes.index)
     assert rows(other, 40) == before
     lanes.index.reorder([2, 0, 0, 1])
     assert rows(lanes, 40)[:3] == [before[2], before[0], before[0]]
@@ -116,5 +115,5 @@ def test_selecting_from_a_captured_graph(make: type[KeptIndex], device: torch.de
         graph.replay()
         found = eager.index.select(eager.query(step), 40)
         assert torch.equal(selection.rows, found.rows)
-        for name, table in replayed.index.state_dict()["tables"].items():
-            torch.testing.assert_close(table, eager.index.state_dict()["tables"][name])
+        for table, expected in zip(replayed.index.tensors(), eager.index.tensors(), strict=True):
+            torch.testing.assert_close(table, expected)

@@ -64,5 +64,5 @@ def test_learned_centroids_serve_and_drift(normalise: bool, rotate: bool) -> Non
     queries = new[:, :6].transpose(0, 1).contiguous()
     assert recall(index, keys, queries) > 0.2
     copy = make(group=1, centroids="learned", normalise=normalise, rotate=rotate)
-    copy.load_state_dict(index.state_dict())
+    copy.clone_from(index)
     assert torch.equal(copy.select(queries[:1], 50).rows, index.select(queries[:1], 50).rows)

@@ -193,12 +193,13 @@ def test_nodes_do_not_depend_on_the_pieces_in_which_tokens_came() -> None:
     assert one.sets(33) == many.sets(33)
 
 
-def test_a_state_goes_on_elsewhere() -> None:
+def test_a_clone_goes_on() -> None:
     one = lanes_of([150, 63])
     one.append(23)
     one.select(30)
     other = NodeIndex(one.shape, SMALL)
-    other.load_state_dict(one.index.state_dict())
+    assert isinstance(one.index, NodeIndex)
+    other.clone_from(one.index)
     one_sets, one.index = one.sets(30), other
     assert one.sets(30) == one_sets
     one.append(40)

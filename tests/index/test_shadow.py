@@ -157,14 +157,14 @@ def test_rebuilt_keys_stand_where_rows_came() -> None:
     torch.testing.assert_close(slab.keys[:, :, slab.pool_start :], expected)
 
 
-def test_state_and_order_of_lanes_are_kept() -> None:
+def test_clone_and_order_of_lanes_are_kept() -> None:
     lanes = Lanes(partial(made, turns=True), [100, 40], dim=32)
     other = made(lanes.shape, turns=True)
-    other.load_state_dict(lanes.index.state_dict())
+    assert isinstance(lanes.index, ShadowIndex)
+    other.clone_from(lanes.index)
     for index in (other, lanes.index):
         index.reorder([1, 0, 1])
         index.truncate(0, FIRST + 30)
-    assert isinstance(lanes.index, ShadowIndex)
     place = torch.arange(30).expand(3, 2, -1)
     assert torch.equal(other.keys(place), lanes.index.keys(place))
     assert lanes.index.known.tolist() == [30, 100, 40]

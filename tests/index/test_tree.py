@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from dci_tree import DciTree, check_trees, tree_of
+from dci_tree import DciTree, check_trees, snapshots, tree_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -253,10 +253,10 @@ def test_threads_change_nothing() -> None:
         index = make_index([keys], 6, BUSY, threads=threads)
         index.build(0, 0, keys[:, :1400])
         index.append([0], keys[None, :, 1400:])
-        states.append((index.state_dict(), selected(index, random_keys(1, 6, 64, seed=6), 90)))
+        states.append((snapshots(index, 0), selected(index, random_keys(1, 6, 64, seed=6), 90)))
     for state, rows in states[1:]:
         assert rows == states[0][1]
-        for mine, theirs in zip(state["lanes"][0], states[0][0]["lanes"][0], strict=True):
+        for mine, theirs in zip(state, states[0][0], strict=True):
             assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
@@ -341,15 +341,14 @@ def test_a_lane_may_begin_with_append() -> None:
     same_tree(tree_of(begun, 0, 0), tree_of(built, 0, 0))
 
 
-def test_a_deep_copy_goes_its_own_way() -> None:
+def test_a_clone_goes_its_own_way() -> None:
     keys = random_keys(2, 300, 64, seed=3)
-    index = make_index([keys], 2, BUSY)
+    index, twin = (make_index([keys], 2, BUSY) for _ in range(2))
     index.build(0, 0, keys[:, :200])
-    twin = copy.deepcopy(index)
-    assert twin.shape.store is not index.shape.store
-    before = index.state_dict()["lanes"][0]
+    twin.clone_from(index)
+    before = snapshots(index, 0)
     twin.append([0], keys[None, :, 200:])
-    for mine, theirs in zip(index.state_dict()["lanes"][0], before, strict=True):
+    for mine, theirs in zip(snapshots(index, 0), before, strict=True):
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
     query = random_keys(1, 2, 64, seed=4)
     index.append([0], keys[None, :, 200:])
@@ -359,14 +358,13 @@ def test_a_deep_copy_goes_its_own_way() -> None:
     assert selected(twin, query, 50) == want
 
 
-def test_state_is_exact() -> None:
+def test_a_clone_is_exact() -> None:
     keys = random_keys(2, 500, 64, seed=10)
-    index = make_index([keys, keys], 4, BUSY)
+    index, other = (make_index([keys, keys], 4, BUSY) for _ in range(2))
     index.build(0, 4, keys[:, 4:300])
     index.append([0], keys[None, :, 300:400])
-    state = index.state_dict()
-    other = make_index([keys, keys], 4, BUSY)
-    other.load_state_dict(state)
+    other.build(1, 4, keys[:, 4:50])  # which the other does not have
+    other.clone_from(index)
     check_trees(other)
     query = random_keys(2, 4, 64, seed=11)
     for budget in (30, 90):
@@ -374,13 +372,8 @@ def test_state_is_exact() -> None:
     for one in (index, other):
         one.append([0], keys[None, :, 400:])
         one.truncate(0, 350)
-    again = (index.state_dict()["lanes"], other.state_dict()["lanes"])
-    assert len(again[0]) == len(again[1]) == 2
-    assert again[0][1] == again[1][1] == []
-    for mine, theirs in zip(again[0][0], again[1][0], strict=True):
+    for mine, theirs in zip(snapshots(index, 0), snapshots(other, 0), strict=True):
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
-    with pytest.raises(CacheError, match="page_size 16, this one 8"):
-        make_index([keys], 4, dataclasses.replace(BUSY, page_size=8)).load_state_dict(state)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -391,11 +384,11 @@ def test_a_bad_key_is_named_and_changes_nothing(bad: float) -> None:
     with pytest.raises(ValueError, match="layer 3, KV head 1: the key at position 250 is not finite"):
         index.build(0, 10, keys[:, 10:])
     index.build(0, 0, keys[:, :200])
-    before = index.state_dict()
+    before = snapshots(index, 0)
     with pytest.raises(ValueError, match="layer 3, KV head 1: the key at position 250 is not finite"):
         index.append([0], keys[None, :, 200:])
     check_trees(index, nearest=True)
-    for mine, theirs in zip(index.state_dict()["lanes"][0], before["lanes"][0], strict=True):
+    for mine, theirs in zip(snapshots(index, 0), before, strict=True):
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
     with pytest.raises(ValueError, match="position 250 is not finite"):
         defined(index, 0).build(keys[1])

@@ -421,7 +421,7 @@ def same_choices(one: Layer, other: Layer, count: int) -> None:
 
 
 @pytest.mark.parametrize("name", RETRIEVES)
-def test_state_of_an_index_goes_on(name: str) -> None:
+def test_a_clone_of_an_index_goes_on(name: str) -> None:
     one = Layer(name, Text(**BATCH), budget=48).prefill()
     list(one.decode(15))
     other = copy.deepcopy(one)
@@ -430,7 +430,7 @@ def test_state_of_an_index_goes_on(name: str) -> None:
     assert other.frozen.group is not None
     one.cache.wait()
     index = MADE[name].index(other.frozen.group.shape)
-    index.load_state_dict(one.frozen.group.index.state_dict())
+    index.clone_from(one.frozen.group.index)
     other.frozen.group.index = index
     same_choices(one, other, 17)
 

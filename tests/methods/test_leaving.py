@@ -136,12 +136,12 @@ def few(one: OneLayer) -> None:
     one.out = one.take(start, start + 5)
 
 
-def loaded(one: OneLayer) -> None:
-    """Its index is made again, of what was saved of it; then tokens are dropped."""
+def cloned(one: OneLayer) -> None:
+    """Its index is a clone of what it was; then tokens are dropped."""
     group = one.layer.group
     assert group is not None
     index = group.method.index(group.shape)
-    index.load_state_dict(group.index.state_dict())
+    index.clone_from(group.index)
     group.index = index
     crop(2)(one)
 
@@ -152,7 +152,7 @@ COMES: dict[str, Callable[[OneLayer], None]] = {
     "a dense pass": dense,
     "a crop": crop(3),
     "a crop beyond what left before": crop(15),
-    "a state": loaded,
+    "a clone": cloned,
 }
 
 

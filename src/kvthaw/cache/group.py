@@ -268,10 +268,10 @@ class Group:
         host = self._answer(selection, self._desk.parts(here))
         return Choice(selection, *self._desk.parts(here.to(query.device, non_blocking=True))[2:], host)
 
-    def take_over(self, other: Group) -> None:
-        """Have what another group's index has, of as many lanes."""
+    def clone_from(self, other: Group) -> None:
+        """Have what another group's index has, of as many sequences."""
         other.settle()
-        self.index.load_state_dict(other.index.state_dict())
+        self.index.clone_from(other.index)
 
     def truncate(self, lane: int, length: int) -> None:
         """Forget positions >= length of a lane."""
@@ -306,7 +306,7 @@ class Group:
         self.settle()
         lanes = self.residency.slot_row.shape[0]
         twin = Group(self.method, copy.deepcopy(self.shape, memo), lanes, self.rows, copy.deepcopy(self._pipeline, memo))
-        twin.index.load_state_dict(self.index.state_dict())
+        twin.index.clone_from(self.index)
         twin.residency = copy.deepcopy(self.residency, memo)
         twin.meter = Meter(twin.residency, twin.shape)
         twin.meter.tick(self.meter.again)

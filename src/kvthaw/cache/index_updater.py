@@ -120,7 +120,7 @@ class IndexUpdater:
 
     def clone_from(self, other: IndexUpdater) -> None:
         """Have what another updater's index has, of as many sequences."""
-        self.group.take_over(other.group)
+        self.group.clone_from(other.group)
         self.indexed = list(other.indexed)
 
     def _build(self, seq: int, end: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:

@@ -62,15 +62,7 @@ def _rows(tokens: int) -> Tensor:
 
 
 def _nbytes(index: Index) -> int:
-    """Bytes of the tensors in an index's state."""
-
-    def of(value: Any) -> int:
-        if isinstance(value, Tensor):
-            return value.nbytes
-        parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-        return sum(of(part) for part in parts)
-
-    return of(index.state_dict())
+    return sum(tensor.nbytes for tensor in index.tensors())
 
 
 def markdown() -> str:

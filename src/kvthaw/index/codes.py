@@ -7,7 +7,7 @@ query -> planes: its coarse coordinates -> signs: votes of each key, or tiers: v
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Literal, Self, get_args
 
 import torch
 from torch import Tensor
@@ -260,15 +260,10 @@ class CodesIndex:
         """See Index."""
         return [*self._data.values(), self._rotation.basis, self._quantizer.thresholds, self._quantizer.levels]
 
-    def state_dict(self) -> dict[str, Any]:
+    def clone_from(self, other: Self) -> None:
         """See Index."""
-        data = {name: tensor.clone() for name, tensor in self._data.items()}
-        return {"data": data, "counts": list(self._counts), "first": self._first, "k": self._k}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See Index."""
-        self._data = {name: tensor.to(self.shape.device).clone() for name, tensor in state["data"].items()}
-        self._counts, self._first, self._k = list(state["counts"]), state["first"], state["k"]
+        self._data = {name: tensor.clone() for name, tensor in other._data.items()}
+        self._counts, self._first, self._k = list(other._counts), other._first, other._k
         self._bind()
         self._update()
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -66,13 +64,6 @@ class TreeIndex:
             c.spread,
             isa_code(isa),
         )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> TreeIndex:
-        twin = copy.copy(self)
-        memo[id(self)] = twin
-        twin.shape = copy.deepcopy(self.shape, memo)
-        twin.forest = self.forest.copy()
-        return twin
 
     def make_room(self, lanes: int, tokens: int) -> None:
         """See Index. Trees have no addresses that a step depends on."""
@@ -140,6 +131,10 @@ class TreeIndex:
         """Lane i becomes what lane lanes[i] was. Trees are shared, and copied when one of their lanes changes."""
         self.forest.reorder(list(lanes))
 
+    def clone_from(self, other: Self) -> None:
+        """See Index. Trees are shared, and copied when one of their lanes changes."""
+        self.forest = other.forest.copy()
+
     def tensors(self) -> list[Tensor]:
         """See Index: none, for trees are searched on the CPU."""
         return []
@@ -161,53 +156,3 @@ class TreeIndex:
                 raise CacheError(f"lane {lane} is to be indexed to position {length}, but the store holds {held} rows")
         table, missing = store.table(), stop - store.lanes
         return (torch.nn.functional.pad(table, (0, 0, 0, missing)) if missing > 0 else table)[start:stop]
-
-    # -- state -------------------------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """The trees as plain tensors, exactly; without keys, which the store has. A lane without points is empty."""
-        lanes = []
-        for lane in range(self.forest.lanes):
-            heads = range(self.shape.kv_heads) if self.forest.size(lane) else ()
-            lanes.append([self.snapshot(lane, head) for head in heads])
-        return {"config": dataclasses.asdict(self.config), "layer": self.shape.layer, "lanes": lanes}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state_dict() of the same layer, shape and settings; CacheError names the one that differs."""
-        own = {"layer": self.shape.layer, **dataclasses.asdict(self.config)}
-        for name, value in {"layer": state["layer"], **state["config"]}.items():
-            if own.get(name) != value:
-                raise CacheError(f"the saved index has {name} {value!r}, this one {own.get(name)!r}")
-        self.forest.reorder([])
-        for lane, heads in enumerate(state["lanes"]):
-            if heads and len(heads) != self.shape.kv_heads:
-                raise CacheError(f"the saved index has {len(heads)} KV heads, this one {self.shape.kv_heads}")
-            for head, tree in enumerate(heads):
-                self._load(lane, head, tree)
-        self.forest.grow(len(state["lanes"]))
-
-    def snapshot(self, lane: int, head: int) -> dict[str, Tensor]:
-        """The tree of a lane and KV head as tensors: levels, parents and pages, without keys."""
-        points, pages = self.forest.size(lane), self.forest.pages(lane, head)
-        indices = self.config.composites * self.config.simples
-        state = {
-            "radius2": torch.empty((), dtype=torch.float64),
-            "norm2": torch.empty(points, dtype=torch.float64),
-            "raw": torch.empty((points, indices), dtype=torch.float32),
-            "level": torch.empty(points, dtype=torch.uint8),
-            "parent": torch.empty(points, dtype=torch.int32),
-            "page_node": torch.empty(pages, dtype=torch.int32),
-            "page_count": torch.empty(pages, dtype=torch.int32),
-            "members": torch.empty(points, dtype=torch.int32),
-        }
-        self.forest.save(lane, head, *(tensor.data_ptr() for tensor in state.values()))
-        return {"first": torch.tensor(self.forest.first(lane), dtype=torch.int64), **state}
-
-    def _load(self, lane: int, head: int, state: dict[str, Tensor]) -> None:
-        names = ("norm2", "raw", "level", "parent", "page_node", "page_count", "members")
-        kept = [state[name].contiguous() for name in names]
-        points, pages = len(state["level"]), len(state["page_node"])
-        first = int(state["first"])
-        bases = self._addresses(lane, lane + 1, {lane: first + points})
-        addresses = [tensor.data_ptr() for tensor in (bases, *kept)]
-        self.forest.load(lane, head, first, points, pages, float(state["radius2"]), *addresses)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
@@ -42,6 +42,19 @@ class Plan:
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self.order, self.digests, self.tail
+
+    def wait(self) -> None:
+        """Have the current stream wait for the tensors; the host does not."""
+        if self.done is not None:
+            stream = torch.cuda.current_stream(self.order.device)
+            stream.wait_event(self.done)
+            for tensor in self.tensors():
+                tensor.record_stream(stream)
+
+    def copy(self) -> Plan:
+        """The same with tensors of its own, on the current stream."""
+        self.wait()
+        return Plan(self.order.clone(), self.static, self.digests.clone(), self.tail.clone())
 
 
 @dataclass(slots=True)
@@ -200,27 +213,11 @@ class HybridIndex(BoundIndex):
         """See Index."""
         return [*super().tensors(), self.clock]
 
-    def state_dict(self) -> dict[str, Any]:
+    def clone_from(self, other: Self) -> None:
         """See Index."""
-        statics: list[dict[str, Any]] = []
-        for static in self.statics:
-            if static.plan is not None and static.plan.done is not None:
-                torch.cuda.current_stream(self.shape.device).wait_event(static.plan.done)
-            own = {f.name: getattr(static, f.name) for f in fields(static)}
-            plan = None if static.plan is None else (*(t.clone() for t in static.plan.tensors()), static.plan.static)
-            statics.append(own | {"plan": plan})
-        return super().state_dict() | {"clock": self.clock.clone(), "rows": self.rows, "statics": statics}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See Index."""
-        super().load_state_dict(state)
-        self.clock, self.rows = state["clock"].to(self.shape.device, copy=True), state["rows"]
-        self.statics = []
-        for own in state["statics"]:
-            plan = own["plan"]
-            tensors = [] if plan is None else [t.to(self.shape.device, copy=True) for t in plan[:3]]
-            made = None if plan is None else Plan(tensors[0], plan[3], tensors[1], tensors[2])
-            self.statics.append(Static(**own | {"plan": made}))
+        super().clone_from(other)
+        self.clock, self.rows = other.clock.clone(), other.rows
+        self.statics = [replace(static, plan=static.plan and static.plan.copy()) for static in other.statics]
 
     def reserve(self, lanes: int, units: int = 0, tokens: int = 0) -> None:
         """See UnitIndex."""
@@ -324,11 +321,7 @@ class HybridIndex(BoundIndex):
         alike: dict[tuple[int, int], list[int]] = {}
         for lane, plan in plans.items():
             alike.setdefault((plan.order.shape[1], plan.static), []).append(lane)
-            if plan.done is not None:
-                stream = torch.cuda.current_stream(self.shape.device)
-                stream.wait_event(plan.done)
-                for tensor in plan.tensors():
-                    tensor.record_stream(stream)
+            plan.wait()
         for lanes in alike.values():
             self._place_alike(lanes, [plans[lane] for lane in lanes])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Literal, Self, get_args
 
 import torch
 from torch import Tensor
@@ -124,15 +124,10 @@ class KeptIndex:
         """See Index."""
         return list(self.tables.values())
 
-    def state_dict(self) -> dict[str, Any]:
+    def clone_from(self, other: Self) -> None:
         """See Index."""
-        tables = {name: table.clone() for name, table in self.tables.items()}
-        return {"tables": tables, "tokens": list(self.tokens), "first": self.first, "rows": self.rows}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See Index."""
-        self.tables = {name: table.to(self.shape.device, copy=True) for name, table in state["tables"].items()}
-        self.tokens, self.first, self.rows = list(state["tokens"]), int(state["first"]), int(state["rows"])
+        self.tables = {name: table.clone() for name, table in other.tables.items()}
+        self.tokens, self.first, self.rows = list(other.tokens), other.first, other.rows
 
     # Inside
 

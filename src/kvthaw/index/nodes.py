@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Self, get_args
 
 import torch
 from torch import Tensor
@@ -149,9 +149,9 @@ class NodeIndex(UnitIndex):
         """See Index."""
         return [*super().tensors(), self.wanted, *([] if self.addresses.table is None else [self.addresses.table])]
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def clone_from(self, other: Self) -> None:
         """See Index."""
-        super().load_state_dict(state)
+        super().clone_from(other)
         self._know_anew()
 
     # UnitIndex

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -146,11 +146,7 @@ class PrunedIndex:
         """See Index."""
         return [*self.inner.tensors(), *self.keys.tensors()]
 
-    def state_dict(self) -> dict[str, Any]:
+    def clone_from(self, other: Self) -> None:
         """See Index."""
-        return {"inner": self.inner.state_dict(), "keys": self.keys.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See Index."""
-        self.inner.load_state_dict(state["inner"])
-        self.keys.load_state_dict(state["keys"])
+        self.inner.clone_from(other.inner)
+        self.keys.clone_from(other.keys)

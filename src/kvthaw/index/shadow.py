@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -129,9 +129,9 @@ class ShadowIndex(UnitIndex):
         rotary = self.shape.rotary
         return [*super().tensors(), *([] if rotary is None else [rotary.cos, rotary.sin])]
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def clone_from(self, other: Self) -> None:
         """See Index."""
-        super().load_state_dict(state)
+        super().clone_from(other)
         if self.shape.rotary is not None:
             self.shape.rotary.reserve(self.first + self.factors.shape[2], self.shape.device)
 

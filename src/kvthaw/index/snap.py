@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 import torch
 import torch.nn.functional as F
@@ -113,11 +113,7 @@ class FreshSnapIndex(SnapIndex):
         """See Index."""
         return [*super().tensors(), self.cursor]
 
-    def state_dict(self) -> dict[str, Any]:
+    def clone_from(self, other: Self) -> None:
         """See Index."""
-        return super().state_dict() | {"cursor": self.cursor.clone(), "since": list(self.since)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See Index."""
-        super().load_state_dict(state)
-        self.cursor, self.since = state["cursor"].to(self.shape.device, copy=True), list(state["since"])
+        super().clone_from(other)
+        self.cursor, self.since = other.cursor.clone(), list(other.since)

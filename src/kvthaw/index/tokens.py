@@ -4,7 +4,7 @@ in common."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import Tensor
@@ -129,18 +129,11 @@ class TokenIndex:
         """See Index."""
         return [*self.tables.values(), *self.learned.values(), self.known]
 
-    def state_dict(self) -> dict[str, Any]:
+    def clone_from(self, other: Self) -> None:
         """See Index."""
-        parts = {"tables": self.tables, "learned": self.learned}
-        copies: dict[str, Any] = {part: {k: v.clone() for k, v in tables.items()} for part, tables in parts.items()}
-        return copies | {"counts": list(self.counts), "first": self.first}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See Index."""
-        device = self.shape.device
-        self.tables = {name: table.to(device, copy=True) for name, table in state["tables"].items()}
-        self.learned = {name: table.to(device, copy=True) for name, table in state["learned"].items()}
-        self.counts, self.first = list(state["counts"]), int(state["first"])
+        self.tables = {name: table.clone() for name, table in other.tables.items()}
+        self.learned = {name: table.clone() for name, table in other.learned.items()}
+        self.counts, self.first = list(other.counts), other.first
         self.tell()
 
     # Inside

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -54,9 +54,9 @@ class Lane:
         self.tokens, self.units = begin + n, before + -(-n // size)
         return starts[: n // batch]
 
-    def told(self) -> tuple[int, int, int, list[tuple[int, int]]]:
-        """Its fields, of the caller's own."""
-        return self.tokens, self.units, self.kept, list(self.marks)
+    def copy(self) -> Lane:
+        """The same with marks of its own."""
+        return replace(self, marks=list(self.marks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +70,9 @@ class Before:
     marks: int
     parts: tuple[tuple[str, int, Tensor], ...]
 
-    def moved(self, device: torch.device) -> Before:
-        """The same with parts of its own, on a device."""
-        return replace(self, parts=tuple((name, start, part.to(device, copy=True)) for name, start, part in self.parts))
+    def copy(self) -> Before:
+        """The same with parts of its own."""
+        return replace(self, parts=tuple((name, start, part.clone()) for name, start, part in self.parts))
 
 
 class UnitIndex:
@@ -241,31 +241,22 @@ class UnitIndex:
         which = torch.tensor(lanes, device=self.counts.device)
         for name in self._tables():
             setattr(self, name, getattr(self, name).index_select(0, which))
-        self.lanes = [Lane(*self.lanes[lane].told()) for lane in lanes]
-        device = self.shape.device
-        self._before = {i: self._before[lane].moved(device) for i, lane in enumerate(lanes) if lane in self._before}
+        self.lanes = [self.lanes[lane].copy() for lane in lanes]
+        self._before = {i: self._before[lane].copy() for i, lane in enumerate(lanes) if lane in self._before}
 
     def tensors(self) -> list[Tensor]:
         """See Index."""
         return [getattr(self, name) for name in self._tables()]
 
-    def state_dict(self) -> dict[str, Any]:
+    def clone_from(self, other: Self) -> None:
         """See Index."""
         self.join()
-        state: dict[str, Any] = {name: getattr(self, name).clone() for name in self._tables()}
-        before = {}
-        for lane, last in self._before.items():
-            before[lane] = last.tokens, last.units, last.kept, last.marks, last.moved(self.shape.device).parts
-        return state | {"lanes": [lane.told() for lane in self.lanes], "before": before, "first": self.first}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See Index."""
-        self.join()
+        other.join()
         for name in self._tables():
-            setattr(self, name, state[name].to(self.shape.device, copy=True))
-        self.lanes = [Lane(tokens, units, kept, list(marks)) for tokens, units, kept, marks in state["lanes"]]
-        self._before = {lane: Before(*told).moved(self.shape.device) for lane, told in state["before"].items()}
-        self.first = int(state["first"])
+            setattr(self, name, getattr(other, name).clone())
+        self.lanes = [lane.copy() for lane in other.lanes]
+        self._before = {lane: last.copy() for lane, last in other._before.items()}
+        self.first = other.first
 
     # Work beside the current stream, and work of several layers
 

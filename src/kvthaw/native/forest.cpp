@@ -38,12 +38,6 @@ const Tree& Forest::tree(int lane, int head) const {
     return *tree;
 }
 
-void Forest::set_tree(int lane, int head, Tree tree) {
-    grow(lane + 1);
-    std::unique_lock lock(mutex_);
-    trees_[lane].at(head) = std::make_shared<Tree>(std::move(tree));
-}
-
 void Forest::grow(int lanes) {
     std::unique_lock lock(mutex_);
     if (lanes > this->lanes()) trees_.resize(lanes, std::vector<std::shared_ptr<Tree>>(heads_));

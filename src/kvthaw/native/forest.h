@@ -32,7 +32,6 @@ public:
     bool has(int lane) const { return lane < lanes() && trees_[lane][0] != nullptr; }
     Tree& tree(int lane, int head);  // its own, not shared
     const Tree& tree(int lane, int head) const;
-    void set_tree(int lane, int head, Tree tree);
     Tree empty_tree(int head, int first) const { return Tree(settings_, head, first); }
     Rows rows(const int64_t* bases, int head) const { return Rows(bases, extent_, settings_->dim, settings_->dtype, head); }
     // bases: [lanes][extents], where the rows lie now.

@@ -133,7 +133,6 @@ NB_MODULE(_native, m) {
             "truncate",
             [](Forest& self, int lane, int length, uintptr_t bases) { self.truncate(lane, length, at<const int64_t>(bases)); }, kFree)
         .def("reorder", &Forest::reorder, kFree)
-        .def("grow", &Forest::grow)
         .def("pages", [](const Forest& self, int lane, int head) { return self.tree(lane, head).page_total(); })
         .def("save",
              [](const Forest& self, int lane, int head, uintptr_t radius2, uintptr_t norm2, uintptr_t raw, uintptr_t level,
@@ -141,14 +140,5 @@ NB_MODULE(_native, m) {
                  self.tree(lane, head).save(at<double>(radius2), at<double>(norm2), at<float>(raw), at<uint8_t>(level),
                                             at<int32_t>(parent), at<int32_t>(page_node), at<int32_t>(page_count),
                                             at<int32_t>(members));
-             })
-        .def("load", [](Forest& self, int lane, int head, int first, int points, int pages, double radius2, uintptr_t bases,
-                        uintptr_t norm2, uintptr_t raw, uintptr_t level, uintptr_t parent, uintptr_t page_node,
-                        uintptr_t page_count, uintptr_t members) {
-            Tree tree = self.empty_tree(head, first);
-            tree.load(self.rows(at<const int64_t>(bases), head), points, pages, radius2, at<const double>(norm2), at<const float>(raw),
-                      at<const uint8_t>(level), at<const int32_t>(parent), at<const int32_t>(page_node),
-                      at<const int32_t>(page_count), at<const int32_t>(members));
-            self.set_tree(lane, head, std::move(tree));
-        });
+             });
 }

@@ -132,8 +132,6 @@ public:
     int page_total() const { return static_cast<int>(page_of_node_order().size()); }
     void save(double* radius2, double* norm2, float* raw, uint8_t* level, int32_t* parent, int32_t* page_node, int32_t* page_count,
               int32_t* members) const;
-    void load(const Rows& rows, int points, int pages, double radius2, const double* norm2, const float* raw, const uint8_t* level,
-              const int32_t* parent, const int32_t* page_node, const int32_t* page_count, const int32_t* members);
     // Of every node, by point: spread, rows [1 + outliers][dim] of mean and outliers as a query sees them, outliers [outliers].
     void save_digests(float* spread, float* rows, int32_t* outliers) const;
     // What is wrong with the maps between points, nodes and pages, or with a digest; empty if nothing.

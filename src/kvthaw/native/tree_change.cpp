@@ -214,35 +214,6 @@ void Tree::save(double* radius2, double* norm2, float* raw, uint8_t* level, int3
     }
 }
 
-void Tree::load(const Rows& rows, int points, int pages, double radius2, const double* norm2, const float* raw, const uint8_t* level,
-                const int32_t* parent, const int32_t* page_node, const int32_t* page_count, const int32_t* members) {
-    *this = Tree(settings_, head_, first_);
-    resize(points);
-    norm2_.assign(norm2, norm2 + points);
-    raw_.assign(raw, raw + static_cast<size_t>(points) * settings_->indices());
-    level_.assign(level, level + points);
-    parent_.assign(parent, parent + points);
-    lay_levels();
-    radius2_ = radius2;
-    for (int i = 0; i < points; ++i) place_in_space(i);
-    number_nodes();
-    for (int p = 0, last = -1, previous = -1; p < pages; ++p) {
-        const int node = node_of(page_node[p]), page = new_page(node);
-        (node == last ? pages_[previous].next : nodes_[node].page) = page;
-        last = node;
-        previous = page;
-        for (int s = 0; s < page_count[p]; ++s) {
-            const int point = *members++;
-            slots(page)[s] = point;
-            line(page)[s] = projection(point);
-            page_[point] = page;
-        }
-        pages_[page].count = page_count[p];
-        nodes_[node].members += page_count[p];
-    }
-    for (int level = 2; level <= kMaxLevel; ++level) summarise(rows, levels_[level].data(), static_cast<int>(levels_[level].size()));
-}
-
 std::string Tree::check(const Rows& rows) const {
     std::vector<int> found(size(), 0);
     size_t chained = 0;
