@@ -11,7 +11,7 @@ from benchmarks.filled import FilledBench, FilledChecks
 from benchmarks.replayed import Record
 from kvthaw import ConfigError
 from kvthaw.bench import shapes
-from kvthaw.cache.dense import WATCHED
+from kvthaw.cache.layer_base import WATCHED
 from timed import measured, settings
 
 pytestmark = pytest.mark.model

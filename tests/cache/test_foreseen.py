@@ -292,7 +292,9 @@ def test_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert layer.foreseen is not None
     assert not layer.foreseen.searches[0].done()
     assert not done.query()
-    layer._choose(cache.kv.sequences.begin(1, dense=False), queries[:, :, 0], 0)
+    one = cache.kv.sequences.begin(1, dense=False)
+    cache.kv.sequences.place(one, 0, ids.device)
+    layer._choose(one, queries[:, :, 0], 0)
     assert done.query()
     monkeypatch.setattr(OffloadedLayer, "undisturbed", lambda layer, tokens: 0)
     assert torch.equal(generate(), found)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -196,10 +196,8 @@ class Group:
             else:
                 if retaken:
                     self.forget_slots()
-                try:
+                with self._naming_errors():
                     selection = self._now(query) if search is None else search.result()
-                except ValueError as error:
-                    raise CacheError(f"layer {self.shape.layer}: {error}") from error
                 self._check(selection, query)
                 self.residency.grow(length)
                 self._make_way(query.shape[0])
@@ -208,6 +206,14 @@ class Group:
             self._asked = length, query, choice
         self.choices.append(choice)
         return choice
+
+    @contextmanager
+    def _naming_errors(self) -> Iterator[None]:
+        """Turn an index's ValueError, such as one about a query that is not finite, into a CacheError."""
+        try:
+            yield
+        except ValueError as error:
+            raise CacheError(f"layer {self.shape.layer}: {error}") from error
 
     def _check(self, selection: Selection, query: Tensor) -> None:
         """Check what the index selected: always where it is not kvthaw's own, else at first; not while a step is captured."""
@@ -229,7 +235,8 @@ class Group:
 
         def choose() -> None:
             self.settle()
-            selection = self.index.select(desk.query, self.rows)
+            with self._naming_errors():
+                selection = self.index.select(desk.query, self.rows)
             if selection.log_weight is not None or selection.partial is not None:
                 raise CacheError(
                     f"{self.method.name} weighs or estimates on the host; its steps cannot be captured: capture=False"
