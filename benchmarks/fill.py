@@ -33,11 +33,14 @@ class Tokens(DenseLayer):
         sequences = Sequences()
         sequences.adopt([rows.shape[2]])
         super().__init__(number, sequences)
-        self.rows, self.watched, self.scale = rows, {0: queries[0]}, scale
+        self.watched, self.scale = {0: queries[0]}, scale
+        self._data = rows
 
-    def read(self, seq: int, start: int, stop: int) -> Tensor:
-        """See LayerKV."""
-        return self.rows[seq, :, start:stop]
+    @property
+    def rows(self) -> Tensor:
+        """[1, H, T, 2, D]."""
+        assert self._data is not None
+        return self._data
 
 
 def drawn(model: PreTrainedModel, layer: int, length: int, seed: int) -> Tokens:
