@@ -31,9 +31,9 @@ class Asked:
         self.queries: dict[int, list[Tensor]] = {}
         choose = Group.choose
 
-        def spy(group: Group, query: Tensor, *others: Any) -> Any:
+        def spy(group: Group, query: Tensor, *others: Any, **named: Any) -> Any:
             self.queries.setdefault(group.shape.layer, []).append(query.clone())
-            return choose(group, query, *others)
+            return choose(group, query, *others, **named)
 
         patch.setattr(Group, "choose", spy)
 
