@@ -18,7 +18,7 @@ from kvthaw.cache.pipeline import Pipeline
 from kvthaw.cache.recording import Recording
 from kvthaw.cache.residency import Residency
 from kvthaw.cache.selection_check import check_selection
-from kvthaw.errors import CacheError
+from kvthaw.errors import CacheError, KvthawError
 from kvthaw.types import Index, LayerShape, Method, Rebuilds, Reversible, Selection, WorksBeside
 
 _CHECKED = 3
@@ -212,6 +212,8 @@ class Group:
         """Turn an index's ValueError, such as one about a query that is not finite, into a CacheError."""
         try:
             yield
+        except KvthawError:
+            raise
         except ValueError as error:
             raise CacheError(f"layer {self.shape.layer}: {error}") from error
 
