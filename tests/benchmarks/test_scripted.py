@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.scripted import scripted
 from kvthaw import Cache
-from kvthaw.errors import CacheError, ConfigError
+from kvthaw.errors import ConfigError
 from kvthaw.methods import resolve
 
 
@@ -79,7 +79,7 @@ def test_a_region_too_short_is_refused(llama: PreTrainedModel) -> None:
     ids = torch.ones((1, 40), dtype=torch.int64)
     with torch.no_grad():
         llama(ids, past_key_values=cache)
-        with pytest.raises(CacheError, match=r"hits is 0\.5; that needs"):
+        with pytest.raises(ConfigError, match=r"hits is 0\.5; that needs"):
             llama(ids[:, :1], past_key_values=cache)
     with pytest.raises(ConfigError, match="full retrieves nothing"):
         scripted(resolve("full"), 0.5)

@@ -38,9 +38,9 @@ def test_jobs_run_in_order_on_one_thread(count: int) -> None:
 
 
 def test_no_thread_before_the_first_job() -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     Pipeline()
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before  # others may end meanwhile
 
 
 def test_errors_come_to_whoever_waits() -> None:
