@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,6 +17,8 @@ from hypothesis import HealthCheck, settings
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+import bytemodel
+from kvthaw.evaluate.model import load
 from zoo import build
 
 settings.register_profile("kvthaw", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -87,3 +91,15 @@ def device() -> torch.device:
 def llama() -> PreTrainedModel:
     """A tiny Llama of 3 layers, 4 query and 2 KV heads, with sharp random weights; of the test's own."""
     return build("llama")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved model of a few bytes' vocabulary, with its tokenizer."""
+    return bytemodel.save(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def loaded(folder: Path) -> tuple[Any, Any]:
+    """That model and its tokenizer, of the test's own."""
+    return load(str(folder))

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-import bytemodel
 from benchmarks.passages import needle_passage, text_passage
 from benchmarks.recall import Study, Summary, Watcher
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.job import Progress
-from kvthaw.evaluate.model import load, load_shipped
+from kvthaw.evaluate.model import load_shipped
 from kvthaw.evaluate.results import ResultsFile
 from kvthaw.evaluate.tasks.base import read_asset
 from kvthaw.evaluate.variant import Variant
@@ -22,16 +21,6 @@ from kvthaw.methods import METHODS, resolve
 
 PARIS = Variant("pariskv:window=16:buffer=16", retrieved=10)
 QUEST = Variant("quest", 64)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return bytemodel.save(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def loaded(folder: Path) -> tuple[Any, Any]:
-    return load(str(folder))
 
 
 def watcher(loaded: tuple[Any, Any], known: ResultsFile | None = None) -> Watcher:

@@ -12,11 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import bytemodel
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate import perplexity
 from kvthaw.evaluate.job import Progress
-from kvthaw.evaluate.model import load
 from kvthaw.evaluate.perplexity import Course, Reader, summarize
 from kvthaw.evaluate.results import Record, ResultsFile
 from kvthaw.evaluate.tasks.base import read_asset
@@ -24,16 +22,6 @@ from kvthaw.evaluate.variant import FULL, Variant
 
 WIDE, NARROW = Variant("oracle", 1000), Variant("streaming", 64)
 COURSE = Course((150, 400), steps=12)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return bytemodel.save(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def loaded(folder: Path) -> tuple[Any, Any]:
-    return load(str(folder))
 
 
 def count_forwards(model: Any) -> list[tuple[int, int]]:

@@ -13,7 +13,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import bytemodel
 import kvthaw
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.engine.decode_loop import forward, generate
@@ -33,16 +32,6 @@ from kvthaw.index.units import UnitIndex
 from kvthaw.methods import METHODS
 
 ORACLE, STREAMING = Variant("oracle", 64), Variant("streaming", 64)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return bytemodel.save(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def loaded(folder: Path) -> tuple[Any, Any]:
-    return load(str(folder))
 
 
 def runner(loaded: tuple[Any, Any], results: ResultsFile | None = None) -> Runner:
