@@ -46,17 +46,17 @@ def make(
     ragged: bool = False,
     paper: bool = False,
 ) -> CodesIndex:
-    """An index of random keys; ragged: of lanes that differ in length; paper: with its tiers of votes and keys as they are."""
+    """An index of random keys; ragged: of sequences that differ in length; paper: with its tiers of votes and keys as they are."""
     device = torch.device("cuda")
     store = HostStore(batch, HEADS, dim, torch.bfloat16)
     sizes = (0, HEADS * group, HEADS, dim, torch.bfloat16, device)
     shape = LayerShape(*sizes, store, Regions(SINK, WINDOW, BUFFER), dim**-0.5)
     index = CodesIndex(shape, policy=policy, graded=not paper, centre=not paper)
     index._reserve(batch, tokens)
-    for lane in range(batch):
-        n = tokens - lane * 777 if ragged else tokens
+    for seq in range(batch):
+        n = tokens - seq * 777 if ragged else tokens
         keys = torch.randn(HEADS, n, dim, device=device, dtype=torch.bfloat16)
-        index.build(lane, SINK, keys, keys, keys[:, :0])
+        index.build(seq, SINK, keys, keys, keys[:, :0])
     return index
 
 
@@ -65,7 +65,7 @@ def queries(batch: int, group: int = GROUP, dim: int = DIM) -> Tensor:
 
 
 def check(policy: Policy, tokens: int = 40_000, *, group: int = GROUP, dim: int = DIM) -> dict[str, Any]:
-    """Every kernel against its definition, on two lanes of different lengths; figures of how far they differ."""
+    """Every kernel against its definition, on two sequences of different lengths; figures of how far they differ."""
     index, query, scale = (
         make(2, tokens, policy, group=group, dim=dim, ragged=True, paper=True),
         queries(2, group, dim),
@@ -86,10 +86,10 @@ def check(policy: Policy, tokens: int = 40_000, *, group: int = GROUP, dim: int 
     }
     for name, share in differ.items():
         demand(float(share) < 1e-3, f"encode: {float(share):.5f} of the {name} differ")
-    for lane, n in enumerate(index._counts):
-        flat = now.ids[lane, :, :, :n].long()
-        counted = torch.zeros_like(now.sizes[lane]).scatter_add_(2, flat, torch.ones_like(flat, dtype=torch.int32))
-        demand(torch.equal(counted, now.sizes[lane]), "count: cluster sizes differ")
+    for seq, n in enumerate(index._counts):
+        flat = now.ids[seq, :, :, :n].long()
+        counted = torch.zeros_like(now.sizes[seq]).scatter_add_(2, flat, torch.ones_like(flat, dtype=torch.int32))
+        demand(torch.equal(counted, now.sizes[seq]), "count: cluster sizes differ")
     totals = torch.full((2, HEADS, collision.BINS), 99, dtype=torch.int32, device="cuda")
     rotated, table = tiering.launch(
         query, index._rotation, now.sizes, data["limits"], totals, mean=mean, combine=index._combine
@@ -102,8 +102,8 @@ def check(policy: Policy, tokens: int = 40_000, *, group: int = GROUP, dim: int 
     demand(torch.equal(table, tiering.pack(votes, index._combine)), "tiers: votes differ")
     scores = collision.definition(table, now.ids, index._combine, index._shift)
     got = collision.launch(table, now.ids, lengths, totals.zero_(), index._combine, index._shift)
-    for lane, n in enumerate(index._counts):
-        demand(torch.equal(got.scores[lane, :, :n].int(), scores[lane, :, :n]), "collide: scores differ")
+    for seq, n in enumerate(index._counts):
+        demand(torch.equal(got.scores[seq, :, :n].int(), scores[seq, :, :n]), "collide: scores differ")
     demand(_counted(got, index._counts), "collide: counts differ")
     again, planes = rounding.launch(query, index._rotation, HEADS, totals.clone(), mean=mean, combine=index._combine)
     demand(float((again.rounded() - rounded.rounded()).norm() / want.norm()) < 1e-3, "planes: queries in bytes differ")
@@ -113,8 +113,8 @@ def check(policy: Policy, tokens: int = 40_000, *, group: int = GROUP, dim: int 
     demand(off < 0.01, f"planes: {off:.4f} of the coordinates differ")  # just about half of a step
     by_signs = signing.launch(planes, now.ids, lengths, torch.zeros_like(totals))
     votes = signing.definition(planes, now.ids)
-    for lane, n in enumerate(index._counts):
-        demand(torch.equal(by_signs.scores[lane, :, :n].int(), votes[lane, :, :n]), "signs: scores differ")
+    for seq, n in enumerate(index._counts):
+        demand(torch.equal(by_signs.scores[seq, :, :n].int(), votes[seq, :, :n]), "signs: scores differ")
     demand(_counted(by_signs, index._counts), "signs: counts differ")
     width = -(-found.most(now.capacity, K) // reranking.TILE) * reranking.TILE
     chosen = bucket.launch(got, lengths, wanted, width)
@@ -141,18 +141,18 @@ def check(policy: Policy, tokens: int = 40_000, *, group: int = GROUP, dim: int 
 
 
 def _counted(found: collision.Scores, lengths: Sequence[int]) -> bool:
-    """Whether each lane's scores are counted as they are, in all and in each chunk."""
+    """Whether each sequence's scores are counted as they are, in all and in each chunk."""
     assert found.counts is not None
     assert found.totals is not None
-    for lane, n in enumerate(lengths):
-        score, bins = found.scores[lane, :, :n].long(), collision.BINS
+    for seq, n in enumerate(lengths):
+        score, bins = found.scores[seq, :, :n].long(), collision.BINS
         score += torch.arange(n, device=score.device) // collision.CHUNK * bins
         chunks = -(-n // collision.CHUNK)
         each = torch.zeros((HEADS, chunks * bins), dtype=torch.int64, device=score.device)
         each.scatter_add_(1, score, torch.ones_like(score))
         at_least = each.unflatten(1, (chunks, bins)).flip(2).cumsum(dim=2).flip(2).int()
-        if not torch.equal(found.counts[lane, :, :, :chunks].transpose(1, 2), at_least):
+        if not torch.equal(found.counts[seq, :, :, :chunks].transpose(1, 2), at_least):
             return False
-        if not torch.equal(found.totals[lane], at_least.sum(dim=1, dtype=torch.int32)):
+        if not torch.equal(found.totals[seq], at_least.sum(dim=1, dtype=torch.int32)):
             return False
     return True

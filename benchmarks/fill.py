@@ -61,7 +61,7 @@ def fill(
     """Put tokens into an empty cache, of kvthaw or of transformers, and make `batch` rows of them.
 
     tokens: of a layer, by number. shared: layers hold the host rows of the first that is frozen, so tokens must give all of
-    them the same. coming: tokens for which host memory is taken now: page-locking it takes milliseconds an extent, which a process
+    them the same. coming: tokens for which host memory is taken now: page-locking it takes milliseconds a block, which a process
     that ran before has behind it. Returns when all is offloaded and indexed."""
     if isinstance(cache, Cache):
         _fill(cache.kv, (tokens(layer.number) for layer in cache.kv.layers), batch, shared, coming)
@@ -71,7 +71,7 @@ def fill(
             layer.update(of.rows[:, :, :, 0].repeat(batch, 1, 1, 1), of.rows[:, :, :, 1].repeat(batch, 1, 1, 1))
             if getattr(cache, "offloading", False):
                 layer.offload()
-    if isinstance(cache, Cache) and cache.settings.method.foresees:
+    if isinstance(cache, Cache) and cache.settings.method.prefetches:
         cache.introduce()
     if getattr(cache, "offloading", False):
         cache.layers[0].prefetch()  # as the last layer of a forward does

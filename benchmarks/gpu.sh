@@ -26,7 +26,7 @@ for part in "$@"; do
     check) tests -x tests/engine/test_decode.py tests/kernels ;;
     checkall) tests tests/engine/test_decode.py tests/cache tests/index tests/kernels -n 8 ;;
     prefill-check) tests tests/cache/test_past.py tests/engine/test_prefill.py tests/kernels/test_merge.py tests/kernels/test_dense.py ;;
-    foresee-check) tests tests/cache/test_foreseen.py ;;
+    prefetch-check) tests tests/cache/test_prefetchn.py ;;
     kernels) for one in kernels_decode kernels_pariskv kernels_pages; do kernels $one; done ;;
     pages) for one in kernels_pages kernels_transfer; do kernels $one; done
       measure 200 indexing ;;

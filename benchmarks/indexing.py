@@ -69,7 +69,7 @@ def measure(
         times.append(seconds)
     indexes = []
     for layer in cache.frozen_layers:
-        index = None if layer.group is None else layer.group.index
+        index = None if layer.retriever is None else layer.retriever.index
         if not isinstance(index, UnitIndex):
             raise ConfigError(f"method is {method!r}; this benchmark is for pages and clusters on the device")
         indexes.append(index)
@@ -116,8 +116,8 @@ def _build(index: UnitIndex, keys: Tensor, values: Tensor, watched: Tensor) -> N
 
 
 def _tables(index: UnitIndex) -> dict[str, Tensor]:
-    """What select() reads of the one lane, as far as it is filled."""
-    host = index.lanes[0]
+    """What select() reads of the one sequence, as far as it is filled."""
+    host = index.seqs[0]
     found = {"digests": index.digests[0, :, : host.units], "stops": index.stops[0, :, : host.units + 1]}
     return found if index.order is None else found | {"order": index.order[0, :, : host.tokens]}
 
@@ -126,7 +126,7 @@ def _refresh(index: HybridIndex) -> float:
     """Seconds for the work of a refresh of a layer, the second of two times: keys from the host, static set, pages."""
     took = 0.0
     for _ in range(2):
-        took = _timed(index.digests, lambda: index.plan([0], index.read([0], index.lanes[0].tokens), *index.windows([0])))
+        took = _timed(index.digests, lambda: index.plan([0], index.read([0], index.seqs[0].tokens), *index.windows([0])))
     return took
 
 

@@ -243,9 +243,9 @@ def selections(count: int, rows: int, kept: float) -> list[Tensor]:
     return made
 
 
-def gather(count: int, tokens: int, extent: int = 1024, *, batch: int = 1) -> dict[str, Any]:
-    """uva_gather of `count` scattered rows a lane and head out of pinned memory, which the lanes share."""
-    store = torch.empty((tokens // extent, HEADS, extent, 2, DIM), dtype=torch.bfloat16, pin_memory=True)
+def gather(count: int, tokens: int, block_size: int = 1024, *, batch: int = 1) -> dict[str, Any]:
+    """uva_gather of `count` scattered rows a sequence and head out of pinned memory, which the sequences share."""
+    store = torch.empty((tokens // block_size, HEADS, block_size, 2, DIM), dtype=torch.bfloat16, pin_memory=True)
     for part in store:
         part.copy_(torch.randn(part.shape, device="cuda", dtype=torch.bfloat16))
     table = torch.tensor([[part.data_ptr() for part in store]] * batch, device="cuda")
@@ -255,14 +255,14 @@ def gather(count: int, tokens: int, extent: int = 1024, *, batch: int = 1) -> di
         return torch.rand(batch, HEADS, below, device="cuda").argsort(dim=2)[:, :, :count].int()
 
     slots, chosen = drawn(count), [drawn(tokens) for _ in range(_CALLS)]
-    uva_gather(table, extent, slab, chosen[0], slots, 0)
+    uva_gather(table, block_size, slab, chosen[0], slots, 0)
     row, head = chosen[0].cpu().long(), torch.arange(HEADS)[None, :, None]
-    want = store[row // extent, head, row % extent].cuda()
+    want = store[row // block_size, head, row % block_size].cuda()
     if not torch.equal(slab.gather(2, slots.long()[..., None, None].expand(-1, -1, -1, 2, DIM)), want):
         raise CacheError("uva_gather brought other rows than it was asked for")
 
     def bring(fetch: Tensor) -> Callable[[], object]:
-        return lambda: uva_gather(table, extent, slab, fetch, slots, 0)
+        return lambda: uva_gather(table, block_size, slab, fetch, slots, 0)
 
     seconds = replay_time([bring(fetch) for fetch in chosen])
     moved = batch * HEADS * count * 2 * DIM * 2

@@ -36,21 +36,21 @@ _COLD = 256 << 20  # bytes to pass over before digests may be read again: four t
 _PIECE = 8192
 
 
-def made(tokens: int, lanes: int, device: torch.device, config: NodeConfig) -> NodeIndex:
-    """An index over lanes of random keys, each shorter than the one before, with 16 tokens behind each prompt."""
-    store = HostStore(lanes, HEADS, DIM, torch.bfloat16, pinned=device.type == "cuda")
+def made(tokens: int, seqs: int, device: torch.device, config: NodeConfig) -> NodeIndex:
+    """An index over sequences of random keys, each shorter than the one before, with 16 tokens behind each prompt."""
+    store = HostStore(seqs, HEADS, DIM, torch.bfloat16, pinned=device.type == "cuda")
     sizes = (0, HEADS * GROUP, HEADS, DIM, torch.bfloat16, device)
     index = NodeIndex(LayerShape(*sizes, store, Regions(SINK, 32, 16), SCALE, rows=ROWS), config)
-    index.make_room(lanes, tokens)
-    for lane in range(lanes):
-        length = tokens - lane * (tokens // 18)
+    index.make_room(seqs, tokens)
+    for seq in range(seqs):
+        length = tokens - seq * (tokens // 18)
         keys = random_keys(length, device)
         for at in range(0, length, _PIECE):
             piece = keys[:, at : at + _PIECE]
-            store.append(lane, torch.stack((piece, piece), dim=2))
+            store.append(seq, torch.stack((piece, piece), dim=2))
         prompt = keys[:, SINK : length - 16]
-        index.build(lane, SINK, prompt, prompt, torch.empty(0, device=device))
-        index.append([lane], keys[None, :, length - 16 :], keys[None, :, length - 16 :], None)
+        index.build(seq, SINK, prompt, prompt, torch.empty(0, device=device))
+        index.append([seq], keys[None, :, length - 16 :], keys[None, :, length - 16 :], None)
     index.join()
     return index
 
@@ -62,8 +62,8 @@ def random_keys(tokens: int, device: torch.device) -> Tensor:
     return (centres.gather(1, which) + torch.randn(HEADS, tokens, DIM, device=device)).bfloat16()
 
 
-def queries(count: int, lanes: int, device: torch.device) -> list[Tensor]:
-    return [torch.randn(lanes, HEADS * GROUP, DIM, device=device).bfloat16() for _ in range(count)]
+def queries(count: int, seqs: int, device: torch.device) -> list[Tensor]:
+    return [torch.randn(seqs, HEADS * GROUP, DIM, device=device).bfloat16() for _ in range(count)]
 
 
 def check(device: torch.device, tokens: int = 20_000) -> list[dict[str, Any]]:
@@ -86,8 +86,8 @@ def check(device: torch.device, tokens: int = 20_000) -> list[dict[str, Any]]:
         demand(nodes <= 64, f"the field of view: {nodes} rows of a head differ from the definition's")
         run = run_length(index.width, ROWS) or TILE
         table = index.addresses.follow(index.shape.store, device) if device.type == "cuda" else index.shape.store.table()
-        true = launch(query, table, index.shape.store.extent, rows, index.wanted, scale=SCALE, run=run)
-        here = definition(query, table, index.shape.store.extent, rows)
+        true = launch(query, table, index.shape.store.block_size, rows, index.wanted, scale=SCALE, run=run)
+        here = definition(query, table, index.shape.store.block_size, rows)
         error_true = agree(true.scores[here > -torch.inf], here[here > -torch.inf], "true scores", 1e-3)
         best, counts = topk(true, rows, index.wanted, ROWS, 0, SCALE, policy)
         plain = type(true)(here)
@@ -118,21 +118,21 @@ def check_build(device: torch.device, tokens: int) -> dict[str, Any]:
 
 
 def other(rows: Tensor, wanted: Tensor) -> int:
-    """The most rows of a lane and head that are not among those wanted."""
+    """The most rows of a sequence and head that are not among those wanted."""
     pairs = zip(rows.flatten(0, 1), wanted.flatten(0, 1), strict=True)
     return max(int((~torch.isin(a, b)).sum()) for a, b in pairs)
 
 
-def select_time(tokens: int, field: int, lanes: int = 1) -> dict[str, Any]:
+def select_time(tokens: int, field: int, seqs: int = 1) -> dict[str, Any]:
     """A layer's select on digests that are not in the L2 cache, with queries of their own; its parts; building and appending."""
     device = torch.device("cuda")
-    index = made(tokens, lanes, device, NodeConfig(field=field))
+    index = made(tokens, seqs, device, NodeConfig(field=field))
     count = max(1, math.ceil(_COLD / index.digests.nbytes))
     copies = [index]
     for _ in range(count - 1):
         copies.append(copy.copy(index))
         copies[-1].digests = index.digests.clone()
-    asked = queries(max(32, count), lanes, device)
+    asked = queries(max(32, count), seqs, device)
     pairs = [(copies[i % count], query) for i, query in enumerate(asked)]
     store, order = index.shape.store, index.order
     assert order is not None
@@ -145,7 +145,7 @@ def select_time(tokens: int, field: int, lanes: int = 1) -> dict[str, Any]:
     kept = [scored(*pair) for pair in pairs]
     fields = [launch_choice(*found, index.stops, order, index.counts, **how)[0] for found in kept]
     trues = [
-        launch(q, table, store.extent, rows, index.wanted, scale=SCALE, run=run)
+        launch(q, table, store.block_size, rows, index.wanted, scale=SCALE, run=run)
         for (_, q), rows in zip(pairs, fields, strict=True)
     ]
     chosen = list(zip(trues, fields, strict=True))
@@ -158,7 +158,7 @@ def select_time(tokens: int, field: int, lanes: int = 1) -> dict[str, Any]:
         "choice_us": us([partial(launch_choice, *found, index.stops, order, index.counts, **how) for found in kept]),
         "read_us": us(
             [
-                partial(launch, q, table, store.extent, rows, index.wanted, scale=SCALE, run=run)
+                partial(launch, q, table, store.block_size, rows, index.wanted, scale=SCALE, run=run)
                 for (_, q), rows in zip(pairs, fields, strict=True)
             ]
         ),
@@ -166,7 +166,7 @@ def select_time(tokens: int, field: int, lanes: int = 1) -> dict[str, Any]:
     }
     whole = us([partial(one.select, query, ROWS) for one, query in pairs])
     read = int(index.wanted.sum()) * HEADS * DIM * 2
-    line = {"op": "select", "tokens": tokens, "batch": lanes, "field": index.width, "rows": ROWS, "nodes": index.lanes[0].units}
+    line = {"op": "select", "tokens": tokens, "batch": seqs, "field": index.width, "rows": ROWS, "nodes": index.seqs[0].units}
     line |= {"us": whole, **parts, "bus_bytes": read, "bus_gbps": round(read / parts["read_us"] / 1e3, 1)}
     keys = random_keys(tokens - SINK, device)
 

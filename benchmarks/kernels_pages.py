@@ -33,7 +33,7 @@ _METHODS = {"clusterkv": 32, "clusterkv:preset=paper": 80, "prkv": 32, "arkvale"
 
 @dataclass(slots=True)
 class Tables:
-    """A method's tables for lanes of so many tokens, filled at random."""
+    """A method's tables for sequences of so many tokens, filled at random."""
 
     digests: Tensor
     stops: Tensor
@@ -48,7 +48,7 @@ class Tables:
 
 
 def tables(method: str, tokens: int, batch: int, device: torch.device, *, ragged: bool = False) -> Tables:
-    """ragged: lanes of different lengths, whose tables hold NaN and nonsense behind their ends."""
+    """ragged: sequences of different lengths, whose tables hold NaN and nonsense behind their ends."""
     size, static, clusters = _METHODS[method], ROWS // 4 if method == "prkv" else 0, method.startswith("clusterkv")
     units = (tokens - static) // size
     width = DIM if clusters else 2 * DIM
@@ -65,11 +65,11 @@ def tables(method: str, tokens: int, batch: int, device: torch.device, *, ragged
     counts = torch.full((batch,), units, dtype=torch.int32, device=device)
     made = Tables(digests.bfloat16(), ends.int().contiguous(), order, counts)
     if ragged:
-        for lane in range(batch):
-            n = units - lane * (units // (batch + 1)) - 3
-            counts[lane] = n
-            made.digests[lane, :, n:] = torch.nan
-            made.stops[lane, :, n + 1 :] = -7
+        for seq in range(batch):
+            n = units - seq * (units // (batch + 1)) - 3
+            counts[seq] = n
+            made.digests[seq, :, n:] = torch.nan
+            made.stops[seq, :, n + 1 :] = -7
     return made
 
 

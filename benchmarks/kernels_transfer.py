@@ -33,7 +33,7 @@ Order = Literal["prkv", "scattered"]
 
 @dataclass(slots=True)
 class Stage:
-    """A lane's rows in three layouts, and a slab for the pages that are wanted: page i of head h goes to slots i PAGE on."""
+    """A sequence's rows in three layouts, and a slab for the pages that are wanted: page i of head h goes to slots i PAGE on."""
 
     store: HostStore
     order: Tensor
@@ -129,9 +129,9 @@ def bulk(of: Stage, transfer: BulkCopy, want: Wanted) -> None:
 
 def read_by_device(of: Stage, layout: Literal["rows", "pages"], want: Wanted) -> None:
     """kvthaw's UvaGather: a kernel reads rows in token order, or the same rows page by page."""
-    extent = of.store.extent if layout == "rows" else of.paged["HND"].pages * PAGE
+    block_size = of.store.block_size if layout == "rows" else of.paged["HND"].pages * PAGE
     fetch = want.rows_there if layout == "rows" else want.places_there
-    uva_gather(of.addresses[layout], extent, of.slab.data, fetch, want.slots_there, of.slab.pool_start)
+    uva_gather(of.addresses[layout], block_size, of.slab.data, fetch, want.slots_there, of.slab.pool_start)
 
 
 def ways(of: Stage) -> dict[str, Callable[[Wanted], None]]:

@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> None:
     elif part == "prefill":
         prefills(out / "prefill.jsonl", commit, host_bytes)
     elif part == "serving":
-        asked = serving.Serving(shape=SHAPE, length=16384, lanes=4, requests=6, new_tokens=64, budget=1024)
+        asked = serving.Serving(shape=SHAPE, length=16384, max_seqs=4, requests=6, new_tokens=64, budget=1024)
         methods, say = ("full", "pariskv", "clusterkv", "prkv"), lambda record: print(record.to_json(), flush=True)
         serving.run(asked, methods, ResultsFile(out / "serving.jsonl"), commit=commit, say=say)
     elif part == "indexing":

@@ -1,4 +1,4 @@
-"""The physical page layout: a lane's rows rewritten in the order of an index's units (PRKV, section 4.2 and appendix H).
+"""The physical page layout: a sequence's rows rewritten in the order of an index's units (PRKV, section 4.2 and appendix H).
 
 A variant for `benchmarks.kernels_transfer`, for buses and copies to which order matters. The library
 itself leaves rows in token order: a kernel on the device reads them wherever they lie.
@@ -21,7 +21,7 @@ Layout = Literal["HND", "NHD"]
 
 
 class PagedStore:
-    """Rows of one lane by place: place i of head h holds the row of token order[h, i] of the last rewriting.
+    """Rows of one sequence by place: place i of head h holds the row of token order[h, i] of the last rewriting.
 
     data: HND [H, P, page, 2, D], so that a head's page is one piece of 2 page D elements; NHD [P, page, 2, H, D], in pieces of D.
     Pinned where the store that it is made from is. Rewriting makes new data beside the old, which stays until place() puts the
@@ -41,11 +41,11 @@ class PagedStore:
         """P; places behind the last token repeat it."""
         return self.data.shape[1 if self.layout == "HND" else 0]
 
-    def rewrite(self, store: HostStore, lane: int, order: Tensor) -> None:
-        """Start to gather a lane's rows in a new order, [H, T] int32 positions on the CPU, on a thread of this store's own; the
+    def rewrite(self, store: HostStore, seq: int, order: Tensor) -> None:
+        """Start to gather a sequence's rows in a new order, [H, T] int32 positions on the CPU, on a thread of this store's own; the
         rows must be in the store, and stay there. place() ends it."""
         self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="kvthaw-pages")
-        self._coming = self._thread.submit(self._gather, store, lane, order)
+        self._coming = self._thread.submit(self._gather, store, seq, order)
 
     def rewriting(self) -> bool:
         """Whether rewriting is under way."""
@@ -63,13 +63,13 @@ class PagedStore:
             return self.data[heads, places // page, places % page]
         return self.data[places // page, places % page, :, heads]
 
-    def _gather(self, store: HostStore, lane: int, order: Tensor) -> Tensor:
+    def _gather(self, store: HostStore, seq: int, order: Tensor) -> Tensor:
         heads, tokens = order.shape
         pages = -(-tokens // self.page)
         padded = torch.cat((order, order[:, -1:].expand(-1, pages * self.page - tokens)), dim=1).contiguous()
         shape = (heads, pages, self.page, 2, store.head_dim)
         new = torch.empty(shape, dtype=store.dtype, pin_memory=store.pinned)
-        gather_rows(store.table()[lane : lane + 1], store.extent, padded[None], new.view(-1, 2, store.head_dim))
+        gather_rows(store.table()[seq : seq + 1], store.block_size, padded[None], new.view(-1, 2, store.head_dim))
         if self.layout == "HND":
             return new
         return torch.empty((pages, self.page, 2, heads, store.head_dim), dtype=store.dtype, pin_memory=store.pinned).copy_(

@@ -92,7 +92,7 @@ class _Place:
 
 
 class ReplayedIndex(Around):
-    """An index that is asked with the queries of a record; a lane's are some steps ahead of those of the lane before."""
+    """An index that is asked with the queries of a record; a sequence's are some steps ahead of those of the sequence before."""
 
     def __init__(self, record: Record, place: _Place, make: Any, shape: LayerShape) -> None:
         super().__init__(make, shape)
@@ -107,6 +107,6 @@ class ReplayedIndex(Around):
                 self.place.step, self.place.first = torch.zeros(1, dtype=torch.int64, device=query.device), self.shape.layer
         if self.place.first == self.shape.layer:
             self.place.step.add_(1)
-        lanes = torch.arange(query.shape[0], device=query.device)
-        at = (self.place.step.to(query.device) + 17 * lanes) % WATCHED
+        seqs = torch.arange(query.shape[0], device=query.device)
+        at = (self.place.step.to(query.device) + 17 * seqs) % WATCHED
         return self.index.select(self.queries.index_select(0, at), budget)

@@ -51,10 +51,10 @@ class Around:
         """See Reversible."""
         return isinstance(self.index, Reversible) and self.index.reversible
 
-    def undo(self, lane: int, length: int) -> None:
+    def undo(self, seq: int, length: int) -> None:
         """See Reversible."""
         assert isinstance(self.index, Reversible)
-        self.index.undo(lane, length)
+        self.index.undo(seq, length)
 
 
 class ScriptedIndex(Around):

@@ -87,7 +87,7 @@ def _layers(base: Cache, method: str, k: int) -> dict[str, float]:
     cache.wait()
     found: dict[str, float] = {}
     for layer in cache.frozen_layers:
-        index = None if layer.group is None else layer.group.index
+        index = None if layer.retriever is None else layer.retriever.index
         share = index.statics[0].share if isinstance(index, HybridIndex) and index.statics else None
         if share is None:
             raise ConfigError(f"{method} leaves nothing to retrieve of {layer.sequences.padded_length} tokens")

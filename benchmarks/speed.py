@@ -244,8 +244,8 @@ def served(lines: list[Record]) -> Iterable[str]:
         one, most = lines[0], max(line["captures"] for line in lines)
         each = "; ".join(f"{line['method']} {line['step_ms_p50']:.1f} ({line['step_ms_p95']:.1f})" for line in lines)
         yield (
-            f"A batch of {one['lanes']} lanes that prompts of {plot.short(one['length'] // 2)} to {plot.short(one['length'])} "
-            f"keep joining and leaving, captured {'once' if most == 1 else f'{most} times'}, "
+            f"A batch of {one['max_seqs']} sequences that prompts of {plot.short(one['length'] // 2)} to "
+            f"{plot.short(one['length'])} keep joining and leaving, captured {'once' if most == 1 else f'{most} times'}, "
             f"{lines[-1]['budget']} tokens: "
             f"median (95th percentile) milliseconds a step {each} "
             f"([serving.jsonl](benchmarks/results/serving.jsonl), {', '.join(dict.fromkeys(line['commit'] for line in lines))})."

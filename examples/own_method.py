@@ -19,34 +19,34 @@ class LargestKeys:
 
     def __init__(self, shape: LayerShape) -> None:
         self.heads = shape.kv_heads
-        self.norms: dict[int, Tensor] = {}  # lane -> [H, T], from position `first` on
+        self.norms: dict[int, Tensor] = {}  # sequence -> [H, T], from position `first` on
         self.first = shape.regions.sink
 
-    def make_room(self, lanes: int, tokens: int) -> None:
+    def make_room(self, seqs: int, tokens: int) -> None:
         """Nothing to allocate ahead: this index is not graph-safe."""
 
-    def build(self, lane: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
-        self.first, self.norms[lane] = first, keys.float().norm(dim=-1)
+    def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
+        self.first, self.norms[seq] = first, keys.float().norm(dim=-1)
 
-    def append(self, lanes: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
-        for lane, k in zip(lanes, keys, strict=True):
-            self.norms[lane] = torch.cat((self.norms[lane], k.float().norm(dim=-1)), dim=1)
+    def append(self, seqs: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
+        for seq, k in zip(seqs, keys, strict=True):
+            self.norms[seq] = torch.cat((self.norms[seq], k.float().norm(dim=-1)), dim=1)
 
     def select(self, query: Tensor, budget: int) -> Selection:
         rows = torch.full((query.shape[0], self.heads, budget), -1, dtype=torch.int32, device=query.device)
         counts = torch.zeros(rows.shape[:2], dtype=torch.int32, device=query.device)
-        for lane, norms in self.norms.items():
+        for seq, norms in self.norms.items():
             best = torch.topk(norms, min(budget, norms.shape[1]), dim=1).indices + self.first
-            rows[lane, :, : best.shape[1]] = best.int()
-            counts[lane] = best.shape[1]
+            rows[seq, :, : best.shape[1]] = best.int()
+            counts[seq] = best.shape[1]
         return Selection(rows, counts)
 
-    def truncate(self, lane: int, length: int) -> None:
-        if lane in self.norms:
-            self.norms[lane] = self.norms[lane][:, : max(0, length - self.first)]
+    def truncate(self, seq: int, length: int) -> None:
+        if seq in self.norms:
+            self.norms[seq] = self.norms[seq][:, : max(0, length - self.first)]
 
-    def reorder(self, lanes: Sequence[int]) -> None:
-        self.norms = {new: self.norms[old] for new, old in enumerate(lanes) if old in self.norms}
+    def reorder(self, seqs: Sequence[int]) -> None:
+        self.norms = {new: self.norms[old] for new, old in enumerate(seqs) if old in self.norms}
 
     def tensors(self) -> list[Tensor]:
         return list(self.norms.values())

@@ -12,7 +12,7 @@ waiting = {i: tokenizer(sample.prompt)["input_ids"] for i, sample in enumerate(s
 served: dict[kvthaw.Request, int] = {}
 sampling = kvthaw.Sampling(max_tokens=8, ignore_eos=True, stop=[".", "\n"], logprobs=0)
 
-batch = kvthaw.Batch(model, "icecache", lanes=2, capacity=1024, budget=128)
+batch = kvthaw.Batch(model, "icecache", max_seqs=2, capacity=1024, budget=128)
 while waiting or batch.requests:
     while waiting and batch.free:
         i, prompt = waiting.popitem()
@@ -21,5 +21,5 @@ while waiting or batch.requests:
         if request.finished:
             answer, planted = request.text.strip(), samples[served[request]].answers[0]
             sure = math.exp(sum(one.logprob for one in request.logprobs))
-            print(f"{request.prompt} tokens in lane {request.lane}: {answer} ({sure:.0%} sure; planted: {planted})")
+            print(f"{request.prompt} tokens in sequence {request.seq}: {answer} ({sure:.0%} sure; planted: {planted})")
 print(f"{batch.stats().attended_mean:.0f} tokens attended a step")

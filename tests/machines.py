@@ -223,12 +223,12 @@ class Setting:
     modes: tuple[Mode, ...]
     dense_layers: int
     sparse_queries: int
-    extent: int
+    block_size: int
     seed: int
 
     def make(self, model: PreTrainedModel) -> kvthaw.Cache:
         """Make an empty cache of this kind."""
-        names = ("budget", "dense_layers", "sparse_queries", "extent", "seed")
+        names = ("budget", "dense_layers", "sparse_queries", "block_size", "seed")
         return kvthaw.Cache(model, self.method, **{name: getattr(self, name) for name in names})
 
 
@@ -509,20 +509,20 @@ class Batches(RuleBasedStateMachine):
         dtype=st.sampled_from((torch.float32, torch.bfloat16)),
         method=a_method(True, "llama"),
         budget=st.sampled_from((16, 32, 48, 64, AMPLE)),
-        lanes=st.integers(1, 3),
+        seqs=st.integers(1, 3),
         chunk=st.sampled_from((400, 32)),
-        extent=st.sampled_from((16, 1024)),
+        block_size=st.sampled_from((16, 1024)),
     )
     def begin(
-        self, architecture: str, dtype: torch.dtype, method: str, budget: int, lanes: int, chunk: int, extent: int
+        self, architecture: str, dtype: torch.dtype, method: str, budget: int, seqs: int, chunk: int, block_size: int
     ) -> None:
         if method == "full":  # two logits may be alike in bfloat16, and steps of dense layers are not alone's to the last bit
             dtype = torch.float32
         self.model = Pair.of(architecture, dtype, self.device, False).model
         self.twin = Pair.of(architecture, dtype, self.device, True).model
-        settings: dict[str, Any] = {"method": method, "budget": budget, "extent": extent}
+        settings: dict[str, Any] = {"method": method, "budget": budget, "block_size": block_size}
         self.alone = Ours(self.twin, lambda: kvthaw.Cache(self.twin, **settings))
-        self.batch = kvthaw.Batch(self.model, lanes=lanes, capacity=400, prefill_chunk=chunk, **settings)
+        self.batch = kvthaw.Batch(self.model, max_seqs=seqs, capacity=400, prefill_chunk=chunk, **settings)
         self.chunk = 400 if method == "streaming" else chunk
         self.asked: list[Asked] = []
         self.given = 0

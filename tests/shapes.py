@@ -24,7 +24,7 @@ HEAD_DIMS = [64, 80, 96, 128, 192, 256]
 
 @dataclass(frozen=True)
 class Shape:
-    """batch lanes, heads KV heads, group query heads on each, head_dim, tokens, dtype."""
+    """batch sequences, heads KV heads, group query heads on each, head_dim, tokens, dtype."""
 
     batch: int = 2
     heads: int = 2

@@ -13,7 +13,7 @@ EXPECTED = {
     "conversation.py": ["quiet-harbor: 4417382", "hit rate"],
     "one_prefill_many_budgets.py": ["oracle", "streaming", "attention mass"],
     "own_method.py": ["largest-keys: "],
-    "serving.py": ["tokens in lane 0", "tokens in lane 1", "tokens attended a step"],
+    "serving.py": ["tokens in sequence 0", "tokens in sequence 1", "tokens attended a step"],
 }
 
 

@@ -1,6 +1,6 @@
 """The nouns that every part of kvthaw shares, and nothing else.
 
-Letters used in shapes: B lanes, Hq query heads, H KV heads, G = Hq // H, D head_dim, T tokens, M rows selected, C pool slots,
+Letters used in shapes: B sequences, Hq query heads, H KV heads, G = Hq // H, D head_dim, T tokens, M rows selected, C pool slots,
 W the width of an observation window.
 """
 
@@ -17,12 +17,12 @@ from kvthaw.errors import ConfigError, at_least
 from kvthaw.regions import Regions
 
 if TYPE_CHECKING:
+    from kvthaw.cache.aux_stream import AuxStream
+    from kvthaw.cache.deferred_batch import DeferredBatch
     from kvthaw.cache.host import HostStore
     from kvthaw.cache.pool import Slab
     from kvthaw.cache.rotary import Rotary
     from kvthaw.cache.sequences import Sequences
-    from kvthaw.cache.side_stream import SideStream
-    from kvthaw.cache.together import Together
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Partial:
 class Selection:
     """What one layer attends to this step, besides sink, window and buffer. No row twice.
 
-    rows: [B, H, M] int32 token positions (a lane's own, its left padding not counted), -1 padded; M fixed by the budget.
+    rows: [B, H, M] int32 token positions (a sequence's own, its left padding not counted), -1 padded; M fixed by the budget.
     counts: [B, H] int32, how many of the M are rows.
     log_weight: [B, Hq, M] float32 added to the logits, per query head; -inf: not drawn by this head.
     partial: attention the index did itself, over tokens disjoint from rows.
@@ -61,7 +61,7 @@ class LayerShape:
     rows: how many rows select() will be asked for, 0 where that is not known.
     device is where queries come from and where a graph-safe index keeps its metadata. scale multiplies q.k before the softmax.
     slab and clock: the tokens that stand in sink and ring, for an index that weighs what it brings against them; None without a
-    layer. side: where an index works beside the model; together: where it puts off what other layers have to do too; both of all
+    layer. aux: where an index works beside the model; deferred: where it puts off what other layers have to do too; both of all
     layers of a cache, None: it makes its own. rotary: the turns that the layer's keys were given, for a Method that asks for it;
     None where the model has none.
     """
@@ -79,8 +79,8 @@ class LayerShape:
     rows: int = 0
     slab: Slab | None = None
     clock: Sequences | None = None
-    side: SideStream | None = None
-    together: Together | None = None
+    aux: AuxStream | None = None
+    deferred: DeferredBatch | None = None
     rotary: Rotary | None = None
 
     @property
@@ -92,9 +92,9 @@ class LayerShape:
 class Index(Protocol):
     """Finds the tokens a query needs. One per layer group. Owns no KV; maps its units (pages, clusters, tokens) to rows.
 
-    Positions are a lane's own. An index holds the positions [first, length) that it was given, where first is the end of the
-    sink; it never returns a row outside them. Everything random derives from (seed, layer, head, position), never from the lane.
-    """
+    Positions are a sequence's own. An index holds the positions [first, length) that it was given, where first is the end of the
+    sink; it never returns a row outside them. Everything random derives from (seed, layer, head, position), never from the
+    sequence."""
 
     graph_safe: bool
     """select() has static shapes and never syncs the host."""
@@ -105,24 +105,24 @@ class Index(Protocol):
     """It works on the CPU and reads keys from the store: build() and append() are called on a worker thread, once the rows are
     there, with keys and values of the right length and no columns; select() gets its query on the CPU."""
 
-    def make_room(self, lanes: int, tokens: int) -> None:
-        """For so many lanes and so many positions of each: until there are more, no tensor of a graph-safe index moves."""
+    def make_room(self, seqs: int, tokens: int) -> None:
+        """For so many sequences and so many positions of each: until there are more, no tensor of a graph-safe index moves."""
 
-    def build(self, lane: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
-        """Index a lane anew. keys, values: [H, T, D], positions first .. first + T; queries: the prompt's last, [Hq, W, D]."""
+    def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
+        """Index a sequence anew. keys, values: [H, T, D], positions first .. first + T; queries: the prompt's last, [Hq, W, D]."""
 
-    def append(self, lanes: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
-        """Add the next n positions of some lanes, in place. keys, values: [R, H, n, D] for the R lanes; queries: None or
+    def append(self, seqs: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
+        """Add the next n positions of some sequences, in place. keys, values: [R, H, n, D] for the R sequences; queries: None or
         [R, Hq, W, D]."""
 
     def select(self, query: Tensor, budget: int) -> Selection:
         """The rows for one query a head, at most budget a KV head. query: [B, Hq, D], after RoPE, unscaled."""
 
-    def truncate(self, lane: int, length: int) -> None:
-        """Forget positions >= length; 0 clears the lane, of which nothing stays."""
+    def truncate(self, seq: int, length: int) -> None:
+        """Forget positions >= length; 0 clears the sequence, of which nothing stays."""
 
-    def reorder(self, lanes: Sequence[int]) -> None:
-        """Lane i becomes what lane lanes[i] was; lanes may repeat and may be more or fewer than before."""
+    def reorder(self, seqs: Sequence[int]) -> None:
+        """Sequence i becomes what sequence seqs[i] was; sequences may repeat and may be more or fewer than before."""
 
     def tensors(self) -> list[Tensor]:
         """The tensors on the device that select() reads or writes, those of helper objects included. A captured step is captured
@@ -150,8 +150,8 @@ class Reversible(Protocol):
     def reversible(self) -> bool:
         """Whether it could take back the next one."""
 
-    def undo(self, lane: int, length: int) -> None:
-        """Be as before the last append() to a lane, which began at position `length`: to the bit, as if it had not been."""
+    def undo(self, seq: int, length: int) -> None:
+        """Be as before the last append() to a sequence, which began at position `length`: to the bit, as if it had not been."""
 
 
 @runtime_checkable
@@ -167,7 +167,7 @@ class ReadsStore(Protocol):
     """An index whose select() reads keys from the host, on the device."""
 
     def searched_bytes(self) -> int:
-        """Bytes that one select() of all lanes reads there."""
+        """Bytes that one select() of all sequences reads there."""
 
 
 @runtime_checkable
@@ -185,7 +185,7 @@ class Transfer(Protocol):
     graph_safe: bool
 
     def fetch(self, host: HostStore, slab: Slab, fetch: Tensor, slots: Tensor) -> None:
-        """Write row fetch[b, h, m] of lane b, head h into pool slot slots[b, h, m]. Both [B, H, M] int32; fetch -1 skips."""
+        """Write row fetch[b, h, m] of sequence b, head h into pool slot slots[b, h, m]. Both [B, H, M] int32; fetch -1 skips."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ class Method:
     anchor before them. Floats are shares of the model's depth, and the first layer that is not dense then selects too.
     any_budget: what its index keeps of the prompt depends on the regions, but not on how many rows it will be asked for, so a fork
     with another budget takes it over (a copy: not for tables that are larger than what it takes to make them).
-    rotary: the index needs the turns of the model's rotary positions. foresees: it is asked with the query that the layer would
+    rotary: the index needs the turns of the model's rotary positions. prefetches: it is asked with the query that the layer would
     have if its attention were given the input of the layer before.
     """
 
@@ -219,7 +219,7 @@ class Method:
     anchors: int | tuple[int, ...] | tuple[float, ...] = 1
     any_budget: bool = False
     rotary: bool = False
-    foresees: bool = False
+    prefetches: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.regions, Regions):

@@ -13,7 +13,7 @@ from kvthaw.evaluate.results import ResultsFile
 
 
 def test_serving_is_measured() -> None:
-    (line,) = serving.run(Serving(length=64, lanes=2, requests=3, new_tokens=12, budget=32), ("quest",), ResultsFile())
+    (line,) = serving.run(Serving(length=64, max_seqs=2, requests=3, new_tokens=12, budget=32), ("quest",), ResultsFile())
     assert line["steps"] > 0
     assert 0 < line["step_ms_p50"] <= line["step_ms_p95"] <= line["step_ms_max"]
     assert line["join_s_p50"] > 0
@@ -25,7 +25,7 @@ def test_a_request_that_is_disturbed_is_seen(monkeypatch: pytest.MonkeyPatch) ->
 
     def wrong(self: Batch) -> list[Request]:
         found = honest(self)
-        if self.lanes > 1:
+        if self.max_seqs > 1:
             found[0].tokens[-1] ^= 1
         return found
 

@@ -28,7 +28,7 @@ def _steps(model: PreTrainedModel, cache: DynamicCache, batch: int = 1) -> Tenso
         "streaming",
         "icecache",
         "icecache-reuse",
-        "icecache:foresee=True",
+        "icecache:prefetch=True",
         "infinigen",
         "pariskv",
         "clusterkv",
@@ -56,7 +56,7 @@ def test_transformers_cache_is_filled_alike(llama: PreTrainedModel) -> None:
 
 def test_rows_of_a_batch_share_the_host_and_decode_as_one_alone(llama: PreTrainedModel) -> None:
     llama.double()
-    alone, three = (Cache(llama, "quest", budget=64, extent=32) for _ in range(2))
+    alone, three = (Cache(llama, "quest", budget=64, block_size=32) for _ in range(2))
     fill(alone, lambda number: drawn(llama, number, 160, 0))
     fill(three, lambda number: drawn(llama, number, 160, 0), batch=3)
     assert [kv.store.nbytes() for kv in three.frozen_layers] == [kv.store.nbytes() for kv in alone.frozen_layers]
@@ -69,10 +69,10 @@ def test_rows_of_a_batch_share_the_host_and_decode_as_one_alone(llama: PreTraine
 
 def test_layers_share_the_host_and_decode_as_with_rows_of_their_own(llama: PreTrainedModel) -> None:
     tokens = drawn(llama, 0, 160, 0)
-    own, shared = (Cache(llama, "icecache", budget=64, extent=32) for _ in range(2))
+    own, shared = (Cache(llama, "icecache", budget=64, block_size=32) for _ in range(2))
     fill(own, lambda _: drawn(llama, 0, 160, 0), batch=2)
     fill(shared, lambda _: tokens, batch=2, shared=True)
-    addresses = [kv.store.addresses(lane).tolist() for kv in shared.frozen_layers for lane in range(2)]
+    addresses = [kv.store.addresses(seq).tolist() for kv in shared.frozen_layers for seq in range(2)]
     assert all(one == addresses[0] for one in addresses)
     apart = [kv.store.addresses(0).tolist() for kv in own.frozen_layers]
     assert apart[0] != apart[1]
@@ -90,12 +90,12 @@ def test_drawn_tokens_are_seeded_and_differ_by_layer(llama: PreTrainedModel) -> 
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_host_memory_of_coming_tokens_is_taken_before_they_come(llama: PreTrainedModel, shared: bool) -> None:
-    cache = Cache(llama, "quest", budget=64, extent=32)
+    cache = Cache(llama, "quest", budget=64, block_size=32)
     tokens = drawn(llama, 0, 160, 0)
     fill(cache, lambda _: tokens, batch=2, shared=shared, coming=40)
-    before = [(kv.store.addresses(lane).tolist(), kv.store.length(lane)) for kv in cache.frozen_layers for lane in range(2)]
+    before = [(kv.store.addresses(seq).tolist(), kv.store.length(seq)) for kv in cache.frozen_layers for seq in range(2)]
     new = [at for addresses, _ in before for at in addresses[5:]]
     assert len(new) == len(set(new)) == 2 * len(before)
     _steps(llama, cache, 2)
-    after = [(kv.store.addresses(lane).tolist(), kv.store.length(lane)) for kv in cache.frozen_layers for lane in range(2)]
+    after = [(kv.store.addresses(seq).tolist(), kv.store.length(seq)) for kv in cache.frozen_layers for seq in range(2)]
     assert all(then[0] == now[0] and then[1] < now[1] for then, now in zip(before, after, strict=True))

@@ -35,10 +35,10 @@ def test_a_filled_cache_shares_rows_and_layers_on_the_host() -> None:
     )
     assert two["kv_frozen_bytes"] == pytest.approx(2 * alone["kv_frozen_bytes"])
     assert three["kv_frozen_bytes"] == two["kv_frozen_bytes"]
-    extent = 1024 * 2 * 128
-    new = (two["kv_host_bytes"] - alone["kv_host_bytes"]) // extent  # what came since is each row's own
-    assert alone["kv_host_bytes"] == 2 * extent + new * extent
-    assert three["kv_host_bytes"] == two["kv_host_bytes"] - extent
+    block_size = 1024 * 2 * 128
+    new = (two["kv_host_bytes"] - alone["kv_host_bytes"]) // block_size  # what came since is each row's own
+    assert alone["kv_host_bytes"] == 2 * block_size + new * block_size
+    assert three["kv_host_bytes"] == two["kv_host_bytes"] - block_size
 
 
 def test_a_cache_that_is_filled_wrongly_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from kvthaw.errors import ConfigError
 
 
 def filled(tokens: int, heads: int = 3, dim: int = 8) -> HostStore:
-    store = HostStore(2, heads, dim, torch.float32, extent=16)
+    store = HostStore(2, heads, dim, torch.float32, block_size=16)
     store.append(1, torch.randn(heads, tokens, 2, dim))
     return store
 

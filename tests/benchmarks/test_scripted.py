@@ -26,8 +26,8 @@ def _decoded(
         model(ids, past_key_values=cache)
         for _ in range(steps):
             model(ids[:, :1], past_key_values=cache)
-            assert cache.frozen_layers[0].group is not None
-            rows.append(cache.frozen_layers[0].group.choices[-1].selection.rows)
+            assert cache.frozen_layers[0].retriever is not None
+            rows.append(cache.frozen_layers[0].retriever.choices[-1].selection.rows)
     return cache, rows
 
 
@@ -37,25 +37,25 @@ def test_neighbouring_steps_share_what_was_asked_for(llama: PreTrainedModel, met
     layer = cache.frozen_layers[0]
     assert layer.plan is not None
     for before, now in pairwise(rows):
-        for lane in range(2):
+        for seq in range(2):
             for head in range(now.shape[1]):
-                mine, theirs = set(now[lane, head].tolist()), set(before[lane, head].tolist())
+                mine, theirs = set(now[seq, head].tolist()), set(before[seq, head].tolist())
                 assert len(mine) == layer.plan.rows
                 assert len(mine & theirs) == layer.plan.rows - round(0.25 * layer.plan.rows)
                 assert min(mine) >= layer.plan.regions.sink
-                assert max(mine) < layer.indexed(lane)
+                assert max(mine) < layer.indexed(seq)
     hits = cache.stats().hit_rate
     assert hits is not None
     assert hits == pytest.approx(0.75 * 19 / 20, abs=0.03)  # the first step finds nothing
 
 
-def test_rows_differ_between_lanes_heads_and_layers(llama: PreTrainedModel) -> None:
+def test_rows_differ_between_sequences_heads_and_layers(llama: PreTrainedModel) -> None:
     cache, rows = _decoded(llama, "quest", 0.0, steps=2)
-    lanes = rows[0]
-    groups = [kv.group for kv in cache.frozen_layers]
+    seqs = rows[0]
+    groups = [kv.retriever for kv in cache.frozen_layers]
     others = [group.choices[-1].selection.rows for group in groups if group is not None]
-    assert not torch.equal(lanes[0], lanes[1])
-    assert not torch.equal(lanes[0, 0], lanes[0, 1])
+    assert not torch.equal(seqs[0], seqs[1])
+    assert not torch.equal(seqs[0, 0], seqs[0, 1])
     assert not torch.equal(others[0], others[1])
 
 
@@ -69,7 +69,7 @@ def test_an_anchors_script_is_its_followers(llama: PreTrainedModel) -> None:
 def test_what_an_index_can_do_stays_known(llama: PreTrainedModel, method: str, name: str) -> None:
     """Protocols look for attributes, from Python 3.12 on without __getattr__."""
     for one, has in ((method, True), ("oracle", False)):
-        group = _decoded(llama, one, 0.5, steps=1)[0].frozen_layers[0].group
+        group = _decoded(llama, one, 0.5, steps=1)[0].frozen_layers[0].retriever
         assert group is not None
         assert (getattr_static(group.index, name, None) is not None) is has
 

@@ -22,7 +22,7 @@ from shapes import Shape, close
 pytest.importorskip("triton")
 
 SHAPE = Shape(batch=2, heads=2, group=2, head_dim=16)
-PADS, PROMPT, STEPS = [0, 25], 30, 5  # lanes of 30 and 5 tokens; a ring goes round within the steps
+PADS, PROMPT, STEPS = [0, 25], 30, 5  # sequences of 30 and 5 tokens; a ring goes round within the steps
 HOW = AttentionParams(0.3, softcap=5.0, sinks=torch.randn(SHAPE.q_heads))
 
 
@@ -31,7 +31,7 @@ def device_admit(self: Residency, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 
 def make(method: str) -> KVCache:
-    return KVCache(Settings(resolve(method), budget=None if method == "full" else 24, extent=8), [0], 1)
+    return KVCache(Settings(resolve(method), budget=None if method == "full" else 24, block_size=8), [0], 1)
 
 
 def walk(cache: KVCache, how: AttentionParams) -> list[Tensor]:
@@ -65,11 +65,11 @@ def test_kernels_and_torch_take_the_same_steps(method: str, how: AttentionParams
     torch_layer, device_layer = torch_cache.layers[0], device_cache.layers[0]
     for ours, theirs in zip(found, expected, strict=True):
         close(ours, theirs)
-    for lane in range(SHAPE.batch):
-        length = device_layer.length(lane)
-        assert torch.equal(device_layer.read(lane, length - 3, length), torch_layer.read(lane, length - 3, length))
-    if isinstance(device_layer, OffloadedLayer) and device_layer.group is not None:
+    for seq in range(SHAPE.batch):
+        length = device_layer.length(seq)
+        assert torch.equal(device_layer.read(seq, length - 3, length), torch_layer.read(seq, length - 3, length))
+    if isinstance(device_layer, OffloadedLayer) and device_layer.retriever is not None:
         assert isinstance(torch_layer, OffloadedLayer)
-        assert torch_layer.group is not None
-        assert torch.equal(device_layer.group.residency.counts, torch_layer.group.residency.counts)
-        assert device_layer.group.meter.fetched > 0
+        assert torch_layer.retriever is not None
+        assert torch.equal(device_layer.retriever.residency.counts, torch_layer.retriever.residency.counts)
+        assert device_layer.retriever.meter.fetched > 0

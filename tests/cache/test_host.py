@@ -13,21 +13,21 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
 from kvthaw.cache import host
+from kvthaw.cache.deferred_batch import DeferredBatch
 from kvthaw.cache.host import HostStore, check_host_memory
 from kvthaw.cache.pool import Slab
-from kvthaw.cache.together import Together
 from kvthaw.errors import HostMemoryError
 from kvthaw.regions import Regions
 from shapes import DTYPES
 
-HEADS, DIM, EXTENT = 2, 3, 4
+HEADS, DIM, BLOCK_SIZE = 2, 3, 4
 
 
 class Lists:
-    """What a store must say: of each lane the numbers of its rows."""
+    """What a store must say: of each sequence the numbers of its rows."""
 
-    def __init__(self, lanes: list[list[int]]) -> None:
-        self.lanes = lanes
+    def __init__(self, seqs: list[list[int]]) -> None:
+        self.seqs = seqs
 
 
 def rows(numbers: list[int]) -> torch.Tensor:
@@ -50,44 +50,44 @@ class Stores(RuleBasedStateMachine):
         self.known.append((store, lists))
         return self.known[-1]
 
-    @initialize(target=stores, lanes=st.integers(1, 3))
-    def begin(self, lanes: int) -> tuple[HostStore, Lists]:
-        return self._new(HostStore(lanes, HEADS, DIM, torch.float32, extent=EXTENT), Lists([[] for _ in range(lanes)]))
+    @initialize(target=stores, seqs=st.integers(1, 3))
+    def begin(self, seqs: int) -> tuple[HostStore, Lists]:
+        return self._new(HostStore(seqs, HEADS, DIM, torch.float32, block_size=BLOCK_SIZE), Lists([[] for _ in range(seqs)]))
 
     @rule(pair=stores, data=st.data(), count=st.integers(0, 11))
     def append(self, pair: tuple[HostStore, Lists], data: st.DataObject, count: int) -> None:
         store, lists = pair
-        lane = data.draw(st.integers(0, store.lanes - 1))
+        seq = data.draw(st.integers(0, store.seqs - 1))
         numbers = list(range(self.next, self.next + count))
         self.next += count
-        store.append(lane, rows(numbers))
-        lists.lanes[lane] += numbers
+        store.append(seq, rows(numbers))
+        lists.seqs[seq] += numbers
 
     @rule(pair=stores, data=st.data())
     def truncate(self, pair: tuple[HostStore, Lists], data: st.DataObject) -> None:
         store, lists = pair
-        lane = data.draw(st.integers(0, store.lanes - 1))
-        length = data.draw(st.integers(0, len(lists.lanes[lane])))
-        store.truncate(lane, length)
-        del lists.lanes[lane][length:]
+        seq = data.draw(st.integers(0, store.seqs - 1))
+        length = data.draw(st.integers(0, len(lists.seqs[seq])))
+        store.truncate(seq, length)
+        del lists.seqs[seq][length:]
 
     @rule(pair=stores, data=st.data())
     def reorder(self, pair: tuple[HostStore, Lists], data: st.DataObject) -> None:
         store, lists = pair
-        lanes = data.draw(st.lists(st.integers(0, store.lanes - 1), min_size=1, max_size=4))
-        store.reorder(lanes)
-        lists.lanes = [list(lists.lanes[lane]) for lane in lanes]
+        seqs = data.draw(st.lists(st.integers(0, store.seqs - 1), min_size=1, max_size=4))
+        store.reorder(seqs)
+        lists.seqs = [list(lists.seqs[seq]) for seq in seqs]
 
     @rule(pair=stores, data=st.data())
     def take_spare(self, pair: tuple[HostStore, Lists], data: st.DataObject) -> None:
         store, _ = pair
         version = store.version
-        store.take_spare(data.draw(st.integers(0, store.lanes - 1)))
+        store.take_spare(data.draw(st.integers(0, store.seqs - 1)))
         assert store.version == version
 
     @rule(target=stores, pair=stores)
     def copied(self, pair: tuple[HostStore, Lists]) -> tuple[HostStore, Lists]:
-        return self._new(copy.deepcopy(pair[0]), Lists([list(lane) for lane in pair[1].lanes]))
+        return self._new(copy.deepcopy(pair[0]), Lists([list(seq) for seq in pair[1].seqs]))
 
     @precondition(lambda self: len(self.known) > 1)
     @rule(pair=consumes(stores))
@@ -97,24 +97,24 @@ class Stores(RuleBasedStateMachine):
     @invariant()
     def stores_say_what_the_lists_say(self) -> None:
         for store, lists in self.known:
-            assert [store.length(lane) for lane in range(store.lanes)] == [len(lane) for lane in lists.lanes]
+            assert [store.length(seq) for seq in range(store.seqs)] == [len(seq) for seq in lists.seqs]
             table = store.table()
-            for lane, numbers in enumerate(lists.lanes):
-                assert torch.equal(store.read(lane, 0, len(numbers)), rows(numbers))
+            for seq, numbers in enumerate(lists.seqs):
+                assert torch.equal(store.read(seq, 0, len(numbers)), rows(numbers))
                 middle = slice(len(numbers) // 3, 2 * len(numbers) // 3)
-                assert torch.equal(store.read(lane, middle.start, middle.stop), rows(numbers[middle]))
-                addresses = store.addresses(lane)
-                assert torch.equal(table[lane, : len(addresses)], addresses)
-                assert (table[lane, len(addresses) :] == 0).all()
-                assert len(addresses) * EXTENT == store.reserved(lane) >= len(numbers)
+                assert torch.equal(store.read(seq, middle.start, middle.stop), rows(numbers[middle]))
+                addresses = store.addresses(seq)
+                assert torch.equal(table[seq, : len(addresses)], addresses)
+                assert (table[seq, len(addresses) :] == 0).all()
+                assert len(addresses) * BLOCK_SIZE == store.reserved(seq) >= len(numbers)
 
     @invariant()
-    def a_spare_is_one_lanes_own(self) -> None:
+    def a_spare_is_one_seqs_own(self) -> None:
         spares = [spare.data_ptr() for store, _ in self.known for spare in store._spares.values()]
-        used = {int(at) for store, _ in self.known for lane in range(store.lanes) for at in store.addresses(lane)}
+        used = {int(at) for store, _ in self.known for seq in range(store.seqs) for at in store.addresses(seq)}
         assert len(set(spares)) == len(spares)
         assert not used & set(spares)
-        assert all(lane < store.lanes for store, _ in self.known for lane in store._spares)
+        assert all(seq < store.seqs for store, _ in self.known for seq in store._spares)
 
 
 Stores.TestCase.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
@@ -122,15 +122,15 @@ TestStores = Stores.TestCase
 
 
 def test_prefixes_are_shared_until_one_writes() -> None:
-    store = HostStore(1, HEADS, DIM, torch.float32, extent=EXTENT)
+    store = HostStore(1, HEADS, DIM, torch.float32, block_size=BLOCK_SIZE)
     store.append(0, rows(list(range(10))))
     one = store.nbytes()
-    assert one == 3 * EXTENT * HEADS * store.row_bytes
+    assert one == 3 * BLOCK_SIZE * HEADS * store.row_bytes
     store.reorder([0, 0, 0])
     assert store.nbytes() == one
     version = store.version
     store.append(1, rows([50]))
-    assert store.nbytes() == one + EXTENT * HEADS * store.row_bytes, "only the extent that is written into is copied"
+    assert store.nbytes() == one + BLOCK_SIZE * HEADS * store.row_bytes, "only the block that is written into is copied"
     assert store.version > version
     assert torch.equal(store.addresses(0)[:2], store.addresses(1)[:2])
     assert torch.equal(store.read(0, 0, 10), store.read(2, 0, 10))
@@ -138,7 +138,7 @@ def test_prefixes_are_shared_until_one_writes() -> None:
 
 
 def test_a_copy_shares_and_is_independent() -> None:
-    store = HostStore(1, HEADS, DIM, torch.float32, extent=EXTENT)
+    store = HostStore(1, HEADS, DIM, torch.float32, block_size=BLOCK_SIZE)
     store.append(0, rows(list(range(6))))
     twin = copy.deepcopy(store)
     assert torch.equal(store.addresses(0), twin.addresses(0))
@@ -150,7 +150,7 @@ def test_a_copy_shares_and_is_independent() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_lies_where_the_addresses_say(dtype: torch.dtype) -> None:
-    store = HostStore(2, 3, 8, dtype, extent=5)
+    store = HostStore(2, 3, 8, dtype, block_size=5)
     data = torch.randn(3, 13, 2, 8).to(dtype)
     store.append(1, data)
     assert store.row_bytes == 2 * 8 * dtype.itemsize
@@ -161,12 +161,12 @@ def test_a_row_lies_where_the_addresses_say(dtype: torch.dtype) -> None:
 
 
 def test_rows_that_are_not_there() -> None:
-    store = HostStore(1, HEADS, DIM, torch.float32, extent=EXTENT)
+    store = HostStore(1, HEADS, DIM, torch.float32, block_size=BLOCK_SIZE)
     store.append(0, rows([1, 2, 3]))
     for start, stop in ((0, 4), (2, 1), (-1, 2)):
-        with pytest.raises(IndexError, match=rf"rows {start}\.\.{stop} of lane 0, which holds 3"):
+        with pytest.raises(IndexError, match=rf"rows {start}\.\.{stop} of sequence 0, which holds 3"):
             store.read(0, start, stop)
-    with pytest.raises(IndexError, match=r"lane 0 holds 3 rows, fewer than 4"):
+    with pytest.raises(IndexError, match=r"sequence 0 holds 3 rows, fewer than 4"):
         store.truncate(0, 4)
     assert store.read(0, 2, 2).shape == (HEADS, 0, 2, DIM)
 
@@ -183,7 +183,7 @@ def test_memory_is_asked_for_before() -> None:
 @pytest.mark.parametrize("pinned", [False, True])
 def test_memory_that_the_system_does_not_give_is_an_error_that_says_so(pinned: bool) -> None:
     """Without a GPU nothing can be pinned at all; with one, not as much as this."""
-    store = HostStore(1, HEADS, DIM, torch.float32, extent=1 << 50, pinned=pinned)
+    store = HostStore(1, HEADS, DIM, torch.float32, block_size=1 << 50, pinned=pinned)
     words = f"{(1 << 50) * HEADS * 2 * DIM * 4:,} more bytes of {'pinned ' if pinned else ''}host memory cannot be had"
     with pytest.raises(HostMemoryError, match=words):
         store.append(0, rows([1, 2]))
@@ -191,23 +191,23 @@ def test_memory_that_the_system_does_not_give_is_an_error_that_says_so(pinned: b
 
 
 @pytest.mark.gpu
-def test_extents_are_pinned() -> None:
-    store = HostStore(1, HEADS, DIM, torch.float32, extent=EXTENT, pinned=True)
+def test_blocks_are_pinned() -> None:
+    store = HostStore(1, HEADS, DIM, torch.float32, block_size=BLOCK_SIZE, pinned=True)
     store.append(0, rows(list(range(9))).cuda(), non_blocking=True)
     torch.cuda.synchronize()
-    assert all(extent.data.is_pinned() for extent in store._extents[0])
+    assert all(block_size.data.is_pinned() for block_size in store._blocks[0])
     assert torch.equal(store.read(0, 0, 9), rows(list(range(9))))
 
 
 def test_a_store_shares_the_rows_of_another_until_either_writes() -> None:
-    first, second = (HostStore(lanes, HEADS, DIM, torch.float32, extent=EXTENT) for lanes in (2, 1))
+    first, second = (HostStore(seqs, HEADS, DIM, torch.float32, block_size=BLOCK_SIZE) for seqs in (2, 1))
     first.append(0, rows([1, 2, 3, 4, 5, 6]))
     first.append(1, rows([7]))
     second.append(0, rows([9, 9]))
     version = second.version
     second.share(first)
     assert second.version > version
-    assert [second.length(lane) for lane in range(second.lanes)] == [6, 1]
+    assert [second.length(seq) for seq in range(second.seqs)] == [6, 1]
     assert second.addresses(0).tolist() == first.addresses(0).tolist()
     second.append(0, rows([8]))
     assert torch.equal(second.read(0, 0, 7), rows([1, 2, 3, 4, 5, 6, 8]))
@@ -219,7 +219,10 @@ def test_a_store_shares_the_rows_of_another_until_either_writes() -> None:
 
 
 def test_stores_of_other_sizes_share_nothing() -> None:
-    one, other = HostStore(1, HEADS, DIM, torch.float32, extent=EXTENT), HostStore(1, HEADS, DIM, torch.float32, extent=8)
+    one, other = (
+        HostStore(1, HEADS, DIM, torch.float32, block_size=BLOCK_SIZE),
+        HostStore(1, HEADS, DIM, torch.float32, block_size=8),
+    )
     with pytest.raises(ValueError, match="cannot share"):
         one.share(other)
 
@@ -245,7 +248,7 @@ def test_a_wait_for_rows_on_their_way_is_for_the_last_of_them_and_once() -> None
 
 
 def none_to_be_had(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
-    """The system gives so many extents more."""
+    """The system gives so many blocks more."""
     real, given = host.host_tensor, iter(range(after))
 
     def give(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -256,23 +259,23 @@ def none_to_be_had(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     monkeypatch.setattr(host, "host_tensor", give)
 
 
-def test_where_one_lane_finds_no_memory_none_is_said_to_hold_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = HostStore(2, HEADS, DIM, torch.float32, extent=EXTENT)
+def test_where_one_sequence_finds_no_memory_none_is_said_to_hold_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HostStore(2, HEADS, DIM, torch.float32, block_size=BLOCK_SIZE)
     slab = Slab(2, HEADS, DIM, Regions(0, 4, 4), 1, dtype=torch.float32, device=torch.device("cpu"))
     slab.data.normal_()
-    spans = [(lane, 0, 3) for lane in range(2)]
+    spans = [(seq, 0, 3) for seq in range(2)]
     with monkeypatch.context() as patch:
         none_to_be_had(patch, 1)
         with pytest.raises(HostMemoryError):
-            store.freeze(slab, spans, Together())
-    assert [store.length(lane) for lane in range(2)] == [0, 0]
-    store.freeze(slab, spans, Together())
-    for lane in range(2):
-        assert torch.equal(store.read(lane, 0, 3), slab.read(lane, 0, 3))
+            store.freeze(slab, spans, DeferredBatch())
+    assert [store.length(seq) for seq in range(2)] == [0, 0]
+    store.freeze(slab, spans, DeferredBatch())
+    for seq in range(2):
+        assert torch.equal(store.read(seq, 0, 3), slab.read(seq, 0, 3))
 
 
 def test_what_is_shared_stays_shared_where_there_is_no_memory_for_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = HostStore(1, HEADS, DIM, torch.float32, extent=EXTENT)
+    store = HostStore(1, HEADS, DIM, torch.float32, block_size=BLOCK_SIZE)
     store.append(0, rows([1, 2]))
     store.reorder([0, 0])
     with monkeypatch.context() as patch:

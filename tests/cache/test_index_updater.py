@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvthaw.cache.deferred_batch import DeferredBatch
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_updater import IndexUpdater
 from kvthaw.cache.pool import Slab
-from kvthaw.cache.together import Together
 from kvthaw.regions import Regions
 
 SINK, HEADS, DIM = 2, 2, 4
@@ -29,24 +29,24 @@ class Recorder:
     def submit(self, after: object, job: Any, failed: Any) -> None:
         job()
 
-    def build(self, lane: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
+    def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         assert first == SINK
-        self.calls.append(("build", lane, keys, queries.shape[1]))
+        self.calls.append(("build", seq, keys, queries.shape[1]))
 
-    def append(self, lanes: list[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
-        self.calls.append(("append", lanes, keys, -1 if queries is None else queries.shape[2]))
+    def append(self, seqs: list[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
+        self.calls.append(("append", seqs, keys, -1 if queries is None else queries.shape[2]))
 
 
 def an_updater(*, grows: bool, on_host: bool = False) -> tuple[IndexUpdater, Recorder, Tensor]:
     """An updater, its index, and 30 rows [H, 30, 2, D], all in the store; in the slab the sink and 12 .. 20."""
-    index, store = Recorder(grows, on_host), HostStore(2, HEADS, DIM, torch.float32, extent=8)
+    index, store = Recorder(grows, on_host), HostStore(2, HEADS, DIM, torch.float32, block_size=8)
     slab = Slab(2, HEADS, DIM, Regions(SINK, 4, 4), 1, dtype=torch.float32, device=torch.device("cpu"))
     rows = torch.randn(HEADS, 30, 2, DIM)
-    for lane in range(2):
-        store.append(lane, rows)
-        slab.write(lane, 0, rows[:, :SINK])
-        slab.write(lane, 12, rows[:, 12:20])
-    return IndexUpdater(index, store, slab, Together()), index, rows  # type: ignore[arg-type]
+    for seq in range(2):
+        store.append(seq, rows)
+        slab.write(seq, 0, rows[:, :SINK])
+        slab.write(seq, 12, rows[:, 12:20])
+    return IndexUpdater(index, store, slab, DeferredBatch()), index, rows  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("old", [SINK, 12])
@@ -60,29 +60,29 @@ def test_positions_come_from_the_ring_and_the_pass(old: int) -> None:
     assert torch.equal(keys.reshape(HEADS, -1, DIM), rows[:, old:26, 0])
 
 
-def test_a_lane_that_chunks_make_much_longer_is_indexed_once_and_whole() -> None:
+def test_a_sequence_that_chunks_make_much_longer_is_indexed_once_and_whole() -> None:
     updater, index, rows = an_updater(grows=False)
     queries = torch.randn(HEADS, 3, DIM)
     updater.prompt(1, 12, rows[:, :16, 0], rows[:, :16, 1], 0, queries, 14)
     updater.prompt(1, 26, rows[:, 20:, 0], rows[:, 20:, 1], 20, queries, 0)
     assert (index.calls, updater.stale) == ([], {1})
     updater.renew({1: 26}, {1: queries})
-    (call, lane, keys, width), *rest = index.calls
-    assert (call, lane, width, rest, updater.stale) == ("build", 1, 3, [], set())
+    (call, seq, keys, width), *rest = index.calls
+    assert (call, seq, width, rest, updater.stale) == ("build", 1, 3, [], set())
     assert torch.equal(keys, rows[:, SINK:26, 0])
 
 
-def test_what_leaves_rings_goes_in_one_append_but_for_lanes_that_had_none() -> None:
+def test_what_leaves_rings_goes_in_one_append_but_for_sequences_that_had_none() -> None:
     updater, index, rows = an_updater(grows=True)
     updater.indexed[:] = 12, 12
     for _ in range(2):  # what it was given is not given again
         updater.flush([(0, 12, 16), (1, 12, 16)], {})
     updater.indexed[1] = SINK
     updater.flush([(1, SINK, SINK + 2)], {})
-    (first, lanes, keys, none), (second, lane, _, width) = index.calls
-    assert (first, lanes, none) == ("append", [0, 1], -1)
+    (first, seqs, keys, none), (second, seq, _, width) = index.calls
+    assert (first, seqs, none) == ("append", [0, 1], -1)
     assert torch.equal(keys, rows[:, 12:16, 0].expand(2, -1, -1, -1))
-    assert (second, lane, width) == ("build", 1, 0), "a lane without a prompt has no last queries"
+    assert (second, seq, width) == ("build", 1, 0), "a sequence without a prompt has no last queries"
 
 
 def test_an_index_on_the_host_is_given_numbers_only() -> None:

@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 class Slots:
-    """One lane and head: which row is in which slot, and when each slot was last wanted."""
+    """One sequence and head: which row is in which slot, and when each slot was last wanted."""
 
     def __init__(self, slots: int) -> None:
         self.rows: list[int | None] = [None] * slots
@@ -43,10 +43,10 @@ class Slots:
                 self.rows[slot], self.used[slot] = None, 0
 
 
-def wanted(rng: torch.Generator, lanes: int, heads: int, count: int, length: int) -> Tensor:
+def wanted(rng: torch.Generator, seqs: int, heads: int, count: int, length: int) -> Tensor:
     """[B, H, count] distinct rows below length, some places empty."""
-    rows = torch.full((lanes, heads, count), -1, dtype=torch.int32)
-    for b in range(lanes):
+    rows = torch.full((seqs, heads, count), -1, dtype=torch.int32)
+    for b in range(seqs):
         for h in range(heads):
             n = int(torch.randint(0, min(count, length) + 1, (), generator=rng))
             where = torch.randperm(count, generator=rng)[:n]
@@ -60,14 +60,14 @@ ACTIONS = st.lists(st.sampled_from(["admit"] * 6 + ["grow", "clear", "clear all"
 @given(actions=ACTIONS, slots=st.integers(1, 9), heads=st.integers(1, 2), seed=st.integers(0, 10_000))
 def test_against_the_model(actions: list[str], slots: int, heads: int, seed: int) -> None:
     rng = torch.Generator().manual_seed(seed)
-    lanes, length, step, counts = 2, 7, 0, [0, 0, 0]
-    table = Residency(lanes, heads, slots, device=CPU)
+    seqs, length, step, counts = 2, 7, 0, [0, 0, 0]
+    table = Residency(seqs, heads, slots, device=CPU)
     table.grow(length)
-    model = {(b, h): Slots(slots) for b in range(lanes) for h in range(heads)}
+    model = {(b, h): Slots(slots) for b in range(seqs) for h in range(heads)}
     for action in actions:
         if action == "admit":
             step += 1
-            rows = wanted(rng, lanes, heads, slots, length)
+            rows = wanted(rng, seqs, heads, slots, length)
             found, fetch, live = table.admit(rows)
             for (b, h), one in model.items():
                 expected_slots, expected_fetch = one.admit(rows[b, h].tolist(), step)
@@ -83,16 +83,16 @@ def test_against_the_model(actions: list[str], slots: int, heads: int, seed: int
             length += int(torch.randint(1, 300, (), generator=rng))
             table.grow(length)
         elif action.startswith("clear"):
-            lane = int(torch.randint(0, lanes, (), generator=rng))
+            seq = int(torch.randint(0, seqs, (), generator=rng))
             keep = 0 if action == "clear all" else int(torch.randint(0, length, (), generator=rng))
-            table.clear(lane, keep)
+            table.clear(seq, keep)
             for h in range(heads):
-                model[lane, h].clear(keep)
+                model[seq, h].clear(keep)
         elif action == "reorder":
-            order = torch.randint(0, lanes, (int(torch.randint(1, 4, (), generator=rng)),), generator=rng)
+            order = torch.randint(0, seqs, (int(torch.randint(1, 4, (), generator=rng)),), generator=rng)
             table.reorder(order)
             model = {(i, h): copy.deepcopy(model[int(b), h]) for i, b in enumerate(order) for h in range(heads)}
-            lanes = len(order)
+            seqs = len(order)
         else:
             table = copy.deepcopy(table)
         for (b, h), one in model.items():

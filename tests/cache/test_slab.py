@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvthaw.cache.deferred_batch import DeferredBatch
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.pool import Slab
-from kvthaw.cache.together import Together
 from kvthaw.cache.transfer import BulkCopy, UvaGather
 from kvthaw.kernels.places import held, newest_place, write
 from kvthaw.regions import Regions
@@ -19,8 +19,8 @@ CPU = torch.device("cpu")
 regions = st.builds(Regions, st.integers(0, 6), st.integers(1, 7), st.integers(1, 5))
 
 
-def slab(of: Regions, lanes: int = 1, slots: int = 3) -> Slab:
-    return Slab(lanes, 2, 4, of, slots, dtype=torch.float32, device=CPU)
+def slab(of: Regions, seqs: int = 1, slots: int = 3) -> Slab:
+    return Slab(seqs, 2, 4, of, slots, dtype=torch.float32, device=CPU)
 
 
 def token(position: int) -> torch.Tensor:
@@ -33,10 +33,10 @@ def test_held_places_are_the_tokens_that_are_held(of: Regions, lengths: list[int
     """Prompts of their own lengths, then steps: what is held is sink and ring, no more and no less."""
     where = slab(of, len(lengths))
     starts = [of.first_indexed(n) for n in lengths]
-    for lane, (n, start) in enumerate(zip(lengths, starts, strict=True)):
+    for seq, (n, start) in enumerate(zip(lengths, starts, strict=True)):
         for begin, end in ((0, min(of.sink, n)), (start, n)):
             if end > begin:
-                where.write(lane, begin, torch.stack([token(p) for p in range(begin, end)], dim=1))
+                where.write(seq, begin, torch.stack([token(p) for p in range(begin, end)], dim=1))
     for step in range(1, steps + 1):
         now = tuple(n + step for n in lengths)
         begins = tuple(of.indexed(start, n) for start, n in zip(starts, now, strict=True))
@@ -44,42 +44,42 @@ def test_held_places_are_the_tokens_that_are_held(of: Regions, lengths: list[int
         new = torch.stack([token(n - 1) for n in now])
         write(where.keys, where.values, (new[:, :, 0], new[:, :, 1]), newest_place(counted, of))
         mask = held(counted, rings, of)
-        for lane, n in enumerate(now):
-            rows = where.data[lane, :, : where.pool_start][:, mask[lane]]
-            expected = [*range(min(of.sink, n)), *range(begins[lane], n)]
+        for seq, n in enumerate(now):
+            rows = where.data[seq, :, : where.pool_start][:, mask[seq]]
+            expected = [*range(min(of.sink, n)), *range(begins[seq], n)]
             assert sorted(rows[0, :, 0, 0].round().int().tolist()) == sorted(expected)
-            stands = where.read(lane, begins[lane], n)
-            assert stands[0, :, 0, 0].round().int().tolist() == list(range(begins[lane], n))
-            places = torch.cat([torch.arange(*run) for run in where.runs(begins[lane], n)] or [torch.arange(0)])
-            assert torch.equal(places, where.places(begins[lane], n))
-            if begins[lane] == of.sink:
-                assert torch.equal(where.read(lane, 0, n)[:, : of.sink], where.data[lane, :, : min(n, of.sink)])
+            stands = where.read(seq, begins[seq], n)
+            assert stands[0, :, 0, 0].round().int().tolist() == list(range(begins[seq], n))
+            places = torch.cat([torch.arange(*run) for run in where.runs(begins[seq], n)] or [torch.arange(0)])
+            assert torch.equal(places, where.places(begins[seq], n))
+            if begins[seq] == of.sink:
+                assert torch.equal(where.read(seq, 0, n)[:, : of.sink], where.data[seq, :, : min(n, of.sink)])
     assert (where.data[:, :, where.pool_start :] == 0).all(), "the pool is left alone"
 
 
 def test_reorder() -> None:
-    where = slab(Regions(2, 2, 1), lanes=2)
+    where = slab(Regions(2, 2, 1), seqs=2)
     where.write(0, 0, torch.stack([token(p) for p in range(4)], dim=1))
     where.reorder(torch.tensor([1, 0, 0]))
     assert (where.data[0] == 0).all()
     assert torch.equal(where.data[1], where.data[2])
     where.write(1, 4, token(9)[:, None])
     assert not where.tickets.any()
-    assert not torch.equal(where.data[1], where.data[2]), "lanes are of their own afterwards"
+    assert not torch.equal(where.data[1], where.data[2]), "sequences are of their own afterwards"
 
 
 def test_a_slab_starts_finite() -> None:
     assert (slab(Regions(2, 2, 2)).data == 0).all()
 
 
-def test_lanes_are_read_at_once_wherever_their_rings_stand() -> None:
-    own, together = slab(Regions(2, 3, 3), 2), Together()
+def test_sequences_are_read_at_once_wherever_their_rings_stand() -> None:
+    own, deferred = slab(Regions(2, 3, 3), 2), DeferredBatch()
     own.data.copy_(torch.randn_like(own.data))
     for starts in ([(1, 9), (0, 12), (1, 0)], [(0, 9), (1, 12)]):
-        found = own.read_lanes(starts, 4, together)
+        found = own.read_seqs(starts, 4, deferred)
         assert found.is_contiguous()
-        for rows, (lane, start) in zip(found, starts, strict=True):
-            assert torch.equal(rows, own.read(lane, start, start + 4))
+        for rows, (seq, start) in zip(found, starts, strict=True):
+            assert torch.equal(rows, own.read(seq, start, start + 4))
     found.zero_()
     assert (own.data != 0).all(), "what is read is the caller's own"
 
@@ -93,20 +93,20 @@ def test_transfers_bring_what_is_wanted_and_nothing_else(
     if transfer is UvaGather:
         pytest.importorskip("triton")
     cuda = device.type == "cuda"
-    lanes, heads, count, lengths = 2, 3, 5, [19, 40]
+    seqs, heads, count, lengths = 2, 3, 5, [19, 40]
     of = Regions(3, 4, 2)
-    host = HostStore(lanes, heads, head_dim, dtype, extent=8, pinned=cuda)
+    host = HostStore(seqs, heads, head_dim, dtype, block_size=8, pinned=cuda)
     move = transfer()
-    where = Slab(lanes, heads, head_dim, of, count, dtype=dtype, device=device)
+    where = Slab(seqs, heads, head_dim, of, count, dtype=dtype, device=device)
     where.data.fill_(torch.nan)
     expected = where.data.clone()
     on = device if move.graph_safe else CPU
     for round_ in range(3):
-        for lane, length in enumerate(lengths):
-            host.append(lane, torch.randn(heads, length, 2, head_dim).to(dtype))
-        fetch = torch.full((lanes, heads, count), -1, dtype=torch.int32)
+        for seq, length in enumerate(lengths):
+            host.append(seq, torch.randn(heads, length, 2, head_dim).to(dtype))
+        fetch = torch.full((seqs, heads, count), -1, dtype=torch.int32)
         slots = torch.full_like(fetch, -1)
-        for b in range(lanes):
+        for b in range(seqs):
             for h in range(heads):
                 n = int(torch.randint(0, count + 1, ())) if round_ else 0
                 fetch[b, h, :n] = torch.randperm(host.length(b))[:n].int()

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from kvthaw.cache.together import Together
+from kvthaw.cache.deferred_batch import DeferredBatch
 
 
 def test_items_of_a_kind_are_done_at_once_and_only_once() -> None:
@@ -18,50 +18,50 @@ def test_items_of_a_kind_are_done_at_once_and_only_once() -> None:
     def work(name: str, items: Sequence[int]) -> None:
         done.append((name, list(items)))
 
-    together = Together()
+    deferred = DeferredBatch()
     owners = [object() for _ in range(3)]
     for owner, (kind, item) in zip(owners, (("a", 1), ("b", 2), ("a", 3)), strict=True):
-        together.put_off(owner, kind, partial(work, kind), item)
-    twin = copy.deepcopy(together)
-    together.do_for(object())
+        deferred.put_off(owner, kind, partial(work, kind), item)
+    twin = copy.deepcopy(deferred)
+    deferred.do_for(object())
     assert not done
-    together.do_for(owners[1])
+    deferred.do_for(owners[1])
     assert done == [("a", [1, 3]), ("b", [2])]
-    together.put_off(owners[0], "a", partial(work, "a"), 4)
-    together.do_for(owners[2])  # whose work is done
+    deferred.put_off(owners[0], "a", partial(work, "a"), 4)
+    deferred.do_for(owners[2])  # whose work is done
     twin.do()
     assert len(done) == 2
-    together.do()
-    together.do()
+    deferred.do()
+    deferred.do()
     assert done[2:] == [("a", [4])]
 
 
 def test_work_that_fails_is_not_tried_again() -> None:
-    together = Together()
+    deferred = DeferredBatch()
 
     def fail(items: Sequence[object]) -> None:
         raise MemoryError(f"{len(items)} items")
 
-    together.put_off(together, "a", fail, 1)
+    deferred.put_off(deferred, "a", fail, 1)
     with pytest.raises(MemoryError, match="1 items"):
-        together.do()
-    together.do()
+        deferred.do()
+    deferred.do()
 
 
 def test_what_layers_would_make_alike_is_made_once_while_few_others_are_asked_for() -> None:
-    together, made = Together(), []
+    deferred, made = DeferredBatch(), []
 
     def make(key: int) -> int:
         made.append(key)
         return 10 * key
 
     for key in (1, 1, 2, 1, *range(3, 9), 1):
-        assert together.once(key, partial(make, key)) == 10 * key
+        assert deferred.once(key, partial(make, key)) == 10 * key
     assert made == [*range(1, 9)]
     for key in (9, 1):  # the ninth takes the place of the first
-        together.once(key, partial(make, key))
+        deferred.once(key, partial(make, key))
     assert made[8:] == [9, 1]
-    table = together.numbers([(1, 2), (3, 4)], torch.device("cpu"))
+    table = deferred.numbers([(1, 2), (3, 4)], torch.device("cpu"))
     assert table.dtype == torch.int32
-    assert table is together.numbers(((1, 2), (3, 4)), torch.device("cpu"))
+    assert table is deferred.numbers(((1, 2), (3, 4)), torch.device("cpu"))
     assert table.tolist() == [[1, 2], [3, 4]]

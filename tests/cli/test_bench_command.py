@@ -53,9 +53,9 @@ def test_bench_prefill_prints_lines_or_a_table(tmp_path: Path) -> None:
 
 def test_bench_serving_shows_steps(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    some = ("bench", "serving", "--lanes", "2", "--requests", "3", "--length", "40", "--method", "full", "--out", str(out))
+    some = ("bench", "serving", "--max-seqs", "2", "--requests", "3", "--length", "40", "--method", "full", "--out", str(out))
     said = Said(*some, "--new-tokens", "16")
     assert said.code == 0
     assert "tokens/s" in said.out
     assert [json.loads(line)["setting"]["method"] for line in out.read_text().splitlines()] == ["full"]
-    refused(Said(*some, "--new-tokens", "3"), 1, "none had all 2 lanes busy")
+    refused(Said(*some, "--new-tokens", "3"), 1, "none had all 2 places busy")

@@ -23,7 +23,7 @@ IDS = prompt(2, 120)
 
 
 def filled(model: PreTrainedModel) -> kvthaw.Cache:
-    """Two lanes of 90 tokens under icecache, and decoded until the ring is full."""
+    """Two sequences of 90 tokens under icecache, and decoded until the ring is full."""
     cache = kvthaw.Cache(model, "icecache", budget=64, dense_layers=0)
     step(model, cache, IDS[:, :90])
     for t in range(200):
@@ -45,11 +45,11 @@ def ahead(layer: OffloadedLayer) -> bool:
 
 
 def held(layer: OffloadedLayer) -> list[tuple[int, int]]:
-    """Of each lane: where the index ends and where the ring begins."""
+    """Of each sequence: where the index ends and where the ring begins."""
     layer.wait()
-    assert layer.group is not None
-    index: Any = layer.group.index
-    return [(index.length(lane), layer.indexed(lane)) for lane in range(layer.sequences.count)]
+    assert layer.retriever is not None
+    index: Any = layer.retriever.index
+    return [(index.length(seq), layer.indexed(seq)) for seq in range(layer.sequences.count)]
 
 
 def test_the_index_goes_ahead_and_the_ring_follows(llama: PreTrainedModel) -> None:
@@ -82,7 +82,7 @@ def test_a_dense_continuation_brings_it_back(llama: PreTrainedModel) -> None:
         assert all(indexed == ring for indexed, ring in held(layer))
 
 
-def test_copies_and_new_lanes_keep_it(llama: PreTrainedModel) -> None:
+def test_copies_and_new_sequences_keep_it(llama: PreTrainedModel) -> None:
     cache = filled(llama)
     twin = copy.deepcopy(cache)
     assert torch.equal(step(llama, twin, IDS[:, :1]), step(llama, cache, IDS[:, :1]))
@@ -178,10 +178,10 @@ def test_layers_cluster_together_what_left_their_rings_at_once(llama: PreTrained
     for t in range(60):
         ids = IDS[:, 60 + t : 61 + t]
         logits = replay(ids, torch.full((2, 1), replayed.get_seq_length()))
-        together = len(calls)
+        deferred = len(calls)
         assert torch.equal(logits, step(llama, eager, ids))
-        alone += calls[together:]
-        del calls[together:]
+        alone += calls[deferred:]
+        del calls[deferred:]
         if t == 30:  # a copy has what was put off, and goes on as the other does
             replayed = copy.deepcopy(replayed)
             replay = GraphRunner(llama.forward, replayed, capture=False)
@@ -215,7 +215,7 @@ def test_memory_that_is_not_to_be_had_is_an_error_of_the_token_that_needs_it(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     """Not of the one before; where there is some again, nothing is missing."""
-    plain, short = (kvthaw.Cache(llama, method, budget=64, dense_layers=0, extent=8) for _ in range(2))
+    plain, short = (kvthaw.Cache(llama, method, budget=64, dense_layers=0, block_size=8) for _ in range(2))
     replay = GraphRunner(llama.forward, short, capture=False)
     for cache in (plain, short):
         step(llama, cache, IDS[:, :60])

@@ -48,10 +48,10 @@ def test_rows_of_a_batch_generate_what_they_do_alone(name: str) -> None:
     model, batch = build_exact(name, attention="eager" if name in ("gemma2", "gpt_oss") else None), ragged(LENGTHS)
     for method in SPARSE:
         with kvthaw.attach(model, method, budget=32) as handle:
-            together = tokens(model, batch)
+            deferred = tokens(model, batch)
             for row, length in enumerate(LENGTHS[:2]):
                 alone = {key: value[row : row + 1, max(LENGTHS) - length :] for key, value in batch.items()}
-                assert torch.equal(tokens(model, alone)[0], together[row])
+                assert torch.equal(tokens(model, alone)[0], deferred[row])
             stats = handle.stats()
             assert stats.retrieved > 0
             assert stats.attended_max <= 32

@@ -72,7 +72,7 @@ def test_a_wrapped_model_thaws(llama: PreTrainedModel, wrapper: str) -> None:
             with pytest.raises(CacheError, match="attached"):
                 kvthaw.attach(other, "oracle")
             with pytest.raises(CacheError, match="attached"):
-                kvthaw.Batch(other, "oracle", lanes=1, capacity=100)
+                kvthaw.Batch(other, "oracle", max_seqs=1, capacity=100)
         cache = kvthaw.Cache(wrapped, "oracle", budget=32)
         assert wrapped(IDS, past_key_values=cache).logits.isfinite().all()
         assert wrapped(IDS[:, :1], past_key_values=cache).logits.shape[1] == 1

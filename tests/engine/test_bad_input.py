@@ -98,7 +98,7 @@ def test_fraction_too_small_names_the_smallest(llama: PreTrainedModel) -> None:
         ({"dense_layers": -1}, "dense_layers is -1; it must be at least 0"),
         ({"dense_layers": 99}, "dense_layers is 99; that leaves no layer to oracle, of 3"),
         ({"sparse_queries": 0}, "sparse_queries is 0; it must be at least 1"),
-        ({"extent": 0}, "extent is 0; it must be at least 1"),
+        ({"block_size": 0}, "block is 0; it must be at least 1"),
     ],
 )
 def test_settings_out_of_range(llama: PreTrainedModel, settings: dict[str, Any], message: str) -> None:
@@ -116,7 +116,7 @@ def test_chunks_are_whole_numbers(llama: PreTrainedModel, chunk: Any) -> None:
     with pytest.raises(ConfigError, match=r"prefill_chunk is .*; it must be (a whole number|at least 1)"):
         kvthaw.attach(llama, prefill_chunk=chunk)
     with pytest.raises(ConfigError, match=r"prefill_chunk is .*; it must be (a whole number|at least 1)"):
-        kvthaw.Batch(llama, lanes=1, capacity=9, prefill_chunk=chunk)
+        kvthaw.Batch(llama, max_seqs=1, capacity=9, prefill_chunk=chunk)
     assert llama.config._attn_implementation == "sdpa"
 
 
@@ -246,7 +246,7 @@ def test_host_memory_that_will_not_fit(name: str, dense_layers: int) -> None:
     if name.startswith("gemma") and not ROLLS_BACK_SLIDING:
         pytest.skip("this version of transformers fails to roll back its own sliding-window layers")
     model = build(name)
-    cache = kvthaw.Cache(model, "oracle", budget=64, host_bytes=1, dense_layers=dense_layers, extent=20)
+    cache = kvthaw.Cache(model, "oracle", budget=64, host_bytes=1, dense_layers=dense_layers, block_size=20)
     layers = len(cache.frozen_layers)
     need = 2 * 60 * 2 * 16 * 4 * layers
     with pytest.raises(HostMemoryError, match=rf"{need:,} bytes.* 1 are free"):
@@ -257,7 +257,7 @@ def test_host_memory_that_will_not_fit(name: str, dense_layers: int) -> None:
     with pytest.raises(HostMemoryError):
         forward(model, cache, IDS)
 
-    room = kvthaw.Cache(model, "oracle", budget=64, host_bytes=need, dense_layers=dense_layers, extent=20)
+    room = kvthaw.Cache(model, "oracle", budget=64, host_bytes=need, dense_layers=dense_layers, block_size=20)
     assert forward(model, room, IDS).isfinite().all()
     if name == "llama":
         with pytest.raises(HostMemoryError, match=rf"{need:,} bytes.* 0 are free"):

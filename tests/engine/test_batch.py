@@ -34,14 +34,14 @@ def alone(model: PreTrainedModel, method: str, ids: torch.Tensor, new: int, **se
 
 
 def settings_of(method: str) -> dict[str, Any]:
-    return {"dense_layers": 1} if method == "full" else {"budget": 48, "dense_layers": 1, "extent": 16}
+    return {"dense_layers": 1} if method == "full" else {"budget": 48, "dense_layers": 1, "block_size": 16}
 
 
 @pytest.mark.parametrize("method", kvthaw.METHODS)
 def test_joining_and_leaving_changes_nobodys_tokens(llama: PreTrainedModel, method: str) -> None:
     rng, settings = random.Random(7), settings_of(method)
     prompts = [prompt(1, n, seed=i)[0] for i, n in enumerate(LENGTHS)]
-    batch = Batch(llama, method, lanes=2, capacity=CAPACITY, **settings)
+    batch = Batch(llama, method, max_seqs=2, capacity=CAPACITY, **settings)
     joined: list[tuple[int, Request]] = []
     addresses: list[int] = []
     while len(joined) < len(prompts) or batch.requests:
@@ -53,10 +53,10 @@ def test_joining_and_leaving_changes_nobodys_tokens(llama: PreTrainedModel, meth
         if batch.requests and rng.random() < 0.05:
             batch.leave(rng.choice(batch.requests))
         now = [t.data_ptr() for t in batch.cache.kv.tensors()]
-        if all(layer.group is None or layer.group.index.graph_safe for layer in batch.cache.kv.offloaded):
+        if all(layer.retriever is None or layer.retriever.index.graph_safe for layer in batch.cache.kv.offloaded):
             assert not addresses or now == addresses, "a tensor moved, on which a capture depends"
         addresses = now
-    assert len({one.lane for _, one in joined}) == 2
+    assert len({one.seq for _, one in joined}) == 2
     assert {one.finished for _, one in joined} == {"length", "left"}
     for i, one in joined:
         assert one.tokens == alone(llama, method, prompts[i], NEW[i], **settings)[: len(one.tokens)], f"prompt {i}"
@@ -78,8 +78,8 @@ def test_nothing_of_a_request_stays_for_the_next_one_in_its_place(
             batch.step()
         return request.tokens
 
-    settings = {"dense_layers": 1} if method == "full" else {"budget": 32, "dense_layers": 0, "extent": 16}
-    used, fresh = (Batch(llama, method, lanes=2, capacity=CAPACITY, **settings) for _ in range(2))
+    settings = {"dense_layers": 1} if method == "full" else {"budget": 32, "dense_layers": 0, "block_size": 16}
+    used, fresh = (Batch(llama, method, max_seqs=2, capacity=CAPACITY, **settings) for _ in range(2))
     serve(used, first, 37)
     assert serve(used, second, 60) == serve(fresh, second, 60)
 
@@ -87,7 +87,7 @@ def test_nothing_of_a_request_stays_for_the_next_one_in_its_place(
 @pytest.mark.parametrize("method", ["full", "streaming", "oracle", "quest", "clusterkv", "pariskv", "h2o", "icecache"])
 def test_a_prompt_in_chunks_equals_one_pass(llama: PreTrainedModel, method: str) -> None:
     settings, ids = settings_of(method), prompt(1, 110)[0]
-    batch = Batch(llama, method, lanes=2, capacity=CAPACITY, prefill_chunk=32, **settings)
+    batch = Batch(llama, method, max_seqs=2, capacity=CAPACITY, prefill_chunk=32, **settings)
     other = batch.join(prompt(1, 60, seed=1)[0], max_new_tokens=12, stop=())
     batch.step()
     request = batch.join(ids, max_new_tokens=12, stop=())
@@ -101,7 +101,7 @@ def test_a_prompt_in_chunks_equals_one_pass(llama: PreTrainedModel, method: str)
 def test_other_architectures(architecture: str) -> None:
     model = build_exact(architecture)
     prompts = [prompt(1, n, seed=i)[0] for i, n in enumerate((70, 20, 50))]
-    batch, waiting, requests = Batch(model, "quest", lanes=2, capacity=100, budget=48), list(prompts), list[Request]()
+    batch, waiting, requests = Batch(model, "quest", max_seqs=2, capacity=100, budget=48), list(prompts), list[Request]()
     while waiting or batch.requests:
         if waiting and batch.free:
             requests.append(batch.join(waiting.pop(0), max_new_tokens=8, stop=()))
@@ -114,8 +114,8 @@ def test_a_draw_is_the_same_in_any_company(llama: PreTrainedModel) -> None:
     warm = Sampling(temperature=0.8, top_k=40, top_p=0.9, seed=3)
     kinds = [warm, Sampling(temperature=1.2, seed=4), Sampling(), Sampling(temperature=0.8, seed=5)]
     found = []
-    for lanes in (1, 3):
-        batch = Batch(llama, "oracle", lanes=lanes, capacity=CAPACITY, budget=48)
+    for seqs in (1, 3):
+        batch = Batch(llama, "oracle", max_seqs=seqs, capacity=CAPACITY, budget=48)
         waiting = [(prompt(1, 20 + i, seed=i)[0], kinds[i]) for i in range(4)]
         requests = []
         while waiting or batch.requests:
@@ -132,7 +132,7 @@ def test_a_draw_is_the_same_in_any_company(llama: PreTrainedModel) -> None:
 def test_stop_tokens_and_limits(llama: PreTrainedModel) -> None:
     ids = prompt(1, 30)[0]
     free = alone(llama, "oracle", ids, 12, budget=48)
-    batch = Batch(llama, "oracle", lanes=2, capacity=42, budget=48)
+    batch = Batch(llama, "oracle", max_seqs=2, capacity=42, budget=48)
     request = batch.join(ids.tolist(), stop=free[4])
     assert request.limit == 12
     while batch.requests:
@@ -145,15 +145,15 @@ def test_stop_tokens_and_limits(llama: PreTrainedModel) -> None:
     assert batch.join(ids).stop == {free[2]}
 
 
-def test_an_empty_lane_is_attended_by_nobody(llama: PreTrainedModel) -> None:
+def test_an_empty_sequence_is_attended_by_nobody(llama: PreTrainedModel) -> None:
     """It has no rows, its attention is 0, and it does not count."""
-    batch = Batch(llama, "oracle", lanes=3, capacity=CAPACITY, budget=48)
+    batch = Batch(llama, "oracle", max_seqs=3, capacity=CAPACITY, budget=48)
     request = batch.join(prompt(1, 90)[0], stop=())
     seen = []
     for layer in batch.cache.frozen_layers:
         layer.observer = lambda layer, query, choice: seen.append(choice.selection.counts)
     batch.step()
-    assert all(counts[request.lane].min() > 0 and counts[1:].max() == 0 for counts in seen)
+    assert all(counts[request.seq].min() > 0 and counts[1:].max() == 0 for counts in seen)
     assert batch.stats().attended_mean == 48 - 6 + 1 == alone_stats(llama, 90).attended_mean
     heads = [torch.randn(3, n, 1, 16, dtype=torch.float64) for n in (4, 2, 2)]
     out = batch.cache.kv.attend(batch.cache.kv.layers[0], *heads, AttentionParams(0.25))
@@ -171,7 +171,7 @@ def test_a_prompt_that_fails_leaves_the_batch_as_it_was(llama: PreTrainedModel) 
     ids, other = prompt(1, 60, seed=1)[0], prompt(1, 80, seed=2)[0]
     for method in ("oracle", "icecache"):
         expected = alone(llama, method, ids, 20, budget=48)
-        batch = Batch(llama, method, lanes=2, capacity=CAPACITY, budget=48)
+        batch = Batch(llama, method, max_seqs=2, capacity=CAPACITY, budget=48)
         request = batch.join(ids, max_new_tokens=20, stop=())
         for _ in range(5):
             batch.step()
@@ -196,7 +196,7 @@ def test_a_step_that_breaks_off_between_layers_is_taken_again(
     """With the tokens that there would have been; also where a request joins or leaves before that."""
     found = []
     for fails in (False, True):
-        batch = Batch(llama, method, lanes=3, capacity=200, **settings_of(method))
+        batch = Batch(llama, method, max_seqs=3, capacity=200, **settings_of(method))
         requests = [batch.join(prompt(1, n)[0], max_new_tokens=40, stop=()) for n in (90, 60)]
         for step in range(39):
             if fails and step % 4 == 2:
@@ -221,33 +221,33 @@ def interrupted(*args: object) -> None:
 
 def test_what_a_batch_refuses(llama: PreTrainedModel) -> None:
     for wrong, message in (
-        ({"lanes": 0}, "lanes is 0; it must be at least 1"),
+        ({"max_seqs": 0}, "max_seqs is 0; it must be at least 1"),
         ({"capacity": 513}, "capacity is 513; the model's positions end at 512"),
         ({"budget": 0.1}, "budget is 0.1; a batch needs a number of tokens"),
     ):
         with pytest.raises(ConfigError, match=message):
-            Batch(llama, "oracle", **{"lanes": 2, "capacity": 64, **wrong})
+            Batch(llama, "oracle", **{"max_seqs": 2, "capacity": 64, **wrong})
     with pytest.raises(UnsupportedModelError, match="not full attention"):
-        Batch(build("gemma3"), "oracle", lanes=2, capacity=64)
+        Batch(build("gemma3"), "oracle", max_seqs=2, capacity=64)
     longrope = build("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
     with pytest.raises(UnsupportedModelError, match="longest row"):
-        Batch(longrope, "oracle", lanes=2, capacity=64)
+        Batch(longrope, "oracle", max_seqs=2, capacity=64)
     with kvthaw.attach(llama, "oracle"), pytest.raises(CacheError, match="attached"):
-        Batch(llama, "oracle", lanes=2, capacity=64)
-    batch = Batch(llama, "oracle", lanes=1, capacity=64, budget=48)
+        Batch(llama, "oracle", max_seqs=2, capacity=64)
+    batch = Batch(llama, "oracle", max_seqs=1, capacity=64, budget=48)
     assert batch.step() == []
     with pytest.raises(ConfigError, match="the prompt is empty"):
         batch.join([])
     with pytest.raises(ConfigError, match="the prompt is text, 'What is the pass key'; it must be token ids"):
         batch.join("What is the pass key?")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="60 tokens and max_new_tokens is 5; a lane has room for 64"):
+    with pytest.raises(ConfigError, match="60 tokens and max_new_tokens is 5; a sequence has room for 64"):
         batch.join(prompt(1, 60)[0], max_new_tokens=5)
     words = llama.config.vocab_size
     for ids, least, most in (([1, words], 1, words), ([-1, 3], -1, 3)):
         with pytest.raises(ConfigError, match=f"token ids from {least} to {most}; the model's are 0 to {words - 1}"):
             batch.join(ids)
     request = batch.join(prompt(1, 60)[0])
-    with pytest.raises(CacheError, match="all 1 lanes are taken"):
+    with pytest.raises(CacheError, match="all 1 sequences are taken"):
         batch.join([1])
     batch.leave(request)
     assert request.finished == "left"
@@ -268,13 +268,13 @@ def test_draws_follow_their_distribution() -> None:
     assert set(draw(logits, [Sampling(temperature=1.0, top_p=0.6)] * 4000, place).tolist()) == {2}
 
 
-@pytest.mark.parametrize("method", ["infinigen", "icecache:foresee=True"])
+@pytest.mark.parametrize("method", ["infinigen", "icecache:prefetch=True"])
 def test_what_cannot_be_compiled_is_not_and_says_so(
     llama: PreTrainedModel, method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     found = []
     for compiled in (False, True):
-        batch = Batch(llama, method, lanes=2, capacity=CAPACITY, budget=48, compile=compiled)
+        batch = Batch(llama, method, max_seqs=2, capacity=CAPACITY, budget=48, compile=compiled)
         request = batch.join(prompt(1, 60)[0], max_new_tokens=4, stop=())
         while batch.requests:
             batch.step()
@@ -289,7 +289,7 @@ def test_what_cannot_be_compiled_is_not_and_says_so(
 def test_a_compiled_batch_gives_the_same_tokens(llama: PreTrainedModel) -> None:
     found = []
     for compiled in (False, True):
-        batch = Batch(llama, "oracle", lanes=2, capacity=CAPACITY, budget=48, compile=compiled)
+        batch = Batch(llama, "oracle", max_seqs=2, capacity=CAPACITY, budget=48, compile=compiled)
         first = batch.join(prompt(1, 60)[0], max_new_tokens=4, stop=())
         batch.step()
         second = batch.join(prompt(1, 40, seed=1)[0], max_new_tokens=4, stop=())
@@ -306,10 +306,10 @@ def test_one_capture_serves_every_company(method: str, compiled: bool) -> None:
     if compiled and method not in ("full", "pariskv", "prkv"):
         pytest.skip("a compilation takes a minute; three methods are enough")
     llama = build("llama", max_position_embeddings=4096).to("cuda")
-    settings = {} if method == "full" else {"budget": 128, "extent": 64}
+    settings = {} if method == "full" else {"budget": 128, "block_size": 64}
     prompts = [prompt(1, n, seed=i)[0].cuda() for i, n in enumerate([700, 90, 1500, 300, 40])]
     expected = [alone(llama, method, ids, 60, capture=False, **settings) for ids in prompts]
-    batch = Batch(llama, method, lanes=3, capacity=2048, compile=compiled, **settings)
+    batch = Batch(llama, method, max_seqs=3, capacity=2048, compile=compiled, **settings)
     requests, waiting = [], list(prompts)
     while waiting or batch.requests:
         if waiting and batch.free:

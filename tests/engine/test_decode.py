@@ -398,7 +398,7 @@ def test_a_tensor_of_an_own_indexs_helper_that_moved_is_noticed(
         steps = len(device.at)
         with torch.no_grad():
             llama(zoo.prompt(1, 1), past_key_values=cache)
-        group = cache.frozen_layers[-1].group
+        group = cache.frozen_layers[-1].retriever
         assert group is not None
         assert isinstance(group.index, Helped)
         if moves:

@@ -36,7 +36,7 @@ def boom(*args: Any, **kwargs: Any) -> None:
 def broken(model: PreTrainedModel, cache: kvthaw.Cache, number: int, phase: str) -> Iterator[None]:
     """Within it, one phase of one layer raises."""
     layer, patch = cache.kv.layers[number], pytest.MonkeyPatch()
-    group = None if isinstance(layer, DenseLayer) else layer.group
+    group = None if isinstance(layer, DenseLayer) else layer.retriever
     hook = None
     if phase == "begin":
         hook = model.model.layers[number].self_attn.k_proj.register_forward_pre_hook(boom)
@@ -79,7 +79,7 @@ def close(found: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("dense_layers", [0, 1])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_decode_step(llama: PreTrainedModel, method: str, dense_layers: int) -> None:
-    settings = {"dense_layers": dense_layers, **({} if method == "full" else {"budget": 64, "extent": 16})}
+    settings = {"dense_layers": dense_layers, **({} if method == "full" else {"budget": 64, "block_size": 16})}
     plain, cache = (kvthaw.Cache(llama, method, **settings) for _ in range(2))
     batch = ragged([90, 61])
     for each in (plain, cache):
@@ -117,7 +117,7 @@ def test_a_decode_step(llama: PreTrainedModel, method: str, dense_layers: int) -
 def test_something_else_than_the_step_that_failed(llama: PreTrainedModel, method: str, then: str) -> None:
     """The layers that had taken it go back."""
     ample = then == "crop" or method == "icecache"  # a tree that forgets keys keeps another shape
-    settings = {"dense_layers": 0, **({} if method == "full" else {"budget": 1024 if ample else 64, "extent": 16})}
+    settings = {"dense_layers": 0, **({} if method == "full" else {"budget": 1024 if ample else 64, "block_size": 16})}
     plain, cache = (kvthaw.Cache(llama, method, **settings) for _ in range(2))
     for each in (plain, cache):
         step(llama, each, IDS[:, :90])

@@ -216,7 +216,7 @@ def test_crop_to_nothing(llama: PreTrainedModel, method: str) -> None:
 
 
 @pytest.mark.parametrize("change", ["repeat", "select", "select by mask", "reorder"])
-def test_lanes_change(llama: PreTrainedModel, method: str, change: str) -> None:
+def test_sequences_change(llama: PreTrainedModel, method: str, change: str) -> None:
     rows = {"repeat": [0, 0, 1, 1, 2, 2], "select": [2, 0], "select by mask": [0, 2], "reorder": [1, 1, 0]}[change]
     cache = kvthaw.Cache(llama, method, budget=AMPLE)
     ids, mask = torch.empty(3, 0, dtype=torch.long), torch.empty(3, 0, dtype=torch.long)
@@ -241,7 +241,7 @@ def test_lanes_change(llama: PreTrainedModel, method: str, change: str) -> None:
     else:
         cache.reorder_cache(torch.tensor(rows))
     ids, mask = ids[rows], mask[rows]
-    for t in range(40):  # lanes now differ in what they are given
+    for t in range(40):  # sequences now differ in what they are given
         found = grow(prompt(len(rows), 1, seed=t))
     with torch.no_grad():
         expected = llama(ids, attention_mask=mask, position_ids=positions(mask), use_cache=False).logits
@@ -364,32 +364,32 @@ def test_fork_equals_a_fresh_prefill(llama: PreTrainedModel, source: str, target
 
 
 def test_forks_of_a_dense_cache_share_what_was_offloaded_for_the_first(llama: PreTrainedModel) -> None:
-    base = kvthaw.Cache(llama, "full", extent=16)
+    base = kvthaw.Cache(llama, "full", block_size=16)
     ids, more = prompt(2, 90, seed=3), prompt(2, 40, seed=4)
     forward(llama, base, ids)
     first, second = base.fork("oracle", budget=TIGHT), base.fork("quest", budget=TIGHT)
     held = base.stats().kv_host_bytes
     assert held == 80 / 90 * base.stats().kv_dense_bytes
     for mine, theirs in zip(first.frozen_layers, second.frozen_layers, strict=True):
-        for lane in range(2):
-            same = mine.store.addresses(lane) == theirs.store.addresses(lane)
+        for seq in range(2):
+            same = mine.store.addresses(seq) == theirs.store.addresses(seq)
             assert same.tolist() == [True] * 5 + [False]
     decode(llama, first, more)
-    fresh = kvthaw.Cache(llama, "quest", budget=TIGHT, extent=16)
+    fresh = kvthaw.Cache(llama, "quest", budget=TIGHT, block_size=16)
     forward(llama, fresh, ids)
     assert torch.equal(decode(llama, second, more), decode(llama, fresh, more))
     assert second.stats() == fresh.stats()
     base.crop(-30)  # what was offloaded of the last 30 is no longer true
     forward(llama, base, more)
     assert base.stats().kv_host_bytes == 0
-    fresh = kvthaw.Cache(llama, "quest", budget=TIGHT, extent=16)
+    fresh = kvthaw.Cache(llama, "quest", budget=TIGHT, block_size=16)
     forward(llama, fresh, torch.cat((ids[:, :60], more), dim=1))
     for _ in range(2):
         third = base.fork("quest", budget=TIGHT)
         for mine, theirs in zip(third.frozen_layers, fresh.frozen_layers, strict=True):
             assert torch.allclose(mine.read(1, 0, 100), theirs.read(1, 0, 100), atol=1e-5)
-        forward(llama, base, more[:, :1])  # more full extents follow
-        fresh = kvthaw.Cache(llama, "quest", budget=TIGHT, extent=16)
+        forward(llama, base, more[:, :1])  # more full blocks follow
+        fresh = kvthaw.Cache(llama, "quest", budget=TIGHT, block_size=16)
         forward(llama, fresh, torch.cat((ids[:, :60], more, more[:, :1]), dim=1))
     base.batch_select_indices(torch.tensor([1]))
     fourth = base.fork("oracle", budget=TIGHT)
@@ -411,7 +411,7 @@ def test_an_index_that_serves_any_budget_is_not_built_again(
     method = first.settings.method
     first.wait()
     built: list[Any] = []
-    (kind,) = {type(kv.group.index) for kv in first.frozen_layers if kv.group is not None}
+    (kind,) = {type(kv.retriever.index) for kv in first.frozen_layers if kv.retriever is not None}
     build = kind.build
     monkeypatch.setattr(kind, "build", lambda self, *args: (built.append(self), build(self, *args)))
     forks = {budget: first.fork(method, budget=budget) for budget in (272, 256)}

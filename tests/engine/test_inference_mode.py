@@ -100,7 +100,7 @@ def test_generate(llama: PreTrainedModel, method: str) -> None:
 
 def test_a_batch(llama: PreTrainedModel) -> None:
     def served() -> list[list[int]]:
-        batch = kvthaw.Batch(llama, "icecache", lanes=2, capacity=120, budget=48)
+        batch = kvthaw.Batch(llama, "icecache", max_seqs=2, capacity=120, budget=48)
         first = [batch.join(prompt(1, 60), max_new_tokens=20, stop=[]), batch.join(prompt(1, 30), max_new_tokens=5, stop=[])]
         while batch.requests:
             batch.step()

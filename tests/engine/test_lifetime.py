@@ -29,7 +29,7 @@ def _uncollected() -> Iterator[None]:
 def held(cache: kvthaw.Cache) -> list[weakref.ref]:
     """What a cache should let go of, after a prompt and some steps: its layers and their memory."""
     stores = [layer.store for layer in cache.frozen_layers]
-    groups = [layer.group for layer in cache.frozen_layers if layer.group is not None]
+    groups = [layer.retriever for layer in cache.frozen_layers if layer.retriever is not None]
     return [weakref.ref(one) for one in (cache, *cache.layers, *cache.kv_layers, *stores, *groups)]
 
 

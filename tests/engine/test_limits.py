@@ -34,14 +34,14 @@ def room(step: Callable[[], object]) -> bool:
 
 
 def limited(model: PreTrainedModel, method: str, blocks: int) -> kvthaw.Cache:
-    return kvthaw.Cache(model, method, budget=64, extent=BLOCK, host_bytes=blocks * BLOCK_BYTES)
+    return kvthaw.Cache(model, method, budget=64, block_size=BLOCK, host_bytes=blocks * BLOCK_BYTES)
 
 
-@pytest.mark.parametrize("extent", [16, 1024])
-def test_a_prompt_is_refused_by_the_blocks_that_it_takes(llama: PreTrainedModel, extent: int) -> None:
-    cache = kvthaw.Cache(llama, "oracle", budget=64, extent=extent, host_bytes=5 * BLOCK_BYTES)
+@pytest.mark.parametrize("block_size", [16, 1024])
+def test_a_prompt_is_refused_by_the_blocks_that_it_takes(llama: PreTrainedModel, block_size: int) -> None:
+    cache = kvthaw.Cache(llama, "oracle", budget=64, block_size=block_size, host_bytes=5 * BLOCK_BYTES)
     with pytest.raises(HostMemoryError, match="host memory"):
-        forward(llama, cache, IDS[:, :81] if extent == 16 else IDS[:, :60])
+        forward(llama, cache, IDS[:, :81] if block_size == 16 else IDS[:, :60])
     assert cache.stats().kv_host_bytes == 0
 
 
@@ -52,7 +52,7 @@ def test_decoding_stops_at_the_limit_and_goes_on_after_a_crop(architecture: str,
     model = build(architecture)
     blocks = 6 if architecture == "llama" else 4  # two full-attention layers of four
     with torch.inference_mode(inference), kvthaw.attach(model, method, budget=64):
-        cache, free = limited(model, method, blocks), kvthaw.Cache(model, method, budget=64, extent=BLOCK)
+        cache, free = limited(model, method, blocks), kvthaw.Cache(model, method, budget=64, block_size=BLOCK)
         for one in (cache, free):
             forward(model, one, IDS[:, :80])
         steps = 0
@@ -73,8 +73,8 @@ def test_decoding_stops_at_the_limit_and_goes_on_after_a_crop(architecture: str,
 
 def test_a_batch_goes_on_when_a_request_has_left(llama: PreTrainedModel) -> None:
     def batch(host_bytes: int | None) -> kvthaw.Batch:
-        settings = {"budget": 64, "extent": BLOCK, "host_bytes": host_bytes}
-        return kvthaw.Batch(llama, "oracle", lanes=2, capacity=300, **settings)
+        settings = {"budget": 64, "block_size": BLOCK, "host_bytes": host_bytes}
+        return kvthaw.Batch(llama, "oracle", max_seqs=2, capacity=300, **settings)
 
     tight, alone = batch(12 * BLOCK_BYTES), batch(None)
     expected = alone.join(IDS[:, :80], max_new_tokens=60, stop=[])

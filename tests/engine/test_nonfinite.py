@@ -58,7 +58,7 @@ def test_after_a_crop_the_cache_goes_on(llama: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize("method", ["oracle", "full"])
 def test_in_a_batch(llama: PreTrainedModel, method: str) -> None:
-    batch = kvthaw.Batch(llama, method, lanes=2, capacity=300, budget=None if method == "full" else 64)
+    batch = kvthaw.Batch(llama, method, max_seqs=2, capacity=300, budget=None if method == "full" else 64)
     request = batch.join(IDS, max_new_tokens=20, stop=[])
     batch.step()
     good = poison(llama, "v_proj", torch.nan)

@@ -16,7 +16,7 @@ STEPS = 16
 
 
 def outputs(batch: Batch, asked: list[tuple[Any, dict[str, Any]]]) -> list[Request]:
-    """Requests that join one after the other as lanes get free, run to their ends."""
+    """Requests that join one after the other as sequences get free, run to their ends."""
     waiting, requests = list(asked), list[Request]()
     while waiting or batch.requests:
         if waiting and batch.free:
@@ -32,7 +32,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, 
     folder = bytemodel.save(tmp_path_factory.mktemp("bytes"), ends=False)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     ids = tokenizer("In the beginning there was")["input_ids"]
-    request = outputs(Batch(model, "full", lanes=1, capacity=256), [(ids, {"sampling": DRAWN})])[0]
+    request = outputs(Batch(model, "full", max_seqs=1, capacity=256), [(ids, {"sampling": DRAWN})])[0]
     return model, tokenizer, ids, request.tokens
 
 
@@ -47,7 +47,7 @@ def test_penalties_are_those_of_generate(llama: PreTrainedModel) -> None:
     assert plain != penalized
     sampling = Sampling(repetition_penalty=1.8, max_tokens=STEPS)
     asked = [(ids[0], {"sampling": sampling}), (ids[1], {"max_new_tokens": STEPS}), (ids[1], {"sampling": sampling})]
-    found = outputs(Batch(llama, "full", lanes=2, capacity=64), asked)
+    found = outputs(Batch(llama, "full", max_seqs=2, capacity=64), asked)
     assert [request.tokens for request in found] == [penalized[0], plain[1], penalized[1]]
 
 
@@ -63,9 +63,9 @@ def test_settings_of_each_are_its_own_in_any_batch(llama: PreTrainedModel) -> No
         (prompt(1, 10 + 7 * i, seed=i)[0], {"stop": (), "sampling": Sampling(seed=i, max_tokens=STEPS, **kind)})
         for i, kind in enumerate(kinds)
     ]
-    alone = [outputs(Batch(llama, "full", lanes=1, capacity=128), [one])[0] for one in asked]
-    for lanes, order in ((2, [0, 1, 2, 3, 4]), (5, [3, 1, 4, 0, 2])):
-        found = outputs(Batch(llama, "full", lanes=lanes, capacity=128), [asked[i] for i in order])
+    alone = [outputs(Batch(llama, "full", max_seqs=1, capacity=128), [one])[0] for one in asked]
+    for seqs, order in ((2, [0, 1, 2, 3, 4]), (5, [3, 1, 4, 0, 2])):
+        found = outputs(Batch(llama, "full", max_seqs=seqs, capacity=128), [asked[i] for i in order])
         for i, request in zip(order, found, strict=True):
             assert (request.tokens, request.finished) == (alone[i].tokens, alone[i].finished)
             for one, other in zip(request.logprobs, alone[i].logprobs, strict=True):
@@ -82,7 +82,7 @@ def test_logprobs_of_output_and_prompt(llama: PreTrainedModel) -> None:
     ids = prompt(1, 50)[0]
     for method, chunk in (("full", 10**4), ("full", 16), ("h2o", 16)):
         batch = Batch(
-            llama, method, lanes=2, capacity=128, prefill_chunk=chunk, **({} if method == "full" else {"budget": 128})
+            llama, method, max_seqs=2, capacity=128, prefill_chunk=chunk, **({} if method == "full" else {"budget": 128})
         )
         sampling = Sampling(temperature=1.0, seed=1, logprobs=2, prompt_logprobs=3, max_tokens=STEPS)
         request, other = outputs(batch, [(ids, {"sampling": sampling}), (ids[:1], {"sampling": Sampling(prompt_logprobs=0)})])
@@ -103,7 +103,7 @@ def test_logprobs_of_output_and_prompt(llama: PreTrainedModel) -> None:
 
 def test_when_a_request_ends(llama: PreTrainedModel) -> None:
     ids = prompt(1, 30)[0]
-    free = outputs(Batch(llama, "full", lanes=1, capacity=64), [(ids, {"max_new_tokens": 20})])[0].tokens
+    free = outputs(Batch(llama, "full", max_seqs=1, capacity=64), [(ids, {"max_new_tokens": 20})])[0].tokens
     first, later = free[0], next(token for token in free if token != free[0])
     llama.generation_config.eos_token_id = [later]
     at = free.index(later) + 1
@@ -113,18 +113,18 @@ def test_when_a_request_ends(llama: PreTrainedModel) -> None:
         ({"ignore_eos": True, "stop_token_ids": [later]}, at, "stop"),
         ({"stop_token_ids": [first]}, 1, "stop"),
     ):
-        request = outputs(Batch(llama, "full", lanes=2, capacity=50), [(ids, {"sampling": Sampling(**how)})])[0]
+        request = outputs(Batch(llama, "full", max_seqs=2, capacity=50), [(ids, {"sampling": Sampling(**how)})])[0]
         assert (request.tokens, request.finished) == (free[:count], reason)
         assert request.stopped_by == (request.tokens[-1] if reason == "stop" else None)
     held = Sampling(min_tokens=at, max_tokens=at)
-    request = outputs(Batch(llama, "full", lanes=2, capacity=50), [(ids, {"sampling": held})])[0]
+    request = outputs(Batch(llama, "full", max_seqs=2, capacity=50), [(ids, {"sampling": held})])[0]
     assert (request.finished, request.tokens[:-1]) == ("length", free[: at - 1])
     assert later not in request.tokens
 
 
 def test_text_comes_in_whole_pieces(written: tuple[PreTrainedModel, Any, list[int], list[int]]) -> None:
     model, tokenizer, ids, tokens = written
-    batch = Batch(model, "full", lanes=2, capacity=256)
+    batch = Batch(model, "full", max_seqs=2, capacity=256)
     batch.join(ids, sampling=DRAWN.split(2)[1])
     request = batch.join(ids, sampling=DRAWN, tokenizer=tokenizer)
     pieces = [request.piece]
@@ -145,7 +145,7 @@ def test_a_stop_string_ends_the_request(written: tuple[PreTrainedModel, Any, lis
                 temperature=2.0, seed=5, max_tokens=60, logit_bias=DRAWN.logit_bias, stop=["@@@@", stop], include_stop=include,
                 min_tokens=least,
             )  # fmt: skip
-            batch = Batch(model, "full", lanes=2, capacity=256)
+            batch = Batch(model, "full", max_seqs=2, capacity=256)
             request, other = outputs(batch, [(ids, {"sampling": sampling, "tokenizer": tokenizer}), (ids, {"sampling": DRAWN})])
             assert (request.finished, request.stopped_by) == ("stop", stop)
             assert request.tokens == tokens[:end]  # a token is a character here
@@ -161,18 +161,18 @@ def test_a_stop_token_is_no_part_of_the_text(written: tuple[PreTrainedModel, Any
     for include in (False, True):
         sampling = Sampling(**how, include_stop=include, stop=[text[: at + 1] + "@"])  # what is held back for it comes
         asked = [(ids, {"sampling": sampling, "tokenizer": tokenizer})]
-        request = outputs(Batch(model, "full", lanes=1, capacity=256), asked)[0]
+        request = outputs(Batch(model, "full", max_seqs=1, capacity=256), asked)[0]
         assert (request.tokens, request.stopped_by) == (tokens[: at + 1], tokens[20])
         assert request.text == text[: at + include]
 
 
 def test_what_cannot_be_met_is_refused_before_anything_changes(llama: PreTrainedModel) -> None:
-    batch = Batch(llama, "full", lanes=2, capacity=64)
+    batch = Batch(llama, "full", max_seqs=2, capacity=64)
     other = batch.join(prompt(1, 30)[0], stop=())
     for how, message in (
         ({"sampling": Sampling(stop=["a"])}, "stop strings need a tokenizer"),
         ({"sampling": Sampling(max_tokens=5), "max_new_tokens": 6}, "max_new_tokens is 6 and max_tokens of sampling 5"),
-        ({"sampling": Sampling(max_tokens=50)}, "20 tokens and max_new_tokens is 50; a lane has room for 64"),
+        ({"sampling": Sampling(max_tokens=50)}, "20 tokens and max_new_tokens is 50; a sequence has room for 64"),
         ({"sampling": Sampling(min_tokens=5), "max_new_tokens": 4}, "min_tokens is 5; it must be at most 4"),
         (
             {"sampling": Sampling(logit_bias={VOCAB: 1.0})},

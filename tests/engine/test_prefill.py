@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 import kvthaw
-from kvthaw.cache import past
+from kvthaw.cache import kv_prefetcher
 from kvthaw.errors import ConfigError, HostMemoryError
 from kvthaw.index.bounds import BoundIndex
 from kvthaw.index.clusters import ClusterIndex
@@ -38,11 +38,11 @@ def answer(model: PreTrainedModel, method: str, chunk: int, given: dict[str, Ten
 @pytest.mark.parametrize("chunk", [40, 7])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "gemma4", "llama4", "gpt2"])
 def test_chunks_give_what_one_pass_gives(monkeypatch: pytest.MonkeyPatch, name: str, chunk: int) -> None:
-    """Padding, sliding windows, softcap, sinks, layers that share KV; parts of the past that end inside an extent."""
-    monkeypatch.setattr(past, "BLOCK", 32)
+    """Padding, sliding windows, softcap, sinks, layers that share KV; parts of the past that end inside a block."""
+    monkeypatch.setattr(kv_prefetcher, "BLOCK", 32)
     monkeypatch.setattr(dense, "BLOCK", 32)
     model = build(name)
-    for method, settings in (("oracle", {"budget": 512, "extent": 24}), ("full", {})):
+    for method, settings in (("oracle", {"budget": 512, "block_size": 24}), ("full", {})):
         tokens, logits = answer(model, method, WHOLE, BATCH, **settings)
         found, close_to = answer(model, method, chunk, BATCH, **settings)
         assert torch.equal(found, tokens)
@@ -114,10 +114,10 @@ class Largest(TorchDispatchMode):
 
 
 def test_no_tensor_grows_with_the_prompt(monkeypatch: pytest.MonkeyPatch, llama: PreTrainedModel) -> None:
-    monkeypatch.setattr(past, "BLOCK", 64)
+    monkeypatch.setattr(kv_prefetcher, "BLOCK", 64)
 
     def largest(tokens: int, chunk: int) -> int:
-        with kvthaw.attach(llama, "icecache", budget=64, prefill_chunk=chunk, extent=32), Largest() as seen:
+        with kvthaw.attach(llama, "icecache", budget=64, prefill_chunk=chunk, block_size=32), Largest() as seen:
             llama(prompt(1, tokens), logits_to_keep=1)
         return seen.most
 
@@ -144,7 +144,7 @@ def test_the_prompt_is_known_from_its_first_chunk_on(llama: PreTrainedModel) -> 
     with kvthaw.attach(llama, "oracle", budget=0.5, prefill_chunk=50) as handle:
         llama(prompt(1, 200))
         assert handle.stats().budget == 100
-    with kvthaw.attach(llama, "oracle", budget=64, prefill_chunk=50, host_bytes=100_000, extent=50) as handle:
+    with kvthaw.attach(llama, "oracle", budget=64, prefill_chunk=50, host_bytes=100_000, block_size=50) as handle:
         llama(prompt(1, 100))
         with pytest.raises(HostMemoryError, match="are free"):
             llama(prompt(1, 200))

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import kvthaw
-from kvthaw.cache.group import Choice
 from kvthaw.cache.offloaded_layer import OffloadedLayer
+from kvthaw.cache.retriever import Choice
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.probe import Observation, Probe, Quality, observe
 from kvthaw.types import Partial
@@ -22,13 +22,13 @@ Step = tuple[OffloadedLayer, Tensor, Choice | None, list[Tensor], list[int]]
 
 
 def watch(cache: kvthaw.Cache, probe: Probe) -> list[Step]:
-    """Keep what every step of every layer had, beside what the probe makes of it: each lane's rows [H, n, 2, D] and ring."""
+    """Keep what every step of every layer had, beside what the probe makes of it: each sequence's rows [H, n, 2, D] and ring."""
     steps: list[Step] = []
 
     def keep(layer: OffloadedLayer, query: Tensor, choice: Choice | None) -> None:
         probe._observe(layer, query, choice)
-        rows = [layer.read(lane, 0, layer.length(lane)).clone() for lane in range(layer.sequences.count)]
-        steps.append((layer, query.clone(), choice, rows, [layer.indexed(lane) for lane in range(layer.sequences.count)]))
+        rows = [layer.read(seq, 0, layer.length(seq)).clone() for seq in range(layer.sequences.count)]
+        steps.append((layer, query.clone(), choice, rows, [layer.indexed(seq) for seq in range(layer.sequences.count)]))
 
     for layer in cache.frozen_layers:
         layer.observer = keep
@@ -36,7 +36,7 @@ def watch(cache: kvthaw.Cache, probe: Probe) -> list[Step]:
 
 
 def slow(
-    layer: OffloadedLayer, lane: int, query: Tensor, choice: Choice | None, rows: Tensor, ring: int
+    layer: OffloadedLayer, seq: int, query: Tensor, choice: Choice | None, rows: Tensor, ring: int
 ) -> tuple[list[float], list[float], list[float]]:
     """Attention mass and output error of every query head, recall of every KV head; loops over everything, float64."""
     assert layer.plan is not None
@@ -46,7 +46,7 @@ def slow(
     held = set(range(min(sink, n))) | set(range(ring, n))
     mass, errors, recalls = [], [], []
     for head in range(heads):
-        chosen = [] if choice is None else [int(row) for row in choice.selection.rows[lane, head] if row >= 0]
+        chosen = [] if choice is None else [int(row) for row in choice.selection.rows[seq, head] if row >= 0]
         regional: list[list[float]] = []
         for g in range(group):
             q = query[head * group + g].double()
@@ -119,9 +119,9 @@ def test_rows_of_a_batch_have_their_own_lengths(llama: PreTrainedModel) -> None:
     assert len(probe.observations) == 2 * len(steps) == 2 * 2 * 3
     for i, seen in enumerate(probe.observations):
         layer, query, choice, rows, ring = steps[i // 2]
-        lane = i % 2
-        assert (seen.lane, seen.length) == (lane, rows[lane].shape[1])
-        mass, recall, _ = slow(layer, lane, query[lane], choice, rows[lane], ring[lane])
+        seq = i % 2
+        assert (seen.seq, seen.length) == (seq, rows[seq].shape[1])
+        mass, recall, _ = slow(layer, seq, query[seq], choice, rows[seq], ring[seq])
         torch.testing.assert_close(seen.attention_mass, torch.tensor(mass), atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(seen.recall_at_k, torch.tensor(recall), equal_nan=True)
 

@@ -127,11 +127,11 @@ def test_a_row_of_a_batch_gives_the_line_of_the_sample_alone(
     job = Job("passkey", 320, 3, question=question, probe=2 if len(names) == 3 else 0)
     alone = Runner(*loaded, batch=1).run(job, variants)
     seen = count_forwards(loaded[0])
-    together = Runner(*loaded, batch=3).run(job, variants)
-    assert sum(n > 100 for n in seen) == len({line["prompt"] for line in together[FULL]}) == 3
-    assert any(len({line["new_tokens"] for line in lines}) > 1 for lines in together.values())
+    deferred = Runner(*loaded, batch=3).run(job, variants)
+    assert sum(n > 100 for n in seen) == len({line["prompt"] for line in deferred[FULL]}) == 3
+    assert any(len({line["new_tokens"] for line in lines}) > 1 for lines in deferred.values())
     for variant in variants:
-        for one, row in zip(alone[variant], together[variant], strict=True):
+        for one, row in zip(alone[variant], deferred[variant], strict=True):
             assert row.setting == one.setting
             mine, theirs = dict(row.measures), dict(one.measures)
             for name in ("attention_mass", "recall_at_k", "output_error"):
@@ -147,9 +147,9 @@ def test_one_index_serves_the_budgets_of_a_method(loaded: tuple[Any, Any], monke
     built: list[int] = []
     inner = UnitIndex.build
 
-    def build(self: Any, lane: int, *args: Any) -> None:
-        built.append(lane)
-        inner(self, lane, *args)
+    def build(self: Any, seq: int, *args: Any) -> None:
+        built.append(seq)
+        inner(self, seq, *args)
 
     monkeypatch.setattr(UnitIndex, "build", build)
     names = ("quest", "quest:page=8", "quest")
@@ -158,10 +158,10 @@ def test_one_index_serves_the_budgets_of_a_method(loaded: tuple[Any, Any], monke
     alone = Runner(*loaded, batch=1).run(job, variants)
     assert len(built) == 2 * 2 * 6, "two layers, two samples, six variants: seconds are of one's own index"
     built.clear()
-    together = Runner(*loaded, batch=2).run(job, variants)
+    deferred = Runner(*loaded, batch=2).run(job, variants)
     assert len(built) == 2 * 2 * 2
     for variant in variants:
-        for one, row in zip(alone[variant], together[variant], strict=True):
+        for one, row in zip(alone[variant], deferred[variant], strict=True):
             assert row.setting == one.setting
             mine, theirs = dict(row.measures), dict(one.measures)
             for name in SECONDS:
@@ -176,9 +176,9 @@ def test_nothing_of_a_unit_is_left_when_it_is_done(
     seen: list[weakref.ref[Any]] = []
     inner = DenseLayer.offloaded
 
-    def offloaded(self: DenseLayer, extent: int) -> Any:
-        seen.extend((weakref.ref(self), weakref.ref(inner(self, extent))))
-        return inner(self, extent)
+    def offloaded(self: DenseLayer, block_size: int) -> Any:
+        seen.extend((weakref.ref(self), weakref.ref(inner(self, block_size))))
+        return inner(self, block_size)
 
     monkeypatch.setattr(DenseLayer, "offloaded", offloaded)
     job = Job("passkey", 320, places, probe=0)
@@ -198,10 +198,10 @@ def test_rows_on_a_gpu_share_what_is_offloaded_and_indexed() -> None:
     model, tokenizer = load(device="cuda", dtype="float32")
     names = [name for name in METHODS if name != "full"]
     variants = [Variant(name, budget, dense_layers=0) for name in names for budget in (96, 128)]
-    job = Job("passkey", 2500, 3, probe=0)  # two full extents, and some tokens that are each fork's own
+    job = Job("passkey", 2500, 3, probe=0)  # two full blocks, and some tokens that are each fork's own
     alone = Runner(model, tokenizer, batch=1).run(job, variants)
-    together = Runner(model, tokenizer, batch=3).run(job, variants)
-    pairs = [pair for one in variants for pair in zip(alone[one], together[one], strict=True)]
+    deferred = Runner(model, tokenizer, batch=3).run(job, variants)
+    pairs = [pair for one in variants for pair in zip(alone[one], deferred[one], strict=True)]
     for one, row in pairs:
         assert (row["kv_device_bytes"], row["kv_host_bytes"]) == (one["kv_device_bytes"], one["kv_host_bytes"]), one.setting
     differ = [one.setting["method"] for one, row in pairs if one["output"] != row["output"]]

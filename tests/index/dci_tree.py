@@ -1,6 +1,6 @@
 """The DCI-tree of IceCache, as plainly as the paper states it: one tree, in float64, on keys that it keeps.
 
-`kvthaw.index.forest` is the same tree in C++ for every lane and KV head of a layer; tests compare it with this one.
+`kvthaw.index.forest` is the same tree in C++ for every sequence and KV head of a layer; tests compare it with this one.
 
 A key k is searched as T_K(k) = [k/c, sqrt(1 - |k|^2/c^2)] and a query q as T_Q(q) = [q/|q|, 0] (equations 2 and 3), with
 c >= max |k|, under Euclidean distance. Everything here is written multiplied by c, which changes no order: with
@@ -483,9 +483,9 @@ class DciTree:
                     assert near[self.parent[i]] >= max(near.values()) - slack * c, f"point {i} has a nearer parent"
 
 
-def snapshot(index: TreeIndex, lane: int, head: int) -> dict[str, Tensor]:
-    """The tree of a lane and KV head as tensors: levels, parents and pages, without keys."""
-    points, pages = index.forest.size(lane), index.forest.pages(lane, head)
+def snapshot(index: TreeIndex, seq: int, head: int) -> dict[str, Tensor]:
+    """The tree of a sequence and KV head as tensors: levels, parents and pages, without keys."""
+    points, pages = index.forest.size(seq), index.forest.pages(seq, head)
     state = {
         "radius2": torch.empty((), dtype=torch.float64),
         "norm2": torch.empty(points, dtype=torch.float64),
@@ -496,47 +496,47 @@ def snapshot(index: TreeIndex, lane: int, head: int) -> dict[str, Tensor]:
         "page_count": torch.empty(pages, dtype=torch.int32),
         "members": torch.empty(points, dtype=torch.int32),
     }
-    index.forest.save(lane, head, *(tensor.data_ptr() for tensor in state.values()))
-    return {"first": torch.tensor(index.forest.first(lane), dtype=torch.int64), **state}
+    index.forest.save(seq, head, *(tensor.data_ptr() for tensor in state.values()))
+    return {"first": torch.tensor(index.forest.first(seq), dtype=torch.int64), **state}
 
 
-def snapshots(index: TreeIndex, lane: int) -> list[dict[str, Tensor]]:
+def snapshots(index: TreeIndex, seq: int) -> list[dict[str, Tensor]]:
     """Of every KV head."""
-    return [snapshot(index, lane, head) for head in range(index.shape.kv_heads)]
+    return [snapshot(index, seq, head) for head in range(index.shape.kv_heads)]
 
 
-def tree_of(index: TreeIndex, lane: int, head: int) -> DciTree:
+def tree_of(index: TreeIndex, seq: int, head: int) -> DciTree:
     """One of an index's trees as the plain definition, with its keys."""
     shape = index.shape
     tree = DciTree(shape.head_dim, index.config, layer=shape.layer, head=head, scale=shape.scale)
-    keys = shape.store.read(lane, index.forest.first(lane), index.length(lane))[head, :, 0]
-    tree.load(snapshot(index, lane, head), keys)
+    keys = shape.store.read(seq, index.forest.first(seq), index.length(seq))[head, :, 0]
+    tree.load(snapshot(index, seq, head), keys)
     return tree
 
 
 def check_trees(index: TreeIndex, *, nearest: bool = False) -> None:
     """Raise AssertionError where a tree of an index is not one. nearest: as after build(), every parent is the nearest there is."""
-    lanes = range(index.forest.lanes)
-    bases = index.shape.store.table()[: len(lanes)].contiguous()
+    seqs = range(index.forest.lanes)
+    bases = index.shape.store.table()[: len(seqs)].contiguous()
     wrong = index.forest.check(bases.data_ptr(), bases.shape[1])
     assert not wrong, wrong
-    for lane in lanes:
-        for head in range(index.shape.kv_heads if index.forest.has(lane) else 0):
-            tree = tree_of(index, lane, head)
+    for seq in seqs:
+        for head in range(index.shape.kv_heads if index.forest.has(seq) else 0):
+            tree = tree_of(index, seq, head)
             tree.invariants(nearest=nearest)
             raw = tree.keys.float() @ tree.directions[:, :-1].T.float()
-            saved = snapshot(index, lane, head)["raw"]
+            saved = snapshot(index, seq, head)["raw"]
             assert torch.allclose(saved, raw, rtol=1e-4, atol=1e-4 * max(1.0, tree.radius2**0.5)), "raw projections"
             if index.config.descend == "digest":
-                same_digests(index, lane, head, tree)
+                same_digests(index, seq, head, tree)
 
 
-def same_digests(index: TreeIndex, lane: int, head: int, tree: DciTree) -> None:
+def same_digests(index: TreeIndex, seq: int, head: int, tree: DciTree) -> None:
     """Raise AssertionError where a node's digest is not the definition's."""
     nodes, dim, most = [i for i in range(len(tree)) if tree.level[i] > 1], index.shape.head_dim, index.config.outliers
     spread, rows = torch.empty(len(nodes)), torch.empty(len(nodes), 1 + most, dim)
     outliers = torch.empty(len(nodes), most, dtype=torch.int32)
-    index.forest.digests(lane, head, spread.data_ptr(), rows.data_ptr(), outliers.data_ptr())
+    index.forest.digests(seq, head, spread.data_ptr(), rows.data_ptr(), outliers.data_ptr())
     defined, size = tree.digests(), max(1e-30, tree.radius2**0.5)
     close = 4 * max(torch.finfo(index.shape.dtype).eps, torch.finfo(torch.float32).eps) * size
     for at, node in enumerate(nodes):

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from lanes import FIRST, Lanes
+from seqs import FIRST, Seqs
 
 from kvthaw.errors import ConfigError
 from kvthaw.index.bounds import BoundIndex
@@ -15,10 +15,10 @@ QUEST, ARKVALE = partial(BoundIndex, page=16, spread="max"), partial(BoundIndex,
 
 
 def test_quest_is_its_formula() -> None:
-    lanes = Lanes(QUEST, [150], heads=2, group=1)
-    found = lanes.sets(40)[0]
+    seqs = Seqs(QUEST, [150], heads=2, group=1)
+    found = seqs.sets(40)[0]
     for head in range(2):
-        keys, query = lanes.keys[0][head, FIRST : FIRST + 150].double(), lanes.query()[0, head].double()
+        keys, query = seqs.keys[0][head, FIRST : FIRST + 150].double(), seqs.query()[0, head].double()
         pages = keys.split(16)
         bounds = torch.stack([torch.maximum(query * p.amin(dim=0), query * p.amax(dim=0)).sum() for p in pages])
         best = bounds.argsort(descending=True).tolist()
@@ -27,10 +27,10 @@ def test_quest_is_its_formula() -> None:
 
 
 def test_arkvale_is_its_formula() -> None:
-    lanes = Lanes(ARKVALE, [140], heads=2, group=1)
-    found = lanes.sets(64)[0]
+    seqs = Seqs(ARKVALE, [140], heads=2, group=1)
+    found = seqs.sets(64)[0]
     for head in range(2):
-        keys, query = lanes.keys[0][head, FIRST : FIRST + 140].double(), lanes.query()[0, head].double()
+        keys, query = seqs.keys[0][head, FIRST : FIRST + 140].double(), seqs.query()[0, head].double()
         scores = []
         for page in keys.split(32):
             centre = (page.amax(dim=0) + page.amin(dim=0)) / 2
@@ -42,14 +42,14 @@ def test_arkvale_is_its_formula() -> None:
 
 
 def test_pages_are_the_same_however_tokens_came() -> None:
-    one, many = Lanes(QUEST, [63]), Lanes(QUEST, [63])
+    one, many = Seqs(QUEST, [63]), Seqs(QUEST, [63])
     one.append(70)
     for n in (1, 1, 14, 20, 33, 1):
         many.append(n)
     a, b = one.index, many.index
     assert isinstance(a, BoundIndex)
     assert isinstance(b, BoundIndex)
-    assert a.lanes[0].units == b.lanes[0].units == 9
+    assert a.seqs[0].units == b.seqs[0].units == 9
     torch.testing.assert_close(a.digests[0, :, :9], b.digests[0, :, :9])
     assert torch.equal(a.stops[0, :, :10], b.stops[0, :, :10])
 
@@ -57,23 +57,23 @@ def test_pages_are_the_same_however_tokens_came() -> None:
 @pytest.mark.parametrize("make", [QUEST, ARKVALE])
 @pytest.mark.parametrize("length", [203, 199, 197, 150, 130, 100, 36, 5])
 def test_truncate_forgets_and_goes_on(make: partial[BoundIndex], length: int) -> None:
-    lanes = Lanes(make, [100, 100])
+    seqs = Seqs(make, [100, 100])
     for _ in range(10):
-        lanes.append(10)
-    before = lanes.sets(60)[1]
-    lanes.truncate(0, length)
-    lanes.select(60)
+        seqs.append(10)
+    before = seqs.sets(60)[1]
+    seqs.truncate(0, length)
+    seqs.select(60)
     for _ in range(5):
-        lanes.append(10, [0])
-        lanes.select(30)
-    assert lanes.sets(60)[1] == before
-    index = lanes.index
+        seqs.append(10, [0])
+        seqs.select(30)
+    assert seqs.sets(60)[1] == before
+    index = seqs.index
     assert isinstance(index, BoundIndex)
-    assert index.lanes[0].units <= (lanes.length[0] - FIRST) // index.size + 3
+    assert index.seqs[0].units <= (seqs.length[0] - FIRST) // index.size + 3
 
 
 def test_truncating_within_the_last_page_is_as_if_it_had_not_come() -> None:
-    cut, plain = Lanes(ARKVALE, [100]), Lanes(ARKVALE, [100])
+    cut, plain = Seqs(ARKVALE, [100]), Seqs(ARKVALE, [100])
     cut.append(60)
     cut.truncate(0, FIRST + 131)
     plain.append(31)
@@ -88,4 +88,4 @@ def test_truncating_within_the_last_page_is_as_if_it_had_not_come() -> None:
 )
 def test_settings_out_of_range_are_named(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Lanes(partial(BoundIndex, **options), [0])  # type: ignore[arg-type]
+        Seqs(partial(BoundIndex, **options), [0])  # type: ignore[arg-type]

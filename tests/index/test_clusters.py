@@ -9,10 +9,10 @@ from functools import partial
 
 import pytest
 import torch
-from lanes import FIRST, Lanes
+from seqs import FIRST, Seqs
 from torch import Tensor
 
-from kvthaw.cache.together import Together
+from kvthaw.cache.deferred_batch import DeferredBatch
 from kvthaw.errors import ConfigError
 from kvthaw.index import clusters as module
 from kvthaw.index.clusters import ClusterIndex, covering, draw
@@ -23,11 +23,11 @@ SMALL = partial(ClusterIndex, tokens_per_cluster=10, batch=40, clusters_per_batc
 
 def test_rows_are_the_definitions() -> None:
     """k-means by cosine and ranking by q.mu (sections III-B and III-C), in float64, one head at a time, from the keys drawn."""
-    lanes = Lanes(partial(SMALL, start="random", iterations=20), [200], heads=2, group=1)
-    found = lanes.sets(70)[0]
+    seqs = Seqs(partial(SMALL, start="random", iterations=20), [200], heads=2, group=1)
+    found = seqs.sets(70)[0]
     drawn = draw(FIRST + torch.arange(200), 20, seed=7, layer=3, heads=2)
     for head in range(2):
-        keys, query = lanes.keys[0][head, FIRST : FIRST + 200].double(), lanes.query()[0, head].double()
+        keys, query = seqs.keys[0][head, FIRST : FIRST + 200].double(), seqs.query()[0, head].double()
         centroids, labels = [keys[token] for token in drawn[head].tolist()], None
         for _ in range(20):
             near = [[float(key @ mu / (key.norm() * mu.norm())) for mu in centroids] for key in keys]
@@ -43,15 +43,15 @@ def test_rows_are_the_definitions() -> None:
 
 
 def test_clusters_are_taken_by_their_score_and_the_last_is_cut() -> None:
-    lanes = Lanes(SMALL, [300], heads=2, group=1)
-    index, found = lanes.index, lanes.sets(70)[0]
+    seqs = Seqs(SMALL, [300], heads=2, group=1)
+    index, found = seqs.index, seqs.sets(70)[0]
     assert isinstance(index, ClusterIndex)
     assert index.order is not None
     for head in range(2):
         stops, order = index.stops[0, head, :31].tolist(), index.order[0, head].tolist()
         assert stops[0] == 0
         assert stops[30] == 300
-        scores = index.digests[0, head, :30] @ lanes.query()[0, head]
+        scores = index.digests[0, head, :30] @ seqs.query()[0, head]
         wanted: list[int] = []
         for unit in scores.argsort(descending=True).tolist():
             wanted += order[stops[unit] : stops[unit + 1]]
@@ -59,11 +59,11 @@ def test_clusters_are_taken_by_their_score_and_the_last_is_cut() -> None:
 
 
 def test_the_prompts_clusters_are_kmeans_of_its_keys() -> None:
-    lanes = Lanes(SMALL, [120], heads=2)
-    index = lanes.index
+    seqs = Seqs(SMALL, [120], heads=2)
+    index = seqs.index
     assert isinstance(index, ClusterIndex)
     assert index.order is not None
-    keys = lanes.keys[0][:, FIRST : FIRST + 120]
+    keys = seqs.keys[0][:, FIRST : FIRST + 120]
     start = covering(keys, draw(FIRST + torch.arange(120), 6, seed=7, layer=3, heads=2), 12)
     means, order, stops = kmeans(keys, start, distance="cosine", iterations=8)
     torch.testing.assert_close(index.digests[0, :, :12], means)
@@ -72,26 +72,26 @@ def test_the_prompts_clusters_are_kmeans_of_its_keys() -> None:
 
 
 def test_a_full_batch_is_clustered_among_itself_however_it_came() -> None:
-    one, many = Lanes(SMALL, [100, 30]), Lanes(SMALL, [100, 30])
+    one, many = Seqs(SMALL, [100, 30]), Seqs(SMALL, [100, 30])
     one.append(90)
     for n in (16, 16, 16, 1, 30, 11):
         many.append(n)
     a, b = one.index, many.index
     assert isinstance(a, ClusterIndex)
     assert isinstance(b, ClusterIndex)
-    assert [lane.units for lane in a.lanes] == [10 + 4 + 4 + 1, 3 + 4 + 4 + 1]
+    assert [seq.units for seq in a.seqs] == [10 + 4 + 4 + 1, 3 + 4 + 4 + 1]
     a.join()
     b.join()
-    for lane, host in enumerate(a.lanes):
-        assert host == b.lanes[lane]
+    for seq, host in enumerate(a.seqs):
+        assert host == b.seqs[seq]
         for x, y in ((a.digests, b.digests), (a.order, b.order)):
             assert x is not None
             assert y is not None
             used = host.units if x is a.digests else host.tokens
-            torch.testing.assert_close(x[lane, :, :used], y[lane, :, :used])
-        assert torch.equal(a.stops[lane, :, : host.units + 1], b.stops[lane, :, : host.units + 1])
+            torch.testing.assert_close(x[seq, :, :used], y[seq, :, :used])
+        assert torch.equal(a.stops[seq, :, : host.units + 1], b.stops[seq, :, : host.units + 1])
         assert a.order is not None
-        batch = a.order[lane, :, 100:140] if lane == 0 else a.order[lane, :, 30:70]
+        batch = a.order[seq, :, 100:140] if seq == 0 else a.order[seq, :, 30:70]
         assert not torch.equal(batch, batch.sort(dim=1).values)  # clustered, no longer in text order
 
 
@@ -100,41 +100,41 @@ def test_layers_batches_are_clustered_at_once_time_after_time(monkeypatch: pytes
     calls: list[int] = []
     real = module.cluster
     monkeypatch.setattr(module, "cluster", lambda every, count: (calls.append(len(every)), real(every, count))[1])
-    lanes = Lanes(SMALL, [50])
-    together = Together()
-    shapes = [replace(lanes.shape, layer=layer, together=together) for layer in range(3)]
+    seqs = Seqs(SMALL, [50])
+    deferred = DeferredBatch()
+    shapes = [replace(seqs.shape, layer=layer, deferred=deferred) for layer in range(3)]
     layers = [SMALL(shape) for shape in shapes]
-    apart = [SMALL(replace(shape, together=None)) for shape in shapes]
-    keys = lanes.keys[0]
+    apart = [SMALL(replace(shape, deferred=None)) for shape in shapes]
+    keys = seqs.keys[0]
     for index in (*layers, *apart):
-        index.build(0, FIRST, keys[:, FIRST : FIRST + 50], keys[:, FIRST : FIRST + 50], lanes.queries[0][:, :0])
+        index.build(0, FIRST, keys[:, FIRST : FIRST + 50], keys[:, FIRST : FIRST + 50], seqs.queries[0][:, :0])
     calls.clear()
     for begin in range(FIRST + 50, FIRST + 210, 40):
         some = keys[None, :, begin : begin + 40]
         for index in layers:
             index.append([0], some, some, None)
-        together.do()
+        deferred.do()
     assert calls == [3] * 4
     for one, other in zip(layers, apart, strict=True):
         for begin in range(FIRST + 50, FIRST + 210, 40):
             some = keys[None, :, begin : begin + 40]
             other.append([0], some, some, None)
         for rows in (60, 120):
-            query = lanes.query()
+            query = seqs.query()
             assert torch.equal(one.select(query, rows).rows, other.select(query, rows).rows)
 
 
 def test_tokens_can_be_selected_before_their_batch_is_full() -> None:
-    lanes = Lanes(SMALL, [100])
-    lanes.append(5)
-    lanes.keys[0][:, 109] = 50 * lanes.query()[0].view(2, 2, -1).mean(dim=1)
-    lanes.append(1)
-    lanes.append(2)
-    assert all(109 in found for found in lanes.sets(12)[0])
+    seqs = Seqs(SMALL, [100])
+    seqs.append(5)
+    seqs.keys[0][:, 109] = 50 * seqs.query()[0].view(2, 2, -1).mean(dim=1)
+    seqs.append(1)
+    seqs.append(2)
+    assert all(109 in found for found in seqs.sets(12)[0])
 
 
 def test_truncating_within_the_last_batch_is_as_if_it_had_not_come() -> None:
-    cut, plain = Lanes(SMALL, [100]), Lanes(SMALL, [100])
+    cut, plain = Seqs(SMALL, [100]), Seqs(SMALL, [100])
     cut.append(75)
     cut.truncate(0, FIRST + 155)
     plain.append(55)
@@ -153,27 +153,27 @@ def test_truncating_within_the_last_batch_is_as_if_it_had_not_come() -> None:
 
 
 def test_cropping_again_and_again_adds_no_units() -> None:
-    lanes = Lanes(SMALL, [100])
-    lanes.append(200)
-    index = lanes.index
+    seqs = Seqs(SMALL, [100])
+    seqs.append(200)
+    index = seqs.index
     assert isinstance(index, ClusterIndex)
-    units = index.lanes[0].units
+    units = index.seqs[0].units
     for _ in range(20):
-        lanes.truncate(0, FIRST + 210)
-        lanes.append(90)
-    assert index.lanes[0].units <= units + 4
+        seqs.truncate(0, FIRST + 210)
+        seqs.append(90)
+    assert index.seqs[0].units <= units + 4
 
 
 def test_addresses_stay_within_a_capacity() -> None:
-    lanes = Lanes(SMALL, [400, 400])
-    index = lanes.index
+    seqs = Seqs(SMALL, [400, 400])
+    index = seqs.index
     assert isinstance(index, ClusterIndex)
-    lanes.append(1)
+    seqs.append(1)
     tables = [getattr(index, name) for name in index._tables()]
     where = [t.data_ptr() for t in tables]
     for _ in range(10):
-        lanes.append(10)
-        lanes.select(64)
+        seqs.append(10)
+        seqs.select(64)
     assert [getattr(index, name).data_ptr() for name in index._tables()] == where
 
 
@@ -183,10 +183,10 @@ def test_recall_rises_with_the_number_of_clusters() -> None:
     keys = (centres[torch.randint(60, (2, 1200), generator=g)] + 0.5 * torch.randn(2, 1200, 64, generator=g)).contiguous()
     shares = []
     for clusters in (4, 20, 100):
-        lanes = Lanes(partial(ClusterIndex, clusters=clusters), [0], group=1)
-        lanes.index.build(0, FIRST, keys, keys, lanes.queries[0][:, :64])
+        seqs = Seqs(partial(ClusterIndex, clusters=clusters), [0], group=1)
+        seqs.index.build(0, FIRST, keys, keys, seqs.queries[0][:, :64])
         query = centres[:2][None]
-        found = lanes.index.select(query, 64).rows[0]
+        found = seqs.index.select(query, 64).rows[0]
         best = torch.topk(keys @ query[0, :, :, None], 64, dim=1).indices[..., 0] + FIRST
         shares.append(sum(len(set(a.tolist()) & set(b.tolist())) for a, b in zip(found, best, strict=True)) / 128)
     assert shares[0] < shares[1] < shares[2]
@@ -228,10 +228,10 @@ def test_covering_takes_the_keys_that_are_covered_worst(tokens: int, dim: int, f
 
 def test_covering_depends_on_its_own_problem_alone_and_is_the_same_again() -> None:
     keys, drawn = torch.randn(4, 400, 64), draw(torch.arange(400), 9, seed=1, layer=2, heads=4)
-    together = covering(keys, drawn, 30)
-    assert torch.equal(together, covering(keys, drawn, 30))
+    deferred = covering(keys, drawn, 30)
+    assert torch.equal(deferred, covering(keys, drawn, 30))
     for n in range(4):
-        assert torch.equal(covering(keys[n : n + 1], drawn[n : n + 1], 30), together[n : n + 1])
+        assert torch.equal(covering(keys[n : n + 1], drawn[n : n + 1], 30), deferred[n : n + 1])
 
 
 def test_many_alike_that_nothing_covers_do_not_take_all_places() -> None:
@@ -248,7 +248,7 @@ def test_many_alike_that_nothing_covers_do_not_take_all_places() -> None:
 
 @pytest.mark.parametrize("start", ["covering", "random"])
 def test_more_centroids_than_directions_leave_clusters_empty(start: str) -> None:
-    index = ClusterIndex(Lanes(SMALL, [0]).shape, tokens_per_cluster=10, start=start)  # type: ignore[arg-type]
+    index = ClusterIndex(Seqs(SMALL, [0]).shape, tokens_per_cluster=10, start=start)  # type: ignore[arg-type]
     keys = torch.ones(2, 100, 64)
     index.build(0, FIRST, keys, keys, keys[:, :4].repeat(2, 1, 1))
     selection = index.select(torch.ones(1, 4, 64), 30)
@@ -258,8 +258,8 @@ def test_more_centroids_than_directions_leave_clusters_empty(start: str) -> None
 
 @pytest.mark.parametrize("clusters", [1, 2, 60, 1000])
 def test_as_many_clusters_as_tokens_or_one(clusters: int) -> None:
-    lanes = Lanes(partial(ClusterIndex, clusters=clusters), [60])
-    index = lanes.index
+    seqs = Seqs(partial(ClusterIndex, clusters=clusters), [60])
+    index = seqs.index
     assert isinstance(index, ClusterIndex)
     assert index.order is not None
     assert index.order[0, :, :60].sort(dim=1).values.tolist() == [list(range(FIRST, FIRST + 60))] * 2
@@ -275,10 +275,10 @@ def test_a_needle_among_repeated_text_has_clusters_of_its_own() -> None:
     text = torch.randn(20, dim, generator=generator) + 2 * torch.randn(dim, generator=generator)
     keys = text[torch.arange(tokens) % 20] + 0.3 * torch.randn(tokens, dim, generator=generator)
     keys[needle] = torch.randn(5, dim, generator=generator) * 1.3 + 2 * keys.mean(dim=0) / 2
-    lanes = Lanes(SMALL, [0], heads=1, group=1)
+    seqs = Seqs(SMALL, [0], heads=1, group=1)
     found, others = {}, {}
     for start in ("random", "covering"):
-        index = ClusterIndex(lanes.shape, tokens_per_cluster=80, start=start)
+        index = ClusterIndex(seqs.shape, tokens_per_cluster=80, start=start)
         index.build(0, FIRST, keys[None], keys[None], keys[None, -4:])
         found[start] = others[start] = 0
         for place in needle:
@@ -324,4 +324,4 @@ def test_draw_depends_on_seed_layer_head_and_position_only() -> None:
 )
 def test_settings_out_of_range_are_named(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Lanes(partial(ClusterIndex, **options), [0])  # type: ignore[arg-type]
+        Seqs(partial(ClusterIndex, **options), [0])  # type: ignore[arg-type]

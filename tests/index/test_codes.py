@@ -26,7 +26,7 @@ DEFAULT = {"graded": True, "centre": True}
 
 def make(
     *,
-    lanes: int = 1,
+    seqs: int = 1,
     heads: int = 2,
     group: int = 2,
     dim: int = 64,
@@ -35,17 +35,17 @@ def make(
     rows: int = 0,
     **options: Any,
 ) -> CodesIndex:
-    store, regions = HostStore(lanes, heads, dim, dtype), Regions(SINK, 8, 8)
+    store, regions = HostStore(seqs, heads, dim, dtype), Regions(SINK, 8, 8)
     shape = LayerShape(0, heads * group, heads, dim, dtype, torch.device(device), store, regions, dim**-0.5, seed=5, rows=rows)
     return CodesIndex(shape, **options)
 
 
-def fill(index: CodesIndex, lane: int, keys: Tensor, values: Tensor | None = None) -> None:
-    index.build(lane, SINK, keys, keys if values is None else values, keys[:, -1:].repeat_interleave(index.shape.group, dim=0))
+def fill(index: CodesIndex, seq: int, keys: Tensor, values: Tensor | None = None) -> None:
+    index.build(seq, SINK, keys, keys if values is None else values, keys[:, -1:].repeat_interleave(index.shape.group, dim=0))
 
 
 def sets(selection: Selection) -> list[set[int]]:
-    """The rows of every lane and head, checked to be well formed."""
+    """The rows of every sequence and head, checked to be well formed."""
     rows, counts = selection.rows.flatten(0, 1), selection.counts.flatten()
     assert rows.dtype == counts.dtype == torch.int32
     found = []
@@ -61,14 +61,14 @@ def sets(selection: Selection) -> list[set[int]]:
 def same(a: CodesIndex, b: CodesIndex) -> None:
     """Equal where there are keys."""
     assert a._counts == b._counts
-    for lane, n in enumerate(a._counts):
+    for seq, n in enumerate(a._counts):
         x, y = a._summaries, b._summaries
-        assert torch.equal(x.ids[lane, :, :, :n], y.ids[lane, :, :, :n])
-        assert torch.equal(x.codes[lane, :, :n], y.codes[lane, :, :n])
-        assert torch.equal(x.weights[lane, :, :n], y.weights[lane, :, :n])
-        assert torch.equal(x.sizes[lane], y.sizes[lane])
+        assert torch.equal(x.ids[seq, :, :, :n], y.ids[seq, :, :, :n])
+        assert torch.equal(x.codes[seq, :, :n], y.codes[seq, :, :n])
+        assert torch.equal(x.weights[seq, :, :n], y.weights[seq, :, :n])
+        assert torch.equal(x.sizes[seq], y.sizes[seq])
         for name in ("lengths", "wanted", "limits"):
-            assert torch.equal(a._data[name][lane], b._data[name][lane])
+            assert torch.equal(a._data[name][seq], b._data[name][seq])
 
 
 @pytest.mark.parametrize("policy", ["max", "mean", "mean_query"])
@@ -92,19 +92,21 @@ def test_recall_with_all_candidates_is_limited_by_the_codes_alone(policy: str, d
 @pytest.mark.parametrize("lengths", [(1, 63), (700, 0, 2100)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("options", [{}, DEFAULT])
-def test_a_lane_of_a_batch_is_the_lane_alone(lengths: tuple[int, ...], dtype: torch.dtype, options: dict[str, Any]) -> None:
-    together = make(lanes=len(lengths), dtype=dtype, **options)
+def test_a_sequence_of_a_batch_is_the_sequence_alone(
+    lengths: tuple[int, ...], dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    deferred = make(seqs=len(lengths), dtype=dtype, **options)
     keys = [torch.randn(2, n, 64).to(dtype) for n in lengths]
     query = torch.randn(len(lengths), 4, 64).to(dtype)
-    for lane, part in enumerate(keys):
-        fill(together, lane, part)
-    both = together.select(query, 40)
-    for lane, part in enumerate(keys):
+    for seq, part in enumerate(keys):
+        fill(deferred, seq, part)
+    both = deferred.select(query, 40)
+    for seq, part in enumerate(keys):
         alone = make(dtype=dtype, **options)
         fill(alone, 0, part)
-        one = alone.select(query[lane : lane + 1], 40)
-        assert torch.equal(one.rows[0], both.rows[lane])
-        assert torch.equal(one.counts[0], both.counts[lane])
+        one = alone.select(query[seq : seq + 1], 40)
+        assert torch.equal(one.rows[0], both.rows[seq])
+        assert torch.equal(one.counts[0], both.counts[seq])
     sets(both)
 
 
@@ -143,14 +145,14 @@ def test_append_equals_build_and_addresses_stay() -> None:
     assert torch.equal(parts._summaries.sizes.sum(dim=3), torch.full_like(parts._summaries.sizes[..., 0], 15000))
 
 
-def test_lanes_of_different_lengths_grow_together() -> None:
+def test_sequences_of_different_lengths_grow_together() -> None:
     keys = torch.randn(3, 2, 300, 64)
-    index = make(lanes=3)
-    for lane, n in enumerate((300, 0, 40)):
-        fill(index, lane, keys[lane, :, :n])
+    index = make(seqs=3)
+    for seq, n in enumerate((300, 0, 40)):
+        fill(index, seq, keys[seq, :, :n])
     index.append([2, 1], keys[:2, :, :40], keys[:2, :, :40], None)
     assert index._counts == [300, 40, 80]
-    other = make(lanes=3)
+    other = make(seqs=3)
     fill(other, 0, keys[0])
     fill(other, 1, keys[1, :, :40])
     fill(other, 2, torch.cat((keys[2, :, :40], keys[0, :, :40]), dim=1))
@@ -160,18 +162,18 @@ def test_lanes_of_different_lengths_grow_together() -> None:
 @pytest.mark.parametrize("options", [{}, DEFAULT])
 def test_truncate_reorder_and_state(options: dict[str, Any]) -> None:
     keys, query = torch.randn(2, 2, 900, 64), torch.randn(2, 4, 64)
-    index, shorter = make(lanes=2, **options), make(lanes=2, **options)
-    for lane in range(2):
-        fill(index, lane, keys[lane, :, :300])
-        fill(shorter, lane, keys[lane, :, :300])
-        for one, n in ((index, 900), (shorter, 333 if lane else 900)):
-            one.append([lane], keys[None, lane, :, 300:n], keys[None, lane, :, 300:n], None)
+    index, shorter = make(seqs=2, **options), make(seqs=2, **options)
+    for seq in range(2):
+        fill(index, seq, keys[seq, :, :300])
+        fill(shorter, seq, keys[seq, :, :300])
+        for one, n in ((index, 900), (shorter, 333 if seq else 900)):
+            one.append([seq], keys[None, seq, :, 300:n], keys[None, seq, :, 300:n], None)
     index.truncate(1, SINK + 333)
     same(index, shorter)
     index.truncate(1, 5000)
     same(index, shorter)
     before = index.select(query, 25)
-    copy = make(lanes=2, **options)
+    copy = make(seqs=2, **options)
     copy.clone_from(index)
     same(copy, index)
     assert torch.equal(copy.select(query, 25).rows, before.rows)
@@ -202,9 +204,9 @@ def test_estimates_have_slope_one(dim: int, options: dict[str, Any]) -> None:
     it the slope would be .996: levels are means of what they stand for, and so a little short."""
     keys = torch.randn(1, 1000, dim) * torch.rand(1, 1000, 1) * torch.linspace(0.2, 3, dim)
     query = torch.randn(100, 1, dim)
-    index = make(lanes=100, heads=1, group=1, dim=dim, **options)
-    for lane in range(100):
-        fill(index, lane, keys)
+    index = make(seqs=100, heads=1, group=1, dim=dim, **options)
+    for seq in range(100):
+        fill(index, seq, keys)
     true = torch.einsum("bhd,hnd->bhn", query, keys).flatten().double()
     estimate = index.estimate(query).flatten().double()
     slope = float((true * estimate).sum() / true.square().sum())
@@ -219,9 +221,9 @@ def test_keys_far_from_the_origin_are_told_apart_by_their_centre() -> None:
     exact = torch.einsum("bhd,hnd->bhn", query, keys).topk(100, dim=2).indices + SINK
 
     def ceiling(**options: Any) -> float:
-        index = make(lanes=8, group=1, **options)
-        for lane in range(8):
-            fill(index, lane, keys)
+        index = make(seqs=8, group=1, **options)
+        for seq in range(8):
+            fill(index, seq, keys)
         found = index.candidates(query, 100)
         assert ((found >= 0).sum(dim=2) == 300).all()
         return float((found[..., None] == exact[:, :, None]).any(dim=2).float().mean())
@@ -233,7 +235,7 @@ def test_keys_far_from_the_origin_are_told_apart_by_their_centre() -> None:
 
 
 def test_later_keys_are_seen_from_the_first_ones_centre() -> None:
-    """A prompt's centre stays; what a lane's later keys estimate is q.k all the same."""
+    """A prompt's centre stays; what a sequence's later keys estimate is q.k all the same."""
     keys, query = torch.randn(2, 700, 64) + 3, torch.randn(1, 4, 64)
     index = make(**DEFAULT)
     fill(index, 0, keys[:, :500])
@@ -248,18 +250,18 @@ def test_later_keys_are_seen_from_the_first_ones_centre() -> None:
 
 def test_candidates_are_what_is_chosen_from() -> None:
     """The votes' best by a plain count in float64, the lowest positions first; the rows chosen are the best of them."""
-    index = make(lanes=3, group=1, ratios=Ratios(rho=0.4, beta=0.25))
+    index = make(seqs=3, group=1, ratios=Ratios(rho=0.4, beta=0.25))
     keys = torch.randn(3, 2, 400, 64)
-    for lane, n in enumerate((400, 7, 0)):
-        fill(index, lane, keys[lane, :, :n])
+    for seq, n in enumerate((400, 7, 0)):
+        fill(index, seq, keys[seq, :, :n])
     query = torch.randn(3, 2, 64)
     found, again = index.candidates(query, 10), index.select(query, 10)
     assert (found.dtype, found.shape[:2]) == (torch.int32, (3, 2))
     assert ((found >= 0).sum(dim=2) == torch.tensor([100, 7, 0])[:, None]).all()
-    for lane, head in itertools.product(range(3), range(2)):
-        listed = found[lane, head, found[lane, head] >= 0].tolist()
+    for seq, head in itertools.product(range(3), range(2)):
+        listed = found[seq, head, found[seq, head] >= 0].tolist()
         assert listed == sorted(set(listed))
-        assert set(again.rows[lane, head, : again.counts[lane, head]].tolist()) <= set(listed)
+        assert set(again.rows[seq, head, : again.counts[seq, head]].tolist()) <= set(listed)
     y, q = (srht(x[0].double(), index._rotation).reshape(2, -1, 8, 8) for x in (keys, query[:, :, None]))
     nearness = (q * torch.where(y >= 0, 1.0, -1.0)).sum(dim=3)  # [H, n, subspaces]
     before = (nearness[:, :, None] < nearness[:, None]).sum(dim=2)  # keys nearer than each
@@ -282,8 +284,8 @@ def test_looking_at_candidates_changes_nothing() -> None:
     assert all(torch.equal(a, b) for name, a in before.items() if name != "wanted" for b in [index._data[name]])
 
 
-def test_a_lane_attended_to_whole_has_no_candidates() -> None:
-    index = make(lanes=2, dense_below=64)
+def test_a_sequence_attended_to_whole_has_no_candidates() -> None:
+    index = make(seqs=2, dense_below=64)
     fill(index, 0, torch.randn(2, 100, 64))
     fill(index, 1, torch.randn(2, 50, 64))
     found = index.candidates(torch.randn(2, 4, 64), 10)
@@ -291,7 +293,7 @@ def test_a_lane_attended_to_whole_has_no_candidates() -> None:
 
 
 def test_short_regions_are_attended_to_whole_where_asked() -> None:
-    index = make(lanes=2, dense_below=64)
+    index = make(seqs=2, dense_below=64)
     keys, values = torch.randn(2, 2, 100, 64), torch.randn(2, 2, 100, 64)
     fill(index, 0, keys[0], values[0])
     fill(index, 1, keys[1, :, :50], values[1, :, :50])
@@ -336,10 +338,10 @@ def test_bad_input_is_named(call: Callable[[], Any], words: str) -> None:
 @pytest.mark.parametrize("policy", ["max", "mean", "mean_query"])
 @pytest.mark.parametrize("options", [{}, DEFAULT, {"dense_below": 5600}])
 def test_a_captured_select_replays_as_the_region_grows(policy: str, options: dict[str, Any]) -> None:
-    index = make(lanes=2, group=4, dim=128, dtype=torch.bfloat16, device="cuda", policy=policy, **options)
+    index = make(seqs=2, group=4, dim=128, dtype=torch.bfloat16, device="cuda", policy=policy, **options)
     keys = torch.randn(2, 2, 9000, 128, device="cuda", dtype=torch.bfloat16)
-    for lane, n in enumerate((8000, 5000)):
-        fill(index, lane, keys[lane, :, :n])
+    for seq, n in enumerate((8000, 5000)):
+        fill(index, seq, keys[seq, :, :n])
     query = torch.randn(2, 8, 128, device="cuda", dtype=torch.bfloat16)
     index.select(query, 100)
     torch.cuda.synchronize()
@@ -385,8 +387,8 @@ def test_kernels_in_a_row_select_what_the_definitions_select(
     dim: int, group: int, policy: str, lengths: tuple[int, ...], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Keys taken in by two pieces, through every kernel; the same rows but for what bf16 rounds."""
-    lanes, k = len(lengths), 40
-    keys, query = torch.randn(lanes, 1, 256, dim), torch.randn(lanes, group, dim)
+    seqs, k = len(lengths), 40
+    keys, query = torch.randn(seqs, 1, 256, dim), torch.randn(seqs, group, dim)
     for module in (codes, collide, signs, bucket_topk):
         monkeypatch.setattr(module, "CHUNK", 128)
     monkeypatch.setattr(signs, "TILE", 128)
@@ -394,11 +396,11 @@ def test_kernels_in_a_row_select_what_the_definitions_select(
 
     def found(where: torch.device) -> Selection:
         options = DEFAULT if dim == 80 else {}
-        index = make(lanes=lanes, heads=1, group=group, dim=dim, device=where, policy=policy, **options)
-        for lane, n in enumerate(lengths):
-            fill(index, lane, keys[lane, :, : n - 30].to(where))
-            last = keys[lane : lane + 1, :, n - 30 : n].to(where)
-            index.append([lane], last, last, None)
+        index = make(seqs=seqs, heads=1, group=group, dim=dim, device=where, policy=policy, **options)
+        for seq, n in enumerate(lengths):
+            fill(index, seq, keys[seq, :, : n - 30].to(where))
+            last = keys[seq : seq + 1, :, n - 30 : n].to(where)
+            index.append([seq], last, last, None)
         chosen = index.select(query.to(where), k)
         return Selection(chosen.rows.cpu(), chosen.counts.cpu())
 

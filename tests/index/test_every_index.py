@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from lanes import FIRST, Lanes
+from seqs import FIRST, Seqs
 
 from kvthaw.index.bounds import BoundIndex
 from kvthaw.index.clusters import ClusterIndex
@@ -38,9 +38,9 @@ ALL: dict[str, Make] = FILLS | {"hash": partial(HashIndex, bits=2, tables=12)}
 over_all = pytest.mark.parametrize("make", ALL.values(), ids=ALL)
 
 
-def rows(lanes: Lanes, budget: int, step: int = 100) -> list[list[set[int]]]:
-    found = lanes.index.select(lanes.query(step), budget).rows
-    return [[set(head.tolist()) - {-1} for head in lane] for lane in found]
+def rows(seqs: Seqs, budget: int, step: int = 100) -> list[list[set[int]]]:
+    found = seqs.index.select(seqs.query(step), budget).rows
+    return [[set(head.tolist()) - {-1} for head in seq] for seq in found]
 
 
 @pytest.mark.parametrize("make", FILLS.values(), ids=FILLS)
@@ -49,80 +49,80 @@ def rows(lanes: Lanes, budget: int, step: int = 100) -> list[list[set[int]]]:
     [(4, 1, 64, torch.float32), (2, 4, 96, torch.bfloat16), (1, 8, 256, torch.float16), (2, 2, 80, torch.bfloat16)],
 )
 def test_rows_are_valid_at_every_length(make: Make, heads: int, group: int, dim: int, dtype: torch.dtype) -> None:
-    lanes = Lanes(make, [1, 63, 0, 150], heads=heads, group=group, dim=dim, dtype=dtype)
+    seqs = Seqs(make, [1, 63, 0, 150], heads=heads, group=group, dim=dim, dtype=dtype)
     for n in (1, 16, 16, 7, 16, 100, 3):
         for budget in (33, 33, 500, 1):
-            lanes.select(budget)
-        lanes.append(n)
-    lanes.select(64)
+            seqs.select(budget)
+        seqs.append(n)
+    seqs.select(64)
 
 
 @over_all
-def test_a_lane_does_not_depend_on_the_others(make: Make) -> None:
-    together, alone = Lanes(make, [150, 63, 0]), Lanes(make, [63], seeds=[1])
+def test_a_sequence_does_not_depend_on_the_others(make: Make) -> None:
+    deferred, alone = Seqs(make, [150, 63, 0]), Seqs(make, [63], seeds=[1])
     for step, n in enumerate((16, 40, 16, 300, 3)):
-        assert rows(together, 50, 70 + step)[1] == rows(alone, 50, 70 + step)[0]
-        together.append(n)
+        assert rows(deferred, 50, 70 + step)[1] == rows(alone, 50, 70 + step)[0]
+        deferred.append(n)
         alone.append(n)
 
 
 @over_all
 @pytest.mark.parametrize("length", [204, 150, 131, 36, 4])
 def test_truncate_forgets_and_goes_on(make: Make, length: int) -> None:
-    lanes, whole = Lanes(make, [100, 100]), Lanes(make, [100, 100])
+    seqs, whole = Seqs(make, [100, 100]), Seqs(make, [100, 100])
     for _ in range(10):
-        lanes.append(10)
+        seqs.append(10)
         whole.append(10)
-        assert rows(lanes, 60) == rows(whole, 60)
-    lanes.truncate(0, length)
-    assert all(FIRST <= row < length for head in rows(lanes, 500)[0] for row in head)
+        assert rows(seqs, 60) == rows(whole, 60)
+    seqs.truncate(0, length)
+    assert all(FIRST <= row < length for head in rows(seqs, 500)[0] for row in head)
     rows(whole, 500)
     for _ in range(5):
-        lanes.append(10, [0])
-        assert rows(lanes, 60)[1] == rows(whole, 60)[1]
-    assert rows(lanes, 1000)[0] == [set(range(FIRST, length + 50))] * 2
+        seqs.append(10, [0])
+        assert rows(seqs, 60)[1] == rows(whole, 60)[1]
+    assert rows(seqs, 1000)[0] == [set(range(FIRST, length + 50))] * 2
 
 
 @over_all
 def test_reorder_and_clone(make: Make) -> None:
-    lanes, other = Lanes(make, [150, 63, 0]), Lanes(make, [0, 0, 0])
-    lanes.append(13)
-    rows(lanes, 40)
-    other.index.clone_from(lanes.index)
-    other.keys, other.queries, other.length = lanes.keys, lanes.queries, list(lanes.length)
-    for lane, length in enumerate(lanes.length):
-        other._store(lane, length)
+    seqs, other = Seqs(make, [150, 63, 0]), Seqs(make, [0, 0, 0])
+    seqs.append(13)
+    rows(seqs, 40)
+    other.index.clone_from(seqs.index)
+    other.keys, other.queries, other.length = seqs.keys, seqs.queries, list(seqs.length)
+    for seq, length in enumerate(seqs.length):
+        other._store(seq, length)
     for step, n in enumerate((10, 50, 200, 10)):
-        assert rows(other, 40, step) == rows(lanes, 40, step)
-        lanes.append(n)
+        assert rows(other, 40, step) == rows(seqs, 40, step)
+        seqs.append(n)
         other.append(n)
-    before, which = rows(lanes, 40, 9), [1, 1, 0, 2]
+    before, which = rows(seqs, 40, 9), [1, 1, 0, 2]
     for name in ("keys", "length", "queries"):
-        setattr(lanes, name, [getattr(lanes, name)[lane] for lane in which])
-    lanes.index.reorder(which)
-    lanes.store.reorder(which)
-    assert rows(lanes, 40, 9) == [before[lane] for lane in which]
+        setattr(seqs, name, [getattr(seqs, name)[seq] for seq in which])
+    seqs.index.reorder(which)
+    seqs.store.reorder(which)
+    assert rows(seqs, 40, 9) == [before[seq] for seq in which]
 
 
 @pytest.mark.gpu
 @over_all
 def test_selecting_from_a_captured_graph(make: Make, device: torch.device) -> None:
-    lanes = Lanes(make, [400, 90], device=device, dtype=torch.bfloat16)
-    lanes.append(8)  # room
-    query = lanes.query(0).clone()
-    lanes.index.select(query, 64)
+    seqs = Seqs(make, [400, 90], device=device, dtype=torch.bfloat16)
+    seqs.append(8)  # room
+    query = seqs.query(0).clone()
+    seqs.index.select(query, 64)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        selection = lanes.index.select(query, 64)
+        selection = seqs.index.select(query, 64)
     for step in range(1, 12):
-        lanes.together.do()  # as the cache does between captured steps
-        query.copy_(lanes.query(step))
+        seqs.deferred.do()  # as the cache does between captured steps
+        query.copy_(seqs.query(step))
         selection.rows.fill_(-9)
         graph.replay()
-        eager = lanes.index.select(query, 64)
+        eager = seqs.index.select(query, 64)
         assert torch.equal(selection.rows, eager.rows)
         assert torch.equal(selection.counts, eager.counts)
         if eager.log_weight is not None:
             assert selection.log_weight is not None
             torch.testing.assert_close(selection.log_weight, eager.log_weight)
-        lanes.append(8)
+        seqs.append(8)

@@ -18,9 +18,9 @@ CPU = torch.device("cpu")
 
 
 def index(
-    policy: Policy = "max", *, scale: float = 0.7, dtype: torch.dtype = torch.float32, lanes: int = 2, heads: int = 2
+    policy: Policy = "max", *, scale: float = 0.7, dtype: torch.dtype = torch.float32, seqs: int = 2, heads: int = 2
 ) -> ExactIndex:
-    store = HostStore(lanes, heads, 16, dtype)
+    store = HostStore(seqs, heads, 16, dtype)
     return ExactIndex(LayerShape(0, 3 * heads, heads, 16, dtype, CPU, store, Regions(4, 8, 4), scale), policy=policy)
 
 
@@ -31,20 +31,20 @@ def test_the_rows_of_the_largest_weights(policy: Policy, scale: float, dtype: to
     """With G query heads the scale decides whose choice counts, so it must be the layer's."""
     made = index(policy, scale=scale, dtype=dtype)
     keys = torch.randn(2, 2, 90, 16).to(dtype)
-    for lane, n in enumerate((90, 30)):
-        made.build(lane, 4, keys[lane, :, :n], keys[lane, :, :n], torch.empty(6, 0, 16))
+    for seq, n in enumerate((90, 30)):
+        made.build(seq, 4, keys[seq, :, :n], keys[seq, :, :n], torch.empty(6, 0, 16))
     query = torch.randn(2, 6, 16).to(dtype)
     chosen = made.select(query, 12)
-    for lane, n in enumerate((90, 30)):
+    for seq, n in enumerate((90, 30)):
         for head in range(2):
-            asked = query[lane, 3 * head : 3 * head + 3].float()
-            k = keys[lane, head, :n].float()
+            asked = query[seq, 3 * head : 3 * head + 3].float()
+            k = keys[seq, head, :n].float()
             if policy == "mean_query":
                 asked = asked.mean(0, keepdim=True)
             weights = torch.softmax(asked @ k.T * scale, dim=1)
             merged = weights.amax(0) if policy == "max" else weights.mean(0)
-            rows = chosen.rows[lane, head]
-            assert chosen.counts[lane, head] == 12
+            rows = chosen.rows[seq, head]
+            assert chosen.counts[seq, head] == 12
             least = merged.topk(12).values[-1]
             slack = 1e-5 if dtype == torch.float32 else 2e-2
             assert (merged[rows.long() - 4] >= least * (1 - slack) - 1e-7).all(), "ties may go either way"
@@ -56,7 +56,7 @@ def test_appended_and_truncated_is_built(parts: list[int], cut: int, seed: int) 
     torch.manual_seed(seed)
     total = sum(parts)
     keys = torch.randn(2, total, 16)
-    grown, built = index(lanes=1), index(lanes=1)
+    grown, built = index(seqs=1), index(seqs=1)
     grown.build(0, 4, keys[:, : parts[0]], keys[:, : parts[0]], torch.empty(6, 0, 16))
     at = parts[0]
     for n in parts[1:]:
@@ -72,7 +72,7 @@ def test_appended_and_truncated_is_built(parts: list[int], cut: int, seed: int) 
 
 
 def test_weights_too_small_for_float32_have_a_rank() -> None:
-    made = index(lanes=1, heads=1, scale=50.0)
+    made = index(seqs=1, heads=1, scale=50.0)
     keys = torch.linspace(0, 10, 30)[None, :, None].expand(1, 30, 16)
     made.build(0, 4, keys, keys, torch.empty(3, 0, 16))
     assert made.select(torch.ones(1, 3, 16), 5).rows[0, 0].tolist() == [33, 32, 31, 30, 29]

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from lanes import FIRST, Lanes
+from seqs import FIRST, Seqs
 from torch import Tensor
 
 from kvthaw.errors import ConfigError
@@ -22,16 +22,16 @@ from kvthaw.regions import Regions
 SMALL = partial(HybridIndex, page=8, interval=20)
 
 
-def hybrid(lanes: Lanes) -> HybridIndex:
-    assert isinstance(lanes.index, HybridIndex)
-    return lanes.index
+def hybrid(seqs: Seqs) -> HybridIndex:
+    assert isinstance(seqs.index, HybridIndex)
+    return seqs.index
 
 
-def table(index: HybridIndex, lane: int) -> list[Tensor]:
-    """What select() reads of a lane, copied."""
-    host = index.lanes[lane]
+def table(index: HybridIndex, seq: int) -> list[Tensor]:
+    """What select() reads of a sequence, copied."""
+    host = index.seqs[seq]
     assert index.order is not None
-    parts = [index.order[lane, :, : host.tokens], index.stops[lane, :, : host.units + 1], index.digests[lane, :, : host.units]]
+    parts = [index.order[seq, :, : host.tokens], index.stops[seq, :, : host.units + 1], index.digests[seq, :, : host.units]]
     return [part.clone() for part in parts]
 
 
@@ -40,11 +40,11 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 def test_the_static_set_is_what_the_window_attends_to() -> None:
-    lanes = Lanes(SMALL, [200], heads=2, group=2)
-    found = lanes.sets(40)[0]
-    keys, queries = lanes.keys[0][:, FIRST : FIRST + 200], lanes.queries[0][:, :64]
+    seqs = Seqs(SMALL, [200], heads=2, group=2)
+    found = seqs.sets(40)[0]
+    keys, queries = seqs.keys[0][:, FIRST : FIRST + 200], seqs.queries[0][:, :64]
     mass = observe.definition(queries.reshape(2, 128, 64), keys, torch.full((128,), 1 / 128), scale=64**-0.5)
-    index = hybrid(lanes)
+    index = hybrid(seqs)
     for head in range(2):
         static = mass[head].topk(10).indices + FIRST
         assert set(static.tolist()) <= found[head]
@@ -59,10 +59,10 @@ def test_the_static_set_is_what_the_window_attends_to() -> None:
 @pytest.mark.parametrize("share", [0.25, 0.5])
 def test_rows_are_the_definitions(share: float) -> None:
     """Algorithm 1 and the pages' bounds, in float64, one head at a time."""
-    lanes = Lanes(partial(SMALL, share=share), [203], heads=2, group=1)
-    found, count = lanes.sets(40)[0], int(40 * share)
+    seqs = Seqs(partial(SMALL, share=share), [203], heads=2, group=1)
+    found, count = seqs.sets(40)[0], int(40 * share)
     for head in range(2):
-        keys, queries = lanes.keys[0][head, FIRST : FIRST + 203].double(), lanes.queries[0][head].double()
+        keys, queries = seqs.keys[0][head, FIRST : FIRST + 203].double(), seqs.queries[0][head].double()
         scores = torch.softmax(queries[:64] @ keys.T * 64**-0.5, dim=1).mean(dim=0).tolist()
         ranked = sorted(range(203), key=lambda token: -scores[token])
         static = ranked[:count]
@@ -80,7 +80,7 @@ def test_rows_are_the_definitions(share: float) -> None:
 
 
 def test_no_static_set_is_arkvale() -> None:
-    hybrids, pages = Lanes(partial(SMALL, share=0.0), [100, 31]), Lanes(partial(BoundIndex, page=8, spread="mean"), [100, 31])
+    hybrids, pages = Seqs(partial(SMALL, share=0.0), [100, 31]), Seqs(partial(BoundIndex, page=8, spread="mean"), [100, 31])
     for n in (16, 16, 5, 16):
         assert hybrids.sets(40) == pages.sets(40)
         hybrids.append(n)
@@ -89,26 +89,26 @@ def test_no_static_set_is_arkvale() -> None:
 
 
 def test_all_static_does_not_look_at_the_query() -> None:
-    lanes = Lanes(partial(SMALL, share=1.0), [100])
-    assert lanes.sets(40, step=100) == lanes.sets(40, step=101)
+    seqs = Seqs(partial(SMALL, share=1.0), [100])
+    assert seqs.sets(40, step=100) == seqs.sets(40, step=101)
 
 
 def test_every_step_sees_the_old_set_or_the_new_one() -> None:
-    lanes = Lanes(partial(SMALL, share=0.5), [200, 70])
-    lanes.select(40, 64)
-    index, changes = hybrid(lanes), 0
+    seqs = Seqs(partial(SMALL, share=0.5), [200, 70])
+    seqs.select(40, 64)
+    index, changes = hybrid(seqs), 0
     for step in range(65, 130):
-        before = [table(index, lane) for lane in range(2)]
+        before = [table(index, seq) for seq in range(2)]
         plans = [static.plan for static in index.statics]
-        lanes.select(40, step)
-        assert all(same(table(index, lane), before[lane]) for lane in range(2))  # no step changes a set
+        seqs.select(40, step)
+        assert all(same(table(index, seq), before[seq]) for seq in range(2))  # no step changes a set
         if step % 10 == 0:
-            lanes.append(10)
-            for lane in range(2):
-                plan, now = plans[lane], table(index, lane)
+            seqs.append(10)
+            for seq in range(2):
+                plan, now = plans[seq], table(index, seq)
                 if plan is None:  # the old set, and the new tokens behind it
-                    assert torch.equal(now[0][:, : before[lane][0].shape[1]], before[lane][0])
-                    assert torch.equal(now[1][:, 0], before[lane][1][:, 0])
+                    assert torch.equal(now[0][:, : before[seq][0].shape[1]], before[seq][0])
+                    assert torch.equal(now[1][:, 0], before[seq][1][:, 0])
                 else:  # the planned one whole, and the new tokens behind it
                     changes += 1
                     assert torch.equal(now[0][:, : plan.order.shape[1]], plan.order)
@@ -121,12 +121,12 @@ def test_layers_take_turns() -> None:
     """Every layer chooses anew every fourth append of eight tokens, and no append has more than three of ten layers do it."""
     begun: list[list[int]] = []
     for layer in range(10):
-        lanes = Lanes(lambda shape, layer=layer: HybridIndex(replace(shape, layer=layer), page=8, interval=32), [60], heads=1)  # type: ignore[misc]
-        lanes.select(40)
+        seqs = Seqs(lambda shape, layer=layer: HybridIndex(replace(shape, layer=layer), page=8, interval=32), [60], heads=1)  # type: ignore[misc]
+        seqs.select(40)
         begun.append([])
         for append in range(13):
-            lanes.append(8)
-            if hybrid(lanes).statics[0].plan is not None:
+            seqs.append(8)
+            if hybrid(seqs).statics[0].plan is not None:
                 begun[-1].append(append)
     assert all(later - one == 4 for appends in begun for one, later in pairwise(appends))
     assert all(len(appends) >= 3 for appends in begun)
@@ -136,50 +136,50 @@ def test_layers_take_turns() -> None:
 
 
 def test_a_refresh_uses_the_last_queries_that_were_selected_for() -> None:
-    lanes = Lanes(partial(SMALL, share=0.5), [200])
-    lanes.select(40, 100)
+    seqs = Seqs(partial(SMALL, share=0.5), [200])
+    seqs.select(40, 100)
     for step in range(110, 190):  # more than the window's 64
-        lanes.select(40, step)
-    lanes.append(20)  # starts
-    lanes.append(1)  # puts in place
-    keys, queries = lanes.keys[0][:, FIRST : FIRST + 220], lanes.queries[0][:, 126:190]
+        seqs.select(40, step)
+    seqs.append(20)  # starts
+    seqs.append(1)  # puts in place
+    keys, queries = seqs.keys[0][:, FIRST : FIRST + 220], seqs.queries[0][:, 126:190]
     mass = observe.definition(queries.reshape(2, 128, 64), keys, torch.full((128,), 1 / 128), scale=64**-0.5)
-    index = hybrid(lanes)
+    index = hybrid(seqs)
     assert index.order is not None
     static = mass.topk(20, dim=1).indices + FIRST
     assert torch.equal(index.order[0, :, :20].sort(dim=1).values, static.int().sort(dim=1).values)
 
 
 @pytest.mark.parametrize("share", [0.25, "auto"])
-def test_lanes_that_stand_alike_are_planned_at_once_and_as_alone(share: float | str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequences_that_stand_alike_are_planned_at_once_and_as_alone(
+    share: float | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As many as have so many bytes of keys; the third of these has other tokens than the others."""
     calls: list[int] = []
     real = HybridIndex.plan
-    monkeypatch.setattr(
-        HybridIndex, "plan", lambda self, lanes, *given: (calls.append(len(lanes)), real(self, lanes, *given))[1]
-    )
+    monkeypatch.setattr(HybridIndex, "plan", lambda self, seqs, *given: (calls.append(len(seqs)), real(self, seqs, *given))[1])
     monkeypatch.setattr(module, "_KEYS", 2 * 240 * 2 * 64 * 4)
     make, prompts = partial(SMALL, share=share), [150, 150, 90, 150, 150]  # type: ignore[arg-type]
-    together = Lanes(make, prompts)
-    alone = [Lanes(make, [prompt], seeds=[seed]) for seed, prompt in enumerate(prompts)]
+    deferred = Seqs(make, prompts)
+    alone = [Seqs(make, [prompt], seeds=[seed]) for seed, prompt in enumerate(prompts)]
     for step, n in enumerate([20, 1, 9] * 3):
-        assert together.sets(40, 100 + step) == [one.sets(40, 100 + step)[0] for one in alone]
+        assert deferred.sets(40, 100 + step) == [one.sets(40, 100 + step)[0] for one in alone]
         calls.clear()
-        together.append(n)
+        deferred.append(n)
         if n == 20:
-            assert calls == ([2, 2, 1] if hybrid(together).statics[0].share is not None else [1] * 5)
-        for lane, one in enumerate(alone):
+            assert calls == ([2, 2, 1] if hybrid(deferred).statics[0].share is not None else [1] * 5)
+        for seq, one in enumerate(alone):
             one.append(n)
-            assert same(table(hybrid(together), lane), table(hybrid(one), 0))
+            assert same(table(hybrid(deferred), seq), table(hybrid(one), 0))
 
 
 def test_rows_known_at_the_prompt_or_at_the_first_step_are_the_same() -> None:
-    late, early = Lanes(SMALL, [150, 63]), Lanes(SMALL, [150, 63], build=False)
+    late, early = Seqs(SMALL, [150, 63]), Seqs(SMALL, [150, 63], build=False)
     index = hybrid(early)
     index.rows = 40
-    for lane, prompt in enumerate((150, 63)):
-        keys = early.keys[lane][:, FIRST : FIRST + prompt]
-        index.build(lane, FIRST, keys, keys, early.queries[lane][:, :64])
+    for seq, prompt in enumerate((150, 63)):
+        keys = early.keys[seq][:, FIRST : FIRST + prompt]
+        index.build(seq, FIRST, keys, keys, early.queries[seq][:, :64])
     assert index.statics[0].rows == 40
     for _ in range(4):
         assert late.sets(40) == early.sets(40)
@@ -188,16 +188,16 @@ def test_rows_known_at_the_prompt_or_at_the_first_step_are_the_same() -> None:
 
 
 def test_without_the_keys_in_the_store_pages_stay_as_they_are() -> None:
-    lanes = Lanes(SMALL, [100])
-    lanes.store.truncate(0, 0)
-    assert lanes.sets(30) == Lanes(partial(SMALL, share=0.0), [100]).sets(30)
+    seqs = Seqs(SMALL, [100])
+    seqs.store.truncate(0, 0)
+    assert seqs.sets(30) == Seqs(partial(SMALL, share=0.0), [100]).sets(30)
 
 
 def test_a_prompt_that_was_never_built_gets_a_static_set_too() -> None:
-    lanes = Lanes(SMALL, [0])
-    lanes.append(60)
-    lanes.select(40)
-    assert hybrid(lanes).stops[0, :, 0].tolist() == [10, 10]
+    seqs = Seqs(SMALL, [0])
+    seqs.append(60)
+    seqs.select(40)
+    assert hybrid(seqs).stops[0, :, 0].tolist() == [10, 10]
 
 
 def test_auto_share_is_the_papers_equation() -> None:
@@ -213,25 +213,25 @@ def test_auto_share_is_the_papers_equation() -> None:
 @pytest.mark.parametrize(("prompt", "rows"), [(0, 40), (30, 40)])
 def test_auto_share_waits_until_it_says_something(prompt: int, rows: int) -> None:
     """One query agrees with itself, and two on all of no more keys than rows: 0.25 until a refresh sees more."""
-    lanes = Lanes(partial(SMALL, share="auto"), [prompt])
-    index = hybrid(lanes)
+    seqs = Seqs(partial(SMALL, share="auto"), [prompt])
+    index = hybrid(seqs)
     if not prompt:
-        lanes.append(60)  # never built: what the first select() asks with is the only query
-    lanes.select(rows)
+        seqs.append(60)  # never built: what the first select() asks with is the only query
+    seqs.select(rows)
     assert (index.statics[0].share, index.stops[0, :, 0].tolist()) == (None, [10, 10])
     for step in range(150):
-        lanes.select(rows, step)
+        seqs.select(rows, step)
         if step % 10 == 9:
-            lanes.append(10)
+            seqs.append(10)
             if index.statics[0].share is not None:
                 break
     share, seen = index.statics[0].share, index.queries[0].index_select(1, (index.clock + torch.tensor([-64, -1])) % 64)
     assert share is not None
-    assert share == overlap_share(seen, lanes.keys[0][:, FIRST : lanes.length[0]], rows, 8) < 1
-    lanes.append(1)  # puts the plan in place
+    assert share == overlap_share(seen, seqs.keys[0][:, FIRST : seqs.length[0]], rows, 8) < 1
+    seqs.append(1)  # puts the plan in place
     assert index.stops[0, :, 0].tolist() == [int(share * rows)] * 2
     for _ in range(5):
-        lanes.append(10)
+        seqs.append(10)
     assert index.statics[0].share == share
 
 
@@ -242,37 +242,37 @@ def test_choose_static_keeps_the_others_in_text_order() -> None:
 
 
 def test_reorder_and_clone_with_a_plan_under_way() -> None:
-    lanes = Lanes(partial(SMALL, share=0.5), [150, 63, 0])
-    lanes.select(40)
-    lanes.append(20)
-    lanes.select(40, 101)
-    assert hybrid(lanes).statics[0].plan is not None
-    other = Lanes(partial(SMALL, share=0.5), [0, 0, 0])
-    other.index.clone_from(lanes.index)
-    other.keys, other.length, other.queries = lanes.keys, list(lanes.length), lanes.queries
-    for lane in range(3):
-        other._store(lane, lanes.length[lane])
+    seqs = Seqs(partial(SMALL, share=0.5), [150, 63, 0])
+    seqs.select(40)
+    seqs.append(20)
+    seqs.select(40, 101)
+    assert hybrid(seqs).statics[0].plan is not None
+    other = Seqs(partial(SMALL, share=0.5), [0, 0, 0])
+    other.index.clone_from(seqs.index)
+    other.keys, other.length, other.queries = seqs.keys, list(seqs.length), seqs.queries
+    for seq in range(3):
+        other._store(seq, seqs.length[seq])
     for step, n in enumerate((10, 10, 10, 10)):
-        assert other.sets(40, step) == lanes.sets(40, step)
-        lanes.append(n)
+        assert other.sets(40, step) == seqs.sets(40, step)
+        seqs.append(n)
         other.append(n)
-    before = lanes.sets(40, 9)
+    before = seqs.sets(40, 9)
     other.sets(40, 9)
     which = [1, 1, 0]
     for name in ("keys", "length", "queries"):
-        setattr(lanes, name, [getattr(lanes, name)[lane] for lane in which])
-    lanes.index.reorder(which)
-    lanes.store.reorder(which)
-    assert lanes.sets(40, 9) == [before[1], before[1], before[0]]
-    lanes.append(20)
-    lanes.append(20)
-    found = lanes.sets(40, 9)
+        setattr(seqs, name, [getattr(seqs, name)[seq] for seq in which])
+    seqs.index.reorder(which)
+    seqs.store.reorder(which)
+    assert seqs.sets(40, 9) == [before[1], before[1], before[0]]
+    seqs.append(20)
+    seqs.append(20)
+    found = seqs.sets(40, 9)
     assert found[0] == found[1]
 
 
 def test_a_short_window_shortens_the_observation() -> None:
     """Queries older than the window may stand before keys that are indexed."""
-    shape = Lanes(SMALL, [10]).shape
+    shape = Seqs(SMALL, [10]).shape
     assert HybridIndex(shape).window == 64
     index = HybridIndex(replace(shape, regions=Regions(FIRST, 8, 8)))
     assert index.window == 8
@@ -288,25 +288,25 @@ def test_a_short_window_shortens_the_observation() -> None:
 )
 def test_settings_out_of_range_are_named(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Lanes(partial(HybridIndex, **options), [0])  # type: ignore[arg-type]
+        Seqs(partial(HybridIndex, **options), [0])  # type: ignore[arg-type]
 
 
 @pytest.mark.gpu
 def test_selecting_from_a_captured_graph(device: torch.device) -> None:
-    lanes = Lanes(SMALL, [400, 90], device=device, dtype=torch.bfloat16)
-    query = lanes.query(0).clone()
-    lanes.index.select(query, 64)
+    seqs = Seqs(SMALL, [400, 90], device=device, dtype=torch.bfloat16)
+    query = seqs.query(0).clone()
+    seqs.index.select(query, 64)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        selection = lanes.index.select(query, 64)
+        selection = seqs.index.select(query, 64)
     for step in range(1, 12):
-        query.copy_(lanes.query(step))
+        query.copy_(seqs.query(step))
         selection.rows.fill_(-9)
-        at = int(hybrid(lanes).clock)
+        at = int(hybrid(seqs).clock)
         graph.replay()
-        assert int(hybrid(lanes).clock) == at + 1
-        assert torch.equal(hybrid(lanes).queries[:, :, at % hybrid(lanes).window], query)
-        eager = lanes.index.select(query, 64)
+        assert int(hybrid(seqs).clock) == at + 1
+        assert torch.equal(hybrid(seqs).queries[:, :, at % hybrid(seqs).window], query)
+        eager = seqs.index.select(query, 64)
         assert torch.equal(selection.rows, eager.rows)
         assert torch.equal(selection.counts, eager.counts)
-        lanes.append(8)
+        seqs.append(8)

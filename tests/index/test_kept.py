@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from lanes import FIRST, Lanes
+from seqs import FIRST, Seqs
 
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.sequences import Sequences
@@ -37,53 +37,53 @@ def test_observed_is_causal_attention(
     torch.testing.assert_close(observed(queries, keys, scale=0.3, agree=agree).double(), merged, atol=1e-5, rtol=1e-5)
 
 
-def prompt(lanes: Lanes, lane: int, tokens: int) -> None:
+def prompt(seqs: Seqs, seq: int, tokens: int) -> None:
     """A prompt of which 10 more tokens stand behind those that are indexed."""
-    index, end = lanes.index, FIRST + tokens
-    lanes._store(lane, end + 10)
-    keys = lanes.keys[lane][:, FIRST:end]
-    index.build(lane, FIRST, keys, keys, lanes.queries[lane][:, :64])
-    lanes.length[lane] = end
+    index, end = seqs.index, FIRST + tokens
+    seqs._store(seq, end + 10)
+    keys = seqs.keys[seq][:, FIRST:end]
+    index.build(seq, FIRST, keys, keys, seqs.queries[seq][:, :64])
+    seqs.length[seq] = end
 
 
-def rows(lanes: Lanes, budget: int) -> list[list[set[int]]]:
-    found = lanes.index.select(lanes.query(), budget)
+def rows(seqs: Seqs, budget: int) -> list[list[set[int]]]:
+    found = seqs.index.select(seqs.query(), budget)
     assert found.rows.shape[2] == budget
     assert torch.equal((found.rows >= 0).sum(dim=2).int(), found.counts)
-    return [[set(head.tolist()) - {-1} for head in lane] for lane in found.rows]
+    return [[set(head.tolist()) - {-1} for head in seq] for seq in found.rows]
 
 
 @pytest.mark.parametrize("make", [SnapIndex, HeavyIndex, partial(FreshSnapIndex, interval=20)])
 def test_the_number_of_rows_may_come_late_and_change(make: type[KeptIndex]) -> None:
     """Everything is kept until the first select(), and of too many the best."""
-    late, known = Lanes(make, [0, 0]), Lanes(lambda shape: make(replace(shape, rows=30)), [0, 0])
-    for lanes in (late, known):
-        prompt(lanes, 0, 150)
-        prompt(lanes, 1, 20)
+    late, known = Seqs(make, [0, 0]), Seqs(lambda shape: make(replace(shape, rows=30)), [0, 0])
+    for seqs in (late, known):
+        prompt(seqs, 0, 150)
+        prompt(seqs, 1, 20)
     assert rows(late, 30) == rows(known, 30)
-    assert [len(head) for lane in rows(late, 30) for head in lane] == [30, 30, 20, 20]
+    assert [len(head) for seq in rows(late, 30) for head in seq] == [30, 30, 20, 20]
     fewer = rows(late, 10)
     assert all(a <= b for one, other in zip(fewer, rows(known, 30), strict=True) for a, b in zip(one, other, strict=True))
     assert rows(late, 50) == fewer, "what was evicted does not come back"
     late.append(16)
-    assert [len(head) for lane in rows(late, 50) for head in lane] == [26] * 4
+    assert [len(head) for seq in rows(late, 50) for head in seq] == [26] * 4
 
 
 @pytest.mark.parametrize("make", [SnapIndex, HeavyIndex])
 def test_truncate_reorder_and_clone(make: type[KeptIndex]) -> None:
-    lanes = Lanes(lambda shape: make(replace(shape, rows=40)), [0, 0, 0])
-    prompt(lanes, 0, 150)
-    prompt(lanes, 2, 35)
-    before = rows(lanes, 40)
+    seqs = Seqs(lambda shape: make(replace(shape, rows=40)), [0, 0, 0])
+    prompt(seqs, 0, 150)
+    prompt(seqs, 2, 35)
+    before = rows(seqs, 40)
     assert before[1] == [set(), set()]
-    other = Lanes(lambda shape: make(replace(shape, rows=40)), [0, 0, 0])
-    other.index.clone_from(lanes.index)
+    other = Seqs(lambda shape: make(replace(shape, rows=40)), [0, 0, 0])
+    other.index.clone_from(seqs.index)
     assert rows(other, 40) == before
-    lanes.index.reorder([2, 0, 0, 1])
-    assert rows(lanes, 40)[:3] == [before[2], before[0], before[0]]
-    lanes.index.truncate(1, 60)
-    lanes.index.truncate(2, FIRST)
-    after = [[set(head.tolist()) - {-1} for head in lane] for lane in lanes.index.select(torch.zeros(4, 4, 64), 40).rows]
+    seqs.index.reorder([2, 0, 0, 1])
+    assert rows(seqs, 40)[:3] == [before[2], before[0], before[0]]
+    seqs.index.truncate(1, 60)
+    seqs.index.truncate(2, FIRST)
+    after = [[set(head.tolist()) - {-1} for head in seq] for seq in seqs.index.select(torch.zeros(4, 4, 64), 40).rows]
     assert after == [before[2], [{row for row in head if row < 60} for head in before[0]], [set()] * 2, [set()] * 2]
 
 
@@ -102,11 +102,11 @@ def test_selecting_from_a_captured_graph(make: type[KeptIndex], device: torch.de
         clock.live = torch.ones(2, dtype=torch.int32, device=device)
         return replace(shape, rows=40, slab=slab, clock=clock)
 
-    replayed, eager = (Lanes(lambda shape: make(near(shape)), [0, 0], device=device) for _ in range(2))
-    for lanes in (replayed, eager):
-        prompt(lanes, 0, 400)
-        prompt(lanes, 1, 386)
-        lanes.index.select(lanes.query(0), 40)
+    replayed, eager = (Seqs(lambda shape: make(near(shape)), [0, 0], device=device) for _ in range(2))
+    for seqs in (replayed, eager):
+        prompt(seqs, 0, 400)
+        prompt(seqs, 1, 386)
+        seqs.index.select(seqs.query(0), 40)
     query = replayed.query(1).clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

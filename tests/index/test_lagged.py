@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from lanes import FIRST, Lanes
+from seqs import FIRST, Seqs
 from torch import Tensor
 
 from kvthaw.cache.sequences import Sequences
@@ -43,64 +43,64 @@ def pages(query: Tensor, keys: Tensor, budget: int, scale: float) -> set[int]:
 
 @pytest.mark.parametrize("dim", [64, 80])
 def test_rows_are_the_definitions(dim: int) -> None:
-    lanes = Lanes(make, [203, 60], group=3, dim=dim, build=True)
-    shape, corrected = lanes.shape, 0
+    seqs = Seqs(make, [203, 60], group=3, dim=dim, build=True)
+    shape, corrected = seqs.shape, 0
     g = torch.Generator().manual_seed(3)
     query, before = torch.randn(2, shape.q_heads, dim, generator=g), None
     for _ in range(12):
         turn = torch.rand(2, shape.kv_heads, generator=g).repeat_interleave(shape.group, dim=1)[..., None]
         query = (1 - turn) * query + turn * torch.randn(query.shape, generator=g)
-        rows = lanes.index.select(query, 40).rows
-        for lane, length in enumerate(lanes.length):
+        rows = seqs.index.select(query, 40).rows
+        for seq, length in enumerate(seqs.length):
             for head in range(shape.kv_heads):
                 mine = slice(head * shape.group, (head + 1) * shape.group)
-                asked = query[lane, mine].double()
+                asked = query[seq, mine].double()
                 if before is not None:
-                    old = before[lane, mine].double()
+                    old = before[seq, mine].double()
                     near = [float(a @ b / (a.norm() * b.norm())) for a, b in zip(asked, old, strict=True)]
                     lags = sum(near) / len(near) >= TAU
                     corrected += not lags
                     asked = old if lags else asked
-                keys = lanes.keys[lane][head, FIRST:length].double()
-                assert set(rows[lane, head].tolist()) == pages(asked, keys, 40, shape.scale)
+                keys = seqs.keys[seq][head, FIRST:length].double()
+                assert set(rows[seq, head].tolist()) == pages(asked, keys, 40, shape.scale)
         before = query
     assert 8 < corrected < 36, "both must happen"
 
 
 def test_tau_of_one_is_pages_for_the_own_query() -> None:
-    lanes = Lanes(lambda shape: LaggedIndex(shape, page=8, spread="max", policy="mean", tau=1.0), [100])
+    seqs = Seqs(lambda shape: LaggedIndex(shape, page=8, spread="max", policy="mean", tau=1.0), [100])
     for step in (1, 2, 3):
-        expected = pages(lanes.query(step)[0, :2].double(), lanes.keys[0][0, FIRST:104].double(), 30, lanes.shape.scale)
-        assert lanes.sets(30, step)[0][0] == expected
+        expected = pages(seqs.query(step)[0, :2].double(), seqs.keys[0][0, FIRST:104].double(), 30, seqs.shape.scale)
+        assert seqs.sets(30, step)[0][0] == expected
 
 
-def test_a_lane_built_anew_has_no_previous_query() -> None:
-    lanes = Lanes(lambda shape: LaggedIndex(shape, page=8, spread="max", policy="mean", tau=-1.0), [100, 100])
-    fresh = lanes.sets(30, 5)
-    assert lanes.sets(30, 6) == fresh, "with tau = -1 every step but the first lags by one"
-    keys = lanes.keys[0][:, FIRST:104]
-    lanes.index.build(0, FIRST, keys, keys, lanes.queries[0][:, :64])
-    later = lanes.sets(30, 6)
-    own = Lanes(lambda shape: LaggedIndex(shape, page=8, spread="max", policy="mean", tau=1.0), [100, 100]).sets(30, 6)
-    assert later == own, "lane 0 is new; lane 1 gets the pages of its last query, which is the same"
+def test_a_sequence_built_anew_has_no_previous_query() -> None:
+    seqs = Seqs(lambda shape: LaggedIndex(shape, page=8, spread="max", policy="mean", tau=-1.0), [100, 100])
+    fresh = seqs.sets(30, 5)
+    assert seqs.sets(30, 6) == fresh, "with tau = -1 every step but the first lags by one"
+    keys = seqs.keys[0][:, FIRST:104]
+    seqs.index.build(0, FIRST, keys, keys, seqs.queries[0][:, :64])
+    later = seqs.sets(30, 6)
+    own = Seqs(lambda shape: LaggedIndex(shape, page=8, spread="max", policy="mean", tau=1.0), [100, 100]).sets(30, 6)
+    assert later == own, "sequence 0 is new; sequence 1 gets the pages of its last query, which is the same"
 
 
 def test_lags_only_behind_the_token_before() -> None:
     """Queries of tokens that are dropped again count for nothing, and the one before them still does."""
-    lanes = Lanes(make, [100])
-    shape = replace(lanes.shape, clock=Sequences())
+    seqs = Seqs(make, [100])
+    shape = replace(seqs.shape, clock=Sequences())
     index = LaggedIndex(shape, page=8, spread="max", policy="mean", tau=-1.0)
-    own = LaggedIndex(lanes.shape, page=8, spread="max", policy="mean", tau=1.0)
-    keys = lanes.keys[0][:, FIRST:104]
+    own = LaggedIndex(seqs.shape, page=8, spread="max", policy="mean", tau=1.0)
+    keys = seqs.keys[0][:, FIRST:104]
     for each in (index, own):
-        each.build(0, FIRST, keys, keys, lanes.queries[0][:, :64])
+        each.build(0, FIRST, keys, keys, seqs.queries[0][:, :64])
 
     def at(length: int, step: int) -> int:
         """Ask with the query of a step, at so many tokens; of which step's query the rows are."""
         assert shape.clock is not None
         shape.clock.lengths = torch.tensor([length], dtype=torch.int32)
-        rows = index.select(lanes.query(step), 30).rows
-        return next(i for i in range(10) if torch.equal(own.select(lanes.query(i), 30).rows, rows))
+        rows = index.select(seqs.query(step), 30).rows
+        return next(i for i in range(10) if torch.equal(own.select(seqs.query(i), 30).rows, rows))
 
     assert [at(110 + i, i) for i in range(4)] == [0, 0, 1, 2]
     assert at(112, 4) == 1, "two tokens were dropped"
@@ -110,4 +110,4 @@ def test_lags_only_behind_the_token_before() -> None:
 
 def test_tau_out_of_range_is_named() -> None:
     with pytest.raises(ConfigError, match=r"tau is 1\.5"):
-        Lanes(lambda shape: LaggedIndex(shape, page=8, spread="max", policy="mean", tau=1.5), [20])
+        Seqs(lambda shape: LaggedIndex(shape, page=8, spread="max", policy="mean", tau=1.5), [20])

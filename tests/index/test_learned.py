@@ -14,7 +14,7 @@ from kvthaw.index.ratios import Ratios
 
 
 def recall(index: CodesIndex, keys: Tensor, queries: Tensor, k: int = 100) -> float:
-    """Mean recall_at_k over single queries [n, Hq, D] of an index of one lane."""
+    """Mean recall_at_k over single queries [n, Hq, D] of an index of one sequence."""
     hits = 0
     for query in queries:
         exact = (

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from lanes import FIRST, Lanes
+from seqs import FIRST, Seqs
 from torch import Tensor
 
 from kvthaw.errors import ConfigError
@@ -23,27 +23,27 @@ from kvthaw.types import ReadsStore
 SMALL = NodeConfig(promote=0.1, field=TILE, nodes_per_batch=4)
 
 
-def lanes_of(prompts: list[int], config: NodeConfig = SMALL, **shape: object) -> Lanes:
-    return Lanes(partial(NodeIndex, config=config), prompts, **shape)  # type: ignore[arg-type]
+def seqs_of(prompts: list[int], config: NodeConfig = SMALL, **shape: object) -> Seqs:
+    return Seqs(partial(NodeIndex, config=config), prompts, **shape)  # type: ignore[arg-type]
 
 
-def index_of(lanes: Lanes) -> NodeIndex:
-    assert isinstance(lanes.index, NodeIndex)
-    return lanes.index
+def index_of(seqs: Seqs) -> NodeIndex:
+    assert isinstance(seqs.index, NodeIndex)
+    return seqs.index
 
 
-def nodes_of(index: NodeIndex, lane: int, head: int) -> list[list[int]]:
-    """The positions of every node of a lane."""
+def nodes_of(index: NodeIndex, seq: int, head: int) -> list[list[int]]:
+    """The positions of every node of a sequence."""
     assert index.order is not None
-    stops = index.stops[lane, head, : index.lanes[lane].units + 1].tolist()
-    order = index.order[lane, head].tolist()
+    stops = index.stops[seq, head, : index.seqs[seq].units + 1].tolist()
+    order = index.order[seq, head].tolist()
     return [order[a:b] for a, b in itertools.pairwise(stops)]
 
 
 def test_every_key_belongs_to_the_nearest_promoted_one() -> None:
     """In the space of T_K: unit vectors, so that the nearest is that of the largest product."""
-    lanes = lanes_of([205], heads=2)
-    keys = lanes.keys[0][:, FIRST : FIRST + 205].double()
+    seqs = seqs_of([205], heads=2)
+    keys = seqs.keys[0][:, FIRST : FIRST + 205].double()
     promoted = draw(FIRST + torch.arange(205), 21, seed=7, layer=3, heads=2)
     for head in range(2):
         c2 = keys[head].square().sum(dim=1).max()
@@ -52,7 +52,7 @@ def test_every_key_belongs_to_the_nearest_promoted_one() -> None:
         )
         near = torch.cdist(lifted, lifted[promoted[head]]).argmin(dim=1)
         expected = [[FIRST + i for i in range(205) if near[i] == c] for c in range(21)]
-        nodes = nodes_of(index_of(lanes), 0, head)
+        nodes = nodes_of(index_of(seqs), 0, head)
         assert [sorted(node) for node in nodes] == expected
         assert sum(node == own for node, own in zip(nodes, expected, strict=True)) < 15, "outliers stand first"
 
@@ -71,28 +71,28 @@ def slow_digest(keys: Tensor, outliers: int) -> Tensor:
 @pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_digests_are_mean_outliers_and_spread(dtype: torch.dtype, near: float) -> None:
     """Of a prompt's nodes, of a full batch's and of those in text order."""
-    lanes = lanes_of([150], dtype=dtype)
-    lanes.append(57)
-    index = index_of(lanes)
-    assert index.lanes[0].units == 15 + 4 + 2
+    seqs = seqs_of([150], dtype=dtype)
+    seqs.append(57)
+    index = index_of(seqs)
+    assert index.seqs[0].units == 15 + 4 + 2
     for head in range(2):
         nodes = nodes_of(index, 0, head)
         assert sorted(i for node in nodes for i in node) == list(range(FIRST, FIRST + 207))
         assert nodes[-2:] == [[*range(FIRST + 190, FIRST + 200)], [*range(FIRST + 200, FIRST + 207)]]
         for node, digest in zip(nodes, index.digests[0, head], strict=False):
-            keys = lanes.keys[0][head].double()
+            keys = seqs.keys[0][head].double()
             wanted = slow_digest(keys[sorted(node)], 2)
             if len(node) > 2 and node[0] < FIRST + 190:  # the outliers stand first, in text order
                 assert {tuple(k) for k in keys[node[:2]].tolist()} == {tuple(k) for k in wanted[64:192].view(2, 64).tolist()}
             torch.testing.assert_close(digest[: len(wanted)].double(), wanted, rtol=near, atol=near)
 
 
-def slow_select(lanes: Lanes, lane: int, head: int, budget: int, field: int, policy: str) -> set[int]:
+def slow_select(seqs: Seqs, seq: int, head: int, budget: int, field: int, policy: str) -> set[int]:
     """As NodeIndex says, in float64."""
-    index, group, scale = index_of(lanes), lanes.shape.group, lanes.shape.scale
-    queries = lanes.query()[lane, head * group : (head + 1) * group].double()
-    keys, nodes = lanes.keys[lane][head].double(), nodes_of(index, lane, head)
-    digests = index.digests[lane, head].double()
+    index, group, scale = index_of(seqs), seqs.shape.group, seqs.shape.scale
+    queries = seqs.query()[seq, head * group : (head + 1) * group].double()
+    keys, nodes = seqs.keys[seq][head].double(), nodes_of(index, seq, head)
+    digests = index.digests[seq, head].double()
     dim = keys.shape[1]
 
     def joint(scores: Tensor, sizes: Tensor) -> Tensor:
@@ -115,17 +115,17 @@ def slow_select(lanes: Lanes, lane: int, head: int, budget: int, field: int, pol
 @pytest.mark.parametrize("policy", ["max", "mean"])
 def test_the_best_rows_of_the_best_nodes(policy: str) -> None:
     config = NodeConfig(promote=0.1, field=TILE, nodes_per_batch=4, policy=policy)  # type: ignore[arg-type]
-    lanes = lanes_of([300, 90], config, group=3)
-    lanes.append(57)
-    for lane, found in enumerate(lanes.sets(20)):
-        assert found == [slow_select(lanes, lane, head, 20, TILE, policy) for head in range(2)]
+    seqs = seqs_of([300, 90], config, group=3)
+    seqs.append(57)
+    for seq, found in enumerate(seqs.sets(20)):
+        assert found == [slow_select(seqs, seq, head, 20, TILE, policy) for head in range(2)]
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="no Triton")
 def test_the_kernels_choose_the_same(device: torch.device) -> None:
-    lanes = lanes_of([300, 3], heads=1, dtype=torch.bfloat16, device=device)
-    lanes.append(57)
-    index, query, scale = index_of(lanes), lanes.query(), lanes.shape.scale
+    seqs = seqs_of([300, 3], heads=1, dtype=torch.bfloat16, device=device)
+    seqs.append(57)
+    index, query, scale = index_of(seqs), seqs.query(), seqs.shape.scale
     assert index.wanted.tolist() == [TILE, 60]
     assert index.order is not None
     scores, parts = node_scores.launch(query, index.digests, index.stops, index.counts, scale=scale, reach=2.0)
@@ -133,68 +133,68 @@ def test_the_kernels_choose_the_same(device: torch.device) -> None:
     rows, _ = launch_choice(scores, parts, index.stops, index.order, index.counts, **how)  # type: ignore[arg-type]
     run = run_length(TILE, 20)
     assert run is not None
-    table = lanes.store.table().to(device)
-    true = launch(query, table, lanes.store.extent, rows, index.wanted, scale=scale, run=run)
+    table = seqs.store.table().to(device)
+    true = launch(query, table, seqs.store.block_size, rows, index.wanted, scale=scale, run=run)
     found, counts = topk(true, rows, index.wanted, 20, 0, scale, "max")
     assert (counts == 20).all()
-    for lane, sets in enumerate(lanes.sets(20)):
-        assert [set(own.tolist()) for own in found[lane]] == sets
+    for seq, sets in enumerate(seqs.sets(20)):
+        assert [set(own.tolist()) for own in found[seq]] == sets
 
 
 def test_a_key_unlike_its_node_is_found() -> None:
     """Among 4,000 keys, in a field of view of 64 rows, also where its node is larger."""
-    lanes = lanes_of([1], NodeConfig(field=TILE), heads=1, group=1, more=0)
+    seqs = seqs_of([1], NodeConfig(field=TILE), heads=1, group=1, more=0)
     keys = torch.randn(1, FIRST + 4000, 64, generator=torch.Generator().manual_seed(1))
-    query = lanes.query()
+    query = seqs.query()
     for place in (11, 1234, 3999):
         odd = keys.clone()
         odd[0, FIRST + place] += 9.0 * query[0, 0] / query[0, 0].norm()
-        lanes.store.truncate(0, 0)
-        lanes.store.append(0, torch.stack((odd, odd), dim=2))
-        lanes.index.build(0, FIRST, odd[:, FIRST:], odd[:, FIRST:], query[0, :, None])
-        assert FIRST + place in lanes.index.select(query, 4).rows[0, 0].tolist()
+        seqs.store.truncate(0, 0)
+        seqs.store.append(0, torch.stack((odd, odd), dim=2))
+        seqs.index.build(0, FIRST, odd[:, FIRST:], odd[:, FIRST:], query[0, :, None])
+        assert FIRST + place in seqs.index.select(query, 4).rows[0, 0].tolist()
 
 
 def test_a_field_of_view_for_all_is_exact() -> None:
-    lanes = lanes_of([400], NodeConfig(field=512), group=1)
-    keys = lanes.keys[0][:, : FIRST + 400]
-    for head, found in enumerate(lanes.sets(30)[0]):
-        scores = keys[head, FIRST:] @ lanes.query()[0, head]
+    seqs = seqs_of([400], NodeConfig(field=512), group=1)
+    keys = seqs.keys[0][:, : FIRST + 400]
+    for head, found in enumerate(seqs.sets(30)[0]):
+        scores = keys[head, FIRST:] @ seqs.query()[0, head]
         assert found == set((scores.topk(30).indices + FIRST).tolist())
 
 
 def test_what_a_step_reads_from_the_host_is_told() -> None:
-    lanes = lanes_of([300, 40], dtype=torch.bfloat16)
-    lanes.select(5)
-    assert isinstance(lanes.index, ReadsStore)
-    assert lanes.index.searched_bytes() == (TILE + 40) * 2 * 64 * 2
-    lanes.select(100)
-    assert lanes.index.searched_bytes() == (256 + 40) * 2 * 64 * 2
+    seqs = seqs_of([300, 40], dtype=torch.bfloat16)
+    seqs.select(5)
+    assert isinstance(seqs.index, ReadsStore)
+    assert seqs.index.searched_bytes() == (TILE + 40) * 2 * 64 * 2
+    seqs.select(100)
+    assert seqs.index.searched_bytes() == (256 + 40) * 2 * 64 * 2
 
 
 def test_addresses_of_the_store_are_among_what_a_step_reads() -> None:
     """So that a captured step is captured anew where they have moved."""
-    index = index_of(lanes_of([50]))
+    index = index_of(seqs_of([50]))
     table = index.addresses.follow(index.shape.store, torch.device("cpu"))
     assert any(tensor is table for tensor in index.tensors())
 
 
 def test_nodes_do_not_depend_on_the_pieces_in_which_tokens_came() -> None:
-    one, many = lanes_of([100, 30]), lanes_of([100, 30])
+    one, many = seqs_of([100, 30]), seqs_of([100, 30])
     one.append(90)
     for n in (16, 16, 16, 1, 30, 11):
         many.append(n)
     a, b = index_of(one), index_of(many)
-    for lane in range(2):
-        assert a.lanes[lane] == b.lanes[lane]
-        assert [nodes_of(a, lane, h) for h in range(2)] == [nodes_of(b, lane, h) for h in range(2)]
-        used = a.lanes[lane].units
-        torch.testing.assert_close(a.digests[lane, :, :used], b.digests[lane, :, :used])
+    for seq in range(2):
+        assert a.seqs[seq] == b.seqs[seq]
+        assert [nodes_of(a, seq, h) for h in range(2)] == [nodes_of(b, seq, h) for h in range(2)]
+        used = a.seqs[seq].units
+        torch.testing.assert_close(a.digests[seq, :, :used], b.digests[seq, :, :used])
     assert one.sets(33) == many.sets(33)
 
 
 def test_a_clone_goes_on() -> None:
-    one = lanes_of([150, 63])
+    one = seqs_of([150, 63])
     one.append(23)
     one.select(30)
     other = NodeIndex(one.shape, SMALL)

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from lanes import Lanes
+from seqs import Seqs
 from torch import Tensor
 
 from kvthaw.errors import ConfigError
@@ -51,21 +51,21 @@ def test_a_key_of_one_value_has_no_steps() -> None:
 @pytest.mark.parametrize("budget", [20, 48])
 @pytest.mark.parametrize("p", [0.3, 0.85, 1.0])
 def test_rows_are_the_definitions(budget: int, p: float) -> None:
-    lanes = Lanes(partial(make, p=p), [400, 77], group=3)
-    shape = lanes.shape
-    proposals, scale = Lanes(PAGES, [400, 77], group=3).index, shape.scale
+    seqs = Seqs(partial(make, p=p), [400, 77], group=3)
+    shape = seqs.shape
+    proposals, scale = Seqs(PAGES, [400, 77], group=3).index, shape.scale
     pruned = 0
     for step in range(100, 104):
-        query = 2 * lanes.query(step)
-        rows, counts = (x.clone() for x in (lambda s: (s.rows, s.counts))(lanes.index.select(query, budget)))
+        query = 2 * seqs.query(step)
+        rows, counts = (x.clone() for x in (lambda s: (s.rows, s.counts))(seqs.index.select(query, budget)))
         proposed = proposals.select(query, 3 * budget).rows
-        for lane in range(2):
+        for seq in range(2):
             for head in range(shape.kv_heads):
-                found = [row for row in proposed[lane, head].tolist() if row >= 0]
-                keys = coded(lanes.keys[lane][head, found].double())
+                found = [row for row in proposed[seq, head].tolist() if row >= 0]
+                keys = coded(seqs.keys[seq][head, found].double())
                 best: dict[int, float] = {}
                 for g in range(head * shape.group, (head + 1) * shape.group):
-                    weights = torch.softmax(keys @ query[lane, g].double() * scale, dim=0)
+                    weights = torch.softmax(keys @ query[seq, g].double() * scale, dim=0)
                     total = 0.0
                     for i in weights.argsort(descending=True).tolist():
                         if total >= p - 1e-9:
@@ -73,8 +73,8 @@ def test_rows_are_the_definitions(budget: int, p: float) -> None:
                         total += float(weights[i])
                         best[found[i]] = max(best.get(found[i], 0.0), float(weights[i]))
                 expected = set(sorted(best, key=lambda row: -best[row])[:budget])
-                own = rows[lane, head].tolist()
-                n = int(counts[lane, head])
+                own = rows[seq, head].tolist()
+                n = int(counts[seq, head])
                 assert set(own[:n]) == expected
                 assert own[n:] == [-1] * (budget - n)
                 pruned += n < budget
@@ -82,27 +82,27 @@ def test_rows_are_the_definitions(budget: int, p: float) -> None:
 
 
 def test_what_fits_is_not_pruned() -> None:
-    lanes = Lanes(partial(make, p=0.1), [400, 30])
-    counts = lanes.index.select(3 * lanes.query(), 48).counts
+    seqs = Seqs(partial(make, p=0.1), [400, 30])
+    counts = seqs.index.select(3 * seqs.query(), 48).counts
     assert (counts[1] == 30).all()
     assert (counts[0] < 48).all()
 
 
 def test_sharp_heads_read_less_than_flat_ones() -> None:
-    lanes = Lanes(make, [600])
-    counts = [int(lanes.index.select(sharp * lanes.query(), 200).counts.sum()) for sharp in (0.5, 2, 8)]
+    seqs = Seqs(make, [600])
+    counts = [int(seqs.index.select(sharp * seqs.query(), 200).counts.sum()) for sharp in (0.5, 2, 8)]
     assert counts == sorted(counts, reverse=True)
     assert counts[0] > 4 * counts[2]
 
 
 def test_appended_and_truncated_with_the_index_inside() -> None:
     exact = partial(PrunedIndex, index=ExactIndex, p=0.85, spare=2)
-    one, other = Lanes(exact, [60, 20], more=116), Lanes(exact, [76, 36], more=100)
+    one, other = Seqs(exact, [60, 20], more=116), Seqs(exact, [76, 36], more=100)
     one.append(16)
     assert one.sets(90) == other.sets(90)
-    for lanes in (one, other):
-        lanes.truncate(0, 50)
-        lanes.index.reorder([1, 0])
+    for seqs in (one, other):
+        seqs.truncate(0, 50)
+        seqs.index.reorder([1, 0])
     query = one.query()
     assert torch.equal(one.index.select(query, 24).rows, other.index.select(query, 24).rows)
 
@@ -112,4 +112,4 @@ def test_appended_and_truncated_with_the_index_inside() -> None:
 )
 def test_settings_out_of_range_are_named(options: dict[str, float], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        Lanes(lambda shape: PrunedIndex(shape, index=ExactIndex, **{"p": 0.5, "spare": 2} | options), [20])
+        Seqs(lambda shape: PrunedIndex(shape, index=ExactIndex, **{"p": 0.5, "spare": 2} | options), [20])

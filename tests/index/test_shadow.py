@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lanes import FIRST, Lanes
+from seqs import FIRST, Seqs
 from torch import Tensor
 
 from kvthaw.cache.pool import Slab
@@ -47,15 +47,15 @@ def made(shape: LayerShape, *, turns: bool, **options: Any) -> ShadowIndex:
     return SMALL(replace(shape, rows=48, rotary=rotary(shape.head_dim) if turns else None), **options)
 
 
-def low_rank(lanes: Lanes, rank: int, *, turns: bool) -> None:
-    """Make the lanes' keys of a low rank over all heads, with a little noise, before they are turned."""
-    for lane, keys in enumerate(lanes.keys):
+def low_rank(seqs: Seqs, rank: int, *, turns: bool) -> None:
+    """Make the sequences' keys of a low rank over all heads, with a little noise, before they are turned."""
+    for seq, keys in enumerate(seqs.keys):
         heads, tokens, dim = keys.shape
-        g = torch.Generator().manual_seed(lane)
+        g = torch.Generator().manual_seed(seq)
         flat = torch.randn(tokens, rank, generator=g) @ torch.randn(rank, heads * dim, generator=g) / rank**0.5
         flat += 0.05 * torch.randn(tokens, heads * dim, generator=g)
         new = flat.unflatten(1, (heads, dim)).transpose(0, 1)
-        lanes.keys[lane] = (turn(new, torch.arange(tokens)) if turns else new).to(keys.dtype)
+        seqs.keys[seq] = (turn(new, torch.arange(tokens)) if turns else new).to(keys.dtype)
 
 
 def outlying(keys: Tensor, count: int) -> list[int]:
@@ -69,51 +69,51 @@ def outlying(keys: Tensor, count: int) -> list[int]:
 
 @pytest.mark.parametrize("turns", [True, False])
 def test_rows_are_the_definitions(turns: bool) -> None:
-    lanes = Lanes(partial(made, turns=turns), [150, 61], group=3, dim=32)
+    seqs = Seqs(partial(made, turns=turns), [150, 61], group=3, dim=32)
     for step in range(3):
-        query = lanes.query(step)
-        rows = lanes.index.select(query, 48).rows
-        for lane, length in enumerate(lanes.length):
+        query = seqs.query(step)
+        rows = seqs.index.select(query, 48).rows
+        for seq, length in enumerate(seqs.length):
             for head in range(2):
-                keys = lanes.keys[lane][head, FIRST:length].double()
-                always = outlying(keys[: [150, 61][lane]], 3)
+                keys = seqs.keys[seq][head, FIRST:length].double()
+                always = outlying(keys[: [150, 61][seq]], 3)
                 chunks = [range(at, min(at + CHUNK, len(keys))) for at in range(0, len(keys), CHUNK)]
                 others = [c for i, c in enumerate(chunks) if i not in always]
                 means = torch.stack([keys[list(c)].mean(dim=0) for c in others])
                 sizes = torch.tensor([len(c) for c in others]).double()
                 weights = []
-                for q in query[lane, 3 * head : 3 * head + 3].double():
-                    weight = torch.exp(means @ q * lanes.shape.scale)
+                for q in query[seq, 3 * head : 3 * head + 3].double():
+                    weight = torch.exp(means @ q * seqs.shape.scale)
                     weights.append(weight / (weight * sizes).sum())
                 expected = [i for c in always for i in chunks[c]]
                 for c in torch.stack(weights).amax(dim=0).argsort(descending=True).tolist():
                     expected += list(others[c])
-                assert set(rows[lane, head].tolist()) == {FIRST + i for i in expected[:48]}
-        lanes.append(7)
+                assert set(rows[seq, head].tolist()) == {FIRST + i for i in expected[:48]}
+        seqs.append(7)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("turns", [True, False])
 def test_keys_are_those_of_the_best_low_rank(turns: bool, dtype: torch.dtype) -> None:
     """Against the truncated SVD of the keys before their turn, all heads side by side."""
-    lanes = Lanes(partial(made, turns=turns), [150, 61], dim=32, dtype=dtype, build=False)
-    low_rank(lanes, 12, turns=turns)
-    index = lanes.index
+    seqs = Seqs(partial(made, turns=turns), [150, 61], dim=32, dtype=dtype, build=False)
+    low_rank(seqs, 12, turns=turns)
+    index = seqs.index
     assert isinstance(index, ShadowIndex)
-    for lane, prompt in enumerate((150, 61)):
-        keys = lanes.keys[lane][:, FIRST : FIRST + prompt]
-        index.build(lane, FIRST, keys, keys, lanes.queries[lane][:, :64])
+    for seq, prompt in enumerate((150, 61)):
+        keys = seqs.keys[seq][:, FIRST : FIRST + prompt]
+        index.build(seq, FIRST, keys, keys, seqs.queries[seq][:, :64])
     place = torch.arange(61).expand(2, 2, -1)
     found = index.keys(place)
-    for lane, prompt in enumerate((150, 61)):
+    for seq, prompt in enumerate((150, 61)):
         positions = torch.arange(FIRST, FIRST + prompt)
-        given = lanes.keys[lane][:, FIRST : FIRST + prompt].double()
+        given = seqs.keys[seq][:, FIRST : FIRST + prompt].double()
         before = turn(given, -positions) if turns else given
         u, s, v = torch.linalg.svd(before.transpose(0, 1).flatten(1), full_matrices=False)
         best = (u[:, :12] * s[:12] @ v[:12]).unflatten(1, (2, 32)).transpose(0, 1)
         best = turn(best, positions) if turns else best
         scale = float(given.abs().max())
-        assert (found[lane].double() - best[:, :61]).abs().max() < scale * 2 * TOLERANCE[dtype]["atol"]
+        assert (found[seq].double() - best[:, :61]).abs().max() < scale * 2 * TOLERANCE[dtype]["atol"]
         assert (best - given).norm() < 0.1 * given.norm(), "of low rank before the turn"
         if turns:
             u, s, v = torch.linalg.svd(given.transpose(0, 1).flatten(1), full_matrices=False)
@@ -121,23 +121,23 @@ def test_keys_are_those_of_the_best_low_rank(turns: bool, dtype: torch.dtype) ->
 
 
 def test_a_layer_that_does_not_turn_is_not_turned_back() -> None:
-    lanes = Lanes(partial(made, turns=True), [150], dim=32, build=False)
-    low_rank(lanes, 12, turns=False)
-    keys = lanes.keys[0][:, FIRST:154]
-    lanes.index.build(0, FIRST, keys, keys, lanes.queries[0][:, :64])
-    assert isinstance(lanes.index, ShadowIndex)
-    assert not lanes.index.turned[0]
-    found = lanes.index.keys(torch.arange(150).expand(1, 2, -1))
+    seqs = Seqs(partial(made, turns=True), [150], dim=32, build=False)
+    low_rank(seqs, 12, turns=False)
+    keys = seqs.keys[0][:, FIRST:154]
+    seqs.index.build(0, FIRST, keys, keys, seqs.queries[0][:, :64])
+    assert isinstance(seqs.index, ShadowIndex)
+    assert not seqs.index.turned[0]
+    found = seqs.index.keys(torch.arange(150).expand(1, 2, -1))
     assert (found[0] - keys).norm() < 0.1 * keys.norm()
 
 
 def test_rebuilt_keys_stand_where_rows_came() -> None:
     """Not where nothing came, nor for outliers, nor for tokens after the prompt, nor where every row comes."""
-    lanes = Lanes(partial(made, turns=True), [100, 20], dim=32)
-    lanes.append(8)
-    index = lanes.index
+    seqs = Seqs(partial(made, turns=True), [100, 20], dim=32)
+    seqs.append(8)
+    index = seqs.index
     assert isinstance(index, ShadowIndex)
-    slab = Slab(2, 2, 32, lanes.shape.regions, 48, dtype=torch.float32, device=torch.device("cpu"))
+    slab = Slab(2, 2, 32, seqs.shape.regions, 48, dtype=torch.float32, device=torch.device("cpu"))
     slab.data.fill_(7.0)
     fetch = torch.full((2, 2, 48), -1, dtype=torch.int32)
     fetch[:, :, 3:19] = torch.arange(FIRST, FIRST + 16)
@@ -150,28 +150,28 @@ def test_rebuilt_keys_stand_where_rows_came() -> None:
     expected = torch.full_like(slab.keys[:, :, slab.pool_start :], 7.0)
     made_keys = index.keys((fetch - FIRST).clamp(min=0, max=99).long())
     for head in range(2):
-        always = outlying(lanes.keys[0][head, FIRST : FIRST + 100].double(), 3)
+        always = outlying(seqs.keys[0][head, FIRST : FIRST + 100].double(), 3)
         for m in range(3, 19):
             if (int(fetch[0, head, m]) - FIRST) // CHUNK not in always:
                 expected[0, head, int(slots[0, head, m])] = made_keys[0, head, m]
     torch.testing.assert_close(slab.keys[:, :, slab.pool_start :], expected)
 
 
-def test_clone_and_order_of_lanes_are_kept() -> None:
-    lanes = Lanes(partial(made, turns=True), [100, 40], dim=32)
-    other = made(lanes.shape, turns=True)
-    assert isinstance(lanes.index, ShadowIndex)
-    other.clone_from(lanes.index)
-    for index in (other, lanes.index):
+def test_clone_and_order_of_sequences_are_kept() -> None:
+    seqs = Seqs(partial(made, turns=True), [100, 40], dim=32)
+    other = made(seqs.shape, turns=True)
+    assert isinstance(seqs.index, ShadowIndex)
+    other.clone_from(seqs.index)
+    for index in (other, seqs.index):
         index.reorder([1, 0, 1])
         index.truncate(0, FIRST + 30)
     place = torch.arange(30).expand(3, 2, -1)
-    assert torch.equal(other.keys(place), lanes.index.keys(place))
-    assert lanes.index.known.tolist() == [30, 100, 40]
-    assert lanes.index.total.tolist() == [30, 100, 40]
+    assert torch.equal(other.keys(place), seqs.index.keys(place))
+    assert seqs.index.known.tolist() == [30, 100, 40]
+    assert seqs.index.total.tolist() == [30, 100, 40]
 
 
 @pytest.mark.parametrize("name", ["chunk", "rank", "outliers"])
 def test_settings_out_of_range_are_named(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} is -1"):
-        Lanes(partial(ShadowIndex, **{name: -1}), [20])
+        Seqs(partial(ShadowIndex, **{name: -1}), [20])

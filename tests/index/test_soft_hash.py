@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from lanes import FIRST, Lanes
+from seqs import FIRST, Seqs
 from torch import Tensor
 
 from kvthaw.errors import ConfigError
@@ -42,32 +42,32 @@ def made(shape: LayerShape, **options: object) -> SoftHashIndex:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_are_the_definitions(dtype: torch.dtype) -> None:
-    lanes = Lanes(SMALL, [60, 17], group=3, dim=32, dtype=dtype)
-    index = lanes.index
+    seqs = Seqs(SMALL, [60, 17], group=3, dim=32, dtype=dtype)
+    index = seqs.index
     assert isinstance(index, SoftHashIndex)
-    query = 0.3 * lanes.query()
+    query = 0.3 * seqs.query()
     rows = index.select(query, 12).rows
-    for lane, length in enumerate(lanes.length):
+    for seq, length in enumerate(seqs.length):
         for head in range(2):
             directions = index.planes.directions[head].double().T.unflatten(0, (7, 4))
-            keys = lanes.keys[lane][head, FIRST:length].double()
-            heads = [scores(q, keys, keys, directions, 0.3) for q in query[lane, 3 * head : 3 * head + 3].double()]
+            keys = seqs.keys[seq][head, FIRST:length].double()
+            heads = [scores(q, keys, keys, directions, 0.3) for q in query[seq, 3 * head : 3 * head + 3].double()]
             merged = torch.tensor(
                 [max(s / sum(own) for s, own in zip(x, heads, strict=True)) for x in zip(*heads, strict=True)]
             )
             # a sign of a product that is all but 0 may differ in float32; none does here
-            assert set(rows[lane, head].tolist()) == {FIRST + i for i in merged.topk(12).indices.tolist()}
+            assert set(rows[seq, head].tolist()) == {FIRST + i for i in merged.topk(12).indices.tolist()}
 
 
 def test_estimates_are_logs_of_scores() -> None:
-    lanes = Lanes(SMALL, [40], dim=32)
-    index = lanes.index
+    seqs = Seqs(SMALL, [40], dim=32)
+    index = seqs.index
     assert isinstance(index, SoftHashIndex)
-    query = 0.2 * lanes.query().unflatten(1, (2, 2))
-    found = (index.estimate(query, 40) * lanes.shape.scale).exp()
+    query = 0.2 * seqs.query().unflatten(1, (2, 2))
+    found = (index.estimate(query, 40) * seqs.shape.scale).exp()
     for head in range(2):
         directions = index.planes.directions[head].double().T.unflatten(0, (7, 4))
-        keys = lanes.keys[0][head, FIRST : FIRST + 40].double()
+        keys = seqs.keys[0][head, FIRST : FIRST + 40].double()
         for g in range(2):
             close(
                 found[0, head, g], torch.tensor(scores(query[0, head, g].double(), keys, keys, directions, 0.3)), torch.float32
@@ -75,11 +75,11 @@ def test_estimates_are_logs_of_scores() -> None:
 
 
 def test_chances_add_up_and_narrow_with_tau() -> None:
-    lanes = Lanes(SMALL, [10], dim=32)
-    query = lanes.query().unflatten(1, (2, 2))
+    seqs = Seqs(SMALL, [10], dim=32)
+    query = seqs.query().unflatten(1, (2, 2))
     peaks = []
     for tau in (1.0, 0.5, 0.3):
-        chances = made(lanes.shape, tau=tau).chances(query)
+        chances = made(seqs.shape, tau=tau).chances(query)
         close(chances.sum(dim=4), torch.ones(chances.shape[:4]))
         peaks.append(float(chances.amax(dim=4).mean()))
     assert peaks == sorted(peaks)
@@ -87,22 +87,22 @@ def test_chances_add_up_and_narrow_with_tau() -> None:
 
 @pytest.mark.parametrize(("bits", "kind"), [(8, torch.uint8), (10, torch.int16), (12, torch.int16)])
 def test_a_key_meets_itself_first(bits: int, kind: torch.dtype) -> None:
-    lanes = Lanes(partial(SoftHashIndex, bits=bits, tables=20), [300], group=1)
-    index = lanes.index
+    seqs = Seqs(partial(SoftHashIndex, bits=bits, tables=20), [300], group=1)
+    index = seqs.index
     assert isinstance(index, SoftHashIndex)
     assert index.tables["buckets"].dtype == kind
-    query = lanes.keys[0][None, :, FIRST + 77]
+    query = seqs.keys[0][None, :, FIRST + 77]
     assert (index.select(query, 1).rows == FIRST + 77).all()
 
 
 def test_a_value_of_nothing_ranks_last_but_is_a_token() -> None:
-    lanes = Lanes(SMALL, [30], build=False)
-    keys = lanes.keys[0][:, FIRST : FIRST + 30]
+    seqs = Seqs(SMALL, [30], build=False)
+    keys = seqs.keys[0][:, FIRST : FIRST + 30]
     values = keys.clone()
     values[:, 5] = 0
-    lanes.index.build(0, FIRST, keys, values, lanes.queries[0][:, :8])
-    assert (lanes.index.select(lanes.query(), 30).counts == 30).all()
-    assert FIRST + 5 not in lanes.index.select(lanes.query(), 29).rows[0]
+    seqs.index.build(0, FIRST, keys, values, seqs.queries[0][:, :8])
+    assert (seqs.index.select(seqs.query(), 30).counts == 30).all()
+    assert FIRST + 5 not in seqs.index.select(seqs.query(), 29).rows[0]
 
 
 @pytest.mark.parametrize(
@@ -110,4 +110,4 @@ def test_a_value_of_nothing_ranks_last_but_is_a_token() -> None:
 )
 def test_settings_out_of_range_are_named(options: dict[str, float], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        Lanes(partial(SMALL, **options), [20])
+        Seqs(partial(SMALL, **options), [20])

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from lanes import FIRST, Lanes
+from seqs import FIRST, Seqs
 
 from kvthaw.counter_rng import mix
 from kvthaw.index.exact import ExactIndex
@@ -28,9 +28,9 @@ ALL: dict[str, Make] = {
 
 @pytest.mark.parametrize("make", ALL.values(), ids=ALL)
 def test_addresses_change_only_where_room_was_lacking(make: Make) -> None:
-    lanes = Lanes(make, [150, 150])
-    lanes.append(30)  # doubles
-    index = lanes.index
+    seqs = Seqs(make, [150, 150])
+    seqs.append(30)  # doubles
+    index = seqs.index
     assert isinstance(index, TokenIndex)
 
     def addresses() -> list[int]:
@@ -39,16 +39,16 @@ def test_addresses_change_only_where_room_was_lacking(make: Make) -> None:
 
     before = addresses()
     for _ in range(4):
-        lanes.append(30)
-        index.select(lanes.query(), 40)
-    lanes.truncate(1, 60)
+        seqs.append(30)
+        index.select(seqs.query(), 40)
+    seqs.truncate(1, 60)
     assert addresses() == before
     assert index.capacity == 300
 
 
 def test_of_equal_scores_the_earlier_token() -> None:
-    lanes = Lanes(ExactIndex, [90])
-    index = lanes.index
+    seqs = Seqs(ExactIndex, [90])
+    index = seqs.index
     assert isinstance(index, ExactIndex)
     scores = torch.tensor([0.0, -2.5, -0.0, 1e-30, -torch.inf, 7.0, -2.5, 7.0]).expand(1, 2, -1)
     for budget, expected in (

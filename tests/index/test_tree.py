@@ -52,11 +52,11 @@ def make_index(
     isa: Isa | None = None,
     threads: int = 2,
 ) -> TreeIndex:
-    """An index over lanes of keys [H, T, D] that the store holds; nothing is built."""
+    """An index over sequences of keys [H, T, D] that the store holds; nothing is built."""
     heads, _, dim = keys[0].shape
-    store = HostStore(len(keys), heads, dim, keys[0].dtype, extent=32)
-    for lane, own in enumerate(keys):
-        store.append(lane, torch.stack([own, own.flip(1)], 2))
+    store = HostStore(len(keys), heads, dim, keys[0].dtype, block_size=32)
+    for seq, own in enumerate(keys):
+        store.append(seq, torch.stack([own, own.flip(1)], 2))
     shape = LayerShape(layer, q_heads, heads, dim, keys[0].dtype, torch.device("cpu"), store, Regions(4, 16, 16), scale=0.2)
     return TreeIndex(shape, config, threads=threads, isa=isa)
 
@@ -72,13 +72,13 @@ def same_tree(mine: DciTree, theirs: DciTree) -> None:
     assert torch.allclose(a["radius2"], b["radius2"], rtol=1e-6)
 
 
-def selected(index: TreeIndex, query: Tensor, budget: int, lane: int = 0) -> list[list[int]]:
+def selected(index: TreeIndex, query: Tensor, budget: int, seq: int = 0) -> list[list[int]]:
     rows, counts = index.select_host(query, budget)
     for row, count in zip(rows.flatten(0, 1), counts.flatten(), strict=True):
         assert (row[:count] >= 0).all()
         assert (row[count:] == -1).all()
         assert len(set(row[:count].tolist())) == int(count) <= budget
-    return [rows[lane, h, : counts[lane, h]].tolist() for h in range(rows.shape[1])]
+    return [rows[seq, h, : counts[seq, h]].tolist() for h in range(rows.shape[1])]
 
 
 @pytest.mark.parametrize("n", [0, 1, 15, 16, 17, 63, 500, 1200])
@@ -260,29 +260,29 @@ def test_threads_change_nothing() -> None:
             assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
-def test_ragged_lanes_equal_lanes_alone() -> None:
-    lanes = [random_keys(2, n, 64, seed=n) for n in (700, 0, 33, 220)]
-    index = make_index(lanes, 4, TreeConfig())
-    for lane, keys in enumerate(lanes):
-        index.build(lane, min(4, keys.shape[1]), keys[:, 4:])
+def test_ragged_sequences_equal_sequences_alone() -> None:
+    seqs = [random_keys(2, n, 64, seed=n) for n in (700, 0, 33, 220)]
+    index = make_index(seqs, 4, TreeConfig())
+    for seq, keys in enumerate(seqs):
+        index.build(seq, min(4, keys.shape[1]), keys[:, 4:])
     check_trees(index, nearest=True)
     query = random_keys(4, 4, 64, seed=3)
-    together = [selected(index, query, 48, lane) for lane in range(4)]
-    assert together[1] == [[], []]
-    for lane, keys in enumerate(lanes):
+    deferred = [selected(index, query, 48, seq) for seq in range(4)]
+    assert deferred[1] == [[], []]
+    for seq, keys in enumerate(seqs):
         alone = make_index([keys], 4, TreeConfig())
         alone.build(0, min(4, keys.shape[1]), keys[:, 4:])
-        assert selected(alone, query[lane : lane + 1], 48)[0] == together[lane][0]
-        assert selected(alone, query[lane : lane + 1], 48) == together[lane]
+        assert selected(alone, query[seq : seq + 1], 48)[0] == deferred[seq][0]
+        assert selected(alone, query[seq : seq + 1], 48) == deferred[seq]
 
 
-def test_a_budget_for_all_returns_all_and_never_built_lanes_return_none() -> None:
+def test_a_budget_for_all_returns_all_and_never_built_sequences_return_none() -> None:
     keys = [random_keys(2, 100, 64), random_keys(2, 100, 64)]
     index = make_index(keys, 2, TreeConfig())
     index.build(0, 3, keys[0][:, 3:])
     query = random_keys(2, 2, 64)
     assert selected(index, query, 97) == [list(range(3, 100))] * 2
-    assert selected(index, query, 97, lane=1) == [[], []]
+    assert selected(index, query, 97, seq=1) == [[], []]
 
 
 def test_the_budget_is_filled() -> None:
@@ -311,7 +311,7 @@ def test_what_matters_is_found(unit: str, budget: int, least: float, built: int)
     assert found >= least * best, f"{found / best:.3f} of the attention that {budget} rows can cover"
 
 
-def test_lanes_share_trees_until_one_changes() -> None:
+def test_sequences_share_trees_until_one_changes() -> None:
     keys = random_keys(2, 400, 64, seed=7)
     index = make_index([keys[:, :300], keys[:, :1]], 2, BUSY)
     index.build(0, 0, keys[:, :300])
@@ -324,7 +324,7 @@ def test_lanes_share_trees_until_one_changes() -> None:
     index.truncate(2, 150)
     index.shape.store.truncate(2, 150)
     check_trees(index)
-    assert [index.length(lane) for lane in range(3)] == [300, 400, 150]
+    assert [index.length(seq) for seq in range(3)] == [300, 400, 150]
     tree = defined(index, 1)
     tree.build(keys[1, :300])
     same_tree(tree_of(index, 0, 1), tree)
@@ -332,7 +332,7 @@ def test_lanes_share_trees_until_one_changes() -> None:
     same_tree(tree_of(index, 1, 1), tree)
 
 
-def test_a_lane_may_begin_with_append() -> None:
+def test_a_sequence_may_begin_with_append() -> None:
     keys = random_keys(1, 60, 64, seed=2)
     begun, built = (make_index([keys], 1, BUSY) for _ in range(2))
     begun.append([0], keys[None, :, 4:])  # regions.sink is 4
@@ -460,24 +460,24 @@ def test_any_history_leaves_trees(data: st.DataObject) -> None:
     first = data.draw(st.integers(0, 3))
     keys = random_keys(2, 150, 16, seed=data.draw(st.integers(0, 99)))
     index = make_index([keys, keys], 4, config)
-    for lane in range(2):
-        index.build(lane, first, keys[:, first : data.draw(st.integers(first, 80))])
+    for seq in range(2):
+        index.build(seq, first, keys[:, first : data.draw(st.integers(first, 80))])
     check_trees(index, nearest=True)
     for _ in range(data.draw(st.integers(1, 5))):
-        lane = data.draw(st.integers(0, 1))
-        end = index.length(lane)
+        seq = data.draw(st.integers(0, 1))
+        end = index.length(seq)
         match data.draw(st.sampled_from(["append", "append", "truncate", "reorder"])):
             case "append":
-                index.append([lane], keys[None, :, end : data.draw(st.integers(end, 150))])
+                index.append([seq], keys[None, :, end : data.draw(st.integers(end, 150))])
             case "truncate":
-                index.truncate(lane, data.draw(st.integers(0, end + 1)))
+                index.truncate(seq, data.draw(st.integers(0, end + 1)))
             case _:
-                index.reorder([lane, lane])
+                index.reorder([seq, seq])
         check_trees(index)
         budget = data.draw(st.integers(0, 160))
-        for lane in range(2):
-            for rows in selected(index, keys[:, :4].reshape(2, 4, 16), budget, lane):
-                held = range(first, max(first, index.length(lane)))
+        for seq in range(2):
+            for rows in selected(index, keys[:, :4].reshape(2, 4, 16), budget, seq):
+                held = range(first, max(first, index.length(seq)))
                 assert set(rows) <= set(held)
                 assert budget < len(held) or rows == list(held)
 

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from lanes import FIRST, Lanes
+from seqs import FIRST, Seqs
 from torch import Tensor
 
 from kvthaw.index.bounds import BoundIndex
@@ -20,8 +20,8 @@ BUDGET, PROMPT = 120, 500
 
 def most(scores: Tensor, sizes: list[int]) -> list[int]:
     """Units by the largest softmax weight that a query head of the group gives a token of theirs. scores [G, U]."""
-    together = torch.logsumexp(scores + torch.tensor(sizes).double().log(), dim=1, keepdim=True)
-    return (scores - together).amax(dim=0).argsort(descending=True).tolist()
+    deferred = torch.logsumexp(scores + torch.tensor(sizes).double().log(), dim=1, keepdim=True)
+    return (scores - deferred).amax(dim=0).argsort(descending=True).tolist()
 
 
 def filled(ranked: list[int], members: list[list[int]], taken: list[int]) -> set[int]:
@@ -51,13 +51,13 @@ def test_it_selects_what_the_paper_would(name: str, group: int) -> None:
         "prkv": HybridIndex,
         "clusterkv": partial(ClusterIndex, tokens_per_cluster=20),
     }[name]
-    lanes = Lanes(make, [PROMPT], group=group)
-    index, scale = lanes.index, lanes.shape.scale
+    seqs = Seqs(make, [PROMPT], group=group)
+    index, scale = seqs.index, seqs.shape.scale
     assert isinstance(index, UnitIndex)
-    found = lanes.sets(BUDGET)[0]
+    found = seqs.sets(BUDGET)[0]
     for head in range(2):
         heads = slice(head * group, head * group + group)
-        keys, queries = lanes.keys[0][head, FIRST : FIRST + PROMPT].double(), lanes.query()[0, heads].double()
+        keys, queries = seqs.keys[0][head, FIRST : FIRST + PROMPT].double(), seqs.query()[0, heads].double()
         static: list[int] = []
         rest = torch.arange(PROMPT)
         if name == "clusterkv":
@@ -69,7 +69,7 @@ def test_it_selects_what_the_paper_would(name: str, group: int) -> None:
             scores = torch.stack([queries @ keys[m].mean(dim=0) for m in members], dim=1)
         else:
             if name == "prkv":
-                watched = lanes.queries[0][heads, :64].double()
+                watched = seqs.queries[0][heads, :64].double()
                 mass = torch.softmax(scale * watched @ keys.T, dim=2).mean(dim=(0, 1))
                 static = mass.topk(BUDGET // 4).indices.tolist()
                 rest = torch.tensor([place for place in range(PROMPT) if place not in static])

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from lanes import FIRST, Lanes
+from seqs import FIRST, Seqs
 from torch import Tensor
 
 from kvthaw.errors import ConfigError
@@ -22,40 +22,40 @@ from shapes import close
 SMALL = partial(WaveIndex, segment=96, tokens_per_cluster=8, batch=32)
 
 
-class Wave(Lanes):
-    """Lanes whose values are not their keys."""
+class Wave(Seqs):
+    """Sequences whose values are not their keys."""
 
-    def values(self, lane: int) -> Tensor:
-        return self.keys[lane].flip(2) * 0.5 + 1
+    def values(self, seq: int) -> Tensor:
+        return self.keys[seq].flip(2) * 0.5 + 1
 
     def __init__(self, prompts: list[int], group: int = 2, dim: int = 64, **options: object) -> None:
         super().__init__(partial(SMALL, **options), prompts, group=group, dim=dim, more=200, build=False)
-        for lane, prompt in enumerate(prompts):
+        for seq, prompt in enumerate(prompts):
             part = slice(FIRST, FIRST + prompt)
-            self.index.build(lane, FIRST, self.keys[lane][:, part], self.values(lane)[:, part], self.queries[lane][:, :64])
+            self.index.build(seq, FIRST, self.keys[seq][:, part], self.values(seq)[:, part], self.queries[seq][:, :64])
 
-    def append(self, n: int, lanes: object = None) -> None:
+    def append(self, n: int, seqs: object = None) -> None:
         parts = [slice(length, length + n) for length in self.length]
         keys = torch.stack([k[:, part] for k, part in zip(self.keys, parts, strict=True)])
-        values = torch.stack([self.values(lane)[:, part] for lane, part in enumerate(parts)])
+        values = torch.stack([self.values(seq)[:, part] for seq, part in enumerate(parts)])
         self.length = [length + n for length in self.length]
         self.index.append(list(range(len(parts))), keys, values, None)
 
-    def clusters(self, lane: int, head: int) -> list[list[int]]:
+    def clusters(self, seq: int, head: int) -> list[list[int]]:
         """Positions of each unit of a head."""
         index = self.index
         assert isinstance(index, WaveIndex)
         assert index.order is not None
-        stops = index.stops[lane, head, : index.lanes[lane].units + 1].tolist()
-        return [index.order[lane, head, a:b].tolist() for a, b in itertools.pairwise(stops)]
+        stops = index.stops[seq, head, : index.seqs[seq].units + 1].tolist()
+        return [index.order[seq, head, a:b].tolist() for a, b in itertools.pairwise(stops)]
 
 
 def expected(
-    wave: Wave, lane: int, head: int, query: Tensor, budget: int, closed: int, share: float
+    wave: Wave, seq: int, head: int, query: Tensor, budget: int, closed: int, share: float
 ) -> tuple[set[int], Tensor, Tensor]:
     """Rows of a KV head, and the estimate for query [G, D]: out [G, D] and lse [G]. All in float64."""
-    units = wave.clusters(lane, head)
-    keys, values = wave.keys[lane][head].double(), wave.values(lane)[head].double()
+    units = wave.clusters(seq, head)
+    keys, values = wave.keys[seq][head].double(), wave.values(seq)[head].double()
     scale = wave.shape.scale
     centroids = torch.stack([keys[u].mean(dim=0) if u else torch.zeros(keys.shape[1]).double() for u in units])
     sizes = torch.tensor([len(u) for u in units]).double()
@@ -89,17 +89,17 @@ def test_rows_and_estimate_are_the_definitions(share: float, dim: int) -> None:
         query = wave.query(step)
         selection = wave.index.select(query, 40)
         assert selection.partial is not None
-        for lane in range(2):
-            closed = int(wave.index.closed[lane])
+        for seq in range(2):
+            closed = int(wave.index.closed[seq])
             came = sum([0, 20, 20, 64, 1][: step + 1])
-            first = [31, 7][lane]  # two segments of 96 and one of 58 in clusters of 8; one of 61
+            first = [31, 7][seq]  # two segments of 96 and one of 58 in clusters of 8; one of 61
             assert closed == first + came // 32 * 4
             for head in range(2):
                 mine = slice(3 * head, 3 * head + 3)
-                rows, out, lse = expected(wave, lane, head, query[lane, mine].double(), 40, closed, share)
-                assert set(selection.rows[lane, head].tolist()) - {-1} == rows
-                close(selection.partial.out[lane, mine], out, torch.float32)
-                close(selection.partial.lse[lane, mine], lse, torch.float32)
+                rows, out, lse = expected(wave, seq, head, query[seq, mine].double(), 40, closed, share)
+                assert set(selection.rows[seq, head].tolist()) - {-1} == rows
+                close(selection.partial.out[seq, mine], out, torch.float32)
+                close(selection.partial.lse[seq, mine], lse, torch.float32)
 
 
 def test_segments_are_clustered_among_themselves() -> None:
@@ -124,7 +124,7 @@ def test_the_estimate_brings_attention_nearer_to_full() -> None:
     keys = middles[:, which] + 0.2 * torch.randn(1, 400, 64, generator=g)
     values = torch.randn(1, 12, 64, generator=g)[:, which] + 0.2 * torch.randn(1, 400, 64, generator=g)
     query = torch.randn(1, 2, 64, generator=g)
-    wave = Lanes(partial(WaveIndex, segment=512, tokens_per_cluster=16, estimated=1.0), [400], heads=1, build=False)
+    wave = Seqs(partial(WaveIndex, segment=512, tokens_per_cluster=16, estimated=1.0), [400], heads=1, build=False)
     wave.index.build(0, FIRST, keys, values, query[0, :, None])
     chosen = wave.index.select(query, 50)
     assert chosen.partial is not None
@@ -168,4 +168,4 @@ def test_truncated_then_grown_estimates_what_it_has(cut: int) -> None:
 )
 def test_settings_out_of_range_are_named(options: dict[str, float], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        Lanes(partial(SMALL, **options), [20])
+        Seqs(partial(SMALL, **options), [20])

@@ -85,8 +85,8 @@ def moves(dtype: torch.dtype, dim: int) -> None:
     from kvthaw.kernels import cover, extend, freeze, offload, stream_keys
     from kvthaw.kernels.page_bounds import Spread
 
-    ring, extent = empty(HEADS, 90, 2, dim, dtype=dtype), empty(HEADS, 64, 2, dim, dtype=dtype)
-    offload.offload(ring[:, 5:25], extent, 3)
+    ring, block_size = empty(HEADS, 90, 2, dim, dtype=dtype), empty(HEADS, 64, 2, dim, dtype=dtype)
+    offload.offload(ring[:, 5:25], block_size, 3)
     freeze.freeze(
         empty(3, HEADS, 90, 2, dim, dtype=dtype), empty(3, 8, dtype=torch.int64), 1024, empty(2, 3), 16, sink=4, ring=80
     )
@@ -159,9 +159,9 @@ def batches(dtype: torch.dtype, dim: int) -> None:
         empty(64, HEADS, subs, 256),
     )
     for rows in (1, 3, 4, 16, 64):
-        lanes, starts, stops = list(range(rows)), [7] * rows, [519] * rows
-        encode.launch(empty(rows, HEADS, 512, 2, dim, dtype=dtype)[:, :, :, 0], rotation, quantizer, into, lanes, starts)
-        encode.launch_count(into, lanes, starts, stops)
+        seqs, starts, stops = list(range(rows)), [7] * rows, [519] * rows
+        encode.launch(empty(rows, HEADS, 512, 2, dim, dtype=dtype)[:, :, :, 0], rotation, quantizer, into, seqs, starts)
+        encode.launch_count(into, seqs, starts, stops)
 
 
 def attention(dtype: torch.dtype, dim: int) -> None:

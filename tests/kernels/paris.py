@@ -16,7 +16,7 @@ from kvthaw.kernels.encode import Summaries, count, encode, make_quantizer
 from kvthaw.kernels.query import Rotated, in_bytes
 from kvthaw.kernels.srht import Rotation, make_rotation
 
-SHAPES = [  # head_dim, query heads a KV head, lengths of the lanes, dtype
+SHAPES = [  # head_dim, query heads a KV head, lengths of the sequences, dtype
     (64, 2, (1, 0, 63), torch.float32),
     (80, 1, (100,), torch.bfloat16),
     (128, 4, (2100,), torch.float16),
@@ -43,19 +43,19 @@ def poisoned() -> Iterator[None]:
         yield
 
 
-def blank(lanes: int, heads: int, rotation: Rotation, longest: int, device: torch.device) -> Summaries:
+def blank(seqs: int, heads: int, rotation: Rotation, longest: int, device: torch.device) -> Summaries:
     """Summaries with room for `longest` keys that hold nonsense and count nothing."""
     subs, room = rotation.padded // 8, max(1, -(-longest // CHUNK)) * CHUNK
     return Summaries(
-        torch.full((lanes, heads, subs, room), 77, dtype=torch.uint8, device=device),
-        torch.full((lanes, heads, room, subs), 77, dtype=torch.int32, device=device),
-        torch.full((lanes, heads, room, subs), torch.nan, dtype=torch.bfloat16, device=device),
-        torch.zeros((lanes, heads, subs, 256), dtype=torch.int32, device=device),
+        torch.full((seqs, heads, subs, room), 77, dtype=torch.uint8, device=device),
+        torch.full((seqs, heads, room, subs), 77, dtype=torch.int32, device=device),
+        torch.full((seqs, heads, room, subs), torch.nan, dtype=torch.bfloat16, device=device),
+        torch.zeros((seqs, heads, subs, 256), dtype=torch.int32, device=device),
     )
 
 
 class Case:
-    """Lanes of random keys of 2 KV heads, summarised by the definition."""
+    """Sequences of random keys of 2 KV heads, summarised by the definition."""
 
     def __init__(
         self, dim: int, group: int, lengths: tuple[int, ...], dtype: torch.dtype, device: torch.device, k: int = 10
@@ -65,8 +65,8 @@ class Case:
         self.keys = [(torch.randn(self.heads, n, dim) * 2).to(dtype).to(device) for n in lengths]
         made = blank(len(lengths), self.heads, self.rotation, max(lengths), torch.device("cpu"))
         on_cpu = make_rotation(dim, SEED), make_quantizer()
-        for lane, keys in enumerate(self.keys):
-            encode(keys[None].cpu(), *on_cpu, made, [lane], [0])
+        for seq, keys in enumerate(self.keys):
+            encode(keys[None].cpu(), *on_cpu, made, [seq], [0])
         count(made, range(len(lengths)), [0] * len(lengths), lengths)
         self.summaries = Summaries(*(t.to(device) for t in (made.ids, made.codes, made.weights, made.sizes)))
         ratios = Ratios()

@@ -39,10 +39,10 @@ def poisoned() -> Iterator[None]:
 class Tables:
     """What admit works on."""
 
-    def __init__(self, lanes: int, heads: int, slots: int, rows: int, device: torch.device) -> None:
-        self.row_slot = torch.full((lanes, heads, rows + 1), -1, dtype=torch.int32, device=device)
-        self.slot_row = torch.full((lanes, heads, slots + 1), -1, dtype=torch.int32, device=device)
-        self.used = torch.zeros((lanes, heads, slots + 1), dtype=torch.int32, device=device)
+    def __init__(self, seqs: int, heads: int, slots: int, rows: int, device: torch.device) -> None:
+        self.row_slot = torch.full((seqs, heads, rows + 1), -1, dtype=torch.int32, device=device)
+        self.slot_row = torch.full((seqs, heads, slots + 1), -1, dtype=torch.int32, device=device)
+        self.used = torch.zeros((seqs, heads, slots + 1), dtype=torch.int32, device=device)
         self.counts = torch.zeros(3, dtype=torch.int64, device=device)
 
     def all(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -57,20 +57,20 @@ class Tables:
         assert (self.slot_row[..., -1] == -1).all()
 
 
-def choose(lanes: int, heads: int, count: int, rows: int, device: torch.device, full: float = 1.0, near: int = 0) -> Tensor:
+def choose(seqs: int, heads: int, count: int, rows: int, device: torch.device, full: float = 1.0, near: int = 0) -> Tensor:
     """Random distinct rows out of [near, rows), -1 after or between them with probability 1 - full."""
-    noise = torch.rand(lanes, heads, rows, device=device)
+    noise = torch.rand(seqs, heads, rows, device=device)
     noise[..., :near] = 2.0
     picked = noise.argsort(dim=-1)[..., :count].int()
     return torch.where(torch.rand(picked.shape, device=device) < full, picked, -1)
 
 
-def walk(lanes: int, heads: int, count: int, slots: int, rows: int, steps: int, device: torch.device, full: float) -> None:
+def walk(seqs: int, heads: int, count: int, slots: int, rows: int, steps: int, device: torch.device, full: float) -> None:
     """Both, step after step: equal results, equal tables, and tables that agree with each other."""
-    ours, theirs = Tables(lanes, heads, slots, rows, device), Tables(lanes, heads, slots, rows, device)
-    wanted = choose(lanes, heads, count, rows, device, full)
+    ours, theirs = Tables(seqs, heads, slots, rows, device), Tables(seqs, heads, slots, rows, device)
+    wanted = choose(seqs, heads, count, rows, device, full)
     for step in range(steps):
-        fresh = choose(lanes, heads, count, rows, device, full)
+        fresh = choose(seqs, heads, count, rows, device, full)
         keep = torch.rand(wanted.shape, device=device) < 0.7
         mixed = torch.where(keep, wanted, fresh)
         twice = (mixed[..., :, None] == mixed[..., None, :]).tril(-1).any(-1)
@@ -94,11 +94,11 @@ def walk(lanes: int, heads: int, count: int, slots: int, rows: int, steps: int, 
 
 @pytest.mark.parametrize("full", [1.0, 0.6])
 @pytest.mark.parametrize(
-    ("lanes", "heads", "count", "slots", "rows"),
+    ("seqs", "heads", "count", "slots", "rows"),
     [(1, 1, 1, 1, 5), (2, 2, 5, 5, 12), (1, 2, 16, 40, 60), (1, 1, 33, 64, 300), (2, 1, 7, 9, 9), (1, 1, 100, 100, 150)],
 )
-def test_definition(lanes: int, heads: int, count: int, slots: int, rows: int, full: float, device: torch.device) -> None:
-    walk(lanes, heads, count, slots, rows, 8, device, full)
+def test_definition(seqs: int, heads: int, count: int, slots: int, rows: int, full: float, device: torch.device) -> None:
+    walk(seqs, heads, count, slots, rows, 8, device, full)
 
 
 def test_is_what_residency_does(device: torch.device) -> None:
@@ -168,9 +168,9 @@ def test_refuses_more_rows_than_slots(device: torch.device) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("full", [1.0, 0.8])
 @pytest.mark.parametrize(("count", "slots"), [(100, 100), (100, 256), (1024, 1024), (1000, 2048), (2048, 2048), (512, 700)])
-@pytest.mark.parametrize("lanes", [1, 4])
-def test_gpu(lanes: int, count: int, slots: int, full: float, device: torch.device) -> None:
-    walk(lanes, 8, count, slots, 8192, 40, device, full)
+@pytest.mark.parametrize("seqs", [1, 4])
+def test_gpu(seqs: int, count: int, slots: int, full: float, device: torch.device) -> None:
+    walk(seqs, 8, count, slots, 8192, 40, device, full)
 
 
 @pytest.mark.gpu

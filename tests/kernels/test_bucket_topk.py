@@ -37,10 +37,10 @@ def test_torch(lengths: tuple[int, ...], wanted: tuple[int, ...], most: int) -> 
     found = op.definition(scores, *limits, width)
     assert torch.equal(found, op.by_counting(scores, *limits, width))
     assert found.dtype == torch.int32
-    for lane, (n, want) in enumerate(zip(lengths, wanted, strict=True)):
+    for seq, (n, want) in enumerate(zip(lengths, wanted, strict=True)):
         for head in range(2):
-            row = found[lane, head].tolist()
-            assert row == by_hand(scores[lane, head, :n].tolist(), want) + [-1] * (width - want)
+            row = found[seq, head].tolist()
+            assert row == by_hand(scores[seq, head, :n].tolist(), want) + [-1] * (width - want)
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
@@ -53,5 +53,5 @@ def test_kernel(lengths: tuple[int, ...], wanted: tuple[int, ...], most: int, de
     counts = (chunks[:, :, None] >= torch.arange(BINS, device=device)[:, None, None]).sum(dim=4, dtype=torch.int32)
     found = op.launch(Scores(scores, counts.contiguous(), counts.sum(dim=3, dtype=torch.int32)), *limits, max(wanted) + 3)
     want = op.definition(scores.cpu(), *(x.cpu() for x in limits), max(wanted) + 3)
-    for lane, n in enumerate(wanted):
-        assert torch.equal(found[lane, :, :n].cpu(), want[lane, :, :n])
+    for seq, n in enumerate(wanted):
+        assert torch.equal(found[seq, :, :n].cpu(), want[seq, :, :n])

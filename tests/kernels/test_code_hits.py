@@ -9,14 +9,14 @@ from torch import Tensor
 from kvthaw.kernels import HAS_TRITON, code_hits
 
 CASES = [(1, 1, 1, 1, 2), (2, 2, 2, 63, 150), (1, 3, 4, 130, 64), (3, 1, 8, 20, 7)]
-"""Lanes, heads, queries, tokens, tables."""
+"""Sequences, heads, queries, tokens, tables."""
 
 
-def made(lanes: int, heads: int, queries: int, tokens: int, tables: int) -> tuple[Tensor, Tensor, Tensor]:
+def made(seqs: int, heads: int, queries: int, tokens: int, tables: int) -> tuple[Tensor, Tensor, Tensor]:
     """Codes that meet often, the first part of a longer table, of which not all counts."""
-    codes = torch.randint(0, 3, (lanes, heads, tokens + 5, tables), dtype=torch.int16)
-    asked = torch.randint(0, 3, (lanes, heads, queries, tables), dtype=torch.int16)
-    return codes[:, :, :tokens], asked, torch.tensor([max(1, tokens - 9 * lane) for lane in range(lanes)])
+    codes = torch.randint(0, 3, (seqs, heads, tokens + 5, tables), dtype=torch.int16)
+    asked = torch.randint(0, 3, (seqs, heads, queries, tables), dtype=torch.int16)
+    return codes[:, :, :tokens], asked, torch.tensor([max(1, tokens - 9 * seq) for seq in range(seqs)])
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -41,9 +41,9 @@ def test_tiers_by_hand() -> None:
     similarity = tiers.similarities(rotated)
     votes = tiers.definition(similarity, case.summaries.sizes, case.limits)
     assert int(votes.max()) == 6
-    for lane, head, p, b in ((0, 0, 0, 0), (0, 1, 1, 7), (1, 0, 1, 3)):
-        want = votes_one_by_one(similarity[lane, head, p, b], case.summaries.sizes[lane, head, b], case.limits[lane])
-        assert votes[lane, head, p, b].tolist() == want
+    for seq, head, p, b in ((0, 0, 0, 0), (0, 1, 1, 7), (1, 0, 1, 3)):
+        want = votes_one_by_one(similarity[seq, head, p, b], case.summaries.sizes[seq, head, b], case.limits[seq])
+        assert votes[seq, head, p, b].tolist() == want
     q = rotated[0, 1, 1, :, 3]
     assert float(similarity[0, 1, 1, 3, 0b10000010]) == pytest.approx(
         float(q[1] + q[7] - q[[0, 2, 3, 4, 5, 6]].sum()), abs=1e-5
@@ -105,12 +105,12 @@ def test_kernels(
     with poisoned():
         scores = op.launch(table, found.ids, case.lengths, totals.zero_(), combine, cut)
     assert scores.counts is not None
-    for lane, n in enumerate(lengths):
-        assert torch.equal(scores.scores[lane, :, :n].int(), want_scores[lane, :, :n])
-        one_hot = torch.nn.functional.one_hot(want_scores[lane, :, :n].long(), op.BINS).sum(dim=1)
+    for seq, n in enumerate(lengths):
+        assert torch.equal(scores.scores[seq, :, :n].int(), want_scores[seq, :, :n])
+        one_hot = torch.nn.functional.one_hot(want_scores[seq, :, :n].long(), op.BINS).sum(dim=1)
         at_least = one_hot.flip(1).cumsum(dim=1).flip(1).int()
-        assert torch.equal(totals[lane], at_least)
-        assert torch.equal(scores.counts[lane, :, :, : -(-n // op.CHUNK)].sum(dim=2).int(), at_least)
+        assert torch.equal(totals[seq], at_least)
+        assert torch.equal(scores.counts[seq, :, :, : -(-n // op.CHUNK)].sum(dim=2).int(), at_least)
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs triton")

@@ -64,16 +64,16 @@ def test_zero_keys_weigh_nothing() -> None:
 def test_kernel(dim: int, group: int, lengths: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     rotation, quantizer, heads = make_rotation(dim, SEED, device=device), op.make_quantizer(device), 2
     n, starts = min(300, max(lengths)), [5, 0][: len(lengths)]
-    lanes = [len(lengths) - 1, 0][: len(starts)]
-    keys = (torch.randn(len(lanes), n, heads, dim) * 2).to(dtype).to(device).transpose(1, 2)
+    seqs = [len(lengths) - 1, 0][: len(starts)]
+    keys = (torch.randn(len(seqs), n, heads, dim) * 2).to(dtype).to(device).transpose(1, 2)
     keys[0, 0, n // 2] = 0
     out = blank(len(lengths), heads, rotation, n + 5, device)
     untouched = out.ids.clone(), out.codes.clone()
-    op.launch(keys, rotation, quantizer, out, lanes, starts)
+    op.launch(keys, rotation, quantizer, out, seqs, starts)
     cpu = make_rotation(dim, SEED), op.make_quantizer()
-    for i, (lane, start) in enumerate(zip(lanes, starts, strict=True)):
+    for i, (seq, start) in enumerate(zip(seqs, starts, strict=True)):
         ids, codes, weights = op.definition(keys[i].cpu(), *cpu)
-        got = out.codes[lane, :, start : start + n].cpu()
+        got = out.codes[seq, :, start : start + n].cpu()
         y = srht(keys[i].cpu(), cpu[0]).reshape(heads, n, -1, 8)
         radius = y.square().sum(dim=3, keepdim=True).sqrt()
         u = y.abs() / torch.where(radius > 0, radius, 1.0)
@@ -82,13 +82,13 @@ def test_kernel(dim: int, group: int, lengths: tuple[int, ...], dtype: torch.dty
         assert not (differ & ~near).any()
         assert near.float().mean() < 1e-3
         sure = ~near.any(dim=3)
-        assert torch.equal(out.ids[lane, :, :, start : start + n].cpu().transpose(1, 2)[sure], ids.transpose(1, 2)[sure])
+        assert torch.equal(out.ids[seq, :, :, start : start + n].cpu().transpose(1, 2)[sure], ids.transpose(1, 2)[sure])
         torch.testing.assert_close(
-            out.weights[lane, :, start : start + n].cpu()[sure].float(), weights[sure].float(), rtol=2**-7, atol=1e-6
+            out.weights[seq, :, start : start + n].cpu()[sure].float(), weights[sure].float(), rtol=2**-7, atol=1e-6
         )
         for new, old, axis in ((out.ids, untouched[0], 2), (out.codes, untouched[1], 1)):
             for part in (slice(0, start), slice(start + n, None)):
-                assert torch.equal(new[lane].movedim(axis, 0)[part], old[lane].movedim(axis, 0)[part])
+                assert torch.equal(new[seq].movedim(axis, 0)[part], old[seq].movedim(axis, 0)[part])
 
 
 @triton_only
@@ -111,22 +111,22 @@ def test_counting_kernel_adds_and_takes_away(device: torch.device) -> None:
     out = blank(3, 2, rotation, 6000, device)
     out.ids.random_(0, 256)
     out.ids[0, 0, 0] = 7  # all keys in one cluster
-    lanes, starts, stops = [0, 2], [100, 0], [5000, 1]
-    op.launch_count(out, lanes, starts, stops)
+    seqs, starts, stops = [0, 2], [100, 0], [5000, 1]
+    op.launch_count(out, seqs, starts, stops)
     want = torch.zeros(3, 2, 8, 256, dtype=torch.int32)
-    for lane, start, stop in zip(lanes, starts, stops, strict=True):
-        ids = out.ids[lane, :, :, start:stop].cpu().long()
-        want[lane].scatter_add_(2, ids, torch.ones_like(ids, dtype=torch.int32))
+    for seq, start, stop in zip(seqs, starts, stops, strict=True):
+        ids = out.ids[seq, :, :, start:stop].cpu().long()
+        want[seq].scatter_add_(2, ids, torch.ones_like(ids, dtype=torch.int32))
     assert torch.equal(out.sizes.cpu(), want)
     assert out.sizes[0, 0, 0, 7] == 4900
-    op.launch_count(out, lanes, starts, stops, -1)
+    op.launch_count(out, seqs, starts, stops, -1)
     assert not out.sizes.any()
 
 
 @triton_only
 @pytest.mark.gpu
 def test_encoding_waits_for_nothing(device: torch.device) -> None:
-    """The host goes on while the device still works: no copy of lanes and positions waits for what is queued."""
+    """The host goes on while the device still works: no copy of sequences and positions waits for what is queued."""
     rotation, quantizer = make_rotation(64, SEED, device=device), op.make_quantizer(device)
     keys, out = torch.randn(1, 2, 70, 64, device=device), blank(1, 2, rotation, 70, device)
     out.ids.zero_()

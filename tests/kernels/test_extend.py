@@ -11,16 +11,16 @@ from shapes import DTYPES, TOLERANCE, poisoned
 
 pytest.importorskip("triton")
 
-HEADS, LANES, RING = 2, 4, 112
+HEADS, SEQS, RING = 2, 4, 112
 
 
 def tables(head_dim: int, dtype: torch.dtype, device: torch.device, *, mapped: bool = True, wide: int = 1) -> Tables:
     """As an index holds them."""
-    recent = torch.randn(LANES, HEADS, RING, head_dim, generator=torch.Generator().manual_seed(1)).to(dtype)
+    recent = torch.randn(SEQS, HEADS, RING, head_dim, generator=torch.Generator().manual_seed(1)).to(dtype)
     numbers = {name: torch.full(shape, -7, dtype=torch.int32, device=device) for name, shape in (
-        ("stops", (LANES, HEADS, 130)), ("counts", (LANES,)), ("order", (LANES, HEADS, 300)),
+        ("stops", (SEQS, HEADS, 130)), ("counts", (SEQS,)), ("order", (SEQS, HEADS, 300)),
     )}  # fmt: skip
-    digests = poisoned(LANES, HEADS, 129, wide * head_dim, dtype=dtype).to(device) if wide else None
+    digests = poisoned(SEQS, HEADS, 129, wide * head_dim, dtype=dtype).to(device) if wide else None
     return Tables(recent.to(device), numbers["stops"], numbers["counts"], numbers["order"] if mapped else None, digests)
 
 
@@ -31,7 +31,7 @@ def sent(places: list[Place], device: torch.device) -> torch.Tensor:
 PLACES = [
     (1, 16, [Place(2, 0, 0, 0)]),
     (96, 96, [Place(2, 0, 120, 3), Place(0, 16, 0, 0)]),
-    (16, 24, [Place(0, 16, 48, 2), Place(3, 0, 120, 5), Place(1, 79, 120, 9)]),  # of lanes that stand differently
+    (16, 24, [Place(0, 16, 48, 2), Place(3, 0, 120, 5), Place(1, 79, 120, 9)]),  # of sequences that stand differently
     (6, 1, [Place(1, 5, 33, 33), Place(0, 0, 17, 17)]),
     (33, 32, [Place(1, 31, 100, 4)]),  # over the end of what is kept
 ]
@@ -54,9 +54,9 @@ def test_against_the_definition(
         if own is not None and other is not None:
             close = TOLERANCE[dtype] if name == "digests" else {"rtol": 0, "atol": 0}
             torch.testing.assert_close(own, other, equal_nan=True, **close)
-    others = [lane for lane in range(LANES) if lane not in {place.seq for place in places}]
+    others = [seq for seq in range(SEQS) if seq not in {place.seq for place in places}]
     assert found.digests is not None
-    assert found.digests[others].isnan().all(), "other lanes are left as they were"
+    assert found.digests[others].isnan().all(), "other sequences are left as they were"
     assert (found.stops[others] == -7).all()
     assert torch.equal(found.recent[others], tables(head_dim, dtype, device).recent[others])
 

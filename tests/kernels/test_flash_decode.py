@@ -96,7 +96,7 @@ def test_everything_at_once(device: torch.device) -> None:
     log_weight = torch.randn(batch, heads * group, n, device=device)
     log_weight[:, 1, ::3] = -torch.inf
     lengths = torch.tensor([75, 40, 3], dtype=torch.int32, device=device)
-    starts = torch.tensor([0, 17, 3], dtype=torch.int32, device=device)  # the last lane sees nothing
+    starts = torch.tensor([0, 17, 3], dtype=torch.int32, device=device)  # the last sequence sees nothing
     place = torch.arange(n, device=device)
     hide(visible & (place < lengths[:, None, None]) & (place >= starts[:, None, None]), keys, values)
     others = [
@@ -139,9 +139,9 @@ def test_lengths_that_do_not_fit(device: torch.device) -> None:
 
 
 @dataclass
-class Lanes:
-    """A slab of NaN but for what its lanes hold: positions below `lengths` in the sink, `starts` .. `lengths` in the ring, and a
-    random part of the pool. All but the newest token, which has not come yet."""
+class Seqs:
+    """A slab of NaN but for what its sequences hold: positions below `lengths` in the sink, `starts` .. `lengths` in the ring, and
+    a random part of the pool. All but the newest token, which has not come yet."""
 
     regions: Regions
     lengths: list[int]
@@ -178,10 +178,11 @@ class Lanes:
 @pytest.mark.parametrize("slots", [0, 1, 40])
 @pytest.mark.parametrize("regions", [Regions(4, 8, 4), Regions(0, 5, 3), Regions(1, 1, 1), Regions(16, 30, 17)], ids=str)
 def test_slab(regions: Regions, slots: int, device: torch.device) -> None:
-    """Every state of sink and ring, from an empty lane to a ring that has gone round; the kernel sees what lanes hold, not NaN."""
+    """Every state of sink and ring, from an empty sequence to a ring that has gone round; the kernel sees what sequences hold, not
+    NaN."""
     lengths = [0, 1, 2, 4, 5, 9, 17, 18, 63, 64, 65, 130]
     for some in (lengths[:6], lengths[6:]):
-        query, keys, values, how = Lanes(regions, some, slots, heads=2 if slots == 40 else 1).make(device)
+        query, keys, values, how = Seqs(regions, some, slots, heads=2 if slots == 40 else 1).make(device)
         got = compare(query, keys, values, **how)
         for b, length in enumerate(some):
             assert length == 0 or torch.isfinite(got.lse[b]).all()
@@ -192,13 +193,13 @@ def test_slab(regions: Regions, slots: int, device: torch.device) -> None:
     [(1, 1, 64, torch.float16), (3, 1, 80, torch.bfloat16), (2, 8, 128, torch.bfloat16), (1, 20, 96, torch.float32)],
 )
 def test_slab_shapes(heads: int, group: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
-    query, keys, values, how = Lanes(Regions(3, 20, 9), [50, 2], 60, heads, group, dim, dtype).make(device)
+    query, keys, values, how = Seqs(Regions(3, 20, 9), [50, 2], 60, heads, group, dim, dtype).make(device)
     compare(query, keys, values, **how)
 
 
 def test_slab_with_everything(device: torch.device) -> None:
-    lanes = Lanes(Regions(3, 20, 9), [50, 2, 0], 60, dtype=torch.bfloat16)
-    query, keys, values, how = lanes.make(device)
+    seqs = Seqs(Regions(3, 20, 9), [50, 2, 0], 60, dtype=torch.bfloat16)
+    query, keys, values, how = seqs.make(device)
     log_weight = torch.randn(3, 8, keys.shape[2], device=device)
     log_weight[:, 1] = -torch.inf
     more = Partial(torch.randn(3, 8, 64, device=device), torch.randn(3, 8, device=device))
@@ -209,7 +210,7 @@ def test_slab_with_everything(device: torch.device) -> None:
 
 def test_newest_that_is_there_already(device: torch.device) -> None:
     """A layer that asks again with the same token gets the same answer and leaves the slab as it is."""
-    query, keys, values, how = Lanes(Regions(2, 6, 3), [5, 30], 8).make(device)
+    query, keys, values, how = Seqs(Regions(2, 6, 3), [5, 30], 8).make(device)
     first = flash_decode(DecodeStep(query, keys, values, **how, scale=0.1))
     before = keys.clone(), values.clone()
     assert torch.equal(flash_decode(DecodeStep(query, keys, values, **how, scale=0.1)), first)
@@ -219,7 +220,7 @@ def test_newest_that_is_there_already(device: torch.device) -> None:
 
 @pytest.mark.parametrize("n", [1, 63, 64, 65, 130])
 def test_newest_in_token_order(n: int, device: torch.device) -> None:
-    """Lanes that are full, half full, of one token and empty; what lies behind a lane's end or before its start is NaN."""
+    """Sequences that are full, half full, of one token and empty; what lies behind a sequence's end or before its start is NaN."""
     lengths = torch.tensor([n, max(1, n // 2), 1, 0], dtype=torch.int32, device=device)
     starts = torch.tensor([0, max(0, n // 2 - 3), 0, 0], dtype=torch.int32, device=device)
     keys, values = slab(4, 2, n, 64, torch.float32, device)
@@ -323,7 +324,7 @@ def test_gpu_dense(n: int, device: torch.device) -> None:
 @pytest.mark.parametrize("heads", [1, 8])
 def test_gpu_slab(heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
     for regions, slots in ((Regions(128, 256, 512), 100), (Regions(16, 16, 16), 976), (Regions(0, 64, 32), 0)):
-        query, keys, values, how = Lanes(regions, [5000, 700, 100, 17, 1, 0], slots, heads, 4, dim, dtype).make(device)
+        query, keys, values, how = Seqs(regions, [5000, 700, 100, 17, 1, 0], slots, heads, 4, dim, dtype).make(device)
         compare(query, keys, values, **how)
 
 
@@ -333,7 +334,7 @@ def test_gpu_slab(heads: int, dim: int, dtype: torch.dtype, device: torch.device
 def test_a_newest_that_is_not_finite_is_noted(
     device: torch.device, dtype: torch.dtype, slots: int, which: int, bad: float
 ) -> None:
-    query, keys, values, how = Lanes(Regions(4, 40, 30), [30, 60], slots, 2, 4, 64, dtype).make(device)
+    query, keys, values, how = Seqs(Regions(4, 40, 30), [30, 60], slots, 2, 4, 64, dtype).make(device)
     tickets = torch.zeros(5, dtype=torch.int32, device=device)
     step = DecodeStep(query, keys, values, **how, scale=0.1)
     flash_decode(step, tickets)
@@ -346,7 +347,7 @@ def test_a_newest_that_is_not_finite_is_noted(
 @pytest.mark.gpu
 def test_gpu_last_program_merges(device: torch.device) -> None:
     """The same answer a thousand times, whichever program comes last."""
-    query, keys, values, how = Lanes(Regions(16, 16, 16), [5000, 300, 40], 976, 8, 4, 128, torch.bfloat16).make(device)
+    query, keys, values, how = Seqs(Regions(16, 16, 16), [5000, 300, 40], 976, 8, 4, 128, torch.bfloat16).make(device)
     tickets = torch.zeros(25, dtype=torch.int32, device=device)
     first = flash_decode(DecodeStep(query, keys, values, **how, scale=0.1), tickets)
     found = [flash_decode(DecodeStep(query, keys, values, **how, scale=0.1), tickets) for _ in range(1000)]
@@ -358,7 +359,7 @@ def test_gpu_last_program_merges(device: torch.device) -> None:
 def test_gpu_captured_steps(device: torch.device) -> None:
     """A captured step takes in a token after the other where the lengths on the device say."""
     regions = Regions(4, 40, 30)
-    query, keys, values, how = Lanes(regions, [30, 60], 50, 8, 4, 128, torch.bfloat16).make(device)
+    query, keys, values, how = Seqs(regions, [30, 60], 50, 8, 4, 128, torch.bfloat16).make(device)
     theirs = torch.stack((keys, values), dim=3)
     tickets = torch.zeros(17, dtype=torch.int32, device=device)
     flash_decode(DecodeStep(query, keys, values, **how, scale=0.1), tickets)

@@ -11,19 +11,19 @@ from shapes import DTYPES, HEAD_DIMS, poisoned
 
 pytest.importorskip("triton")
 
-SINK, RING, HEADS, LANES = 5, 24, 3, 3
+SINK, RING, HEADS, SEQS = 5, 24, 3, 3
 SPANS = [
     [(1, 40, 7)],
     [(0, 0, 12), (2, 0, 5)],  # sink and ring, sink alone
-    [(2, 20, 16), (0, 31, 1), (1, 13, 24)],  # over the ring's end, and over an extent's
+    [(2, 20, 16), (0, 31, 1), (1, 13, 24)],  # over the ring's end, and over a block's
 ]
 
 
-def extents(head_dim: int, dtype: torch.dtype) -> list[list[torch.Tensor]]:
-    store = HostStore(LANES, HEADS, head_dim, dtype, extent=16, pinned=torch.cuda.is_available())
-    for lane in range(LANES):
-        store.append(lane, poisoned(HEADS, 48, 2, head_dim, dtype=dtype))
-    return [[extent.data for extent in own] for own in store._extents]
+def blocks(head_dim: int, dtype: torch.dtype) -> list[list[torch.Tensor]]:
+    store = HostStore(SEQS, HEADS, head_dim, dtype, block_size=16, pinned=torch.cuda.is_available())
+    for seq in range(SEQS):
+        store.append(seq, poisoned(HEADS, 48, 2, head_dim, dtype=dtype))
+    return [[block_size.data for block_size in own] for own in store._blocks]
 
 
 @pytest.mark.parametrize("head_dim", [*HEAD_DIMS, 8])
@@ -32,8 +32,8 @@ def extents(head_dim: int, dtype: torch.dtype) -> list[list[torch.Tensor]]:
 def test_against_the_definition(
     head_dim: int, dtype: torch.dtype, spans: list[tuple[int, int, int]], device: torch.device
 ) -> None:
-    slab = torch.randn(LANES, HEADS, SINK + RING + 9, 2, head_dim).to(dtype).to(device)
-    found, expected = extents(head_dim, dtype), extents(head_dim, dtype)
+    slab = torch.randn(SEQS, HEADS, SINK + RING + 9, 2, head_dim).to(dtype).to(device)
+    found, expected = blocks(head_dim, dtype), blocks(head_dim, dtype)
     definition(slab, expected, 16, spans, sink=SINK, ring=RING)
     table = torch.tensor([[data.data_ptr() for data in own] for own in found]).to(device)
     given = torch.tensor(spans, dtype=torch.int32, device=device)
@@ -42,11 +42,11 @@ def test_against_the_definition(
         torch.cuda.synchronize()
     whole = torch.stack([torch.cat(own, dim=1) for own in found])
     torch.testing.assert_close(whole, torch.stack([torch.cat(own, dim=1) for own in expected]), rtol=0, atol=0, equal_nan=True)
-    for lane, start, count in spans:
+    for seq, start, count in spans:
         for row in range(start, start + count):
             place = row if row < SINK else SINK + (row - SINK) % RING
-            assert torch.equal(whole[lane, :, row], slab[lane, :, place].cpu())
-            whole[lane, :, row] = torch.nan
+            assert torch.equal(whole[seq, :, row], slab[seq, :, place].cpu())
+            whole[seq, :, row] = torch.nan
     assert whole.isnan().all(), "what stands beside them is left as it was"
 
 

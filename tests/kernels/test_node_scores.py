@@ -14,7 +14,7 @@ NAN = float("nan")
 
 
 def tables(nodes: list[int], heads: int, dim: int, outliers: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """digests, stops and counts of lanes with so many nodes, some of them empty; behind them NaN and nonsense."""
+    """digests, stops and counts of sequences with so many nodes, some of them empty; behind them NaN and nonsense."""
     g = torch.Generator().manual_seed(dim)
     room, width = max(nodes) + 3, node_digests.row_width(dim, outliers)
     digests = torch.full((len(nodes), heads, room, width), NAN).to(dtype)

@@ -12,7 +12,7 @@ from shapes import DTYPES, HEAD_DIMS, poisoned
 pytest.importorskip("triton")
 
 
-def extents(heads: int, tokens: int, head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def blocks(heads: int, tokens: int, head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Two that hold the same poison, as a store holds them."""
     found, expected = (host_tensor((heads, tokens, 2, head_dim), dtype, pinned=torch.cuda.is_available()) for _ in range(2))
     for one in (found, expected):
@@ -24,7 +24,7 @@ def extents(heads: int, tokens: int, head_dim: int, dtype: torch.dtype) -> tuple
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("count", "offset"), [(1, 0), (16, 3), (17, 23), (40, 0)])
 def test_against_the_definition(head_dim: int, dtype: torch.dtype, count: int, offset: int, device: torch.device) -> None:
-    found, expected = extents(3, 40, head_dim, dtype)
+    found, expected = blocks(3, 40, head_dim, dtype)
     ring = torch.randn(3, 50, 2, head_dim).to(dtype).to(device)
     rows = ring[:, 5 : 5 + count]  # as they stand in a ring
     definition(rows, expected, offset)
@@ -36,9 +36,9 @@ def test_against_the_definition(head_dim: int, dtype: torch.dtype, count: int, o
 
 
 def test_layout_is_checked(device: torch.device) -> None:
-    extent, _ = extents(3, 40, 64, torch.float32)
+    block_size, _ = blocks(3, 40, 64, torch.float32)
     rows = torch.zeros(3, 8, 2, 64, device=device)
-    for bad in ((rows, extent, 33), (rows, extent[:2], 0), (rows.half(), extent, 0), (rows[:, ::2], extent, 0)):
+    for bad in ((rows, block_size, 33), (rows, block_size[:2], 0), (rows.half(), block_size, 0), (rows[:, ::2], block_size, 0)):
         with pytest.raises(AssertionError):
             offload(*bad)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvthaw.cache.host import HostStore
-from kvthaw.cache.pipeline import Pipeline
+from kvthaw.cache.streams import Streams
 from kvthaw.kernels import HAS_TRITON, observe, page_bounds, stream_keys
 from kvthaw.kernels.page_bounds import Spread
 
@@ -80,7 +80,7 @@ def test_observation_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_keys_stream_from_any_blocks(
     dim: int, dtype: torch.dtype, path: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = HostStore(2, 3, dim, dtype, extent=16, pinned=device.type == "cuda")
+    store = HostStore(2, 3, dim, dtype, block_size=16, pinned=device.type == "cuda")
     rows = torch.randn(3, 70, 2, dim).to(dtype)
     store.append(1, rows)
     if path == "few programs":
@@ -114,10 +114,10 @@ def test_keys_are_read_once_they_have_arrived() -> None:
 
 @pytest.mark.gpu
 def test_keys_on_their_way_to_the_host_are_waited_for_on_the_device(device: torch.device) -> None:
-    store, pipeline = HostStore(1, 8, 128, torch.bfloat16, pinned=True), Pipeline()
+    store, streams = HostStore(1, 8, 128, torch.bfloat16, pinned=True), Streams()
     store.reserve(0, 1 << 15)
     for _ in range(3):
         keys = torch.randn(8, 1 << 15, 128, device=device).bfloat16()
         store.truncate(0, 0)
-        pipeline.offload(store, 0, keys, keys)
+        streams.offload(store, 0, keys, keys)
         assert torch.equal(store.read_keys(0, 0, 1 << 15, device), keys)

@@ -33,7 +33,7 @@ def test_heads_that_are_added_up_count_alike() -> None:
 
 
 @pytest.mark.parametrize(("heads", "subs"), [(1, 1), (3, 8), (4, 16), (5, 32)])
-def test_planes_hold_the_numbers(heads: int, subs: int) -> None:
+def test_psequences_hold_the_numbers(heads: int, subs: int) -> None:
     numbers = torch.randint(-8, 8, (2, 1, heads, 8, subs), dtype=torch.int32)
     packed = op.pack(numbers)
     assert packed.shape == (2, 1, -(-heads // 4), 2, 8, max(16, subs))

@@ -21,10 +21,10 @@ triton_only = pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
 def candidates(case: Case) -> torch.Tensor:
     """Any ascending positions, the first wanted of each row."""
     out = torch.full((len(case.keys), case.heads, case.width), -1, dtype=torch.int32)
-    for lane, n in enumerate(case.lengths.tolist()):
-        want = int(case.wanted[lane])
+    for seq, n in enumerate(case.lengths.tolist()):
+        want = int(case.wanted[seq])
         for head in range(case.heads):
-            out[lane, head, :want] = torch.randperm(n)[:want].sort().values
+            out[seq, head, :want] = torch.randperm(n)[:want].sort().values
     return out.to(case.query.device)
 
 
@@ -37,14 +37,14 @@ def test_definition_by_hand() -> None:
     rotated = turned(case)
     at = candidates(case)
     scores = op.definition(rotated, case.summaries.codes, case.summaries.weights, at, case.quantizer)
-    lane, head, p, m = 1, 1, 0, 3
-    place = int(at[lane, head, m])
-    v = decode(case.summaries.codes[lane, head, place], case.quantizer)
-    w = case.summaries.weights[lane, head, place].float()
-    want = sum(float(w[b] * (v[b] * rotated.values[lane, head, p, :, b]).sum()) for b in range(8))
-    assert float(scores[lane, head, p, m]) == pytest.approx(want, rel=1e-2)
-    exact = float(case.query[lane, head * 2 + p].float() @ case.keys[lane][head, place].float())
-    assert float(scores[lane, head, p, m]) == pytest.approx(exact, abs=3.0)
+    seq, head, p, m = 1, 1, 0, 3
+    place = int(at[seq, head, m])
+    v = decode(case.summaries.codes[seq, head, place], case.quantizer)
+    w = case.summaries.weights[seq, head, place].float()
+    want = sum(float(w[b] * (v[b] * rotated.values[seq, head, p, :, b]).sum()) for b in range(8))
+    assert float(scores[seq, head, p, m]) == pytest.approx(want, rel=1e-2)
+    exact = float(case.query[seq, head * 2 + p].float() @ case.keys[seq][head, place].float())
+    assert float(scores[seq, head, p, m]) == pytest.approx(exact, abs=3.0)
     assert (scores[1, :, :, 20:] == -torch.inf).all()
 
 
@@ -66,15 +66,15 @@ def test_rerank_kernel(
     rounding = 2**-18 * sizes(rotated, case, at) + halves(rotated, case, at)
     assert found.parts is not None
     assert found.peaks is not None
-    for lane, n in enumerate(case.wanted.tolist()):
-        got = found.scores[lane, :, :, :n]
-        assert ((got - want[lane, :, :, :n]).abs() <= rounding[lane, :, :, :n] + 1e-5).all()
+    for seq, n in enumerate(case.wanted.tolist()):
+        got = found.scores[seq, :, :, :n]
+        assert ((got - want[seq, :, :, :n]).abs() <= rounding[seq, :, :, :n] + 1e-5).all()
         if n:
-            tops, sums = found.parts[lane].unbind(dim=3)
+            tops, sums = found.parts[seq].unbind(dim=3)
             total = torch.logsumexp(tops + sums.log(), dim=2)
             torch.testing.assert_close(total, torch.logsumexp(got * scale, dim=2), atol=1e-5, rtol=1e-5)
             tiles = torch.nn.functional.pad(got, (0, -n % run), value=-torch.inf).unflatten(2, (-1, run))
-            assert torch.equal(found.peaks[lane, :, :, : tiles.shape[2]], tiles.amax(dim=3))
+            assert torch.equal(found.peaks[seq, :, :, : tiles.shape[2]], tiles.amax(dim=3))
 
 
 def sizes(rotated: Rotated, case: Case, at: torch.Tensor) -> torch.Tensor:
@@ -92,11 +92,11 @@ def halves(rotated: Rotated, case: Case, at: torch.Tensor) -> torch.Tensor:
 
 
 def draw(
-    lanes: int, heads: int, group: int, wanted: tuple[int, ...], ties: bool, run: int, device: torch.device
+    seqs: int, heads: int, group: int, wanted: tuple[int, ...], ties: bool, run: int, device: torch.device
 ) -> op.Estimates:
     """Random estimates with the parts and peaks that the kernel would leave; anything beyond the wanted ones."""
     width = -(-max(*wanted, 1) // op.TILE) * op.TILE
-    scores = torch.randn(lanes, heads, group, width, device=device) * 5
+    scores = torch.randn(seqs, heads, group, width, device=device) * 5
     if ties:
         scores = scores.round() / 2
     live = torch.arange(width, device=device) < torch.tensor(wanted, device=device)[:, None]

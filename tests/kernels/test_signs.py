@@ -106,12 +106,12 @@ def test_kernel(
     with poisoned():
         found = op.launch(packed, case.summaries.ids, case.lengths, totals)
     assert found.counts is not None
-    for lane, n in enumerate(lengths):
-        assert torch.equal(found.scores[lane, :, :n].int(), want[lane, :, :n])
-        one_hot = torch.nn.functional.one_hot(want[lane, :, :n].long(), BINS).sum(dim=1)
+    for seq, n in enumerate(lengths):
+        assert torch.equal(found.scores[seq, :, :n].int(), want[seq, :, :n])
+        one_hot = torch.nn.functional.one_hot(want[seq, :, :n].long(), BINS).sum(dim=1)
         at_least = one_hot.flip(1).cumsum(dim=1).flip(1).int()
-        assert torch.equal(totals[lane], at_least)
-        assert torch.equal(found.counts[lane, :, :, : -(-n // CHUNK)].sum(dim=2).int(), at_least)
+        assert torch.equal(totals[seq], at_least)
+        assert torch.equal(found.counts[seq, :, :, : -(-n // CHUNK)].sum(dim=2).int(), at_least)
 
 
 @pytest.mark.parametrize(("capability", "has"), [((7, 5), False), ((8, 0), True), ((9, 0), True), ((12, 0), True)])

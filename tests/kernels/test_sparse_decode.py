@@ -117,7 +117,7 @@ def test_disjoint_places_merge_to_the_whole() -> None:
 @pytest.mark.parametrize("extras", ["", "softcap"])
 @over_shapes
 def test_newest_in_token_order(shape: Shape, extras: str, device: torch.device) -> None:
-    """As the definition, in what it gives and in what it writes: lanes of their own lengths and padding."""
+    """As the definition, in what it gives and in what it writes: sequences of their own lengths and padding."""
     lengths = torch.tensor([shape.tokens, max(1, shape.tokens // 2)][: shape.batch], dtype=torch.int32, device=device)
     starts = torch.tensor([0, max(0, shape.tokens // 2 - 5)][: shape.batch], dtype=torch.int32, device=device)
     q, k, v, new_k, new_v = (
@@ -132,7 +132,7 @@ def test_newest_in_token_order(shape: Shape, extras: str, device: torch.device) 
         assert torch.equal(mine, other)
 
 
-def test_full_lanes_without_padding_are_dense_attention() -> None:
+def test_full_sequences_without_padding_are_dense_attention() -> None:
     shape = Shape(tokens=20)
     q, k, v, newest = shape.query(), shape.keys(), shape.keys(), (shape.keys(1)[:, :, 0], shape.keys(1)[:, :, 0])
     lengths = torch.full((2,), 13, dtype=torch.int32)
@@ -143,7 +143,7 @@ def test_full_lanes_without_padding_are_dense_attention() -> None:
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
-def test_lanes_without_tokens_give_nothing(softcap: float | None, device: torch.device) -> None:
+def test_sequences_without_tokens_give_nothing(softcap: float | None, device: torch.device) -> None:
     shape = Shape(tokens=20)
     q, k, v = (x.to(device) for x in (shape.query(), shape.keys(), shape.keys()))
     none = torch.zeros(2, dtype=torch.int32, device=device)

@@ -16,9 +16,9 @@ from shapes import DTYPES, HEAD_DIMS
 
 
 def stored(lengths: Sequence[int], heads: int, dim: int, dtype: torch.dtype) -> HostStore:
-    made = HostStore(len(lengths), heads, dim, dtype, extent=16, pinned=torch.cuda.is_available())
-    for lane, length in enumerate(lengths):
-        made.append(lane, torch.randn(heads, length, 2, dim).to(dtype))
+    made = HostStore(len(lengths), heads, dim, dtype, block_size=16, pinned=torch.cuda.is_available())
+    for seq, length in enumerate(lengths):
+        made.append(seq, torch.randn(heads, length, 2, dim).to(dtype))
     return made
 
 
@@ -32,7 +32,7 @@ def some_rows(lengths: Sequence[int], heads: int, width: int) -> tuple[Tensor, T
     return rows, torch.tensor([min(width, length) for length in lengths], dtype=torch.int32)
 
 
-SHAPES = [  # lengths of the lanes, heads, group, dim, dtype
+SHAPES = [  # lengths of the sequences, heads, group, dim, dtype
     *(([90], 1, 4, dim, torch.bfloat16) for dim in HEAD_DIMS),
     *(([90], 1, 1, 64, dtype) for dtype in DTYPES),
     ([150, 40], 2, 8, 64, torch.float16),

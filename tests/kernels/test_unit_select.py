@@ -29,7 +29,7 @@ def tables(
     capacity: int = 0,
     seed: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """digests, stops, order and counts of lanes with so many units; what lies behind the units is NaN or nonsense."""
+    """digests, stops, order and counts of sequences with so many units; what lies behind the units is NaN or nonsense."""
     g = torch.Generator().manual_seed(seed)
     units = max([capacity, *sizes])
     width = dim * (1 + wide)
@@ -53,7 +53,7 @@ def tables(
 
 
 CASES = [
-    # lanes' units, heads, group, dim, budget, wide, mapped, static, policy, dtype
+    # sequences' units, heads, group, dim, budget, wide, mapped, static, policy, dtype
     ([1], 1, 1, 64, 5, False, True, 0, "max", torch.float32),
     ([63, 7], 2, 4, 96, 40, True, True, 6, "max", torch.bfloat16),
     ([130, 0, 64], 2, 1, 64, 33, True, False, 0, "max", torch.float16),
@@ -138,8 +138,8 @@ def test_scores_are_the_definition(wide: bool, mean: bool, dtype: torch.dtype, d
     wanted = unit_scores.definition(query, digests, stops, counts, scale=0.1, mean=mean)
     found, _ = unit_scores.launch(query, digests, stops, counts, scale=0.1, mean=mean)
     near = 2e-2 if dtype == torch.bfloat16 else 1e-5  # the interpreter cuts the mean query to bfloat16 where a GPU rounds it
-    for lane, units in enumerate((70, 3)):
-        torch.testing.assert_close(found[lane, ..., :units], wanted[lane, ..., :units], rtol=near, atol=near)
+    for seq, units in enumerate((70, 3)):
+        torch.testing.assert_close(found[seq, ..., :units], wanted[seq, ..., :units], rtol=near, atol=near)
 
 
 def test_units_that_are_all_empty_give_nothing(device: torch.device) -> None:

@@ -12,10 +12,10 @@ from shapes import DTYPES, HEAD_DIMS, poisoned
 pytest.importorskip("triton")
 
 
-def store(head_dim: int, dtype: torch.dtype, extent: int, lengths: list[int], heads: int = 3) -> HostStore:
-    made = HostStore(len(lengths), heads, head_dim, dtype, extent=extent, pinned=torch.cuda.is_available())
-    for lane, length in enumerate(lengths):
-        made.append(lane, torch.randn(heads, length, 2, head_dim).to(dtype))
+def store(head_dim: int, dtype: torch.dtype, block_size: int, lengths: list[int], heads: int = 3) -> HostStore:
+    made = HostStore(len(lengths), heads, head_dim, dtype, block_size=block_size, pinned=torch.cuda.is_available())
+    for seq, length in enumerate(lengths):
+        made.append(seq, torch.randn(heads, length, 2, head_dim).to(dtype))
     return made
 
 
@@ -40,7 +40,7 @@ def test_against_the_definition(head_dim: int, dtype: torch.dtype, device: torch
     host = store(head_dim, dtype, 16, lengths)
     fetch, places = wishes(lengths, heads, 9, slots)
     found, expected = (poisoned(3, heads, offset + slots, 2, head_dim, dtype=dtype).to(device) for _ in range(2))
-    tables = [[e.data for e in extents] for extents in host._extents]
+    tables = [[e.data for e in blocks] for blocks in host._blocks]
     definition(tables, 16, expected, fetch, places, offset)
     uva_gather(host.table().to(device), 16, found, fetch.to(device), places.to(device), offset)
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)

@@ -23,10 +23,10 @@ def test_options_reach_the_index_and_generated_tokens_are_clustered(llama: PreTr
         for index in indices(handle):
             assert isinstance(index, ClusterIndex)
             assert (index.distance, index.policy, index.size) == ("inner", "mean", 16)
-            tokens, (prompts, clusters) = index.lanes[0].tokens, index.lanes[0].marks[1]
+            tokens, (prompts, clusters) = index.seqs[0].tokens, index.seqs[0].marks[1]
             assert clusters == prompts // 20
             assert tokens > prompts + 64
-            assert index.lanes[0].units == clusters + -(-(tokens - prompts) // 16)
+            assert index.seqs[0].units == clusters + -(-(tokens - prompts) // 16)
 
 
 def test_keeping_the_rows_of_more_steps_hits_more(llama: PreTrainedModel) -> None:
@@ -53,7 +53,7 @@ def test_presets_reach_the_index(llama: PreTrainedModel, options: dict[str, Any]
         for index in indices(handle):
             assert isinstance(index, ClusterIndex)
             assert (index.tokens_per_cluster, index.size, index.start, index.iterations) == expected
-            prompts, clusters = index.lanes[0].marks[1]
+            prompts, clusters = index.seqs[0].marks[1]
             assert clusters == prompts // expected[0]
 
 

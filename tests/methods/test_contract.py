@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kvthaw.cache.group import Choice
+from kvthaw.cache.aux_stream import AuxStream
+from kvthaw.cache.deferred_batch import DeferredBatch
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import AttentionParams
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.plan import Settings
-from kvthaw.cache.side_stream import SideStream
-from kvthaw.cache.together import Together
+from kvthaw.cache.retriever import Choice
 from kvthaw.errors import ConfigError
 from kvthaw.kernels import dense
 from kvthaw.kernels.decode_step import DecodeStep
@@ -62,13 +62,13 @@ class Text:
         query = middles.repeat_interleave(shape.group, 0)[:, asked].transpose(0, 1) + 0.7 * noise(shape.q_heads)
         self.query, self.keys, self.values = (x.to(shape.dtype) for x in (query, keys, noise(shape.heads)))
 
-    def row(self, lane: int) -> Text:
+    def row(self, seq: int) -> Text:
         """One row alone, without its padding."""
         twin = copy.copy(self)
         twin.shape = Shape(1, self.shape.heads, self.shape.group, self.shape.head_dim, dtype=self.shape.dtype)
-        pad = self.pads[lane]
-        twin.query, twin.keys, twin.values = (x[lane : lane + 1, :, pad:] for x in (self.query, self.keys, self.values))
-        twin.lengths, twin.pads = [self.lengths[lane]], [0]
+        pad = self.pads[seq]
+        twin.query, twin.keys, twin.values = (x[seq : seq + 1, :, pad:] for x in (self.query, self.keys, self.values))
+        twin.lengths, twin.pads = [self.lengths[seq]], [0]
         return twin
 
 
@@ -87,7 +87,7 @@ class Layer:
     def __init__(self, name: str | Method, text: Text, device: torch.device | str = "cpu", **settings: Any) -> None:
         method = MADE[name] if isinstance(name, str) else name
         self.text, self.how, self.device = text, AttentionParams(0.3), device
-        self.cache = KVCache(Settings(method, extent=16, **settings), [3], 4)
+        self.cache = KVCache(Settings(method, block_size=16, **settings), [3], 4)
         self.observe()
         self.choices: list[Choice | None] = []
 
@@ -113,79 +113,79 @@ class Layer:
     def _observe(self, layer: OffloadedLayer, query: Tensor, choice: Choice | None) -> None:
         self.choices.append(None if choice is None else there(choice))
 
-    def take(self, start: int, stop: int, lanes: list[int] | None = None) -> Tensor:
+    def take(self, start: int, stop: int, seqs: list[int] | None = None) -> Tensor:
         """Tokens start .. stop of the text, the padding counted; [B, Hq, n, D]."""
-        text, rows = self.text, slice(None) if lanes is None else lanes
+        text, rows = self.text, slice(None) if seqs is None else seqs
         q, k, v = (x[rows, :, start:stop].to(self.device) for x in (text.query, text.keys, text.values))
-        pads = [text.pads[lane] for lane in (range(len(text.pads)) if lanes is None else lanes)]
+        pads = [text.pads[seq] for seq in (range(len(text.pads)) if seqs is None else seqs)]
         return self.cache.attend(self.frozen, q, k, v, self.how, [min(pad, stop) for pad in pads]).cpu()
 
     def prefill(self) -> Layer:
         self.take(0, max(self.text.lengths))
         return self
 
-    def decode(self, count: int | None = None, lanes: list[int] | None = None) -> Iterator[Step]:
+    def decode(self, count: int | None = None, seqs: list[int] | None = None) -> Iterator[Step]:
         for _ in range(self.text.steps if count is None else count):
             at = self.cache.sequences.padded_length
-            out = self.take(at, at + 1, lanes)
-            begins = [self.frozen.indexed(lane) for lane in range(self.cache.sequences.count)]
+            out = self.take(at, at + 1, seqs)
+            begins = [self.frozen.indexed(seq) for seq in range(self.cache.sequences.count)]
             yield Step(out[:, :, 0], self.choices[-1], begins)
 
-    def expected(self, step: Step, lane: int) -> Tensor:
+    def expected(self, step: Step, seq: int) -> Tensor:
         """Attention over sink, ring and the chosen rows, taken from the text itself, but for keys that the index made; [Hq, D]."""
-        text, pad, n = self.text, self.text.pads[lane], self.frozen.length(lane)
+        text, pad, n = self.text, self.text.pads[seq], self.frozen.length(seq)
         visible = torch.zeros(1, text.shape.heads, n, dtype=torch.bool)
         visible[:, :, : self.regions.sink] = True
-        visible[:, :, step.begins[lane] :] = True
+        visible[:, :, step.begins[seq] :] = True
         weight, parts = None, []
         if step.choice is not None:
             chosen = step.choice.selection
             if chosen.log_weight is not None:
                 weight = torch.zeros(1, text.shape.q_heads, n)
             for h in range(text.shape.heads):
-                rows = chosen.rows[lane, h]
+                rows = chosen.rows[seq, h]
                 visible[0, h, rows[rows >= 0].long()] = True
                 if weight is not None:
                     for g in range(h * text.shape.group, (h + 1) * text.shape.group):
-                        weight[0, g, rows[rows >= 0].long()] = chosen.log_weight[lane, g][rows >= 0]
+                        weight[0, g, rows[rows >= 0].long()] = chosen.log_weight[seq, g][rows >= 0]
             if chosen.partial is not None:
-                parts = [(chosen.partial.out[lane : lane + 1], chosen.partial.lse[lane : lane + 1])]
-        q, k, v = (x[lane : lane + 1, :, pad : pad + n] for x in (text.query, text.keys, text.values))
-        if step.choice is not None and isinstance(self.frozen.group.index, Rebuilds):
+                parts = [(chosen.partial.out[seq : seq + 1], chosen.partial.lse[seq : seq + 1])]
+        q, k, v = (x[seq : seq + 1, :, pad : pad + n] for x in (text.query, text.keys, text.values))
+        if step.choice is not None and isinstance(self.frozen.retriever.index, Rebuilds):
             k = k.clone()
-            for h, (rows, slots) in enumerate(zip(step.choice.selection.rows[lane], step.choice.slots[lane], strict=True)):
-                pool = self.frozen.slab.keys[lane, h, self.frozen.slab.pool_start :].cpu()
+            for h, (rows, slots) in enumerate(zip(step.choice.selection.rows[seq], step.choice.slots[seq], strict=True)):
+                pool = self.frozen.slab.keys[seq, h, self.frozen.slab.pool_start :].cpu()
                 k[0, h, rows[rows >= 0].long()] = pool[slots[rows >= 0].long()]
         whole = definition(DecodeStep(q[:, :, -1], k, v, visible=visible, scale=self.how.scale, log_weight=weight))
         return merge([whole.out, *(p[0] for p in parts)], [whole.lse, *(p[1] for p in parts)])[0][0]
 
     def check(self, step: Step) -> None:
         """The selection's contract, and the output that follows from it."""
-        frozen, shape, plan, lanes = self.frozen, self.text.shape, self.frozen.plan, self.cache.sequences.count
+        frozen, shape, plan, seqs = self.frozen, self.text.shape, self.frozen.plan, self.cache.sequences.count
         assert plan is not None
         if step.choice is not None:
             chosen = step.choice.selection
             assert chosen.rows.dtype == chosen.counts.dtype == torch.int32
-            assert chosen.rows.shape[:2] == chosen.counts.shape == (lanes, shape.heads)
+            assert chosen.rows.shape[:2] == chosen.counts.shape == (seqs, shape.heads)
             assert chosen.rows.shape[2] <= plan.rows
             assert int(chosen.counts.max()) <= plan.rows
             assert torch.equal((chosen.rows >= 0).sum(dim=2).int(), chosen.counts)
             if chosen.log_weight is not None:
-                assert chosen.log_weight.shape == (lanes, shape.q_heads, chosen.rows.shape[2])
+                assert chosen.log_weight.shape == (seqs, shape.q_heads, chosen.rows.shape[2])
             if chosen.partial is not None:
-                assert chosen.partial.out.shape == (lanes, shape.q_heads, shape.head_dim)
-                assert chosen.partial.lse.shape == (lanes, shape.q_heads)
-            for lane in range(lanes):
+                assert chosen.partial.out.shape == (seqs, shape.q_heads, shape.head_dim)
+                assert chosen.partial.lse.shape == (seqs, shape.q_heads)
+            for seq in range(seqs):
                 for h in range(shape.heads):
-                    rows = chosen.rows[lane, h]
+                    rows = chosen.rows[seq, h]
                     rows = rows[rows >= 0].tolist()
                     assert len(rows) == len(set(rows)), "a row was selected twice"
-                    assert all(plan.regions.sink <= row < step.begins[lane] for row in rows)
-                    n = frozen.length(lane)
-                    held = min(n, plan.regions.sink) + n - step.begins[lane]
+                    assert all(plan.regions.sink <= row < step.begins[seq] for row in rows)
+                    n = frozen.length(seq)
+                    held = min(n, plan.regions.sink) + n - step.begins[seq]
                     assert held + len(rows) <= plan.budget
-        for lane in range(lanes):
-            self.close(step.out[lane], self.expected(step, lane))
+        for seq in range(seqs):
+            self.close(step.out[seq], self.expected(step, seq))
 
     def close(self, found: Tensor, expected: Tensor) -> None:
         """Within the tolerance of the dtype. On a GPU a float32 product is three of tf32, which keep 2^-21 of scores that are a few
@@ -196,10 +196,10 @@ class Layer:
         else:
             torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
 
-    def full(self, lane: int) -> Tensor:
+    def full(self, seq: int) -> Tensor:
         """Full attention of the newest token, [Hq, D]."""
-        pad, n, text = self.text.pads[lane], self.frozen.length(lane), self.text
-        q, k, v = (x[lane : lane + 1, :, pad : pad + n] for x in (text.query, text.keys, text.values))
+        pad, n, text = self.text.pads[seq], self.frozen.length(seq), self.text
+        q, k, v = (x[seq : seq + 1, :, pad : pad + n] for x in (text.query, text.keys, text.values))
         return dense.definition(q[:, :, -1:], k, v, scale=self.how.scale, causal=True)[0][0, :, 0]
 
 
@@ -214,10 +214,10 @@ def there(what: Any) -> Any:
 
 
 def sets(step: Step) -> list[list[set[int]]]:
-    """Of every lane and head, the rows chosen."""
+    """Of every sequence and head, the rows chosen."""
     if step.choice is None:
         return []
-    return [[set(rows.tolist()) - {-1} for rows in lane] for lane in step.choice.selection.rows]
+    return [[set(rows.tolist()) - {-1} for rows in seq] for seq in step.choice.selection.rows]
 
 
 BATCH = {"shape": Shape(batch=3, heads=2, group=2, head_dim=64), "lengths": [150, 61, 110], "steps": 32}
@@ -230,9 +230,9 @@ def test_every_step_keeps_the_contract(name: str, budget: int) -> None:
     for step in layer.decode():
         layer.check(step)
     if name in RETRIEVES:
-        assert layer.frozen.group is not None
-        assert layer.frozen.group.meter.selected > 0
-    assert layer.cache.sequences.held.most + (int(layer.frozen.group.meter.most) if layer.frozen.group else 0) <= budget
+        assert layer.frozen.retriever is not None
+        assert layer.frozen.retriever.meter.selected > 0
+    assert layer.cache.sequences.held.most + (int(layer.frozen.retriever.meter.most) if layer.frozen.retriever else 0) <= budget
 
 
 @pytest.mark.parametrize("name", RETRIEVES)
@@ -260,8 +260,8 @@ def test_budget_above_the_length_is_full_attention(name: str, shape: Shape) -> N
     """Also once tokens have left the ring for the index, whatever the method's regions."""
     layer = Layer(name, Text(shape, [52, 37], 17), budget=88).prefill()
     for step in layer.decode():
-        for lane in range(2):
-            close(step.out[lane], layer.full(lane), shape.dtype)
+        for seq in range(2):
+            close(step.out[seq], layer.full(seq), shape.dtype)
 
 
 @pytest.mark.slow
@@ -282,8 +282,8 @@ def test_every_shape_keeps_the_contract_on_a_gpu(name: str, shape: Shape, device
         layer = Layer(name, Text(shape, [120, 71], 24), device, budget=budget).prefill()
         for step in layer.decode():
             layer.check(step)
-            for lane in range(2 if budget == 256 else 0):
-                layer.close(step.out[lane], layer.full(lane))
+            for seq in range(2 if budget == 256 else 0):
+                layer.close(step.out[seq], layer.full(seq))
 
 
 @pytest.mark.parametrize("name", FROZEN)
@@ -309,13 +309,13 @@ def test_short_prompts_of_every_length_in_a_batch(name: str) -> None:
 @pytest.mark.parametrize("name", FROZEN)
 def test_a_row_of_a_batch_is_the_row_alone(name: str) -> None:
     text = Text(**BATCH)
-    together = list(Layer(name, text, budget=48).prefill().decode())
-    for lane in range(3):
-        alone = Layer(name, text.row(lane), budget=48).prefill()
-        for step, one in zip(together, alone.decode(), strict=True):
+    deferred = list(Layer(name, text, budget=48).prefill().decode())
+    for seq in range(3):
+        alone = Layer(name, text.row(seq), budget=48).prefill()
+        for step, one in zip(deferred, alone.decode(), strict=True):
             if name in RETRIEVES:
-                assert sets(step)[lane] == sets(one)[0]
-            close(step.out[lane], one.out[0])
+                assert sets(step)[seq] == sets(one)[0]
+            close(step.out[seq], one.out[0])
 
 
 @pytest.mark.parametrize("name", FROZEN)
@@ -335,8 +335,8 @@ def test_addresses_stay(name: str) -> None:
     addresses = []
     for step in layer.decode():
         tensors = [layer.frozen.slab.data]
-        if layer.frozen.group is not None:
-            table = layer.frozen.group.residency
+        if layer.frozen.retriever is not None:
+            table = layer.frozen.retriever.residency
             tensors += [table.row_slot, table.slot_row, table.used]
             assert step.choice is not None
         addresses.append([t.data_ptr() for t in tensors])
@@ -363,7 +363,7 @@ def reachable(owner: object, path: str, visited: set[int]) -> Iterator[tuple[str
     """The tensors that an index holds, helper objects included, by where they are; not those of the cache's own parts."""
     if isinstance(owner, Tensor):
         yield path, owner
-    elif id(owner) not in visited and not isinstance(owner, LayerShape | Together | SideStream):
+    elif id(owner) not in visited and not isinstance(owner, LayerShape | DeferredBatch | AuxStream):
         visited.add(id(owner))
         if isinstance(owner, dict):
             parts = owner.items()
@@ -380,7 +380,7 @@ def reachable(owner: object, path: str, visited: set[int]) -> Iterator[tuple[str
 def test_an_index_names_the_tensors_that_a_step_reads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However it grew: a captured step would read freed memory."""
     one = Layer(name, Text(**BATCH), budget=48).prefill()
-    group, sequences = one.frozen.group, [0, 1, 2]
+    group, sequences = one.frozen.retriever, [0, 1, 2]
     assert group is not None
 
     def check() -> None:
@@ -426,12 +426,12 @@ def test_a_clone_of_an_index_goes_on(name: str) -> None:
     list(one.decode(15))
     other = copy.deepcopy(one)
     other.observe()
-    assert one.frozen.group is not None
-    assert other.frozen.group is not None
+    assert one.frozen.retriever is not None
+    assert other.frozen.retriever is not None
     one.cache.wait()
-    index = MADE[name].index(other.frozen.group.shape)
-    index.clone_from(one.frozen.group.index)
-    other.frozen.group.index = index
+    index = MADE[name].index(other.frozen.retriever.shape)
+    index.clone_from(one.frozen.retriever.index)
+    other.frozen.retriever.index = index
     same_choices(one, other, 17)
 
 
@@ -476,25 +476,25 @@ def test_crop_at_full_budget(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FROZEN)
-@pytest.mark.parametrize("lanes", [[1, 0, 2], [2], [0, 0, 2, 1], [1, 1]], ids=str)
-def test_reorder(name: str, lanes: list[int]) -> None:
-    """A lane goes on as it would have, wherever it stands and whoever stands beside it."""
+@pytest.mark.parametrize("seqs", [[1, 0, 2], [2], [0, 0, 2, 1], [1, 1]], ids=str)
+def test_reorder(name: str, seqs: list[int]) -> None:
+    """A sequence goes on as it would have, wherever it stands and whoever stands beside it."""
     text = Text(**BATCH)
     one, other = (Layer(name, text, budget=48).prefill() for _ in range(2))
     list(one.decode(9))
     list(other.decode(9))
-    other.cache.reorder(lanes)
-    assert other.cache.sequences.count == len(lanes)
-    for a, b in zip(one.decode(14), other.decode(14, lanes), strict=True):
-        for i, lane in enumerate(lanes):
+    other.cache.reorder(seqs)
+    assert other.cache.sequences.count == len(seqs)
+    for a, b in zip(one.decode(14), other.decode(14, seqs), strict=True):
+        for i, seq in enumerate(seqs):
             if name in RETRIEVES:
-                assert sets(a)[lane] == sets(b)[i]
-            close(a.out[lane], b.out[i])
+                assert sets(a)[seq] == sets(b)[i]
+            close(a.out[seq], b.out[i])
 
 
 @pytest.mark.parametrize("name", FROZEN)
-def test_lanes_of_one_prefix_part(name: str) -> None:
-    """Beams: lanes made of one lane are given different tokens afterwards."""
+def test_sequences_of_one_prefix_part(name: str) -> None:
+    """Beams: sequences made of one sequence are given different tokens afterwards."""
     text = Text(Shape(batch=2, heads=2, group=2), [150, 150], 45)
     text.query[1, :, :150], text.keys[1, :, :150], text.values[1, :, :150] = (
         text.query[0, :, :150],
@@ -517,9 +517,9 @@ def test_several_tokens_equal_one_by_one(name: str) -> None:
     one, many = (Layer(name, Text(**BATCH), budget=64).prefill() for _ in range(2))
     for _ in range(6):
         at = many.cache.sequences.padded_length
-        together = many.take(at, at + 5)
+        deferred = many.take(at, at + 5)
         for t, step in enumerate(one.decode(5)):
-            close(together[:, :, t], step.out)
+            close(deferred[:, :, t], step.out)
 
 
 @pytest.mark.parametrize("name", RETRIEVES)
@@ -539,10 +539,10 @@ def test_nothing_stays_when_the_method_says_so(name: str) -> None:
     keeps = Layer(name, text, budget=48).prefill()
     drops = Layer(dataclasses.replace(MADE[name], keep=0), text, budget=48).prefill()
     same_choices(keeps, drops, 30)
-    assert keeps.frozen.group is not None
-    assert drops.frozen.group is not None
-    assert drops.frozen.group.meter.fetched == drops.frozen.group.meter.selected
-    assert keeps.frozen.group.meter.fetched <= drops.frozen.group.meter.fetched
+    assert keeps.frozen.retriever is not None
+    assert drops.frozen.retriever is not None
+    assert drops.frozen.retriever.meter.fetched == drops.frozen.retriever.meter.selected
+    assert keeps.frozen.retriever.meter.fetched <= drops.frozen.retriever.meter.fetched
 
 
 @pytest.mark.parametrize("name", FROZEN)

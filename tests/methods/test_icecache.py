@@ -36,10 +36,10 @@ def test_generated_tokens_make_nodes(llama: PreTrainedModel) -> None:
         generate(llama, {"input_ids": prompt(1, 200)}, 100)
         for index in indices(handle):
             assert isinstance(index, NodeIndex)
-            tokens, (prompts, nodes) = index.lanes[0].tokens, index.lanes[0].marks[1]
+            tokens, (prompts, nodes) = index.seqs[0].tokens, index.seqs[0].marks[1]
             assert nodes == -(-prompts // 10)
             assert tokens > prompts + 80
-            assert index.lanes[0].units == nodes + -(-(tokens - prompts) // 10)
+            assert index.seqs[0].units == nodes + -(-(tokens - prompts) // 10)
             assert index.order is not None
             full = index.order[0, 0, prompts : prompts + 40]
             assert not full.equal(full.sort().values), "in nodes, no longer in text order"
@@ -50,7 +50,7 @@ def test_options_that_do_not_fit_are_named() -> None:
         ({"search": "gpu"}, "search is 'gpu'; it must be one of host, device"),
         ({"search": "device", "preset": "paper"}, "preset and threads are of the search on the host"),
         ({"search": "device", "threads": 2}, "preset and threads are of the search on the host"),
-        ({"search": "device", "foresee": True}, "foresee, preset and threads are of the search on the host"),
+        ({"search": "device", "prefetch": True}, "prefetch, preset and threads are of the search on the host"),
         ({"search": "device", "promote": 0.9}, "promote is 0.9"),
         ({"search": "device", "page_size": 8}, "page_size"),
         ({"field": 64}, "field"),

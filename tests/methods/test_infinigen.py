@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from unit_methods import generate, indices
 
 import kvthaw
-from kvthaw.cache.group import Group
+from kvthaw.cache.retriever import Retriever
 from kvthaw.index.skewed import SkewedIndex
 from zoo import build, prompt
 
@@ -29,16 +29,18 @@ class Asked:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.queries: dict[int, list[Tensor]] = {}
-        choose = Group.choose
+        choose = Retriever.choose
 
-        def spy(group: Group, query: Tensor, *others: Any, **named: Any) -> Any:
+        def spy(group: Retriever, query: Tensor, *others: Any, **named: Any) -> Any:
             self.queries.setdefault(group.shape.layer, []).append(query.clone())
             return choose(group, query, *others, **named)
 
-        patch.setattr(Group, "choose", spy)
+        patch.setattr(Retriever, "choose", spy)
 
 
-def test_a_layer_is_asked_with_what_the_layer_before_foresees(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_is_asked_with_what_the_layer_before_prefetches(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """W_q of this layer on the attention input of the one before, turned to the token's position; layers 0 and 1 with their own."""
     asked, inputs = Asked(monkeypatch), dict[int, list[Tensor]]()
     turns: list[tuple[Tensor, Tensor]] = []
@@ -69,11 +71,11 @@ def test_a_layer_is_asked_with_what_the_layer_before_foresees(llama: PreTrainedM
 def test_any_model_can_be_asked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = Asked(monkeypatch)
     model = build(name)
-    for foresee in (True, False):
-        with kvthaw.attach(model, "infinigen", budget=48, foresee=foresee):
+    for prefetch in (True, False):
+        with kvthaw.attach(model, "infinigen", budget=48, prefetch=prefetch):
             generate(model, {"input_ids": prompt(1, 100)}, 2)
     first, *others = asked.queries
-    if first == 0:  # of the model, which foresees nothing
+    if first == 0:  # of the model, which prefetches nothing
         second, *others = others
         assert torch.equal(*asked.queries[second])
     assert torch.equal(*asked.queries[first])
@@ -81,13 +83,13 @@ def test_any_model_can_be_asked(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert not any(torch.equal(*asked.queries[layer]) for layer in others)
 
 
-def test_a_fork_foresees_from_its_first_step(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_prefetches_from_its_first_step(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = prompt(1, 120)
     asked = Asked(monkeypatch)
     base = kvthaw.Cache(llama, "full")
     llama(ids[:, :-1], past_key_values=base)
-    for foresee in (True, False):
-        llama(ids[:, -1:], past_key_values=base.fork("infinigen", budget=48, foresee=foresee))
+    for prefetch in (True, False):
+        llama(ids[:, -1:], past_key_values=base.fork("infinigen", budget=48, prefetch=prefetch))
     assert torch.equal(*asked.queries[1])
     assert not torch.equal(*asked.queries[2])
 

@@ -54,8 +54,8 @@ def test_what_has_left_is_taken_back_by_a_crop_and_by_a_dense_pass() -> None:
 def test_nothing_moves_before_the_room_of_a_prompt_is_full(method: str) -> None:
     """A captured step of a graph-safe index reads by address. What a prompt of 200 makes room for is 456 tokens."""
     one = OneLayer(method, 200, 60)
-    assert one.layer.group is not None
-    safe = one.layer.group.index.graph_safe
+    assert one.layer.retriever is not None
+    safe = one.layer.retriever.index.graph_safe
     one.step()
     addresses = [tensor.data_ptr() for tensor in one.cache.tensors()]
     for _ in range(59):
@@ -138,7 +138,7 @@ def few(one: OneLayer) -> None:
 
 def cloned(one: OneLayer) -> None:
     """Its index is a clone of what it was; then tokens are dropped."""
-    group = one.layer.group
+    group = one.layer.retriever
     assert group is not None
     index = group.method.index(group.shape)
     index.clone_from(group.index)
@@ -268,8 +268,8 @@ def test_more_rows_are_no_more_launches(method: str, pads: str, monkeypatch: pyt
     for rows in (2, 7):  # of one row some are views instead
         left = [0] * rows if pads == "none" else [3 * row for row in range(rows)]
         query, key, value = (torch.randn(rows, heads, 244, 16) for heads in (4, 2, 2))
-        options = {} if method == "prkv" else SOON.get(method, {})  # PRKV's sets are chosen anew lane by lane
-        cache = KVCache(Settings(resolve(method, **options), budget=64, extent=32), [2], 3)
+        options = {} if method == "prkv" else SOON.get(method, {})  # PRKV's sets are chosen anew sequence by sequence
+        cache = KVCache(Settings(resolve(method, **options), budget=64, block_size=32), [2], 3)
         for start, stop in [(0, 200), *((at, at + 1) for at in range(200, 244))]:
             if stop == start + 1 and cache.needs_host():
                 with monkeypatch.context() as patch, Launches() as launches:

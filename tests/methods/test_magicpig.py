@@ -26,7 +26,7 @@ def chance(query: torch.Tensor, key: torch.Tensor, bits: int, tables: int) -> fl
 @pytest.mark.parametrize(("heads", "group", "bits", "tables"), [(2, 2, 10, 150), (1, 4, 7, 20), (3, 1, 2, 12)])
 def test_the_draw_and_its_weights_are_the_papers(heads: int, group: int, bits: int, tables: int) -> None:
     layer = OneLayer("magicpig", 400, 20, heads=heads, group=group, budget=256, bits=bits, tables=tables)
-    plan, owner = layer.layer.plan, layer.layer.group
+    plan, owner = layer.layer.plan, layer.layer.retriever
     assert plan is not None
     assert owner is not None
     index = owner.index
@@ -99,7 +99,7 @@ def test_a_query_draws_the_key_it_looks_for_from_prompt_and_answer_alike(place: 
     layer = OneLayer("magicpig", 200, 142, bits=8, tables=40, budget=256)
     for _ in range(140):
         layer.step()
-    wanted = layer.keys[0, :, place].repeat_interleave(layer.group, dim=0)
+    wanted = layer.keys[0, :, place].repeat_interleave(layer.retriever, dim=0)
     layer.query[0, :, 340], layer.query[0, :, 341] = 9 * wanted, -9 * wanted
     assert all(place in rows for rows in layer.step())
     assert not any(place in rows for rows in layer.step())

@@ -86,7 +86,7 @@ def numbers(name: str) -> list[str]:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_number_out_of_range_is_refused_before_there_is_a_prompt(name: str, llama: PreTrainedModel) -> None:
-    makes: list[Any] = [kvthaw.Cache, kvthaw.attach, partial(kvthaw.Batch, lanes=1, capacity=100)]
+    makes: list[Any] = [kvthaw.Cache, kvthaw.attach, partial(kvthaw.Batch, seqs=1, capacity=100)]
     for option, make in zip(numbers(name), itertools.cycle(makes), strict=False):
         with pytest.raises(ConfigError, match=rf"\b{option} is -7\b"):
             make(llama, name, **{option: -7})
@@ -144,7 +144,7 @@ def test_a_digest_is_of_what_options_come_to(name: str, same: str) -> None:
     [
         *("quest:page=8", "twilight:base=arkvale", "icecache:outliers=3", "icecache:seed=0", "icecache-device:field=64"),
         *("pariskv:beta=0.1", "pariskv:window=128", "clusterkv:keep=2", "icecache:reuse=2", "omnikv:filters=(2,)"),
-        *("infinigen:foresee=False", "snapkv-refreshed:width=16"),
+        *("infinigen:prefetch=False", "snapkv-refreshed:width=16"),
     ],
 )
 def test_a_digest_tells_options_apart(name: str) -> None:

@@ -9,10 +9,10 @@ from transformers import PreTrainedModel
 from unit_methods import generate
 
 import kvthaw
-from kvthaw.cache.group import Choice
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import AttentionParams
 from kvthaw.cache.plan import Settings
+from kvthaw.cache.retriever import Choice
 from kvthaw.errors import ConfigError
 from kvthaw.index.filters import FilterIndex
 from kvthaw.methods import resolve
@@ -42,7 +42,7 @@ def test_a_filter_layer_is_the_papers(dense: bool, heads: int, group: int) -> No
 
 def test_a_layer_after_it_attends_to_the_choice_alone() -> None:
     """What the filter layer found in its own values is not the follower's."""
-    cache = KVCache(Settings(resolve("omnikv"), budget=64, extent=32), [2, 3], 32)
+    cache = KVCache(Settings(resolve("omnikv"), budget=64, block_size=32), [2, 3], 32)
     leader, follower = cache.offloaded
     assert (leader.leader, follower.leader) == (None, leader)
     choices: list[Choice | None] = []
@@ -71,7 +71,7 @@ def test_a_softcap_is_refused_where_the_layer_would_ignore_it() -> None:
     parts = [torch.randn(1, n, 201, 16) for n in (4, 2, 2)]
     how = AttentionParams(SCALE, softcap=5.0)
     for dense in (True, False):
-        settings = Settings(resolve("omnikv", dense=dense), budget=64, extent=32)
+        settings = Settings(resolve("omnikv", dense=dense), budget=64, block_size=32)
         cache = KVCache(settings, [0], 1)
         q, k, v = (x[:, :, :200] for x in parts)
         cache.attend(cache.layers[0], q, k, v, how)
@@ -98,6 +98,6 @@ def test_options_reach_the_index(llama: PreTrainedModel) -> None:
     with kvthaw.attach(llama, "omnikv", budget=64, dense=False) as handle:
         generate(llama, {"input_ids": prompt(1, 200)}, 4)
         for kv in handle.cache.frozen_layers:
-            assert kv.group is not None
-            assert isinstance(kv.group.index, FilterIndex)
-            assert set(kv.group.index.tables) == {"keys"}
+            assert kv.retriever is not None
+            assert isinstance(kv.retriever.index, FilterIndex)
+            assert set(kv.retriever.index.tables) == {"keys"}

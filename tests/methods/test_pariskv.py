@@ -21,7 +21,7 @@ def generate(model: PreTrainedModel, inputs: dict[str, torch.Tensor], **how: Any
 
 
 def indices(handle: Any) -> list[CodesIndex]:
-    return [kv.group.index for kv in handle.cache.frozen_layers]
+    return [kv.retriever.index for kv in handle.cache.frozen_layers]
 
 
 def test_regions_are_the_papers() -> None:
@@ -132,6 +132,6 @@ def test_centre_and_grades_keep_a_text_in_pieces_as_it_is(llama: PreTrainedModel
             llama(ids[:, :1], past_key_values=cache)
         caches.append(cache)
     for one, other in zip(*(cache.frozen_layers for cache in caches), strict=True):
-        a, b = one.group.index, other.group.index
+        a, b = one.retriever.index, other.retriever.index
         torch.testing.assert_close(a._data["centre"], b._data["centre"])
         assert a._counts == b._counts

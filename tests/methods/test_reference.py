@@ -67,7 +67,7 @@ def test_oracle_attends_to_the_largest_products() -> None:
     for at in range(300, 305):
         chosen = one.step()
         start = one.layer.indexed(0)
-        folded = one.query[0, :, at].double().view(one.heads, one.group, -1)
+        folded = one.query[0, :, at].double().view(one.heads, one.retriever, -1)
         region = folded @ one.keys[0, :, regions.sink : start].double().transpose(1, 2) * SCALE
         best = torch.softmax(region, dim=2).amax(dim=1).topk(count).indices + regions.sink
         assert chosen == [set(rows.tolist()) for rows in best]
@@ -161,7 +161,7 @@ def test_icecache_takes_the_pages_of_the_nearest_points(n: int, descend: str) ->
     dim, size = 32, 16
     config = TreeConfig(promote=0.1, promote_higher=0.3, page_size=size, query_beam=n, descend=descend)
     keys = torch.randn(1, n, dim, generator=torch.Generator().manual_seed(n))
-    store = HostStore(1, 1, dim, torch.float32, extent=64)
+    store = HostStore(1, 1, dim, torch.float32, block_size=64)
     store.append(0, torch.stack((keys, keys), dim=2))
     shape = LayerShape(3, 1, 1, dim, torch.float32, torch.device("cpu"), store, Regions(4, 16, 16), scale=SCALE)
     index = TreeIndex(shape, config)

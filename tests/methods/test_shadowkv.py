@@ -34,8 +34,8 @@ def test_keys_are_turned_back_to_what_the_model_made(name: str) -> None:
     with kvthaw.attach(model, "shadowkv", budget=64, rank=1) as handle:
         generate(model, {"input_ids": prompt(1, 150)}, 4)
         for kv in handle.cache.frozen_layers:
-            assert kv.group is not None
-            index = kv.group.index
+            assert kv.retriever is not None
+            index = kv.retriever.index
             assert isinstance(index, ShadowIndex)
             assert index.turned.all()
             tokens = int(index.known[0])

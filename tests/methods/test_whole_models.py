@@ -18,7 +18,7 @@ OPTIONS = [
     *("clusterkv:batch=16:clusters_per_batch=2", "clusterkv:distance=l2:clusters=7", "clusterkv:policy=mean_query"),
     *("prkv:interval=16:page=8", "prkv:share=auto:page=8", "prkv:share=1.0", "prkv:policy=mean_query"),
     *("icecache-device:promote=0.2:outliers=0:nodes_per_batch=2", "icecache-device:policy=mean:field=5"),
-    *("infinigen:foresee=False", "shadowkv:rank=8", "freekv:tau=0.3", "pqcache:policy=mean", "retroinfer:segment=64"),
+    *("infinigen:prefetch=False", "shadowkv:rank=8", "freekv:tau=0.3", "pqcache:policy=mean", "retroinfer:segment=64"),
     *(
         "omnikv:dense=False",
         "magicpig:bits=3:tables=20",
@@ -59,6 +59,6 @@ def test_no_step_attends_to_more_than_the_budget(llama: PreTrainedModel, method:
 def test_a_row_alone_generates_what_it_does_in_a_batch(method: str) -> None:
     llama, ids = build_exact("llama"), prompt(2, 150)
     with kvthaw.attach(llama, method, budget=64):
-        together = generate(llama, 16, input_ids=ids)
+        deferred = generate(llama, 16, input_ids=ids)
         for row in range(2):
-            assert torch.equal(generate(llama, 16, input_ids=ids[row : row + 1])[0], together[row])
+            assert torch.equal(generate(llama, 16, input_ids=ids[row : row + 1])[0], deferred[row])

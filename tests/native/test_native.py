@@ -30,11 +30,11 @@ def log_sum_exp(x: torch.Tensor, scale: float, isa: Isa) -> float:
     return _native.log_sum_exp(x.data_ptr(), len(x), scale, isa_code(isa))
 
 
-def make_store(lengths: list[int], heads: int, dim: int, dtype: torch.dtype, extent: int = 24) -> HostStore:
-    store = HostStore(len(lengths), heads, dim, dtype, extent=extent)
+def make_store(lengths: list[int], heads: int, dim: int, dtype: torch.dtype, block_size: int = 24) -> HostStore:
+    store = HostStore(len(lengths), heads, dim, dtype, block_size=block_size)
     g = torch.Generator().manual_seed(len(lengths))
-    for lane, n in enumerate(lengths):
-        store.append(lane, torch.randn(heads, n, 2, dim, generator=g).to(dtype))
+    for seq, n in enumerate(lengths):
+        store.append(seq, torch.randn(heads, n, 2, dim, generator=g).to(dtype))
     return store
 
 
@@ -111,44 +111,44 @@ def test_gather_rows(dtype: torch.dtype, threads: int) -> None:
     store = make_store(lengths, heads, dim, dtype)
     g = torch.Generator().manual_seed(0)
     rows = torch.full((3, heads, width), -1, dtype=torch.int32)
-    for lane, n in enumerate(lengths):
+    for seq, n in enumerate(lengths):
         if n:
             drawn = torch.randint(n, (heads, width), generator=g, dtype=torch.int32)
-            rows[lane] = torch.where(torch.rand(heads, width, generator=g) < 0.4, drawn, -1)
+            rows[seq] = torch.where(torch.rand(heads, width, generator=g) < 0.4, drawn, -1)
     wanted = int((rows >= 0).sum())
     out = torch.full((wanted + 2, 2, dim), float("nan"), dtype=dtype)
-    count, where = gather_rows(store.table(), store.extent, rows, out, threads=threads)
+    count, where = gather_rows(store.table(), store.block_size, rows, out, threads=threads)
     assert count == wanted
     assert torch.equal(where, (rows.flatten() >= 0).nonzero()[:, 0])
     for i, flat in enumerate(where.tolist()):
-        lane, head, row = flat // (heads * width), flat // width % heads, int(rows.flatten()[flat])
-        assert torch.equal(out[i], store.read(lane, row, row + 1)[head, 0])
+        seq, head, row = flat // (heads * width), flat // width % heads, int(rows.flatten()[flat])
+        assert torch.equal(out[i], store.read(seq, row, row + 1)[head, 0])
     assert out[wanted:].isnan().all()
-    assert gather_rows(store.table(), store.extent, torch.full_like(rows, -1), out)[0] == 0
+    assert gather_rows(store.table(), store.block_size, torch.full_like(rows, -1), out)[0] == 0
 
 
 def test_bad_tensors_are_refused() -> None:
     store = make_store([50], 1, 64, torch.float32)
     rows = torch.arange(8, dtype=torch.int32)[None, None]
     with pytest.raises(ValueError, match="room for 7 rows; 8 are wanted"):
-        gather_rows(store.table(), store.extent, rows, torch.empty(7, 2, 64))
+        gather_rows(store.table(), store.block_size, rows, torch.empty(7, 2, 64))
     with pytest.raises(ValueError, match=r"rows is torch\.int64"):
-        gather_rows(store.table(), store.extent, rows.long(), torch.empty(8, 2, 64))
+        gather_rows(store.table(), store.block_size, rows.long(), torch.empty(8, 2, 64))
     with pytest.raises(ValueError, match="contiguous"):
-        gather_rows(store.table(), store.extent, rows, torch.empty(8, 64, 2).mT)
+        gather_rows(store.table(), store.block_size, rows, torch.empty(8, 64, 2).mT)
 
 
 def test_many_python_threads_at_once() -> None:
-    store = make_store([3000], 2, 64, torch.float32, extent=512)
+    store = make_store([3000], 2, 64, torch.float32, block_size=512)
     rows = torch.randint(3000, (1, 2, 700), generator=torch.Generator().manual_seed(2), dtype=torch.int32)
     want = torch.empty(1400, 2, 64)
-    gather_rows(store.table(), store.extent, rows, want, threads=1)
+    gather_rows(store.table(), store.block_size, rows, want, threads=1)
     wrong = []
 
     def work() -> None:
         for threads in (0, 1, 2, 3, 4) * 10:
             out = torch.empty_like(want)
-            gather_rows(store.table(), store.extent, rows, out, threads=threads)
+            gather_rows(store.table(), store.block_size, rows, out, threads=threads)
             if not torch.equal(out, want):
                 wrong.append(threads)
 

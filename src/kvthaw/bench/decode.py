@@ -240,21 +240,19 @@ def held_bytes(cache: DynamicCache, full: int) -> Measures:
     here = [kv for kv in layers if kv.slab.data.is_cuda or not _on_host(kv)]
     tensors = {t.data_ptr(): t.nbytes for kv in here for t in kv.tensors() if t.device == kv.slab.data.device}
     slabs = {t.data_ptr(): t.nbytes for kv in layers for t in (kv.slab.data, kv.slab.tickets)}
-    extents = {
-        int(at): kv.store for kv in layers for lane in range(cache.kv.sequences.count) for at in kv.store.addresses(lane)
-    }
-    host_index = [kv.group.index for kv in layers if kv.group is not None and kv.leader is None and _on_host(kv)]
+    blocks = {int(at): kv.store for kv in layers for seq in range(cache.kv.sequences.count) for at in kv.store.addresses(seq)}
+    host_index = [kv.retriever.index for kv in layers if kv.retriever is not None and kv.leader is None and _on_host(kv)]
     told = [index.nbytes() for index in host_index if hasattr(index, "nbytes")]
     return {
         **{name: getattr(stats, name) for name in ("attended_mean", "attended_max", "retrieved", "budget", "dense_layers")},
         "kv_device_bytes": stats.kv_device_bytes,
         "index_device_bytes": sum(size for at, size in tensors.items() if at not in slabs),
         "kv_dense_bytes": sum(kv.device_bytes() for kv in cache.kv_layers if isinstance(kv, DenseLayer)),
-        "kv_host_bytes": sum(store.kv_heads * store.extent * store.row_bytes for store in extents.values()),
+        "kv_host_bytes": sum(store.kv_heads * store.block_size * store.row_bytes for store in blocks.values()),
         "kv_frozen_bytes": sum(
-            kv.store.kv_heads * kv.store.row_bytes * kv.store.length(lane)
+            kv.store.kv_heads * kv.store.row_bytes * kv.store.length(seq)
             for kv in layers
-            for lane in range(cache.kv.sequences.count)
+            for seq in range(cache.kv.sequences.count)
         ),
         "index_host_bytes": sum(told) if told and len(told) == len(host_index) else None,
     }
@@ -262,12 +260,12 @@ def held_bytes(cache: DynamicCache, full: int) -> Measures:
 
 def _searched(cache: DynamicCache) -> float:
     """Bytes that the indexes of a cache read from the host in a step."""
-    groups = [kv.group for kv in cache.frozen_layers if kv.leader is None] if isinstance(cache, Cache) else []
+    groups = [kv.retriever for kv in cache.frozen_layers if kv.leader is None] if isinstance(cache, Cache) else []
     return float(sum(group.index.searched_bytes() for group in groups if group and isinstance(group.index, ReadsStore)))
 
 
 def _on_host(kv: Any) -> bool:
-    return kv.group is not None and kv.group.index.on_host
+    return kv.retriever is not None and kv.retriever.index.on_host
 
 
 def free() -> None:

@@ -26,12 +26,12 @@ _WARM = 8  # steps that do not count: two eager ones, the capture, and the first
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """What is served. length: tokens of the longest prompt; the shortest has half as many. lanes: requests that are decoded
+    """What is served. length: tokens of the longest prompt; the shortest has half as many. sequences: requests that are decoded
     together; requests: in all; new_tokens: that each gets. budget: as for `kvthaw.Cache`. compile: the step, first."""
 
     shape: str = "tiny"
     length: int = 2048
-    lanes: int = 4
+    max_seqs: int = 4
     requests: int = 8
     new_tokens: int = 64
     budget: int = 256
@@ -39,7 +39,7 @@ class Serving:
 
     def __post_init__(self) -> None:
         at_least(2, length=self.length, new_tokens=self.new_tokens)
-        at_least(1, lanes=self.lanes, requests=self.requests)
+        at_least(1, max_seqs=self.max_seqs, requests=self.requests)
 
 
 def run(
@@ -50,8 +50,8 @@ def run(
     commit: str | None = None,
     say: Callable[[Record], None] = lambda record: None,
 ) -> list[Record]:
-    """Serve the prompts with each method that is not known yet: every new_tokens / lanes steps one finishes and another joins. A
-    small model first shows that a request gets the tokens that it gets alone."""
+    """Serve the prompts with each method that is not known yet: every new_tokens / sequences steps one finishes and another joins.
+    A small model first shows that a request gets the tokens that it gets alone."""
     (device, name), about = where(), provenance(commit)
     settings = {method: {"method": method, **asdict(asked), "device": name} for method in methods}
     missing = [method for method in methods if known.get(settings[method]) is None]
@@ -73,8 +73,8 @@ def check(method: str, device: torch.device) -> None:
     model = build("tiny", device).float()
     prompts = [_prompt(model, n, i) for i, n in enumerate((150, 60, 100))]
     found = []
-    for lanes in (1, 2):
-        batch = Batch(model, method, lanes=lanes, capacity=200, **_settings(method, 48))
+    for seqs in (1, 2):
+        batch = Batch(model, method, max_seqs=seqs, capacity=200, **_settings(method, 48))
         found.append([request.tokens for request in _serve(batch, prompts, 30, [], [])])
     if found[0] != found[1]:
         raise CacheError(f"{method}: a request in company gets other tokens than alone")
@@ -82,19 +82,19 @@ def check(method: str, device: torch.device) -> None:
 
 def measure(model: PreTrainedModel, method: str, asked: Serving) -> dict[str, Any]:
     """Step times in ms, joins in s, and what was captured."""
-    length, lanes, requests, new_tokens = asked.length, asked.lanes, asked.requests, asked.new_tokens
+    length, seqs, requests, new_tokens = asked.length, asked.max_seqs, asked.requests, asked.new_tokens
     prompts = [_prompt(model, length - i * length // (2 * requests), i) for i in range(requests)]
     settings = _settings(method, asked.budget)
-    batch = Batch(model, method, lanes=lanes, capacity=length + new_tokens, compile=asked.compile, **settings)
+    batch = Batch(model, method, max_seqs=seqs, capacity=length + new_tokens, compile=asked.compile, **settings)
     steps: list[tuple[float, int]] = []
     joins: list[float] = []
     begin = time.perf_counter()
     _serve(batch, prompts, new_tokens, steps, joins)
     whole = time.perf_counter() - begin
-    times, stats = sorted(1000 * took for took, live in steps[_WARM:] if live == lanes), batch.stats()
+    times, stats = sorted(1000 * took for took, live in steps[_WARM:] if live == seqs), batch.stats()
     if not times:
         raise ConfigError(
-            f"requests is {requests} and new_tokens {new_tokens}; after {_WARM} steps none had all {lanes} lanes busy: serve more"
+            f"requests is {requests} and new_tokens {new_tokens}; after {_WARM} steps none had all {seqs} places busy: serve more"
         )
     return {
         "steps": len(times),
@@ -113,8 +113,8 @@ def measure(model: PreTrainedModel, method: str, asked: Serving) -> dict[str, An
 
 
 def _serve(batch: Batch, prompts: list[Tensor], new: int, steps: list[tuple[float, int]], joins: list[float]) -> list[Request]:
-    """All prompts, the next joining new / lanes steps after the last one, or as soon as a lane is free."""
-    waiting, served, apart = list(prompts), list[Request](), max(1, new // batch.lanes)
+    """All prompts, the next joining new / sequences steps after the last one, or as soon as a sequence is free."""
+    waiting, served, apart = list(prompts), list[Request](), max(1, new // batch.max_seqs)
     while waiting or batch.requests:
         if waiting and batch.free and (not batch.requests or len(steps) % apart == 0):
             begin = time.perf_counter()

@@ -108,8 +108,8 @@ def possible(setting: Setting, cuda: bool) -> bool:
     if setting.hf or not cuda:
         return False
     method = setting.resolved()
-    if setting.steps == "compiled" or method.foresees or method.index is None:
-        return not method.foresees
+    if setting.steps == "compiled" or method.prefetches or method.index is None:
+        return not method.prefetches
     about = described(setting.method)
     return asks_host(method, safe=about["graph_safe"] or about["decides"] == "host") is None
 

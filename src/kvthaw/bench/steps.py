@@ -69,12 +69,12 @@ class Counts:
         if not isinstance(cache, Cache):
             return Counts()
         layers = cache.frozen_layers
-        groups = {id(kv.group): kv.group for kv in layers if kv.group is not None}.values()
-        stored = [(kv.store, kv.store.length(lane)) for kv in layers for lane in range(kv.sequences.count)]
+        groups = {id(kv.retriever): kv.retriever for kv in layers if kv.retriever is not None}.values()
+        stored = [(kv.store, kv.store.length(seq)) for kv in layers for seq in range(kv.sequences.count)]
         return Counts(
             sum(group.meter.selected for group in groups),
             sum(group.meter.fetched for group in groups),
-            sum(kv.group.meter.fetched * kv.store.row_bytes for kv in layers if kv.group is not None),
+            sum(kv.retriever.meter.fetched * kv.store.row_bytes for kv in layers if kv.retriever is not None),
             sum(store.kv_heads * store.row_bytes * length for store, length in stored),
         )
 

@@ -97,7 +97,7 @@ def serving(records: Sequence[Record]) -> Table:
         ("tokens/s", _known("tokens_per_s", "{:.1f}")),
         ("captures", _known("captures", "{}")),
     ]
-    return _table(f"serving: {one['shape']}, {one['length']:,} tokens, {one['lanes']} lanes", records, columns)
+    return _table(f"serving: {one['shape']}, {one['length']:,} tokens, {one['max_seqs']} sequences", records, columns)
 
 
 _STEPS = {"step p50": "p50", "mean": "mean", "p95": "p95", "most": "max"}

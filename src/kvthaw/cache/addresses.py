@@ -1,4 +1,4 @@
-"""Where the extents of a host store lie, on the device: what a kernel needs that reads rows from the host."""
+"""Where the blocks of a host store lie, on the device: what a kernel needs that reads rows from the host."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
 
 class Addresses:
-    """A table [lanes, extents] int64 that follows a store. It stays where it is while there is room."""
+    """A table [seqs, blocks] int64 that follows a store. It stays where it is while there is room."""
 
     def __init__(self) -> None:
         self.table: Tensor | None = None
         self._version = -1
 
     def make_room(self, host: HostStore, tokens: int, device: torch.device) -> None:
-        """For so many tokens a lane, in a new table, which is empty until the next follow()."""
-        self.table = torch.zeros((host.lanes, max(8, -(-tokens // host.extent))), dtype=torch.int64, device=device)
+        """For so many tokens a sequence, in a new table, which is empty until the next follow()."""
+        self.table = torch.zeros((host.seqs, max(8, -(-tokens // host.block_size))), dtype=torch.int64, device=device)
         self._version = -1
 
     def follow(self, host: HostStore, device: torch.device) -> Tensor:

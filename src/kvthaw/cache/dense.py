@@ -72,18 +72,18 @@ class DenseLayer:
         """See LayerKV."""
         return [] if self._data is None else [self._data, self._tickets]
 
-    def offloaded(self, extent: int) -> HostStore:
-        """The rows of this layer on the host, as far as they fill extents of so many tokens, for forks to share: nobody ever writes
-        into a full extent. They are copied once, for which this waits, and stay as long as this layer's rows do."""
+    def offloaded(self, block_size: int) -> HostStore:
+        """The rows of this layer on the host, as far as they fill blocks of so many tokens, for forks to share: nobody ever writes
+        into a full block. They are copied once, for which this waits, and stay as long as this layer's rows do."""
         data = self._data
         assert data is not None
         store = self._offloaded
-        if store is None or store.extent != extent:
+        if store is None or store.block_size != block_size:
             heads, dim = data.shape[1], data.shape[4]
-            store = HostStore(self.sequences.count, heads, dim, data.dtype, extent=extent, pinned=data.is_cuda)
+            store = HostStore(self.sequences.count, heads, dim, data.dtype, block_size=block_size, pinned=data.is_cuda)
             self._offloaded = store
         for seq in range(self.sequences.count):
-            have, full = store.length(seq), self.sequences.length(seq) // extent * extent
+            have, full = store.length(seq), self.sequences.length(seq) // block_size * block_size
             if have < full:
                 store.append(seq, data[seq, :, have:full], non_blocking=True)
         if data.is_cuda:

@@ -1,8 +1,8 @@
 """The frozen part: an append-only store of rows in host memory, one per layer.
 
-A row is one token of one KV head, its K then its V. Rows lie in token order in extents of [H, E, 2, D], pinned where there is a
-GPU. Nothing is ever rewritten, so extents are shared between lanes that have a prefix in common (beams, repeated prompts) and
-copied only when a lane writes into one that it shares.
+A row is one token of one KV head, its K then its V. Rows lie in token order in blocks of [H, E, 2, D], pinned where there is a
+GPU. Nothing is ever rewritten, so blocks are shared between sequences that have a prefix in common (beams, repeated prompts) and
+copied only when a sequence writes into one that it shares.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.addresses import Addresses
+from kvthaw.cache.deferred_batch import DeferredBatch
 from kvthaw.cache.pool import Slab
-from kvthaw.cache.together import Together
 from kvthaw.errors import HostMemoryError
 from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.freeze import Span, freeze
@@ -105,8 +105,8 @@ class HostMemory:
         return HostMemory(self.limit)
 
 
-class Extent:
-    """E tokens of all KV heads of one lane, and how many lanes point at it."""
+class Block:
+    """E tokens of all KV heads of one sequence, and how many sequences point at it."""
 
     __slots__ = ("data", "owners")
 
@@ -116,30 +116,30 @@ class Extent:
 
 
 class HostStore:
-    """Rows of one layer, by lane and position.
+    """Rows of one layer, by sequence and position.
 
-    Rows 0 .. length(lane) - 1 of a lane are readable. `extent` is E. Every extent is one contiguous tensor, so that the K of
-    row (h, t) begins ((h * E + t % E) * 2) * D elements after address `addresses(lane)[t // E]`, and its V follows K.
+    Rows 0 .. length(seq) - 1 of a sequence are readable. `block_size` is E. Every block is one contiguous tensor, so that the K of
+    row (h, t) begins ((h * E + t % E) * 2) * D elements after address `addresses(seq)[t // E]`, and its V follows K.
     """
 
     def __init__(
         self,
-        lanes: int,
+        seqs: int,
         kv_heads: int,
         head_dim: int,
         dtype: torch.dtype,
         *,
-        extent: int = 1024,
+        block_size: int = 1024,
         pinned: bool = False,
         memory: HostMemory | None = None,
     ) -> None:
         self.memory = memory or HostMemory()
         self.memory.join(self)
         self.kv_heads, self.head_dim, self.dtype = kv_heads, head_dim, dtype
-        self.extent, self.pinned = extent, pinned
-        self._extents: list[list[Extent]] = [[] for _ in range(lanes)]
-        self._spares: dict[int, Tensor] = {}  # by lane; in no table, so that taking one moves nothing
-        self._length = [0] * lanes
+        self.block_size, self.pinned = block_size, pinned
+        self._blocks: list[list[Block]] = [[] for _ in range(seqs)]
+        self._spares: dict[int, Tensor] = {}  # by sequence; in no table, so that taking one moves nothing
+        self._length = [0] * seqs
         self.version = 0
         """Changes whenever addresses do."""
         self._table: tuple[int, Tensor] | None = None
@@ -150,81 +150,81 @@ class HostStore:
         """Whether what the device does next on the current stream comes after that."""
 
     @property
-    def lanes(self) -> int:
-        return len(self._extents)
+    def seqs(self) -> int:
+        return len(self._blocks)
 
-    def length(self, lane: int) -> int:
-        """Tokens of a lane that are readable."""
-        return self._length[lane]
+    def length(self, seq: int) -> int:
+        """Tokens of a sequence that are readable."""
+        return self._length[seq]
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one row, K and V."""
         return 2 * self.head_dim * self.dtype.itemsize
 
-    def nbytes(self, lane: int | None = None) -> int:
-        """Bytes of host memory held by the extents of one lane, or by all and the spares, shared extents counted once."""
-        held = self._extents if lane is None else [self._extents[lane]]
-        unique = {id(e): e.data for extents in held for e in extents}
-        spares = self._spares.values() if lane is None else ()
+    def nbytes(self, seq: int | None = None) -> int:
+        """Bytes of host memory held by the blocks of one sequence, or by all and the spares, shared blocks counted once."""
+        held = self._blocks if seq is None else [self._blocks[seq]]
+        unique = {id(e): e.data for blocks in held for e in blocks}
+        spares = self._spares.values() if seq is None else ()
         return sum(data.nbytes for data in (*unique.values(), *spares))
 
-    def addresses(self, lane: int) -> Tensor:
-        """[extents] int64: where each extent of a lane begins."""
-        return torch.tensor([e.data.data_ptr() for e in self._extents[lane]], dtype=torch.int64)
+    def addresses(self, seq: int) -> Tensor:
+        """[blocks] int64: where each block of a sequence begins."""
+        return torch.tensor([e.data.data_ptr() for e in self._blocks[seq]], dtype=torch.int64)
 
     def table(self) -> Tensor:
-        """[lanes, most extents] int64: the addresses of all lanes, 0 padded."""
-        known, version = self._table, self.version  # read first: another thread may add extents meanwhile
+        """[seqs, most blocks] int64: the addresses of all sequences, 0 padded."""
+        known, version = self._table, self.version  # read first: another thread may add blocks meanwhile
         if known is None or known[0] != version:
-            tables = [self.addresses(lane) for lane in range(self.lanes)]
+            tables = [self.addresses(seq) for seq in range(self.seqs)]
             known = self._table = version, torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)
         return known[1]
 
-    def append(self, lane: int, rows: Tensor, *, non_blocking: bool = False) -> None:
-        """Add rows [H, n, 2, D] of any device behind a lane's last. With non_blocking, a copy from the device is only
+    def append(self, seq: int, rows: Tensor, *, non_blocking: bool = False) -> None:
+        """Add rows [H, n, 2, D] of any device behind a sequence's last. With non_blocking, a copy from the device is only
         enqueued on the current stream; the caller waits before anyone reads. The tokens of a head neighbour each other."""
-        start, n = self._length[lane], rows.shape[1]
-        self.reserve(lane, start + n)
+        start, n = self._length[seq], rows.shape[1]
+        self.reserve(seq, start + n)
         done = 0
         while done < n:
             at = start + done
-            extent = self._writable(lane, at // self.extent)
-            offset = at % self.extent
-            take = min(n - done, self.extent - offset)
+            block = self._writable(seq, at // self.block_size)
+            offset = at % self.block_size
+            take = min(n - done, self.block_size - offset)
             source = rows[:, done : done + take]
-            if take == self.extent:
-                extent.copy_(source, non_blocking=non_blocking)
+            if take == self.block_size:
+                block.copy_(source, non_blocking=non_blocking)
             elif HAS_TRITON and non_blocking and rows.is_cuda and self.pinned and take < MOST:
-                offload(source, extent, offset)
-            else:  # a part of an extent is one contiguous piece a head
+                offload(source, block, offset)
+            else:  # a part of a block is one contiguous piece a head
                 for h in range(self.kv_heads):
-                    extent[h, offset : offset + take].copy_(source[h], non_blocking=non_blocking)
+                    block[h, offset : offset + take].copy_(source[h], non_blocking=non_blocking)
             done += take
-        self._length[lane] = start + n
+        self._length[seq] = start + n
 
-    def freeze(self, slab: Slab, spans: Sequence[Span], together: Together) -> None:
-        """Add rows of some lanes, at most one span each, which begins behind the lane's last and stands in sink or ring. From a GPU
-        that is only enqueued on the current stream; the caller waits before anyone reads."""
-        for lane, start, count in spans:
-            self.claim(lane, start + count)
-        for lane, start, count in spans:  # not before there is room for all
-            self._length[lane] = start + count
+    def freeze(self, slab: Slab, spans: Sequence[Span], deferred: DeferredBatch) -> None:
+        """Add rows of some sequences, at most one span each, which begins behind the sequence's last and stands in sink or ring.
+        From a GPU that is only enqueued on the current stream; the caller waits before anyone reads."""
+        for seq, start, count in spans:
+            self.claim(seq, start + count)
+        for seq, start, count in spans:  # not before there is room for all
+            self._length[seq] = start + count
         place = {"sink": slab.regions.sink, "ring": slab.regions.ring}
         if HAS_TRITON and slab.data.is_cuda and self.pinned:
             table = self._sent.follow(self, slab.data.device)
             most = max(count for _, _, count in spans)
-            freeze(slab.data, table, self.extent, together.numbers(spans, slab.data.device), most, **place)
+            freeze(slab.data, table, self.block_size, deferred.numbers(spans, slab.data.device), most, **place)
         else:
-            extents = [[extent.data for extent in own] for own in self._extents]
-            freeze_definition(slab.data, extents, self.extent, spans, **place)
+            blocks = [[block.data for block in own] for own in self._blocks]
+            freeze_definition(slab.data, blocks, self.block_size, spans, **place)
 
-    def prepare(self, slab: Slab, together: Together) -> None:
+    def prepare(self, slab: Slab, deferred: DeferredBatch) -> None:
         """Have the kernel of freeze() compiled, which takes a third of a second: no step should wait for that. Writes nothing."""
         if HAS_TRITON and slab.data.is_cuda and self.pinned:
             place = {"sink": slab.regions.sink, "ring": slab.regions.ring}
-            table, none = self._sent.follow(self, slab.data.device), together.numbers([(0, 0, 0)], slab.data.device)
-            freeze(slab.data, table, self.extent, none, 1, **place)
+            table, none = self._sent.follow(self, slab.data.device), deferred.numbers([(0, 0, 0)], slab.data.device)
+            freeze(slab.data, table, self.block_size, none, 1, **place)
 
     def arrive(self, copied: torch.cuda.Event, *, ordered: bool) -> None:
         """All rows appended so far are there when `copied` passes. ordered: it was recorded on the current stream."""
@@ -242,32 +242,32 @@ class HostStore:
             torch.cuda.current_stream(device).wait_event(self.arriving)
             self.ordered = True
 
-    def reserve(self, lane: int, length: int) -> None:
-        """Allocate extents for `length` tokens of a lane."""
-        extents = self._extents[lane]
-        while len(extents) * self.extent < length:
-            extents.append(Extent(self._memory(lane)))
+    def reserve(self, seq: int, length: int) -> None:
+        """Allocate blocks for `length` tokens of a sequence."""
+        blocks = self._blocks[seq]
+        while len(blocks) * self.block_size < length:
+            blocks.append(Block(self._memory(seq)))
             self.version += 1
 
-    def claim(self, lane: int, length: int) -> None:
-        """Allocate what appending up to `length` tokens of a lane takes, copies of shared blocks included."""
-        self.reserve(lane, length)
-        for number in range(self._length[lane] // self.extent, -(-length // self.extent)):
-            self._writable(lane, number)
+    def claim(self, seq: int, length: int) -> None:
+        """Allocate what appending up to `length` tokens of a sequence takes, copies of shared blocks included."""
+        self.reserve(seq, length)
+        for number in range(self._length[seq] // self.block_size, -(-length // self.block_size)):
+            self._writable(seq, number)
 
-    def reserved(self, lane: int) -> int:
-        """Tokens that a lane's extents have room for, its spare not counted."""
-        return len(self._extents[lane]) * self.extent
+    def reserved(self, seq: int) -> int:
+        """Tokens that a sequence's blocks have room for, its spare not counted."""
+        return len(self._blocks[seq]) * self.block_size
 
-    def take_spare(self, lane: int) -> None:
-        """Allocate the extent that a lane will need next, where it has none to spare. No address changes before it is needed.
+    def take_spare(self, seq: int) -> None:
+        """Allocate the block that a sequence will need next, where it has none to spare. No address changes before it is needed.
         Raises HostMemoryError where the system gives none; nothing has changed then."""
-        if lane not in self._spares:
-            self._spares[lane] = self._allocate()
+        if seq not in self._spares:
+            self._spares[seq] = self._allocate()
 
-    def _memory(self, lane: int) -> Tensor:
-        """For an extent that a lane needs now: its spare, or new; if none can be had, the spare of another lane or layer."""
-        spare = self._spares.pop(lane, None)
+    def _memory(self, seq: int) -> Tensor:
+        """For a block that a sequence needs now: its spare, or new; if none can be had, the spare of another sequence or layer."""
+        spare = self._spares.pop(seq, None)
         if spare is not None:
             return spare
         try:
@@ -279,7 +279,7 @@ class HostStore:
             return spare
 
     def _allocate(self) -> Tensor:
-        return self.memory.allocate((self.kv_heads, self.extent, 2, self.head_dim), self.dtype, pinned=self.pinned)
+        return self.memory.allocate((self.kv_heads, self.block_size, 2, self.head_dim), self.dtype, pinned=self.pinned)
 
     def spare_bytes(self) -> int:
         """Bytes of the spare blocks."""
@@ -287,117 +287,119 @@ class HostStore:
 
     def give_spare(self, other: HostStore) -> Tensor | None:
         """Take a spare block away for a store whose blocks are of the same kind; None if there is none."""
-        kinds = [(s.kv_heads, s.head_dim, s.dtype, s.extent, s.pinned) for s in (self, other)]
+        kinds = [(s.kv_heads, s.head_dim, s.dtype, s.block_size, s.pinned) for s in (self, other)]
         return self._spares.popitem()[1] if self._spares and kinds[0] == kinds[1] else None
 
-    def read(self, lane: int, start: int, stop: int) -> Tensor:
-        """Rows start .. stop of a lane as [H, stop - start, 2, D] on the host; a view where they lie in one extent."""
-        if not 0 <= start <= stop <= self._length[lane]:
-            raise IndexError(f"rows {start}..{stop} of lane {lane}, which holds {self._length[lane]}")
+    def read(self, seq: int, start: int, stop: int) -> Tensor:
+        """Rows start .. stop of a sequence as [H, stop - start, 2, D] on the host; a view where they lie in one block."""
+        if not 0 <= start <= stop <= self._length[seq]:
+            raise IndexError(f"rows {start}..{stop} of sequence {seq}, which holds {self._length[seq]}")
         parts = []
         while start < stop:
-            offset = start % self.extent
-            take = min(stop - start, self.extent - offset)
-            parts.append(self._extents[lane][start // self.extent].data[:, offset : offset + take])
+            offset = start % self.block_size
+            take = min(stop - start, self.block_size - offset)
+            parts.append(self._blocks[seq][start // self.block_size].data[:, offset : offset + take])
             start += take
         if not parts:
             return torch.empty((self.kv_heads, 0, 2, self.head_dim), dtype=self.dtype)
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
-    def read_keys(self, lane: int, start: int, stop: int, device: torch.device, out: Tensor | None = None) -> Tensor:
-        """Copy the keys of rows start .. stop of a lane to out [H, stop - start, D] on `device`, each head contiguous; allocate
+    def read_keys(self, seq: int, start: int, stop: int, device: torch.device, out: Tensor | None = None) -> Tensor:
+        """Copy the keys of rows start .. stop of a sequence to out [H, stop - start, D] on `device`, each head contiguous; allocate
         out if None. Waits for rows that are still being copied to the host: a kernel on the current stream, else this thread."""
-        if not 0 <= start <= stop <= self._length[lane]:
-            raise IndexError(f"rows {start}..{stop} of lane {lane}, which holds {self._length[lane]}")
+        if not 0 <= start <= stop <= self._length[seq]:
+            raise IndexError(f"rows {start}..{stop} of sequence {seq}, which holds {self._length[seq]}")
         if out is None:
             out = torch.empty((self.kv_heads, stop - start, self.head_dim), dtype=self.dtype, device=device)
         if HAS_TRITON and device.type == "cuda" and self.pinned:
             if self.arriving is not None:
                 torch.cuda.current_stream(device).wait_event(self.arriving)
-            table = self.addresses(lane).pin_memory().to(device, non_blocking=True)
-            stream_keys(table, self.extent, start, out)
+            table = self.addresses(seq).pin_memory().to(device, non_blocking=True)
+            stream_keys(table, self.block_size, start, out)
         else:
             if self.arriving is not None:
                 self.arriving.synchronize()
-            stream_definition([extent.data for extent in self._extents[lane]], start, out)
+            stream_definition([block.data for block in self._blocks[seq]], start, out)
         return out
 
-    def copy_to(self, block: Tensor, lane: int, start: int) -> None:
-        """Copy the rows from `start` on into block [H, n, 2, D] of any device, extent by extent. From pinned memory to a GPU
+    def copy_to(self, out: Tensor, seq: int, start: int) -> None:
+        """Copy the rows from `start` on into out [H, n, 2, D] of any device, block by block. From pinned memory to a GPU
         that is only enqueued on the current stream."""
-        done, n = 0, block.shape[1]
-        if start + n > self._length[lane]:
-            raise IndexError(f"rows {start}..{start + n} of lane {lane}, which holds {self._length[lane]}")
+        done, n = 0, out.shape[1]
+        if start + n > self._length[seq]:
+            raise IndexError(f"rows {start}..{start + n} of sequence {seq}, which holds {self._length[seq]}")
         while done < n:
-            number, offset = divmod(start + done, self.extent)
-            take = min(n - done, self.extent - offset)
-            rows, target = self._extents[lane][number].data, block[:, done : done + take]
-            if take == self.extent:
+            number, offset = divmod(start + done, self.block_size)
+            take = min(n - done, self.block_size - offset)
+            rows, target = self._blocks[seq][number].data, out[:, done : done + take]
+            if take == self.block_size:
                 target.copy_(rows, non_blocking=True)
-            else:  # a part of an extent is one contiguous piece a head
+            else:  # a part of a block is one contiguous piece a head
                 for h in range(self.kv_heads):
                     target[h].copy_(rows[h, offset : offset + take], non_blocking=True)
             done += take
 
-    def truncate(self, lane: int, length: int) -> None:
-        """Forget rows >= length; extents no longer needed are let go, but for one to spare where rows are left."""
-        if length > self._length[lane]:
-            raise IndexError(f"lane {lane} holds {self._length[lane]} rows, fewer than {length}")
-        keep = -(-length // self.extent)
-        for extent in self._extents[lane][keep:]:
-            extent.owners -= 1
-            if not extent.owners:
-                self._spares.setdefault(lane, extent.data)
+    def truncate(self, seq: int, length: int) -> None:
+        """Forget rows >= length; blocks no longer needed are let go, but for one to spare where rows are left."""
+        if length > self._length[seq]:
+            raise IndexError(f"sequence {seq} holds {self._length[seq]} rows, fewer than {length}")
+        keep = -(-length // self.block_size)
+        for block in self._blocks[seq][keep:]:
+            block.owners -= 1
+            if not block.owners:
+                self._spares.setdefault(seq, block.data)
         if length == 0:
-            self._spares.pop(lane, None)
-        del self._extents[lane][keep:]
-        self._length[lane] = length
+            self._spares.pop(seq, None)
+        del self._blocks[seq][keep:]
+        self._length[seq] = length
         self.version += 1
 
     def share(self, other: HostStore) -> None:
-        """Hold another store's rows in the place of one's own, extents shared until either writes into one. Raises ValueError where
-        the two differ in a row's or an extent's size."""
-        sizes = [(s.kv_heads, s.head_dim, s.dtype, s.extent, s.pinned) for s in (self, other)]
+        """Hold another store's rows in the place of one's own, blocks shared until either writes into one. Raises ValueError where
+        the two differ in a row's or a block's size."""
+        sizes = [(s.kv_heads, s.head_dim, s.dtype, s.block_size, s.pinned) for s in (self, other)]
         if sizes[0] != sizes[1]:
             raise ValueError(f"a store of {sizes[0]} cannot share rows of one of {sizes[1]}")
-        for lane in range(self.lanes):
-            self.truncate(lane, 0)
-        self._extents, self._length = [list(extents) for extents in other._extents], list(other._length)
-        for extents in self._extents:
-            for extent in extents:
-                extent.owners += 1
+        for seq in range(self.seqs):
+            self.truncate(seq, 0)
+        self._blocks, self._length = [list(blocks) for blocks in other._blocks], list(other._length)
+        for blocks in self._blocks:
+            for block in blocks:
+                block.owners += 1
         self.version += 1
 
-    def reorder(self, lanes: Sequence[int]) -> None:
-        """Lane i becomes what lane lanes[i] was, but for what it has to spare. No row is copied: lanes share extents until one
-        writes."""
-        extents = [list(self._extents[lane]) for lane in lanes]
-        for old in self._extents:
-            for extent in old:
-                extent.owners -= 1
-        for new in extents:
-            for extent in new:
-                extent.owners += 1
-        self._extents, self._length = extents, [self._length[lane] for lane in lanes]
-        self._spares = {lane: spare for lane, spare in self._spares.items() if lane < len(lanes)}
+    def reorder(self, seqs: Sequence[int]) -> None:
+        """Sequence i becomes what sequence seqs[i] was, but for what it has to spare. No row is copied: sequences share blocks
+        until one writes."""
+        blocks = [list(self._blocks[seq]) for seq in seqs]
+        for old in self._blocks:
+            for block in old:
+                block.owners -= 1
+        for new in blocks:
+            for block in new:
+                block.owners += 1
+        self._blocks, self._length = blocks, [self._length[seq] for seq in seqs]
+        self._spares = {seq: spare for seq, spare in self._spares.items() if seq < len(seqs)}
         self.version += 1
 
     def __deepcopy__(self, memo: dict[int, object]) -> HostStore:
-        """A store of its own whose extents are shared until either writes, with nothing to spare."""
+        """A store of its own whose blocks are shared until either writes, with nothing to spare."""
         memory = copy.deepcopy(self.memory, memo)
-        twin = HostStore(0, self.kv_heads, self.head_dim, self.dtype, extent=self.extent, pinned=self.pinned, memory=memory)
-        twin._extents = [list(extents) for extents in self._extents]
+        twin = HostStore(
+            0, self.kv_heads, self.head_dim, self.dtype, block_size=self.block_size, pinned=self.pinned, memory=memory
+        )
+        twin._blocks = [list(blocks) for blocks in self._blocks]
         twin._length = list(self._length)
-        for extents in twin._extents:
-            for extent in extents:
-                extent.owners += 1
+        for blocks in twin._blocks:
+            for block in blocks:
+                block.owners += 1
         return twin
 
-    def _writable(self, lane: int, number: int) -> Tensor:
-        extent = self._extents[lane][number]
-        if extent.owners > 1:
-            copy = self._memory(lane).copy_(extent.data)
-            extent.owners -= 1
-            extent = self._extents[lane][number] = Extent(copy)
+    def _writable(self, seq: int, number: int) -> Tensor:
+        block = self._blocks[seq][number]
+        if block.owners > 1:
+            copy = self._memory(seq).copy_(block.data)
+            block.owners -= 1
+            block = self._blocks[seq][number] = Block(copy)
             self.version += 1
-        return extent.data
+        return block.data

@@ -8,10 +8,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvthaw.cache.group import Group
+from kvthaw.cache.deferred_batch import DeferredBatch
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.pool import Slab
-from kvthaw.cache.together import Together
+from kvthaw.cache.retriever import Retriever
 
 
 class IndexUpdater:
@@ -21,10 +21,10 @@ class IndexUpdater:
     index on the host reads them from the store itself, once they have arrived there, and is given their number alone.
     """
 
-    def __init__(self, group: Group, store: HostStore, slab: Slab, together: Together) -> None:
-        self.group, self.store, self.slab, self.together = group, store, slab, together
+    def __init__(self, retriever: Retriever, store: HostStore, slab: Slab, deferred: DeferredBatch) -> None:
+        self.retriever, self.store, self.slab, self.deferred = retriever, store, slab, deferred
         self.first = slab.regions.sink
-        self.indexed = [self.first] * store.lanes
+        self.indexed = [self.first] * store.seqs
         self._last: dict[int, int] = {}  # where the latest append to a sequence began
         self.stale: set[int] = set()
         """Sequences to be indexed anew before the next step."""
@@ -32,7 +32,7 @@ class IndexUpdater:
     @property
     def reversible(self) -> bool:
         """Whether the index can take back the next append exactly."""
-        index = self.group.reverses
+        index = self.retriever.reverses
         return index is not None and index.reversible
 
     def prompt(self, seq: int, new: int, keys: Tensor, values: Tensor, past: int, queries: Tensor, remaining: int) -> None:
@@ -41,7 +41,7 @@ class IndexUpdater:
 
         Where an index of one piece is better than one that was appended to, a sequence that a prompt in chunks makes much longer is
         indexed anew, once: with the last chunk if the prompt was announced, else before the next step that asks."""
-        index, old = self.group.index, self.indexed[seq]
+        index, old = self.retriever.index, self.indexed[seq]
         much = (old > self.first or remaining > 0) and 4 * (new - old + remaining) > old - self.first
         if not index.grows and (seq in self.stale or much):
             self.stale.add(seq)
@@ -62,7 +62,7 @@ class IndexUpdater:
     def flush(self, leaving: Sequence[tuple[int, int, int]], watched: Mapping[int, Tensor]) -> None:
         """Give the index what leaves the rings of some sequences, (sequence, start, stop), as many tokens in each, but for what it
         was given already. watched: the last queries of prompts, [Hq, W, D]."""
-        index = self.group.index
+        index = self.retriever.index
         leaving = [each for each in leaving if self.indexed[each[0]] < each[2]]
         for seq, start, stop in leaving:
             if start == self.first:  # the first tokens of a sequence that had none to index
@@ -74,7 +74,7 @@ class IndexUpdater:
             if index.on_host:
                 rows = self._nothing(n).expand(len(known), -1, -1, -1, -1)
             else:
-                rows = self.slab.read_lanes(known, n, self.together)
+                rows = self.slab.read_seqs(known, n, self.deferred)
             self._append([seq for seq, _ in known], n, rows[:, :, :, 0], rows[:, :, :, 1], None)
 
     def renew(self, ends: Mapping[int, int], watched: Mapping[int, Tensor]) -> None:
@@ -82,7 +82,7 @@ class IndexUpdater:
         for seq, end in ends.items():
             if seq not in self.stale and self.indexed[seq] >= end:
                 continue
-            rows = self._nothing(end - self.first) if self.group.index.on_host else self._stored(seq, self.first, end)
+            rows = self._nothing(end - self.first) if self.retriever.index.on_host else self._stored(seq, self.first, end)
             self._build(seq, end, rows[:, :, 0], rows[:, :, 1], self._queries(watched, seq))
             self.stale.discard(seq)
 
@@ -91,16 +91,16 @@ class IndexUpdater:
         it can do that."""
         if self.indexed[seq] <= start:
             return
-        self.group.recover()
+        self.retriever.recover()
         if self._last.get(seq) == start > self.first:
-            self.group.undo(seq, start)
+            self.retriever.undo(seq, start)
             self.indexed[seq] = start
         else:
             self.truncate(seq, start)
 
     def truncate(self, seq: int, end: int) -> None:
         """Have the index forget positions >= end of a sequence. One without positions to index is no longer stale."""
-        self.group.truncate(seq, end if end > self.first else 0)
+        self.retriever.truncate(seq, end if end > self.first else 0)
         self.indexed[seq] = min(self.indexed[seq], max(end, self.first))
         self._last.pop(seq, None)
         if end <= self.first:
@@ -108,23 +108,23 @@ class IndexUpdater:
 
     def clear(self, seq: int) -> None:
         """Have the index forget a sequence, and what went wrong with it."""
-        self.group.recover()
+        self.retriever.recover()
         self.truncate(seq, 0)
 
     def reorder(self, sequences: Sequence[int]) -> None:
         """Sequence i becomes what sequence sequences[i] was."""
-        self.group.reorder(sequences)
+        self.retriever.reorder(sequences)
         self.indexed = [self.indexed[seq] for seq in sequences]
         self._last = {i: self._last[seq] for i, seq in enumerate(sequences) if seq in self._last}
         self.stale = {i for i, seq in enumerate(sequences) if seq in self.stale}
 
     def clone_from(self, other: IndexUpdater) -> None:
         """Have what another updater's index has, of as many sequences."""
-        self.group.clone_from(other.group)
+        self.retriever.clone_from(other.retriever)
         self.indexed = list(other.indexed)
 
     def _build(self, seq: int, end: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
-        job = partial(self.group.index.build, seq, self.first, keys, values, queries)
+        job = partial(self.retriever.index.build, seq, self.first, keys, values, queries)
 
         def failed() -> None:
             self.indexed[seq] = self.first
@@ -141,7 +141,7 @@ class IndexUpdater:
             for seq, start in starts.items():
                 self.indexed[seq] = min(self.indexed[seq], start)
 
-        self._submit(partial(self.group.index.append, sequences, keys, values, queries), failed)
+        self._submit(partial(self.retriever.index.append, sequences, keys, values, queries), failed)
         for seq, start in starts.items():
             self.indexed[seq] = start + n
         self._last.update(starts)
@@ -149,7 +149,7 @@ class IndexUpdater:
     def _submit(self, job: Callable[[], None], failed: Callable[[], None]) -> None:
         """Change the index, or leave what it was given unchanged: now, or later on a thread."""
         try:
-            self.group.submit(self.store.arriving, job, failed)
+            self.retriever.submit(self.store.arriving, job, failed)
         except BaseException:
             failed()
             raise
@@ -159,7 +159,7 @@ class IndexUpdater:
 
     def _queries(self, watched: Mapping[int, Tensor], seq: int) -> Tensor:
         """The last queries of a sequence's prompt, [Hq, W, D]; none of one that had none."""
-        shape = self.group.shape
+        shape = self.retriever.shape
         return watched.get(seq, self.slab.data.new_empty((shape.q_heads, 0, shape.head_dim)))
 
     def _stored(self, seq: int, start: int, stop: int) -> Tensor:

@@ -15,10 +15,10 @@ from kvthaw.cache.finite import FiniteCheck
 from kvthaw.cache.host import HostMemory
 from kvthaw.cache.layer_base import AttentionParams, LayerKV
 from kvthaw.cache.offloaded_layer import OffloadedLayer
-from kvthaw.cache.pipeline import Pipeline
 from kvthaw.cache.plan import Settings
 from kvthaw.cache.preallocator import BlockPreallocator
 from kvthaw.cache.sequences import Sequences, Step, roomier
+from kvthaw.cache.streams import Streams
 from kvthaw.errors import CacheError, ConfigError
 from kvthaw.formatting import human, number, share
 
@@ -96,8 +96,8 @@ class KVCache:
         offloaded = [] if method.dense else [i for i in numbers if i >= settings.dense_layers]
         if not offloaded and not method.dense:
             raise ConfigError(f"dense_layers is {settings.dense_layers}; that leaves no layer to {method.name}, of {depth}")
-        self.settings, self.sequences, self.pipeline = settings, Sequences(), Pipeline(depth, HostMemory(settings.host_bytes))
-        self.preallocator, self._finite = BlockPreallocator(self.pipeline), FiniteCheck()
+        self.settings, self.sequences, self.streams = settings, Sequences(), Streams(depth, HostMemory(settings.host_bytes))
+        self.preallocator, self._finite = BlockPreallocator(self.streams), FiniteCheck()
         self.layers: list[OffloadedLayer | DenseLayer] = []
         self._prepared: tuple[int, int] = -1, -1  # version and capacity that before_step() has served
         self._whole = False  # within whole()
@@ -110,7 +110,7 @@ class KVCache:
             anchor = method.index is None or _anchors(settings, i, offloaded, depth)
             if not anchor and leader is None:
                 raise ConfigError(f"anchors is {method.anchors}; layer {i} comes before the first and has nothing to follow")
-            layer = OffloadedLayer(i, settings, self.pipeline, self.sequences, self.preallocator, None if anchor else leader)
+            layer = OffloadedLayer(i, settings, self.streams, self.sequences, self.preallocator, None if anchor else leader)
             leader = layer if anchor else leader
             self.layers.append(layer)
 
@@ -276,7 +276,7 @@ class KVCache:
 
     def _run_ahead_on_host(self) -> None:
         """Let indexes on the host work beside what the model does next, once the step is certain."""
-        if not self._whole and self.sequences.step is None and self.pipeline.recording is None and self.sequences.full():
+        if not self._whole and self.sequences.step is None and self.streams.graph is None and self.sequences.full():
             self._run_ahead([layer for layer in self.offloaded if layer.on_host and layer.can_run_ahead])
 
     def _run_ahead(self, layers: Sequence[LayerKV]) -> None:
@@ -289,7 +289,7 @@ class KVCache:
 
     def flush_deferred(self) -> None:
         """Run index updates that were put off to be run for several layers at once."""
-        self.pipeline.together.do()
+        self.streams.deferred.do()
 
     def after_step(self) -> None:
         """Preallocate host memory for coming tokens."""
@@ -406,13 +406,15 @@ class KVCache:
         """What the cache holds and did so far. Waits for the device."""
         offloaded, sequences, held = self.offloaded, self.sequences, self.sequences.held
         plan = offloaded[0].plan if offloaded else None
-        groups = {id(layer.group): layer.group for layer in offloaded if layer.group is not None}.values()
-        steps = sum(group.meter.steps for group in groups)
-        selected = sum(group.meter.selected for group in groups)
-        fetched = sum(group.meter.fetched for group in groups)
-        most = max((group.meter.most for group in groups), default=0)
+        retrievers = {id(layer.retriever): layer.retriever for layer in offloaded if layer.retriever is not None}.values()
+        steps = sum(retriever.meter.steps for retriever in retrievers)
+        selected = sum(retriever.meter.selected for retriever in retrievers)
+        fetched = sum(retriever.meter.fetched for retriever in retrievers)
+        most = max((retriever.meter.most for retriever in retrievers), default=0)
         retrieved = selected / steps if steps else (0.0 if held.steps else None)
-        fetched_bytes = sum(layer.group.meter.fetched * layer.store.row_bytes for layer in offloaded if layer.group is not None)
+        fetched_bytes = sum(
+            layer.retriever.meter.fetched * layer.store.row_bytes for layer in offloaded if layer.retriever is not None
+        )
         return Stats(
             method=self.settings.method.name,
             budget=plan.budget if plan else None,

@@ -18,18 +18,18 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.dense import DenseLayer
-from kvthaw.cache.foreseen import Foreseen
-from kvthaw.cache.group import Choice, Group
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_updater import IndexUpdater
 from kvthaw.cache.layer_base import WATCHED, AttentionParams, LayerKV, last_queries, padded, reordered
 from kvthaw.cache.offloader import Offloader
-from kvthaw.cache.pipeline import Pipeline
 from kvthaw.cache.plan import Plan, Settings
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.preallocator import BlockPreallocator
+from kvthaw.cache.prefetched_search import PrefetchedSearch
+from kvthaw.cache.retriever import Choice, Retriever
 from kvthaw.cache.rotary import Rotary
 from kvthaw.cache.sequences import Row, Sequences, Step
+from kvthaw.cache.streams import Streams
 from kvthaw.cache.transfer import BulkCopy, UvaGather
 from kvthaw.errors import CacheError, ConfigError
 from kvthaw.kernels.decode_step import DecodeStep
@@ -54,12 +54,12 @@ class OffloadedLayer:
         self,
         number: int,
         settings: Settings,
-        pipeline: Pipeline,
+        streams: Streams,
         sequences: Sequences,
         preallocator: BlockPreallocator,
         leader: OffloadedLayer | None = None,
     ) -> None:
-        self.number, self.settings, self.pipeline, self.sequences, self.leader = number, settings, pipeline, sequences, leader
+        self.number, self.settings, self.streams, self.sequences, self.leader = number, settings, streams, sequences, leader
         self.preallocator = preallocator
         self.rotary: Rotary | None = None  # for a method that asks for it
         self.observer: Callable[[OffloadedLayer, Tensor, Choice | None], None] | None = None
@@ -69,7 +69,7 @@ class OffloadedLayer:
         """See LayerKV."""
         self.drop_search()
         self.plan: Plan | None = None
-        self.group: Group | None = None
+        self.retriever: Retriever | None = None
         self.updater: IndexUpdater | None = None  # of an anchor
         self.watched: dict[int, Tensor] = {}
         self.scale = 0.0
@@ -118,8 +118,8 @@ class OffloadedLayer:
         if self.plan is None:
             return []
         found = [self.slab.data, self.slab.tickets]
-        if self.group is not None:
-            found += self.group.tensors()
+        if self.retriever is not None:
+            found += self.retriever.tensors()
         if isinstance(self._transfer, UvaGather) and self._transfer.table is not None:
             found.append(self._transfer.table)
         return found
@@ -137,12 +137,12 @@ class OffloadedLayer:
             heads,
             dim,
             key.dtype,
-            extent=self.settings.extent,
+            block_size=self.settings.block_size,
             pinned=device.type == "cuda",
-            memory=self.pipeline.memory,
+            memory=self.streams.memory,
         )
         self.slab = Slab(count, heads, dim, plan.regions, plan.rows * max(1, method.keep), dtype=key.dtype, device=device)
-        self.offloader = Offloader(self.store, self.slab, self.pipeline, keeps=not method.evicts)
+        self.offloader = Offloader(self.store, self.slab, self.streams, keeps=not method.evicts)
         if method.index is not None:
             self._transfer = (method.transfer or UvaGather)() if key.is_cuda else BulkCopy()
             if self.leader is None:
@@ -160,14 +160,14 @@ class OffloadedLayer:
                     rows=plan.rows,
                     slab=self.slab,
                     clock=self.sequences,
-                    side=self.pipeline.side,
-                    together=self.pipeline.together,
+                    aux=self.streams.aux,
+                    deferred=self.streams.deferred,
                     rotary=self.rotary,
                 )
-                self.group = Group(method, shape, count, plan.rows, self.pipeline)
-                self.updater = IndexUpdater(self.group, self.store, self.slab, self.pipeline.together)
+                self.retriever = Retriever(method, shape, count, plan.rows, self.streams)
+                self.updater = IndexUpdater(self.retriever, self.store, self.slab, self.streams.deferred)
             else:
-                self.group = self.leader.group
+                self.retriever = self.leader.retriever
         self.plan = plan
         self._make_room()
 
@@ -238,8 +238,8 @@ class OffloadedLayer:
 
     def decode(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
         """See LayerKV."""
-        if self.group is not None and self.chooses:
-            self.group.choices.clear()
+        if self.retriever is not None and self.chooses:
+            self.retriever.choices.clear()
         outs = []
         for t in range(step.tokens):
             if t and self.sequences.full(t):
@@ -247,7 +247,7 @@ class OffloadedLayer:
             self._taken = step, t + 1
             self.sequences.place(step, t, self.slab.data.device)
             outs.append(self._attend(step, t, query[:, :, t], (key[:, :, t], value[:, :, t]), attention))
-        self.foreseen = None
+        self.prefetched = None
         return torch.stack(outs, dim=2) if step.tokens > 1 else outs[0][:, :, None]
 
     def attend_again(self, start: int, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
@@ -259,8 +259,8 @@ class OffloadedLayer:
             return self._attend_dense(again, query, key, value, attention)
         self.sequences.place_committed(self.slab.data.device)
         out = self._attend(None, 0, query[:, :, 0], (key[:, :, 0], value[:, :, 0]), attention)
-        if self.group is not None and self.chooses:
-            self.group.meter.tick(self.sequences.live_count)
+        if self.retriever is not None and self.chooses:
+            self.retriever.meter.tick(self.sequences.live_count)
         return out[:, :, None]
 
     def _attend(self, step: Step | None, t: int, query: Tensor, newest: Newest, attention: AttentionParams) -> Tensor:
@@ -268,13 +268,13 @@ class OffloadedLayer:
         ring (again, where another layer's queries come); step: None for those."""
         assert self.plan is not None
         choice, visible, log_weight, partials = None, None, None, []
-        if self.group is not None and self._transfer is not None:
-            choice = self._choose(step, query, t) if self.chooses else self.group.choices[t].followed
+        if self.retriever is not None and self._transfer is not None:
+            choice = self._choose(step, query, t) if self.chooses else self.retriever.choices[t].followed
             self._wait_on_stream()
             slots, fetch = choice.host if choice.host and not self._transfer.graph_safe else (choice.slots, choice.fetch)
             self._transfer.fetch(self.store, self.slab, fetch, slots)
-            if self.chooses and self.group.rebuilds is not None:
-                self.group.rebuilds.rebuild(self.slab, choice.fetch, choice.slots)
+            if self.chooses and self.retriever.rebuilds is not None:
+                self.retriever.rebuilds.rebuild(self.slab, choice.fetch, choice.slots)
             visible, selection = choice.live, choice.selection
             if selection.partial is not None:
                 if attention.softcap is not None:
@@ -306,12 +306,12 @@ class OffloadedLayer:
         return out
 
     def _choose(self, step: Step | None, query: Tensor, t: int) -> Choice:
-        assert self.group is not None
+        assert self.retriever is not None
         longest = self.sequences.longest if step is None else step.start + t + 1 - min(step.left_pad)
         retaken = step is not None and step.retaken
-        if self.foreseen is None:
-            return self.group.choose(query, longest, retaken=retaken)
-        return self.group.choose(self.foreseen.queries[:, :, t], longest, self.foreseen.search(t), retaken=retaken)
+        if self.prefetched is None:
+            return self.retriever.choose(query, longest, retaken=retaken)
+        return self.retriever.choose(self.prefetched.queries[:, :, t], longest, self.prefetched.search(t), retaken=retaken)
 
     def _by_place(self, log_weight: Tensor, choice: Choice) -> Tensor:
         """log_weight [B, Hq, M] moved to the places of the slab, [B, Hq, N]; 0 elsewhere."""
@@ -326,15 +326,15 @@ class OffloadedLayer:
 
     def asks(self, tokens: int) -> bool:
         """Whether an index of this layer's own is asked when so many tokens come."""
-        return self.group is not None and self.chooses and self.sequences.decodes(tokens)
+        return self.retriever is not None and self.chooses and self.sequences.decodes(tokens)
 
-    def foresee(self, queries: Tensor) -> None:
+    def prefetch(self, queries: Tensor) -> None:
         """Have the index asked with these queries, [B, Hq, T, D], instead of the coming tokens' own. One on the host begins to
         search at once, beside the layer before, for as many of the tokens as come before it changes."""
-        assert self.group is not None
+        assert self.retriever is not None
         self.drop_search()
-        early = self.undisturbed(queries.shape[2]) if self.group.index.on_host else 0
-        self.foreseen = Foreseen(queries, self.group.search(queries[:, :, :early]) if early else ())
+        early = self.undisturbed(queries.shape[2]) if self.retriever.index.on_host else 0
+        self.prefetched = PrefetchedSearch(queries, self.retriever.search(queries[:, :, :early]) if early else ())
 
     def undisturbed(self, tokens: int) -> int:
         """How many of the next tokens ask an index of what it was given so far: before the others, something leaves the ring."""
@@ -344,21 +344,21 @@ class OffloadedLayer:
         left = (any(self.updater.indexed[seq] < stop for seq, _, stop in self.sequences.leaving(t)) for t in range(tokens))
         return next((t for t, leaves in enumerate(left) if leaves), tokens)
 
-    foreseen: Foreseen | None = None
+    prefetched: PrefetchedSearch | None = None
     """Queries to ask the index with instead of the coming tokens' own."""
 
     def drop_search(self) -> None:
-        """The step does not come whose queries were foreseen."""
-        if self.foreseen is not None:
-            self.foreseen.drop()
-            self.foreseen = None
+        """Drop the predicted queries and their searches: the step does not come."""
+        if self.prefetched is not None:
+            self.prefetched.drop()
+            self.prefetched = None
 
     # Between steps
 
     @property
     def on_host(self) -> bool:
         """Whether the layer's index works on the host, beside the device."""
-        return self.group is not None and self.group.index.on_host
+        return self.retriever is not None and self.retriever.index.on_host
 
     @property
     def can_run_ahead(self) -> bool:
@@ -373,15 +373,15 @@ class OffloadedLayer:
         if self.plan is None:
             return
         self.check_finite()
-        self.pipeline.past.release()
+        self.streams.prefetcher.release()
         if self.updater is not None and not taken:
             live = (seq for seq in range(self.sequences.count) if seq not in self.sequences.idle)
             self.updater.renew({seq: self.sequences.indexed(seq) for seq in live}, self.watched)
         self._flush(leaving)
         self._wait_on_stream()
         self._make_room()
-        if self.group is not None and not self.on_host:
-            self.group.settle()
+        if self.retriever is not None and not self.on_host:
+            self.retriever.settle()
         self._know_addresses()
 
     def run_ahead(self, leaving: Sequence[tuple[int, int, int]]) -> bool:
@@ -406,7 +406,7 @@ class OffloadedLayer:
 
     def reserved(self, seq: int) -> int:
         """Tokens of a sequence that its blocks on the host have room for."""
-        return self.store.reserved(seq) if self.plan and seq < self.store.lanes else 0
+        return self.store.reserved(seq) if self.plan and seq < self.store.seqs else 0
 
     def reserve_blocks(self, ends: Mapping[int, int]) -> None:
         """See LayerKV."""
@@ -424,8 +424,8 @@ class OffloadedLayer:
         """Have room for the sequences' capacity: until that grows, nothing that a step reads moves."""
         capacity = self.sequences.capacity
         if self._room < capacity:
-            if self.group is not None and self.chooses:
-                self.group.make_room(capacity)
+            if self.retriever is not None and self.chooses:
+                self.retriever.make_room(capacity)
             if isinstance(self._transfer, UvaGather):
                 self._transfer.make_room(self.store, capacity, self.slab.data.device)
             self._room = capacity
@@ -455,15 +455,15 @@ class OffloadedLayer:
             return
         self.check_finite()
         self.offloader.wait()
-        if self.group is not None:
-            self.group.settle()
+        if self.retriever is not None:
+            self.retriever.settle()
 
     # Changes from outside
 
     def recover(self) -> None:
         """See LayerKV."""
-        if self.group is not None and self.chooses:
-            self.group.recover()
+        if self.retriever is not None and self.chooses:
+            self.retriever.recover()
 
     def rollback(self, failed: Step | None, *, repeated: bool = False) -> None:
         """See LayerKV."""
@@ -471,11 +471,11 @@ class OffloadedLayer:
             self.drop_search()
         if self.plan is None:
             return
-        if failed is not None and not repeated and self.group is not None and self.chooses:
-            self.group.forget_slots()
+        if failed is not None and not repeated and self.retriever is not None and self.chooses:
+            self.retriever.forget_slots()
         if failed is not None and not repeated and self._before[0] is failed:
             self.watched, self._before, self._finite = self._before[1], (None, {}), None
-        for seq in range(self.store.lanes):
+        for seq in range(self.store.seqs):
             changed = failed is not None and not repeated and failed.seq in (None, seq)
             length = self.sequences.length(seq) if seq < self.sequences.count else 0
             if length == 0:
@@ -518,8 +518,8 @@ class OffloadedLayer:
             return
         old, before = self.sequences.indexed(seq), self.sequences.length(seq)
         self.offloader.wait()
-        if self.group is not None:
-            self.group.settle()
+        if self.retriever is not None:
+            self.retriever.settle()
         if start < old and self.updater is not None:
             self.updater.truncate(seq, start)
         self.offloader.refill(seq, start, min(old, length, before))
@@ -544,8 +544,8 @@ class OffloadedLayer:
             return
         self.drop_search()
         self.offloader.wait()
-        if self.group is not None:
-            self.group.settle()
+        if self.retriever is not None:
+            self.retriever.settle()
         if self.updater is not None:
             self.updater.reorder(sequences)
         self.offloader.reorder(sequences)
@@ -568,14 +568,16 @@ class OffloadedLayer:
         queries, key, value = padded(other)
         self.allocate(step, queries, key, other.scale)
         if isinstance(other, DenseLayer) and self.offloader.keeps:
-            self.store.share(other.offloaded(self.settings.extent))
+            self.store.share(other.offloaded(self.settings.block_size))
         self.append(step, queries, key, value)
 
     def can_reuse(self, other: OffloadedLayer) -> bool:
         """Whether another layer's index is what this layer's would be: of the same method object, whose index serves any budget, of
         the same regions, and built of one prompt that nothing has followed."""
         mine, its, plan = self.settings, other.settings, other.plan
-        same = mine.method is its.method and mine.method.any_budget and (mine.seed, mine.extent) == (its.seed, its.extent)
+        same = (
+            mine.method is its.method and mine.method.any_budget and (mine.seed, mine.block_size) == (its.seed, its.block_size)
+        )
         sequences = other.sequences
         if not same or not sequences.prompt_only or plan is None:
             return False
@@ -593,7 +595,7 @@ class OffloadedLayer:
         self.watched = dict(other.watched)
         if self.updater is not None and other.updater is not None:
             self.updater.clone_from(other.updater)
-            self.updater.group.make_room(self.sequences.capacity)
+            self.updater.retriever.make_room(self.sequences.capacity)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedLayer:
         if self.plan is not None:

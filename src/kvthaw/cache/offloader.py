@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.host import HostStore
-from kvthaw.cache.pipeline import Pipeline
 from kvthaw.cache.pool import Slab
+from kvthaw.cache.streams import Streams
 
 
 class Offloader:
@@ -20,11 +20,11 @@ class Offloader:
     is offloaded.
     """
 
-    def __init__(self, store: HostStore, slab: Slab, pipeline: Pipeline, *, keeps: bool) -> None:
-        self.store, self.slab, self.pipeline, self.keeps = store, slab, pipeline, keeps
+    def __init__(self, store: HostStore, slab: Slab, streams: Streams, *, keeps: bool) -> None:
+        self.store, self.slab, self.streams, self.keeps = store, slab, streams, keeps
         self._latest: dict[int, tuple[int, int]] = {}  # rows before and after the latest copy from a ring
         if keeps:
-            store.prepare(slab, pipeline.together)
+            store.prepare(slab, streams.deferred)
 
     def prompt(self, seq: int, past: int, keys: Tensor, values: Tensor) -> None:
         """Offload keys and values [H, n, D] of a prompt, and before them what of the first `past` tokens stands in the ring only.
@@ -32,7 +32,7 @@ class Offloader:
         if self.keeps:
             self.up_to({seq: past})
             shared = self.store.length(seq) - past
-            self.pipeline.offload(self.store, seq, keys[:, shared:], values[:, shared:])
+            self.streams.offload(self.store, seq, keys[:, shared:], values[:, shared:])
 
     def up_to(self, positions: Mapping[int, int]) -> None:
         """Offload what of the first so many tokens of each sequence stands in sink or ring only."""
@@ -41,7 +41,7 @@ class Offloader:
         if not spans or not self.keeps:
             return
         self.wait_on_stream()
-        self.store.freeze(self.slab, spans, self.pipeline.together)
+        self.store.freeze(self.slab, spans, self.streams.deferred)
         self._latest.update({seq: (start, start + count) for seq, start, count in spans})
         if self.slab.data.is_cuda:  # on the current stream: a few rows, before the next step writes in their places
             copied = torch.cuda.Event()
@@ -76,7 +76,7 @@ class Offloader:
         else:
             sink = min(self.slab.regions.sink, stop)
             stored, held = 0, [(0, sink), (max(sink, min(ring_start, stop)), stop)]
-        blocks = self.pipeline.past.blocks(self.store, seq, stored, self.slab.data.device, self.store.arriving)
+        blocks = self.streams.prefetcher.blocks(self.store, seq, stored, self.slab.data.device, self.store.arriving)
         pieces = (self.slab.read(seq, *span) for span in held if span[0] < span[1])
         return ((rows[None, :, :, 0], rows[None, :, :, 1]) for rows in chain(blocks, pieces))
 

@@ -57,9 +57,9 @@ class Settings:
     instead of budget, the paper's regions and exactly this many rows from the index. More rows than the model has positions, or a
     batch capacity, are never retrieved. dense_layers: the first layers, which keep all KV on the device. sparse_queries:
     continuations of at most this many tokens (and at most the window) are decoded one by one through the index, longer ones are
-    dense; the last chunk of a prompt given in chunks is a continuation too. extent: tokens in a block of host memory. host_bytes:
-    the most host memory that blocks of KV may take, those allocated ahead included; None: as much as the system has. A prompt, or a
-    token, that needs more raises HostMemoryError and changes nothing: it can be given again when something was freed.
+    dense; the last chunk of a prompt given in chunks is a continuation too. block_size: tokens in a block of host memory.
+    host_bytes: the most host memory that blocks of KV may take, those allocated ahead included; None: as much as the system has. A
+    prompt, or a token, that needs more raises HostMemoryError and changes nothing: it can be given again when something was freed.
     """
 
     method: Method
@@ -68,13 +68,15 @@ class Settings:
     dense_layers: int = 0
     seed: int = 0
     sparse_queries: int = 16
-    extent: int = 1024
+    block_size: int = 1024
     host_bytes: int | None = None
 
     def __post_init__(self) -> None:
         check_type(int | float | None, budget=self.budget)
         check_type(int | None, retrieved=self.retrieved, host_bytes=self.host_bytes)
-        check_type(int, dense_layers=self.dense_layers, seed=self.seed, sparse_queries=self.sparse_queries, extent=self.extent)
+        check_type(
+            int, dense_layers=self.dense_layers, seed=self.seed, sparse_queries=self.sparse_queries, block_size=self.block_size
+        )
         if self.retrieved is not None and self.budget is not None:
             raise ConfigError(f"budget is {self.budget} and retrieved is {self.retrieved}; give one of them")
         if self.retrieved is not None and (self.retrieved < 1 or self.method.index is None):
@@ -84,7 +86,7 @@ class Settings:
         at_least(0, dense_layers=self.dense_layers, seed=self.seed)
         if self.seed >= 1 << 63:
             raise ConfigError(f"seed is {self.seed}; it must be less than 2^63")
-        at_least(1, sparse_queries=self.sparse_queries, extent=self.extent)
+        at_least(1, sparse_queries=self.sparse_queries, block_size=self.block_size)
         if isinstance(self.budget, int):
             self.plan(0)
 

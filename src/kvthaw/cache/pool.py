@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvthaw.cache.together import Together
+from kvthaw.cache.deferred_batch import DeferredBatch
 from kvthaw.kernels.places import place_of
 from kvthaw.regions import Regions
 
@@ -21,7 +21,7 @@ class Slab:
 
     def __init__(
         self,
-        lanes: int,
+        seqs: int,
         kv_heads: int,
         head_dim: int,
         regions: Regions,
@@ -32,8 +32,8 @@ class Slab:
     ) -> None:
         self.regions, self.slots = regions, slots
         self.pool_start = regions.sink + regions.ring
-        self.data = torch.zeros((lanes, kv_heads, self.pool_start + slots, 2, head_dim), dtype=dtype, device=device)
-        self.tickets = torch.zeros(lanes * kv_heads + 1, dtype=torch.int32, device=device)
+        self.data = torch.zeros((seqs, kv_heads, self.pool_start + slots, 2, head_dim), dtype=dtype, device=device)
+        self.tickets = torch.zeros(seqs * kv_heads + 1, dtype=torch.int32, device=device)
 
     @property
     def keys(self) -> Tensor:
@@ -62,31 +62,31 @@ class Slab:
             start += n
         return found
 
-    def write(self, lane: int, start: int, rows: Tensor) -> None:
+    def write(self, seq: int, start: int, rows: Tensor) -> None:
         """Put rows [H, n, 2, D], positions start .. start + n, in their places; n no more than fits in sink and ring."""
-        self.data[lane].index_copy_(1, self.places(start, start + rows.shape[1]), rows.to(self.data.device))
+        self.data[seq].index_copy_(1, self.places(start, start + rows.shape[1]), rows.to(self.data.device))
 
-    def read(self, lane: int, start: int, stop: int) -> Tensor:
+    def read(self, seq: int, start: int, stop: int) -> Tensor:
         """Rows [H, stop - start, 2, D] of positions that stand in the sink or in the ring, of the caller's own."""
-        pieces = [self.data[lane, :, place:end] for place, end in self.runs(start, stop)]
-        return torch.cat(pieces or [self.data[lane, :, :0]], dim=1)
+        pieces = [self.data[seq, :, place:end] for place, end in self.runs(start, stop)]
+        return torch.cat(pieces or [self.data[seq, :, :0]], dim=1)
 
-    def read_lanes(self, starts: Sequence[tuple[int, int]], n: int, together: Together) -> Tensor:
-        """Rows [R, H, n, 2, D] of positions start .. start + n of some lanes, each (lane, start), which stand in the sink or in the
-        ring; of the caller's own. together: of the layers that read the same lanes."""
+    def read_seqs(self, starts: Sequence[tuple[int, int]], n: int, deferred: DeferredBatch) -> Tensor:
+        """Rows [R, H, n, 2, D] of positions start .. start + n of some sequences, each (sequence, start), which stand in the sink
+        or in the ring; of the caller's own. together: of the layers that read the same sequences."""
         heads, held = self.data.shape[1:3]
         key = "places", tuple(starts), n, self.regions, tuple(self.data.shape[:3]), self.data.device
 
         def places() -> Tensor:
-            lanes, at = torch.tensor(starts)[:, :, None].unbind(dim=1)
+            seqs, at = torch.tensor(starts)[:, :, None].unbind(dim=1)
             place = place_of(at + torch.arange(n), self.regions.sink, self.regions.ring)
-            heads_of = lanes * heads + torch.arange(heads)
+            heads_of = seqs * heads + torch.arange(heads)
             return (heads_of[:, :, None] * held + place[:, None]).flatten().to(self.data.device, non_blocking=True)
 
-        rows = self.data.view(-1, *self.data.shape[3:]).index_select(0, together.once(key, places))
+        rows = self.data.view(-1, *self.data.shape[3:]).index_select(0, deferred.once(key, places))
         return rows.view(len(starts), heads, n, *self.data.shape[3:])
 
-    def reorder(self, lanes: Tensor) -> None:
-        """Lane i becomes what lane lanes[i] was; lanes [B'] int64."""
-        self.data = self.data.index_select(0, lanes)
+    def reorder(self, seqs: Tensor) -> None:
+        """Sequence i becomes what sequence seqs[i] was; sequences [B'] int64."""
+        self.data = self.data.index_select(0, seqs)
         self.tickets = self.tickets.new_zeros(self.data.shape[0] * self.data.shape[1] + 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvthaw.cache.host import HostStore
-from kvthaw.cache.pipeline import Pipeline
+from kvthaw.cache.streams import Streams
 from kvthaw.regions import Regions
 
 
@@ -16,13 +16,13 @@ class BlockPreallocator:
     or two of all (layer, sequence) pairs have their turn, and each comes round before its block is full.
     """
 
-    def __init__(self, pipeline: Pipeline) -> None:
-        self._pipeline = pipeline
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
         self._done = 0  # decoded tokens up to which turns were given
 
     def turns(self, decoded: int, count: int, rounds: int) -> Iterator[tuple[int, int]]:
         """Yield (layer number, sequence) for the pairs whose turn has come since the last call, `count` sequences a layer."""
-        pairs = self._pipeline.layers * count
+        pairs = self._streams.layers * count
         for step in range(max(self._done, decoded - rounds) + 1, decoded + 1) if decoded > self._done else ():
             for pair in range(step % rounds, pairs, rounds):
                 yield divmod(pair, count)
@@ -32,8 +32,8 @@ class BlockPreallocator:
         """Take the next block of a sequence of `length` tokens if it may be needed before the sequence's next turn."""
         steps = store.reserved(seq) + regions.window + 1 - length  # until it is needed, or some more
         if steps < self.rounds(store, regions):
-            self._pipeline.spare(store, seq)
+            self._streams.spare(store, seq)
 
     def rounds(self, store: HostStore, regions: Regions) -> int:
         """Steps after which every sequence of every layer has had its turn."""
-        return min(self._pipeline.layers * store.lanes, max(1, store.extent // 2, store.extent - regions.buffer))
+        return min(self._streams.layers * store.seqs, max(1, store.block_size // 2, store.block_size - regions.buffer))

@@ -10,7 +10,7 @@ from kvthaw.native import admit as native_admit
 
 
 class Residency:
-    """A direct-mapped table from rows to slots for each lane and KV head.
+    """A direct-mapped table from rows to slots for each sequence and KV head.
 
     row_slot [B, H, T + 1] int32: the slot of a row or -1. slot_row [B, H, C + 1] int32: the row in a slot or -1. used [B, H, C + 1]
     int32: the step at which a slot was last wanted. The last column of the first two is a place where writes that mean nothing go,
@@ -18,11 +18,11 @@ class Residency:
     those wanted longest ago. counts [3] int64, of all steps: rows wanted, rows to bring, the most rows that a head wanted.
     """
 
-    def __init__(self, lanes: int, kv_heads: int, slots: int, *, device: torch.device) -> None:
+    def __init__(self, seqs: int, kv_heads: int, slots: int, *, device: torch.device) -> None:
         self.slots, self.device = slots, device
-        self.row_slot = torch.full((lanes, kv_heads, 1), -1, dtype=torch.int32, device=device)
-        self.slot_row = torch.full((lanes, kv_heads, slots + 1), -1, dtype=torch.int32, device=device)
-        self.used = torch.zeros((lanes, kv_heads, slots + 1), dtype=torch.int32, device=device)
+        self.row_slot = torch.full((seqs, kv_heads, 1), -1, dtype=torch.int32, device=device)
+        self.slot_row = torch.full((seqs, kv_heads, slots + 1), -1, dtype=torch.int32, device=device)
+        self.used = torch.zeros((seqs, kv_heads, slots + 1), dtype=torch.int32, device=device)
         self.counts = torch.zeros(3, dtype=torch.int64, device=device)
 
     @property
@@ -48,16 +48,16 @@ class Residency:
         rows, tables = rows.contiguous(), (self.row_slot, self.slot_row, self.used, self.counts)
         return device_admit(rows, *tables) if self.device.type == "cuda" else native_admit(rows, *tables, out)
 
-    def clear(self, lane: int, length: int = 0) -> None:
-        """Forget the rows >= length of a lane."""
-        gone = self.slot_row[lane] >= length
-        self.slot_row[lane].masked_fill_(gone, -1)
-        self.used[lane].masked_fill_(gone, 0)
-        self.row_slot[lane, :, length:] = -1
+    def clear(self, seq: int, length: int = 0) -> None:
+        """Forget the rows >= length of a sequence."""
+        gone = self.slot_row[seq] >= length
+        self.slot_row[seq].masked_fill_(gone, -1)
+        self.used[seq].masked_fill_(gone, 0)
+        self.row_slot[seq, :, length:] = -1
 
-    def reorder(self, lanes: Tensor) -> None:
-        """Lane i becomes what lane lanes[i] was; lanes [B'] int64."""
-        self.row_slot, self.slot_row, self.used = (t.index_select(0, lanes) for t in (self.row_slot, self.slot_row, self.used))
+    def reorder(self, seqs: Tensor) -> None:
+        """Sequence i becomes what sequence seqs[i] was; sequences [B'] int64."""
+        self.row_slot, self.slot_row, self.used = (t.index_select(0, seqs) for t in (self.row_slot, self.slot_row, self.used))
 
     def nbytes(self) -> int:
         return sum(t.nbytes for t in (self.row_slot, self.slot_row, self.used))

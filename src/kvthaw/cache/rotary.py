@@ -49,4 +49,4 @@ class Rotary:
         return torch.cat((turned, keys[:, :, self.width :].float()), dim=2)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Rotary:
-        return self  # tables only grow, and hold no lane's data
+        return self  # tables only grow, and hold no sequence's data

@@ -9,10 +9,10 @@ from kvthaw.errors import CacheError
 from kvthaw.types import LayerShape, Selection
 
 
-def check_selection(found: object, who: str, shape: LayerShape, lanes: int, budget: int, ends: Tensor) -> None:
+def check_selection(found: object, who: str, shape: LayerShape, seqs: int, budget: int, ends: Tensor) -> None:
     """Raise CacheError where an index of a layer broke its contract.
 
-    found: what select() returned for `lanes` sequences and `budget` rows a KV head. who: its name. ends [B] int32: where the
+    found: what select() returned for `seqs` sequences and `budget` rows a KV head. who: its name. ends [B] int32: where the
     positions that it holds end; they begin after the sink. Copies to the host, which waits.
     """
 
@@ -22,14 +22,14 @@ def check_selection(found: object, who: str, shape: LayerShape, lanes: int, budg
 
     need(isinstance(found, Selection), f"select() returned {type(found).__name__}; it must return a Selection")
     assert isinstance(found, Selection)
-    rows, heads = found.rows, (lanes, shape.kv_heads)
+    rows, heads = found.rows, (seqs, shape.kv_heads)
     width = rows.shape[2] if rows.dim() == 3 else budget
     wanted = {"rows": (rows, (*heads, width), torch.int32), "counts": (found.counts, heads, torch.int32)}
     if found.log_weight is not None:
-        wanted["log_weight"] = (found.log_weight, (lanes, shape.q_heads, width), torch.float32)
+        wanted["log_weight"] = (found.log_weight, (seqs, shape.q_heads, width), torch.float32)
     if found.partial is not None:
-        wanted["partial.out"] = (found.partial.out, (lanes, shape.q_heads, shape.head_dim), torch.float32)
-        wanted["partial.lse"] = (found.partial.lse, (lanes, shape.q_heads), torch.float32)
+        wanted["partial.out"] = (found.partial.out, (seqs, shape.q_heads, shape.head_dim), torch.float32)
+        wanted["partial.lse"] = (found.partial.lse, (seqs, shape.q_heads), torch.float32)
     for name, (tensor, size, dtype) in wanted.items():
         is_, must = f"{tensor.dtype} {list(tensor.shape)}", f"{dtype} {list(size)}"
         need(tensor.dtype == dtype and tuple(tensor.shape) == size, f"{name} is {is_}; it must be {must}")
@@ -42,14 +42,14 @@ def check_selection(found: object, who: str, shape: LayerShape, lanes: int, budg
         (_again(rows), "is there twice; of"),
     ):
         if bad.any():
-            lane, head, place = bad.nonzero()[0].tolist()
-            where = f"sequence {lane}, KV head {head}"
-            need(False, f"{where}: row {int(rows[lane, head, place])} {what} its positions [{sink}, {int(ends[lane])})")
+            seq, head, place = bad.nonzero()[0].tolist()
+            where = f"sequence {seq}, KV head {head}"
+            need(False, f"{where}: row {int(rows[seq, head, place])} {what} its positions [{sink}, {int(ends[seq])})")
     wrong = held.sum(dim=2) != counts
     if wrong.any():
-        lane, head = wrong.nonzero()[0].tolist()
-        have = int(held[lane, head].sum())
-        need(False, f"sequence {lane}, KV head {head}: counts is {int(counts[lane, head])}, but {have} rows are not -1")
+        seq, head = wrong.nonzero()[0].tolist()
+        have = int(held[seq, head].sum())
+        need(False, f"sequence {seq}, KV head {head}: counts is {int(counts[seq, head])}, but {have} rows are not -1")
 
 
 def _again(rows: Tensor) -> Tensor:

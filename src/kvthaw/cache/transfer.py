@@ -22,15 +22,16 @@ class BulkCopy:
         self._sent: torch.cuda.Event | None = None
 
     def fetch(self, host: HostStore, slab: Slab, fetch: Tensor, slots: Tensor) -> None:
-        """Write row fetch[b, h, m] of lane b, head h into pool slot slots[b, h, m]. Both [B, H, M] int32 on the CPU; -1 skips."""
+        """Write row fetch[b, h, m] of sequence b, head h into pool slot slots[b, h, m]. Both [B, H, M] int32 on the CPU; -1
+        skips."""
         if self._sent is not None:  # the last copy may still read the staging buffer
             self._sent.synchronize()
         wanted = fetch.numel()
         staging = self._buffer(host, wanted)
-        count, which = gather_rows(host.table(), host.extent, fetch.contiguous(), staging)
+        count, which = gather_rows(host.table(), host.block_size, fetch.contiguous(), staging)
         if count == 0:
             return
-        lanes, heads, n = slab.data.shape[:3]
+        seqs, heads, n = slab.data.shape[:3]
         place = which // fetch.shape[2] * n + slab.pool_start + slots.reshape(-1)[which]
         rows = staging[:count]
         if slab.data.device.type == "cuda":
@@ -38,7 +39,7 @@ class BulkCopy:
             place = place.pin_memory().to(slab.data.device, non_blocking=True)
             self._sent = torch.cuda.Event()
             self._sent.record()
-        slab.data.view(lanes * heads * n, 2, -1).index_copy_(0, place, rows)
+        slab.data.view(seqs * heads * n, 2, -1).index_copy_(0, place, rows)
 
     def _buffer(self, host: HostStore, rows: int) -> Tensor:
         if self._staging is None or self._staging.shape[0] < rows or self._staging.dtype != host.dtype:
@@ -64,16 +65,16 @@ class UvaGather:
         return self._addresses.table
 
     def make_room(self, host: HostStore, tokens: int, device: torch.device) -> None:
-        """For the addresses of so many tokens a lane: until there are more, the table stays where it is."""
+        """For the addresses of so many tokens a sequence: until there are more, the table stays where it is."""
         self._addresses.make_room(host, tokens, device)
 
     def prepare(self, host: HostStore, device: torch.device) -> None:
-        """Bring the addresses of the extents to the device, in place while there is room."""
+        """Bring the addresses of the blocks to the device, in place while there is room."""
         self._addresses.follow(host, device)
 
     def fetch(self, host: HostStore, slab: Slab, fetch: Tensor, slots: Tensor) -> None:
         """As BulkCopy.fetch, with fetch and slots on the device."""
-        uva_gather(self._addresses.follow(host, slab.data.device), host.extent, slab.data, fetch, slots, slab.pool_start)
+        uva_gather(self._addresses.follow(host, slab.data.device), host.block_size, slab.data, fetch, slots, slab.pool_start)
 
     def __deepcopy__(self, memo: dict[int, object]) -> UvaGather:
         return UvaGather()

@@ -31,7 +31,7 @@ PREFILL_EXAMPLES = (
 )
 SERVING_EXAMPLES = (
     "Examples:\n\n  kvthaw bench serving --shape llama-3.1-8b --length 16384 --method full,pariskv,prkv --budget 1024 --json\n\n"
-    "  kvthaw bench serving --shape tiny --length 1000 --lanes 2 --requests 4 --method full,quest --out serving.jsonl"
+    "  kvthaw bench serving --shape tiny --length 1000 --max-seqs 2 --requests 4 --method full,quest --out serving.jsonl"
 )
 Shape = Annotated[str, typer.Option(help=f"The model's shape, with random weights: {', '.join(SHAPES)}.")]
 HostBytes = Annotated[int | None, typer.Option(help="The most host memory to use; asks the system what is free unless given.")]
@@ -150,7 +150,7 @@ def prefill(
 def serving(
     shape: Shape = "tiny",
     length: Annotated[int, typer.Option(min=2, help="Tokens of the longest prompt; the shortest has half as many.")] = 2048,
-    lanes: Annotated[int, typer.Option(min=1, help="Requests that are decoded together.")] = 4,
+    max_seqs: Annotated[int, typer.Option(min=1, help="Requests that are decoded at once.")] = 4,
     requests: Annotated[int, typer.Option(min=1, help="Requests in all.")] = 8,
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens that each gets.")] = 64,
     method: options.Methods = "full,pariskv",
@@ -170,7 +170,7 @@ def serving(
     from kvthaw.cli.common import waiting
     from kvthaw.evaluate.results import ResultsFile
 
-    sizes = {"length": length, "lanes": lanes, "requests": requests, "new_tokens": new_tokens, "budget": budget}
+    sizes = {"length": length, "max_seqs": max_seqs, "requests": requests, "new_tokens": new_tokens, "budget": budget}
     asked = Serving(shape=shape, compile=compile_, **sizes)
     with waiting(f"serving {requests} requests of up to {length:,} tokens"):
         records = run(asked, names, ResultsFile(out), commit=commit, say=_said(as_json))

@@ -33,7 +33,7 @@ _SCORED = 4096  # tokens of a prompt that go through the model at once where the
 class Request:
     """A prompt and what is generated after it.
 
-    lane: its place in the batch while it is there. prompt: its tokens; tokens: those generated so far. finished: None while more
+    seq: its place in the batch while it is there. prompt: its tokens; tokens: those generated so far. finished: None while more
     will come; "stop" after a stop token (which is the last of tokens) or a stop string, "length" at its limit, "left" where it was
     taken out. stopped_by: the token or the string.
 
@@ -42,7 +42,7 @@ class Request:
     logprobs: of each of tokens; prompt_logprobs: of each of the prompt, None for its first; where sampling asks for them.
     """
 
-    lane: int
+    seq: int
     prompt: int
     limit: int
     stop: frozenset[int]
@@ -79,14 +79,14 @@ class Request:
 
 
 class Batch:
-    """Up to `lanes` requests decoded together, each of its own length; they join and leave between steps.
+    """Up to `max_seqs` requests decoded together, each of its own length; they join and leave between steps.
 
-    Everything that a step reads is allocated for `capacity` tokens a lane when the first joins and stays where it is, so that on a
-    GPU one captured step (see kvthaw.engine.decode) serves all, whoever is in the batch. Each request's
-    tokens are those that it would get alone. One that finishes leaves by itself.
+    Everything that a step reads is allocated for `capacity` tokens a sequence when the first joins and stays where it is, so that
+    on a GPU one captured step (see kvthaw.engine.decode) serves all, whoever is in the batch. Each request's tokens are those that
+    it would get alone. One that finishes leaves by itself.
 
     model: as for `Cache`; all its layers must be full attention. method, and the settings budget, retrieved, dense_layers, seed,
-    extent and host_bytes: as for `Cache`; a budget is a number of tokens, for a fraction of the prompt would differ from
+    block and host_bytes: as for `Cache`; a budget is a number of tokens, for a fraction of the prompt would differ from
     one to the next. prefill_chunk, capture, compile: as for `attach`.
 
     Raises ConfigError for a setting out of range, UnsupportedModelError for a model that cannot work and CacheError for one that
@@ -94,13 +94,13 @@ class Batch:
 
     Example::
 
-        batch = kvthaw.Batch(model, "pariskv", lanes=8, capacity=32768, budget=512)
+        batch = kvthaw.Batch(model, "pariskv", max_seqs=8, capacity=32768, budget=512)
         waiting = [...]  # prompts: token ids
         while waiting or batch.requests:
             while waiting and batch.free:
                 batch.join(waiting.pop(), max_new_tokens=200)
             for request in batch.step():
-                print(request.lane, request.tokens[-1], request.finished)
+                print(request.sequence, request.tokens[-1], request.finished)
     """
 
     def __init__(
@@ -108,15 +108,15 @@ class Batch:
         model: PreTrainedModel,
         method: str | Method = "icecache",
         *,
-        lanes: int,
+        max_seqs: int,
         capacity: int,
         prefill_chunk: int = CHUNK,
         capture: bool = True,
         compile: bool = False,
         **settings: Any,
     ) -> None:
-        check_type(int, lanes=lanes, capacity=capacity, prefill_chunk=prefill_chunk)
-        at_least(1, lanes=lanes, capacity=capacity, prefill_chunk=prefill_chunk)
+        check_type(int, max_seqs=max_seqs, capacity=capacity, prefill_chunk=prefill_chunk)
+        at_least(1, max_seqs=max_seqs, capacity=capacity, prefill_chunk=prefill_chunk)
         if isinstance(settings.get("budget"), float):
             raise ConfigError(f"budget is {settings['budget']}; a batch needs a number of tokens, no fraction of a prompt")
         model = unwrap(model)
@@ -127,29 +127,29 @@ class Batch:
         self.cache = Cache(model, method, **settings)
         if len(self.cache.kv_layers) != len(self.cache.layers):
             raise UnsupportedModelError(
-                f"{type(model).__name__} has layers that are not full attention; a batch of lanes does not serve those"
+                f"{type(model).__name__} has layers that are not full attention; a batch of sequences does not serve those"
             )
         self._model = model
-        self._lanes: list[Request | None] = [None] * lanes
-        self._sampler = Sampler(lanes, model.config.get_text_config(decoder=True).vocab_size, model.device)
-        self.cache.kv.open(lanes, capacity)
+        self._seqs: list[Request | None] = [None] * max_seqs
+        self._sampler = Sampler(max_seqs, model.config.get_text_config(decoder=True).vocab_size, model.device)
+        self.cache.kv.open(max_seqs, capacity)
         self._forward = compiled_step(model.forward) if compile else model.forward
         self._compile, self._capture = compile, capture and model.device.type == "cuda"
 
     @property
     def requests(self) -> list[Request]:
-        """Those that are in the batch, by lane."""
-        return [request for request in self._lanes if request is not None]
+        """Those that are in the batch, by sequence."""
+        return [request for request in self._seqs if request is not None]
 
     @property
-    def lanes(self) -> int:
+    def max_seqs(self) -> int:
         """How many requests there is room for."""
-        return len(self._lanes)
+        return len(self._seqs)
 
     @property
     def free(self) -> int:
         """How many more can join."""
-        return self._lanes.count(None)
+        return self._seqs.count(None)
 
     def stats(self) -> Stats:
         """Stats of the batch's cache, over all requests so far."""
@@ -164,18 +164,17 @@ class Batch:
         sampling: Sampling = GREEDY,
         tokenizer: Any = None,
     ) -> Request:
-        """Prefill a prompt in a free lane and choose its first token.
+        """Prefill a prompt in a free sequence and choose its first token.
 
         prompt: token ids, at least one, [T] or [1, T]. max_new_tokens: None for sampling.max_tokens, or as many as the capacity
         holds. stop: tokens that end it beside sampling.stop_token_ids, None for those of the model's generation config. tokenizer:
         transformers', which decodes `Request.text`; stop strings need one. Returns the request with its first token, which may be
         all that it wanted. For several outputs join with each of `sampling.split(n)`.
 
-        Raises CacheError where no lane is free and ConfigError for a prompt that does not fit or has ids that are no tokens of the
-        model's, and for settings that cannot be met; then, and where the prefill itself fails, the batch is as it was.
-        """
+        Raises CacheError where no sequence is free and ConfigError for a prompt that does not fit or has ids that are no tokens of
+        the model's, and for settings that cannot be met; then, and where the prefill itself fails, the batch is as it was."""
         if not self.free:
-            raise CacheError(f"all {len(self._lanes)} lanes are taken; one must leave first")
+            raise CacheError(f"all {len(self._seqs)} sequences are taken; one must leave first")
         if isinstance(prompt, str):
             raise ConfigError(f"the prompt is text, {prompt[:20]!r}; it must be token ids, as a tokenizer makes them")
         ids = torch.as_tensor(prompt, dtype=torch.int64, device=self._model.device).reshape(1, -1)
@@ -190,7 +189,7 @@ class Batch:
             raise ConfigError("the prompt is empty")
         if limit < 1 or tokens + limit > self.capacity:
             raise ConfigError(
-                f"the prompt has {tokens} tokens and max_new_tokens is {wanted}; a lane has room for {self.capacity} in all"
+                f"the prompt has {tokens} tokens and max_new_tokens is {wanted}; a sequence has room for {self.capacity} in all"
             )
         if sampling.min_tokens > limit:
             raise ConfigError(f"min_tokens is {sampling.min_tokens}; it must be at most {limit}, the tokens that may come")
@@ -200,7 +199,7 @@ class Batch:
         least, most = int(ids.min()), int(ids.max())
         if least < 0 or most >= words:  # on a GPU the whole batch would be lost
             raise ConfigError(f"the prompt has token ids from {least} to {most}; the model's are 0 to {words - 1}")
-        request = Request(self._lanes.index(None), tokens, limit, self._stops(stop, sampling), sampling)
+        request = Request(self._seqs.index(None), tokens, limit, self._stops(stop, sampling), sampling)
         self._sampler.check(sampling, request.stop)
         if tokenizer is not None:
             request._decoded = Detokenizer(
@@ -208,16 +207,16 @@ class Batch:
             )
         kv = self.cache.kv
         self.cache.wait()
-        kv.clear(request.lane)  # steps that it took part in as an empty lane leave traces too
+        kv.clear(request.seq)  # steps that it took part in as an empty sequence leave traces too
         try:
             logits = self._prefill(request, ids)
             self.cache.wait()
         except BaseException:
-            kv.clear(request.lane)
+            kv.clear(request.seq)
             raise
-        self._lanes[request.lane] = request
-        self._sampler.join(request.lane, sampling, ids[0], request.stop)
-        place = slice(request.lane, request.lane + 1)
+        self._seqs[request.seq] = request
+        self._sampler.join(request.seq, sampling, ids[0], request.stop)
+        place = slice(request.seq, request.seq + 1)
         self._give([request], self._sampler(logits, torch.tensor([tokens], device=ids.device), place))
         return request
 
@@ -229,19 +228,19 @@ class Batch:
         if not requests:
             return []
         device = self._model.device
-        at = [(request.tokens[-1], request.prompt + len(request.tokens) - 1) if request else (0, 0) for request in self._lanes]
+        at = [(request.tokens[-1], request.prompt + len(request.tokens) - 1) if request else (0, 0) for request in self._seqs]
         ids, positions = torch.tensor(at, device=device)[:, :, None].unbind(1)
         with torch.no_grad():
             logits = self._replay(ids, positions)[:, -1]
             drawn = self._sampler(logits, positions[:, 0] + 1)
         self._replay.run_ahead()
-        self._give(self._lanes, drawn)
+        self._give(self._seqs, drawn)
         return requests
 
     def leave(self, request: Request) -> None:
         """Take a request out before it has finished. Raises CacheError for one that is not in the batch."""
-        if request.finished or self._lanes[request.lane] is not request:
-            raise CacheError(f"the request of lane {request.lane} is not in the batch any longer")
+        if request.finished or self._seqs[request.seq] is not request:
+            raise CacheError(f"the request of sequence {request.seq} is not in the batch any longer")
         request.finished = "left"
         self._release(request)
 
@@ -257,15 +256,15 @@ class Batch:
                     self._release(request)
 
     def _prefill(self, request: Request, ids: Tensor) -> Tensor:
-        """The logits [1, V] after a prompt [1, T] that goes to the request's lane, in chunks where it is long."""
-        tokens, lane, n = ids.shape[1], request.lane, request.sampling.prompt_logprobs
+        """The logits [1, V] after a prompt [1, T] that goes to the request's sequence, in chunks where it is long."""
+        tokens, seq, n = ids.shape[1], request.seq, request.sampling.prompt_logprobs
         scores = []
         some = {"logits_to_keep": 1} if n is None and self._model._supports_logits_to_keep() else {}
         chunk = self.prefill_chunk if n is None else min(self.prefill_chunk, _SCORED)
         if self.cache.settings.method.evicts:  # what is dropped cannot be attended to again
             chunk = tokens
         logits = torch.empty(0)
-        with self.cache.kv.prompt(tokens, lane), torch.no_grad():
+        with self.cache.kv.prompt(tokens, seq), torch.no_grad():
             for start, stop in spans(tokens, chunk):
                 every = self._model(ids[:, start:stop], past_key_values=self.cache, use_cache=True, **some).logits
                 logits = every[:, -1]
@@ -289,9 +288,9 @@ class Batch:
         return cache.replay
 
     def _release(self, request: Request) -> None:
-        self._lanes[request.lane] = None
-        self._sampler.leave(request.lane)
-        self.cache.kv.clear(request.lane)
+        self._seqs[request.seq] = None
+        self._sampler.leave(request.seq)
+        self.cache.kv.clear(request.seq)
 
     def _stops(self, stop: int | Sequence[int] | None, sampling: Sampling) -> frozenset[int]:
         if stop is None and not sampling.ignore_eos:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvthaw.cache.recording import Recording
+from kvthaw.cache.segmented_graph import SegmentedGraph
 from kvthaw.engine.ops import serving
 from kvthaw.types import Method
 
@@ -36,7 +36,7 @@ def compilable(cache: Cache) -> str | None:
         return "the model has layers that transformers serves itself"
     if cache.turns_by_length:
         return f"the model's {cache.turns_by_length} positions need the host in every step"
-    if cache.settings.method.foresees:
+    if cache.settings.method.prefetches:
         return f"{cache.settings.method.name} looks into the model between its layers"
     return None
 
@@ -48,7 +48,7 @@ def capturable(cache: Cache) -> str | None:
         return reason
     method, layers = cache.settings.method, cache.kv.offloaded
     if method.index is not None and layers:
-        index = None if layers[0].group is None else layers[0].group.index
+        index = None if layers[0].retriever is None else layers[0].retriever.index
         return asks_host(method, safe=index is not None and (index.graph_safe or index.on_host))
     return None
 
@@ -93,7 +93,7 @@ class GraphRunner:
         self.captures, self.capture_seconds, self.capture_bytes = 0, 0.0, 0
         self._forward, self._kv = forward, cache.kv
         self._known = -1, -1  # version and length at which no tensor had moved
-        self._graph: Recording | None = None
+        self._graph: SegmentedGraph | None = None
         self._addresses: tuple[int, ...] = ()
         self._steady = 0
         self._ids = self._positions = self._logits = torch.empty(0)
@@ -142,9 +142,9 @@ class GraphRunner:
         self._known = sequences.version, sequences.padded_length
         return self._logits
 
-    def _replay(self, recording: Recording) -> None:
+    def _replay(self, graph: SegmentedGraph) -> None:
         try:
-            recording.replay()
+            graph.replay()
         except BaseException:
             self._kv.sequences.forget_device()  # the device may have gone on
             raise
@@ -173,17 +173,17 @@ class GraphRunner:
         logits: Tensor = out.logits
         return logits
 
-    def _capture(self) -> Recording:
+    def _capture(self) -> SegmentedGraph:
         begin, device = time.perf_counter(), self._ids.device
-        with _uncollected(), Recording() as recording:
+        with _uncollected(), SegmentedGraph() as graph:
             before = torch.cuda.memory_reserved(device)
-            with self._kv.pipeline.records(recording):
+            with self._kv.streams.records(graph):
                 self._logits = self._run()
-        self._graph = recording
+        self._graph = graph
         self.captures += 1
         self.capture_bytes = torch.cuda.memory_reserved(device) - before
         self.capture_seconds += time.perf_counter() - begin
-        return recording
+        return graph
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copied cache captures anew."""

@@ -1,8 +1,7 @@
 """A prompt that is too long to go through a model at once goes through in chunks.
 
-Each chunk attends to itself and to the KV before it, streamed back from the host (`kvthaw.cache.past`), so the device holds a
-chunk's activations and two blocks of KV whatever the length of the prompt, and gets what one pass would get.
-"""
+Each chunk attends to itself and to the KV before it, streamed back from the host (`kvthaw.cache.kv_prefetcher`), so the device
+holds a chunk's activations and two blocks of KV whatever the length of the prompt, and gets what one pass would get."""
 
 from __future__ import annotations
 

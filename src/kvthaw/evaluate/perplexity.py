@@ -181,11 +181,11 @@ class Reader:
         bases = [Cache(self.model, "full") for _ in texts]
         for row, (base, ids) in enumerate(zip(bases, texts, strict=True)):
             prefill(self.model, base, ids[:length], progress=lambda done, _, at=row * length: tell(at + done, total, "prefill"))  # type: ignore[misc]
-        together = joined(self.model, bases)
-        with Forks(together) as forks:
+        deferred = joined(self.model, bases)
+        with Forks(deferred) as forks:
             for variant in stretch.variants:
                 settings = [self._setting(course, variant, length, seed) for seed in stretch.seeds]
-                make = forks.fork if len(texts) > 1 else partial(fork, together)  # a single one is timed
+                make = forks.fork if len(texts) > 1 else partial(fork, deferred)  # a single one is timed
                 yield self._read(settings, variant, partial(make, variant), [ids[length:] for ids in texts], tell)
 
     def _setting(self, course: Course, variant: Variant, length: int, seed: int) -> Setting:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvthaw.cache.group import Choice
 from kvthaw.cache.offloaded_layer import OffloadedLayer
+from kvthaw.cache.retriever import Choice
 from kvthaw.engine.hf import Cache
 from kvthaw.errors import at_least
 from kvthaw.evaluate.machine import now
@@ -22,7 +22,7 @@ from kvthaw.kernels.merge import merge
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """One sparse step of one layer and lane, after the token at position `length` - 1.
+    """One sparse step of one layer and sequence, after the token at position `length` - 1.
 
     attention_mass [Hq]: the share of the exact softmax over all tokens that sink, window, buffer and the selected rows cover;
     for a sampling method, the rows that the head drew. held_mass [Hq]: the part of it that sink, window and buffer cover.
@@ -36,7 +36,7 @@ class Observation:
     """
 
     layer: int
-    lane: int
+    seq: int
     length: int
     attention_mass: Tensor
     recall_at_k: Tensor
@@ -52,15 +52,15 @@ class Observation:
         """One a KV head, its query heads with it."""
         heads = self.rows.shape[0]
         parts = [getattr(self, name).chunk(heads) for name in _MEASURED]
-        return [Observation(self.layer, self.lane, self.length, *each) for each in zip(*parts, strict=True)]
+        return [Observation(self.layer, self.seq, self.length, *each) for each in zip(*parts, strict=True)]
 
 
-_MEASURED = tuple(name for name in Observation.__dataclass_fields__ if name not in ("layer", "lane", "length"))
+_MEASURED = tuple(name for name in Observation.__dataclass_fields__ if name not in ("layer", "seq", "length"))
 
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """Means over steps, layers and heads; None where nothing was observed. observed: steps times layers times lanes. The others
+    """Means over steps, layers and heads; None where nothing was observed. observed: steps times layers times sequences. The others
     are as in Observation."""
 
     attention_mass: float | None
@@ -146,29 +146,29 @@ class Probe:
         if step % self.every:
             return
         start = now(query.device)
-        for lane in range(layer.sequences.count):
-            rows = self._rows(layer, lane, query.device)
+        for seq in range(layer.sequences.count):
+            rows = self._rows(layer, seq, query.device)
             if rows is not None:
-                self.observations.append(observe(layer, lane, query[lane], choice, rows))
+                self.observations.append(observe(layer, seq, query[seq], choice, rows))
         self.seconds += now(query.device) - start
 
-    def _rows(self, layer: OffloadedLayer, lane: int, device: torch.device) -> list[Tensor] | None:
-        """All rows of a lane in parts [H, n, 2, D], or None where some are gone for good."""
-        length, known = layer.length(lane), self._reference.get(layer.number)
-        prefix = 0 if known is None else min(length, known.length(lane))
+    def _rows(self, layer: OffloadedLayer, seq: int, device: torch.device) -> list[Tensor] | None:
+        """All rows of a sequence in parts [H, n, 2, D], or None where some are gone for good."""
+        length, known = layer.length(seq), self._reference.get(layer.number)
+        prefix = 0 if known is None else min(length, known.length(seq))
         if layer.settings.method.evicts and prefix < length:
             assert layer.plan is not None
-            gone = layer.indexed(lane) > layer.plan.regions.sink and prefix < layer.indexed(lane)
+            gone = layer.indexed(seq) > layer.plan.regions.sink and prefix < layer.indexed(seq)
             if gone:
                 return None
-        parts = [] if known is None or prefix == 0 else [known.read(lane, 0, prefix).to(device)]
-        return [*parts, layer.read(lane, prefix, length).to(device)] if prefix < length else parts
+        parts = [] if known is None or prefix == 0 else [known.read(seq, 0, prefix).to(device)]
+        return [*parts, layer.read(seq, prefix, length).to(device)] if prefix < length else parts
 
 
-def observe(layer: OffloadedLayer, lane: int, query: Tensor, choice: Choice | None, rows: list[Tensor]) -> Observation:
-    """One query a head, [Hq, D], against all rows of a lane, given in parts [H, n, 2, D] in order; float32 throughout."""
+def observe(layer: OffloadedLayer, seq: int, query: Tensor, choice: Choice | None, rows: list[Tensor]) -> Observation:
+    """One query a head, [Hq, D], against all rows of a sequence, given in parts [H, n, 2, D] in order; float32 throughout."""
     assert layer.plan is not None
-    length, sink, ring = layer.length(lane), layer.plan.regions.sink, layer.indexed(lane)
+    length, sink, ring = layer.length(seq), layer.plan.regions.sink, layer.indexed(seq)
     heads = rows[0].shape[0]
     folded = query.float().reshape(heads, -1, query.shape[-1])
     scores = torch.cat([folded @ part[:, :, 0].float().transpose(1, 2) for part in rows], dim=2) * layer.scale  # [H, G, n]
@@ -180,14 +180,14 @@ def observe(layer: OffloadedLayer, lane: int, query: Tensor, choice: Choice | No
     at_k, at_rows, ceiling, counts = (torch.full((heads,), math.nan) for _ in range(4))
     best_mass, ceiling_mass = torch.full_like(held, math.nan), torch.full_like(held, math.nan)
     if choice is not None:
-        selected, log_weight = choice.selection.rows[lane].to(query.device), choice.selection.log_weight
-        among = _candidates(layer, lane, query)
+        selected, log_weight = choice.selection.rows[seq].to(query.device), choice.selection.log_weight
+        among = _candidates(layer, seq, query)
         for head in range(heads):
             kept = selected[head] >= 0
             places = selected[head, kept].long()
             drawn = torch.zeros((scores.shape[1], places.shape[0]), device=scores.device)
             if log_weight is not None:
-                drawn = log_weight[lane].to(scores).reshape(heads, -1, log_weight.shape[-1])[head, :, kept]
+                drawn = log_weight[seq].to(scores).reshape(heads, -1, log_weight.shape[-1])[head, :, kept]
             added[head, :, places] = drawn
             counts[head] = places.shape[0]
             if not counts[head] and choice.selection.partial is not None:
@@ -212,13 +212,13 @@ def observe(layer: OffloadedLayer, lane: int, query: Tensor, choice: Choice | No
     full, thin = out.chunk(2, dim=1)
     if choice is not None and choice.selection.partial is not None:
         partial = choice.selection.partial
-        outs = [thin.reshape(1, *query.shape), partial.out[lane : lane + 1].to(thin)]
-        merged, _ = merge(outs, [lse.reshape(1, -1), partial.lse[lane : lane + 1].to(lse)])
+        outs = [thin.reshape(1, *query.shape), partial.out[seq : seq + 1].to(thin)]
+        merged, _ = merge(outs, [lse.reshape(1, -1), partial.lse[seq : seq + 1].to(lse)])
         thin = merged.reshape(thin.shape)
     error = (thin - full).norm(dim=2) / full.norm(dim=2).clamp_min(1e-30)
     return Observation(
         layer=layer.number,
-        lane=lane,
+        seq=seq,
         length=length,
         attention_mass=mass.flatten().cpu(),
         recall_at_k=at_k,
@@ -253,13 +253,13 @@ class _Region:
         return min(1.0, float((self.weights[chosen] >= least).sum()) / k)
 
 
-def _candidates(layer: OffloadedLayer, lane: int, query: Tensor) -> Tensor | None:
+def _candidates(layer: OffloadedLayer, seq: int, query: Tensor) -> Tensor | None:
     """The rows [H, N] among which an index of two stages takes its rows for a query [Hq, D], -1 padded; None for other indexes."""
-    assert layer.plan is not None and layer.group is not None
-    index = layer.group.index
+    assert layer.plan is not None and layer.retriever is not None
+    index = layer.retriever.index
     if not isinstance(index, CodesIndex):
         return None
-    return index.candidates(query.expand(lane + 1, -1, -1).contiguous(), layer.plan.rows)[lane]
+    return index.candidates(query.expand(seq + 1, -1, -1).contiguous(), layer.plan.rows)[seq]
 
 
 def _share(part: float | None, whole: float | None) -> float | None:

@@ -144,12 +144,12 @@ class Runner:
             seconds.append(now(self.model.device) - start)
             bases.append(base)
             before += len(prompt)
-        together = _Prefilled(samples, joined(self.model, bases), torch.stack(logits), rests, seconds)
-        with Forks(together.base) as forks:
+        deferred = _Prefilled(samples, joined(self.model, bases), torch.stack(logits), rests, seconds)
+        with Forks(deferred.base) as forks:
             for variant in unit.variants:
                 tell(total, total, f"{variant.method} {variant.budget or ''}".strip())
-                make = forks.fork if len(samples) > 1 else partial(fork, together.base)  # a single one is timed
-                yield self._lines(task, together, self.settings(job, variant, unit.places), partial(make, variant))
+                make = forks.fork if len(samples) > 1 else partial(fork, deferred.base)  # a single one is timed
+                yield self._lines(task, deferred, self.settings(job, variant, unit.places), partial(make, variant))
 
     def _sample(self, task: Task, job: Job, seed: int, depth: float | None) -> Sample:
         try:
@@ -245,5 +245,5 @@ class _Timing:
 def _quality(probe: Probe, row: int, base: Cache, steps: int) -> Quality | None:
     """The means over what was observed of a row, before it ended."""
     end = base.kv.sequences.length(row) + steps
-    seen = [one for one in probe.observations if one.lane == row and one.length <= end]
+    seen = [one for one in probe.observations if one.seq == row and one.length <= end]
     return Quality.of(seen) if seen else None

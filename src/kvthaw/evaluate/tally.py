@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvthaw.cache.group import Choice
 from kvthaw.cache.offloaded_layer import OffloadedLayer
+from kvthaw.cache.retriever import Choice
 
 if TYPE_CHECKING:
     from kvthaw.engine.hf import Cache
@@ -47,7 +47,7 @@ class Tally:
     def __init__(self, cache: Cache) -> None:
         self._cache, sequences = cache, cache.kv.sequences
         self._begin = [sequences.length(seq) for seq in range(sequences.count)]
-        self._choosing = [kv for kv in cache.frozen_layers if kv.leader is None and kv.group is not None]
+        self._choosing = [kv for kv in cache.frozen_layers if kv.leader is None and kv.retriever is not None]
         self._others = {kv.number: kv.observer for kv in self._choosing}
         self._host: dict[int, int] = {}
         if self._choosing:

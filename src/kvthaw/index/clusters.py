@@ -88,7 +88,8 @@ def first_keys(keys: Tensor, positions: Tensor, count: int, *, start: Start, str
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """Of lanes of an index, batches of tokens to be clustered: keys [R, H, n, T, D], n batches of each lane; where the first is."""
+    """Of sequences of an index, batches of tokens to be clustered: keys [R, H, n, T, D], n batches of each sequence; where the
+    first is."""
 
     index: ClusterIndex
     first: Sequence[Full]
@@ -164,10 +165,10 @@ class ClusterIndex(UnitIndex):
         self.iterations = iterations
         super().__init__(shape, size=batch // clusters_per_batch, batch=batch, width=shape.head_dim, policy=policy)
 
-    def build(self, lane: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
+    def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         """See Index."""
         tokens = keys.shape[1]
-        self._whole(lane, first, keys, min(tokens, self.clusters or max(1, tokens // self.tokens_per_cluster)), self._cluster)
+        self._whole(seq, first, keys, min(tokens, self.clusters or max(1, tokens // self.tokens_per_cluster)), self._cluster)
 
     def most_units(self, tokens: int) -> int:
         """See UnitIndex."""
@@ -186,5 +187,5 @@ class ClusterIndex(UnitIndex):
         self.put_off((ClusterIndex, *same, *how), partial(cluster, count=self.per_batch), item)
 
     def _cluster(self, first: Sequence[Full], keys: Tensor, count: int) -> None:
-        """Cluster batches of lanes, keys [R, H, n, T, D], of which the first is said, each into `count` units, now."""
+        """Cluster batches of sequences, keys [R, H, n, T, D], of which the first is said, each into `count` units, now."""
         cluster([Batches(self, first, keys)], count)

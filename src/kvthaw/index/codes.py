@@ -43,11 +43,11 @@ class CodesIndex:
     rows) they select .828, .792 and .566 of the exact rows and cover .676, .677 and .667 of the softmax, so max is the default.
     ratios: see Ratios. rotate, centroids, normalise: for ablations; centroids="learned" learns them on the prompt, of keys
     normalised or not (sign patterns do not depend on length). graded: a key's votes are how similar its centroids are to the
-    query, up to 127, instead of tiers by rank; ratios' rho has no part then. centre: the mean of a lane's first keys is taken off
-    all of its keys before they are summarised. That moves all scores of a query by one number, so that no rank changes, and leaves
-    shorter vectors whose signs say more. dense_below: a lane whose region is shorter is attended to whole, from its first keys and
-    values, which the index then keeps on the device, [L, H, dense_below, D] each; its rows are none and its attention is the
-    selection's partial. The budget does not bound that, nor does it know of a softcap; 0 never does it.
+    query, up to 127, instead of tiers by rank; ratios' rho has no part then. centre: the mean of a sequence's first keys is taken
+    off all of its keys before they are summarised. That moves all scores of a query by one number, so that no rank changes, and
+    leaves shorter vectors whose signs say more. dense_below: a sequence whose region is shorter is attended to whole, from its
+    first keys and values, which the index then keeps on the device, [L, H, dense_below, D] each; its rows are none and its
+    attention is the selection's partial. The budget does not bound that, nor does it know of a softcap; 0 never does it.
 
     Summaries are allocated at a capacity that doubles; within one, all tensors stay where they are. Lengths and limits are
     int32 on the device. select() launches five kernels of fixed shape on a GPU, six with policy="mean"; on a CPU the same steps
@@ -92,77 +92,77 @@ class CodesIndex:
         self._first, self._k = shape.regions.sink, 1
         self._counts: list[int] = []
         self._data: dict[str, Tensor] = {}
-        self._reserve(shape.store.lanes, 0)
+        self._reserve(shape.store.seqs, 0)
 
     # Changes
 
-    def make_room(self, lanes: int, tokens: int) -> None:
+    def make_room(self, seqs: int, tokens: int) -> None:
         """See Index."""
-        self._reserve(lanes, tokens)
+        self._reserve(seqs, tokens)
 
-    def build(self, lane: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
+    def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         """See Index."""
-        self.truncate(lane, 0)
+        self.truncate(seq, 0)
         self._first = first
-        self._reserve(lane + 1, 0)
+        self._reserve(seq + 1, 0)
         if self._centre and keys.shape[1]:
-            self._data["centre"][lane] = keys.mean(dim=1, dtype=torch.float32).to(keys.dtype)
+            self._data["centre"][seq] = keys.mean(dim=1, dtype=torch.float32).to(keys.dtype)
         if self._learn and keys.shape[1]:
             assert self._learned is not None
-            points = subspaces(self._moved(lane, keys), self._rotation, normalise=self.normalise)
-            self._learned[lane] = learn(points, self.shape.seed)
-        self.append([lane], keys[None], values[None], None)
+            points = subspaces(self._moved(seq, keys), self._rotation, normalise=self.normalise)
+            self._learned[seq] = learn(points, self.shape.seed)
+        self.append([seq], keys[None], values[None], None)
 
-    def append(self, lanes: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
+    def append(self, seqs: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
         """See Index."""
         n = keys.shape[2]
-        self._reserve(max(lanes) + 1, 0)
-        starts = [self._counts[lane] for lane in lanes]
+        self._reserve(max(seqs) + 1, 0)
+        starts = [self._counts[seq] for seq in seqs]
         self._reserve(0, max(starts) + n)
-        encode(keys, self._rotation, self._quantizer, self._summaries, lanes, starts, self._data.get("centre"))
-        for i, (lane, start) in enumerate(zip(lanes, starts, strict=True)):
+        encode(keys, self._rotation, self._quantizer, self._summaries, seqs, starts, self._data.get("centre"))
+        for i, (seq, start) in enumerate(zip(seqs, starts, strict=True)):
             if self._learned is not None and n:
-                points = subspaces(self._moved(lane, keys[i]), self._rotation, normalise=self.normalise)
-                self._data["ids"][lane, :, :, start : start + n] = assign(points, self._learned[lane])
+                points = subspaces(self._moved(seq, keys[i]), self._rotation, normalise=self.normalise)
+                self._data["ids"][seq, :, :, start : start + n] = assign(points, self._learned[seq])
             near = min(n, self.dense_below - start)
             if near > 0:
                 for name, new in (("keys", keys), ("values", values)):
-                    self._data[name][lane, :, start : start + near] = new[i, :, :near]
-            self._counts[lane] = start + n
+                    self._data[name][seq, :, start : start + near] = new[i, :, :near]
+            self._counts[seq] = start + n
         if not self._graded:  # only tiers ask how many keys a cluster has
-            count(self._summaries, lanes, starts, [start + n for start in starts])
+            count(self._summaries, seqs, starts, [start + n for start in starts])
         self._update()
 
-    def _moved(self, lane: int, keys: Tensor) -> Tensor:
-        """Keys [H, n, D] of a lane, its centre taken off if there is one."""
-        return keys - self._data["centre"][lane, :, None].to(keys.dtype) if self._centre else keys
+    def _moved(self, seq: int, keys: Tensor) -> Tensor:
+        """Keys [H, n, D] of a sequence, its centre taken off if there is one."""
+        return keys - self._data["centre"][seq, :, None].to(keys.dtype) if self._centre else keys
 
-    def truncate(self, lane: int, length: int) -> None:
+    def truncate(self, seq: int, length: int) -> None:
         """See Index."""
-        if lane < len(self._counts):
-            old = self._counts[lane]
+        if seq < len(self._counts):
+            old = self._counts[seq]
             new = min(old, max(0, length - self._first))
             if new < old:
                 if not self._graded:
-                    count(self._summaries, [lane], [new], [old], -1)
-                self._counts[lane] = new
+                    count(self._summaries, [seq], [new], [old], -1)
+                self._counts[seq] = new
                 self._update()
 
-    def undo(self, lane: int, length: int) -> None:
+    def undo(self, seq: int, length: int) -> None:
         """See Reversible: what was written stands behind what is counted."""
-        self.truncate(lane, length)
+        self.truncate(seq, length)
 
-    def reorder(self, lanes: Sequence[int]) -> None:
+    def reorder(self, seqs: Sequence[int]) -> None:
         """See Index."""
-        self._reserve(max(lanes) + 1, 0)
-        index = torch.tensor(lanes, device=self.shape.device)
+        self._reserve(max(seqs) + 1, 0)
+        index = torch.tensor(seqs, device=self.shape.device)
         for name, tensor in self._data.items():
             moved = tensor[index]
             if moved.shape == tensor.shape:
                 tensor.copy_(moved)
             else:
                 self._data[name] = moved
-        self._counts = [self._counts[lane] for lane in lanes]
+        self._counts = [self._counts[seq] for seq in seqs]
         self._bind()
         self._update()
 
@@ -186,15 +186,15 @@ class CodesIndex:
         of what can be selected. [B, H, width] int32, token positions in ascending order, -1 padded; query: [B, Hq, D].
 
         ceil(beta n) rows of a region of n tokens, or the fixed number, at least budget, all of them where there are fewer; none
-        of a lane that is attended to whole (dense_below). Raises ConfigError as select. For measurements: it changes nothing, but
-        leaves the number wanted on the device as a select of the same budget does."""
+        of a sequence that is attended to whole (dense_below). Raises ConfigError as select. For measurements: it changes nothing,
+        but leaves the number wanted on the device as a select of the same budget does."""
         _, _, places, wanted = self._collect(query, budget)
         known = torch.arange(places.shape[2], device=places.device) < wanted[:, None]
         return torch.where(known[:, None], places + self._first, -1)
 
     def _collect(self, query: Tensor, budget: int) -> tuple[Rotated, Summaries, Tensor, Tensor]:
         """The first stage. Rotated queries [B, H, P, 8, subspaces], the summaries that they are compared with, candidates [B, H,
-        width] as positions in them, and how many of each lane's are wanted [B]."""
+        width] as positions in them, and how many of each sequence's are wanted [B]."""
         batch, mean = query.shape[0], self.policy == "mean_query"
         self._enough(budget)
         if batch > len(self._counts):
@@ -204,7 +204,7 @@ class CodesIndex:
             self._update()
         data, now = self._data, self._summaries
         lengths, wanted = data["lengths"][:batch], data["wanted"][:batch]
-        if query.device.type == "cpu":  # no fixed shapes needed: leave out what no lane has
+        if query.device.type == "cpu":  # no fixed shapes needed: leave out what no sequence has
             longest = max(1, *self._counts[:batch])
             now = Summaries(now.ids[:, :, :, :longest], now.codes[:, :, :longest], now.weights[:, :, :longest], now.sizes)
         width = -(-max(budget, self.ratios.most(now.capacity, budget)) // TILE) * TILE
@@ -230,7 +230,7 @@ class CodesIndex:
             raise ConfigError(f"candidates is {self.ratios.candidates}; it must be at least the {budget} rows to select")
 
     def estimate(self, query: Tensor) -> Tensor:
-        """Estimates of q.k for every indexed key, [B, Hq, longest] float32; -inf beyond a lane's length. For measurements."""
+        """Estimates of q.k for every indexed key, [B, Hq, longest] float32; -inf beyond a sequence's length. For measurements."""
         batch, most = query.shape[0], max(self._counts, default=0)
         rotated = in_bytes(rotate_queries(query, self.shape.kv_heads, self._rotation, mean=False))
         place = torch.arange(most, dtype=torch.int32, device=query.device)
@@ -247,7 +247,7 @@ class CodesIndex:
         if not self.dense_below:
             return None
         if query.device.type == "cpu" and not any(0 < n < self.dense_below for n in self._counts[: query.shape[0]]):
-            return None  # on a GPU it stays, for a captured step must serve lanes that shrink
+            return None  # on a GPU it stays, for a captured step must serve sequences that shrink
         place = torch.arange(self.dense_below, device=query.device)
         lengths = self._data["lengths"][: query.shape[0], None]
         visible = ((place < lengths) & (lengths < self.dense_below))[:, None].expand(-1, self.shape.kv_heads, -1)
@@ -276,13 +276,13 @@ class CodesIndex:
         self._summaries = Summaries(data["ids"], data["codes"], data["weights"], data["sizes"])
         self._learned = data.get("learned")
 
-    def _reserve(self, lanes: int, length: int) -> None:
-        """Room for so many lanes and positions; what is there stays."""
-        have_lanes = len(self._counts)
+    def _reserve(self, seqs: int, length: int) -> None:
+        """Room for so many sequences and positions; what is there stays."""
+        have_seqs = len(self._counts)
         have = self._data["ids"].shape[3] if self._data else 0
-        if lanes <= have_lanes and length <= have and self._data:
+        if seqs <= have_seqs and length <= have and self._data:
             return
-        self._counts += [0] * (lanes - have_lanes)
+        self._counts += [0] * (seqs - have_seqs)
         room = length + length // 8 if have == 0 else max(length, 2 * have)
         capacity = have if length <= have and have else max(CHUNK, -(-room // CHUNK) * CHUNK)
         heads, subs, dim, device = self.shape.kv_heads, self._subs, self.shape.head_dim, self.shape.device

@@ -20,7 +20,7 @@ class ExactIndex(TokenIndex):
     def __init__(self, shape: LayerShape, *, policy: Policy = "max") -> None:
         super().__init__(shape, columns={"keys": ((shape.head_dim,), shape.dtype)}, policy=policy)
 
-    def encode(self, lanes: Sequence[int], keys: Tensor, values: Tensor) -> dict[str, Tensor]:
+    def encode(self, seqs: Sequence[int], keys: Tensor, values: Tensor) -> dict[str, Tensor]:
         """See TokenIndex."""
         return {"keys": keys}
 

@@ -25,7 +25,7 @@ class FilterIndex(TokenIndex):
         names = ("keys", "values") if dense else ("keys",)
         super().__init__(shape, columns=dict.fromkeys(names, ((shape.head_dim,), shape.dtype)))
 
-    def encode(self, lanes: Sequence[int], keys: Tensor, values: Tensor) -> dict[str, Tensor]:
+    def encode(self, seqs: Sequence[int], keys: Tensor, values: Tensor) -> dict[str, Tensor]:
         """See TokenIndex."""
         return {"keys": keys, "values": values} if self.dense else {"keys": keys}
 

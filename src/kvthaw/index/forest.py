@@ -1,4 +1,4 @@
-"""IceCache's index of one layer: a DCI-tree for every lane and KV head, in C++."""
+"""IceCache's index of one layer: a DCI-tree for every sequence and KV head, in C++."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TreeIndex:
     """The DCI-trees of a layer, behind the Index protocol.
 
     Keys are read from the layer's host store, by position, and never copied: rows must be in the store, and readable, before
-    build() or append() is told of them. Lanes that reorder() made of one share their trees until one of them changes.
+    build() or append() is told of them. Sequences that reorder() made of one share their trees until one of them changes.
 
     threads: how many threads a call may use, the caller's included; 0: one for each core. isa: the instruction set, None for
     the best; for tests.
@@ -38,11 +38,11 @@ class TreeIndex:
         c = self.config
         units = torch.stack([directions(c, shape.layer, h, shape.head_dim) for h in range(shape.kv_heads)]).contiguous()
         self.forest = Forest(
-            shape.store.lanes,
+            shape.store.seqs,
             shape.kv_heads,
             shape.head_dim,
             DTYPES[shape.dtype],
-            shape.store.extent,
+            shape.store.block_size,
             shape.layer,
             units.data_ptr(),
             c.page_size,
@@ -65,35 +65,35 @@ class TreeIndex:
             isa_code(isa),
         )
 
-    def make_room(self, lanes: int, tokens: int) -> None:
+    def make_room(self, seqs: int, tokens: int) -> None:
         """See Index. Trees have no addresses that a step depends on."""
 
-    def build(self, lane: int, first: int, keys: Tensor, values: Tensor | None = None, queries: Tensor | None = None) -> None:
-        """Index a lane anew: positions first .. first + T, T from keys [H, T, D], whose numbers come from the store.
+    def build(self, seq: int, first: int, keys: Tensor, values: Tensor | None = None, queries: Tensor | None = None) -> None:
+        """Index a sequence anew: positions first .. first + T, T from keys [H, T, D], whose numbers come from the store.
 
-        Raises ValueError, with the lane as it was, where a key is not finite; CacheError where the store lacks a row."""
+        Raises ValueError, with the sequence as it was, where a key is not finite; CacheError where the store lacks a row."""
         points = keys.shape[1]
-        bases = self._addresses(lane, lane + 1, {lane: first + points})
-        self.forest.build(lane, first, points, bases.data_ptr(), self.threads)
+        bases = self._addresses(seq, seq + 1, {seq: first + points})
+        self.forest.build(seq, first, points, bases.data_ptr(), self.threads)
 
-    def append(self, lanes: Sequence[int], keys: Tensor, values: Tensor | None = None, queries: Tensor | None = None) -> None:
-        """Insert the next n positions of some lanes, n from keys [R, H, n, D]. A lane that was never built begins after the
+    def append(self, seqs: Sequence[int], keys: Tensor, values: Tensor | None = None, queries: Tensor | None = None) -> None:
+        """Insert the next n positions of some sequences, n from keys [R, H, n, D]. A sequence that was never built begins after the
         sink. Raises as build() does, with nothing changed."""
-        lanes, points = list(lanes), keys.shape[2]
-        if len(set(lanes)) != len(lanes):
-            raise CacheError(f"append to lanes {lanes}: a lane stands there twice")
-        if not lanes or not points:
+        seqs, points = list(seqs), keys.shape[2]
+        if len(set(seqs)) != len(seqs):
+            raise CacheError(f"append to sequences {seqs}: a sequence stands there twice")
+        if not seqs or not points:
             return
-        for lane in lanes:
-            if not self.forest.has(lane):
-                self.forest.build(lane, self.shape.regions.sink, 0, 0, 1)
-        bases = self._addresses(0, max(lanes) + 1, {lane: self.length(lane) + points for lane in lanes})[lanes]
-        self.forest.append(lanes, points, bases.data_ptr(), bases.shape[1], self.threads)
+        for seq in seqs:
+            if not self.forest.has(seq):
+                self.forest.build(seq, self.shape.regions.sink, 0, 0, 1)
+        bases = self._addresses(0, max(seqs) + 1, {seq: self.length(seq) + points for seq in seqs})[seqs]
+        self.forest.append(seqs, points, bases.data_ptr(), bases.shape[1], self.threads)
 
     def select(self, query: Tensor, budget: int) -> Selection:
         """At most `budget` rows a KV head: query [B, Hq, D], on any device; rows [B, H, budget] and counts come back there.
 
-        A lane that holds no more than the budget is selected whole, without a search."""
+        A sequence that holds no more than the budget is selected whole, without a search."""
         rows, counts = self.select_host(query.to(device="cpu", dtype=torch.float32), budget)
         return Selection(rows.to(query.device), counts.to(query.device))
 
@@ -102,12 +102,12 @@ class TreeIndex:
         batch, q_heads, dim = query.shape
         if (q_heads, dim) != (self.shape.q_heads, self.shape.head_dim) or batch > self.forest.lanes:
             most = [self.forest.lanes, self.shape.q_heads, self.shape.head_dim]
-            raise ValueError(f"query is {list(query.shape)}; it must be {most}, or fewer lanes")
+            raise ValueError(f"query is {list(query.shape)}; it must be {most}, or fewer sequences")
         at_least(0, budget=budget)
         query = query.contiguous()
         rows = torch.empty((batch, self.shape.kv_heads, budget), dtype=torch.int32)
         counts = torch.empty((batch, self.shape.kv_heads), dtype=torch.int32)
-        bases = self._addresses(0, batch, {lane: self.length(lane) for lane in range(batch) if self.forest.size(lane)})
+        bases = self._addresses(0, batch, {seq: self.length(seq) for seq in range(batch) if self.forest.size(seq)})
         self.forest.select(
             batch,
             self.shape.group,
@@ -121,38 +121,38 @@ class TreeIndex:
         )
         return rows, counts
 
-    def truncate(self, lane: int, length: int) -> None:
-        """Forget positions >= length; 0 clears the lane. The store must still hold the positions that stay."""
-        if lane < self.forest.lanes and length < self.length(lane):
-            bases = self._addresses(lane, lane + 1, {lane: length})
-            self.forest.truncate(lane, length, bases.data_ptr())
+    def truncate(self, seq: int, length: int) -> None:
+        """Forget positions >= length; 0 clears the sequence. The store must still hold the positions that stay."""
+        if seq < self.forest.lanes and length < self.length(seq):
+            bases = self._addresses(seq, seq + 1, {seq: length})
+            self.forest.truncate(seq, length, bases.data_ptr())
 
-    def reorder(self, lanes: Sequence[int]) -> None:
-        """Lane i becomes what lane lanes[i] was. Trees are shared, and copied when one of their lanes changes."""
-        self.forest.reorder(list(lanes))
+    def reorder(self, seqs: Sequence[int]) -> None:
+        """Sequence i becomes what sequence seqs[i] was. Trees are shared, and copied when one of their sequences changes."""
+        self.forest.reorder(list(seqs))
 
     def clone_from(self, other: Self) -> None:
-        """See Index. Trees are shared, and copied when one of their lanes changes."""
+        """See Index. Trees are shared, and copied when one of their sequences changes."""
         self.forest = other.forest.copy()
 
     def tensors(self) -> list[Tensor]:
         """See Index: none, for trees are searched on the CPU."""
         return []
 
-    def length(self, lane: int) -> int:
-        """Where a lane's positions end: it holds [first, length)."""
-        return self.forest.first(lane) + self.forest.size(lane)
+    def length(self, seq: int) -> int:
+        """Where a sequence's positions end: it holds [first, length)."""
+        return self.forest.first(seq) + self.forest.size(seq)
 
     def nbytes(self) -> int:
         """Bytes of host memory that the trees hold, shared ones once."""
         return self.forest.nbytes()
 
     def _addresses(self, start: int, stop: int, lengths: dict[int, int]) -> Tensor:
-        """[stop - start, extents] int64 of these lanes, as the store has them now; it must hold so many rows of some."""
+        """[stop - start, blocks] int64 of these sequences, as the store has them now; it must hold so many rows of some."""
         store = self.shape.store
-        for lane, length in lengths.items():
-            held = store.length(lane) if lane < store.lanes else 0
+        for seq, length in lengths.items():
+            held = store.length(seq) if seq < store.seqs else 0
             if held < length:
-                raise CacheError(f"lane {lane} is to be indexed to position {length}, but the store holds {held} rows")
-        table, missing = store.table(), stop - store.lanes
+                raise CacheError(f"sequence {seq} is to be indexed to position {length}, but the store holds {held} rows")
+        table, missing = store.table(), stop - store.seqs
         return (torch.nn.functional.pad(table, (0, 0, 0, missing)) if missing > 0 else table)[start:stop]

@@ -31,36 +31,36 @@ class HeavyIndex(KeptIndex):
             "ends": torch.zeros(0, dtype=torch.int64, device=device),  # where the ring begins
         }
 
-    def watch(self, lane: int, queries: Tensor, keys: Tensor, tokens: int) -> Tensor:
+    def watch(self, seq: int, queries: Tensor, keys: Tensor, tokens: int) -> Tensor:
         """See KeptIndex."""
         mass = observed(queries[:, :, -_PROMPT:], keys, scale=self.shape.scale, agree=self.agree)
         positions = torch.arange(self.first + tokens, self.first + keys.shape[1], device=keys.device)
-        self.tables["near"][lane].zero_()
-        self.tables["near"][lane, :, self._place(positions)] = mass[:, tokens:]
+        self.tables["near"][seq].zero_()
+        self.tables["near"][seq, :, self._place(positions)] = mass[:, tokens:]
         return mass[:, :tokens]
 
-    def arrive(self, lane: int, start: int, stop: int) -> Tensor:
+    def arrive(self, seq: int, start: int, stop: int) -> Tensor:
         """See KeptIndex."""
-        return self.tables["near"][lane, :, self._place(torch.arange(start, stop, device=self.shape.device))]
+        return self.tables["near"][seq, :, self._place(torch.arange(start, stop, device=self.shape.device))]
 
-    def rank(self, lane: int, rows: Tensor, scores: Tensor) -> Tensor:
+    def rank(self, seq: int, rows: Tensor, scores: Tensor) -> Tensor:
         """See KeptIndex."""
         held = self.shape.regions.held
         recent = max(0, ((self.rows or rows.shape[1]) + held) // 2 - held)
-        return scores.masked_fill(rows >= self.first + self.tokens[lane] - recent, torch.inf)
+        return scores.masked_fill(rows >= self.first + self.tokens[seq] - recent, torch.inf)
 
-    def build(self, lane: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
+    def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         """See Index."""
         self.add()
-        super().build(lane, first, keys, values, queries)
-        self.tables["ends"][lane].fill_(first + self.tokens[lane])
+        super().build(seq, first, keys, values, queries)
+        self.tables["ends"][seq].fill_(first + self.tokens[seq])
 
-    def append(self, lanes: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
+    def append(self, seqs: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
         """See Index."""
         self.add()
-        super().append(lanes, keys, values, queries)
-        for lane in lanes:
-            self.tables["ends"][lane].fill_(self.first + self.tokens[lane])
+        super().append(seqs, keys, values, queries)
+        for seq in seqs:
+            self.tables["ends"][seq].fill_(self.first + self.tokens[seq])
 
     def select(self, query: Tensor, budget: int) -> Selection:
         """See Index."""
@@ -72,21 +72,21 @@ class HeavyIndex(KeptIndex):
             length[:batch] = self.shape.clock.lengths
         return selection
 
-    def truncate(self, lane: int, length: int) -> None:
+    def truncate(self, seq: int, length: int) -> None:
         """See Index. Tokens that return to the ring begin anew."""
-        super().truncate(lane, length)
-        if lane < len(self.tokens):
-            self.tables["near"][lane].zero_()
-            self.tables["length"][lane].zero_()
-            self.tables["ends"][lane].fill_(self.first + self.tokens[lane])
+        super().truncate(seq, length)
+        if seq < len(self.tokens):
+            self.tables["near"][seq].zero_()
+            self.tables["length"][seq].zero_()
+            self.tables["ends"][seq].fill_(self.first + self.tokens[seq])
 
     def add(self) -> None:
         """Add what the last queries paid to each token, and forget them. Device work of fixed shape."""
         slab = self.shape.slab
         if slab is None or not self.tokens:
             return
-        lanes, places = min(slab.data.shape[0], len(self.tokens)), self.shape.regions.held
-        tables = {name: table[:lanes] for name, table in self.tables.items()}
+        seqs, places = min(slab.data.shape[0], len(self.tokens)), self.shape.regions.held
+        tables = {name: table[:seqs] for name, table in self.tables.items()}
         near, length, end = tables["near"], tables["length"], torch.clamp(tables["ends"], min=self.first)
         newest = torch.where(length > 0, self._place(length - 1), places)[:, None, None]
         near.scatter_(2, newest.expand(-1, near.shape[1], 1), 0.0)  # another token stood there before
@@ -95,7 +95,7 @@ class HeavyIndex(KeptIndex):
         held = torch.where(place < sink, place < length[:, None], since < (length - end)[:, None])[:, None, None]
         kept = (tables["kept"] >= 0) & (length > 0)[:, None, None]
         known = torch.cat((held.expand(-1, near.shape[1], -1, -1), kept[:, :, None]), dim=3)
-        keys = torch.cat((slab.keys[:lanes, :, :places], tables["keys"]), dim=2).float()
+        keys = torch.cat((slab.keys[:seqs, :, :places], tables["keys"]), dim=2).float()
         logits = tables["asked"].float().unflatten(1, (near.shape[1], -1)) @ keys.transpose(2, 3) * self.shape.scale
         weights = torch.softmax(logits.masked_fill(~known, -torch.inf), dim=3).masked_fill(~known, 0.0)
         paid = weights.mean(dim=2) if self.agree == "mean" else weights.amax(dim=2)

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvthaw.errors import ConfigError, at_least
 from kvthaw.index.bounds import BoundIndex
 from kvthaw.index.target import Full, Target
-from kvthaw.index.units import Lane, UnitIndex, grown
+from kvthaw.index.units import Seq, UnitIndex, grown
 from kvthaw.kernels.observe import observe
 from kvthaw.kernels.page_bounds import Spread, page_bounds
 from kvthaw.kernels.unit_scores import RecentQueries
@@ -28,7 +28,7 @@ _UNKNOWN = 0.25  # the automatic share as long as it cannot be chosen: the paper
 
 @dataclass(slots=True)
 class Plan:
-    """A new order of a lane's tokens, ready to be put in place whole.
+    """A new order of a sequence's tokens, ready to be put in place whole.
 
     order [H, T] int32: positions, first the static ones, best first, then the others as in the text. static: how many.
     digests of the others' pages; tail: the keys of the last page. done: passes when these are there.
@@ -59,8 +59,8 @@ class Plan:
 
 @dataclass(slots=True)
 class Static:
-    """Of a lane: tokens since its static set was chosen, and the layer's early ones in the first interval; the same before the last
-    append; for how many rows the set was, the share that is static, how many queries of its prompt were watched, and the plan
+    """Of a sequence: tokens since its static set was chosen, and the layer's early ones in the first interval; the same before the
+    last append; for how many rows the set was, the share that is static, how many queries of its prompt were watched, and the plan
     that the next append puts in place."""
 
     since: int = 0
@@ -106,7 +106,7 @@ class HybridIndex(BoundIndex):
     stream, and reads the keys from the host. Layers take turns: the first interval of each is shorter by `early` tokens, a share
     that spreads their numbers evenly, so that in every append only few begin.
 
-    A lane that was built before the number of rows was known begins as pages only; the first select() makes its static set,
+    A sequence that was built before the number of rows was known begins as pages only; the first select() makes its static set,
     from the keys in the store.
     """
 
@@ -143,71 +143,71 @@ class HybridIndex(BoundIndex):
         """See Reversible: not where the next append puts a plan in the place of what is there."""
         return all(static.plan is None for static in self.statics)
 
-    def watch(self, lanes: int) -> RecentQueries:
+    def watch(self, seqs: int) -> RecentQueries:
         """See UnitIndex: the observation window."""
-        return RecentQueries(self.queries[:lanes], self.seen[:lanes], self.clock)
+        return RecentQueries(self.queries[:seqs], self.seen[:seqs], self.clock)
 
     # Index
 
-    def build(self, lane: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
+    def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         """See Index."""
-        self.truncate(lane, 0)
+        self.truncate(seq, 0)
         self.first = first
-        self.reserve(lane + 1)
-        self.statics[lane] = Static(since=self.early)
-        self.seen[lane].zero_()
-        self._watch(lane, queries)
-        UnitIndex.append(self, [lane], keys[None], values[None], None)
+        self.reserve(seq + 1)
+        self.statics[seq] = Static(since=self.early)
+        self.seen[seq].zero_()
+        self._watch(seq, queries)
+        UnitIndex.append(self, [seq], keys[None], values[None], None)
         if self.rows and keys.shape[1]:
-            self._place({lane: self.plan([lane], keys[None], *self.windows([lane]))[0]})
+            self._place({seq: self.plan([seq], keys[None], *self.windows([seq]))[0]})
 
-    def append(self, lanes: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
+    def append(self, seqs: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
         """See Index."""
-        self.reserve(max(lanes) + 1)
-        self._place({lane: plan for lane in lanes if (plan := self.statics[lane].plan) is not None})
-        super().append(lanes, keys, values, queries)
-        for i, lane in enumerate(lanes):
-            static = self.statics[lane]
+        self.reserve(max(seqs) + 1)
+        self._place({seq: plan for seq in seqs if (plan := self.statics[seq].plan) is not None})
+        super().append(seqs, keys, values, queries)
+        for i, seq in enumerate(seqs):
+            static = self.statics[seq]
             static.before = static.since
             if queries is not None:
-                self._watch(lane, queries[i])
+                self._watch(seq, queries[i])
             static.since += keys.shape[2]
-        self._refresh(lanes, keys)
+        self._refresh(seqs, keys)
 
     def select(self, query: Tensor, budget: int) -> Selection:
-        """See Index. A change of budget makes every lane's static set anew."""
+        """See Index. A change of budget makes every sequence's static set anew."""
         batch = query.shape[0]
         self.reserve(batch)
         self.rows = budget
-        for lane in range(batch):
-            host, static = self.lanes[lane], self.statics[lane]
-            if host.tokens and static.rows != budget and self._stored(lane, host.tokens):
+        for seq in range(batch):
+            host, static = self.seqs[seq], self.statics[seq]
+            if host.tokens and static.rows != budget and self._stored(seq, host.tokens):
                 if not static.watched:  # no prompt was long enough to be built
-                    self._watch(lane, query[lane, :, None])
-                self._drop(lane)
-                self._place({lane: self.plan([lane], self.read([lane], host.tokens), *self.windows([lane]))[0]})
+                    self._watch(seq, query[seq, :, None])
+                self._drop(seq)
+                self._place({seq: self.plan([seq], self.read([seq], host.tokens), *self.windows([seq]))[0]})
         return super().select(query, budget)
 
-    def truncate(self, lane: int, length: int) -> None:
+    def truncate(self, seq: int, length: int) -> None:
         """See Index. A plan that has not been put in place is dropped, and made again with the next append."""
-        if lane < len(self.statics):
-            if self._drop(lane):
-                self.statics[lane].since = self.interval
+        if seq < len(self.statics):
+            if self._drop(seq):
+                self.statics[seq].since = self.interval
             if length <= self.first:
-                self.statics[lane] = Static(since=self.early)
-                self.seen[lane].zero_()
-        super().truncate(lane, length)
+                self.statics[seq] = Static(since=self.early)
+                self.seen[seq].zero_()
+        super().truncate(seq, length)
 
-    def undo(self, lane: int, length: int) -> None:
+    def undo(self, seq: int, length: int) -> None:
         """See Reversible. A plan that the append began is dropped."""
-        self._drop(lane)
-        self.statics[lane].since = self.statics[lane].before
-        super().undo(lane, length)
+        self._drop(seq)
+        self.statics[seq].since = self.statics[seq].before
+        super().undo(seq, length)
 
-    def reorder(self, lanes: Sequence[int]) -> None:
+    def reorder(self, seqs: Sequence[int]) -> None:
         """See Index."""
-        super().reorder(lanes)
-        self.statics = [replace(self.statics[lane]) for lane in lanes]
+        super().reorder(seqs)
+        self.statics = [replace(self.statics[seq]) for seq in seqs]
 
     def tensors(self) -> list[Tensor]:
         """See Index."""
@@ -219,34 +219,34 @@ class HybridIndex(BoundIndex):
         self.clock, self.rows = other.clock.clone(), other.rows
         self.statics = [replace(static, plan=static.plan and static.plan.copy()) for static in other.statics]
 
-    def reserve(self, lanes: int, units: int = 0, tokens: int = 0) -> None:
+    def reserve(self, seqs: int, units: int = 0, tokens: int = 0) -> None:
         """See UnitIndex."""
-        super().reserve(lanes, units, tokens)
-        self.statics += [Static(since=self.early) for _ in range(len(self.lanes) - len(self.statics))]
-        self.queries, self.seen = grown(self.queries, len(self.lanes)), grown(self.seen, len(self.lanes))
+        super().reserve(seqs, units, tokens)
+        self.statics += [Static(since=self.early) for _ in range(len(self.seqs) - len(self.statics))]
+        self.queries, self.seen = grown(self.queries, len(self.seqs)), grown(self.seen, len(self.seqs))
 
     # The static set
 
-    def _watch(self, lane: int, queries: Tensor) -> None:
+    def _watch(self, seq: int, queries: Tensor) -> None:
         """Queries [Hq, W, D] become the last that the window saw."""
         recent = queries[:, -self.window :]
         width = recent.shape[1]
         slots = (self.clock + torch.arange(-width, 0, device=self.clock.device)) % self.window
-        self.queries[lane].index_copy_(1, slots, recent.to(self.queries.dtype))
-        self.seen[lane].index_fill_(0, slots, 1.0)
-        self.statics[lane].watched = width
+        self.queries[seq].index_copy_(1, slots, recent.to(self.queries.dtype))
+        self.seen[seq].index_fill_(0, slots, 1.0)
+        self.statics[seq].watched = width
 
-    def windows(self, lanes: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Copies of the windows' queries [R, H, G W, D] of some lanes and their weights [R, G W], which sum to 1."""
-        which = self._together.numbers([(lane,) for lane in lanes], self.seen.device)[:, 0]
+    def windows(self, seqs: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Copies of the windows' queries [R, H, G W, D] of some sequences and their weights [R, G W], which sum to 1."""
+        which = self._deferred.numbers([(seq,) for seq in seqs], self.seen.device)[:, 0]
         queries = self.queries.index_select(0, which).unflatten(1, (self.shape.kv_heads, -1)).flatten(2, 3)
         seen = self.seen.index_select(0, which)
         return queries, (seen / (seen.sum(dim=1, keepdim=True) * self.shape.group).clamp(min=1)).repeat(1, self.shape.group)
 
-    def plan(self, lanes: Sequence[int], keys: Tensor, queries: Tensor, weights: Tensor) -> list[Plan]:
-        """The static sets that windows' queries choose from keys [R, H, T, D] of lanes whose sets are of one size, and the pages of
-        the others."""
-        (rows, heads, tokens, dim), count = keys.shape, self._count(lanes[0], keys[0])
+    def plan(self, seqs: Sequence[int], keys: Tensor, queries: Tensor, weights: Tensor) -> list[Plan]:
+        """The static sets that windows' queries choose from keys [R, H, T, D] of sequences whose sets are of one size, and the
+        pages of the others."""
+        (rows, heads, tokens, dim), count = keys.shape, self._count(seqs[0], keys[0])
         flat = keys.flatten(0, 1)
         mass = observe(queries.flatten(0, 1), flat, weights.repeat_interleave(heads, dim=0), scale=self.shape.scale)
         order = choose_static(mass, count, self.first)
@@ -255,107 +255,107 @@ class HybridIndex(BoundIndex):
         digests = page_bounds(flat, self.size, spread=self.spread, order=rest.contiguous())
         kept = (tokens - count - 1) % self.size + 1 if tokens > count else 0
         tail = flat.gather(1, rest[:, rest.shape[1] - kept :, None].expand(-1, -1, dim))
-        of_lanes = (tensor.unflatten(0, (rows, heads)).unbind() for tensor in (order, digests, tail))
-        return [Plan(own, count, boxes, last) for own, boxes, last in zip(*of_lanes, strict=True)]
+        of_seqs = (tensor.unflatten(0, (rows, heads)).unbind() for tensor in (order, digests, tail))
+        return [Plan(own, count, boxes, last) for own, boxes, last in zip(*of_seqs, strict=True)]
 
-    def _count(self, lane: int, keys: Tensor) -> int:
-        """Of how many tokens a lane's static set is, keys [H, T, D]."""
-        static = self.statics[lane]
+    def _count(self, seq: int, keys: Tensor) -> int:
+        """Of how many tokens a sequence's static set is, keys [H, T, D]."""
+        static = self.statics[seq]
         assert self.rows is not None
         if static.share is None:
-            static.share = self._auto(lane, keys) if self.share == "auto" else float(self.share)
+            static.share = self._auto(seq, keys) if self.share == "auto" else float(self.share)
         share = _UNKNOWN if static.share is None else static.share
         return min(keys.shape[1], int(share * self.rows + 1e-6))
 
-    def _auto(self, lane: int, keys: Tensor) -> float | None:
+    def _auto(self, seq: int, keys: Tensor) -> float | None:
         """Appendix G, from the first and the last query of the window. None where it would say nothing: with a single query, or
         with no more keys than rows, all of which any two queries choose."""
         assert self.rows is not None
-        watched = int(self.seen[lane].sum())
+        watched = int(self.seen[seq].sum())
         if watched < 2 or keys.shape[1] <= self.rows:
             return None
         back = torch.tensor([-watched, -1], device=self.clock.device)
-        ends = self.queries[lane].index_select(1, (self.clock + back) % self.window)
+        ends = self.queries[seq].index_select(1, (self.clock + back) % self.window)
         return overlap_share(ends, keys, self.rows, self.size)
 
-    def _refresh(self, lanes: Sequence[int], new: Tensor) -> None:
-        """Make the plans that the next append will put in place, of lanes whose interval is over. new [R, H, n, D]: the keys of
-        this append. Lanes that stand alike are planned at once, as many as have _KEYS bytes of keys."""
+    def _refresh(self, seqs: Sequence[int], new: Tensor) -> None:
+        """Make the plans that the next append will put in place, of sequences whose interval is over. new [R, H, n, D]: the keys of
+        this append. Sequences that stand alike are planned at once, as many as have _KEYS bytes of keys."""
         n, row = new.shape[2], new[0, :, 0].nbytes
         alike: dict[tuple[int, object], list[tuple[int, Tensor]]] = {}
-        for lane, own in zip(lanes, new.unbind(), strict=True):
-            host, static = self.lanes[lane], self.statics[lane]
-            if static.since >= self.interval and static.rows is not None and self._stored(lane, host.tokens - n):
+        for seq, own in zip(seqs, new.unbind(), strict=True):
+            host, static = self.seqs[seq], self.statics[seq]
+            if static.since >= self.interval and static.rows is not None and self._stored(seq, host.tokens - n):
                 static.since = 0
-                share = (lane,) if static.share is None else static.share  # which is told apart with its keys
-                alike.setdefault((host.tokens, share), []).append((lane, own))
+                share = (seq,) if static.share is None else static.share  # which is told apart with its keys
+                alike.setdefault((host.tokens, share), []).append((seq, own))
         for (tokens, _), some in alike.items():
             most = max(1, _KEYS // (tokens * row))
             for at in range(0, len(some), most):
                 self._begin(*zip(*some[at : at + most], strict=True))
 
-    def _begin(self, lanes: tuple[int, ...], new: tuple[Tensor, ...]) -> None:
-        """Begin the plans of lanes that have as many tokens; new [H, n, D] each, the last of them."""
-        keys, windows = torch.stack(new), self.windows(lanes)
-        old = self.lanes[lanes[0]].tokens - keys.shape[2]
+    def _begin(self, seqs: tuple[int, ...], new: tuple[Tensor, ...]) -> None:
+        """Begin the plans of sequences that have as many tokens; new [H, n, D] each, the last of them."""
+        keys, windows = torch.stack(new), self.windows(seqs)
+        old = self.seqs[seqs[0]].tokens - keys.shape[2]
 
         def job() -> None:
-            for lane, plan in zip(lanes, self.plan(lanes, self.read(lanes, old, keys), *windows), strict=True):
-                self.statics[lane].plan = plan
+            for seq, plan in zip(seqs, self.plan(seqs, self.read(seqs, old, keys), *windows), strict=True):
+                self.statics[seq].plan = plan
 
         done = self._side.run(keys.device, job, keys, *windows)
-        for lane in lanes:
-            plan = self.statics[lane].plan
+        for seq in seqs:
+            plan = self.statics[seq].plan
             assert plan is not None
             plan.done = done
 
-    def _drop(self, lane: int) -> bool:
+    def _drop(self, seq: int) -> bool:
         """Forget a plan; the host waits until the device no longer reads the store for it. Whether there was one."""
-        plan, self.statics[lane].plan = self.statics[lane].plan, None
+        plan, self.statics[seq].plan = self.statics[seq].plan, None
         if plan is not None and plan.done is not None:
             plan.done.synchronize()
         return plan is not None
 
     def _place(self, plans: dict[int, Plan]) -> None:
-        """Put plans of lanes in place, whole: on the current stream, so between two steps; those of equal sizes at once."""
+        """Put plans of sequences in place, whole: on the current stream, so between two steps; those of equal sizes at once."""
         alike: dict[tuple[int, int], list[int]] = {}
-        for lane, plan in plans.items():
-            alike.setdefault((plan.order.shape[1], plan.static), []).append(lane)
+        for seq, plan in plans.items():
+            alike.setdefault((plan.order.shape[1], plan.static), []).append(seq)
             plan.wait()
-        for lanes in alike.values():
-            self._place_alike(lanes, [plans[lane] for lane in lanes])
+        for seqs in alike.values():
+            self._place_alike(seqs, [plans[seq] for seq in seqs])
 
-    def _place_alike(self, lanes: list[int], plans: list[Plan]) -> None:
+    def _place_alike(self, seqs: list[int], plans: list[Plan]) -> None:
         """Put plans of equal sizes in place."""
         order, digests, tail = (torch.stack(own) for own in zip(*(plan.tensors() for plan in plans), strict=True))
         heads, device, static = self.shape.kv_heads, order.device, plans[0].static
         tokens, units, kept = order.shape[2], digests.shape[2], tail.shape[2]
-        self.reserve(max(lanes) + 1, units + 1, tokens)
+        self.reserve(max(seqs) + 1, units + 1, tokens)
         assert self.order is not None
-        whole = Target.of([Full(lane, 0, 0) for lane in lanes], heads, device)
+        whole = Target.of([Full(seq, 0, 0) for seq in seqs], heads, device)
         self.order[whole.places(tokens)] = order
         self.digests[whole.units(units)] = digests
         ends = (torch.arange(units + 1, device=device) * self.size).clamp(max=tokens - static)
         self.stops[whole.units(units + 1)] = (static + ends).int()
-        last = Target.of([Full(lane, tokens - kept, 0) for lane in lanes], heads, device)
+        last = Target.of([Full(seq, tokens - kept, 0) for seq in seqs], heads, device)
         self.recent[last.places(kept, self.recent.shape[2])] = tail
-        for lane in lanes:
+        for seq in seqs:
             marks = [(0, 0)] if units <= 1 and not static else [(0, 0), (tokens - kept, max(0, units - 1))]
-            self.lanes[lane] = Lane(tokens, units, kept, marks)
-            self.statics[lane].rows, self.statics[lane].plan = self.rows, None
-            self._before.pop(lane, None)
-        self.counts.index_fill_(0, whole.lanes[:, 0, 0], units)
+            self.seqs[seq] = Seq(tokens, units, kept, marks)
+            self.statics[seq].rows, self.statics[seq].plan = self.rows, None
+            self._before.pop(seq, None)
+        self.counts.index_fill_(0, whole.seqs[:, 0, 0], units)
 
-    def _stored(self, lane: int, tokens: int) -> bool:
+    def _stored(self, seq: int, tokens: int) -> bool:
         store = self.shape.store
-        return lane < store.lanes and store.length(lane) >= self.first + tokens
+        return seq < store.seqs and store.length(seq) >= self.first + tokens
 
-    def read(self, lanes: Sequence[int], tokens: int, new: Tensor | None = None) -> Tensor:
-        """Keys [R, H, T, D] of lanes: the first `tokens` of each from the store, then new [R, H, n, D]."""
+    def read(self, seqs: Sequence[int], tokens: int, new: Tensor | None = None) -> Tensor:
+        """Keys [R, H, T, D] of sequences: the first `tokens` of each from the store, then new [R, H, n, D]."""
         shape, more = self.shape, 0 if new is None else new.shape[2]
-        keys = torch.empty((len(lanes), shape.kv_heads, tokens + more, shape.head_dim), dtype=shape.dtype, device=shape.device)
-        for own, lane in zip(keys, lanes, strict=True):
-            shape.store.read_keys(lane, self.first, self.first + tokens, shape.device, own[:, :tokens])
+        keys = torch.empty((len(seqs), shape.kv_heads, tokens + more, shape.head_dim), dtype=shape.dtype, device=shape.device)
+        for own, seq in zip(keys, seqs, strict=True):
+            shape.store.read_keys(seq, self.first, self.first + tokens, shape.device, own[:, :tokens])
         if new is not None:
             keys[:, :, tokens:] = new
         return keys

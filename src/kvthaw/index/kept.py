@@ -40,9 +40,8 @@ class KeptIndex:
     """At most as many rows as select() may bring, each with a score; of those that come, the best stay.
 
     kept [B, H, M] int32: positions, -1 padded; scores [B, H, M] float32; keys [B, H, M, D] where with_keys. What is not kept is not
-    selected again, though the store has it, until a dense pass gives the lane more tokens: that is a prompt, and chooses anew from
-    all of them. Before the number of rows is known (by the layer's shape, or the first select()) everything is kept.
-    """
+    selected again, though the store has it, until a dense pass gives the sequence more tokens: that is a prompt, and chooses anew
+    from all of them. Before the number of rows is known (by the layer's shape, or the first select()) everything is kept."""
 
     graph_safe = True
     grows = False
@@ -61,41 +60,41 @@ class KeptIndex:
         }
         if with_keys:
             self.tables["keys"] = torch.zeros((*size, shape.head_dim), dtype=shape.dtype, device=device)
-        self.tokens: list[int] = []  # that a lane was given
+        self.tokens: list[int] = []  # that a sequence was given
 
     # What a method adds
 
-    def watch(self, lane: int, queries: Tensor, keys: Tensor, tokens: int) -> Tensor:
+    def watch(self, seq: int, queries: Tensor, keys: Tensor, tokens: int) -> Tensor:
         """The scores of a prompt's first `tokens` tokens after the sink, [H, tokens] float32. keys [H, T, D]: theirs, then those of
         the tokens behind, in the window; queries [H, G, W, D]: of the last W of all T."""
         raise NotImplementedError
 
-    def arrive(self, lane: int, start: int, stop: int) -> Tensor:
+    def arrive(self, seq: int, start: int, stop: int) -> Tensor:
         """The scores of the tokens start .. stop, which leave the ring, [H, stop - start] float32."""
         raise NotImplementedError
 
-    def rank(self, lane: int, rows: Tensor, scores: Tensor) -> Tensor:
+    def rank(self, seq: int, rows: Tensor, scores: Tensor) -> Tensor:
         """What decides who stays, [H, N]; of rows [H, N] and their scores."""
         return scores
 
     # Index
 
-    def make_room(self, lanes: int, tokens: int) -> None:
+    def make_room(self, seqs: int, tokens: int) -> None:
         """See Index."""
-        self.reserve(lanes)
+        self.reserve(seqs)
 
-    def build(self, lane: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
+    def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         """See Index. Without tokens behind these in the store it is no prompt: the first that leave the ring."""
-        self.truncate(lane, 0)
+        self.truncate(seq, 0)
         self.first = first
-        self.reserve(lane + 1)
-        self._take(lane, keys, queries)
+        self.reserve(seq + 1)
+        self._take(seq, keys, queries)
 
-    def append(self, lanes: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
+    def append(self, seqs: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
         """See Index. With queries it is a dense pass."""
-        self.reserve(max(lanes) + 1)
-        for i, lane in enumerate(lanes):
-            self._take(lane, keys[i], None if queries is None else queries[i])
+        self.reserve(max(seqs) + 1)
+        for i, seq in enumerate(seqs):
+            self._take(seq, keys[i], None if queries is None else queries[i])
 
     def select(self, query: Tensor, budget: int) -> Selection:
         """See Index."""
@@ -106,19 +105,19 @@ class KeptIndex:
         rows = self.tables["kept"][:batch].clone()
         return Selection(rows, (rows >= 0).sum(dim=2, dtype=torch.int32))
 
-    def truncate(self, lane: int, length: int) -> None:
+    def truncate(self, seq: int, length: int) -> None:
         """See Index."""
-        if lane < len(self.tokens):
-            self.tokens[lane] = min(self.tokens[lane], max(0, length - self.first))
-            own = self._own(lane)
-            self._fill(lane, own | {"kept": own["kept"].masked_fill(own["kept"] >= length, -1)})
+        if seq < len(self.tokens):
+            self.tokens[seq] = min(self.tokens[seq], max(0, length - self.first))
+            own = self._own(seq)
+            self._fill(seq, own | {"kept": own["kept"].masked_fill(own["kept"] >= length, -1)})
 
-    def reorder(self, lanes: Sequence[int]) -> None:
+    def reorder(self, seqs: Sequence[int]) -> None:
         """See Index."""
-        self.reserve(max(lanes) + 1)
-        which = torch.tensor(lanes, device=self.shape.device)
+        self.reserve(max(seqs) + 1)
+        which = torch.tensor(seqs, device=self.shape.device)
         self.tables = {name: table.index_select(0, which) for name, table in self.tables.items()}
-        self.tokens = [self.tokens[lane] for lane in lanes]
+        self.tokens = [self.tokens[seq] for seq in seqs]
 
     def tensors(self) -> list[Tensor]:
         """See Index."""
@@ -131,64 +130,65 @@ class KeptIndex:
 
     # Inside
 
-    def reserve(self, lanes: int) -> None:
-        """Room for so many lanes."""
+    def reserve(self, seqs: int) -> None:
+        """Room for so many sequences."""
         have = self.tables["kept"].shape[0]
-        if lanes > have:
-            self.tables = {name: grown(table, lanes) for name, table in self.tables.items()}
+        if seqs > have:
+            self.tables = {name: grown(table, seqs) for name, table in self.tables.items()}
             self.tables["kept"][have:] = -1
-            self.tokens += [0] * (lanes - len(self.tokens))
+            self.tokens += [0] * (seqs - len(self.tokens))
 
     def resize(self, rows: int) -> None:
         """Keep so many from now on: of more, the best."""
-        lanes = [self._own(lane) for lane in range(len(self.tokens))]
+        seqs = [self._own(seq) for seq in range(len(self.tokens))]
         self.rows = rows
         for name in ("kept", "scores", "keys"):
             if name in self.tables:
                 old = self.tables[name]
                 self.tables[name] = old.new_zeros((old.shape[0], old.shape[1], rows, *old.shape[3:]))
-        for lane, own in enumerate(lanes):
-            self._fill(lane, own)
+        for seq, own in enumerate(seqs):
+            self._fill(seq, own)
 
-    def anew(self, lane: int, queries: Tensor, behind: Tensor) -> None:
-        """Choose from all tokens that the lane was given. queries [Hq, W, D]; behind [H, n, D]: keys of the tokens after them."""
-        start, stop = self.first, self.first + self.tokens[lane]
-        keys = torch.cat((self.shape.store.read_keys(lane, start, stop, self.shape.device), behind), dim=1)
+    def anew(self, seq: int, queries: Tensor, behind: Tensor) -> None:
+        """Choose from all tokens that the sequence was given. queries [Hq, W, D]; behind [H, n, D]: keys of the tokens after
+        them."""
+        start, stop = self.first, self.first + self.tokens[seq]
+        keys = torch.cat((self.shape.store.read_keys(seq, start, stop, self.shape.device), behind), dim=1)
         watching = queries[:, -keys.shape[1] :].unflatten(0, (self.shape.kv_heads, -1))
-        scores = self.watch(lane, watching, keys, stop - start)
-        self._fill(lane, self._new(start, stop, scores, keys))
+        scores = self.watch(seq, watching, keys, stop - start)
+        self._fill(seq, self._new(start, stop, scores, keys))
 
-    def _take(self, lane: int, keys: Tensor, queries: Tensor | None) -> None:
-        """The next tokens of a lane, keys [H, n, D]."""
-        start = self.first + self.tokens[lane]
+    def _take(self, seq: int, keys: Tensor, queries: Tensor | None) -> None:
+        """The next tokens of a sequence, keys [H, n, D]."""
+        start = self.first + self.tokens[seq]
         stop = start + keys.shape[1]
-        self.tokens[lane] += keys.shape[1]
-        end = self.shape.store.length(lane) if lane < self.shape.store.lanes else 0
+        self.tokens[seq] += keys.shape[1]
+        end = self.shape.store.length(seq) if seq < self.shape.store.seqs else 0
         if queries is not None and end > stop:
-            self.anew(lane, queries, self.shape.store.read_keys(lane, stop, end, self.shape.device))
+            self.anew(seq, queries, self.shape.store.read_keys(seq, stop, end, self.shape.device))
             return
-        new = self._new(start, stop, self.arrive(lane, start, stop), keys)
-        self._fill(lane, {name: torch.cat((table, new[name]), dim=1) for name, table in self._own(lane).items()})
+        new = self._new(start, stop, self.arrive(seq, start, stop), keys)
+        self._fill(seq, {name: torch.cat((table, new[name]), dim=1) for name, table in self._own(seq).items()})
 
     def _new(self, start: int, stop: int, scores: Tensor, keys: Tensor) -> dict[str, Tensor]:
         rows = torch.arange(start, stop, dtype=torch.int32, device=keys.device).expand(keys.shape[0], -1)
         return {"kept": rows, "scores": scores, "keys": keys[:, : stop - start]}
 
-    def _own(self, lane: int) -> dict[str, Tensor]:
-        return {name: self.tables[name][lane] for name in ("kept", "scores", "keys") if name in self.tables}
+    def _own(self, seq: int) -> dict[str, Tensor]:
+        return {name: self.tables[name][seq] for name in ("kept", "scores", "keys") if name in self.tables}
 
-    def _fill(self, lane: int, some: dict[str, Tensor]) -> None:
+    def _fill(self, seq: int, some: dict[str, Tensor]) -> None:
         """Keep the best of some rows: those that are none (-1) come last, of equal ones the earlier."""
         rows = some["kept"]
         if not self.rows and rows.shape[1] > self.tables["kept"].shape[2]:
-            for name in self._own(lane):
+            for name in self._own(seq):
                 self.tables[name] = grown(self.tables[name], 0, rows.shape[1])
-            self.tables["kept"][:lane, :, -1] = self.tables["kept"][lane + 1 :, :, -1] = -1
-        rank = self.rank(lane, rows, some["scores"]).masked_fill(rows < 0, -torch.inf)
+            self.tables["kept"][:seq, :, -1] = self.tables["kept"][seq + 1 :, :, -1] = -1
+        rank = self.rank(seq, rows, some["scores"]).masked_fill(rows < 0, -torch.inf)
         limit = self.tables["kept"].shape[2]
         order = torch.sort(rank, dim=1, descending=True, stable=True).indices[:, :limit]
         n = order.shape[1]
-        for name in self._own(lane):
+        for name in self._own(seq):
             index = order if name != "keys" else order[..., None].expand(-1, -1, self.shape.head_dim)
-            self.tables[name][lane, :, :n] = some[name].gather(1, index)
-        self.tables["kept"][lane, :, n:] = -1
+            self.tables[name][seq, :, :n] = some[name].gather(1, index)
+        self.tables["kept"][seq, :, n:] = -1

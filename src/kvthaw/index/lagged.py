@@ -19,10 +19,9 @@ class LaggedIndex(BoundIndex):
     """Bounded pages, ranked for the previous token's query where this token's points the same way.
 
     A KV head whose group has a mean cosine of at least tau between the two queries gets the pages of the previous one; the others
-    are corrected: they get those of their own query. A lane's first step after a dense pass has no previous query and is corrected
-    whole. previous [B, 64, Hq, D]: the query asked at n tokens of the lane stands at n modulo 64, so that tokens which are dropped
-    again (assisted decoding) leave the one before them; asked [B, 64] int64: those n, -1 for none.
-    """
+    are corrected: they get those of their own query. A sequence's first step after a dense pass has no previous query and is
+    corrected whole. previous [B, 64, Hq, D]: the query asked at n tokens of the sequence stands at n modulo 64, so that tokens
+    which are dropped again (assisted decoding) leave the one before them; asked [B, 64] int64: those n, -1 for none."""
 
     def __init__(self, shape: LayerShape, *, page: int, spread: Spread, policy: Policy, tau: float) -> None:
         if not -1 <= tau <= 1:
@@ -33,33 +32,33 @@ class LaggedIndex(BoundIndex):
         self.previous = torch.zeros((0, _KEPT, shape.q_heads, shape.head_dim), dtype=shape.dtype, device=device)
         self.asked = torch.zeros((0, _KEPT), dtype=torch.int64, device=device)
 
-    def build(self, lane: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
+    def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         """See Index."""
-        super().build(lane, first, keys, values, queries)
-        self.asked[lane] = -1
+        super().build(seq, first, keys, values, queries)
+        self.asked[seq] = -1
 
     def select(self, query: Tensor, budget: int) -> Selection:
         """See Index."""
         batch = query.shape[0]
         self.reserve(batch)
-        lanes = torch.arange(batch, device=query.device)
+        seqs = torch.arange(batch, device=query.device)
         now = self.asked[:batch].amax(dim=1) + 1 if self.shape.clock is None else self.shape.clock.lengths.long()
         before = (now - 1) % _KEPT
-        previous, asked = self.previous[lanes, before], self.asked[lanes, before]
+        previous, asked = self.previous[seqs, before], self.asked[seqs, before]
         near = torch.cosine_similarity(query.float(), previous.float(), dim=2).unflatten(1, (self.shape.kv_heads, -1))
         lags = (near.mean(dim=2) >= self.tau) & (asked == now - 1)[:, None] & (now > 0)[:, None]
         used = torch.where(lags.repeat_interleave(self.shape.group, dim=1)[:, :, None], previous, query)
         selection = super().select(used, budget)
-        self.previous[lanes, now % _KEPT] = query
-        self.asked[lanes, now % _KEPT] = now
+        self.previous[seqs, now % _KEPT] = query
+        self.asked[seqs, now % _KEPT] = now
         return selection
 
-    def reserve(self, lanes: int, units: int = 0, tokens: int = 0) -> None:
+    def reserve(self, seqs: int, units: int = 0, tokens: int = 0) -> None:
         """See UnitIndex."""
-        super().reserve(lanes, units, tokens)
+        super().reserve(seqs, units, tokens)
         have = len(self.asked)
-        if len(self.lanes) > have:
-            self.previous, self.asked = grown(self.previous, len(self.lanes)), grown(self.asked, len(self.lanes))
+        if len(self.seqs) > have:
+            self.previous, self.asked = grown(self.previous, len(self.seqs)), grown(self.asked, len(self.seqs))
             self.asked[have:] = -1
 
     def _tables(self) -> list[str]:

@@ -31,7 +31,7 @@ class HashIndex(TokenIndex):
     A code is K signs of products with random directions, of the key less the mean of the prompt's keys. A token's log weight is
     -log w, w the chance `drawn_probability` that this query head draws it; -inf for a head that did not. Where the query heads of a
     group drew more together than the budget holds, it is thinned at random, all tokens with the same chance, which enters the
-    weight too. Where the budget holds the whole lane nothing is drawn: all of it comes, with weight 1.
+    weight too. Where the budget holds the whole sequence nothing is drawn: all of it comes, with weight 1.
 
     codes [B, H, capacity, L] int16 and keys [B, H, capacity, D], for the angles; mean [B, H, D] float32.
     """
@@ -51,13 +51,13 @@ class HashIndex(TokenIndex):
         )
         self.planes = Planes(shape, tables=tables, bits=bits)
 
-    def learn(self, lane: int, keys: Tensor) -> None:
+    def learn(self, seq: int, keys: Tensor) -> None:
         """See TokenIndex."""
-        self.learned["mean"][lane] = keys.float().contiguous().mean(dim=1)  # the same sum however the keys lie in memory
+        self.learned["mean"][seq] = keys.float().contiguous().mean(dim=1)  # the same sum however the keys lie in memory
 
-    def encode(self, lanes: Sequence[int], keys: Tensor, values: Tensor) -> dict[str, Tensor]:
+    def encode(self, seqs: Sequence[int], keys: Tensor, values: Tensor) -> dict[str, Tensor]:
         """See TokenIndex."""
-        return {"codes": self.code(keys - self.of("mean", lanes)[:, :, None]), "keys": keys}
+        return {"codes": self.code(keys - self.of("mean", seqs)[:, :, None]), "keys": keys}
 
     def code(self, vectors: Tensor) -> Tensor:
         """Vectors [..., H, n, D] -> codes [..., H, n, L] int16, in blocks."""

@@ -75,7 +75,7 @@ class NodeIndex(UnitIndex):
     A step ranks the nodes, for a query head, by scale max(q.mean + spread |q| sd, q.outliers) less the log-sum-exp over all keys,
     each taken at its node's; a node's best head (or their mean, see policy) decides. The rows of the best nodes, whole nodes and
     the last one cut, as many as the field of view, get their true q.k, from keys that a kernel reads on the host; the rows of the
-    largest softmax weight among these are selected. A lane that fits the field of view is searched exactly.
+    largest softmax weight among these are selected. A sequence that fits the field of view is searched exactly.
 
     Device: digests and the map, (1 + outliers) D + 8 elements a node and 4 bytes a key.
     """
@@ -92,17 +92,17 @@ class NodeIndex(UnitIndex):
 
     # Index
 
-    def make_room(self, lanes: int, tokens: int) -> None:
+    def make_room(self, seqs: int, tokens: int) -> None:
         """See Index."""
-        super().make_room(lanes, tokens)
+        super().make_room(seqs, tokens)
         if self.shape.device.type == "cuda":
             self.addresses.make_room(self.shape.store, tokens, self.shape.device)
             self.addresses.follow(self.shape.store, self.shape.device)
 
-    def build(self, lane: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
+    def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         """See Index."""
         tokens = keys.shape[1]
-        self._whole(lane, first, keys, -(-tokens // self.size), self._form)
+        self._whole(seq, first, keys, -(-tokens // self.size), self._form)
 
     def select(self, query: Tensor, budget: int) -> Selection:
         """See Index."""
@@ -111,7 +111,7 @@ class NodeIndex(UnitIndex):
         self.reserve(batch)
         if self.width != self._field(budget):
             self.width = self._field(budget)
-            self.know(range(len(self.lanes)))
+            self.know(range(len(self.seqs)))
         digests, stops, counts, order = self.digests[:batch], self.stops[:batch], self.counts[:batch], self.order
         assert order is not None
         scale, scores = self.shape.scale, {"scale": self.shape.scale, "reach": config.spread}
@@ -120,12 +120,12 @@ class NodeIndex(UnitIndex):
             found, parts = node_scores.launch(query, digests, stops, counts, **scores)
             rows, _ = launch_choice(found, parts, stops, order[:batch], counts, **choice)
         else:
-            nodes = max(lane.units for lane in self.lanes[:batch])  # no kernel that stops at the lanes' lengths
+            nodes = max(seq.units for seq in self.seqs[:batch])  # no kernel that stops at the sequences' lengths
             digests, stops = digests[:, :, :nodes], stops[:, :, : nodes + 1]
             found = node_scores.definition(query, digests, stops, counts, **scores)
             rows, _ = vectorised_choice(found, stops, order[:batch], counts, **choice)
         wanted, run = self.wanted[:batch], run_length(self.width, budget) or TILE
-        query, block = query.to(self.shape.dtype), self.shape.store.extent
+        query, block = query.to(self.shape.dtype), self.shape.store.block_size
         true = stored_scores(query, self._table(), block, rows, wanted, scale=scale, run=run)
         return Selection(*topk(true, rows, wanted, budget, 0, scale, config.policy))
 
@@ -137,12 +137,12 @@ class NodeIndex(UnitIndex):
 
     def searched_bytes(self) -> int:
         """See ReadsStore."""
-        rows = sum(min(lane.tokens, self.width) for lane in self.lanes)
+        rows = sum(min(seq.tokens, self.width) for seq in self.seqs)
         return rows * self.shape.kv_heads * self.shape.head_dim * self.shape.dtype.itemsize
 
-    def reorder(self, lanes: Sequence[int]) -> None:
+    def reorder(self, seqs: Sequence[int]) -> None:
         """See Index."""
-        super().reorder(lanes)
+        super().reorder(seqs)
         self._know_anew()
 
     def tensors(self) -> list[Tensor]:
@@ -180,16 +180,16 @@ class NodeIndex(UnitIndex):
         """See UnitIndex: each batch makes nodes among itself."""
         self._form(full, self.last(full, self.recent)[:, :, None] if keys is None else keys, self.config.nodes_per_batch)
 
-    def reserve(self, lanes: int, units: int = 0, tokens: int = 0) -> None:
+    def reserve(self, seqs: int, units: int = 0, tokens: int = 0) -> None:
         """See UnitIndex."""
-        super().reserve(lanes, units, tokens)
+        super().reserve(seqs, units, tokens)
         have = len(self.wanted)
-        if len(self.lanes) > have:
-            self.wanted = torch.nn.functional.pad(self.wanted, (0, len(self.lanes) - have))
+        if len(self.seqs) > have:
+            self.wanted = torch.nn.functional.pad(self.wanted, (0, len(self.seqs) - have))
 
-    def know(self, lanes: Sequence[int]) -> None:
-        """See UnitIndex: how many rows of a lane get a true score is known on the device."""
-        wanted = [min(lane.tokens, self.width) for lane in self.lanes]
+    def know(self, seqs: Sequence[int]) -> None:
+        """See UnitIndex: how many rows of a sequence get a true score is known on the device."""
+        wanted = [min(seq.tokens, self.width) for seq in self.seqs]
         self.wanted.copy_(torch.tensor(wanted, dtype=torch.int32), non_blocking=True)
 
     # Inside
@@ -199,14 +199,14 @@ class NodeIndex(UnitIndex):
         return -(-max(self.config.field, 2 * budget) // TILE) * TILE
 
     def _know_anew(self) -> None:
-        self.wanted = torch.zeros(len(self.lanes), dtype=torch.int32, device=self.shape.device)
-        self.know(range(len(self.lanes)))
+        self.wanted = torch.zeros(len(self.seqs), dtype=torch.int32, device=self.shape.device)
+        self.know(range(len(self.seqs)))
 
     def _table(self) -> Tensor:
         return self.shape.store.table() if self.addresses.table is None else self.addresses.table
 
     def _form(self, first: Sequence[Full], keys: Tensor, count: int) -> None:
-        """Make `count` nodes of each of some batches, keys [R, H, n, T, D], of which the first of each lane is said, in their
+        """Make `count` nodes of each of some batches, keys [R, H, n, T, D], of which the first of each sequence is said, in their
         places of the tables."""
         rows, heads, batches, tokens = keys.shape[:4]
         device, shape = keys.device, self.shape
@@ -214,9 +214,9 @@ class NodeIndex(UnitIndex):
         starts = torch.arange(batches, device=device)[:, None] * tokens + target.begin[..., None]  # [R, 1, n, 1]
         positions = self.first + starts + torch.arange(tokens, device=device)
         streams = stream(shape.seed, shape.layer) + torch.arange(heads, device=device)[:, None, None]
-        chosen, together = drawn(positions, count, streams), keys.flatten(0, 2)
-        order, stops = grouped(nearest(together, chosen.flatten(0, 2)), count)
-        digests, order = node_digests(together, order, stops, self.config.outliers)
+        chosen, deferred = drawn(positions, count, streams), keys.flatten(0, 2)
+        order, stops = grouped(nearest(deferred, chosen.flatten(0, 2)), count)
+        digests, order = node_digests(deferred, order, stops, self.config.outliers)
         self.digests[target.units(batches * count)] = digests.view(rows, heads, batches * count, -1)
         ends = (stops.view(rows, heads, batches, -1)[..., 1:] + starts).flatten(2)
         self.stops[target.units(batches * count + 1)] = torch.cat((target.begin.expand(-1, heads, 1), ends), dim=2).int()

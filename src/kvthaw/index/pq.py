@@ -42,20 +42,20 @@ class ProductIndex(TokenIndex):
             policy=policy,
         )
 
-    def learn(self, lane: int, keys: Tensor) -> None:
+    def learn(self, seq: int, keys: Tensor) -> None:
         """See TokenIndex."""
         points, heads, tokens = self.split(keys), keys.shape[0], keys.shape[1]
         shape, count = self.shape, min(self.centroids, tokens)
         positions = torch.arange(self.first, self.first + tokens, device=keys.device)
         starts = draw(positions, count, seed=shape.seed, layer=shape.layer, heads=heads * self.parts)
         means = kmeans(points.flatten(0, 1), starts, distance="l2", iterations=self.iterations)[0]
-        table = self.learned["centroids"][lane]
+        table = self.learned["centroids"][seq]
         table[:, :, :count] = means.view(heads, self.parts, count, -1)
         table[:, :, count:] = table[:, :, :1]  # of equal ones the first is the nearest
 
-    def encode(self, lanes: Sequence[int], keys: Tensor, values: Tensor) -> dict[str, Tensor]:
+    def encode(self, seqs: Sequence[int], keys: Tensor, values: Tensor) -> dict[str, Tensor]:
         """See TokenIndex."""
-        found = assign(self.split(keys.flatten(0, 1)), self.of("centroids", lanes).flatten(0, 1))
+        found = assign(self.split(keys.flatten(0, 1)), self.of("centroids", seqs).flatten(0, 1))
         return {"ids": found.transpose(1, 2).unflatten(0, keys.shape[:2])}
 
     def estimate(self, query: Tensor, tokens: int) -> Tensor:

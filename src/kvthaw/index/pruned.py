@@ -37,11 +37,11 @@ class QuantisedKeys(TokenIndex):
         )
         self.stored = stored  # keys are read from the store
 
-    def encode(self, lanes: Sequence[int], keys: Tensor, values: Tensor) -> dict[str, Tensor]:
+    def encode(self, seqs: Sequence[int], keys: Tensor, values: Tensor) -> dict[str, Tensor]:
         """See TokenIndex."""
         if self.stored:
-            starts = [self.first + self.counts[lane] for lane in lanes]
-            read = (self.shape.store.read(lane, at, at + keys.shape[2]) for lane, at in zip(lanes, starts, strict=True))
+            starts = [self.first + self.counts[seq] for seq in seqs]
+            read = (self.shape.store.read(seq, at, at + keys.shape[2]) for seq, at in zip(seqs, starts, strict=True))
             keys = torch.stack([rows[:, :, 0] for rows in read])
         codes, grids = quantise(keys)
         return {"codes": codes, "grids": grids}
@@ -62,7 +62,7 @@ class PrunedIndex:
 
     The other index proposes `spare` times the rows that may be selected. Every query head keeps its own top-p of them, by 4-bit
     estimates of q.k; a KV head's rows are the union over its group, and of more than fit those of the largest weight of any head.
-    A lane whose tokens all fit is not pruned. Estimates stand where the other index works.
+    A sequence whose tokens all fit is not pruned. Estimates stand where the other index works.
     """
 
     def __init__(self, shape: LayerShape, *, index: Callable[[LayerShape], Index], p: float, spare: int) -> None:
@@ -84,20 +84,20 @@ class PrunedIndex:
         """See Reversible."""
         return isinstance(self.inner, Reversible) and self.inner.reversible
 
-    def make_room(self, lanes: int, tokens: int) -> None:
+    def make_room(self, seqs: int, tokens: int) -> None:
         """See Index."""
-        self.inner.make_room(lanes, tokens)
-        self.keys.make_room(lanes, tokens)
+        self.inner.make_room(seqs, tokens)
+        self.keys.make_room(seqs, tokens)
 
-    def build(self, lane: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
+    def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         """See Index."""
-        self.inner.build(lane, first, keys, values, queries)
-        self.keys.build(lane, first, keys, values, queries)
+        self.inner.build(seq, first, keys, values, queries)
+        self.keys.build(seq, first, keys, values, queries)
 
-    def append(self, lanes: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
+    def append(self, seqs: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
         """See Index."""
-        self.inner.append(lanes, keys, values, queries)
-        self.keys.append(lanes, keys, values, queries)
+        self.inner.append(seqs, keys, values, queries)
+        self.keys.append(seqs, keys, values, queries)
 
     def select(self, query: Tensor, budget: int) -> Selection:
         """See Index. Raises ConfigError where the other index weighs or estimates what it proposes."""
@@ -126,21 +126,21 @@ class PrunedIndex:
         if isinstance(self.inner, WorksBeside):
             self.inner.join()
 
-    def truncate(self, lane: int, length: int) -> None:
+    def truncate(self, seq: int, length: int) -> None:
         """See Index."""
-        self.inner.truncate(lane, length)
-        self.keys.truncate(lane, length)
+        self.inner.truncate(seq, length)
+        self.keys.truncate(seq, length)
 
-    def undo(self, lane: int, length: int) -> None:
+    def undo(self, seq: int, length: int) -> None:
         """See Reversible."""
         assert isinstance(self.inner, Reversible)
-        self.inner.undo(lane, length)
-        self.keys.undo(lane, length)
+        self.inner.undo(seq, length)
+        self.keys.undo(seq, length)
 
-    def reorder(self, lanes: Sequence[int]) -> None:
+    def reorder(self, seqs: Sequence[int]) -> None:
         """See Index."""
-        self.inner.reorder(lanes)
-        self.keys.reorder(lanes)
+        self.inner.reorder(seqs)
+        self.keys.reorder(seqs)
 
     def tensors(self) -> list[Tensor]:
         """See Index."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvthaw.cache.pool import Slab
 from kvthaw.errors import at_least
 from kvthaw.index.principal import principal
-from kvthaw.index.units import Lane, UnitIndex, grown
+from kvthaw.index.units import Seq, UnitIndex, grown
 from kvthaw.kernels.unit_select import Policy
 from kvthaw.types import LayerShape
 
@@ -23,8 +23,8 @@ class ShadowIndex(UnitIndex):
     select() may bring. The prompt's keys, before their rotary turn, of all KV heads side by side, are kept as their best
     approximation of `rank`: factors [B, 1, T, rank] and basis [B, rank, H, D]. When rows of the prompt have been fetched, rebuild()
     puts the key that this approximation gives in the place of the one that came; outliers and later tokens keep theirs, and so does
-    a lane of which every row comes. Keys are turned back only where the approximation then keeps more of them, for some layers of
-    some models do not turn theirs.
+    a sequence of which every row comes. Keys are turned back only where the approximation then keeps more of them, for some layers
+    of some models do not turn theirs.
 
     known, total [B] int32: tokens that have factors, and all; turned [B] bool: before the turn; exact [B, H, T] bool: outliers.
     """
@@ -49,23 +49,23 @@ class ShadowIndex(UnitIndex):
 
     # Index
 
-    def make_room(self, lanes: int, tokens: int) -> None:
+    def make_room(self, seqs: int, tokens: int) -> None:
         """See Index."""
-        super().make_room(lanes, tokens)
+        super().make_room(seqs, tokens)
         self._reserve_factors(tokens)
 
-    def know(self, lanes: Sequence[int]) -> None:
+    def know(self, seqs: Sequence[int]) -> None:
         """See UnitIndex."""
-        self.total.copy_(torch.tensor([lane.tokens for lane in self.lanes], dtype=torch.int32), non_blocking=True)
+        self.total.copy_(torch.tensor([seq.tokens for seq in self.seqs], dtype=torch.int32), non_blocking=True)
 
-    def build(self, lane: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
+    def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         """See Index."""
-        self.truncate(lane, 0)
+        self.truncate(seq, 0)
         self.first = first
         heads, tokens, dim = keys.shape
         if not tokens:
             return
-        self.reserve(lane + 1, -(-tokens // self.size) + 1, tokens)
+        self.reserve(seq + 1, -(-tokens // self.size) + 1, tokens)
         landmarks, chunks = self.digest(keys), tokens // self.size
         members = keys[:, : chunks * self.size].unflatten(1, (chunks, self.size)).float()
         worst = torch.cosine_similarity(members, landmarks[:, :chunks, None], dim=3).amin(dim=2)
@@ -78,21 +78,21 @@ class ShadowIndex(UnitIndex):
         static = count * self.size
         place = (order[:, :, None] * self.size + torch.arange(self.size, device=keys.device)).flatten(1)[:, :tokens]
         assert self.order is not None
-        self.order[lane, :, :tokens] = (first + place).int()
+        self.order[seq, :, :tokens] = (first + place).int()
         units = landmarks.shape[1] - count
         rest = order[:, count:, None].expand(-1, -1, dim)
-        self.digests[lane, :, :units] = landmarks.gather(1, rest).to(self.digests.dtype)
+        self.digests[seq, :, :units] = landmarks.gather(1, rest).to(self.digests.dtype)
         ends = (torch.arange(units + 1, device=keys.device) * self.size).clamp(max=tokens - static)
-        self.stops[lane, :, : units + 1] = (static + ends).int()
+        self.stops[seq, :, : units + 1] = (static + ends).int()
         kept = tokens % self.size
-        self._keep(lane, tokens - kept, keys[:, tokens - kept :])
+        self._keep(seq, tokens - kept, keys[:, tokens - kept :])
         marks = [(0, 0)] if units == 0 and not static else [(0, 0), (tokens - kept, units - (kept > 0))]
-        self._set(lane, Lane(tokens, units, kept, marks))
-        self._factorise(lane, keys)
-        self.exact[lane, :, :tokens] = always.repeat_interleave(self.size, dim=1)[:, :tokens]
+        self._set(seq, Seq(tokens, units, kept, marks))
+        self._factorise(seq, keys)
+        self.exact[seq, :, :tokens] = always.repeat_interleave(self.size, dim=1)[:, :tokens]
 
     def rebuild(self, slab: Slab, fetch: Tensor, slots: Tensor) -> None:
-        """See Rebuilds: keys of the prompt's tokens, but for outliers and for lanes of which all is fetched."""
+        """See Rebuilds: keys of the prompt's tokens, but for outliers and for sequences of which all is fetched."""
         batch = fetch.shape[0]
         if self.factors.shape[2] == 0:
             return
@@ -110,19 +110,19 @@ class ShadowIndex(UnitIndex):
     def keys(self, place: Tensor) -> Tensor:
         """Rebuilt keys [B, H, M, D] of the tokens at place [B, H, M], counted from the region's first."""
         batch = place.shape[0]
-        lane = torch.arange(batch, device=place.device)[:, None, None]
-        made = torch.einsum("bhmr,brhd->bhmd", self.factors[:batch, 0][lane, place].float(), self.basis[:batch].float())
+        seq = torch.arange(batch, device=place.device)[:, None, None]
+        made = torch.einsum("bhmr,brhd->bhmd", self.factors[:batch, 0][seq, place].float(), self.basis[:batch].float())
         if self.shape.rotary is not None:
             there = (place + self.first).flatten(0, 1)
             turned = self.shape.rotary.turn(made.flatten(0, 1), there).view_as(made)
             made = torch.where(self.turned[:batch, None, None, None], turned, made)
         return made.to(self.factors.dtype)
 
-    def truncate(self, lane: int, length: int) -> None:
+    def truncate(self, seq: int, length: int) -> None:
         """See Index."""
-        super().truncate(lane, length)
-        if lane < len(self.known):
-            self.known[lane].clamp_(max=max(0, length - self.first))
+        super().truncate(seq, length)
+        if seq < len(self.known):
+            self.known[seq].clamp_(max=max(0, length - self.first))
 
     def tensors(self) -> list[Tensor]:
         """See Index; and what rebuild() reads."""
@@ -135,17 +135,17 @@ class ShadowIndex(UnitIndex):
         if self.shape.rotary is not None:
             self.shape.rotary.reserve(self.first + self.factors.shape[2], self.shape.device)
 
-    def reserve(self, lanes: int, units: int = 0, tokens: int = 0) -> None:
+    def reserve(self, seqs: int, units: int = 0, tokens: int = 0) -> None:
         """See UnitIndex."""
-        super().reserve(lanes, units, tokens)
-        many = len(self.lanes)
+        super().reserve(seqs, units, tokens)
+        many = len(self.seqs)
         self.factors, self.basis = grown(self.factors, many), grown(self.basis, many)
         self.exact, self.known = grown(self.exact, many), grown(self.known, many)
         self.total, self.turned = grown(self.total, many), grown(self.turned, many)
 
     # Inside
 
-    def _factorise(self, lane: int, keys: Tensor) -> None:
+    def _factorise(self, seq: int, keys: Tensor) -> None:
         """The best approximation of the keys by `rank` directions: the leading eigenvectors of their Gram matrix."""
         heads, tokens, dim = keys.shape
         self._reserve_factors(tokens)
@@ -162,14 +162,14 @@ class ShadowIndex(UnitIndex):
             found.append((made.square().sum() / flat.square().sum(), made, directions))
         turned = len(found) > 1 and bool(found[1][0] > found[0][0])
         _, made, directions = found[turned]
-        self.factors[lane, 0, :tokens] = made.to(self.factors.dtype)
-        self.basis[lane] = directions.T.unflatten(1, (heads, dim)).to(self.basis.dtype)
-        self.known[lane].fill_(tokens)
-        self.turned[lane].fill_(turned)
+        self.factors[seq, 0, :tokens] = made.to(self.factors.dtype)
+        self.basis[seq] = directions.T.unflatten(1, (heads, dim)).to(self.basis.dtype)
+        self.known[seq].fill_(tokens)
+        self.turned[seq].fill_(turned)
 
     def _reserve_factors(self, tokens: int) -> None:
         """Room for the factors of so many tokens of a prompt."""
-        self.factors, self.exact = (grown(table, len(self.lanes), tokens) for table in (self.factors, self.exact))
+        self.factors, self.exact = (grown(table, len(self.seqs), tokens) for table in (self.factors, self.exact))
         if self.shape.rotary is not None:
             self.shape.rotary.reserve(self.first + tokens, self.shape.device)
 

@@ -20,8 +20,8 @@ class SkewedIndex(TokenIndex):
     A KV head's skew is the orthogonal V of the singular value decomposition of its group's last queries of the prompt, so q.k is
     the same before and after it; of the skewed channels those are kept whose absolute values sum to most over these queries and the
     prompt's keys. A token counts for a KV head if it does for one of its query heads. As many tokens as count in a KV head of the
-    layer on average, rounded up, are taken in each, those nearest to some query head's best; never more than `most` of the lane
-    nor than the budget. Where the budget holds the whole lane, all of it comes.
+    layer on average, rounded up, are taken in each, those nearest to some query head's best; never more than `most` of the sequence
+    nor than the budget. Where the budget holds the whole sequence, all of it comes.
 
     partial [B, H, capacity, R]: the kept channels of keys; skew [B, H, D, R] float32. Not graph-safe: its queries may come from a
     hook of the model's, which a captured step need not run.
@@ -45,23 +45,23 @@ class SkewedIndex(TokenIndex):
         )
         self._queries = torch.empty(0)
 
-    def build(self, lane: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
+    def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         """See Index."""
         self._queries = queries
-        super().build(lane, first, keys, values, queries)
+        super().build(seq, first, keys, values, queries)
         self._queries = queries[:, :0]
 
-    def learn(self, lane: int, keys: Tensor) -> None:
+    def learn(self, seq: int, keys: Tensor) -> None:
         """See TokenIndex."""
         queries = self._queries.unflatten(0, (self.shape.kv_heads, -1)).flatten(1, 2).float()
         turn = principal(queries).float()  # [H, D, D], V of queries = U S V^T
         size = (queries @ turn).abs().sum(dim=1) + (keys.float() @ turn).abs().sum(dim=1)
         kept = torch.topk(size, self.width, dim=1).indices
-        self.learned["skew"][lane] = turn.gather(2, kept[:, None].expand(-1, keys.shape[2], -1))
+        self.learned["skew"][seq] = turn.gather(2, kept[:, None].expand(-1, keys.shape[2], -1))
 
-    def encode(self, lanes: Sequence[int], keys: Tensor, values: Tensor) -> dict[str, Tensor]:
+    def encode(self, seqs: Sequence[int], keys: Tensor, values: Tensor) -> dict[str, Tensor]:
         """See TokenIndex."""
-        return {"partial": (keys.float() @ self.of("skew", lanes)).to(keys.dtype)}
+        return {"partial": (keys.float() @ self.of("skew", seqs)).to(keys.dtype)}
 
     def estimate(self, query: Tensor, tokens: int) -> Tensor:
         """See TokenIndex."""

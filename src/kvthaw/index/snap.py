@@ -33,13 +33,13 @@ class SnapIndex(KeptIndex):
         super().__init__(shape, agree=agree)
         self.width, self.kernel, self.pooling = min(width, shape.regions.window), kernel, pooling
 
-    def watch(self, lane: int, queries: Tensor, keys: Tensor, tokens: int) -> Tensor:
+    def watch(self, seq: int, queries: Tensor, keys: Tensor, tokens: int) -> Tensor:
         """See KeptIndex."""
         mass = observed(queries[:, :, -self.width :], keys, scale=self.shape.scale, agree=self.agree)[:, :tokens]
         pool = F.avg_pool1d if self.pooling == "avg" else F.max_pool1d
         return pool(mass, self.kernel, stride=1, padding=self.kernel // 2)
 
-    def arrive(self, lane: int, start: int, stop: int) -> Tensor:
+    def arrive(self, seq: int, start: int, stop: int) -> Tensor:
         """See KeptIndex. Less than any token of the prompt has."""
         return torch.full((self.shape.kv_heads, stop - start), -1.0, device=self.shape.device)
 
@@ -72,42 +72,42 @@ class FreshSnapIndex(SnapIndex):
         self.cursor.add_(1)
         return selection
 
-    def watch(self, lane: int, queries: Tensor, keys: Tensor, tokens: int) -> Tensor:
+    def watch(self, seq: int, queries: Tensor, keys: Tensor, tokens: int) -> Tensor:
         """See KeptIndex."""
-        self.since[lane] = 0
+        self.since[seq] = 0
         last = queries.flatten(0, 1)[:, -self.width :]
         slots = (self.cursor + torch.arange(-last.shape[1], 0, device=keys.device)) % self.width
-        self.tables["recent"][lane].index_copy_(1, slots, last.to(self.shape.dtype))
-        return super().watch(lane, queries, keys, tokens)
+        self.tables["recent"][seq].index_copy_(1, slots, last.to(self.shape.dtype))
+        return super().watch(seq, queries, keys, tokens)
 
-    def append(self, lanes: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
+    def append(self, seqs: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
         """See Index."""
-        super().append(lanes, keys, values, queries)
+        super().append(seqs, keys, values, queries)
         slab, n = self.shape.slab, keys.shape[2]
-        for lane in lanes:
-            self.since[lane] += n
-            if queries is None and self.since[lane] >= self.interval and slab is not None:
-                stop = self.first + self.tokens[lane]
-                behind = slab.read(lane, stop, stop - n + self.shape.regions.ring)[:, :, 0]  # the ring is full
+        for seq in seqs:
+            self.since[seq] += n
+            if queries is None and self.since[seq] >= self.interval and slab is not None:
+                stop = self.first + self.tokens[seq]
+                behind = slab.read(seq, stop, stop - n + self.shape.regions.ring)[:, :, 0]  # the ring is full
                 order = (self.cursor + torch.arange(self.width, device=self.cursor.device)) % self.width
-                self.anew(lane, self.tables["recent"][lane].index_select(1, order), behind)
+                self.anew(seq, self.tables["recent"][seq].index_select(1, order), behind)
 
-    def reserve(self, lanes: int) -> None:
+    def reserve(self, seqs: int) -> None:
         """See KeptIndex."""
-        super().reserve(lanes)
-        self.since += [0] * (lanes - len(self.since))
+        super().reserve(seqs)
+        self.since += [0] * (seqs - len(self.since))
 
-    def truncate(self, lane: int, length: int) -> None:
+    def truncate(self, seq: int, length: int) -> None:
         """See Index."""
-        super().truncate(lane, length)
-        if lane < len(self.tokens) and not self.tokens[lane]:
-            self.since[lane] = 0
-            self.tables["recent"][lane].zero_()
+        super().truncate(seq, length)
+        if seq < len(self.tokens) and not self.tokens[seq]:
+            self.since[seq] = 0
+            self.tables["recent"][seq].zero_()
 
-    def reorder(self, lanes: Sequence[int]) -> None:
+    def reorder(self, seqs: Sequence[int]) -> None:
         """See Index."""
-        super().reorder(lanes)
-        self.since = [self.since[lane] for lane in lanes]
+        super().reorder(seqs)
+        self.since = [self.since[seq] for seq in seqs]
 
     def tensors(self) -> list[Tensor]:
         """See Index."""

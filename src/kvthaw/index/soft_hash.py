@@ -37,7 +37,7 @@ class SoftHashIndex(TokenIndex):
         powers = 1 << torch.arange(bits, device=shape.device)
         self.corners = ((torch.arange(1 << bits, device=shape.device)[:, None] & powers) > 0).float() * 2 - 1  # [2^K, K]
 
-    def encode(self, lanes: Sequence[int], keys: Tensor, values: Tensor) -> dict[str, Tensor]:
+    def encode(self, seqs: Sequence[int], keys: Tensor, values: Tensor) -> dict[str, Tensor]:
         """See TokenIndex."""
         kind = self.tables["buckets"].dtype
         return {"buckets": self.planes.code(keys).to(kind), "lengths": values.float().norm(dim=3)}

@@ -1,4 +1,4 @@
-"""Places in the tables of several lanes, as indices: what is written there for all of them is written at once."""
+"""Places in the tables of several sequences, as indices: what is written there for all of them is written at once."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from torch import Tensor
 
 
 class Full(NamedTuple):
-    """A batch of a lane: it begins at `begin` in the map and at unit `before`."""
+    """A batch of a sequence: it begins at `begin` in the map and at unit `before`."""
 
-    lane: int
+    seq: int
     begin: int
     before: int
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Batches of R lanes as indices of tables [B, H, ..]: lanes [R, 1, 1], heads [H, 1], begin and before [R, 1, 1]; int64."""
+    """Batches of R sequences as indices of tables [B, H, ..]: sequences [R, 1, 1], heads [H, 1], begin and before [R, 1, 1];
+    int64."""
 
-    lanes: Tensor
+    seqs: Tensor
     heads: Tensor
     begin: Tensor
     before: Tensor
@@ -37,9 +38,9 @@ class Target:
 
     def units(self, n: int) -> tuple[Tensor, Tensor, Tensor]:
         """The first n units of each, of tables of units."""
-        return self.lanes, self.heads, self.before + torch.arange(n, device=self.before.device)
+        return self.seqs, self.heads, self.before + torch.arange(n, device=self.before.device)
 
     def places(self, n: int, ring: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """The first n places of each in the map; where they stand in a ring of so many, if there is one."""
         at = self.begin + torch.arange(n, device=self.begin.device)
-        return self.lanes, self.heads, at if ring is None else at % ring
+        return self.seqs, self.heads, at if ring is None else at % ring

@@ -9,7 +9,7 @@ from typing import Any, Literal, Self, get_args
 import torch
 from torch import Tensor
 
-from kvthaw.cache.together import Together
+from kvthaw.cache.deferred_batch import DeferredBatch
 from kvthaw.errors import one_of
 from kvthaw.index.target import Full, Target
 from kvthaw.types import LayerShape, Selection
@@ -30,9 +30,8 @@ def log_shares(logits: Tensor) -> Tensor:
 class TokenIndex:
     """Tables with a place for every token, and selection by a score for each.
 
-    columns: what is kept of a token, name -> (shape, dtype); a table is [B, H, capacity, *shape]. learned: what is kept of a lane,
-    [B, H, *shape]. All on the device, at a capacity that doubles, written in place.
-    """
+    columns: what is kept of a token, name -> (shape, dtype); a table is [B, H, capacity, *shape]. learned: what is kept of a
+    sequence, [B, H, *shape]. All on the device, at a capacity that doubles, written in place."""
 
     graph_safe = reversible = True
     grows = True
@@ -42,7 +41,7 @@ class TokenIndex:
         one_of(get_args(Policy), policy=policy)
         self.shape, self.policy, self.scale = shape, policy, shape.scale
         self.first = shape.regions.sink
-        self._together = shape.together or Together()
+        self._deferred = shape.deferred or DeferredBatch()
         heads, device = shape.kv_heads, shape.device
         self.tables = {
             name: torch.zeros((0, heads, 0, *size), dtype=dtype, device=device) for name, (size, dtype) in columns.items()
@@ -55,11 +54,11 @@ class TokenIndex:
 
     # What a method adds
 
-    def learn(self, lane: int, keys: Tensor) -> None:
-        """Write what is kept of a lane; keys [H, T, D], T > 0, are its first."""
+    def learn(self, seq: int, keys: Tensor) -> None:
+        """Write what is kept of a sequence; keys [H, T, D], T > 0, are its first."""
 
-    def encode(self, lanes: Sequence[int], keys: Tensor, values: Tensor) -> dict[str, Tensor]:
-        """What is kept of tokens, name -> [R, H, n, ...]. keys, values [R, H, n, D], of R lanes."""
+    def encode(self, seqs: Sequence[int], keys: Tensor, values: Tensor) -> dict[str, Tensor]:
+        """What is kept of tokens, name -> [R, H, n, ...]. keys, values [R, H, n, D], of R sequences."""
         raise NotImplementedError
 
     def estimate(self, query: Tensor, tokens: int) -> Tensor:
@@ -69,30 +68,30 @@ class TokenIndex:
 
     # Index
 
-    def make_room(self, lanes: int, tokens: int) -> None:
+    def make_room(self, seqs: int, tokens: int) -> None:
         """See Index."""
-        self.reserve(lanes, tokens)
+        self.reserve(seqs, tokens)
         self.tell()
 
-    def build(self, lane: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
+    def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         """See Index."""
-        self.truncate(lane, 0)
+        self.truncate(seq, 0)
         self.first = first
-        self.reserve(lane + 1, 0)
+        self.reserve(seq + 1, 0)
         if keys.shape[1]:
-            self.learn(lane, keys)
-        self.append([lane], keys[None], values[None], None)
+            self.learn(seq, keys)
+        self.append([seq], keys[None], values[None], None)
 
-    def append(self, lanes: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
+    def append(self, seqs: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
         """See Index."""
         n = keys.shape[2]
-        self.reserve(max(lanes) + 1, 0)
-        self.reserve(0, max(self.counts[lane] for lane in lanes) + n)
-        places = self._places(lanes, n)
-        for name, kept in self.encode(lanes, keys, values).items():
-            self.tables[name][places] = kept[0] if len(lanes) == 1 else kept
-        for lane in lanes:
-            self.counts[lane] += n
+        self.reserve(max(seqs) + 1, 0)
+        self.reserve(0, max(self.counts[seq] for seq in seqs) + n)
+        places = self._places(seqs, n)
+        for name, kept in self.encode(seqs, keys, values).items():
+            self.tables[name][places] = kept[0] if len(seqs) == 1 else kept
+        for seq in seqs:
+            self.counts[seq] += n
         self.tell()
 
     def select(self, query: Tensor, budget: int) -> Selection:
@@ -105,24 +104,24 @@ class TokenIndex:
         merged = weights.amax(dim=2) if self.policy == "max" else torch.logsumexp(weights, dim=2)
         return self.best(merged, budget)
 
-    def truncate(self, lane: int, length: int) -> None:
+    def truncate(self, seq: int, length: int) -> None:
         """See Index."""
-        if lane < len(self.counts):
-            self.counts[lane] = min(self.counts[lane], max(0, length - self.first))
+        if seq < len(self.counts):
+            self.counts[seq] = min(self.counts[seq], max(0, length - self.first))
             self.tell()
 
-    def undo(self, lane: int, length: int) -> None:
+    def undo(self, seq: int, length: int) -> None:
         """See Reversible: what was written stands behind what is counted."""
-        self.truncate(lane, length)
+        self.truncate(seq, length)
 
-    def reorder(self, lanes: Sequence[int]) -> None:
+    def reorder(self, seqs: Sequence[int]) -> None:
         """See Index."""
-        self.reserve(max(lanes) + 1, 0)
-        which = torch.tensor(lanes, device=self.shape.device)
+        self.reserve(max(seqs) + 1, 0)
+        which = torch.tensor(seqs, device=self.shape.device)
         for tables in (self.tables, self.learned):
             for name, table in tables.items():
                 tables[name] = table.index_select(0, which)
-        self.counts = [self.counts[lane] for lane in lanes]
+        self.counts = [self.counts[seq] for seq in seqs]
         self.tell()
 
     def tensors(self) -> list[Tensor]:
@@ -139,8 +138,8 @@ class TokenIndex:
     # Inside
 
     def ready(self, query: Tensor) -> int:
-        """Room for the lanes of a query [B, Hq, D]. How many places select() looks at: the capacity, so that a captured step may
-        be replayed; on a CPU no more than the longest lane has."""
+        """Room for the sequences of a query [B, Hq, D]. How many places select() looks at: the capacity, so that a captured step
+        may be replayed; on a CPU no more than the longest sequence has."""
         batch = query.shape[0]
         if batch > len(self.counts):
             self.reserve(batch, 0)
@@ -152,9 +151,9 @@ class TokenIndex:
         """Tokens that there is room for."""
         return int(next(iter(self.tables.values())).shape[2])
 
-    def held(self, lanes: int, tokens: int) -> Tensor:
+    def held(self, seqs: int, tokens: int) -> Tensor:
         """Which of the first places hold a token, [B, 1, tokens] bool."""
-        return torch.arange(tokens, device=self.shape.device) < self.known[:lanes, None, None]
+        return torch.arange(tokens, device=self.shape.device) < self.known[:seqs, None, None]
 
     def weigh(self, scores: Tensor) -> Tensor:
         """Logs of the softmax weights over the indexed keys, so that one too small for float32 still has its rank. scores
@@ -174,21 +173,21 @@ class TokenIndex:
         rows[:, :, : found.shape[2]] = torch.where(found, top + self.first, -1).int()
         return Selection(rows, found.sum(dim=2, dtype=torch.int32))
 
-    def of(self, name: str, lanes: Sequence[int]) -> Tensor:
-        """What was learned of some lanes, [R, H, ...]."""
+    def of(self, name: str, seqs: Sequence[int]) -> Tensor:
+        """What was learned of some sequences, [R, H, ...]."""
         learned = self.learned[name]
-        if len(lanes) == 1:
-            return learned[lanes[0] : lanes[0] + 1]
-        return learned.index_select(0, self._together.numbers([(lane,) for lane in lanes], learned.device)[:, 0])
+        if len(seqs) == 1:
+            return learned[seqs[0] : seqs[0] + 1]
+        return learned.index_select(0, self._deferred.numbers([(seq,) for seq in seqs], learned.device)[:, 0])
 
-    def _places(self, lanes: Sequence[int], n: int) -> tuple[Any, ...]:
-        """Indices of the tables: the next n places of some lanes."""
-        if len(lanes) == 1:
-            start = self.counts[lanes[0]]
-            return lanes[0], slice(None), slice(start, start + n)
+    def _places(self, seqs: Sequence[int], n: int) -> tuple[Any, ...]:
+        """Indices of the tables: the next n places of some sequences."""
+        if len(seqs) == 1:
+            start = self.counts[seqs[0]]
+            return seqs[0], slice(None), slice(start, start + n)
         heads, device = self.shape.kv_heads, self.shape.device
-        full = tuple(Full(lane, self.counts[lane], 0) for lane in lanes)
-        return self._together.once((full, n, heads, device), lambda: Target.of(full, heads, device).places(n))
+        full = tuple(Full(seq, self.counts[seq], 0) for seq in seqs)
+        return self._deferred.once((full, n, heads, device), lambda: Target.of(full, heads, device).places(n))
 
     def tell(self) -> None:
         """The device knows the counts too."""
@@ -196,9 +195,9 @@ class TokenIndex:
             self.known = torch.empty(len(self.counts), dtype=torch.int64, device=self.shape.device)
         self.known.copy_(torch.tensor(self.counts, dtype=torch.int64), non_blocking=True)
 
-    def reserve(self, lanes: int, tokens: int) -> None:
-        """Room for so many lanes and tokens; what is there stays. Addresses change only where room was lacking."""
-        self.counts += [0] * (lanes - len(self.counts))
+    def reserve(self, seqs: int, tokens: int) -> None:
+        """Room for so many sequences and tokens; what is there stays. Addresses change only where room was lacking."""
+        self.counts += [0] * (seqs - len(self.counts))
         many, have = len(self.counts), self.capacity
         capacity = have if tokens <= have else max(tokens, 2 * have, 64)
         for tables, length in ((self.tables, capacity), (self.learned, None)):

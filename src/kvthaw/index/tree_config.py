@@ -92,7 +92,8 @@ def splitmix64(x: int) -> int:
 
 
 def draw_level(config: TreeConfig, layer: int, head: int, position: int) -> int:
-    """The level of a position, from 1: a pure function, so that a lane alone equals the lane in a batch. No more than 32."""
+    """The level of a position, from 1: a pure function, so that a sequence alone equals the sequence in a batch. No more than
+    32."""
     x = splitmix64(splitmix64(splitmix64(splitmix64(config.seed) ^ layer) ^ head) ^ position)
     uniform = (x >> 11) * 2.0**-53
     level, threshold = 1, config.promote

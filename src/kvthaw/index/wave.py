@@ -11,7 +11,7 @@ from torch import Tensor
 from kvthaw.errors import ConfigError
 from kvthaw.index.clusters import ClusterIndex
 from kvthaw.index.target import Full, Target
-from kvthaw.index.units import Lane, grown
+from kvthaw.index.units import Seq, grown
 from kvthaw.kernels import unit_scores
 from kvthaw.kernels.unit_select import Policy
 from kvthaw.types import LayerShape, Partial, Selection
@@ -58,13 +58,13 @@ class WaveIndex(ClusterIndex):
         self.values = torch.zeros_like(self.digests)
         self.recent_values = torch.zeros_like(self.recent)
         self.closed = torch.zeros_like(self.counts)
-        self._arriving: dict[int, Tensor] = {}  # values of a lane's batches, [H, n, D], while many tokens come
+        self._arriving: dict[int, Tensor] = {}  # values of a sequence's batches, [H, n, D], while many tokens come
 
     # Index
 
-    def build(self, lane: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
+    def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         """See Index."""
-        self.truncate(lane, 0)
+        self.truncate(seq, 0)
         self.first = first
         tokens = keys.shape[1]
         if not tokens:
@@ -72,38 +72,38 @@ class WaveIndex(ClusterIndex):
         whole, rest = divmod(tokens, self.segment)
         per, last = self.segment // self.tokens_per_cluster, max(1, rest // self.tokens_per_cluster) if rest else 0
         count = whole * per + last
-        self.reserve(lane + 1)
+        self.reserve(seq + 1)
         self.reserve(0, count + 1, tokens)
 
         def job() -> None:
             cut = whole * self.segment
             if whole:
-                self._cluster([Full(lane, 0, 0)], keys[None, :, :cut].unflatten(2, (whole, self.segment)), per)
+                self._cluster([Full(seq, 0, 0)], keys[None, :, :cut].unflatten(2, (whole, self.segment)), per)
             if rest:
-                self._cluster([Full(lane, cut, whole * per)], keys[None, :, None, cut:], last)
+                self._cluster([Full(seq, cut, whole * per)], keys[None, :, None, cut:], last)
             for i in range(whole):
                 at = i * self.segment
-                self._average([Full(lane, at, i * per)], per, values[None, :, at : at + self.segment])
+                self._average([Full(seq, at, i * per)], per, values[None, :, at : at + self.segment])
             if rest:
-                self._average([Full(lane, cut, whole * per)], last, values[None, :, cut:])
+                self._average([Full(seq, cut, whole * per)], last, values[None, :, cut:])
 
         self.beside(job, keys, values)
-        self._set(lane, Lane(tokens, count, 0, [(0, 0), (tokens, count)]))
+        self._set(seq, Seq(tokens, count, 0, [(0, 0), (tokens, count)]))
 
-    def append(self, lanes: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
+    def append(self, seqs: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
         """See Index."""
-        super().append(lanes, keys, values, queries)
+        super().append(seqs, keys, values, queries)
         self._arriving.clear()
 
-    def take_values(self, lanes: Sequence[int], values: Tensor) -> None:
+    def take_values(self, seqs: Sequence[int], values: Tensor) -> None:
         """See UnitIndex: the last ones stand in a ring, as keys do; where they are too many, all of a batch are kept aside."""
-        n, hosts = values.shape[2], [self.lanes[lane] for lane in lanes]
-        for i, (lane, host) in enumerate(zip(lanes, hosts, strict=True)):
-            if not self._fits(lane, n):
-                known = self.recent_values[lane].index_select(1, self._ring(host.tokens - host.kept, host.kept))
-                self._arriving[lane] = torch.cat((known, values[i]), dim=1)
+        n, hosts = values.shape[2], [self.seqs[seq] for seq in seqs]
+        for i, (seq, host) in enumerate(zip(seqs, hosts, strict=True)):
+            if not self._fits(seq, n):
+                known = self.recent_values[seq].index_select(1, self._ring(host.tokens - host.kept, host.kept))
+                self._arriving[seq] = torch.cat((known, values[i]), dim=1)
         few = min(n, self.recent_values.shape[2])
-        where = [Full(lane, host.tokens + n - few, 0) for lane, host in zip(lanes, hosts, strict=True)]
+        where = [Full(seq, host.tokens + n - few, 0) for seq, host in zip(seqs, hosts, strict=True)]
         self.recent_values[self._last(where, few)] = values[:, :, n - few :]
 
     def close(self, full: Sequence[Full], keys: Tensor | None) -> None:
@@ -113,11 +113,11 @@ class WaveIndex(ClusterIndex):
         if keys is None:
             self._average(full, self.per_batch, self.last(full, self.recent_values))
             return
-        ((lane, begin, before),) = full
+        ((seq, begin, before),) = full
         for i in range(keys.shape[2]):
             at = i * self.batch
-            values = self._arriving[lane][None, :, at : at + self.batch]
-            self._average([Full(lane, begin + at, before + i * self.per_batch)], self.per_batch, values)
+            values = self._arriving[seq][None, :, at : at + self.batch]
+            self._average([Full(seq, begin + at, before + i * self.per_batch)], self.per_batch, values)
 
     @property
     def attends(self) -> bool:
@@ -129,9 +129,9 @@ class WaveIndex(ClusterIndex):
         selection = super().select(query, budget)
         return Selection(selection.rows, selection.counts, partial=self._estimate(query, selection.rows))
 
-    def reserve(self, lanes: int, units: int = 0, tokens: int = 0) -> None:
+    def reserve(self, seqs: int, units: int = 0, tokens: int = 0) -> None:
         """See UnitIndex."""
-        super().reserve(lanes, units, tokens)
+        super().reserve(seqs, units, tokens)
         many, units = self.digests.shape[0], self.digests.shape[2]
         self.values, self.closed = grown(self.values, many, units), grown(self.closed, many)
         self.recent_values = grown(self.recent_values, many)
@@ -143,7 +143,7 @@ class WaveIndex(ClusterIndex):
         batch, heads = rows.shape[:2]
         many, tokens = self.digests.shape[2], self.order.shape[2] if self.order is not None else 0
         if query.device.type == "cpu":
-            many, tokens = max(lane.units for lane in self.lanes[:batch]), max(lane.tokens for lane in self.lanes[:batch])
+            many, tokens = max(seq.units for seq in self.seqs[:batch]), max(seq.tokens for seq in self.seqs[:batch])
         digests, values, stops = (table[:batch, :, :many] for table in (self.digests, self.values, self.stops[:, :, 1:]))
         begins = self.stops[:batch, :, :many]
         bounds, counts = self.stops[:batch, :, : many + 1], self.counts[:batch]
@@ -178,7 +178,8 @@ class WaveIndex(ClusterIndex):
         return at[:, :, 1:] > at[:, :, :-1]
 
     def _average(self, full: Sequence[Full], count: int, values: Tensor) -> None:
-        """Mean values of `count` units of each of some lanes, of the tokens of values [R, H, n, D]: from where it is said on."""
+        """Mean values of `count` units of each of some sequences, of the tokens of values [R, H, n, D]: from where it is said
+        on."""
         assert self.order is not None
         target, wide = Target.of(full, self.shape.kv_heads, values.device), values.shape[3]
         place = self.order[target.places(values.shape[2])].long() - (self.first + target.begin)
@@ -190,9 +191,9 @@ class WaveIndex(ClusterIndex):
         means = (at[:, :, 1:] - at[:, :, :-1]) / stops.diff(dim=2).clamp(min=1)[..., None]
         self.values[target.units(count)] = means.to(self.values.dtype)
 
-    def know(self, lanes: Sequence[int]) -> None:
+    def know(self, seqs: Sequence[int]) -> None:
         """See UnitIndex."""
-        closed = [lane.units if lane.kept in (0, self.batch) else lane.marks[-1][1] for lane in self.lanes]
+        closed = [seq.units if seq.kept in (0, self.batch) else seq.marks[-1][1] for seq in self.seqs]
         self.closed.copy_(torch.tensor(closed, dtype=torch.int32), non_blocking=True)
 
     def _rings(self) -> list[str]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvthaw.kernels import HAS_TRITON
 
 Spread = Literal["max", "mean"]
-"""Half extent of a page's box: "max" covers every key (Quest), "mean" is the mean distance of the keys (ArkVale)."""
+"""Half block of a page's box: "max" covers every key (Quest), "mean" is the mean distance of the keys (ArkVale)."""
 
 
 def definition(keys: Tensor, page: int, *, spread: Spread, order: Tensor | None = None) -> Tensor:

@@ -40,7 +40,7 @@ def icecache(
     search: Literal["host", "device"] = "host",
     preset: str = "default",
     reuse: int = 1,
-    foresee: bool = False,
+    prefetch: bool = False,
     threads: int = 0,
     transfer: str = "uva",
     **tree: Any,
@@ -54,10 +54,10 @@ def icecache(
     Other options are NodeConfig's fields.
 
     reuse: every how manieth layer searches; those between take its choice (the paper's IceCache (reuse) has 3). transfer, on a GPU:
-    "bulk" as the paper has it, or "uva", where a kernel reads the rows itself. Of the host's search alone: foresee (search while
+    "bulk" as the paper has it, or "uva", where a kernel reads the rows itself. Of the host's search alone: prefetch (search while
     the layer before attends, with the query that its attention input makes, instead of waiting for the layer's own), preset
     ("default" descends by the nodes' digests, "paper" by their points, algorithm 4, in a field of view wide enough to find as much,
-    "code" does as the authors' code) and threads, of the trees, 0 for one a core. With "bulk" or foresee no step is captured.
+    "code" does as the authors' code) and threads, of the trees, 0 for one a core. With "bulk" or prefetch no step is captured.
     """
     at_least(1, reuse=reuse)
     at_least(0, threads=threads)
@@ -66,8 +66,8 @@ def icecache(
     one_of(_PRESETS, preset=preset)
     one_of(_TRANSFERS, transfer=transfer)
     if search == "device":
-        if preset != "default" or threads or foresee:
-            raise ConfigError("foresee, preset and threads are of the search on the host; leave them out with search='device'")
+        if preset != "default" or threads or prefetch:
+            raise ConfigError("prefetch, preset and threads are of the search on the host; leave them out with search='device'")
         return Method(
             "icecache-device" if reuse == 1 else "icecache-device-reuse",
             paper="IceCache",
@@ -86,7 +86,7 @@ def icecache(
         regions=_REGIONS,
         transfer=_TRANSFERS[transfer],
         anchors=reuse,
-        foresees=foresee,
+        prefetches=prefetch,
     )
 
 

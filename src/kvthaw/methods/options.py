@@ -38,7 +38,7 @@ def check(method: str, given: Mapping[str, Any], *takes: Callable[..., object]) 
             raise ConfigError(f"method {method} has no option {name!r}; {has}")
 
 
-_DECIDES = ("index", "regions", "evicts", "keep", "anchors", "rotary", "foresees")
+_DECIDES = ("index", "regions", "evicts", "keep", "anchors", "rotary", "prefetches")
 """What of a Method decides what is attended to; how rows come to the device does not."""
 
 

@@ -17,7 +17,7 @@ def shadowkv(*, chunk: int = 8, rank: int = 160, outliers: int = 48, policy: Pol
     outliers: chunks that are always selected, with their own keys; at most a quarter of what the budget leaves to the index.
     policy: how the query heads of a group agree, see `kvthaw.kernels.unit_select.Policy`; the paper's is the largest softmax
     weight. Tokens that come after the prompt leave the window by chunks, with a landmark each and their own keys; in the paper
-    they stay. So does every key where the budget brings the whole lane.
+    they stay. So does every key where the budget brings the whole sequence.
 
     On the device: landmarks, D / 8 elements a key, the map, 4 bytes, and the factors, rank / H elements; the choice; and the keys
     of the rows that were fetched, made of factors and turned to their positions. On the host: rows. The output is ShadowKV's, the

@@ -67,10 +67,10 @@ def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: Sequence[int]) 
     return tensor.data_ptr()
 
 
-def gather_rows(addresses: Tensor, extent: int, rows: Tensor, out: Tensor, *, threads: int = 0) -> tuple[int, Tensor]:
+def gather_rows(addresses: Tensor, block_size: int, rows: Tensor, out: Tensor, *, threads: int = 0) -> tuple[int, Tensor]:
     """Bring scattered rows together, K and V, for one copy to the device.
 
-    addresses: [B, extents] int64, a HostStore's tables, 0 padded. rows: [B, H, M] int32 positions, -1 skips. out: [at least the
+    addresses: [B, blocks] int64, a HostStore's tables, 0 padded. rows: [B, H, M] int32 positions, -1 skips. out: [at least the
     rows wanted, 2, D] of the store's dtype, on the host (pinned where it is to be copied); rows behind those wanted are left as
     they were. Returns how many were wanted and, [that many] int64, the flat index into rows of each. Raises ValueError where
     out is too small.
@@ -85,7 +85,7 @@ def gather_rows(addresses: Tensor, extent: int, rows: Tensor, out: Tensor, *, th
     row_bytes = 2 * out.shape[2] * out.element_size()
     where = torch.empty(rows.numel(), dtype=torch.int64)
     count = _native.gather_rows(
-        bases, addresses.shape[1], extent, row_bytes, batch, heads, width, source, out.data_ptr(), where.data_ptr(), threads
+        bases, addresses.shape[1], block_size, row_bytes, batch, heads, width, source, out.data_ptr(), where.data_ptr(), threads
     )
     return count, where[:count]
 
@@ -100,24 +100,24 @@ def admit(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `kvthaw.kernels.admit.definition`, on the host; the last columns of the first two tables are left alone. out: where
     slots, fetch and live are to be written."""
-    lanes, heads, width = rows.shape
+    seqs, heads, width = rows.shape
     capacity, places = row_slot.shape[2] - 1, slot_row.shape[2] - 1
     if width > places:
         raise ValueError(f"{width} rows do not fit into {places} slots")
     tables = (
-        _check("row_slot", row_slot, torch.int32, (lanes, heads, capacity + 1)),
-        _check("slot_row", slot_row, torch.int32, (lanes, heads, places + 1)),
-        _check("used", used, torch.int32, (lanes, heads, places + 1)),
+        _check("row_slot", row_slot, torch.int32, (seqs, heads, capacity + 1)),
+        _check("slot_row", slot_row, torch.int32, (seqs, heads, places + 1)),
+        _check("used", used, torch.int32, (seqs, heads, places + 1)),
         _check("counts", counts, torch.int64, (3,)),
     )
     if out is None:
-        out = torch.empty_like(rows), torch.empty_like(rows), torch.empty((lanes, heads, places), dtype=torch.bool)
+        out = torch.empty_like(rows), torch.empty_like(rows), torch.empty((seqs, heads, places), dtype=torch.bool)
     slots, fetch, live = out
     outs = (
         _check("slots", slots, torch.int32, rows.shape),
         _check("fetch", fetch, torch.int32, rows.shape),
-        _check("live", live, torch.bool, (lanes, heads, places)),
+        _check("live", live, torch.bool, (seqs, heads, places)),
     )
     source = _check("rows", rows, torch.int32, rows.shape)
-    _native.admit(lanes * heads, width, capacity, places, source, *tables, *outs)
+    _native.admit(seqs * heads, width, capacity, places, source, *tables, *outs)
     return out

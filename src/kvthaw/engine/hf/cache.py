@@ -26,7 +26,7 @@ from kvthaw.cache.plan import Settings, try_index
 from kvthaw.cache.rotary import Rotary
 from kvthaw.engine.graph_runner import GraphRunner
 from kvthaw.engine.hf.attention import unwrap, use_kvthaw_attention
-from kvthaw.engine.hf.hooks import foresee, rotary, turns_by_length
+from kvthaw.engine.hf.hooks import prefetch, rotary, turns_by_length
 from kvthaw.engine.hf.layer import CacheLayer, Layers, Shared
 from kvthaw.errors import CacheError, UnsupportedModelError, at_least
 from kvthaw.formatting import human
@@ -57,7 +57,7 @@ class Cache(DynamicCache):
     No gradients flow through it.
 
     model: a decoder whose attention goes through transformers' AttentionInterface. method: a name in METHODS or a Method;
-    further keyword arguments are the method's options. budget, retrieved, seed, sparse_queries, extent, host_bytes: see
+    further keyword arguments are the method's options. budget, retrieved, seed, sparse_queries, block, host_bytes: see
     `kvthaw.cache.plan.Settings`. dense_layers: the first layers, which keep all KV on the device (default: the papers' 2 for
     models of 16 layers and more, else 0).
 
@@ -77,7 +77,7 @@ class Cache(DynamicCache):
         dense_layers: int | None = None,
         seed: int = 0,
         sparse_queries: int = 16,
-        extent: int = 1024,
+        block_size: int = 1024,
         host_bytes: int | None = None,
         **options: Any,
     ) -> None:
@@ -95,7 +95,7 @@ class Cache(DynamicCache):
         self.shares_kv = bool(getattr(config, "num_kv_shared_layers", 0))
         if self.shares_kv:
             sparse_queries = 1  # layers that share KV ask after the index has gone on, so several tokens at once are dense
-        self.settings = Settings(chosen, budget, retrieved, dense_layers, seed, sparse_queries, extent, host_bytes)
+        self.settings = Settings(chosen, budget, retrieved, dense_layers, seed, sparse_queries, block_size, host_bytes)
         self.kv = KVCache(self.settings, full, len(self.layers))
         for dim in {head_dim(of_layer(config, layer.number)) for layer in self.kv.offloaded}:
             try_index(chosen, dim, model.dtype, getattr(config, "attn_logit_softcapping", None))
@@ -103,7 +103,7 @@ class Cache(DynamicCache):
         self.rolls_back = False
         """Whether a forward that asks for several logits may be a verification of assisted decoding."""
         self.turns_by_length = turns_by_length(model)
-        self._shared = Shared(model, self.kv, foresee if chosen.foresees else None)
+        self._shared = Shared(model, self.kv, prefetch if chosen.prefetches else None)
         self._shared.of = weakref.ref(self.layers)
         self.kv.sequences.positions = self._shared.positions
         for kv in self.kv.layers:
@@ -126,7 +126,7 @@ class Cache(DynamicCache):
 
     @property
     def reordered(self) -> bool:
-        """Whether lanes changed places between steps, as beams do."""
+        """Whether sequences changed places between steps, as beams do."""
         return self._shared.reordered
 
     @property
@@ -207,7 +207,7 @@ class Cache(DynamicCache):
         mine = self.settings
         if "budget" not in settings and "retrieved" not in settings:
             settings |= {"budget": mine.budget, "retrieved": mine.retrieved}
-        for name in ("dense_layers", "seed", "sparse_queries", "extent", "host_bytes"):
+        for name in ("dense_layers", "seed", "sparse_queries", "block_size", "host_bytes"):
             settings.setdefault(name, getattr(mine, name))
         twin = Cache(model, method, **settings)
         self.kv.settle_failure()

@@ -19,7 +19,7 @@ from kvthaw.cache.plan import Settings
 from kvthaw.engine.decode import replaying
 from kvthaw.engine.hf.attention import attends, give_back_attention, unwrap
 from kvthaw.engine.hf.cache import Cache
-from kvthaw.engine.hf.hooks import foresee_no_longer
+from kvthaw.engine.hf.hooks import drop_prefetch
 from kvthaw.engine.hf.layer import CacheLayer
 from kvthaw.engine.prefill import CHUNK, in_chunks
 from kvthaw.errors import CacheError, at_least
@@ -93,7 +93,7 @@ class Forward:
                 del model.forward
             else:
                 model.forward = self.own
-        foresee_no_longer(model)
+        drop_prefetch(model)
         give_back_attention(model)
         self.cache = None
 
@@ -212,7 +212,7 @@ def detach(model: PreTrainedModel) -> None:
     attachment = _attachment(model)
     if attachment is not None:
         (attachment.handle() or Handle(attachment)).detach()
-    foresee_no_longer(model)
+    drop_prefetch(model)
     give_back_attention(model)
 
 
@@ -225,7 +225,7 @@ def attach(
     dense_layers: int | None = None,
     seed: int = 0,
     sparse_queries: int = 16,
-    extent: int = 1024,
+    block_size: int = 1024,
     host_bytes: int | None = None,
     prefill_chunk: int = CHUNK,
     capture: bool = True,
@@ -271,7 +271,7 @@ def attach(
             dense_layers=dense_layers,
             seed=seed,
             sparse_queries=sparse_queries,
-            extent=extent,
+            block_size=block_size,
             host_bytes=host_bytes,
             **options,
         )

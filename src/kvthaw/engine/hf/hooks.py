@@ -43,32 +43,32 @@ def turns_by_length(model: PreTrainedModel) -> str | None:
     return next((kind for kind in kinds if kind in ("dynamic", "longrope")), None)
 
 
-def foresee(module: torch.nn.Module) -> None:
-    """From now on, foresee the next layer's query before this attention module runs."""
-    if _foresee not in module._forward_pre_hooks.values():  # a copied module has its own
-        module.register_forward_pre_hook(_foresee, with_kwargs=True)
+def prefetch(module: torch.nn.Module) -> None:
+    """Predict the next layer's query before this attention module runs."""
+    if _prefetch not in module._forward_pre_hooks.values():  # a copied module has its own
+        module.register_forward_pre_hook(_prefetch, with_kwargs=True)
 
 
-def foresee_no_longer(model: PreTrainedModel) -> None:
+def drop_prefetch(model: PreTrainedModel) -> None:
     """Take the hooks of a model's modules away."""
     for module in model.modules():
-        for number in [number for number, hook in module._forward_pre_hooks.items() if hook is _foresee]:
+        for number in [number for number, hook in module._forward_pre_hooks.items() if hook is _prefetch]:
             del module._forward_pre_hooks[number]
             module._forward_pre_hooks_with_kwargs.pop(number, None)
 
 
-def _foresee(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _prefetch(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Before a layer's attention: give its input to the next layer's, and ask the index there with the query that comes of it.
 
-    The model's first layer foresees nothing, as in InfiniGen's code: what it attends with is the token's embedding alone.
+    The model's first layer predicts nothing, as in InfiniGen's code: what it attends with is the token's embedding alone.
     """
     for name, given in kwargs.items():
         ours = [layer for layer in getattr(given, "layers", []) if isinstance(layer, CacheLayer)]
-        if not ours or not ours[0].shared.kv.settings.method.foresees:
+        if not ours or not ours[0].shared.kv.settings.method.prefetches:
             continue
         at = next((i for i, layer in enumerate(ours) if layer.module is not None and layer.module() is module), len(ours))
-        foresees = at + 1 < len(ours) and ours[at] is not given.layers[0]
-        kv, following = (ours[at + 1].kv, ours[at + 1].module) if foresees else (None, None)
+        prefetches = at + 1 < len(ours) and ours[at] is not given.layers[0]
+        kv, following = (ours[at + 1].kv, ours[at + 1].module) if prefetches else (None, None)
         hidden = args[0] if args else kwargs["hidden_states"]
         if following is None or not isinstance(kv, OffloadedLayer) or not kv.asks(hidden.shape[1]):
             continue
@@ -78,4 +78,4 @@ def _foresee(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
             attention(*args, **{**kwargs, name: None, "kvthaw_asked": asked})
         if not asked:
             raise UnsupportedModelError(f"{type(attention).__name__} cannot be asked what its query would be")
-        kv.foresee(asked[0])
+        kv.prefetch(asked[0])

@@ -273,11 +273,11 @@ class CacheLayer(CacheLayerMixin):
                 "further, raise max_position_embeddings of its config, with rope_parameters that reach so far (YaRN, say)"
             )
         if cache.offloaded and not cache.settings.method.evicts:
-            extent, filling, layer = cache.settings.extent, cache.sequences.filling, cache.offloaded[0]
+            block_size, filling, layer = cache.settings.block_size, cache.sequences.filling, cache.offloaded[0]
             have = [layer.reserved(seq) for seq in (range(len(pads)) if filling is None else [filling])]
             wanted = (max(0, held + new - pad - room) for pad, room in zip(pads, have, strict=True))
-            block = 2 * key[0, :, 0].numel() * key.element_size() * extent * len(cache.offloaded)
-            cache.pipeline.memory.check(sum(-(-tokens // extent) for tokens in wanted) * block)
+            block = 2 * key[0, :, 0].numel() * key.element_size() * block_size * len(cache.offloaded)
+            cache.streams.memory.check(sum(-(-tokens // block_size) for tokens in wanted) * block)
 
     def get_seq_length(self) -> int:
         return self.shared.length

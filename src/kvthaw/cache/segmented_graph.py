@@ -9,12 +9,11 @@ from types import TracebackType
 import torch
 
 
-class Recording:
+class SegmentedGraph:
     """What a step does on the device, in as many graphs as the host has something to do between.
 
-    Work that the current stream is given within ``with Recording() as recording:`` is captured, not done; replay() does it. All of
-    its graphs share one pool of memory, so what one has left is there for the next. Other threads may go on meanwhile.
-    """
+    Work that the current stream is given within ``with SegmentedGraph() as recording:`` is captured, not done; replay() does it.
+    All of its graphs share one pool of memory, so what one has left is there for the next. Other threads may go on meanwhile."""
 
     def __init__(self) -> None:
         self._graphs: list[torch.cuda.CUDAGraph] = []
@@ -23,7 +22,7 @@ class Recording:
         self._pool = torch.cuda.graph_pool_handle()
         self._reached = torch.cuda.Event()
 
-    def __enter__(self) -> Recording:
+    def __enter__(self) -> SegmentedGraph:
         self._begin()
         return self
 

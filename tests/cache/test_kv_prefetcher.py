@@ -5,29 +5,29 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvthaw.cache import past
+from kvthaw.cache import kv_prefetcher
 from kvthaw.cache.host import HostStore
-from kvthaw.cache.past import Past
+from kvthaw.cache.kv_prefetcher import KVPrefetcher
 
 HEADS, DIM = 2, 4
 
 
-def filled(length: int, extent: int, *, pinned: bool = False) -> tuple[HostStore, torch.Tensor]:
-    store = HostStore(1, HEADS, DIM, torch.float32, extent=extent, pinned=pinned)
+def filled(length: int, block_size: int, *, pinned: bool = False) -> tuple[HostStore, torch.Tensor]:
+    store = HostStore(1, HEADS, DIM, torch.float32, block_size=block_size, pinned=pinned)
     rows = torch.randn(HEADS, length, 2, DIM)
     store.append(0, rows)
     return store, rows
 
 
-@pytest.mark.parametrize("extent", [1, 8, 12, 100])
+@pytest.mark.parametrize("block_size", [1, 8, 12, 100])
 @pytest.mark.parametrize("stop", [0, 1, 31, 32, 33, 70])
-def test_blocks(monkeypatch: pytest.MonkeyPatch, device: torch.device, extent: int, stop: int) -> None:
-    """Every block begins where an extent does, so that whole extents are copied."""
-    monkeypatch.setattr(past, "BLOCK", 32)
-    store, rows = filled(70, extent, pinned=device.type == "cuda")
-    blocks = [block.cpu().clone() for block in Past().blocks(store, 0, stop, device)]
+def test_blocks(monkeypatch: pytest.MonkeyPatch, device: torch.device, block_size: int, stop: int) -> None:
+    """Every block begins where a block does, so that whole blocks are copied."""
+    monkeypatch.setattr(kv_prefetcher, "BLOCK", 32)
+    store, rows = filled(70, block_size, pinned=device.type == "cuda")
+    blocks = [block.cpu().clone() for block in KVPrefetcher().blocks(store, 0, stop, device)]
     assert torch.equal(torch.cat([rows[:, :0], *blocks], dim=1), rows[:, :stop])
-    step = max(extent, 32 // extent * extent)
+    step = max(block_size, 32 // block_size * block_size)
     assert [block.shape[1] for block in blocks] == [min(step, stop - at) for at in range(0, stop, step)]
 
 
@@ -44,9 +44,9 @@ def test_copy_to(span: tuple[int, int]) -> None:
 @pytest.mark.gpu
 def test_gpu_a_block_is_not_overwritten_while_it_is_read(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """Slow work on every block, twice over: the copies that come meanwhile go to the other one."""
-    monkeypatch.setattr(past, "BLOCK", 1024)
+    monkeypatch.setattr(kv_prefetcher, "BLOCK", 1024)
     store, rows = filled(8192, 256, pinned=True)
-    way, big = Past(), torch.randn(4096, 4096, device=device)
+    way, big = KVPrefetcher(), torch.randn(4096, 4096, device=device)
     for _ in range(2):
         found = []
         for block in way.blocks(store, 0, 8192, device):

@@ -13,18 +13,18 @@ from kvthaw.types import LayerShape
 Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-class Desk:
-    """Of one group, for so many lanes, in page-locked memory where the group is on a GPU. It stays where it is.
+class HostSelectionBuffer:
+    """Of one group, for so many sequences, in page-locked memory where the group is on a GPU. It stays where it is.
 
     query: [B, Hq, D] float32. answer: bytes, brought to the device at once; parts() says what they are.
     """
 
-    def __init__(self, shape: LayerShape, lanes: int, rows: int, slots: int) -> None:
-        heads, pinned = (lanes, shape.kv_heads), shape.device.type == "cuda"
+    def __init__(self, shape: LayerShape, seqs: int, rows: int, slots: int) -> None:
+        heads, pinned = (seqs, shape.kv_heads), shape.device.type == "cuda"
         each, live = ((*heads, rows), torch.int32), ((*heads, slots), torch.bool)
         self._parts = (each, (heads, torch.int32), each, each, live)
         self._bytes = [math.prod(size) * dtype.itemsize for size, dtype in self._parts]
-        self.query = host_tensor((lanes, shape.q_heads, shape.head_dim), torch.float32, pinned=pinned)
+        self.query = host_tensor((seqs, shape.q_heads, shape.head_dim), torch.float32, pinned=pinned)
         self.answer = host_tensor((sum(self._bytes),), torch.uint8, pinned=pinned)
 
     def parts(self, answer: Tensor) -> Parts:

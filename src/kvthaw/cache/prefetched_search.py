@@ -1,4 +1,4 @@
-"""What the layer before foresees of a layer's step."""
+"""Searches for the next layer's queries, predicted by the layer before it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from kvthaw.types import Selection
 
 
-class Foreseen:
+class PrefetchedSearch:
     """The queries [B, Hq, T, D] that the coming T tokens ask the index with, and the searches of the first of them, which are under
     way. The others are asked when their tokens come: the index changes before."""
 
@@ -27,5 +27,5 @@ class Foreseen:
             search.cancel()
         wait(self.searches)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Foreseen:
-        return Foreseen(self.queries)
+    def __deepcopy__(self, memo: dict[int, object]) -> PrefetchedSearch:
+        return PrefetchedSearch(self.queries)

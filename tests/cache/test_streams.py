@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvthaw.cache.host import HostStore
-from kvthaw.cache.pipeline import Pipeline
+from kvthaw.cache.streams import Streams
 
 
 def test_offload_appends() -> None:
-    store, line = HostStore(1, 2, 4, torch.float32, extent=4), Pipeline()
+    store, line = HostStore(1, 2, 4, torch.float32, block_size=4), Streams()
     keys, values = torch.randn(2, 7, 4), torch.randn(2, 7, 4)
     line.offload(store, 0, keys, values)
     assert store.arriving is None, "done at once without a GPU"
@@ -23,7 +23,7 @@ def test_offload_appends() -> None:
 
 @given(st.integers(1, 20))
 def test_jobs_run_in_order_on_one_thread(count: int) -> None:
-    line, seen, threads = Pipeline(), [], set()
+    line, seen, threads = Streams(), [], set()
 
     def job(i: int) -> None:
         seen.append(i)
@@ -39,12 +39,12 @@ def test_jobs_run_in_order_on_one_thread(count: int) -> None:
 
 def test_no_thread_before_the_first_job() -> None:
     before = set(threading.enumerate())
-    Pipeline()
+    Streams()
     assert set(threading.enumerate()) <= before  # others may end meanwhile
 
 
 def test_errors_come_to_whoever_waits() -> None:
-    line = Pipeline()
+    line = Streams()
 
     def fail() -> None:
         raise RuntimeError("the index broke")
@@ -57,7 +57,7 @@ def test_errors_come_to_whoever_waits() -> None:
 
 @pytest.mark.gpu
 def test_offload_from_the_device() -> None:
-    store, line = HostStore(1, 2, 64, torch.float16, extent=32, pinned=True), Pipeline()
+    store, line = HostStore(1, 2, 64, torch.float16, block_size=32, pinned=True), Streams()
     sent = []
     for _ in range(10):
         keys, values = (torch.randn(2, 50, 64, device="cuda", dtype=torch.float16) for _ in range(2))

@@ -1,7 +1,7 @@
 """Offloading, indexing and searching beside the device's work (IceCache, figure 5b).
 
 While the device computes the next layers, keys and values of a finished one leave it on a stream of their own, and a thread
-indexes them as soon as they have arrived. Another searches with queries that were foreseen.
+indexes them as soon as they have arrived. Another searches with predicted queries.
 """
 
 from __future__ import annotations
@@ -19,50 +19,50 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from kvthaw.cache.aux_stream import AuxStream
+from kvthaw.cache.deferred_batch import DeferredBatch
 from kvthaw.cache.host import HostMemory, HostStore
-from kvthaw.cache.past import Past
-from kvthaw.cache.recording import Recording
-from kvthaw.cache.side_stream import SideStream
-from kvthaw.cache.together import Together
+from kvthaw.cache.kv_prefetcher import KVPrefetcher
+from kvthaw.cache.segmented_graph import SegmentedGraph
 from kvthaw.errors import HostMemoryError
 
 _Found = TypeVar("_Found")
 _log = logging.getLogger(__name__)
-_WITH_THREADS: weakref.WeakSet[Pipeline] = weakref.WeakSet()
-"""Pipelines that have started a thread. A forked child inherits them, but none of their threads."""
+_WITH_THREADS: weakref.WeakSet[Streams] = weakref.WeakSet()
+"""Streams that have started a thread. A forked child inherits them, but none of their threads."""
 
 
-class Pipeline:
-    """One copy stream, one indexing thread and one that searches, shared by the layers of a cache; past: the way back; side and
-    together: for indexes that work on the device. memory: of the host, for all layers. recording: the step that is recorded now.
+class Streams:
+    """One copy stream, one indexing thread and one that searches, shared by the layers of a cache; prefetcher: the way back; aux
+    and deferred: for indexes that work on the device. memory: of the host, for all layers. graph: the step that is captured now.
     layers: of the model."""
 
     _IN_FLIGHT = 2  # layers whose keys and values may still be on their way out
 
     def __init__(self, layers: int = 1, memory: HostMemory | None = None) -> None:
         self.memory = memory or HostMemory()
-        self.layers, self.past, self.side, self.together = layers, Past(), SideStream(), Together()
-        self.recording: Recording | None = None
+        self.layers, self.prefetcher, self.aux, self.deferred = layers, KVPrefetcher(), AuxStream(), DeferredBatch()
+        self.graph: SegmentedGraph | None = None
         self._short = False  # of host memory
         self._threads: dict[str, ThreadPoolExecutor] = {}
         self._stream: torch.cuda.Stream | None = None
         self._copies: deque[torch.cuda.Event] = deque()
 
-    def offload(self, store: HostStore, lane: int, keys: Tensor, values: Tensor) -> None:
-        """Append keys and values [H, n, D] to a lane; the store knows when they have arrived.
+    def offload(self, store: HostStore, seq: int, keys: Tensor, values: Tensor) -> None:
+        """Append keys and values [H, n, D] to a sequence; the store knows when they have arrived.
 
         On a GPU the copy goes beside later work; the device waits for the layer before the last, so that only few layers are
         ever held twice.
         """
         if keys.device.type != "cuda":
-            store.append(lane, torch.stack((keys, values), dim=2))
+            store.append(seq, torch.stack((keys, values), dim=2))
             return
         if self._stream is None:
             self._stream = torch.cuda.Stream(keys.device)
         current = torch.cuda.current_stream(keys.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            store.append(lane, torch.stack((keys, values), dim=2), non_blocking=True)
+            store.append(seq, torch.stack((keys, values), dim=2), non_blocking=True)
             for tensor in (keys, values):
                 tensor.record_stream(self._stream)
             done = torch.cuda.Event()
@@ -72,24 +72,24 @@ class Pipeline:
         if len(self._copies) > self._IN_FLIGHT:
             current.wait_event(self._copies.popleft())
 
-    def spare(self, store: HostStore, lane: int) -> None:
-        """Take the extent that a lane will need next. Where there is no memory for it, that is said once, and the lane asks again
-        when it needs it."""
+    def spare(self, store: HostStore, seq: int) -> None:
+        """Take the block that a sequence will need next. Where there is no memory for it, that is said once, and the sequence asks
+        again when it needs it."""
         try:
-            store.take_spare(lane)
+            store.take_spare(seq)
         except HostMemoryError as error:
             if not self._short:
                 self._short = True
                 _log.warning("host memory for coming tokens cannot be taken ahead: %s", error)
 
     @contextmanager
-    def records(self, recording: Recording) -> Iterator[None]:
+    def records(self, graph: SegmentedGraph) -> Iterator[None]:
         """Within it, what layers do becomes part of this step's recording."""
-        self.recording = recording
+        self.graph = graph
         try:
             yield
         finally:
-            self.recording = None
+            self.graph = None
 
     def submit(self, after: torch.cuda.Event | None, job: Callable[[], None]) -> Future[None]:
         """Run a job on the indexing thread once an event has passed. Jobs run in the order given."""
@@ -129,18 +129,18 @@ class Pipeline:
         """Start new threads for the next jobs: this process is a forked child, which has none of its parent's."""
         self._threads.clear()
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Pipeline:
-        return Pipeline(self.layers, copy.deepcopy(self.memory, memo))
+    def __deepcopy__(self, memo: dict[int, object]) -> Streams:
+        return Streams(self.layers, copy.deepcopy(self.memory, memo))
 
 
 def _before_fork() -> None:
-    for pipeline in list(_WITH_THREADS):
-        pipeline.drain()  # the child must not inherit an index that a thread has changed half
+    for streams in list(_WITH_THREADS):
+        streams.drain()  # the child must not inherit an index that a thread has changed half
 
 
 def _after_fork_in_child() -> None:
-    for pipeline in list(_WITH_THREADS):
-        pipeline.forget_threads()
+    for streams in list(_WITH_THREADS):
+        streams.forget_threads()
 
 
 os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)

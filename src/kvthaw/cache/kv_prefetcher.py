@@ -15,7 +15,7 @@ from kvthaw.cache.host import HostStore
 from kvthaw.kernels.dense import BLOCK
 
 
-class Past:
+class KVPrefetcher:
     """Two blocks on the device, filled by turns on a stream of their own while the other one is attended to.
 
     Shared by the layers of a cache, so that the first blocks of a layer come while the one before still computes.
@@ -28,28 +28,28 @@ class Past:
         self._turn = 0
 
     def blocks(
-        self, store: HostStore, lane: int, stop: int, device: torch.device, after: torch.cuda.Event | None = None
+        self, store: HostStore, seq: int, stop: int, device: torch.device, after: torch.cuda.Event | None = None
     ) -> Iterator[Tensor]:
-        """Rows 0 .. stop of a lane in order, [H, n, 2, D] each, on the device; n is BLOCK, in whole extents, but for the last.
+        """Rows 0 .. stop of a sequence in order, [H, n, 2, D] each, on the device; n is BLOCK, in whole blocks, but for the last.
 
         after: ends the copy of the last of them to the host. A block is good until the next is asked for, and one at a time may be
         on its way. The first copy begins at once.
         """
-        step = max(1, BLOCK // store.extent) * store.extent
+        step = max(1, BLOCK // store.block_size) * store.block_size
         spans = [(at, min(at + step, stop)) for at in range(0, stop, step)]
         if device.type != "cuda" or not spans:
-            return (store.read(lane, *span) for span in spans)
+            return (store.read(seq, *span) for span in spans)
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
         if after is not None:
             self._stream.wait_event(after)
-        return self._streamed(store, lane, spans, device, [self._bring(store, lane, *span, device) for span in spans[:1]])
+        return self._streamed(store, seq, spans, device, [self._bring(store, seq, *span, device) for span in spans[:1]])
 
     def _streamed(
         self,
         store: HostStore,
-        lane: int,
+        seq: int,
         spans: list[tuple[int, int]],
         device: torch.device,
         coming: list[tuple[int, Tensor, torch.cuda.Event]],
@@ -57,7 +57,7 @@ class Past:
         for following in [*spans[1:], None]:
             turn, block, brought = coming.pop()
             if following is not None:
-                coming.append(self._bring(store, lane, *following, device))
+                coming.append(self._bring(store, seq, *following, device))
             current = torch.cuda.current_stream(device)
             current.wait_event(brought)
             try:
@@ -67,7 +67,7 @@ class Past:
                 read.record(current)
 
     def _bring(
-        self, store: HostStore, lane: int, start: int, stop: int, device: torch.device
+        self, store: HostStore, seq: int, start: int, stop: int, device: torch.device
     ) -> tuple[int, Tensor, torch.cuda.Event]:
         """Enqueue the copy of rows start .. stop into the buffer whose turn it is, behind its last reading."""
         assert self._stream is not None
@@ -77,7 +77,7 @@ class Past:
         if read is not None:
             self._stream.wait_event(read)
         with torch.cuda.stream(self._stream):
-            store.copy_to(block, lane, start)
+            store.copy_to(block, seq, start)
             brought = torch.cuda.Event()
             brought.record(self._stream)
         return turn, block, brought
@@ -97,5 +97,5 @@ class Past:
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
         self._read = [None, None]
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Past:
-        return Past()
+    def __deepcopy__(self, memo: dict[int, object]) -> KVPrefetcher:
+        return KVPrefetcher()

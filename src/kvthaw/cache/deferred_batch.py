@@ -12,7 +12,7 @@ _Made = TypeVar("_Made")
 _KEPT = 8
 
 
-class Together:
+class DeferredBatch:
     """What layers of a cache put off until one of them needs it. Whoever puts something off has it done, by `do_for`, before he
     reads or writes what the work will write. And small tables that all of them need."""
 
@@ -53,5 +53,5 @@ class Together:
         kept = tuple(rows)
         return self.once((kept, device), lambda: torch.tensor(kept, dtype=torch.int32).to(device, non_blocking=True))
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Together:
-        return Together()  # whoever copies an index has had its work done
+    def __deepcopy__(self, memo: dict[int, object]) -> DeferredBatch:
+        return DeferredBatch()  # whoever copies an index has had its work done

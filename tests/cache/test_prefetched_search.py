@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import kvthaw
-from kvthaw.cache.foreseen import Foreseen
-from kvthaw.cache.group import Group
 from kvthaw.cache.offloaded_layer import OffloadedLayer
-from kvthaw.cache.pipeline import Pipeline
+from kvthaw.cache.prefetched_search import PrefetchedSearch
+from kvthaw.cache.retriever import Retriever
+from kvthaw.cache.streams import Streams
 from kvthaw.index.forest import TreeIndex
 from zoo import build, prompt, ragged
 
@@ -26,12 +26,12 @@ SOON = 20.0  # seconds; nobody waits so long unless something is wrong
 
 @pytest.fixture
 def model() -> PreTrainedModel:
-    """Of four layers, two of which are foreseen."""
+    """Of four layers, two of which are prefetched."""
     return build("llama", num_hidden_layers=4)
 
 
 def cached(model: PreTrainedModel, tokens: int = 90, **options: Any) -> kvthaw.Cache:
-    cache = kvthaw.Cache(model, "icecache", **{"budget": 64, "dense_layers": 0, "foresee": True, **options})
+    cache = kvthaw.Cache(model, "icecache", **{"budget": 64, "dense_layers": 0, "prefetch": True, **options})
     step(model, cache, IDS[:, :tokens])
     return cache
 
@@ -59,13 +59,13 @@ class Slow:
 
 def searched(patch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Of each step that was searched for early, from now on: the layer, and of how many tokens."""
-    found, search = [], Group.search
+    found, search = [], Retriever.search
 
-    def spy(group: Group, queries: Tensor) -> Any:
+    def spy(group: Retriever, queries: Tensor) -> Any:
         found.append((group.shape.layer, queries.shape[2]))
         return search(group, queries)
 
-    patch.setattr(Group, "search", spy)
+    patch.setattr(Retriever, "search", spy)
     return found
 
 
@@ -96,7 +96,7 @@ def several(model: PreTrainedModel, cache: kvthaw.Cache) -> list[Tensor]:
 
 
 def changed(model: PreTrainedModel, cache: kvthaw.Cache) -> list[Tensor]:
-    """Cropped, continued densely, with lanes that change places, and copied."""
+    """Cropped, continued densely, with sequences that change places, and copied."""
     out = []
     for t in range(0, 60, 3):
         out += [step(model, cache, IDS[:, t + i : t + i + 1]) for i in range(3)]
@@ -131,15 +131,15 @@ def test_choices_are_those_of_asking_late(
         late = script(model, cached(model, reuse=reuse))
     assert len(early) == begun
     assert all(torch.equal(a, b) for a, b in zip(found, late, strict=True))
-    own = script(model, cached(model, reuse=reuse, foresee=False))
-    assert not all(torch.equal(a, b) for a, b in zip(found, own, strict=True)), "foreseen queries are not the layers' own"
+    own = script(model, cached(model, reuse=reuse, prefetch=False))
+    assert not all(torch.equal(a, b) for a, b in zip(found, own, strict=True)), "prefetched queries are not the layers' own"
 
 
 def test_rows_of_different_lengths(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = ragged([150, 37, 91])
 
     def generate() -> Tensor:
-        with kvthaw.attach(model, "icecache", budget=64, foresee=True):
+        with kvthaw.attach(model, "icecache", budget=64, prefetch=True):
             return model.generate(**batch, max_new_tokens=30, do_sample=False)
 
     early = searched(monkeypatch)
@@ -151,7 +151,7 @@ def test_rows_of_different_lengths(model: PreTrainedModel, monkeypatch: pytest.M
 
 def test_requests_that_join_and_leave(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     def serve() -> list[list[int]]:
-        batch = kvthaw.Batch(model, "icecache", lanes=2, capacity=256, budget=64, foresee=True)
+        batch = kvthaw.Batch(model, "icecache", max_seqs=2, capacity=256, budget=64, prefetch=True)
         requests = [batch.join(IDS[0, :100], max_new_tokens=20), batch.join(IDS[1, :70], max_new_tokens=8)]
         while batch.requests:
             batch.step()
@@ -166,7 +166,7 @@ def test_requests_that_join_and_leave(model: PreTrainedModel, monkeypatch: pytes
     assert serve() == found
 
 
-def test_behind_a_dense_layer_the_first_is_foreseen(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_behind_a_dense_layer_the_first_is_prefetched(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     early = searched(monkeypatch)
     step(model, cached(model, dense_layers=2), IDS[:, :1])
     assert early == [(2, 1), (3, 1)]
@@ -191,14 +191,14 @@ def test_errors_in_the_search_come_up(model: PreTrainedModel, monkeypatch: pytes
 def test_an_index_that_failed_is_not_searched(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, asked = cached(model), []
     layer = cache.frozen_layers[2]
-    assert layer.group is not None
+    assert layer.retriever is not None
 
     def fail() -> None:
         raise MemoryError("no room for more")
 
     monkeypatch.setattr(TreeIndex, "select", lambda *args: asked.append(args))
-    layer.group.submit(None, fail)
-    layer.foresee(torch.randn(2, 4, 1, 16))
+    layer.retriever.submit(None, fail)
+    layer.prefetch(torch.randn(2, 4, 1, 16))
     with pytest.raises(MemoryError, match="no room"):
         layer._choose(cache.kv.sequences.begin(1, dense=False), torch.randn(2, 4, 16), 0)
     assert not asked
@@ -207,7 +207,7 @@ def test_an_index_that_failed_is_not_searched(model: PreTrainedModel, monkeypatc
 @pytest.mark.parametrize("change", ["submit", "truncate", "reorder", "copy", "settle"])
 def test_the_index_stays_as_it_is_under_a_search(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
     cache = cached(model)
-    group = cache.frozen_layers[2].group
+    group = cache.frozen_layers[2].retriever
     assert group is not None
     slow = Slow(monkeypatch, layer=2)
     changes: dict[str, Callable[[], object]] = {
@@ -234,29 +234,29 @@ def test_what_is_not_asked_for_is_dropped(model: PreTrainedModel, monkeypatch: p
     expected = step(model, copy.deepcopy(cache), IDS[:, :30])
     layer = cache.frozen_layers[2]
     slow = Slow(monkeypatch, layer=2)
-    layer.foresee(torch.randn(2, 4, 3, 16))
-    assert layer.foreseen is not None
-    first, *others = layer.foreseen.searches
+    layer.prefetch(torch.randn(2, 4, 3, 16))
+    assert layer.prefetched is not None
+    first, *others = layer.prefetched.searches
     assert slow.begun.wait(SOON)
     threading.Timer(0.1, slow.go.set).start()
     assert torch.equal(step(model, cache, IDS[:, :30]), expected), "a dense continuation"
-    assert layer.foreseen is None
+    assert layer.prefetched is None
     assert first.done()
     assert others
     assert all(search.cancelled() for search in others)
 
 
 def test_a_copy_has_queries_and_no_searches() -> None:
-    searches = [Pipeline().search(None, [], lambda: None)]
-    foreseen = Foreseen(torch.randn(1, 2, 1, 4), searches)  # type: ignore[arg-type]
-    twin = copy.deepcopy(foreseen)
-    assert torch.equal(twin.queries, foreseen.queries)
-    assert foreseen.search(0) is searches[0]
-    assert twin.search(0) is foreseen.search(1) is None
+    searches = [Streams().search(None, [], lambda: None)]
+    prefetched = PrefetchedSearch(torch.randn(1, 2, 1, 4), searches)  # type: ignore[arg-type]
+    twin = copy.deepcopy(prefetched)
+    assert torch.equal(twin.queries, prefetched.queries)
+    assert prefetched.search(0) is searches[0]
+    assert twin.search(0) is prefetched.search(1) is None
 
 
 def test_searches_do_not_wait_for_the_changes_of_other_layers() -> None:
-    line, go = Pipeline(), threading.Event()
+    line, go = Streams(), threading.Event()
 
     def change() -> None:
         go.wait(SOON)
@@ -271,26 +271,26 @@ def test_searches_do_not_wait_for_the_changes_of_other_layers() -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same tokens as asking late; the host does not wait for the foreseen query."""
+    """The same tokens as asking late; the host does not wait for the prefetched query."""
     model, ids = build("llama", num_hidden_layers=4, head_dim=64).to("cuda"), IDS.cuda()
     early = searched(monkeypatch)
 
     def generate() -> Tensor:
-        with kvthaw.attach(model, "icecache", budget=64, foresee=True):
+        with kvthaw.attach(model, "icecache", budget=64, prefetch=True):
             return model.generate(ids, max_new_tokens=60, do_sample=False)
 
     found = generate()
     assert len(early) > 60
-    cache = kvthaw.Cache(model, "icecache", budget=64, foresee=True)
+    cache = kvthaw.Cache(model, "icecache", budget=64, prefetch=True)
     step(model, cache, ids)
     cache.wait()
     layer, queries, done = cache.frozen_layers[2], torch.randn(2, 4, 1, 64, device="cuda"), torch.cuda.Event()
     torch.cuda.synchronize()
     torch.cuda._sleep(10**9)  # half a second: a host that waited would find it over
     done.record()
-    layer.foresee(queries)
-    assert layer.foreseen is not None
-    assert not layer.foreseen.searches[0].done()
+    layer.prefetch(queries)
+    assert layer.prefetched is not None
+    assert not layer.prefetched.searches[0].done()
     assert not done.query()
     one = cache.kv.sequences.begin(1, dense=False)
     cache.kv.sequences.place(one, 0, ids.device)

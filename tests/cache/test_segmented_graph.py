@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import kvthaw
-from kvthaw.cache.recording import Recording
+from kvthaw.cache.segmented_graph import SegmentedGraph
 from kvthaw.errors import CacheError
 from kvthaw.index.forest import TreeIndex
 from kvthaw.methods import resolve
@@ -19,7 +19,7 @@ from kvthaw.types import Selection
 from zoo import prompt, ragged
 
 
-class AtOnce(Recording):
+class AtOnce(SegmentedGraph):
     """Where a device works at once there is nothing to record."""
 
     def __init__(self) -> None:
@@ -50,11 +50,11 @@ def test_a_choice_left_to_the_host_is_the_eager_one(llama: PreTrainedModel, meth
             llama(**rows, past_key_values=cache)
     expected = steps(llama, eager, rows["attention_mask"])
     now = AtOnce()
-    with recorded.kv.pipeline.records(now):
+    with recorded.kv.streams.records(now):
         found = steps(llama, recorded, rows["attention_mask"])
     assert torch.equal(found, expected)
     assert now.calls == 50 * sum(layer.chooses for layer in recorded.frozen_layers)
-    assert recorded.kv.pipeline.recording is None
+    assert recorded.kv.streams.graph is None
     assert recorded.stats() == eager.stats()
 
 
@@ -70,7 +70,7 @@ def test_weights_made_on_the_host_are_not_dropped(llama: PreTrainedModel) -> Non
     with torch.no_grad():
         llama(prompt(1, 90), past_key_values=cache)
         llama(prompt(1, 1), past_key_values=cache)
-        with cache.kv.pipeline.records(AtOnce()), pytest.raises(CacheError, match=r"icecache weighs .* capture=False"):
+        with cache.kv.streams.records(AtOnce()), pytest.raises(CacheError, match=r"icecache weighs .* capture=False"):
             llama(prompt(1, 1), past_key_values=cache)
 
 
@@ -106,8 +106,8 @@ def test_what_goes_wrong_with_a_capture_comes_up(
         monkeypatch.setattr(Capture, name, value)
 
     def record() -> None:
-        with Recording() as recording:
-            recording.host(lambda: None)
+        with SegmentedGraph() as graph:
+            graph.host(lambda: None)
             raise RuntimeError("the model's")
 
     with pytest.raises(RuntimeError, match=words):
@@ -118,24 +118,24 @@ def test_what_goes_wrong_with_a_capture_comes_up(
 @pytest.mark.gpu
 def test_graphs_and_the_host_take_turns() -> None:
     x, there = torch.zeros(1000, device="cuda"), torch.zeros(1000, device="cuda")
-    desk = torch.zeros(1000, pin_memory=True)
+    selection_buffer = torch.zeros(1000, pin_memory=True)
     turns: list[float] = []
 
     def count() -> None:
-        turns.append(float(desk[0]))
-        desk.add_(1)
+        turns.append(float(selection_buffer[0]))
+        selection_buffer.add_(1)
 
-    with Recording() as recording:
+    with SegmentedGraph() as graph:
         for _ in range(3):
-            desk.copy_(x * 2, non_blocking=True)
-            recording.host(count)
-            there.copy_(desk, non_blocking=True)
+            selection_buffer.copy_(x * 2, non_blocking=True)
+            graph.host(count)
+            there.copy_(selection_buffer, non_blocking=True)
             x.copy_(there + 1)
     assert not turns, "nothing is done while it is recorded"
     for start in (1.0, 10.0):
         x.fill_(start)
         turns.clear()
-        recording.replay()
+        graph.replay()
         assert turns == [2 * start, 4 * start + 4, 8 * start + 12]
         assert x.tolist() == [8 * start + 14] * 1000
 
@@ -147,11 +147,11 @@ def test_what_the_host_raises_comes_up() -> None:
     def fail() -> None:
         raise ValueError("a query is not finite")
 
-    with Recording() as recording:
+    with SegmentedGraph() as graph:
         x.add_(1)
-        recording.host(fail)
+        graph.host(fail)
         x.add_(10)
     for times in (1, 2):
         with pytest.raises(ValueError, match="not finite"):
-            recording.replay()
+            graph.replay()
         assert float(x) == times

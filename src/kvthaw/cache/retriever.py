@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvthaw.cache.desk import Desk, Parts
-from kvthaw.cache.pipeline import Pipeline
-from kvthaw.cache.recording import Recording
 from kvthaw.cache.residency import Residency
+from kvthaw.cache.segmented_graph import SegmentedGraph
+from kvthaw.cache.selection_buffer import HostSelectionBuffer, Parts
 from kvthaw.cache.selection_check import check_selection
+from kvthaw.cache.streams import Streams
 from kvthaw.errors import CacheError, KvthawError
 from kvthaw.types import Index, LayerShape, Method, Rebuilds, Reversible, Selection, WorksBeside
 
@@ -79,23 +79,23 @@ class Meter:
         return int(self._residency.counts[2])
 
 
-class Group:
+class Retriever:
     """Index, residency and the last choices, shared by the layers of a group.
 
     The anchor makes a choice a token; followers take the same choices in the same order and fetch their own rows of them.
     """
 
-    def __init__(self, method: Method, shape: LayerShape, lanes: int, rows: int, pipeline: Pipeline) -> None:
+    def __init__(self, method: Method, shape: LayerShape, seqs: int, rows: int, streams: Streams) -> None:
         assert method.index is not None
         self.method, self.shape, self.rows = method, shape, rows
         self.index = method.index(shape)
         self.slots = rows * max(1, method.keep)
         where = torch.device("cpu") if self.index.on_host else shape.device
-        self.residency = Residency(lanes, shape.kv_heads, self.slots, device=where)
-        self._place(lanes)
+        self.residency = Residency(seqs, shape.kv_heads, self.slots, device=where)
+        self._place(seqs)
         self.choices: list[Choice] = []
         self.meter = Meter(self.residency, shape)
-        self._pipeline = pipeline
+        self._streams = streams
         self._jobs: list[tuple[Future[None], Callable[[], None]]] = []
         self._searching: Future[Selection] | None = None  # the last that began
         self._failure: BaseException | None = None  # of a job
@@ -114,9 +114,9 @@ class Group:
         self.rebuilds = index if isinstance(index, Rebuilds) else None
         self.reverses = index if isinstance(index, Reversible) else None
 
-    def _place(self, lanes: int) -> None:
+    def _place(self, seqs: int) -> None:
         if self.index.on_host:
-            self._desk = Desk(self.shape, lanes, self.rows, self.slots)
+            self._selection_buffer = HostSelectionBuffer(self.shape, seqs, self.rows, self.slots)
 
     def submit(
         self, after: torch.cuda.Event | None, job: Callable[[], None], failed: Callable[[], None] = lambda: None
@@ -125,7 +125,7 @@ class Group:
         on the thread raised."""
         if self.index.on_host:
             self._rest()
-            self._jobs.append((self._pipeline.submit(after, job), failed))
+            self._jobs.append((self._streams.submit(after, job), failed))
         else:  # what of it reads the store waits for the rows that are on their way there, see HostStore.read_keys
             job()
 
@@ -155,8 +155,8 @@ class Group:
 
     def forget_slots(self) -> None:
         """A step failed: rows may have been given slots that they did not reach, so none is held to be on the device."""
-        for lane in range(self.residency.slot_row.shape[0]):
-            self.residency.clear(lane)
+        for seq in range(self.residency.slot_row.shape[0]):
+            self.residency.clear(seq)
 
     def _rest(self) -> None:
         if self._searching is not None:
@@ -164,7 +164,7 @@ class Group:
             self._searching = None
 
     def make_room(self, tokens: int) -> None:
-        """For so many tokens of each lane: until there are more, no tensor of a choice moves."""
+        """For so many tokens of each sequence: until there are more, no tensor of a choice moves."""
         self.index.make_room(self.residency.slot_row.shape[0], tokens)
         self.residency.grow(tokens)
 
@@ -173,7 +173,7 @@ class Group:
         wait for them to arrive there. Returns for each of the T tokens what choose() takes."""
         here, sent = _to_host(queries)
         changes = [job for job, _ in self._jobs]
-        found = [self._pipeline.search(sent, changes, partial(self._select, query)) for query in here.unbind(2)]
+        found = [self._streams.search(sent, changes, partial(self._select, query)) for query in here.unbind(2)]
         self._searching = found[-1] if found else self._searching
         return found
 
@@ -185,9 +185,9 @@ class Group:
         """Select rows for one query a head, [B, Hq, D], and give them slots. length: of the longest sequence; search: one with this
         query, if it has begun; retaken: a step that failed is repeated, so an index that remembers queries is not asked twice with
         one. Where a step is recorded that an index on the host takes part in, nothing is chosen: that is left to every replay."""
-        recording = self._pipeline.recording
-        if recording is not None and self.index.on_host:
-            choice = self._recorded(query, recording)
+        graph = self._streams.graph
+        if graph is not None and self.index.on_host:
+            choice = self._recorded(query, graph)
         else:
             self.settle()
             asked = self._asked
@@ -228,26 +228,26 @@ class Group:
         if self._unchecked is not None:
             self._unchecked -= 1
 
-    def _recorded(self, query: Tensor, recording: Recording) -> Choice:
+    def _recorded(self, query: Tensor, graph: SegmentedGraph) -> Choice:
         """The choice of a step that is recorded: the host makes it, between the graph that leaves the query on the group's desk and
         the one that finds there what was chosen."""
-        desk, lanes = self._desk, query.shape[0]
-        here = desk.parts(desk.answer)
-        desk.query.copy_(query, non_blocking=True)
+        selection_buffer, seqs = self._selection_buffer, query.shape[0]
+        here = selection_buffer.parts(selection_buffer.answer)
+        selection_buffer.query.copy_(query, non_blocking=True)
 
         def choose() -> None:
             self.settle()
             with self._naming_errors():
-                selection = self.index.select(desk.query, self.rows)
+                selection = self.index.select(selection_buffer.query, self.rows)
             if selection.log_weight is not None or selection.partial is not None:
                 raise CacheError(
                     f"{self.method.name} weighs or estimates on the host; its steps cannot be captured: capture=False"
                 )
-            self._make_way(lanes)
+            self._make_way(seqs)
             self._answer(selection, here)
 
-        recording.host(choose)
-        rows, counts, slots, fetch, live = desk.parts(desk.answer.to(query.device, non_blocking=True))
+        graph.host(choose)
+        rows, counts, slots, fetch, live = selection_buffer.parts(selection_buffer.answer.to(query.device, non_blocking=True))
         return Choice(Selection(rows, counts), slots, fetch, live)
 
     def _answer(self, selection: Selection, parts: Parts) -> tuple[Tensor, Tensor]:
@@ -258,11 +258,11 @@ class Group:
         self.residency.admit(selection.rows, (slots, fetch, live))
         return slots, fetch
 
-    def _make_way(self, lanes: int) -> None:
+    def _make_way(self, seqs: int) -> None:
         """Where rows do not outlive their step, none of the last one is left."""
         if self.method.keep == 0:
-            for lane in range(lanes):
-                self.residency.clear(lane)
+            for seq in range(seqs):
+                self.residency.clear(seq)
 
     def _now(self, query: Tensor) -> Selection:
         if self.index.on_host:
@@ -273,48 +273,50 @@ class Group:
 
     def _upload(self, selection: Selection, query: Tensor) -> Choice:
         """Slots for a selection made on the host, brought to the query's device in one copy."""
-        here = torch.empty_like(self._desk.answer, pin_memory=True)  # of its own: the last one may still be on its way
-        host = self._answer(selection, self._desk.parts(here))
-        return Choice(selection, *self._desk.parts(here.to(query.device, non_blocking=True))[2:], host)
+        here = torch.empty_like(
+            self._selection_buffer.answer, pin_memory=True
+        )  # of its own: the last one may still be on its way
+        host = self._answer(selection, self._selection_buffer.parts(here))
+        return Choice(selection, *self._selection_buffer.parts(here.to(query.device, non_blocking=True))[2:], host)
 
-    def clone_from(self, other: Group) -> None:
+    def clone_from(self, other: Retriever) -> None:
         """Have what another group's index has, of as many sequences."""
         other.settle()
         self.index.clone_from(other.index)
 
-    def truncate(self, lane: int, length: int) -> None:
-        """Forget positions >= length of a lane."""
+    def truncate(self, seq: int, length: int) -> None:
+        """Forget positions >= length of a sequence."""
         self.settle()
-        self.index.truncate(lane, length)
-        self.residency.clear(lane, length)
+        self.index.truncate(seq, length)
+        self.residency.clear(seq, length)
 
-    def undo(self, lane: int, length: int) -> None:
-        """Forget positions >= length of a lane, which were given last; as if they had not been, where the index can."""
+    def undo(self, seq: int, length: int) -> None:
+        """Forget positions >= length of a sequence, which were given last; as if they had not been, where the index can."""
         if self.reverses is None:
-            self.truncate(lane, length)
+            self.truncate(seq, length)
             return
         self.settle()
-        self.reverses.undo(lane, length)
-        self.residency.clear(lane, length)
+        self.reverses.undo(seq, length)
+        self.residency.clear(seq, length)
 
-    def reorder(self, lanes: Sequence[int]) -> None:
-        """Lane i becomes what lane lanes[i] was."""
+    def reorder(self, seqs: Sequence[int]) -> None:
+        """Sequence i becomes what sequence seqs[i] was."""
         self.settle()
         before = self.residency.slot_row.shape[0]
-        self.index.reorder(lanes)
-        self.residency.reorder(torch.tensor(lanes, device=self.residency.device))
-        if len(lanes) != before:
-            self._place(len(lanes))
+        self.index.reorder(seqs)
+        self.residency.reorder(torch.tensor(seqs, device=self.residency.device))
+        if len(seqs) != before:
+            self._place(len(seqs))
 
     def tensors(self) -> list[Tensor]:
         """What a choice reads and writes at fixed addresses."""
         residency = self.residency
         return [residency.row_slot, residency.slot_row, residency.used, residency.counts, *self.index.tensors()]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Group:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Retriever:
         self.settle()
-        lanes = self.residency.slot_row.shape[0]
-        twin = Group(self.method, copy.deepcopy(self.shape, memo), lanes, self.rows, copy.deepcopy(self._pipeline, memo))
+        seqs = self.residency.slot_row.shape[0]
+        twin = Retriever(self.method, copy.deepcopy(self.shape, memo), seqs, self.rows, copy.deepcopy(self._streams, memo))
         twin.index.clone_from(self.index)
         twin.residency = copy.deepcopy(self.residency, memo)
         twin.meter = Meter(twin.residency, twin.shape)

@@ -8,15 +8,15 @@ import torch
 from transformers import PreTrainedModel
 
 import kvthaw
-from kvthaw.cache.group import Group
+from kvthaw.cache.retriever import Retriever
 from zoo import prompt
 
 
-def group_of(llama: PreTrainedModel, method: str) -> Group:
+def group_of(llama: PreTrainedModel, method: str) -> Retriever:
     cache = kvthaw.Cache(llama, method, budget=64, dense_layers=0)
     with torch.no_grad():
         llama(prompt(2, 90), past_key_values=cache)
-    found = cache.frozen_layers[0].group
+    found = cache.frozen_layers[0].retriever
     assert found is not None
     return found
 
@@ -31,13 +31,13 @@ def test_an_index_in_anothers_place_is_the_one_that_is_joined(llama: PreTrainedM
     assert joined == ["first", "second"]
 
 
-def test_a_desk_stays_while_there_are_as_many_lanes(llama: PreTrainedModel) -> None:
+def test_a_selection_buffer_stays_while_there_are_as_many_sequences(llama: PreTrainedModel) -> None:
     """Beams change places at every step, and its memory is page-locked on a GPU."""
     group = group_of(llama, "icecache")
-    desk = group._desk
+    selection_buffer = group._selection_buffer
     group.reorder([1, 0])
-    assert group._desk is desk
+    assert group._selection_buffer is selection_buffer
     group.reorder([0, 0, 1])
-    assert group._desk.query.shape[0] == 3
+    assert group._selection_buffer.query.shape[0] == 3
     group.reorder([2])
-    assert group._desk.query.shape[0] == 1
+    assert group._selection_buffer.query.shape[0] == 1

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class SideStream:
+class AuxStream:
     """One stream on a device for all layers of a cache, made when it is first asked for: what they do there stands in line, and the
     memory that it takes is one layer's at a time."""
 
@@ -33,5 +33,5 @@ class SideStream:
             done.record(stream)
         return done
 
-    def __deepcopy__(self, memo: dict[int, object]) -> SideStream:
-        return SideStream()
+    def __deepcopy__(self, memo: dict[int, object]) -> AuxStream:
+        return AuxStream()

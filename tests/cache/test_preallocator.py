@@ -20,11 +20,11 @@ from kvthaw.engine.graph_runner import GraphRunner
 from kvthaw.errors import HostMemoryError
 from kvthaw.methods import resolve
 
-LAYERS, LANES, EXTENT, HEADS, DIM = 4, 3, 16, 1, 4
+LAYERS, SEQS, BLOCK_SIZE, HEADS, DIM = 4, 3, 16, 1, 4
 PROMPT = 45
 
 
-class Extents:
+class Blocks:
     """Counts what the system gives."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,12 +52,12 @@ class Stack:
         method: str = "oracle",
         *,
         pads: list[int] | None = None,
-        extent: int = EXTENT,
+        block_size: int = BLOCK_SIZE,
         layers: int = LAYERS,
         replayed: bool,
     ) -> None:
-        self.kv = KVCache(Settings(resolve(method), budget=64, extent=extent), range(LAYERS), layers)
-        self.pads, self.how = pads or [0] * LANES, AttentionParams(0.3)
+        self.kv = KVCache(Settings(resolve(method), budget=64, block_size=block_size), range(LAYERS), layers)
+        self.pads, self.how = pads or [0] * SEQS, AttentionParams(0.3)
         self.cache: Any = Cache(kv=self.kv)
         self._take(PROMPT)
         self.replay = GraphRunner(self._forward, self.cache, capture=replayed)
@@ -92,69 +92,70 @@ class Stack:
         return [layer.store for layer in self.layers]
 
     def spares(self) -> int:
-        """How many there are, at most one a lane and layer."""
-        assert all(set(store._spares) <= set(range(store.lanes)) for store in self.stores)
+        """How many there are, at most one a sequence and layer."""
+        assert all(set(store._spares) <= set(range(store.seqs)) for store in self.stores)
         return sum(len(store._spares) for store in self.stores)
 
 
-def taken(stack: Stack, extents: Extents, steps: int) -> list[int]:
-    """Extents that each step took."""
+def taken(stack: Stack, blocks: Blocks, steps: int) -> list[int]:
+    """Blocks that each step took."""
     counts = []
     for _ in range(steps):
-        before = extents.given
+        before = blocks.given
         stack.step()
-        counts.append(extents.given - before)
+        counts.append(blocks.given - before)
     return counts
 
 
 @pytest.mark.parametrize(("replayed", "steps"), [(True, 2100), (False, 150)])
-@pytest.mark.parametrize(("pads", "burst"), [([0] * LANES, LAYERS * LANES), ([0, 5, 22], 2 * LAYERS)])
-def test_no_step_takes_more_than_two_extents(
+@pytest.mark.parametrize(("pads", "burst"), [([0] * SEQS, LAYERS * SEQS), ([0, 5, 22], 2 * LAYERS)])
+def test_no_step_takes_more_than_two_blocks(
     monkeypatch: pytest.MonkeyPatch, replayed: bool, steps: int, pads: list[int], burst: int
 ) -> None:
-    """And addresses change as often as they do where all are taken when they are needed, by every lane of every layer at once."""
-    extents = Extents(monkeypatch)
+    """And addresses change as often as they do where all are taken when they are needed, by every sequence of every layer at
+    once."""
+    blocks = Blocks(monkeypatch)
     ahead = Stack(monkeypatch, pads=pads, replayed=replayed)
-    counts = taken(ahead, extents, steps)
-    needed = sum(len(store.addresses(lane)) for store in ahead.stores for lane in range(LANES))
+    counts = taken(ahead, blocks, steps)
+    needed = sum(len(store.addresses(seq)) for store in ahead.stores for seq in range(SEQS))
     with monkeypatch.context() as patch:
         patch.setattr(KVCache, "after_step", lambda self: None)
         late = Stack(monkeypatch, pads=pads, replayed=replayed)
-        late_counts = taken(late, extents, steps)
+        late_counts = taken(late, blocks, steps)
     assert max(late_counts) == burst
     assert max(counts) <= 2
     assert sum(counts) == sum(late_counts) + ahead.spares()
-    assert needed == sum(len(store.addresses(lane)) for store in late.stores for lane in range(LANES))
+    assert needed == sum(len(store.addresses(seq)) for store in late.stores for seq in range(SEQS))
     assert [store.version for store in ahead.stores] == [store.version for store in late.stores]
 
 
 def test_one_row_takes_one_at_a_time_and_not_long_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Room for 48 tokens and the ring: there is time enough not to take any yet."""
-    extents = Extents(monkeypatch)
+    blocks = Blocks(monkeypatch)
     stack = Stack(monkeypatch, pads=[0], replayed=True)
     window = stack.layers[0].plan.regions.window
-    early = taken(stack, extents, 48 + window + 1 - PROMPT - LAYERS)
+    early = taken(stack, blocks, 48 + window + 1 - PROMPT - LAYERS)
     assert set(early) == {0}
-    assert max(taken(stack, extents, 200)) == 1
+    assert max(taken(stack, blocks, 200)) == 1
 
 
-def test_a_prompt_takes_what_is_needed_before_every_lane_has_had_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    extents = Extents(monkeypatch)
-    stack = Stack(monkeypatch, extent=64, layers=20, replayed=True)
-    assert stack.spares() == LAYERS * LANES
-    assert max(taken(stack, extents, 200)) <= 2
-    fewer = Stack(monkeypatch, extent=64, replayed=True)
+def test_a_prompt_takes_what_is_needed_before_every_sequence_has_had_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = Blocks(monkeypatch)
+    stack = Stack(monkeypatch, block_size=64, layers=20, replayed=True)
+    assert stack.spares() == LAYERS * SEQS
+    assert max(taken(stack, blocks, 200)) <= 2
+    fewer = Stack(monkeypatch, block_size=64, replayed=True)
     assert fewer.spares() == 0
-    assert max(taken(fewer, extents, 200)) <= 2
+    assert max(taken(fewer, blocks, 200)) <= 2
 
 
-def test_methods_that_evict_and_idle_lanes_take_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    extents = Extents(monkeypatch)
+def test_methods_that_evict_and_idle_sequences_take_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = Blocks(monkeypatch)
     evicts = Stack(monkeypatch, "streaming", replayed=True)
-    assert sum(taken(evicts, extents, 100)) == 0
-    idle = Stack(monkeypatch, extent=64, layers=20, replayed=True)  # of which there are so many that turns are far apart
+    assert sum(taken(evicts, blocks, 100)) == 0
+    idle = Stack(monkeypatch, block_size=64, layers=20, replayed=True)  # of which there are so many that turns are far apart
     idle.kv.clear(1)
-    taken(idle, extents, 100)
+    taken(idle, blocks, 100)
     assert all(len(store.addresses(1)) == 0 and 1 not in store._spares for store in idle.stores)
 
 
@@ -162,41 +163,41 @@ def test_methods_that_evict_and_idle_lanes_take_none(monkeypatch: pytest.MonkeyP
 def test_where_memory_is_short_it_is_said_once_and_an_error_when_it_is_needed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, replayed: bool
 ) -> None:
-    extents = Extents(monkeypatch)
+    blocks = Blocks(monkeypatch)
     stack = Stack(monkeypatch, replayed=replayed)
-    extents.left = 5
+    blocks.left = 5
     with caplog.at_level(logging.WARNING), pytest.raises(HostMemoryError):
-        taken(stack, extents, 60)
-    assert extents.left == 0
+        taken(stack, blocks, 60)
+    assert blocks.left == 0
     assert len([record for record in caplog.records if "taken ahead" in record.message]) == 1
     window = stack.layers[0].plan.regions.window
-    assert stack.kv.sequences.padded_length > stack.stores[0].extent * 3 + window, "not before it is needed"
-    extents.left = 1000
-    counts = taken(stack, extents, 100)  # the token that failed is not counted, and comes again
-    assert counts[0] == LAYERS * LANES - 5
+    assert stack.kv.sequences.padded_length > stack.stores[0].block_size * 3 + window, "not before it is needed"
+    blocks.left = 1000
+    counts = taken(stack, blocks, 100)  # the token that failed is not counted, and comes again
+    assert counts[0] == LAYERS * SEQS - 5
     assert max(counts[1:]) <= 2
 
 
 def test_a_store_takes_one_and_gives_it_when_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    extents = Extents(monkeypatch)
-    store = HostStore(2, HEADS, DIM, torch.float32, extent=EXTENT)
+    blocks = Blocks(monkeypatch)
+    store = HostStore(2, HEADS, DIM, torch.float32, block_size=BLOCK_SIZE)
     rows = torch.randn(HEADS, 40, 2, DIM)
     store.append(0, rows[:, :10])
     size, version, table = store.nbytes(), store.version, store.table()
     for _ in range(2):
         store.take_spare(0)
-    assert (extents.given, store.nbytes(0), store.nbytes()) == (2, size, 2 * size)
+    assert (blocks.given, store.nbytes(0), store.nbytes()) == (2, size, 2 * size)
     assert (store.version, store.table()) == (version, table)
     store.append(0, rows[:, 10:20])
-    assert (extents.given, store.nbytes()) == (2, 2 * size)
+    assert (blocks.given, store.nbytes()) == (2, 2 * size)
     assert torch.equal(store.read(0, 0, 20), rows[:, :20])
 
 
-def test_without_memory_a_lane_takes_what_another_has_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
-    extents = Extents(monkeypatch)
-    store = HostStore(2, HEADS, DIM, torch.float32, extent=EXTENT)
+def test_without_memory_a_sequence_takes_what_another_has_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = Blocks(monkeypatch)
+    store = HostStore(2, HEADS, DIM, torch.float32, block_size=BLOCK_SIZE)
     store.take_spare(1)
-    extents.left = 0
+    blocks.left = 0
     store.append(0, torch.ones(HEADS, 3, 2, DIM))
     assert store.length(0) == 3
     with pytest.raises(HostMemoryError):
@@ -218,46 +219,46 @@ CHANGES: dict[str, tuple[Callable[[HostStore], Any], set[int]]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_spares_after_a_change(change: str) -> None:
-    """No two lanes write into one, whatever happens to the lanes."""
+    """No two sequences write into one, whatever happens to the sequences."""
     do, left = CHANGES[change]
-    store = HostStore(2, HEADS, DIM, torch.float32, extent=EXTENT)
-    for lane in range(2):
-        store.append(lane, torch.full((HEADS, 40, 2, DIM), float(lane)))
-        store.take_spare(lane)
+    store = HostStore(2, HEADS, DIM, torch.float32, block_size=BLOCK_SIZE)
+    for seq in range(2):
+        store.append(seq, torch.full((HEADS, 40, 2, DIM), float(seq)))
+        store.take_spare(seq)
     do(store)
     assert set(store._spares) == left
-    want = [store.read(lane, 0, store.length(lane)).clone() for lane in range(store.lanes)]
-    for lane in range(store.lanes):
-        more = torch.full((HEADS, 50, 2, DIM), 10.0 + lane)
-        store.append(lane, more)
-        want[lane] = torch.cat((want[lane], more), dim=1)
-    for lane in range(store.lanes):
-        assert torch.equal(store.read(lane, 0, store.length(lane)), want[lane])
+    want = [store.read(seq, 0, store.length(seq)).clone() for seq in range(store.seqs)]
+    for seq in range(store.seqs):
+        more = torch.full((HEADS, 50, 2, DIM), 10.0 + seq)
+        store.append(seq, more)
+        want[seq] = torch.cat((want[seq], more), dim=1)
+    for seq in range(store.seqs):
+        assert torch.equal(store.read(seq, 0, store.length(seq)), want[seq])
     twin = copy.deepcopy(store)
     assert not twin._spares
 
 
 @pytest.mark.parametrize("replayed", [True, False])
 def test_a_crop_a_clear_and_other_places_between_steps(monkeypatch: pytest.MonkeyPatch, replayed: bool) -> None:
-    """Afterwards steps take no more than before, but for extents that lanes share and each writes into."""
-    extents = Extents(monkeypatch)
+    """Afterwards steps take no more than before, but for blocks that sequences share and each writes into."""
+    blocks = Blocks(monkeypatch)
     stack = Stack(monkeypatch, replayed=replayed)
-    taken(stack, extents, 70)
+    taken(stack, blocks, 70)
     for drop in (1, 9, 30):
         stack.kv.crop(drop)
-        assert max(taken(stack, extents, 40)) <= 2
+        assert max(taken(stack, blocks, 40)) <= 2
     stack.kv.reorder([2, 0, 1])
-    assert max(taken(stack, extents, 40)) <= 2
+    assert max(taken(stack, blocks, 40)) <= 2
     stack.kv.reorder([0, 0])
-    counts = taken(stack, extents, 60)
+    counts = taken(stack, blocks, 60)
     assert sum(count > 2 for count in counts) <= 1
 
 
 def test_in_a_capture_nothing_is_taken_and_no_turn_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every step is captured here, of layers whose extents are page-locked."""
-    extents, within = Extents(monkeypatch), [False]
+    """Every step is captured here, of layers whose blocks are page-locked."""
+    blocks, within = Blocks(monkeypatch), [False]
     stack = Stack(monkeypatch, replayed=True)
-    capture, give = GraphRunner._capture, extents.give
+    capture, give = GraphRunner._capture, blocks.give
 
     def captured(replay: GraphRunner) -> Any:
         within[0] = True
@@ -273,13 +274,13 @@ def test_in_a_capture_nothing_is_taken_and_no_turn_is_lost(monkeypatch: pytest.M
 
     monkeypatch.setattr(GraphRunner, "_capture", captured)
     monkeypatch.setattr(host, "host_tensor", locked)
-    monkeypatch.setattr(transfer, "host_tensor", lambda *args, pinned: extents._real(*args, pinned=False))
+    monkeypatch.setattr(transfer, "host_tensor", lambda *args, pinned: blocks._real(*args, pinned=False))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: within[0])
     for store in stack.stores:
         store.pinned = True
     counts = []
     for _ in range(100):
         stack.replay._graph, stack.replay._steady = None, 9
-        counts += taken(stack, extents, 1)
+        counts += taken(stack, blocks, 1)
     assert stack.stores[0].reserved(0) > 100
     assert max(counts) <= 2

@@ -1,4 +1,4 @@
-"""Lanes of random keys, and indexes over them with the store filled as a layer would."""
+"""Sequences of random keys, and indexes over them with the store filled as a layer would."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from kvthaw.cache.deferred_batch import DeferredBatch
 from kvthaw.cache.host import HostStore
-from kvthaw.cache.together import Together
 from kvthaw.regions import Regions
 from kvthaw.types import Index, LayerShape, Selection
 
 FIRST = 4
 
 
-class Lanes:
-    """Lanes of one index, fed in step: keys[lane] [H, T, D], of which tokens FIRST .. length[lane] have been given."""
+class Seqs:
+    """Sequences of one index, fed in step: keys[sequence] [H, T, D], of which tokens FIRST .. length[sequence] have been given."""
 
     def __init__(
         self,
@@ -40,9 +40,9 @@ class Lanes:
             self.keys.append(torch.randn(heads, FIRST + prompt + more, dim, generator=g).to(dtype).to(self.device))
             self.queries.append(torch.randn(heads * group, 200, dim, generator=g).to(dtype).to(self.device))
         pinned = self.device.type == "cuda"
-        self.store = HostStore(len(prompts), heads, dim, dtype, extent=32, pinned=pinned)
+        self.store = HostStore(len(prompts), heads, dim, dtype, block_size=32, pinned=pinned)
         regions = Regions(FIRST, 64, 16)
-        self.together = Together()
+        self.deferred = DeferredBatch()
         self.shape = LayerShape(
             3,
             heads * group,
@@ -54,36 +54,36 @@ class Lanes:
             regions,
             scale=dim**-0.5,
             seed=7,
-            together=self.together,
+            deferred=self.deferred,
         )
         self.index = make(self.shape)
         self.length = [FIRST] * len(prompts)
-        for lane, prompt in enumerate(prompts):
-            self._store(lane, FIRST + prompt)
+        for seq, prompt in enumerate(prompts):
+            self._store(seq, FIRST + prompt)
             if prompt and build:
-                keys = self.keys[lane][:, FIRST : FIRST + prompt]
-                self.index.build(lane, FIRST, keys, keys, self.queries[lane][:, :64])
-            self.length[lane] = FIRST + prompt
+                keys = self.keys[seq][:, FIRST : FIRST + prompt]
+                self.index.build(seq, FIRST, keys, keys, self.queries[seq][:, :64])
+            self.length[seq] = FIRST + prompt
 
-    def _store(self, lane: int, length: int) -> None:
-        have = self.store.length(lane)
+    def _store(self, seq: int, length: int) -> None:
+        have = self.store.length(seq)
         if have < length:
-            keys = self.keys[lane][:, have:length].cpu()
-            self.store.append(lane, torch.stack((keys, keys), dim=2))
+            keys = self.keys[seq][:, have:length].cpu()
+            self.store.append(seq, torch.stack((keys, keys), dim=2))
 
-    def append(self, n: int, lanes: Sequence[int] | None = None) -> None:
-        """The next n tokens of some lanes."""
-        lanes = range(len(self.length)) if lanes is None else lanes
-        keys = torch.stack([self.keys[lane][:, self.length[lane] : self.length[lane] + n] for lane in lanes])
-        for lane in lanes:
-            self._store(lane, self.length[lane] + n)
-            self.length[lane] += n
-        self.index.append(list(lanes), keys, keys, None)
+    def append(self, n: int, seqs: Sequence[int] | None = None) -> None:
+        """The next n tokens of some sequences."""
+        seqs = range(len(self.length)) if seqs is None else seqs
+        keys = torch.stack([self.keys[seq][:, self.length[seq] : self.length[seq] + n] for seq in seqs])
+        for seq in seqs:
+            self._store(seq, self.length[seq] + n)
+            self.length[seq] += n
+        self.index.append(list(seqs), keys, keys, None)
 
-    def truncate(self, lane: int, length: int) -> None:
-        self.index.truncate(lane, length)
-        self.store.truncate(lane, length)
-        self.length[lane] = length
+    def truncate(self, seq: int, length: int) -> None:
+        self.index.truncate(seq, length)
+        self.store.truncate(seq, length)
+        self.length[seq] = length
 
     def query(self, step: int = 100) -> Tensor:
         return torch.stack([queries[:, step] for queries in self.queries])
@@ -94,15 +94,15 @@ class Lanes:
         rows, counts = selection.rows.cpu(), selection.counts.cpu()
         assert rows.dtype == counts.dtype == torch.int32
         assert rows.shape[2] == budget
-        for lane, length in enumerate(self.length):
+        for seq, length in enumerate(self.length):
             for head in range(rows.shape[1]):
-                n, own = int(counts[lane, head]), rows[lane, head].tolist()
+                n, own = int(counts[seq, head]), rows[seq, head].tolist()
                 assert own[n:] == [-1] * (budget - n)
                 assert len(set(own[:n])) == n == min(budget, length - FIRST)
                 assert all(FIRST <= row < length for row in own[:n])
         return selection
 
     def sets(self, budget: int, step: int = 100) -> list[list[set[int]]]:
-        """The rows of every lane and head, as sets without the padding."""
+        """The rows of every sequence and head, as sets without the padding."""
         rows = self.select(budget, step).rows
-        return [[set(head.tolist()) - {-1} for head in lane] for lane in rows]
+        return [[set(head.tolist()) - {-1} for head in seq] for seq in rows]
