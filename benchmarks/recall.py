@@ -24,15 +24,15 @@ from torch import Tensor
 from benchmarks.passages import PASSAGES, Kind, Passage
 from benchmarks.script import run_as_script
 from kvthaw.cli.options import variants_of
-from kvthaw.engine.decode_loop import decode, generate
+from kvthaw.engine.decode import decode, generate
 from kvthaw.engine.hf import Cache
+from kvthaw.engine.hf.model import check_prompt, load
 from kvthaw.engine.prefill import prefill
 from kvthaw.engine.sampling import Sampling, draw
 from kvthaw.errors import ConfigError, at_least, one_of
 from kvthaw.evaluate import plot
 from kvthaw.evaluate.job import Progress
 from kvthaw.evaluate.machine import identity, now, versions
-from kvthaw.evaluate.model import check_prompt, load
 from kvthaw.evaluate.passages import text_name
 from kvthaw.evaluate.probe import Probe, Quality
 from kvthaw.evaluate.results import Record, ResultsFile, Setting

@@ -36,8 +36,7 @@ class Record:
 
     @torch.no_grad()
     def __init__(self, config: PretrainedConfig, length: int, device: torch.device) -> None:
-        from kvthaw.engine.decode_loop import positions
-        from kvthaw.evaluate.model import load_shipped
+        from kvthaw.engine.hf.model import load_shipped, positions
         from kvthaw.evaluate.tasks.base import read_asset
 
         config = config.get_text_config(decoder=True)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from kvthaw.bench.settings import HF, Setting, described
-from kvthaw.bench.shapes import SHAPES
+from kvthaw.bench.shapes import config as config_of
 from kvthaw.cache.host import check_host_memory
 from kvthaw.cache.plan import Settings
-from kvthaw.engine.prefill import spans
+from kvthaw.engine.hf.chunks import spans
+from kvthaw.engine.hf.model import build
 from kvthaw.errors import ConfigError, HostMemoryError
 from kvthaw.evaluate.results import Record
 
@@ -32,8 +31,7 @@ class Need:
 
 def need(setting: Setting, dtype: torch.dtype) -> Need:
     """What a setting needs, from its shape alone."""
-    config = SHAPES[setting.shape]()
-    weights = _weights(SHAPES[setting.shape], dtype)
+    config, weights = config_of(setting.shape), _weights(setting.shape, dtype)
     size, heads, layers = dtype.itemsize, config.num_key_value_heads, config.num_hidden_layers
     tokens = setting.length + setting.new_tokens
     token = 2 * heads * config.head_dim * size  # of one layer
@@ -65,11 +63,9 @@ def need(setting: Setting, dtype: torch.dtype) -> Need:
 
 
 @cache
-def _weights(shape: Callable[[], PretrainedConfig], dtype: torch.dtype) -> int:
+def _weights(shape: str, dtype: torch.dtype) -> int:
     """Bytes of a shape's weights."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(shape(), dtype=dtype)
-    return sum(p.numel() * p.element_size() for p in model.parameters())
+    return sum(p.numel() * p.element_size() for p in build(config_of(shape), torch.device("meta"), dtype).parameters())
 
 
 MATMUL, ATTENTION, BUS = 795e12, 660e12, 55e9
@@ -80,7 +76,7 @@ def over_floor(prompt: Record) -> float | None:
     """How many times longer a prompt took than an H200's operations and bus allow, both directions of it beside the operations."""
     if prompt["indexed_s"] is None:
         return None
-    config, length = SHAPES[prompt["shape"]](), prompt["length"]
+    config, length = config_of(prompt["shape"]), prompt["length"]
     layers = prompt["layers"] or config.num_hidden_layers
     dim, heads = config.head_dim, config.num_attention_heads
     inner = (2 * heads + 2 * config.num_key_value_heads) * dim + 3 * config.intermediate_size

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.passages import PASSAGES, Kind
 from benchmarks.script import run_as_script
 from kvthaw.engine.hf import Cache
+from kvthaw.engine.hf.model import check_prompt, load
 from kvthaw.engine.prefill import prefill
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.machine import identity, versions
 from kvthaw.evaluate.metrics import mean
-from kvthaw.evaluate.model import check_prompt, load
 from kvthaw.evaluate.passages import text_name
 from kvthaw.evaluate.results import Record, ResultsFile
 from kvthaw.index.hybrid import HybridIndex

@@ -1,7 +1,7 @@
 """Attach kvthaw to a model: plain generate() then attends to a few tokens of a long prompt at each step."""
 
 import kvthaw
-from kvthaw.evaluate.model import load_shipped
+from kvthaw.engine.hf.model import load_shipped
 from kvthaw.evaluate.tasks import TASKS
 
 model, tokenizer = load_shipped()  # any causal language model of transformers will do

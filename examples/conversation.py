@@ -1,9 +1,9 @@
 """Several questions about one context: the cache stays, and keeps the context alone before each next question."""
 
 import kvthaw
+from kvthaw.engine.hf.model import load_shipped
 from kvthaw.engine.prefill import prefill
 from kvthaw.evaluate.answers import Answers
-from kvthaw.evaluate.model import load_shipped
 from kvthaw.evaluate.tasks import niah
 
 facts = {"quiet-harbor": "4417382", "amber-lantern": "9052816", "rusty-compass": "2760935"}

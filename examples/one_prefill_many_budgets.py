@@ -1,9 +1,9 @@
 """Prefill once, then fork the cache to see what each method and budget answers."""
 
 import kvthaw
+from kvthaw.engine.hf.model import load_shipped
 from kvthaw.engine.prefill import prefill
 from kvthaw.evaluate.answers import Answers
-from kvthaw.evaluate.model import load_shipped
 from kvthaw.evaluate.probe import Probe
 from kvthaw.evaluate.tasks import TASKS
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import kvthaw
-from kvthaw.evaluate.model import load_shipped
+from kvthaw.engine.hf.model import load_shipped
 from kvthaw.regions import Regions
 from kvthaw.types import LayerShape, Selection
 

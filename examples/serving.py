@@ -3,7 +3,7 @@
 import math
 
 import kvthaw
-from kvthaw.evaluate.model import load_shipped
+from kvthaw.engine.hf.model import load_shipped
 from kvthaw.evaluate.tasks import TASKS
 
 model, tokenizer = load_shipped()

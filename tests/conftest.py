@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 import bytemodel
-from kvthaw.evaluate.model import load
+from kvthaw.engine.hf.model import load
 from zoo import build
 
 settings.register_profile("kvthaw", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

@@ -1,9 +1,10 @@
-"""Packages look one way, as docs/architecture.md says."""
+"""Files import one way, as docs/architecture.md says; imports for annotations count too."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import kvthaw
@@ -11,6 +12,7 @@ import kvthaw
 SOURCE = Path(kvthaw.__file__).parent
 ORDER = (
     *(
+        "version",
         "errors",
         "formatting",
         "typecheck",
@@ -22,51 +24,63 @@ ORDER = (
         "cache",
         "index",
         "methods",
-        "engine",
     ),
-    *("evaluate", "bench", "demo", "cli", "__main__"),
+    *("engine", "evaluate", "bench", "demo", "cli", "__main__"),
 )
+"""Packages and files of kvthaw; each imports only what comes before it."""
+FILES = {
+    ".".join(("kvthaw", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__"): path
+    for path in sorted(SOURCE.rglob("*.py"))
+}
 
 
-def imports(tree: ast.AST) -> Iterator[str]:
-    """The modules of kvthaw that a file imports, wherever it does, but not for annotations alone."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-            yield from (name for other in node.orelse for name in imports(other))
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "kvthaw":
-            inside = (node.module or "").partition(".")[2]
-            yield from [inside] if inside else [name.name for name in node.names]
-        elif isinstance(node, ast.Import):
-            yield from (name.name.partition(".")[2] for name in node.names if name.name.startswith("kvthaw."))
+def modules(path: Path) -> Iterator[str]:
+    """The modules that a file imports, wherever it does: kvthaw's by file, others by their package."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [name.name for name in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{name.name}" for name in node.names]
+        for name in names:
+            while name not in FILES and "." in name:
+                name = name.rpartition(".")[0]
+            yield name
+
+
+IMPORTS = {module: set(modules(path)) - {module} for module, path in FILES.items()}
+
+
+def place(module: str) -> int:
+    """Where a module of kvthaw stands in the order; the package itself, which imports its public names lazily, comes last."""
+    name = module.removeprefix("kvthaw").removeprefix(".").partition(".")[0]
+    return ORDER.index(name) if name else len(ORDER)
+
+
+def circles(imports: dict[str, set[str]]) -> list[list[str]]:
+    """Circles of files, one a group of files that import each other."""
+    found, left = [], dict(imports)
+    while True:
+        try:
+            TopologicalSorter(left).prepare()
+        except CycleError as error:
+            found.append(error.args[1][:-1])
+            for module in found[-1]:
+                del left[module]
         else:
-            yield from imports(node)
+            return found
 
 
-def place(module: str) -> int | None:
-    """Where in the order; None for the package's own names (`from kvthaw import attach`)."""
-    return next((i for i, name in enumerate(ORDER) if f"{module}.".startswith(f"{name}.")), None)
+def test_no_file_imports_itself_by_way_of_others() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()})
+    assert circles({module: {name for name in names if name in FILES} for module, names in IMPORTS.items()}) == []
 
 
 def test_packages_import_what_stands_before_them() -> None:
-    seen, wrong = 0, []
-    for path in sorted(SOURCE.rglob("*.py")):
-        module = ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
-        mine = place(module)
-        assert mine is not None or module == "__init__", f"{module} has no place in the order"
-        for other in imports(ast.parse(path.read_text(encoding="utf-8"))):
-            theirs = place(other)
-            seen += theirs is not None
-            if mine is not None and theirs is not None and theirs > mine:
-                wrong.append(f"{module} imports {other}")
-    assert not wrong
-    assert seen > 500
+    ours = [(module, name) for module, names in IMPORTS.items() for name in names if name in FILES and name != "kvthaw"]
+    assert len(ours) > 500
+    assert [f"{module} imports {name}" for module, name in ours if place(name) > place(module)] == []
 
 
-def test_kernels_take_tables_and_no_stores() -> None:
-    """They name nothing of the packages above, annotations included."""
-    for path in sorted((SOURCE / "kernels").glob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kvthaw."):
-                theirs = place((node.module or "").removeprefix("kvthaw."))
-                assert theirs is not None
-                assert theirs <= ORDER.index("kernels"), f"{path.name} imports {node.module}"
+def test_only_the_adapter_imports_transformers() -> None:
+    assert {module for module, names in IMPORTS.items() if "transformers" in names and ".engine.hf" not in module} == set()

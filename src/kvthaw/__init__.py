@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kvthaw.errors import CacheError, ConfigError, HostMemoryError, KvthawError, UnsupportedModelError
+from kvthaw.version import __version__
 
 if TYPE_CHECKING:
     from kvthaw.engine.batch import Batch, Request
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from kvthaw.engine.sampling import Sampling
     from kvthaw.methods import METHODS
     from kvthaw.types import Method
-
-__version__ = "0.1.0"
 
 __all__ = [
     "METHODS",

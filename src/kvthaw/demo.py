@@ -5,23 +5,21 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from kvthaw.engine.hf import Cache
+from torch import Tensor
+
+from kvthaw.engine.hf import Cache, PreTrainedModel
+from kvthaw.engine.hf.model import check_prompt
 from kvthaw.engine.prefill import prefill
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.answers import Answers
 from kvthaw.evaluate.machine import now
 from kvthaw.evaluate.metrics import mean
-from kvthaw.evaluate.model import check_prompt
 from kvthaw.evaluate.probe import Probe
 from kvthaw.evaluate.tasks import niah, passkey
 from kvthaw.evaluate.tasks.base import Haystack, count, depth_of, distinct, holds, number, read_asset, uuid, word_key
 from kvthaw.methods import resolve
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedModel
 
 BOOK = "Alice's Adventures in Wonderland"
 PROBED = 4  # every so manieth step is compared with exact attention

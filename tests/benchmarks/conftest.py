@@ -10,4 +10,4 @@ from kvthaw.bench import shapes
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """tiny is tinier."""
-    monkeypatch.setitem(shapes.SHAPES, "tiny", lambda: shapes._llama(64, 96, 2, 4, 2, 16, 128))
+    monkeypatch.setitem(shapes.SHAPES, "tiny", shapes.sizes("llama", 64, 96, 2, 4, 2, 16, 128))

@@ -11,9 +11,9 @@ import torch
 
 from benchmarks.passages import needle_passage, text_passage
 from benchmarks.recall import Study, Summary, Watcher
+from kvthaw.engine.hf.model import load_shipped
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.job import Progress
-from kvthaw.evaluate.model import load_shipped
 from kvthaw.evaluate.results import ResultsFile
 from kvthaw.evaluate.tasks.base import read_asset
 from kvthaw.evaluate.variant import Variant

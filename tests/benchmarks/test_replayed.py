@@ -49,7 +49,7 @@ def test_longer_prompts_repeat_the_text(records: list[Record]) -> None:
 
 
 def test_text_finds_rows_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(shapes.SHAPES, "tiny", lambda: shapes._llama(64, 96, 2, 8, 4, 64, 128))
+    monkeypatch.setitem(shapes.SHAPES, "tiny", shapes.sizes("llama", 64, 96, 2, 8, 4, 64, 128))
     monkeypatch.setattr(FilledChecks, "__call__", lambda *_: None)  # tested elsewhere
     asked: dict[str, Any] = {"lengths": [400], "new_tokens": 12, "batches": [2], "of": FilledBench}
     text, random = (measured("oracle", prompt=prompt, **asked)[0]["hit_rate"] for prompt in ("text", "filled"))

@@ -11,9 +11,9 @@ import bytemodel
 from benchmarks.passages import text_passage
 from benchmarks.shares import shares
 from kvthaw.engine.hf import Cache
+from kvthaw.engine.hf.model import load
 from kvthaw.engine.prefill import prefill
 from kvthaw.errors import ConfigError
-from kvthaw.evaluate.model import load
 from kvthaw.evaluate.results import ResultsFile
 
 HOW: dict[str, Any] = {"kinds": ("text",), "page": 8, "window": 16}

@@ -34,7 +34,7 @@ def test_the_operator_is_as_declared(
     biases = torch.zeros(llama.config.num_attention_heads) if sinks else None
     with torch.no_grad():
         llama(prompt(rows, 100), past_key_values=cache)
-        with serving(cache):
+        with serving(cache.kv):
             torch.library.opcheck(torch.ops.kvthaw.attend.default, (*given, 0, 0.125, softcap, biases), test_utils=DECLARED)
     assert cache.kv_layers[0].length(0) > cache.kv_layers[1].length(0) == 100  # it is the layer that was named
 
@@ -43,7 +43,7 @@ def test_the_fake_output_lies_as_the_real_one_does(llama: PreTrainedModel) -> No
     given, cache = tokens(llama, 2), kvthaw.Cache(llama, "oracle", budget=64)
     with torch.no_grad():
         llama(prompt(2, 100), past_key_values=cache)
-        with serving(cache):
+        with serving(cache.kv):
             real = torch.ops.kvthaw.attend(*given, 0, 0.125, None, None)
     with FakeTensorMode() as mode:
         fake = torch.ops.kvthaw.attend(*map(mode.from_tensor, given), 0, 0.125, None, None)

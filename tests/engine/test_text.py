@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
+from kvthaw.engine.hf.model import shipped_path
 from kvthaw.engine.text import Detokenizer, StopStrings, TextStream
 from kvthaw.errors import ConfigError
-from kvthaw.evaluate.model import shipped_path
 
 HALF = "�"
 TEXTS = [

@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 
 import bytemodel
 from kvthaw.cli import app
+from kvthaw.engine.hf.model import load
 from kvthaw.errors import ConfigError, KvthawError
 from kvthaw.evaluate import variant
 from kvthaw.evaluate.compare import Grid, run, summaries
 from kvthaw.evaluate.document import Document
-from kvthaw.evaluate.model import load
 from kvthaw.evaluate.overview import overview
 from kvthaw.evaluate.perplexity import Course, Reader
 from kvthaw.evaluate.results import Record, ResultsFile

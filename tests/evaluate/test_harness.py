@@ -15,8 +15,8 @@ import pytest
 import bytemodel
 import kvthaw
 from kvthaw.cli.harness import with_path
+from kvthaw.engine.hf.model import load, shipped_path
 from kvthaw.errors import ConfigError
-from kvthaw.evaluate.model import load, shipped_path
 
 RUN = (sys.executable, "-W", "ignore", "-c", "from kvthaw.cli import main; main()", "lm-eval")
 TEXT = "The quick brown fox jumps over the lazy dog. " * 6

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import bytemodel
+from kvthaw.engine.hf.model import load
 from kvthaw.errors import ConfigError
-from kvthaw.evaluate.model import load
 from kvthaw.evaluate.tail import Prompt, divide
 from kvthaw.evaluate.variant import FULL, Variant
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import platform
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 
 def provenance(commit: str | None = None) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def provenance(commit: str | None = None) -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "cpu": platform.processor() or platform.machine(),
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "transformers": version("transformers"),
         "triton": triton_version,
         "python": platform.python_version(),
         "commit": commit or _git_commit(),

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from kvthaw.bench.settings import HF, Setting
-from kvthaw.engine.decode_loop import decode
+from kvthaw.engine.decode import decode
 from kvthaw.engine.graph_runner import GraphRunner, capturable
-from kvthaw.engine.hf import Cache
+from kvthaw.engine.hf import Cache, DynamicCache, PreTrainedModel
 from kvthaw.errors import CacheError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 PROMPT, LENGTH = 480, 512
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 import gc
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from kvthaw.bench.card import noted, provenance, where
 from kvthaw.bench.check import Checks, attention, hf_cache, replayed
@@ -21,13 +20,10 @@ from kvthaw.bench.shapes import build
 from kvthaw.bench.steps import Steps, prefill, random_tokens, take
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.engine.graph_runner import compiled_step
-from kvthaw.engine.hf import Cache
+from kvthaw.engine.hf import Cache, DynamicCache, PreTrainedModel
 from kvthaw.errors import CacheError, ConfigError
 from kvthaw.evaluate.results import Record, ResultsFile
 from kvthaw.types import ReadsStore
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 Watch = Callable[[str, int, int], None]
 """Is told what is measured next, how many settings are done, and of how many."""

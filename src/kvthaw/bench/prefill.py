@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,14 +13,11 @@ from torch import Tensor
 from kvthaw.bench.card import provenance, where
 from kvthaw.bench.decode import Watch, free
 from kvthaw.bench.shapes import build
-from kvthaw.engine.hf import attach
+from kvthaw.engine.hf import PreTrainedModel, attach
 from kvthaw.errors import CacheError, at_least
 from kvthaw.evaluate.results import Record, ResultsFile
 from kvthaw.kernels.dense import BLOCK
 from kvthaw.methods import resolve
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 HF = "hf-dynamic"
 """transformers' own DynamicCache with sdpa attention: full attention's prefill."""

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,12 +14,10 @@ from torch import Tensor
 from kvthaw.bench.card import provenance, where
 from kvthaw.bench.shapes import build
 from kvthaw.engine.batch import Batch, Request
+from kvthaw.engine.hf import PreTrainedModel
 from kvthaw.errors import CacheError, ConfigError, at_least
 from kvthaw.evaluate.results import Record, ResultsFile
 from kvthaw.methods import resolve
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 _WARM = 8  # steps that do not count: two eager ones, the capture, and the first replays
 

@@ -7,18 +7,13 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
-from kvthaw.engine.decode_loop import decode
-from kvthaw.engine.hf import Cache
+from kvthaw.engine.decode import decode
+from kvthaw.engine.hf import Cache, DynamicCache, PreTrainedModel
 from kvthaw.errors import CacheError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 WARM = 6
 """Steps of each way that do not count, at least: kernels are compiled and tuned in them, and graphs captured."""
@@ -108,7 +103,7 @@ def take(
     """Take `warm` steps that do not count, as `warm_steps` has it if None (fewer where they are slow), and `count` that do.
 
     tokens: ids [B, 1] of each step; random weights that choose their own tokens soon repeat one. capture: as for
-    `kvthaw.engine.decode_loop.decode`. Raises CacheError where logits were not finite at the end.
+    `kvthaw.engine.decode.decode`. Raises CacheError where logits were not finite at the end.
     """
     device, skipped = model.device, warm_steps(cache) if warm is None else warm
     if device.type == "cuda":

@@ -32,7 +32,7 @@ app.add_typer(bench.app, name="bench")
 
 def _version(asked: bool) -> None:
     if asked:
-        from kvthaw import __version__
+        from kvthaw.version import __version__
 
         typer.echo(f"kvthaw {__version__}")
         raise typer.Exit

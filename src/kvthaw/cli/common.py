@@ -23,8 +23,7 @@ from typer.core import TyperGroup
 from kvthaw.errors import ConfigError, KvthawError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
+    from kvthaw.engine.hf import PreTrainedModel
     from kvthaw.evaluate.job import Progress as State
 
 
@@ -114,13 +113,9 @@ def tell_outdated(outdated: Mapping[str, int]) -> None:
 def load_model(name: str, device: str | None, dtype: str) -> tuple[PreTrainedModel, Any]:
     """Load a model under a spinner on stderr."""
     with waiting(f"loading {name}"):
-        import transformers
-        from transformers.utils import logging
+        from kvthaw.engine.hf.model import load, silence
 
-        from kvthaw.evaluate.model import load
-
-        logging.disable_progress_bar()
-        transformers.logging.set_verbosity_error()
+        silence()
         return load(name, device=device, dtype=dtype)  # type: ignore[arg-type]
 
 

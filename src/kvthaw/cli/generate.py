@@ -57,19 +57,19 @@ def generate(
     from kvthaw.methods import resolve
 
     resolve(method)  # a wrong name costs no loading
-    import kvthaw
-    from kvthaw.engine import decode_loop
+    from kvthaw.engine.decode import generate as tokens_of
+    from kvthaw.engine.hf import Cache
+    from kvthaw.engine.hf.model import check_prompt
     from kvthaw.engine.prefill import prefill
     from kvthaw.engine.sampling import Sampling
     from kvthaw.evaluate.machine import now, versions
-    from kvthaw.evaluate.model import check_prompt
     from kvthaw.evaluate.text import AnswerText, stop_tokens
 
     sampling = Sampling(temperature, seed=seed)
     llm, tokenizer = load_model(model, device, dtype)
     ids = list(tokenizer(text)["input_ids"])
     check_prompt(llm, len(ids))
-    cache = kvthaw.Cache(llm, method, budget=allowed, retrieved=retrieved, dense_layers=dense_layers, seed=seed)
+    cache = Cache(llm, method, budget=allowed, retrieved=retrieved, dense_layers=dense_layers, seed=seed)
     start = now(llm.device)
     with bars() as progress:
         task = progress.add_task("prefill", total=len(ids))
@@ -80,7 +80,7 @@ def generate(
     out, times = AnswerText(tokenizer), []
     stops = stop_tokens(llm, tokenizer)
     live = stream and not as_json
-    for token in decode_loop.generate(llm, cache, logits, limit=max_new_tokens, stops=stops, sampling=sampling):
+    for token in tokens_of(llm, cache, logits, limit=max_new_tokens, stops=stops, sampling=sampling):
         times.append(time.perf_counter())
         piece = out.push(token)
         if live:

@@ -5,25 +5,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from kvthaw.engine.graph_runner import GraphRunner, capturable, compilable, compiled_step
-from kvthaw.engine.hf import Cache, Stats
+from kvthaw.engine.hf import Cache, PreTrainedModel, Stats
 from kvthaw.engine.hf.attention import unwrap
+from kvthaw.engine.hf.chunks import CHUNK, spans
 from kvthaw.engine.hf.handle import is_attached
 from kvthaw.engine.hf.hooks import turns_by_length
-from kvthaw.engine.prefill import CHUNK, spans
 from kvthaw.engine.sampling import GREEDY, Drawn, Sampler, Sampling, TokenLogprobs, logprobs, score
 from kvthaw.engine.text import Detokenizer
 from kvthaw.errors import CacheError, ConfigError, UnsupportedModelError, at_least
 from kvthaw.typecheck import check_type
 from kvthaw.types import Method
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 _log = logging.getLogger(__name__)
 _SCORED = 4096  # tokens of a prompt that go through the model at once where the logits of all of them are wanted

@@ -1,76 +1,98 @@
-"""Decode steps of one token: replayed where they can be, else taken by the model as before."""
+"""The loop of one-token steps that every command shares."""
 
 from __future__ import annotations
 
-import functools
-import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from torch import Tensor
 
-from kvthaw.engine.graph_runner import GraphRunner, capturable, compilable, compiled_step
+from kvthaw.engine.graph_runner import GraphRunner, capturable
+from kvthaw.engine.hf import Cache, DynamicCache, PreTrainedModel
+from kvthaw.engine.hf.handle import is_attached
+from kvthaw.engine.hf.model import positions
+from kvthaw.engine.sampling import GREEDY, Sampling, draw
 
-if TYPE_CHECKING:
-    from kvthaw.engine.hf import Cache
-
-_log = logging.getLogger(__name__)
-_PLAIN = {"input_ids", "position_ids", "past_key_values", "attention_mask", "use_cache", "logits_to_keep", "return_dict"}
+Tokens = Sequence[int] | Tensor
+"""The next token of each row."""
 
 
-def replaying(
-    forward: Callable[..., Any],
-    cache_of: Callable[[Any], Cache | None],
+@torch.no_grad()
+def decode(
+    model: PreTrainedModel,
+    cache: Cache | DynamicCache,
+    logits: Tensor,
+    choose: Callable[[Tensor], Tokens | None],
     *,
-    compiled: bool = False,
-    eager: Callable[..., Any] | None = None,
-) -> Callable[..., Any]:
-    """A model's forward that replays single tokens where it can and calls the model where it cannot.
+    capture: bool = True,
+) -> Iterator[Tokens]:
+    """Yield the tokens that `choose` picks from the logits [B, V] before them, then send them through the model, and so on.
 
-    cache_of: the kvthaw cache behind a past_key_values, or None. What is not a plain step of one token (prompts, several tokens at
-    once, hidden states or attentions asked for, embeddings given) goes to `eager`, by default the model. compiled: see
-    compiled_step; what cannot be captured is compiled all the same where that can be. Why steps of one token are not replayed is
-    logged, each reason once; as a warning where compiled ones were asked for and they are eager.
+    Ends when `choose` returns None. A token enters the cache only when the next one is asked for, so a caller that stops iterating
+    takes no step for nothing. On a GPU the steps are replayed from CUDA graphs where the method allows it and the layers' observers
+    are graph_safe (capture=False: never; a cache.replay that is there is used); elsewhere they run eagerly. The logits given to
+    `choose` are valid until the next step.
     """
-    eager = eager or forward
-    single = compiled_step(forward) if compiled else forward
-    told: set[str] = set()
+    while (tokens := choose(logits)) is not None:
+        yield tokens
+        logits = _step(model, cache, torch.as_tensor(tokens, device=model.device).reshape(-1, 1), capture)
 
-    def tell(how: str, reason: str, level: int) -> None:
-        if reason not in told:
-            told.add(reason)
-            _log.log(level, "steps are %s: %s", how, reason)
 
-    @functools.wraps(forward)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        ids = kwargs.get("input_ids", args[0] if args else None)
-        cache = cache_of(kwargs.get("past_key_values"))
-        extra = set(kwargs) - _PLAIN
-        if (
-            cache is None
-            or ids is None
-            or ids.shape[1] != 1
-            or cache.kv.sequences.padded_length == 0
-            or any(kwargs[name] is not None for name in extra)
-        ):
-            return eager(*args, **kwargs)
-        if cache.replay is None or cache.reordered:
-            reason = "beams change places between steps" if cache.reordered else capturable(cache)
-            if not ids.is_cuda:
-                reason = "the model is on a CPU"
-            if reason is not None:
-                if not (compiled and ids.is_cuda and not cache.reordered and compilable(cache) is None):
-                    tell("taken eagerly", reason, logging.WARNING if compiled else logging.INFO)
-                    return eager(*args, **kwargs)
-                tell("compiled, not captured", reason, logging.INFO)
-            cache.replay = GraphRunner(single, cache, compiled=compiled, capture=reason is None)
-        if kwargs.get("attention_mask") is not None:
-            cache.check_mask(kwargs["attention_mask"])  # the captured step takes none
-        positions = kwargs.get("position_ids")
-        if positions is None:
-            sequences = cache.kv.sequences
-            positions = torch.tensor([[sequences.length(seq)] for seq in range(sequences.count)], device=ids.device)
-        return CausalLMOutputWithPast(logits=cache.replay(ids, positions), past_key_values=kwargs["past_key_values"])
+def generate(
+    model: PreTrainedModel,
+    cache: Cache,
+    logits: Tensor,
+    *,
+    limit: int,
+    stops: frozenset[int] = frozenset(),
+    sampling: Sampling = GREEDY,
+    capture: bool = True,
+) -> Iterator[int]:
+    """Yield the tokens of a cache of one row, from the logits [V] before the first: until `limit`, a stop token (not yielded) or
+    the model's last position."""
+    most = positions(model)
 
-    return step
+    def choose(after: Tensor) -> Tokens | None:
+        token = int(draw(after, [sampling], torch.tensor([cache.get_seq_length()], device=after.device)))
+        return None if token in stops else [token]
+
+    for given, (token,) in enumerate(decode(model, cache, logits[None], choose, capture=capture) if limit > 0 else (), 1):
+        yield int(token)
+        if given == limit or (most is not None and cache.get_seq_length() >= most):
+            return
+
+
+@torch.no_grad()
+def forward(model: PreTrainedModel, cache: Cache | DynamicCache, ids: Sequence[Sequence[int]] | Tensor) -> Tensor:
+    """Send as many tokens [B, T] of each row through the model eagerly. Returns the logits [B, V] after the last."""
+    tokens = torch.as_tensor(ids, device=model.device)
+    where: dict[str, Any] = {}
+    if isinstance(cache, Cache) and any(cache.kv.sequences.left_pad):
+        where["position_ids"] = _lengths(cache, model.device) + torch.arange(tokens.shape[1], device=model.device)
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        where["logits_to_keep"] = 1
+    last: Tensor = model(input_ids=tokens, past_key_values=cache, use_cache=True, **where).logits[:, -1]
+    return last
+
+
+def _step(model: PreTrainedModel, cache: Cache | DynamicCache, ids: Tensor, capture: bool) -> Tensor:
+    if not capture or not ids.is_cuda or not isinstance(cache, Cache) or is_attached(model):  # such a model replays by itself
+        return forward(model, cache, ids)
+    observers = [layer.observer for layer in cache.kv.offloaded if layer.observer is not None]
+    waits = not all(getattr(observer, "graph_safe", False) for observer in observers)  # Python, which a replay leaves out
+    if cache.replay is None and not waits and not cache.reordered and capturable(cache) is None:
+        cache.replay = GraphRunner(model.forward, cache)
+    if cache.replay is None or waits or cache.reordered:
+        return forward(model, cache, ids)
+    return cache.replay(ids, _lengths(cache, ids.device))[:, -1]
+
+
+def _lengths(cache: Cache, device: torch.device) -> Tensor:
+    """Tokens of each row, [B, 1]."""
+    sequences = cache.kv.sequences
+    lengths = [sequences.length(seq) for seq in range(sequences.count)]
+    if len(set(lengths)) == 1:  # made on the device
+        return torch.full((len(lengths), 1), lengths[0], device=device)
+    return torch.tensor(lengths, device=device)[:, None]

@@ -12,41 +12,51 @@ import gc
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.segmented_graph import SegmentedGraph
 from kvthaw.engine.ops import serving
 from kvthaw.types import Method
-
-if TYPE_CHECKING:
-    from kvthaw.engine.hf import Cache
 
 _log = logging.getLogger(__name__)
 _WARM = 2  # eager steps before a capture, in which kernels are compiled and tuned
 
 
-def compilable(cache: Cache) -> str | None:
+class ModelCache(Protocol):
+    """A past_key_values of transformers with a KVCache behind it."""
+
+    kv: KVCache
+    turns_by_length: str | None
+    """The kind of rotary positions that depend on the longest row of a forward, None for others."""
+
+    @property
+    def layers(self) -> Sequence[object]:
+        """All layers of the model, kvthaw's and others."""
+
+
+def compilable(cache: ModelCache) -> str | None:
     """None if every step of a cache can be compiled, kvthaw's attention being one operator in it, else the reason why not."""
     if len(cache.kv.layers) != len(cache.layers):
         return "the model has layers that transformers serves itself"
     if cache.turns_by_length:
         return f"the model's {cache.turns_by_length} positions need the host in every step"
-    if cache.settings.method.prefetches:
-        return f"{cache.settings.method.name} looks into the model between its layers"
+    if cache.kv.settings.method.prefetches:
+        return f"{cache.kv.settings.method.name} looks into the model between its layers"
     return None
 
 
-def capturable(cache: Cache) -> str | None:
+def capturable(cache: ModelCache) -> str | None:
     """None if every step of a cache can be captured, compiled or not, else the reason why not."""
     reason = compilable(cache)
     if reason is not None:
         return reason
-    method, layers = cache.settings.method, cache.kv.offloaded
+    method, layers = cache.kv.settings.method, cache.kv.offloaded
     if method.index is not None and layers:
         index = None if layers[0].retriever is None else layers[0].retriever.index
         return asks_host(method, safe=index is not None and (index.graph_safe or index.on_host))
@@ -88,7 +98,7 @@ class GraphRunner:
     in all; capture_bytes: device memory that the latest one took.
     """
 
-    def __init__(self, forward: Callable[..., Any], cache: Cache, *, compiled: bool = False, capture: bool = True) -> None:
+    def __init__(self, forward: Callable[..., Any], cache: ModelCache, *, compiled: bool = False, capture: bool = True) -> None:
         self._cache, self.compiled, self.capture = weakref.ref(cache), compiled, capture
         self.captures, self.capture_seconds, self.capture_bytes = 0, 0.0, 0
         self._forward, self._kv = forward, cache.kv
@@ -162,7 +172,7 @@ class GraphRunner:
         assert cache is not None
         # A mask of four dimensions is taken as it is, so that a compiled forward asks for no length; the layers know their padding.
         mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self._ids.device) if self.compiled else None
-        with serving(cache), self._kv.whole():
+        with serving(cache.kv), self._kv.whole():
             out = self._forward(
                 input_ids=self._ids,
                 position_ids=self._positions,

@@ -8,22 +8,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import AttentionParams
 from kvthaw.errors import CacheError
 
-if TYPE_CHECKING:
-    from kvthaw.engine.hf import Cache
-
-_SERVED: ContextVar[Cache | None] = ContextVar("kvthaw_served", default=None)
+_SERVED: ContextVar[KVCache | None] = ContextVar("kvthaw_served", default=None)
 
 
 @contextmanager
-def serving(cache: Cache) -> Iterator[None]:
+def serving(cache: KVCache) -> Iterator[None]:
     """Within it, compiled forwards attend to this cache."""
     token = _SERVED.set(cache)
     try:
@@ -48,7 +45,7 @@ def _attend(
             "the model or a module of it was compiled by torch.compile, which hides kvthaw's cache from it; "
             "leave it uncompiled and attach(compile=True)"
         )
-    return cache.kv.attend(cache.layers[layer].kv, query, key, value, AttentionParams(scale, softcap, sinks)).contiguous()
+    return cache.attend(cache.layers[layer], query, key, value, AttentionParams(scale, softcap, sinks)).contiguous()
 
 
 def _shape(

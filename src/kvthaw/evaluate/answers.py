@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvthaw.engine.decode_loop import Tokens, decode, forward, positions
+from kvthaw.engine.decode import Tokens, decode, forward
+from kvthaw.engine.hf import Cache, PreTrainedModel
+from kvthaw.engine.hf.model import positions
 from kvthaw.engine.sampling import GREEDY, Sampling, draw
 from kvthaw.evaluate.text import AnswerText, stop_tokens
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from kvthaw.engine.hf import Cache
 
 
 class Answers:

@@ -26,9 +26,9 @@ from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 from tqdm import tqdm
 
-import kvthaw
+from kvthaw.engine.hf import attach
+from kvthaw.engine.hf.model import SHIPPED, shipped_path
 from kvthaw.errors import ConfigError, at_least
-from kvthaw.evaluate.model import SHIPPED, shipped_path
 from kvthaw.evaluate.tail import Prompt
 from kvthaw.evaluate.variant import Variant
 
@@ -71,7 +71,7 @@ class KvthawLM(HFLM):
         )
         self.sparse_tokens, self.seed = sparse_tokens, seed
         self.variant = Variant(method, budget, retrieved, dense_layers)
-        self.handle = kvthaw.attach(
+        self.handle = attach(
             self.model,
             method,
             budget=budget,

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import platform
 import time
-from typing import TYPE_CHECKING
+from importlib.metadata import version
 
 import torch
-import transformers
 
-import kvthaw
-from kvthaw.evaluate.model import fingerprint
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from kvthaw.engine.hf import PreTrainedModel
+from kvthaw.version import __version__
 
 
 def identity(model: PreTrainedModel, name: str) -> dict[str, str]:
@@ -23,16 +20,25 @@ def identity(model: PreTrainedModel, name: str) -> dict[str, str]:
         "weights": fingerprint(model),
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": device_name(model.device),
-        "kvthaw": kvthaw.__version__,
+        "kvthaw": __version__,
     }
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """A short hash of names, shapes, dtypes and the first values of every weight, wherever they came from."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name, weight in model.named_parameters():
+        head = weight.detach().flatten()[:16].float().cpu().numpy().tobytes()
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode() + head)
+    return digest.hexdigest()
 
 
 def versions() -> dict[str, str]:
     """What a result was made with."""
     return {
-        "kvthaw": kvthaw.__version__,
+        "kvthaw": __version__,
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "transformers": version("transformers"),
         "python": platform.python_version(),
     }
 

@@ -11,26 +11,23 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvthaw.engine.decode_loop import decode
-from kvthaw.engine.hf import Cache
+from kvthaw.engine.decode import decode
+from kvthaw.engine.hf import Cache, PreTrainedModel
+from kvthaw.engine.hf.model import check_prompt
 from kvthaw.engine.prefill import prefill
 from kvthaw.errors import ConfigError, at_least
 from kvthaw.evaluate.job import Progress
 from kvthaw.evaluate.machine import identity, now, versions
-from kvthaw.evaluate.model import check_prompt
 from kvthaw.evaluate.passages import opening, text_name, tokens_of
 from kvthaw.evaluate.results import BYTES, Record, ResultsFile, Setting, asked_budget, largest, means, shared
 from kvthaw.evaluate.rows import Forks, Rows, joined, spread
 from kvthaw.evaluate.tally import Tally
 from kvthaw.evaluate.variant import FULL, Variant, complete, fork, setting_of
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, slots=True)

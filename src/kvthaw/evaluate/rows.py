@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
-from kvthaw.engine.hf import Cache
+from kvthaw.engine.hf import Cache, PreTrainedModel
 from kvthaw.engine.hf.cache import head_dim, of_layer
 from kvthaw.errors import ConfigError, at_least
 from kvthaw.evaluate.variant import Variant, fork
 from kvthaw.methods import resolve
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 MOST_ROWS = 64
 """Rows of one cache, where nobody asks for another number."""

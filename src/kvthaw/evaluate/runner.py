@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from kvthaw.engine.hf import Cache
+from kvthaw.engine.hf import Cache, PreTrainedModel
+from kvthaw.engine.hf.model import check_prompt
 from kvthaw.engine.prefill import prefill
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.answers import Answers
 from kvthaw.evaluate.job import Job, Place, Progress, Unit
 from kvthaw.evaluate.machine import identity, now, versions
-from kvthaw.evaluate.model import check_prompt
 from kvthaw.evaluate.probe import Probe, Quality
 from kvthaw.evaluate.results import Record, ResultsFile, Setting
 from kvthaw.evaluate.rows import Forks, Rows, joined, spread
@@ -24,10 +25,6 @@ from kvthaw.evaluate.tasks import Sample, Task, find
 from kvthaw.evaluate.tasks.base import fingerprint_of
 from kvthaw.evaluate.text import split_prompt
 from kvthaw.evaluate.variant import FULL, Variant, complete, fork, setting_of
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedModel
 
 
 class Runner:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kvthaw.engine.decode_loop import decode
-from kvthaw.engine.hf import Cache
+from kvthaw.engine.decode import decode
+from kvthaw.engine.hf import Cache, PreTrainedModel
 from kvthaw.engine.prefill import prefill
 from kvthaw.errors import ConfigError, at_least
 from kvthaw.evaluate.variant import Variant, fork
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 def divide(prompt: Sequence[int], tail: int) -> tuple[list[int], list[int]]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from kvthaw.engine.hf import PreTrainedModel
 from kvthaw.engine.text import StopStrings, TextStream
 from kvthaw.errors import ConfigError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 def stop_tokens(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kvthaw.engine.hf import Cache
+from kvthaw.engine.hf import Cache, PreTrainedModel
 from kvthaw.methods import resolve
 from kvthaw.methods.options import digest
 from kvthaw.types import Method
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,26 @@ from kvthaw.methods.streaming import streaming
 from kvthaw.methods.twilight import twilight
 from kvthaw.types import Method
 
+
+def resolve(method: str | Method, **options: Any) -> Method:
+    """A Method by name, with options, or as it is. Options may stand in the name: "icecache:promote=0.1:merge=union".
+
+    Raises ConfigError for a name that is not in METHODS, naming the nearest, and for options that the method does not take."""
+    if isinstance(method, Method):
+        if options:
+            raise ConfigError(f"options {sorted(options)} go with a method's name; this is the finished method {method.name}")
+        return method
+    if not isinstance(method, str):
+        hint = f"; call it, {getattr(method, '__name__', 'method')}(), to make one" if callable(method) else ""
+        raise ConfigError(f"method is {method!r}; it must be a name in METHODS or a Method{hint}")
+    method, *texts = method.split(":")
+    options = {**dict(written(text) for text in texts), **options}
+    if method not in METHODS:
+        raise unknown("method", method, METHODS)
+    check(method, options, METHODS[method])
+    return METHODS[method](**options)
+
+
 METHODS: dict[str, Callable[..., Method]] = {
     "full": full,
     "oracle": oracle,
@@ -49,29 +69,10 @@ METHODS: dict[str, Callable[..., Method]] = {
     "magicpig": magicpig,
     "omnikv": omnikv,
     "freekv": freekv,
-    "twilight": twilight,
+    "twilight": partial(twilight, resolve),
     "shadowkv": shadowkv,
     "retroinfer": retroinfer,
     "infinigen": infinigen,
     "socket": socket,
 }
 """Name -> what makes the Method from its options. The only list of methods."""
-
-
-def resolve(method: str | Method, **options: Any) -> Method:
-    """A Method by name, with options, or as it is. Options may stand in the name: "icecache:promote=0.1:merge=union".
-
-    Raises ConfigError for a name that is not in METHODS, naming the nearest, and for options that the method does not take."""
-    if isinstance(method, Method):
-        if options:
-            raise ConfigError(f"options {sorted(options)} go with a method's name; this is the finished method {method.name}")
-        return method
-    if not isinstance(method, str):
-        hint = f"; call it, {getattr(method, '__name__', 'method')}(), to make one" if callable(method) else ""
-        raise ConfigError(f"method is {method!r}; it must be a name in METHODS or a Method{hint}")
-    method, *texts = method.split(":")
-    options = {**dict(written(text) for text in texts), **options}
-    if method not in METHODS:
-        raise unknown("method", method, METHODS)
-    check(method, options, METHODS[method])
-    return METHODS[method](**options)

@@ -8,10 +8,10 @@ import pytest
 
 import bytemodel
 from kvthaw import Cache
+from kvthaw.engine.hf.model import load
 from kvthaw.engine.prefill import prefill
 from kvthaw.engine.sampling import Sampling
 from kvthaw.evaluate.answers import Answers
-from kvthaw.evaluate.model import load
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import bytemodel
+from kvthaw.engine.hf.model import load
 from kvthaw.errors import ConfigError
-from kvthaw.evaluate.model import load
 from kvthaw.evaluate.published import BENCHMARKS, Item, Plan
 from kvthaw.evaluate.published.results import pass_at_k, summarize
 from kvthaw.evaluate.published.runner import Examiner, Run

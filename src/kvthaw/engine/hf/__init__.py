@@ -1,12 +1,24 @@
-"""The adapter to Hugging Face transformers: the only place that touches its internals.
+"""The adapter to Hugging Face transformers: the only package that imports it.
 
-`attention.py` is called by the model, `layer.py` and `cache.py` are its cache, `handle.py` attaches, `hooks.py` serves methods that
-ask for more than q, k and v.
+`attention.py` is called by the model, `layer.py` and `cache.py` are its cache, `handle.py` attaches, `chunks.py` and `replay.py`
+are the forward of an attached model, `hooks.py` serves methods that need more than q, k and v, `model.py` loads models.
 """
+
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from kvthaw.cache.kv_cache import Stats
 from kvthaw.engine.hf.attention import use_kvthaw_attention
 from kvthaw.engine.hf.cache import Cache
 from kvthaw.engine.hf.handle import Handle, attach, detach
 
-__all__ = ["Cache", "Handle", "Stats", "attach", "detach", "use_kvthaw_attention"]
+__all__ = [
+    "Cache",
+    "DynamicCache",
+    "Handle",
+    "PreTrainedConfig",
+    "PreTrainedModel",
+    "Stats",
+    "attach",
+    "detach",
+    "use_kvthaw_attention",
+]

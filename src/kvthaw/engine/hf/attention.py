@@ -8,28 +8,20 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from kvthaw.cache.layer_base import AttentionParams
 from kvthaw.engine import ops
+from kvthaw.engine.hf.layer import NAME, TAG, CacheLayer
+from kvthaw.engine.hf.masks import attention_by_mask, causal_mask, is_padding
 from kvthaw.errors import UnsupportedModelError
-from kvthaw.kernels.dense import with_sinks
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from kvthaw.engine.hf.layer import CacheLayer
-
-NAME = "kvthaw"
-TAG = "_kvthaw_layer"
-"""The attribute by which keys and values say whose they are."""
 _BEFORE = "_kvthaw_before"
 """The attribute of a model that keeps the attention which it had before kvthaw's; a copy of the model has it too."""
 _SERVED: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
@@ -152,31 +144,3 @@ def _attention(
     if attention_mask is None:
         attention_mask = causal_mask(query.new_ones((1, 1, 1, key.shape[2]), dtype=torch.bool), query.shape[2])
     return attention_by_mask(query, key, value, attention_mask, how).transpose(1, 2).contiguous(), None
-
-
-def is_padding(mask: Tensor) -> bool:
-    """Whether a mask is one for all queries, as _mask() makes it."""
-    return mask.ndim == 4 and mask.shape[2] == 1 and mask.dtype == torch.bool
-
-
-def causal_mask(padding: Tensor, steps: int) -> Tensor:
-    """Return the causal bool mask [B, 1, steps, n] of the last `steps` of n tokens, whose padding mask is [B, 1, 1, n]."""
-    n = padding.shape[3]
-    causal = torch.ones(steps, n, dtype=torch.bool, device=padding.device).tril(n - steps)
-    return causal[None, None] & padding
-
-
-def attention_by_mask(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, how: AttentionParams) -> Tensor:
-    """Attend by any bool mask [B, 1, T, n], with softcap and sinks. Returns [B, Hq, T, D], 0 where a query sees nothing."""
-    group = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
-    if how.softcap is None and how.sinks is None:
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=how.scale)
-        return out.masked_fill(~mask.any(dim=-1, keepdim=True), 0.0)
-    scores = query.float() @ key.float().transpose(2, 3) * how.scale
-    if how.softcap is not None:
-        scores = how.softcap * torch.tanh(scores / how.softcap)
-    scores = scores.masked_fill(~mask, -torch.inf)
-    lse = torch.logsumexp(scores, dim=-1)
-    weights = torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
-    return with_sinks(weights @ value.float(), lse, how.sinks).to(query.dtype)

@@ -7,10 +7,11 @@ import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicCache,
@@ -33,9 +34,6 @@ from kvthaw.formatting import human
 from kvthaw.methods import resolve
 from kvthaw.typecheck import check_type
 from kvthaw.types import Method
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 def of_layer(config: Any, layer: int) -> Any:

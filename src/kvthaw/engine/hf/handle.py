@@ -9,25 +9,23 @@ import types
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from kvthaw.cache.kv_cache import Stats
 from kvthaw.cache.plan import Settings
-from kvthaw.engine.decode import replaying
 from kvthaw.engine.hf.attention import attends, give_back_attention, unwrap
 from kvthaw.engine.hf.cache import Cache
+from kvthaw.engine.hf.chunks import CHUNK, in_chunks
 from kvthaw.engine.hf.hooks import drop_prefetch
 from kvthaw.engine.hf.layer import CacheLayer
-from kvthaw.engine.prefill import CHUNK, in_chunks
+from kvthaw.engine.hf.replay import replaying
 from kvthaw.errors import CacheError, at_least
 from kvthaw.typecheck import check_type
 from kvthaw.types import Method
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 _log = logging.getLogger(__name__)
 
@@ -238,8 +236,8 @@ def attach(
     prefill_chunk: the most prompt tokens that go through the model at once; the KV before them is streamed back from the host, so
     device memory does not grow with the prompt (but for dense_layers and what an index keeps there). capture: on a GPU, replay
     decode steps as one CUDA graph, or as several with host searches between them; steps that cannot be captured, and all on a CPU,
-    run eagerly, and the logger kvthaw.engine.decode says why. compile: compile the step with torch.compile first (a minute or more,
-    once), with a warning where that cannot be done.
+    run eagerly, and the logger kvthaw.engine.hf.replay says why. compile: compile the step with torch.compile first (a minute or
+    more, once), with a warning where that cannot be done.
 
     Continuations of up to sparse_queries tokens (and up to the window) are decoded one by one through the index; longer ones, such
     as the next question of a chat, attend to all of the KV, streamed back from the host, and `Stats.dense_tokens` counts them.

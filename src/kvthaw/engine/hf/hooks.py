@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import inspect
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.rotary import Rotary
 from kvthaw.engine.hf.layer import CacheLayer
 from kvthaw.errors import UnsupportedModelError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 def rotary(model: PreTrainedModel, kind: str) -> Rotary | None:

@@ -5,21 +5,24 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import AttentionParams
 from kvthaw.cache.offloaded_layer import OffloadedLayer
-from kvthaw.engine.hf.attention import NAME, TAG, attention_by_mask, causal_mask, is_padding
+from kvthaw.engine.hf.masks import attention_by_mask, causal_mask, is_padding
 from kvthaw.errors import CacheError, ConfigError, KvthawError, UnsupportedModelError
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+NAME = "kvthaw"
+"""The name of kvthaw's attention function in transformers."""
+TAG = "_kvthaw_layer"
+"""The attribute of keys and values that names the layer they came from."""
 
 
 class Layers(list[Any]):

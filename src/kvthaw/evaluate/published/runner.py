@@ -5,24 +5,21 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kvthaw.engine.hf import Cache
+from kvthaw.engine.hf import Cache, PreTrainedModel
+from kvthaw.engine.hf.model import check_prompt
 from kvthaw.engine.prefill import prefill
 from kvthaw.engine.sampling import Sampling
 from kvthaw.errors import ConfigError, at_least
 from kvthaw.evaluate.answers import Answers
 from kvthaw.evaluate.job import Progress, Question, check_question
 from kvthaw.evaluate.machine import identity, versions
-from kvthaw.evaluate.model import check_prompt
 from kvthaw.evaluate.results import Record, ResultsFile, Setting
 from kvthaw.evaluate.text import split_prompt
 from kvthaw.evaluate.variant import FULL, Variant, complete, fork, setting_of
 
 from .base import Benchmark, Item, Plan, truncate
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 JUDGE = Plan(8)
 

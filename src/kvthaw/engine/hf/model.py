@@ -1,20 +1,17 @@
-"""Loading a model for the command line and for evaluation: the one that ships, a local folder, or one from the hub."""
+"""Load a model: the one that ships, a local folder, one from the hub, or one of random weights."""
 
 from __future__ import annotations
 
-import hashlib
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
 
-from kvthaw.engine.decode_loop import positions
 from kvthaw.errors import ConfigError, one_of
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 SHIPPED = "shipped"
 """The name of the model that comes with the package."""
@@ -24,7 +21,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 def shipped_path() -> Path:
     """The folder of the model that comes with the package."""
-    return Path(__file__).parents[1] / "assets" / "model"
+    return Path(__file__).parents[2] / "assets" / "model"
 
 
 def load_shipped(*, dtype: Dtype = "auto", device: str | None = None) -> tuple[PreTrainedModel, Any]:
@@ -38,8 +35,6 @@ def load(name: str = SHIPPED, *, dtype: Dtype = "auto", device: str | None = Non
     name: "shipped", a local folder, or an id on the Hugging Face hub. dtype: "auto" is bfloat16 on a GPU and float32 on a CPU.
     device: as torch names it; None takes the GPU where there is one. Raises ConfigError, naming what was not found.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     where = _device(device)
     one_of(get_args(Dtype), dtype=dtype)
     kind = dtype if dtype != "auto" else "bfloat16" if where.type == "cuda" else "float32"
@@ -64,13 +59,29 @@ def check_prompt(model: PreTrainedModel, tokens: int) -> None:
         raise ConfigError(f"the prompt has {tokens:,} tokens; {most}")
 
 
-def fingerprint(model: PreTrainedModel) -> str:
-    """A short hash of names, shapes, dtypes and the first values of every weight, wherever they came from."""
-    digest = hashlib.blake2b(digest_size=8)
-    for name, weight in model.named_parameters():
-        head = weight.detach().flatten()[:16].float().cpu().numpy().tobytes()
-        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode() + head)
-    return digest.hexdigest()
+def positions(model: PreTrainedModel) -> int | None:
+    """Return how many positions a model has, None where its config does not say."""
+    value = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return None if value is None else int(value)
+
+
+def make_config(kind: str, **fields: Any) -> PreTrainedConfig:
+    """Return the configuration of a kind of model, transformers' model_type."""
+    config: PreTrainedConfig = AutoConfig.for_model(kind, **fields)
+    return config
+
+
+def build(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """Build a causal language model of random weights."""
+    with device:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model.eval()
+
+
+def silence() -> None:
+    """Have transformers log errors only, and show no progress bars."""
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
 
 
 def _hub_answers() -> bool:

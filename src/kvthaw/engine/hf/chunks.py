@@ -1,0 +1,135 @@
+"""A prompt that is too long to go through a model at once goes through in chunks.
+
+Each chunk attends to itself and to the KV before it, streamed back from the host (`kvthaw.cache.kv_prefetcher`), so the device
+holds a chunk's activations and two blocks of KV whatever the length of the prompt, and gets what one pass would get.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvthaw.engine.hf.cache import Cache
+
+CHUNK = 16384
+"""Tokens of a prompt that go through a model at once. An 8B model's attention hides the bus from 3,000 on, and its matrix products
+are at their best; its activations are 2 GB."""
+
+_log = logging.getLogger(__name__)
+_WITH_TOKENS = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1, "cache_position": 0}
+"""Arguments of forward that have a column a new token, and in which dimension."""
+_AS_THEY_ARE = {"past_key_values", "use_cache", "return_dict"}
+
+
+def spans(tokens: int, chunk: int) -> list[tuple[int, int]]:
+    """A prompt's chunks: all of one size but the last, so that few shapes are ever prepared."""
+    return [(at, min(at + chunk, tokens)) for at in range(0, tokens, chunk)]
+
+
+def in_chunks(
+    forward: Callable[..., Any],
+    cache_of: Callable[[Any], Cache | None],
+    chunk: int,
+    *,
+    names: Collection[str],
+    short: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:
+    """A model's forward that takes more than `chunk` new tokens chunk by chunk, and returns the logits that were asked for.
+
+    The result takes its arguments by name. cache_of: the kvthaw cache behind a past_key_values, or None. names: of forward's
+    arguments. short: takes what is no longer than a chunk; by default the
+    model's forward. What cannot be taken in chunks goes to the model whole, and the log says why: a method that evicts, layers
+    whose state transformers does not continue from (linear attention), or arguments other than tokens, positions, a 2-D mask and a
+    number of logits to keep.
+    """
+
+    def take(**given: Any) -> Any:
+        cache = cache_of(given.get("past_key_values"))
+        columns = {name: dim for name, dim in _WITH_TOKENS.items() if given.get(name) is not None}
+        tokens = max((given[name].shape[1] for name in ("input_ids", "inputs_embeds") if name in columns), default=0)
+        drafted = 0 if cache is None or tokens == 1 else _drafted(given, cache)
+        if cache is None or (tokens <= chunk and not drafted):
+            if cache is not None:
+                cache.reserve(tokens)  # before a layer that is not kvthaw's has taken them
+            out = (short or forward)(**given)
+            if cache is not None:
+                cache.check_finite()
+            return out
+        reason = _whole(given, cache, names)
+        if reason is not None:
+            _log.warning("%d tokens go through the model in one pass: %s", tokens, reason)
+            return forward(**given)
+        before, mask, keep = cache.kv.sequences.padded_length, given.get("attention_mask"), given.get("logits_to_keep")
+        keep = 0 if keep is None else keep
+        wanted = torch.arange(tokens)[
+            keep.cpu() if isinstance(keep, Tensor) else slice(-keep, None)
+        ]  # as transformers takes it
+        logits: list[Tensor] = []
+        places: list[Tensor] = []  # of those logits among the wanted
+
+        def run(parts: list[tuple[int, int]]) -> Any:
+            for start, stop in parts:
+                part = {name: given[name].narrow(dim, start, stop - start) for name, dim in columns.items()}
+                if mask is not None:
+                    part["attention_mask"] = mask[:, : before + stop] if stop < tokens else mask
+                place = ((wanted >= start) & (wanted < stop)).nonzero()[:, 0]
+                some = wanted[place].to(keep.device) - start if isinstance(keep, Tensor) and len(place) else max(1, len(place))
+                out = forward(**{**given, **part, "logits_to_keep": some})
+                if len(place):
+                    logits.append(out.logits)
+                    places.append(place)
+            return out
+
+        prompt = tokens - drafted
+        if prompt == 1 and before:  # a token that was generated: a decode step, like the candidates behind it
+            prompt = 0
+        if prompt:
+            size = prompt if cache.settings.method.evicts else chunk  # what is dropped cannot be attended to again
+            with cache.prompt(prompt) if prompt > size else nullcontext():
+                out = run(spans(prompt, size))
+        if prompt < tokens:
+            size = 1 if cache.shares_kv else tokens - prompt
+            with cache.verification():
+                cache.reserve(tokens - prompt)
+                out = run([(prompt + start, prompt + stop) for start, stop in spans(tokens - prompt, size)])
+        if not logits:
+            out.logits = out.logits[:, :0]
+        else:
+            out.logits = torch.cat(logits, dim=1) if len(logits) > 1 else logits[0]
+            if isinstance(keep, Tensor):
+                out.logits = out.logits[:, torch.cat(places).argsort().to(out.logits.device)]
+        return out
+
+    return take
+
+
+def _drafted(given: dict[str, Any], cache: Cache) -> int:
+    """How many of the new tokens, the last ones, are candidates of assisted decoding, which asks for the logits of each and of the
+    token before them."""
+    keep = given.get("logits_to_keep")
+    return keep - 1 if cache.rolls_back and isinstance(keep, int) and keep > 1 else 0
+
+
+def _whole(given: dict[str, Any], cache: Cache, names: Collection[str]) -> str | None:
+    """Why a prompt cannot be taken in chunks; None where it can."""
+    if "logits_to_keep" not in names:
+        return "the model does not take a number of logits_to_keep"
+    if cache.settings.method.evicts and not _drafted(given, cache):
+        return f"{cache.settings.method.name} drops tokens that later chunks attend to"
+    if cache.foreign:
+        return f"a {cache.foreign[0]} may not continue where a chunk ended"
+    known = {*_WITH_TOKENS, *_AS_THEY_ARE, "attention_mask", "logits_to_keep"}
+    asked = [name for name, value in given.items() if name not in known and value is not None and value is not False]
+    if asked:
+        return f"{asked[0]} is given"
+    mask = given.get("attention_mask")
+    if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
+        return "attention_mask is not one of the padding"
+    if given.get("return_dict") is False:
+        return "a tuple is to be returned"
+    return None

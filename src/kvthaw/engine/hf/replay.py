@@ -1,0 +1,74 @@
+"""Decode steps of one token: replayed where they can be, else taken by the model as before."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from kvthaw.engine.graph_runner import GraphRunner, capturable, compilable, compiled_step
+from kvthaw.engine.hf.cache import Cache
+
+_log = logging.getLogger(__name__)
+_PLAIN = {"input_ids", "position_ids", "past_key_values", "attention_mask", "use_cache", "logits_to_keep", "return_dict"}
+
+
+def replaying(
+    forward: Callable[..., Any],
+    cache_of: Callable[[Any], Cache | None],
+    *,
+    compiled: bool = False,
+    eager: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:
+    """A model's forward that replays single tokens where it can and calls the model where it cannot.
+
+    cache_of: the kvthaw cache behind a past_key_values, or None. What is not a plain step of one token (prompts, several tokens at
+    once, hidden states or attentions asked for, embeddings given) goes to `eager`, by default the model. compiled: see
+    compiled_step; what cannot be captured is compiled all the same where that can be. Why steps of one token are not replayed is
+    logged, each reason once; as a warning where compiled ones were asked for and they are eager.
+    """
+    eager = eager or forward
+    single = compiled_step(forward) if compiled else forward
+    told: set[str] = set()
+
+    def tell(how: str, reason: str, level: int) -> None:
+        if reason not in told:
+            told.add(reason)
+            _log.log(level, "steps are %s: %s", how, reason)
+
+    @functools.wraps(forward)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        cache = cache_of(kwargs.get("past_key_values"))
+        extra = set(kwargs) - _PLAIN
+        if (
+            cache is None
+            or ids is None
+            or ids.shape[1] != 1
+            or cache.kv.sequences.padded_length == 0
+            or any(kwargs[name] is not None for name in extra)
+        ):
+            return eager(*args, **kwargs)
+        if cache.replay is None or cache.reordered:
+            reason = "beams change places between steps" if cache.reordered else capturable(cache)
+            if not ids.is_cuda:
+                reason = "the model is on a CPU"
+            if reason is not None:
+                if not (compiled and ids.is_cuda and not cache.reordered and compilable(cache) is None):
+                    tell("taken eagerly", reason, logging.WARNING if compiled else logging.INFO)
+                    return eager(*args, **kwargs)
+                tell("compiled, not captured", reason, logging.INFO)
+            cache.replay = GraphRunner(single, cache, compiled=compiled, capture=reason is None)
+        if kwargs.get("attention_mask") is not None:
+            cache.check_mask(kwargs["attention_mask"])  # the captured step takes none
+        positions = kwargs.get("position_ids")
+        if positions is None:
+            sequences = cache.kv.sequences
+            positions = torch.tensor([[sequences.length(seq)] for seq in range(sequences.count)], device=ids.device)
+        return CausalLMOutputWithPast(logits=cache.replay(ids, positions), past_key_values=kwargs["past_key_values"])
+
+    return step
