@@ -10,6 +10,7 @@ from torch import Tensor
 
 from benchmarks.kernels_pages import demand
 from kvthaw.cache.host import HostStore
+from kvthaw.cache.index_api import IndexContext
 from kvthaw.index.codes import CodesIndex, Policy
 from kvthaw.index.ratios import Ratios
 from kvthaw.kernels import bucket_topk as bucket
@@ -22,7 +23,6 @@ from kvthaw.kernels import signs as signing
 from kvthaw.kernels import tiers as tiering
 from kvthaw.kernels import topk as choosing
 from kvthaw.regions import Regions
-from kvthaw.types import LayerShape
 
 HEADS, GROUP, DIM, SINK, WINDOW, BUFFER, K = 8, 4, 128, 128, 256, 512, 100
 CHECKED: tuple[tuple[Policy, int, int], ...] = (
@@ -50,7 +50,7 @@ def make(
     device = torch.device("cuda")
     store = HostStore(batch, HEADS, dim, torch.bfloat16)
     sizes = (0, HEADS * group, HEADS, dim, torch.bfloat16, device)
-    shape = LayerShape(*sizes, store, Regions(SINK, WINDOW, BUFFER), dim**-0.5)
+    shape = IndexContext(*sizes, store, Regions(SINK, WINDOW, BUFFER), dim**-0.5)
     index = CodesIndex(shape, policy=policy, graded=not paper, centre=not paper)
     index._reserve(batch, tokens)
     for seq in range(batch):

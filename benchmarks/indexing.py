@@ -99,7 +99,7 @@ def _prefill(model: PreTrainedModel, cache: Cache, ids: Tensor) -> tuple[float, 
 def _again(cache: Cache, number: int, index: UnitIndex) -> float:
     """Seconds to index a layer once more, alone, the second of two times; and the check that it comes to the same."""
     layer = cache.frozen_layers[number]
-    rows = layer.read(0, index.first, layer.indexed(0)).to(index.shape.device)
+    rows = layer.read(0, index.first, layer.indexed(0)).to(index.context.device)
     keys, values = rows[:, :, 0].contiguous(), rows[:, :, 1].contiguous()
     before, took = {name: table.clone() for name, table in _tables(index).items()}, 0.0
     for _ in range(2):

@@ -16,6 +16,7 @@ from benchmarks.kernels_decode import DIM, GROUP, HEADS, agree, replay_time
 from benchmarks.kernels_pages import demand, eager_time
 from benchmarks.script import Report, run_kernels
 from kvthaw.cache.host import HostStore
+from kvthaw.cache.index_api import IndexContext
 from kvthaw.errors import CacheError
 from kvthaw.index.clusters import draw
 from kvthaw.index.nodes import NodeConfig, NodeIndex
@@ -26,7 +27,6 @@ from kvthaw.kernels.stored_scores import definition, launch
 from kvthaw.kernels.topk import run_length, topk
 from kvthaw.kernels.unit_select import launch_choice, vectorised_choice
 from kvthaw.regions import Regions
-from kvthaw.types import LayerShape
 
 ROWS = 176
 """Rows selected: what a budget of 256 leaves."""
@@ -40,7 +40,7 @@ def made(tokens: int, seqs: int, device: torch.device, config: NodeConfig) -> No
     """An index over sequences of random keys, each shorter than the one before, with 16 tokens behind each prompt."""
     store = HostStore(seqs, HEADS, DIM, torch.bfloat16, pinned=device.type == "cuda")
     sizes = (0, HEADS * GROUP, HEADS, DIM, torch.bfloat16, device)
-    index = NodeIndex(LayerShape(*sizes, store, Regions(SINK, 32, 16), SCALE, rows=ROWS), config)
+    index = NodeIndex(IndexContext(*sizes, store, Regions(SINK, 32, 16), SCALE, rows=ROWS), config)
     index.make_room(seqs, tokens)
     for seq in range(seqs):
         length = tokens - seq * (tokens // 18)
@@ -85,9 +85,9 @@ def check(device: torch.device, tokens: int = 20_000) -> list[dict[str, Any]]:
         nodes = other(rows, theirs)
         demand(nodes <= 64, f"the field of view: {nodes} rows of a head differ from the definition's")
         run = run_length(index.width, ROWS) or TILE
-        table = index.addresses.follow(index.shape.store, device) if device.type == "cuda" else index.shape.store.table()
-        true = launch(query, table, index.shape.store.block_size, rows, index.wanted, scale=SCALE, run=run)
-        here = definition(query, table, index.shape.store.block_size, rows)
+        table = index.addresses.follow(index.context.store, device) if device.type == "cuda" else index.context.store.table()
+        true = launch(query, table, index.context.store.block_size, rows, index.wanted, scale=SCALE, run=run)
+        here = definition(query, table, index.context.store.block_size, rows)
         error_true = agree(true.scores[here > -torch.inf], here[here > -torch.inf], "true scores", 1e-3)
         best, counts = topk(true, rows, index.wanted, ROWS, 0, SCALE, policy)
         plain = type(true)(here)
@@ -134,7 +134,7 @@ def select_time(tokens: int, field: int, seqs: int = 1) -> dict[str, Any]:
         copies[-1].digests = index.digests.clone()
     asked = queries(max(32, count), seqs, device)
     pairs = [(copies[i % count], query) for i, query in enumerate(asked)]
-    store, order = index.shape.store, index.order
+    store, order = index.context.store, index.order
     assert order is not None
     table, run = index.addresses.follow(store, device), run_length(index.width, ROWS) or TILE
     how: dict[str, Any] = {"first": SINK, "budget": index.width, "policy": "max"}

@@ -17,6 +17,7 @@ from torch import Tensor
 from benchmarks.kernels_decode import DEVICE_GBPS, DIM, GROUP, HEADS, agree, rates, replay_time
 from benchmarks.script import Report, run_kernels
 from kvthaw.cache.host import HostStore
+from kvthaw.cache.index_api import IndexContext
 from kvthaw.errors import CacheError
 from kvthaw.index.clusters import draw, first_keys, stream
 from kvthaw.index.hybrid import HybridIndex, choose_static
@@ -24,7 +25,6 @@ from kvthaw.kernels import HAS_TRITON, cover, kmeans, observe, page_bounds, unit
 from kvthaw.kernels.unit_scores import RecentQueries
 from kvthaw.kernels.unit_select import Policy
 from kvthaw.regions import Regions
-from kvthaw.types import LayerShape
 
 ROWS = 1024
 _COLD = 256 << 20  # bytes to pass over before digests may be read again: four times the L2 cache
@@ -268,7 +268,7 @@ def refresh_time(tokens: int) -> dict[str, Any]:
     for _ in range(tokens // 8192):
         store.append(0, torch.randn(HEADS, 8192, 2, DIM).bfloat16())
     sizes = (0, HEADS * GROUP, HEADS, DIM, torch.bfloat16, device)
-    index = HybridIndex(LayerShape(*sizes, store, Regions(0, 64, 32), DIM**-0.5))
+    index = HybridIndex(IndexContext(*sizes, store, Regions(0, 64, 32), DIM**-0.5))
     index.rows = ROWS
     index.reserve(1)
     index.queries.normal_()

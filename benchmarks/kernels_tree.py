@@ -13,11 +13,11 @@ from torch import Tensor
 
 from benchmarks.script import Report, run_kernels
 from kvthaw.cache.host import HostStore
+from kvthaw.cache.index_api import IndexContext
 from kvthaw.index.forest import TreeIndex
 from kvthaw.index.tree_config import TreeConfig
 from kvthaw.native import cores
 from kvthaw.regions import Regions
-from kvthaw.types import LayerShape
 
 HEADS, GROUP, DIM = 8, 4, 128
 
@@ -51,7 +51,7 @@ def measure(stores: list[HostStore], budget: int, threads: int, config: TreeConf
     indices, build = [], []
     for layer, store in enumerate(stores):
         sizes = (layer, HEADS * GROUP, HEADS, DIM, store.dtype, torch.device("cpu"))
-        index = TreeIndex(LayerShape(*sizes, store, Regions(32, 32, 16), DIM**-0.5), config, threads=threads)
+        index = TreeIndex(IndexContext(*sizes, store, Regions(32, 32, 16), DIM**-0.5), config, threads=threads)
         begin = time.perf_counter()
         index.build(0, 32, torch.empty(HEADS, length - 32, 0))
         build.append(time.perf_counter() - begin)

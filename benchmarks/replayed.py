@@ -17,10 +17,10 @@ from torch import Tensor
 
 from benchmarks.fill import Tokens
 from benchmarks.scripted import Around
+from kvthaw.cache.index_api import IndexContext, Method, Selection
 from kvthaw.cache.layer_base import WATCHED
 from kvthaw.engine.hf import Cache
 from kvthaw.errors import ConfigError
-from kvthaw.types import LayerShape, Method, Selection
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -93,7 +93,7 @@ class _Place:
 class ReplayedIndex(Around):
     """An index that is asked with the queries of a record; a sequence's are some steps ahead of those of the sequence before."""
 
-    def __init__(self, record: Record, place: _Place, make: Any, shape: LayerShape) -> None:
+    def __init__(self, record: Record, place: _Place, make: Any, shape: IndexContext) -> None:
         super().__init__(make, shape)
         self.record, self.place = record, place
         self.queries = torch.empty(0)
@@ -101,10 +101,10 @@ class ReplayedIndex(Around):
     def select(self, query: Tensor, budget: int) -> Selection:
         """See Index."""
         if self.queries.device != query.device or not len(self.queries):
-            self.queries = self.record.steps(self.shape.layer).to(query.device, query.dtype)
+            self.queries = self.record.steps(self.context.layer).to(query.device, query.dtype)
             if self.place.first is None:
-                self.place.step, self.place.first = torch.zeros(1, dtype=torch.int64, device=query.device), self.shape.layer
-        if self.place.first == self.shape.layer:
+                self.place.step, self.place.first = torch.zeros(1, dtype=torch.int64, device=query.device), self.context.layer
+        if self.place.first == self.context.layer:
             self.place.step.add_(1)
         seqs = torch.arange(query.shape[0], device=query.device)
         at = (self.place.step.to(query.device) + 17 * seqs) % WATCHED

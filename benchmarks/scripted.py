@@ -15,8 +15,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from kvthaw.cache.index_api import Index, IndexContext, Method, Rebuilds, Reversible, Selection, WorksBeside
 from kvthaw.errors import ConfigError
-from kvthaw.types import Index, LayerShape, Method, Rebuilds, Reversible, Selection, WorksBeside
 
 _STEPS = 128  # then the script begins again, with a step of new rows
 
@@ -34,9 +34,9 @@ class _Script:
 class Around:
     """An index made by `make`, some of whose doings a benchmark takes over."""
 
-    def __init__(self, make: Any, shape: LayerShape) -> None:
+    def __init__(self, make: Any, shape: IndexContext) -> None:
         self.index: Index = make(shape)
-        self.shape = shape
+        self.context = shape
         for kind, name in ((Rebuilds, "rebuild"), (WorksBeside, "join")):  # a protocol does not see what __getattr__ finds
             if isinstance(self.index, kind):
                 setattr(self, name, getattr(self.index, name))
@@ -60,13 +60,13 @@ class Around:
 class ScriptedIndex(Around):
     """An index whose rows are a script's. Everything else is the index's own, its log_weight and partial included."""
 
-    def __init__(self, script: _Script, make: Any, hits: float, shape: LayerShape) -> None:
+    def __init__(self, script: _Script, make: Any, hits: float, shape: IndexContext) -> None:
         super().__init__(make, shape)
         self.script, self.hits = script, hits
 
     def select(self, query: Tensor, budget: int) -> Selection:
         """See Index."""
-        found, script, layer = self.index.select(query, budget), self.script, self.shape.layer
+        found, script, layer = self.index.select(query, budget), self.script, self.context.layer
         if layer not in script.layers or script.layers[layer][0].shape[0] != query.shape[0]:
             self._write(query, budget)
         if script.first == layer:
@@ -76,9 +76,9 @@ class ScriptedIndex(Around):
 
     def _write(self, query: Tensor, budget: int) -> None:
         """rows are a view of orders [B, H, n] in which a step begins (1 - hits) M places after the one before."""
-        shape, script, batch, device = self.shape, self.script, query.shape[0], query.device
-        assert shape.clock is not None
-        sink, end = shape.regions.sink, int(shape.clock.starts.min())
+        shape, script, batch, device = self.context, self.script, query.shape[0], query.device
+        assert shape.sequences is not None
+        sink, end = shape.regions.sink, int(shape.sequences.starts.min())
         if end - sink < budget:
             raise ConfigError(
                 f"hits is {self.hits}; that needs {budget} rows to choose from, and {max(0, end - sink)} tokens stand between sink "

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 import kvthaw
+from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.engine.hf.model import load_shipped
 from kvthaw.regions import Regions
-from kvthaw.types import LayerShape, Selection
 
 
 class LargestKeys:
@@ -17,7 +17,7 @@ class LargestKeys:
 
     graph_safe, grows, on_host = False, True, False
 
-    def __init__(self, shape: LayerShape) -> None:
+    def __init__(self, shape: IndexContext) -> None:
         self.heads = shape.kv_heads
         self.norms: dict[int, Tensor] = {}  # sequence -> [H, T], from position `first` on
         self.first = shape.regions.sink

@@ -13,11 +13,11 @@ from kvthaw.errors import CacheError, ConfigError, HostMemoryError, KvthawError,
 from kvthaw.version import __version__
 
 if TYPE_CHECKING:
+    from kvthaw.cache.index_api import Method
     from kvthaw.engine.batch import Batch, Request
     from kvthaw.engine.hf import Cache, Handle, Stats, attach, detach
     from kvthaw.engine.sampling import Sampling
     from kvthaw.methods import METHODS
-    from kvthaw.types import Method
 
 __all__ = [
     "METHODS",
@@ -48,7 +48,7 @@ _HOMES = {
     "attach": "kvthaw.engine.hf",
     "detach": "kvthaw.engine.hf",
     "METHODS": "kvthaw.methods",
-    "Method": "kvthaw.types",
+    "Method": "kvthaw.cache.index_api",
 }
 """Names that bring torch with them are imported when they are first asked for, so that `kvthaw --help` answers at once."""
 

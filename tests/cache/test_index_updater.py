@@ -24,7 +24,7 @@ class Recorder:
     def __init__(self, grows: bool, on_host: bool = False) -> None:
         self.grows, self.on_host, self.index = grows, on_host, self
         self.calls: list[tuple[str, Any, Tensor, int]] = []
-        self.shape = SimpleNamespace(q_heads=HEADS, head_dim=DIM)
+        self.context = SimpleNamespace(q_heads=HEADS, head_dim=DIM)
 
     def submit(self, after: object, job: Any, failed: Any) -> None:
         job()

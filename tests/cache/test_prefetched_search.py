@@ -49,7 +49,7 @@ class Slow:
         select = TreeIndex.select
 
         def wait(index: TreeIndex, query: Tensor, budget: int) -> Any:
-            if index.shape.layer == layer:
+            if index.context.layer == layer:
                 self.begun.set()
                 assert self.go.wait(SOON)
             return select(index, query, budget)
@@ -62,7 +62,7 @@ def searched(patch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     found, search = [], Retriever.search
 
     def spy(group: Retriever, queries: Tensor) -> Any:
-        found.append((group.shape.layer, queries.shape[2]))
+        found.append((group.context.layer, queries.shape[2]))
         return search(group, queries)
 
     patch.setattr(Retriever, "search", spy)
@@ -177,7 +177,7 @@ def test_errors_in_the_search_come_up(model: PreTrainedModel, monkeypatch: pytes
     twin = copy.deepcopy(cache)
 
     def fail(index: TreeIndex, query: Tensor, budget: int) -> Any:
-        if index.shape.layer == 2:
+        if index.context.layer == 2:
             raise RuntimeError(f"the search on {threading.current_thread().name} broke")
         return select(index, query, budget)
 

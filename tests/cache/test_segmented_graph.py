@@ -11,11 +11,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import kvthaw
+from kvthaw.cache.index_api import Selection
 from kvthaw.cache.segmented_graph import SegmentedGraph
 from kvthaw.errors import CacheError
 from kvthaw.index.forest import TreeIndex
 from kvthaw.methods import resolve
-from kvthaw.types import Selection
 from zoo import prompt, ragged
 
 

@@ -11,10 +11,10 @@ import torch
 from transformers import PreTrainedModel
 
 import kvthaw
+from kvthaw.cache.index_api import Selection
 from kvthaw.errors import CacheError
 from kvthaw.index.exact import ExactIndex
 from kvthaw.methods import resolve
-from kvthaw.types import Selection
 from zoo import prompt
 
 Spoil = Callable[[Selection], Any]

@@ -16,11 +16,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 import kvthaw
 import zoo
 from benchmarks.launches import launches
+from kvthaw.cache.index_api import IndexContext
 from kvthaw.engine.graph_runner import GraphRunner, capturable, compiled_step
 from kvthaw.errors import ConfigError
 from kvthaw.index.exact import ExactIndex
 from kvthaw.methods import resolve
-from kvthaw.types import LayerShape
 
 
 def model(device: str, dtype: torch.dtype) -> LlamaForCausalLM:
@@ -375,7 +375,7 @@ class Helper:
 class Helped(ExactIndex):
     """An own index that reads a tensor of a helper object."""
 
-    def __init__(self, shape: LayerShape) -> None:
+    def __init__(self, shape: IndexContext) -> None:
         super().__init__(shape)
         self.helper = Helper()
 

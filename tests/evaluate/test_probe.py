@@ -15,7 +15,7 @@ from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.retriever import Choice
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.probe import Observation, Probe, Quality, observe
-from kvthaw.types import Partial
+from kvthaw.kernels.merge import Partial
 from zoo import VOCAB
 
 Step = tuple[OffloadedLayer, Tensor, Choice | None, list[Tensor], list[int]]

@@ -502,12 +502,12 @@ def snapshot(index: TreeIndex, seq: int, head: int) -> dict[str, Tensor]:
 
 def snapshots(index: TreeIndex, seq: int) -> list[dict[str, Tensor]]:
     """Of every KV head."""
-    return [snapshot(index, seq, head) for head in range(index.shape.kv_heads)]
+    return [snapshot(index, seq, head) for head in range(index.context.kv_heads)]
 
 
 def tree_of(index: TreeIndex, seq: int, head: int) -> DciTree:
     """One of an index's trees as the plain definition, with its keys."""
-    shape = index.shape
+    shape = index.context
     tree = DciTree(shape.head_dim, index.config, layer=shape.layer, head=head, scale=shape.scale)
     keys = shape.store.read(seq, index.forest.first(seq), index.length(seq))[head, :, 0]
     tree.load(snapshot(index, seq, head), keys)
@@ -517,11 +517,11 @@ def tree_of(index: TreeIndex, seq: int, head: int) -> DciTree:
 def check_trees(index: TreeIndex, *, nearest: bool = False) -> None:
     """Raise AssertionError where a tree of an index is not one. nearest: as after build(), every parent is the nearest there is."""
     seqs = range(index.forest.lanes)
-    bases = index.shape.store.table()[: len(seqs)].contiguous()
+    bases = index.context.store.table()[: len(seqs)].contiguous()
     wrong = index.forest.check(bases.data_ptr(), bases.shape[1])
     assert not wrong, wrong
     for seq in seqs:
-        for head in range(index.shape.kv_heads if index.forest.has(seq) else 0):
+        for head in range(index.context.kv_heads if index.forest.has(seq) else 0):
             tree = tree_of(index, seq, head)
             tree.invariants(nearest=nearest)
             raw = tree.keys.float() @ tree.directions[:, :-1].T.float()
@@ -533,12 +533,12 @@ def check_trees(index: TreeIndex, *, nearest: bool = False) -> None:
 
 def same_digests(index: TreeIndex, seq: int, head: int, tree: DciTree) -> None:
     """Raise AssertionError where a node's digest is not the definition's."""
-    nodes, dim, most = [i for i in range(len(tree)) if tree.level[i] > 1], index.shape.head_dim, index.config.outliers
+    nodes, dim, most = [i for i in range(len(tree)) if tree.level[i] > 1], index.context.head_dim, index.config.outliers
     spread, rows = torch.empty(len(nodes)), torch.empty(len(nodes), 1 + most, dim)
     outliers = torch.empty(len(nodes), most, dtype=torch.int32)
     index.forest.digests(seq, head, spread.data_ptr(), rows.data_ptr(), outliers.data_ptr())
     defined, size = tree.digests(), max(1e-30, tree.radius2**0.5)
-    close = 4 * max(torch.finfo(index.shape.dtype).eps, torch.finfo(torch.float32).eps) * size
+    close = 4 * max(torch.finfo(index.context.dtype).eps, torch.finfo(torch.float32).eps) * size
     for at, node in enumerate(nodes):
         held = [i for i in outliers[at].tolist() if i >= 0]
         if node not in defined:

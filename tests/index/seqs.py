@@ -9,8 +9,8 @@ from torch import Tensor
 
 from kvthaw.cache.deferred_batch import DeferredBatch
 from kvthaw.cache.host import HostStore
+from kvthaw.cache.index_api import Index, IndexContext, Selection
 from kvthaw.regions import Regions
-from kvthaw.types import Index, LayerShape, Selection
 
 FIRST = 4
 
@@ -20,7 +20,7 @@ class Seqs:
 
     def __init__(
         self,
-        make: Callable[[LayerShape], Index],
+        make: Callable[[IndexContext], Index],
         prompts: Sequence[int],
         *,
         heads: int = 2,
@@ -43,7 +43,7 @@ class Seqs:
         self.store = HostStore(len(prompts), heads, dim, dtype, block_size=32, pinned=pinned)
         regions = Regions(FIRST, 64, 16)
         self.deferred = DeferredBatch()
-        self.shape = LayerShape(
+        self.context = IndexContext(
             3,
             heads * group,
             heads,
@@ -56,7 +56,7 @@ class Seqs:
             seed=7,
             deferred=self.deferred,
         )
-        self.index = make(self.shape)
+        self.index = make(self.context)
         self.length = [FIRST] * len(prompts)
         for seq, prompt in enumerate(prompts):
             self._store(seq, FIRST + prompt)

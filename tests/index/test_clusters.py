@@ -102,7 +102,7 @@ def test_layers_batches_are_clustered_at_once_time_after_time(monkeypatch: pytes
     monkeypatch.setattr(module, "cluster", lambda every, count: (calls.append(len(every)), real(every, count))[1])
     seqs = Seqs(SMALL, [50])
     deferred = DeferredBatch()
-    shapes = [replace(seqs.shape, layer=layer, deferred=deferred) for layer in range(3)]
+    shapes = [replace(seqs.context, layer=layer, deferred=deferred) for layer in range(3)]
     layers = [SMALL(shape) for shape in shapes]
     apart = [SMALL(replace(shape, deferred=None)) for shape in shapes]
     keys = seqs.keys[0]
@@ -278,7 +278,7 @@ def test_a_needle_among_repeated_text_has_clusters_of_its_own() -> None:
     seqs = Seqs(SMALL, [0], heads=1, group=1)
     found, others = {}, {}
     for start in ("random", "covering"):
-        index = ClusterIndex(seqs.shape, tokens_per_cluster=80, start=start)
+        index = ClusterIndex(seqs.context, tokens_per_cluster=80, start=start)
         index.build(0, FIRST, keys[None], keys[None], keys[None, -4:])
         found[start] = others[start] = 0
         for place in needle:

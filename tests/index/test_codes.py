@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.host import HostStore
+from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.errors import ConfigError
 from kvthaw.index import codes
 from kvthaw.index.codes import CodesIndex
@@ -18,7 +19,6 @@ from kvthaw.index.ratios import Ratios
 from kvthaw.kernels import HAS_TRITON, bucket_topk, collide, encode, planes, rerank, signs, tiers
 from kvthaw.kernels.srht import srht
 from kvthaw.regions import Regions
-from kvthaw.types import LayerShape, Selection
 
 SINK = 4
 DEFAULT = {"graded": True, "centre": True}
@@ -36,12 +36,14 @@ def make(
     **options: Any,
 ) -> CodesIndex:
     store, regions = HostStore(seqs, heads, dim, dtype), Regions(SINK, 8, 8)
-    shape = LayerShape(0, heads * group, heads, dim, dtype, torch.device(device), store, regions, dim**-0.5, seed=5, rows=rows)
+    shape = IndexContext(
+        0, heads * group, heads, dim, dtype, torch.device(device), store, regions, dim**-0.5, seed=5, rows=rows
+    )
     return CodesIndex(shape, **options)
 
 
 def fill(index: CodesIndex, seq: int, keys: Tensor, values: Tensor | None = None) -> None:
-    index.build(seq, SINK, keys, keys if values is None else values, keys[:, -1:].repeat_interleave(index.shape.group, dim=0))
+    index.build(seq, SINK, keys, keys if values is None else values, keys[:, -1:].repeat_interleave(index.context.group, dim=0))
 
 
 def sets(selection: Selection) -> list[set[int]]:

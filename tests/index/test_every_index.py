@@ -9,6 +9,7 @@ import pytest
 import torch
 from seqs import FIRST, Seqs
 
+from kvthaw.cache.index_api import Index, IndexContext
 from kvthaw.index.bounds import BoundIndex
 from kvthaw.index.clusters import ClusterIndex
 from kvthaw.index.exact import ExactIndex
@@ -17,9 +18,8 @@ from kvthaw.index.hybrid import HybridIndex
 from kvthaw.index.lsh import HashIndex
 from kvthaw.index.nodes import NodeConfig, NodeIndex
 from kvthaw.index.pq import ProductIndex
-from kvthaw.types import Index, LayerShape
 
-Make = Callable[[LayerShape], Index]
+Make = Callable[[IndexContext], Index]
 HYBRID = partial(HybridIndex, page=8, interval=20)
 FILLS: dict[str, Make] = {
     "quest": partial(BoundIndex, page=16, spread="max"),

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvthaw.cache.host import HostStore
+from kvthaw.cache.index_api import IndexContext
 from kvthaw.index.exact import ExactIndex
 from kvthaw.index.tokens import Policy
 from kvthaw.regions import Regions
-from kvthaw.types import LayerShape
 from shapes import DTYPES
 
 CPU = torch.device("cpu")
@@ -21,7 +21,7 @@ def index(
     policy: Policy = "max", *, scale: float = 0.7, dtype: torch.dtype = torch.float32, seqs: int = 2, heads: int = 2
 ) -> ExactIndex:
     store = HostStore(seqs, heads, 16, dtype)
-    return ExactIndex(LayerShape(0, 3 * heads, heads, 16, dtype, CPU, store, Regions(4, 8, 4), scale), policy=policy)
+    return ExactIndex(IndexContext(0, 3 * heads, heads, 16, dtype, CPU, store, Regions(4, 8, 4), scale), policy=policy)
 
 
 @pytest.mark.parametrize("policy", ["max", "mean", "mean_query"])

@@ -9,13 +9,13 @@ import pytest
 import torch
 from seqs import FIRST, Seqs
 
+from kvthaw.cache.index_api import IndexContext
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.sequences import Sequences
 from kvthaw.index import kept
 from kvthaw.index.heavy import HeavyIndex
 from kvthaw.index.kept import Agree, KeptIndex, observed
 from kvthaw.index.snap import FreshSnapIndex, SnapIndex
-from kvthaw.types import LayerShape
 
 
 @pytest.mark.parametrize("block", [1, 200, 1 << 24])
@@ -92,7 +92,7 @@ def test_truncate_reorder_and_clone(make: type[KeptIndex]) -> None:
 def test_selecting_from_a_captured_graph(make: type[KeptIndex], device: torch.device) -> None:
     """A step's work, the scores that it adds to included, is the same replayed."""
 
-    def near(shape: LayerShape) -> LayerShape:
+    def near(shape: IndexContext) -> IndexContext:
         slab = Slab(2, 2, 64, shape.regions, 40, dtype=shape.dtype, device=device)
         torch.manual_seed(0)
         slab.data.normal_()
@@ -100,7 +100,7 @@ def test_selecting_from_a_captured_graph(make: type[KeptIndex], device: torch.de
         clock.lengths = torch.tensor([420, 400], dtype=torch.int32, device=device)
         clock.starts = torch.tensor([404, 390], dtype=torch.int32, device=device)
         clock.live = torch.ones(2, dtype=torch.int32, device=device)
-        return replace(shape, rows=40, slab=slab, clock=clock)
+        return replace(shape, rows=40, slab=slab, sequences=clock)
 
     replayed, eager = (Seqs(lambda shape: make(near(shape)), [0, 0], device=device) for _ in range(2))
     for seqs in (replayed, eager):

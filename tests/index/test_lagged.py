@@ -9,15 +9,15 @@ import torch
 from seqs import FIRST, Seqs
 from torch import Tensor
 
+from kvthaw.cache.index_api import Index, IndexContext
 from kvthaw.cache.sequences import Sequences
 from kvthaw.errors import ConfigError
 from kvthaw.index.lagged import LaggedIndex
-from kvthaw.types import Index, LayerShape
 
 PAGE, TAU = 8, 0.8
 
 
-def make(shape: LayerShape) -> Index:
+def make(shape: IndexContext) -> Index:
     return LaggedIndex(shape, page=PAGE, spread="max", policy="mean", tau=TAU)
 
 
@@ -44,7 +44,7 @@ def pages(query: Tensor, keys: Tensor, budget: int, scale: float) -> set[int]:
 @pytest.mark.parametrize("dim", [64, 80])
 def test_rows_are_the_definitions(dim: int) -> None:
     seqs = Seqs(make, [203, 60], group=3, dim=dim, build=True)
-    shape, corrected = seqs.shape, 0
+    shape, corrected = seqs.context, 0
     g = torch.Generator().manual_seed(3)
     query, before = torch.randn(2, shape.q_heads, dim, generator=g), None
     for _ in range(12):
@@ -70,7 +70,7 @@ def test_rows_are_the_definitions(dim: int) -> None:
 def test_tau_of_one_is_pages_for_the_own_query() -> None:
     seqs = Seqs(lambda shape: LaggedIndex(shape, page=8, spread="max", policy="mean", tau=1.0), [100])
     for step in (1, 2, 3):
-        expected = pages(seqs.query(step)[0, :2].double(), seqs.keys[0][0, FIRST:104].double(), 30, seqs.shape.scale)
+        expected = pages(seqs.query(step)[0, :2].double(), seqs.keys[0][0, FIRST:104].double(), 30, seqs.context.scale)
         assert seqs.sets(30, step)[0][0] == expected
 
 
@@ -88,17 +88,17 @@ def test_a_sequence_built_anew_has_no_previous_query() -> None:
 def test_lags_only_behind_the_token_before() -> None:
     """Queries of tokens that are dropped again count for nothing, and the one before them still does."""
     seqs = Seqs(make, [100])
-    shape = replace(seqs.shape, clock=Sequences())
+    shape = replace(seqs.context, sequences=Sequences())
     index = LaggedIndex(shape, page=8, spread="max", policy="mean", tau=-1.0)
-    own = LaggedIndex(seqs.shape, page=8, spread="max", policy="mean", tau=1.0)
+    own = LaggedIndex(seqs.context, page=8, spread="max", policy="mean", tau=1.0)
     keys = seqs.keys[0][:, FIRST:104]
     for each in (index, own):
         each.build(0, FIRST, keys, keys, seqs.queries[0][:, :64])
 
     def at(length: int, step: int) -> int:
         """Ask with the query of a step, at so many tokens; of which step's query the rows are."""
-        assert shape.clock is not None
-        shape.clock.lengths = torch.tensor([length], dtype=torch.int32)
+        assert shape.sequences is not None
+        shape.sequences.lengths = torch.tensor([length], dtype=torch.int32)
         rows = index.select(seqs.query(step), 30).rows
         return next(i for i in range(10) if torch.equal(own.select(seqs.query(i), 30).rows, rows))
 

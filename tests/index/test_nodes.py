@@ -10,6 +10,7 @@ import torch
 from seqs import FIRST, Seqs
 from torch import Tensor
 
+from kvthaw.cache.index_api import ReadsStore
 from kvthaw.errors import ConfigError
 from kvthaw.index.clusters import draw
 from kvthaw.index.nodes import NodeConfig, NodeIndex
@@ -18,7 +19,6 @@ from kvthaw.kernels.rerank import TILE
 from kvthaw.kernels.stored_scores import launch
 from kvthaw.kernels.topk import run_length, topk
 from kvthaw.kernels.unit_select import launch_choice
-from kvthaw.types import ReadsStore
 
 SMALL = NodeConfig(promote=0.1, field=TILE, nodes_per_batch=4)
 
@@ -89,7 +89,7 @@ def test_digests_are_mean_outliers_and_spread(dtype: torch.dtype, near: float) -
 
 def slow_select(seqs: Seqs, seq: int, head: int, budget: int, field: int, policy: str) -> set[int]:
     """As NodeIndex says, in float64."""
-    index, group, scale = index_of(seqs), seqs.shape.group, seqs.shape.scale
+    index, group, scale = index_of(seqs), seqs.context.group, seqs.context.scale
     queries = seqs.query()[seq, head * group : (head + 1) * group].double()
     keys, nodes = seqs.keys[seq][head].double(), nodes_of(index, seq, head)
     digests = index.digests[seq, head].double()
@@ -125,7 +125,7 @@ def test_the_best_rows_of_the_best_nodes(policy: str) -> None:
 def test_the_kernels_choose_the_same(device: torch.device) -> None:
     seqs = seqs_of([300, 3], heads=1, dtype=torch.bfloat16, device=device)
     seqs.append(57)
-    index, query, scale = index_of(seqs), seqs.query(), seqs.shape.scale
+    index, query, scale = index_of(seqs), seqs.query(), seqs.context.scale
     assert index.wanted.tolist() == [TILE, 60]
     assert index.order is not None
     scores, parts = node_scores.launch(query, index.digests, index.stops, index.counts, scale=scale, reach=2.0)
@@ -175,7 +175,7 @@ def test_what_a_step_reads_from_the_host_is_told() -> None:
 def test_addresses_of_the_store_are_among_what_a_step_reads() -> None:
     """So that a captured step is captured anew where they have moved."""
     index = index_of(seqs_of([50]))
-    table = index.addresses.follow(index.shape.store, torch.device("cpu"))
+    table = index.addresses.follow(index.context.store, torch.device("cpu"))
     assert any(tensor is table for tensor in index.tensors())
 
 
@@ -197,7 +197,7 @@ def test_a_clone_goes_on() -> None:
     one = seqs_of([150, 63])
     one.append(23)
     one.select(30)
-    other = NodeIndex(one.shape, SMALL)
+    other = NodeIndex(one.context, SMALL)
     assert isinstance(one.index, NodeIndex)
     other.clone_from(one.index)
     one_sets, one.index = one.sets(30), other

@@ -9,17 +9,17 @@ import torch
 from seqs import Seqs
 from torch import Tensor
 
+from kvthaw.cache.index_api import IndexContext
 from kvthaw.errors import ConfigError
 from kvthaw.index.bounds import BoundIndex
 from kvthaw.index.exact import ExactIndex
 from kvthaw.index.pruned import PrunedIndex, quantise
-from kvthaw.types import LayerShape
 from shapes import DTYPES
 
 PAGES = partial(BoundIndex, page=8, spread="max")
 
 
-def make(shape: LayerShape, p: float = 0.85, spare: int = 3) -> PrunedIndex:
+def make(shape: IndexContext, p: float = 0.85, spare: int = 3) -> PrunedIndex:
     return PrunedIndex(shape, index=PAGES, p=p, spare=spare)
 
 
@@ -52,7 +52,7 @@ def test_a_key_of_one_value_has_no_steps() -> None:
 @pytest.mark.parametrize("p", [0.3, 0.85, 1.0])
 def test_rows_are_the_definitions(budget: int, p: float) -> None:
     seqs = Seqs(partial(make, p=p), [400, 77], group=3)
-    shape = seqs.shape
+    shape = seqs.context
     proposals, scale = Seqs(PAGES, [400, 77], group=3).index, shape.scale
     pruned = 0
     for step in range(100, 104):

@@ -11,11 +11,11 @@ import torch
 from seqs import FIRST, Seqs
 from torch import Tensor
 
+from kvthaw.cache.index_api import IndexContext
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.rotary import Rotary
 from kvthaw.errors import ConfigError
 from kvthaw.index.shadow import ShadowIndex
-from kvthaw.types import LayerShape
 from shapes import DTYPES, TOLERANCE
 
 CHUNK = 4
@@ -43,7 +43,7 @@ def rotary(dim: int) -> Rotary:
     return Rotary(angles, apply)
 
 
-def made(shape: LayerShape, *, turns: bool, **options: Any) -> ShadowIndex:
+def made(shape: IndexContext, *, turns: bool, **options: Any) -> ShadowIndex:
     return SMALL(replace(shape, rows=48, rotary=rotary(shape.head_dim) if turns else None), **options)
 
 
@@ -83,7 +83,7 @@ def test_rows_are_the_definitions(turns: bool) -> None:
                 sizes = torch.tensor([len(c) for c in others]).double()
                 weights = []
                 for q in query[seq, 3 * head : 3 * head + 3].double():
-                    weight = torch.exp(means @ q * seqs.shape.scale)
+                    weight = torch.exp(means @ q * seqs.context.scale)
                     weights.append(weight / (weight * sizes).sum())
                 expected = [i for c in always for i in chunks[c]]
                 for c in torch.stack(weights).amax(dim=0).argsort(descending=True).tolist():
@@ -137,7 +137,7 @@ def test_rebuilt_keys_stand_where_rows_came() -> None:
     seqs.append(8)
     index = seqs.index
     assert isinstance(index, ShadowIndex)
-    slab = Slab(2, 2, 32, seqs.shape.regions, 48, dtype=torch.float32, device=torch.device("cpu"))
+    slab = Slab(2, 2, 32, seqs.context.regions, 48, dtype=torch.float32, device=torch.device("cpu"))
     slab.data.fill_(7.0)
     fetch = torch.full((2, 2, 48), -1, dtype=torch.int32)
     fetch[:, :, 3:19] = torch.arange(FIRST, FIRST + 16)
@@ -159,7 +159,7 @@ def test_rebuilt_keys_stand_where_rows_came() -> None:
 
 def test_clone_and_order_of_sequences_are_kept() -> None:
     seqs = Seqs(partial(made, turns=True), [100, 40], dim=32)
-    other = made(seqs.shape, turns=True)
+    other = made(seqs.context, turns=True)
     assert isinstance(seqs.index, ShadowIndex)
     other.clone_from(seqs.index)
     for index in (other, seqs.index):

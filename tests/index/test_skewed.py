@@ -34,7 +34,7 @@ def test_rows_are_the_definitions(alpha: float, most: float, dim: int) -> None:
                 skew = torch.linalg.svd(watched).Vh.T
                 size = (watched @ skew).abs().sum(dim=0) + (keys[: prompts[seq]] @ skew).abs().sum(dim=0)
                 best = skew[:, size.topk(kept).indices]
-                logits = (query[seq, mine].double() @ best) @ (keys @ best).T * seqs.shape.scale
+                logits = (query[seq, mine].double() @ best) @ (keys @ best).T * seqs.context.scale
                 gap = (logits - logits.amax(dim=1, keepdim=True)).amax(dim=0)
                 gaps.append(gap)
                 counts.append(int((gap > -alpha).sum()))

@@ -11,9 +11,9 @@ import torch
 from seqs import FIRST, Seqs
 from torch import Tensor
 
+from kvthaw.cache.index_api import IndexContext
 from kvthaw.errors import ConfigError
 from kvthaw.index.soft_hash import SoftHashIndex
-from kvthaw.types import LayerShape
 from shapes import DTYPES, close
 
 SMALL = partial(SoftHashIndex, bits=4, tables=7)
@@ -36,7 +36,7 @@ def scores(query: Tensor, keys: Tensor, values: Tensor, directions: Tensor, tau:
     return found
 
 
-def made(shape: LayerShape, **options: object) -> SoftHashIndex:
+def made(shape: IndexContext, **options: object) -> SoftHashIndex:
     return SMALL(shape, **options)
 
 
@@ -64,7 +64,7 @@ def test_estimates_are_logs_of_scores() -> None:
     index = seqs.index
     assert isinstance(index, SoftHashIndex)
     query = 0.2 * seqs.query().unflatten(1, (2, 2))
-    found = (index.estimate(query, 40) * seqs.shape.scale).exp()
+    found = (index.estimate(query, 40) * seqs.context.scale).exp()
     for head in range(2):
         directions = index.planes.directions[head].double().T.unflatten(0, (7, 4))
         keys = seqs.keys[0][head, FIRST : FIRST + 40].double()
@@ -79,7 +79,7 @@ def test_chances_add_up_and_narrow_with_tau() -> None:
     query = seqs.query().unflatten(1, (2, 2))
     peaks = []
     for tau in (1.0, 0.5, 0.3):
-        chances = made(seqs.shape, tau=tau).chances(query)
+        chances = made(seqs.context, tau=tau).chances(query)
         close(chances.sum(dim=4), torch.ones(chances.shape[:4]))
         peaks.append(float(chances.amax(dim=4).mean()))
     assert peaks == sorted(peaks)

@@ -9,15 +9,15 @@ import pytest
 import torch
 from seqs import FIRST, Seqs
 
+from kvthaw.cache.index_api import Index, IndexContext
 from kvthaw.counter_rng import mix
 from kvthaw.index.exact import ExactIndex
 from kvthaw.index.filters import FilterIndex
 from kvthaw.index.lsh import HashIndex
 from kvthaw.index.pq import ProductIndex
 from kvthaw.index.tokens import TokenIndex
-from kvthaw.types import Index, LayerShape
 
-Make = Callable[[LayerShape], Index]
+Make = Callable[[IndexContext], Index]
 ALL: dict[str, Make] = {
     "exact": ExactIndex,
     "product": partial(ProductIndex, centroids=8),

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvthaw.cache.host import HostStore
+from kvthaw.cache.index_api import IndexContext
 from kvthaw.errors import CacheError, ConfigError
 from kvthaw.index.forest import TreeIndex
 from kvthaw.index.tree_config import TreeConfig, draw_level
 from kvthaw.native import DTYPES, Isa, isas
 from kvthaw.regions import Regions
-from kvthaw.types import LayerShape
 
 # Many levels at few points, and searches that leave points out.
 BUSY = TreeConfig(promote=0.2, promote_higher=0.3, query_retrieve_share=0.8, insert_retrieve_share=0.6)
@@ -57,12 +57,12 @@ def make_index(
     store = HostStore(len(keys), heads, dim, keys[0].dtype, block_size=32)
     for seq, own in enumerate(keys):
         store.append(seq, torch.stack([own, own.flip(1)], 2))
-    shape = LayerShape(layer, q_heads, heads, dim, keys[0].dtype, torch.device("cpu"), store, Regions(4, 16, 16), scale=0.2)
+    shape = IndexContext(layer, q_heads, heads, dim, keys[0].dtype, torch.device("cpu"), store, Regions(4, 16, 16), scale=0.2)
     return TreeIndex(shape, config, threads=threads, isa=isa)
 
 
 def defined(index: TreeIndex, head: int, first: int = 0) -> DciTree:
-    return DciTree(index.shape.head_dim, index.config, first=first, layer=index.shape.layer, head=head, scale=0.2)
+    return DciTree(index.context.head_dim, index.config, first=first, layer=index.context.layer, head=head, scale=0.2)
 
 
 def same_tree(mine: DciTree, theirs: DciTree) -> None:
@@ -152,8 +152,8 @@ def test_an_outlier_among_many_is_found() -> None:
         for place in range(20, 4000, 200):
             odd = keys.clone()
             odd[place] += 25.0 * query / query.norm()
-            index.shape.store.truncate(0, 0)
-            index.shape.store.append(0, torch.stack([odd, odd], 1)[None])
+            index.context.store.truncate(0, 0)
+            index.context.store.append(0, torch.stack([odd, odd], 1)[None])
             index.build(0, 0, odd[None])
             hits += place in selected(index, query[None, None], 16)[0]
         found[descend] = hits
@@ -316,13 +316,13 @@ def test_sequences_share_trees_until_one_changes() -> None:
     index = make_index([keys[:, :300], keys[:, :1]], 2, BUSY)
     index.build(0, 0, keys[:, :300])
     alone = index.nbytes()
-    index.shape.store.reorder([0, 0, 0])
+    index.context.store.reorder([0, 0, 0])
     index.reorder([0, 0, 0])
     assert index.nbytes() == alone
-    index.shape.store.append(1, torch.stack([keys[:, 300:], keys[:, 300:]], 2))
+    index.context.store.append(1, torch.stack([keys[:, 300:], keys[:, 300:]], 2))
     index.append([1], keys[None, :, 300:])
     index.truncate(2, 150)
-    index.shape.store.truncate(2, 150)
+    index.context.store.truncate(2, 150)
     check_trees(index)
     assert [index.length(seq) for seq in range(3)] == [300, 400, 150]
     tree = defined(index, 1)

@@ -52,7 +52,7 @@ def test_it_selects_what_the_paper_would(name: str, group: int) -> None:
         "clusterkv": partial(ClusterIndex, tokens_per_cluster=20),
     }[name]
     seqs = Seqs(make, [PROMPT], group=group)
-    index, scale = seqs.index, seqs.shape.scale
+    index, scale = seqs.index, seqs.context.scale
     assert isinstance(index, UnitIndex)
     found = seqs.sets(BUDGET)[0]
     for head in range(2):

@@ -56,7 +56,7 @@ def expected(
     """Rows of a KV head, and the estimate for query [G, D]: out [G, D] and lse [G]. All in float64."""
     units = wave.clusters(seq, head)
     keys, values = wave.keys[seq][head].double(), wave.values(seq)[head].double()
-    scale = wave.shape.scale
+    scale = wave.context.scale
     centroids = torch.stack([keys[u].mean(dim=0) if u else torch.zeros(keys.shape[1]).double() for u in units])
     sizes = torch.tensor([len(u) for u in units]).double()
     scores = query @ centroids.T * scale
@@ -128,7 +128,7 @@ def test_the_estimate_brings_attention_nearer_to_full() -> None:
     wave.index.build(0, FIRST, keys, values, query[0, :, None])
     chosen = wave.index.select(query, 50)
     assert chosen.partial is not None
-    scale = wave.shape.scale
+    scale = wave.context.scale
     visible = torch.zeros(1, 1, 400, dtype=torch.bool)
     visible[0, 0, chosen.rows[0, 0].long() - FIRST] = True
     read = attend(DecodeStep(query, keys[None], values[None], visible=visible, scale=scale))

@@ -14,8 +14,8 @@ from torch import Tensor
 from kvthaw.kernels import flash_decode as module
 from kvthaw.kernels.decode_step import DecodeStep
 from kvthaw.kernels.flash_decode import definition, flash_decode, split_for
+from kvthaw.kernels.merge import Partial
 from kvthaw.regions import Regions
-from kvthaw.types import Partial
 
 pytest.importorskip("triton")
 

@@ -8,9 +8,8 @@ import torch
 from kvthaw.kernels import dense
 from kvthaw.kernels.decode_step import DecodeStep
 from kvthaw.kernels.flash_decode import definition
-from kvthaw.kernels.merge import merge
+from kvthaw.kernels.merge import Partial, merge
 from kvthaw.kernels.sparse_decode import sparse_decode
-from kvthaw.types import Partial
 from shapes import Shape, close, over_shapes
 
 SCALE = 0.2

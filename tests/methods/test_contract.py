@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from kvthaw.cache.aux_stream import AuxStream
 from kvthaw.cache.deferred_batch import DeferredBatch
+from kvthaw.cache.index_api import IndexContext, Method, Rebuilds
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import AttentionParams
 from kvthaw.cache.offloaded_layer import OffloadedLayer
@@ -27,7 +28,6 @@ from kvthaw.kernels.flash_decode import definition
 from kvthaw.kernels.merge import merge
 from kvthaw.methods import METHODS
 from kvthaw.regions import Regions
-from kvthaw.types import LayerShape, Method, Rebuilds
 from shapes import DTYPES, HEAD_DIMS, Shape, close
 
 MADE = {name: make() for name, make in METHODS.items()}
@@ -363,7 +363,7 @@ def reachable(owner: object, path: str, visited: set[int]) -> Iterator[tuple[str
     """The tensors that an index holds, helper objects included, by where they are; not those of the cache's own parts."""
     if isinstance(owner, Tensor):
         yield path, owner
-    elif id(owner) not in visited and not isinstance(owner, LayerShape | DeferredBatch | AuxStream):
+    elif id(owner) not in visited and not isinstance(owner, IndexContext | DeferredBatch | AuxStream):
         visited.add(id(owner))
         if isinstance(owner, dict):
             parts = owner.items()
@@ -429,7 +429,7 @@ def test_a_clone_of_an_index_goes_on(name: str) -> None:
     assert one.frozen.retriever is not None
     assert other.frozen.retriever is not None
     one.cache.wait()
-    index = MADE[name].index(other.frozen.retriever.shape)
+    index = MADE[name].index(other.frozen.retriever.context)
     index.clone_from(one.frozen.retriever.index)
     other.frozen.retriever.index = index
     same_choices(one, other, 17)

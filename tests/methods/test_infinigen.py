@@ -32,7 +32,7 @@ class Asked:
         choose = Retriever.choose
 
         def spy(group: Retriever, query: Tensor, *others: Any, **named: Any) -> Any:
-            self.queries.setdefault(group.shape.layer, []).append(query.clone())
+            self.queries.setdefault(group.context.layer, []).append(query.clone())
             return choose(group, query, *others, **named)
 
         patch.setattr(Retriever, "choose", spy)

@@ -140,7 +140,7 @@ def cloned(one: OneLayer) -> None:
     """Its index is a clone of what it was; then tokens are dropped."""
     group = one.layer.retriever
     assert group is not None
-    index = group.method.index(group.shape)
+    index = group.method.index(group.context)
     index.clone_from(group.index)
     group.index = index
     crop(2)(one)

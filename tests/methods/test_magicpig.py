@@ -10,10 +10,10 @@ import torch
 from one_layer import SCALE, OneLayer
 
 from kvthaw.cache.host import HostStore
+from kvthaw.cache.index_api import IndexContext
 from kvthaw.errors import ConfigError
 from kvthaw.index.lsh import HashIndex
 from kvthaw.regions import Regions
-from kvthaw.types import LayerShape
 
 
 def chance(query: torch.Tensor, key: torch.Tensor, bits: int, tables: int) -> float:
@@ -72,7 +72,7 @@ def test_the_estimate_of_the_softmax_sum_is_unbiased(budget: int) -> None:
     sums = []
     for seed in range(400):
         store, cpu = HostStore(1, heads, dim, torch.float32), torch.device("cpu")
-        shape = LayerShape(0, heads * group, heads, dim, torch.float32, cpu, store, Regions(0, 8, 8), SCALE, seed=seed)
+        shape = IndexContext(0, heads * group, heads, dim, torch.float32, cpu, store, Regions(0, 8, 8), SCALE, seed=seed)
         index = HashIndex(shape, bits=3, tables=10)
         index.build(0, 0, keys, keys, query[0, :, None])
         selection = index.select(query, budget)

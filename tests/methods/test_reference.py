@@ -12,6 +12,7 @@ from one_layer import SCALE, OneLayer
 from torch import Tensor
 
 from kvthaw.cache.host import HostStore
+from kvthaw.cache.index_api import IndexContext
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import AttentionParams
 from kvthaw.cache.plan import Settings
@@ -20,7 +21,6 @@ from kvthaw.index.tree_config import TreeConfig, directions, draw_level
 from kvthaw.kernels.srht import signs
 from kvthaw.methods import resolve
 from kvthaw.regions import Regions
-from kvthaw.types import LayerShape
 
 
 def attended(one: OneLayer, at: int, visible: list[set[int]] | None = None) -> Tensor:
@@ -163,7 +163,7 @@ def test_icecache_takes_the_pages_of_the_nearest_points(n: int, descend: str) ->
     keys = torch.randn(1, n, dim, generator=torch.Generator().manual_seed(n))
     store = HostStore(1, 1, dim, torch.float32, block_size=64)
     store.append(0, torch.stack((keys, keys), dim=2))
-    shape = LayerShape(3, 1, 1, dim, torch.float32, torch.device("cpu"), store, Regions(4, 16, 16), scale=SCALE)
+    shape = IndexContext(3, 1, 1, dim, torch.float32, torch.device("cpu"), store, Regions(4, 16, 16), scale=SCALE)
     index = TreeIndex(shape, config)
     index.build(0, 0, keys, keys, torch.empty(1, 0, dim))
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvthaw.types import Index
+from kvthaw.cache.index_api import Index
 
 
 def generate(model: PreTrainedModel, inputs: dict[str, Tensor], new: int = 24) -> Tensor:

@@ -19,11 +19,11 @@ from kvthaw.bench.settings import HF, Setting, groups, possible
 from kvthaw.bench.shapes import build
 from kvthaw.bench.steps import Steps, prefill, random_tokens, take
 from kvthaw.cache.dense import DenseLayer
+from kvthaw.cache.index_api import ReadsStore
 from kvthaw.engine.graph_runner import compiled_step
 from kvthaw.engine.hf import Cache, DynamicCache, PreTrainedModel
 from kvthaw.errors import CacheError, ConfigError
 from kvthaw.evaluate.results import Record, ResultsFile
-from kvthaw.types import ReadsStore
 
 Watch = Callable[[str, int, int], None]
 """Is told what is measured next, how many settings are done, and of how many."""

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 from kvthaw.bench.shapes import SHAPES
+from kvthaw.cache.index_api import Method
 from kvthaw.cache.plan import Settings
 from kvthaw.engine.graph_runner import asks_host
 from kvthaw.errors import ConfigError, at_least, one_of
@@ -15,7 +16,6 @@ from kvthaw.evaluate.describe import describe
 from kvthaw.methods import resolve
 from kvthaw.methods.options import written as read_option
 from kvthaw.typecheck import check_type
-from kvthaw.types import Method
 
 HF = ("hf-dynamic", "hf-offloaded")
 """transformers' own caches with sdpa attention: DynamicCache, and the same with offloading=True."""

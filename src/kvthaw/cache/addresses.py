@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from kvthaw.cache.host import HostStore
+
+class Blocks(Protocol):
+    """A store of blocks: what the table follows."""
+
+    block_size: int
+    version: int
+
+    @property
+    def seqs(self) -> int:
+        """Number of sequences."""
+
+    def table(self) -> Tensor:
+        """Addresses [seqs, blocks] int64 on the host."""
 
 
 class Addresses:
@@ -18,12 +29,12 @@ class Addresses:
         self.table: Tensor | None = None
         self._version = -1
 
-    def make_room(self, host: HostStore, tokens: int, device: torch.device) -> None:
+    def make_room(self, host: Blocks, tokens: int, device: torch.device) -> None:
         """For so many tokens a sequence, in a new table, which is empty until the next follow()."""
         self.table = torch.zeros((host.seqs, max(8, -(-tokens // host.block_size))), dtype=torch.int64, device=device)
         self._version = -1
 
-    def follow(self, host: HostStore, device: torch.device) -> Tensor:
+    def follow(self, host: Blocks, device: torch.device) -> Tensor:
         """The table with the addresses as they are now; written only where the store's have changed. No host sync."""
         if self._version == host.version and self.table is not None:
             return self.table

@@ -159,8 +159,8 @@ class IndexUpdater:
 
     def _queries(self, watched: Mapping[int, Tensor], seq: int) -> Tensor:
         """The last queries of a sequence's prompt, [Hq, W, D]; none of one that had none."""
-        shape = self.retriever.shape
-        return watched.get(seq, self.slab.data.new_empty((shape.q_heads, 0, shape.head_dim)))
+        context = self.retriever.context
+        return watched.get(seq, self.slab.data.new_empty((context.q_heads, 0, context.head_dim)))
 
     def _stored(self, seq: int, start: int, stop: int) -> Tensor:
         """Rows [H, stop - start, 2, D] of a sequence that are in the store, on the device; the host waits for none of them."""

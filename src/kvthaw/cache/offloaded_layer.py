@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.host import HostStore
+from kvthaw.cache.index_api import IndexContext, Transfer
 from kvthaw.cache.index_updater import IndexUpdater
 from kvthaw.cache.layer_base import WATCHED, AttentionParams, LayerKV, last_queries, padded, reordered
 from kvthaw.cache.offloader import Offloader
@@ -36,7 +37,6 @@ from kvthaw.kernels.decode_step import DecodeStep
 from kvthaw.kernels.dense import causal_attention, continued
 from kvthaw.kernels.places import Newest
 from kvthaw.kernels.sparse_decode import sparse_decode
-from kvthaw.types import LayerShape, Transfer
 
 
 class OffloadedLayer:
@@ -146,7 +146,7 @@ class OffloadedLayer:
         if method.index is not None:
             self._transfer = (method.transfer or UvaGather)() if key.is_cuda else BulkCopy()
             if self.leader is None:
-                shape = LayerShape(
+                context = IndexContext(
                     layer=self.number,
                     q_heads=query.shape[1],
                     kv_heads=heads,
@@ -159,12 +159,12 @@ class OffloadedLayer:
                     seed=self.settings.seed,
                     rows=plan.rows,
                     slab=self.slab,
-                    clock=self.sequences,
+                    sequences=self.sequences,
                     aux=self.streams.aux,
                     deferred=self.streams.deferred,
                     rotary=self.rotary,
                 )
-                self.retriever = Retriever(method, shape, count, plan.rows, self.streams)
+                self.retriever = Retriever(method, context, count, plan.rows, self.streams)
                 self.updater = IndexUpdater(self.retriever, self.store, self.slab, self.streams.deferred)
             else:
                 self.retriever = self.leader.retriever

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvthaw.cache.host import HostStore
+from kvthaw.cache.index_api import Attends, IndexContext, Method
 from kvthaw.errors import ConfigError, at_least
 from kvthaw.regions import Regions
 from kvthaw.typecheck import check_type
-from kvthaw.types import Attends, LayerShape, Method
 
 
 def try_index(method: Method, head_dim: int, dtype: torch.dtype = torch.float32, softcap: float | None = None) -> None:
@@ -19,7 +19,7 @@ def try_index(method: Method, head_dim: int, dtype: torch.dtype = torch.float32,
     without tensors(), and for a softcap that it does not know: one is made that holds nothing, of one head, on the CPU."""
     if method.index is not None:
         store, device = HostStore(0, 1, head_dim, dtype), torch.device("cpu")
-        index = method.index(LayerShape(0, 1, 1, head_dim, dtype, device, store, method.regions, scale=1.0, rows=1))
+        index = method.index(IndexContext(0, 1, 1, head_dim, dtype, device, store, method.regions, scale=1.0, rows=1))
         if not hasattr(index, "tensors"):
             raise ConfigError(
                 f"{type(index).__name__} of {method.name} has no tensors(); an index returns by it the tensors on the device that "

@@ -7,7 +7,7 @@ from concurrent.futures import Future, wait
 
 from torch import Tensor
 
-from kvthaw.types import Selection
+from kvthaw.cache.index_api import Selection
 
 
 class PrefetchedSearch:

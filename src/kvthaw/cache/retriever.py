@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvthaw.cache.index_api import Index, IndexContext, Method, Rebuilds, Reversible, Selection, WorksBeside
 from kvthaw.cache.residency import Residency
 from kvthaw.cache.segmented_graph import SegmentedGraph
 from kvthaw.cache.selection_buffer import HostSelectionBuffer, Parts
 from kvthaw.cache.selection_check import check_selection
 from kvthaw.cache.streams import Streams
 from kvthaw.errors import CacheError, KvthawError
-from kvthaw.types import Index, LayerShape, Method, Rebuilds, Reversible, Selection, WorksBeside
 
 _CHECKED = 3
 """How many of the first choices of kvthaw's own indexes are checked; those of others always are, in eager steps."""
@@ -49,15 +49,15 @@ class Choice:
 class Meter:
     """What a group selected and fetched over all steps. Reading the rows that residency counted is the only sync."""
 
-    def __init__(self, residency: Residency, shape: LayerShape) -> None:
-        self._residency, self._shape = residency, shape
+    def __init__(self, residency: Residency, context: IndexContext) -> None:
+        self._residency, self._context = residency, context
         self.again = 0
 
     @property
     def steps(self) -> int:
         """KV heads of sequences, over decoded tokens."""
-        sequences = self._shape.clock
-        return self._shape.kv_heads * ((0 if sequences is None else sequences.held.steps) + self.again)
+        sequences = self._context.sequences
+        return self._context.kv_heads * ((0 if sequences is None else sequences.held.steps) + self.again)
 
     def tick(self, sequences: int) -> None:
         """Count the queries of another layer that shares the anchor's keys."""
@@ -85,16 +85,16 @@ class Retriever:
     The anchor makes a choice a token; followers take the same choices in the same order and fetch their own rows of them.
     """
 
-    def __init__(self, method: Method, shape: LayerShape, seqs: int, rows: int, streams: Streams) -> None:
+    def __init__(self, method: Method, context: IndexContext, seqs: int, rows: int, streams: Streams) -> None:
         assert method.index is not None
-        self.method, self.shape, self.rows = method, shape, rows
-        self.index = method.index(shape)
+        self.method, self.context, self.rows = method, context, rows
+        self.index = method.index(context)
         self.slots = rows * max(1, method.keep)
-        where = torch.device("cpu") if self.index.on_host else shape.device
-        self.residency = Residency(seqs, shape.kv_heads, self.slots, device=where)
+        where = torch.device("cpu") if self.index.on_host else context.device
+        self.residency = Residency(seqs, context.kv_heads, self.slots, device=where)
         self._place(seqs)
         self.choices: list[Choice] = []
-        self.meter = Meter(self.residency, shape)
+        self.meter = Meter(self.residency, context)
         self._streams = streams
         self._jobs: list[tuple[Future[None], Callable[[], None]]] = []
         self._searching: Future[Selection] | None = None  # the last that began
@@ -116,7 +116,7 @@ class Retriever:
 
     def _place(self, seqs: int) -> None:
         if self.index.on_host:
-            self._selection_buffer = HostSelectionBuffer(self.shape, seqs, self.rows, self.slots)
+            self._selection_buffer = HostSelectionBuffer(self.context, seqs, self.rows, self.slots)
 
     def submit(
         self, after: torch.cuda.Event | None, job: Callable[[], None], failed: Callable[[], None] = lambda: None
@@ -140,7 +140,7 @@ class Retriever:
                 self._failure = error
                 failed()
         if isinstance(self._failure, ValueError):
-            raise CacheError(f"layer {self.shape.layer}: {self._failure}") from self._failure
+            raise CacheError(f"layer {self.context.layer}: {self._failure}") from self._failure
         if self._failure is not None:
             raise self._failure
         if self._beside is not None:  # a replayed step does not ask
@@ -215,15 +215,20 @@ class Retriever:
         except KvthawError:
             raise
         except ValueError as error:
-            raise CacheError(f"layer {self.shape.layer}: {error}") from error
+            raise CacheError(f"layer {self.context.layer}: {error}") from error
 
     def _check(self, selection: Selection, query: Tensor) -> None:
         """Check what the index selected: always where it is not kvthaw's own, else at first; not while a step is captured."""
-        clock = self.shape.clock
-        if self._unchecked == 0 or clock is None or (query.is_cuda and torch.cuda.is_current_stream_capturing()):
+        sequences = self.context.sequences
+        if self._unchecked == 0 or sequences is None or (query.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
         check_selection(
-            selection, f"{type(self.index).__name__} of {self.method.name}", self.shape, query.shape[0], self.rows, clock.starts
+            selection,
+            f"{type(self.index).__name__} of {self.method.name}",
+            self.context,
+            query.shape[0],
+            self.rows,
+            sequences.starts,
         )
         if self._unchecked is not None:
             self._unchecked -= 1
@@ -316,10 +321,10 @@ class Retriever:
     def __deepcopy__(self, memo: dict[int, Any]) -> Retriever:
         self.settle()
         seqs = self.residency.slot_row.shape[0]
-        twin = Retriever(self.method, copy.deepcopy(self.shape, memo), seqs, self.rows, copy.deepcopy(self._streams, memo))
+        twin = Retriever(self.method, copy.deepcopy(self.context, memo), seqs, self.rows, copy.deepcopy(self._streams, memo))
         twin.index.clone_from(self.index)
         twin.residency = copy.deepcopy(self.residency, memo)
-        twin.meter = Meter(twin.residency, twin.shape)
+        twin.meter = Meter(twin.residency, twin.context)
         twin.meter.tick(self.meter.again)
         return twin
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.host import host_tensor
-from kvthaw.types import LayerShape
+from kvthaw.cache.index_api import IndexContext
 
 Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -19,12 +19,12 @@ class HostSelectionBuffer:
     query: [B, Hq, D] float32. answer: bytes, brought to the device at once; parts() says what they are.
     """
 
-    def __init__(self, shape: LayerShape, seqs: int, rows: int, slots: int) -> None:
-        heads, pinned = (seqs, shape.kv_heads), shape.device.type == "cuda"
+    def __init__(self, context: IndexContext, seqs: int, rows: int, slots: int) -> None:
+        heads, pinned = (seqs, context.kv_heads), context.device.type == "cuda"
         each, live = ((*heads, rows), torch.int32), ((*heads, slots), torch.bool)
         self._parts = (each, (heads, torch.int32), each, each, live)
         self._bytes = [math.prod(size) * dtype.itemsize for size, dtype in self._parts]
-        self.query = host_tensor((seqs, shape.q_heads, shape.head_dim), torch.float32, pinned=pinned)
+        self.query = host_tensor((seqs, context.q_heads, context.head_dim), torch.float32, pinned=pinned)
         self.answer = host_tensor((sum(self._bytes),), torch.uint8, pinned=pinned)
 
     def parts(self, answer: Tensor) -> Parts:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.errors import CacheError
-from kvthaw.types import LayerShape, Selection
 
 
-def check_selection(found: object, who: str, shape: LayerShape, seqs: int, budget: int, ends: Tensor) -> None:
+def check_selection(found: object, who: str, context: IndexContext, seqs: int, budget: int, ends: Tensor) -> None:
     """Raise CacheError where an index of a layer broke its contract.
 
     found: what select() returned for `seqs` sequences and `budget` rows a KV head. who: its name. ends [B] int32: where the
@@ -18,24 +18,24 @@ def check_selection(found: object, who: str, shape: LayerShape, seqs: int, budge
 
     def need(ok: bool, what: str) -> None:
         if not ok:
-            raise CacheError(f"{who}, layer {shape.layer}: {what}")
+            raise CacheError(f"{who}, layer {context.layer}: {what}")
 
     need(isinstance(found, Selection), f"select() returned {type(found).__name__}; it must return a Selection")
     assert isinstance(found, Selection)
-    rows, heads = found.rows, (seqs, shape.kv_heads)
+    rows, heads = found.rows, (seqs, context.kv_heads)
     width = rows.shape[2] if rows.dim() == 3 else budget
     wanted = {"rows": (rows, (*heads, width), torch.int32), "counts": (found.counts, heads, torch.int32)}
     if found.log_weight is not None:
-        wanted["log_weight"] = (found.log_weight, (seqs, shape.q_heads, width), torch.float32)
+        wanted["log_weight"] = (found.log_weight, (seqs, context.q_heads, width), torch.float32)
     if found.partial is not None:
-        wanted["partial.out"] = (found.partial.out, (seqs, shape.q_heads, shape.head_dim), torch.float32)
-        wanted["partial.lse"] = (found.partial.lse, (seqs, shape.q_heads), torch.float32)
+        wanted["partial.out"] = (found.partial.out, (seqs, context.q_heads, context.head_dim), torch.float32)
+        wanted["partial.lse"] = (found.partial.lse, (seqs, context.q_heads), torch.float32)
     for name, (tensor, size, dtype) in wanted.items():
         is_, must = f"{tensor.dtype} {list(tensor.shape)}", f"{dtype} {list(size)}"
         need(tensor.dtype == dtype and tuple(tensor.shape) == size, f"{name} is {is_}; it must be {must}")
     need(width <= budget, f"rows has {width} places a KV head; at most {budget} may be selected")
     rows, counts, ends = rows.cpu(), found.counts.cpu(), ends.cpu()
-    sink = shape.regions.sink
+    sink = context.regions.sink
     held = rows >= 0
     for bad, what in (
         ((rows < -1) | (held & ((rows < sink) | (rows >= ends[:, None, None]))), "is outside of"),

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from kvthaw.cache.index_api import Method
 from kvthaw.engine.graph_runner import GraphRunner, capturable, compilable, compiled_step
 from kvthaw.engine.hf import Cache, PreTrainedModel, Stats
 from kvthaw.engine.hf.attention import unwrap
@@ -20,7 +21,6 @@ from kvthaw.engine.sampling import GREEDY, Drawn, Sampler, Sampling, TokenLogpro
 from kvthaw.engine.text import Detokenizer
 from kvthaw.errors import CacheError, ConfigError, UnsupportedModelError, at_least
 from kvthaw.typecheck import check_type
-from kvthaw.types import Method
 
 _log = logging.getLogger(__name__)
 _SCORED = 4096  # tokens of a prompt that go through the model at once where the logits of all of them are wanted

@@ -19,10 +19,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from kvthaw.cache.index_api import Method
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.segmented_graph import SegmentedGraph
 from kvthaw.engine.ops import serving
-from kvthaw.types import Method
 
 _log = logging.getLogger(__name__)
 _WARM = 2  # eager steps before a capture, in which kernels are compiled and tuned

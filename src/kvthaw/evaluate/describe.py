@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.host import HostStore
+from kvthaw.cache.index_api import Index, IndexContext, Method
 from kvthaw.methods import METHODS, resolve
-from kvthaw.types import Index, LayerShape, Method
 
 _DIM, _DTYPE = 128, torch.bfloat16
 ROW_BYTES = 2 * _DIM * _DTYPE.itemsize
@@ -46,8 +46,8 @@ def _built(method: Method, prompt: int) -> Index:
     assert method.index is not None
     regions, first = method.regions.for_budget(256), method.regions.for_budget(256).sink
     store = HostStore(1, 1, _DIM, _DTYPE)
-    shape = LayerShape(0, 1, 1, _DIM, _DTYPE, torch.device("cpu"), store, regions, scale=_DIM**-0.5, rows=1)
-    index = method.index(shape)
+    context = IndexContext(0, 1, 1, _DIM, _DTYPE, torch.device("cpu"), store, regions, scale=_DIM**-0.5, rows=1)
+    index = method.index(context)
     if not index.on_host:
         rows = _rows(first + prompt + regions.window)
         store.append(0, rows)

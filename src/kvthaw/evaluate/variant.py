@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from kvthaw.cache.index_api import Method
 from kvthaw.engine.hf import Cache, PreTrainedModel
 from kvthaw.methods import resolve
 from kvthaw.methods.options import digest
-from kvthaw.types import Method
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import get_args
 
+from kvthaw.cache.index_api import IndexContext
 from kvthaw.errors import at_least, one_of
 from kvthaw.index.units import UnitIndex
 from kvthaw.kernels.page_bounds import Spread
 from kvthaw.kernels.unit_select import Policy
-from kvthaw.types import LayerShape
 
 
 class BoundIndex(UnitIndex):
@@ -20,8 +20,8 @@ class BoundIndex(UnitIndex):
 
     grows = True
 
-    def __init__(self, shape: LayerShape, *, page: int, spread: Spread, policy: Policy = "max") -> None:
+    def __init__(self, context: IndexContext, *, page: int, spread: Spread, policy: Policy = "max") -> None:
         at_least(1, page=page)
         one_of(get_args(Spread), spread=spread)
         self.spread = spread
-        super().__init__(shape, size=page, batch=page, width=2 * shape.head_dim, policy=policy)
+        super().__init__(context, size=page, batch=page, width=2 * context.head_dim, policy=policy)

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from kvthaw.cache.index_api import IndexContext
 from kvthaw.counter_rng import GOLDEN, SPREAD, mix
 from kvthaw.errors import ConfigError, at_least, one_of
 from kvthaw.index.target import Full, Target
@@ -17,7 +18,6 @@ from kvthaw.index.units import UnitIndex
 from kvthaw.kernels.cover import cover, directions
 from kvthaw.kernels.kmeans import Distance, check_distance, kmeans
 from kvthaw.kernels.unit_select import Policy
-from kvthaw.types import LayerShape
 
 Start = Literal["covering", "random"]
 """The keys that k-means begins with: half drawn at random and half those that the others cover worst, or all drawn, as in the
@@ -102,7 +102,9 @@ def cluster(every: Sequence[Batches], count: int) -> None:
     one = every[0].index
     keys = torch.cat([each.keys for each in every]) if len(every) > 1 else every[0].keys.contiguous()
     many, heads, batches, tokens, dim = keys.shape
-    of_rows = [(each.index.first, stream(one.shape.seed, each.index.shape.layer), own) for each in every for own in each.first]
+    of_rows = [
+        (each.index.first, stream(one.context.seed, each.index.context.layer), own) for each in every for own in each.first
+    ]
     where = [(first + own.begin, own.begin, number) for first, number, own in of_rows]
     first, begin, streams = torch.tensor(where).to(keys.device, non_blocking=True).t()[:, :, None, None, None].unbind()
     starts = torch.arange(batches, device=keys.device)[:, None] * tokens  # of each batch
@@ -142,7 +144,7 @@ class ClusterIndex(UnitIndex):
 
     def __init__(
         self,
-        shape: LayerShape,
+        context: IndexContext,
         *,
         tokens_per_cluster: int = 32,
         clusters: int | None = None,
@@ -163,7 +165,7 @@ class ClusterIndex(UnitIndex):
         self.distance: Distance = distance
         self.start: Start = start
         self.iterations = iterations
-        super().__init__(shape, size=batch // clusters_per_batch, batch=batch, width=shape.head_dim, policy=policy)
+        super().__init__(context, size=batch // clusters_per_batch, batch=batch, width=context.head_dim, policy=policy)
 
     def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         """See Index."""
@@ -180,8 +182,8 @@ class ClusterIndex(UnitIndex):
         if keys is not None:
             self._cluster(full, keys, self.per_batch)
             return
-        shape = self.shape
-        same = shape.kv_heads, shape.head_dim, shape.dtype, shape.device, shape.seed
+        context = self.context
+        same = context.kv_heads, context.head_dim, context.dtype, context.device, context.seed
         how = self.batch, self.per_batch, self.distance, self.start, self.iterations
         item = Batches(self, full, self.last(full, self.recent)[:, :, None])
         self.put_off((ClusterIndex, *same, *how), partial(cluster, count=self.per_batch), item)

@@ -12,6 +12,7 @@ from typing import Literal, Self, get_args
 import torch
 from torch import Tensor
 
+from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.errors import ConfigError, at_least, one_of
 from kvthaw.index.learned import assign, learn, subspaces
 from kvthaw.index.ratios import Ratios
@@ -22,6 +23,7 @@ from kvthaw.kernels.encode import CENTROIDS, SUB, Summaries, count, encode, make
 from kvthaw.kernels.flash_decode import definition as attend
 from kvthaw.kernels.graded import definition as grade
 from kvthaw.kernels.graded import most
+from kvthaw.kernels.merge import Partial
 from kvthaw.kernels.planes import planes
 from kvthaw.kernels.query import Rotated, in_bytes, rotate_queries
 from kvthaw.kernels.rerank import TILE, rerank
@@ -29,7 +31,6 @@ from kvthaw.kernels.signs import signs
 from kvthaw.kernels.srht import make_rotation
 from kvthaw.kernels.tiers import Combine, definition, most_votes, pack, tiers
 from kvthaw.kernels.topk import Merge, run_length, topk
-from kvthaw.types import LayerShape, Partial, Selection
 
 Policy = Literal["max", "mean", "mean_query"]
 Centroids = Literal["signs", "learned"]
@@ -58,7 +59,7 @@ class CodesIndex:
 
     def __init__(
         self,
-        shape: LayerShape,
+        context: IndexContext,
         *,
         policy: Policy = "max",
         ratios: Ratios | None = None,
@@ -71,16 +72,16 @@ class CodesIndex:
     ) -> None:
         one_of(get_args(Policy), policy=policy)
         one_of(get_args(Centroids), centroids=centroids)
-        if shape.head_dim < SUB:
-            raise ConfigError(f"head_dim is {shape.head_dim}; pariskv needs at least {SUB}, one subspace")
+        if context.head_dim < SUB:
+            raise ConfigError(f"head_dim is {context.head_dim}; pariskv needs at least {SUB}, one subspace")
         at_least(0, dense_below=dense_below)
-        self.shape, self.policy, self.ratios = shape, policy, ratios or Ratios()
+        self.context, self.policy, self.ratios = context, policy, ratios or Ratios()
         self.normalise, self.dense_below = normalise, dense_below
-        self._enough(shape.rows)
-        self._rotation = make_rotation(shape.head_dim, shape.seed, rotate=rotate, device=shape.device)
-        self._quantizer = make_quantizer(shape.device)
+        self._enough(context.rows)
+        self._rotation = make_rotation(context.head_dim, context.seed, rotate=rotate, device=context.device)
+        self._quantizer = make_quantizer(context.device)
         self._subs = self._rotation.padded // SUB
-        scored = 1 if policy == "mean_query" else shape.group
+        scored = 1 if policy == "mean_query" else context.group
         self._combine: Combine = "sum" if policy == "mean" else "max"
         self._merge: Merge = "mean" if policy == "mean" else "max"
         self._graded, self._centre = graded, centre
@@ -89,10 +90,10 @@ class CodesIndex:
         self._learned: Tensor | None = None  # [L, H, B, 256, 8]
         self._learn = centroids == "learned"
         self.grows = not (self._learn or centre)
-        self._first, self._k = shape.regions.sink, 1
+        self._first, self._k = context.regions.sink, 1
         self._counts: list[int] = []
         self._data: dict[str, Tensor] = {}
-        self._reserve(shape.store.seqs, 0)
+        self._reserve(context.store.seqs, 0)
 
     # Changes
 
@@ -110,7 +111,7 @@ class CodesIndex:
         if self._learn and keys.shape[1]:
             assert self._learned is not None
             points = subspaces(self._moved(seq, keys), self._rotation, normalise=self.normalise)
-            self._learned[seq] = learn(points, self.shape.seed)
+            self._learned[seq] = learn(points, self.context.seed)
         self.append([seq], keys[None], values[None], None)
 
     def append(self, seqs: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
@@ -155,7 +156,7 @@ class CodesIndex:
     def reorder(self, seqs: Sequence[int]) -> None:
         """See Index."""
         self._reserve(max(seqs) + 1, 0)
-        index = torch.tensor(seqs, device=self.shape.device)
+        index = torch.tensor(seqs, device=self.context.device)
         for name, tensor in self._data.items():
             moved = tensor[index]
             if moved.shape == tensor.shape:
@@ -177,8 +178,8 @@ class CodesIndex:
         """See Index. Raises ConfigError where a fixed number of candidates is less than budget."""
         rotated, now, candidates, wanted = self._collect(query, budget)
         run = run_length(candidates.shape[2], budget) or TILE
-        found = rerank(rotated, now, candidates, wanted, self._quantizer, self.shape.scale, run)
-        rows, counts = topk(found, candidates, wanted, budget, self._first, self.shape.scale, self._merge)
+        found = rerank(rotated, now, candidates, wanted, self._quantizer, self.context.scale, run)
+        rows, counts = topk(found, candidates, wanted, budget, self._first, self.context.scale, self._merge)
         return Selection(rows, counts, partial=self._dense(query))
 
     def candidates(self, query: Tensor, budget: int) -> Tensor:
@@ -208,7 +209,7 @@ class CodesIndex:
             longest = max(1, *self._counts[:batch])
             now = Summaries(now.ids[:, :, :, :longest], now.codes[:, :, :longest], now.weights[:, :, :longest], now.sizes)
         width = -(-max(budget, self.ratios.most(now.capacity, budget)) // TILE) * TILE
-        totals = torch.empty((batch, self.shape.kv_heads, BINS), dtype=torch.int32, device=query.device)
+        totals = torch.empty((batch, self.context.kv_heads, BINS), dtype=torch.int32, device=query.device)
         sizes, limits = now.sizes[:batch], data["limits"][:batch]
         if self._learned is None and self._graded:
             rotated, bits = planes(query, self._rotation, sizes.shape[1], totals, mean=mean, combine=self._combine)
@@ -217,7 +218,7 @@ class CodesIndex:
             if self._learned is None:
                 rotated, table = tiers(query, self._rotation, sizes, limits, totals, mean=mean, combine=self._combine)
             else:
-                rotated = in_bytes(rotate_queries(query, self.shape.kv_heads, self._rotation, mean=mean))
+                rotated = in_bytes(rotate_queries(query, self.context.kv_heads, self._rotation, mean=mean))
                 similarity = torch.einsum("lhpjb,lhbcj->lhpbc", rotated.values, self._learned[:batch])
                 votes = grade(similarity, self._combine) if self._graded else definition(similarity, sizes, limits)
                 table = pack(votes, self._combine)
@@ -232,14 +233,14 @@ class CodesIndex:
     def estimate(self, query: Tensor) -> Tensor:
         """Estimates of q.k for every indexed key, [B, Hq, longest] float32; -inf beyond a sequence's length. For measurements."""
         batch, most = query.shape[0], max(self._counts, default=0)
-        rotated = in_bytes(rotate_queries(query, self.shape.kv_heads, self._rotation, mean=False))
+        rotated = in_bytes(rotate_queries(query, self.context.kv_heads, self._rotation, mean=False))
         place = torch.arange(most, dtype=torch.int32, device=query.device)
         known = place < self._data["lengths"][:batch, None]
-        candidates = torch.where(known, place, -1)[:, None].expand(-1, self.shape.kv_heads, -1).contiguous()
-        found = rerank(rotated, self._summaries, candidates, self._data["lengths"][:batch], self._quantizer, self.shape.scale)
+        candidates = torch.where(known, place, -1)[:, None].expand(-1, self.context.kv_heads, -1).contiguous()
+        found = rerank(rotated, self._summaries, candidates, self._data["lengths"][:batch], self._quantizer, self.context.scale)
         scores = found.scores
         if self._centre:
-            grouped = query.float().reshape(batch, self.shape.kv_heads, -1, query.shape[2])
+            grouped = query.float().reshape(batch, self.context.kv_heads, -1, query.shape[2])
             scores = scores + torch.einsum("bhgd,bhd->bhg", grouped, self._data["centre"][:batch])[..., None]
         return scores.flatten(1, 2).masked_fill(~known[:, None], -torch.inf)
 
@@ -250,9 +251,9 @@ class CodesIndex:
             return None  # on a GPU it stays, for a captured step must serve sequences that shrink
         place = torch.arange(self.dense_below, device=query.device)
         lengths = self._data["lengths"][: query.shape[0], None]
-        visible = ((place < lengths) & (lengths < self.dense_below))[:, None].expand(-1, self.shape.kv_heads, -1)
+        visible = ((place < lengths) & (lengths < self.dense_below))[:, None].expand(-1, self.context.kv_heads, -1)
         keys, values = (self._data[name][: query.shape[0]] for name in ("keys", "values"))
-        return attend(DecodeStep(query, keys, values, scale=self.shape.scale, visible=visible))
+        return attend(DecodeStep(query, keys, values, scale=self.context.scale, visible=visible))
 
     # State
 
@@ -285,7 +286,7 @@ class CodesIndex:
         self._counts += [0] * (seqs - have_seqs)
         room = length + length // 8 if have == 0 else max(length, 2 * have)
         capacity = have if length <= have and have else max(CHUNK, -(-room // CHUNK) * CHUNK)
-        heads, subs, dim, device = self.shape.kv_heads, self._subs, self.shape.head_dim, self.shape.device
+        heads, subs, dim, device = self.context.kv_heads, self._subs, self.context.head_dim, self.context.device
         sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "ids": ((heads, subs, capacity), torch.uint8),
             "codes": ((heads, capacity, subs), torch.int32),
@@ -296,7 +297,7 @@ class CodesIndex:
             "limits": ((6,), torch.int32),
         }
         if self.dense_below:
-            sizes |= dict.fromkeys(("keys", "values"), ((heads, self.dense_below, dim), self.shape.dtype))
+            sizes |= dict.fromkeys(("keys", "values"), ((heads, self.dense_below, dim), self.context.dtype))
         if self._centre:
             sizes["centre"] = ((heads, dim), torch.float32)
         if self._learn:

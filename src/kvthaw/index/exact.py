@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from kvthaw.cache.index_api import IndexContext
 from kvthaw.index.tokens import Policy, TokenIndex
-from kvthaw.types import LayerShape
 
 
 class ExactIndex(TokenIndex):
@@ -17,8 +17,8 @@ class ExactIndex(TokenIndex):
     the indexed keys, or the score of their mean query. keys [B, H, capacity, D] doubles when it is full.
     """
 
-    def __init__(self, shape: LayerShape, *, policy: Policy = "max") -> None:
-        super().__init__(shape, columns={"keys": ((shape.head_dim,), shape.dtype)}, policy=policy)
+    def __init__(self, context: IndexContext, *, policy: Policy = "max") -> None:
+        super().__init__(context, columns={"keys": ((context.head_dim,), context.dtype)}, policy=policy)
 
     def encode(self, seqs: Sequence[int], keys: Tensor, values: Tensor) -> dict[str, Tensor]:
         """See TokenIndex."""

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.index.tokens import TokenIndex
 from kvthaw.kernels.decode_step import DecodeStep
 from kvthaw.kernels.flash_decode import definition as attend
-from kvthaw.types import LayerShape, Selection
 
 
 class FilterIndex(TokenIndex):
@@ -20,10 +20,10 @@ class FilterIndex(TokenIndex):
     that it did not choose by the selection's partial, outside the budget, which knows of no softcap. Else only keys stay.
     """
 
-    def __init__(self, shape: LayerShape, *, dense: bool = True) -> None:
+    def __init__(self, context: IndexContext, *, dense: bool = True) -> None:
         self.dense = dense
         names = ("keys", "values") if dense else ("keys",)
-        super().__init__(shape, columns=dict.fromkeys(names, ((shape.head_dim,), shape.dtype)))
+        super().__init__(context, columns=dict.fromkeys(names, ((context.head_dim,), context.dtype)))
 
     def encode(self, seqs: Sequence[int], keys: Tensor, values: Tensor) -> dict[str, Tensor]:
         """See TokenIndex."""
@@ -36,7 +36,7 @@ class FilterIndex(TokenIndex):
 
     def select(self, query: Tensor, budget: int) -> Selection:
         """See Index."""
-        tokens, batch, heads = self.ready(query), query.shape[0], self.shape.kv_heads
+        tokens, batch, heads = self.ready(query), query.shape[0], self.context.kv_heads
         keys = self.tables["keys"][:batch, :, :tokens]
         weights = self.weigh(query.unflatten(1, (heads, -1)) @ keys.transpose(2, 3))
         merged = weights.amax(dim=(1, 2))

@@ -8,10 +8,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.errors import CacheError, ConfigError, at_least
 from kvthaw.index.tree_config import TreeConfig, directions
 from kvthaw.native import DTYPES, Forest, Isa, isa_code
-from kvthaw.types import LayerShape, Selection
 
 
 class TreeIndex:
@@ -29,21 +29,21 @@ class TreeIndex:
     on_host = True
 
     def __init__(
-        self, shape: LayerShape, config: TreeConfig | None = None, *, threads: int = 0, isa: Isa | None = None
+        self, context: IndexContext, config: TreeConfig | None = None, *, threads: int = 0, isa: Isa | None = None
     ) -> None:
-        self.shape, self.threads = shape, threads
-        self.config = config or TreeConfig(seed=shape.seed)
-        if shape.dtype not in DTYPES:
-            raise ConfigError(f"dtype is {shape.dtype}; a DCI-tree reads {', '.join(str(d) for d in DTYPES)}")
+        self.context, self.threads = context, threads
+        self.config = config or TreeConfig(seed=context.seed)
+        if context.dtype not in DTYPES:
+            raise ConfigError(f"dtype is {context.dtype}; a DCI-tree reads {', '.join(str(d) for d in DTYPES)}")
         c = self.config
-        units = torch.stack([directions(c, shape.layer, h, shape.head_dim) for h in range(shape.kv_heads)]).contiguous()
+        units = torch.stack([directions(c, context.layer, h, context.head_dim) for h in range(context.kv_heads)]).contiguous()
         self.forest = Forest(
-            shape.store.seqs,
-            shape.kv_heads,
-            shape.head_dim,
-            DTYPES[shape.dtype],
-            shape.store.block_size,
-            shape.layer,
+            context.store.seqs,
+            context.kv_heads,
+            context.head_dim,
+            DTYPES[context.dtype],
+            context.store.block_size,
+            context.layer,
             units.data_ptr(),
             c.page_size,
             c.composites,
@@ -57,7 +57,7 @@ class TreeIndex:
             c.insert_beam,
             c.insert_retrieve_share,
             ("interleave", "union").index(c.merge),
-            shape.scale,
+            context.scale,
             ("page", "token").index(c.unit),
             ("point", "digest").index(c.descend),
             c.outliers,
@@ -86,7 +86,7 @@ class TreeIndex:
             return
         for seq in seqs:
             if not self.forest.has(seq):
-                self.forest.build(seq, self.shape.regions.sink, 0, 0, 1)
+                self.forest.build(seq, self.context.regions.sink, 0, 0, 1)
         bases = self._addresses(0, max(seqs) + 1, {seq: self.length(seq) + points for seq in seqs})[seqs]
         self.forest.append(seqs, points, bases.data_ptr(), bases.shape[1], self.threads)
 
@@ -100,17 +100,17 @@ class TreeIndex:
     def select_host(self, query: Tensor, budget: int) -> tuple[Tensor, Tensor]:
         """select() without the device: query [B, Hq, D] float32 on the CPU; rows [B, H, budget] and counts [B, H], int32."""
         batch, q_heads, dim = query.shape
-        if (q_heads, dim) != (self.shape.q_heads, self.shape.head_dim) or batch > self.forest.lanes:
-            most = [self.forest.lanes, self.shape.q_heads, self.shape.head_dim]
+        if (q_heads, dim) != (self.context.q_heads, self.context.head_dim) or batch > self.forest.lanes:
+            most = [self.forest.lanes, self.context.q_heads, self.context.head_dim]
             raise ValueError(f"query is {list(query.shape)}; it must be {most}, or fewer sequences")
         at_least(0, budget=budget)
         query = query.contiguous()
-        rows = torch.empty((batch, self.shape.kv_heads, budget), dtype=torch.int32)
-        counts = torch.empty((batch, self.shape.kv_heads), dtype=torch.int32)
+        rows = torch.empty((batch, self.context.kv_heads, budget), dtype=torch.int32)
+        counts = torch.empty((batch, self.context.kv_heads), dtype=torch.int32)
         bases = self._addresses(0, batch, {seq: self.length(seq) for seq in range(batch) if self.forest.size(seq)})
         self.forest.select(
             batch,
-            self.shape.group,
+            self.context.group,
             query.data_ptr(),
             budget,
             bases.data_ptr(),
@@ -149,7 +149,7 @@ class TreeIndex:
 
     def _addresses(self, start: int, stop: int, lengths: dict[int, int]) -> Tensor:
         """[stop - start, blocks] int64 of these sequences, as the store has them now; it must hold so many rows of some."""
-        store = self.shape.store
+        store = self.context.store
         for seq, length in lengths.items():
             held = store.length(seq) if seq < store.seqs else 0
             if held < length:

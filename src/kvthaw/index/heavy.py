@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.index.kept import Agree, KeptIndex, observed
-from kvthaw.types import LayerShape, Selection
 
 _PROMPT = 64  # queries of a prompt that count for H2O
 
@@ -21,19 +21,21 @@ class HeavyIndex(KeptIndex):
     Sink and ring count as recent; what half the budget leaves beside them goes to the latest of the kept tokens.
     """
 
-    def __init__(self, shape: LayerShape, *, agree: Agree = "mean") -> None:
-        super().__init__(shape, agree=agree, with_keys=True)
-        device = shape.device
+    def __init__(self, context: IndexContext, *, agree: Agree = "mean") -> None:
+        super().__init__(context, agree=agree, with_keys=True)
+        device = context.device
         self.tables |= {
-            "near": torch.zeros((0, shape.kv_heads, shape.regions.held + 1), device=device),  # the last place is for nothing
-            "asked": torch.zeros((0, shape.q_heads, shape.head_dim), dtype=shape.dtype, device=device),  # a query not added yet
+            "near": torch.zeros(
+                (0, context.kv_heads, context.regions.held + 1), device=device
+            ),  # the last place is for nothing
+            "asked": torch.zeros((0, context.q_heads, context.head_dim), dtype=context.dtype, device=device),  # not added yet
             "length": torch.zeros(0, dtype=torch.int64, device=device),  # tokens up to its own; 0: there is none
             "ends": torch.zeros(0, dtype=torch.int64, device=device),  # where the ring begins
         }
 
     def watch(self, seq: int, queries: Tensor, keys: Tensor, tokens: int) -> Tensor:
         """See KeptIndex."""
-        mass = observed(queries[:, :, -_PROMPT:], keys, scale=self.shape.scale, agree=self.agree)
+        mass = observed(queries[:, :, -_PROMPT:], keys, scale=self.context.scale, agree=self.agree)
         positions = torch.arange(self.first + tokens, self.first + keys.shape[1], device=keys.device)
         self.tables["near"][seq].zero_()
         self.tables["near"][seq, :, self._place(positions)] = mass[:, tokens:]
@@ -41,11 +43,11 @@ class HeavyIndex(KeptIndex):
 
     def arrive(self, seq: int, start: int, stop: int) -> Tensor:
         """See KeptIndex."""
-        return self.tables["near"][seq, :, self._place(torch.arange(start, stop, device=self.shape.device))]
+        return self.tables["near"][seq, :, self._place(torch.arange(start, stop, device=self.context.device))]
 
     def rank(self, seq: int, rows: Tensor, scores: Tensor) -> Tensor:
         """See KeptIndex."""
-        held = self.shape.regions.held
+        held = self.context.regions.held
         recent = max(0, ((self.rows or rows.shape[1]) + held) // 2 - held)
         return scores.masked_fill(rows >= self.first + self.tokens[seq] - recent, torch.inf)
 
@@ -65,11 +67,11 @@ class HeavyIndex(KeptIndex):
     def select(self, query: Tensor, budget: int) -> Selection:
         """See Index."""
         selection = super().select(query, budget)
-        if self.shape.clock is not None:
+        if self.context.sequences is not None:
             batch, length = query.shape[0], self.tables["length"]
             self.add()
             self.tables["asked"][:batch] = query
-            length[:batch] = self.shape.clock.lengths
+            length[:batch] = self.context.sequences.lengths
         return selection
 
     def truncate(self, seq: int, length: int) -> None:
@@ -82,21 +84,21 @@ class HeavyIndex(KeptIndex):
 
     def add(self) -> None:
         """Add what the last queries paid to each token, and forget them. Device work of fixed shape."""
-        slab = self.shape.slab
+        slab = self.context.slab
         if slab is None or not self.tokens:
             return
-        seqs, places = min(slab.data.shape[0], len(self.tokens)), self.shape.regions.held
+        seqs, places = min(slab.data.shape[0], len(self.tokens)), self.context.regions.held
         tables = {name: table[:seqs] for name, table in self.tables.items()}
         near, length, end = tables["near"], tables["length"], torch.clamp(tables["ends"], min=self.first)
         newest = torch.where(length > 0, self._place(length - 1), places)[:, None, None]
         near.scatter_(2, newest.expand(-1, near.shape[1], 1), 0.0)  # another token stood there before
-        place, sink, ring = torch.arange(places, device=near.device), self.shape.regions.sink, self.shape.regions.ring
+        place, sink, ring = torch.arange(places, device=near.device), self.context.regions.sink, self.context.regions.ring
         since = (place - end[:, None]) % ring  # place - sink is position - sink modulo ring, so this is position - end
         held = torch.where(place < sink, place < length[:, None], since < (length - end)[:, None])[:, None, None]
         kept = (tables["kept"] >= 0) & (length > 0)[:, None, None]
         known = torch.cat((held.expand(-1, near.shape[1], -1, -1), kept[:, :, None]), dim=3)
         keys = torch.cat((slab.keys[:seqs, :, :places], tables["keys"]), dim=2).float()
-        logits = tables["asked"].float().unflatten(1, (near.shape[1], -1)) @ keys.transpose(2, 3) * self.shape.scale
+        logits = tables["asked"].float().unflatten(1, (near.shape[1], -1)) @ keys.transpose(2, 3) * self.context.scale
         weights = torch.softmax(logits.masked_fill(~known, -torch.inf), dim=3).masked_fill(~known, 0.0)
         paid = weights.mean(dim=2) if self.agree == "mean" else weights.amax(dim=2)
         near[:, :, :places] += paid[:, :, :places]
@@ -104,5 +106,5 @@ class HeavyIndex(KeptIndex):
         length.zero_()
 
     def _place(self, position: Tensor) -> Tensor:
-        sink, ring = self.shape.regions.sink, self.shape.regions.ring
+        sink, ring = self.context.regions.sink, self.context.regions.ring
         return torch.where(position < sink, position, sink + (position - sink) % ring)

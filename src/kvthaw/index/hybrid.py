@@ -9,6 +9,7 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
+from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.errors import ConfigError, at_least
 from kvthaw.index.bounds import BoundIndex
 from kvthaw.index.target import Full, Target
@@ -17,7 +18,6 @@ from kvthaw.kernels.observe import observe
 from kvthaw.kernels.page_bounds import Spread, page_bounds
 from kvthaw.kernels.unit_scores import RecentQueries
 from kvthaw.kernels.unit_select import Policy
-from kvthaw.types import LayerShape, Selection
 
 _GOLDEN = (5**0.5 - 1) / 2
 _KEYS = 1 << 28
@@ -116,7 +116,7 @@ class HybridIndex(BoundIndex):
 
     def __init__(
         self,
-        shape: LayerShape,
+        context: IndexContext,
         *,
         page: int = 32,
         spread: Spread = "mean",
@@ -127,13 +127,13 @@ class HybridIndex(BoundIndex):
         if share != "auto" and not (isinstance(share, int | float) and 0 <= share <= 1):
             raise ConfigError(f"share is {share!r}; it must be 'auto' or between 0 and 1")
         at_least(1, interval=interval)
-        super().__init__(shape, page=page, spread=spread, policy=policy)
+        super().__init__(context, page=page, spread=spread, policy=policy)
         self.share, self.interval = share, interval
-        self.early = int(interval * (shape.layer * _GOLDEN % 1))
-        self.rows: int | None = shape.rows or None
-        self.window = max(1, min(_WATCHED, shape.regions.window))
-        device, heads = shape.device, shape.q_heads
-        self.queries = torch.zeros((0, heads, self.window, shape.head_dim), dtype=shape.dtype, device=device)
+        self.early = int(interval * (context.layer * _GOLDEN % 1))
+        self.rows: int | None = context.rows or None
+        self.window = max(1, min(_WATCHED, context.regions.window))
+        device, heads = context.device, context.q_heads
+        self.queries = torch.zeros((0, heads, self.window, context.head_dim), dtype=context.dtype, device=device)
         self.seen = torch.zeros((0, self.window), dtype=torch.float32, device=device)
         self.clock = torch.zeros(1, dtype=torch.int64, device=device)
         self.statics: list[Static] = []
@@ -239,16 +239,16 @@ class HybridIndex(BoundIndex):
     def windows(self, seqs: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Copies of the windows' queries [R, H, G W, D] of some sequences and their weights [R, G W], which sum to 1."""
         which = self._deferred.numbers([(seq,) for seq in seqs], self.seen.device)[:, 0]
-        queries = self.queries.index_select(0, which).unflatten(1, (self.shape.kv_heads, -1)).flatten(2, 3)
+        queries = self.queries.index_select(0, which).unflatten(1, (self.context.kv_heads, -1)).flatten(2, 3)
         seen = self.seen.index_select(0, which)
-        return queries, (seen / (seen.sum(dim=1, keepdim=True) * self.shape.group).clamp(min=1)).repeat(1, self.shape.group)
+        return queries, (seen / (seen.sum(dim=1, keepdim=True) * self.context.group).clamp(min=1)).repeat(1, self.context.group)
 
     def plan(self, seqs: Sequence[int], keys: Tensor, queries: Tensor, weights: Tensor) -> list[Plan]:
         """The static sets that windows' queries choose from keys [R, H, T, D] of sequences whose sets are of one size, and the
         pages of the others."""
         (rows, heads, tokens, dim), count = keys.shape, self._count(seqs[0], keys[0])
         flat = keys.flatten(0, 1)
-        mass = observe(queries.flatten(0, 1), flat, weights.repeat_interleave(heads, dim=0), scale=self.shape.scale)
+        mass = observe(queries.flatten(0, 1), flat, weights.repeat_interleave(heads, dim=0), scale=self.context.scale)
         order = choose_static(mass, count, self.first)
         rest = (order[:, count:] - self.first).long()
         assert self.spread is not None
@@ -328,7 +328,7 @@ class HybridIndex(BoundIndex):
     def _place_alike(self, seqs: list[int], plans: list[Plan]) -> None:
         """Put plans of equal sizes in place."""
         order, digests, tail = (torch.stack(own) for own in zip(*(plan.tensors() for plan in plans), strict=True))
-        heads, device, static = self.shape.kv_heads, order.device, plans[0].static
+        heads, device, static = self.context.kv_heads, order.device, plans[0].static
         tokens, units, kept = order.shape[2], digests.shape[2], tail.shape[2]
         self.reserve(max(seqs) + 1, units + 1, tokens)
         assert self.order is not None
@@ -347,15 +347,17 @@ class HybridIndex(BoundIndex):
         self.counts.index_fill_(0, whole.seqs[:, 0, 0], units)
 
     def _stored(self, seq: int, tokens: int) -> bool:
-        store = self.shape.store
+        store = self.context.store
         return seq < store.seqs and store.length(seq) >= self.first + tokens
 
     def read(self, seqs: Sequence[int], tokens: int, new: Tensor | None = None) -> Tensor:
         """Keys [R, H, T, D] of sequences: the first `tokens` of each from the store, then new [R, H, n, D]."""
-        shape, more = self.shape, 0 if new is None else new.shape[2]
-        keys = torch.empty((len(seqs), shape.kv_heads, tokens + more, shape.head_dim), dtype=shape.dtype, device=shape.device)
+        context, more = self.context, 0 if new is None else new.shape[2]
+        keys = torch.empty(
+            (len(seqs), context.kv_heads, tokens + more, context.head_dim), dtype=context.dtype, device=context.device
+        )
         for own, seq in zip(keys, seqs, strict=True):
-            shape.store.read_keys(seq, self.first, self.first + tokens, shape.device, own[:, :tokens])
+            context.store.read_keys(seq, self.first, self.first + tokens, context.device, own[:, :tokens])
         if new is not None:
             keys[:, :, tokens:] = new
         return keys

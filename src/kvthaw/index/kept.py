@@ -8,9 +8,9 @@ from typing import Literal, Self, get_args
 import torch
 from torch import Tensor
 
+from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.errors import one_of
 from kvthaw.index.units import grown
-from kvthaw.types import LayerShape, Selection
 
 Agree = Literal["mean", "max"]
 """How the query heads of a group agree on a token: the mean or the largest of the attention that each pays to it."""
@@ -49,17 +49,17 @@ class KeptIndex:
     evicts = True
     """What it does not keep is not read again."""
 
-    def __init__(self, shape: LayerShape, *, agree: Agree, with_keys: bool = False) -> None:
+    def __init__(self, context: IndexContext, *, agree: Agree, with_keys: bool = False) -> None:
         one_of(get_args(Agree), agree=agree)
-        self.shape, self.agree = shape, agree
-        self.first, self.rows = shape.regions.sink, shape.rows
-        size, device = (0, shape.kv_heads, shape.rows), shape.device
+        self.context, self.agree = context, agree
+        self.first, self.rows = context.regions.sink, context.rows
+        size, device = (0, context.kv_heads, context.rows), context.device
         self.tables = {
             "kept": torch.full(size, -1, dtype=torch.int32, device=device),
             "scores": torch.zeros(size, dtype=torch.float32, device=device),
         }
         if with_keys:
-            self.tables["keys"] = torch.zeros((*size, shape.head_dim), dtype=shape.dtype, device=device)
+            self.tables["keys"] = torch.zeros((*size, context.head_dim), dtype=context.dtype, device=device)
         self.tokens: list[int] = []  # that a sequence was given
 
     # What a method adds
@@ -115,7 +115,7 @@ class KeptIndex:
     def reorder(self, seqs: Sequence[int]) -> None:
         """See Index."""
         self.reserve(max(seqs) + 1)
-        which = torch.tensor(seqs, device=self.shape.device)
+        which = torch.tensor(seqs, device=self.context.device)
         self.tables = {name: table.index_select(0, which) for name, table in self.tables.items()}
         self.tokens = [self.tokens[seq] for seq in seqs]
 
@@ -153,8 +153,8 @@ class KeptIndex:
         """Choose from all tokens that the sequence was given. queries [Hq, W, D]; behind [H, n, D]: keys of the tokens after
         them."""
         start, stop = self.first, self.first + self.tokens[seq]
-        keys = torch.cat((self.shape.store.read_keys(seq, start, stop, self.shape.device), behind), dim=1)
-        watching = queries[:, -keys.shape[1] :].unflatten(0, (self.shape.kv_heads, -1))
+        keys = torch.cat((self.context.store.read_keys(seq, start, stop, self.context.device), behind), dim=1)
+        watching = queries[:, -keys.shape[1] :].unflatten(0, (self.context.kv_heads, -1))
         scores = self.watch(seq, watching, keys, stop - start)
         self._fill(seq, self._new(start, stop, scores, keys))
 
@@ -163,9 +163,9 @@ class KeptIndex:
         start = self.first + self.tokens[seq]
         stop = start + keys.shape[1]
         self.tokens[seq] += keys.shape[1]
-        end = self.shape.store.length(seq) if seq < self.shape.store.seqs else 0
+        end = self.context.store.length(seq) if seq < self.context.store.seqs else 0
         if queries is not None and end > stop:
-            self.anew(seq, queries, self.shape.store.read_keys(seq, stop, end, self.shape.device))
+            self.anew(seq, queries, self.context.store.read_keys(seq, stop, end, self.context.device))
             return
         new = self._new(start, stop, self.arrive(seq, start, stop), keys)
         self._fill(seq, {name: torch.cat((table, new[name]), dim=1) for name, table in self._own(seq).items()})
@@ -189,6 +189,6 @@ class KeptIndex:
         order = torch.sort(rank, dim=1, descending=True, stable=True).indices[:, :limit]
         n = order.shape[1]
         for name in self._own(seq):
-            index = order if name != "keys" else order[..., None].expand(-1, -1, self.shape.head_dim)
+            index = order if name != "keys" else order[..., None].expand(-1, -1, self.context.head_dim)
             self.tables[name][seq, :, :n] = some[name].gather(1, index)
         self.tables["kept"][seq, :, n:] = -1

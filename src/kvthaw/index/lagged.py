@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.errors import ConfigError
 from kvthaw.index.bounds import BoundIndex
 from kvthaw.index.units import grown
 from kvthaw.kernels.page_bounds import Spread
 from kvthaw.kernels.unit_select import Policy
-from kvthaw.types import LayerShape, Selection
 
 _KEPT = 64
 
@@ -23,13 +23,13 @@ class LaggedIndex(BoundIndex):
     corrected whole. previous [B, 64, Hq, D]: the query asked at n tokens of the sequence stands at n modulo 64, so that tokens
     which are dropped again (assisted decoding) leave the one before them; asked [B, 64] int64: those n, -1 for none."""
 
-    def __init__(self, shape: LayerShape, *, page: int, spread: Spread, policy: Policy, tau: float) -> None:
+    def __init__(self, context: IndexContext, *, page: int, spread: Spread, policy: Policy, tau: float) -> None:
         if not -1 <= tau <= 1:
             raise ConfigError(f"tau is {tau}; it must be between -1 and 1")
-        super().__init__(shape, page=page, spread=spread, policy=policy)
+        super().__init__(context, page=page, spread=spread, policy=policy)
         self.tau = tau
-        device = shape.device
-        self.previous = torch.zeros((0, _KEPT, shape.q_heads, shape.head_dim), dtype=shape.dtype, device=device)
+        device = context.device
+        self.previous = torch.zeros((0, _KEPT, context.q_heads, context.head_dim), dtype=context.dtype, device=device)
         self.asked = torch.zeros((0, _KEPT), dtype=torch.int64, device=device)
 
     def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
@@ -42,12 +42,12 @@ class LaggedIndex(BoundIndex):
         batch = query.shape[0]
         self.reserve(batch)
         seqs = torch.arange(batch, device=query.device)
-        now = self.asked[:batch].amax(dim=1) + 1 if self.shape.clock is None else self.shape.clock.lengths.long()
+        now = self.asked[:batch].amax(dim=1) + 1 if self.context.sequences is None else self.context.sequences.lengths.long()
         before = (now - 1) % _KEPT
         previous, asked = self.previous[seqs, before], self.asked[seqs, before]
-        near = torch.cosine_similarity(query.float(), previous.float(), dim=2).unflatten(1, (self.shape.kv_heads, -1))
+        near = torch.cosine_similarity(query.float(), previous.float(), dim=2).unflatten(1, (self.context.kv_heads, -1))
         lags = (near.mean(dim=2) >= self.tau) & (asked == now - 1)[:, None] & (now > 0)[:, None]
-        used = torch.where(lags.repeat_interleave(self.shape.group, dim=1)[:, :, None], previous, query)
+        used = torch.where(lags.repeat_interleave(self.context.group, dim=1)[:, :, None], previous, query)
         selection = super().select(used, budget)
         self.previous[seqs, now % _KEPT] = query
         self.asked[seqs, now % _KEPT] = now

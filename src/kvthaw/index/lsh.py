@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.counter_rng import GOLDEN, SPREAD, mix
 from kvthaw.errors import ConfigError, at_least
 from kvthaw.index.clusters import stream
 from kvthaw.index.planes import Planes
 from kvthaw.index.tokens import TokenIndex
 from kvthaw.kernels.code_hits import code_hits
-from kvthaw.types import LayerShape, Selection
 
 _VECTORS = 2048  # vectors of a head coded at once
 
@@ -38,18 +38,18 @@ class HashIndex(TokenIndex):
 
     grows = False
 
-    def __init__(self, shape: LayerShape, *, bits: int = 10, tables: int = 150) -> None:
+    def __init__(self, context: IndexContext, *, bits: int = 10, tables: int = 150) -> None:
         if not 1 <= bits <= 15:
             raise ConfigError(f"bits is {bits}; it must be between 1 and 15")
         at_least(2, tables=tables)
         self.bits, self.L = bits, tables
-        dim = shape.head_dim
+        dim = context.head_dim
         super().__init__(
-            shape,
-            columns={"codes": ((tables,), torch.int16), "keys": ((dim,), shape.dtype)},
+            context,
+            columns={"codes": ((tables,), torch.int16), "keys": ((dim,), context.dtype)},
             learned={"mean": ((dim,), torch.float32)},
         )
-        self.planes = Planes(shape, tables=tables, bits=bits)
+        self.planes = Planes(context, tables=tables, bits=bits)
 
     def learn(self, seq: int, keys: Tensor) -> None:
         """See TokenIndex."""
@@ -66,7 +66,7 @@ class HashIndex(TokenIndex):
     def select(self, query: Tensor, budget: int) -> Selection:
         """See Index."""
         tokens = self.ready(query)
-        batch, heads = query.shape[0], self.shape.kv_heads
+        batch, heads = query.shape[0], self.context.kv_heads
         grouped = query.unflatten(1, (heads, -1))
         asked = self.code(grouped)  # [B, H, G, L]
         hits = code_hits(self.tables["codes"][:batch, :, :tokens], asked, self.known[:batch])  # [B, H, G, T]
@@ -100,8 +100,8 @@ class HashIndex(TokenIndex):
 
     def salt(self, asked: Tensor) -> Tensor:
         """A number for the queries of a group, [B, H] int64, of their codes: asked [B, H, G, L]."""
-        shape = self.shape
+        context = self.context
         factors = mix(torch.arange(1, asked.shape[2] * self.L + 1, device=asked.device) * GOLDEN)
-        head = torch.arange(shape.kv_heads, device=asked.device)
-        base = stream(shape.seed, shape.layer) + head
+        head = torch.arange(context.kv_heads, device=asked.device)
+        base = stream(context.seed, context.layer) + head
         return mix((asked.flatten(2).long() * factors).sum(dim=2) + base * SPREAD)

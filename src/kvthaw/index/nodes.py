@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.addresses import Addresses
+from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.errors import ConfigError
 from kvthaw.index.clusters import drawn, stream
 from kvthaw.index.target import Full, Target
@@ -24,7 +25,6 @@ from kvthaw.kernels.rerank import TILE
 from kvthaw.kernels.stored_scores import stored_scores
 from kvthaw.kernels.topk import Merge, run_length, topk
 from kvthaw.kernels.unit_select import launch_choice, vectorised_choice
-from kvthaw.types import LayerShape, Selection
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +82,12 @@ class NodeIndex(UnitIndex):
 
     mapped = True
 
-    def __init__(self, shape: LayerShape, config: NodeConfig | None = None) -> None:
+    def __init__(self, context: IndexContext, config: NodeConfig | None = None) -> None:
         self.config = config or NodeConfig()
-        size, width = self.config.size, row_width(shape.head_dim, self.config.outliers)
-        super().__init__(shape, size=size, batch=size * self.config.nodes_per_batch, width=width, policy=self.config.policy)
-        self.width = self._field(shape.rows)
-        self.wanted = torch.zeros(0, dtype=torch.int32, device=shape.device)
+        size, width = self.config.size, row_width(context.head_dim, self.config.outliers)
+        super().__init__(context, size=size, batch=size * self.config.nodes_per_batch, width=width, policy=self.config.policy)
+        self.width = self._field(context.rows)
+        self.wanted = torch.zeros(0, dtype=torch.int32, device=context.device)
         self.addresses = Addresses()
 
     # Index
@@ -95,9 +95,9 @@ class NodeIndex(UnitIndex):
     def make_room(self, seqs: int, tokens: int) -> None:
         """See Index."""
         super().make_room(seqs, tokens)
-        if self.shape.device.type == "cuda":
-            self.addresses.make_room(self.shape.store, tokens, self.shape.device)
-            self.addresses.follow(self.shape.store, self.shape.device)
+        if self.context.device.type == "cuda":
+            self.addresses.make_room(self.context.store, tokens, self.context.device)
+            self.addresses.follow(self.context.store, self.context.device)
 
     def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         """See Index."""
@@ -114,7 +114,7 @@ class NodeIndex(UnitIndex):
             self.know(range(len(self.seqs)))
         digests, stops, counts, order = self.digests[:batch], self.stops[:batch], self.counts[:batch], self.order
         assert order is not None
-        scale, scores = self.shape.scale, {"scale": self.shape.scale, "reach": config.spread}
+        scale, scores = self.context.scale, {"scale": self.context.scale, "reach": config.spread}
         choice: dict[str, Any] = {"first": self.first, "budget": self.width, "policy": config.policy}
         if HAS_TRITON and query.is_cuda:
             found, parts = node_scores.launch(query, digests, stops, counts, **scores)
@@ -125,20 +125,20 @@ class NodeIndex(UnitIndex):
             found = node_scores.definition(query, digests, stops, counts, **scores)
             rows, _ = vectorised_choice(found, stops, order[:batch], counts, **choice)
         wanted, run = self.wanted[:batch], run_length(self.width, budget) or TILE
-        query, block = query.to(self.shape.dtype), self.shape.store.block_size
+        query, block = query.to(self.context.dtype), self.context.store.block_size
         true = stored_scores(query, self._table(), block, rows, wanted, scale=scale, run=run)
         return Selection(*topk(true, rows, wanted, budget, 0, scale, config.policy))
 
     def join(self) -> None:
         """See UnitIndex; and where the store has its rows is known on the device."""
         super().join()
-        if self.shape.device.type == "cuda":
-            self.addresses.follow(self.shape.store, self.shape.device)
+        if self.context.device.type == "cuda":
+            self.addresses.follow(self.context.store, self.context.device)
 
     def searched_bytes(self) -> int:
         """See ReadsStore."""
         rows = sum(min(seq.tokens, self.width) for seq in self.seqs)
-        return rows * self.shape.kv_heads * self.shape.head_dim * self.shape.dtype.itemsize
+        return rows * self.context.kv_heads * self.context.head_dim * self.context.dtype.itemsize
 
     def reorder(self, seqs: Sequence[int]) -> None:
         """See Index."""
@@ -174,7 +174,7 @@ class NodeIndex(UnitIndex):
             last = [Full(place.seq, place.begin + whole * self.size, place.before + whole) for place in some]
             own = self.recent[self._last(last, kept + keys.shape[2] - whole * self.size)]
             made = self.digest(own.flatten(0, 1)).unflatten(0, own.shape[:2])
-            self.digests[Target.of(last, self.shape.kv_heads, keys.device).units(made.shape[2])] = made
+            self.digests[Target.of(last, self.context.kv_heads, keys.device).units(made.shape[2])] = made
 
     def close(self, full: Sequence[Full], keys: Tensor | None) -> None:
         """See UnitIndex: each batch makes nodes among itself."""
@@ -199,21 +199,21 @@ class NodeIndex(UnitIndex):
         return -(-max(self.config.field, 2 * budget) // TILE) * TILE
 
     def _know_anew(self) -> None:
-        self.wanted = torch.zeros(len(self.seqs), dtype=torch.int32, device=self.shape.device)
+        self.wanted = torch.zeros(len(self.seqs), dtype=torch.int32, device=self.context.device)
         self.know(range(len(self.seqs)))
 
     def _table(self) -> Tensor:
-        return self.shape.store.table() if self.addresses.table is None else self.addresses.table
+        return self.context.store.table() if self.addresses.table is None else self.addresses.table
 
     def _form(self, first: Sequence[Full], keys: Tensor, count: int) -> None:
         """Make `count` nodes of each of some batches, keys [R, H, n, T, D], of which the first of each sequence is said, in their
         places of the tables."""
         rows, heads, batches, tokens = keys.shape[:4]
-        device, shape = keys.device, self.shape
+        device, context = keys.device, self.context
         target = Target.of(first, heads, device)
         starts = torch.arange(batches, device=device)[:, None] * tokens + target.begin[..., None]  # [R, 1, n, 1]
         positions = self.first + starts + torch.arange(tokens, device=device)
-        streams = stream(shape.seed, shape.layer) + torch.arange(heads, device=device)[:, None, None]
+        streams = stream(context.seed, context.layer) + torch.arange(heads, device=device)[:, None, None]
         chosen, deferred = drawn(positions, count, streams), keys.flatten(0, 2)
         order, stops = grouped(nearest(deferred, chosen.flatten(0, 2)), count)
         digests, order = node_digests(deferred, order, stops, self.config.outliers)

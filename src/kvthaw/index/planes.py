@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvthaw.cache.index_api import IndexContext
 from kvthaw.index.clusters import stream
-from kvthaw.types import LayerShape
 
 
 class Planes:
@@ -16,14 +16,14 @@ class Planes:
     sign of direction i of its table.
     """
 
-    def __init__(self, shape: LayerShape, *, tables: int, bits: int) -> None:
+    def __init__(self, context: IndexContext, *, tables: int, bits: int) -> None:
         self.tables, self.bits = tables, bits
         directions = []
-        for head in range(shape.kv_heads):
-            generator = torch.Generator().manual_seed(stream(shape.seed, shape.layer) + head)
-            directions.append(torch.randn(shape.head_dim, tables * bits, generator=generator))
-        self.directions = torch.stack(directions).to(shape.device)
-        self._powers = (1 << torch.arange(bits, device=shape.device)).float()
+        for head in range(context.kv_heads):
+            generator = torch.Generator().manual_seed(stream(context.seed, context.layer) + head)
+            directions.append(torch.randn(context.head_dim, tables * bits, generator=generator))
+        self.directions = torch.stack(directions).to(context.device)
+        self._powers = (1 << torch.arange(bits, device=context.device)).float()
 
     def code(self, vectors: Tensor) -> Tensor:
         """Vectors [..., H, n, D] -> codes [..., H, n, tables] float32, whole numbers."""

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvthaw.cache.index_api import IndexContext
 from kvthaw.errors import ConfigError, at_least
 from kvthaw.index.clusters import draw
 from kvthaw.index.learned import assign
 from kvthaw.index.tokens import Policy, TokenIndex
 from kvthaw.kernels.kmeans import kmeans
-from kvthaw.types import LayerShape
 
 
 class ProductIndex(TokenIndex):
@@ -26,17 +26,17 @@ class ProductIndex(TokenIndex):
     grows = False
 
     def __init__(
-        self, shape: LayerShape, *, parts: int = 2, centroids: int = 64, iterations: int = 20, policy: Policy = "max"
+        self, context: IndexContext, *, parts: int = 2, centroids: int = 64, iterations: int = 20, policy: Policy = "max"
     ) -> None:
-        if parts < 1 or shape.head_dim % parts:
-            raise ConfigError(f"parts is {parts}; it must be at least 1 and divide head_dim, {shape.head_dim}")
+        if parts < 1 or context.head_dim % parts:
+            raise ConfigError(f"parts is {parts}; it must be at least 1 and divide head_dim, {context.head_dim}")
         if not 1 <= centroids <= 256:
             raise ConfigError(f"centroids is {centroids}; it must be between 1 and 256")
         at_least(1, iterations=iterations)
         self.parts, self.centroids, self.iterations = parts, centroids, iterations
-        table = (parts, centroids, shape.head_dim // parts)
+        table = (parts, centroids, context.head_dim // parts)
         super().__init__(
-            shape,
+            context,
             columns={"ids": ((parts,), torch.uint8)},
             learned={"centroids": (table, torch.float32)},
             policy=policy,
@@ -45,9 +45,9 @@ class ProductIndex(TokenIndex):
     def learn(self, seq: int, keys: Tensor) -> None:
         """See TokenIndex."""
         points, heads, tokens = self.split(keys), keys.shape[0], keys.shape[1]
-        shape, count = self.shape, min(self.centroids, tokens)
+        context, count = self.context, min(self.centroids, tokens)
         positions = torch.arange(self.first, self.first + tokens, device=keys.device)
-        starts = draw(positions, count, seed=shape.seed, layer=shape.layer, heads=heads * self.parts)
+        starts = draw(positions, count, seed=context.seed, layer=context.layer, heads=heads * self.parts)
         means = kmeans(points.flatten(0, 1), starts, distance="l2", iterations=self.iterations)[0]
         table = self.learned["centroids"][seq]
         table[:, :, :count] = means.view(heads, self.parts, count, -1)

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvthaw.cache.index_api import Index, IndexContext, Rebuilds, Reversible, Selection, WorksBeside
 from kvthaw.errors import ConfigError, at_least
 from kvthaw.index.tokens import TokenIndex, log_shares
-from kvthaw.types import Index, LayerShape, Rebuilds, Reversible, Selection, WorksBeside
 
 
 def quantise(keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -30,10 +30,10 @@ def quantise(keys: Tensor) -> tuple[Tensor, Tensor]:
 class QuantisedKeys(TokenIndex):
     """Every key in 4 bits a channel, and its zero and step."""
 
-    def __init__(self, shape: LayerShape, *, stored: bool = False) -> None:
+    def __init__(self, context: IndexContext, *, stored: bool = False) -> None:
         super().__init__(
-            shape,
-            columns={"codes": ((-(-shape.head_dim // 2),), torch.uint8), "grids": ((2,), torch.float32)},
+            context,
+            columns={"codes": ((-(-context.head_dim // 2),), torch.uint8), "grids": ((2,), torch.float32)},
         )
         self.stored = stored  # keys are read from the store
 
@@ -41,7 +41,7 @@ class QuantisedKeys(TokenIndex):
         """See TokenIndex."""
         if self.stored:
             starts = [self.first + self.counts[seq] for seq in seqs]
-            read = (self.shape.store.read(seq, at, at + keys.shape[2]) for seq, at in zip(seqs, starts, strict=True))
+            read = (self.context.store.read(seq, at, at + keys.shape[2]) for seq, at in zip(seqs, starts, strict=True))
             keys = torch.stack([rows[:, :, 0] for rows in read])
         codes, grids = quantise(keys)
         return {"codes": codes, "grids": grids}
@@ -65,18 +65,18 @@ class PrunedIndex:
     A sequence whose tokens all fit is not pruned. Estimates stand where the other index works.
     """
 
-    def __init__(self, shape: LayerShape, *, index: Callable[[LayerShape], Index], p: float, spare: int) -> None:
+    def __init__(self, context: IndexContext, *, index: Callable[[IndexContext], Index], p: float, spare: int) -> None:
         if not 0 < p <= 1:
             raise ConfigError(f"p is {p}; it must be above 0 and at most 1")
         at_least(1, spare=spare)
-        self.shape, self.p, self.spare = shape, p, spare
-        self.inner = index(replace(shape, rows=spare * shape.rows))
+        self.context, self.p, self.spare = context, p, spare
+        self.inner = index(replace(context, rows=spare * context.rows))
         if isinstance(self.inner, Rebuilds):
             raise ConfigError(
                 f"base is a method that makes keys of its own, {type(self.inner).__name__}; its rows cannot be pruned"
             )
         self.graph_safe, self.grows, self.on_host = self.inner.graph_safe, self.inner.grows, self.inner.on_host
-        here = replace(shape, device=torch.device("cpu")) if self.on_host else shape
+        here = replace(context, device=torch.device("cpu")) if self.on_host else context
         self.keys = QuantisedKeys(here, stored=self.on_host)
 
     @property
@@ -110,7 +110,7 @@ class PrunedIndex:
         self.keys.ready(query)
         batch, rows = query.shape[0], proposed.rows
         here = (rows >= 0)[:, :, None]
-        scores = self.keys.scores(query.unflatten(1, (self.shape.kv_heads, -1)), rows) * self.shape.scale
+        scores = self.keys.scores(query.unflatten(1, (self.context.kv_heads, -1)), rows) * self.context.scale
         logs = log_shares(scores.masked_fill(~here, -torch.inf))
         ranked, order = logs.sort(dim=3, descending=True, stable=True)
         weights = ranked.exp()

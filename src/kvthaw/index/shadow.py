@@ -8,12 +8,12 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from kvthaw.cache.index_api import IndexContext
 from kvthaw.cache.pool import Slab
 from kvthaw.errors import at_least
 from kvthaw.index.principal import principal
 from kvthaw.index.units import Seq, UnitIndex, grown
 from kvthaw.kernels.unit_select import Policy
-from kvthaw.types import LayerShape
 
 
 class ShadowIndex(UnitIndex):
@@ -32,16 +32,16 @@ class ShadowIndex(UnitIndex):
     mapped = shuffled = True
 
     def __init__(
-        self, shape: LayerShape, *, chunk: int = 8, rank: int = 160, outliers: int = 48, policy: Policy = "max"
+        self, context: IndexContext, *, chunk: int = 8, rank: int = 160, outliers: int = 48, policy: Policy = "max"
     ) -> None:
         at_least(1, chunk=chunk, rank=rank)
         at_least(0, outliers=outliers)
-        super().__init__(shape, size=chunk, batch=chunk, width=shape.head_dim, policy=policy)
-        heads, dim, device = shape.kv_heads, shape.head_dim, shape.device
+        super().__init__(context, size=chunk, batch=chunk, width=context.head_dim, policy=policy)
+        heads, dim, device = context.kv_heads, context.head_dim, context.device
         self.rank = min(rank, heads * dim)
-        self.outliers = min(outliers, shape.rows // (4 * chunk)) if shape.rows else outliers
-        self.factors = torch.zeros((0, 1, 0, self.rank), dtype=shape.dtype, device=device)
-        self.basis = torch.zeros((0, self.rank, heads, dim), dtype=shape.dtype, device=device)
+        self.outliers = min(outliers, context.rows // (4 * chunk)) if context.rows else outliers
+        self.factors = torch.zeros((0, 1, 0, self.rank), dtype=context.dtype, device=device)
+        self.basis = torch.zeros((0, self.rank, heads, dim), dtype=context.dtype, device=device)
         self.exact = torch.zeros((0, heads, 0), dtype=torch.bool, device=device)
         self.known = torch.zeros(0, dtype=torch.int32, device=device)
         self.total = torch.zeros_like(self.known)
@@ -103,7 +103,7 @@ class ShadowIndex(UnitIndex):
         among = torch.arange(fetch.shape[2], device=fetch.device).expand_as(place)
         source.scatter_(2, torch.where(wanted, slots, slab.slots).long(), among)
         source = source[:, :, : slab.slots, None]
-        made = self.keys(place).gather(2, source.clamp(min=0).expand(-1, -1, -1, self.shape.head_dim))
+        made = self.keys(place).gather(2, source.clamp(min=0).expand(-1, -1, -1, self.context.head_dim))
         pool = slab.data[:, :, slab.pool_start :, 0]
         pool.copy_(torch.where(source >= 0, made, pool))
 
@@ -112,9 +112,9 @@ class ShadowIndex(UnitIndex):
         batch = place.shape[0]
         seq = torch.arange(batch, device=place.device)[:, None, None]
         made = torch.einsum("bhmr,brhd->bhmd", self.factors[:batch, 0][seq, place].float(), self.basis[:batch].float())
-        if self.shape.rotary is not None:
+        if self.context.rotary is not None:
             there = (place + self.first).flatten(0, 1)
-            turned = self.shape.rotary.turn(made.flatten(0, 1), there).view_as(made)
+            turned = self.context.rotary.turn(made.flatten(0, 1), there).view_as(made)
             made = torch.where(self.turned[:batch, None, None, None], turned, made)
         return made.to(self.factors.dtype)
 
@@ -126,14 +126,14 @@ class ShadowIndex(UnitIndex):
 
     def tensors(self) -> list[Tensor]:
         """See Index; and what rebuild() reads."""
-        rotary = self.shape.rotary
+        rotary = self.context.rotary
         return [*super().tensors(), *([] if rotary is None else [rotary.cos, rotary.sin])]
 
     def clone_from(self, other: Self) -> None:
         """See Index."""
         super().clone_from(other)
-        if self.shape.rotary is not None:
-            self.shape.rotary.reserve(self.first + self.factors.shape[2], self.shape.device)
+        if self.context.rotary is not None:
+            self.context.rotary.reserve(self.first + self.factors.shape[2], self.context.device)
 
     def reserve(self, seqs: int, units: int = 0, tokens: int = 0) -> None:
         """See UnitIndex."""
@@ -149,7 +149,7 @@ class ShadowIndex(UnitIndex):
         """The best approximation of the keys by `rank` directions: the leading eigenvectors of their Gram matrix."""
         heads, tokens, dim = keys.shape
         self._reserve_factors(tokens)
-        rotary = self.shape.rotary
+        rotary = self.context.rotary
         forms = [keys.float()]
         if rotary is not None:
             positions = torch.arange(self.first, self.first + tokens, device=keys.device)[None].expand(heads, -1)
@@ -170,8 +170,8 @@ class ShadowIndex(UnitIndex):
     def _reserve_factors(self, tokens: int) -> None:
         """Room for the factors of so many tokens of a prompt."""
         self.factors, self.exact = (grown(table, len(self.seqs), tokens) for table in (self.factors, self.exact))
-        if self.shape.rotary is not None:
-            self.shape.rotary.reserve(self.first + tokens, self.shape.device)
+        if self.context.rotary is not None:
+            self.context.rotary.reserve(self.first + tokens, self.context.device)
 
     def _tables(self) -> list[str]:
         return [*super()._tables(), "factors", "basis", "exact", "known", "total", "turned"]

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.errors import ConfigError
 from kvthaw.index.principal import principal
 from kvthaw.index.tokens import TokenIndex
-from kvthaw.types import LayerShape, Selection
 
 
 class SkewedIndex(TokenIndex):
@@ -30,18 +30,18 @@ class SkewedIndex(TokenIndex):
     graph_safe = False
     grows = False
 
-    def __init__(self, shape: LayerShape, *, ratio: float = 0.3, alpha: float = 5.0, most: float = 0.2) -> None:
+    def __init__(self, context: IndexContext, *, ratio: float = 0.3, alpha: float = 5.0, most: float = 0.2) -> None:
         for name, value in (("ratio", ratio), ("most", most)):
             if not 0 < value <= 1:
                 raise ConfigError(f"{name} is {value}; it must be above 0 and at most 1")
         if alpha <= 0:
             raise ConfigError(f"alpha is {alpha}; it must be above 0")
         self.ratio, self.alpha, self.most = ratio, alpha, most
-        self.width = math.ceil(ratio * shape.head_dim)
+        self.width = math.ceil(ratio * context.head_dim)
         super().__init__(
-            shape,
-            columns={"partial": ((self.width,), shape.dtype)},
-            learned={"skew": ((shape.head_dim, self.width), torch.float32)},
+            context,
+            columns={"partial": ((self.width,), context.dtype)},
+            learned={"skew": ((context.head_dim, self.width), torch.float32)},
         )
         self._queries = torch.empty(0)
 
@@ -53,7 +53,7 @@ class SkewedIndex(TokenIndex):
 
     def learn(self, seq: int, keys: Tensor) -> None:
         """See TokenIndex."""
-        queries = self._queries.unflatten(0, (self.shape.kv_heads, -1)).flatten(1, 2).float()
+        queries = self._queries.unflatten(0, (self.context.kv_heads, -1)).flatten(1, 2).float()
         turn = principal(queries).float()  # [H, D, D], V of queries = U S V^T
         size = (queries @ turn).abs().sum(dim=1) + (keys.float() @ turn).abs().sum(dim=1)
         kept = torch.topk(size, self.width, dim=1).indices
@@ -73,7 +73,7 @@ class SkewedIndex(TokenIndex):
         """See Index."""
         tokens = self.ready(query)
         batch = query.shape[0]
-        logits = self.estimate(query.unflatten(1, (self.shape.kv_heads, -1)), tokens) * self.shape.scale
+        logits = self.estimate(query.unflatten(1, (self.context.kv_heads, -1)), tokens) * self.context.scale
         if not tokens:
             return self.best(logits.amax(dim=2), budget)
         logits = logits.masked_fill(~self.held(batch, tokens)[:, :, None], -torch.inf)

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.errors import ConfigError, at_least, one_of
 from kvthaw.index.kept import Agree, KeptIndex, observed
-from kvthaw.types import LayerShape, Selection
 
 Pooling = Literal["avg", "max"]
 
@@ -24,24 +24,24 @@ class SnapIndex(KeptIndex):
     """
 
     def __init__(
-        self, shape: LayerShape, *, width: int = 32, kernel: int = 7, pooling: Pooling = "avg", agree: Agree = "mean"
+        self, context: IndexContext, *, width: int = 32, kernel: int = 7, pooling: Pooling = "avg", agree: Agree = "mean"
     ) -> None:
         one_of(get_args(Pooling), pooling=pooling)
         if kernel < 1 or kernel % 2 == 0:
             raise ConfigError(f"kernel is {kernel}; it must be odd and at least 1")
         at_least(1, width=width)
-        super().__init__(shape, agree=agree)
-        self.width, self.kernel, self.pooling = min(width, shape.regions.window), kernel, pooling
+        super().__init__(context, agree=agree)
+        self.width, self.kernel, self.pooling = min(width, context.regions.window), kernel, pooling
 
     def watch(self, seq: int, queries: Tensor, keys: Tensor, tokens: int) -> Tensor:
         """See KeptIndex."""
-        mass = observed(queries[:, :, -self.width :], keys, scale=self.shape.scale, agree=self.agree)[:, :tokens]
+        mass = observed(queries[:, :, -self.width :], keys, scale=self.context.scale, agree=self.agree)[:, :tokens]
         pool = F.avg_pool1d if self.pooling == "avg" else F.max_pool1d
         return pool(mass, self.kernel, stride=1, padding=self.kernel // 2)
 
     def arrive(self, seq: int, start: int, stop: int) -> Tensor:
         """See KeptIndex. Less than any token of the prompt has."""
-        return torch.full((self.shape.kv_heads, stop - start), -1.0, device=self.shape.device)
+        return torch.full((self.context.kv_heads, stop - start), -1.0, device=self.context.device)
 
 
 class FreshSnapIndex(SnapIndex):
@@ -52,23 +52,23 @@ class FreshSnapIndex(SnapIndex):
 
     evicts = False
 
-    def __init__(self, shape: LayerShape, *, interval: int = 128, **options: Any) -> None:
+    def __init__(self, context: IndexContext, *, interval: int = 128, **options: Any) -> None:
         at_least(1, interval=interval)
-        super().__init__(shape, **options)
+        super().__init__(context, **options)
         self.interval = interval
         self.tables["recent"] = torch.zeros(
-            (0, shape.q_heads, self.width, shape.head_dim), dtype=shape.dtype, device=shape.device
+            (0, context.q_heads, self.width, context.head_dim), dtype=context.dtype, device=context.device
         )
-        self.cursor = torch.zeros(1, dtype=torch.int64, device=shape.device)  # counts steps; a captured one counts on
+        self.cursor = torch.zeros(1, dtype=torch.int64, device=context.device)  # counts steps; a captured one counts on
         self.since: list[int] = []
 
     def select(self, query: Tensor, budget: int) -> Selection:
         """See Index."""
         selection = super().select(query, budget)
         slot = self.cursor % self.width
-        if self.shape.clock is not None:  # a sequence without a token asks nothing
-            query = torch.where(self.shape.clock.live[:, None, None] > 0, query, 0.0)
-        self.tables["recent"][: query.shape[0]].index_copy_(2, slot, query[:, :, None].to(self.shape.dtype))
+        if self.context.sequences is not None:  # a sequence without a token asks nothing
+            query = torch.where(self.context.sequences.live[:, None, None] > 0, query, 0.0)
+        self.tables["recent"][: query.shape[0]].index_copy_(2, slot, query[:, :, None].to(self.context.dtype))
         self.cursor.add_(1)
         return selection
 
@@ -77,18 +77,18 @@ class FreshSnapIndex(SnapIndex):
         self.since[seq] = 0
         last = queries.flatten(0, 1)[:, -self.width :]
         slots = (self.cursor + torch.arange(-last.shape[1], 0, device=keys.device)) % self.width
-        self.tables["recent"][seq].index_copy_(1, slots, last.to(self.shape.dtype))
+        self.tables["recent"][seq].index_copy_(1, slots, last.to(self.context.dtype))
         return super().watch(seq, queries, keys, tokens)
 
     def append(self, seqs: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
         """See Index."""
         super().append(seqs, keys, values, queries)
-        slab, n = self.shape.slab, keys.shape[2]
+        slab, n = self.context.slab, keys.shape[2]
         for seq in seqs:
             self.since[seq] += n
             if queries is None and self.since[seq] >= self.interval and slab is not None:
                 stop = self.first + self.tokens[seq]
-                behind = slab.read(seq, stop, stop - n + self.shape.regions.ring)[:, :, 0]  # the ring is full
+                behind = slab.read(seq, stop, stop - n + self.context.regions.ring)[:, :, 0]  # the ring is full
                 order = (self.cursor + torch.arange(self.width, device=self.cursor.device)) % self.width
                 self.anew(seq, self.tables["recent"][seq].index_select(1, order), behind)
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvthaw.cache.index_api import IndexContext
 from kvthaw.errors import ConfigError, at_least
 from kvthaw.index.planes import Planes
 from kvthaw.index.tokens import Policy, TokenIndex
-from kvthaw.types import LayerShape
 
 
 class SoftHashIndex(TokenIndex):
@@ -24,7 +24,7 @@ class SoftHashIndex(TokenIndex):
     """
 
     def __init__(
-        self, shape: LayerShape, *, bits: int = 10, tables: int = 60, tau: float = 0.3, policy: Policy = "max"
+        self, context: IndexContext, *, bits: int = 10, tables: int = 60, tau: float = 0.3, policy: Policy = "max"
     ) -> None:
         if not 1 <= bits <= 12:
             raise ConfigError(f"bits is {bits}; it must be between 1 and 12")
@@ -32,10 +32,10 @@ class SoftHashIndex(TokenIndex):
         at_least(0.2, tau=tau)  # below it a chance may be less than any float32
         self.bits, self.count, self.tau = bits, tables, tau
         kind = torch.uint8 if bits <= 8 else torch.int16
-        super().__init__(shape, columns={"buckets": ((tables,), kind), "lengths": ((), torch.float32)}, policy=policy)
-        self.planes = Planes(shape, tables=tables, bits=bits)
-        powers = 1 << torch.arange(bits, device=shape.device)
-        self.corners = ((torch.arange(1 << bits, device=shape.device)[:, None] & powers) > 0).float() * 2 - 1  # [2^K, K]
+        super().__init__(context, columns={"buckets": ((tables,), kind), "lengths": ((), torch.float32)}, policy=policy)
+        self.planes = Planes(context, tables=tables, bits=bits)
+        powers = 1 << torch.arange(bits, device=context.device)
+        self.corners = ((torch.arange(1 << bits, device=context.device)[:, None] & powers) > 0).float() * 2 - 1  # [2^K, K]
 
     def encode(self, seqs: Sequence[int], keys: Tensor, values: Tensor) -> dict[str, Tensor]:
         """See TokenIndex."""

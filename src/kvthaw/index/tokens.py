@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.deferred_batch import DeferredBatch
+from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.errors import one_of
 from kvthaw.index.target import Full, Target
-from kvthaw.types import LayerShape, Selection
 
 Policy = Literal["max", "mean", "mean_query"]
 """How the query heads of a group agree on tokens: the largest or the mean of their softmax weights over the indexed keys, or the
@@ -37,12 +37,14 @@ class TokenIndex:
     grows = True
     on_host = False
 
-    def __init__(self, shape: LayerShape, *, columns: Columns, learned: Columns | None = None, policy: Policy = "max") -> None:
+    def __init__(
+        self, context: IndexContext, *, columns: Columns, learned: Columns | None = None, policy: Policy = "max"
+    ) -> None:
         one_of(get_args(Policy), policy=policy)
-        self.shape, self.policy, self.scale = shape, policy, shape.scale
-        self.first = shape.regions.sink
-        self._deferred = shape.deferred or DeferredBatch()
-        heads, device = shape.kv_heads, shape.device
+        self.context, self.policy, self.scale = context, policy, context.scale
+        self.first = context.regions.sink
+        self._deferred = context.deferred or DeferredBatch()
+        heads, device = context.kv_heads, context.device
         self.tables = {
             name: torch.zeros((0, heads, 0, *size), dtype=dtype, device=device) for name, (size, dtype) in columns.items()
         }
@@ -97,7 +99,7 @@ class TokenIndex:
     def select(self, query: Tensor, budget: int) -> Selection:
         """See Index."""
         tokens = self.ready(query)
-        grouped = query.unflatten(1, (self.shape.kv_heads, -1))
+        grouped = query.unflatten(1, (self.context.kv_heads, -1))
         if self.policy == "mean_query":
             grouped = grouped.float().mean(dim=2, keepdim=True).to(query.dtype)
         weights = self.weigh(self.estimate(grouped, tokens))
@@ -117,7 +119,7 @@ class TokenIndex:
     def reorder(self, seqs: Sequence[int]) -> None:
         """See Index."""
         self.reserve(max(seqs) + 1, 0)
-        which = torch.tensor(seqs, device=self.shape.device)
+        which = torch.tensor(seqs, device=self.context.device)
         for tables in (self.tables, self.learned):
             for name, table in tables.items():
                 tables[name] = table.index_select(0, which)
@@ -153,7 +155,7 @@ class TokenIndex:
 
     def held(self, seqs: int, tokens: int) -> Tensor:
         """Which of the first places hold a token, [B, 1, tokens] bool."""
-        return torch.arange(tokens, device=self.shape.device) < self.known[:seqs, None, None]
+        return torch.arange(tokens, device=self.context.device) < self.known[:seqs, None, None]
 
     def weigh(self, scores: Tensor) -> Tensor:
         """Logs of the softmax weights over the indexed keys, so that one too small for float32 still has its rank. scores
@@ -185,14 +187,14 @@ class TokenIndex:
         if len(seqs) == 1:
             start = self.counts[seqs[0]]
             return seqs[0], slice(None), slice(start, start + n)
-        heads, device = self.shape.kv_heads, self.shape.device
+        heads, device = self.context.kv_heads, self.context.device
         full = tuple(Full(seq, self.counts[seq], 0) for seq in seqs)
         return self._deferred.once((full, n, heads, device), lambda: Target.of(full, heads, device).places(n))
 
     def tell(self) -> None:
         """The device knows the counts too."""
         if len(self.known) != len(self.counts):
-            self.known = torch.empty(len(self.counts), dtype=torch.int64, device=self.shape.device)
+            self.known = torch.empty(len(self.counts), dtype=torch.int64, device=self.context.device)
         self.known.copy_(torch.tensor(self.counts, dtype=torch.int64), non_blocking=True)
 
     def reserve(self, seqs: int, tokens: int) -> None:

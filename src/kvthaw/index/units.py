@@ -16,12 +16,12 @@ from torch import Tensor
 
 from kvthaw.cache.aux_stream import AuxStream
 from kvthaw.cache.deferred_batch import DeferredBatch
+from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.index.target import Full, Target
 from kvthaw.kernels.extend import Place, Tables, extend, means
 from kvthaw.kernels.page_bounds import Spread, page_bounds
 from kvthaw.kernels.unit_scores import RecentQueries
 from kvthaw.kernels.unit_select import Policy, check_policy, unit_select
-from kvthaw.types import LayerShape, Selection
 
 
 @dataclass(slots=True)
@@ -94,21 +94,21 @@ class UnitIndex:
     spread: Spread | None = None
     """A digest is the box around a unit's keys; None: their mean."""
 
-    def __init__(self, shape: LayerShape, *, size: int, batch: int, width: int, policy: Policy) -> None:
+    def __init__(self, context: IndexContext, *, size: int, batch: int, width: int, policy: Policy) -> None:
         check_policy(policy)
-        self.shape, self.size, self.batch, self.policy = shape, size, batch, policy
-        self.first = shape.regions.sink
-        heads, device = shape.kv_heads, shape.device
-        self.digests = torch.zeros((0, heads, 0, width), dtype=shape.dtype, device=device)
+        self.context, self.size, self.batch, self.policy = context, size, batch, policy
+        self.first = context.regions.sink
+        heads, device = context.kv_heads, context.device
+        self.digests = torch.zeros((0, heads, 0, width), dtype=context.dtype, device=device)
         self.stops = torch.zeros((0, heads, 1), dtype=torch.int32, device=device)
         self.counts = torch.zeros(0, dtype=torch.int32, device=device)
         self.order = torch.zeros((0, heads, 0), dtype=torch.int32, device=device) if self.mapped else None
-        length = batch + shape.regions.buffer
-        self.recent = torch.zeros((0, heads, length, shape.head_dim), dtype=shape.dtype, device=device)
+        length = batch + context.regions.buffer
+        self.recent = torch.zeros((0, heads, length, context.head_dim), dtype=context.dtype, device=device)
         self.seqs: list[Seq] = []
         self._before: dict[int, Before] = {}
-        self._side = shape.aux or AuxStream()
-        self._deferred = shape.deferred or DeferredBatch()
+        self._side = context.aux or AuxStream()
+        self._deferred = context.deferred or DeferredBatch()
         self._done: torch.cuda.Event | None = None
 
     @property
@@ -180,7 +180,7 @@ class UnitIndex:
             self.counts[:batch],
             first=self.first,
             budget=budget,
-            scale=self.shape.scale,
+            scale=self.context.scale,
             policy=self.policy,
             recent=self.watch(batch),
         )
@@ -262,7 +262,7 @@ class UnitIndex:
 
     def beside(self, job: Callable[[], None], *used: Tensor) -> None:
         """Run a job that writes tables on the side stream, where there is one. used: tensors of others that it reads."""
-        self._done = self._side.run(self.shape.device, job, *used)
+        self._done = self._side.run(self.context.device, job, *used)
 
     def put_off(self, kind: Hashable, work: Callable[[Sequence[Any]], None], item: Any) -> None:
         """Have work(items) write tables once for all indexes of the cache that have an item of a kind; join() sees to it."""
@@ -272,7 +272,7 @@ class UnitIndex:
         """What follows on the current stream sees what was done beside it or put off; the host does not wait."""
         self._deferred.do_for(self)
         if self._done is not None:
-            torch.cuda.current_stream(self.shape.device).wait_event(self._done)
+            torch.cuda.current_stream(self.context.device).wait_event(self._done)
             self._done = None
 
     # Inside
@@ -396,7 +396,7 @@ class UnitIndex:
 
     def _last(self, full: Sequence[Full], n: int) -> tuple[Tensor, Tensor, Tensor]:
         """Indices of a table of the last tokens: of each sequence n tokens; made once for all layers."""
-        own, heads, ring, device = tuple(full), self.shape.kv_heads, self.recent.shape[2], self.shape.device
+        own, heads, ring, device = tuple(full), self.context.kv_heads, self.recent.shape[2], self.context.device
         return self._deferred.once((own, n, ring, heads, device), lambda: Target.of(own, heads, device).places(n, ring))
 
     def _again(self, seq: int, begin: int, before: int, n: int, marks: list[tuple[int, int]]) -> None:

@@ -8,13 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.errors import ConfigError
 from kvthaw.index.clusters import ClusterIndex
 from kvthaw.index.target import Full, Target
 from kvthaw.index.units import Seq, grown
 from kvthaw.kernels import unit_scores
+from kvthaw.kernels.merge import Partial
 from kvthaw.kernels.unit_select import Policy
-from kvthaw.types import LayerShape, Partial, Selection
 
 
 class WaveIndex(ClusterIndex):
@@ -30,7 +31,7 @@ class WaveIndex(ClusterIndex):
 
     def __init__(
         self,
-        shape: LayerShape,
+        context: IndexContext,
         *,
         segment: int = 8192,
         tokens_per_cluster: int = 16,
@@ -47,7 +48,7 @@ class WaveIndex(ClusterIndex):
         if not 0 <= estimated <= 1:
             raise ConfigError(f"estimated is {estimated}; it must be between 0 and 1")
         super().__init__(
-            shape,
+            context,
             tokens_per_cluster=tokens_per_cluster,
             batch=batch,
             clusters_per_batch=batch // tokens_per_cluster,
@@ -147,13 +148,13 @@ class WaveIndex(ClusterIndex):
         digests, values, stops = (table[:batch, :, :many] for table in (self.digests, self.values, self.stops[:, :, 1:]))
         begins = self.stops[:batch, :, :many]
         bounds, counts = self.stops[:batch, :, : many + 1], self.counts[:batch]
-        scores = unit_scores.definition(query, digests, bounds, counts, scale=self.shape.scale, mean=False)
+        scores = unit_scores.definition(query, digests, bounds, counts, scale=self.context.scale, mean=False)
         sizes = (stops - begins).clamp(min=0)
         here = (torch.arange(many, device=query.device) < self.closed[:batch, None, None]) & (sizes > 0)
         here &= ~self._touched(rows, bounds.clamp(min=0, max=tokens), tokens)
         weights = scores + sizes.log()[:, :, None]
         if self.policy == "mean_query":
-            merged = unit_scores.definition(query, digests, bounds, counts, scale=self.shape.scale, mean=True)[:, :, 0]
+            merged = unit_scores.definition(query, digests, bounds, counts, scale=self.context.scale, mean=True)[:, :, 0]
         else:
             total = torch.logsumexp(weights, dim=3, keepdim=True)
             shares = scores - torch.where(total == -torch.inf, 0.0, total)
@@ -181,7 +182,7 @@ class WaveIndex(ClusterIndex):
         """Mean values of `count` units of each of some sequences, of the tokens of values [R, H, n, D]: from where it is said
         on."""
         assert self.order is not None
-        target, wide = Target.of(full, self.shape.kv_heads, values.device), values.shape[3]
+        target, wide = Target.of(full, self.context.kv_heads, values.device), values.shape[3]
         place = self.order[target.places(values.shape[2])].long() - (self.first + target.begin)
         ordered = values.gather(2, place[..., None].expand(-1, -1, -1, wide))
         sums = ordered.mT.double().contiguous().cumsum(dim=3).mT  # along the last dimension a GPU sums in parallel

@@ -8,9 +8,9 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 from torch import Tensor
 
+from kvthaw.kernels.merge import Partial
 from kvthaw.kernels.places import Newest, held, newest_place, write
 from kvthaw.regions import Regions
-from kvthaw.types import Partial
 
 
 @dataclass(frozen=True, slots=True)

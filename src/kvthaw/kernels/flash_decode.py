@@ -16,8 +16,7 @@ from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.decode_step import DecodeStep
-from kvthaw.kernels.merge import merge
-from kvthaw.types import Partial
+from kvthaw.kernels.merge import Partial, merge
 
 
 def definition(step: DecodeStep) -> Partial:

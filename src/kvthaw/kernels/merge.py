@@ -7,11 +7,24 @@ the part: 640 MB for 16k queries of 32 heads, D = 128, bf16, 0.15 ms at 4.3 TB/s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """Attention over some of the keys, ready to be merged with the rest.
+
+    out: [B, Hq, D] float32; 0, never NaN, where lse is -inf.
+    lse: [B, Hq] float32, natural log of the sum of exponentials. gpt-oss sinks are ``Partial(0, s_aux)``.
+    """
+
+    out: Tensor
+    lse: Tensor
 
 
 def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

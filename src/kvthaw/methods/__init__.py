@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from kvthaw.cache.index_api import Method
 from kvthaw.errors import ConfigError, unknown
 from kvthaw.methods.arkvale import arkvale
 from kvthaw.methods.clusterkv import clusterkv
@@ -28,7 +29,6 @@ from kvthaw.methods.snapkv import snapkv
 from kvthaw.methods.socket import socket
 from kvthaw.methods.streaming import streaming
 from kvthaw.methods.twilight import twilight
-from kvthaw.types import Method
 
 
 def resolve(method: str | Method, **options: Any) -> Method:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 
+from kvthaw.cache.index_api import Method
 from kvthaw.errors import at_least
 from kvthaw.index.bounds import BoundIndex
 from kvthaw.kernels.page_bounds import Spread
 from kvthaw.kernels.unit_select import Policy
 from kvthaw.regions import Regions
-from kvthaw.types import Method
 
 
 def arkvale(*, page: int = 32, spread: Spread = "mean", policy: Policy = "max", keep: int = 1) -> Method:

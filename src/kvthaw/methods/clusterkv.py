@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Literal, get_args
 
+from kvthaw.cache.index_api import Method
 from kvthaw.errors import one_of
 from kvthaw.index.clusters import ClusterIndex, Start
 from kvthaw.kernels.kmeans import Distance
 from kvthaw.kernels.unit_select import Policy
 from kvthaw.regions import Regions
-from kvthaw.types import Method
 
 Preset = Literal["default", "paper", "code"]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from kvthaw.cache.index_api import Method
 from kvthaw.regions import Regions
-from kvthaw.types import Method
 
 
 def full() -> Method:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
+from kvthaw.cache.index_api import Method
 from kvthaw.index.heavy import HeavyIndex
 from kvthaw.index.kept import Agree
 from kvthaw.regions import Regions
-from kvthaw.types import Method
 
 
 def h2o(*, agree: Agree = "mean") -> Method:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
+from kvthaw.cache.index_api import IndexContext, Method, Transfer
 from kvthaw.cache.transfer import BulkCopy, UvaGather
 from kvthaw.errors import ConfigError, at_least, one_of
 from kvthaw.index.forest import TreeIndex
@@ -14,7 +15,6 @@ from kvthaw.index.nodes import NodeConfig, NodeIndex
 from kvthaw.index.tree_config import TreeConfig
 from kvthaw.methods.options import check
 from kvthaw.regions import Regions
-from kvthaw.types import LayerShape, Method, Transfer
 
 _PRESETS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -90,5 +90,5 @@ def icecache(
     )
 
 
-def _index(config: TreeConfig, seed: int | None, threads: int, shape: LayerShape) -> TreeIndex:
-    return TreeIndex(shape, replace(config, seed=shape.seed if seed is None else seed), threads=threads)
+def _index(config: TreeConfig, seed: int | None, threads: int, context: IndexContext) -> TreeIndex:
+    return TreeIndex(context, replace(config, seed=context.seed if seed is None else seed), threads=threads)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
+from kvthaw.cache.index_api import Method
 from kvthaw.index.skewed import SkewedIndex
 from kvthaw.regions import Regions
-from kvthaw.types import Method
 
 
 def infinigen(*, ratio: float = 0.3, alpha: float = 5.0, most: float = 0.2, prefetch: bool = True) -> Method:

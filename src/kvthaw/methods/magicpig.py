@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
+from kvthaw.cache.index_api import Method
 from kvthaw.errors import at_least
 from kvthaw.index.lsh import HashIndex
 from kvthaw.regions import Regions
-from kvthaw.types import Method
 
 
 def magicpig(*, bits: int = 10, tables: int = 150, sink: int = 4, window: int = 64) -> Method:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
+from kvthaw.cache.index_api import Method
 from kvthaw.index.filters import FilterIndex
 from kvthaw.regions import Regions
-from kvthaw.types import Method
 
 
 def omnikv(*, filters: tuple[int, ...] | None = None, dense: bool = True) -> Method:

@@ -11,9 +11,9 @@ from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
+from kvthaw.cache.index_api import Method
 from kvthaw.errors import ConfigError
 from kvthaw.typecheck import check_type, describe
-from kvthaw.types import Method
 
 
 def written(text: str) -> tuple[str, Any]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
+from kvthaw.cache.index_api import Method
 from kvthaw.index.exact import ExactIndex
 from kvthaw.index.tokens import Policy
 from kvthaw.regions import Regions
-from kvthaw.types import Method
 
 
 def oracle(*, policy: Policy = "max") -> Method:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import partial
 from typing import Literal, get_args
 
+from kvthaw.cache.index_api import Method
 from kvthaw.errors import ConfigError, at_least, one_of
 from kvthaw.index.codes import Centroids, CodesIndex, Policy
 from kvthaw.index.ratios import Ratios
 from kvthaw.regions import Regions
-from kvthaw.types import Method
 
 Preset = Literal["default", "paper", "code"]
 Votes = Literal["graded", "tiered", "binary"]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
+from kvthaw.cache.index_api import Method
 from kvthaw.errors import at_least
 from kvthaw.index.pq import ProductIndex
 from kvthaw.index.tokens import Policy
 from kvthaw.regions import Regions
-from kvthaw.types import Method
 
 
 def pqcache(

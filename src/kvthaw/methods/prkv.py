@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Literal
 
+from kvthaw.cache.index_api import Method
 from kvthaw.errors import at_least
 from kvthaw.index.hybrid import HybridIndex
 from kvthaw.kernels.page_bounds import Spread
 from kvthaw.kernels.unit_select import Policy
 from kvthaw.regions import Regions
-from kvthaw.types import Method
 
 
 def prkv(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
+from kvthaw.cache.index_api import Method
 from kvthaw.index.soft_hash import SoftHashIndex
 from kvthaw.index.tokens import Policy
 from kvthaw.regions import Regions
-from kvthaw.types import Method
 
 
 def socket(*, bits: int = 10, tables: int = 60, tau: float = 0.3, policy: Policy = "max") -> Method:

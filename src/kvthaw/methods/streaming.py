@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from kvthaw.cache.index_api import Method
 from kvthaw.errors import at_least
 from kvthaw.regions import Regions
-from kvthaw.types import Method
 
 
 def streaming(*, sink: int = 4) -> Method:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from kvthaw.cache.index_api import Method
 from kvthaw.errors import ConfigError
 from kvthaw.index.pruned import PrunedIndex
-from kvthaw.types import Method
 
 
 def twilight(

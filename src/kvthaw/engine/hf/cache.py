@@ -21,6 +21,7 @@ from transformers.cache_utils import (
 )
 
 from kvthaw.cache.dense import DenseLayer
+from kvthaw.cache.index_api import Method
 from kvthaw.cache.kv_cache import KVCache, Stats
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.plan import Settings, try_index
@@ -33,7 +34,6 @@ from kvthaw.errors import CacheError, UnsupportedModelError, at_least
 from kvthaw.formatting import human
 from kvthaw.methods import resolve
 from kvthaw.typecheck import check_type
-from kvthaw.types import Method
 
 
 def of_layer(config: Any, layer: int) -> Any:

@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
+from kvthaw.cache.index_api import Method
 from kvthaw.cache.kv_cache import Stats
 from kvthaw.cache.plan import Settings
 from kvthaw.engine.hf.attention import attends, give_back_attention, unwrap
@@ -25,7 +26,6 @@ from kvthaw.engine.hf.layer import CacheLayer
 from kvthaw.engine.hf.replay import replaying
 from kvthaw.errors import CacheError, at_least
 from kvthaw.typecheck import check_type
-from kvthaw.types import Method
 
 _log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The nouns that every part of kvthaw shares, and nothing else.
+"""What a method gives kvthaw: an index and its optional capabilities, a transfer, and the settings of both.
 
 Letters used in shapes: B sequences, Hq query heads, H KV heads, G = Hq // H, D head_dim, T tokens, M rows selected, C pool slots,
 W the width of an observation window.
@@ -8,33 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
+from typing import Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from kvthaw.cache.aux_stream import AuxStream
+from kvthaw.cache.deferred_batch import DeferredBatch
+from kvthaw.cache.host import HostStore
+from kvthaw.cache.pool import Slab
+from kvthaw.cache.rotary import Rotary
+from kvthaw.cache.sequences import Sequences
 from kvthaw.errors import ConfigError, at_least
+from kvthaw.kernels.merge import Partial
 from kvthaw.regions import Regions
-
-if TYPE_CHECKING:
-    from kvthaw.cache.aux_stream import AuxStream
-    from kvthaw.cache.deferred_batch import DeferredBatch
-    from kvthaw.cache.host import HostStore
-    from kvthaw.cache.pool import Slab
-    from kvthaw.cache.rotary import Rotary
-    from kvthaw.cache.sequences import Sequences
-
-
-@dataclass(frozen=True, slots=True)
-class Partial:
-    """Attention over some of the keys, ready to be merged with the rest.
-
-    out: [B, Hq, D] float32; 0, never NaN, where lse is -inf.
-    lse: [B, Hq] float32, natural log of the sum of exponentials. gpt-oss sinks are ``Partial(0, s_aux)``.
-    """
-
-    out: Tensor
-    lse: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +41,13 @@ class Selection:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerShape:
+class IndexContext:
     """What an index must know of the layer it serves.
 
     store holds the layer's rows on the host; an index that works on the CPU reads keys from it, by position, and copies none.
     rows: how many rows select() will be asked for, 0 where that is not known.
     device is where queries come from and where a graph-safe index keeps its metadata. scale multiplies q.k before the softmax.
-    slab and clock: the tokens that stand in sink and ring, for an index that weighs what it brings against them; None without a
+    slab and sequences: the tokens that stand in sink and ring, for an index that weighs what it brings against them; None without a
     layer. aux: where an index works beside the model; deferred: where it puts off what other layers have to do too; both of all
     layers of a cache, None: it makes its own. rotary: the turns that the layer's keys were given, for a Method that asks for it;
     None where the model has none.
@@ -78,7 +65,7 @@ class LayerShape:
     seed: int = 0
     rows: int = 0
     slab: Slab | None = None
-    clock: Sequences | None = None
+    sequences: Sequences | None = None
     aux: AuxStream | None = None
     deferred: DeferredBatch | None = None
     rotary: Rotary | None = None
@@ -210,7 +197,7 @@ class Method:
     name: str
     paper: str
     unit: str
-    index: Callable[[LayerShape], Index] | None
+    index: Callable[[IndexContext], Index] | None
     regions: Regions = None  # type: ignore[assignment]  # left out, it is refused by name
     dense: bool = False
     evicts: bool = False
