@@ -16,12 +16,13 @@ from transformers import AutoModelForCausalLM
 import kvthaw
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.engine.decode import forward, generate
-from kvthaw.engine.hf.model import fingerprint, load
+from kvthaw.engine.hf.model import load
 from kvthaw.engine.prefill import prefill
 from kvthaw.engine.sampling import Sampling
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.answers import Answers
 from kvthaw.evaluate.job import EVEN_DEPTHS, Job, Progress, Unit
+from kvthaw.evaluate.machine import fingerprint
 from kvthaw.evaluate.metrics import mean, wilson
 from kvthaw.evaluate.results import ResultsFile, summarize
 from kvthaw.evaluate.runner import Runner
