@@ -19,7 +19,7 @@ from kvthaw.bench.check import LENGTH, PROMPT, Checks, hf_cache
 from kvthaw.bench.decode import Bench, Measures
 from kvthaw.bench.settings import HF, Setting
 from kvthaw.bench.steps import most_warm
-from kvthaw.cache.layer_base import padded
+from kvthaw.cache.clone import padded
 from kvthaw.engine.decode import decode
 from kvthaw.engine.hf import Cache
 from kvthaw.errors import CacheError, ConfigError

@@ -9,7 +9,7 @@ import torch
 
 from kvthaw.bench.settings import HF, Setting, described
 from kvthaw.bench.shapes import config as config_of
-from kvthaw.cache.host import check_host_memory
+from kvthaw.cache.host_memory import check_host_memory
 from kvthaw.cache.plan import Settings
 from kvthaw.engine.hf.chunks import spans
 from kvthaw.engine.hf.model import build

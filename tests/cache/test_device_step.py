@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvthaw.cache import dense, offloaded_layer
+from kvthaw.cache import dense, sparse_attention
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import AttentionParams
@@ -40,8 +40,8 @@ def walk(cache: KVCache, how: AttentionParams) -> list[Tensor]:
     of = cache.layers[0]
     q, (k, v) = SHAPE.query(PROMPT + STEPS + 2), (SHAPE.keys(PROMPT + STEPS + 2) for _ in range(2))
     cache.attend(of, q[:, :, :PROMPT], k[:, :, :PROMPT], v[:, :, :PROMPT], how, PADS)
-    if isinstance(of, OffloadedLayer) and of._transfer is not None and offloaded_layer.sparse_decode is flash_decode:
-        of._transfer = UvaGather()
+    if isinstance(of, OffloadedLayer) and of.retriever is not None and sparse_attention.sparse_decode is flash_decode:
+        of.sparse.transfer = UvaGather()
     outs = []
     for at in range(PROMPT, PROMPT + STEPS):
         step = tuple(x[:, :, at : at + 1] for x in (q, k, v))
@@ -59,7 +59,7 @@ def test_kernels_and_torch_take_the_same_steps(method: str, how: AttentionParams
     torch_cache, device_cache = make(method), make(method)
     expected = walk(torch_cache, how)
     monkeypatch.setattr(Residency, "admit", device_admit)
-    for module in (offloaded_layer, dense):
+    for module in (sparse_attention, dense):
         monkeypatch.setattr(module, "sparse_decode", flash_decode)
     found = walk(device_cache, how)
     torch_layer, device_layer = torch_cache.layers[0], device_cache.layers[0]

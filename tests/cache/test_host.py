@@ -12,9 +12,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
-from kvthaw.cache import host
+from kvthaw.cache import host_memory
 from kvthaw.cache.deferred_batch import DeferredBatch
-from kvthaw.cache.host import HostStore, check_host_memory
+from kvthaw.cache.host import HostStore
+from kvthaw.cache.host_memory import check_host_memory
 from kvthaw.cache.pool import Slab
 from kvthaw.errors import HostMemoryError
 from kvthaw.regions import Regions
@@ -82,7 +83,7 @@ class Stores(RuleBasedStateMachine):
     def take_spare(self, pair: tuple[HostStore, Lists], data: st.DataObject) -> None:
         store, _ = pair
         version = store.version
-        store.take_spare(data.draw(st.integers(0, store.seqs - 1)))
+        store.allocator.preallocate(data.draw(st.integers(0, store.seqs - 1)))
         assert store.version == version
 
     @rule(target=stores, pair=stores)
@@ -110,11 +111,11 @@ class Stores(RuleBasedStateMachine):
 
     @invariant()
     def a_spare_is_one_seqs_own(self) -> None:
-        spares = [spare.data_ptr() for store, _ in self.known for spare in store._spares.values()]
+        spares = [spare.data_ptr() for store, _ in self.known for spare in store.allocator.ahead.values()]
         used = {int(at) for store, _ in self.known for seq in range(store.seqs) for at in store.addresses(seq)}
         assert len(set(spares)) == len(spares)
         assert not used & set(spares)
-        assert all(seq < store.seqs for store, _ in self.known for seq in store._spares)
+        assert all(seq < store.seqs for store, _ in self.known for seq in store.allocator.ahead)
 
 
 Stores.TestCase.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
@@ -249,14 +250,14 @@ def test_a_wait_for_rows_on_their_way_is_for_the_last_of_them_and_once() -> None
 
 def none_to_be_had(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     """The system gives so many blocks more."""
-    real, given = host.host_tensor, iter(range(after))
+    real, given = host_memory.host_tensor, iter(range(after))
 
     def give(*args: Any, **kwargs: Any) -> torch.Tensor:
         if next(given, None) is None:
             raise HostMemoryError("no more")
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(host, "host_tensor", give)
+    monkeypatch.setattr(host_memory, "host_tensor", give)
 
 
 def test_where_one_sequence_finds_no_memory_none_is_said_to_hold_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvthaw.cache import host, transfer
+from kvthaw.cache import host_memory, transfer
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import AttentionParams
@@ -29,8 +29,8 @@ class Blocks:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.given, self.left = 0, 1 << 30
-        self._real = host.host_tensor
-        monkeypatch.setattr(host, "host_tensor", self.give)
+        self._real = host_memory.host_tensor
+        monkeypatch.setattr(host_memory, "host_tensor", self.give)
 
     def give(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not self.left:
@@ -93,8 +93,8 @@ class Stack:
 
     def spares(self) -> int:
         """How many there are, at most one a sequence and layer."""
-        assert all(set(store._spares) <= set(range(store.seqs)) for store in self.stores)
-        return sum(len(store._spares) for store in self.stores)
+        assert all(set(store.allocator.ahead) <= set(range(store.seqs)) for store in self.stores)
+        return sum(len(store.allocator.ahead) for store in self.stores)
 
 
 def taken(stack: Stack, blocks: Blocks, steps: int) -> list[int]:
@@ -156,7 +156,7 @@ def test_methods_that_evict_and_idle_sequences_take_none(monkeypatch: pytest.Mon
     idle = Stack(monkeypatch, block_size=64, layers=20, replayed=True)  # of which there are so many that turns are far apart
     idle.kv.clear(1)
     taken(idle, blocks, 100)
-    assert all(len(store.addresses(1)) == 0 and 1 not in store._spares for store in idle.stores)
+    assert all(len(store.addresses(1)) == 0 and 1 not in store.allocator.ahead for store in idle.stores)
 
 
 @pytest.mark.parametrize("replayed", [True, False])
@@ -185,7 +185,7 @@ def test_a_store_takes_one_and_gives_it_when_it_is_needed(monkeypatch: pytest.Mo
     store.append(0, rows[:, :10])
     size, version, table = store.nbytes(), store.version, store.table()
     for _ in range(2):
-        store.take_spare(0)
+        store.allocator.preallocate(0)
     assert (blocks.given, store.nbytes(0), store.nbytes()) == (2, size, 2 * size)
     assert (store.version, store.table()) == (version, table)
     store.append(0, rows[:, 10:20])
@@ -196,7 +196,7 @@ def test_a_store_takes_one_and_gives_it_when_it_is_needed(monkeypatch: pytest.Mo
 def test_without_memory_a_sequence_takes_what_another_has_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = Blocks(monkeypatch)
     store = HostStore(2, HEADS, DIM, torch.float32, block_size=BLOCK_SIZE)
-    store.take_spare(1)
+    store.allocator.preallocate(1)
     blocks.left = 0
     store.append(0, torch.ones(HEADS, 3, 2, DIM))
     assert store.length(0) == 3
@@ -208,8 +208,8 @@ def test_without_memory_a_sequence_takes_what_another_has_to_spare(monkeypatch: 
 CHANGES: dict[str, tuple[Callable[[HostStore], Any], set[int]]] = {
     "cleared": (lambda store: store.truncate(0, 0), {1}),
     "cropped": (lambda store: store.truncate(0, 3), {0, 1}),
-    "cropped, nothing to spare": (lambda store: (store._spares.clear(), store.truncate(0, 3)), {0}),
-    "cropped, shared": (lambda store: (store._spares.clear(), store.reorder([0, 0]), store.truncate(0, 3)), set()),
+    "cropped, nothing to spare": (lambda store: (store.allocator.ahead.clear(), store.truncate(0, 3)), {0}),
+    "cropped, shared": (lambda store: (store.allocator.ahead.clear(), store.reorder([0, 0]), store.truncate(0, 3)), set()),
     "reordered": (lambda store: store.reorder([1, 0]), {0, 1}),
     "fewer": (lambda store: store.reorder([1]), {0}),
     "more": (lambda store: store.reorder([0, 0, 1]), {0, 1}),
@@ -224,9 +224,9 @@ def test_spares_after_a_change(change: str) -> None:
     store = HostStore(2, HEADS, DIM, torch.float32, block_size=BLOCK_SIZE)
     for seq in range(2):
         store.append(seq, torch.full((HEADS, 40, 2, DIM), float(seq)))
-        store.take_spare(seq)
+        store.allocator.preallocate(seq)
     do(store)
-    assert set(store._spares) == left
+    assert set(store.allocator.ahead) == left
     want = [store.read(seq, 0, store.length(seq)).clone() for seq in range(store.seqs)]
     for seq in range(store.seqs):
         more = torch.full((HEADS, 50, 2, DIM), 10.0 + seq)
@@ -235,7 +235,7 @@ def test_spares_after_a_change(change: str) -> None:
     for seq in range(store.seqs):
         assert torch.equal(store.read(seq, 0, store.length(seq)), want[seq])
     twin = copy.deepcopy(store)
-    assert not twin._spares
+    assert not twin.allocator.ahead
 
 
 @pytest.mark.parametrize("replayed", [True, False])
@@ -273,11 +273,11 @@ def test_in_a_capture_nothing_is_taken_and_no_turn_is_lost(monkeypatch: pytest.M
         return give(*args, pinned=False)
 
     monkeypatch.setattr(GraphRunner, "_capture", captured)
-    monkeypatch.setattr(host, "host_tensor", locked)
+    monkeypatch.setattr(host_memory, "host_tensor", locked)
     monkeypatch.setattr(transfer, "host_tensor", lambda *args, pinned: blocks._real(*args, pinned=False))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: within[0])
     for store in stack.stores:
-        store.pinned = True
+        store.allocator.pinned = True
     counts = []
     for _ in range(100):
         stack.replay._graph, stack.replay._steady = None, 9

@@ -200,7 +200,7 @@ def test_an_index_that_failed_is_not_searched(model: PreTrainedModel, monkeypatc
     layer.retriever.submit(None, fail)
     layer.prefetch(torch.randn(2, 4, 1, 16))
     with pytest.raises(MemoryError, match="no room"):
-        layer._choose(cache.kv.sequences.begin(1, dense=False), torch.randn(2, 4, 16), 0)
+        layer.retriever.choose(torch.randn(2, 4, 16), 50)
     assert not asked
 
 
@@ -235,12 +235,12 @@ def test_what_is_not_asked_for_is_dropped(model: PreTrainedModel, monkeypatch: p
     layer = cache.frozen_layers[2]
     slow = Slow(monkeypatch, layer=2)
     layer.prefetch(torch.randn(2, 4, 3, 16))
-    assert layer.prefetched is not None
-    first, *others = layer.prefetched.searches
+    assert layer.retriever.prefetched is not None
+    first, *others = layer.retriever.prefetched.searches
     assert slow.begun.wait(SOON)
     threading.Timer(0.1, slow.go.set).start()
     assert torch.equal(step(model, cache, IDS[:, :30]), expected), "a dense continuation"
-    assert layer.prefetched is None
+    assert layer.retriever.prefetched is None
     assert first.done()
     assert others
     assert all(search.cancelled() for search in others)
@@ -289,8 +289,8 @@ def test_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.cuda._sleep(10**9)  # half a second: a host that waited would find it over
     done.record()
     layer.prefetch(queries)
-    assert layer.prefetched is not None
-    assert not layer.prefetched.searches[0].done()
+    assert layer.retriever.prefetched is not None
+    assert not layer.retriever.prefetched.searches[0].done()
     assert not done.query()
     one = cache.kv.sequences.begin(1, dense=False)
     cache.kv.sequences.place(one, 0, ids.device)

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import kvthaw
-from kvthaw.cache import host
+from kvthaw.cache import host_memory
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.engine.graph_runner import GraphRunner
 from kvthaw.errors import HostMemoryError
@@ -40,8 +40,8 @@ def step(model: PreTrainedModel, cache: kvthaw.Cache, ids: Tensor) -> Tensor:
 
 def ahead(layer: OffloadedLayer) -> bool:
     """Whether tokens of every sequence left for the index that the ring still holds."""
-    assert layer.updater is not None
-    return all(end > layer.indexed(seq) for seq, end in enumerate(layer.updater.indexed))
+    assert layer.storage.updater is not None
+    return all(end > layer.indexed(seq) for seq, end in enumerate(layer.storage.updater.indexed))
 
 
 def held(layer: OffloadedLayer) -> list[tuple[int, int]]:
@@ -148,7 +148,7 @@ def test_a_replayed_step_has_the_next_ones_work_done(llama: PreTrainedModel, met
         logits = replay(ids, torch.full((2, 1), replayed.get_seq_length()))
         assert torch.equal(logits, step(llama, eager, ids))
         layers = replayed.frozen_layers
-        went = [layer.offloader.keeps and layer.offloader.ahead(0, layer.indexed(0)) for layer in layers]
+        went = [layer.storage.offloader.keeps and layer.storage.offloader.ahead(0, layer.indexed(0)) for layer in layers]
         full = replayed.kv.sequences.full()
         found += full and not replayed.kv.needs_host()
         assert goes or not any(went)
@@ -223,7 +223,7 @@ def test_memory_that_is_not_to_be_had_is_an_error_of_the_token_that_needs_it(
     for t in range(40):
         ids, positions = IDS[:, 60 + t : 61 + t], torch.full((2, 1), short.get_seq_length())
         with monkeypatch.context() as patch:
-            patch.setattr(host, "host_tensor", none)
+            patch.setattr(host_memory, "host_tensor", none)
             try:
                 logits = replay(ids, positions)
             except HostMemoryError:

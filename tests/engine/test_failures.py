@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import kvthaw
-from kvthaw.cache import dense, offloaded_layer
+from kvthaw.cache import dense, sparse_attention
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.engine.graph_runner import GraphRunner
 from kvthaw.errors import CacheError
@@ -43,13 +43,13 @@ def broken(model: PreTrainedModel, cache: kvthaw.Cache, number: int, phase: str)
     elif phase == "end":
         hook = model.model.layers[number].mlp.register_forward_pre_hook(boom)
     elif phase == "attention":
-        for module in (dense, offloaded_layer):
+        for module in (dense, sparse_attention):
             real = module.sparse_decode
             patch.setattr(module, "sparse_decode", lambda *args, real=real: boom() if current[0] == number else real(*args))
     elif phase == "offload" and not isinstance(layer, DenseLayer):
         patch.setattr(layer.store, "freeze", boom)
     elif group is not None and phase == "fetch":
-        patch.setattr(layer._transfer, "fetch", boom)
+        patch.setattr(layer.sparse.transfer, "fetch", boom)
     elif group is not None and phase in ("select", "append") and layer.chooses:
         patch.setattr(group.index, phase, boom, raising=False)
     current = [-1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvthaw.cache.host import host_tensor
+from kvthaw.cache.host_memory import host_tensor
 from kvthaw.kernels.offload import definition, offload
 from shapes import DTYPES, HEAD_DIMS, poisoned
 

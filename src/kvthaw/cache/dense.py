@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.host import HostStore
-from kvthaw.cache.layer_base import AttentionParams, LayerKV, last_queries, padded, reordered
-from kvthaw.cache.sequences import Sequences, Step
+from kvthaw.cache.layer_base import AttentionParams, attend_rows, last_queries, reordered
+from kvthaw.cache.sequences import Sequences
+from kvthaw.cache.step import Row, Step
 from kvthaw.kernels.decode_step import DecodeStep
-from kvthaw.kernels.dense import causal_attention
 from kvthaw.kernels.sparse_decode import sparse_decode
 
 
@@ -97,12 +97,14 @@ class DenseLayer:
         data = self._write(step, query, key, value, attention.scale)
         if step.seq is None and not any(step.left_pad):
             return _causal(query, data[:, :, : step.start + step.tokens], attention)
-        out = torch.zeros_like(query)
-        for row in step.rows():
-            end = row.past + step.tokens - row.pad
-            one = slice(row.row, row.row + 1)
-            out[one, :, row.pad :] = _causal(query[one, :, row.pad :], data[row.seq : row.seq + 1, :, :end], attention)
-        return out
+        return self._attend_rows(step, query, attention)
+
+    def _attend_rows(self, step: Step, query: Tensor, attention: AttentionParams) -> Tensor:
+        def attend(row: Row, q: Tensor) -> Tensor:
+            assert self._data is not None
+            return _causal(q, self._data[row.seq : row.seq + 1, :, : row.past + step.tokens - row.pad], attention)
+
+        return attend_rows(step, query, attend)
 
     def decode(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
         """Attend to everything. A single token is a kernel that reads device counters alone."""
@@ -121,21 +123,11 @@ class DenseLayer:
         if steps == 1:
             self.sequences.place_committed(self._data.device)
             return self._attend_one(query, key, value, attention)
-        out = torch.zeros_like(query)
-        for row in Step(start, steps, tuple(self.sequences.left_pad), self.sequences.idle).rows():
-            one, end = slice(row.seq, row.seq + 1), row.past + steps - row.pad
-            out[one, :, row.pad :] = _causal(query[one, :, row.pad :], self._data[one, :, :end], attention)
-        return out
+        return self._attend_rows(Step(start, steps, tuple(self.sequences.left_pad), self.sequences.idle), query, attention)
 
     def append(self, step: Step, query: Tensor, key: Tensor, value: Tensor) -> None:
         """See LayerKV."""
         self._write(step, query, key, value, self.scale)
-
-    def clone_from(self, step: Step, other: LayerKV) -> None:
-        """See LayerKV."""
-        self.scale = other.scale
-        self.append(step, *padded(other))
-        self.watched = dict(other.watched)
 
     def join(self, others: Sequence[DenseLayer]) -> None:
         """Take over the tokens of other layers, their sequences one below the other; `sequences` counts them already."""
@@ -248,5 +240,4 @@ class DenseLayer:
 
 def _causal(query: Tensor, data: Tensor, attention: AttentionParams) -> Tensor:
     """Attention of the last tokens of data [B, H, n, 2, D]."""
-    keys, values = data[:, :, :, 0], data[:, :, :, 1]
-    return causal_attention(query, keys, values, scale=attention.scale, softcap=attention.softcap, sinks=attention.sinks)
+    return attention.causal(query, data[:, :, :, 0], data[:, :, :, 1])

@@ -8,8 +8,6 @@ copied only when a sequence writes into one that it shares.
 from __future__ import annotations
 
 import copy
-import math
-import weakref
 from collections.abc import Sequence
 
 import torch
@@ -17,92 +15,14 @@ from torch import Tensor
 
 from kvthaw.cache.addresses import Addresses
 from kvthaw.cache.deferred_batch import DeferredBatch
+from kvthaw.cache.host_memory import BlockAllocator, HostMemory
 from kvthaw.cache.pool import Slab
-from kvthaw.errors import HostMemoryError
 from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.freeze import Span, freeze
 from kvthaw.kernels.freeze import definition as freeze_definition
 from kvthaw.kernels.offload import MOST, offload
 from kvthaw.kernels.stream_keys import definition as stream_definition
 from kvthaw.kernels.stream_keys import stream_keys
-
-
-def check_host_memory(need: int, limit: int | None) -> None:
-    """Raise HostMemoryError where `need` bytes exceed `limit`, or what the system has free where limit is None and it tells."""
-    free = _available() if limit is None else limit
-    if free is not None and need > free:
-        raise HostMemoryError(
-            f"the prompt's KV needs {need:,} bytes of host memory and {free:,} are free; shorten the prompt, use fewer rows, "
-            "or set host_bytes if you know of more"
-        )
-
-
-def _available() -> int | None:
-    try:
-        with open("/proc/meminfo") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None
-
-
-def host_tensor(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> Tensor:
-    """An uninitialised tensor in host memory, page-locked if pinned. Raises HostMemoryError where the system gives none."""
-    try:
-        return torch.empty(tuple(shape), dtype=dtype, pin_memory=pinned)
-    except RuntimeError as error:
-        size, kind = math.prod(shape) * dtype.itemsize, "pinned " if pinned else ""
-        raise HostMemoryError(
-            f"{size:,} more bytes of {kind}host memory cannot be had ({str(error).splitlines()[0]}); shorten the prompt, use fewer "
-            f"rows{', or raise the limits on locked memory (ulimit -l, the container)' if pinned else ''}"
-        ) from error
-
-
-class HostMemory:
-    """Host memory that the blocks of one cache take, spares and blocks that it shares with copies included.
-
-    limit: the most bytes; None: as many as the system gives. used: bytes now, counted where there is a limit.
-    """
-
-    def __init__(self, limit: int | None = None) -> None:
-        self.limit, self.used = limit, 0
-        self._stores: weakref.WeakSet[HostStore] = weakref.WeakSet()
-
-    def join(self, store: HostStore) -> None:
-        """Serve a store."""
-        self._stores.add(store)
-
-    def allocate(self, shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> Tensor:
-        """Return an uninitialised tensor in host memory. Raises HostMemoryError beyond the limit, or if the system gives none."""
-        if self.limit is None:
-            return host_tensor(shape, dtype, pinned=pinned)
-        size = math.prod(shape) * dtype.itemsize
-        if self.used + size > self.limit:
-            raise HostMemoryError(
-                f"the next block of KV needs {size:,} bytes of host memory, and {max(0, self.limit - self.used):,} of host_bytes="
-                f"{self.limit:,} are free; crop the cache, let a request leave, or raise host_bytes"
-            )
-        data = host_tensor(shape, dtype, pinned=pinned)
-        self.used += size
-        weakref.finalize(data, self._release, size).atexit = False
-        return data
-
-    def check(self, need: int) -> None:
-        """Raise HostMemoryError if a prompt's KV needs more bytes than are free. Spares count as free."""
-        spare = sum(store.spare_bytes() for store in self._stores)
-        check_host_memory(need, None if self.limit is None else self.limit - self.used + spare)
-
-    def spare(self, store: HostStore) -> Tensor | None:
-        """Take a spare block from any store whose blocks are of the same kind."""
-        return next((block for other in (store, *self._stores) if (block := other.give_spare(store)) is not None), None)
-
-    def _release(self, size: int) -> None:
-        self.used -= size
-
-    def __deepcopy__(self, memo: dict[int, object]) -> HostMemory:
-        return HostMemory(self.limit)
 
 
 class Block:
@@ -133,12 +53,10 @@ class HostStore:
         pinned: bool = False,
         memory: HostMemory | None = None,
     ) -> None:
-        self.memory = memory or HostMemory()
-        self.memory.join(self)
         self.kv_heads, self.head_dim, self.dtype = kv_heads, head_dim, dtype
-        self.block_size, self.pinned = block_size, pinned
+        self.block_size = block_size
         self._blocks: list[list[Block]] = [[] for _ in range(seqs)]
-        self._spares: dict[int, Tensor] = {}  # by sequence; in no table, so that taking one moves nothing
+        self.allocator = BlockAllocator(memory or HostMemory(), (kv_heads, block_size, 2, head_dim), dtype, pinned=pinned)
         self._length = [0] * seqs
         self.version = 0
         """Changes whenever addresses do."""
@@ -158,16 +76,20 @@ class HostStore:
         return self._length[seq]
 
     @property
+    def pinned(self) -> bool:
+        """Whether kernels reach the blocks."""
+        return self.allocator.pinned
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of one row, K and V."""
         return 2 * self.head_dim * self.dtype.itemsize
 
     def nbytes(self, seq: int | None = None) -> int:
-        """Bytes of host memory held by the blocks of one sequence, or by all and the spares, shared blocks counted once."""
+        """Bytes of host memory held by the blocks of one sequence, or by all and the ones ahead, shared ones counted once."""
         held = self._blocks if seq is None else [self._blocks[seq]]
-        unique = {id(e): e.data for blocks in held for e in blocks}
-        spares = self._spares.values() if seq is None else ()
-        return sum(data.nbytes for data in (*unique.values(), *spares))
+        unique = {block: block.data.nbytes for blocks in held for block in blocks}
+        return sum(unique.values()) + (self.allocator.nbytes() if seq is None else 0)
 
     def addresses(self, seq: int) -> Tensor:
         """[blocks] int64: where each block of a sequence begins."""
@@ -246,7 +168,7 @@ class HostStore:
         """Allocate blocks for `length` tokens of a sequence."""
         blocks = self._blocks[seq]
         while len(blocks) * self.block_size < length:
-            blocks.append(Block(self._memory(seq)))
+            blocks.append(Block(self.allocator.allocate(seq)))
             self.version += 1
 
     def claim(self, seq: int, length: int) -> None:
@@ -256,39 +178,8 @@ class HostStore:
             self._writable(seq, number)
 
     def reserved(self, seq: int) -> int:
-        """Tokens that a sequence's blocks have room for, its spare not counted."""
+        """Tokens that a sequence's blocks have room for, without the one allocated ahead."""
         return len(self._blocks[seq]) * self.block_size
-
-    def take_spare(self, seq: int) -> None:
-        """Allocate the block that a sequence will need next, where it has none to spare. No address changes before it is needed.
-        Raises HostMemoryError where the system gives none; nothing has changed then."""
-        if seq not in self._spares:
-            self._spares[seq] = self._allocate()
-
-    def _memory(self, seq: int) -> Tensor:
-        """For a block that a sequence needs now: its spare, or new; if none can be had, the spare of another sequence or layer."""
-        spare = self._spares.pop(seq, None)
-        if spare is not None:
-            return spare
-        try:
-            return self._allocate()
-        except HostMemoryError:
-            spare = self.memory.spare(self)
-            if spare is None:
-                raise
-            return spare
-
-    def _allocate(self) -> Tensor:
-        return self.memory.allocate((self.kv_heads, self.block_size, 2, self.head_dim), self.dtype, pinned=self.pinned)
-
-    def spare_bytes(self) -> int:
-        """Bytes of the spare blocks."""
-        return sum(data.nbytes for data in self._spares.values())
-
-    def give_spare(self, other: HostStore) -> Tensor | None:
-        """Take a spare block away for a store whose blocks are of the same kind; None if there is none."""
-        kinds = [(s.kv_heads, s.head_dim, s.dtype, s.block_size, s.pinned) for s in (self, other)]
-        return self._spares.popitem()[1] if self._spares and kinds[0] == kinds[1] else None
 
     def read(self, seq: int, start: int, stop: int) -> Tensor:
         """Rows start .. stop of a sequence as [H, stop - start, 2, D] on the host; a view where they lie in one block."""
@@ -340,16 +231,16 @@ class HostStore:
             done += take
 
     def truncate(self, seq: int, length: int) -> None:
-        """Forget rows >= length; blocks no longer needed are let go, but for one to spare where rows are left."""
+        """Forget rows >= length; blocks no longer needed are freed, but for one kept ahead if rows are left."""
         if length > self._length[seq]:
             raise IndexError(f"sequence {seq} holds {self._length[seq]} rows, fewer than {length}")
         keep = -(-length // self.block_size)
         for block in self._blocks[seq][keep:]:
             block.owners -= 1
             if not block.owners:
-                self._spares.setdefault(seq, block.data)
+                self.allocator.ahead.setdefault(seq, block.data)
         if length == 0:
-            self._spares.pop(seq, None)
+            self.allocator.ahead.pop(seq, None)
         del self._blocks[seq][keep:]
         self._length[seq] = length
         self.version += 1
@@ -357,9 +248,8 @@ class HostStore:
     def share(self, other: HostStore) -> None:
         """Hold another store's rows in the place of one's own, blocks shared until either writes into one. Raises ValueError where
         the two differ in a row's or a block's size."""
-        sizes = [(s.kv_heads, s.head_dim, s.dtype, s.block_size, s.pinned) for s in (self, other)]
-        if sizes[0] != sizes[1]:
-            raise ValueError(f"a store of {sizes[0]} cannot share rows of one of {sizes[1]}")
+        if self.allocator.kind != other.allocator.kind:
+            raise ValueError(f"a store of {self.allocator.kind} cannot share rows of one of {other.allocator.kind}")
         for seq in range(self.seqs):
             self.truncate(seq, 0)
         self._blocks, self._length = [list(blocks) for blocks in other._blocks], list(other._length)
@@ -369,8 +259,8 @@ class HostStore:
         self.version += 1
 
     def reorder(self, seqs: Sequence[int]) -> None:
-        """Sequence i becomes what sequence seqs[i] was, but for what it has to spare. No row is copied: sequences share blocks
-        until one writes."""
+        """Sequence i becomes what sequence seqs[i] was, but for its block ahead. No row is copied: sequences share blocks until one
+        writes."""
         blocks = [list(self._blocks[seq]) for seq in seqs]
         for old in self._blocks:
             for block in old:
@@ -379,12 +269,13 @@ class HostStore:
             for block in new:
                 block.owners += 1
         self._blocks, self._length = blocks, [self._length[seq] for seq in seqs]
-        self._spares = {seq: spare for seq, spare in self._spares.items() if seq < len(seqs)}
+        ahead = self.allocator.ahead
+        self.allocator.ahead = {seq: block for seq, block in ahead.items() if seq < len(seqs)}
         self.version += 1
 
     def __deepcopy__(self, memo: dict[int, object]) -> HostStore:
-        """A store of its own whose blocks are shared until either writes, with nothing to spare."""
-        memory = copy.deepcopy(self.memory, memo)
+        """A store of its own whose blocks are shared until either writes, with none allocated ahead."""
+        memory = copy.deepcopy(self.allocator.memory, memo)
         twin = HostStore(
             0, self.kv_heads, self.head_dim, self.dtype, block_size=self.block_size, pinned=self.pinned, memory=memory
         )
@@ -398,7 +289,7 @@ class HostStore:
     def _writable(self, seq: int, number: int) -> Tensor:
         block = self._blocks[seq][number]
         if block.owners > 1:
-            copy = self._memory(seq).copy_(block.data)
+            copy = self.allocator.allocate(seq).copy_(block.data)
             block.owners -= 1
             block = self._blocks[seq][number] = Block(copy)
             self.version += 1

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from kvthaw.cache.sequences import Sequences, Step
+from kvthaw.cache.sequences import Sequences
+from kvthaw.cache.step import Row, Step
+from kvthaw.kernels.dense import causal_attention
 
 WATCHED = 128
 """How many of a prompt's last queries are kept, which some indexes look at."""
@@ -23,6 +24,10 @@ class AttentionParams:
     scale: float
     softcap: float | None = None
     sinks: Tensor | None = None
+
+    def causal(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Attend from the last T tokens, query [B, Hq, T, D], causally to all n, keys and values [B, H, n, D]."""
+        return causal_attention(query, keys, values, scale=self.scale, softcap=self.softcap, sinks=self.sinks)
 
 
 class LayerKV(Protocol):
@@ -49,9 +54,6 @@ class LayerKV(Protocol):
 
     def append(self, step: Step, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Take tokens in as a prefill does, without attention."""
-
-    def clone_from(self, step: Step, other: LayerKV) -> None:
-        """Take over the tokens of another layer, which are the step's."""
 
     def before_step(self, leaving: Sequence[tuple[int, int, int]]) -> None:
         """Do all host-side work that the next decode step requires; idempotent. leaving: (sequence, start, stop) of the tokens that
@@ -111,6 +113,15 @@ class LayerKV(Protocol):
         """The tensors that a captured step reads and writes."""
 
 
+def attend_rows(step: Step, query: Tensor, attend: Callable[[Row, Tensor], Tensor]) -> Tensor:
+    """Attend row by row: attend(row, q) returns the output for the queries q [1, Hq, n, D] of a row without its padding."""
+    out = torch.zeros_like(query)
+    for row in step.rows():
+        one = slice(row.row, row.row + 1)
+        out[one, :, row.pad :] = attend(row, query[one, :, row.pad :])
+    return out
+
+
 def last_queries(before: Tensor | None, query: Tensor) -> Tensor:
     """The last WATCHED queries of a sequence whose prompt came in parts, [Hq, W, D]; query [Hq, T, D]: the last part's."""
     last = query[:, -WATCHED:]
@@ -120,17 +131,3 @@ def last_queries(before: Tensor | None, query: Tensor) -> Tensor:
 def reordered(watched: Mapping[int, Tensor], sequences: Sequence[int]) -> dict[int, Tensor]:
     """The kept queries by the sequences' new places."""
     return {i: watched[seq] for i, seq in enumerate(sequences) if seq in watched}
-
-
-def padded(layer: LayerKV) -> tuple[Tensor, Tensor, Tensor]:
-    """All keys and values of a layer, [B, H, T, D] each, on the device, zeros for the left padding; and before them the last
-    queries of its prompts, [B, Hq, W, D], zeros before those of shorter ones."""
-    sequences, some = layer.sequences, next(iter(layer.watched.values()))
-    queries, device = [layer.watched.get(seq, some[:, :0]) for seq in range(sequences.count)], some.device
-    width = max(q.shape[1] for q in queries)
-    rows = []
-    for seq in range(sequences.count):
-        own = layer.read(seq, 0, sequences.length(seq)).to(device)
-        rows.append(F.pad(own, (0, 0, 0, 0, sequences.left_pad[seq], 0)))
-    data = torch.stack(rows)
-    return torch.stack([F.pad(q, (0, 0, width - q.shape[1], 0)) for q in queries]), data[:, :, :, 0], data[:, :, :, 1]

@@ -17,26 +17,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_api import IndexContext, Transfer
 from kvthaw.cache.index_updater import IndexUpdater
-from kvthaw.cache.layer_base import WATCHED, AttentionParams, LayerKV, last_queries, padded, reordered
-from kvthaw.cache.offloader import Offloader
+from kvthaw.cache.layer_base import AttentionParams, attend_rows, last_queries, reordered
+from kvthaw.cache.layer_storage import LayerStorage
 from kvthaw.cache.plan import Plan, Settings
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.preallocator import BlockPreallocator
-from kvthaw.cache.prefetched_search import PrefetchedSearch
 from kvthaw.cache.retriever import Choice, Retriever
 from kvthaw.cache.rotary import Rotary
-from kvthaw.cache.sequences import Row, Sequences, Step
+from kvthaw.cache.sequences import Sequences
+from kvthaw.cache.sparse_attention import SparseAttention
+from kvthaw.cache.step import Row, Step
 from kvthaw.cache.streams import Streams
 from kvthaw.cache.transfer import BulkCopy, UvaGather
-from kvthaw.errors import CacheError, ConfigError
-from kvthaw.kernels.decode_step import DecodeStep
-from kvthaw.kernels.dense import causal_attention, continued
+from kvthaw.errors import CacheError
+from kvthaw.kernels.dense import continued
 from kvthaw.kernels.places import Newest
-from kvthaw.kernels.sparse_decode import sparse_decode
 
 
 class OffloadedLayer:
@@ -48,7 +46,8 @@ class OffloadedLayer:
 
     store: HostStore
     slab: Slab
-    offloader: Offloader
+    storage: LayerStorage
+    sparse: SparseAttention
 
     def __init__(
         self,
@@ -61,22 +60,22 @@ class OffloadedLayer:
     ) -> None:
         self.number, self.settings, self.streams, self.sequences, self.leader = number, settings, streams, sequences, leader
         self.preallocator = preallocator
+        self.retriever: Retriever | None = None
         self.rotary: Rotary | None = None  # for a method that asks for it
         self.observer: Callable[[OffloadedLayer, Tensor, Choice | None], None] | None = None
         self.reset()
 
     def reset(self) -> None:
         """See LayerKV."""
-        self.drop_search()
+        self._drop_search()
+        for part in ("store", "slab", "storage", "sparse"):
+            self.__dict__.pop(part, None)
+        self.retriever = None
         self.plan: Plan | None = None
-        self.retriever: Retriever | None = None
-        self.updater: IndexUpdater | None = None  # of an anchor
         self.watched: dict[int, Tensor] = {}
         self.scale = 0.0
-        self._transfer: Transfer | None = None
         self._before: tuple[Step | None, dict[int, Tensor]] = None, {}  # a prefill, and what was watched before it
         self._taken: tuple[Step | None, int] = None, 0
-        self._room = 0
         self._finite: Tensor | None = None
         self.asked_again = 0  # decode steps with the queries of another layer that shares these keys
 
@@ -94,7 +93,7 @@ class OffloadedLayer:
 
     def read(self, seq: int, start: int, stop: int) -> Tensor:
         """See LayerKV."""
-        return self.offloader.read(seq, start, stop)
+        return self.storage.offloader.read(seq, start, stop)
 
     def nonfinite(self) -> Tensor | None:
         """See LayerKV."""
@@ -115,89 +114,62 @@ class OffloadedLayer:
 
     def tensors(self) -> list[Tensor]:
         """See LayerKV."""
-        if self.plan is None:
-            return []
-        found = [self.slab.data, self.slab.tickets]
-        if self.retriever is not None:
-            found += self.retriever.tensors()
-        if isinstance(self._transfer, UvaGather) and self._transfer.table is not None:
-            found.append(self._transfer.table)
-        return found
+        return self.sparse.tensors() if self.plan else []
 
     # Prompts
 
     def allocate(self, step: Step, query: Tensor, key: Tensor, scale: float) -> None:
         """Make the parts by the sizes of the first tokens: query [., Hq, T, D], key [., H, T, D]."""
         plan, count = self.settings.plan(step.longest, self.sequences.limit), len(step.left_pad)
-        _, heads, _, dim = key.shape
-        method, device = self.settings.method, key.device
+        method, device, (_, heads, _, dim) = self.settings.method, key.device, key.shape
         self.scale = scale
         self.store = HostStore(
-            count,
-            heads,
-            dim,
-            key.dtype,
-            block_size=self.settings.block_size,
-            pinned=device.type == "cuda",
-            memory=self.streams.memory,
-        )
+            count, heads, dim, key.dtype,
+            block_size=self.settings.block_size, pinned=device.type == "cuda", memory=self.streams.memory,
+        )  # fmt: skip
         self.slab = Slab(count, heads, dim, plan.regions, plan.rows * max(1, method.keep), dtype=key.dtype, device=device)
-        self.offloader = Offloader(self.store, self.slab, self.streams, keeps=not method.evicts)
+        updater: IndexUpdater | None = None
+        transfer: Transfer | None = None
         if method.index is not None:
-            self._transfer = (method.transfer or UvaGather)() if key.is_cuda else BulkCopy()
+            transfer = (method.transfer or UvaGather)() if key.is_cuda else BulkCopy()
             if self.leader is None:
                 context = IndexContext(
-                    layer=self.number,
-                    q_heads=query.shape[1],
-                    kv_heads=heads,
-                    head_dim=dim,
-                    dtype=key.dtype,
-                    device=device,
-                    store=self.store,
-                    regions=plan.regions,
-                    scale=scale,
-                    seed=self.settings.seed,
-                    rows=plan.rows,
-                    slab=self.slab,
-                    sequences=self.sequences,
-                    aux=self.streams.aux,
-                    deferred=self.streams.deferred,
-                    rotary=self.rotary,
-                )
+                    self.number, query.shape[1], heads, dim, key.dtype, device, self.store, plan.regions, scale,
+                    seed=self.settings.seed, rows=plan.rows, slab=self.slab, sequences=self.sequences, aux=self.streams.aux,
+                    deferred=self.streams.deferred, rotary=self.rotary,
+                )  # fmt: skip
                 self.retriever = Retriever(method, context, count, plan.rows, self.streams)
-                self.updater = IndexUpdater(self.retriever, self.store, self.slab, self.streams.deferred)
+                updater = IndexUpdater(self.retriever, self.store, self.slab, self.streams.deferred)
             else:
                 self.retriever = self.leader.retriever
+        parts = self.store, self.slab, self.streams, self.preallocator, updater
+        self.storage = LayerStorage(*parts, keeps=not method.evicts)
+        self.sparse = SparseAttention(self.storage, self.sequences, self.retriever, transfer, selects=self.chooses)
         self.plan = plan
-        self._make_room()
+        self.sparse.make_room(self.sequences.capacity)
 
     def prefill(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
         """See LayerKV."""
-        self.drop_search()
-        self._allocate_for(step, query, key, attention.scale)
+        self._drop_search()
+        if self.plan is None:
+            self.allocate(step, query, key, attention.scale)
         out = self._attend_dense(step, query, key, value, attention)
         self.append(step, query, key, value)
         return out
 
-    def _allocate_for(self, step: Step, query: Tensor, key: Tensor, scale: float) -> None:
-        if self.plan is None:
-            self.allocate(step, query, key, scale)
-
     def _attend_dense(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
         """Causal attention over all earlier tokens and the new ones, exact."""
         if step.start == 0 and (step.seq is not None or not any(step.left_pad)):
-            return _causal(query, key, value, attention)
-        out = torch.zeros_like(query)
-        for row in step.rows():
-            one = slice(row.row, row.row + 1)
-            q, k, v = (x[one, :, row.pad :] for x in (query, key, value))
+            return attention.causal(query, key, value)
+
+        def attend(row: Row, q: Tensor) -> Tensor:
+            k, v = (x[row.row : row.row + 1, :, row.pad :] for x in (key, value))
             if row.past == 0:
-                found = _causal(q, k, v, attention)
-            else:
-                past = self.offloader.past(row.seq, row.past, self.sequences.indexed(row.seq))
-                found = continued(q, k, v, past, scale=attention.scale, softcap=attention.softcap, sinks=attention.sinks)
-            out[one, :, row.pad :] = found
-        return out
+                return attention.causal(q, k, v)
+            past = self.storage.offloader.past(row.seq, row.past, self.sequences.indexed(row.seq))
+            return continued(q, k, v, past, scale=attention.scale, softcap=attention.softcap, sinks=attention.sinks)
+
+        return attend_rows(step, query, attend)
 
     def append(self, step: Step, query: Tensor, key: Tensor, value: Tensor) -> None:
         """See LayerKV."""
@@ -209,30 +181,12 @@ class OffloadedLayer:
         for row in step.rows():
             q = query[row.row, :, row.pad - step.tokens :]  # a clone has the last queries only
             k, v = (x[row.row, :, row.pad :] for x in (key, value))
-            ends[row.seq] = self._append_row(row, q, k, v, step.remaining)
+            self.watched[row.seq] = last_queries(self.watched.get(row.seq), q)
+            ends[row.seq] = self.storage.append(row, q, k, v, step.remaining)
         self._taken = step, step.tokens
-        if self.updater is not None and self.sequences.announced and not step.remaining:
-            self.updater.renew(ends, self.watched)
-
-    def _append_row(self, row: Row, query: Tensor, keys: Tensor, values: Tensor, remaining: int) -> int:
-        """Take the tokens [., n, D] of one sequence in. Returns where its ring begins then."""
-        assert self.plan is not None
-        regions, past, seq = self.plan.regions, row.past, row.seq
-        self.watched[seq] = last_queries(self.watched.get(seq), query)
-        length = past + keys.shape[1]
-        start = regions.first_indexed(length)
-        self.offloader.prompt(seq, past, keys, values)
-        if self.offloader.keeps:
-            self.preallocator.take(self.store, regions, seq, length)
-        if self.updater is not None and start > self.updater.indexed[seq]:
-            self.updater.prompt(seq, start, keys, values, past, query[:, -WATCHED:], remaining)
-        sink = max(0, min(regions.sink, length) - past)
-        if sink:
-            self.slab.write(seq, past, torch.stack((keys[:, :sink], values[:, :sink]), dim=2))
-        ring = max(start, past)
-        if ring < length:
-            self.slab.write(seq, ring, torch.stack((keys[:, ring - past :], values[:, ring - past :]), dim=2))
-        return start
+        updater = self.storage.updater
+        if updater is not None and self.sequences.announced and not step.remaining:
+            updater.renew(ends, self.watched)
 
     # Decoding
 
@@ -247,16 +201,15 @@ class OffloadedLayer:
             self._taken = step, t + 1
             self.sequences.place(step, t, self.slab.data.device)
             outs.append(self._attend(step, t, query[:, :, t], (key[:, :, t], value[:, :, t]), attention))
-        self.prefetched = None
+        self._drop_search()
         return torch.stack(outs, dim=2) if step.tokens > 1 else outs[0][:, :, None]
 
     def attend_again(self, start: int, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
         """See LayerKV."""
-        self.asked_again += query.shape[2] == 1
-        steps = query.shape[2]
-        again = Step(start, steps, tuple(self.sequences.left_pad), self.sequences.idle)
-        if steps > 1:
+        if query.shape[2] > 1:
+            again = Step(start, query.shape[2], tuple(self.sequences.left_pad), self.sequences.idle)
             return self._attend_dense(again, query, key, value, attention)
+        self.asked_again += 1
         self.sequences.place_committed(self.slab.data.device)
         out = self._attend(None, 0, query[:, :, 0], (key[:, :, 0], value[:, :, 0]), attention)
         if self.retriever is not None and self.chooses:
@@ -264,63 +217,10 @@ class OffloadedLayer:
         return out[:, :, None]
 
     def _attend(self, step: Step | None, t: int, query: Tensor, newest: Newest, attention: AttentionParams) -> Tensor:
-        """One decode step: select, fetch, attend. query [B, Hq, D]; newest: key and value [B, H, D] of its token, which enter the
-        ring (again, where another layer's queries come); step: None for those."""
-        assert self.plan is not None
-        choice, visible, log_weight, partials = None, None, None, []
-        if self.retriever is not None and self._transfer is not None:
-            choice = self._choose(step, query, t) if self.chooses else self.retriever.choices[t].followed
-            self._wait_on_stream()
-            slots, fetch = choice.host if choice.host and not self._transfer.graph_safe else (choice.slots, choice.fetch)
-            self._transfer.fetch(self.store, self.slab, fetch, slots)
-            if self.chooses and self.retriever.rebuilds is not None:
-                self.retriever.rebuilds.rebuild(self.slab, choice.fetch, choice.slots)
-            visible, selection = choice.live, choice.selection
-            if selection.partial is not None:
-                if attention.softcap is not None:
-                    raise ConfigError(
-                        f"{self.settings.method.name} attends to some tokens itself, without the softcap of {attention.softcap} "
-                        "that the model has; it works with models that have none"
-                    )
-                partials.append(selection.partial)
-            if selection.log_weight is not None:
-                log_weight = self._by_place(selection.log_weight, choice)
-        decode_step = DecodeStep(
-            query,
-            self.slab.keys,
-            self.slab.values,
-            scale=attention.scale,
-            newest=newest,
-            visible=visible,
-            lengths=self.sequences.lengths,
-            starts=self.sequences.starts,
-            regions=self.plan.regions,
-            softcap=attention.softcap,
-            sinks=attention.sinks,
-            log_weight=log_weight,
-            partials=partials,
-        )
-        out = sparse_decode(decode_step, self.slab.tickets)
+        out, choice = self.sparse.attend(step, t, query, newest, attention)
         if self.observer is not None:
             self.observer(self, query, choice)
         return out
-
-    def _choose(self, step: Step | None, query: Tensor, t: int) -> Choice:
-        assert self.retriever is not None
-        longest = self.sequences.longest if step is None else step.start + t + 1 - min(step.left_pad)
-        retaken = step is not None and step.retaken
-        if self.prefetched is None:
-            return self.retriever.choose(query, longest, retaken=retaken)
-        return self.retriever.choose(self.prefetched.queries[:, :, t], longest, self.prefetched.search(t), retaken=retaken)
-
-    def _by_place(self, log_weight: Tensor, choice: Choice) -> Tensor:
-        """log_weight [B, Hq, M] moved to the places of the slab, [B, Hq, N]; 0 elsewhere."""
-        batch, q_heads, _ = log_weight.shape
-        heads, places = self.slab.data.shape[1:3]
-        slot = torch.where(choice.slots >= 0, choice.slots + self.slab.pool_start, places).to(log_weight.device).long()
-        slot = slot.repeat_interleave(q_heads // heads, dim=1)
-        spread = torch.zeros((batch, q_heads, places + 1), dtype=torch.float32, device=log_weight.device)
-        return spread.scatter_(2, slot, log_weight)[:, :, :places]
 
     # Queries that are known before the layer runs
 
@@ -332,26 +232,16 @@ class OffloadedLayer:
         """Have the index asked with these queries, [B, Hq, T, D], instead of the coming tokens' own. One on the host begins to
         search at once, beside the layer before, for as many of the tokens as come before it changes."""
         assert self.retriever is not None
-        self.drop_search()
-        early = self.undisturbed(queries.shape[2]) if self.retriever.index.on_host else 0
-        self.prefetched = PrefetchedSearch(queries, self.retriever.search(queries[:, :, :early]) if early else ())
+        self.retriever.prefetch(queries, self.undisturbed(queries.shape[2]) if self.on_host else 0)
 
     def undisturbed(self, tokens: int) -> int:
-        """How many of the next tokens ask an index of what it was given so far: before the others, something leaves the ring."""
-        assert self.updater is not None
-        if self.updater.stale:
-            return 0
-        left = (any(self.updater.indexed[seq] < stop for seq, _, stop in self.sequences.leaving(t)) for t in range(tokens))
-        return next((t for t, leaves in enumerate(left) if leaves), tokens)
+        """Return how many of the next tokens the index serves as it is: before the others, something leaves the ring."""
+        return self.storage.undisturbed([self.sequences.leaving(t) for t in range(tokens)])
 
-    prefetched: PrefetchedSearch | None = None
-    """Queries to ask the index with instead of the coming tokens' own."""
-
-    def drop_search(self) -> None:
+    def _drop_search(self) -> None:
         """Drop the predicted queries and their searches: the step does not come."""
-        if self.prefetched is not None:
-            self.prefetched.drop()
-            self.prefetched = None
+        if self.retriever is not None and self.chooses:
+            self.retriever.drop_search()
 
     # Between steps
 
@@ -365,7 +255,7 @@ class OffloadedLayer:
         """See LayerKV. A tree on the host forgets what it was given, but for its shape."""
         if self.on_host:
             return not self.asked_again
-        return self.updater is None or self.updater.reversible
+        return self.storage.updater is None or self.storage.updater.reversible
 
     def before_step(self, leaving: Sequence[tuple[int, int, int]], taken: int = 0) -> None:
         """See LayerKV. Afterwards a step of one token is work of the device alone, where the index is graph-safe. taken: tokens of
@@ -374,35 +264,29 @@ class OffloadedLayer:
             return
         self.check_finite()
         self.streams.prefetcher.release()
-        if self.updater is not None and not taken:
+        if self.storage.updater is not None and not taken:
             live = (seq for seq in range(self.sequences.count) if seq not in self.sequences.idle)
-            self.updater.renew({seq: self.sequences.indexed(seq) for seq in live}, self.watched)
-        self._flush(leaving)
-        self._wait_on_stream()
-        self._make_room()
+            self.storage.updater.renew({seq: self.sequences.indexed(seq) for seq in live}, self.watched)
+        self.storage.flush(leaving, self.watched)
+        self.sparse.wait_on_stream()
+        self.sparse.make_room(self.sequences.capacity)
         if self.retriever is not None and not self.on_host:
             self.retriever.settle()
-        self._know_addresses()
+        self.sparse.update_table()
 
     def run_ahead(self, leaving: Sequence[tuple[int, int, int]]) -> bool:
         """See LayerKV. The device is still at work: an index on the host takes as long as a layer's whole step, and thirty launches
         a layer as long as a step. What cannot be done now is left to before_step, which raises the reason if there is still one."""
-        ready = [each for each in leaving if self.updater is None or each[0] not in self.updater.stale]
+        updater = self.storage.updater
+        ready = [each for each in leaving if updater is None or each[0] not in updater.stale]
         try:
-            self._flush(ready)
+            self.storage.flush(ready, self.watched)
         except Exception:
             return False
-        if isinstance(self._transfer, UvaGather):
-            self._wait_on_stream()
-            self._know_addresses()
+        if isinstance(self.sparse.transfer, UvaGather):
+            self.sparse.wait_on_stream()
+            self.sparse.update_table()
         return len(ready) == len(leaving)
-
-    def _flush(self, leaving: Sequence[tuple[int, int, int]]) -> None:
-        """Offload and index tokens that leave their rings, as far as that has not been done."""
-        if leaving:
-            self.offloader.up_to({seq: stop for seq, _, stop in leaving})
-            if self.updater is not None:
-                self.updater.flush(leaving, self.watched)
 
     def reserved(self, seq: int) -> int:
         """Tokens of a sequence that its blocks on the host have room for."""
@@ -410,37 +294,12 @@ class OffloadedLayer:
 
     def reserve_blocks(self, ends: Mapping[int, int]) -> None:
         """See LayerKV."""
-        if self.plan is not None and self.offloader.keeps:
-            for seq, end in ends.items():
-                if end > self.store.length(seq):
-                    self.store.claim(seq, end)
+        if self.plan is not None:
+            self.storage.reserve(ends)
 
     def preallocate(self, seq: int) -> None:
         """Take the host block that a sequence will need before its next turn."""
-        if self.plan is not None and self.offloader.keeps:
-            self.preallocator.take(self.store, self.plan.regions, seq, self.sequences.length(seq))
-
-    def _make_room(self) -> None:
-        """Have room for the sequences' capacity: until that grows, nothing that a step reads moves."""
-        capacity = self.sequences.capacity
-        if self._room < capacity:
-            if self.retriever is not None and self.chooses:
-                self.retriever.make_room(capacity)
-            if isinstance(self._transfer, UvaGather):
-                self._transfer.make_room(self.store, capacity, self.slab.data.device)
-            self._room = capacity
-
-    def _wait_on_stream(self) -> None:
-        """The device reads what was offloaded; a transfer that gathers on the host has the host wait."""
-        if self._transfer is None or self._transfer.graph_safe:
-            self.offloader.wait_on_stream()
-        else:
-            self.offloader.wait()
-
-    def _know_addresses(self) -> None:
-        """A captured step finds the addresses of new blocks."""
-        if isinstance(self._transfer, UvaGather):
-            self._transfer.prepare(self.store, self.slab.data.device)
+        self.storage.preallocate(seq, self.sequences.length(seq))
 
     def check_finite(self) -> None:
         """Raise CacheError where a prompt's keys or values were not finite."""
@@ -454,7 +313,10 @@ class OffloadedLayer:
         if self.plan is None:
             return
         self.check_finite()
-        self.offloader.wait()
+        self._settle()
+
+    def _settle(self) -> None:
+        self.storage.offloader.wait()
         if self.retriever is not None:
             self.retriever.settle()
 
@@ -468,7 +330,7 @@ class OffloadedLayer:
     def rollback(self, failed: Step | None, *, repeated: bool = False) -> None:
         """See LayerKV."""
         if not repeated:
-            self.drop_search()
+            self._drop_search()
         if self.plan is None:
             return
         if failed is not None and not repeated and self.retriever is not None and self.chooses:
@@ -483,22 +345,12 @@ class OffloadedLayer:
                     self.clear(seq)
                 continue
             start = self.sequences.indexed(seq, length + repeated)
-            stored = self.offloader.ahead(seq, start)
-            if not changed and not stored and (self.updater is None or self.updater.indexed[seq] <= start):
-                continue
-            self.offloader.wait()
-            if self.updater is not None:
-                self.updater.rollback(seq, start)
-            if failed is not None and changed:
-                if not self.offloader.keeps and (failed.dense or start < length + failed.tokens - self.plan.regions.ring):
-                    raise CacheError(
-                        f"{self.settings.method.name} has dropped tokens that a failed step leaves behind; reset() the cache"
-                    )
-                self.offloader.refill(seq, start, length)
-            if stored:
-                self.offloader.undo(seq)
-            if changed:
-                self.offloader.truncate(seq, length)
+            lost = failed is not None and (failed.dense or start < length + failed.tokens - self.plan.regions.ring)
+            if changed and lost and self.settings.method.evicts:
+                raise CacheError(
+                    f"{self.settings.method.name} has dropped tokens that a failed step leaves behind; reset() the cache"
+                )
+            self.storage.rollback(seq, start, length, failed if changed else None)
 
     def check_crop(self, drop: int) -> None:
         """See LayerKV."""
@@ -514,97 +366,35 @@ class OffloadedLayer:
         if self.plan is None:
             return
         self.slab.tickets.zero_()
-        if not self.offloader.keeps:
+        if self.settings.method.evicts:
             return
-        old, before = self.sequences.indexed(seq), self.sequences.length(seq)
-        self.offloader.wait()
-        if self.retriever is not None:
-            self.retriever.settle()
-        if start < old and self.updater is not None:
-            self.updater.truncate(seq, start)
-        self.offloader.refill(seq, start, min(old, length, before))
-        self.offloader.truncate(seq, length)
+        self._settle()
+        self.storage.crop(seq, start, length, self.sequences.indexed(seq), self.sequences.length(seq))
 
     def clear(self, seq: int) -> None:
         """See LayerKV."""
         if self.plan is None:
             return
-        self.drop_search()
+        self._drop_search()
         self._finite = None
         self.slab.tickets.zero_()
-        self.offloader.wait()
-        if self.updater is not None:
-            self.updater.clear(seq)
-        self.offloader.truncate(seq, 0)
+        self.storage.clear(seq)
         self.watched.pop(seq, None)
 
     def reorder(self, sequences: Sequence[int]) -> None:
         """See LayerKV."""
         if self.plan is None:
             return
-        self.drop_search()
-        self.offloader.wait()
-        if self.retriever is not None:
-            self.retriever.settle()
-        if self.updater is not None:
-            self.updater.reorder(sequences)
-        self.offloader.reorder(sequences)
-        self.slab.reorder(torch.tensor(sequences, device=self.slab.data.device))
+        self._drop_search()
+        self._settle()
+        self.storage.reorder(sequences)
+        self.sparse.reorder()
         self.watched = reordered(self.watched, sequences)
-        self._room = 0  # tables of addresses are of as many sequences
-
-    # Tokens of another cache
-
-    def clone_from(self, step: Step, other: LayerKV) -> None:
-        """See LayerKV. What a dense layer has offloaded for one fork is shared by the others; an index that serves as it is is not
-        built again."""
-        if isinstance(other, OffloadedLayer):
-            other.wait()
-            if other.settings.method.evicts:
-                raise CacheError(f"{other.settings.method.name} has dropped tokens, so its cache cannot be forked")
-            if self.can_reuse(other):
-                self._reuse(step, other)
-                return
-        queries, key, value = padded(other)
-        self.allocate(step, queries, key, other.scale)
-        if isinstance(other, DenseLayer) and self.offloader.keeps:
-            self.store.share(other.offloaded(self.settings.block_size))
-        self.append(step, queries, key, value)
-
-    def can_reuse(self, other: OffloadedLayer) -> bool:
-        """Whether another layer's index is what this layer's would be: of the same method object, whose index serves any budget, of
-        the same regions, and built of one prompt that nothing has followed."""
-        mine, its, plan = self.settings, other.settings, other.plan
-        same = (
-            mine.method is its.method and mine.method.any_budget and (mine.seed, mine.block_size) == (its.seed, its.block_size)
-        )
-        sequences = other.sequences
-        if not same or not sequences.prompt_only or plan is None:
-            return False
-        updater = other.updater
-        ahead = updater is not None and any(updater.indexed[seq] > sequences.indexed(seq) for seq in range(sequences.count))
-        return not ahead and mine.plan(sequences.longest, self.sequences.limit).regions == plan.regions
-
-    def _reuse(self, step: Step, other: OffloadedLayer) -> None:
-        """Become what the other layer is, but for the number of rows; the host's rows are shared."""
-        queries, held = next(iter(other.watched.values())), other.slab.keys
-        self.allocate(step, queries[None], held[:, :, :1], other.scale)
-        self.store.share(other.store)
-        always = other.slab.pool_start
-        self.slab.data[:, :, :always] = other.slab.data[:, :, :always]
-        self.watched = dict(other.watched)
-        if self.updater is not None and other.updater is not None:
-            self.updater.clone_from(other.updater)
-            self.updater.retriever.make_room(self.sequences.capacity)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedLayer:
         if self.plan is not None:
-            self.offloader.wait()
+            self.storage.offloader.wait()
         twin = object.__new__(type(self))
         memo[id(self)] = twin
         twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
         return twin
-
-
-def _causal(query: Tensor, keys: Tensor, values: Tensor, attention: AttentionParams) -> Tensor:
-    return causal_attention(query, keys, values, scale=attention.scale, softcap=attention.softcap, sinks=attention.sinks)

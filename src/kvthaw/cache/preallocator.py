@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.streams import Streams
+from kvthaw.errors import HostMemoryError
 from kvthaw.regions import Regions
+
+_log = logging.getLogger(__name__)
 
 
 class BlockPreallocator:
@@ -18,6 +22,7 @@ class BlockPreallocator:
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
+        self._short = False  # of host memory
         self._done = 0  # decoded tokens up to which turns were given
 
     def turns(self, decoded: int, count: int, rounds: int) -> Iterator[tuple[int, int]]:
@@ -32,7 +37,12 @@ class BlockPreallocator:
         """Take the next block of a sequence of `length` tokens if it may be needed before the sequence's next turn."""
         steps = store.reserved(seq) + regions.window + 1 - length  # until it is needed, or some more
         if steps < self.rounds(store, regions):
-            self._streams.spare(store, seq)
+            try:
+                store.allocator.preallocate(seq)
+            except HostMemoryError as error:  # raised again where the sequence needs the block
+                if not self._short:
+                    self._short = True
+                    _log.warning("host memory for coming tokens cannot be taken ahead: %s", error)
 
     def rounds(self, store: HostStore, regions: Regions) -> int:
         """Steps after which every sequence of every layer has had its turn."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.index_api import Index, IndexContext, Method, Rebuilds, Reversible, Selection, WorksBeside
+from kvthaw.cache.prefetched_search import PrefetchedSearch
 from kvthaw.cache.residency import Residency
 from kvthaw.cache.segmented_graph import SegmentedGraph
 from kvthaw.cache.selection_buffer import HostSelectionBuffer, Parts
@@ -100,6 +101,7 @@ class Retriever:
         self._searching: Future[Selection] | None = None  # the last that began
         self._failure: BaseException | None = None  # of a job
         self._unchecked = _CHECKED if type(self.index).__module__.startswith("kvthaw.") else None  # None: check always
+        self.prefetched: PrefetchedSearch | None = None
         self._asked: tuple[int, Tensor, Choice] | None = None  # the latest eager step: length, query, choice
 
     @property
@@ -168,6 +170,17 @@ class Retriever:
         self.index.make_room(self.residency.slot_row.shape[0], tokens)
         self.residency.grow(tokens)
 
+    def prefetch(self, queries: Tensor, early: int) -> None:
+        """Select with these queries, [B, Hq, T, D], instead of the next T tokens' own. Begins to search with the first `early`."""
+        self.drop_search()
+        self.prefetched = PrefetchedSearch(queries, self.search(queries[:, :, :early]) if early else ())
+
+    def drop_search(self) -> None:
+        """Drop the prefetched queries and their searches: the step does not come."""
+        if self.prefetched is not None:
+            self.prefetched.drop()
+            self.prefetched = None
+
     def search(self, queries: Tensor) -> list[Future[Selection]]:
         """Begin to select rows for queries [B, Hq, T, D] in an index on the host, beside what the caller does next, and does not
         wait for them to arrive there. Returns for each of the T tokens what choose() takes."""
@@ -181,10 +194,13 @@ class Retriever:
         with torch.no_grad():  # which holds for one thread
             return self.index.select(query, self.rows)
 
-    def choose(self, query: Tensor, length: int, search: Future[Selection] | None = None, *, retaken: bool = False) -> Choice:
-        """Select rows for one query a head, [B, Hq, D], and give them slots. length: of the longest sequence; search: one with this
-        query, if it has begun; retaken: a step that failed is repeated, so an index that remembers queries is not asked twice with
-        one. Where a step is recorded that an index on the host takes part in, nothing is chosen: that is left to every replay."""
+    def choose(self, query: Tensor, length: int, t: int = 0, *, retaken: bool = False) -> Choice:
+        """Select rows for one query a head, [B, Hq, D], of token t of a step, or the query prefetched for it, and give them slots.
+        length: of the longest sequence. retaken: a step that failed is repeated, so an index that remembers queries is not asked
+        twice with one. While a step is captured that an index on the host takes part in, nothing is chosen: every replay does."""
+        search = None
+        if self.prefetched is not None:
+            query, search = self.prefetched.queries[:, :, t], self.prefetched.search(t)
         graph = self._streams.graph
         if graph is not None and self.index.on_host:
             choice = self._recorded(query, graph)
@@ -326,6 +342,7 @@ class Retriever:
         twin.residency = copy.deepcopy(self.residency, memo)
         twin.meter = Meter(twin.residency, twin.context)
         twin.meter.tick(self.meter.again)
+        twin.prefetched = copy.deepcopy(self.prefetched, memo)
         return twin
 
 

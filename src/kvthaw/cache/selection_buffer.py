@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from kvthaw.cache.host import host_tensor
+from kvthaw.cache.host_memory import host_tensor
 from kvthaw.cache.index_api import IndexContext
 
 Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]

@@ -2,74 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from kvthaw.cache.step import Step
 from kvthaw.regions import Regions
+
+_COUNTED = (
+    "padded_length", "left_pad", "idle", "ring_start", "decoded", "dense_tokens", "prompted", "prompt_only", "held",
+)  # fmt: skip
+"""What a commit changes."""
 
 
 def roomier(have: int, need: int) -> int:
     """Return a capacity of at least `need` tokens: a little more than a first prompt, later at least half as much again."""
     return need + max(256, need // 16) if have == 0 else max(need, have * 3 // 2)
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One row of a prefill step.
-
-    row: its index in the step's tensors. seq: its sequence. pad: how many of the step's tokens are padding. past: tokens of the
-    sequence before them.
-    """
-
-    row: int
-    seq: int
-    pad: int
-    past: int
-
-
-@dataclass(eq=False, slots=True)
-class Step:
-    """One forward that gives every sequence, or sequence `seq` alone, `tokens` new tokens.
-
-    start: tokens before it, padding included. left_pad: padding of each sequence. dense: every query attends to all tokens;
-    else tokens are decoded one by one. remaining: tokens of the announced prompt after this step. retaken: repeats the step
-    before it, which failed. The step counts once `Sequences.commit` has been called.
-    """
-
-    start: int
-    tokens: int
-    left_pad: tuple[int, ...]
-    idle: frozenset[int]
-    seq: int | None = None
-    dense: bool = True
-    remaining: int = 0
-    retaken: bool = False
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence of the step once its prompt has come."""
-        return self.start + self.tokens + self.remaining - (0 if self.seq is not None else min(self.left_pad, default=0))
-
-    def rows(self) -> Iterator[Row]:
-        """Yield the rows that have tokens besides padding."""
-        if self.seq is not None:
-            yield Row(0, self.seq, 0, self.start)
-            return
-        for seq, left in enumerate(self.left_pad):
-            pad = min(self.tokens, max(0, left - self.start))
-            if pad < self.tokens:
-                yield Row(seq, seq, pad, max(0, self.start - left))
-
-    def lengths(self, taken: int) -> list[int]:
-        """Return the length of every sequence after `taken` tokens of a step for all sequences."""
-        total = self.start + taken
-        return [0 if seq in self.idle else max(0, total - left) for seq, left in enumerate(self.left_pad)]
-
-    def repeats(self, other: Step) -> bool:
-        """Return whether this step decodes the token that `other` decoded."""
-        return not (self.dense or other.dense) and self.tokens == other.tokens == 1 and self.start == other.start
 
 
 @dataclass(slots=True)
@@ -80,30 +31,6 @@ class Held:
     steps: int = 0
     total: int = 0
     most: int = 0
-
-
-@dataclass(slots=True)
-class _Prompt:
-    """An announced prompt: of one sequence or of all, and the length at which it ends."""
-
-    seq: int | None
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Committed:
-    """The lengths before the latest step that was committed."""
-
-    step: Step
-    padded_length: int
-    left_pad: list[int]
-    idle: frozenset[int]
-    ring_start: list[int]
-    decoded: int
-    dense_tokens: int
-    prompted: bool
-    prompt_only: bool
-    held: Held
 
 
 @dataclass(slots=True)
@@ -161,8 +88,8 @@ class Sequences:
         self.lengths = self.starts = self.live = torch.empty(0, dtype=torch.int32)
         self._placed: _Placed | None = None
         self._at: tuple[Step, int] | None = None  # the step and token that the device counters stand at
-        self._prompt: _Prompt | None = None
-        self._committed: _Committed | None = None
+        self._prompt: tuple[int | None, int] | None = None  # announced: of a sequence or all, its end
+        self._committed: tuple[Step, dict[str, Any]] | None = None  # the latest step, and the counts before it
         self._full_at, self._full_version = 0, -1
 
     def reset(self) -> None:
@@ -253,12 +180,12 @@ class Sequences:
 
     def announce(self, tokens: int, seq: int | None = None) -> None:
         """Take the next tokens, padding included, as one prompt of a sequence or of all, however they come; 0 ends it."""
-        self._prompt = _Prompt(seq, (self.padded_length if seq is None else self.length(seq)) + tokens) if tokens else None
+        self._prompt = (seq, (self.padded_length if seq is None else self.length(seq)) + tokens) if tokens else None
 
     @property
     def filling(self) -> int | None:
         """The sequence that an announced prompt goes to, None for all."""
-        return None if self._prompt is None else self._prompt.seq
+        return None if self._prompt is None else self._prompt[0]
 
     @property
     def announced(self) -> bool:
@@ -270,8 +197,8 @@ class Sequences:
         """Tokens of the announced prompt that have not come yet."""
         if self._prompt is None:
             return 0
-        seq = self._prompt.seq
-        return max(0, self._prompt.end - (self.padded_length if seq is None else self.length(seq)))
+        seq, end = self._prompt
+        return max(0, end - (self.padded_length if seq is None else self.length(seq)))
 
     def decodes(self, tokens: int) -> bool:
         """Return whether so many new tokens are decoded one by one, where every sequence has tokens before them."""
@@ -296,18 +223,7 @@ class Sequences:
         """Count the tokens of the step."""
         step, self.step = self.step, None
         assert step is not None
-        self._committed = _Committed(
-            step,
-            self.padded_length,
-            self.left_pad,
-            self.idle,
-            list(self.ring_start),
-            self.decoded,
-            self.dense_tokens,
-            self.prompted,
-            self.prompt_only,
-            replace(self.held),
-        )
+        self._committed = step, {name: copy(getattr(self, name)) for name in _COUNTED}
         self.commits += 1
         if step.seq is not None:
             self.set_length(step.seq, step.start + step.tokens)
@@ -322,12 +238,12 @@ class Sequences:
 
     def uncommit(self) -> None:
         """Count the latest step as one that failed: the forward that it belongs to did."""
-        last, self._committed = self._committed, None
-        assert last is not None
+        assert self._committed is not None
+        self.step, before = self._committed
+        self._committed = None
+        for name, value in before.items():
+            setattr(self, name, value)
         self.commits -= 1
-        self.step, self.padded_length, self.left_pad, self.idle = last.step, last.padded_length, last.left_pad, last.idle
-        self.ring_start, self.decoded, self.dense_tokens = last.ring_start, last.decoded, last.dense_tokens
-        self.prompted, self.prompt_only, self.held = last.prompted, last.prompt_only, last.held
         self.version += 1
 
     def _count_dense(self, step: Step) -> None:

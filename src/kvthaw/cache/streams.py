@@ -7,7 +7,6 @@ indexes them as soon as they have arrived. Another searches with predicted queri
 from __future__ import annotations
 
 import copy
-import logging
 import os
 import weakref
 from collections import deque
@@ -21,13 +20,12 @@ from torch import Tensor
 
 from kvthaw.cache.aux_stream import AuxStream
 from kvthaw.cache.deferred_batch import DeferredBatch
-from kvthaw.cache.host import HostMemory, HostStore
+from kvthaw.cache.host import HostStore
+from kvthaw.cache.host_memory import HostMemory
 from kvthaw.cache.kv_prefetcher import KVPrefetcher
 from kvthaw.cache.segmented_graph import SegmentedGraph
-from kvthaw.errors import HostMemoryError
 
 _Found = TypeVar("_Found")
-_log = logging.getLogger(__name__)
 _WITH_THREADS: weakref.WeakSet[Streams] = weakref.WeakSet()
 """Streams that have started a thread. A forked child inherits them, but none of their threads."""
 
@@ -43,7 +41,6 @@ class Streams:
         self.memory = memory or HostMemory()
         self.layers, self.prefetcher, self.aux, self.deferred = layers, KVPrefetcher(), AuxStream(), DeferredBatch()
         self.graph: SegmentedGraph | None = None
-        self._short = False  # of host memory
         self._threads: dict[str, ThreadPoolExecutor] = {}
         self._stream: torch.cuda.Stream | None = None
         self._copies: deque[torch.cuda.Event] = deque()
@@ -71,16 +68,6 @@ class Streams:
         self._copies.append(done)
         if len(self._copies) > self._IN_FLIGHT:
             current.wait_event(self._copies.popleft())
-
-    def spare(self, store: HostStore, seq: int) -> None:
-        """Take the block that a sequence will need next. Where there is no memory for it, that is said once, and the sequence asks
-        again when it needs it."""
-        try:
-            store.take_spare(seq)
-        except HostMemoryError as error:
-            if not self._short:
-                self._short = True
-                _log.warning("host memory for coming tokens cannot be taken ahead: %s", error)
 
     @contextmanager
     def records(self, graph: SegmentedGraph) -> Iterator[None]:

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.addresses import Addresses
-from kvthaw.cache.host import HostStore, host_tensor
+from kvthaw.cache.host import HostStore
+from kvthaw.cache.host_memory import host_tensor
 from kvthaw.cache.pool import Slab
 from kvthaw.kernels.uva_gather import uva_gather
 from kvthaw.native import gather_rows

@@ -6,7 +6,7 @@ are the forward of an attached model, `hooks.py` serves methods that need more t
 
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
-from kvthaw.cache.kv_cache import Stats
+from kvthaw.cache.stats import Stats
 from kvthaw.engine.hf.attention import use_kvthaw_attention
 from kvthaw.engine.hf.cache import Cache
 from kvthaw.engine.hf.handle import Handle, attach, detach

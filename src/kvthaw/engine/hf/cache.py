@@ -22,10 +22,11 @@ from transformers.cache_utils import (
 
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.index_api import Method
-from kvthaw.cache.kv_cache import KVCache, Stats
+from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.plan import Settings, try_index
 from kvthaw.cache.rotary import Rotary
+from kvthaw.cache.stats import Stats
 from kvthaw.engine.graph_runner import GraphRunner
 from kvthaw.engine.hf.attention import unwrap, use_kvthaw_attention
 from kvthaw.engine.hf.hooks import prefetch, rotary, turns_by_length

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from kvthaw.cache.index_api import Method
-from kvthaw.cache.kv_cache import Stats
 from kvthaw.cache.plan import Settings
+from kvthaw.cache.stats import Stats
 from kvthaw.engine.hf.attention import attends, give_back_attention, unwrap
 from kvthaw.engine.hf.cache import Cache
 from kvthaw.engine.hf.chunks import CHUNK, in_chunks

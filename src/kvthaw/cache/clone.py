@@ -1,0 +1,77 @@
+"""Tokens of one cache taken over by another, layer by layer, as a fork does."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvthaw.cache.dense import DenseLayer
+from kvthaw.cache.layer_base import LayerKV
+from kvthaw.cache.offloaded_layer import OffloadedLayer
+from kvthaw.cache.step import Step
+from kvthaw.errors import CacheError
+
+
+def clone(layer: OffloadedLayer | DenseLayer, step: Step, other: LayerKV) -> None:
+    """Take over the tokens of another cache's layer, which are the step's.
+
+    Rows that the other layer has on the host are shared, an index that would be the same is copied instead of built.
+    """
+    if isinstance(other, OffloadedLayer):
+        other.wait()
+        if other.settings.method.evicts:
+            raise CacheError(f"{other.settings.method.name} has dropped tokens, so its cache cannot be forked")
+        if isinstance(layer, OffloadedLayer) and can_reuse(layer, other):
+            _reuse(layer, step, other)
+            return
+    queries, key, value = padded(other)
+    if isinstance(layer, DenseLayer):
+        layer.scale = other.scale
+    else:
+        layer.allocate(step, queries, key, other.scale)
+        if isinstance(other, DenseLayer) and not layer.settings.method.evicts:
+            layer.store.share(other.offloaded(layer.settings.block_size))
+    layer.append(step, queries, key, value)
+    layer.watched = dict(other.watched)
+
+
+def can_reuse(layer: OffloadedLayer, other: OffloadedLayer) -> bool:
+    """Return whether another layer's index is what this layer's would be: of the same method object, whose index serves any budget,
+    of the same regions, and built of one prompt that nothing has followed."""
+    mine, its, plan = layer.settings, other.settings, other.plan
+    same = mine.method is its.method and (mine.seed, mine.block_size) == (its.seed, its.block_size)
+    sequences = other.sequences
+    if not same or not mine.method.any_budget or not sequences.prompt_only or plan is None:
+        return False
+    updater = other.storage.updater
+    ahead = updater is not None and any(updater.indexed[seq] > sequences.indexed(seq) for seq in range(sequences.count))
+    return not ahead and mine.plan(sequences.longest, layer.sequences.limit).regions == plan.regions
+
+
+def _reuse(layer: OffloadedLayer, step: Step, other: OffloadedLayer) -> None:
+    """Become what the other layer is, but for the number of rows; the host's rows are shared."""
+    queries, held = next(iter(other.watched.values())), other.slab.keys
+    layer.allocate(step, queries[None], held[:, :, :1], other.scale)
+    layer.store.share(other.store)
+    always = other.slab.pool_start
+    layer.slab.data[:, :, :always] = other.slab.data[:, :, :always]
+    layer.watched = dict(other.watched)
+    mine, its = layer.storage.updater, other.storage.updater
+    if mine is not None and its is not None:
+        mine.clone_from(its)
+        mine.retriever.make_room(layer.sequences.capacity)
+
+
+def padded(layer: LayerKV) -> tuple[Tensor, Tensor, Tensor]:
+    """All keys and values of a layer, [B, H, T, D] each, on the device, zeros for the left padding; and before them the last
+    queries of its prompts, [B, Hq, W, D], zeros before those of shorter ones."""
+    sequences, some = layer.sequences, next(iter(layer.watched.values()))
+    queries, device = [layer.watched.get(seq, some[:, :0]) for seq in range(sequences.count)], some.device
+    width = max(q.shape[1] for q in queries)
+    rows = []
+    for seq in range(sequences.count):
+        own = layer.read(seq, 0, sequences.length(seq)).to(device)
+        rows.append(F.pad(own, (0, 0, 0, 0, sequences.left_pad[seq], 0)))
+    data = torch.stack(rows)
+    return torch.stack([F.pad(q, (0, 0, width - q.shape[1], 0)) for q in queries]), data[:, :, :, 0], data[:, :, :, 1]

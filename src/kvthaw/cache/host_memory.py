@@ -1,0 +1,124 @@
+"""Host memory for blocks of KV: how much there is, who holds it, and blocks allocated ahead."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvthaw.errors import HostMemoryError
+
+
+def check_host_memory(need: int, limit: int | None) -> None:
+    """Raise HostMemoryError where `need` bytes exceed `limit`, or what the system has free where limit is None and it tells."""
+    free = _available() if limit is None else limit
+    if free is not None and need > free:
+        raise HostMemoryError(
+            f"the prompt's KV needs {need:,} bytes of host memory and {free:,} are free; shorten the prompt, use fewer rows, "
+            "or set host_bytes if you know of more"
+        )
+
+
+def _available() -> int | None:
+    try:
+        with open("/proc/meminfo") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None
+
+
+def host_tensor(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> Tensor:
+    """An uninitialised tensor in host memory, page-locked if pinned. Raises HostMemoryError where the system gives none."""
+    try:
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=pinned)
+    except RuntimeError as error:
+        size, kind = math.prod(shape) * dtype.itemsize, "pinned " if pinned else ""
+        raise HostMemoryError(
+            f"{size:,} more bytes of {kind}host memory cannot be had ({str(error).splitlines()[0]}); shorten the prompt, use fewer "
+            f"rows{', or raise the limits on locked memory (ulimit -l, the container)' if pinned else ''}"
+        ) from error
+
+
+class HostMemory:
+    """Host memory that the blocks of one cache take, those allocated ahead and those shared with copies included.
+
+    limit: the most bytes; None: as many as the system gives. used: bytes now, counted where there is a limit.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit, self.used = limit, 0
+        self.allocators: weakref.WeakSet[BlockAllocator] = weakref.WeakSet()
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> Tensor:
+        """Return an uninitialised tensor in host memory. Raises HostMemoryError beyond the limit, or if the system gives none."""
+        if self.limit is None:
+            return host_tensor(shape, dtype, pinned=pinned)
+        size = math.prod(shape) * dtype.itemsize
+        if self.used + size > self.limit:
+            raise HostMemoryError(
+                f"the next block of KV needs {size:,} bytes of host memory, and {max(0, self.limit - self.used):,} of host_bytes="
+                f"{self.limit:,} are free; crop the cache, let a request leave, or raise host_bytes"
+            )
+        data = host_tensor(shape, dtype, pinned=pinned)
+        self.used += size
+        weakref.finalize(data, self._release, size).atexit = False
+        return data
+
+    def check(self, need: int) -> None:
+        """Raise HostMemoryError if a prompt's KV needs more bytes than are free. Blocks allocated ahead count as free."""
+        spare = sum(allocator.nbytes() for allocator in self.allocators)
+        check_host_memory(need, None if self.limit is None else self.limit - self.used + spare)
+
+    def _release(self, size: int) -> None:
+        self.used -= size
+
+    def __deepcopy__(self, memo: dict[int, object]) -> HostMemory:
+        return HostMemory(self.limit)
+
+
+class BlockAllocator:
+    """Allocates the blocks of one store, and for each sequence one ahead at most.
+
+    ahead: by sequence. Such a block is in no address table, so that taking one moves nothing.
+    """
+
+    def __init__(self, memory: HostMemory, shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool) -> None:
+        self.memory, self.shape, self.dtype, self.pinned = memory, shape, dtype, pinned
+        self.ahead: dict[int, Tensor] = {}
+        memory.allocators.add(self)
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What blocks have in common that can take each other's place."""
+        return self.shape, self.dtype, self.pinned
+
+    def allocate(self, seq: int) -> Tensor:
+        """Return the block that was allocated ahead for a sequence, else a new one; if there is no memory, one that was allocated
+        ahead for another sequence or layer. Raises HostMemoryError if there is none."""
+        if seq in self.ahead:
+            return self.ahead.pop(seq)
+        try:
+            return self._new()
+        except HostMemoryError:
+            for other in (self, *self.memory.allocators):
+                if other.ahead and other.kind == self.kind:
+                    return other.ahead.popitem()[1]
+            raise
+
+    def preallocate(self, seq: int) -> None:
+        """Allocate the next block of a sequence ahead. Raises HostMemoryError, with nothing changed."""
+        if seq not in self.ahead:
+            self.ahead[seq] = self._new()
+
+    def nbytes(self) -> int:
+        """Bytes of the blocks allocated ahead."""
+        return sum(block.nbytes for block in self.ahead.values())
+
+    def _new(self) -> Tensor:
+        return self.memory.allocate(self.shape, self.dtype, pinned=self.pinned)

@@ -1,0 +1,120 @@
+"""Where the tokens of one layer stand: sink and ring on the device, store on the host, index."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from kvthaw.cache.host import HostStore
+from kvthaw.cache.index_updater import IndexUpdater
+from kvthaw.cache.layer_base import WATCHED
+from kvthaw.cache.offloader import Offloader
+from kvthaw.cache.pool import Slab
+from kvthaw.cache.preallocator import BlockPreallocator
+from kvthaw.cache.step import Row, Step
+from kvthaw.cache.streams import Streams
+
+
+class LayerStorage:
+    """Slab, store and index of one layer, kept in step.
+
+    Store and index have watermarks, the positions up to which they were given tokens, so that giving tokens again does nothing.
+    updater: None for a layer without an index of its own. keeps: False for a method that evicts: the store stays empty.
+    """
+
+    def __init__(
+        self,
+        store: HostStore,
+        slab: Slab,
+        streams: Streams,
+        preallocator: BlockPreallocator,
+        updater: IndexUpdater | None,
+        *,
+        keeps: bool,
+    ) -> None:
+        self.store, self.slab, self.preallocator, self.updater = store, slab, preallocator, updater
+        self.offloader = Offloader(store, slab, streams, keeps=keeps)
+
+    def append(self, row: Row, query: Tensor, keys: Tensor, values: Tensor, remaining: int) -> int:
+        """Take the prompt's tokens [., n, D] of one sequence in. Returns the position at which its ring begins then."""
+        regions, past, seq = self.slab.regions, row.past, row.seq
+        length = past + keys.shape[1]
+        start = regions.first_indexed(length)
+        self.offloader.prompt(seq, past, keys, values)
+        self.preallocate(seq, length)
+        if self.updater is not None and start > self.updater.indexed[seq]:
+            self.updater.prompt(seq, start, keys, values, past, query[:, -WATCHED:], remaining)
+        sink = max(0, min(regions.sink, length) - past)
+        if sink:
+            self.slab.write(seq, past, torch.stack((keys[:, :sink], values[:, :sink]), dim=2))
+        ring = max(start, past)
+        if ring < length:
+            self.slab.write(seq, ring, torch.stack((keys[:, ring - past :], values[:, ring - past :]), dim=2))
+        return start
+
+    def flush(self, leaving: Sequence[tuple[int, int, int]], watched: Mapping[int, Tensor]) -> None:
+        """Offload and index tokens that leave their rings, (sequence, start, stop), as far as that has not been done. watched: the
+        last queries of prompts."""
+        if leaving:
+            self.offloader.up_to({seq: stop for seq, _, stop in leaving})
+            if self.updater is not None:
+                self.updater.flush(leaving, watched)
+
+    def undisturbed(self, leaving: Sequence[Sequence[tuple[int, int, int]]]) -> int:
+        """Return how many of the next tokens the index serves as it is. leaving: what leaves the rings before each token."""
+        assert self.updater is not None
+        if self.updater.stale:
+            return 0
+        changes = (any(self.updater.indexed[seq] < stop for seq, _, stop in before) for before in leaving)
+        return next((t for t, changed in enumerate(changes) if changed), len(leaving))
+
+    def reserve(self, ends: Mapping[int, int]) -> None:
+        """Allocate the host blocks that offloading up to `ends` takes, by sequence. Raises HostMemoryError."""
+        for seq, end in ends.items() if self.offloader.keeps else ():
+            if end > self.store.length(seq):
+                self.store.claim(seq, end)
+
+    def preallocate(self, seq: int, length: int) -> None:
+        """Allocate the block that a sequence of `length` tokens needs before its next turn."""
+        if self.offloader.keeps:
+            self.preallocator.take(self.store, self.slab.regions, seq, length)
+
+    def rollback(self, seq: int, start: int, length: int, failed: Step | None) -> None:
+        """Hold the first `length` tokens of a sequence, whose ring begins at `start`. failed: the step that left more, None if
+        tokens were offloaded and indexed ahead of a step that did not come."""
+        ahead = self.offloader.ahead(seq, start)
+        if failed is None and not ahead and (self.updater is None or self.updater.indexed[seq] <= start):
+            return
+        self.offloader.wait()
+        if self.updater is not None:
+            self.updater.rollback(seq, start)
+        if failed is not None:
+            self.offloader.refill(seq, start, length)
+        if ahead:
+            self.offloader.undo(seq)
+        if failed is not None:
+            self.offloader.truncate(seq, length)
+
+    def crop(self, seq: int, start: int, length: int, old: int, before: int) -> None:
+        """Forget the tokens >= length of a sequence of `before` tokens, whose ring began at `old` and begins at `start` then. The
+        ring is refilled from the store."""
+        if start < old and self.updater is not None:
+            self.updater.truncate(seq, start)
+        self.offloader.refill(seq, start, min(old, length, before))
+        self.offloader.truncate(seq, length)
+
+    def clear(self, seq: int) -> None:
+        """Forget a sequence."""
+        self.offloader.wait()
+        if self.updater is not None:
+            self.updater.clear(seq)
+        self.offloader.truncate(seq, 0)
+
+    def reorder(self, sequences: Sequence[int]) -> None:
+        """Sequence i becomes what sequence sequences[i] was."""
+        if self.updater is not None:
+            self.updater.reorder(sequences)
+        self.offloader.reorder(sequences)
+        self.slab.reorder(torch.tensor(sequences, device=self.slab.data.device))

@@ -1,0 +1,133 @@
+"""A decode step of one layer: select rows, fetch those that are not on the device, attend."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvthaw.cache.index_api import Transfer
+from kvthaw.cache.layer_base import AttentionParams
+from kvthaw.cache.layer_storage import LayerStorage
+from kvthaw.cache.retriever import Choice, Retriever
+from kvthaw.cache.sequences import Sequences
+from kvthaw.cache.step import Step
+from kvthaw.cache.transfer import UvaGather
+from kvthaw.errors import ConfigError
+from kvthaw.kernels.decode_step import DecodeStep
+from kvthaw.kernels.places import Newest
+from kvthaw.kernels.sparse_decode import sparse_decode
+
+
+class SparseAttention:
+    """Attends to sink, ring and the rows that a retriever chooses.
+
+    retriever, transfer: None for a method that retrieves nothing. selects: whether this layer's queries choose the rows, else those
+    of the anchor that it follows.
+    """
+
+    def __init__(
+        self,
+        storage: LayerStorage,
+        sequences: Sequences,
+        retriever: Retriever | None,
+        transfer: Transfer | None,
+        *,
+        selects: bool,
+    ) -> None:
+        self.storage, self.sequences, self.retriever, self.transfer = storage, sequences, retriever, transfer
+        self.selects = selects and retriever is not None
+        self._room = 0
+
+    def attend(
+        self, step: Step | None, t: int, query: Tensor, newest: Newest, attention: AttentionParams
+    ) -> tuple[Tensor, Choice | None]:
+        """Attend with query [B, Hq, D] of token t of a step. Returns the output [B, Hq, D] and the choice.
+
+        newest: key and value [B, H, D] of the token, which enter the ring; again where another layer's queries come, which is no
+        step of its own: None."""
+        slab, choice, visible, log_weight, partials = self.storage.slab, None, None, None, []
+        if self.retriever is not None and self.transfer is not None:
+            choice = self._choose(self.retriever, step, query, t)
+            self.wait_on_stream()
+            slots, fetch = choice.host if choice.host and not self.transfer.graph_safe else (choice.slots, choice.fetch)
+            self.transfer.fetch(self.storage.store, slab, fetch, slots)
+            if self.selects and self.retriever.rebuilds is not None:
+                self.retriever.rebuilds.rebuild(slab, choice.fetch, choice.slots)
+            visible, selection = choice.live, choice.selection
+            if selection.partial is not None:
+                if attention.softcap is not None:
+                    raise ConfigError(
+                        f"{self.retriever.method.name} attends to some tokens itself, without the softcap of {attention.softcap} "
+                        "that the model has; it works with models that have none"
+                    )
+                partials.append(selection.partial)
+            if selection.log_weight is not None:
+                log_weight = self._by_place(selection.log_weight, choice)
+        decode_step = DecodeStep(
+            query,
+            slab.keys,
+            slab.values,
+            scale=attention.scale,
+            newest=newest,
+            visible=visible,
+            lengths=self.sequences.lengths,
+            starts=self.sequences.starts,
+            regions=slab.regions,
+            softcap=attention.softcap,
+            sinks=attention.sinks,
+            log_weight=log_weight,
+            partials=partials,
+        )
+        return sparse_decode(decode_step, slab.tickets), choice
+
+    def _choose(self, retriever: Retriever, step: Step | None, query: Tensor, t: int) -> Choice:
+        if not self.selects:
+            return retriever.choices[t].followed
+        longest = self.sequences.longest if step is None else step.start + t + 1 - min(step.left_pad)
+        return retriever.choose(query, longest, t, retaken=step is not None and step.retaken)
+
+    def _by_place(self, log_weight: Tensor, choice: Choice) -> Tensor:
+        """log_weight [B, Hq, M] moved to the places of the slab, [B, Hq, N]; 0 elsewhere."""
+        batch, q_heads, _ = log_weight.shape
+        slab = self.storage.slab
+        heads, places = slab.data.shape[1:3]
+        slot = torch.where(choice.slots >= 0, choice.slots + slab.pool_start, places).to(log_weight.device).long()
+        slot = slot.repeat_interleave(q_heads // heads, dim=1)
+        spread = torch.zeros((batch, q_heads, places + 1), dtype=torch.float32, device=log_weight.device)
+        return spread.scatter_(2, slot, log_weight)[:, :, :places]
+
+    # Between steps
+
+    def make_room(self, capacity: int) -> None:
+        """Have room for `capacity` tokens a sequence: until that grows, nothing that a step reads moves."""
+        if self._room < capacity:
+            if self.selects and self.retriever is not None:
+                self.retriever.make_room(capacity)
+            if isinstance(self.transfer, UvaGather):
+                self.transfer.make_room(self.storage.store, capacity, self.storage.slab.data.device)
+            self._room = capacity
+
+    def wait_on_stream(self) -> None:
+        """Have the device read what was offloaded; a transfer that gathers on the host has the host wait."""
+        if self.transfer is None or self.transfer.graph_safe:
+            self.storage.offloader.wait_on_stream()
+        else:
+            self.storage.offloader.wait()
+
+    def update_table(self) -> None:
+        """Bring the addresses of new blocks to the device."""
+        if isinstance(self.transfer, UvaGather):
+            self.transfer.prepare(self.storage.store, self.storage.slab.data.device)
+
+    def reorder(self) -> None:
+        """Tables of addresses are of other sequences from now on."""
+        self._room = 0
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that a captured step reads and writes, beside those of the sequences."""
+        found = [self.storage.slab.data, self.storage.slab.tickets]
+        if self.retriever is not None:
+            found += self.retriever.tensors()
+        if isinstance(self.transfer, UvaGather) and self.transfer.table is not None:
+            found.append(self.transfer.table)
+        return found
