@@ -72,9 +72,19 @@ def fill(
             if getattr(cache, "offloading", False):
                 layer.offload()
     if isinstance(cache, Cache) and cache.settings.method.prefetches:
-        cache.introduce()
+        _introduce(cache)
     if getattr(cache, "offloading", False):
         cache.layers[0].prefetch()  # as the last layer of a forward does
+
+
+def _introduce(cache: Cache) -> None:
+    """Tell the layers whose attention they are, as a prompt does, by a token that another cache takes."""
+    model = cache.layers[0].shared.model()
+    other = Cache(model, "full")
+    with torch.no_grad():
+        model(torch.zeros((1, 1), dtype=torch.int64, device=model.device), past_key_values=other)
+    for layer, known in zip(cache.layers, other.layers, strict=True):
+        layer.know(known.module())
 
 
 def _fill(cache: KVCache, tokens: Iterator[Tokens], batch: int, shared: bool, coming: int) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -85,6 +85,16 @@ class Study:
         return most - most % 4 if most >= 4 else most
 
 
+def pooled_quality(parts: Sequence[Quality]) -> Quality:
+    """Return the means of all that the parts observed; a part counts by how much it observed."""
+    found: dict[str, float | None] = {}
+    for name in [field.name for field in fields(Quality) if field.name != "observed"]:
+        known = [(part.observed, value) for part in parts if (value := getattr(part, name)) is not None]
+        count = sum(n for n, _ in known)
+        found[name] = sum(n * value for n, value in known) / count if count else None
+    return Quality(observed=sum(part.observed for part in parts), **found)
+
+
 @dataclass(frozen=True, slots=True)
 class Summary:
     """All records of one variant. means: over everything; by kind of prompt, by bin of the steps, by layer and by KV head of it."""
@@ -105,7 +115,7 @@ class Summary:
     @staticmethod
     def of(study: Study, variant: Variant, records: Sequence[Record]) -> Summary:
         """Pool the records of a variant, of one study."""
-        first, pool = records[0], Quality.pooled
+        first, pool = records[0], pooled_quality
         bins = [[Quality(**part) for part in record["bins"]] for record in records]
         of_kind = {
             kind: [part for record, of in zip(records, bins, strict=True) if record["kind"] == kind for part in of]
@@ -133,7 +143,7 @@ class Summary:
     def quarters(self) -> tuple[Quality, ...]:
         """The steps in four parts; none where fewer were observed."""
         size = len(self.bins) // 4
-        return tuple(Quality.pooled(self.bins[i * size : (i + 1) * size]) for i in range(4)) if size else ()
+        return tuple(pooled_quality(self.bins[i * size : (i + 1) * size]) for i in range(4)) if size else ()
 
     def to_dict(self) -> dict[str, Any]:
         """A plain dict, for JSON, to six digits. Where a number of rows was asked for, their recall also stands under

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvthaw.bench.card import noted, provenance
-from kvthaw.bench.decode import brief
+from kvthaw.bench.settings import Setting
 from kvthaw.errors import KvthawError
 from kvthaw.evaluate.results import Record
 
@@ -71,3 +71,18 @@ def run_kernels(
     parser.add_argument("--commit", help="what the lines name as the commit")
     given = vars(parser.parse_args())
     run_as_script(lambda: main(**given))
+
+
+def brief(record: Record) -> str:
+    """Say what was measured, in a few words."""
+    mean, median, most = (f"{1e3 * record[name]:.2f}" for name in ("tpot_s", "itl_p50_s", "itl_p95_s"))
+    setting = Setting(**record.setting)
+    words = [f"{setting}: {mean} ms a token (median {median}, p95 {most})", f"{record['tokens_per_s']:.0f} tokens/s"]
+    for name, value in (("prompt", record["ttft_s"]), ("filled in", record["fill_s"])):
+        if value is not None:
+            words.append(f"{name} {value:.2f} s")
+    if record["hit_rate"] is not None:
+        words.append(f"{record['hit_rate']:.1%} hits")
+    if record["share_of_full"] is not None:
+        words.append(f"{record['share_of_full']:.1%} of full's KV")
+    return ", ".join(words)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from sampling_definition import distribution
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
@@ -19,7 +20,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from kvthaw.engine.sampling import Sampler, Sampling, distribution, draw, gumbel, logprobs, score, top
+from kvthaw.engine.sampling import Sampler, Sampling, draw, gumbel, logprobs, score, top
 from kvthaw.errors import ConfigError
 
 VOCAB = 1500  # more than top_k can ask of torch.topk

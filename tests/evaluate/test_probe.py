@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import kvthaw
+from benchmarks.recall import pooled_quality
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.retriever import Choice
 from kvthaw.errors import ConfigError
@@ -242,7 +243,7 @@ def test_observing_changes_no_choice(llama: PreTrainedModel) -> None:
 
 def test_quality_pools_by_how_much_was_observed(llama: PreTrainedModel) -> None:
     seen = observed(llama, "pariskv:window=16:buffer=16", retrieved=10)
-    whole, parts = Quality.of(seen), Quality.pooled([Quality.of(seen[:5]), Quality.of(seen[5:]), Quality.of([])])
+    whole, parts = Quality.of(seen), pooled_quality([Quality.of(seen[:5]), Quality.of(seen[5:]), Quality.of([])])
     assert whole.to_dict() == pytest.approx(parts.to_dict())
     assert Quality.of([]).to_dict()["mass_of_exact"] is None
     assert whole.mass_of_exact is not None

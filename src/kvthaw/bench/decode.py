@@ -202,21 +202,6 @@ class Bench:
         }
 
 
-def brief(record: Record) -> str:
-    """Say what was measured, in a few words."""
-    mean, median, most = (f"{1e3 * record[name]:.2f}" for name in ("tpot_s", "itl_p50_s", "itl_p95_s"))
-    setting = Setting(**record.setting)
-    words = [f"{setting}: {mean} ms a token (median {median}, p95 {most})", f"{record['tokens_per_s']:.0f} tokens/s"]
-    for name, value in (("prompt", record["ttft_s"]), ("filled in", record["fill_s"])):
-        if value is not None:
-            words.append(f"{name} {value:.2f} s")
-    if record["hit_rate"] is not None:
-        words.append(f"{record['hit_rate']:.1%} hits")
-    if record["share_of_full"] is not None:
-        words.append(f"{record['share_of_full']:.1%} of full's KV")
-    return ", ".join(words)
-
-
 def held_bytes(cache: DynamicCache, full: int) -> Measures:
     """Return what a cache holds where, and what it attended to. kv_host_bytes: memory held there; kv_frozen_bytes: what it stands
     for, larger where rows or layers share it. index_host_bytes: None where the index does not tell."""

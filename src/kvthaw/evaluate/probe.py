@@ -80,16 +80,6 @@ class Quality:
         means = {name: mean(float(getattr(o, name).nanmean()) for o in observations) for name in _MEASURED}
         return Quality(observed=len(observations), **means)
 
-    @staticmethod
-    def pooled(parts: Sequence[Quality]) -> Quality:
-        """The means of all that the parts observed; a part counts by how much it observed."""
-        found: dict[str, float | None] = {}
-        for name in _MEASURED:
-            known = [(part.observed, value) for part in parts if (value := getattr(part, name)) is not None]
-            count = sum(n for n, _ in known)
-            found[name] = sum(n * value for n, value in known) / count if count else None
-        return Quality(observed=sum(part.observed for part in parts), **found)
-
     @property
     def mass_of_exact(self) -> float | None:
         """The attention mass as a share of what the exact top-n would give, sink, window and buffer counted in both."""

@@ -13,7 +13,8 @@ from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.errors import ConfigError, at_least
 from kvthaw.index.bounds import BoundIndex
 from kvthaw.index.target import Full, Target
-from kvthaw.index.units import Seq, UnitIndex, grown
+from kvthaw.index.unit_counts import Seq, grown
+from kvthaw.index.units import UnitIndex
 from kvthaw.kernels.observe import observe
 from kvthaw.kernels.page_bounds import Spread, page_bounds
 from kvthaw.kernels.unit_scores import RecentQueries

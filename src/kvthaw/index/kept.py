@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.errors import one_of
-from kvthaw.index.units import grown
+from kvthaw.index.unit_counts import grown
 
 Agree = Literal["mean", "max"]
 """How the query heads of a group agree on a token: the mean or the largest of the attention that each pays to it."""

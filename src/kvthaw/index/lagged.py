@@ -8,7 +8,7 @@ from torch import Tensor
 from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.errors import ConfigError
 from kvthaw.index.bounds import BoundIndex
-from kvthaw.index.units import grown
+from kvthaw.index.unit_counts import grown
 from kvthaw.kernels.page_bounds import Spread
 from kvthaw.kernels.unit_select import Policy
 

@@ -12,7 +12,8 @@ from kvthaw.cache.index_api import IndexContext
 from kvthaw.cache.pool import Slab
 from kvthaw.errors import at_least
 from kvthaw.index.principal import principal
-from kvthaw.index.units import Seq, UnitIndex, grown
+from kvthaw.index.unit_counts import Seq, grown
+from kvthaw.index.units import UnitIndex
 from kvthaw.kernels.unit_select import Policy
 
 

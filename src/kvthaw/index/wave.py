@@ -12,7 +12,7 @@ from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.errors import ConfigError
 from kvthaw.index.clusters import ClusterIndex
 from kvthaw.index.target import Full, Target
-from kvthaw.index.units import Seq, grown
+from kvthaw.index.unit_counts import Seq, grown
 from kvthaw.kernels import unit_scores
 from kvthaw.kernels.merge import Partial
 from kvthaw.kernels.unit_select import Policy

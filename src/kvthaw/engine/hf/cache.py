@@ -217,16 +217,6 @@ class Cache(DynamicCache):
         twin._know_as(self)
         return twin
 
-    def introduce(self) -> None:
-        """Know whose attention each layer is, as after a prompt, where tokens came without one: by a token that goes elsewhere."""
-        model = self._shared.model()
-        if model is None:
-            raise CacheError("the model of this cache is gone")
-        other = Cache(model, "full")
-        with torch.no_grad():
-            model(torch.zeros((1, 1), dtype=torch.int64, device=model.device), past_key_values=other)
-        self._know_as(other)
-
     def _know_as(self, other: Cache) -> None:
         for mine, its in zip(self.layers, other.layers, strict=True):
             module = its.module() if isinstance(its, CacheLayer) and its.module is not None else None

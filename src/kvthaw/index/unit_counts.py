@@ -1,0 +1,70 @@
+"""What the host knows of a sequence's units, and tables that grow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class Seq:
+    """What the host knows of a sequence: tokens and units in its tables, how many of the last tokens' keys are kept (at most a
+    batch), and (tokens, units) before each batch, or before several that came together."""
+
+    tokens: int = 0
+    units: int = 0
+    kept: int = 0
+    marks: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
+
+    def begin_anew(self, batch: int) -> None:
+        """The next token begins a batch if the last one, of at most so many tokens, is full or cut off."""
+        if self.kept in (0, batch) and self.marks[-1] != (self.tokens, self.units):
+            self.marks.append((self.tokens, self.units))
+            self.kept = 0
+
+    def take(self, n: int, size: int, batch: int) -> list[tuple[int, int]]:
+        """Count n more tokens of the last batch and of those behind it. (tokens, units) before each batch that is full now."""
+        begin, before = self.marks[-1]
+        n += self.kept
+        last, per = (n - 1) // batch, batch // size
+        starts = [(begin + i * batch, before + i * per) for i in range(last + 1)]
+        if batch > size:
+            self.marks += starts[1:]
+        elif last:
+            self.marks.append(starts[-1])
+        self.kept = n - last * batch
+        self.tokens, self.units = begin + n, before + -(-n // size)
+        return starts[: n // batch]
+
+    def copy(self) -> Seq:
+        """The same with marks of its own."""
+        return replace(self, marks=list(self.marks))
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """A sequence before its last append: its tokens, units and kept keys, how many marks it had (an append adds to them and changes
+    none), and what was written over and cannot be made again: table, first place, [H, n, ...]."""
+
+    tokens: int
+    units: int
+    kept: int
+    marks: int
+    parts: tuple[tuple[str, int, Tensor], ...]
+
+    def copy(self) -> Before:
+        """The same with parts of its own."""
+        return replace(self, parts=tuple((name, start, part.clone()) for name, start, part in self.parts))
+
+
+def grown(table: Tensor, seqs: int, length: int | None = None) -> Tensor:
+    """A table with at least so many sequences and, in dimension 2, so many places; itself where it is large enough."""
+    shape = [max(seqs, table.shape[0]), *table.shape[1:]]
+    if length is not None:
+        shape[2] = max(length, table.shape[2])
+    if shape == list(table.shape):
+        return table
+    larger = table.new_zeros(shape)
+    larger[tuple(slice(0, n) for n in table.shape)] = table
+    return larger
