@@ -32,10 +32,10 @@ _MIXED: dict[str, Any] = {"num_hidden_layers": 4, "layer_types": [SLIDING, FULL,
 _EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _PLAIN: dict[str, Any] = {"num_attention_heads": 4, "num_hidden_layers": 3, "hidden_size": 64, "vocab_size": VOCAB}
 _SHARED: dict[str, Any] = {
-    "num_hidden_layers": 8,
-    "layer_types": [SLIDING, FULL] * 4,
+    "num_hidden_layers": 6,
+    "layer_types": [SLIDING, FULL] * 3,
     "sliding_window": 24,
-    "num_kv_shared_layers": 4,
+    "num_kv_shared_layers": 2,
     "vocab_size_per_layer_input": VOCAB,
     "hidden_size_per_layer_input": 8,
 }

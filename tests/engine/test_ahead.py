@@ -62,7 +62,7 @@ def test_the_index_goes_ahead_and_the_ring_follows(llama: PreTrainedModel) -> No
         assert all(indexed == ring for indexed, ring in held(layer))
 
 
-@pytest.mark.parametrize("drop", [1, 9, 40])
+@pytest.mark.parametrize("drop", [1, 40])
 def test_a_crop_brings_it_back(llama: PreTrainedModel, drop: int) -> None:
     cache = filled(llama)
     cache.crop(-drop)
@@ -132,9 +132,7 @@ def test_a_failure_is_not_forgotten(llama: PreTrainedModel, monkeypatch: pytest.
     torch.testing.assert_close(*again, atol=5e-5, rtol=5e-5)  # rows may stand in other slots
 
 
-@pytest.mark.parametrize(
-    ("method", "goes"), [("pariskv", True), ("clusterkv", True), ("prkv", True), ("streaming", True), ("h2o", False)]
-)
+@pytest.mark.parametrize(("method", "goes"), [("pariskv", True), ("clusterkv", True), ("streaming", True), ("h2o", False)])
 def test_a_replayed_step_has_the_next_ones_work_done(llama: PreTrainedModel, method: str, goes: bool) -> None:
     """Logits are those of eager steps, whose work is done when the token comes; a crop and a longer continuation come between."""
     eager, replayed = (kvthaw.Cache(llama, method, budget=64, dense_layers=0) for _ in range(2))
@@ -210,12 +208,11 @@ def test_a_layer_that_could_not_go_ahead_is_not_forgotten() -> None:
     assert some > 0
 
 
-@pytest.mark.parametrize("method", ["clusterkv", "pariskv"])
 def test_memory_that_is_not_to_be_had_is_an_error_of_the_token_that_needs_it(
-    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, method: str
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not of the one before; where there is some again, nothing is missing."""
-    plain, short = (kvthaw.Cache(llama, method, budget=64, dense_layers=0, block_size=8) for _ in range(2))
+    plain, short = (kvthaw.Cache(llama, "clusterkv", budget=64, dense_layers=0, block_size=8) for _ in range(2))
     replay = GraphRunner(llama.forward, short, capture=False)
     for cache in (plain, short):
         step(llama, cache, IDS[:, :60])

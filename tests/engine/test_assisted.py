@@ -14,14 +14,14 @@ from zoo import ROLLS_BACK_SLIDING, build, prompt
 
 IDS = prompt(1, 130)
 TIGHT = 64
-NEW = 40
+NEW = 15
 
 
 def new_tokens(model: PreTrainedModel, ids: Tensor = IDS, **how: Any) -> Tensor:
     return model.generate(ids, do_sample=False, max_new_tokens=NEW, **how)[:, ids.shape[1] :]
 
 
-def drafting(model: PreTrainedModel, candidates: int = 20) -> PreTrainedModel:
+def drafting(model: PreTrainedModel, candidates: int = 8) -> PreTrainedModel:
     """An assistant that is of another opinion than the model now and then, and always gives so many candidates."""
     with torch.no_grad():
         model.get_output_embeddings().weight += 0.01 * torch.randn_like(model.get_output_embeddings().weight)
@@ -45,12 +45,11 @@ def test_an_assistant_gives_the_methods_own_tokens(architecture: str) -> None:
         assert stats.attended_max <= TIGHT
 
 
-@pytest.mark.parametrize("chunk", [16384, 50])
-def test_prompt_lookup_gives_the_methods_own_tokens(llama: PreTrainedModel, chunk: int) -> None:
+def test_prompt_lookup_gives_the_methods_own_tokens(llama: PreTrainedModel) -> None:
     ids = torch.cat((IDS, IDS), dim=1)
-    with kvthaw.attach(llama, "oracle", budget=TIGHT, prefill_chunk=chunk) as handle:
+    with kvthaw.attach(llama, "oracle", budget=TIGHT, prefill_chunk=50) as handle:
         expected = new_tokens(llama, ids)
-        assert torch.equal(new_tokens(llama, ids, prompt_lookup_num_tokens=20), expected)
+        assert torch.equal(new_tokens(llama, ids, prompt_lookup_num_tokens=8), expected)
         assert handle.stats().dense_tokens == 0
 
 

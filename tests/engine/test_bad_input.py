@@ -138,14 +138,10 @@ def test_a_method_has_regions() -> None:
             kvthaw.Method("mine", paper="-", unit="token", index=None, **regions)
 
 
-@pytest.mark.parametrize("method", kvthaw.METHODS)
-def test_seeds_of_63_bits(llama: PreTrainedModel, method: str) -> None:
+def test_seeds_of_63_bits(llama: PreTrainedModel) -> None:
     for seed, message in ((-1, "at least 0"), (2**63, r"less than 2\^63")):
         with pytest.raises(ConfigError, match=rf"seed is {seed}; it must be {message}"):
-            kvthaw.attach(llama, method, seed=seed)
-    cache = kvthaw.Cache(llama, method, budget=32, seed=2**63 - 1)
-    forward(llama, cache, IDS)
-    assert forward(llama, cache, IDS[:, :1]).isfinite().all()
+            kvthaw.attach(llama, "pariskv", seed=seed)
 
 
 @pytest.mark.parametrize("method", ["retroinfer", "omnikv"])
@@ -158,9 +154,9 @@ def test_attention_of_its_own_knows_no_softcap(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", kvthaw.METHODS)
-def test_double_precision_is_served(llama: PreTrainedModel, method: str) -> None:
+def test_double_precision_and_the_largest_seed_are_served(llama: PreTrainedModel, method: str) -> None:
     llama.double()
-    with kvthaw.attach(llama, method, budget=32):
+    with kvthaw.attach(llama, method, budget=32, seed=2**63 - 1):
         assert llama.generate(IDS, max_new_tokens=3, do_sample=False).shape == (1, 63)
 
 
@@ -270,8 +266,10 @@ def test_host_memory_that_will_not_fit(name: str, dense_layers: int) -> None:
                 model.generate(IDS, max_new_tokens=2)
 
 
-@pytest.mark.parametrize("method", [m for m in kvthaw.METHODS if m != "full"])
-@pytest.mark.parametrize("where", ["k_proj", "v_proj"])
+@pytest.mark.parametrize(
+    ("method", "where"),
+    [(method, ("k_proj", "v_proj")[turn % 2]) for turn, method in enumerate(kvthaw.METHODS) if method != "full"],
+)
 def test_nan_in_keys_or_values(llama: PreTrainedModel, method: str, where: str) -> None:
     good = {name: value.clone() for name, value in llama.state_dict().items()}
     with torch.no_grad():
@@ -324,9 +322,10 @@ def test_a_mask_of_every_query(llama: PreTrainedModel) -> None:
     still_works(llama, cache)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-@pytest.mark.parametrize("attached", [True, False])
-@pytest.mark.parametrize("method", ["oracle", "full"])
+@pytest.mark.parametrize(
+    ("name", "attached", "method"),
+    [("llama", True, "oracle"), ("llama", False, "full"), ("gemma3", False, "oracle"), ("gemma3", True, "full")],
+)
 def test_masks_of_a_step(name: str, attached: bool, method: str) -> None:
     model = build(name)
     batch = ragged([60, 40])

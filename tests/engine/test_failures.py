@@ -76,8 +76,7 @@ def close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, atol=5e-5, rtol=5e-5)
 
 
-@pytest.mark.parametrize("dense_layers", [0, 1])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "dense_layers"), [(method, turn % 2) for turn, method in enumerate(METHODS)])
 def test_a_decode_step(llama: PreTrainedModel, method: str, dense_layers: int) -> None:
     settings = {"dense_layers": dense_layers, **({} if method == "full" else {"budget": 64, "block_size": 16})}
     plain, cache = (kvthaw.Cache(llama, method, **settings) for _ in range(2))
@@ -86,7 +85,7 @@ def test_a_decode_step(llama: PreTrainedModel, method: str, dense_layers: int) -
         with torch.no_grad():
             llama(**batch, past_key_values=each)
     runner, failed = GraphRunner(llama.forward, cache, capture=False), dict.fromkeys(PHASES, 0)
-    for t in range(42):
+    for t in range(28):
         ids, length = IDS[:, t : t + 1], cache.get_seq_length()
         at = [cache.kv.sequences.length(seq) for seq in range(2)]
         positions = torch.tensor(at)[:, None]
@@ -112,8 +111,15 @@ def test_a_decode_step(llama: PreTrainedModel, method: str, dense_layers: int) -
     assert all(failed[phase] for phase in phases)
 
 
-@pytest.mark.parametrize("method", ["icecache", "oracle", "clusterkv", "full"])
-@pytest.mark.parametrize("then", ["crop", "dense", "several", "reorder", "copy", "fork"])
+@pytest.mark.parametrize(
+    ("method", "then"),
+    [
+        *(("icecache", then) for then in ("crop", "several", "copy")),
+        *(("oracle", then) for then in ("crop", "dense", "reorder")),
+        *(("clusterkv", then) for then in ("several", "reorder", "fork")),
+        *(("full", then) for then in ("dense", "copy")),
+    ],
+)
 def test_something_else_than_the_step_that_failed(llama: PreTrainedModel, method: str, then: str) -> None:
     """The layers that had taken it go back."""
     ample = then == "crop" or method == "icecache"  # a tree that forgets keys keeps another shape
@@ -121,7 +127,7 @@ def test_something_else_than_the_step_that_failed(llama: PreTrainedModel, method
     plain, cache = (kvthaw.Cache(llama, method, **settings) for _ in range(2))
     for each in (plain, cache):
         step(llama, each, IDS[:, :90])
-    for t in range(30):
+    for t in range(18):
         tokens = 3 if t % 5 == 4 else 1
         ids = IDS[:, 90 + t : 90 + t + tokens]
         if t % 3 == 2:
@@ -141,8 +147,13 @@ def test_something_else_than_the_step_that_failed(llama: PreTrainedModel, method
         close(step(llama, cache, ids), step(llama, plain, ids))
 
 
-@pytest.mark.parametrize("method", ["icecache", "oracle", "clusterkv", "pariskv", "snapkv", "full", "streaming"])
-@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("method", "number"),
+    [
+        *(("oracle", 0), ("icecache", 1), ("clusterkv", 2), ("pariskv", 0), ("snapkv", 1)),
+        *(("full", 2), ("streaming", 0), ("streaming", 2)),
+    ],
+)
 def test_a_prompt(llama: PreTrainedModel, method: str, number: int) -> None:
     """A first one, in whatever shape it then comes; and one that follows others, where the method has not dropped any."""
     cache, plain = (kvthaw.Cache(llama, method, **({} if method == "full" else {"budget": 64})) for _ in range(2))

@@ -66,17 +66,15 @@ def after(
     found = []
     for seed, mode in enumerate(modes[1:]):
         with mode():
-            found.append(decode(model, cache, 12, seed=seed).clone())
+            found.append(decode(model, cache, 6, seed=seed).clone())
     return torch.cat(found, dim=1)
 
 
-WHOLE = ("full", "icecache", "pariskv", "clusterkv")
-"""Methods that every change is tested with; the others take turns at those that they allow."""
-PAIRS = [(method, change) for method in WHOLE for change in CHANGES] + [
+PAIRS = [
     (method, [change for change in CHANGES if change != "fork" or method not in EVICT][turn % 5])
     for turn, method in enumerate(kvthaw.METHODS)
-    if method not in WHOLE
-]
+] + [("icecache", "fork"), ("pariskv", "fork")]
+"""Methods take turns at the changes that they allow."""
 
 
 @pytest.mark.parametrize(("method", "change"), PAIRS)
@@ -87,7 +85,7 @@ def test_what_changes_a_cache(llama: PreTrainedModel, method: str, change: str) 
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("method", kvthaw.METHODS)
+@pytest.mark.parametrize("method", ["full", "icecache", "pariskv", "clusterkv", "h2o"])
 def test_generate(llama: PreTrainedModel, method: str) -> None:
     def beams() -> Tensor:
         with kvthaw.attach(llama, method, budget=48):

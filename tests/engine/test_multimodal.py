@@ -88,8 +88,8 @@ def ready(make: Callable[[], tuple[PreTrainedModel, dict[str, Tensor]]]) -> tupl
 
 
 def logits(model: PreTrainedModel, ids: Tensor, **given: Any) -> Tensor:
-    """Of twelve tokens that are generated, [B, 12, V]."""
-    how = {"max_new_tokens": 12, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    """Of six tokens that are generated, [B, 6, V]."""
+    how = {"max_new_tokens": 6, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
     return torch.stack(model.generate(input_ids=ids, **how, **given).logits, dim=1)
 
 
@@ -97,8 +97,10 @@ def same(found: Tensor, expected: Tensor) -> bool:
     return torch.allclose(found, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("make", SEEING)
-@pytest.mark.parametrize("method", ["oracle", "streaming", "full"])
+@pytest.mark.parametrize(
+    ("make", "method"),
+    [(gemma3, "oracle"), (gemma3, "full"), (qwen3_vl, "streaming"), (qwen3_vl, "oracle"), (llama4, "oracle")],
+)
 def test_an_image_in_the_prompt(make: Any, method: str) -> None:
     model, image = ready(make)
     expected = logits(model, WITH_IMAGE, **image)
@@ -108,7 +110,7 @@ def test_an_image_in_the_prompt(make: Any, method: str) -> None:
     assert not any(same(logits(model, WITH_IMAGE, **other), expected) for other in others)
     with kvthaw.attach(model, method, budget=512, prefill_chunk=40) as handle:
         assert same(logits(model, WITH_IMAGE, **image), expected)
-        assert handle.stats().tokens == 101
+        assert handle.stats().tokens == 95
     cache = kvthaw.Cache(model, method, budget=512)
     assert same(logits(model, WITH_IMAGE, past_key_values=cache, **image), expected)
     with kvthaw.attach(model, method, budget=32) as handle:

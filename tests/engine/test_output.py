@@ -139,7 +139,7 @@ def test_a_stop_string_ends_the_request(written: tuple[PreTrainedModel, Any, lis
     model, tokenizer, ids, tokens = written
     text = tokenizer.decode(tokens)
     for include in (False, True):
-        for stop, least in ((text[10:14], 0), (text[:1], 0), (text[-3:], 0), (text[40:43], 20)):
+        for stop, least in ((text[10:14], 0), (text[:1], 0), (text[26:29], 20)):
             end = text.index(stop, least) + len(stop)
             sampling = Sampling(
                 temperature=2.0, seed=5, max_tokens=60, logit_bias=DRAWN.logit_bias, stop=["@@@@", stop], include_stop=include,
