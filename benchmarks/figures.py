@@ -15,7 +15,7 @@ from benchmarks.filled import FilledBench
 from benchmarks.plans import FIGURES, PLANS, Common
 from benchmarks.script import printing, run_as_script
 from kvthaw.bench.card import noted, where
-from kvthaw.bench.settings import Setting
+from kvthaw.bench.settings import DecodeSetting
 from kvthaw.errors import ConfigError, at_least, unknown
 from kvthaw.evaluate import plot
 from kvthaw.evaluate.results import Record, ResultsFile
@@ -82,7 +82,7 @@ def draw(name: str, records: list[Record], options: Options, note: Callable[[str
     assert options.plot is not None
     figure, first = plot.new(*PLANS[name].size), records[0]
     PLANS[name].draw(figure, records)
-    there = {Setting(**record.setting) for record in records}
+    there = {DecodeSetting(**record.setting) for record in records}
     missing = [one for one in grid(name, options, first["device"]) if there.isdisjoint(ways(one))]
     if missing:
         note("\n".join([f"{name} is drawn without", *(f"  {one}" for one in missing)]))
@@ -92,7 +92,7 @@ def draw(name: str, records: list[Record], options: Options, note: Callable[[str
     note(f"wrote {options.plot / name}.png")
 
 
-def grid(name: str, options: Options, device: str) -> list[Setting]:
+def grid(name: str, options: Options, device: str) -> list[DecodeSetting]:
     """The runs of a figure on a device."""
     figure = PLANS[name]
     common = Common(options.shape or figure.shape, options.steps or figure.steps, device, device != "cpu", options.seed)
@@ -106,13 +106,13 @@ def known_records(name: str, known: ResultsFile, options: Options) -> list[Recor
     return [found for one in dict.fromkeys(asked) if (found := known.get(one.to_dict())) is not None]
 
 
-def ways(one: Setting) -> list[Setting]:
+def ways(one: DecodeSetting) -> list[DecodeSetting]:
     """A run, and where its host memory may not suffice, the same with layers that share their rows there."""
     can = one.prompt != "run" and not (one.hf or one.dense or one.shared)
     return [one, replace(one, shared=True)] if can else [one]
 
 
-def _shrunk(one: Setting, by: int) -> Setting:
+def _shrunk(one: DecodeSetting, by: int) -> DecodeSetting:
     if by == 1:
         return one
     budget = None if one.budget is None else max(32, int(one.budget) // by)

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.kv_cache import KVCache
-from kvthaw.cache.layer_base import WATCHED
+from kvthaw.cache.layer_base import RECENT_QUERIES
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.sequences import Sequences
 from kvthaw.engine.hf import Cache
@@ -33,7 +33,7 @@ class Tokens(DenseLayer):
         sequences = Sequences()
         sequences.adopt([rows.shape[2]])
         super().__init__(number, sequences)
-        self.watched, self.scale = {0: queries[0]}, scale
+        self.recent_queries, self.scale = {0: queries[0]}, scale
         self._data = rows
 
     @property
@@ -51,7 +51,7 @@ def drawn(model: PreTrainedModel, layer: int, length: int, seed: int) -> Tokens:
     rows = torch.empty((1, heads, length, 2, dim), dtype=model.dtype, device=device)
     for part in rows.split(1 << 16, dim=2):
         part.normal_(generator=generator)
-    queries = torch.empty((1, config.num_attention_heads, WATCHED, dim), dtype=model.dtype, device=device)
+    queries = torch.empty((1, config.num_attention_heads, RECENT_QUERIES, dim), dtype=model.dtype, device=device)
     return Tokens(layer, rows, queries.normal_(generator=generator), dim**-0.5)
 
 

@@ -103,15 +103,15 @@ def _again(cache: Cache, number: int, index: UnitIndex) -> float:
     keys, values = rows[:, :, 0].contiguous(), rows[:, :, 1].contiguous()
     before, took = {name: table.clone() for name, table in _tables(index).items()}, 0.0
     for _ in range(2):
-        took = _timed(keys, lambda: _build(index, keys, values, layer.watched[0]))
+        took = _timed(keys, lambda: _build(index, keys, values, layer.recent_queries[0]))
     for name, table in _tables(index).items():
         if not torch.equal(table, before[name]):
             raise CacheError(f"layer {layer.number}: {name}, made beside the prefill, is not what it is alone")
     return took
 
 
-def _build(index: UnitIndex, keys: Tensor, values: Tensor, watched: Tensor) -> None:
-    index.build(0, index.first, keys, values, watched)
+def _build(index: UnitIndex, keys: Tensor, values: Tensor, recent_queries: Tensor) -> None:
+    index.build(0, index.first, keys, values, recent_queries)
     index.join()
 
 

@@ -19,7 +19,7 @@ from benchmarks.script import Report, run_kernels
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_api import IndexContext
 from kvthaw.errors import CacheError
-from kvthaw.index.clusters import draw, first_keys, stream
+from kvthaw.index.clusters import first_keys, sample_positions, stream
 from kvthaw.index.hybrid import HybridIndex, choose_static
 from kvthaw.kernels import HAS_TRITON, cover, kmeans, observe, page_bounds, unit_scores, unit_select
 from kvthaw.kernels.unit_scores import RecentQueries
@@ -148,7 +148,7 @@ def check_cover(keys: Tensor) -> float:
     """How well a prompt's drawn keys cover it, in two rounds; and a start of keys none of which is taken twice."""
     got, want = (torch.full(keys.shape[:2], -torch.inf, device=keys.device) for _ in range(2))
     count = max(4, keys.shape[1] // 80)
-    centres = draw(torch.arange(keys.shape[1], device=keys.device), count, seed=1, layer=0, heads=keys.shape[0])
+    centres = sample_positions(torch.arange(keys.shape[1], device=keys.device), count, seed=1, layer=0, heads=keys.shape[0])
     for part in centres.tensor_split(2, dim=1):
         cover.launch(got, keys, part)
     cover.definition(want, keys, centres)

@@ -43,7 +43,10 @@ def prefills(out: Path, commit: str, host_bytes: int) -> None:
     known, watch = ResultsFile(out), printing(out)["watch"]
     for record in prefill.run(settings, known, host_bytes=host_bytes, commit=commit, watch=watch):
         over = room.over_floor(record)
-        noted(f"{prefill.Setting(**record.setting)}: {record['indexed_s']} s" + (f", {over:.2f} of the floor" if over else ""))
+        noted(
+            f"{prefill.PrefillSetting(**record.setting)}: {record['indexed_s']} s"
+            + (f", {over:.2f} of the floor" if over else "")
+        )
 
 
 def main(arguments: list[str]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvthaw.bench.settings import Setting, possible, setting
+from kvthaw.bench.settings import DecodeSetting, possible, setting
 from kvthaw.evaluate import plot
 from kvthaw.evaluate.results import Record
 
@@ -46,7 +46,7 @@ class Figure:
     in this order, the first that a method can take counts; eager where none is."""
 
     shape: str
-    runs: Callable[[Common], list[Setting]]
+    runs: Callable[[Common], list[DecodeSetting]]
     draw: Callable[[Any, list[Record]], None]
     size: tuple[float, float] = (7.0, 4.2)
     steps: tuple[str, ...] = ("captured",)
@@ -71,7 +71,7 @@ class Common:
         new_tokens: int | None = None,
         prompt: str = "filled",
         shared: bool = False,
-    ) -> Setting:
+    ) -> DecodeSetting:
         """One setting, with the first way to take steps that is possible."""
         count = _EVERY.get(method.partition(":")[0], _FEW) if new_tokens is None else new_tokens
         wanted = {"budget": 256, "retrieved": None, "dense_layers": None, "new_tokens": count, "seed": self.seed}
@@ -86,7 +86,7 @@ def _units(hits: float, more: str = "") -> tuple[str, str]:
     return f"{clusters}{more}:hits={hits}", f"{pages}:hits={hits}"
 
 
-def _length(c: Common) -> list[Setting]:
+def _length(c: Common) -> list[DecodeSetting]:
     quick = _units(0.7, ":iterations=4")  # k-means of 512k keys takes its time
     near = [c.run(m, n * _K) for n in (36, 128) for m in ("full", _PARISKV, *_units(0.7))]
     far = [c.run(m, 512 * _K, shared=m != "full") for m in ("full", _PARISKV, *quick)]
@@ -102,7 +102,7 @@ def _draw_length(figure: Any, lines: list[Record]) -> None:
     plot.by_length(figure.subplots(), same)
 
 
-def _icecache(c: Common) -> list[Setting]:
+def _icecache(c: Common) -> list[DecodeSetting]:
     methods = ("icecache-device", "icecache-device:reuse=3", *_HOST)
     return [c.run(method, n * _K) for n in (36, 128) for method in methods]
 
@@ -111,7 +111,7 @@ def _draw_lengths(figure: Any, lines: list[Record]) -> None:
     plot.by_length(figure.subplots(), lines)
 
 
-def _baseline(c: Common) -> list[Setting]:
+def _baseline(c: Common) -> list[DecodeSetting]:
     eager = [c.run(m, 36 * _K, new_tokens=_FEW, prompt="run") for m in ("hf-dynamic", "hf-offloaded", "full", *_HOST)]
     captured = [c.run(m, 36 * _K, new_tokens=_FEW, prompt="run") for m in (*_HOST, "icecache-device", _PARISKV, *_UNITS)]
     kept = [replace(one, steps="eager") for one in eager if possible(replace(one, steps="eager"), c.cuda)]
@@ -131,16 +131,16 @@ def _draw_baseline(figure: Any, lines: list[Record]) -> None:
     left.tick_params(axis="y", labelsize=7)
 
 
-def _text(c: Common) -> list[Setting]:
+def _text(c: Common) -> list[DecodeSetting]:
     return [c.run(m, n * _K, prompt="text") for n in (36, 128) for m in (_PARISKV, *_UNITS, "icecache-device")]
 
 
-def _throughput(c: Common) -> list[Setting]:
+def _throughput(c: Common) -> list[DecodeSetting]:
     batches = (("full", (1, 2, 4, 6)), (_PARISKV, (1, 8, 24)))
     return [c.run(method, 128 * _K, batch=batch) for method, rows in batches for batch in rows]
 
 
-def _clusterkv_ratio(c: Common) -> list[Setting]:
+def _clusterkv_ratio(c: Common) -> list[DecodeSetting]:
     method = _units(0.7)[0]
     runs = (("full", 1), (method, 1), ("full", 24), (method, 24), (method, 48), ("full", 28))
     return [c.run(m, 32 * _K, batch=batch) for m, batch in runs]
@@ -150,7 +150,7 @@ def _draw_batch(figure: Any, lines: list[Record]) -> None:
     plot.by_batch(figure.subplots(), lines)
 
 
-def _icecache_memory(c: Common) -> list[Setting]:
+def _icecache_memory(c: Common) -> list[DecodeSetting]:
     sparse = (*_HOST, "arkvale", "pqcache", "magicpig", "omnikv", "quest", "streaming", "snapkv")
     return [c.run(method, 36 * _K) for method in ("full", *sparse)]
 
@@ -171,12 +171,12 @@ def _draw_memory(figure: Any, lines: list[Record]) -> None:
     axes.minorticks_off()
 
 
-def _icecache_scaling(c: Common) -> list[Setting]:
+def _icecache_scaling(c: Common) -> list[DecodeSetting]:
     methods = ("full", *_HOST)
     return [c.run(m, n * _K, shared=m != "full") for n in (300, 150, 200, 250) for m in methods]
 
 
-def _pariskv(c: Common) -> list[Setting]:
+def _pariskv(c: Common) -> list[DecodeSetting]:
     batches = (
         (64, (1, 4, 12), (1, 4, 16)),
         (128, (1, 6), (1, 8)),
@@ -207,14 +207,14 @@ def _draw_batches(figure: Any, lines: list[Record]) -> None:
     panels[0][0].legend(fontsize=7)
 
 
-def _clusterkv_latency(c: Common) -> list[Setting]:
+def _clusterkv_latency(c: Common) -> list[DecodeSetting]:
     # the hit rates that the paper reports for R = 1 and 2; without a cache of rows there are none
     kept = ("keep=1:hits=0.63", "keep=0", "keep=2:hits=0.74")
     methods = ("full", *(f"clusterkv:budget=1024:{how}" for how in kept))
     return [c.run(method, n * _K, new_tokens=1024, prompt="run") for n in (32, 8, 16) for method in methods]
 
 
-def _prkv(c: Common) -> list[Setting]:
+def _prkv(c: Common) -> list[DecodeSetting]:
     methods = ("full", "prkv:budget=1024", "arkvale:budget=1024", "shadowkv:budget=1024")
     prompts = [c.run(method, 32 * _K, new_tokens=512, prompt="run") for method in methods]
     return prompts + [c.run(method, 400 + _MOST // 2, new_tokens=256) for method in methods]

@@ -28,7 +28,7 @@ from kvthaw.engine.decode import decode, generate
 from kvthaw.engine.hf import Cache
 from kvthaw.engine.hf.model import check_prompt, load
 from kvthaw.engine.prefill import prefill
-from kvthaw.engine.sampling import Sampling, draw
+from kvthaw.engine.sampling import Sampling, sample
 from kvthaw.errors import ConfigError, at_least, one_of
 from kvthaw.evaluate import plot
 from kvthaw.evaluate.job import Progress
@@ -272,7 +272,7 @@ class Watcher:
                 return None
             if how is None:
                 return [rest[sent - 1]]
-            drawn: list[int] = draw(after, [how], torch.tensor([cache.get_seq_length()], device=after.device)).tolist()
+            drawn: list[int] = sample(after, [how], torch.tensor([cache.get_seq_length()], device=after.device)).tolist()
             return drawn
 
         for _ in decode(self.model, cache, logits[None], choose):

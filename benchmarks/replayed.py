@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.fill import Tokens
 from benchmarks.scripted import Around
 from kvthaw.cache.index_api import IndexContext, Method, Selection
-from kvthaw.cache.layer_base import WATCHED
+from kvthaw.cache.layer_base import RECENT_QUERIES
 from kvthaw.engine.hf import Cache
 from kvthaw.errors import ConfigError
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class Record:
     """What the shipped model had of its book, for layers of a config's shape.
 
-    length: tokens of the prompt, at most `most`; longer prompts repeat them. Behind them stand WATCHED tokens whose queries are
-    the steps', which then begin again. A smaller head_dim than the config's is padded with zeros, its queries scaled so that
+    length: tokens of the prompt, at most `most`; longer prompts repeat them. Behind them stand RECENT_QUERIES tokens whose queries
+    are the steps', which then begin again. A smaller head_dim than the config's is padded with zeros, its queries scaled so that
     logits stay. Raises ConfigError for a config whose heads are smaller.
     """
 
@@ -42,15 +42,15 @@ class Record:
         config = config.get_text_config(decoder=True)
         self.heads, self.q_heads, self.dim = config.num_key_value_heads, config.num_attention_heads, config.head_dim
         model, tokenizer = load_shipped(device=str(device))
-        self.most = cast(int, positions(model)) - WATCHED
+        self.most = cast(int, positions(model)) - RECENT_QUERIES
         self.length = min(length, self.most)
         book = torch.tensor(tokenizer(read_asset("book.txt"), add_special_tokens=False)["input_ids"], device=device)
-        ids = book.repeat(-(-(self.length + WATCHED) // len(book)))[: self.length + WATCHED]
+        ids = book.repeat(-(-(self.length + RECENT_QUERIES) // len(book)))[: self.length + RECENT_QUERIES]
         cache = Cache(model, "full")
         model(ids[None], past_key_values=cache, logits_to_keep=1)
         layers = cache.kv_layers
         self.rows = [layer.read(0, 0, self.length) for layer in layers]  # [H, T, 2, D] each
-        self.queries = [layer.watched[0] for layer in layers]  # [Hq, WATCHED, D] each
+        self.queries = [layer.recent_queries[0] for layer in layers]  # [Hq, RECENT_QUERIES, D] each
         theirs = self.rows[0].shape[-1]
         if theirs > self.dim:
             raise ConfigError(f"prompt is 'text', whose keys have {theirs} dimensions; the shape's head_dim is {self.dim}")
@@ -67,7 +67,7 @@ class Record:
         return Tokens(layer, made, self.steps(layer).transpose(0, 1)[None], self.dim**-0.5)
 
     def steps(self, layer: int) -> Tensor:
-        """What a layer's index is asked, [WATCHED, Hq, D]."""
+        """What a layer's index is asked, [RECENT_QUERIES, Hq, D]."""
         theirs, rows = self.queries[layer % len(self.queries)], self.rows[0]
         head = torch.arange(self.q_heads, device=theirs.device)
         group, groups = self.q_heads // self.heads, theirs.shape[0] // rows.shape[0]
@@ -107,5 +107,5 @@ class ReplayedIndex(Around):
         if self.place.first == self.context.layer:
             self.place.step.add_(1)
         seqs = torch.arange(query.shape[0], device=query.device)
-        at = (self.place.step.to(query.device) + 17 * seqs) % WATCHED
+        at = (self.place.step.to(query.device) + 17 * seqs) % RECENT_QUERIES
         return self.index.select(self.queries.index_select(0, at), budget)

@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from kvthaw.bench.settings import HF, Setting, described
+from kvthaw.bench.settings import HF, DecodeSetting, described
 from kvthaw.bench.shapes import config as config_of
 from kvthaw.cache.host_memory import check_host_memory
 from kvthaw.cache.plan import Settings
@@ -29,7 +29,7 @@ class Need:
     host: int
 
 
-def need(setting: Setting, dtype: torch.dtype) -> Need:
+def need(setting: DecodeSetting, dtype: torch.dtype) -> Need:
     """What a setting needs, from its shape alone."""
     config, weights = config_of(setting.shape), _weights(setting.shape, dtype)
     size, heads, layers = dtype.itemsize, config.num_key_value_heads, config.num_hidden_layers
@@ -88,7 +88,7 @@ def over_floor(prompt: Record) -> float | None:
     return float(prompt["indexed_s"] / max(compute, row * length / BUS, back / BUS))
 
 
-def check(setting: Setting, device: torch.device, dtype: torch.dtype, host_bytes: int | None = None) -> None:
+def check(setting: DecodeSetting, device: torch.device, dtype: torch.dtype, host_bytes: int | None = None) -> None:
     """Raise ConfigError where a run does not fit. host_bytes: the most host memory to use; None asks the system what is
     free."""
     wanted = need(setting, dtype)

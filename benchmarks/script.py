@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvthaw.bench.card import noted, provenance
-from kvthaw.bench.settings import Setting
+from kvthaw.bench.settings import DecodeSetting
 from kvthaw.errors import KvthawError
 from kvthaw.evaluate.results import Record
 
@@ -76,7 +76,7 @@ def run_kernels(
 def brief(record: Record) -> str:
     """Say what was measured, in a few words."""
     mean, median, most = (f"{1e3 * record[name]:.2f}" for name in ("tpot_s", "itl_p50_s", "itl_p95_s"))
-    setting = Setting(**record.setting)
+    setting = DecodeSetting(**record.setting)
     words = [f"{setting}: {mean} ms a token (median {median}, p95 {most})", f"{record['tokens_per_s']:.0f} tokens/s"]
     for name, value in (("prompt", record["ttft_s"]), ("filled in", record["fill_s"])):
         if value is not None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 import kvthaw
-from kvthaw.engine.sampling import GREEDY, Sampling, draw
+from kvthaw.engine.sampling import GREEDY, Sampling, sample
 from kvthaw.errors import CacheError
 from zoo import build, prompt
 
@@ -603,7 +603,7 @@ class Batches(RuleBasedStateMachine):
         history: History = (prefill, steps) if steps.chunks else (prefill,)
         logits = [self.alone.logits((prefill,))[-1:], *([self.alone.logits(history)] if steps.chunks else [])]
         places = len(one.prompt) + torch.arange(len(tokens), device=self.device)
-        drawn = draw(torch.cat(logits), [one.sampling] * len(tokens), places).tolist()
+        drawn = sample(torch.cat(logits), [one.sampling] * len(tokens), places).tolist()
         assert drawn == tokens or self.alone.hangs_on_a_bit(history)
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from kvthaw.bench.decode import Bench
-from kvthaw.bench.settings import Setting, grid
+from kvthaw.bench.settings import DecodeSetting, grid
 from kvthaw.evaluate.results import Record, ResultsFile
 
 
-def settings(*methods: str, device: str = "cpu", **asked: Any) -> list[Setting]:
+def settings(*methods: str, device: str = "cpu", **asked: Any) -> list[DecodeSetting]:
     """Settings of methods, of a tiny shape and short unless asked otherwise."""
     sizes = {name: asked.pop(name, default) for name, default in (("lengths", [160]), ("batches", [1]), ("steps", ["eager"]))}
     wanted = {"shape": "tiny", "budget": 64, "retrieved": None, "dense_layers": None, "new_tokens": 20, "seed": 0}

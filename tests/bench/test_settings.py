@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvthaw.bench.settings import Setting, groups, possible
+from kvthaw.bench.settings import DecodeSetting, groups, possible
 from kvthaw.bench.shapes import build
 from kvthaw.engine.graph_runner import capturable, compilable
 from kvthaw.engine.hf import Cache
@@ -14,7 +14,7 @@ from kvthaw.methods import METHODS
 from timed import settings as all_of
 
 
-def _all(*, method: tuple[str, ...] = ("quest",), **asked: object) -> list[Setting]:
+def _all(*, method: tuple[str, ...] = ("quest",), **asked: object) -> list[DecodeSetting]:
     return all_of(*method, **asked)
 
 

@@ -14,7 +14,7 @@ from benchmarks.plans import FIGURES
 from kvthaw import ConfigError, KvthawError
 from kvthaw.bench import decode, shapes
 from kvthaw.bench.decode import Bench
-from kvthaw.bench.settings import Setting
+from kvthaw.bench.settings import DecodeSetting
 from kvthaw.evaluate import plot
 from kvthaw.evaluate.results import Record, ResultsFile
 from timed import measured
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("small")
 pytest.importorskip("matplotlib")
 
 
-def of(line: Record, setting: Setting, **measures: Any) -> Record:
+def of(line: Record, setting: DecodeSetting, **measures: Any) -> Record:
     """The same of another setting."""
     return Record(setting.to_dict(), {**line.measures, **measures})
 
@@ -58,7 +58,7 @@ def test_a_figure_is_measured_once_and_drawn(tmp_path: Path, monkeypatch: pytest
     wanted = figures.grid("length", asked, "cpu")
     ResultsFile(asked.out).add(*(of(line, one) for one in wanted[:-1]))
     found = figures.main(asked)  # the last alone is measured
-    assert [Setting(**line.setting) for line in found["length"]] == wanted
+    assert [DecodeSetting(**line.setting) for line in found["length"]] == wanted
     assert found["length"][-1]["method"] == "prkv"
     assert found["length"][-1]["hit_rate"] == pytest.approx(0.7, abs=0.03)
     picture = tmp_path / "length.png"
@@ -106,7 +106,7 @@ def test_what_does_not_fit_is_left_out_and_said(tmp_path: Path) -> None:
 def test_what_came_out_is_drawn_before_a_failure_is_raised(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: Record
 ) -> None:
-    def measure(_: Bench, group: list[Setting]) -> list[Record]:
+    def measure(_: Bench, group: list[DecodeSetting]) -> list[Record]:
         if group[0].method == "prkv":
             raise ConfigError("no pages today")
         return [of(line, one) for one in group]
@@ -123,7 +123,7 @@ def test_layers_share_the_host_where_it_is_too_small(monkeypatch: pytest.MonkeyP
     asked = Options(names=("length",), shape="tiny", shrink=512, out=tmp_path / "out.jsonl")
     (wanted,) = [one for one in figures.grid("length", asked, "cpu") if one.method == "prkv" and one.length == 2048]
 
-    def check(one: Setting, *_: object) -> None:
+    def check(one: DecodeSetting, *_: object) -> None:
         if one.length == 2048 and one.method == "prkv" and not one.shared:
             raise ConfigError("the host is too small")
         if one != replace(wanted, shared=True):
@@ -132,7 +132,7 @@ def test_layers_share_the_host_where_it_is_too_small(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(filled.room, "check", check)
     monkeypatch.setattr(Bench, "_measure", lambda _, group: (of(line, one) for one in group))
     (found,) = figures.main(asked, note=notes.append)["length"]
-    assert Setting(**found.setting) == replace(wanted, shared=True)
+    assert DecodeSetting(**found.setting) == replace(wanted, shared=True)
     assert "the host is too small" in notes
     assert figures.known_records("length", ResultsFile(asked.out), asked) == [found]
 

@@ -11,7 +11,7 @@ from benchmarks.filled import FilledBench, FilledChecks
 from benchmarks.replayed import Record
 from kvthaw import ConfigError
 from kvthaw.bench import shapes
-from kvthaw.cache.layer_base import WATCHED
+from kvthaw.cache.layer_base import RECENT_QUERIES
 from timed import measured, settings
 
 pytestmark = pytest.mark.model
@@ -32,7 +32,7 @@ def test_logits_stay_what_they_were(records: list[Record]) -> None:
         for record in records:
             rows, steps = record.tokens(layer, _LENGTH).rows[0], record.steps(layer)
             assert rows.shape == (record.heads, _LENGTH, 2, record.dim)
-            assert steps.shape == (WATCHED, record.q_heads, record.dim)
+            assert steps.shape == (RECENT_QUERIES, record.q_heads, record.dim)
             grouped = steps.unflatten(1, (record.heads, -1)) * record.dim**-0.5
             logits.append(torch.einsum("whgd,hnd->whgn", grouped, rows[:, :, 0]))
         for head in range(8):

@@ -32,7 +32,7 @@ def test_the_share_is_the_papers_equation(loaded: tuple[Any, Any]) -> None:
     cache = Cache(model, "full")
     prefill(model, cache, prompt)
     for layer in cache.kv_layers:
-        queries, keys = layer.watched[0][:, -16:].double(), layer.read(0, 0, 300 - 16)[:, :, 0].double()
+        queries, keys = layer.recent_queries[0][:, -16:].double(), layer.read(0, 0, 300 - 16)[:, :, 0].double()
         common = []
         for head, own in enumerate(queries):
             scores = own @ keys[head * keys.shape[0] // len(queries)].T

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 import kvthaw
 from kvthaw.cache.layer_base import AttentionParams
 from kvthaw.engine.batch import Batch, Request
-from kvthaw.engine.sampling import Sampling, draw
+from kvthaw.engine.sampling import Sampling, sample
 from kvthaw.errors import CacheError, ConfigError, UnsupportedModelError
 from zoo import build, build_exact, prompt
 
@@ -264,11 +264,11 @@ def test_what_a_batch_refuses(llama: PreTrainedModel) -> None:
 def test_draws_follow_their_distribution() -> None:
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0]).expand(4000, 4)
     place = torch.arange(4000)
-    found = draw(logits, [Sampling(temperature=2.0)] * 4000, place).bincount(minlength=4) / 4000
+    found = sample(logits, [Sampling(temperature=2.0)] * 4000, place).bincount(minlength=4) / 4000
     assert torch.allclose(found, torch.softmax(logits[0] / 2, dim=0), atol=0.03)
-    found = draw(logits, [Sampling(temperature=1.0, top_k=2)] * 4000, place).bincount(minlength=4) / 4000
+    found = sample(logits, [Sampling(temperature=1.0, top_k=2)] * 4000, place).bincount(minlength=4) / 4000
     assert torch.allclose(found, torch.tensor([0, 0.269, 0.731, 0]), atol=0.03)
-    assert set(draw(logits, [Sampling(temperature=1.0, top_p=0.6)] * 4000, place).tolist()) == {2}
+    assert set(sample(logits, [Sampling(temperature=1.0, top_p=0.6)] * 4000, place).tolist()) == {2}
 
 
 @pytest.mark.parametrize("method", ["infinigen", "icecache:prefetch=True"])

@@ -14,7 +14,7 @@ import zoo
 from kvthaw.engine.decode import decode, forward, generate
 from kvthaw.engine.prefill import prefill
 from kvthaw.engine.sampling import Sampling
-from kvthaw.evaluate.tally import Tally
+from kvthaw.evaluate.row_stats import PerRequestStats
 
 
 @torch.no_grad()
@@ -74,8 +74,8 @@ def test_captured_steps_on_a_gpu_are_the_eager_ones(method: str) -> None:
     found = []
     for capture in (False, True):
         cache, logits = prompted(llama, method, 700, **sizes)
-        tally = Tally(cache)
+        counts = PerRequestStats(cache)
         tokens = list(generate(llama, cache, logits, limit=40, sampling=Sampling(1.0, seed=3), capture=capture))
-        found.append((tokens, tally.rows([39])))
+        found.append((tokens, counts.rows([39])))
         assert (cache.stats().captures > 0) is capture
     assert found[0] == found[1]

@@ -20,7 +20,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from kvthaw.engine.sampling import Sampler, Sampling, draw, gumbel, logprobs, score, top
+from kvthaw.engine.sampling import Sampler, Sampling, gumbel, logprobs, sample, score, top
 from kvthaw.errors import ConfigError
 
 VOCAB = 1500  # more than top_k can ask of torch.topk
@@ -183,7 +183,7 @@ def test_a_seed_draws_the_same_tokens_for_ever() -> None:
         (Sampling(temperature=1.0, top_p=0.2, seed=1 << 40), [262, 868, 999, 737, 969, 232]),
         (Sampling(temperature=0.9, top_k=300, top_p=0.5), [120, 191, 603, 19, 371, 816]),
     ):
-        assert draw(logits, [settings] * 6, torch.arange(6) * 100).tolist() == tokens
+        assert sample(logits, [settings] * 6, torch.arange(6) * 100).tolist() == tokens
 
 
 @pytest.mark.parametrize("how", [{}, {"top_k": 3}, {"top_k": 1100}, {"top_p": 0.5}, {"min_p": 0.3}, {"logit_bias": {4: 1.0}}])
@@ -210,9 +210,9 @@ def test_equal_logits_are_ranked_by_the_lowest_id() -> None:
         ({"top_k": 1100, "top_p": 1e-9}, {3}),
         ({"min_p": 0.9}, {3, 900, 1200}),
     ):
-        found = draw(expanded, [Sampling(temperature=100.0 if "min_p" not in how else 1.0, **how)] * rows, positions)
+        found = sample(expanded, [Sampling(temperature=100.0 if "min_p" not in how else 1.0, **how)] * rows, positions)
         assert set(found.tolist()) == expected
-    assert draw(expanded[:1], [Sampling()], positions[:1]).item() == 3
+    assert sample(expanded[:1], [Sampling()], positions[:1]).item() == 3
     for k in (6, 1024, VOCAB):
         values, places = top(expanded[:2], k)
         order = logits.sort(descending=True, stable=True)
@@ -223,7 +223,7 @@ def test_equal_logits_are_ranked_by_the_lowest_id() -> None:
 def test_a_tiny_temperature_is_greedy() -> None:
     logits = random_logits(8)
     for how in ({}, {"top_k": 10}, {"top_p": 0.5}):
-        assert torch.equal(draw(logits, [Sampling(temperature=1e-6, **how)] * 8, torch.arange(8)), logits.argmax(dim=1))
+        assert torch.equal(sample(logits, [Sampling(temperature=1e-6, **how)] * 8, torch.arange(8)), logits.argmax(dim=1))
 
 
 def test_shares_that_reach_top_p_exactly_end_the_choice() -> None:
@@ -232,7 +232,7 @@ def test_shares_that_reach_top_p_exactly_end_the_choice() -> None:
     logits[:, [5, 900]] = 3.3
     for temperature in (1e-6, 0.3, 7.0):
         for how in ({"top_p": 0.5}, {"top_p": 0.5, "top_k": 10}):
-            assert set(draw(logits, [Sampling(temperature=temperature, **how)] * 200, torch.arange(200)).tolist()) == {5}
+            assert set(sample(logits, [Sampling(temperature=temperature, **how)] * 200, torch.arange(200)).tolist()) == {5}
 
 
 def test_what_some_ask_changes_nothing_for_others() -> None:
@@ -241,8 +241,8 @@ def test_what_some_ask_changes_nothing_for_others() -> None:
     kinds = [Sampling(temperature=1.0, seed=1), Sampling(temperature=1.0, top_k=7, seed=2), Sampling()]
     for other in (Sampling(temperature=1.0, top_p=0.4), Sampling(temperature=1.0, top_k=900), Sampling()):
         rows = torch.cat([logits, random_logits(1, seed=3)])
-        tokens = draw(rows, [*kinds, other], torch.arange(4))[:3].tolist()
-        assert tokens == [draw(logits[i : i + 1], [kinds[i]], positions[i : i + 1]).item() for i in range(3)]
+        tokens = sample(rows, [*kinds, other], torch.arange(4))[:3].tolist()
+        assert tokens == [sample(logits[i : i + 1], [kinds[i]], positions[i : i + 1]).item() for i in range(3)]
 
 
 def test_a_penalty_of_one_rounds_nothing_of_another() -> None:
@@ -394,7 +394,7 @@ def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: st
 def test_a_sampler_refuses_what_is_not_the_models() -> None:
     sampler, logits = Sampler(1, 40), random_logits(1, 40)
     sampler.join(0, Sampling(temperature=1.0, seed=2))
-    expected = draw(logits, [Sampling(temperature=1.0, seed=2)], torch.arange(1))
+    expected = sample(logits, [Sampling(temperature=1.0, seed=2)], torch.arange(1))
     for settings, message in (
         (Sampling(logit_bias={40: 1.0}), "a token of logit_bias is 40; it must be from 0 to 39"),
         (Sampling(stop_token_ids=[50]), "a token of stop_token_ids is 50; it must be from 0 to 39"),
@@ -404,6 +404,6 @@ def test_a_sampler_refuses_what_is_not_the_models() -> None:
             sampler.join(0, settings)
     assert torch.equal(sampler(logits, torch.arange(1)).tokens, expected)
     with pytest.raises(ConfigError, match="needs the tokens so far"):
-        draw(logits, [Sampling(presence_penalty=1.0)], torch.arange(1))
+        sample(logits, [Sampling(presence_penalty=1.0)], torch.arange(1))
     with pytest.raises(ValueError, match="1 rows of logits and settings for 2"):
-        draw(logits, [Sampling()] * 2, torch.arange(1))
+        sample(logits, [Sampling()] * 2, torch.arange(1))

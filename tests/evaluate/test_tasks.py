@@ -228,7 +228,7 @@ def test_kv_is_the_published_format(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("task", [LongEval(), KVRetrieval()], ids=lambda task: str(task.name))
 def test_depth_says_which_record_is_asked_for(task: Keyed) -> None:
-    records = task.draw(50, seed=3)
+    records = task.make_pairs(50, seed=3)
     for depth, at in ((0.0, 0), (0.5, 24), (1.0, 49)):
         made = task.with_records(50, seed=3, depth=depth)
         assert (made.question, made.answers) == (task.question(records[at][0]), (records[at][1],))

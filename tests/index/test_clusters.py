@@ -15,7 +15,7 @@ from torch import Tensor
 from kvthaw.cache.deferred_batch import DeferredBatch
 from kvthaw.errors import ConfigError
 from kvthaw.index import clusters as module
-from kvthaw.index.clusters import ClusterIndex, covering, draw
+from kvthaw.index.clusters import ClusterIndex, covering, sample_positions
 from kvthaw.kernels.kmeans import kmeans
 
 SMALL = partial(ClusterIndex, tokens_per_cluster=10, batch=40, clusters_per_batch=4)
@@ -25,7 +25,7 @@ def test_rows_are_the_definitions() -> None:
     """k-means by cosine and ranking by q.mu (sections III-B and III-C), in float64, one head at a time, from the keys drawn."""
     seqs = Seqs(partial(SMALL, start="random", iterations=20), [200], heads=2, group=1)
     found = seqs.sets(70)[0]
-    drawn = draw(FIRST + torch.arange(200), 20, seed=7, layer=3, heads=2)
+    drawn = sample_positions(FIRST + torch.arange(200), 20, seed=7, layer=3, heads=2)
     for head in range(2):
         keys, query = seqs.keys[0][head, FIRST : FIRST + 200].double(), seqs.query()[0, head].double()
         centroids, labels = [keys[token] for token in drawn[head].tolist()], None
@@ -64,7 +64,7 @@ def test_the_prompts_clusters_are_kmeans_of_its_keys() -> None:
     assert isinstance(index, ClusterIndex)
     assert index.order is not None
     keys = seqs.keys[0][:, FIRST : FIRST + 120]
-    start = covering(keys, draw(FIRST + torch.arange(120), 6, seed=7, layer=3, heads=2), 12)
+    start = covering(keys, sample_positions(FIRST + torch.arange(120), 6, seed=7, layer=3, heads=2), 12)
     means, order, stops = kmeans(keys, start, distance="cosine", iterations=8)
     torch.testing.assert_close(index.digests[0, :, :12], means)
     assert torch.equal(index.order[0, :, :120], order + FIRST)
@@ -217,7 +217,7 @@ def test_covering_takes_the_keys_that_are_covered_worst(tokens: int, dim: int, f
     keys = torch.randn(3, tokens, dim)
     keys[1, 20:] = keys[1, :20].repeat(tokens // 20, 1)[: tokens - 20]  # ties: the same 20 keys again and again
     keys[2, 11:14] = 0
-    drawn = draw(torch.arange(tokens), few, seed=1, layer=2, heads=3)
+    drawn = sample_positions(torch.arange(tokens), few, seed=1, layer=2, heads=3)
     found = covering(keys, drawn, count)
     assert found.dtype == torch.int64
     for own, first, chosen in zip(keys, drawn.tolist(), found.tolist(), strict=True):
@@ -227,7 +227,7 @@ def test_covering_takes_the_keys_that_are_covered_worst(tokens: int, dim: int, f
 
 
 def test_covering_depends_on_its_own_problem_alone_and_is_the_same_again() -> None:
-    keys, drawn = torch.randn(4, 400, 64), draw(torch.arange(400), 9, seed=1, layer=2, heads=4)
+    keys, drawn = torch.randn(4, 400, 64), sample_positions(torch.arange(400), 9, seed=1, layer=2, heads=4)
     deferred = covering(keys, drawn, 30)
     assert torch.equal(deferred, covering(keys, drawn, 30))
     for n in range(4):
@@ -248,7 +248,7 @@ def test_many_alike_that_nothing_covers_do_not_take_all_places() -> None:
 
 @pytest.mark.parametrize("start", ["covering", "random"])
 def test_more_centroids_than_directions_leave_clusters_empty(start: str) -> None:
-    index = ClusterIndex(Seqs(SMALL, [0]).shape, tokens_per_cluster=10, start=start)  # type: ignore[arg-type]
+    index = ClusterIndex(Seqs(SMALL, [0]).context, tokens_per_cluster=10, start=start)  # type: ignore[arg-type]
     keys = torch.ones(2, 100, 64)
     index.build(0, FIRST, keys, keys, keys[:, :4].repeat(2, 1, 1))
     selection = index.select(torch.ones(1, 4, 64), 30)
@@ -297,17 +297,17 @@ def test_a_needle_among_repeated_text_has_clusters_of_its_own() -> None:
 
 def test_draw_depends_on_seed_layer_head_and_position_only() -> None:
     positions = torch.arange(50, 450)
-    drawn = draw(positions, 40, seed=1, layer=2, heads=3)
+    drawn = sample_positions(positions, 40, seed=1, layer=2, heads=3)
     assert drawn.shape == (3, 40)
     assert all(len(set(head.tolist())) == 40 for head in drawn)
-    assert torch.equal(drawn, draw(positions, 40, seed=1, layer=2, heads=3))
-    assert torch.equal(drawn[:2], draw(positions, 40, seed=1, layer=2, heads=2))
+    assert torch.equal(drawn, sample_positions(positions, 40, seed=1, layer=2, heads=3))
+    assert torch.equal(drawn[:2], sample_positions(positions, 40, seed=1, layer=2, heads=2))
     for seed, layer in ((2, 2), (1, 3)):
-        assert not torch.equal(drawn, draw(positions, 40, seed=seed, layer=layer, heads=3))
+        assert not torch.equal(drawn, sample_positions(positions, 40, seed=seed, layer=layer, heads=3))
     assert not torch.equal(drawn[0], drawn[1])
     # where a position stands in the list does not matter
-    later = draw(positions[100:], 20, seed=1, layer=2, heads=1)[0] + 100
-    ranked = [p for p in draw(positions, 400, seed=1, layer=2, heads=1)[0].tolist() if p >= 100]
+    later = sample_positions(positions[100:], 20, seed=1, layer=2, heads=1)[0] + 100
+    ranked = [p for p in sample_positions(positions, 400, seed=1, layer=2, heads=1)[0].tolist() if p >= 100]
     assert set(later.tolist()) <= set(ranked)
 
 

@@ -225,7 +225,7 @@ def test_auto_share_waits_until_it_says_something(prompt: int, rows: int) -> Non
             seqs.append(10)
             if index.statics[0].share is not None:
                 break
-    share, seen = index.statics[0].share, index.queries[0].index_select(1, (index.clock + torch.tensor([-64, -1])) % 64)
+    share, seen = index.statics[0].share, index.queries[0].index_select(1, (index.steps + torch.tensor([-64, -1])) % 64)
     assert share is not None
     assert share == overlap_share(seen, seqs.keys[0][:, FIRST : seqs.length[0]], rows, 8) < 1
     seqs.append(1)  # puts the plan in place
@@ -272,7 +272,7 @@ def test_reorder_and_clone_with_a_plan_under_way() -> None:
 
 def test_a_short_window_shortens_the_observation() -> None:
     """Queries older than the window may stand before keys that are indexed."""
-    shape = Seqs(SMALL, [10]).shape
+    shape = Seqs(SMALL, [10]).context
     assert HybridIndex(shape).window == 64
     index = HybridIndex(replace(shape, regions=Regions(FIRST, 8, 8)))
     assert index.window == 8
@@ -302,9 +302,9 @@ def test_selecting_from_a_captured_graph(device: torch.device) -> None:
     for step in range(1, 12):
         query.copy_(seqs.query(step))
         selection.rows.fill_(-9)
-        at = int(hybrid(seqs).clock)
+        at = int(hybrid(seqs).steps)
         graph.replay()
-        assert int(hybrid(seqs).clock) == at + 1
+        assert int(hybrid(seqs).steps) == at + 1
         assert torch.equal(hybrid(seqs).queries[:, :, at % hybrid(seqs).window], query)
         eager = seqs.index.select(query, 64)
         assert torch.equal(selection.rows, eager.rows)

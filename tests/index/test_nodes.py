@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvthaw.cache.index_api import ReadsStore
 from kvthaw.errors import ConfigError
-from kvthaw.index.clusters import draw
+from kvthaw.index.clusters import sample_positions
 from kvthaw.index.nodes import NodeConfig, NodeIndex
 from kvthaw.kernels import HAS_TRITON, node_scores
 from kvthaw.kernels.rerank import TILE
@@ -44,7 +44,7 @@ def test_every_key_belongs_to_the_nearest_promoted_one() -> None:
     """In the space of T_K: unit vectors, so that the nearest is that of the largest product."""
     seqs = seqs_of([205], heads=2)
     keys = seqs.keys[0][:, FIRST : FIRST + 205].double()
-    promoted = draw(FIRST + torch.arange(205), 21, seed=7, layer=3, heads=2)
+    promoted = sample_positions(FIRST + torch.arange(205), 21, seed=7, layer=3, heads=2)
     for head in range(2):
         c2 = keys[head].square().sum(dim=1).max()
         lifted = torch.cat(

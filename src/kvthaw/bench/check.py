@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvthaw.bench.settings import HF, Setting
+from kvthaw.bench.settings import HF, DecodeSetting
 from kvthaw.engine.decode import decode
 from kvthaw.engine.graph_runner import GraphRunner, capturable
 from kvthaw.engine.hf import Cache, DynamicCache, PreTrainedModel
@@ -33,7 +33,7 @@ class Checks:
         self._passed: set[tuple[object, ...]] = set()
         self._reference: tuple[Tensor, float] | None = None
 
-    def __call__(self, setting: Setting) -> None:
+    def __call__(self, setting: DecodeSetting) -> None:
         """Check what a setting relies on, where that was not done yet. Raises CacheError where it does not hold."""
         if setting.method not in HF:
             self.once((setting.method, setting.dense_layers, setting.steps), lambda: self._equals_full(setting))
@@ -45,21 +45,21 @@ class Checks:
             check()
             self._passed.add(what)
 
-    def _equals_full(self, setting: Setting) -> None:
+    def _equals_full(self, setting: DecodeSetting) -> None:
         """With a budget above the length a method attends to everything."""
         cache = self.cache(setting, 4 * LENGTH)
         self.near(self.decode(cache, setting.steps), setting, "transformers at a budget above the length")
 
-    def cache(self, setting: Setting, budget: int) -> Cache:
+    def cache(self, setting: DecodeSetting, budget: int) -> Cache:
         sizes = {**setting.sizes(), "budget": None if setting.dense else budget, "retrieved": None}
         return Cache(self.model, setting.resolved(), **sizes)
 
-    def _same_cache(self, setting: Setting) -> None:
+    def _same_cache(self, setting: DecodeSetting) -> None:
         cache = self.begun(setting)
         with attention(self.model, "sdpa"):
             self.near(self.decode(cache, "eager"), setting, "transformers' DynamicCache")
 
-    def begun(self, setting: Setting) -> DynamicCache:
+    def begun(self, setting: DecodeSetting) -> DynamicCache:
         """Return one of transformers' own caches, to which the prompt may still have to come."""
         return hf_cache(self.model, setting.method)
 
@@ -79,7 +79,7 @@ class Checks:
             pass
         return torch.cat(found[1:])
 
-    def near(self, ours: Tensor, setting: Setting, what: str, theirs: Tensor | None = None) -> None:
+    def near(self, ours: Tensor, setting: DecodeSetting, what: str, theirs: Tensor | None = None) -> None:
         if self._reference is None:
             found = []
             for name in ("sdpa", "eager"):

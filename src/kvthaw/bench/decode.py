@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvthaw.bench.card import noted, provenance, where
 from kvthaw.bench.check import Checks, attention, hf_cache, replayed
-from kvthaw.bench.settings import HF, Setting, groups, possible
+from kvthaw.bench.settings import HF, DecodeSetting, groups, possible
 from kvthaw.bench.shapes import build
 from kvthaw.bench.steps import Steps, prefill, random_tokens, take
 from kvthaw.cache.dense import DenseLayer
@@ -53,9 +53,9 @@ class Bench:
         self.device, _ = where()
         self.about = provenance(commit)
         self._shape: tuple[str, int] | None = None
-        self._failed: list[tuple[Setting, Exception]] = []
+        self._failed: list[tuple[DecodeSetting, Exception]] = []
 
-    def run(self, settings: Sequence[Setting]) -> list[Record]:
+    def run(self, settings: Sequence[DecodeSetting]) -> list[Record]:
         """Return the records of all settings, in order, but of those that the device cannot do or that fail; see judge.
 
         Raises ConfigError, before anything is built, where the device can do none of them.
@@ -97,7 +97,7 @@ class Bench:
             raise CacheError(f"{len(self._failed)} settings failed: {each}")
 
     @torch.no_grad()
-    def _measure(self, group: list[Setting]) -> Iterator[Record]:
+    def _measure(self, group: list[DecodeSetting]) -> Iterator[Record]:
         self._build(group[0])
         with attention(self.model, "sdpa"):
             for one in group:
@@ -105,7 +105,7 @@ class Bench:
         with attention(self.model, "sdpa"):  # again: the checks' caches brought kvthaw's
             yield from self._records(group)
 
-    def _build(self, one: Setting) -> None:
+    def _build(self, one: DecodeSetting) -> None:
         if self._shape == (one.shape, one.seed):
             return
         self.model: PreTrainedModel
@@ -118,13 +118,13 @@ class Bench:
         self.check = self.checks(self.model, self.forwards)
         self._shape = one.shape, one.seed
 
-    def cache(self, one: Setting) -> DynamicCache:
+    def cache(self, one: DecodeSetting) -> DynamicCache:
         """Return an empty cache of a setting."""
         if one.hf:
             return hf_cache(self.model, one.method)
         return Cache(self.model, one.resolved(), **one.sizes(), host_bytes=self.host_bytes)
 
-    def begin(self, one: Setting, tokens: Iterator[Tensor]) -> tuple[DynamicCache, Measures]:
+    def begin(self, one: DecodeSetting, tokens: Iterator[Tensor]) -> tuple[DynamicCache, Measures]:
         """Return a cache after its prompt, and seconds until the first and the second token, of a run that comes after a cold one
         (cold_*), in which kernels are compiled and host memory is touched first."""
         generator = torch.Generator().manual_seed(one.seed + one.length)
@@ -141,11 +141,11 @@ class Bench:
                 free()
         return cache, found
 
-    def more(self, one: Setting, cache: DynamicCache, tokens: Iterator[Tensor]) -> Measures:
+    def more(self, one: DecodeSetting, cache: DynamicCache, tokens: Iterator[Tensor]) -> Measures:
         """Return what else is measured of a setting, after its steps."""
         return {}
 
-    def _records(self, group: list[Setting]) -> Iterator[Record]:
+    def _records(self, group: list[DecodeSetting]) -> Iterator[Record]:
         one = group[0]
         tokens = random_tokens(self.model, one.batch, one.seed)
         free()
@@ -161,7 +161,7 @@ class Bench:
         del cache
         free()
 
-    def _taken(self, one: Setting, cache: DynamicCache, taken: Steps) -> Measures:
+    def _taken(self, one: DecodeSetting, cache: DynamicCache, taken: Steps) -> Measures:
         """Return what one way to take steps came to. Seconds are of the clock, bytes of K and V unless they say otherwise.
 
         tpot_s: the mean of all steps, those that update an index among them; itl_*: of single steps. elapsed_s: after so many of

@@ -24,7 +24,7 @@ HF = "hf-dynamic"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class PrefillSetting:
     """What a record depends on. chunk: tokens at once; the whole length is one pass. layers: how many of the shape's, None for all.
     The rest as for `kvthaw.attach`, None for HF."""
 
@@ -44,7 +44,7 @@ class Setting:
 
 
 def run(
-    settings: Sequence[Setting],
+    settings: Sequence[PrefillSetting],
     known: ResultsFile,
     *,
     host_bytes: int | None = None,
@@ -86,7 +86,7 @@ def grid(
     dense_layers: int = 0,
     chunks_only: bool = False,
     layers: int | None = None,
-) -> list[Setting]:
+) -> list[PrefillSetting]:
     """Return for every length transformers in one pass, then each method in one pass and in chunks. chunks_only: no single pass,
     transformers' neither. layers: how many of the shape's, None for all."""
     for length in (*lengths, *chunks):
@@ -100,12 +100,12 @@ def grid(
             passes = [length] if method == HF else [length] * (not chunks_only) + [n for n in chunks if n < length]
             limits = {"budget": sizes[0], "retrieved": sizes[1], "dense_layers": None if dense else dense_layers}
             same = {"shape": shape, "method": method, "length": length, "device": device, "layers": layers}
-            found += [Setting(chunk=chunk, **same, **limits) for chunk in passes]  # type: ignore[arg-type]
+            found += [PrefillSetting(chunk=chunk, **same, **limits) for chunk in passes]  # type: ignore[arg-type]
     return found
 
 
 @torch.no_grad()
-def measure(model: PreTrainedModel, one: Setting, host_bytes: int | None) -> dict[str, Any]:
+def measure(model: PreTrainedModel, one: PrefillSetting, host_bytes: int | None) -> dict[str, Any]:
     """Take a prompt in twice and time both.
 
     seconds: until its last logits; indexed_s: until all is offloaded and indexed; cold_s: that of the first run, which also takes
@@ -132,7 +132,7 @@ def measure(model: PreTrainedModel, one: Setting, host_bytes: int | None) -> dic
 
 
 @torch.no_grad()
-def check(model: PreTrainedModel, one: Setting, host_bytes: int | None) -> None:
+def check(model: PreTrainedModel, one: PrefillSetting, host_bytes: int | None) -> None:
     """The logits of a prompt in five chunks are transformers' own of one pass, as near as transformers' two ways to attend (sdpa
     and eager) are to each other; rounding alone moves those of a deep bfloat16 model of random weights by 8 %. On a GPU the past
     is of several blocks. Raises CacheError where they are not."""
@@ -152,7 +152,7 @@ def check(model: PreTrainedModel, one: Setting, host_bytes: int | None) -> None:
         )
 
 
-def _run(model: PreTrainedModel, one: Setting, ids: Tensor, host_bytes: int | None) -> tuple[float, float]:
+def _run(model: PreTrainedModel, one: PrefillSetting, ids: Tensor, host_bytes: int | None) -> tuple[float, float]:
     """Seconds until the last logits, and until all is indexed."""
     if one.method == HF:
         begin = _now(ids)
@@ -168,7 +168,7 @@ def _run(model: PreTrainedModel, one: Setting, ids: Tensor, host_bytes: int | No
         return seconds, _now(ids) - begin
 
 
-def _sizes(one: Setting) -> dict[str, Any]:
+def _sizes(one: PrefillSetting) -> dict[str, Any]:
     return {"budget": one.budget, "retrieved": one.retrieved, "dense_layers": one.dense_layers}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from kvthaw.bench.shapes import SHAPES
 from kvthaw.cache.index_api import Method
 from kvthaw.cache.plan import Settings
-from kvthaw.engine.graph_runner import asks_host
+from kvthaw.engine.graph_runner import needs_host
 from kvthaw.errors import ConfigError, at_least, one_of
 from kvthaw.evaluate.describe import describe
 from kvthaw.methods import resolve
@@ -26,7 +26,7 @@ _OWN = {"budget": int | float, "retrieved": int, "dense_layers": int, "hits": fl
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class DecodeSetting:
     """All that a record depends on beside the code.
 
     method: a name in METHODS, with options ("clusterkv:keep=2"), or one of HF. steps: one of STEPS. budget, retrieved,
@@ -88,7 +88,7 @@ class Setting:
         """A plain dict, for a record."""
         return asdict(self)
 
-    def same_cache(self) -> Setting:
+    def same_cache(self) -> DecodeSetting:
         """The setting without the steps: what has this in common can be measured on one cache."""
         return replace(self, steps=STEPS[0])
 
@@ -100,7 +100,7 @@ class Setting:
         return ", ".join(words)
 
 
-def possible(setting: Setting, cuda: bool) -> bool:
+def possible(setting: DecodeSetting, cuda: bool) -> bool:
     """Whether the device can take such steps: both need a GPU and no hooks between the model's layers, captured ones a method that
     decides there, or on the host alone."""
     if setting.steps == "eager":
@@ -111,7 +111,7 @@ def possible(setting: Setting, cuda: bool) -> bool:
     if setting.steps == "compiled" or method.prefetches or method.index is None:
         return not method.prefetches
     about = described(setting.method)
-    return asks_host(method, safe=about["graph_safe"] or about["decides"] == "host") is None
+    return needs_host(method, safe=about["graph_safe"] or about["decides"] == "host") is None
 
 
 @cache
@@ -122,7 +122,7 @@ def described(method: str) -> dict[str, Any]:
 
 def grid(
     methods: Sequence[str], lengths: Sequence[int], batches: Sequence[int], steps: Sequence[str], **wanted: Any
-) -> list[Setting]:
+) -> list[DecodeSetting]:
     """Return a setting for every combination, those of one cache together. Raises ConfigError for what cannot be."""
     return [
         setting(method, steps=way, length=length, batch=batch, **wanted)
@@ -133,7 +133,7 @@ def grid(
     ]
 
 
-def setting(written: str, **wanted: Any) -> Setting:
+def setting(written: str, **wanted: Any) -> DecodeSetting:
     """Return a setting of a method with options behind colons: those of its cache (budget, retrieved, dense_layers, hits,
     new_tokens) come before the wanted ones, and what a method has no use for is None."""
     name, *options = written.split(":")
@@ -154,12 +154,12 @@ def setting(written: str, **wanted: Any) -> Setting:
         values |= {"budget": None, "retrieved": None, "dense_layers": None, "hits": None, "shared": False}
     elif found.index is None:
         values |= {"retrieved": None, "hits": None, "budget": 256 if values["budget"] is None else values["budget"]}
-    return Setting(method=method, **values)
+    return DecodeSetting(method=method, **values)
 
 
-def groups(grid: list[Setting]) -> Iterator[list[Setting]]:
+def groups(grid: list[DecodeSetting]) -> Iterator[list[DecodeSetting]]:
     """The settings of a grid that one cache can serve, in order; repeats once."""
-    found: dict[Setting, list[Setting]] = {}
+    found: dict[DecodeSetting, list[DecodeSetting]] = {}
     for one in dict.fromkeys(grid):
         found.setdefault(one.same_cache(), []).append(one)
     yield from found.values()

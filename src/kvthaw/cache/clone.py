@@ -33,7 +33,7 @@ def clone(layer: OffloadedLayer | DenseLayer, step: Step, other: LayerKV) -> Non
         if isinstance(other, DenseLayer) and not layer.settings.method.evicts:
             layer.store.share(other.offloaded(layer.settings.block_size))
     layer.append(step, queries, key, value)
-    layer.watched = dict(other.watched)
+    layer.recent_queries = dict(other.recent_queries)
 
 
 def can_reuse(layer: OffloadedLayer, other: OffloadedLayer) -> bool:
@@ -51,12 +51,12 @@ def can_reuse(layer: OffloadedLayer, other: OffloadedLayer) -> bool:
 
 def _reuse(layer: OffloadedLayer, step: Step, other: OffloadedLayer) -> None:
     """Become what the other layer is, but for the number of rows; the host's rows are shared."""
-    queries, held = next(iter(other.watched.values())), other.slab.keys
+    queries, held = next(iter(other.recent_queries.values())), other.slab.keys
     layer.allocate(step, queries[None], held[:, :, :1], other.scale)
     layer.store.share(other.store)
     always = other.slab.pool_start
     layer.slab.data[:, :, :always] = other.slab.data[:, :, :always]
-    layer.watched = dict(other.watched)
+    layer.recent_queries = dict(other.recent_queries)
     mine, its = layer.storage.updater, other.storage.updater
     if mine is not None and its is not None:
         mine.clone_from(its)
@@ -66,8 +66,8 @@ def _reuse(layer: OffloadedLayer, step: Step, other: OffloadedLayer) -> None:
 def padded(layer: LayerKV) -> tuple[Tensor, Tensor, Tensor]:
     """All keys and values of a layer, [B, H, T, D] each, on the device, zeros for the left padding; and before them the last
     queries of its prompts, [B, Hq, W, D], zeros before those of shorter ones."""
-    sequences, some = layer.sequences, next(iter(layer.watched.values()))
-    queries, device = [layer.watched.get(seq, some[:, :0]) for seq in range(sequences.count)], some.device
+    sequences, some = layer.sequences, next(iter(layer.recent_queries.values()))
+    queries, device = [layer.recent_queries.get(seq, some[:, :0]) for seq in range(sequences.count)], some.device
     width = max(q.shape[1] for q in queries)
     rows = []
     for seq in range(sequences.count):

@@ -29,7 +29,7 @@ class DenseLayer:
 
     def reset(self) -> None:
         """See LayerKV."""
-        self.watched: dict[int, Tensor] = {}
+        self.recent_queries: dict[int, Tensor] = {}
         self.scale = 0.0
         self._before: tuple[Step | None, dict[int, Tensor]] = None, {}  # a prefill, and what was watched before it
         self._taken: tuple[Step | None, int] = None, 0
@@ -133,7 +133,9 @@ class DenseLayer:
         """Take over the tokens of other layers, their sequences one below the other; `sequences` counts them already."""
         self._offloaded = None
         rows = [(other, seq) for other in others for seq in range(other.sequences.count)]
-        self.watched = {i: other.watched[seq] for i, (other, seq) in enumerate(rows) if seq in other.watched}
+        self.recent_queries = {
+            i: other.recent_queries[seq] for i, (other, seq) in enumerate(rows) if seq in other.recent_queries
+        }
         for i, (other, seq) in enumerate(rows):
             own = other.read(seq, 0, other.length(seq))
             if self._data is None:
@@ -160,11 +162,13 @@ class DenseLayer:
         if self._data is None:
             self._allocate(key, len(step.left_pad), scale)
         self._make_room()
-        self._taken, self._before = (step, step.tokens), (step, dict(self.watched))
+        self._taken, self._before = (step, step.tokens), (step, dict(self.recent_queries))
         data = self._data
         assert data is not None
         for row in step.rows():
-            self.watched[row.seq] = last_queries(self.watched.get(row.seq), query[row.row, :, row.pad - step.tokens :])
+            self.recent_queries[row.seq] = last_queries(
+                self.recent_queries.get(row.seq), query[row.row, :, row.pad - step.tokens :]
+            )
         if step.seq is None and not any(step.left_pad):
             place = data[:, :, step.start : step.start + step.tokens]
             place[:, :, :, 0], place[:, :, :, 1] = key, value
@@ -210,7 +214,7 @@ class DenseLayer:
     def rollback(self, failed: Step | None, *, repeated: bool = False) -> None:
         """See LayerKV."""
         if failed is not None and not repeated and self._before[0] is failed:
-            self.watched, self._before = self._before[1], (None, {})
+            self.recent_queries, self._before = self._before[1], (None, {})
 
     def wait(self) -> None:
         """Nothing is under way."""
@@ -225,7 +229,7 @@ class DenseLayer:
 
     def clear(self, seq: int) -> None:
         """See LayerKV."""
-        self.watched.pop(seq, None)
+        self.recent_queries.pop(seq, None)
         self._offloaded = None
         self._tickets.zero_()
 
@@ -235,7 +239,7 @@ class DenseLayer:
         if self._data is not None:
             self._data = self._data[torch.tensor(sequences, device=self._data.device)]
             self._tickets = self._tickets.new_zeros(self._data.shape[0] * self._data.shape[1] + 1)
-            self.watched = reordered(self.watched, sequences)
+            self.recent_queries = reordered(self.recent_queries, sequences)
 
 
 def _causal(query: Tensor, data: Tensor, attention: AttentionParams) -> Tensor:

@@ -59,7 +59,7 @@ class IndexUpdater:
         else:
             self._append([seq], new - old, keys[None], values[None], queries[None])
 
-    def flush(self, leaving: Sequence[tuple[int, int, int]], watched: Mapping[int, Tensor]) -> None:
+    def flush(self, leaving: Sequence[tuple[int, int, int]], recent_queries: Mapping[int, Tensor]) -> None:
         """Give the index what leaves the rings of some sequences, (sequence, start, stop), as many tokens in each, but for what it
         was given already. watched: the last queries of prompts, [Hq, W, D]."""
         index = self.retriever.index
@@ -67,7 +67,7 @@ class IndexUpdater:
         for seq, start, stop in leaving:
             if start == self.first:  # the first tokens of a sequence that had none to index
                 own = self._nothing(stop - start) if index.on_host else self.slab.read(seq, start, stop)
-                self._build(seq, stop, own[:, :, 0], own[:, :, 1], self._queries(watched, seq))
+                self._build(seq, stop, own[:, :, 0], own[:, :, 1], self._queries(recent_queries, seq))
         known = [(seq, start) for seq, start, _ in leaving if start > self.first]
         if known:
             n = next(stop - start for _, start, stop in leaving)
@@ -77,13 +77,13 @@ class IndexUpdater:
                 rows = self.slab.read_seqs(known, n, self.deferred)
             self._append([seq for seq, _ in known], n, rows[:, :, :, 0], rows[:, :, :, 1], None)
 
-    def renew(self, ends: Mapping[int, int], watched: Mapping[int, Tensor]) -> None:
+    def renew(self, ends: Mapping[int, int], recent_queries: Mapping[int, Tensor]) -> None:
         """Index sequences anew, from the store, up to the ends given: those that are stale, or of which the index lacks tokens."""
         for seq, end in ends.items():
             if seq not in self.stale and self.indexed[seq] >= end:
                 continue
             rows = self._nothing(end - self.first) if self.retriever.index.on_host else self._stored(seq, self.first, end)
-            self._build(seq, end, rows[:, :, 0], rows[:, :, 1], self._queries(watched, seq))
+            self._build(seq, end, rows[:, :, 0], rows[:, :, 1], self._queries(recent_queries, seq))
             self.stale.discard(seq)
 
     def rollback(self, seq: int, start: int) -> None:
@@ -157,10 +157,10 @@ class IndexUpdater:
     def _nothing(self, rows: int) -> Tensor:
         return self.slab.data.new_empty((self.slab.data.shape[1], rows, 2, 0))
 
-    def _queries(self, watched: Mapping[int, Tensor], seq: int) -> Tensor:
+    def _queries(self, recent_queries: Mapping[int, Tensor], seq: int) -> Tensor:
         """The last queries of a sequence's prompt, [Hq, W, D]; none of one that had none."""
         context = self.retriever.context
-        return watched.get(seq, self.slab.data.new_empty((context.q_heads, 0, context.head_dim)))
+        return recent_queries.get(seq, self.slab.data.new_empty((context.q_heads, 0, context.head_dim)))
 
     def _stored(self, seq: int, start: int, stop: int) -> Tensor:
         """Rows [H, stop - start, 2, D] of a sequence that are in the store, on the device; the host waits for none of them."""

@@ -13,7 +13,7 @@ from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.step import Row, Step
 from kvthaw.kernels.dense import causal_attention
 
-WATCHED = 128
+RECENT_QUERIES = 128
 """How many of a prompt's last queries are kept, which some indexes look at."""
 
 
@@ -40,7 +40,7 @@ class LayerKV(Protocol):
     number: int
     sequences: Sequences
     scale: float
-    watched: dict[int, Tensor]
+    recent_queries: dict[int, Tensor]
     """The last queries of each sequence's prompt, [Hq, W, D]."""
 
     def prefill(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
@@ -123,11 +123,11 @@ def attend_rows(step: Step, query: Tensor, attend: Callable[[Row, Tensor], Tenso
 
 
 def last_queries(before: Tensor | None, query: Tensor) -> Tensor:
-    """The last WATCHED queries of a sequence whose prompt came in parts, [Hq, W, D]; query [Hq, T, D]: the last part's."""
-    last = query[:, -WATCHED:]
-    return last.clone() if before is None else torch.cat((before, last), dim=1)[:, -WATCHED:].clone()
+    """The last RECENT_QUERIES queries of a sequence whose prompt came in parts, [Hq, W, D]; query [Hq, T, D]: the last part's."""
+    last = query[:, -RECENT_QUERIES:]
+    return last.clone() if before is None else torch.cat((before, last), dim=1)[:, -RECENT_QUERIES:].clone()
 
 
-def reordered(watched: Mapping[int, Tensor], sequences: Sequence[int]) -> dict[int, Tensor]:
+def reordered(recent_queries: Mapping[int, Tensor], sequences: Sequence[int]) -> dict[int, Tensor]:
     """The kept queries by the sequences' new places."""
-    return {i: watched[seq] for i, seq in enumerate(sequences) if seq in watched}
+    return {i: recent_queries[seq] for i, seq in enumerate(sequences) if seq in recent_queries}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_updater import IndexUpdater
-from kvthaw.cache.layer_base import WATCHED
+from kvthaw.cache.layer_base import RECENT_QUERIES
 from kvthaw.cache.offloader import Offloader
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.preallocator import BlockPreallocator
@@ -45,7 +45,7 @@ class LayerStorage:
         self.offloader.prompt(seq, past, keys, values)
         self.preallocate(seq, length)
         if self.updater is not None and start > self.updater.indexed[seq]:
-            self.updater.prompt(seq, start, keys, values, past, query[:, -WATCHED:], remaining)
+            self.updater.prompt(seq, start, keys, values, past, query[:, -RECENT_QUERIES:], remaining)
         sink = max(0, min(regions.sink, length) - past)
         if sink:
             self.slab.write(seq, past, torch.stack((keys[:, :sink], values[:, :sink]), dim=2))
@@ -54,13 +54,13 @@ class LayerStorage:
             self.slab.write(seq, ring, torch.stack((keys[:, ring - past :], values[:, ring - past :]), dim=2))
         return start
 
-    def flush(self, leaving: Sequence[tuple[int, int, int]], watched: Mapping[int, Tensor]) -> None:
+    def flush(self, leaving: Sequence[tuple[int, int, int]], recent_queries: Mapping[int, Tensor]) -> None:
         """Offload and index tokens that leave their rings, (sequence, start, stop), as far as that has not been done. watched: the
         last queries of prompts."""
         if leaving:
             self.offloader.up_to({seq: stop for seq, _, stop in leaving})
             if self.updater is not None:
-                self.updater.flush(leaving, watched)
+                self.updater.flush(leaving, recent_queries)
 
     def undisturbed(self, leaving: Sequence[Sequence[tuple[int, int, int]]]) -> int:
         """Return how many of the next tokens the index serves as it is. leaving: what leaves the rings before each token."""

@@ -72,7 +72,7 @@ class OffloadedLayer:
             self.__dict__.pop(part, None)
         self.retriever = None
         self.plan: Plan | None = None
-        self.watched: dict[int, Tensor] = {}
+        self.recent_queries: dict[int, Tensor] = {}
         self.scale = 0.0
         self._before: tuple[Step | None, dict[int, Tensor]] = None, {}  # a prefill, and what was watched before it
         self._taken: tuple[Step | None, int] = None, 0
@@ -174,19 +174,19 @@ class OffloadedLayer:
     def append(self, step: Step, query: Tensor, key: Tensor, value: Tensor) -> None:
         """See LayerKV."""
         assert self.plan is not None
-        self._before = step, dict(self.watched)
+        self._before = step, dict(self.recent_queries)
         finite = torch.isfinite(key).all() & torch.isfinite(value).all()
         self._finite = finite if self._finite is None else self._finite & finite
         ends = {}
         for row in step.rows():
             q = query[row.row, :, row.pad - step.tokens :]  # a clone has the last queries only
             k, v = (x[row.row, :, row.pad :] for x in (key, value))
-            self.watched[row.seq] = last_queries(self.watched.get(row.seq), q)
+            self.recent_queries[row.seq] = last_queries(self.recent_queries.get(row.seq), q)
             ends[row.seq] = self.storage.append(row, q, k, v, step.remaining)
         self._taken = step, step.tokens
         updater = self.storage.updater
         if updater is not None and self.sequences.announced and not step.remaining:
-            updater.renew(ends, self.watched)
+            updater.renew(ends, self.recent_queries)
 
     # Decoding
 
@@ -266,8 +266,8 @@ class OffloadedLayer:
         self.streams.prefetcher.release()
         if self.storage.updater is not None and not taken:
             live = (seq for seq in range(self.sequences.count) if seq not in self.sequences.idle)
-            self.storage.updater.renew({seq: self.sequences.indexed(seq) for seq in live}, self.watched)
-        self.storage.flush(leaving, self.watched)
+            self.storage.updater.renew({seq: self.sequences.indexed(seq) for seq in live}, self.recent_queries)
+        self.storage.flush(leaving, self.recent_queries)
         self.sparse.wait_on_stream()
         self.sparse.make_room(self.sequences.capacity)
         if self.retriever is not None and not self.on_host:
@@ -280,7 +280,7 @@ class OffloadedLayer:
         updater = self.storage.updater
         ready = [each for each in leaving if updater is None or each[0] not in updater.stale]
         try:
-            self.storage.flush(ready, self.watched)
+            self.storage.flush(ready, self.recent_queries)
         except Exception:
             return False
         if isinstance(self.sparse.transfer, UvaGather):
@@ -336,7 +336,7 @@ class OffloadedLayer:
         if failed is not None and not repeated and self.retriever is not None and self.chooses:
             self.retriever.forget_slots()
         if failed is not None and not repeated and self._before[0] is failed:
-            self.watched, self._before, self._finite = self._before[1], (None, {}), None
+            self.recent_queries, self._before, self._finite = self._before[1], (None, {}), None
         for seq in range(self.store.seqs):
             changed = failed is not None and not repeated and failed.seq in (None, seq)
             length = self.sequences.length(seq) if seq < self.sequences.count else 0
@@ -379,7 +379,7 @@ class OffloadedLayer:
         self._finite = None
         self.slab.tickets.zero_()
         self.storage.clear(seq)
-        self.watched.pop(seq, None)
+        self.recent_queries.pop(seq, None)
 
     def reorder(self, sequences: Sequence[int]) -> None:
         """See LayerKV."""
@@ -389,7 +389,7 @@ class OffloadedLayer:
         self._settle()
         self.storage.reorder(sequences)
         self.sparse.reorder()
-        self.watched = reordered(self.watched, sequences)
+        self.recent_queries = reordered(self.recent_queries, sequences)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedLayer:
         if self.plan is not None:

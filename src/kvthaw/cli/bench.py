@@ -10,7 +10,7 @@ import typer
 
 from kvthaw.bench.shapes import SHAPES
 from kvthaw.cli import options
-from kvthaw.cli.common import bars, draw, print_wide
+from kvthaw.cli.common import bars, print_wide, save_plot
 from kvthaw.cli.options import budget_of, listed
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def decode(
         how: dict[str, Any] = {"say": _said(as_json), "watch": _watched(progress), "note": progress.console.print}
         bench = Bench(known, commit=commit, host_bytes=host_bytes, **how)
         records = bench.run(wanted)
-    draw(plot, lambda path: decode_lines(records, path))
+    save_plot(plot, lambda path: decode_lines(records, path))
     if not as_json and records:
         print_wide(tables.decode(records))
     bench.judge()

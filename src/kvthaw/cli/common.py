@@ -96,7 +96,7 @@ def print_results(records: Iterable[dict[str, Any]], as_json: bool, tables: Call
             print_wide(table)
 
 
-def draw(plot: Path | None, into: Callable[[Path], None]) -> None:
+def save_plot(plot: Path | None, into: Callable[[Path], None]) -> None:
     """Draw the plot that was asked for, and say so."""
     if plot is not None:
         into(plot)

@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from kvthaw.cli import options, perplexity, published
-from kvthaw.cli.common import bars, draw, load_model, print_results, shown, tell_outdated
+from kvthaw.cli.common import bars, load_model, print_results, save_plot, shown, tell_outdated
 from kvthaw.cli.options import listed, variants_of, words
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.published import benchmarks
@@ -132,7 +132,7 @@ def evaluate(
                 found.setdefault((variant, job.length), []).extend(records[variant])
             summaries += [summarize(records[variant], records[FULL]) for variant in variants]
     tell_outdated(results.outdated)
-    draw(plot, lambda path: heat_maps(found, path, title=f"{task}, question {question}"))
+    save_plot(plot, lambda path: heat_maps(found, path, title=f"{task}, question {question}"))
     tables = table if len(tasks) == 1 else by_task
     print_results(summaries, as_json, lambda: [tables(summaries)])
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvthaw.cli import options
-from kvthaw.cli.common import bars, draw, load_model, print_results, shown, tell_outdated
+from kvthaw.cli.common import bars, load_model, print_results, save_plot, shown, tell_outdated
 from kvthaw.cli.options import listed, variants_of, words
 
 EXAMPLES = (
@@ -54,5 +54,5 @@ def perplexity(
         found = Reader(llm, tokenizer, known, name=model).run(course, variants, shown(progress, "stretches", samples))
     tell_outdated(known.outdated)
     summaries = [one for each in found.values() for one in each]
-    draw(plot, lambda path: perplexity_lines(found, path))
+    save_plot(plot, lambda path: perplexity_lines(found, path))
     print_results(summaries, as_json, lambda: [perplexity_table(summaries)])

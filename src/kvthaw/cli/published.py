@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvthaw.cli import options
-from kvthaw.cli.common import bars, draw, load_model, print_results, shown, tell_outdated
+from kvthaw.cli.common import bars, load_model, print_results, save_plot, shown, tell_outdated
 from kvthaw.cli.options import variants_of
 from kvthaw.evaluate.published import BENCHMARKS, FAMILIES, benchmarks
 
@@ -100,10 +100,10 @@ def evaluate(
         Run(
             one,
             questions,
-            replace(one.plan, **changes),
+            replace(one.generation, **changes),
             samples,
             length,
-            template and one.plan.chat if chat is None else chat,
+            template and one.generation.chat if chat is None else chat,
             question,  # type: ignore[arg-type]
             seed,
             judge or "",
@@ -121,6 +121,6 @@ def evaluate(
             found = examiner.run(run, variants, watch, ask)
             summaries += [summarize(found[variant], found[FULL]) for variant in dict.fromkeys((*variants, FULL))]
     tell_outdated(results.outdated)
-    draw(plot, lambda path: score_bars(summaries, path))
+    save_plot(plot, lambda path: score_bars(summaries, path))
     tables = scores if len(runs) == 1 else by_benchmark
     print_results(summaries, as_json, lambda: [tables(summaries)])

@@ -13,7 +13,7 @@ from kvthaw.engine.graph_runner import GraphRunner, capturable
 from kvthaw.engine.hf import Cache, DynamicCache, PreTrainedModel
 from kvthaw.engine.hf.handle import is_attached
 from kvthaw.engine.hf.model import positions
-from kvthaw.engine.sampling import GREEDY, Sampling, draw
+from kvthaw.engine.sampling import GREEDY, Sampling, sample
 
 Tokens = Sequence[int] | Tensor
 """The next token of each row."""
@@ -55,7 +55,7 @@ def generate(
     most = positions(model)
 
     def choose(after: Tensor) -> Tokens | None:
-        token = int(draw(after, [sampling], torch.tensor([cache.get_seq_length()], device=after.device)))
+        token = int(sample(after, [sampling], torch.tensor([cache.get_seq_length()], device=after.device)))
         return None if token in stops else [token]
 
     for given, (token,) in enumerate(decode(model, cache, logits[None], choose, capture=capture) if limit > 0 else (), 1):

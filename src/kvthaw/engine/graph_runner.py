@@ -59,11 +59,11 @@ def capturable(cache: ModelCache) -> str | None:
     method, layers = cache.kv.settings.method, cache.kv.offloaded
     if method.index is not None and layers:
         index = None if layers[0].retriever is None else layers[0].retriever.index
-        return asks_host(method, safe=index is not None and (index.graph_safe or index.on_host))
+        return needs_host(method, safe=index is not None and (index.graph_safe or index.on_host))
     return None
 
 
-def asks_host(method: Method, *, safe: bool) -> str | None:
+def needs_host(method: Method, *, safe: bool) -> str | None:
     """What a step of a method that selects has the host do within its graphs; None: nothing. safe: of its index, it selects on the
     device without asking, or on the host, between graphs."""
     if not safe:

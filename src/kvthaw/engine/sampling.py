@@ -191,7 +191,7 @@ def top(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return x.gather(1, tokens), tokens
 
 
-def draw(logits: Tensor, rows: Sequence[Sampling], positions: Tensor) -> Tensor:
+def sample(logits: Tensor, rows: Sequence[Sampling], positions: Tensor) -> Tensor:
     """Return the next token of each row, [B] int64 on the device of logits [B, V]; positions [B] int64: where it will stand.
 
     For settings that need no state: raises ConfigError for penalties, a bias or min_tokens, which `Sampler` knows, and ValueError
@@ -201,7 +201,7 @@ def draw(logits: Tensor, rows: Sequence[Sampling], positions: Tensor) -> Tensor:
         raise ValueError(f"{len(logits)} rows of logits and settings for {len(rows)}")
     for row in rows:
         if row.penalized or row.logit_bias or row.min_tokens:
-            raise ConfigError(f"{row} needs the tokens so far; draw() has none, a Sampler has")
+            raise ConfigError(f"{row} needs the tokens so far; sample() has none, a Sampler has")
     groups = _groups(rows, logits.shape[1], logits.device)
     numbers, seeds = _table(rows, logits.device) if groups else (torch.empty(0), torch.empty(0))
     return _choose(logits, positions, numbers, seeds, groups)

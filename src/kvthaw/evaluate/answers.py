@@ -12,7 +12,7 @@ from torch import Tensor
 from kvthaw.engine.decode import Tokens, decode, forward
 from kvthaw.engine.hf import Cache, PreTrainedModel
 from kvthaw.engine.hf.model import positions
-from kvthaw.engine.sampling import GREEDY, Sampling, draw
+from kvthaw.engine.sampling import GREEDY, Sampling, sample
 from kvthaw.evaluate.text import AnswerText, stop_tokens
 
 
@@ -78,7 +78,7 @@ class Answers:
     def _draw(self, logits: Tensor) -> list[int]:
         sequences = self.cache.kv.sequences
         at = torch.tensor([sequences.length(row) for row in range(sequences.count)], device=logits.device)
-        drawn: list[int] = draw(logits, self._sampling, at).tolist()
+        drawn: list[int] = sample(logits, self._sampling, at).tolist()
         return drawn
 
     def _take(self, row: int, token: int, limit: int) -> str | None:

@@ -72,7 +72,7 @@ class Progress:
     doing: str
 
 
-Place = tuple[int, float | None]
+SampleKey = tuple[int, float | None]
 """Seed and depth of a sample."""
 
 
@@ -81,5 +81,5 @@ class Unit:
     """Samples of a job that run side by side, and what is to be computed of each: the piece of work that is done at once."""
 
     job: Job
-    places: tuple[Place, ...]
+    places: tuple[SampleKey, ...]
     variants: tuple[Variant, ...]

@@ -25,8 +25,8 @@ from kvthaw.evaluate.job import Progress
 from kvthaw.evaluate.machine import identity, now, versions
 from kvthaw.evaluate.passages import opening, text_name, tokens_of
 from kvthaw.evaluate.results import BYTES, Record, ResultsFile, Setting, asked_budget, largest, means, shared
+from kvthaw.evaluate.row_stats import PerRequestStats
 from kvthaw.evaluate.rows import Forks, Rows, joined, spread
-from kvthaw.evaluate.tally import Tally
 from kvthaw.evaluate.variant import FULL, Variant, complete, fork, setting_of
 
 
@@ -216,7 +216,7 @@ class Reader:
         show(0, steps, doing)
         start = now(self.model.device)
         cache = make()
-        tally, nll = Tally(cache), list[Tensor]()
+        counts, nll = PerRequestStats(cache), list[Tensor]()
         tokens = torch.tensor(texts, device=self.model.device)[:, : steps + 1]
         sent = 0
 
@@ -230,8 +230,8 @@ class Reader:
 
         for _ in decode(self.model, cache, torch.empty(0), score):
             show(sent, steps, doing)
-        stats = tally.rows([steps] * len(texts))
-        tally.detach()
+        stats = counts.rows([steps] * len(texts))
+        counts.detach()
         cache.layers.clear()  # its rows go before the next one's come
         seconds = (now(self.model.device) - start) / len(texts)
         return [

@@ -15,12 +15,12 @@ from kvthaw.engine.hf.model import check_prompt
 from kvthaw.engine.prefill import prefill
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.answers import Answers
-from kvthaw.evaluate.job import Job, Place, Progress, Unit
+from kvthaw.evaluate.job import Job, Progress, SampleKey, Unit
 from kvthaw.evaluate.machine import identity, now, versions
 from kvthaw.evaluate.probe import Probe, Quality
 from kvthaw.evaluate.results import Record, ResultsFile, Setting
+from kvthaw.evaluate.row_stats import PerRequestStats
 from kvthaw.evaluate.rows import Forks, Rows, joined, spread
-from kvthaw.evaluate.tally import Tally
 from kvthaw.evaluate.tasks import Sample, Task, find
 from kvthaw.evaluate.tasks.base import fingerprint_of
 from kvthaw.evaluate.text import split_prompt
@@ -75,16 +75,16 @@ class Runner:
             found[asked] = [record for record in known if record is not None]
         return found
 
-    def blocks(self, job: Job) -> list[tuple[Place, ...]]:
+    def blocks(self, job: Job) -> list[tuple[SampleKey, ...]]:
         """Return a job's samples, as many at once as share their steps."""
         places = job.cells()
         return [tuple(places[a:b]) for a, b in spread(len(places), self._rows.at(job.length))]
 
-    def missing(self, job: Job, wanted: Sequence[Variant], places: Sequence[Place] | None = None) -> list[Unit]:
+    def missing(self, job: Job, wanted: Sequence[Variant], places: Sequence[SampleKey] | None = None) -> list[Unit]:
         """Return what the results do not hold of a job, or of some of its samples, under complete variants: samples that lack the
         same, as many at once as share their steps."""
         check_prompt(self.model, job.length)  # before it is made
-        lacking: dict[tuple[Variant, ...], list[Place]] = {}
+        lacking: dict[tuple[Variant, ...], list[SampleKey]] = {}
         places, different = job.cells() if places is None else places, list(dict.fromkeys(wanted))
         settings = [self.settings(job, variant, places) for variant in different]
         for place, row in zip(places, zip(*settings, strict=True), strict=True):
@@ -99,7 +99,7 @@ class Runner:
             units += [Unit(job, tuple(some[a:b]), lack) for a, b in spans]
         return units
 
-    def settings(self, job: Job, variant: Variant, places: Sequence[Place]) -> list[Setting]:
+    def settings(self, job: Job, variant: Variant, places: Sequence[SampleKey]) -> list[Setting]:
         """Return what the records of samples under a complete variant depend on.
 
         depth: where the fact was asked to stand, 0..1, None if left to the task. source: a hash of the haystack and files that were
@@ -162,7 +162,7 @@ class Runner:
         cache = make()
         index_s = now(device) - start
         probe = Probe(cache, every=first["probe"], reference=prompts.base) if first["probe"] else None
-        tally = Tally(cache)
+        counts = PerRequestStats(cache)
 
         def clock() -> float:
             return now(device) - (0.0 if probe is None else probe.seconds)
@@ -175,9 +175,9 @@ class Runner:
                 times.append(clock())
             for row, over in enumerate(answers.over):
                 if over:
-                    tally.ended(row)
+                    counts.ended(row)
         end = clock()
-        stats = tally.rows(answers.steps)
+        stats = counts.rows(answers.steps)
         timing = _Timing.of(prompts, index_s, start, times or [end]) if len(settings) == 1 else _Timing()
         records = []
         for row, (setting, sample, text) in enumerate(zip(settings, prompts.samples, answers.texts, strict=True)):
@@ -197,7 +197,7 @@ class Runner:
             records.append(Record(setting, measures))
         if probe is not None:
             probe.detach()
-        tally.detach()
+        counts.detach()
         cache.layers.clear()  # a cache refers to itself; its rows go before the next one's come
         return records
 

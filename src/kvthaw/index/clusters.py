@@ -25,7 +25,7 @@ paper."""
 _ROUNDS, _MOST, _AMONG = 4, 256, 4  # rounds at least; what a round adds at most, and among how many times as many
 
 
-def draw(positions: Tensor, count: int, *, seed: int, layer: int, heads: int) -> Tensor:
+def sample_positions(positions: Tensor, count: int, *, seed: int, layer: int, heads: int) -> Tensor:
     """`count` of n positions for every head, as indices into positions [n], [H, count] int64, ascending: those whose hash of
     (seed, layer, head, position) is least. count <= n."""
     return drawn(positions, count, stream(seed, layer) + torch.arange(heads, device=positions.device)[:, None])
@@ -37,7 +37,7 @@ def stream(seed: int, layer: int) -> int:
 
 
 def drawn(positions: Tensor, count: int, streams: Tensor) -> Tensor:
-    """As `draw`, for heads of any layers: positions [..., n] and the heads' numbers, streams [..., 1] int64, broadcast."""
+    """As `sample_positions`, for heads of any layers: positions [..., n] and the heads' numbers, streams [..., 1] int64."""
     x = mix(positions.long() * GOLDEN + streams * SPREAD)
     return torch.topk(x, count, dim=-1, largest=False).indices.sort(dim=-1).values
 

@@ -33,7 +33,7 @@ class HeavyIndex(KeptIndex):
             "ends": torch.zeros(0, dtype=torch.int64, device=device),  # where the ring begins
         }
 
-    def watch(self, seq: int, queries: Tensor, keys: Tensor, tokens: int) -> Tensor:
+    def observe(self, seq: int, queries: Tensor, keys: Tensor, tokens: int) -> Tensor:
         """See KeptIndex."""
         mass = observed(queries[:, :, -_PROMPT:], keys, scale=self.context.scale, agree=self.agree)
         positions = torch.arange(self.first + tokens, self.first + keys.shape[1], device=keys.device)

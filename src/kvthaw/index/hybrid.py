@@ -23,12 +23,12 @@ from kvthaw.kernels.unit_select import Policy
 _GOLDEN = (5**0.5 - 1) / 2
 _KEYS = 1 << 28
 """Bytes of keys from which static sets are chosen at once."""
-_WATCHED = 128  # queries of the observation window, at most
+_WINDOW_QUERIES = 128  # queries of the observation window, at most
 _UNKNOWN = 0.25  # the automatic share as long as it cannot be chosen: the paper's
 
 
 @dataclass(slots=True)
-class Plan:
+class Reordering:
     """A new order of a sequence's tokens, ready to be put in place whole.
 
     order [H, T] int32: positions, first the static ones, best first, then the others as in the text. static: how many.
@@ -52,10 +52,10 @@ class Plan:
             for tensor in self.tensors():
                 tensor.record_stream(stream)
 
-    def copy(self) -> Plan:
+    def copy(self) -> Reordering:
         """The same with tensors of its own, on the current stream."""
         self.wait()
-        return Plan(self.order.clone(), self.static, self.digests.clone(), self.tail.clone())
+        return Reordering(self.order.clone(), self.static, self.digests.clone(), self.tail.clone())
 
 
 @dataclass(slots=True)
@@ -68,8 +68,8 @@ class Static:
     before: int = 0
     rows: int | None = None
     share: float | None = None
-    watched: int = 0
-    plan: Plan | None = None
+    recorded: int = 0
+    plan: Reordering | None = None
 
 
 def choose_static(mass: Tensor, count: int, first: int) -> Tensor:
@@ -132,11 +132,11 @@ class HybridIndex(BoundIndex):
         self.share, self.interval = share, interval
         self.early = int(interval * (context.layer * _GOLDEN % 1))
         self.rows: int | None = context.rows or None
-        self.window = max(1, min(_WATCHED, context.regions.window))
+        self.window = max(1, min(_WINDOW_QUERIES, context.regions.window))
         device, heads = context.device, context.q_heads
         self.queries = torch.zeros((0, heads, self.window, context.head_dim), dtype=context.dtype, device=device)
         self.seen = torch.zeros((0, self.window), dtype=torch.float32, device=device)
-        self.clock = torch.zeros(1, dtype=torch.int64, device=device)
+        self.steps = torch.zeros(1, dtype=torch.int64, device=device)
         self.statics: list[Static] = []
 
     @property
@@ -144,9 +144,9 @@ class HybridIndex(BoundIndex):
         """See Reversible: not where the next append puts a plan in the place of what is there."""
         return all(static.plan is None for static in self.statics)
 
-    def watch(self, seqs: int) -> RecentQueries:
+    def recent_queries(self, seqs: int) -> RecentQueries:
         """See UnitIndex: the observation window."""
-        return RecentQueries(self.queries[:seqs], self.seen[:seqs], self.clock)
+        return RecentQueries(self.queries[:seqs], self.seen[:seqs], self.steps)
 
     # Index
 
@@ -157,7 +157,7 @@ class HybridIndex(BoundIndex):
         self.reserve(seq + 1)
         self.statics[seq] = Static(since=self.early)
         self.seen[seq].zero_()
-        self._watch(seq, queries)
+        self._record_queries(seq, queries)
         UnitIndex.append(self, [seq], keys[None], values[None], None)
         if self.rows and keys.shape[1]:
             self._place({seq: self.plan([seq], keys[None], *self.windows([seq]))[0]})
@@ -171,7 +171,7 @@ class HybridIndex(BoundIndex):
             static = self.statics[seq]
             static.before = static.since
             if queries is not None:
-                self._watch(seq, queries[i])
+                self._record_queries(seq, queries[i])
             static.since += keys.shape[2]
         self._refresh(seqs, keys)
 
@@ -183,8 +183,8 @@ class HybridIndex(BoundIndex):
         for seq in range(batch):
             host, static = self.seqs[seq], self.statics[seq]
             if host.tokens and static.rows != budget and self._stored(seq, host.tokens):
-                if not static.watched:  # no prompt was long enough to be built
-                    self._watch(seq, query[seq, :, None])
+                if not static.recorded:  # no prompt was long enough to be built
+                    self._record_queries(seq, query[seq, :, None])
                 self._drop(seq)
                 self._place({seq: self.plan([seq], self.read([seq], host.tokens), *self.windows([seq]))[0]})
         return super().select(query, budget)
@@ -212,12 +212,12 @@ class HybridIndex(BoundIndex):
 
     def tensors(self) -> list[Tensor]:
         """See Index."""
-        return [*super().tensors(), self.clock]
+        return [*super().tensors(), self.steps]
 
     def clone_from(self, other: Self) -> None:
         """See Index."""
         super().clone_from(other)
-        self.clock, self.rows = other.clock.clone(), other.rows
+        self.steps, self.rows = other.steps.clone(), other.rows
         self.statics = [replace(static, plan=static.plan and static.plan.copy()) for static in other.statics]
 
     def reserve(self, seqs: int, units: int = 0, tokens: int = 0) -> None:
@@ -228,14 +228,14 @@ class HybridIndex(BoundIndex):
 
     # The static set
 
-    def _watch(self, seq: int, queries: Tensor) -> None:
+    def _record_queries(self, seq: int, queries: Tensor) -> None:
         """Queries [Hq, W, D] become the last that the window saw."""
         recent = queries[:, -self.window :]
         width = recent.shape[1]
-        slots = (self.clock + torch.arange(-width, 0, device=self.clock.device)) % self.window
+        slots = (self.steps + torch.arange(-width, 0, device=self.steps.device)) % self.window
         self.queries[seq].index_copy_(1, slots, recent.to(self.queries.dtype))
         self.seen[seq].index_fill_(0, slots, 1.0)
-        self.statics[seq].watched = width
+        self.statics[seq].recorded = width
 
     def windows(self, seqs: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Copies of the windows' queries [R, H, G W, D] of some sequences and their weights [R, G W], which sum to 1."""
@@ -244,7 +244,7 @@ class HybridIndex(BoundIndex):
         seen = self.seen.index_select(0, which)
         return queries, (seen / (seen.sum(dim=1, keepdim=True) * self.context.group).clamp(min=1)).repeat(1, self.context.group)
 
-    def plan(self, seqs: Sequence[int], keys: Tensor, queries: Tensor, weights: Tensor) -> list[Plan]:
+    def plan(self, seqs: Sequence[int], keys: Tensor, queries: Tensor, weights: Tensor) -> list[Reordering]:
         """The static sets that windows' queries choose from keys [R, H, T, D] of sequences whose sets are of one size, and the
         pages of the others."""
         (rows, heads, tokens, dim), count = keys.shape, self._count(seqs[0], keys[0])
@@ -257,7 +257,7 @@ class HybridIndex(BoundIndex):
         kept = (tokens - count - 1) % self.size + 1 if tokens > count else 0
         tail = flat.gather(1, rest[:, rest.shape[1] - kept :, None].expand(-1, -1, dim))
         of_seqs = (tensor.unflatten(0, (rows, heads)).unbind() for tensor in (order, digests, tail))
-        return [Plan(own, count, boxes, last) for own, boxes, last in zip(*of_seqs, strict=True)]
+        return [Reordering(own, count, boxes, last) for own, boxes, last in zip(*of_seqs, strict=True)]
 
     def _count(self, seq: int, keys: Tensor) -> int:
         """Of how many tokens a sequence's static set is, keys [H, T, D]."""
@@ -272,11 +272,11 @@ class HybridIndex(BoundIndex):
         """Appendix G, from the first and the last query of the window. None where it would say nothing: with a single query, or
         with no more keys than rows, all of which any two queries choose."""
         assert self.rows is not None
-        watched = int(self.seen[seq].sum())
-        if watched < 2 or keys.shape[1] <= self.rows:
+        recorded = int(self.seen[seq].sum())
+        if recorded < 2 or keys.shape[1] <= self.rows:
             return None
-        back = torch.tensor([-watched, -1], device=self.clock.device)
-        ends = self.queries[seq].index_select(1, (self.clock + back) % self.window)
+        back = torch.tensor([-recorded, -1], device=self.steps.device)
+        ends = self.queries[seq].index_select(1, (self.steps + back) % self.window)
         return overlap_share(ends, keys, self.rows, self.size)
 
     def _refresh(self, seqs: Sequence[int], new: Tensor) -> None:
@@ -317,7 +317,7 @@ class HybridIndex(BoundIndex):
             plan.done.synchronize()
         return plan is not None
 
-    def _place(self, plans: dict[int, Plan]) -> None:
+    def _place(self, plans: dict[int, Reordering]) -> None:
         """Put plans of sequences in place, whole: on the current stream, so between two steps; those of equal sizes at once."""
         alike: dict[tuple[int, int], list[int]] = {}
         for seq, plan in plans.items():
@@ -326,7 +326,7 @@ class HybridIndex(BoundIndex):
         for seqs in alike.values():
             self._place_alike(seqs, [plans[seq] for seq in seqs])
 
-    def _place_alike(self, seqs: list[int], plans: list[Plan]) -> None:
+    def _place_alike(self, seqs: list[int], plans: list[Reordering]) -> None:
         """Put plans of equal sizes in place."""
         order, digests, tail = (torch.stack(own) for own in zip(*(plan.tensors() for plan in plans), strict=True))
         heads, device, static = self.context.kv_heads, order.device, plans[0].static

@@ -64,7 +64,7 @@ class KeptIndex:
 
     # What a method adds
 
-    def watch(self, seq: int, queries: Tensor, keys: Tensor, tokens: int) -> Tensor:
+    def observe(self, seq: int, queries: Tensor, keys: Tensor, tokens: int) -> Tensor:
         """The scores of a prompt's first `tokens` tokens after the sink, [H, tokens] float32. keys [H, T, D]: theirs, then those of
         the tokens behind, in the window; queries [H, G, W, D]: of the last W of all T."""
         raise NotImplementedError
@@ -155,7 +155,7 @@ class KeptIndex:
         start, stop = self.first, self.first + self.tokens[seq]
         keys = torch.cat((self.context.store.read_keys(seq, start, stop, self.context.device), behind), dim=1)
         watching = queries[:, -keys.shape[1] :].unflatten(0, (self.context.kv_heads, -1))
-        scores = self.watch(seq, watching, keys, stop - start)
+        scores = self.observe(seq, watching, keys, stop - start)
         self._fill(seq, self._new(start, stop, scores, keys))
 
     def _take(self, seq: int, keys: Tensor, queries: Tensor | None) -> None:

@@ -33,7 +33,7 @@ class SnapIndex(KeptIndex):
         super().__init__(context, agree=agree)
         self.width, self.kernel, self.pooling = min(width, context.regions.window), kernel, pooling
 
-    def watch(self, seq: int, queries: Tensor, keys: Tensor, tokens: int) -> Tensor:
+    def observe(self, seq: int, queries: Tensor, keys: Tensor, tokens: int) -> Tensor:
         """See KeptIndex."""
         mass = observed(queries[:, :, -self.width :], keys, scale=self.context.scale, agree=self.agree)[:, :tokens]
         pool = F.avg_pool1d if self.pooling == "avg" else F.max_pool1d
@@ -72,13 +72,13 @@ class FreshSnapIndex(SnapIndex):
         self.cursor.add_(1)
         return selection
 
-    def watch(self, seq: int, queries: Tensor, keys: Tensor, tokens: int) -> Tensor:
+    def observe(self, seq: int, queries: Tensor, keys: Tensor, tokens: int) -> Tensor:
         """See KeptIndex."""
         self.since[seq] = 0
         last = queries.flatten(0, 1)[:, -self.width :]
         slots = (self.cursor + torch.arange(-last.shape[1], 0, device=keys.device)) % self.width
         self.tables["recent"][seq].index_copy_(1, slots, last.to(self.context.dtype))
-        return super().watch(seq, queries, keys, tokens)
+        return super().observe(seq, queries, keys, tokens)
 
     def append(self, seqs: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
         """See Index."""

@@ -81,7 +81,7 @@ class UnitIndex:
     def know(self, seqs: Sequence[int]) -> None:
         """Sequences have other numbers of tokens or units than before."""
 
-    def watch(self, seqs: int) -> RecentQueries | None:
+    def recent_queries(self, seqs: int) -> RecentQueries | None:
         """What takes the queries that select() is asked with, of the first sequences; None for an index that forgets them."""
         return None
 
@@ -131,7 +131,7 @@ class UnitIndex:
             budget=budget,
             scale=self.context.scale,
             policy=self.policy,
-            recent=self.watch(batch),
+            recent=self.recent_queries(batch),
         )
         return Selection(rows, counts)
 

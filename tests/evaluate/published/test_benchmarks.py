@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvthaw.errors import ConfigError
-from kvthaw.evaluate.published import BENCHMARKS, FAMILIES, Plan, benchmarks
+from kvthaw.evaluate.published import BENCHMARKS, FAMILIES, Generation, benchmarks
 from kvthaw.evaluate.published.base import truncate
 from kvthaw.evaluate.published.longbench import CLASSES, METRICS
 from kvthaw.evaluate.published.longgenbench import entries, holds
@@ -107,11 +107,11 @@ def test_longbench_v2_with_steps_asks_twice() -> None:
     assert item.question.endswith("(D) the Dth\n\nLet’s think step by step:")
     more = benchmark.follow_up(item, " It was C.\n")
     assert more is not None
-    prompt, plan = more
+    prompt, generation = more
     assert "The text is too long and omitted here." in prompt
     assert "Long ago" not in prompt
     assert "Let’s think step by step: It was C.\n\nBased on the above, what is the single, most likely answer choice?" in prompt
-    assert (benchmark.plan.max_new_tokens, plan.max_new_tokens) == (1024, 128)
+    assert (benchmark.generation.max_new_tokens, generation.max_new_tokens) == (1024, 128)
     assert BENCHMARKS["longbench_v2"].follow_up(item, "") is None
 
 
@@ -292,7 +292,7 @@ def test_a_long_prompt_is_cut_in_the_middle() -> None:
 )
 def test_a_plan_out_of_range_is_refused(field: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"{field} is|a stop string is empty"):
-        Plan(**{"max_new_tokens": 1, field: value})
+        Generation(**{"max_new_tokens": 1, field: value})
 
 
 def test_benchmarks_are_tasks_of_the_common_runner_too(tmp_path: Path) -> None:

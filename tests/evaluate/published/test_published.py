@@ -13,7 +13,7 @@ import pytest
 import bytemodel
 from kvthaw.engine.hf.model import load
 from kvthaw.errors import ConfigError
-from kvthaw.evaluate.published import BENCHMARKS, Item, Plan
+from kvthaw.evaluate.published import BENCHMARKS, Generation, Item
 from kvthaw.evaluate.published.results import pass_at_k, summarize
 from kvthaw.evaluate.published.runner import Examiner, Run
 from kvthaw.evaluate.results import Record, ResultsFile
@@ -37,13 +37,13 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
 
 
 def run(**changes: Any) -> Run:
-    made = Run(V2, [V2.item(RECORD, number) for number in range(2)], Plan(6))
+    made = Run(V2, [V2.item(RECORD, number) for number in range(2)], Generation(6))
     return replace(made, **changes)
 
 
 def test_every_variant_answers_every_question(loaded: tuple[Any, Any], tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
-    asked = run(samples=3, plan=Plan(6, temperature=1.0))
+    asked = run(samples=3, generation=Generation(6, temperature=1.0))
     found = Examiner(*loaded, ResultsFile(path)).run(asked, [ORACLE])
     assert {variant: len(lines) for variant, lines in found.items()} == {ORACLE: 6, FULL: 6}
     assert [(line.setting["item"], line.setting["sample"]) for line in found[ORACLE]] == [
@@ -59,7 +59,7 @@ def test_every_variant_answers_every_question(loaded: tuple[Any, Any], tmp_path:
 
 def test_a_run_continues_where_it_stopped(loaded: tuple[Any, Any], tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
-    asked = run(samples=2, plan=Plan(6, temperature=1.0))
+    asked = run(samples=2, generation=Generation(6, temperature=1.0))
     first = Examiner(*loaded, ResultsFile(path)).run(asked, [ORACLE])
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines[:-3]) + lines[-3][:40])  # stopped in the middle of a line
@@ -79,7 +79,14 @@ def test_what_an_answer_depends_on_makes_a_new_one(loaded: tuple[Any, Any]) -> N
     examiner = Examiner(*loaded)
     keys = {
         line.key
-        for changes in ({}, {"question": "sparse"}, {"seed": 1}, {"length": 100}, {"plan": Plan(5)}, {"plan": Plan(6, ("x",))})
+        for changes in (
+            {},
+            {"question": "sparse"},
+            {"seed": 1},
+            {"length": 100},
+            {"generation": Generation(5)},
+            {"generation": Generation(6, ("x",))},
+        )
         for line in examiner.run(run(**changes), [])[FULL]
     }
     assert len(keys) == 12
@@ -95,7 +102,7 @@ def test_full_answers_alike_under_both_protocols(loaded: tuple[Any, Any], contex
 
 def test_a_second_prompt_is_scored_in_place_of_the_first_answer(loaded: tuple[Any, Any]) -> None:
     benchmark = BENCHMARKS["longbench_v2_cot"]
-    asked = run(benchmark=benchmark, items=[benchmark.item(RECORD, 0)], plan=Plan(4))
+    asked = run(benchmark=benchmark, items=[benchmark.item(RECORD, 0)], generation=Generation(4))
     line = Examiner(*loaded).run(asked, [])[FULL][0]
     assert line["first"] is not None
     assert line["new_tokens"] == 4
@@ -133,7 +140,7 @@ def test_a_judge_is_asked_with_full_attention(loaded: tuple[Any, Any]) -> None:
         asked.append(prompt)
         return "yes"
 
-    asked_run = run(benchmark=benchmark, items=[item], plan=Plan(4), judge="somebody")
+    asked_run = run(benchmark=benchmark, items=[item], generation=Generation(4), judge="somebody")
     lines = examiner.run(asked_run, [], ask=judge)[FULL]
     assert len(asked) == 1
     assert lines[0]["scores"] == {"score": 1.0, "completion": 0.5, "once": 1.0, "stic1": 1.0}

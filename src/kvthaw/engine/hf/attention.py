@@ -118,15 +118,17 @@ def _attention(
     if asked is not None:
         asked.append(query)
         return query.transpose(1, 2).contiguous(), None
-    how = AttentionParams(query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.get("softcap"), kwargs.get("s_aux"))
+    params = AttentionParams(
+        query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.get("softcap"), kwargs.get("s_aux")
+    )
     if torch.compiler.is_compiling():
-        attended = torch.ops.kvthaw.attend(query, key, value, module.layer_idx, how.scale, how.softcap, how.sinks)
+        attended = torch.ops.kvthaw.attend(query, key, value, module.layer_idx, params.scale, params.softcap, params.sinks)
         return attended.transpose(1, 2).contiguous(), None
     layer: CacheLayer | None = getattr(key, TAG, None)
     if layer is not getattr(value, TAG, None):
         raise UnsupportedModelError(f"{type(module).__name__} changes keys or values after caching them")
     if layer is not None:
-        return layer.attend(module, query, key, value, attention_mask, how).transpose(1, 2).contiguous(), None
+        return layer.attend(module, query, key, value, attention_mask, params).transpose(1, 2).contiguous(), None
     if attention_mask is not None and is_padding(attention_mask):
         attention_mask = causal_mask(attention_mask[..., -key.shape[2] :], query.shape[2])
     causal = kwargs.get("is_causal")
@@ -136,11 +138,11 @@ def _attention(
         and (getattr(module, "is_causal", True) if causal is None else causal)
     ):
         attention_mask = causal_mask(query.new_ones((1, 1, 1, key.shape[2]), dtype=torch.bool), query.shape[2])
-    if how.softcap is None and how.sinks is None:
+    if params.softcap is None and params.sinks is None:
         out, _ = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=how.scale, is_causal=causal
+            module, query, key, value, attention_mask, dropout=dropout, scaling=params.scale, is_causal=causal
         )
         return out, None
     if attention_mask is None:
         attention_mask = causal_mask(query.new_ones((1, 1, 1, key.shape[2]), dtype=torch.bool), query.shape[2])
-    return attention_by_mask(query, key, value, attention_mask, how).transpose(1, 2).contiguous(), None
+    return attention_by_mask(query, key, value, attention_mask, params).transpose(1, 2).contiguous(), None

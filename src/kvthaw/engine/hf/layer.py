@@ -96,9 +96,9 @@ class Shared:
         for i, layer in enumerate(layers):
             if isinstance(layer, CacheLayer):
                 continue
-            due = self.length + (tokens if i < first else 0)
+            expected = self.length + (tokens if i < first else 0)
             held = layer.get_seq_length() if isinstance(layer, CacheLayerMixin) else None
-            if held not in (due, 0, None) or (held is None and failed and hasattr(layer, "recurrent_states")):
+            if held not in (expected, 0, None) or (held is None and failed and hasattr(layer, "recurrent_states")):
                 tokens_held = "a state" if held is None else f"{held} tokens"
                 raise CacheError(
                     f"layer {i} holds {tokens_held} and layer {first} {self.length}: a forward was interrupted; reset() the cache"

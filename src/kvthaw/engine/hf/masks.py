@@ -22,17 +22,17 @@ def causal_mask(padding: Tensor, steps: int) -> Tensor:
     return causal[None, None] & padding
 
 
-def attention_by_mask(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, how: AttentionParams) -> Tensor:
+def attention_by_mask(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, params: AttentionParams) -> Tensor:
     """Attend by any bool mask [B, 1, T, n], with softcap and sinks. Returns [B, Hq, T, D], 0 where a query sees nothing."""
     group = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
-    if how.softcap is None and how.sinks is None:
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=how.scale)
+    if params.softcap is None and params.sinks is None:
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=params.scale)
         return out.masked_fill(~mask.any(dim=-1, keepdim=True), 0.0)
-    scores = query.float() @ key.float().transpose(2, 3) * how.scale
-    if how.softcap is not None:
-        scores = how.softcap * torch.tanh(scores / how.softcap)
+    scores = query.float() @ key.float().transpose(2, 3) * params.scale
+    if params.softcap is not None:
+        scores = params.softcap * torch.tanh(scores / params.softcap)
     scores = scores.masked_fill(~mask, -torch.inf)
     lse = torch.logsumexp(scores, dim=-1)
     weights = torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
-    return with_sinks(weights @ value.float(), lse, how.sinks).to(query.dtype)
+    return with_sinks(weights @ value.float(), lse, params.sinks).to(query.dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .base import Benchmark, Item, Plan
+from .base import Benchmark, Generation, Item
 from .competition import AIME24, AIME25, MATH500
 from .gpqa import GPQA
 from .gsm8k import GSM8K
@@ -30,4 +30,4 @@ def benchmarks(name: str) -> tuple[Benchmark, ...]:
     return FAMILIES.get(name) or ((BENCHMARKS[name],) if name in BENCHMARKS else ())
 
 
-__all__ = ["BENCHMARKS", "FAMILIES", "Benchmark", "Item", "Plan", "benchmarks"]
+__all__ = ["BENCHMARKS", "FAMILIES", "Benchmark", "Generation", "Item", "benchmarks"]

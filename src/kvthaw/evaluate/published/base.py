@@ -1,4 +1,4 @@
-"""What every published benchmark shares: the item, the plan of its answer, and where its records come from."""
+"""What every published benchmark shares: the item, how its answer is generated, and where its records come from."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Ask = Callable[[str], str]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Generation:
     """How an answer is generated: its longest length in tokens, the strings that end it, and how tokens are drawn.
 
     temperature 0 is greedy. chat: whether the benchmark's own code asks a chat model through its template.
@@ -64,7 +64,7 @@ class Benchmark(ABC):
     """
 
     name: str
-    plan: Plan
+    generation: Generation
     hub: tuple[str, str | None, str]
     file: str | None = None
 
@@ -76,7 +76,7 @@ class Benchmark(ABC):
     def score(self, item: Item, output: str, ask: Ask | None = None) -> dict[str, float]:
         """The metric, 0..1, as "score", and what else the benchmark counts. ask: a judge, for those that take one."""
 
-    def follow_up(self, item: Item, output: str) -> tuple[str, Plan] | None:
+    def follow_up(self, item: Item, output: str) -> tuple[str, Generation] | None:
         """A second prompt whose answer is scored instead, asked anew after the first answer, for benchmarks that have one."""
         return None
 

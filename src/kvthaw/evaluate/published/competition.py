@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .answers import boxed, number, same_math
-from .base import Ask, Benchmark, Item, Plan, Record
+from .base import Ask, Benchmark, Generation, Item, Record
 
 REASON = r"Please reason step by step, and put your final answer within \boxed{}."
-LONG = Plan(32768, temperature=0.6, top_p=0.95)
+LONG = Generation(32768, temperature=0.6, top_p=0.95)
 """What reasoning models are measured with (DeepSeek-R1, Qwen3; PRKV section 5): drawn answers of up to 32k tokens."""
 
 

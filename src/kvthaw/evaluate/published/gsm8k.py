@@ -10,7 +10,7 @@ from functools import cache
 from kvthaw.evaluate.tasks.base import read_asset
 
 from .answers import last_number, number
-from .base import Ask, Benchmark, Item, Plan, Record
+from .base import Ask, Benchmark, Generation, Item, Record
 
 _STATED = re.compile(r"The answer is \$?(-?[0-9.,]+)")
 
@@ -43,4 +43,4 @@ def examples() -> str:
     return "".join(f"Q: {shot['question']}\nA: {shot['target']}\n\n" for shot in shots)
 
 
-GSM8K = Gsm8k("gsm8k", Plan(256, ("Q:", "</s>", "<|im_end|>"), chat=False), ("openai/gsm8k", "main", "test"))
+GSM8K = Gsm8k("gsm8k", Generation(256, ("Q:", "</s>", "<|im_end|>"), chat=False), ("openai/gsm8k", "main", "test"))

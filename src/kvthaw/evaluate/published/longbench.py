@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvthaw.evaluate.tasks.base import read_asset
 
 from . import text_metrics as metrics
-from .base import Ask, Benchmark, Item, Plan, Record
+from .base import Ask, Benchmark, Generation, Item, Record
 
 METRICS: dict[str, Callable[[str, str], float]] = {
     **dict.fromkeys(("narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique", "triviaqa"), metrics.qa_f1),
@@ -67,8 +67,10 @@ class LongBench(Benchmark):
 def _tasks() -> tuple[LongBench, ...]:
     made = []
     for name, (prompt, longest) in json.loads(read_asset("longbench.json")).items():
-        plan = Plan(longest, ("\n",) if name == "samsum" else (), chat=name not in PLAIN)
-        made.append(LongBench(f"longbench_{name.replace('-', '_')}", plan, ("THUDM/LongBench", name, "test"), name, prompt))
+        generation = Generation(longest, ("\n",) if name == "samsum" else (), chat=name not in PLAIN)
+        made.append(
+            LongBench(f"longbench_{name.replace('-', '_')}", generation, ("THUDM/LongBench", name, "test"), name, prompt)
+        )
     return tuple(made)
 
 

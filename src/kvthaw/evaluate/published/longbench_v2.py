@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .answers import choice
-from .base import Ask, Benchmark, Item, Plan, Record
+from .base import Ask, Benchmark, Generation, Item, Record
 
 TEXT = "Please read the following text and answer the {question} below.\n\n<text>\n{context}\n</text>\n\n"
 CHOICES = (
@@ -17,8 +17,8 @@ STEPS = "Let’s think step by step:"
 AGAIN = "Please read the following text and answer the questions below.\n\nThe text is too long and omitted here.\n\n"
 FINAL = f"Based on the above, what is the single, most likely answer choice? {FORMAT}"
 PATTERNS = (r"The correct answer is \(([A-D])\)", r"The correct answer is ([A-D])")
-ANSWER = Plan(128, temperature=0.1)
-REASONING = Plan(1024, temperature=0.1)
+ANSWER = Generation(128, temperature=0.1)
+REASONING = Generation(1024, temperature=0.1)
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class LongBenchV2(Benchmark):
         gold |= {name: record[name] for name in ("domain", "difficulty", "length") if name in record}
         return Item(str(record.get("_id", number)), context, f"{asked}\n\n{STEPS if self.steps else FORMAT}", gold)
 
-    def follow_up(self, item: Item, output: str) -> tuple[str, Plan] | None:
+    def follow_up(self, item: Item, output: str) -> tuple[str, Generation] | None:
         """The prompt that asks for the letter, once the reasoning stands."""
         if not self.steps:
             return None

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from .base import Ask, Benchmark, Item, Plan, Record
+from .base import Ask, Benchmark, Generation, Item, Record
 
 KINDS = ("once", "range", "periodic")
 JUDGE = "{entry}Does this description include the {what}? Please answer with 'yes' or 'no' only."
@@ -67,7 +67,7 @@ def holds(entry: str, what: str, ask: Ask | None = None) -> bool:
 
 LONGGEN = tuple(
     LongGenBench(
-        f"longgenbench_{size}", Plan(tokens, ("*** finished",), 0.95, 0.95), ("mozhu/LongGenBench", None, "train"), file
+        f"longgenbench_{size}", Generation(tokens, ("*** finished",), 0.95, 0.95), ("mozhu/LongGenBench", None, "train"), file
     )
     for size, tokens, file in (("16k", 16000, "Dataset_short"), ("32k", 32000, "Dataset_long"))
 )

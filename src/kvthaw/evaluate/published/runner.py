@@ -19,23 +19,23 @@ from kvthaw.evaluate.results import Record, ResultsFile, Setting
 from kvthaw.evaluate.text import split_prompt
 from kvthaw.evaluate.variant import FULL, Variant, complete, fork, setting_of
 
-from .base import Benchmark, Item, Plan, truncate
+from .base import Benchmark, Generation, Item, truncate
 
-JUDGE = Plan(8)
+JUDGE = Generation(8)
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
     """A benchmark's questions and how they are asked.
 
-    plan: how answers are generated. samples: answers drawn for each question. length: cut longer prompts in the middle to so many
+    generation: how answers are generated. samples: answers drawn for each. length: cut longer prompts in the middle to so many
     tokens, template not counted; None cuts nothing. chat: through the tokenizer's chat template. question: "dense" prefills it with
     the context; "sparse" sends its tokens through the sparse path one by one. judge: the name of what judges, for results.
     """
 
     benchmark: Benchmark
     items: Sequence[Item]
-    plan: Plan
+    generation: Generation
     samples: int = 1
     length: int | None = None
     chat: bool = False
@@ -45,7 +45,7 @@ class Run:
 
     def __post_init__(self) -> None:
         at_least(1, samples=self.samples)
-        if self.samples > 1 and self.plan.temperature == 0:
+        if self.samples > 1 and self.generation.temperature == 0:
             raise ConfigError(f"samples is {self.samples} at temperature 0, where all are the same; give a temperature above 0")
         check_question(self.question)
         at_least(2, length=self.length)
@@ -122,10 +122,10 @@ class Examiner:
             "length": run.length,
             "question": run.question,
             "chat": run.chat,
-            "max_new_tokens": run.plan.max_new_tokens,
-            "stops": list(run.plan.stops),
-            "temperature": run.plan.temperature,
-            "top_p": run.plan.top_p,
+            "max_new_tokens": run.generation.max_new_tokens,
+            "stops": list(run.generation.stops),
+            "temperature": run.generation.temperature,
+            "top_p": run.generation.top_p,
             "judge": run.judge,
             "seed": run.seed,
         }
@@ -149,20 +149,20 @@ class Examiner:
             draws = [_sampling(run, item, sample) for sample in range(run.samples)]
             if len(draws) > 1:
                 cache.batch_repeat_interleave(len(draws))
-            how: dict[str, Any] = {"until": run.plan.stops, "after_first_word": False}
+            how: dict[str, Any] = {"until": run.generation.stops, "after_first_word": False}
             answers = Answers(self.model, self.tokenizer, cache, sampling=draws, **how)
             rows, name = logits.expand(len(draws), -1), f"{variant.method} {variant.budget or ''}".strip()
-            for step, _ in enumerate(answers.stream(rows, [question] * len(draws), run.plan.max_new_tokens)):
-                tell(step, len(question) + run.plan.max_new_tokens, name)
+            for step, _ in enumerate(answers.stream(rows, [question] * len(draws), run.generation.max_new_tokens)):
+                tell(step, len(question) + run.generation.max_new_tokens, name)
             stats, dense = cache.stats(), cache.settings.method.dense
             for row, (setting, text) in enumerate(zip(asked, answers.texts, strict=True)):
                 if self.results.get(setting) is not None:
                     continue
                 first, more = None, run.benchmark.follow_up(item, text)
                 if more is not None:
-                    prompt, plan = more
+                    prompt, generation = more
                     again = split_prompt(self.tokenizer, prompt, "", run.chat)[0]
-                    first, text = text, self._ask(variant, again, plan, draws[row])
+                    first, text = text, self._ask(variant, again, generation, draws[row])
                 measures = {
                     "tokens": len(context) + len(question),
                     "output": text,
@@ -180,13 +180,13 @@ class Examiner:
                 }
                 self.results.add(Record(setting, measures))
 
-    def _ask(self, variant: Variant, prompt: list[int], plan: Plan, sampling: Sampling) -> str:
+    def _ask(self, variant: Variant, prompt: list[int], generation: Generation, sampling: Sampling) -> str:
         check_prompt(self.model, len(prompt))
         base = Cache(self.model, "full")
         logits = prefill(self.model, base, prompt)
-        how: dict[str, Any] = {"until": plan.stops, "after_first_word": False}
+        how: dict[str, Any] = {"until": generation.stops, "after_first_word": False}
         answers = Answers(self.model, self.tokenizer, fork(base, variant), sampling=sampling, **how)
-        for _ in answers.stream(logits[None], [[]], plan.max_new_tokens):
+        for _ in answers.stream(logits[None], [[]], generation.max_new_tokens):
             pass
         return answers.texts[0]
 
@@ -195,4 +195,4 @@ def _sampling(run: Run, item: Item, sample: int) -> Sampling:
     """How an answer is drawn: with the same seed under every variant, so that differences between variants are paired."""
     text = f"{run.seed} {run.benchmark.name} {item.id} {sample}"
     seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
-    return Sampling(run.plan.temperature, top_p=run.plan.top_p, seed=seed)
+    return Sampling(run.generation.temperature, top_p=run.generation.top_p, seed=seed)

@@ -32,12 +32,12 @@ class Questions:
     @property
     def max_new_tokens(self) -> int:
         """The benchmark's."""
-        return self.benchmark.plan.max_new_tokens
+        return self.benchmark.generation.max_new_tokens
 
     @property
     def stops(self) -> tuple[str, ...]:
         """The benchmark's."""
-        return self.benchmark.plan.stops
+        return self.benchmark.generation.stops
 
     def reading(self, path: Path) -> Task:
         """See kvthaw.evaluate.tasks.Reads; raises ConfigError for a benchmark that asks twice, too."""

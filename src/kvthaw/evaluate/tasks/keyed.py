@@ -14,7 +14,7 @@ class Keyed(ABC):
     """As many records as the length has room for; the unit is a record."""
 
     @abstractmethod
-    def draw(self, n: int, seed: int) -> list[tuple[str, str]]:
+    def make_pairs(self, n: int, seed: int) -> list[tuple[str, str]]:
         """`n` records, keys and values; no key twice."""
 
     @abstractmethod
@@ -33,7 +33,7 @@ class Keyed(ABC):
 
     def with_records(self, n: int, seed: int, depth: float, spare: str = "") -> Sample:
         """A sample of `n` records, whatever its length in tokens."""
-        return self.ask(self.draw(n, seed), min(n - 1, round(depth * (n - 1))), spare)
+        return self.ask(self.make_pairs(n, seed), min(n - 1, round(depth * (n - 1))), spare)
 
     def sample(self, tokenizer: Any, *, length: int, seed: int, depth: float | None = None, text: str | None = None) -> Sample:
         """See Task.sample; `text` has no use here."""

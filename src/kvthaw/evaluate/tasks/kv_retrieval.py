@@ -23,7 +23,7 @@ class KVRetrieval(Keyed):
     max_new_tokens: int = 44
     stops: tuple[str, ...] = ("\n",)
 
-    def draw(self, n: int, seed: int) -> list[tuple[str, str]]:
+    def make_pairs(self, n: int, seed: int) -> list[tuple[str, str]]:
         """See Keyed; UUIDs."""
         rng = random.Random(f"{seed} records")
         return [(key, uuid(rng)) for key in distinct(rng, uuid, n)]

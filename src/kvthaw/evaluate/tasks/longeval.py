@@ -39,7 +39,7 @@ class LongEval(Keyed):
     max_new_tokens: int = 8
     stops: tuple[str, ...] = ("\n",)
 
-    def draw(self, n: int, seed: int) -> list[tuple[str, str]]:
+    def make_pairs(self, n: int, seed: int) -> list[tuple[str, str]]:
         """See Keyed; an adjective and a noun, and a number up to 50,000."""
         rng = random.Random(f"{seed} lines")
         return [(key, str(rng.randint(1, 50000))) for key in distinct(rng, word_key, n)]

@@ -38,7 +38,7 @@ class RowStats:
         return {"held_budget": found.pop("budget"), **found}
 
 
-class Tally:
+class PerRequestStats:
     """Counts what each row of a cache selects and fetches, beside whatever else observes the layers.
 
     It adds to tensors on the device and never waits for them, so steps that it observes can be captured in CUDA graphs.
