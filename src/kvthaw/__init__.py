@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kvthaw.errors import CacheError, ConfigError, HostMemoryError, KvthawError, UnsupportedModelError
+from kvthaw.errors import CacheError, ConfigError, HostMemoryError, KvthawError, QueueFullError, UnsupportedModelError
 from kvthaw.version import __version__
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvthaw.engine.batch import Batch, Request
     from kvthaw.engine.hf import Cache, Handle, Stats, attach, detach
     from kvthaw.engine.sampling import Sampling
+    from kvthaw.engine.scheduler import Scheduler
     from kvthaw.methods import METHODS
 
 __all__ = [
@@ -29,8 +30,10 @@ __all__ = [
     "HostMemoryError",
     "KvthawError",
     "Method",
+    "QueueFullError",
     "Request",
     "Sampling",
+    "Scheduler",
     "Stats",
     "UnsupportedModelError",
     "__version__",
@@ -42,6 +45,7 @@ _HOMES = {
     "Batch": "kvthaw.engine.batch",
     "Request": "kvthaw.engine.batch",
     "Sampling": "kvthaw.engine.sampling",
+    "Scheduler": "kvthaw.engine.scheduler",
     "Cache": "kvthaw.engine.hf",
     "Handle": "kvthaw.engine.hf",
     "Stats": "kvthaw.engine.hf",

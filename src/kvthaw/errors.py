@@ -26,6 +26,10 @@ class HostMemoryError(KvthawError, MemoryError):
     """The host has too little memory for the offloaded KV; the message gives the bytes needed."""
 
 
+class QueueFullError(KvthawError, RuntimeError):
+    """As many requests wait as may; submit this one later."""
+
+
 class NotBuiltError(KvthawError, ImportError):
     """The C++ extension is missing; the message says how to build it."""
 

@@ -35,15 +35,28 @@ class IndexUpdater:
         index = self.retriever.reverses
         return index is not None and index.reversible
 
-    def prompt(self, seq: int, new: int, keys: Tensor, values: Tensor, past: int, queries: Tensor, remaining: int) -> None:
+    def prompt(
+        self,
+        seq: int,
+        new: int,
+        keys: Tensor,
+        values: Tensor,
+        past: int,
+        queries: Tensor,
+        remaining: int,
+        *,
+        later: bool = False,
+    ) -> None:
         """Give the index the positions up to `new` that it lacks: some may stand in the ring, the rest are keys, values [H, n, D]
         from position `past` on. queries [Hq, W, D]: the last ones. remaining: tokens of the same prompt that are still to come.
 
-        Where an index of one piece is better than one that was appended to, a sequence that a prompt in chunks makes much longer is
-        indexed anew, once: with the last chunk if the prompt was announced, else before the next step that asks."""
+        later: steps of other sequences come before the rest of the prompt; the sequence is indexed with its last chunk, since no
+        step may select of a part of it. Where an index of one piece is better than one that was appended to, a sequence that a
+        prompt in chunks makes much longer is indexed anew, once: with the last chunk if the prompt was announced, else before the
+        next step that asks."""
         index, old = self.retriever.index, self.indexed[seq]
         much = (old > self.first or remaining > 0) and 4 * (new - old + remaining) > old - self.first
-        if not index.grows and (seq in self.stale or much):
+        if later or seq in self.stale or (much and not index.grows):
             self.stale.add(seq)
             return
         if index.on_host:

@@ -37,15 +37,16 @@ class LayerStorage:
         self.store, self.slab, self.preallocator, self.updater = store, slab, preallocator, updater
         self.offloader = Offloader(store, slab, streams, keeps=keeps)
 
-    def append(self, row: Row, query: Tensor, keys: Tensor, values: Tensor, remaining: int) -> int:
-        """Take the prompt's tokens [., n, D] of one sequence in. Returns the position at which its ring begins then."""
+    def append(self, row: Row, query: Tensor, keys: Tensor, values: Tensor, remaining: int, *, paused: bool = False) -> int:
+        """Take the prompt's tokens [., n, D] of one sequence in. Returns the position at which its ring begins then.
+        paused: the rest of its prompt comes after steps of other sequences."""
         regions, past, seq = self.slab.regions, row.past, row.seq
         length = past + keys.shape[1]
         start = regions.first_indexed(length)
         self.offloader.prompt(seq, past, keys, values)
         self.preallocate(seq, length)
         if self.updater is not None and start > self.updater.indexed[seq]:
-            self.updater.prompt(seq, start, keys, values, past, query[:, -RECENT_QUERIES:], remaining)
+            self.updater.prompt(seq, start, keys, values, past, query[:, -RECENT_QUERIES:], remaining, later=paused)
         sink = max(0, min(regions.sink, length) - past)
         if sink:
             self.slab.write(seq, past, torch.stack((keys[:, :sink], values[:, :sink]), dim=2))

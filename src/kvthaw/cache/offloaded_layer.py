@@ -103,6 +103,10 @@ class OffloadedLayer:
         """Bytes of KV on the device: sink, ring and pool."""
         return self.slab.data.nbytes if self.plan else 0
 
+    def host_bytes_per_token(self) -> int:
+        """Bytes of host memory that a token takes; 0 where tokens are evicted, and before the first prompt."""
+        return self.store.kv_heads * self.store.row_bytes if self.plan and self.storage.offloader.keeps else 0
+
     def host_bytes(self, seq: int | None = None) -> int:
         """See LayerKV."""
         return self.store.nbytes(seq) if self.plan else 0
@@ -182,7 +186,8 @@ class OffloadedLayer:
             q = query[row.row, :, row.pad - step.tokens :]  # a clone has the last queries only
             k, v = (x[row.row, :, row.pad :] for x in (key, value))
             self.recent_queries[row.seq] = last_queries(self.recent_queries.get(row.seq), q)
-            ends[row.seq] = self.storage.append(row, q, k, v, step.remaining)
+            paused = row.seq in self.sequences.paused
+            ends[row.seq] = self.storage.append(row, q, k, v, step.remaining, paused=paused)
         self._taken = step, step.tokens
         updater = self.storage.updater
         if updater is not None and self.sequences.announced and not step.remaining:

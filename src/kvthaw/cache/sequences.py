@@ -48,13 +48,13 @@ class Sequences:
     """Lengths of the sequences of one cache.
 
     padded_length: length of the longest sequence with its padding. left_pad: what of it is padding, by sequence; position p of a
-    sequence is its p-th token after that. idle: sequences without a request, which have no tokens and get none. ring_start: where
-    each ring began at its last prefill; later starts follow from the length (`Regions.indexed`). capacity: tokens per sequence that
-    every layer has device memory for; room: a fixed capacity, 0 for one that grows; positions: the most that the model has.
-    version: changes with everything but decoded tokens. step: the step under way, or one that failed. most_decoded: the most new
-    tokens that are decoded one by one; verifying: any number is (the candidates of assisted decoding). decoded: tokens decoded so
-    far; dense_tokens: those after the first prompt that attended to everything; prompted: the first prompt has come; prompt_only:
-    and nothing else.
+    sequence is its p-th token after that. idle: sequences that steps of the others give no token: those without tokens, and paused
+    ones, whose prompt has come in part. ring_start: where each ring began at its last prefill; later starts follow from the length
+    (`Regions.indexed`). capacity: tokens per sequence that every layer has device memory for; room: a fixed capacity, 0 for one
+    that grows; positions: the most that the model has. version: changes with everything but decoded tokens. step: the step under
+    way, or one that failed. most_decoded: the most new tokens that are decoded one by one; verifying: any number is (the candidates
+    of assisted decoding). decoded: tokens decoded so far; dense_tokens: those after the first prompt that attended to everything;
+    prompted: the first prompt has come; prompt_only: and nothing else.
 
     On the device, for kernels and captured steps: lengths [B] int32, the newest token included; starts [B] int32, where rings
     begin; live [B] int32, 1 for sequences that a step gives a token. Their addresses change only with the number of sequences.
@@ -67,6 +67,7 @@ class Sequences:
     padded_length: int = 0
     left_pad: list[int] = field(default_factory=list)
     idle: frozenset[int] = frozenset()
+    paused: frozenset[int] = frozenset()
     ring_start: list[int] = field(default_factory=list)
     capacity: int = 0
     most_decoded: int = 1
@@ -94,7 +95,7 @@ class Sequences:
 
     def reset(self) -> None:
         """Forget every sequence."""
-        self.regions, self.padded_length, self.left_pad, self.idle = None, 0, [], frozenset()
+        self.regions, self.padded_length, self.left_pad, self.idle, self.paused = None, 0, [], frozenset(), frozenset()
         self.ring_start, self.capacity, self.decoded, self.dense_tokens = [], 0, 0, 0
         self.prompted = self.prompt_only = False
         self.step, self.held, self._prompt, self._committed = None, Held(), None, None
@@ -290,13 +291,12 @@ class Sequences:
     def place_before_step(self, device: torch.device) -> None:
         """Set the device counters to the committed lengths, with the rings as they are at the next token: a captured step advances
         the lengths itself."""
-        lengths = [self.length(seq) for seq in range(self.count)]
-        self._set(lengths, device, coming=1)
+        self._set(self._live_lengths(), device, coming=1)
         self._at = None
 
     def place_committed(self, device: torch.device) -> None:
         """Set the device counters to the committed lengths, for queries that come again."""
-        self._set([self.length(seq) for seq in range(self.count)], device)
+        self._set(self._live_lengths(), device)
         self._at = None
 
     def passed(self) -> None:
@@ -313,6 +313,9 @@ class Sequences:
     def tensors(self) -> list[torch.Tensor]:
         """The tensors that a captured step reads and writes."""
         return [self.lengths, self.starts, self.live]
+
+    def _live_lengths(self) -> list[int]:
+        return [0 if seq in self.idle else self.length(seq) for seq in range(self.count)]
 
     def _set(self, lengths: list[int], device: torch.device, coming: int = 0) -> None:
         live = tuple(int(seq not in self.idle) for seq in range(len(lengths)))
@@ -343,12 +346,23 @@ class Sequences:
         lengths[seq] = length
         self.padded_length = max(lengths)
         self.left_pad = [self.padded_length - n for n in lengths]
-        self.idle = frozenset(other for other, n in enumerate(lengths) if n == 0)
+        self.idle = self.paused | {other for other, n in enumerate(lengths) if n == 0}
         self.prompt_only = False
         self.version += 1
 
+    def pause(self, seq: int) -> None:
+        """Let steps of the other sequences leave this one as it is."""
+        self.paused |= {seq}
+        self.set_length(seq, self.length(seq))
+
+    def resume(self, seq: int) -> None:
+        """Let steps give a paused sequence tokens again."""
+        self.paused -= {seq}
+        self.set_length(seq, self.length(seq))
+
     def clear(self, seq: int) -> None:
         """Forget the tokens of one sequence, which is idle from then on."""
+        self.paused -= {seq}
         self.set_length(seq, 0)
         self.ring_start[seq] = 0 if self.regions is None else self.regions.sink
 

@@ -30,28 +30,37 @@ _SCORED = 4096  # tokens of a prompt that go through the model at once where the
 class Request:
     """A prompt and what is generated after it.
 
-    seq: its place in the batch while it is there. prompt: its tokens; tokens: those generated so far. finished: None while more
-    will come; "stop" after a stop token (which is the last of tokens) or a stop string, "length" at its limit, "left" where it was
-    taken out. stopped_by: the token or the string.
+    seq: its place in the batch while it is there, else -1. prompt: its tokens, of which `prefilled` have gone through the model;
+    tokens: those generated so far. finished: None while more will come; "stop" after a stop token (which is the last of tokens) or
+    a stop string, "length" at its limit, "left" where it was taken out, "error" where its prefill failed, with `error`. stopped_by:
+    the token or the string.
 
     text: the text so far where a tokenizer was given, without a stop token or string unless include_stop is set; piece: what the
     latest token added to it. Text that may become a stop string or is part of a character is held back until more is known.
     logprobs: of each of tokens; prompt_logprobs: of each of the prompt, None for its first; where sampling asks for them.
     """
 
-    seq: int
-    prompt: int
+    ids: Tensor = field(repr=False)
     limit: int
     stop: frozenset[int]
     sampling: Sampling
+    seq: int = -1
+    prefilled: int = 0
     tokens: list[int] = field(default_factory=list)
-    finished: Literal["stop", "length", "left"] | None = None
+    finished: Literal["stop", "length", "left", "error"] | None = None
     stopped_by: int | str | None = None
     text: str = ""
     piece: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list, repr=False)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list, repr=False)
+    error: Exception | None = field(default=None, repr=False)
     _decoded: Detokenizer | None = field(default=None, repr=False)
+    _scores: list[Tensor] = field(default_factory=list, repr=False)
+
+    @property
+    def prompt(self) -> int:
+        """Tokens of the prompt."""
+        return self.ids.shape[0]
 
     def _take(self, token: int, scores: TokenLogprobs | None) -> None:
         self.tokens.append(token)
@@ -83,8 +92,8 @@ class Batch:
     it would get alone. One that finishes leaves by itself.
 
     model: as for `Cache`; all its layers must be full attention. method, and the settings budget, retrieved, dense_layers, seed,
-    block and host_bytes: as for `Cache`; a budget is a number of tokens, for a fraction of the prompt would differ from
-    one to the next. prefill_chunk, capture, compile: as for `attach`.
+    block_size and host_bytes: as for `Cache`; a budget is a number of tokens, for a fraction of the prompt would differ from one
+    to the next. prefill_chunk, capture, compile: as for `attach`.
 
     Raises ConfigError for a setting out of range, UnsupportedModelError for a model that cannot work and CacheError for one that
     is attached.
@@ -97,7 +106,10 @@ class Batch:
             while waiting and batch.free:
                 batch.join(waiting.pop(), max_new_tokens=200)
             for request in batch.step():
-                print(request.sequence, request.tokens[-1], request.finished)
+                print(request.seq, request.tokens[-1], request.finished)
+
+    join() prefills a prompt at once. add() and prefill() do so chunk by chunk, with steps of the other requests in between:
+    `kvthaw.Scheduler` does that, and keeps the requests that wait for a place.
     """
 
     def __init__(
@@ -127,7 +139,8 @@ class Batch:
                 f"{type(model).__name__} has layers that are not full attention; a batch of sequences does not serve those"
             )
         self._model = model
-        self._seqs: list[Request | None] = [None] * max_seqs
+        self._seqs: list[Request | None] = [None] * max_seqs  # those with a place
+        self._decoding = list(self._seqs)  # those of them whose prompt is whole
         self._sampler = Sampler(max_seqs, model.config.get_text_config(decoder=True).vocab_size, model.device)
         self.cache.kv.open(max_seqs, capacity)
         self._forward = compiled_step(model.forward) if compile else model.forward
@@ -135,7 +148,12 @@ class Batch:
 
     @property
     def requests(self) -> list[Request]:
-        """Those that are in the batch, by sequence."""
+        """Those that the next step gives a token, by sequence."""
+        return [request for request in self._decoding if request is not None]
+
+    @property
+    def added(self) -> list[Request]:
+        """Those that have a sequence, by sequence: `requests`, and those whose prompt has come in part."""
         return [request for request in self._seqs if request is not None]
 
     @property
@@ -147,6 +165,13 @@ class Batch:
     def free(self) -> int:
         """How many more can join."""
         return self._seqs.count(None)
+
+    def host_bytes(self, request: Request) -> int:
+        """Return the most host memory that a request's KV may take, in whole blocks; 0 before the first prompt, when the sizes are
+        not known."""
+        kv, size = self.cache.kv, self.cache.settings.block_size
+        blocks = -(-(request.prompt + request.limit) // size)
+        return blocks * size * sum(layer.host_bytes_per_token() for layer in kv.offloaded)
 
     def stats(self) -> Stats:
         """Stats of the batch's cache, over all requests so far."""
@@ -172,10 +197,25 @@ class Batch:
         the model's, and for settings that cannot be met; then, and where the prefill itself fails, the batch is as it was."""
         if not self.free:
             raise CacheError(f"all {len(self._seqs)} sequences are taken; one must leave first")
+        request = self.request(prompt, max_new_tokens=max_new_tokens, stop=stop, sampling=sampling, tokenizer=tokenizer)
+        self.add(request)
+        self.prefill(request, request.prompt)
+        return request
+
+    def request(
+        self,
+        prompt: Tensor | Sequence[int],
+        *,
+        max_new_tokens: int | None = None,
+        stop: int | Sequence[int] | None = None,
+        sampling: Sampling = GREEDY,
+        tokenizer: Any = None,
+    ) -> Request:
+        """Return a request that is not in the batch yet. Arguments and ConfigError as of join()."""
         if isinstance(prompt, str):
             raise ConfigError(f"the prompt is text, {prompt[:20]!r}; it must be token ids, as a tokenizer makes them")
-        ids = torch.as_tensor(prompt, dtype=torch.int64, device=self._model.device).reshape(1, -1)
-        tokens = ids.shape[1]
+        ids = torch.as_tensor(prompt, dtype=torch.int64, device=self._model.device).reshape(-1)
+        tokens = ids.shape[0]
         if max_new_tokens is not None and sampling.max_tokens is not None:
             raise ConfigError(
                 f"max_new_tokens is {max_new_tokens} and max_tokens of sampling {sampling.max_tokens}; give one of them"
@@ -196,26 +236,51 @@ class Batch:
         least, most = int(ids.min()), int(ids.max())
         if least < 0 or most >= words:  # on a GPU the whole batch would be lost
             raise ConfigError(f"the prompt has token ids from {least} to {most}; the model's are 0 to {words - 1}")
-        request = Request(self._seqs.index(None), tokens, limit, self._stops(stop, sampling), sampling)
+        request = Request(ids, limit, self._stops(stop, sampling), sampling)
         self._sampler.check(sampling, request.stop)
         if tokenizer is not None:
             request._decoded = Detokenizer(
                 tokenizer, sampling.stop, include_stop=sampling.include_stop, min_tokens=sampling.min_tokens
             )
-        kv = self.cache.kv
-        self.cache.wait()
-        kv.clear(request.seq)  # steps that it took part in as an empty sequence leave traces too
-        try:
-            logits = self._prefill(request, ids)
-            self.cache.wait()
-        except BaseException:
-            kv.clear(request.seq)
-            raise
-        self._seqs[request.seq] = request
-        self._sampler.join(request.seq, sampling, ids[0], request.stop)
-        place = slice(request.seq, request.seq + 1)
-        self._give([request], self._sampler(logits, torch.tensor([tokens], device=ids.device), place))
         return request
+
+    def add(self, request: Request) -> None:
+        """Give a request a free sequence; prefill() brings its prompt there. Raises CacheError where none is free."""
+        if not self.free:
+            raise CacheError(f"all {len(self._seqs)} sequences are taken; one must leave first")
+        request.seq = self._seqs.index(None)
+        self.cache.wait()
+        self.cache.kv.clear(request.seq)  # steps that it took part in as an empty sequence leave traces too
+        self._seqs[request.seq] = request
+
+    def prefill(self, request: Request, tokens: int | None = None) -> bool:
+        """Bring the next `tokens` tokens of a request's prompt into its sequence, in chunks of at most `prefill_chunk`; None: one
+        chunk. With the last of them choose the request's first token, and return True.
+
+        What a method evicts cannot be attended to again: there the whole prompt is one chunk. Where the prefill fails, the request
+        has no place any longer and may be added again; the batch is as it was."""
+        kv, start, whole = self.cache.kv, request.prefilled, self.cache.settings.method.evicts
+        stop = request.prompt if whole else min(request.prompt, start + (tokens or self.prefill_chunk))
+        if start == 0 and stop < request.prompt:
+            kv.sequences.pause(request.seq)
+        elif stop == request.prompt and request.seq in kv.sequences.paused:
+            kv.sequences.resume(request.seq)
+        try:
+            logits = self._prefill(request, start, stop)
+            if stop == request.prompt:
+                self.cache.wait()
+        except BaseException:
+            self._release(request)
+            request.seq, request.prefilled, request._scores = -1, 0, []
+            raise
+        request.prefilled = stop
+        if stop < request.prompt:
+            return False
+        self._sampler.join(request.seq, request.sampling, request.ids, request.stop)
+        self._decoding[request.seq] = request
+        at, place = torch.tensor([request.prompt], device=request.ids.device), slice(request.seq, request.seq + 1)
+        self._give([request], self._sampler(logits, at, place))
+        return True
 
     def step(self) -> list[Request]:
         """One token for every request, which is the last of its tokens; returns them. Those that finished have left.
@@ -225,19 +290,21 @@ class Batch:
         if not requests:
             return []
         device = self._model.device
-        at = [(request.tokens[-1], request.prompt + len(request.tokens) - 1) if request else (0, 0) for request in self._seqs]
+        at = [
+            (request.tokens[-1], request.prompt + len(request.tokens) - 1) if request else (0, 0) for request in self._decoding
+        ]
         ids, positions = torch.tensor(at, device=device)[:, :, None].unbind(1)
         with torch.no_grad():
             logits = self._replay(ids, positions)[:, -1]
             drawn = self._sampler(logits, positions[:, 0] + 1)
         self._replay.run_ahead()
-        self._give(self._seqs, drawn)
+        self._give(self._decoding, drawn)
         return requests
 
     def leave(self, request: Request) -> None:
         """Take a request out before it has finished. Raises CacheError for one that is not in the batch."""
-        if request.finished or self._seqs[request.seq] is not request:
-            raise CacheError(f"the request of sequence {request.seq} is not in the batch any longer")
+        if request.finished or request.seq < 0 or self._seqs[request.seq] is not request:
+            raise CacheError(f"the request of sequence {request.seq} is not in the batch")
         request.finished = "left"
         self._release(request)
 
@@ -252,24 +319,25 @@ class Batch:
                 if request.finished:
                     self._release(request)
 
-    def _prefill(self, request: Request, ids: Tensor) -> Tensor:
-        """The logits [1, V] after a prompt [1, T] that goes to the request's sequence, in chunks where it is long."""
-        tokens, seq, n = ids.shape[1], request.seq, request.sampling.prompt_logprobs
-        scores = []
+    def _prefill(self, request: Request, start: int, stop: int) -> Tensor:
+        """Return the logits [1, V] after tokens start .. stop of a request's prompt."""
+        ids, n = request.ids[None], request.sampling.prompt_logprobs
         some = {"logits_to_keep": 1} if n is None and self._model._supports_logits_to_keep() else {}
         chunk = self.prefill_chunk if n is None else min(self.prefill_chunk, _SCORED)
-        if self.cache.settings.method.evicts:  # what is dropped cannot be attended to again
-            chunk = tokens
+        if self.cache.settings.method.evicts:
+            chunk = request.prompt
         logits = torch.empty(0)
-        with self.cache.kv.prompt(tokens, seq), torch.no_grad():
-            for start, stop in spans(tokens, chunk):
-                every = self._model(ids[:, start:stop], past_key_values=self.cache, use_cache=True, **some).logits
+        with self.cache.kv.prompt(request.prompt - start, request.seq), torch.no_grad():
+            for begin, end in spans(stop - start, chunk):
+                begin, end = start + begin, start + end
+                every = self._model(ids[:, begin:end], past_key_values=self.cache, use_cache=True, **some).logits
                 logits = every[:, -1]
                 if n is not None:
-                    next_ids = ids[0, start + 1 : stop + 1]
-                    scores.append(score(every[0, : len(next_ids)], next_ids, n))
-        if n is not None:
-            request.prompt_logprobs = [None, *logprobs(ids[0, 1:], torch.cat(scores))]
+                    next_ids = ids[0, begin + 1 : end + 1]
+                    request._scores.append(score(every[0, : len(next_ids)], next_ids, n))
+        if n is not None and stop == request.prompt:
+            request.prompt_logprobs = [None, *logprobs(ids[0, 1:], torch.cat(request._scores))]
+            request._scores = []
         return logits
 
     @property
@@ -285,7 +353,7 @@ class Batch:
         return cache.replay
 
     def _release(self, request: Request) -> None:
-        self._seqs[request.seq] = None
+        self._seqs[request.seq] = self._decoding[request.seq] = None
         self._sampler.leave(request.seq)
         self.cache.kv.clear(request.seq)
 

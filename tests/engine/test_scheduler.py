@@ -1,0 +1,181 @@
+"""Requests that wait, prefill in chunks beside others that decode, finish or are cancelled get the tokens that they get alone."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import kvthaw
+from kvthaw import Batch, CacheError, ConfigError, HostMemoryError, QueueFullError, Request, Sampling, Scheduler
+from zoo import build_exact, prompt
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return build_exact("llama")
+
+
+def settings_of(method: str) -> dict[str, Any]:
+    return {"dense_layers": 1} if method == "full" else {"budget": 48, "dense_layers": 1, "block_size": 16}
+
+
+def alone(model: PreTrainedModel, method: str, ids: torch.Tensor, new: int) -> list[int]:
+    batch = Batch(model, method, max_seqs=1, capacity=200, **settings_of(method))
+    request = batch.join(ids, max_new_tokens=new, stop=())
+    while batch.requests:
+        batch.step()
+    return request.tokens
+
+
+@pytest.mark.parametrize("method", kvthaw.METHODS)
+def test_everyone_gets_the_tokens_of_being_alone(model: PreTrainedModel, method: str) -> None:
+    """Prompts come in chunks between the steps of others; some are cancelled while they wait, prefill or decode."""
+    batch = Batch(model, method, max_seqs=3, capacity=200, prefill_chunk=64, **settings_of(method))
+    scheduler = Scheduler(batch, step_tokens=24)
+    asked = [(prompt(1, n, seed=n)[0], new) for n, new in ((90, 12), (30, 20), (150, 6), (7, 9), (110, 5), (40, 7), (12, 4))]
+    requests = [scheduler.submit(ids, max_new_tokens=new, stop=()) for ids, new in asked]
+    seen, beside = [], False
+    for step in range(100):
+        seen += scheduler.step()
+        beside |= bool(scheduler.prefilling and scheduler.decoding)
+        if step == 1:
+            scheduler.cancel(scheduler.waiting[-1])
+        if step == 4 and scheduler.prefilling:
+            scheduler.cancel(scheduler.prefilling[-1])
+        if step == 9 and scheduler.decoding:
+            scheduler.cancel(scheduler.decoding[0])
+    assert not scheduler.busy
+    assert beside or method in ("streaming", "h2o") or batch.cache.settings.method.evicts
+    assert sum(one.finished == "left" for one in requests) in (2, 3)
+    assert sum(len(one.tokens) for one in requests) == len(seen)
+    for one, (ids, new) in zip(requests, asked, strict=True):
+        assert one.tokens == alone(model, method, ids, new)[: len(one.tokens)]
+        assert one.finished == "left" or len(one.tokens) == new
+    assert batch.stats().kv_host_bytes == 0
+
+
+def test_others_decode_while_a_long_prompt_comes(model: PreTrainedModel) -> None:
+    scheduler = Scheduler(Batch(model, "oracle", max_seqs=3, capacity=400, **settings_of("oracle")), step_tokens=20)
+    first = scheduler.submit(prompt(1, 30)[0], max_new_tokens=60, stop=())
+    scheduler.step()
+    long = scheduler.submit(prompt(1, 300)[0], max_new_tokens=2, stop=())
+    scheduler.step()
+    short = scheduler.submit(prompt(1, 15)[0], max_new_tokens=2, stop=())
+    steps = 0
+    while not long.tokens:
+        before = len(first.tokens)
+        scheduler.step()
+        steps += 1
+        assert len(first.tokens) == before + 1
+        if steps == 2:
+            assert short.tokens, "a short prompt does not wait for a long one"
+    assert 300 // 20 <= steps < 20
+
+
+def test_places_go_by_priority_then_by_arrival(model: PreTrainedModel) -> None:
+    scheduler = Scheduler(Batch(model, "oracle", max_seqs=1, capacity=100, budget=48))
+    requests = [scheduler.submit([i + 1] * 4, max_new_tokens=2, stop=(), priority=p) for i, p in enumerate((0, 1, 0, -1))]
+    order: list[Request] = []
+    while scheduler.busy:
+        order += [one for one in scheduler.step() if one.finished]
+    assert [requests.index(one) for one in order] == [3, 0, 2, 1]
+
+
+def test_host_memory_is_there_before_a_place_is_given(model: PreTrainedModel) -> None:
+    """Two that fit one after the other and not together: the second waits, and neither fails."""
+    ids = [prompt(1, n, seed=n)[0] for n in (100, 90)]
+    plain = [alone(model, "oracle", one, 30) for one in ids]
+    batch = Batch(model, "oracle", max_seqs=2, capacity=200, **settings_of("oracle"))
+    batch.join(ids[0][:50], max_new_tokens=1, stop=())
+    need = batch.host_bytes(batch.request(ids[0], max_new_tokens=30))
+    assert need > 0
+    batch = Batch(model, "oracle", max_seqs=2, capacity=200, host_bytes=int(1.2 * need), **settings_of("oracle"))
+    batch.join(ids[0][:50], max_new_tokens=1, stop=())
+    scheduler = Scheduler(batch)
+    requests = [scheduler.submit(one, max_new_tokens=30, stop=()) for one in ids]
+    waited = False
+    while scheduler.busy:
+        scheduler.step()
+        waited |= bool(batch.requests and scheduler.waiting)
+    assert waited
+    assert [one.tokens for one in requests] == plain
+    with pytest.raises(HostMemoryError, match="host_bytes is"):
+        scheduler.submit(prompt(1, 190)[0], stop=())
+
+
+def test_a_failing_prompt_ends_and_the_others_go_on(model: PreTrainedModel) -> None:
+    scheduler = Scheduler(Batch(model, "quest", max_seqs=2, capacity=200, **settings_of("quest")), step_tokens=20)
+    ids = [prompt(1, n, seed=n)[0] for n in (60, 70)]
+    one = scheduler.submit(ids[0], max_new_tokens=20, stop=())
+    while not one.tokens:
+        scheduler.step()
+    two = scheduler.submit(ids[1], max_new_tokens=5, stop=())
+    scheduler.step()
+
+    def fail(*_: object) -> None:
+        if scheduler.prefilling and model.training is False and two.prefilled >= 20:
+            raise RuntimeError("lost")
+
+    hook = model.model.layers[1].register_forward_hook(lambda module, given, out: fail() if out[0].shape[-2] > 2 else None)
+    try:
+        while two.finished is None:
+            scheduler.step()
+    finally:
+        hook.remove()
+    assert two.finished == "error"
+    assert str(two.error) == "lost"
+    while scheduler.busy:
+        scheduler.step()
+    assert one.tokens == alone(model, "quest", ids[0], 20)
+
+
+def test_what_a_scheduler_refuses(model: PreTrainedModel) -> None:
+    batch = Batch(model, "oracle", max_seqs=1, capacity=100, budget=48)
+    scheduler = Scheduler(batch, max_waiting=1)
+    first = scheduler.submit([1, 2, 3], max_new_tokens=3, stop=())
+    scheduler.step()
+    scheduler.submit([1, 2, 3], max_new_tokens=3, stop=())
+    with pytest.raises(QueueFullError, match="max_waiting is 1"):
+        scheduler.submit([1, 2, 3])
+    with pytest.raises(CacheError, match="requests of its own"):
+        Scheduler(batch)
+    with pytest.raises(ConfigError, match="room for 100"):
+        Scheduler(Batch(model, "oracle", max_seqs=1, capacity=100, budget=48)).submit([1] * 101)
+    while scheduler.busy:
+        scheduler.step()
+    with pytest.raises(CacheError, match="not in the batch"):
+        scheduler.cancel(first)
+
+
+def test_any_order_of_events_gives_the_same_tokens(model: PreTrainedModel) -> None:
+    """Requests come, are cancelled and end at random, with seeds and prompts' log-probabilities; each is as alone, none is lost."""
+    rng = random.Random(5)
+    for method in ("icecache", "clusterkv"):
+        batch = Batch(model, method, max_seqs=3, capacity=200, prefill_chunk=48, **settings_of(method))
+        scheduler, asked = Scheduler(batch, step_tokens=17), []
+        for _ in range(60):
+            if len(asked) < 8 and rng.random() < 0.3:
+                ids = prompt(1, rng.choice((1, 20, 60, 140)), seed=len(asked))[0]
+                scored = rng.choice((None, 2))
+                sampling = Sampling(temperature=1.0, seed=len(asked), max_tokens=rng.randint(1, 20), prompt_logprobs=scored)
+                asked.append((ids, sampling, scheduler.submit(ids, stop=(), sampling=sampling)))
+            elif rng.random() < 0.04 and scheduler.busy:
+                scheduler.cancel(rng.choice([*scheduler.waiting, *scheduler.prefilling, *scheduler.decoding]))
+            scheduler.step()
+        while scheduler.busy:
+            scheduler.step()
+        for ids, sampling, request in asked:
+            one = Batch(model, method, max_seqs=1, capacity=200, **settings_of(method))
+            own = one.join(ids, stop=(), sampling=sampling)
+            while one.requests:
+                one.step()
+            assert request.tokens == own.tokens[: len(request.tokens)]
+            assert request.finished == "left" or request.finished == own.finished
+            if request.prompt_logprobs:
+                got = [score.logprob for score in request.prompt_logprobs[1:]]
+                assert got == pytest.approx([score.logprob for score in own.prompt_logprobs[1:]], abs=1e-6)
+        assert batch.stats().kv_host_bytes == 0
