@@ -1,7 +1,7 @@
 """The adapter to Hugging Face transformers: the only package that imports it.
 
-`attention.py` is called by the model, `layer.py` and `cache.py` are its cache, `handle.py` attaches, `chunks.py` and `replay.py`
-are the forward of an attached model, `hooks.py` serves methods that need more than q, k and v, `model.py` loads models.
+`layer.py` and `cache.py` are the model's cache and attention function, which `attention.py` sets; `handle.py` attaches a model,
+`chunks.py` and `replay.py` are its forward then; `hooks.py` serves methods that need more than q, k and v; `model.py` loads models.
 """
 
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel

@@ -1,4 +1,8 @@
-"""A layer of kvthaw's cache as transformers sees it."""
+"""A layer of kvthaw's cache as transformers sees it, and the attention function that transformers calls.
+
+That function receives q, k, v after RoPE, but neither the cache nor the layer: `CacheLayer.update` tags the keys and values that it
+returns with itself.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import AttentionParams
 from kvthaw.cache.offloaded_layer import OffloadedLayer
-from kvthaw.engine.hf.masks import attention_by_mask, causal_mask, is_padding
+from kvthaw.engine.hf.masks import attention_by_mask, causal_mask, dense_attention, is_padding
 from kvthaw.errors import CacheError, ConfigError, KvthawError, UnsupportedModelError
 
 NAME = "kvthaw"
@@ -338,3 +342,32 @@ class CacheLayer(CacheLayerMixin):
         raise CacheError("kvthaw offloads by itself; use it without cache_implementation='offloaded'")
 
     prefetch = offload
+
+
+def attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function. query [B, Hq, T, D], key and value [B, H, n, D]; returns ([B, T, Hq, D], None)."""
+    asked: list[Tensor] | None = kwargs.get("kvthaw_asked")
+    if asked is not None:
+        asked.append(query)
+        return query.transpose(1, 2).contiguous(), None
+    params = AttentionParams(
+        query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.get("softcap"), kwargs.get("s_aux")
+    )
+    if torch.compiler.is_compiling():
+        attended = torch.ops.kvthaw.attend(query, key, value, module.layer_idx, params.scale, params.softcap, params.sinks)
+        return attended.transpose(1, 2).contiguous(), None
+    layer: CacheLayer | None = getattr(key, TAG, None)
+    if layer is not getattr(value, TAG, None):
+        raise UnsupportedModelError(f"{type(module).__name__} changes keys or values after caching them")
+    if layer is not None:
+        return layer.attend(module, query, key, value, attention_mask, params).transpose(1, 2).contiguous(), None
+    return dense_attention(module, query, key, value, attention_mask, params, dropout, kwargs.get("is_causal")), None
