@@ -1,7 +1,8 @@
 """Time captured decode steps through the public API alone, so that two versions of kvthaw can be compared in one session.
 
-Run it once for each version, with that version first on PYTHONPATH: `python versions.py LABEL OUT`. Every method decodes random
-tokens after a prompt of random tokens. A step is timed from its call until the device is done, `host_median_ms` until it returns.
+Run it once for each version, with that version first on PYTHONPATH: `python versions.py LABEL OUT [RUN ...]`. Every method
+decodes random tokens after a prompt of random tokens. A step is timed from its call until the device is done, `host_median_ms`
+until it returns.
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ SIZES: dict[str, dict[str, Any]] = {
     "prkv": {"budget": 1024},
 }
 WARM = 24
-LONG = {"layers": 16, "hidden": 4096, "length": 36864, "batch": 1, "new_tokens": 48}
-BATCH = {"layers": 30, "hidden": 512, "length": 1024, "batch": 24, "new_tokens": 200}
-RUNS = [
-    *((LONG, method) for method in ("full", "pariskv", "clusterkv", "prkv", "icecache-device", "icecache")),
-    *((BATCH, method) for method in ("full", "pariskv", "clusterkv")),
-]
+_LARGE = {"layers": 16, "hidden": 4096, "new_tokens": 48}
+_METHODS = ("full", "pariskv", "clusterkv", "prkv", "icecache-device", "icecache")
+RUNS: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
+    "36k": ({**_LARGE, "length": 36864, "batch": 1}, _METHODS),
+    "128k": ({**_LARGE, "length": 131072, "batch": 1}, _METHODS),
+    "eight": ({**_LARGE, "length": 16384, "batch": 8}, _METHODS[:4]),
+    "host": ({"layers": 30, "hidden": 512, "length": 1024, "batch": 24, "new_tokens": 200}, _METHODS[:3]),
+}
+"""Sizes and methods by name: one long sequence, a batch of eight, and 24 short ones for the host's time."""
 
 
 def build(layers: int, hidden: int) -> transformers.PreTrainedModel:
@@ -81,23 +85,25 @@ def measure(model: transformers.PreTrainedModel, method: str, length: int, batch
     }
 
 
-def main(label: str, out: Path) -> None:
-    """Measure every run, one JSON line each."""
+def main(label: str, out: Path, names: list[str]) -> None:
+    """Measure every run that is named, or all, one JSON line a method."""
     shape, model = None, None
-    for sizes, method in RUNS:
+    for name in names or RUNS:
+        sizes, methods = RUNS[name]
         if model is None or shape != (sizes["layers"], sizes["hidden"]):
             model = None
             gc.collect()
             torch.cuda.empty_cache()
             shape = sizes["layers"], sizes["hidden"]
             model = build(*shape)
-        found = measure(model, method, sizes["length"], sizes["batch"], sizes["new_tokens"])
-        line = {"setting": {"method": method, **sizes, "steps": "captured", "version": label}, **found}
-        line |= {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "transformers": transformers.__version__}
-        print(json.dumps(line), flush=True)
-        with out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        for method in methods:
+            found = measure(model, method, sizes["length"], sizes["batch"], sizes["new_tokens"])
+            line = {"setting": {"method": method, **sizes, "steps": "captured", "version": label}, **found}
+            line |= {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "transformers": transformers.__version__}
+            print(json.dumps(line), flush=True)
+            with out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])
