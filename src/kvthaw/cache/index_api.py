@@ -142,6 +142,15 @@ class Reversible(Protocol):
 
 
 @runtime_checkable
+class Remembers(Protocol):
+    """An index whose select() changes what it selects later."""
+
+    @property
+    def remembers(self) -> bool:
+        """Whether it does."""
+
+
+@runtime_checkable
 class WorksBeside(Protocol):
     """An index that does some of its work beside the current stream."""
 
