@@ -21,8 +21,8 @@ from shapes import Shape, close
 
 pytest.importorskip("triton")
 
-SHAPE = Shape(batch=2, heads=2, group=2, head_dim=16)
-PADS, PROMPT, STEPS = [0, 25], 30, 5  # sequences of 30 and 5 tokens; a ring goes round within the steps
+SHAPE = Shape(batch=2, heads=1, group=3, head_dim=16)
+PADS, PROMPT, STEPS = [0, 25], 30, 4  # sequences of 30 and 5 tokens; a ring goes round within the steps
 HOW = AttentionParams(0.3, softcap=5.0, sinks=torch.randn(SHAPE.q_heads))
 
 
@@ -52,9 +52,7 @@ def walk(cache: KVCache, how: AttentionParams) -> list[Tensor]:
     return outs
 
 
-@pytest.mark.parametrize(
-    ("method", "how"), [("full", HOW), ("streaming", AttentionParams(0.3)), ("oracle", HOW), ("quest", AttentionParams(0.3))]
-)
+@pytest.mark.parametrize(("method", "how"), [("full", HOW), ("streaming", AttentionParams(0.3)), ("oracle", HOW)])
 def test_kernels_and_torch_take_the_same_steps(method: str, how: AttentionParams, monkeypatch: pytest.MonkeyPatch) -> None:
     torch_cache, device_cache = make(method), make(method)
     expected = walk(torch_cache, how)

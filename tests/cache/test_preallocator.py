@@ -107,7 +107,7 @@ def taken(stack: Stack, blocks: Blocks, steps: int) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize(("replayed", "steps"), [(True, 2100), (False, 150)])
+@pytest.mark.parametrize(("replayed", "steps"), [(True, 400), (False, 120)])
 @pytest.mark.parametrize(("pads", "burst"), [([0] * SEQS, LAYERS * SEQS), ([0, 5, 22], 2 * LAYERS)])
 def test_no_step_takes_more_than_two_blocks(
     monkeypatch: pytest.MonkeyPatch, replayed: bool, steps: int, pads: list[int], burst: int

@@ -34,7 +34,7 @@ class OneLayer:
         **options: Any,
     ) -> None:
         total = prompt + steps
-        self.heads, self.retriever, self.prompt = heads, group, prompt
+        self.heads, self.group, self.prompt = heads, group, prompt
         self.query = torch.randn(1, heads * group, total, dim)
         self.keys, self.values = torch.randn(1, heads, total, dim), torch.randn(1, heads, total, dim)
         settings = Settings(resolve(method, **options), budget=budget, retrieved=retrieved, block_size=32)
@@ -69,7 +69,7 @@ class OneLayer:
 
     def weights(self, at: int, visible: list[set[int]] | None = None) -> Tensor:
         """Softmax weights of the token at a place, [H, G, at + 1] float64: over all tokens up to it, or over some for each head."""
-        q = self.query[0, :, at].double().view(self.heads, self.retriever, -1)
+        q = self.query[0, :, at].double().view(self.heads, self.group, -1)
         scores = q @ self.keys[0, :, : at + 1].double().transpose(1, 2) * SCALE
         if visible is not None:
             for head, some in enumerate(visible):

@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 from unit_methods import generate, indices
 
 import kvthaw
-from kvthaw.cache.retriever import Retriever
 from kvthaw.index.skewed import SkewedIndex
 from zoo import build, prompt
 
@@ -25,17 +24,17 @@ def test_options_reach_the_index(llama: PreTrainedModel) -> None:
 
 
 class Asked:
-    """What the groups of layers were asked with, by layer."""
+    """What the indices of layers were asked with, by layer."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.queries: dict[int, list[Tensor]] = {}
-        choose = Retriever.choose
+        select = SkewedIndex.select
 
-        def spy(group: Retriever, query: Tensor, *others: Any, **named: Any) -> Any:
-            self.queries.setdefault(group.context.layer, []).append(query.clone())
-            return choose(group, query, *others, **named)
+        def spy(index: SkewedIndex, query: Tensor, budget: int) -> Any:
+            self.queries.setdefault(index.context.layer, []).append(query.clone())
+            return select(index, query, budget)
 
-        patch.setattr(Retriever, "choose", spy)
+        patch.setattr(SkewedIndex, "select", spy)
 
 
 def test_a_layer_is_asked_with_what_the_layer_before_prefetches(

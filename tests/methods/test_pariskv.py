@@ -17,7 +17,7 @@ from zoo import build, prompt, ragged
 
 
 def generate(model: PreTrainedModel, inputs: dict[str, torch.Tensor], **how: Any) -> torch.Tensor:
-    return model.generate(**inputs, **({"max_new_tokens": 24, "do_sample": False} | how))
+    return model.generate(**inputs, **({"max_new_tokens": 12, "do_sample": False} | how))
 
 
 def indices(handle: Any) -> list[CodesIndex]:

@@ -80,7 +80,7 @@ def test_every_step_sees_the_old_set_or_the_new_one() -> None:
         """Of each KV head, what the queries before token `at` attend to most among the first `end` keys."""
         found = []
         for head in range(layer.heads):
-            own = slice(head * layer.retriever, (head + 1) * layer.retriever)
+            own = slice(head * layer.group, (head + 1) * layer.group)
             asked = layer.query[0, own, at - window : at].double().flatten(0, 1)
             mass = torch.softmax(SCALE * asked @ layer.keys[0, head, :end].double().T, dim=1).mean(dim=0)
             found.append(mass.topk(count).indices.tolist())
@@ -90,7 +90,7 @@ def test_every_step_sees_the_old_set_or_the_new_one() -> None:
         """What the query of token `at` selects with these static sets."""
         chosen = []
         for head, first in enumerate(sets):
-            asked = layer.query[0, head * layer.retriever : (head + 1) * layer.retriever, at].double()
+            asked = layer.query[0, head * layer.group : (head + 1) * layer.group, at].double()
             rest = [i for i in range(end) if i not in set(first)]
             pages = [rest[i : i + page] for i in range(0, len(rest), page)]
             scores = []
@@ -98,9 +98,9 @@ def test_every_step_sees_the_old_set_or_the_new_one() -> None:
                 keys = layer.keys[0, head, members].double()
                 centre = (keys.amax(dim=0) + keys.amin(dim=0)) / 2
                 scores.append(SCALE * (asked @ centre + asked.abs() @ (keys - centre).abs().mean(dim=0)))
-            deferred = torch.stack(scores, dim=1)
+            joint = torch.stack(scores, dim=1)
             sizes = torch.tensor([len(members) for members in pages]).double().log()
-            merged = (deferred - torch.logsumexp(deferred + sizes, dim=1, keepdim=True)).amax(dim=0)
+            merged = (joint - torch.logsumexp(joint + sizes, dim=1, keepdim=True)).amax(dim=0)
             ranked = [i for unit in merged.argsort(descending=True).tolist() for i in pages[unit]]
             chosen.append(set((first + ranked)[: plan.rows]))
         return chosen

@@ -67,7 +67,7 @@ def test_oracle_attends_to_the_largest_products() -> None:
     for at in range(300, 305):
         chosen = one.step()
         start = one.layer.indexed(0)
-        folded = one.query[0, :, at].double().view(one.heads, one.retriever, -1)
+        folded = one.query[0, :, at].double().view(one.heads, one.group, -1)
         region = folded @ one.keys[0, :, regions.sink : start].double().transpose(1, 2) * SCALE
         best = torch.softmax(region, dim=2).amax(dim=1).topk(count).indices + regions.sink
         assert chosen == [set(rows.tolist()) for rows in best]
