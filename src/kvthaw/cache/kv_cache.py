@@ -11,7 +11,6 @@ from torch import Tensor
 from kvthaw.cache.clone import clone
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.finite import FiniteCheck
-from kvthaw.cache.host_memory import HostMemory
 from kvthaw.cache.layer_base import AttentionParams, LayerKV
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.plan import Settings
@@ -38,13 +37,12 @@ class KVCache:
         offloaded = [] if method.dense else [i for i in numbers if i >= settings.dense_layers]
         if not offloaded and not method.dense:
             raise ConfigError(f"dense_layers is {settings.dense_layers}; that leaves no layer to {method.name}, of {depth}")
-        self.settings, self.sequences, self.streams = settings, Sequences(), Streams(depth, HostMemory(settings.host_bytes))
+        self.settings, self.sequences, self.streams = settings, Sequences(), Streams(depth, *settings.memory(offloaded))
         self.preallocator, self._finite = BlockPreallocator(self.streams), FiniteCheck()
         self.layers: list[OffloadedLayer | DenseLayer] = []
         self._prepared: tuple[int, int] = -1, -1  # version and capacity that before_step() has served
         self._whole = False  # within whole()
         self._flushed = -1  # length at which full rings have been flushed
-        self._verified: tuple[Step | None, int, int] = None, -1, -1  # candidates; commits and version after them
         leader: OffloadedLayer | None = None
         for i in numbers:
             if i not in offloaded:
@@ -85,6 +83,8 @@ class KVCache:
             raise CacheError(f"layer {layer.number} was given tokens that the first layer was not")
         take = layer.prefill if step.dense else layer.decode
         out = take(step, query, key, value, attention)
+        if step.dense:
+            self.streams.device.fixed[layer.number] = layer.fixed_bytes()
         if layer is self.layers[-1]:
             self._commit(step)
         return out
@@ -104,15 +104,13 @@ class KVCache:
     def _begin(self, rows: int, tokens: int, left_pad: Sequence[int] | None) -> None:
         sequences = self.sequences
         failed = self._failed()
-        if failed is None:
-            self._drop_checkpoints()
         pads = left_pad if left_pad is not None else sequences.left_pad or [0] * rows
         if sequences.regions is None:
             self._divide(tokens, pads)
         decodes = sequences.filling is None and sequences.padded_length >= max(1, *pads) and sequences.decodes(tokens)
         step = sequences.begin(tokens, pads, dense=not decodes)
         if failed is not None:
-            self._go_back(failed, repeated=step.retaken, ahead=not step.dense)
+            self._go_back(failed, repeated=step.retaken)
             sequences.step = step
         elif step.dense and step.seq is None:  # what ran ahead in the sequences beside one that is filled stays
             for layer in self.layers:
@@ -142,16 +140,15 @@ class KVCache:
             return None
         return step
 
-    def _go_back(self, failed: Step, *, repeated: bool = False, ahead: bool = False) -> None:
+    def _go_back(self, failed: Step, *, repeated: bool = False) -> None:
         """After a step that failed: have layers take it again, or be as before it."""
         self._prepared, self._flushed = (-1, -1), -1
         self.sequences.step = failed
-        restored = any(layer.restores(failed) for layer in self.offloaded)
-        if self.settings.method.evicts and not (failed.dense or repeated or restored):
+        if self.settings.method.evicts and not failed.dense and not repeated:
             self.sequences.let_leave(failed.tokens)
         for layer in self.layers:
             layer.recover()
-            layer.rollback(failed, repeated=repeated, ahead=ahead)
+            layer.rollback(failed, repeated=repeated)
         self.sequences.step = None
 
     def settle_failure(self) -> None:
@@ -164,10 +161,7 @@ class KVCache:
         self.sequences.commit()
         if not step.dense:
             self.after_step()
-            if self.sequences.verifying:  # and its last tokens may be taken back
-                self._verified = step, self.sequences.commits, self.sequences.version
-            else:
-                self._run_ahead_on_host()
+            self._run_ahead_on_host()
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -215,6 +209,8 @@ class KVCache:
         leaving = sequences.leaving()
         for layer in self.layers:
             layer.before_step(leaving)
+            if self._prepared[1] != sequences.capacity:
+                self.streams.device.fixed[layer.number] = layer.fixed_bytes()
         self._prepared, self._flushed = (sequences.version, sequences.capacity), sequences.padded_length
 
     def run_ahead(self, *, certain: bool = False) -> None:
@@ -225,8 +221,7 @@ class KVCache:
 
     def _run_ahead_on_host(self) -> None:
         """Let indexes on the host work beside what the model does next, once the step is certain."""
-        certain = not self._whole and self.sequences.step is None and self._candidates() is None
-        if certain and self.streams.graph is None and self.sequences.full():
+        if not self._whole and self.sequences.step is None and self.streams.graph is None and self.sequences.full():
             self._run_ahead([layer for layer in self.offloaded if layer.on_host and layer.can_run_ahead])
 
     def _run_ahead(self, layers: Sequence[LayerKV]) -> None:
@@ -264,6 +259,12 @@ class KVCache:
         for layer in self.layers if ends else ():
             layer.reserve_blocks(ends)
 
+    def check_memory(self, blocks: int, size: int, device: torch.device) -> None:
+        """Raise HostMemoryError where so many more blocks of a size in every layer fit neither the device nor the host."""
+        self.streams.device.resolve(device)
+        shares = [layer.storage.room if layer.plan else self.streams.device.share(layer.number) for layer in self.offloaded]
+        self.streams.memory.check(sum(max(0, blocks * size - max(0, share)) for share in shares))
+
     def check_finite(self) -> None:
         """Raise CacheError if a key or value was not finite while decoding; see FiniteCheck."""
         self._finite.look(lambda: {layer.number: flag for layer in self.layers if (flag := layer.nonfinite()) is not None})
@@ -291,47 +292,10 @@ class KVCache:
             layer.clear(seq)
         self.sequences.clear(seq)
 
-    def _drop_checkpoints(self) -> None:
-        for layer in self.offloaded:
-            layer.drop_checkpoint()
-
-    def _candidates(self) -> Step | None:
-        """The latest step, if its tokens are candidates and nothing has happened since."""
-        step, *then = self._verified
-        return step if then == [self.sequences.commits, self.sequences.version] else None
-
-    def _reversible(self) -> Step | None:
-        """The latest step, if its tokens are candidates that layers take back by their checkpoints."""
-        step = self._candidates()
-        layers = self.offloaded
-        return step if step is not None and layers and all(layer.restores(step) for layer in layers) else None
-
-    def _take_back(self, step: Step, drop: int) -> int:
-        """Take back the last `drop` tokens of a step, or all of them, as if they had never come. Returns how many."""
-        sequences, kept = self.sequences, max(0, step.tokens - drop)
-        sequences.uncommit()
-        sequences.step = None
-        for layer in self.layers:
-            if isinstance(layer, OffloadedLayer):
-                layer.restore()
-            else:
-                layer.crop(0, 0, 0)
-        if kept:
-            again = sequences.begin(kept, dense=False)
-            self.before_step()
-            for layer in self.offloaded:
-                layer.accept(again)
-            self._commit(again)
-        self._verified = None, -1, -1
-        self._drop_checkpoints()
-        return step.tokens - kept
-
     def check_crop(self, drop: int) -> None:
         """Raise CacheError where crop(drop) would need tokens that the method has dropped."""
-        step = self._reversible()
-        if step is None or drop > step.tokens:
-            for layer in self.layers:
-                layer.check_crop(drop)
+        for layer in self.layers:
+            layer.check_crop(drop)
 
     def crop(self, drop: int) -> None:
         """Forget the last `drop` tokens of every sequence. Raises CacheError before any layer has changed where a layer cannot."""
@@ -342,11 +306,6 @@ class KVCache:
         self.settle_failure()
         if drop >= sequences.padded_length:
             self.reset()
-            return
-        step = self._reversible()
-        if step is not None:
-            drop -= self._take_back(step, drop)
-        if not drop:
             return
         for layer in self.layers:
             layer.rollback(None)
@@ -368,6 +327,7 @@ class KVCache:
         """Forget everything."""
         for layer in self.layers:
             layer.reset()
+        self.streams.device.reset()
         self.sequences.reset()
 
     def clone_from(self, sequences: Sequences, layers: Iterable[LayerKV]) -> None:
@@ -424,6 +384,8 @@ class KVCache:
             kv_device_bytes=sum(layer.device_bytes() for layer in offloaded),
             kv_dense_bytes=sum(layer.device_bytes() for layer in self.layers if isinstance(layer, DenseLayer)),
             kv_host_bytes=sum(layer.host_bytes() for layer in self.layers),
+            device_block_bytes=sum(layer.store.nbytes(on_device=True) for layer in offloaded if layer.plan),
+            moved_bytes=sum(layer.storage.moved_bytes for layer in offloaded if layer.plan),
         )
 
 

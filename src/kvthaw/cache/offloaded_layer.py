@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvthaw.cache.checkpoint import Checkpoint
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_api import IndexContext, Transfer
 from kvthaw.cache.index_updater import IndexUpdater
@@ -51,14 +50,9 @@ class OffloadedLayer:
     sparse: SparseAttention
 
     def __init__(
-        self,
-        number: int,
-        settings: Settings,
-        streams: Streams,
-        sequences: Sequences,
-        preallocator: BlockPreallocator,
+        self, number: int, settings: Settings, streams: Streams, sequences: Sequences, preallocator: BlockPreallocator,
         leader: OffloadedLayer | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.number, self.settings, self.streams, self.sequences, self.leader = number, settings, streams, sequences, leader
         self.preallocator = preallocator
         self.retriever: Retriever | None = None
@@ -75,12 +69,7 @@ class OffloadedLayer:
         self.plan: Plan | None = None
         self.recent_queries: dict[int, Tensor] = {}
         self.scale = 0.0
-        self._before: tuple[Step | None, dict[int, Tensor], Tensor | None] = (
-            None,
-            {},
-            None,
-        )  # prefill; queries and ring before it
-        self._checkpoint: Checkpoint | None = None
+        self._before: tuple[Step | None, dict[int, Tensor]] = None, {}  # a prefill, and what was watched before it
         self._taken: tuple[Step | None, int] = None, 0
         self._finite: Tensor | None = None
         self.asked_again = 0  # decode steps with the queries of another layer that shares these keys
@@ -106,8 +95,13 @@ class OffloadedLayer:
         return self.slab.tickets[-1:] if self.plan else None
 
     def device_bytes(self) -> int:
-        """Bytes of KV on the device: sink, ring and pool."""
-        return self.slab.data.nbytes if self.plan else 0
+        """Bytes of KV on the device: sink, ring, pool and blocks."""
+        return self.slab.data.nbytes + self.store.nbytes(on_device=True) if self.plan else 0
+
+    def fixed_bytes(self) -> int:
+        """See LayerKV."""
+        own = self.tensors() if self.chooses else [self.slab.data]
+        return sum({t.data_ptr(): t.nbytes for t in own if t.device == self.slab.data.device}.values())
 
     def host_bytes_per_token(self) -> int:
         """Bytes of host memory that a token takes; 0 where tokens are evicted, and before the first prompt."""
@@ -131,32 +125,29 @@ class OffloadedLayer:
     def allocate(self, step: Step, query: Tensor, key: Tensor, scale: float) -> None:
         """Make the parts by the sizes of the first tokens: query [., Hq, T, D], key [., H, T, D]."""
         plan, count = self.settings.plan(step.longest, self.sequences.limit), len(step.left_pad)
-        method, device, (_, heads, _, dim) = self.settings.method, key.device, key.shape
+        method, (_, heads, _, dim) = self.settings.method, key.shape
         self.scale = scale
-        self.store = HostStore(
-            count, heads, dim, key.dtype,
-            block_size=self.settings.block_size, pinned=device.type == "cuda", memory=self.streams.memory,
-        )  # fmt: skip
-        self.slab = Slab(count, heads, dim, plan.regions, plan.rows * max(1, method.keep), dtype=key.dtype, device=device)
-        updater: IndexUpdater | None = None
+        self.storage = LayerStorage(count, key, plan, self.settings, self.streams, self.preallocator)
+        self.store, self.slab = self.storage.store, self.storage.slab
         transfer: Transfer | None = None
         if method.index is not None:
             transfer = (method.transfer or UvaGather)() if key.is_cuda else BulkCopy()
             if self.leader is None:
                 context = IndexContext(
-                    self.number, query.shape[1], heads, dim, key.dtype, device, self.store, plan.regions, scale,
+                    self.number, query.shape[1], heads, dim, key.dtype, key.device, self.store, plan.regions, scale,
                     seed=self.settings.seed, rows=plan.rows, slab=self.slab, sequences=self.sequences, aux=self.streams.aux,
                     deferred=self.streams.deferred, rotary=self.rotary,
                 )  # fmt: skip
                 self.retriever = Retriever(method, context, count, plan.rows, self.streams)
-                updater = IndexUpdater(self.retriever, self.store, self.slab, self.streams.deferred)
+                self.storage.updater = IndexUpdater(self.retriever, self.store, self.slab, self.streams.deferred)
             else:
                 self.retriever = self.leader.retriever
-        parts = self.store, self.slab, self.streams, self.preallocator, updater
-        self.storage = LayerStorage(*parts, keeps=not method.evicts)
+        if transfer is not None and not self.on_host and (transfer.graph_safe or not key.is_cuda):
+            self.storage.place_on_device(self.number)  # what the host reads stays there
         self.sparse = SparseAttention(self.storage, self.sequences, self.retriever, transfer, selects=self.chooses)
         self.plan = plan
         self.sparse.make_room(self.sequences.capacity)
+        self.streams.device.fixed[self.number] = self.fixed_bytes()
 
     def prefill(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
         """See LayerKV."""
@@ -184,8 +175,7 @@ class OffloadedLayer:
     def append(self, step: Step, query: Tensor, key: Tensor, value: Tensor) -> None:
         """See LayerKV."""
         assert self.plan is not None
-        ring = self.slab.held().clone() if step.start and self.settings.method.evicts else None
-        self._before = step, dict(self.recent_queries), ring
+        self._before = step, dict(self.recent_queries)
         finite = torch.isfinite(key).all() & torch.isfinite(value).all()
         self._finite = finite if self._finite is None else self._finite & finite
         ends = {}
@@ -204,48 +194,6 @@ class OffloadedLayer:
 
     def decode(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
         """See LayerKV."""
-        if self._irreversible(step.tokens):
-            prefetched = None if self.retriever is None else self.retriever.prefetched
-            queries = None if prefetched is None else prefetched.queries
-            self._checkpoint = Checkpoint(step, (query, key, value), attention, queries, self.storage)
-        return self._decode(step, query, key, value, attention)
-
-    def _irreversible(self, tokens: int) -> bool:
-        """Whether crop() cannot take back the last of so many tokens exactly: others leave the ring before them, or the index
-        remembers their queries."""
-        if tokens == 1:
-            return False
-        flushes = sum(self.sequences.full(t) for t in range(1, tokens))
-        if self.retriever is None:
-            return flushes > 0
-        reverses = self.retriever.reverses
-        return self.retriever.remembers or flushes > int(reverses is not None and reverses.reversible)
-
-    def restores(self, step: Step) -> bool:
-        """Whether restore() takes back the tokens of a step."""
-        return self._checkpoint is not None and self._checkpoint.step is step
-
-    def restore(self) -> None:
-        """Be as before the step of several tokens that has a checkpoint."""
-        assert self._checkpoint is not None
-        self._checkpoint.restore()
-        self.slab.tickets.zero_()
-        self._drop_search()
-
-    def accept(self, step: Step) -> None:
-        """Take the first tokens of that step again, as many as this one has."""
-        before = self._checkpoint
-        assert before is not None
-        query, key, value = (tensor[:, :, : step.tokens] for tensor in before.tokens)
-        if self.retriever is not None and before.queries is not None:
-            self.retriever.prefetch(before.queries[:, :, : step.tokens], 0)
-        self._decode(step, query, key, value, before.attention)
-
-    def drop_checkpoint(self) -> None:
-        """The tokens of that step stay."""
-        self._checkpoint = None
-
-    def _decode(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
         if self.retriever is not None and self.chooses:
             self.retriever.choices.clear()
         outs = []
@@ -337,9 +285,7 @@ class OffloadedLayer:
             self.storage.flush(ready, self.recent_queries)
         except Exception:
             return False
-        if isinstance(self.sparse.transfer, UvaGather):
-            self.sparse.wait_on_stream()
-            self.sparse.update_table()
+        self.sparse.update_table()
         return len(ready) == len(leaving)
 
     def reserved(self, seq: int) -> int:
@@ -352,8 +298,9 @@ class OffloadedLayer:
             self.storage.reserve(ends)
 
     def preallocate(self, seq: int) -> None:
-        """Take the host block that a sequence will need before its next turn."""
+        """Take the block that a sequence will need before its next turn, and move blocks between device and host."""
         self.storage.preallocate(seq, self.sequences.length(seq))
+        self.sparse.update_table()
 
     def check_finite(self) -> None:
         """Raise CacheError where a prompt's keys or values were not finite."""
@@ -381,7 +328,7 @@ class OffloadedLayer:
         if self.retriever is not None and self.chooses:
             self.retriever.recover()
 
-    def rollback(self, failed: Step | None, *, repeated: bool = False, ahead: bool = False) -> None:
+    def rollback(self, failed: Step | None, *, repeated: bool = False) -> None:
         """See LayerKV."""
         if not repeated:
             self._drop_search()
@@ -389,14 +336,8 @@ class OffloadedLayer:
             return
         if failed is not None and not repeated and self.retriever is not None and self.chooses:
             self.retriever.forget_slots()
-        if failed is not None and self.restores(failed):
-            self.restore()
-            self._checkpoint = failed = None
         if failed is not None and not repeated and self._before[0] is failed:
-            _, self.recent_queries, ring = self._before
-            if ring is not None:
-                self.slab.held().copy_(ring)
-            self._before, self._finite = (None, {}, None), None
+            self.recent_queries, self._before, self._finite = self._before[1], (None, {}), None
         for seq in range(self.store.seqs):
             changed = failed is not None and not repeated and failed.seq in (None, seq)
             length = self.sequences.length(seq) if seq < self.sequences.count else 0
@@ -404,7 +345,12 @@ class OffloadedLayer:
                 if changed:
                     self.clear(seq)
                 continue
-            start = self.sequences.indexed(seq, length + ahead)
+            start = self.sequences.indexed(seq, length + repeated)
+            lost = failed is not None and (failed.dense or start < length + failed.tokens - self.plan.regions.ring)
+            if changed and lost and self.settings.method.evicts:
+                raise CacheError(
+                    f"{self.settings.method.name} has dropped tokens that a failed step leaves behind; reset() the cache"
+                )
             self.storage.rollback(seq, start, length, failed if changed else None)
 
     def check_crop(self, drop: int) -> None:

@@ -113,7 +113,7 @@ class HybridIndex(BoundIndex):
 
     grows = False
 
-    mapped = shuffled = remembers = True
+    mapped = shuffled = True
 
     def __init__(
         self,

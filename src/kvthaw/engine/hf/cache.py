@@ -56,7 +56,8 @@ class Cache(DynamicCache):
     No gradients flow through it.
 
     model: a decoder whose attention goes through transformers' AttentionInterface. method: a name in METHODS or a Method;
-    further keyword arguments are the method's options. budget, retrieved, seed, sparse_queries, block, host_bytes: see
+    further keyword arguments are the method's options. budget, retrieved, seed, sparse_queries, block_size, host_bytes,
+    device_memory: see
     `kvthaw.cache.plan.Settings`. dense_layers: the first layers, which keep all KV on the device (default: the papers' 2 for
     models of 16 layers and more, else 0).
 
@@ -78,6 +79,7 @@ class Cache(DynamicCache):
         sparse_queries: int = 16,
         block_size: int = 1024,
         host_bytes: int | None = None,
+        device_memory: int | str | None = None,
         **options: Any,
     ) -> None:
         model = unwrap(model)
@@ -94,7 +96,9 @@ class Cache(DynamicCache):
         self.shares_kv = bool(getattr(config, "num_kv_shared_layers", 0))
         if self.shares_kv:
             sparse_queries = 1  # layers that share KV ask after the index has gone on, so several tokens at once are dense
-        self.settings = Settings(chosen, budget, retrieved, dense_layers, seed, sparse_queries, block_size, host_bytes)
+        self.settings = Settings(
+            chosen, budget, retrieved, dense_layers, seed, sparse_queries, block_size, host_bytes, device_memory
+        )
         self.kv = KVCache(self.settings, full, len(self.layers))
         for dim in {head_dim(of_layer(config, layer.number)) for layer in self.kv.offloaded}:
             try_index(chosen, dim, model.dtype, getattr(config, "attn_logit_softcapping", None))
@@ -206,7 +210,7 @@ class Cache(DynamicCache):
         mine = self.settings
         if "budget" not in settings and "retrieved" not in settings:
             settings |= {"budget": mine.budget, "retrieved": mine.retrieved}
-        for name in ("dense_layers", "seed", "sparse_queries", "block_size", "host_bytes"):
+        for name in ("dense_layers", "seed", "sparse_queries", "block_size", "host_bytes", "device_memory"):
             settings.setdefault(name, getattr(mine, name))
         twin = Cache(model, method, **settings)
         self.kv.settle_failure()

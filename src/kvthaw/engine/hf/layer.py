@@ -283,8 +283,8 @@ class CacheLayer(CacheLayerMixin):
             block_size, filling, layer = cache.settings.block_size, cache.sequences.filling, cache.offloaded[0]
             have = [layer.reserved(seq) for seq in (range(len(pads)) if filling is None else [filling])]
             wanted = (max(0, held + new - pad - room) for pad, room in zip(pads, have, strict=True))
-            block = 2 * key[0, :, 0].numel() * key.element_size() * block_size * len(cache.offloaded)
-            cache.streams.memory.check(sum(-(-tokens // block_size) for tokens in wanted) * block)
+            block = 2 * key[0, :, 0].numel() * key.element_size() * block_size
+            cache.check_memory(sum(-(-tokens // block_size) for tokens in wanted), block, key.device)
 
     def get_seq_length(self) -> int:
         return self.shared.length
