@@ -53,7 +53,7 @@ def icecache(
     lowest level there, see `kvthaw.index.nodes.NodeIndex`; single tokens, in a step that asks the host nothing. GQA: `policy`.
     Other options are NodeConfig's fields.
 
-    reuse: every how manieth layer searches; those between take its choice (the paper's IceCache (reuse) has 3). transfer, on a GPU:
+    reuse: every `reuse`-th layer searches; those between take its choice (the paper's IceCache (reuse) has 3). transfer, on a GPU:
     "bulk" as the paper has it, or "uva", where a kernel reads the rows itself. Of the host's search alone: prefetch (search while
     the layer before attends, with the query that its attention input makes, instead of waiting for the layer's own), preset
     ("default" descends by the nodes' digests, "paper" by their points, algorithm 4, in a field of view wide enough to find as much,

@@ -1,4 +1,4 @@
-"""Attach a model: from then on its own generate() thaws."""
+"""Attach a model, so that its own generate() uses kvthaw."""
 
 from __future__ import annotations
 
