@@ -17,10 +17,10 @@ class LargestKeys:
 
     graph_safe, grows, on_host = False, True, False
 
-    def __init__(self, shape: IndexContext) -> None:
-        self.heads = shape.kv_heads
+    def __init__(self, context: IndexContext) -> None:
+        self.heads = context.kv_heads
         self.norms: dict[int, Tensor] = {}  # sequence -> [H, T], from position `first` on
-        self.first = shape.regions.sink
+        self.first = context.regions.sink
 
     def make_room(self, seqs: int, tokens: int) -> None:
         """Nothing to allocate ahead: this index is not graph-safe."""

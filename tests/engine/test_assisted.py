@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import kvthaw
-from zoo import ROLLS_BACK_SLIDING, build, prompt
+from zoo import ROLLS_BACK_SLIDING, build, build_exact, prompt
 
 IDS = prompt(1, 130)
 TIGHT = 64
@@ -51,6 +51,30 @@ def test_prompt_lookup_gives_the_methods_own_tokens(llama: PreTrainedModel) -> N
         expected = new_tokens(llama, ids)
         assert torch.equal(new_tokens(llama, ids, prompt_lookup_num_tokens=8), expected)
         assert handle.stats().dense_tokens == 0
+
+
+@pytest.fixture(scope="module")
+def exact() -> PreTrainedModel:
+    return build_exact("llama")
+
+
+@pytest.mark.parametrize("method", kvthaw.METHODS)
+def test_candidates_that_are_not_accepted_leave_nothing_behind(exact: PreTrainedModel, method: str) -> None:
+    ids, junk, at = prompt(1, 51, seed=1), prompt(1, 5, seed=2), 40
+    one_by_one, cache = (kvthaw.Cache(exact, method, budget=16) for _ in range(2))
+    with torch.no_grad():
+        for each in (one_by_one, cache):
+            exact(ids[:, :at], past_key_values=each)
+        expected = torch.cat([exact(token, past_key_values=one_by_one).logits for token in ids[:, at:].split(1, dim=1)], dim=1)
+        for accepted in (2, 1, 5, 3):
+            with cache.verification():
+                logits = exact(torch.cat((ids[:, at : at + accepted], junk[:, accepted:]), dim=1), past_key_values=cache).logits
+            cache.crop(accepted - 5)
+            torch.testing.assert_close(logits[0, :accepted], expected[0, at - 40 : at - 40 + accepted], atol=1e-4, rtol=1e-4)
+            at += accepted
+    assert at == ids.shape[1]
+    assert cache.get_seq_length() == at
+    assert method == "full" or max(cache.stats().attended_mean, cache.stats().attended_max) <= 16
 
 
 def test_a_cache_of_the_callers_own(llama: PreTrainedModel) -> None:

@@ -10,7 +10,6 @@ import torch
 from seqs import FIRST, Seqs
 from torch import Tensor
 
-from kvthaw.cache.index_api import ReadsStore
 from kvthaw.errors import ConfigError
 from kvthaw.index.clusters import sample_positions
 from kvthaw.index.nodes import NodeConfig, NodeIndex
@@ -166,7 +165,7 @@ def test_a_field_of_view_for_all_is_exact() -> None:
 def test_what_a_step_reads_from_the_host_is_told() -> None:
     seqs = seqs_of([300, 40], dtype=torch.bfloat16)
     seqs.select(5)
-    assert isinstance(seqs.index, ReadsStore)
+    assert isinstance(seqs.index, NodeIndex)
     assert seqs.index.searched_bytes() == (TILE + 40) * 2 * 64 * 2
     seqs.select(100)
     assert seqs.index.searched_bytes() == (256 + 40) * 2 * 64 * 2

@@ -19,11 +19,11 @@ from kvthaw.bench.settings import HF, DecodeSetting, groups, possible
 from kvthaw.bench.shapes import build
 from kvthaw.bench.steps import Steps, prefill, random_tokens, take
 from kvthaw.cache.dense import DenseLayer
-from kvthaw.cache.index_api import ReadsStore
 from kvthaw.engine.graph_runner import compiled_step
 from kvthaw.engine.hf import Cache, DynamicCache, PreTrainedModel
 from kvthaw.errors import CacheError, ConfigError
 from kvthaw.evaluate.results import Record, ResultsFile
+from kvthaw.index.nodes import NodeIndex
 
 Watch = Callable[[str, int, int], None]
 """Is told what is measured next, how many settings are done, and of how many."""
@@ -242,7 +242,7 @@ def held_bytes(cache: DynamicCache, full: int) -> Measures:
 def _searched(cache: DynamicCache) -> float:
     """Bytes that the indexes of a cache read from the host in a step."""
     groups = [kv.retriever for kv in cache.frozen_layers if kv.leader is None] if isinstance(cache, Cache) else []
-    return float(sum(group.index.searched_bytes() for group in groups if group and isinstance(group.index, ReadsStore)))
+    return float(sum(group.index.searched_bytes() for group in groups if group and isinstance(group.index, NodeIndex)))
 
 
 def _on_host(kv: Any) -> bool:

@@ -215,7 +215,7 @@ class DenseLayer:
     def reserve_blocks(self, ends: Mapping[int, int]) -> None:
         """Nothing leaves a dense layer."""
 
-    def rollback(self, failed: Step | None, *, repeated: bool = False) -> None:
+    def rollback(self, failed: Step | None, *, repeated: bool = False, ahead: bool = False) -> None:
         """See LayerKV."""
         if failed is not None and not repeated and self._before[0] is failed:
             self.recent_queries, self._before = self._before[1], (None, {})

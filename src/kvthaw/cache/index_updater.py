@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -10,8 +11,20 @@ from torch import Tensor
 
 from kvthaw.cache.deferred_batch import DeferredBatch
 from kvthaw.cache.host import HostStore
+from kvthaw.cache.index_api import Index
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.retriever import Retriever
+
+
+@dataclass(frozen=True, slots=True)
+class Indexed:
+    """An index, and what its updater knows of it; see IndexUpdater."""
+
+    index: Index
+    counts: Tensor
+    upto: list[int]
+    last: dict[int, int]
+    stale: set[int]
 
 
 class IndexUpdater:
@@ -118,6 +131,15 @@ class IndexUpdater:
         self._last.pop(seq, None)
         if end <= self.first:
             self.stale.discard(seq)
+
+    def branch(self) -> Indexed:
+        """Have a copy of the index take what comes, until rejoin()."""
+        return Indexed(*self.retriever.branch(), list(self.indexed), dict(self._last), set(self.stale))
+
+    def rejoin(self, before: Indexed) -> None:
+        """Go back to the index as it was, and forget the copy."""
+        self.retriever.rejoin(before.index, before.counts, before.upto)
+        self.indexed, self._last, self.stale = list(before.upto), dict(before.last), set(before.stale)
 
     def clear(self, seq: int) -> None:
         """Have the index forget a sequence, and what went wrong with it."""

@@ -43,6 +43,7 @@ class KVCache:
         self._prepared: tuple[int, int] = -1, -1  # version and capacity that before_step() has served
         self._whole = False  # within whole()
         self._flushed = -1  # length at which full rings have been flushed
+        self._verified: tuple[Step | None, int, int] = None, -1, -1  # candidates; commits and version after them
         leader: OffloadedLayer | None = None
         for i in numbers:
             if i not in offloaded:
@@ -104,13 +105,15 @@ class KVCache:
     def _begin(self, rows: int, tokens: int, left_pad: Sequence[int] | None) -> None:
         sequences = self.sequences
         failed = self._failed()
+        if failed is None:
+            self._drop_checkpoints()
         pads = left_pad if left_pad is not None else sequences.left_pad or [0] * rows
         if sequences.regions is None:
             self._divide(tokens, pads)
         decodes = sequences.filling is None and sequences.padded_length >= max(1, *pads) and sequences.decodes(tokens)
         step = sequences.begin(tokens, pads, dense=not decodes)
         if failed is not None:
-            self._go_back(failed, repeated=step.retaken)
+            self._go_back(failed, repeated=step.retaken, ahead=not step.dense)
             sequences.step = step
         elif step.dense and step.seq is None:  # what ran ahead in the sequences beside one that is filled stays
             for layer in self.layers:
@@ -140,15 +143,16 @@ class KVCache:
             return None
         return step
 
-    def _go_back(self, failed: Step, *, repeated: bool = False) -> None:
+    def _go_back(self, failed: Step, *, repeated: bool = False, ahead: bool = False) -> None:
         """After a step that failed: have layers take it again, or be as before it."""
         self._prepared, self._flushed = (-1, -1), -1
         self.sequences.step = failed
-        if self.settings.method.evicts and not failed.dense and not repeated:
+        restored = any(layer.restores(failed) for layer in self.offloaded)
+        if self.settings.method.evicts and not (failed.dense or repeated or restored):
             self.sequences.let_leave(failed.tokens)
         for layer in self.layers:
             layer.recover()
-            layer.rollback(failed, repeated=repeated)
+            layer.rollback(failed, repeated=repeated, ahead=ahead)
         self.sequences.step = None
 
     def settle_failure(self) -> None:
@@ -161,7 +165,10 @@ class KVCache:
         self.sequences.commit()
         if not step.dense:
             self.after_step()
-            self._run_ahead_on_host()
+            if self.sequences.verifying:  # and its last tokens may be taken back
+                self._verified = step, self.sequences.commits, self.sequences.version
+            else:
+                self._run_ahead_on_host()
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -221,7 +228,8 @@ class KVCache:
 
     def _run_ahead_on_host(self) -> None:
         """Let indexes on the host work beside what the model does next, once the step is certain."""
-        if not self._whole and self.sequences.step is None and self.streams.graph is None and self.sequences.full():
+        certain = not self._whole and self.sequences.step is None and self._candidates() is None
+        if certain and self.streams.graph is None and self.sequences.full():
             self._run_ahead([layer for layer in self.offloaded if layer.on_host and layer.can_run_ahead])
 
     def _run_ahead(self, layers: Sequence[LayerKV]) -> None:
@@ -292,10 +300,47 @@ class KVCache:
             layer.clear(seq)
         self.sequences.clear(seq)
 
+    def _drop_checkpoints(self) -> None:
+        for layer in self.offloaded:
+            layer.drop_checkpoint()
+
+    def _candidates(self) -> Step | None:
+        """The latest step, if its tokens are candidates and nothing has happened since."""
+        step, *then = self._verified
+        return step if then == [self.sequences.commits, self.sequences.version] else None
+
+    def _reversible(self) -> Step | None:
+        """The latest step, if its tokens are candidates that layers take back by their checkpoints."""
+        step = self._candidates()
+        layers = self.offloaded
+        return step if step is not None and layers and all(layer.restores(step) for layer in layers) else None
+
+    def _take_back(self, step: Step, drop: int) -> int:
+        """Take back the last `drop` tokens of a step, or all of them, as if they had never come. Returns how many."""
+        sequences, kept = self.sequences, max(0, step.tokens - drop)
+        sequences.uncommit()
+        sequences.step = None
+        for layer in self.layers:
+            if isinstance(layer, OffloadedLayer):
+                layer.restore()
+            else:
+                layer.crop(0, 0, 0)
+        if kept:
+            again = sequences.begin(kept, dense=False)
+            self.before_step()
+            for layer in self.offloaded:
+                layer.accept(again)
+            self._commit(again)
+        self._verified = None, -1, -1
+        self._drop_checkpoints()
+        return step.tokens - kept
+
     def check_crop(self, drop: int) -> None:
         """Raise CacheError where crop(drop) would need tokens that the method has dropped."""
-        for layer in self.layers:
-            layer.check_crop(drop)
+        step = self._reversible()
+        if step is None or drop > step.tokens:
+            for layer in self.layers:
+                layer.check_crop(drop)
 
     def crop(self, drop: int) -> None:
         """Forget the last `drop` tokens of every sequence. Raises CacheError before any layer has changed where a layer cannot."""
@@ -306,6 +351,11 @@ class KVCache:
         self.settle_failure()
         if drop >= sequences.padded_length:
             self.reset()
+            return
+        step = self._reversible()
+        if step is not None:
+            drop -= self._take_back(step, drop)
+        if not drop:
             return
         for layer in self.layers:
             layer.rollback(None)

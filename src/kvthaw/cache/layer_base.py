@@ -75,9 +75,9 @@ class LayerKV(Protocol):
     def recover(self) -> None:
         """Forget what went wrong in a step that failed; the step may be repeated."""
 
-    def rollback(self, failed: Step | None, *, repeated: bool = False) -> None:
-        """Be as the committed lengths say: take back what ran ahead, and what a failed step left, but for the token that is decoded
-        again if the step is repeated. Raises CacheError where a method has dropped tokens that this needs."""
+    def rollback(self, failed: Step | None, *, repeated: bool = False, ahead: bool = False) -> None:
+        """Be as the committed lengths say: take back what ran ahead, unless a decode step follows (ahead), and what a failed step
+        left, but for the token that is decoded again if the step is repeated."""
 
     def check_crop(self, drop: int) -> None:
         """Raise CacheError where crop(drop) would need tokens that the method has dropped."""

@@ -136,7 +136,7 @@ class LayerStorage:
         """Forget the tokens >= length of a sequence of `before` tokens, whose ring began at `old` and begins at `start` then. The
         ring is refilled from the store."""
         if start < old and self.updater is not None:
-            self.updater.truncate(seq, start)
+            self.updater.rollback(seq, start)
         self.offloader.refill(seq, start, min(old, length, before))
         self.offloader.truncate(seq, length)
 

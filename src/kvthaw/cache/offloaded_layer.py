@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvthaw.cache.checkpoint import Checkpoint
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_api import IndexContext, Transfer
 from kvthaw.cache.index_updater import IndexUpdater
@@ -69,7 +70,12 @@ class OffloadedLayer:
         self.plan: Plan | None = None
         self.recent_queries: dict[int, Tensor] = {}
         self.scale = 0.0
-        self._before: tuple[Step | None, dict[int, Tensor]] = None, {}  # a prefill, and what was watched before it
+        self._before: tuple[Step | None, dict[int, Tensor], Tensor | None] = (
+            None,
+            {},
+            None,
+        )  # prefill; queries and ring before it
+        self._checkpoint: Checkpoint | None = None
         self._taken: tuple[Step | None, int] = None, 0
         self._finite: Tensor | None = None
         self.asked_again = 0  # decode steps with the queries of another layer that shares these keys
@@ -175,7 +181,8 @@ class OffloadedLayer:
     def append(self, step: Step, query: Tensor, key: Tensor, value: Tensor) -> None:
         """See LayerKV."""
         assert self.plan is not None
-        self._before = step, dict(self.recent_queries)
+        ring = self.slab.held().clone() if step.start and self.settings.method.evicts else None
+        self._before = step, dict(self.recent_queries), ring
         finite = torch.isfinite(key).all() & torch.isfinite(value).all()
         self._finite = finite if self._finite is None else self._finite & finite
         ends = {}
@@ -194,6 +201,48 @@ class OffloadedLayer:
 
     def decode(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
         """See LayerKV."""
+        if self._irreversible(step.tokens):
+            prefetched = None if self.retriever is None else self.retriever.prefetched
+            queries = None if prefetched is None else prefetched.queries
+            self._checkpoint = Checkpoint(step, (query, key, value), attention, queries, self.storage)
+        return self._decode(step, query, key, value, attention)
+
+    def _irreversible(self, tokens: int) -> bool:
+        """Whether crop() cannot take back the last of so many tokens exactly: others leave the ring before them, or the index
+        remembers their queries."""
+        if tokens == 1:
+            return False
+        flushes = sum(self.sequences.full(t) for t in range(1, tokens))
+        if self.retriever is None:
+            return flushes > 0
+        reverses = self.retriever.reverses
+        return self.retriever.remembers or flushes > int(reverses is not None and reverses.reversible)
+
+    def restores(self, step: Step) -> bool:
+        """Whether restore() takes back the tokens of a step."""
+        return self._checkpoint is not None and self._checkpoint.step is step
+
+    def restore(self) -> None:
+        """Be as before the step of several tokens that has a checkpoint."""
+        assert self._checkpoint is not None
+        self._checkpoint.restore()
+        self.slab.tickets.zero_()
+        self._drop_search()
+
+    def accept(self, step: Step) -> None:
+        """Take the first tokens of that step again, as many as this one has."""
+        before = self._checkpoint
+        assert before is not None
+        query, key, value = (tensor[:, :, : step.tokens] for tensor in before.tokens)
+        if self.retriever is not None and before.queries is not None:
+            self.retriever.prefetch(before.queries[:, :, : step.tokens], 0)
+        self._decode(step, query, key, value, before.attention)
+
+    def drop_checkpoint(self) -> None:
+        """The tokens of that step stay."""
+        self._checkpoint = None
+
+    def _decode(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
         if self.retriever is not None and self.chooses:
             self.retriever.choices.clear()
         outs = []
@@ -328,7 +377,7 @@ class OffloadedLayer:
         if self.retriever is not None and self.chooses:
             self.retriever.recover()
 
-    def rollback(self, failed: Step | None, *, repeated: bool = False) -> None:
+    def rollback(self, failed: Step | None, *, repeated: bool = False, ahead: bool = False) -> None:
         """See LayerKV."""
         if not repeated:
             self._drop_search()
@@ -336,8 +385,14 @@ class OffloadedLayer:
             return
         if failed is not None and not repeated and self.retriever is not None and self.chooses:
             self.retriever.forget_slots()
+        if failed is not None and self.restores(failed):
+            self.restore()
+            self._checkpoint = failed = None
         if failed is not None and not repeated and self._before[0] is failed:
-            self.recent_queries, self._before, self._finite = self._before[1], (None, {}), None
+            _, self.recent_queries, ring = self._before
+            if ring is not None:
+                self.slab.held().copy_(ring)
+            self._before, self._finite = (None, {}, None), None
         for seq in range(self.store.seqs):
             changed = failed is not None and not repeated and failed.seq in (None, seq)
             length = self.sequences.length(seq) if seq < self.sequences.count else 0
@@ -345,12 +400,7 @@ class OffloadedLayer:
                 if changed:
                     self.clear(seq)
                 continue
-            start = self.sequences.indexed(seq, length + repeated)
-            lost = failed is not None and (failed.dense or start < length + failed.tokens - self.plan.regions.ring)
-            if changed and lost and self.settings.method.evicts:
-                raise CacheError(
-                    f"{self.settings.method.name} has dropped tokens that a failed step leaves behind; reset() the cache"
-                )
+            start = self.sequences.indexed(seq, length + ahead)
             self.storage.rollback(seq, start, length, failed if changed else None)
 
     def check_crop(self, drop: int) -> None:

@@ -96,6 +96,17 @@ class Offloader:
         latest = self._latest.get(seq)
         return latest is not None and start < latest[1] == self.store.length(seq)
 
+    def marks(self) -> tuple[list[int], dict[int, tuple[int, int]]]:
+        """How far each sequence is offloaded; see rewind."""
+        return [self.store.length(seq) for seq in range(self.store.seqs)], dict(self._latest)
+
+    def rewind(self, marks: tuple[list[int], dict[int, tuple[int, int]]]) -> None:
+        """Forget what was offloaded since."""
+        lengths, latest = marks
+        for seq, length in enumerate(lengths):
+            self.truncate(seq, length)
+        self._latest = dict(latest)
+
     def undo(self, seq: int) -> None:
         """Forget the latest copy from a ring."""
         self.truncate(seq, self._latest[seq][0])

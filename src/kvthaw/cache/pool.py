@@ -45,6 +45,10 @@ class Slab:
         """[B, H, N, D], a view."""
         return self.data[:, :, :, 1]
 
+    def held(self) -> Tensor:
+        """Sink and ring, [B, H, sink + ring, 2, D], a view."""
+        return self.data[:, :, : self.pool_start]
+
     def places(self, start: int, stop: int) -> Tensor:
         """Where the tokens of positions start .. stop stand while they are in the sink or in the ring, int64; made on the device,
         for which the host need not wait. None where start is not before stop."""

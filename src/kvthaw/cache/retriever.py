@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvthaw.cache.index_api import Index, IndexContext, Method, Rebuilds, Reversible, Selection, WorksBeside
+from kvthaw.cache.index_api import Index, IndexContext, Method, Rebuilds, Remembers, Reversible, Selection, WorksBeside
 from kvthaw.cache.prefetched_search import PrefetchedSearch
 from kvthaw.cache.residency import Residency
 from kvthaw.cache.segmented_graph import SegmentedGraph
@@ -115,6 +115,7 @@ class Retriever:
         self._beside = index if isinstance(index, WorksBeside) else None
         self.rebuilds = index if isinstance(index, Rebuilds) else None
         self.reverses = index if isinstance(index, Reversible) else None
+        self.remembers = isinstance(index, Remembers) and index.remembers
 
     def _place(self, seqs: int) -> None:
         if self.index.on_host:
@@ -319,6 +320,23 @@ class Retriever:
         self.settle()
         self.reverses.undo(seq, length)
         self.residency.clear(seq, length)
+
+    def branch(self) -> tuple[Index, Tensor]:
+        """Change a copy of the index from here on. Returns the index itself and the rows counted so far, for rejoin()."""
+        self.settle()
+        assert self.method.index is not None
+        before, self.index = self.index, self.method.index(self.context)
+        self.index.clone_from(before)
+        return before, self.residency.counts.clone()
+
+    def rejoin(self, index: Index, counts: Tensor, lengths: Sequence[int]) -> None:
+        """Go back to what branch() returned, an index that ends at a position of each sequence."""
+        self.recover()
+        self.settle()
+        self.index, self._asked = index, None
+        self.residency.counts.copy_(counts)
+        for seq, length in enumerate(lengths):
+            self.residency.clear(seq, length)
 
     def reorder(self, seqs: Sequence[int]) -> None:
         """Sequence i becomes what sequence seqs[i] was."""

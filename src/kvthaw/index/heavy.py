@@ -21,6 +21,8 @@ class HeavyIndex(KeptIndex):
     Sink and ring count as recent; what half the budget leaves beside them goes to the latest of the kept tokens.
     """
 
+    remembers = True
+
     def __init__(self, context: IndexContext, *, agree: Agree = "mean") -> None:
         super().__init__(context, agree=agree, with_keys=True)
         device = context.device

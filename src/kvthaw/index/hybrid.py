@@ -113,7 +113,7 @@ class HybridIndex(BoundIndex):
 
     grows = False
 
-    mapped = shuffled = True
+    mapped = shuffled = remembers = True
 
     def __init__(
         self,

@@ -121,7 +121,7 @@ class NodeIndex(UnitIndex):
         return Selection(*topk(true, rows, wanted, budget, 0, scale, config.policy))
 
     def searched_bytes(self) -> int:
-        """See ReadsStore."""
+        """Return the bytes that one select() of all sequences reads from the host."""
         rows = sum(min(seq.tokens, self.width) for seq in self.seqs)
         return rows * self.context.kv_heads * self.context.head_dim * self.context.dtype.itemsize
 

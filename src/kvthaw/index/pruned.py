@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvthaw.cache.index_api import Index, IndexContext, Rebuilds, Reversible, Selection, WorksBeside
+from kvthaw.cache.index_api import Index, IndexContext, Rebuilds, Remembers, Reversible, Selection, WorksBeside
 from kvthaw.errors import ConfigError, at_least
 from kvthaw.index.tokens import TokenIndex, log_shares
 
@@ -83,6 +83,11 @@ class PrunedIndex:
     def reversible(self) -> bool:
         """See Reversible."""
         return isinstance(self.inner, Reversible) and self.inner.reversible
+
+    @property
+    def remembers(self) -> bool:
+        """See Remembers."""
+        return isinstance(self.inner, Remembers) and self.inner.remembers
 
     def make_room(self, seqs: int, tokens: int) -> None:
         """See Index."""

@@ -51,6 +51,7 @@ class FreshSnapIndex(SnapIndex):
     """
 
     evicts = False
+    remembers = True
 
     def __init__(self, context: IndexContext, *, interval: int = 128, **options: Any) -> None:
         at_least(1, interval=interval)

@@ -1,6 +1,7 @@
 // The kernels, written once on GCC's vector types and compiled once per instruction set: the including file defines KV_NAME,
 // KV_ISA, KV_WIDTH (floats per vector) and KV_GROUP (keys per register block of `nearest`). Nothing here may be an inline function
-// of another header: the linker could keep this file's copy of it, with instructions that a lesser machine lacks.
+// of another header: the linker could keep this file's copy of it, with instructions that a lesser machine lacks. Compiled with
+// -ffp-contract=off: where a product and a sum are rounded once, `fused` says so, and no compiler decides it for each loop anew.
 
 #include <cstring>
 
@@ -89,6 +90,19 @@ inline Vec load(const void* row, int i) {
 }
 
 inline Vec load(const float* at) { return *reinterpret_cast<const Loose*>(at); }
+
+inline Vec every(float x) { return x - Vec{}; }
+
+// a * b + c, rounded once where the machine can.
+inline Vec fused(Vec a, Vec b, Vec c) {
+#if defined(__AVX512F__)
+    return _mm512_fmadd_ps(a, b, c);
+#elif defined(__FMA__)
+    return _mm256_fmadd_ps(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
 
 // Sums of one vector and of four at once, added in the same order: equal rows have equal scores wherever they stand.
 #if defined(__AVX2__)
@@ -193,7 +207,7 @@ void measure(const float* key, int dim, const float* directions, int count, int 
     for (int d = 0; d < count; ++d) {
         const float* direction = directions + static_cast<size_t>(d) * stride;
         Vec dot = {};
-        for (i = 0; i + W <= dim; i += W) dot += load(key + i) * load(direction + i);
+        for (i = 0; i + W <= dim; i += W) dot = fused(load(key + i), load(direction + i), dot);
         float value = sum(dot);
         for (; i < dim; ++i) value += key[i] * direction[i];
         raw[d] = value;
@@ -207,7 +221,7 @@ inline void dot_rows(const float* query, const void* const* rows, int dim, float
     for (; i + W <= dim; i += W) {
         const Vec q = load(query + i);
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) dot[r] += load<T>(rows[r], i) * q;
+        for (int r = 0; r < R; ++r) dot[r] = fused(load<T>(rows[r], i), q, dot[r]);
     }
     if constexpr (R == 4)
         sum4(dot, out);
@@ -249,11 +263,9 @@ inline Vec exp_below(Vec x) {
     const Vec at = x < -87.0f ? Vec{} - 87.0f : x;
     const Vec shifted = at * 1.44269504f + kRound, n = shifted - kRound;
     const Vec f = (at - n * 0.693359375f) - n * -2.12194440e-4f;
-    Vec p = f * 1.3941116e-3f + 8.3751328e-3f;
-    p = p * f + 4.1666353e-2f;
-    p = p * f + 1.6666415e-1f;
-    p = p * f + 0.5f;
-    p = (p * f + 1.0f) * f + 1.0f;
+    constexpr float terms[] = {8.3751328e-3f, 4.1666353e-2f, 1.6666415e-1f, 0.5f, 1.0f, 1.0f};
+    Vec p = every(1.3941116e-3f);
+    for (const float term : terms) p = fused(p, f, every(term));
     const Vec two = (Vec)((((Ints)shifted << 23) + (127 << 23)));
     return x < -87.0f ? Vec{} : p * two;
 }
@@ -304,9 +316,9 @@ void nearest(const float* keys, int count, const float* panels, int parents, int
                 const Vec a = load(panel + d * 2 * W), b = load(panel + d * 2 * W + W);
 #pragma GCC unroll 16
                 for (int m = 0; m < M; ++m) {
-                    const float x = key[m * depth + d];
-                    low[m] += x * a;
-                    high[m] += x * b;
+                    const Vec x = every(key[m * depth + d]);
+                    low[m] = fused(x, a, low[m]);
+                    high[m] = fused(x, b, high[m]);
                 }
             }
 #pragma GCC unroll 16

@@ -242,7 +242,8 @@ def attach(
 
     Continuations of up to sparse_queries tokens (and up to the window) are decoded one by one through the index; longer ones, such
     as the next question of a chat, attend to all of the KV, streamed back from the host, and `Stats.dense_tokens` counts them.
-    Candidates of assisted decoding always go through the index.
+    Candidates of assisted decoding always go through the index; those that are rejected leave nothing behind, so its output is the
+    method's own (but for models whose layers share KV).
 
     Returns a handle, also a context manager; handle.detach() gives the model back what it had. If the handle is dropped the model
     stays attached: `kvthaw.detach(model)` detaches it, and the next attach() takes its place. A copy of the model is not attached.
