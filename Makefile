@@ -18,7 +18,7 @@ check: $(STAMP)
 	$(BIN)/pytest -n 2 -m "not model and not slow"
 
 bench: $(STAMP)
-	$(BIN)/kvthaw bench decode --shape tiny --length 8192 --method full,icecache --json
+	$(BIN)/kvthaw bench decode --shape tiny --length 8192 --method full,icecache-digest --json
 
 # torch first and by its exact version: any looser request would bring the CUDA build, several GB
 $(STAMP): constraints.txt pyproject.toml CMakeLists.txt $(wildcard src/kvthaw/native/*.cpp src/kvthaw/native/*.h)

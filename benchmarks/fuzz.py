@@ -1,6 +1,6 @@
 """Random sequences of operations on caches and batches, for as long as there is time.
 
-usage: fuzz.py [--seconds 600] [--seeds 0:1000] [--methods oracle,icecache] [--machine caches] [--machine batches] [--device cuda]
+usage: fuzz.py [--seconds 600] [--seeds 0:1000] [--methods oracle,prkv] [--machine caches] [--machine batches] [--device cuda]
 
 Each seed is some sequences of tests/machines.py. What a failing one did is printed, made as short as can be: it is Python, and
 `fuzz.py --seeds N:N+1` finds it again. On a GPU steps are captured and memory is pinned. The last line is JSON with the counts.

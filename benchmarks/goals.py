@@ -11,9 +11,10 @@ from kvthaw.evaluate.document import Share, Table, Value
 from kvthaw.evaluate.metrics import paired, wilson
 from kvthaw.methods import METHODS
 
-SUBJECTS = ("icecache", "pariskv", "clusterkv", "prkv")
+SUBJECTS = ("icecache-digest", "pariskv", "clusterkv", "prkv")
 """The methods of the papers that kvthaw is about."""
-BASELINES = tuple(name for name in METHODS if name not in (*SUBJECTS, "full", "oracle", "icecache-reuse", "icecache-device"))
+OURS = ("icecache", "icecache-reuse", "icecache-digest-device")
+BASELINES = tuple(name for name in METHODS if name not in (*SUBJECTS, *OURS, "full", "oracle"))
 """What they are measured against: no bound (full, oracle), and none of their variants."""
 WORKS = 0.6
 """Full attention is right at least so often where a comparison says something of a method and not of the model."""
@@ -144,7 +145,7 @@ def chosen(cells: Sequence[Cell], method: str, budget: int | float | None) -> li
 
 def goals(cells: Sequence[Cell], budget: int = 256, small: int = 64) -> list[Goal]:
     """The goals under one protocol, every one of them: each subject keeps 99 % of full attention with `budget`, and equals every
-    baseline there; icecache with `small` equals every baseline with `budget`."""
+    baseline there; icecache-digest with `small` equals every baseline with `budget`."""
     full = chosen(cells, "full", None)
     found = []
     for name in SUBJECTS:

@@ -85,7 +85,7 @@ def check(device: torch.device, tokens: int = 20_000) -> list[dict[str, Any]]:
         nodes = other(rows, theirs)
         demand(nodes <= 64, f"the field of view: {nodes} rows of a head differ from the definition's")
         run = run_length(index.width, ROWS) or TILE
-        table = index.context.store.table_on(device) if device.type == "cuda" else index.context.store.table()
+        table = index.addresses.follow(index.context.store, device) if device.type == "cuda" else index.context.store.table()
         true = launch(query, table, index.context.store.block_size, rows, index.wanted, scale=SCALE, run=run)
         here = definition(query, table, index.context.store.block_size, rows)
         error_true = agree(true.scores[here > -torch.inf], here[here > -torch.inf], "true scores", 1e-3)
@@ -136,7 +136,7 @@ def select_time(tokens: int, field: int, seqs: int = 1) -> dict[str, Any]:
     pairs = [(copies[i % count], query) for i, query in enumerate(asked)]
     store, order = index.context.store, index.order
     assert order is not None
-    table, run = store.table_on(device), run_length(index.width, ROWS) or TILE
+    table, run = index.addresses.follow(store, device), run_length(index.width, ROWS) or TILE
     how: dict[str, Any] = {"first": SINK, "budget": index.width, "policy": "max"}
 
     def scored(one: NodeIndex, query: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,7 +184,7 @@ def main(*, quick: bool = False, out: Path | None = None, commit: str | None = N
     """Check, measure and print a JSON line a case; quick: fewer ones. Raises CacheError where a kernel is wrong."""
     if not torch.cuda.is_available() or not HAS_TRITON:
         raise CacheError("timing kernels needs a CUDA device and Triton; their definitions and checks run in the tests without")
-    report = Report(out, commit, bench="kernels", method="icecache-device", kv_heads=HEADS, group=GROUP, head_dim=DIM)
+    report = Report(out, commit, bench="kernels", method="icecache-digest-device", kv_heads=HEADS, group=GROUP, head_dim=DIM)
     with torch.inference_mode():
         for line in check(torch.device("cuda")):
             report(line)

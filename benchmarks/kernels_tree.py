@@ -16,6 +16,8 @@ from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_api import IndexContext
 from kvthaw.index.forest import TreeIndex
 from kvthaw.index.tree_config import TreeConfig
+from kvthaw.methods.icecache import PRESETS
+from kvthaw.methods.icecache_digest import SETTINGS
 from kvthaw.native import cores
 from kvthaw.regions import Regions
 
@@ -112,10 +114,9 @@ def main(
     torch.set_num_threads(threads or cores())
     stores = filled(length, layers)
     report = Report(out, commit, bench="tree", length=length, budget=budget, threads=threads or cores())
-    for descend in ("digest", "point"):
-        for beam in (32, 64, 128):
-            times = measure(stores, budget, threads, TreeConfig(descend=descend, query_beam=beam, query_beam_share=0.0))
-            report({"descend": descend, "query_beam": beam, **times, "speedup": times["flat_ms"] / times["tree_ms"]})
+    for name, settings in (("icecache", {}), ("icecache:preset=code", PRESETS["code"]), ("icecache-digest", SETTINGS)):
+        times = measure(stores, budget, threads, TreeConfig(**settings))
+        report({"method": name, **times, "speedup": times["flat_ms"] / times["tree_ms"]})
     return report.lines
 
 

@@ -18,7 +18,16 @@ from kvthaw.bench.settings import grid
 from kvthaw.evaluate.results import ResultsFile
 
 SHAPE = "llama-3.1-8b"
-ICECACHE = ("full", "icecache", "icecache:query_beam=32", "icecache:transfer=bulk", "icecache:preset=paper", "icecache-reuse")
+ICECACHE = (
+    "full",
+    "icecache-digest",
+    "icecache-digest:query_beam=32",
+    "icecache-digest:transfer=bulk",
+    "icecache",
+    "icecache:transfer=uva",
+    "icecache:preset=code",
+    "icecache-digest:reuse=3",
+)
 
 
 def decode(out: Path, commit: str, host_bytes: int, methods: tuple[str, ...], length: int, **more: Any) -> None:
@@ -37,7 +46,7 @@ def prefills(out: Path, commit: str, host_bytes: int) -> None:
     settings = [
         *prefill.grid(SHAPE, ["pariskv"], [1 << 17], [1 << 14], chunks_only=True, **pariskv),
         *prefill.grid(SHAPE, ["pariskv"], [1 << 19], [1 << 14], chunks_only=True, layers=4, **pariskv),
-        *prefill.grid(SHAPE, ["icecache"], [1 << 17], [1 << 14], chunks_only=True, budget=256),
+        *prefill.grid(SHAPE, ["icecache-digest"], [1 << 17], [1 << 14], chunks_only=True, budget=256),
         *prefill.grid(SHAPE, ["pariskv"], [1 << 17], [1 << 14], **pariskv),
     ]
     known, watch = ResultsFile(out), printing(out)["watch"]

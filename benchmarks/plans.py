@@ -32,12 +32,12 @@ FIGURES = {
 _K = 1024
 _MOST = 16 * _K
 """Tokens of the longest answer."""
-_EVERY = {"full": 64, "pariskv": 512, "clusterkv": 320, "prkv": 128, "icecache-device": 128}
+_EVERY = {"full": 64, "pariskv": 512, "clusterkv": 320, "prkv": 128, "icecache-digest-device": 128}
 """Steps after which a method's updates begin again: ParisKV's buffer, ClusterKV's batch, PRKV's interval."""
 _FEW = 48  # of the others, whose rings give 16 tokens at a time
 _PARISKV = "pariskv:retrieved=100"
 _UNITS = ("clusterkv:budget=1024", "prkv:budget=1024")
-_HOST = ("icecache", "icecache-reuse")
+_HOST = ("icecache", "icecache-reuse", "icecache-digest", "icecache-digest:reuse=3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def _draw_length(figure: Any, lines: list[Record]) -> None:
 
 
 def _icecache(c: Common) -> list[DecodeSetting]:
-    methods = ("icecache-device", "icecache-device:reuse=3", *_HOST)
+    methods = ("icecache-digest-device", "icecache-digest-device:reuse=3", *_HOST)
     return [c.run(method, n * _K) for n in (36, 128) for method in methods]
 
 
@@ -113,7 +113,7 @@ def _draw_lengths(figure: Any, lines: list[Record]) -> None:
 
 def _baseline(c: Common) -> list[DecodeSetting]:
     eager = [c.run(m, 36 * _K, new_tokens=_FEW, prompt="run") for m in ("hf-dynamic", "hf-offloaded", "full", *_HOST)]
-    captured = [c.run(m, 36 * _K, new_tokens=_FEW, prompt="run") for m in (*_HOST, "icecache-device", _PARISKV, *_UNITS)]
+    captured = [c.run(m, 36 * _K, new_tokens=_FEW, prompt="run") for m in (*_HOST, "icecache-digest-device", _PARISKV, *_UNITS)]
     kept = [replace(one, steps="eager") for one in eager if possible(replace(one, steps="eager"), c.cuda)]
     return list(dict.fromkeys(kept + captured))  # where nothing can be captured the same stand in both
 
@@ -132,7 +132,7 @@ def _draw_baseline(figure: Any, lines: list[Record]) -> None:
 
 
 def _text(c: Common) -> list[DecodeSetting]:
-    return [c.run(m, n * _K, prompt="text") for n in (36, 128) for m in (_PARISKV, *_UNITS, "icecache-device")]
+    return [c.run(m, n * _K, prompt="text") for n in (36, 128) for m in (_PARISKV, *_UNITS, "icecache-digest-device")]
 
 
 def _throughput(c: Common) -> list[DecodeSetting]:

@@ -95,7 +95,7 @@ def results() -> Figure:
     table = by_budget(under(cells, protocols(cells)[0]))
     budgets = [int(column.split()[0]) for column in table.columns[1:]]
     accuracy = {str(row[0]): [100 * share.value for share in row[1:] if isinstance(share, Share)] for row in table.rows}
-    ours = ("icecache", "pariskv", "clusterkv", "prkv")
+    ours = ("icecache-digest", "pariskv", "clusterkv", "prkv")
     others = ("socket", "retroinfer", "infinigen", "quest", "snapkv", "h2o", "streaming")
     for i, method in enumerate((*ours, *others)):
         look: dict[str, Any] = {"marker": "o", "color": f"C{i}"} if method in ours else {"color": "grey", "alpha": 0.7}
@@ -114,13 +114,17 @@ def results() -> Figure:
     left.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
 
     runs = [line for line in lines("decode") if line["setting"]["steps"] == "compiled" and line["setting"]["batch"] == 1]
-    for method, colour in (("full", "black"), *((one, f"C{i}") for i, one in enumerate(ours)), ("icecache-device", "C0")):
+    for method, colour in (
+        ("full", "black"),
+        *((one, f"C{i}") for i, one in enumerate(ours)),
+        ("icecache-digest-device", "C0"),
+    ):
         mine = {
             line["setting"]["length"]: 1e3 * line["itl_p50_s"]
             for line in runs
             if line["setting"]["method"].removesuffix(":iterations=4") == method and line["setting"]["hits"] != 0.0
         }
-        way = "o--" if method == "icecache-device" else "o-"
+        way = "o--" if method == "icecache-digest-device" else "o-"
         right.plot(sorted(mine), [mine[n] for n in sorted(mine)], way, markersize=3, color=colour, label=method)
     right.set(xscale="log", xlabel="context, tokens", ylabel="time per output token, median, ms", ylim=(0, None))
     right.set_title("8B shape, one H200, one row, compiled")

@@ -28,7 +28,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 WARM = 24
 _LARGE = {"layers": 16, "hidden": 4096, "new_tokens": 48}
-_METHODS = ("full", "pariskv", "clusterkv", "prkv", "icecache-device", "icecache")
+_METHODS = ("full", "pariskv", "clusterkv", "prkv", "icecache-digest-device", "icecache-digest")
 RUNS: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
     "36k": ({**_LARGE, "length": 36864, "batch": 1}, _METHODS),
     "128k": ({**_LARGE, "length": 131072, "batch": 1}, _METHODS),

@@ -8,7 +8,7 @@ model, tokenizer = load_shipped()  # any causal language model of transformers w
 sample = TASKS["passkey"].sample(tokenizer, length=2048, seed=1)
 inputs = tokenizer(sample.prompt, return_tensors="pt").to(model.device)
 
-with kvthaw.attach(model, method="icecache", budget=128) as handle:
+with kvthaw.attach(model, method="icecache-digest", budget=128) as handle:
     out = model.generate(**inputs, max_new_tokens=8, do_sample=False)
     stats = handle.stats()
 

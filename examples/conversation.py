@@ -12,7 +12,7 @@ needles = [niah.NEEDLE.format(kind="numbers", key=key, value=value) for key, val
 book = niah.Haystack.of(None).with_facts(1200, needles, [0.2, 0.5, 0.8])
 context = tokenizer(niah.INTRO.format(kind="numbers") + book)["input_ids"]
 
-cache = kvthaw.Cache(model, method="icecache", budget=256)
+cache = kvthaw.Cache(model, method="icecache-digest", budget=256)
 logits = prefill(model, cache, context)
 for key, value in facts.items():
     question = tokenizer(niah.QUESTION_ONE.format(one="number", query=key), add_special_tokens=False)["input_ids"]

@@ -13,7 +13,7 @@ base = kvthaw.Cache(model, "full")
 logits = prefill(model, base, tokenizer(sample.prompt)["input_ids"])
 
 print("planted:", sample.answers[0])
-for method in ("oracle", "icecache", "streaming"):
+for method in ("oracle", "icecache-digest", "streaming"):
     for budget in (64, 256):
         cache = base.fork(method, budget=budget)
         probe = Probe(cache, reference=base)

@@ -12,7 +12,7 @@ waiting = {i: tokenizer(sample.prompt)["input_ids"] for i, sample in enumerate(s
 served: dict[kvthaw.Request, int] = {}
 sampling = kvthaw.Sampling(max_tokens=8, ignore_eos=True, stop=[".", "\n"], logprobs=0)
 
-batch = kvthaw.Batch(model, "icecache", max_seqs=2, capacity=1024, budget=128)
+batch = kvthaw.Batch(model, "icecache-digest", max_seqs=2, capacity=1024, budget=128)
 while waiting or batch.requests:
     while waiting and batch.free:
         i, prompt = waiting.popitem()

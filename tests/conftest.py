@@ -18,9 +18,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 import bytemodel
-from kvthaw.bench.shapes import SHAPES
 from kvthaw.engine.hf.model import load
-from timed import tinier
 from zoo import build
 
 settings.register_profile("kvthaw", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -51,7 +49,7 @@ LONG = (
 )
 """Suites of many short tests that take minutes together: part of make test, like what is marked slow, and not of make check."""
 
-REPRESENTATIVE = ("oracle", "icecache", "pariskv", "clusterkv")
+REPRESENTATIVE = ("oracle", "icecache-digest", "pariskv", "clusterkv")
 """Methods whose contract make check tests too: exact, a tree on the host, codes on the device, clusters."""
 
 
@@ -95,31 +93,13 @@ def llama() -> PreTrainedModel:
     return build("llama")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A saved model of a few bytes' vocabulary, with its tokenizer. Tests that change it copy it first."""
+    """A saved model of a few bytes' vocabulary, with its tokenizer."""
     return bytemodel.save(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="session")
-def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same without a token that ends a generation."""
-    return bytemodel.save(tmp_path_factory.mktemp("endless"), ends=False)
-
-
-@pytest.fixture
-def model(folder: Path) -> str:
-    """The name of that model on the command line."""
-    return str(folder)
 
 
 @pytest.fixture
 def loaded(folder: Path) -> tuple[Any, Any]:
     """That model and its tokenizer, of the test's own."""
     return load(str(folder))
-
-
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shape "tiny" of the benchmarks is tinier."""
-    monkeypatch.setitem(SHAPES, "tiny", tinier())

@@ -14,17 +14,17 @@ from kvthaw.evaluate.results import Record, ResultsFile
 from kvthaw.kernels import dense
 
 
-def measured(out: Path | None = None, methods: tuple[str, ...] = ("icecache",), **asked: Any) -> list[Record]:
+def measured(out: Path | None = None, methods: tuple[str, ...] = ("icecache-digest",), **asked: Any) -> list[Record]:
     return run(grid("tiny", methods, [200], asked.pop("chunks", [80]), budget=64, **asked), ResultsFile(out))
 
 
 def test_records_are_kept_and_not_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked: dict[str, Any] = {"out": tmp_path / "lines.jsonl", "methods": ("icecache", "full"), "chunks": [80, 400]}
+    asked: dict[str, Any] = {"out": tmp_path / "lines.jsonl", "methods": ("icecache-digest", "full"), "chunks": [80, 400]}
     records = measured(**asked)
     assert [(one["method"], one["chunk"]) for one in records] == [
         (HF, 200),
-        ("icecache", 200),
-        ("icecache", 80),
+        ("icecache-digest", 200),
+        ("icecache-digest", 80),
         ("full", 200),
         ("full", 80),
     ]
@@ -40,12 +40,12 @@ def test_records_are_kept_and_not_measured_again(monkeypatch: pytest.MonkeyPatch
 def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Earlier tokens left out."""
     monkeypatch.setattr(dense, "merge_into", lambda *_: None)
-    with pytest.raises(CacheError, match=r"icecache in chunks differs from one pass by [01]\."):
+    with pytest.raises(CacheError, match=r"icecache-digest in chunks differs from one pass by [01]\."):
         measured(chunks_only=True)
 
 
 def test_bad_settings() -> None:
     with pytest.raises(ConfigError, match="must be at least 1"):
         measured(chunks=[0])
-    with pytest.raises(ConfigError, match="did you mean 'icecache'"):
+    with pytest.raises(ConfigError, match="did you mean 'icecache"):
         measured(methods=("icecach",))

@@ -64,18 +64,27 @@ def test_one_cache_serves_all_ways_to_take_steps() -> None:
 
 
 def test_captured_steps_need_a_gpu_and_no_other_work_of_the_host_than_a_search() -> None:
-    captured = ("full", "streaming", "quest", "icecache")
-    asked = (*captured, "icecache:transfer=bulk", "icecache:prefetch=True", "infinigen", "hf-dynamic", "hf-offloaded")
+    captured = ("full", "streaming", "quest", "icecache-digest")
+    asked = (
+        *captured,
+        "icecache-digest:transfer=bulk",
+        "icecache-digest:prefetch=True",
+        "infinigen",
+        "hf-dynamic",
+        "hf-offloaded",
+    )
     settings = _all(method=asked, steps=("eager", "captured"))
     assert {one.method for one in settings if one.steps == "captured" and possible(one, cuda=True)} == {*captured}
     assert {one.method for one in settings if possible(one, cuda=False)} == set(asked) - {"hf-offloaded"}
     assert not any(possible(one, cuda=False) for one in settings if one.steps == "captured")
-    compiled = _all(method=("full", "icecache", "icecache:prefetch=True", "hf-dynamic"), steps=("compiled",))
-    assert {one.method for one in compiled if possible(one, cuda=True)} == {"full", "icecache"}
+    compiled = _all(method=("full", "icecache-digest", "icecache-digest:prefetch=True", "hf-dynamic"), steps=("compiled",))
+    assert {one.method for one in compiled if possible(one, cuda=True)} == {"full", "icecache-digest"}
     assert not any(possible(one, cuda=False) for one in compiled)
 
 
-@pytest.mark.parametrize("method", [*METHODS, "icecache:transfer=bulk", "icecache:prefetch=True", "twilight:base=icecache"])
+@pytest.mark.parametrize(
+    "method", [*METHODS, "icecache-digest:transfer=bulk", "icecache-digest:prefetch=True", "twilight:base=icecache-digest"]
+)
 def test_what_is_possible_is_what_a_cache_says_of_itself(method: str) -> None:
     model = build("tiny", torch.device("cpu"))
     for steps, why in (("captured", capturable), ("compiled", compilable)):

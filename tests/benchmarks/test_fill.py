@@ -26,10 +26,14 @@ def _steps(model: PreTrainedModel, cache: DynamicCache, batch: int = 1) -> Tenso
     [
         "full",
         "streaming",
-        "icecache-reuse",
-        "icecache:prefetch=True",
+        "icecache-digest",
+        "icecache-digest:reuse=3",
+        "icecache-digest:prefetch=True",
+        "infinigen",
         "pariskv",
+        "clusterkv",
         "prkv",
+        "magicpig",
     ],
 )
 def test_decoding_goes_on_as_after_a_prefill_of_the_same_keys(llama: PreTrainedModel, method: str) -> None:
@@ -65,7 +69,7 @@ def test_rows_of_a_batch_share_the_host_and_decode_as_one_alone(llama: PreTraine
 
 def test_layers_share_the_host_and_decode_as_with_rows_of_their_own(llama: PreTrainedModel) -> None:
     tokens = drawn(llama, 0, 160, 0)
-    own, shared = (Cache(llama, "icecache", budget=64, block_size=32) for _ in range(2))
+    own, shared = (Cache(llama, "icecache-digest", budget=64, block_size=32) for _ in range(2))
     fill(own, lambda _: drawn(llama, 0, 160, 0), batch=2)
     fill(shared, lambda _: tokens, batch=2, shared=True)
     addresses = [kv.store.addresses(seq).tolist() for kv in shared.frozen_layers for seq in range(2)]

@@ -20,7 +20,7 @@ def one(*methods: str, **asked: Any) -> Any:
     return record
 
 
-@pytest.mark.parametrize("method", ["icecache", "clusterkv:keep=0"])
+@pytest.mark.parametrize("method", ["icecache-digest", "clusterkv:keep=0"])
 def test_hits_are_those_asked_for(method: str) -> None:
     record = one(method, hits=0.7, prompt="filled", batches=[2])
     assert record["hit_rate"] == pytest.approx(0.0 if method.endswith("keep=0") else 0.7, abs=0.02)

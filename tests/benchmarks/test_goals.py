@@ -68,10 +68,10 @@ def test_goals_follow_from_the_cells_and_none_is_left_out() -> None:
     found = {goal.text: goal for goal in goals(toy())}
     assert len(found) == 4 + 5 * len(BASELINES)
     assert "oracle" not in " ".join(BASELINES)
-    assert found["icecache at 256 keeps 99 % of full"].met
+    assert found["icecache-digest at 256 keeps 99 % of full"].met
     assert found["prkv at 256 keeps 99 % of full"].met is False
     assert all(found[f"prkv at 256 equals {name} at 256"].met is False for name in BASELINES)
-    assert all(found[f"icecache at 64 equals {name} at 256"].met for name in BASELINES)
+    assert all(found[f"icecache-digest at 64 equals {name} at 256"].met for name in BASELINES)
     assert all(goal.paired is not None and goal.paired.n == 10 for goal in found.values())  # nothing of the hard task
     fewer = [one for one in toy() if one.method != "quest"]
     assert [goal.text for goal in goals(fewer) if goal.met is None] == [text for text in found if "quest" in text]
@@ -82,7 +82,7 @@ def test_goals_that_belong_together_have_one_verdict() -> None:
     found = {hope.text: hope for hope in hopes(goals(toy()))}
     assert len(found) == 4 + 5
     assert sum(hope.of for hope in found.values()) == 4 + every
-    assert found["icecache at 64 equals every baseline at 256"].verdict == f"met ({len(BASELINES)} of {len(BASELINES)})"
+    assert found["icecache-digest at 64 equals every baseline at 256"].verdict == f"met ({len(BASELINES)} of {len(BASELINES)})"
     missed = found["prkv at 256 equals every baseline at 256"]
     assert missed.verdict == f"not met (0 of {len(BASELINES)}, {len(BASELINES)} more within the interval)"
     assert missed.tightest is not None
@@ -90,7 +90,7 @@ def test_goals_that_belong_together_have_one_verdict() -> None:
     assert missed.tightest.paired.difference == pytest.approx(-0.1)
     assert found["prkv at 256 keeps 99 % of full"].verdict == "not met"
     fewer = {hope.text: hope for hope in hopes(goals([one for one in toy() if one.method not in ("quest", "prkv")]))}
-    assert fewer["icecache at 64 equals every baseline at 256"].verdict.endswith(", 1 not measured")
+    assert fewer["icecache-digest at 64 equals every baseline at 256"].verdict.endswith(", 1 not measured")
     assert fewer["prkv at 256 keeps 99 % of full"].verdict == "not measured"
 
 

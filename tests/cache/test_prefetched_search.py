@@ -31,7 +31,7 @@ def model() -> PreTrainedModel:
 
 
 def cached(model: PreTrainedModel, tokens: int = 90, **options: Any) -> kvthaw.Cache:
-    cache = kvthaw.Cache(model, "icecache", **{"budget": 64, "dense_layers": 0, "prefetch": True, **options})
+    cache = kvthaw.Cache(model, "icecache-digest", **{"budget": 64, "dense_layers": 0, "prefetch": True, **options})
     step(model, cache, IDS[:, :tokens])
     return cache
 
@@ -139,7 +139,7 @@ def test_rows_of_different_lengths(model: PreTrainedModel, monkeypatch: pytest.M
     batch = ragged([150, 37, 91])
 
     def generate() -> Tensor:
-        with kvthaw.attach(model, "icecache", budget=64, prefetch=True):
+        with kvthaw.attach(model, "icecache-digest", budget=64, prefetch=True):
             return model.generate(**batch, max_new_tokens=30, do_sample=False)
 
     early = searched(monkeypatch)
@@ -151,7 +151,7 @@ def test_rows_of_different_lengths(model: PreTrainedModel, monkeypatch: pytest.M
 
 def test_requests_that_join_and_leave(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     def serve() -> list[list[int]]:
-        batch = kvthaw.Batch(model, "icecache", max_seqs=2, capacity=256, budget=64, prefetch=True)
+        batch = kvthaw.Batch(model, "icecache-digest", max_seqs=2, capacity=256, budget=64, prefetch=True)
         requests = [batch.join(IDS[0, :100], max_new_tokens=20), batch.join(IDS[1, :70], max_new_tokens=8)]
         while batch.requests:
             batch.step()
@@ -276,12 +276,12 @@ def test_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     early = searched(monkeypatch)
 
     def generate() -> Tensor:
-        with kvthaw.attach(model, "icecache", budget=64, prefetch=True):
+        with kvthaw.attach(model, "icecache-digest", budget=64, prefetch=True):
             return model.generate(ids, max_new_tokens=60, do_sample=False)
 
     found = generate()
     assert len(early) > 60
-    cache = kvthaw.Cache(model, "icecache", budget=64, prefetch=True)
+    cache = kvthaw.Cache(model, "icecache-digest", budget=64, prefetch=True)
     step(model, cache, ids)
     cache.wait()
     layer, queries, done = cache.frozen_layers[2], torch.randn(2, 4, 1, 64, device="cuda"), torch.cuda.Event()

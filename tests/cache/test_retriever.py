@@ -33,7 +33,7 @@ def test_an_index_in_anothers_place_is_the_one_that_is_joined(llama: PreTrainedM
 
 def test_a_selection_buffer_stays_while_there_are_as_many_sequences(llama: PreTrainedModel) -> None:
     """Beams change places at every step, and its memory is page-locked on a GPU."""
-    group = group_of(llama, "icecache")
+    group = group_of(llama, "icecache-digest")
     selection_buffer = group._selection_buffer
     group.reorder([1, 0])
     assert group._selection_buffer is selection_buffer

@@ -40,7 +40,7 @@ def steps(model: PreTrainedModel, cache: kvthaw.Cache, mask: Tensor) -> Tensor:
     return torch.cat(logits, dim=1)
 
 
-@pytest.mark.parametrize("method", ["icecache", "icecache-reuse", "icecache:unit=token"])
+@pytest.mark.parametrize("method", ["icecache-digest", "icecache-digest:reuse=3", "icecache-digest:unit=token"])
 def test_a_choice_left_to_the_host_is_the_eager_one(llama: PreTrainedModel, method: str) -> None:
     """Of rows of several lengths, over steps in which tokens leave their rings; searches are one a layer that searches."""
     rows = ragged([130, 90, 121])
@@ -66,11 +66,11 @@ class Weighs(TreeIndex):
 
 def test_weights_made_on_the_host_are_not_dropped(llama: PreTrainedModel) -> None:
     """There is no place for them on a desk; eager steps take them."""
-    cache = kvthaw.Cache(llama, replace(resolve("icecache"), index=Weighs), budget=48)
+    cache = kvthaw.Cache(llama, replace(resolve("icecache-digest"), index=Weighs), budget=48)
     with torch.no_grad():
         llama(prompt(1, 90), past_key_values=cache)
         llama(prompt(1, 1), past_key_values=cache)
-        with cache.kv.streams.records(AtOnce()), pytest.raises(CacheError, match=r"icecache weighs .* capture=False"):
+        with cache.kv.streams.records(AtOnce()), pytest.raises(CacheError, match=r"icecache-digest weighs .* capture=False"):
             llama(prompt(1, 1), past_key_values=cache)
 
 

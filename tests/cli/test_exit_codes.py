@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from said import Said, refused
 
+import bytemodel
+
 
 def test_errors_are_one_line_and_exit_code_1(model: str, tmp_path: Path) -> None:
     generate = ("generate", "Hello", "--model", model)
@@ -27,7 +29,9 @@ def test_errors_are_one_line_and_exit_code_1(model: str, tmp_path: Path) -> None
     refused(Said("generate", "a" * 3000, "--model", model), 1, "3,000 tokens", "2,048")
     refused(Said("eval", "passkey", "--model", model, "--length", "10"), 1, "length 10 is too short")
     refused(Said("eval", "passkey", "--model", model, "--method", "orakle"), 1, "oracle")
-    refused(Said("eval", "passkey", "--method", "icecache:page=4"), 1, "icecache has no option 'page'", "page_size")
+    refused(
+        Said("eval", "passkey", "--method", "icecache-digest:page=4"), 1, "icecache-digest has no option 'page'", "page_size"
+    )
     refused(Said("eval", "passkeyy"), 2, "did you mean 'passkey'?")
     refused(Said("eval", "passkey", "--model", model, "--out", "/nowhere/x", "--length", "300"), 1, "/nowhere/x")
     refused(Said("eval", "passkey", "--question", "both"), 1, "question is 'both'")
@@ -121,8 +125,9 @@ def test_ctrl_c_is_exit_code_130(model: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
-def test_a_real_ctrl_c_stops_a_running_command(endless: Path) -> None:
-    command = [sys.executable, "-m", "kvthaw", "generate", "Hello", "--model", str(endless), "--method", "oracle"]
+def test_a_real_ctrl_c_stops_a_running_command(tmp_path: Path) -> None:
+    model = str(bytemodel.save(tmp_path, ends=False))
+    command = [sys.executable, "-m", "kvthaw", "generate", "Hello", "--model", model, "--method", "oracle"]
     command += ["--max-new-tokens", "100000", "--temperature", "3"]
     process = subprocess.Popen(
         command,

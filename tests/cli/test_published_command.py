@@ -25,7 +25,10 @@ def test_a_published_benchmark_is_asked_and_reported(model: str, tmp_path: Path)
         "64",
     )
     said = Said("eval", "gsm8k", *asked, "--samples", "2", "--temperature", "0.6", "--top-p", "0.95", "--json")
-    assert [(line["method"], line["n"], line["samples"]) for line in said.records] == [("icecache", 1, 2), ("full", 1, 2)]
+    assert [(line["method"], line["n"], line["samples"]) for line in said.records] == [
+        ("icecache-digest", 1, 2),
+        ("full", 1, 2),
+    ]
     assert said.records[0]["attended_max"] <= 64
     assert list(said.records[0]["pass_at"]) == ["1", "2"]
     plot = tmp_path / "scores.png"
@@ -48,12 +51,12 @@ def test_a_name_of_several_benchmarks_has_their_mean(model: str, tmp_path: Path)
     common = ("--model", model, "--budget", "64", "--max-new-tokens", "3", "--temperature", "0", "--top-p", "1")
     asked = ("eval", "aime", "--data", str(tmp_path), *common)
     assert [(line["benchmark"], line["method"]) for line in Said(*asked, "--json").records] == [
-        *(("aime24", "icecache"), ("aime24", "full")),
-        *(("aime25", "icecache"), ("aime25", "full")),
+        *(("aime24", "icecache-digest"), ("aime24", "full")),
+        *(("aime25", "icecache-digest"), ("aime25", "full")),
     ]
     plot = tmp_path / "scores.png"
     table = Said(*asked, "--plot", str(plot))
-    assert all(word in table.out for word in ("aime24", "aime25", "mean", "icecache", "full"))
+    assert all(word in table.out for word in ("aime24", "aime25", "mean", "icecache-digest", "full"))
     assert plot.read_bytes().startswith(b"\x89PNG")
     (tmp_path / "aime25.jsonl").unlink()
     refused(Said(*asked), 1, "that folder holds none of aime25.jsonl, aime25.jsonl.gz")

@@ -23,8 +23,8 @@ IDS = prompt(2, 120)
 
 
 def filled(model: PreTrainedModel) -> kvthaw.Cache:
-    """Two sequences of 90 tokens under icecache, and decoded until the ring is full."""
-    cache = kvthaw.Cache(model, "icecache", budget=64, dense_layers=0)
+    """Two sequences of 90 tokens under icecache-digest, and decoded until the ring is full."""
+    cache = kvthaw.Cache(model, "icecache-digest", budget=64, dense_layers=0)
     step(model, cache, IDS[:, :90])
     for t in range(200):
         step(model, cache, IDS[:, t % 90 :][:, :1])

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 import kvthaw
 from zoo import MODELS, build, build_exact, ragged
 
-SPARSE = ("oracle", "icecache")
+SPARSE = ("oracle", "icecache-digest")
 """Methods that take turns at the architectures: one searches on the device, one on the host."""
 NEW = 10
 LENGTHS = [97, 61, 80]

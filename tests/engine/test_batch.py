@@ -37,7 +37,7 @@ def settings_of(method: str) -> dict[str, Any]:
     return {"dense_layers": 1} if method == "full" else {"budget": 48, "dense_layers": 1, "block_size": 16}
 
 
-@pytest.mark.parametrize("method", ["full", "h2o", "icecache-reuse", "pariskv", "clusterkv", "prkv"])
+@pytest.mark.parametrize("method", ["full", "h2o", "icecache-digest:reuse=3", "pariskv", "clusterkv", "prkv"])
 def test_joining_and_leaving_changes_nobodys_tokens(llama: PreTrainedModel, method: str) -> None:
     rng, settings = random.Random(7), settings_of(method)
     prompts = [prompt(1, n, seed=i)[0] for i, n in enumerate(LENGTHS)]
@@ -85,7 +85,7 @@ def test_nothing_of_a_request_stays_for_the_next_one_in_its_place(method: str, f
     assert serve(used, second, 30) == serve(fresh, second, 30)
 
 
-@pytest.mark.parametrize("method", ["full", "streaming", "oracle", "clusterkv", "h2o", "icecache"])
+@pytest.mark.parametrize("method", ["full", "streaming", "oracle", "clusterkv", "h2o", "icecache-digest"])
 def test_a_prompt_in_chunks_equals_one_pass(llama: PreTrainedModel, method: str) -> None:
     settings, ids = settings_of(method), prompt(1, 110)[0]
     batch = Batch(llama, method, max_seqs=2, capacity=CAPACITY, prefill_chunk=32, **settings)
@@ -170,7 +170,7 @@ def alone_stats(model: PreTrainedModel, tokens: int) -> kvthaw.Stats:
 
 def test_a_prompt_that_fails_leaves_the_batch_as_it_was(llama: PreTrainedModel) -> None:
     ids, other = prompt(1, 60, seed=1)[0], prompt(1, 80, seed=2)[0]
-    for method in ("oracle", "icecache"):
+    for method in ("oracle", "icecache-digest"):
         expected = alone(llama, method, ids, 20, budget=48)
         batch = Batch(llama, method, max_seqs=2, capacity=CAPACITY, budget=48)
         request = batch.join(ids, max_new_tokens=20, stop=())
@@ -191,7 +191,7 @@ def test_a_prompt_that_fails_leaves_the_batch_as_it_was(llama: PreTrainedModel) 
 
 @pytest.mark.parametrize(
     ("method", "then"),
-    [("full", "join"), ("quest", "leave"), ("icecache", "again"), ("icecache", "join"), ("streaming", "leave")],
+    [("full", "join"), ("quest", "leave"), ("icecache-digest", "again"), ("icecache-digest", "join"), ("streaming", "leave")],
 )
 def test_a_step_that_breaks_off_between_layers_is_taken_again(
     llama: PreTrainedModel, method: str, then: str, monkeypatch: pytest.MonkeyPatch
@@ -271,7 +271,7 @@ def test_draws_follow_their_distribution() -> None:
     assert set(sample(logits, [Sampling(temperature=1.0, top_p=0.6)] * 4000, place).tolist()) == {2}
 
 
-@pytest.mark.parametrize("method", ["infinigen", "icecache:prefetch=True"])
+@pytest.mark.parametrize("method", ["infinigen", "icecache-digest:prefetch=True"])
 def test_what_cannot_be_compiled_is_not_and_says_so(
     llama: PreTrainedModel, method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -304,7 +304,9 @@ def test_a_compiled_batch_gives_the_same_tokens(llama: PreTrainedModel) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("method", [name for name in kvthaw.METHODS if name not in ("icecache", "icecache-reuse", "infinigen")])
+@pytest.mark.parametrize(
+    "method", [name for name in kvthaw.METHODS if name not in ("icecache", "icecache-reuse", "icecache-digest", "infinigen")]
+)
 def test_one_capture_serves_every_company(method: str, compiled: bool) -> None:
     if compiled and method not in ("full", "pariskv", "prkv"):
         pytest.skip("a compilation takes a minute; three methods are enough")

@@ -19,7 +19,7 @@ def forward(model: PreTrainedModel, cache: DynamicCache, ids: Tensor, mask: Tens
         return model(ids, attention_mask=mask, past_key_values=cache).logits
 
 
-@pytest.mark.parametrize("method", ["icecache", "clusterkv", "pariskv", "snapkv"])
+@pytest.mark.parametrize("method", ["icecache-digest", "clusterkv", "pariskv", "snapkv"])
 def test_to_the_sink_before_the_index_has_taken_a_second_prompt(llama: PreTrainedModel, method: str) -> None:
     cache, fresh = (kvthaw.Cache(llama, method, budget=340) for _ in range(2))
     forward(llama, cache, IDS[:, :102])
@@ -31,7 +31,7 @@ def test_to_the_sink_before_the_index_has_taken_a_second_prompt(llama: PreTraine
         torch.testing.assert_close(forward(llama, cache, ids), forward(llama, fresh, ids), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("method", ["icecache", "pariskv"])
+@pytest.mark.parametrize("method", ["icecache-digest", "pariskv"])
 def test_one_row_to_the_sink_and_another_not(llama: PreTrainedModel, method: str) -> None:
     batch = ragged([130, 70])
     ids, mask = batch["input_ids"], batch["attention_mask"]
@@ -84,7 +84,7 @@ def test_a_positive_number_is_what_transformers_means(llama: PreTrainedModel) ->
     assert cache.get_seq_length() == plain.get_seq_length()
 
 
-@pytest.mark.parametrize("method", ["oracle", "icecache", "full"])
+@pytest.mark.parametrize("method", ["oracle", "icecache-digest", "full"])
 def test_keep(llama: PreTrainedModel, method: str) -> None:
     kept, cropped = (kvthaw.Cache(llama, method, budget=64) for _ in range(2))
     with torch.no_grad():

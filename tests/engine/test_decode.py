@@ -66,7 +66,7 @@ def test_rows_stand_where_their_own_tokens_end(llama: PreTrainedModel) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("method", ["full", "pariskv", "clusterkv", "quest", "icecache", "streaming"])
+@pytest.mark.parametrize("method", ["full", "pariskv", "clusterkv", "quest", "icecache-digest", "streaming"])
 def test_captured_steps_on_a_gpu_are_the_eager_ones(method: str) -> None:
     """Also while selections are counted, for each row as for the row alone."""
     llama = zoo.build("llama", max_position_embeddings=1024).to("cuda")

@@ -19,7 +19,18 @@ from kvthaw.engine.graph_runner import GraphRunner
 from kvthaw.errors import CacheError
 from zoo import build, prompt, ragged
 
-METHODS = ["full", "streaming", "oracle", "icecache", "icecache:reuse=2", "clusterkv", "pariskv", "snapkv", "h2o", "freekv"]
+METHODS = [
+    "full",
+    "streaming",
+    "oracle",
+    "icecache-digest",
+    "icecache-digest:reuse=2",
+    "clusterkv",
+    "pariskv",
+    "snapkv",
+    "h2o",
+    "freekv",
+]
 IDS = prompt(2, 200)
 PHASES = ["begin", "select", "fetch", "attention", "end", "offload", "append"]
 
@@ -114,7 +125,7 @@ def test_a_decode_step(llama: PreTrainedModel, method: str, dense_layers: int) -
 @pytest.mark.parametrize(
     ("method", "then"),
     [
-        *(("icecache", then) for then in ("crop", "several", "copy")),
+        *(("icecache-digest", then) for then in ("crop", "several", "copy")),
         *(("oracle", then) for then in ("crop", "dense", "reorder")),
         *(("clusterkv", then) for then in ("several", "reorder", "fork")),
         *(("full", then) for then in ("dense", "copy")),
@@ -122,7 +133,7 @@ def test_a_decode_step(llama: PreTrainedModel, method: str, dense_layers: int) -
 )
 def test_something_else_than_the_step_that_failed(llama: PreTrainedModel, method: str, then: str) -> None:
     """The layers that had taken it go back."""
-    ample = then == "crop" or method == "icecache"  # a tree that forgets keys keeps another shape
+    ample = then == "crop" or method == "icecache-digest"  # a tree that forgets keys keeps another shape
     settings = {"dense_layers": 0, **({} if method == "full" else {"budget": 1024 if ample else 64, "block_size": 16})}
     plain, cache = (kvthaw.Cache(llama, method, **settings) for _ in range(2))
     for each in (plain, cache):
@@ -150,7 +161,7 @@ def test_something_else_than_the_step_that_failed(llama: PreTrainedModel, method
 @pytest.mark.parametrize(
     ("method", "number"),
     [
-        *(("oracle", 0), ("icecache", 1), ("clusterkv", 2), ("pariskv", 0), ("snapkv", 1)),
+        *(("oracle", 0), ("icecache-digest", 1), ("clusterkv", 2), ("pariskv", 0), ("snapkv", 1)),
         *(("full", 2), ("streaming", 0), ("streaming", 2)),
     ],
 )

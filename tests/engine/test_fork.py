@@ -19,7 +19,7 @@ from zoo import prompt
 @pytest.mark.parametrize("steps", [0, 20])
 def test_a_forked_child_goes_on_decoding(llama: PreTrainedModel, steps: int) -> None:
     """Without steps before it the prompt may still be on its way into the index."""
-    cache, ids = kvthaw.Cache(llama, "icecache", budget=64), prompt(1, 400)
+    cache, ids = kvthaw.Cache(llama, "icecache-digest", budget=64), prompt(1, 400)
 
     @torch.no_grad()
     def decode(start: int, stop: int) -> str:

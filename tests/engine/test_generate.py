@@ -17,7 +17,7 @@ import kvthaw
 from kvthaw.methods import resolve
 from zoo import ROLLS_BACK_SLIDING, VOCAB, build, build_exact, prompt, ragged
 
-METHODS = ("oracle", "icecache", "icecache-reuse")
+METHODS = ("oracle", "icecache-digest", "icecache-digest:reuse=3")
 AMPLE = 1024
 IDS = prompt(1, 90)
 BATCH = ragged([90, 37, 61])
@@ -28,7 +28,7 @@ def new_tokens(model: PreTrainedModel, inputs: dict[str, Tensor], **how: Any) ->
     return model.generate(**inputs, **how)[:, inputs["input_ids"].shape[1] :]
 
 
-@pytest.fixture(params=["oracle", "icecache-reuse"])
+@pytest.fixture(params=["oracle", "icecache-digest:reuse=3"])
 def method(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -122,7 +122,7 @@ def test_pipeline(llama: PreTrainedModel) -> None:
     write = pipeline("text-generation", llama, tokenizer=tokenizer)
     texts = [" ".join(f"w{i}" for i in row.tolist()) for row in (IDS[0], IDS[0, :50])]
     expected = write(texts, max_new_tokens=10, do_sample=False, batch_size=2)
-    with kvthaw.attach(llama, "icecache", budget=AMPLE) as handle:
+    with kvthaw.attach(llama, "icecache-digest", budget=AMPLE) as handle:
         assert write(texts, max_new_tokens=10, do_sample=False, batch_size=2) == expected
         assert handle.stats().sparse_steps > 0
 
@@ -337,7 +337,7 @@ def test_crop_undoes(decoded: int, drop: int) -> None:
     torch.testing.assert_close(decode(llama, cache, IDS[:, 20:35]), decode(llama, twin, IDS[:, 20:35]), atol=1e-4, rtol=1e-4)
 
 
-@turns_of("target, source", kvthaw.METHODS, ["full", "oracle", "icecache-reuse"])
+@turns_of("target, source", kvthaw.METHODS, ["full", "oracle", "icecache-digest:reuse=3"])
 def test_fork_equals_a_fresh_prefill(llama: PreTrainedModel, source: str, target: str) -> None:
     ids, mask = BATCH["input_ids"], BATCH["attention_mask"]
     origin = kvthaw.Cache(llama, source, budget=64)

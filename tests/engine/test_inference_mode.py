@@ -73,7 +73,7 @@ def after(
 PAIRS = [
     (method, [change for change in CHANGES if change != "fork" or method not in EVICT][turn % 5])
     for turn, method in enumerate(kvthaw.METHODS)
-] + [("icecache", "fork"), ("pariskv", "fork")]
+] + [("icecache-digest", "fork"), ("pariskv", "fork")]
 """Methods take turns at the changes that they allow."""
 
 
@@ -85,7 +85,7 @@ def test_what_changes_a_cache(llama: PreTrainedModel, method: str, change: str) 
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("method", ["full", "icecache", "pariskv", "clusterkv", "h2o"])
+@pytest.mark.parametrize("method", ["full", "icecache-digest", "pariskv", "clusterkv", "h2o"])
 def test_generate(llama: PreTrainedModel, method: str) -> None:
     def beams() -> Tensor:
         with kvthaw.attach(llama, method, budget=48):
@@ -98,7 +98,7 @@ def test_generate(llama: PreTrainedModel, method: str) -> None:
 
 def test_a_batch(llama: PreTrainedModel) -> None:
     def served() -> list[list[int]]:
-        batch = kvthaw.Batch(llama, "icecache", max_seqs=2, capacity=120, budget=48)
+        batch = kvthaw.Batch(llama, "icecache-digest", max_seqs=2, capacity=120, budget=48)
         first = [batch.join(prompt(1, 60), max_new_tokens=20, stop=[]), batch.join(prompt(1, 30), max_new_tokens=5, stop=[])]
         while batch.requests:
             batch.step()

@@ -61,7 +61,7 @@ def test_a_dropped_cache_is_freed(llama: PreTrainedModel, method: str) -> None:
     assert twin is None or twin.get_seq_length() == 102
 
 
-@pytest.mark.parametrize("method", ["full", "oracle", "icecache", "clusterkv"])
+@pytest.mark.parametrize("method", ["full", "oracle", "icecache-digest", "clusterkv"])
 def test_generate_keeps_one_cache_and_detach_none(llama: PreTrainedModel, method: str) -> None:
     handle = kvthaw.attach(llama, method, **({} if method == "full" else {"budget": 64}))
     llama.generate(IDS, max_new_tokens=3, do_sample=False)

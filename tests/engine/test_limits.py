@@ -47,7 +47,12 @@ def test_a_prompt_is_refused_by_the_blocks_that_it_takes(llama: PreTrainedModel,
 
 @pytest.mark.parametrize(
     ("architecture", "method", "inference"),
-    [("llama", "oracle", True), ("llama", "icecache", False), ("gemma3", "oracle", False), ("gemma3", "icecache", True)],
+    [
+        ("llama", "oracle", True),
+        ("llama", "icecache-digest", False),
+        ("gemma3", "oracle", False),
+        ("gemma3", "icecache-digest", True),
+    ],
 )
 def test_decoding_stops_at_the_limit_and_goes_on_after_a_crop(architecture: str, method: str, inference: bool) -> None:
     model = build(architecture)
@@ -94,7 +99,7 @@ def test_a_batch_goes_on_when_a_request_has_left(llama: PreTrainedModel) -> None
         tight.join(IDS[:, :193], max_new_tokens=2, stop=[])
 
 
-@pytest.mark.parametrize("method", ["oracle", "icecache", "streaming"])
+@pytest.mark.parametrize("method", ["oracle", "icecache-digest", "streaming"])
 def test_a_huge_budget_takes_no_more_than_the_positions_there_are(llama: PreTrainedModel, method: str) -> None:
     with kvthaw.attach(llama, method, budget=10**9) as handle:
         llama.generate(IDS[:, :60], max_new_tokens=3)

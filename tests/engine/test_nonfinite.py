@@ -88,7 +88,7 @@ def decode(model: PreTrainedModel, cache: kvthaw.Cache, ids: Tensor) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("method", ["pariskv", "full", "icecache"])
+@pytest.mark.parametrize("method", ["pariskv", "full", "icecache-digest"])
 def test_gpu_within_some_steps(llama: PreTrainedModel, method: str) -> None:
     llama.cuda()
     ids = IDS.cuda()

@@ -119,7 +119,7 @@ def test_no_tensor_grows_with_the_prompt(monkeypatch: pytest.MonkeyPatch, llama:
     monkeypatch.setattr(kv_prefetcher, "BLOCK", 64)
 
     def largest(tokens: int, chunk: int) -> int:
-        with kvthaw.attach(llama, "icecache", budget=64, prefill_chunk=chunk, block_size=32), Largest() as seen:
+        with kvthaw.attach(llama, "icecache-digest", budget=64, prefill_chunk=chunk, block_size=32), Largest() as seen:
             llama(prompt(1, tokens), logits_to_keep=1)
         return seen.most
 
@@ -131,7 +131,7 @@ def test_gpu_memory_does_not_grow_with_the_prompt(device: torch.device) -> None:
     model = build("llama", max_position_embeddings=1 << 20, num_key_value_heads=4, head_dim=64).to(device, torch.bfloat16)
 
     def peak(tokens: int) -> int:
-        with kvthaw.attach(model, "icecache", budget=64, prefill_chunk=1024):
+        with kvthaw.attach(model, "icecache-digest", budget=64, prefill_chunk=1024):
             torch.cuda.reset_peak_memory_stats()
             model(prompt(1, tokens).to(device), logits_to_keep=1)
             torch.cuda.synchronize()

@@ -126,7 +126,7 @@ def test_beams_are_decoded_eagerly(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("method", ["oracle", "pariskv", "clusterkv", "prkv", "icecache"])
+@pytest.mark.parametrize("method", ["oracle", "pariskv", "clusterkv", "prkv", "icecache-digest"])
 def test_a_captured_cache_can_be_cropped_copied_and_continued(method: str) -> None:
     llama = model("cuda", torch.float32)
     ids = torch.randint(3, 512, (1, 700), device="cuda")
@@ -288,7 +288,7 @@ class Device:
 
 
 def replayed(
-    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, room: int = 0, method: str | kvthaw.Method = "icecache"
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, room: int = 0, method: str | kvthaw.Method = "icecache-digest"
 ) -> tuple[kvthaw.Cache, Device, Callable[[], torch.Tensor]]:
     """A cache after a prompt of 70 tokens, what takes its steps, and a step."""
     cache = kvthaw.Cache(llama, method, budget=128, dense_layers=1)
@@ -327,7 +327,7 @@ def test_a_replay_that_fails_counts_nothing_and_can_be_taken_again(
 
 def test_what_a_forward_does_behind_the_last_layer_may_fail_too(llama: PreTrainedModel) -> None:
     """Its step is not counted: a compiled forward, say, or the last layer's MLP."""
-    cache, plain = (kvthaw.Cache(llama, "icecache", budget=128, dense_layers=1) for _ in range(2))
+    cache, plain = (kvthaw.Cache(llama, "icecache-digest", budget=128, dense_layers=1) for _ in range(2))
 
     def forward(**kwargs: Any) -> Any:
         out = llama(**kwargs)
@@ -435,8 +435,8 @@ def test_what_is_not_captured() -> None:
     whole = {"rope_theta": 1e4, "rope_type": "default"}
     for rope, method, reason in (
         (whole | {"rope_type": "dynamic", "factor": 2.0}, "oracle", "dynamic positions"),
-        (whole, "icecache", None),
-        (whole, "icecache:transfer=bulk", "icecache has its rows gathered by the host"),
+        (whole, "icecache-digest", None),
+        (whole, "icecache-digest:transfer=bulk", "icecache-digest has its rows gathered by the host"),
         (whole, "infinigen", "infinigen looks into the model"),
         (whole, "retroinfer", None),
     ):
@@ -466,7 +466,7 @@ def test_what_is_not_captured_is_compiled_where_it_can_be(caplog: pytest.LogCapt
     llama = model("cuda", torch.float32)
     ids = torch.randint(3, 512, (1, 300), device="cuda")
     for method, how in (
-        ("icecache:transfer=bulk", "compiled, not captured: icecache has its rows gathered by the host"),
+        ("icecache-digest:transfer=bulk", "compiled, not captured: icecache-digest has its rows gathered by the host"),
         ("infinigen", "taken eagerly: infinigen looks into the model between its layers"),
     ):
         with kvthaw.attach(llama, method, budget=128):
@@ -494,7 +494,7 @@ def test_a_compiled_step_is_one_graph_and_gives_the_same_tokens() -> None:
     """Of a method that decides on the device and, by the same graph, of one that searches on the host."""
     llama = model("cpu", torch.float32)
     ids, made = torch.randint(3, 512, (2, 80)), compiled_step(llama.forward)
-    for method in ("oracle", "icecache"):
+    for method in ("oracle", "icecache-digest"):
         assert_same_when_compiled(llama, method, ids, made)
 
 

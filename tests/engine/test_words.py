@@ -33,7 +33,7 @@ def test_stats_are_a_sentence(llama: PreTrainedModel) -> None:
     ("method", "settings", "words"),
     [
         ("oracle", {"budget": 32}, "oracle, budget 32"),
-        ("icecache", {}, "icecache, budget 256"),
+        ("icecache-digest", {}, "icecache-digest, budget 256"),
         ("oracle", {"budget": 0.5}, "oracle, budget 0.5"),
         ("quest", {"retrieved": 9}, "quest, 9 retrieved"),
         ("full", {}, "full;"),

@@ -20,7 +20,7 @@ from kvthaw.methods import resolve
         ("omnikv:dense=False", 2 * 128),
         ("snapkv", 0),
         ("h2o", 0),
-        ("icecache", 0),
+        ("icecache-digest", 0),
         ("full", None),
     ],
 )
@@ -41,7 +41,7 @@ def test_a_page_costs_its_digest_and_room_to_grow(page: int) -> None:
 
 def test_a_node_costs_its_mean_its_outliers_and_room_to_grow() -> None:
     for outliers, promote in ((2, 0.05), (0, 0.02)):
-        held = describe(resolve("icecache-device", outliers=outliers, promote=promote))["bytes_a_key"]
+        held = describe(resolve("icecache-digest-device", outliers=outliers, promote=promote))["bytes_a_key"]
         own = promote * (2 * (128 * (1 + outliers) + 8) + 4) + 4
         assert own <= held <= 1.3 * own
 

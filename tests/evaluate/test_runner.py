@@ -86,6 +86,17 @@ def test_one_prefill_serves_all_and_sparse_layers_ran(loaded: tuple[Any, Any]) -
     assert found[STREAMING][0]["recall_at_k"] is None
 
 
+@pytest.mark.parametrize("question", ["dense", "sparse"])
+def test_every_method_runs(loaded: tuple[Any, Any], question: Any) -> None:
+    variants = [Variant(name) if name == "full" else Variant(name, 128) for name in METHODS]
+    for variant, lines in runner(loaded).run(Job("passkey", 600, 1, question=question), variants).items():
+        assert len(lines) == 1
+        if variant != FULL:
+            assert lines[0]["sparse_steps"] > 0
+            assert lines[0]["attended_max"] is not None
+            assert lines[0]["attended_max"] <= 128
+
+
 @dataclass(frozen=True)
 class Uneven:
     """Pass keys in prompts of different lengths, the question's too."""
@@ -106,7 +117,9 @@ class Uneven:
 SECONDS = ("prefill_s", "index_s", "ttft_s", "tt2t_s", "tpot_s")
 
 
-@pytest.mark.parametrize(("question", "names"), [("dense", ("full", "icecache", "streaming")), ("sparse", tuple(METHODS))])
+@pytest.mark.parametrize(
+    ("question", "names"), [("dense", ("full", "icecache-digest", "streaming")), ("sparse", tuple(METHODS))]
+)
 def test_a_row_of_a_batch_gives_the_line_of_the_sample_alone(
     loaded: tuple[Any, Any], question: Any, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,7 +144,6 @@ def test_a_row_of_a_batch_gives_the_line_of_the_sample_alone(
                 assert mine.pop(name) is None
                 del theirs[name]
             assert mine == theirs, variant
-            assert variant == FULL or (row["sparse_steps"] > 0 and row["attended_max"] <= 64 == row["held_budget"])
 
 
 def test_one_index_serves_the_budgets_of_a_method(loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,13 +37,15 @@ token that comes again has the longest key's norm but for rounding, and its lift
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What a search looks for: how near given points are (larger is nearer), its own projections, and the effort to spend."""
+    """What a search looks for: how near given points are (larger is nearer), its own projections, and the effort to spend: keep
+    points to descend from, of every node (each) or of a level, and P-DCI's share of a node's points."""
 
     nearness: Callable[[Sequence[int]], list[float]]
     projections: Tensor
-    beam: int
+    keep: int
     retrieve: float
     merit: Callable[[int], float] | None = None  # how good a node is to descend to; None: as near as its point
+    each: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,16 +134,24 @@ class DciTree:
     # -- building, algorithm 2 ---------------------------------------------------------------------------------------------
 
     def build(self, keys: Tensor) -> None:
-        """Index keys [n, D] anew. Every parent is the nearest point of the level above."""
+        """Index keys [n, D] anew, from the top level down: parents are searched in the tree above (or all compared with)."""
         keys = self._finite(keys, self.first)
         self.keys = keys
         self.level = [draw_level(self.config, self.layer, self.head, self.first + i) for i in range(len(keys))]
         self.parent = [ROOT] * len(keys)
         self.radius2 = ROOM * float(keys.square().sum(1).max()) if len(keys) else 0.0
         present = self.levels()
+        self._no_pages()
+        if present:
+            self._fill_nodes(self.at_level(present[0]))
         for above, below in itertools.pairwise(present):
-            self._adopt(self.at_level(below), self.at_level(above))
-        self._fill_all()
+            orphans = self.at_level(below)
+            if self.config.build_beam:
+                for i in orphans:
+                    self.parent[i] = self._nearest(self._probe_key(i, "build"), above)
+            else:
+                self._adopt(orphans, self.at_level(above))
+            self._fill_nodes(orphans)
 
     def _adopt(self, orphans: Sequence[int], parents: Sequence[int]) -> None:
         """Give each orphan its nearest parent, the first of equals."""
@@ -149,12 +159,16 @@ class DciTree:
             near = self.closeness(i, parents)
             self.parent[i] = parents[near.index(max(near))]
 
-    def _fill_all(self) -> None:
-        """Lay out every node's pages from the parents."""
-        self._no_pages()
+    def _nearest(self, probe: Probe, level: int) -> int:
+        """The nearest point of a level that a search finds, the first of equals."""
+        found = self.search(probe, level)[-1]
+        return min(found, key=lambda i: (-found[i], i))
+
+    def _fill_nodes(self, points: Sequence[int]) -> None:
+        """Lay out the pages of the nodes whose points these are, all of a level."""
         nodes: dict[int, list[int]] = {}
-        for i, parent in enumerate(self.parent):
-            nodes.setdefault(parent, []).append(i)
+        for i in points:
+            nodes.setdefault(self.parent[i], []).append(i)
         for node, members in nodes.items():
             self._fill(node, members)
 
@@ -215,13 +229,14 @@ class DciTree:
             if current < level:
                 break
             here: dict[int, float] = {}
-            for node in nodes:
-                found = self.prioritized_dci(node, probe)
-                here |= dict(zip(found, probe.nearness(found), strict=True))
+            found = [self.prioritized_dci(node, probe) for node in nodes]
+            for each in found:
+                here |= dict(zip(each, probe.nearness(each), strict=True))
             seen.append(here)
             merit = here if probe.merit is None else {i: probe.merit(i) for i in here}
-            beam = sorted(here, key=lambda i: (-merit[i], i))[: probe.beam]
-            nodes = [i for i in beam if self.pages.get(i)] or [i for i in self.at_level(current) if self.pages.get(i)]
+            best = [sorted(some, key=lambda i: (-merit[i], i))[: probe.keep] for some in (found if probe.each else [[*here]])]
+            below = [i for some in best for i in some if self.pages.get(i)]
+            nodes = below or [i for i in self.at_level(current) if self.pages.get(i)]
         return seen
 
     def prioritized_dci(self, node: int, probe: Probe) -> list[int]:
@@ -230,7 +245,7 @@ class DciTree:
         members = self.members(node)
         if not members:
             return []
-        retrieve = math.ceil(probe.retrieve * len(members))
+        retrieve = self.config.retrieved(probe.retrieve, len(members))
         apart = (self.projections(members) - probe.projections).abs()
         bound = apart.view(len(members), self.config.composites, self.config.simples).amax(2).amin(1)
         priority = dict(zip(members, bound.tolist(), strict=True))
@@ -254,19 +269,15 @@ class DciTree:
         return Probe(
             nearness,
             target,
-            config.beam(len(self), budget),
+            config.keep(len(self), budget),
             config.query_retrieve_share,
             merit if config.descend == "digest" else None,
+            config.descend == "node",
         )
 
-    def _probe_key(self, point: int) -> Probe:
-        config = self.config
-        return Probe(
-            lambda points: self.closeness(point, points),
-            self.projections([point])[0],
-            config.insert_beam,
-            config.insert_retrieve_share,
-        )
+    def _probe_key(self, point: int, task: str) -> Probe:
+        beam, share = (getattr(self.config, f"{task}_{name}") for name in ("beam", "retrieve_share"))
+        return Probe(lambda points: self.closeness(point, points), self.projections([point])[0], beam, share)
 
     # -- selecting pages, algorithm 3, and cutting them to a budget --------------------------------------------------------
 
@@ -289,7 +300,7 @@ class DciTree:
             for level in self.search(self._probe_query(query, budget), 1):
                 seen |= level
             heads.append(seen)
-        if self.config.merge == "union":
+        if self.config.merge == "share":
             heads = [self._normalised(heads)]
         ranked = [self._rank(seen, home) for seen in heads]
         chosen: list[int] = []
@@ -348,11 +359,8 @@ class DciTree:
             for node in self.pages:
                 self._fill(node, self.members(node))
 
-        probe = self._probe_key(new)
-        parent = ROOT
-        if above is not None:
-            nearest = self.search(probe, above)[-1]
-            parent = min(nearest, key=lambda i: (-nearest[i], i))
+        probe = self._probe_key(new, "insert")
+        parent = ROOT if above is None else self._nearest(probe, above)
         moved: list[int] = []
         if below is not None and level not in present:  # a level of its own: it becomes the parent of all below
             moved = self.at_level(below)

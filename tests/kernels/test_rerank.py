@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from paris import SHAPES, Case, poisoned
@@ -51,11 +49,12 @@ def test_definition_by_hand() -> None:
 
 
 @triton_only
-@pytest.mark.parametrize(("shape", "run"), list(zip(SHAPES, itertools.cycle([64, 8]), strict=False)))
+@pytest.mark.parametrize("run", [64, 8])
+@pytest.mark.parametrize(("dim", "group", "lengths", "dtype"), SHAPES)
 def test_rerank_kernel(
-    shape: tuple[int, int, tuple[int, ...], torch.dtype], run: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dim, group, lengths, dtype = shape
+    dim: int, group: int, lengths: tuple[int, ...], dtype: torch.dtype, run: int, device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     monkeypatch.setattr(op, "shape", lambda run: (max(run, 16), 3))
     case = Case(dim, group, lengths, dtype, device)
     rotated = turned(case)
@@ -122,7 +121,8 @@ CASES = [  # wanted, group, k, candidates a peak
 
 
 @triton_only
-@pytest.mark.parametrize(("ties", "policy"), [(False, "max"), (True, "mean")])
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("policy", ["max", "mean"])
 @pytest.mark.parametrize(("wanted", "group", "k", "run"), CASES)
 def test_topk_kernel(
     wanted: tuple[int, ...], group: int, k: int, run: int, policy: topk.Merge, ties: bool, device: torch.device

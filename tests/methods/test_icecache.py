@@ -1,4 +1,4 @@
-"""icecache as a method: where it searches, options that reach the index, whole models."""
+"""icecache and its variants as methods: presets, options that reach the index, whole models."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 from unit_methods import generate, indices
 
 import kvthaw
+from kvthaw.cache.transfer import BulkCopy
 from kvthaw.errors import ConfigError
 from kvthaw.index.forest import TreeIndex
 from kvthaw.index.nodes import NodeIndex
@@ -16,23 +17,32 @@ from kvthaw.regions import Regions
 from zoo import prompt
 
 
-def test_where_it_searches_is_an_option() -> None:
-    host, device = resolve("icecache"), resolve("icecache", search="device")
-    assert (host.name, host.unit, device.name, device.unit) == ("icecache", "page", "icecache-device", "token")
-    assert host.regions == device.regions == Regions(32, 32, 16)
-    assert digest(resolve("icecache-device:field=64")) == digest(resolve("icecache:search=device:field=64"))
-    assert resolve("icecache-reuse", search="device").anchors == 3
+def test_the_name_of_the_paper_is_the_paper_s_method() -> None:
+    paper = resolve("icecache")
+    assert (paper.name, paper.unit, paper.transfer, paper.regions) == ("icecache", "page", BulkCopy, Regions(32, 32, 16))
+    assert digest(paper) == digest(resolve("icecache:preset=paper:transfer=uva"))
+    others = {
+        digest(resolve(name)) for name in ("icecache", "icecache:preset=code", "icecache-digest", "icecache-digest-device")
+    }
+    assert len(others) == 4
+    assert resolve("icecache-reuse").anchors == resolve("icecache-digest:reuse=3").anchors == 3
 
 
-@pytest.mark.parametrize(("search", "kind"), [("host", TreeIndex), ("device", NodeIndex)])
-def test_the_search_is_the_one_asked_for(llama: PreTrainedModel, search: str, kind: type) -> None:
-    with kvthaw.attach(llama, "icecache", budget=64, search=search) as handle:
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    [
+        *(("icecache", TreeIndex), ("icecache:preset=code", TreeIndex)),
+        *(("icecache-digest", TreeIndex), ("icecache-digest-device", NodeIndex)),
+    ],
+)
+def test_the_search_is_the_one_asked_for(llama: PreTrainedModel, method: str, kind: type) -> None:
+    with kvthaw.attach(llama, method, budget=64) as handle:
         generate(llama, {"input_ids": prompt(1, 120)}, 3)
         assert all(type(index) is kind for index in indices(handle))
 
 
 def test_generated_tokens_make_nodes(llama: PreTrainedModel) -> None:
-    with kvthaw.attach(llama, "icecache-device", budget=64, promote=0.1, nodes_per_batch=4, field=64) as handle:
+    with kvthaw.attach(llama, "icecache-digest-device", budget=64, promote=0.1, nodes_per_batch=4, field=64) as handle:
         generate(llama, {"input_ids": prompt(1, 200)}, 100)
         for index in indices(handle):
             assert isinstance(index, NodeIndex)
@@ -46,16 +56,15 @@ def test_generated_tokens_make_nodes(llama: PreTrainedModel) -> None:
 
 
 def test_options_that_do_not_fit_are_named() -> None:
-    for options, message in (
-        ({"search": "gpu"}, "search is 'gpu'; it must be one of host, device"),
-        ({"search": "device", "preset": "paper"}, "preset and threads are of the search on the host"),
-        ({"search": "device", "threads": 2}, "preset and threads are of the search on the host"),
-        ({"search": "device", "prefetch": True}, "prefetch, preset and threads are of the search on the host"),
-        ({"search": "device", "promote": 0.9}, "promote is 0.9"),
-        ({"search": "device", "page_size": 8}, "page_size"),
-        ({"field": 64}, "field"),
-        ({"reuse": 0}, "reuse is 0"),
-        ({"transfer": "pigeon"}, "transfer is 'pigeon'"),
+    for name, message in (
+        ("icecache:preset=default", "preset is 'default'; it must be one of paper, code"),
+        ("icecache:prefetch=True", "icecache has no option 'prefetch'"),
+        ("icecache-digest:preset=paper", "icecache-digest has no option 'preset'"),
+        ("icecache-digest-device:promote=0.9", "promote is 0.9"),
+        ("icecache-digest-device:threads=2", "icecache-digest-device has no option 'threads'"),
+        ("icecache:field=64", "icecache has no option 'field'"),
+        ("icecache:reuse=0", "reuse is 0"),
+        ("icecache-digest:transfer=pigeon", "transfer is 'pigeon'"),
     ):
         with pytest.raises(ConfigError, match=message):
-            resolve("icecache", **options)
+            resolve(name)

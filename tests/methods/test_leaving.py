@@ -19,7 +19,7 @@ from kvthaw.index import clusters, codes, nodes, units
 from kvthaw.methods import METHODS, resolve
 
 
-@pytest.mark.parametrize("method", ["oracle", "clusterkv", "prkv", "quest", "pariskv", "retroinfer", "icecache"])
+@pytest.mark.parametrize("method", ["oracle", "clusterkv", "prkv", "quest", "pariskv", "retroinfer", "icecache-digest"])
 def test_work_between_steps_is_done_once(method: str) -> None:
     torch.manual_seed(1)
     plain = OneLayer(method, 200, 90)
@@ -95,7 +95,7 @@ SOON: dict[str, dict[str, int]] = {
     "retroinfer": {"batch": 20, "tokens_per_cluster": 4, "segment": 64},
 }
 """Options with which batches are full, and sets chosen anew, after a few tokens."""
-KEEP_WHAT_LEFT = ["full", "streaming", "h2o", "snapkv", "snapkv-refreshed", "icecache", "icecache-reuse"]
+KEEP_WHAT_LEFT = ["full", "streaming", "h2o", "snapkv", "snapkv-refreshed", "icecache-digest", "icecache-digest:reuse=3"]
 REVERSIBLE = [name for name in METHODS if name not in KEEP_WHAT_LEFT]
 
 
@@ -260,7 +260,7 @@ KERNELS = [
 @pytest.mark.parametrize("pads", ["none", "some"])
 @pytest.mark.parametrize(
     "method",
-    ["clusterkv", "prkv", "quest", "arkvale", "freekv", "retroinfer", "pariskv", "shadowkv", "icecache-device", *TOKENS],
+    ["clusterkv", "prkv", "quest", "arkvale", "freekv", "retroinfer", "pariskv", "shadowkv", "icecache-digest-device", *TOKENS],
 )
 def test_more_rows_are_no_more_launches(method: str, pads: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that leave their rings at the same step leave together, wherever in their rings, pages and batches they stand."""

@@ -59,11 +59,12 @@ def test_an_option_of_a_name_is_read(text: str, option: tuple[str, object]) -> N
         ("shadowkv:chunk=-1", "^chunk is -1; it must be at least 1"),
         ("streaming:sink=-1", "^sink is -1; it must be at least 0"),
         ("clusterkv:keep=-1", "^keep is -1; it must be at least 0"),
-        ("icecache:threads=-1", "^threads is -1; it must be at least 0"),
-        ("icecache:reuse", "reuse is ''; it must be a whole number"),
-        ("icecache:page=4", "icecache has no option 'page'; there are: .*preset, .*page_size"),
-        ("icecache:promote=often", "promote is 'often'; it must be a number"),
-        ("icecache-reuse:search=device:page=4", "icecache has no option 'page'; there are: .*search"),
+        ("icecache-digest:threads=-1", "^threads is -1; it must be at least 0"),
+        ("icecache-digest:reuse", "reuse is ''; it must be a whole number"),
+        ("icecache-digest:page=4", "icecache-digest has no option 'page'; there are: .*prefetch, .*page_size"),
+        ("icecache-digest:promote=often", "promote is 'often'; it must be a number"),
+        ("icecache-digest-device:page=4", "icecache-digest-device has no option 'page'; there are: .*field"),
+        ("icecache:preset=ours", "preset is 'ours'; it must be one of paper, code"),
         ("quest:pages=4", "method quest has no option 'pages'; there are: page, policy$"),
     ],
 )
@@ -77,7 +78,7 @@ def numbers(name: str) -> list[str]:
     make = METHODS[name]
     takes: list[Any] = [getattr(make, "func", make)]
     if name.startswith("icecache"):
-        takes.append(NodeConfig if name == "icecache-device" else TreeConfig)
+        takes.append(NodeConfig if name == "icecache-digest-device" else TreeConfig)
     kinds = {option: kind for one in takes for option, kind in get_type_hints(one).items() if option != "return"}
     able = {option for option, kind in kinds.items() if any(each in (int, float) for each in (kind, *get_args(kind)))}
     return [option for option in kinds if option in able - {"tree", "seed"}]
@@ -129,7 +130,7 @@ def test_every_method_has_a_digest_of_its_own() -> None:
     [
         ("quest:page=16", "quest"),
         ("twilight:base=quest", "twilight"),
-        ("icecache:transfer=bulk", "icecache"),
+        ("icecache-digest:transfer=bulk", "icecache-digest"),
         ("clusterkv:preset=paper:clusters_per_batch=8", "clusterkv:preset=code"),
         ("snapkv:refresh=128", "snapkv-refreshed"),
     ],
@@ -141,8 +142,14 @@ def test_a_digest_is_of_what_options_come_to(name: str, same: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("quest:page=8", "twilight:base=arkvale", "icecache:outliers=3", "icecache:seed=0", "icecache-device:field=64"),
-        *("pariskv:beta=0.1", "pariskv:window=128", "clusterkv:keep=2", "icecache:reuse=2", "omnikv:filters=(2,)"),
+        *(
+            "quest:page=8",
+            "twilight:base=arkvale",
+            "icecache-digest:outliers=3",
+            "icecache-digest:seed=0",
+            "icecache-digest-device:field=64",
+        ),
+        *("pariskv:beta=0.1", "pariskv:window=128", "clusterkv:keep=2", "icecache-digest:reuse=2", "omnikv:filters=(2,)"),
         *("infinigen:prefetch=False", "snapkv-refreshed:width=16"),
     ],
 )

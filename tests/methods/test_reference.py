@@ -155,11 +155,19 @@ def test_pariskv_takes_the_best_codes_among_those_that_collide_most(preset: str,
 
 
 @pytest.mark.parametrize("n", [40, 700])
-@pytest.mark.parametrize("descend", ["point", "digest"])
+@pytest.mark.parametrize("descend", ["node", "level", "digest"])
 def test_icecache_takes_the_pages_of_the_nearest_points(n: int, descend: str) -> None:
-    """Section 3 with a field of view that holds everything, so that nothing is approximate but what the paper wants so."""
+    """Section 3 with beams that hold everything, so that nothing is approximate but what the paper wants so."""
     dim, size = 32, 16
-    config = TreeConfig(promote=0.1, promote_higher=0.3, page_size=size, query_beam=n, descend=descend)
+    config = TreeConfig(
+        promote=0.1,
+        page_size=size,
+        descend=descend,
+        query_beam=n,
+        build_beam=n,
+        query_retrieve_share=1.0,
+        build_retrieve_share=1.0,
+    )
     keys = torch.randn(1, n, dim, generator=torch.Generator().manual_seed(n))
     store = HostStore(1, 1, dim, torch.float32, block_size=64)
     store.append(0, torch.stack((keys, keys), dim=2))

@@ -11,7 +11,7 @@ from kvthaw.errors import ConfigError
 from kvthaw.methods import resolve
 from zoo import prompt
 
-BASES = ["quest", "oracle", "clusterkv", "icecache", "pariskv"]
+BASES = ["quest", "oracle", "clusterkv", "icecache-digest", "pariskv"]
 
 
 def test_it_is_its_base_with_another_index() -> None:

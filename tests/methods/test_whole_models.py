@@ -19,14 +19,14 @@ OPTIONS = [
     *("arkvale:page=8:spread=max", "arkvale:policy=mean", "arkvale:policy=mean_query"),
     *("clusterkv:batch=16:clusters_per_batch=2", "clusterkv:distance=l2:clusters=7", "clusterkv:policy=mean_query"),
     *("prkv:interval=16:page=8", "prkv:share=auto:page=8", "prkv:share=1.0", "prkv:policy=mean_query"),
-    *("icecache-device:promote=0.2:outliers=0:nodes_per_batch=2", "icecache-device:policy=mean:field=5"),
+    *("icecache-digest-device:promote=0.2:outliers=0:nodes_per_batch=2", "icecache-digest-device:policy=mean:field=5"),
     *("infinigen:prefetch=False", "shadowkv:rank=8", "freekv:tau=0.3", "pqcache:policy=mean", "retroinfer:segment=64"),
     *(
         "omnikv:dense=False",
         "magicpig:bits=3:tables=20",
         "socket:bits=6:tables=8",
         "socket:policy=mean",
-        "twilight:base=icecache",
+        "twilight:base=icecache-digest",
     ),
 ]
 FROZEN = [name for name, make in METHODS.items() if not make().dense]

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Measure speed and memory.", rich_markup_mode="rich")
 
 EXAMPLES = (
-    "Examples:\n\n  kvthaw bench decode --shape llama-3.1-8b --length 36864 --method full,icecache --json\n\n"
-    "  kvthaw bench decode --method full,icecache,oracle --budget 256 --out decode.jsonl --plot decode.png\n\n"
+    "Examples:\n\n  kvthaw bench decode --shape llama-3.1-8b --length 36864 --method full,icecache-digest --json\n\n"
+    "  kvthaw bench decode --method full,icecache-digest,oracle --budget 256 --out decode.jsonl --plot decode.png\n\n"
     "  kvthaw bench decode --method full,clusterkv:keep=2:budget=1024,pariskv:retrieved=100"
 )
 PREFILL_EXAMPLES = (
     "Examples:\n\n  kvthaw bench prefill --shape llama-3.1-8b --length 131072,524288 --chunk 8192,16384 --json\n\n"
-    "  kvthaw bench prefill --shape tiny --length 4096 --chunk 512,1024 --method full,icecache --out prefill.jsonl"
+    "  kvthaw bench prefill --shape tiny --length 4096 --chunk 512,1024 --method full,icecache-digest --out prefill.jsonl"
 )
 SERVING_EXAMPLES = (
     "Examples:\n\n  kvthaw bench serving --shape llama-3.1-8b --length 16384 --method full,pariskv,prkv --budget 1024 --json\n\n"
@@ -55,10 +55,10 @@ def decode(
         str,
         typer.Option(
             help="Methods, separated by commas. Options follow behind colons, those of a method and those of its cache: "
-            "clusterkv:keep=2, pariskv:retrieved=100, icecache:budget=256:new_tokens=64. hf-dynamic and hf-offloaded are "
+            "clusterkv:keep=2, pariskv:retrieved=100, icecache-digest:budget=256:new_tokens=64. hf-dynamic and hf-offloaded are "
             "transformers' own caches."
         ),
-    ] = "hf-dynamic,full,icecache",
+    ] = "hf-dynamic,full,icecache-digest",
     budget: Annotated[
         str, typer.Option(help="Most tokens attended per KV head and step, or a fraction of the prompt.")
     ] = "256",
@@ -115,7 +115,7 @@ def prefill(
     chunk: Annotated[
         str, typer.Option(help="Tokens that go through the model at once, separated by commas; beside them, one pass.")
     ] = "1024",
-    method: options.Methods = "icecache",
+    method: options.Methods = "icecache-digest",
     budget: Annotated[
         str, typer.Option(help="Most tokens attended per KV head and step, or a fraction of the prompt.")
     ] = "1024",

@@ -15,7 +15,7 @@ from kvthaw.cli.options import budget_of, listed, methods_of
 EXAMPLES = (
     "Examples:\n\n"
     "  kvthaw compare --task passkey,niah,longeval,kv-retrieval --methods all --budgets 64,128,256,1024 --out compared\n\n"
-    "  kvthaw compare --task ruler --methods icecache,quest,pariskv:beta=0.2 --dense-layers 0,2 --protocol dense,sparse\n\n"
+    "  kvthaw compare --task ruler --methods icecache-digest,quest,pariskv:beta=0.2 --dense-layers 0,2 --protocol dense,sparse\n\n"
     "  for i in 1 2 3 4; do kvthaw compare --task passkey --lengths 65536 --shard $i/4 --out compared & done; wait\n\n"
     "  kvthaw compare --report-only --out compared"
 )
@@ -29,7 +29,7 @@ def compare(
         ),
     ] = "passkey,niah,longeval,kv_retrieval",
     methods: Annotated[
-        str, typer.Option(help="[bold]all[/], or methods separated by commas, with options as in icecache:reuse=2.")
+        str, typer.Option(help="[bold]all[/], or methods separated by commas, with options as in icecache-digest:reuse=2.")
     ] = "all",
     budgets: Annotated[str, options.BUDGETS] = "64,128,256,1024",
     lengths: Annotated[str, options.LENGTHS] = "4096",

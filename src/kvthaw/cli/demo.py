@@ -20,11 +20,13 @@ if TYPE_CHECKING:
 
     from kvthaw.demo import Event, Outcome
 
-EXAMPLES = "Examples:\n\n  kvthaw demo\n\n  kvthaw demo --method icecache --budget 64 --length 8192\n\n  kvthaw demo --json"
+EXAMPLES = (
+    "Examples:\n\n  kvthaw demo\n\n  kvthaw demo --method icecache-digest --budget 64 --length 8192\n\n  kvthaw demo --json"
+)
 
 
 def demo(
-    method: options.Method = "icecache",
+    method: options.Method = "icecache-digest",
     budget: Annotated[str, typer.Option(help="Most tokens attended per KV head and step, or a fraction of the book.")] = "256",
     length: Annotated[int | None, typer.Option(min=1, help="Cut the book to so many tokens.")] = None,
     model: options.Model = "shipped",

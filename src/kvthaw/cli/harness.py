@@ -14,7 +14,7 @@ EXAMPLES = (
     "sparse_tokens; pretrained=shipped is the model that ships. Needs pip install kvthaw\\[lm-eval].\n\nExamples:\n\n"
     "  kvthaw lm-eval --model_args pretrained=meta-llama/Llama-3.1-8B-Instruct,method=pariskv,budget=1024 "
     "--tasks longbench,gsm8k --apply_chat_template\n\n"
-    "  kvthaw lm-eval --model_args pretrained=MODEL,method=icecache:promote=0.1,budget=256 --tasks ruler "
+    "  kvthaw lm-eval --model_args pretrained=MODEL,method=icecache-digest:promote=0.1,budget=256 --tasks ruler "
     "--metadata '{\"max_seq_lengths\": [4096, 32768]}'\n\n"
     "  kvthaw lm-eval --model_args pretrained=MODEL,method=prkv,budget=1024,sparse_tokens=64 --tasks longbench2 --limit 50\n\n"
     "  kvthaw lm-eval --model_args method=oracle,budget=64 --tasks my_task --include_path my_tasks --output_path results"

@@ -28,9 +28,11 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else 
 Lines = Annotated[bool, typer.Option("--json", help="Print one JSON object a run and nothing else on stdout.")]
 
 Method = Annotated[
-    str, typer.Option("--method", help="A name of [bold]kvthaw methods[/], with options as in icecache:reuse=2.")
+    str, typer.Option("--method", help="A name of [bold]kvthaw methods[/], with options as in icecache-digest:reuse=2.")
 ]
-Methods = Annotated[str, typer.Option("--method", help="Methods, separated by commas, with options as in icecache:reuse=2.")]
+Methods = Annotated[
+    str, typer.Option("--method", help="Methods, separated by commas, with options as in icecache-digest:reuse=2.")
+]
 Sweep = Annotated[
     str,
     typer.Option(

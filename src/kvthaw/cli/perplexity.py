@@ -12,7 +12,7 @@ from kvthaw.cli.common import bars, load_model, print_results, save_plot, shown,
 from kvthaw.cli.options import listed, variants_of, words
 
 EXAMPLES = (
-    "Examples:\n\n  kvthaw eval perplexity --method icecache,quest,streaming --length 1024,4096,16384 --plot ppl.png\n\n"
+    "Examples:\n\n  kvthaw eval perplexity --method icecache-digest,quest,streaming --length 1024,4096,16384 --plot ppl.png\n\n"
     "  kvthaw eval perplexity --method clusterkv,quest,infinigen --budget 1024 --length 2048,4096,8192,16384,32000 --samples 4 "
     "--text novel.txt --model meta-llama/Llama-3.1-8B --out ppl.jsonl --json"
 )
@@ -20,7 +20,7 @@ EXAMPLES = (
 
 def perplexity(
     model: options.Model = "shipped",
-    method: options.Sweep = "icecache,streaming",
+    method: options.Sweep = "icecache-digest,streaming",
     budget: Annotated[str | None, options.BUDGETS] = None,
     retrieved: options.Beside = None,
     length: Annotated[str, typer.Option(help="Tokens before the measured ones, separated by commas.")] = "1024,2048,4096",

@@ -23,7 +23,7 @@ EXAMPLES = (
     + ", ".join(FAMILIES)
     + "\n\nTheir data is read from a file in the published format (.jsonl, .json, .csv, "
     "gzipped or not), from a folder of such files, or from the hub.\n\nExamples:\n\n"
-    "  kvthaw eval gsm8k --data test.jsonl --model Qwen/Qwen3-8B --method icecache,oracle --budget 0.1 --limit 200\n\n"
+    "  kvthaw eval gsm8k --data test.jsonl --model Qwen/Qwen3-8B --method icecache-digest,oracle --budget 0.1 --limit 200\n\n"
     "  kvthaw eval aime24 --data hub --model Qwen/Qwen3-8B --method prkv,snapkv-refreshed --budget 1024 --samples 4\n\n"
     "  kvthaw eval longbench_v2_cot --data longbench_v2.jsonl --model MODEL --method pariskv --retrieved 100 --length 120000\n\n"
     "  kvthaw eval longbench_en --data LongBench/data --model MODEL --method icecache,pariskv --budget 256 --length 31500\n\n"
@@ -39,7 +39,7 @@ def evaluate(
         typer.Option(help="A file, a folder, [bold]hub[/] to download it, or the id of a copy on the hub.", metavar="PATH"),
     ] = None,
     model: options.Model = "shipped",
-    method: options.Methods = "icecache",
+    method: options.Methods = "icecache-digest",
     budget: Annotated[str, options.BUDGETS] = "256",
     retrieved: options.Instead = None,
     dense_layers: options.DenseLayers = "auto",

@@ -48,7 +48,7 @@ class KvthawLM(HFLM):
         self,
         pretrained: Any = SHIPPED,
         *,
-        method: str = "icecache",
+        method: str = "icecache-digest",
         budget: int | float | None = None,
         retrieved: int | None = None,
         dense_layers: int | None = None,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.errors import CacheError, ConfigError, at_least
-from kvthaw.index.tree_config import TreeConfig, directions
+from kvthaw.index.tree_config import CHOICES, TreeConfig, directions
 from kvthaw.native import DTYPES, Forest, Isa, isa_code
 
 
@@ -48,18 +48,21 @@ class TreeIndex:
             c.page_size,
             c.composites,
             c.simples,
-            c.promote,
-            c.promote_higher,
+            *c.ratios,
+            c.promotion == "in_order",
             c.seed,
+            CHOICES["descend"].index(c.descend),
             c.query_beam,
             c.query_beam_share,
             c.query_retrieve_share,
             c.insert_beam,
             c.insert_retrieve_share,
-            ("interleave", "union").index(c.merge),
+            c.build_beam,
+            c.build_retrieve_share,
+            c.retrieve_batch,
+            CHOICES["merge"].index(c.merge),
             context.scale,
-            ("page", "token").index(c.unit),
-            ("point", "digest").index(c.descend),
+            CHOICES["unit"].index(c.unit),
             c.outliers,
             c.spread,
             isa_code(isa),
@@ -142,6 +145,10 @@ class TreeIndex:
     def length(self, seq: int) -> int:
         """Where a sequence's positions end: it holds [first, length)."""
         return self.forest.first(seq) + self.forest.size(seq)
+
+    def products(self) -> int:
+        """How many inner products of a query with a key all selections took so far."""
+        return self.forest.products()
 
     def nbytes(self) -> int:
         """Bytes of host memory that the trees hold, shared ones once."""

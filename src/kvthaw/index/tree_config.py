@@ -8,50 +8,55 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvthaw.errors import ConfigError
+from kvthaw.errors import ConfigError, one_of
 
 _MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class TreeConfig:
-    """Settings of a DCI-tree.
+    """Settings of a DCI-tree. The defaults are the paper's, and our choice where it gives no number.
 
-    promote, promote_higher: a point is at level >= 2 with probability promote, and at each further one with promote_higher
-        times the one before. The paper has one ratio r for both.
+    promote: the ratio r of one level's points to those of the level below. promote_higher: another one from level 2 on; 0: the
+        same, as in the paper. promotion: "random", or "in_order" (every ceil(1 / r)-th point, as the authors' code).
     page_size: slots of a page.
     composites, simples: P-DCI keeps `composites` composite indices of `simples` simple ones each.
-    query_beam, query_beam_share: a query descends from the best max(query_beam, query_beam_share * n) points of a level (the
-        authors' field of view, 30 and 0.0015 in their code), and from no fewer than two for each page that the budget holds.
-    descend: what makes a point the better one to descend from. "point": the point itself, near to the query (algorithm 4).
-        "digest": the best that may lie below it, which a query finds at a tenth of the effort: the largest of its node's
-        outliers and of mean + spread, see native/tree_digest.cpp.
+    descend: which points a query descends from. "node": the k best of every node that it visited (algorithm 4). "level": the best
+        of a level (the authors' field of view). "digest": of a level too, ranked by the best key that may lie below each: the
+        largest of its node's outliers and of mean + spread, see native/tree_digest.cpp.
+    query_beam, query_beam_share: from max(query_beam, query_beam_share * n) points, of a node or of a level, and no fewer than one
+        (of a level, two) for each page that the budget holds.
+    query_retrieve_share: the share of a node's points that P-DCI gives a true distance, those nearest in projection.
+        retrieve_batch: it stops after a whole number of batches of so many points.
+    insert_beam, insert_retrieve_share: the same for inserting a key: it descends from so many points of a level (the paper: 1).
+    build_beam, build_retrieve_share: for indexing a prompt; build_beam 0: compare with every point of the level above.
     outliers: how many keys a digest names that its mean describes worst. spread: how many standard deviations above the mean a
         key of a node is looked for.
-    query_retrieve_share: the share of a node's points, those nearest in projection, that get a true distance. The authors' code
-        retrieves 0.8 (0.6 to insert); every level then loses that share of what it should have found.
-    insert_beam, insert_retrieve_share: the same for the searches that insert a key. Building needs none: it finds every
-        nearest parent.
     unit: what a selection is made of. "page": the pages of the best tokens, whole (algorithm 3). "token": those tokens alone
         (algorithm 4's own answer): a store that fetches single rows need not bring a page's other tokens.
-    merge: how the query heads of one KV head share the budget. "interleave" takes their ranked units in turn, "union" all units
-        by their best score, a score being q.k times the attention's scale less the head's own log-sum-exp over what it saw.
+    merge: how the query heads of one KV head share the budget. "union": all that the heads found, or in turn each head's best
+        where that is more than the budget. "share": by the best score, q.k times the attention's scale less the head's own
+        log-sum-exp over what it saw.
     seed: of promotions and directions.
     """
 
     promote: float = 0.05
-    promote_higher: float = 0.2
+    promote_higher: float = 0.0
+    promotion: str = "random"
     page_size: int = 16
     composites: int = 1
-    simples: int = 1
-    query_beam: int = 64
-    query_beam_share: float = 0.001
-    descend: str = "digest"
+    simples: int = 4
+    descend: str = "node"
+    query_beam: int = 16
+    query_beam_share: float = 0.0
+    query_retrieve_share: float = 0.9
+    retrieve_batch: int = 16
+    insert_beam: int = 1
+    insert_retrieve_share: float = 0.9
+    build_beam: int = 1
+    build_retrieve_share: float = 0.9
     outliers: int = 2
     spread: float = 2.0
-    query_retrieve_share: float = 1.0
-    insert_beam: int = 20
-    insert_retrieve_share: float = 1.0
     unit: str = "page"
     merge: str = "union"
     seed: int = 0
@@ -61,26 +66,45 @@ class TreeConfig:
             if not ok:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be {allowed}")
 
-        for name in ("promote", "promote_higher"):
-            need(name, 0.0 < getattr(self, name) <= 0.5, "above 0 and at most 0.5")
-        need("page_size", 1 <= self.page_size <= 256, "from 1 to 256")
+        need("promote", 0.0 < self.promote <= 0.5, "above 0 and at most 0.5")
+        need("promote_higher", 0.0 <= self.promote_higher <= 0.5, "from 0 to 0.5")
+        for name in ("page_size", "retrieve_batch"):
+            need(name, 1 <= getattr(self, name) <= 256, "from 1 to 256")
         for name in ("composites", "simples"):
             need(name, 1 <= getattr(self, name) <= 16, "from 1 to 16")
-        for name in ("query_beam", "insert_beam"):
-            need(name, getattr(self, name) >= 1, "at least 1")
+        for name, least in (("query_beam", 1), ("insert_beam", 1), ("build_beam", 0)):
+            need(name, getattr(self, name) >= least, f"at least {least}")
         need("query_beam_share", 0.0 <= self.query_beam_share <= 1.0, "from 0 to 1")
-        for name in ("query_retrieve_share", "insert_retrieve_share"):
+        for name in ("query_retrieve_share", "insert_retrieve_share", "build_retrieve_share"):
             need(name, 0.0 < getattr(self, name) <= 1.0, "above 0 and at most 1")
-        need("descend", self.descend in ("point", "digest"), "'point' or 'digest'")
         need("outliers", 0 <= self.outliers <= 16, "from 0 to 16")
         need("spread", 0.0 <= self.spread < math.inf, "finite and at least 0")
-        need("unit", self.unit in ("page", "token"), "'page' or 'token'")
-        need("merge", self.merge in ("interleave", "union"), "'interleave' or 'union'")
+        for name, allowed in CHOICES.items():
+            one_of(allowed, **{name: getattr(self, name)})
         need("seed", 0 <= self.seed < 1 << 63, "from 0 to 2^63 - 1")
 
-    def beam(self, points: int, budget: int) -> int:
-        """How many points of a level a query descends from."""
-        return max(self.query_beam, math.ceil(self.query_beam_share * points), -(-2 * budget // self.page_size))
+    @property
+    def ratios(self) -> tuple[float, float]:
+        """Of level 2 to level 1, and of each higher level to the one below."""
+        return self.promote, self.promote_higher or self.promote
+
+    def keep(self, points: int, budget: int) -> int:
+        """How many points a query descends from, of every node or of a level, see `descend`."""
+        pages = -(-budget * (1 if self.descend == "node" else 2) // self.page_size)
+        return max(self.query_beam, math.ceil(self.query_beam_share * points), pages)
+
+    def retrieved(self, share: float, members: int) -> int:
+        """How many of a node's points get a true distance."""
+        batches = -(-math.ceil(share * members) // self.retrieve_batch)
+        return min(members, batches * self.retrieve_batch)
+
+
+CHOICES = {
+    "promotion": ("random", "in_order"),
+    "descend": ("node", "level", "digest"),
+    "unit": ("page", "token"),
+    "merge": ("union", "share"),
+}
 
 
 def splitmix64(x: int) -> int:
@@ -92,13 +116,19 @@ def splitmix64(x: int) -> int:
 
 
 def draw_level(config: TreeConfig, layer: int, head: int, position: int) -> int:
-    """The level of a position, from 1: a pure function, so that a sequence alone equals the sequence in a batch. No more than
-    32."""
+    """The level of a position, from 1: a pure function, so that a sequence alone equals the sequence in a batch. At most 32."""
+    first, higher = config.ratios
+    level = 1
+    if config.promotion == "in_order":
+        count, every = position + 1, math.ceil(1 / first)
+        while count % every == 0 and level < 32:
+            level, count, every = level + 1, count // every, math.ceil(1 / higher)
+        return level
     x = splitmix64(splitmix64(splitmix64(splitmix64(config.seed) ^ layer) ^ head) ^ position)
     uniform = (x >> 11) * 2.0**-53
-    level, threshold = 1, config.promote
+    threshold = first
     while uniform < threshold and level < 32:
-        level, threshold = level + 1, threshold * config.promote_higher
+        level, threshold = level + 1, threshold * higher
     return level
 
 

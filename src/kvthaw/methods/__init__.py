@@ -14,6 +14,7 @@ from kvthaw.methods.freekv import freekv
 from kvthaw.methods.full import full
 from kvthaw.methods.h2o import h2o
 from kvthaw.methods.icecache import icecache
+from kvthaw.methods.icecache_digest import icecache_digest, icecache_digest_device
 from kvthaw.methods.infinigen import infinigen
 from kvthaw.methods.magicpig import magicpig
 from kvthaw.methods.omnikv import omnikv
@@ -63,7 +64,8 @@ METHODS: dict[str, Callable[..., Method]] = {
     "quest": quest,
     "icecache": icecache,
     "icecache-reuse": partial(icecache, reuse=3),
-    "icecache-device": partial(icecache, search="device"),
+    "icecache-digest": icecache_digest,
+    "icecache-digest-device": icecache_digest_device,
     "pariskv": pariskv,
     "pqcache": pqcache,
     "magicpig": magicpig,

@@ -5,88 +5,74 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from kvthaw.cache.index_api import IndexContext, Method, Transfer
 from kvthaw.cache.transfer import BulkCopy, UvaGather
-from kvthaw.errors import ConfigError, at_least, one_of
+from kvthaw.errors import at_least, one_of
 from kvthaw.index.forest import TreeIndex
-from kvthaw.index.nodes import NodeConfig, NodeIndex
 from kvthaw.index.tree_config import TreeConfig
 from kvthaw.methods.options import check
 from kvthaw.regions import Regions
 
-_PRESETS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "paper": {"descend": "point", "query_beam": 64, "query_beam_share": 0.02},
+PRESETS: dict[str, dict[str, Any]] = {
+    "paper": {},
     "code": {
-        "descend": "point",
         "promote": 0.03,
-        "merge": "interleave",
+        "promote_higher": 0.2,
+        "promotion": "in_order",
+        "simples": 1,
+        "descend": "level",
         "query_beam": 30,
         "query_beam_share": 0.0015,
         "query_retrieve_share": 0.8,
+        "insert_beam": 20,
         "insert_retrieve_share": 0.6,
+        "build_beam": 30,
+        "build_retrieve_share": 1.0,
+        "retrieve_batch": 128,
     },
 }
 
-_REGIONS = Regions(32, 32, 16)
+REGIONS = Regions(32, 32, 16)
 
-_TRANSFERS: dict[str, Callable[[], Transfer]] = {"uva": UvaGather, "bulk": BulkCopy}
+TRANSFERS: dict[str, Callable[[], Transfer]] = {"uva": UvaGather, "bulk": BulkCopy}
 
 
-def icecache(
-    *,
-    search: Literal["host", "device"] = "host",
-    preset: str = "default",
-    reuse: int = 1,
-    prefetch: bool = False,
-    threads: int = 0,
-    transfer: str = "uva",
-    **tree: Any,
-) -> Method:
-    """Two pages of sink, two of window, one of buffer; what a tree search found.
+def icecache(*, preset: str = "paper", reuse: int = 1, threads: int = 0, transfer: str = "bulk", **tree: Any) -> Method:
+    """Search a DCI-tree of each KV head on the host and fetch the pages that hold the best keys.
 
-    search: where. "host": trees in C++ beside the rows; whole pages of the tokens that were found. The device keeps sink, window
-    and the rows selected, nothing else, and a captured step is a graph for each search and one more. GQA: the query heads of a
-    group search on their own and share the budget as `merge` says. Other options are TreeConfig's fields. "device": the tree's
-    lowest level there, see `kvthaw.index.nodes.NodeIndex`; single tokens, in a step that asks the host nothing. GQA: `policy`.
-    Other options are NodeConfig's fields.
+    The device keeps two pages of sink, two of window, one of buffer, and the pages selected. GQA: the query heads of a group
+    search on their own; the union of their pages is fetched, or, where the budget holds fewer, each head's best in turn.
 
-    reuse: every `reuse`-th layer searches; those between take its choice (the paper's IceCache (reuse) has 3). transfer, on a GPU:
-    "bulk" as the paper has it, or "uva", where a kernel reads the rows itself. Of the host's search alone: prefetch (search while
-    the layer before attends, with the query that its attention input makes, instead of waiting for the layer's own), preset
-    ("default" descends by the nodes' digests, "paper" by their points, algorithm 4, in a field of view wide enough to find as much,
-    "code" does as the authors' code) and threads, of the trees, 0 for one a core. With "bulk" or prefetch no step is captured.
+    preset: "paper" promotes points at random with one ratio, finds parents by descending to the nearest point of each level
+    (algorithm 2), and descends from the k best points of every node visited (algorithm 4), found by prioritized DCI. "code"
+    does as the authors' code: promotes every n-th point, with another ratio above level 2, and descends from the best points
+    of a level, its field of view. reuse: search every so many layers; the layers between reuse the pages (the paper's IceCache
+    (reuse): 3). threads: search threads, 0 for one a core. transfer, on a GPU: "bulk" gathers rows on the host into one copy, as
+    the paper does, and no step is captured; "uva" lets a kernel read the rows itself. Other options: TreeConfig's fields.
     """
+    check("icecache", tree, icecache, TreeConfig)
+    one_of(PRESETS, preset=preset)
+    return tree_method("icecache" if reuse == 1 else "icecache-reuse", {**PRESETS[preset], **tree}, reuse, threads, transfer)
+
+
+def tree_method(
+    name: str, tree: dict[str, Any], reuse: int, threads: int, transfer: str, *, prefetches: bool = False
+) -> Method:
+    """A method that searches trees of these TreeConfig fields on the host."""
     at_least(1, reuse=reuse)
     at_least(0, threads=threads)
-    check("icecache", tree, icecache, NodeConfig if search == "device" else TreeConfig)
-    one_of(("host", "device"), search=search)
-    one_of(_PRESETS, preset=preset)
-    one_of(_TRANSFERS, transfer=transfer)
-    if search == "device":
-        if preset != "default" or threads or prefetch:
-            raise ConfigError("prefetch, preset and threads are of the search on the host; leave them out with search='device'")
-        return Method(
-            "icecache-device" if reuse == 1 else "icecache-device-reuse",
-            paper="IceCache",
-            unit="token",
-            index=partial(NodeIndex, config=NodeConfig(**tree)),
-            regions=_REGIONS,
-            transfer=_TRANSFERS[transfer],
-            anchors=reuse,
-        )
-    config = TreeConfig(**{**_PRESETS[preset], **tree})  # refuses bad options now
+    one_of(TRANSFERS, transfer=transfer)
     return Method(
-        "icecache" if reuse == 1 else "icecache-reuse",
+        name,
         paper="IceCache",
         unit="page",
-        index=partial(_index, config, tree.get("seed"), threads),
-        regions=_REGIONS,
-        transfer=_TRANSFERS[transfer],
+        index=partial(_index, TreeConfig(**tree), tree.get("seed"), threads),
+        regions=REGIONS,
+        transfer=TRANSFERS[transfer],
         anchors=reuse,
-        prefetches=prefetch,
+        prefetches=prefetches,
     )
 
 

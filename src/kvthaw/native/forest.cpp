@@ -1,7 +1,7 @@
 #include "forest.h"
 
 #include <algorithm>
-#include <atomic>
+#include <array>
 #include <cmath>
 #include <mutex>
 #include <stdexcept>
@@ -62,36 +62,42 @@ void Forest::build(int lane, int first, int points, const int64_t* bases, int th
     for (size_t item = 0; item < bad.size(); ++item)
         if (bad[item] >= 0) refuse(static_cast<int>(item) / blocks, first + bad[item]);
 
-    std::vector<std::vector<Tree::Adoption>> adoptions(heads_);
-    pool.run(heads_, threads, [&](size_t head) {
-        made[head]->lay_levels();
-        for (const auto& [below, above] : made[head]->level_pairs())
-            adoptions[head].push_back(made[head]->pack(rows(bases, static_cast<int>(head)), below, above));
-    });
+    pool.run(heads_, threads, [&](size_t head) { made[head]->lay_levels(); });
 
     struct Item {
-        int head, adoption, begin, count;
+        int head, begin, count;
     };
     std::vector<Item> items;
-    constexpr int kOrphans = 4 * kNearestKeys;
-    for (int head = 0; head < heads_; ++head)
-        for (size_t a = 0; a < adoptions[head].size(); ++a) {
-            const int orphans = static_cast<int>(made[head]->at_level(adoptions[head][a].below).size());
-            for (int begin = 0; begin < orphans; begin += kOrphans)
-                items.push_back({head, static_cast<int>(a), begin, std::min(kOrphans, orphans - begin)});
+    std::vector<Tree::Adoption> adoptions(heads_);
+    std::vector<std::vector<std::array<int, 2>>> pairs;
+    for (const auto& tree : made) pairs.push_back(tree->level_pairs());
+    for (size_t step = 0; step < kMaxLevel; ++step) {  // from the top: a level's parents are found in the tree above it
+        items.clear();
+        constexpr int kOrphans = 4 * kNearestKeys;
+        for (int head = 0; head < heads_; ++head) {
+            const int orphans = step < pairs[head].size() ? static_cast<int>(made[head]->at_level(pairs[head][step][0]).size()) : 0;
+            for (int begin = 0; begin < orphans; begin += kOrphans) items.push_back({head, begin, std::min(kOrphans, orphans - begin)});
         }
-    pool.run(items.size(), threads, [&](size_t i) {
-        const Item& item = items[i];
-        const Tree::Adoption& to = adoptions[item.head][item.adoption];
-        made[item.head]->adopt(rows(bases, item.head), to, made[item.head]->at_level(to.below).data() + item.begin, item.count);
-    });
-    pool.run(heads_, threads, [&](size_t head) { made[head]->fill_all(); });
+        if (items.empty()) break;
+        pool.run(heads_, threads, [&](size_t head) {
+            if (step >= pairs[head].size()) return;
+            const auto [below, above] = pairs[head][step];
+            adoptions[head] = made[head]->open_level(rows(bases, static_cast<int>(head)), below, above);
+        });
+        pool.run(items.size(), threads, [&](size_t i) {
+            const Item& item = items[i];
+            made[item.head]->adopt(rows(bases, item.head), adoptions[item.head], item.begin, item.count);
+        });
+        pool.run(heads_, threads, [&](size_t head) {
+            if (step < pairs[head].size()) made[head]->fill_level(pairs[head][step][0]);
+        });
+    }
     if (settings_->digests()) {  // nearly all nodes are of the lowest level: in blocks
         items.clear();
         constexpr int kNodes = 64;
         for (int head = 0; head < heads_; ++head) {
             const int nodes = static_cast<int>(made[head]->at_level(made[head]->lowest_nodes()).size());
-            for (int begin = 0; begin < nodes; begin += kNodes) items.push_back({head, 0, begin, std::min(kNodes, nodes - begin)});
+            for (int begin = 0; begin < nodes; begin += kNodes) items.push_back({head, begin, std::min(kNodes, nodes - begin)});
         }
         pool.run(items.size(), threads, [&](size_t i) {
             const Item& item = items[i];
@@ -190,6 +196,7 @@ void Forest::select(int batch, int group, const float* query, int budget, const 
         const Tree& tree = *trees_[lane][t % heads_];
         tree.search_query(rows(bases + lane * extents, static_cast<int>(t % heads_)),
                           query + (t * group + item % group) * settings_->dim, budget, seen[item]);
+        products_.fetch_add(seen[item].points.size(), std::memory_order_relaxed);
         if (left[s].fetch_sub(1, std::memory_order_acq_rel) == 1)
             counts[t] = tree.choose(&seen[s * group], group, budget, out + t * budget);
     });

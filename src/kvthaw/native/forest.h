@@ -1,6 +1,7 @@
 // The trees of one layer: lanes x KV heads, in parallel. Trees are shared by lanes until one changes.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <shared_mutex>
@@ -37,6 +38,7 @@ public:
     // bases: [lanes][extents], where the rows lie now.
     std::string check(const int64_t* bases, int extents) const;
     size_t nbytes() const;
+    uint64_t products() const { return products_.load(std::memory_order_relaxed); }  // of queries with keys, so far
 
 private:
     [[noreturn]] void refuse(int head, int position) const;
@@ -44,6 +46,7 @@ private:
     std::shared_ptr<const Settings> settings_;
     int heads_, extent_;
     std::vector<std::vector<std::shared_ptr<Tree>>> trees_;  // [lane][head]; null: nothing was ever built
+    mutable std::atomic<uint64_t> products_{0};
     mutable std::shared_mutex mutex_;
 };
 

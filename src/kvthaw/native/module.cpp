@@ -68,9 +68,10 @@ NB_MODULE(_native, m) {
         .def(
             "__init__",
             [](Forest* self, int lanes, int heads, int dim, int dtype, int extent, int layer, uintptr_t directions, int page_size,
-               int composites, int simples, double promote, double promote_higher, uint64_t seed, int query_beam,
-               double query_beam_share, double query_retrieve, int insert_beam, double insert_retrieve, int merge, double scale,
-               int unit, int descend, int outliers, double spread, int isa) {
+               int composites, int simples, double promote, double promote_higher, bool in_order, uint64_t seed, int descend,
+               int query_beam, double query_beam_share, double query_retrieve, int insert_beam, double insert_retrieve,
+               int build_beam, double build_retrieve, int batch, int merge, double scale, int unit, int outliers, double spread,
+               int isa) {
                 Settings settings{dim,
                                   layer,
                                   page_size,
@@ -78,14 +79,16 @@ NB_MODULE(_native, m) {
                                   simples,
                                   promote,
                                   promote_higher,
+                                  in_order,
                                   seed,
-                                  {query_beam, query_retrieve},
-                                  {insert_beam, insert_retrieve},
+                                  {query_beam, query_retrieve, batch},
+                                  {insert_beam, insert_retrieve, batch},
+                                  {build_beam, build_retrieve, batch},
                                   query_beam_share,
                                   static_cast<Unit>(unit),
                                   static_cast<Merge>(merge),
                                   static_cast<Descend>(descend),
-                                  descend ? outliers : 0,
+                                  static_cast<Descend>(descend) == Descend::digest ? outliers : 0,
                                   static_cast<float>(spread),
                                   static_cast<float>(scale),
                                   static_cast<Dtype>(dtype),
@@ -99,6 +102,7 @@ NB_MODULE(_native, m) {
         .def_prop_ro("lanes", &Forest::lanes)
         .def_prop_ro("heads", &Forest::heads)
         .def("nbytes", &Forest::nbytes)
+        .def("products", &Forest::products)
         .def(
             "check", [](const Forest& self, uintptr_t bases, int extents) { return self.check(at<const int64_t>(bases), extents); },
             kFree)

@@ -22,8 +22,16 @@ int Tree::draw_level(const Settings& settings, int head, int position) {
     const uint64_t x = splitmix64(splitmix64(splitmix64(splitmix64(settings.seed) ^ static_cast<uint64_t>(settings.layer)) ^
                                              static_cast<uint64_t>(head)) ^
                                   static_cast<uint64_t>(position));
-    const double uniform = static_cast<double>(x >> 11) * 0x1p-53;
     int level = 1;
+    if (settings.in_order) {
+        int64_t count = position + 1, every = static_cast<int64_t>(std::ceil(1 / settings.promote));
+        for (; count % every == 0 && level < kMaxLevel; ++level) {
+            count /= every;
+            every = static_cast<int64_t>(std::ceil(1 / settings.promote_higher));
+        }
+        return level;
+    }
+    const double uniform = static_cast<double>(x >> 11) * 0x1p-53;
     for (double threshold = settings.promote; uniform < threshold && level < kMaxLevel; threshold *= settings.promote_higher)
         ++level;
     return level;
@@ -72,6 +80,7 @@ void Tree::lay_levels() {
         levels_[level_[i]].push_back(i);
     }
     for (int i = 0; i < size(); ++i) place_in_space(i);
+    if (size()) fill_level(level_below(kMaxLevel + 1));
 }
 
 std::vector<std::array<int, 2>> Tree::level_pairs() const {
@@ -103,26 +112,25 @@ int Tree::level_below(int level) const {
     return 0;
 }
 
-Tree::Adoption Tree::pack(const Rows& rows, int below, int above) const {
+std::vector<float> Tree::pack(const Rows& rows, int level) const {
     const int dim = settings_->dim, depth = dim + 1, width = settings_->kernels->panel;
-    Adoption to{below, levels_[above], {}};
-    const int parents = static_cast<int>(to.parents.size()), panels = (parents + width - 1) / width;
-    to.panels.resize(static_cast<size_t>(panels) * width * depth);
-    std::vector<float> key(depth);
+    const int parents = static_cast<int>(levels_[level].size()), panels = (parents + width - 1) / width;
+    std::vector<float> packed(static_cast<size_t>(panels) * width * depth), key(depth);
     for (int p = 0; p < panels * width; ++p) {
-        const int point = to.parents[std::min(p, parents - 1)];
+        const int point = levels_[level][std::min(p, parents - 1)];
         settings_->kernels->widen(rows.key(first_ + point), dim, rows.dtype(), key.data());
         key[dim] = lift_[point];
-        float* at = to.panels.data() + static_cast<size_t>(p / width) * width * depth + p % width;
+        float* at = packed.data() + static_cast<size_t>(p / width) * width * depth + p % width;
         for (int d = 0; d < depth; ++d) at[static_cast<size_t>(d) * width] = key[d];
     }
-    return to;
+    return packed;
 }
 
 // In T_K's space the nearest parent has the largest inner product, the lift being one more dimension, so that a blocked product
-// finds every parent exactly; on vectors of 16 it costs no more than a beam search would, and misses none.
-void Tree::adopt(const Rows& rows, const Adoption& to, const int32_t* orphans, int count) {
+// finds every parent exactly.
+void Tree::adopt_nearest(const Rows& rows, const std::vector<float>& panels, int above, const int32_t* orphans, int count) {
     const int dim = settings_->dim, depth = dim + 1, group = settings_->kernels->group;
+    const std::vector<int32_t>& parents = levels_[above];
     std::vector<float> keys(static_cast<size_t>(kNearestKeys) * depth);
     int32_t which[kNearestKeys];
     for (int begin = 0; begin < count; begin += kNearestKeys) {
@@ -133,8 +141,36 @@ void Tree::adopt(const Rows& rows, const Adoption& to, const int32_t* orphans, i
             key[dim] = lift_[orphans[begin + i]];
         }
         std::fill(keys.begin() + static_cast<size_t>(n) * depth, keys.begin() + static_cast<size_t>(padded) * depth, 0.0f);
-        settings_->kernels->nearest(keys.data(), padded, to.panels.data(), static_cast<int>(to.parents.size()), depth, which);
-        for (int i = 0; i < n; ++i) parent_[orphans[begin + i]] = to.parents[which[i]];
+        settings_->kernels->nearest(keys.data(), padded, panels.data(), static_cast<int>(parents.size()), depth, which);
+        for (int i = 0; i < n; ++i) parent_[orphans[begin + i]] = parents[which[i]];
+    }
+}
+
+void Tree::number_nodes(int level) {
+    std::vector<int32_t> points = levels_[level];
+    std::sort(points.begin(), points.end(), [&](int a, int b) {
+        const int x = node_of(parent_[a]), y = node_of(parent_[b]);
+        return x < y || (x == y && (projection(a) < projection(b) || (projection(a) == projection(b) && a < b)));
+    });
+    for (int point : points) new_node(point);
+}
+
+Tree::Adoption Tree::open_level(const Rows& rows, int below, int above) {
+    number_nodes(above);
+    return {below, above, settings_->build.keep ? std::vector<float>() : pack(rows, above)};
+}
+
+void Tree::adopt(const Rows& rows, const Adoption& to, int begin, int count) {
+    const int32_t* orphans = levels_[to.below].data() + begin;
+    if (!settings_->build.keep) return adopt_nearest(rows, to.panels, to.above, orphans, count);
+    static thread_local Seen seen;
+    std::vector<float> key(settings_->dim);
+    for (int i = 0; i < count; ++i) {
+        settings_->kernels->widen(rows.key(first_ + orphans[i]), settings_->dim, rows.dtype(), key.data());
+        const float* projections = &projection_[static_cast<size_t>(orphans[i]) * settings_->indices()];
+        seen.clear();
+        search(rows, {key.data(), lift_[orphans[i]], projections, settings_->build}, to.above, seen);
+        parent_[orphans[i]] = nearest_at(seen);
     }
 }
 
@@ -156,18 +192,6 @@ int Tree::new_node(int point) {
     }
     if (settings_->digests()) *figures(node) = -1.0f;
     return node_of_[point] = node;
-}
-
-void Tree::number_nodes() {
-    std::vector<int32_t> points;
-    for (int level = kMaxLevel; level > 1; --level) {
-        points = levels_[level];
-        std::sort(points.begin(), points.end(), [&](int a, int b) {
-            const int x = node_of(parent_[a]), y = node_of(parent_[b]);
-            return x < y || (x == y && (projection(a) < projection(b) || (projection(a) == projection(b) && a < b)));
-        });
-        for (int point : points) new_node(point);
-    }
 }
 
 int Tree::new_page(int node) {
@@ -221,26 +245,22 @@ void Tree::fill(int node, std::vector<int32_t>& members) {
     nodes_[node].members = static_cast<int32_t>(n);
 }
 
-void Tree::fill_all() {
-    nodes_.assign(1, Node{});
-    digests_.resize(1);
-    records_.resize(settings_->record_bytes());
-    outliers_.resize(settings_->outliers);
-    pages_.clear();
-    page_slots_.clear();
-    page_line_.clear();
-    free_nodes_.clear();
-    free_page_ids_.clear();
-    number_nodes();
-    // Members by node: a counting sort.
-    std::vector<int32_t> start(nodes_.size() + 1, 0), sorted(size()), members;
-    for (int i = 0; i < size(); ++i) ++start[node_of(parent_[i]) + 1];
-    for (size_t node = 0; node < nodes_.size(); ++node) start[node + 1] += start[node];
+void Tree::fill_level(int level) {
+    if (level > 1 && level_below(level) == 0) number_nodes(level);  // no points at level 1: nodes without any
+    // Members by node: a counting sort. The nodes are those that open_level() made last, side by side; or the root.
+    int32_t low = INT32_MAX, high = 0;
+    for (int i : levels_[level]) {
+        low = std::min(low, node_of(parent_[i]));
+        high = std::max(high, node_of(parent_[i]));
+    }
+    std::vector<int32_t> start(high - low + 2, 0), sorted(levels_[level].size()), members;
+    for (int i : levels_[level]) ++start[node_of(parent_[i]) - low + 1];
+    for (size_t node = 0; node + 1 < start.size(); ++node) start[node + 1] += start[node];
     std::vector<int32_t> at(start.begin(), start.end() - 1);
-    for (int i = 0; i < size(); ++i) sorted[at[node_of(parent_[i])]++] = i;
-    for (size_t node = 0; node < nodes_.size(); ++node) {
-        members.assign(sorted.begin() + start[node], sorted.begin() + start[node + 1]);
-        fill(static_cast<int>(node), members);
+    for (int i : levels_[level]) sorted[at[node_of(parent_[i]) - low]++] = i;
+    for (int node = low; node <= high; ++node) {
+        members.assign(sorted.begin() + start[node - low], sorted.begin() + start[node - low + 1]);
+        fill(node, members);
     }
 }
 

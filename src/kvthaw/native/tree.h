@@ -2,7 +2,9 @@
 // It keeps no keys: every call that needs them is told where the rows lie now.
 #pragma once
 
+#include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -18,21 +20,29 @@ constexpr int kMaxLevel = 32;
 constexpr double kRoom = 1.25;  // c^2 over the longest key's |k|^2, see ROOM in tests/index/dci_tree.py
 
 enum class Unit : int { page = 0, token = 1 };
-enum class Merge : int { interleave = 0, join = 1 };
-enum class Descend : int { point = 0, digest = 1 };
+enum class Merge : int { take_turns = 0, join = 1 };
+enum class Descend : int { node = 0, level = 1, digest = 2 };
 
-// How many points of a level a search descends from, and the share of a node's members that get a true distance.
+// keep: how many points a search descends from, of every node or of a whole level. retrieve: the share of a node's members that
+// P-DCI gives a true distance, rounded up to whole batches.
 struct Effort {
-    int beam;
+    int keep;
     double retrieve;
+    int batch;
+
+    int retrieved(int members) const {
+        const int64_t least = static_cast<int64_t>(std::ceil(retrieve * members)), batches = (least + batch - 1) / batch;
+        return static_cast<int>(std::min<int64_t>(members, batches * batch));
+    }
 };
 
 // What the trees of one layer have in common.
 struct Settings {
     int dim, layer, page_size, composites, simples;
     double promote, promote_higher;
+    bool in_order;  // every n-th point is promoted; otherwise at random
     uint64_t seed;
-    Effort query, insert;
+    Effort query, insert, build;  // build.keep 0: every point of the level above is compared
     double query_beam_share;
     Unit unit;
     Merge merge;
@@ -45,6 +55,12 @@ struct Settings {
     std::vector<float> directions;  // [heads][indices][dim + 1]
 
     int indices() const { return composites * simples; }
+    // How many points a query descends from: as many of every node as the budget holds pages, or of a level twice as many.
+    int keep(int points, int budget) const {
+        const int64_t rows = descend == Descend::node ? budget : 2 * static_cast<int64_t>(budget);
+        const int64_t pages = (rows + page_size - 1) / page_size;
+        return static_cast<int>(std::max<int64_t>({query.keep, static_cast<int64_t>(std::ceil(query_beam_share * points)), pages}));
+    }
     bool digests() const { return descend == Descend::digest; }
     // What a query reads of a digest lies in one place: codes [1 + outliers][dim] of the mean, then of the outliers, the mean again
     // where there are fewer; floats: the spread, below 0 for a node without points, then the step of each row's codes.
@@ -55,13 +71,15 @@ struct Settings {
 };
 
 // What a search looks for. key is float32 [dim]; lift 0 and any scale for a query. reach: how far above a node's mean, in
-// spreads, its keys may lie; below 0: nodes are ranked by their points, not by their digests.
+// spreads, its keys may lie; below 0: nodes are ranked by their points, not by their digests. each: effort.keep is of a node, not of
+// a level.
 struct Probe {
     const float* key;
     float lift;
     const float* projections;
     Effort effort;
-    float reach;
+    float reach = -1.0f;
+    bool each = false;
 };
 
 // The members of one page that got a true distance: [begin, end) of Seen's points.
@@ -81,7 +99,8 @@ struct Seen {
     // Room to work in.
     std::vector<const void*> rows;
     std::vector<int32_t> frontier, members;
-    std::vector<uint64_t> order;
+    std::vector<size_t> nodes;  // where each visited node's points end
+    std::vector<uint64_t> order, ranked;
     std::vector<float> lines, merits;
 
     void clear() {
@@ -103,17 +122,16 @@ public:
     // Building, in the steps that the forest runs in parallel.
     void resize(int points);                                      // room for points that measure_points then fills
     int measure_points(const Rows& rows, int begin, int end);     // norms, projections, levels; the first bad point or -1
-    void lay_levels();                                            // after all are measured: c, lifts, levels
+    void lay_levels();                                            // after all are measured: c, lifts, levels, the root
     struct Adoption {
-        int below;                    // the level whose points need parents
-        std::vector<int32_t> parents;  // the points of the level above
-        std::vector<float> panels;    // them, packed for Kernels::nearest
+        int below, above;              // the level whose points need parents, the level of those
+        std::vector<float> panels;     // the parents packed for Kernels::nearest; empty where they are searched
     };
-    Adoption pack(const Rows& rows, int below, int above) const;
-    void adopt(const Rows& rows, const Adoption& to, const int32_t* orphans, int count);
+    Adoption open_level(const Rows& rows, int below, int above);  // makes the nodes of `above`
+    void adopt(const Rows& rows, const Adoption& to, int begin, int count);  // of the points of the level below
+    void fill_level(int level);                                   // the nodes whose points are of this level
     std::vector<std::array<int, 2>> level_pairs() const;          // (below, above), from the top
     const std::vector<int32_t>& at_level(int level) const { return levels_[level]; }
-    void fill_all();
     int lowest_nodes() const;                                     // the lowest level that has nodes; 0: none
     void summarise(const Rows& rows, const int32_t* points, int count);  // the digests of these points' nodes, level by level
 
@@ -164,7 +182,10 @@ private:
 
     int node_of(int point) const { return point == kRoot ? 0 : node_of_[point]; }
     int new_node(int point);
-    void number_nodes();  // those of one parent side by side
+    void number_nodes(int level);  // makes those of its points, of one parent side by side
+    std::vector<float> pack(const Rows& rows, int level) const;
+    void adopt_nearest(const Rows& rows, const std::vector<float>& panels, int above, const int32_t* orphans, int count);
+    int nearest_at(const Seen& seen) const;  // of the last level that a search saw
     int new_page(int node);
     void free_pages(int node);
     void fill(int node, std::vector<int32_t>& members);

@@ -34,18 +34,12 @@ void Tree::insert(const Rows& rows, int point, Seen& seen, std::vector<int32_t>&
 
     std::vector<float> key(dim);
     kernels.widen(rows.key(first_ + point), dim, rows.dtype(), key.data());
-    const Probe probe{key.data(), lift_[point], &projection_[static_cast<size_t>(point) * settings_->indices()], settings_->insert,
-                      -1.0f};
+    const Probe probe{key.data(), lift_[point], &projection_[static_cast<size_t>(point) * settings_->indices()], settings_->insert};
     int parent = kRoot;
     if (above) {
         seen.clear();
         search(rows, probe, above, seen);
-        float best = -HUGE_VALF;
-        for (size_t s = seen.last; s < seen.points.size(); ++s)
-            if (parent == kRoot || seen.scores[s] > best || (seen.scores[s] == best && seen.points[s] < parent)) {
-                best = seen.scores[s];
-                parent = seen.points[s];
-            }
+        parent = nearest_at(seen);
     }
     std::vector<int32_t> moved;
     if (below && lonely) {  // a level of its own: it becomes the parent of all below
@@ -169,7 +163,7 @@ void Tree::truncate(const Rows& rows, int length) {
             if (parent_[i] >= keep) orphans.push_back(i);
         if (orphans.empty()) continue;
         if (const int above = level_above(level))
-            adopt(rows, pack(rows, level, above), orphans.data(), static_cast<int>(orphans.size()));
+            adopt_nearest(rows, pack(rows, above), above, orphans.data(), static_cast<int>(orphans.size()));
         else
             for (int i : orphans) parent_[i] = kRoot;
         for (int i : orphans) {

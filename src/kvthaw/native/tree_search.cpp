@@ -7,15 +7,9 @@
 
 namespace kvthaw {
 
-namespace {
-
-int share_of(double share, int members) { return static_cast<int>(std::ceil(share * members)); }
-
-}  // namespace
-
 void Tree::collect(int node, const Probe& probe, Seen& seen) const {
     const int members = nodes_[node].members;
-    const int limit = share_of(probe.effort.retrieve, members);
+    const int limit = probe.effort.retrieved(members);
     if (limit < members && settings_->indices() > 1) return prioritized_dci(node, probe, limit, seen);
     // With one direction the members nearest in projection are a run of the node's order: cut it from the farther end.
     int low = 0, high = members;
@@ -46,30 +40,29 @@ void Tree::collect(int node, const Probe& probe, Seen& seen) const {
 }
 
 void Tree::prioritized_dci(int node, const Probe& probe, int retrieve, Seen& seen) const {
-    const int members = nodes_[node].members, simples = settings_->simples, composites = settings_->composites;
-    std::vector<int32_t> points;
-    members_of(node, points);
-    std::vector<float> priority(members, HUGE_VALF);
-    std::vector<int> order(members);
-    for (int m = 0; m < members; ++m) {
-        const float* own = &projection_[static_cast<size_t>(points[m]) * settings_->indices()];
+    const int simples = settings_->simples, composites = settings_->composites;
+    members_of(node, seen.members);
+    seen.order.clear();
+    for (int point : seen.members) {
+        const float* own = &projection_[static_cast<size_t>(point) * settings_->indices()];
+        float priority = HUGE_VALF;
         for (int composite = 0; composite < composites; ++composite) {
             float bound = 0;
             for (int i = composite * simples; i < (composite + 1) * simples; ++i)
                 bound = std::max(bound, std::fabs(own[i] - probe.projections[i]));
-            priority[m] = std::min(priority[m], bound);
+            priority = std::min(priority, bound);
         }
-        order[m] = m;
+        seen.order.push_back(rank_key(-priority, point));
     }
-    std::nth_element(order.begin(), order.begin() + retrieve, order.end(), [&](int a, int b) {
-        return priority[a] < priority[b] || (priority[a] == priority[b] && points[a] < points[b]);
-    });
-    std::vector<uint8_t> chosen(members, 0);
-    for (int m = 0; m < retrieve; ++m) chosen[order[m]] = 1;
-    for (int page = nodes_[node].page, m = 0; page >= 0; page = pages_[page].next) {
+    std::vector<uint64_t>& best = seen.ranked;
+    best.assign(seen.order.begin(), seen.order.end());
+    std::nth_element(best.begin(), best.begin() + retrieve - 1, best.end());
+    const uint64_t last = best[retrieve - 1];
+    size_t m = 0;
+    for (int page = nodes_[node].page; page >= 0; page = pages_[page].next) {
         const int32_t at = static_cast<int32_t>(seen.points.size());
         for (int s = 0; s < pages_[page].count; ++s, ++m)
-            if (chosen[m]) seen.points.push_back(points[m]);
+            if (seen.order[m] <= last) seen.points.push_back(seen.members[m]);
         if (static_cast<size_t>(at) < seen.points.size()) seen.spans.push_back({page, at, static_cast<int32_t>(seen.points.size())});
     }
 }
@@ -87,7 +80,11 @@ void Tree::search(const Rows& rows, const Probe& probe, int stop, Seen& seen) co
                 __builtin_prefetch(slots(page));
                 __builtin_prefetch(slots(page) + settings_->page_size);  // a node's pages mostly follow each other
             }
-        for (int node : seen.frontier) collect(node, probe, seen);
+        seen.nodes.clear();
+        for (int node : seen.frontier) {
+            collect(node, probe, seen);
+            seen.nodes.push_back(seen.points.size());
+        }
 
         const size_t found = seen.points.size() - begin;
         seen.rows.resize(found);
@@ -97,25 +94,31 @@ void Tree::search(const Rows& rows, const Probe& probe, int stop, Seen& seen) co
         if (probe.lift != 0)
             for (size_t s = begin; s < seen.points.size(); ++s) seen.scores[s] += probe.lift * lift_[seen.points[s]];
 
-        if (level == 1) break;
+        if (level <= stop) break;
+        if (probe.reach >= 0) {
+            weigh(probe, begin, seen);
+        } else {
+            seen.merits.assign(seen.scores.begin() + begin, seen.scores.end());
+        }
         seen.frontier.clear();
-        const size_t beam = probe.effort.beam;
         bool children = false;
         const auto descend = [&](int point) {
             seen.frontier.push_back(node_of_[point]);
             children |= nodes_[node_of_[point]].members > 0;
         };
-        if (found <= beam) {
-            for (size_t s = begin; s < seen.points.size(); ++s) descend(seen.points[s]);
-        } else {
-            if (probe.reach >= 0)
-                weigh(probe, begin, seen);
-            else
-                seen.merits.assign(seen.scores.begin() + begin, seen.scores.end());
-            seen.order.clear();
-            for (size_t s = 0; s < found; ++s) seen.order.push_back(rank_key(seen.merits[s], seen.points[begin + s]));
-            std::nth_element(seen.order.begin(), seen.order.begin() + beam, seen.order.end());
-            for (size_t s = 0; s < beam; ++s) descend(id_of(seen.order[s]));
+        if (!probe.each) seen.nodes.assign(1, seen.points.size());
+        size_t from = begin;
+        for (size_t to : seen.nodes) {  // the best of each
+            const size_t keep = probe.effort.keep;
+            if (to - from <= keep) {
+                for (size_t s = from; s < to; ++s) descend(seen.points[s]);
+            } else {
+                seen.order.clear();
+                for (size_t s = from; s < to; ++s) seen.order.push_back(rank_key(seen.merits[s - begin], seen.points[s]));
+                std::nth_element(seen.order.begin(), seen.order.begin() + keep, seen.order.end());
+                for (size_t s = 0; s < keep; ++s) descend(id_of(seen.order[s]));
+            }
+            from = to;
         }
         if (!children) {  // the level below has points, but none here: descend from all
             seen.frontier.clear();
@@ -132,9 +135,8 @@ void Tree::search_query(const Rows& rows, const float* query, int budget, Seen& 
     const float scale = norm2 > 0 ? static_cast<float>(std::sqrt(radius2_ / norm2)) : 0.0f;
     for (float& x : projections) x *= scale;
     const float reach = set.digests() ? set.spread * static_cast<float>(std::sqrt(norm2)) : -1.0f;
-    Probe probe{query, 0.0f, projections.data(), set.query, reach};
-    const int64_t pages = (2 * static_cast<int64_t>(budget) + set.page_size - 1) / set.page_size;
-    probe.effort.beam = static_cast<int>(std::max<int64_t>({set.query.beam, share_of(set.query_beam_share, size()), pages}));
+    Probe probe{query, 0.0f, projections.data(), set.query, reach, set.descend == Descend::node};
+    probe.effort.keep = set.keep(size(), budget);
     seen.clear();
     search(rows, probe, 1, seen);
     if (set.merge == Merge::join) seen.lse = set.kernels->log_sum_exp(seen.scores.data(), seen.scores.size(), set.scale);
@@ -146,6 +148,13 @@ void Tree::search_query(const Rows& rows, const float* query, int budget, Seen& 
         seen.best.resize(keep);
         std::sort(seen.best.begin(), seen.best.end());
     }
+}
+
+int Tree::nearest_at(const Seen& seen) const {
+    size_t best = seen.last;
+    for (size_t s = seen.last + 1; s < seen.points.size(); ++s)
+        if (seen.scores[s] > seen.scores[best] || (seen.scores[s] == seen.scores[best] && seen.points[s] < seen.points[best])) best = s;
+    return seen.points[best];
 }
 
 }  // namespace kvthaw

@@ -1,4 +1,4 @@
-"""Attach a model, so that its own generate() uses kvthaw."""
+"""Attach a model: from then on its own generate() thaws."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def detach(model: PreTrainedModel) -> None:
 
 def attach(
     model: PreTrainedModel,
-    method: str | Method = "icecache",
+    method: str | Method = "icecache-digest",
     *,
     budget: int | float | None = None,
     retrieved: int | None = None,
@@ -225,7 +225,6 @@ def attach(
     sparse_queries: int = 16,
     block_size: int = 1024,
     host_bytes: int | None = None,
-    device_memory: int | str | None = None,
     prefill_chunk: int = CHUNK,
     capture: bool = True,
     compile: bool = False,
@@ -250,7 +249,7 @@ def attach(
 
     Raises CacheError if a handle of the model is open, otherwise as `Cache`.
 
-    Example: ``with kvthaw.attach(model, "icecache", budget=256): model.generate(**inputs)``
+    Example: ``with kvthaw.attach(model, "icecache-digest", budget=256): model.generate(**inputs)``
     """
     model = unwrap(model)
     check_type(int, prefill_chunk=prefill_chunk)
@@ -273,7 +272,6 @@ def attach(
             sparse_queries=sparse_queries,
             block_size=block_size,
             host_bytes=host_bytes,
-            device_memory=device_memory,
             **options,
         )
 

@@ -1,0 +1,62 @@
+"""IceCache's tree, searched another way: a query descends by what a digest says of a node's keys, not by its point."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from kvthaw.cache.index_api import Method
+from kvthaw.errors import at_least, one_of
+from kvthaw.index.nodes import NodeConfig, NodeIndex
+from kvthaw.index.tree_config import TreeConfig
+from kvthaw.methods.icecache import REGIONS, TRANSFERS, tree_method
+from kvthaw.methods.options import check
+
+SETTINGS: dict[str, Any] = {
+    "promote_higher": 0.2,
+    "simples": 1,
+    "descend": "digest",
+    "query_beam": 64,
+    "query_beam_share": 0.001,
+    "query_retrieve_share": 1.0,
+    "insert_beam": 20,
+    "insert_retrieve_share": 1.0,
+    "build_beam": 0,
+    "merge": "share",
+}
+
+
+def icecache_digest(*, reuse: int = 1, prefetch: bool = False, threads: int = 0, transfer: str = "uva", **tree: Any) -> Method:
+    """Search icecache's trees on the host by node digests instead of node keys.
+
+    A digest is the mean, the spread and the outliers, in 8 bits, of all keys below a node; a query descends to the nodes that may
+    hold the best key, so that one key unlike its node is found. The device holds what it holds under icecache. Parents are
+    exact, P-DCI gives every member a true distance, and GQA is by the largest share in any head's attention.
+
+    A captured step is one graph more than it has searches; with transfer="bulk" or prefetch no step is captured. prefetch: search
+    while the layer before attends, with the query that its attention input gives. reuse, threads, transfer: as in icecache, but
+    "uva" by default. Other options: TreeConfig's fields.
+    """
+    check("icecache-digest", tree, icecache_digest, TreeConfig)
+    name = "icecache-digest" if reuse == 1 else f"icecache-digest:reuse={reuse}"
+    return tree_method(name, {**SETTINGS, **tree}, reuse, threads, transfer, prefetches=prefetch)
+
+
+def icecache_digest_device(*, reuse: int = 1, transfer: str = "uva", **nodes: Any) -> Method:
+    """Search digests of flat nodes on the device and fetch single tokens; a step asks the host nothing.
+
+    Keys are grouped by their nearest promoted key, on one level, when they leave the window; there are no pages, and earlier
+    nodes take no later keys. GQA: `policy`. reuse, transfer: as in icecache-digest. Other options: NodeConfig's fields.
+    """
+    check("icecache-digest-device", nodes, icecache_digest_device, NodeConfig)
+    at_least(1, reuse=reuse)
+    one_of(TRANSFERS, transfer=transfer)
+    return Method(
+        "icecache-digest-device" if reuse == 1 else f"icecache-digest-device:reuse={reuse}",
+        paper="IceCache",
+        unit="token",
+        index=partial(NodeIndex, config=NodeConfig(**nodes)),
+        regions=REGIONS,
+        transfer=TRANSFERS[transfer],
+        anchors=reuse,
+    )
