@@ -88,7 +88,7 @@ class Batch:
     """Up to `max_seqs` requests decoded together, each of its own length; they join and leave between steps.
 
     Everything that a step reads is allocated for `capacity` tokens a sequence when the first joins and stays where it is, so that
-    on a GPU one captured step (see kvthaw.engine.decode) serves all, whoever is in the batch. Each request's tokens are those that
+    on a GPU one captured step (see kvthaw.engine.graph_runner) serves any requests. Each request's tokens are those that
     it would get alone. One that finishes leaves by itself.
 
     model: as for `Cache`; all its layers must be full attention. method, and the settings budget, retrieved, dense_layers, seed,
