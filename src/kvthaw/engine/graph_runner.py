@@ -140,24 +140,21 @@ class GraphRunner:
             if self._steady <= _WARM:
                 return self._run()
         sequences.place_before_step(self._ids.device)
-        with kv.whole():
-            if self._graph is None:
-                self._replay(self._capture())  # the capture runs the step's Python once, which counts it
-            else:
-                sequences.begin(1, dense=False)
-                self._replay(self._graph)  # until its last graph is launched; the rest is done while the device is at work
-                sequences.commit()
-                sequences.passed()
+        try:
+            with kv.whole():
+                if self._graph is None:
+                    self._capture().replay()  # the capture runs the step's Python once, which counts it
+                else:
+                    sequences.begin(1, dense=False)
+                    self._graph.replay()  # until its last graph is launched; the rest is done while the device is at work
+                    sequences.commit()
+                    sequences.passed()
+        except BaseException:
+            sequences.forget_device()  # the device may have gone on, or not have done what was captured
+            raise
         kv.after_step()
         self._known = sequences.version, sequences.padded_length
         return self._logits
-
-    def _replay(self, graph: SegmentedGraph) -> None:
-        try:
-            graph.replay()
-        except BaseException:
-            self._kv.sequences.forget_device()  # the device may have gone on
-            raise
 
     def _prepare(self) -> None:
         self._kv.before_step()

@@ -29,6 +29,11 @@ def serving(cache: KVCache) -> Iterator[None]:
         _SERVED.reset(token)
 
 
+def serves(cache: KVCache) -> bool:
+    """Whether a step of this cache's graph runner is under way, which gives no mask: the layers know their padding."""
+    return _SERVED.get() is cache
+
+
 def register() -> None:
     """Define torch.ops.kvthaw.attend, once a process and not before it is needed."""
     if not hasattr(torch.ops.kvthaw, "attend"):

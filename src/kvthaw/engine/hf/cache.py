@@ -174,6 +174,7 @@ class Cache(DynamicCache):
 
     def reset(self) -> None:
         """Forget everything, and the captured step, which holds what it reads."""
+        self._shared.empty_others()
         super().reset()
         self.replay = None
 

@@ -21,6 +21,7 @@ from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import AttentionParams
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.engine.hf.masks import attention_by_mask, causal_mask, dense_attention, is_padding
+from kvthaw.engine.ops import serves
 from kvthaw.errors import CacheError, ConfigError, KvthawError, UnsupportedModelError
 
 NAME = "kvthaw"
@@ -118,6 +119,12 @@ class Shared:
                     raise CacheError(
                         f"layer {i} is a {type(layer).__name__}, which has dropped what crop({-drop}) would bring back"
                     )
+
+    def empty_others(self) -> None:
+        """Have transformers' own attention layers begin empty after reset(); until 5.23 that leaves zeros in place of keys."""
+        for layer in self.layers:
+            if isinstance(layer, DynamicLayer):
+                layer.is_initialized = False
 
     def forget(self) -> None:
         """Forget what was noted of the tokens, which are gone."""
@@ -240,6 +247,7 @@ class CacheLayer(CacheLayerMixin):
             count = cache.sequences.count if cache.sequences.filling is None else 1
             if held and batch != count:
                 raise CacheError(f"the cache holds {count} rows and was given {batch}; use one cache for each batch")
+            mask = None if serves(cache) else mask  # some models make one of ones for none (OPT, until 5.23)
             pads, own = shared.read_mask(mask, batch, before, steps)
             if new and self.first:
                 if steps > 1 or before == 0:
@@ -267,6 +275,7 @@ class CacheLayer(CacheLayerMixin):
     def undo(self) -> None:
         """Leave nothing of a first prompt that was refused: layers before this one that are not kvthaw's have it already."""
         if self.shared.length == 0 and self.shared.kv.sequences.filling is None:
+            self.shared.empty_others()
             for layer in self.shared.layers:
                 layer.reset()
 

@@ -69,6 +69,7 @@ def replaying(
         if positions is None:
             sequences = cache.kv.sequences
             positions = torch.tensor([[sequences.length(seq)] for seq in range(sequences.count)], device=ids.device)
-        return CausalLMOutputWithPast(logits=cache.replay(ids, positions), past_key_values=kwargs["past_key_values"])
+        logits = cache.replay(ids, positions).clone()  # the next replay writes over its own
+        return CausalLMOutputWithPast(logits=logits, past_key_values=kwargs["past_key_values"])
 
     return step
