@@ -406,15 +406,15 @@ class Caches(RuleBasedStateMachine):
             return
         finally:
             hook.remove()
-        if subject.cache.get_seq_length() == before:
-            try:
+        try:
+            if subject.cache.get_seq_length() == before:
                 self.feed(subject, [ids])
-            except CacheError:
-                assert not self.croppable, "layers that transformers serves have counted it"
-                self.again(subject)
-        else:  # it failed after the last layer
-            self.taken(subject, [ids])
-            self.feed(subject, [self.tokens(subject, 1)])
+            else:  # it failed after the last layer
+                self.taken(subject, [ids])
+                self.feed(subject, [self.tokens(subject, 1)])
+        except CacheError:
+            assert not self.croppable, "only layers that transformers serves itself count a step that failed"
+            self.again(subject)
 
     # How it is done
 

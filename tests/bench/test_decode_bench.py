@@ -96,6 +96,35 @@ def test_a_wrong_method_is_found_before_it_is_timed(monkeypatch: pytest.MonkeyPa
     assert [note.partition(",")[0] for note in notes if note.startswith("failed")] == ["failed: arkvale", "failed: quest"]
 
 
+def test_compiled_steps_may_be_as_far_off_as_compilation_moves_transformers_own() -> None:
+    from transformers import DynamicCache
+
+    from kvthaw.bench.check import Checks
+
+    model = build("tiny", torch.device("cpu"))
+
+    def compiled(**given: Any) -> Any:
+        out = model(**given)
+        out.logits = out.logits * 1.01
+        return out
+
+    checks = Checks(model, {"compiled": compiled})
+    eager, fused = settings("full", device="gpu", steps=["eager", "compiled"])
+    with torch.no_grad():
+        logits = checks.decode(DynamicCache(config=model.config), "eager")
+        checks.near(logits * 1.009, fused, "transformers")
+        for setting, off in ((eager, 1.009), (fused, 1.02)):
+            with pytest.raises(CacheError, match="differs from transformers"):
+                checks.near(logits * off, setting, "transformers")
+
+
+def test_a_cache_of_transformers_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    notes: list[str] = []
+    monkeypatch.setattr(decode, "hf_cache", lambda *_: [])
+    assert measured("hf-dynamic", "full", how={"note": notes.append})[0]["method"] == "full"
+    assert "transformers' own cache fails" in notes[0]
+
+
 def test_logits_that_are_not_finite_are_an_error() -> None:
     from transformers import DynamicCache
 

@@ -89,6 +89,35 @@ def test_a_bucket_is_captured_once(method: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("method", ["quest", "icecache"])
+def test_logits_of_replayed_steps_are_the_callers_own(method: str) -> None:
+    """Also where a step failed while it was captured, and is taken again."""
+    llama = model("cuda", torch.float32)
+    ids = torch.randint(3, 512, (1, 300), device="cuda")
+    expected, cache = (kvthaw.Cache(llama, method, budget=128) for _ in range(2))
+
+    def fail(*_: object) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise ZeroDivisionError
+
+    with torch.no_grad():
+        llama(ids[:, :200], past_key_values=expected)
+        eager = [llama(token, past_key_values=expected).logits for token in ids[:, 200:].split(1, dim=1)]
+        found = []
+        with kvthaw.attach(llama, method, budget=128):
+            llama(ids[:, :200], past_key_values=cache)
+            hook = llama.model.layers[2].register_forward_pre_hook(fail)
+            for token in ids[:, 200:].split(1, dim=1):
+                try:
+                    found.append(llama(token, past_key_values=cache).logits)
+                except ZeroDivisionError:
+                    hook.remove()
+                    found.append(llama(token, past_key_values=cache).logits)
+    assert cache.stats().captures == 1
+    torch.testing.assert_close(torch.cat(found), torch.cat(eager), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.gpu
 def test_a_capture_outlives_garbage_with_an_earlier_graph() -> None:
     """The collector would destroy it meanwhile, and a capture fails where a graph is destroyed."""
     llama = model("cuda", torch.float32)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.bench.settings import HF, DecodeSetting
+from kvthaw.bench.steps import synchronize
 from kvthaw.engine.decode import decode
 from kvthaw.engine.graph_runner import GraphRunner, capturable
 from kvthaw.engine.hf import Cache, DynamicCache, PreTrainedModel
@@ -22,7 +23,8 @@ class Checks:
     """Compares with transformers' own logits, once a method and way to take steps, for one model.
 
     forwards: of the ways in STEPS that are not eager. Tolerance: as near as transformers' two ways to attend (sdpa and eager)
-    give each other's; rounding alone moves those of a deep bfloat16 model of random weights by 8 %.
+    give each other's; rounding alone moves those of a deep bfloat16 model of random weights by 8 %. Compiled steps may besides be
+    as far off as compilation moves transformers' own.
     """
 
     def __init__(self, model: PreTrainedModel, forwards: dict[str, Callable[..., Any]]) -> None:
@@ -72,6 +74,7 @@ class Checks:
 
         def choose(logits: Tensor) -> Tensor | None:
             found.append(logits.float().clone())
+            synchronize(self.model.device)  # as where steps are timed; see hf_cache
             at = PROMPT + len(found) - 1
             return self.ids[:, at : at + 1] if len(found) <= count else None
 
@@ -88,12 +91,24 @@ class Checks:
             self._reference = found[0], float((found[1] - found[0]).norm() / found[0].norm())
         reference, rounding = self._reference
         reference = reference if theirs is None else theirs
-        error = float((ours - reference).norm() / reference.norm())
-        if not error <= max(rounding, 1e-4):
+        error, allowed = float((ours - reference).norm() / reference.norm()), max(rounding, 1e-4)
+        why = f"transformers' eager attention does from its sdpa ({rounding:.4f})"
+        if setting.steps == "compiled" and not error <= allowed:
+            moved = self._moved_by_compilation()
+            allowed, why = allowed + moved, f"{why} and its compiled forward from its eager one ({moved:.4f}) together"
+        if not error <= allowed:
             raise CacheError(
-                f"{setting.method}, {setting.steps}, differs from {what} by {error:.4f} of the logits' norm, more than "
-                f"transformers' eager attention does from its sdpa ({rounding:.4f})"
+                f"{setting.method}, {setting.steps}, differs from {what} by {error:.4f} of the logits' norm, more than {why}"
             )
+
+    def _moved_by_compilation(self) -> float:
+        """How far compilation moves logits of transformers alone, without a cache: of single tokens, as a step's products are."""
+        found = []
+        with attention(self.model, "sdpa"):
+            for forward in (self.model.forward, self.forwards["compiled"]):
+                each = [forward(input_ids=token, use_cache=False).logits for token in self.ids[:, PROMPT:].split(1, dim=1)]
+                found.append(torch.cat(each).float())
+        return float((found[1] - found[0]).norm() / found[0].norm())
 
 
 def replayed(cache: DynamicCache, steps: str, forwards: dict[str, Callable[..., Any]]) -> GraphRunner | None:
@@ -107,7 +122,11 @@ def replayed(cache: DynamicCache, steps: str, forwards: dict[str, Callable[..., 
 
 
 def hf_cache(model: PreTrainedModel, method: str) -> DynamicCache:
-    """One of transformers' own caches."""
+    """One of transformers' own caches.
+
+    hf-offloaded fetches a layer's KV on a stream that does not wait for its copy to the host (transformers 5.17 to 5.23), and may
+    read memory that was not written yet, up to NaN, unless the device rests between steps.
+    """
     return DynamicCache(config=model.config, offloading=method == "hf-offloaded")
 
 
