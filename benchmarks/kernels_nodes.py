@@ -85,7 +85,7 @@ def check(device: torch.device, tokens: int = 20_000) -> list[dict[str, Any]]:
         nodes = other(rows, theirs)
         demand(nodes <= 64, f"the field of view: {nodes} rows of a head differ from the definition's")
         run = run_length(index.width, ROWS) or TILE
-        table = index.addresses.follow(index.context.store, device) if device.type == "cuda" else index.context.store.table()
+        table = index.context.store.table_on(device) if device.type == "cuda" else index.context.store.table()
         true = launch(query, table, index.context.store.block_size, rows, index.wanted, scale=SCALE, run=run)
         here = definition(query, table, index.context.store.block_size, rows)
         error_true = agree(true.scores[here > -torch.inf], here[here > -torch.inf], "true scores", 1e-3)
@@ -136,7 +136,7 @@ def select_time(tokens: int, field: int, seqs: int = 1) -> dict[str, Any]:
     pairs = [(copies[i % count], query) for i, query in enumerate(asked)]
     store, order = index.context.store, index.order
     assert order is not None
-    table, run = index.addresses.follow(store, device), run_length(index.width, ROWS) or TILE
+    table, run = store.table_on(device), run_length(index.width, ROWS) or TILE
     how: dict[str, Any] = {"first": SINK, "budget": index.width, "policy": "max"}
 
     def scored(one: NodeIndex, query: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,9 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 import bytemodel
+from kvthaw.bench.shapes import SHAPES
 from kvthaw.engine.hf.model import load
+from timed import tinier
 from zoo import build
 
 settings.register_profile("kvthaw", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -93,13 +95,31 @@ def llama() -> PreTrainedModel:
     return build("llama")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A saved model of a few bytes' vocabulary, with its tokenizer."""
+    """A saved model of a few bytes' vocabulary, with its tokenizer. Tests that change it copy it first."""
     return bytemodel.save(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same without a token that ends a generation."""
+    return bytemodel.save(tmp_path_factory.mktemp("endless"), ends=False)
+
+
+@pytest.fixture
+def model(folder: Path) -> str:
+    """The name of that model on the command line."""
+    return str(folder)
 
 
 @pytest.fixture
 def loaded(folder: Path) -> tuple[Any, Any]:
     """That model and its tokenizer, of the test's own."""
     return load(str(folder))
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shape "tiny" of the benchmarks is tinier."""
+    monkeypatch.setitem(SHAPES, "tiny", tinier())

@@ -34,21 +34,26 @@ FILES = {
 }
 
 
-def modules(path: Path) -> Iterator[str]:
+def modules(module: str) -> Iterator[str]:
     """The modules that a file imports, wherever it does: kvthaw's by file, others by their package."""
+    path = FILES[module]
+    parents = [module if path.name == "__init__.py" else module.rpartition(".")[0]]
+    while "." in parents[-1]:
+        parents.append(parents[-1].rpartition(".")[0])
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [name.name for name in node.names]
         elif isinstance(node, ast.ImportFrom):
-            names = [f"{node.module}.{name.name}" for name in node.names]
+            parts = [parents[node.level - 1]] * bool(node.level) + [node.module] * bool(node.module)
+            names = [".".join([*parts, name.name]) for name in node.names]
         for name in names:
             while name not in FILES and "." in name:
                 name = name.rpartition(".")[0]
             yield name
 
 
-IMPORTS = {module: set(modules(path)) - {module} for module, path in FILES.items()}
+IMPORTS = {module: set(modules(module)) - {module} for module in FILES}
 
 
 def place(module: str) -> int:

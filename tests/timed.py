@@ -5,9 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from kvthaw.bench.check import Checks
 from kvthaw.bench.decode import Bench
 from kvthaw.bench.settings import DecodeSetting, grid
+from kvthaw.bench.shapes import sizes
 from kvthaw.evaluate.results import Record, ResultsFile
+
+
+def tinier(heads: int = 4, kv_heads: int = 2, head_dim: int = 16) -> dict[str, Any]:
+    """Return a shape so small that a benchmark of it takes a second."""
+    return sizes("llama", 64, 96, 2, heads, kv_heads, head_dim, 128)
 
 
 def settings(*methods: str, device: str = "cpu", **asked: Any) -> list[DecodeSetting]:
@@ -15,6 +22,19 @@ def settings(*methods: str, device: str = "cpu", **asked: Any) -> list[DecodeSet
     sizes = {name: asked.pop(name, default) for name, default in (("lengths", [160]), ("batches", [1]), ("steps", ["eager"]))}
     wanted = {"shape": "tiny", "budget": 64, "retrieved": None, "dense_layers": None, "new_tokens": 20, "seed": 0}
     return grid(methods, sizes["lengths"], sizes["batches"], sizes["steps"], device=device, **{**wanted, **asked})
+
+
+class _Unchecked(Checks):
+    """Lets every setting pass."""
+
+    def __call__(self, setting: DecodeSetting) -> None:
+        return None
+
+
+class Unchecked(Bench):
+    """Times without the checks before, which have tests of their own."""
+
+    checks = _Unchecked
 
 
 def measured(*methods: str, of: type[Bench] = Bench, out: Path | None = None, how: Any = None, **asked: Any) -> list[Record]:

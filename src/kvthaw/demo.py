@@ -22,7 +22,7 @@ from kvthaw.evaluate.tasks.base import Haystack, count, depth_of, distinct, hold
 from kvthaw.methods import resolve
 
 BOOK = "Alice's Adventures in Wonderland"
-PROBED = 4  # every so manieth step is compared with exact attention
+PROBED = 4  # one step in so many is compared with exact attention
 DEPTHS = (0.08, 0.29, 0.47, 0.66, 0.88)
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
+from kvthaw.errors import ConfigError
+
 
 def human(count: float | None) -> str:
     """Bytes for people, in powers of 1024."""
@@ -12,6 +16,18 @@ def human(count: float | None) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
+
+
+def read_bytes(given: int | str | None, name: str) -> int:
+    """Return a number of bytes given as such, or as text with a unit: "500MB", "8 GiB". Raises ConfigError, by name."""
+    units = {"": 1, "B": 1} | {
+        f"{letter}{end}": base**n for end, base in (("B", 1000), ("iB", 1024)) for n, letter in enumerate("KMGT", 1)
+    }
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(given))
+    unit = None if found is None else {text.lower(): size for text, size in units.items()}.get(found[2].lower())
+    if found is None or unit is None:
+        raise ConfigError(f'{name} is {given!r}; it must be a number of bytes, or one with a unit such as "8GiB"')
+    return int(float(found[1]) * unit) if "." in found[1] else int(found[1]) * unit
 
 
 def share(value: float | None) -> str:

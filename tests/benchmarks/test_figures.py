@@ -12,12 +12,13 @@ from benchmarks import figures, filled
 from benchmarks.figures import Options
 from benchmarks.plans import FIGURES
 from kvthaw import ConfigError, KvthawError
-from kvthaw.bench import decode, shapes
+from kvthaw.bench import decode
 from kvthaw.bench.decode import Bench
 from kvthaw.bench.settings import DecodeSetting
+from kvthaw.bench.shapes import SHAPES
 from kvthaw.evaluate import plot
 from kvthaw.evaluate.results import Record, ResultsFile
-from timed import measured
+from timed import measured, tinier
 
 pytestmark = pytest.mark.usefixtures("small")
 
@@ -45,12 +46,9 @@ def test_every_grid_can_be(name: str) -> None:
 @pytest.fixture(scope="module")
 def line() -> Record:
     """Some record."""
-    before = shapes.SHAPES["tiny"]
-    shapes.SHAPES["tiny"] = shapes.sizes("llama", 64, 96, 2, 4, 2, 16, 128)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(SHAPES, "tiny", tinier())
         return measured("hf-dynamic", lengths=[16], new_tokens=8)[0]
-    finally:
-        shapes.SHAPES["tiny"] = before
 
 
 def test_a_figure_is_measured_once_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: Record) -> None:

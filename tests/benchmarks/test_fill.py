@@ -26,14 +26,10 @@ def _steps(model: PreTrainedModel, cache: DynamicCache, batch: int = 1) -> Tenso
     [
         "full",
         "streaming",
-        "icecache-digest",
         "icecache-digest:reuse=3",
         "icecache-digest:prefetch=True",
-        "infinigen",
         "pariskv",
-        "clusterkv",
         "prkv",
-        "magicpig",
     ],
 )
 def test_decoding_goes_on_as_after_a_prefill_of_the_same_keys(llama: PreTrainedModel, method: str) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.passages import needle_passage, text_passage
+from benchmarks.passages import PASSAGES, Passage, needle_passage, text_passage
 from benchmarks.recall import Study, Summary, Watcher
 from kvthaw.engine.hf.model import load_shipped
 from kvthaw.errors import ConfigError
@@ -17,10 +18,11 @@ from kvthaw.evaluate.job import Progress
 from kvthaw.evaluate.results import ResultsFile
 from kvthaw.evaluate.tasks.base import read_asset
 from kvthaw.evaluate.variant import Variant
-from kvthaw.methods import METHODS, resolve
+from kvthaw.methods import resolve
 
 PARIS = Variant("pariskv:window=16:buffer=16", retrieved=10)
 QUEST = Variant("quest", 64)
+TEXT = read_asset("book.txt")[:5000]
 
 
 def watcher(loaded: tuple[Any, Any], known: ResultsFile | None = None) -> Watcher:
@@ -83,28 +85,28 @@ def test_what_full_attention_writes_is_sent_to_all(loaded: tuple[Any, Any]) -> N
         lambda module, args, kwargs: sent.extend(kwargs["input_ids"][0].tolist() if kwargs["input_ids"].shape[1] == 1 else []),
         with_kwargs=True,
     )
-    study = Study(200, 6, ("text",), follow="full", temperature=0.0)
+    study = Study(200, 6, ("text",), follow="full", temperature=0.0, text=TEXT)
     watcher(loaded).run(study, [QUEST, PARIS])
     written, quest, paris = sent[:5], sent[5:11], sent[11:]  # its last token is sent nowhere
     assert quest == paris
     assert quest[:5] == written
-    prompt = torch.tensor([text_passage(loaded[1], length=200, steps=1, seed=0).prompt])
+    prompt = torch.tensor([text_passage(loaded[1], length=200, steps=1, seed=0, text=TEXT).prompt])
     found = loaded[0].generate(prompt, max_new_tokens=6, min_new_tokens=6, do_sample=False)
     assert found[0, 200:].tolist() == quest
 
 
 def test_one_prefill_serves_all_methods_and_the_text_is_followed(loaded: tuple[Any, Any]) -> None:
     seen = count_forwards(loaded[0])
-    study = Study(700, 8, samples=2)
+    study = Study(700, 4, samples=2, text=TEXT)
     wide = Variant("oracle", budget=1000)
     summaries = watcher(loaded).run(study, [wide, PARIS])
     assert next(n for n in seen if n > 1) == 700
     assert len([n for n in seen if n > 1]) == 4
-    assert len([n for n in seen if n == 1]) == 4 * 2 * 8
+    assert len([n for n in seen if n == 1]) == 4 * 2 * 4
     first, second = summaries
     assert first.means.attention_mass == pytest.approx(1, abs=1e-5)
     assert first.means.output_error == pytest.approx(0, abs=1e-4)
-    assert second.means.observed == 4 * 8 * 2
+    assert second.means.observed == 4 * 4 * 2
     assert second.means.rows == 10
     assert second.means.ceiling is not None
     assert second.means.recall_at_rows is not None
@@ -119,9 +121,9 @@ def test_one_prefill_serves_all_methods_and_the_text_is_followed(loaded: tuple[A
             assert getattr(second.layers[layer], part) == pytest.approx(sum(getattr(head, part) for head in heads) / 2)
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if not resolve(name).dense])
+@pytest.mark.parametrize("name", ["oracle", "streaming", "icecache", "pariskv", "magicpig", "retroinfer"])
 def test_every_method_can_be_watched(loaded: tuple[Any, Any], name: str) -> None:
-    summary = watcher(loaded).run(Study(300, 4, ("text",), text=read_asset("book.txt")[:2000]), [Variant(name, 64)])[0]
+    summary = watcher(loaded).run(Study(300, 4, ("text",), text=TEXT), [Variant(name, 64)])[0]
     assert summary.means.attention_mass is not None
     assert 0 < summary.means.attention_mass <= 1 + 1e-5
     json.dumps(summary.to_dict())
@@ -131,7 +133,7 @@ def test_every_method_can_be_watched(loaded: tuple[Any, Any], name: str) -> None
 
 
 def test_bins_are_those_of_the_steps(loaded: tuple[Any, Any]) -> None:
-    study = Study(200, 40, ("text",), probe=2)
+    study = Study(200, 40, ("text",), probe=2, text=TEXT)
     assert study.bins == 20
     assert Study(200, 4096, ("text",), probe=16).bins == 32
     assert Study(200, 7, ("text",)).bins == 4
@@ -151,7 +153,7 @@ def test_own_tokens_are_drawn_by_the_seed(loaded: tuple[Any, Any]) -> None:
         hook = loaded[0].register_forward_pre_hook(
             lambda module, args, kwargs: tokens.append(int(kwargs["input_ids"][0, -1])), with_kwargs=True
         )
-        watcher(loaded).run(Study(100, 12, ("text",), follow="own", **given), [QUEST])
+        watcher(loaded).run(Study(100, 12, ("text",), follow="own", text=TEXT, **given), [QUEST])
         hook.remove()
         return tokens[1:]
 
@@ -162,7 +164,7 @@ def test_own_tokens_are_drawn_by_the_seed(loaded: tuple[Any, Any]) -> None:
 
 def test_a_run_continues_where_the_file_ends(loaded: tuple[Any, Any], tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    study, told = Study(700, 4), list[Progress]()
+    study, told = Study(700, 4, text=TEXT), list[Progress]()
     first = watcher(loaded, kept(path)).run(study, [PARIS], told.append)
     assert len(path.read_text().splitlines()) == 2
     assert (told[0].doing, told[-1].samples, told[-1].of) == ("prefill", 2, 2)
@@ -174,7 +176,9 @@ def test_a_run_continues_where_the_file_ends(loaded: tuple[Any, Any], tmp_path: 
     both = watcher(loaded, kept(path)).run(study, [PARIS, QUEST])
     assert len(path.read_text().splitlines()) == 4
     assert both[0].means.to_dict() == pytest.approx(first[0].means.to_dict())
-    assert watcher(loaded, kept(path)).run(Study(700, 4, probe=2), [PARIS])[0].means.observed < first[0].means.observed
+    assert (
+        watcher(loaded, kept(path)).run(Study(700, 4, probe=2, text=TEXT), [PARIS])[0].means.observed < first[0].means.observed
+    )
 
 
 def test_the_text_is_part_of_the_setting(loaded: tuple[Any, Any], tmp_path: Path) -> None:
@@ -184,13 +188,18 @@ def test_the_text_is_part_of_the_setting(loaded: tuple[Any, Any], tmp_path: Path
     assert len(path.read_text().splitlines()) == 2
 
 
-def test_summary_of_lines_is_weighted(loaded: tuple[Any, Any]) -> None:
+def test_summary_of_lines_is_weighted(loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def short(*given: Any, **more: Any) -> Passage:
+        passage = needle_passage(*given, **more)
+        return replace(passage, rest=passage.rest[:7])
+
+    monkeypatch.setitem(PASSAGES, "needle", short)
     known = ResultsFile()
-    study = Study(700, 250, probe=10)
+    study = Study(700, 12, probe=3, text=TEXT)
     found = watcher(loaded, known).run(study, [QUEST])[0]
     lines = list(known)
-    assert lines[0]["steps"] == 250 > lines[1]["steps"]  # question and answer are shorter
-    assert found.means.observed == 2 * sum(-(-line["steps"] // 10) for line in lines)
+    assert [line["steps"] for line in lines] == [12, 7]
+    assert found.means.observed == 2 * (4 + 3)
     assert Summary.of(study, QUEST, lines[:1]).kinds["needle"].observed == 0
 
 

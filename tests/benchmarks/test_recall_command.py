@@ -8,15 +8,9 @@ from typing import Any
 
 import pytest
 
-import bytemodel
 from benchmarks.recall import main
 
 PARIS = "pariskv:window=16:buffer=16"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(bytemodel.save(tmp_path_factory.mktemp("model")))
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
@@ -46,7 +40,7 @@ def test_recall_prints_one_object_a_run(model: str, tmp_path: Path, capsys: pyte
 
 def test_drift_shows_first_and_last_quarter(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, plot = tmp_path / "out.jsonl", tmp_path / "plot.png"
-    asked = ["drift", "--model", model, "--length", "300", "--new-tokens", "40", "--probe", "5", "--retrieved", "8"]
+    asked = ["drift", "--model", model, "--length", "300", "--new-tokens", "16", "--probe", "2", "--retrieved", "8"]
     records = told(capsys, *asked, "--method", f"{PARIS},{PARIS}:centroids=learned", "--out", str(out), "--plot", str(plot))
     assert len(records) == len(out.read_text().splitlines()) == 2
     for record in records:
@@ -58,6 +52,6 @@ def test_drift_shows_first_and_last_quarter(model: str, tmp_path: Path, capsys: 
 
 @pytest.mark.parametrize("follow", ["own", "full"])
 def test_drift_says_whose_tokens_were_sent(model: str, capsys: pytest.CaptureFixture[str], follow: str) -> None:
-    asked = ["drift", "--model", model, "--length", "99", "--new-tokens", "8", "--probe", "2", "--method", "quest"]
+    asked = ["drift", "--model", model, "--length", "99", "--new-tokens", "4", "--probe", "2", "--method", "quest"]
     (record,) = told(capsys, *asked, "--follow", follow)
     assert (record["follow"], record["temperature"], record["retrieved"]) == (follow, 1.0, 100)

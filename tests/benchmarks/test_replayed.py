@@ -12,7 +12,8 @@ from benchmarks.replayed import Record
 from kvthaw import ConfigError
 from kvthaw.bench import shapes
 from kvthaw.cache.layer_base import RECENT_QUERIES
-from timed import measured, settings
+from kvthaw.engine.hf.model import make_config
+from timed import measured, settings, tinier
 
 pytestmark = pytest.mark.model
 _LENGTH = 300
@@ -21,7 +22,7 @@ _LENGTH = 300
 @pytest.fixture(scope="module")
 def records() -> list[Record]:
     """For heads as large as the shipped model's, and for larger and more of them."""
-    made = [shapes._llama(64, 96, 2, heads, kv, dim, 128) for heads, kv, dim in ((8, 4, 64), (32, 8, 96))]
+    made = [make_config(**tinier(8, 4, 64)), make_config(**tinier(32, 8, 96))]
     return [Record(config, _LENGTH, torch.device("cpu")) for config in made]
 
 
@@ -49,7 +50,7 @@ def test_longer_prompts_repeat_the_text(records: list[Record]) -> None:
 
 
 def test_text_finds_rows_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(shapes.SHAPES, "tiny", shapes.sizes("llama", 64, 96, 2, 8, 4, 64, 128))
+    monkeypatch.setitem(shapes.SHAPES, "tiny", tinier(8, 4, 64))
     monkeypatch.setattr(FilledChecks, "__call__", lambda *_: None)  # tested elsewhere
     asked: dict[str, Any] = {"lengths": [400], "new_tokens": 12, "batches": [2], "of": FilledBench}
     text, random = (measured("oracle", prompt=prompt, **asked)[0]["hit_rate"] for prompt in ("text", "filled"))
@@ -60,4 +61,4 @@ def test_what_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"hits is 0\.7; with prompt='text' the text says"):
         settings("quest", prompt="text", hits=0.7)
     with pytest.raises(ConfigError, match="keys have 64 dimensions; the shape's head_dim is 32"):
-        Record(shapes._llama(64, 96, 2, 8, 2, 32, 128), 200, torch.device("cpu"))
+        Record(make_config(**tinier(8, 2, 32)), 200, torch.device("cpu"))

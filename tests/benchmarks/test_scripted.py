@@ -16,7 +16,7 @@ from kvthaw.methods import resolve
 
 
 def _decoded(
-    model: PreTrainedModel, method: str, hits: float, steps: int = 20, batch: int = 2
+    model: PreTrainedModel, method: str, hits: float, steps: int = 12, batch: int = 2
 ) -> tuple[Cache, list[torch.Tensor]]:
     """A cache after some steps, and the rows of each step of its first layer."""
     cache = Cache(model, scripted(resolve(method), hits), budget=64)
@@ -31,7 +31,7 @@ def _decoded(
     return cache, rows
 
 
-@pytest.mark.parametrize("method", ["quest", "icecache-digest", "clusterkv"])
+@pytest.mark.parametrize("method", ["quest", "icecache-digest"])
 def test_neighbouring_steps_share_what_was_asked_for(llama: PreTrainedModel, method: str) -> None:
     cache, rows = _decoded(llama, method, 0.75)
     layer = cache.frozen_layers[0]
@@ -46,7 +46,7 @@ def test_neighbouring_steps_share_what_was_asked_for(llama: PreTrainedModel, met
                 assert max(mine) < layer.indexed(seq)
     hits = cache.stats().hit_rate
     assert hits is not None
-    assert hits == pytest.approx(0.75 * 19 / 20, abs=0.03)  # the first step finds nothing
+    assert hits == pytest.approx(0.75 * 11 / 12, abs=0.03)  # the first step finds nothing
 
 
 def test_rows_differ_between_sequences_heads_and_layers(llama: PreTrainedModel) -> None:
@@ -62,7 +62,7 @@ def test_rows_differ_between_sequences_heads_and_layers(llama: PreTrainedModel) 
 def test_an_anchors_script_is_its_followers(llama: PreTrainedModel) -> None:
     cache, _ = _decoded(llama, "icecache-digest:reuse=3", 0.5)
     hits = cache.stats().hit_rate
-    assert hits == pytest.approx(0.5 * 19 / 20, abs=0.05)
+    assert hits == pytest.approx(0.5 * 11 / 12, abs=0.05)
 
 
 @pytest.mark.parametrize(("method", "name"), [("shadowkv", "rebuild"), ("clusterkv", "join")])

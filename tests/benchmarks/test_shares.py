@@ -7,21 +7,14 @@ from typing import Any
 
 import pytest
 
-import bytemodel
 from benchmarks.passages import text_passage
 from benchmarks.shares import shares
 from kvthaw.engine.hf import Cache
-from kvthaw.engine.hf.model import load
 from kvthaw.engine.prefill import prefill
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.results import ResultsFile
 
 HOW: dict[str, Any] = {"kinds": ("text",), "page": 8, "window": 16}
-
-
-@pytest.fixture
-def loaded(tmp_path: Path) -> tuple[Any, Any]:
-    return load(str(bytemodel.save(tmp_path / "model")))
 
 
 def test_the_share_is_the_papers_equation(loaded: tuple[Any, Any]) -> None:

@@ -16,10 +16,8 @@ def test_bench_refuses_what_it_cannot_read() -> None:
     refused(Said("bench", "prefill", "--method", "icecach"), 1, "did you mean 'icecache'")
 
 
-def test_bench_decode_prints_lines_or_a_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from kvthaw.bench import shapes
-
-    monkeypatch.setitem(shapes.SHAPES, "tiny", shapes.sizes("llama", 64, 96, 2, 4, 2, 16, 128))
+@pytest.mark.usefixtures("small")
+def test_bench_decode_prints_lines_or_a_table(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     options = ["--method", "full,quest", "--budget", "64", "--length", "256", "--new-tokens", "8", "--out", str(out)]
     said = Said("bench", "decode", *options, "--json")

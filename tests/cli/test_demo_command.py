@@ -6,14 +6,9 @@ import pytest
 from said import Said
 
 
-def test_demo_answers_from_one_prefill(model: str) -> None:
-    arguments = ("demo", "--model", model, "--method", "oracle", "--budget", "64", "--length", "1700")
-    said = Said(*arguments)
-    assert said.code == 0
-    assert said.out.count("right") + said.out.count("wrong") == 10 + 1  # and once on the card
-    assert "What is the pass key?" in said.out
-    assert "attention mass covered" in said.out
-    record = Said(*arguments, "--json").records[0]
+def test_demo_answers_from_one_prefill(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvthaw.evaluate.tasks.niah.QUESTION_ONE", "\n{one} {query}?")  # a token is a byte here
+    record = Said("demo", "--model", model, "--method", "oracle", "--budget", "64", "--length", "1700", "--json").records[0]
     assert 1600 < record["prompt_tokens"] <= 1700
     assert len(record["questions"]) == len(record["thawed"]["answers"]) == len(record["full"]["answers"]) == 5
     assert record["thawed"]["sparse_steps"] > 0 == record["full"]["sparse_steps"]
@@ -27,13 +22,19 @@ def test_a_number_inside_a_longer_one_is_no_answer(model: str, monkeypatch: pyte
     facts = [kvthaw.demo.Question(f"Fact {i} is 6088743.", f"\nWhat is fact {i}?", "6088743", 4, 0.0) for i in range(5)]
     monkeypatch.setattr(kvthaw.demo, "_facts", lambda rng: facts)
     monkeypatch.setattr(kvthaw.demo.Answers, "texts", property(lambda self: [" 46088743."]))
-    record = Said("demo", "--model", model, "--method", "streaming", "--budget", "64", "--length", "900", "--json").records[0]
+    arguments = ("demo", "--model", model, "--method", "streaming", "--budget", "64", "--length", "900")
+    record = Said(*arguments, "--json").records[0]
     assert record["thawed"]["right"] == record["full"]["right"] == [False] * 5
+    said = Said(*arguments)
+    assert said.code == 0
+    assert (said.out.count("right"), said.out.count("wrong")) == (1, 10)  # once on the card
+    assert "What is fact 3?" in said.out
+    assert "attention mass covered" in said.out
 
 
 @pytest.mark.model
 def test_demo_on_the_shipped_model_is_right() -> None:
-    record = Said("demo", "--length", "3000", "--json").records[0]
+    record = Said("demo", "--length", "1500", "--json").records[0]
     assert record["full"]["right"] == [True] * 5
     assert record["thawed"]["right"] == [True] * 5
     assert record["thawed"]["attended_max"] <= 256

@@ -51,8 +51,8 @@ def test_eval_takes_dense_layers_and_the_sparse_question(model: str) -> None:
         "--depths",
         "50",
     )
-    said = Said("eval", "passkey", *arguments, "--dense-layers", "0,1", "--question", "sparse", "--json")
-    assert [(r["dense_layers"], r["question"]) for r in said.records] == [(0, "sparse"), (1, "sparse")]
+    said = Said("eval", "passkey", *arguments, "--dense-layers", "0,1", "--question", "sparse", "--seed", "7", "--json")
+    assert [(r["dense_layers"], r["question"], r["seed"]) for r in said.records] == [(0, "sparse", 7), (1, "sparse", 7)]
     assert said.records[0]["kv_dense_bytes"] == 0 < said.records[1]["kv_dense_bytes"]
 
 

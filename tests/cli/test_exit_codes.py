@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 from said import Said, refused
 
-import bytemodel
-
 
 def test_errors_are_one_line_and_exit_code_1(model: str, tmp_path: Path) -> None:
     generate = ("generate", "Hello", "--model", model)
@@ -125,9 +123,8 @@ def test_ctrl_c_is_exit_code_130(model: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
-def test_a_real_ctrl_c_stops_a_running_command(tmp_path: Path) -> None:
-    model = str(bytemodel.save(tmp_path, ends=False))
-    command = [sys.executable, "-m", "kvthaw", "generate", "Hello", "--model", model, "--method", "oracle"]
+def test_a_real_ctrl_c_stops_a_running_command(endless: Path) -> None:
+    command = [sys.executable, "-m", "kvthaw", "generate", "Hello", "--model", str(endless), "--method", "oracle"]
     command += ["--max-new-tokens", "100000", "--temperature", "3"]
     process = subprocess.Popen(
         command,

@@ -46,6 +46,23 @@ def test_generate_takes_fractions_and_retrieved(model: str) -> None:
     assert (record["retrieved"], record["dense_layers"]) == (10, 1)
 
 
+def test_generate_keeps_the_kv_of_a_prompt(model: str, tmp_path: Path) -> None:
+    """A longer prompt and the same one are continued from what is kept; a damaged folder is said to be, and made anew."""
+    text, folder = "The grass is green. " * 20, tmp_path / "kept"
+    common = ("--model", model, "--method", "oracle", "--budget", "64", "--max-new-tokens", "6", "--json")
+    plain = [Said("generate", prompt, *common).records[0] for prompt in (text, text + "The sky is")]
+    first, again, longer = (
+        Said("generate", prompt, *common, "--kv", str(folder)).records[0] for prompt in (text, text, text + "The sky is")
+    )
+    assert [each["kept_tokens"] for each in (first, again, longer)] == [0, len(text) - 1, len(text)]
+    assert [each["text"] for each in (first, again, longer)] == [plain[0]["text"], plain[0]["text"], plain[1]["text"]]
+    (folder / "header.json").write_text("{}")
+    damaged = Said("generate", text, *common, "--kv", str(folder))
+    assert "damaged" in damaged.err
+    assert damaged.records[0]["kept_tokens"] == 0
+    assert Said("generate", text, *common, "--kv", str(folder)).records[0]["kept_tokens"] == len(text) - 1
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", ["pariskv", "icecache-digest", "full"])
 def test_generate_replays_graphs_on_a_gpu(model: str, method: str) -> None:

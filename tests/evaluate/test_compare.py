@@ -13,9 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-import bytemodel
 from kvthaw.cli import app
-from kvthaw.engine.hf.model import load
 from kvthaw.errors import ConfigError, KvthawError
 from kvthaw.evaluate import variant
 from kvthaw.evaluate.compare import Grid, run, summaries
@@ -28,16 +26,6 @@ from kvthaw.methods.options import digest
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 GRID = Grid(("passkey",), ("full", "oracle", "streaming"), (64,), (320, 400), samples=3, depths=(0.0, 0.5))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return bytemodel.save(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def loaded(folder: Path) -> tuple[Any, Any]:
-    return load(str(folder))
 
 
 def compute(loaded: tuple[Any, Any], path: Path | None, grid: Grid = GRID, **how: Any) -> ResultsFile:

@@ -7,13 +7,17 @@ import json
 import os
 import subprocess
 import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-import bytemodel
 import kvthaw
+from kvthaw.cli import app
 from kvthaw.cli.harness import with_path
 from kvthaw.engine.hf.model import load, shipped_path
 from kvthaw.errors import ConfigError
@@ -24,18 +28,19 @@ there = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="
 slow = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(bytemodel.save(tmp_path_factory.mktemp("model")))
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Ignore warnings, of which the harness has many."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is not None, reason="lm-evaluation-harness is installed")
 def test_without_the_harness_the_command_says_what_to_install() -> None:
-    done = subprocess.run([*RUN, "--tasks", "gsm8k"], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 1
-    assert (
-        "kvthaw: lm-evaluation-harness is not installed (No module named 'lm_eval'): pip install kvthaw[lm-eval]" in done.stderr
-    )
+    said = CliRunner().invoke(app, ["lm-eval", "--tasks", "gsm8k"])
+    assert said.exit_code == 1
+    assert "lm-evaluation-harness is not installed (No module named 'lm_eval'): pip install kvthaw[lm-eval]" in said.stderr
 
 
 def test_the_name_of_the_model_that_ships_becomes_its_folder() -> None:
@@ -54,14 +59,15 @@ class Request:
 
 
 @pytest.fixture
-def made(folder: str) -> Any:
+def made(folder: Path) -> Any:
     """Makes models of the harness, and detaches them afterwards."""
-    from kvthaw.evaluate.harness import KvthawLM
+    with quiet():
+        from kvthaw.evaluate.harness import KvthawLM
 
     models: list[Any] = []
 
     def make(**arguments: Any) -> Any:
-        models.append(KvthawLM(pretrained=folder, device="cpu", dtype="float32", **arguments))
+        models.append(KvthawLM(pretrained=str(folder), device="cpu", dtype="float32", **arguments))
         return models[-1]
 
     yield make
@@ -71,12 +77,12 @@ def made(folder: str) -> Any:
 
 @there
 @slow
-@pytest.mark.filterwarnings("ignore")
-def test_likelihoods_are_full_attentions_or_the_methods(made: Any, folder: str) -> None:
+@quiet()
+def test_likelihoods_are_full_attentions_or_the_methods(made: Any, folder: Path) -> None:
     from lm_eval.models.huggingface import HFLM
 
     requests = [Request(TEXT, more) for more in (" cat", " dogs")] + [Request("x", " cat")]
-    theirs = HFLM(pretrained=folder, device="cpu", dtype="float32").loglikelihood(requests)
+    theirs = HFLM(pretrained=str(folder), device="cpu", dtype="float32").loglikelihood(requests)
     dense = made(method="streaming", budget=64, batch_size=2).loglikelihood(requests)
     full = made(method="full", sparse_tokens=8).loglikelihood(requests)
     sparse = made(method="streaming", budget=64, sparse_tokens=8).loglikelihood(requests)
@@ -88,13 +94,13 @@ def test_likelihoods_are_full_attentions_or_the_methods(made: Any, folder: str) 
 
 @there
 @slow
-@pytest.mark.filterwarnings("ignore")
+@quiet()
 @pytest.mark.parametrize("sparse_tokens", [0, 8])
-def test_answers_are_decoded_through_the_method(made: Any, folder: str, sparse_tokens: int) -> None:
+def test_answers_are_decoded_through_the_method(made: Any, folder: Path, sparse_tokens: int) -> None:
     ask = [Request(TEXT, {"until": ["never"], "max_gen_toks": 12}), Request("Who", {"until": ["never"], "max_gen_toks": 6})]
     lm = made(method="oracle", budget=64, sparse_tokens=sparse_tokens)
     answers = lm.generate_until(ask)
-    model, tokenizer = load(folder)
+    model, tokenizer = load(str(folder))
     expected = []
     for request in ask:
         ids = tokenizer(request.args[0], return_tensors="pt")["input_ids"]
@@ -113,7 +119,7 @@ def test_answers_are_decoded_through_the_method(made: Any, folder: str, sparse_t
 
 
 @there
-@pytest.mark.filterwarnings("ignore")
+@quiet()
 def test_settings_that_do_not_fit_are_refused(made: Any) -> None:
     with pytest.raises(ConfigError, match="sparse_tokens is -1"):
         made(sparse_tokens=-1)
@@ -125,7 +131,7 @@ def test_settings_that_do_not_fit_are_refused(made: Any) -> None:
 
 @there
 @slow
-def test_the_harness_runs_a_task_of_ones_own(folder: str, tmp_path: Path) -> None:
+def test_the_harness_runs_a_task_of_ones_own(folder: Path, tmp_path: Path) -> None:
     records = [{"q": f"{TEXT}Which animal is number {i}?", "a": "fox", "b": "owl"} for i in range(2)]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, records)))
     common = f"dataset_path: json\ndataset_kwargs:\n  data_files: {tmp_path / 'data.jsonl'}\ntest_split: train\n"

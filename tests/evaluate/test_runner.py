@@ -86,17 +86,6 @@ def test_one_prefill_serves_all_and_sparse_layers_ran(loaded: tuple[Any, Any]) -
     assert found[STREAMING][0]["recall_at_k"] is None
 
 
-@pytest.mark.parametrize("question", ["dense", "sparse"])
-def test_every_method_runs(loaded: tuple[Any, Any], question: Any) -> None:
-    variants = [Variant(name) if name == "full" else Variant(name, 128) for name in METHODS]
-    for variant, lines in runner(loaded).run(Job("passkey", 600, 1, question=question), variants).items():
-        assert len(lines) == 1
-        if variant != FULL:
-            assert lines[0]["sparse_steps"] > 0
-            assert lines[0]["attended_max"] is not None
-            assert lines[0]["attended_max"] <= 128
-
-
 @dataclass(frozen=True)
 class Uneven:
     """Pass keys in prompts of different lengths, the question's too."""
@@ -144,6 +133,7 @@ def test_a_row_of_a_batch_gives_the_line_of_the_sample_alone(
                 assert mine.pop(name) is None
                 del theirs[name]
             assert mine == theirs, variant
+            assert variant == FULL or (row["sparse_steps"] > 0 and row["attended_max"] <= 64 == row["held_budget"])
 
 
 def test_one_index_serves_the_budgets_of_a_method(loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -237,7 +237,7 @@ def test_topics(tokenizer: Any, tmp_path: Path) -> None:
     assert sample.context.index("Now the record start. USER: I would like to discuss the topic of t") > 0
     told = sample.context.split("USER: I would like to discuss the topic of ")[1].split(".")[0]
     assert told.lower() == sample.answers[0].lower()
-    long = make(tokenizer, "longeval_topics", length=30_000)
+    long = make(tokenizer, "longeval_topics", length=15_000)
     assert long.context.lower().count(f"discuss the topic of {long.answers[0].lower()}") == 1, (
         "others come again, the first does not"
     )

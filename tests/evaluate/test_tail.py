@@ -8,18 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-import bytemodel
-from kvthaw.engine.hf.model import load
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.tail import Prompt, divide
 from kvthaw.evaluate.variant import FULL, Variant
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 6
-
-
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
-    return load(str(bytemodel.save(tmp_path_factory.mktemp("model"))))
 
 
 def plain(model: Any, prompt: list[int], continuation: list[int]) -> tuple[float, bool]:
@@ -31,10 +24,10 @@ def plain(model: Any, prompt: list[int], continuation: list[int]) -> tuple[float
     return float(scores[range(len(continuation)), continuation].sum()), greedy
 
 
-@pytest.mark.parametrize("tail", [0, 1, 20, 10_000])
+@pytest.mark.parametrize("tail", [0, 20, 10_000])
 def test_full_attention_gives_the_models_own_likelihood(loaded: tuple[Any, Any], tail: int) -> None:
     model, tokenizer = loaded
-    ids, more = tokenizer(TEXT)["input_ids"], tokenizer("a cat")["input_ids"]
+    ids, more = tokenizer(TEXT[:90])["input_ids"], tokenizer("a cat")["input_ids"]
     prompt = Prompt(model, ids, tail)
     total, greedy = prompt.loglikelihood(FULL, more)
     expected, _ = plain(model, ids, more)

@@ -63,10 +63,9 @@ def answer(sample: Sample) -> str:
     return ", ".join(sample.answers)
 
 
-@pytest.mark.parametrize("length", [640, 2500])
 @pytest.mark.parametrize("name", MADE)
-def test_length(tokenizer: Any, name: str, length: int) -> None:
-    for seed in range(3):
+def test_length(tokenizer: Any, name: str) -> None:
+    for seed, length in enumerate((640, 777, 2500)):
         sample = TASKS[name].sample(tokenizer, length=length, seed=seed)
         n = tokens(tokenizer, sample.prompt)
         assert n == length
@@ -83,7 +82,7 @@ def test_deterministic(tokenizer: Any, name: str) -> None:
     assert other.answers != first.answers
 
 
-@pytest.mark.parametrize("depth", [0.0, 0.25, 0.5, 1.0])
+@pytest.mark.parametrize("depth", [0.0, 0.25, 1.0])
 @pytest.mark.parametrize("name", MADE)
 def test_depth(tokenizer: Any, name: str, depth: float) -> None:
     sample = TASKS[name].sample(tokenizer, length=3000, seed=1, depth=depth)
@@ -101,7 +100,8 @@ def test_score(tokenizer: Any, name: str) -> None:
     first = sample.answers[0]
     share = 1 / len(sample.answers)
     assert task.score(sample, f"It is '{first}'") == pytest.approx(share)
-    for fooled in (first[:-1], first[1:], first + "7", "7" + first, first + "x", f"x{first}", f"{first}-7"):
+    other_case = {first.swapcase()} - {first}
+    for fooled in (*other_case, first[:-1], first[1:], first + "7", "7" + first, first + "x", f"x{first}", f"{first}-7"):
         assert task.score(sample, f" {fooled}.") == 0.0
 
 

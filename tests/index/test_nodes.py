@@ -171,13 +171,6 @@ def test_what_a_step_reads_from_the_host_is_told() -> None:
     assert seqs.index.searched_bytes() == (256 + 40) * 2 * 64 * 2
 
 
-def test_addresses_of_the_store_are_among_what_a_step_reads() -> None:
-    """So that a captured step is captured anew where they have moved."""
-    index = index_of(seqs_of([50]))
-    table = index.addresses.follow(index.context.store, torch.device("cpu"))
-    assert any(tensor is table for tensor in index.tensors())
-
-
 def test_nodes_do_not_depend_on_the_pieces_in_which_tokens_came() -> None:
     one, many = seqs_of([100, 30]), seqs_of([100, 30])
     one.append(90)

@@ -276,16 +276,15 @@ def main() -> None:
     kinds: set[tuple[str, str]] = set()
     _only_compile(seen, kinds)
     for name in sys.argv[1:]:
-        for dtype, dim in ((torch.bfloat16, 128), (torch.float32, 80)):
-            seen.clear()
-            kinds.clear()
-            line: dict[str, Any] = {"case": name, "dtype": str(dtype), "dim": dim}
-            try:
-                CASES[name](dtype, dim)
-            except Exception as error:
-                line["error"] = f"{type(error).__name__}: {error}"
-            line["kinds"] = Counter(kernel for kernel, _ in kinds)
-            print(json.dumps({**line, "compiled": seen}), flush=True)
+        seen.clear()
+        kinds.clear()
+        line: dict[str, Any] = {"case": name}
+        try:
+            CASES[name](torch.bfloat16, 80)  # as models have them, of a width that is padded
+        except Exception as error:
+            line["error"] = f"{type(error).__name__}: {error}"
+        line["kinds"] = Counter(kernel for kernel, _ in kinds)
+        print(json.dumps({**line, "compiled": seen}), flush=True)
 
 
 if __name__ == "__main__":

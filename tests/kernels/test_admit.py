@@ -98,7 +98,7 @@ def walk(seqs: int, heads: int, count: int, slots: int, rows: int, steps: int, d
     [(1, 1, 1, 1, 5), (2, 2, 5, 5, 12), (1, 2, 16, 40, 60), (1, 1, 33, 64, 300), (2, 1, 7, 9, 9), (1, 1, 100, 100, 150)],
 )
 def test_definition(seqs: int, heads: int, count: int, slots: int, rows: int, full: float, device: torch.device) -> None:
-    walk(seqs, heads, count, slots, rows, 8, device, full)
+    walk(seqs, heads, count, slots, rows, 4, device, full)
 
 
 def test_is_what_residency_does(device: torch.device) -> None:

@@ -14,24 +14,22 @@ from kvthaw.kernels.srht import make_rotation
 pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
-RAGGED, PADDED, CHUNKS = (16, 2, (1, 0, 63)), (24, 1, (100,)), (32, 4, (2100,))
+RAGGED, PADDED, CHUNKS = (16, 2, (1, 0, 63)), (24, 1, (100,)), (16, 4, (2100,))
 CASES = [  # shape, how a group's votes combine, whether its mean query stands for all
-    *((shape, "max", False) for shape in SHAPES if torch.cuda.is_available() or shape[0] in (8, 80, 256)),
+    *((shape, "max", False) for shape in SHAPES if torch.cuda.is_available() or shape[0] == 8),
     *(((*shape, torch.float16), "max", False) for shape in (RAGGED, CHUNKS)),
-    *(((*shape, torch.bfloat16), "sum", False) for shape in (RAGGED, PADDED)),
     (SHAPES[4], "sum", False),
-    ((*PADDED, torch.bfloat16), "max", True),
-    (SHAPES[4], "max", True),
+    ((*PADDED, torch.bfloat16), "sum", True),
 ]
 """The interpreter takes a tenth of a second for every query head and 8 dimensions: shapes of fewer where a GPU takes all."""
 
 
-def votes_one_by_one(similarity: torch.Tensor, sizes: torch.Tensor, limits: torch.Tensor) -> list[int]:
+def votes_one_by_one(similarity: list[float], sizes: list[int], limits: list[int]) -> list[int]:
     """Appendix B.2.1, key by key: a cluster's votes by the rank of its first key."""
     votes = []
-    for c in range(256):
-        before = sum(int(sizes[o]) for o in range(256) if similarity[o] > similarity[c])
-        votes.append(sum(before < int(limit) for limit in limits))
+    for own in similarity:
+        before = sum(size for size, other in zip(sizes, similarity, strict=True) if other > own)
+        votes.append(sum(before < limit for limit in limits))
     return votes
 
 
@@ -42,7 +40,8 @@ def test_tiers_by_hand() -> None:
     votes = tiers.definition(similarity, case.summaries.sizes, case.limits)
     assert int(votes.max()) == 6
     for seq, head, p, b in ((0, 0, 0, 0), (0, 1, 1, 7), (1, 0, 1, 3)):
-        want = votes_one_by_one(similarity[seq, head, p, b], case.summaries.sizes[seq, head, b], case.limits[seq])
+        numbers = similarity[seq, head, p, b], case.summaries.sizes[seq, head, b], case.limits[seq]
+        want = votes_one_by_one(*(of.tolist() for of in numbers))
         assert votes[seq, head, p, b].tolist() == want
     q = rotated[0, 1, 1, :, 3]
     assert float(similarity[0, 1, 1, 3, 0b10000010]) == pytest.approx(
@@ -114,8 +113,24 @@ def test_kernels(
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
-@pytest.mark.parametrize("combine", ["max", "sum"])
-def test_tiers_kernel_at_its_edges(combine: tiers.Combine, device: torch.device) -> None:
+@pytest.mark.parametrize(("subs", "group", "combine"), [(32, 5, "max"), (8, 5, "sum")])
+def test_scores_kernel_drops_low_bits(subs: int, group: int, combine: tiers.Combine, device: torch.device) -> None:
+    """Where there are more votes than scores, of more subspaces than a program takes at once."""
+    lengths = torch.tensor([op.CHUNK + 3, 0], dtype=torch.int32, device=device)
+    votes = torch.randint(0, 7, (2, 1, group, subs, 256), dtype=torch.int32)
+    table = tiers.pack(votes, combine).to(device)
+    ids = torch.randint(0, 256, (2, 1, subs, 2 * op.CHUNK), dtype=torch.uint8).to(device)
+    totals = torch.zeros((2, 1, op.BINS), dtype=torch.int32, device=device)
+    cut = op.shift(tiers.most_votes(subs, group, combine))
+    assert cut == 1
+    with poisoned():
+        found = op.launch(table, ids, lengths, totals, combine, cut)
+    assert torch.equal(found.scores[0, :, : op.CHUNK + 3].int(), op.definition(table, ids, combine, cut)[0, :, : op.CHUNK + 3])
+    assert totals[:, 0, 0].tolist() == [op.CHUNK + 3, 0]
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
+def test_tiers_kernel_at_its_edges(device: torch.device) -> None:
     """Keys behind the query, queries that are as similar to all patterns or to half of them, and no keys."""
     rotation = make_rotation(8, SEED, rotate=False, device=device)
     query = torch.randn(5, 2, 8, device=device)
@@ -130,9 +145,9 @@ def test_tiers_kernel_at_its_edges(combine: tiers.Combine, device: torch.device)
     limits = (count[:, None] * torch.tensor([0.05, 0.15, 0.3, 0.5, 0.75, 1.0], device=device)).int()
     totals = torch.full((5, 1, 64), 99, dtype=torch.int32, device=device)
     with poisoned():
-        rotated, table = tiers.launch(query, rotation, sizes, limits, totals, mean=False, combine=combine)
+        rotated, table = tiers.launch(query, rotation, sizes, limits, totals, mean=False, combine="max")
     votes = tiers.definition(tiers.similarities(rotated.values), sizes, limits)
-    assert torch.equal(table, tiers.pack(votes, combine))
+    assert torch.equal(table, tiers.pack(votes, "max"))
     assert (votes[0, 0, 0][:, behind[0, 0]] > 0).any()
     assert (votes[1] == 6).all()
     assert not votes[4].any()

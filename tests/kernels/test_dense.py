@@ -52,9 +52,7 @@ def test_attend(shape: Shape, softcap: float | None, steps: int | None) -> None:
 
 
 @over_shapes
-@pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("past", [0, 1, 40])
+@pytest.mark.parametrize(("softcap", "sinks", "past"), [(None, False, 0), (3.0, True, 1), (None, True, 40), (3.0, False, 40)])
 def test_causal_attention(shape: Shape, softcap: float | None, sinks: bool, past: int) -> None:
     q, k, v = shape.query(shape.tokens), shape.keys(shape.tokens + past), shape.keys(shape.tokens + past)
     logits = torch.randn(shape.q_heads) if sinks else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -37,13 +39,16 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize("head_dim", [64, 80])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("new", "size", "places"), PLACES)
-@pytest.mark.parametrize("spread", [None, "mean", "max"])
+SPREADS: list[Spread | None] = [None, "mean", "max"]
+KINDS = itertools.cycle(itertools.product(DTYPES, [64, 80]))
+CASES = [(*case, kind) for case, kind in zip(itertools.product(PLACES, SPREADS), KINDS, strict=False)]
+
+
+@pytest.mark.parametrize(("case", "spread", "kind"), CASES)
 def test_against_the_definition(
-    head_dim: int, dtype: torch.dtype, new: int, size: int, places: list[Place], spread: Spread | None, device: torch.device
+    case: tuple[int, int, list[Place]], spread: Spread | None, kind: tuple[torch.dtype, int], device: torch.device
 ) -> None:
+    (new, size, places), (dtype, head_dim) = case, kind
     rows = torch.randn(len(places), HEADS, new, 2, head_dim).to(dtype).to(device)
     keys = rows[:, :, :, 0]  # as they come from a ring
     mapped, wide = spread is None, 1 if spread is None else 2

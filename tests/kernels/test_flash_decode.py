@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -71,12 +72,12 @@ def hide(visible: Tensor, keys: Tensor, values: Tensor) -> None:
     values.masked_fill_(~visible[..., None], torch.nan)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    ("batch", "heads", "group", "n", "dim"),
-    [(1, 1, 1, 1, 64), (2, 2, 4, 63, 64), (1, 2, 8, 130, 128), (2, 1, 3, 40, 80), (1, 1, 2, 33, 96), (1, 1, 20, 17, 192)],
-)
-def test_definition(batch: int, heads: int, group: int, n: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
+SHAPES = [(1, 1, 1, 1, 64), (2, 2, 4, 63, 64), (1, 2, 8, 130, 128), (2, 1, 3, 40, 80), (1, 1, 2, 33, 96), (1, 1, 20, 17, 192)]
+
+
+@pytest.mark.parametrize(("shape", "dtype"), list(zip(SHAPES, itertools.cycle(TOLERANCE), strict=False)), ids=str)
+def test_definition(shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+    batch, heads, group, n, dim = shape
     keys, values = slab(batch, heads, n, dim, dtype, device)
     query = torch.randn(batch, heads * group, dim, device=device).to(dtype)
     compare(query, keys, values)
@@ -89,13 +90,13 @@ def test_wide_heads(device: torch.device) -> None:
 
 
 def test_everything_at_once(device: torch.device) -> None:
-    batch, heads, group, n, dim = 3, 2, 4, 75, 64
+    batch, heads, group, n, dim = 3, 2, 4, 49, 64
     keys, values = slab(batch, heads, n, dim, torch.bfloat16, device)
     query = torch.randn(batch, 2 * heads * group, dim, device=device).bfloat16()[:, ::2]  # strided
     visible = torch.rand(batch, heads, n, device=device) < 0.7
     log_weight = torch.randn(batch, heads * group, n, device=device)
     log_weight[:, 1, ::3] = -torch.inf
-    lengths = torch.tensor([75, 40, 3], dtype=torch.int32, device=device)
+    lengths = torch.tensor([49, 40, 3], dtype=torch.int32, device=device)
     starts = torch.tensor([0, 17, 3], dtype=torch.int32, device=device)  # the last sequence sees nothing
     place = torch.arange(n, device=device)
     hide(visible & (place < lengths[:, None, None]) & (place >= starts[:, None, None]), keys, values)
@@ -108,10 +109,7 @@ def test_everything_at_once(device: torch.device) -> None:
     how: dict[str, Any] = {"scale": 0.2, "visible": visible, "lengths": lengths, "starts": starts}
     empty = compare(query, keys, values, **how)
     assert (empty.lse[2] == -torch.inf).all()
-    compare(query, keys, values, **how, softcap=5.0)
-    compare(query, keys, values, **how, log_weight=log_weight)
-    compare(query, keys, values, **how, sinks=torch.randn(heads * group, device=device))
-    compare(query, keys, values, **how, partials=others[:1])
+    compare(query, keys, values, **how, softcap=5.0, partials=others[:1])
     sinks = torch.randn(heads * group, device=device).bfloat16()
     compare(query, keys, values, **how, softcap=5.0, log_weight=log_weight, sinks=sinks, partials=others)
 
@@ -175,8 +173,11 @@ class Seqs:
         return query, data[:, :, :, 0], data[:, :, :, 1], how
 
 
-@pytest.mark.parametrize("slots", [0, 1, 40])
-@pytest.mark.parametrize("regions", [Regions(4, 8, 4), Regions(0, 5, 3), Regions(1, 1, 1), Regions(16, 30, 17)], ids=str)
+@pytest.mark.parametrize(
+    ("regions", "slots"),
+    [(Regions(4, 8, 4), 40), (Regions(0, 5, 3), 1), (Regions(1, 1, 1), 0), (Regions(16, 30, 17), 1)],
+    ids=str,
+)
 def test_slab(regions: Regions, slots: int, device: torch.device) -> None:
     """Every state of sink and ring, from an empty sequence to a ring that has gone round; the kernel sees what sequences hold, not
     NaN."""
@@ -218,7 +219,7 @@ def test_newest_that_is_there_already(device: torch.device) -> None:
     same(values, before[1])
 
 
-@pytest.mark.parametrize("n", [1, 63, 64, 65, 130])
+@pytest.mark.parametrize("n", [1, 64, 65])
 def test_newest_in_token_order(n: int, device: torch.device) -> None:
     """Sequences that are full, half full, of one token and empty; what lies behind a sequence's end or before its start is NaN."""
     lengths = torch.tensor([n, max(1, n // 2), 1, 0], dtype=torch.int32, device=device)
@@ -246,7 +247,7 @@ def test_newest_is_seen_whatever_the_mask_says(device: torch.device) -> None:
     torch.testing.assert_close(got.out, newest[1].repeat_interleave(4, dim=1))
 
 
-@pytest.mark.parametrize("splits", [1, 3, 7])
+@pytest.mark.parametrize("splits", [1, 3])
 def test_any_split_is_the_same(splits: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     keys, values = slab(2, 1, 100, 64, torch.float32, device)
     lengths = torch.tensor([100, 21], dtype=torch.int32, device=device)
@@ -328,9 +329,9 @@ def test_gpu_slab(heads: int, dim: int, dtype: torch.dtype, device: torch.device
         compare(query, keys, values, **how)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("slots", [50, 976])
-@pytest.mark.parametrize(("which", "bad"), [(0, torch.nan), (1, torch.inf)])
+@pytest.mark.parametrize(
+    ("dtype", "slots", "which", "bad"), [(torch.float32, 50, 0, torch.nan), (torch.bfloat16, 976, 1, torch.inf)], ids=str
+)
 def test_a_newest_that_is_not_finite_is_noted(
     device: torch.device, dtype: torch.dtype, slots: int, which: int, bad: float
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -11,18 +13,18 @@ from kvthaw.kernels import HAS_TRITON, observe, page_bounds, stream_keys
 from kvthaw.kernels.page_bounds import Spread
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+PAGES = [(1, 16, 64), (63, 32, 96), (64, 32, 128), (50, 12, 256), (33, 16, 80), (40, 32, 192)]
+WIDTHS = [(1, 1, 64), (70, 63, 96), (16, 100, 128), (4, 65, 256), (3, 33, 80), (5, 40, 192)]
 triton = pytest.mark.skipif(not HAS_TRITON, reason="no Triton")
 
 
 @triton
 @pytest.mark.parametrize("spread", ["max", "mean"])
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(
-    ("tokens", "page", "dim"), [(1, 16, 64), (63, 32, 96), (64, 32, 128), (50, 12, 256), (33, 16, 80), (40, 32, 192)]
-)
+@pytest.mark.parametrize(("sizes", "dtype"), list(zip(PAGES, itertools.cycle(TOLERANCE), strict=False)))
 def test_bounds_are_the_definition(
-    tokens: int, page: int, dim: int, dtype: torch.dtype, spread: Spread, device: torch.device
+    sizes: tuple[int, int, int], dtype: torch.dtype, spread: Spread, device: torch.device
 ) -> None:
+    tokens, page, dim = sizes
     keys = torch.randn(2, tokens, dim).to(dtype).to(device)
     for order in (None, torch.stack([torch.randperm(tokens)[: tokens // 2 + 1] for _ in range(2)]).to(device)):
         wanted = page_bounds.definition(keys, page, spread=spread, order=order)
@@ -49,13 +51,11 @@ def test_max_bound_is_never_below_a_key(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("path", ["vectorised", pytest.param("launch", marks=triton)])
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(
-    ("width", "tokens", "dim"), [(1, 1, 64), (70, 63, 96), (16, 200, 128), (4, 65, 256), (3, 33, 80), (5, 40, 192)]
-)
+@pytest.mark.parametrize(("sizes", "dtype"), list(zip(WIDTHS, itertools.cycle(TOLERANCE), strict=False)))
 def test_observation_is_the_definition(
-    width: int, tokens: int, dim: int, dtype: torch.dtype, path: str, device: torch.device
+    sizes: tuple[int, int, int], dtype: torch.dtype, path: str, device: torch.device
 ) -> None:
+    width, tokens, dim = sizes
     queries, keys = (torch.randn(2, n, dim).to(dtype).to(device) for n in (width, tokens))
     weights = torch.rand(width, device=device)
     weights[0] = 0.0 if width > 1 else 1.0

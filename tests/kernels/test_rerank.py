@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from paris import SHAPES, Case, poisoned
@@ -49,12 +51,11 @@ def test_definition_by_hand() -> None:
 
 
 @triton_only
-@pytest.mark.parametrize("run", [64, 8])
-@pytest.mark.parametrize(("dim", "group", "lengths", "dtype"), SHAPES)
+@pytest.mark.parametrize(("shape", "run"), list(zip(SHAPES, itertools.cycle([64, 8]), strict=False)))
 def test_rerank_kernel(
-    dim: int, group: int, lengths: tuple[int, ...], dtype: torch.dtype, run: int, device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    shape: tuple[int, int, tuple[int, ...], torch.dtype], run: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dim, group, lengths, dtype = shape
     monkeypatch.setattr(op, "shape", lambda run: (max(run, 16), 3))
     case = Case(dim, group, lengths, dtype, device)
     rotated = turned(case)
@@ -121,8 +122,7 @@ CASES = [  # wanted, group, k, candidates a peak
 
 
 @triton_only
-@pytest.mark.parametrize("ties", [False, True])
-@pytest.mark.parametrize("policy", ["max", "mean"])
+@pytest.mark.parametrize(("ties", "policy"), [(False, "max"), (True, "mean")])
 @pytest.mark.parametrize(("wanted", "group", "k", "run"), CASES)
 def test_topk_kernel(
     wanted: tuple[int, ...], group: int, k: int, run: int, policy: topk.Merge, ties: bool, device: torch.device

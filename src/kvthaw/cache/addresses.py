@@ -30,9 +30,10 @@ class Addresses:
         self._version = -1
 
     def make_room(self, host: Blocks, tokens: int, device: torch.device) -> None:
-        """For so many tokens a sequence, in a new table, which is empty until the next follow()."""
-        self.table = torch.zeros((host.seqs, max(8, -(-tokens // host.block_size))), dtype=torch.int64, device=device)
-        self._version = -1
+        """Have room for so many tokens a sequence, in a new table where the one there is too small."""
+        shape = host.seqs, max(8, -(-tokens // host.block_size))
+        if self.table is None or self.table.shape[0] != shape[0] or self.table.shape[1] < shape[1]:
+            self.table, self._version = torch.zeros(shape, dtype=torch.int64, device=device), -1
 
     def follow(self, host: Blocks, device: torch.device) -> Tensor:
         """The table with the addresses as they are now; written only where the store's have changed. No host sync."""
@@ -42,6 +43,6 @@ class Addresses:
         width = table.shape[1]
         if self.table is None or self.table.shape[0] != table.shape[0] or self.table.shape[1] < width:
             self.table = torch.zeros((table.shape[0], max(8, 2 * width)), dtype=torch.int64, device=device)
-        self.table[:, :width].copy_(table, non_blocking=True)
+        self.table[:, :width].copy_(table.pin_memory() if device.type == "cuda" else table, non_blocking=True)
         self._version = host.version
         return self.table

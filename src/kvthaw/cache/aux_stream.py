@@ -12,7 +12,8 @@ class AuxStream:
     """One stream on a device for all layers of a cache, made when it is first asked for: what they do there stands in line, and the
     memory that it takes is one layer's at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, made: list[torch.cuda.Stream] | None = None) -> None:
+        self._made = [] if made is None else made  # streams of the cache, this one's included
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def run(self, device: torch.device, job: Callable[[], None], *used: Tensor) -> torch.cuda.Event | None:
@@ -24,6 +25,7 @@ class AuxStream:
         stream = self._streams.get(device)
         if stream is None:
             stream = self._streams[device] = torch.cuda.Stream(device)
+            self._made.append(stream)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             job()

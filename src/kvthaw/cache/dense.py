@@ -60,6 +60,10 @@ class DenseLayer:
             return 0
         return self._data[0, :, 0].nbytes * sum(self.sequences.length(seq) for seq in range(self.sequences.count))
 
+    def fixed_bytes(self) -> int:
+        """See LayerKV."""
+        return sum(tensor.nbytes for tensor in self.tensors())
+
     def token_bytes(self) -> int:
         """Bytes of KV of one token of one sequence."""
         return 0 if self._data is None else self._data[0, :, :1].nbytes

@@ -8,14 +8,15 @@ copied only when a sequence writes into one that it shares.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain, zip_longest
 
 import torch
 from torch import Tensor
 
 from kvthaw.cache.addresses import Addresses
 from kvthaw.cache.deferred_batch import DeferredBatch
-from kvthaw.cache.host_memory import BlockAllocator, HostMemory
+from kvthaw.cache.host_memory import Block, BlockAllocator, HostMemory
 from kvthaw.cache.pool import Slab
 from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.freeze import Span, freeze
@@ -23,16 +24,6 @@ from kvthaw.kernels.freeze import definition as freeze_definition
 from kvthaw.kernels.offload import MOST, offload
 from kvthaw.kernels.stream_keys import definition as stream_definition
 from kvthaw.kernels.stream_keys import stream_keys
-
-
-class Block:
-    """E tokens of all KV heads of one sequence, and how many sequences point at it."""
-
-    __slots__ = ("data", "owners")
-
-    def __init__(self, data: Tensor) -> None:
-        self.data = data  # [H, E, 2, D]
-        self.owners = 1
 
 
 class HostStore:
@@ -61,7 +52,7 @@ class HostStore:
         self.version = 0
         """Changes whenever addresses do."""
         self._table: tuple[int, Tensor] | None = None
-        self._sent = Addresses()
+        self.on_device = Addresses()
         self.arriving: torch.cuda.Event | None = None
         """Passes when all rows appended so far are there; None: they are."""
         self.ordered = True
@@ -85,15 +76,15 @@ class HostStore:
         """Bytes of one row, K and V."""
         return 2 * self.head_dim * self.dtype.itemsize
 
-    def nbytes(self, seq: int | None = None) -> int:
-        """Bytes of host memory held by the blocks of one sequence, or by all and the ones ahead, shared ones counted once."""
+    def nbytes(self, seq: int | None = None, *, on_device: bool = False) -> int:
+        """Bytes of host or device memory that the blocks of one sequence hold, or of all and the ones ahead; shared ones once."""
         held = self._blocks if seq is None else [self._blocks[seq]]
-        unique = {block: block.data.nbytes for blocks in held for block in blocks}
-        return sum(unique.values()) + (self.allocator.nbytes() if seq is None else 0)
+        unique = {block: block.data.nbytes for blocks in held for block in blocks if block.on_device == on_device}
+        return sum(unique.values()) + (self.allocator.nbytes(on_device=on_device) if seq is None else 0)
 
     def addresses(self, seq: int) -> Tensor:
         """[blocks] int64: where each block of a sequence begins."""
-        return torch.tensor([e.data.data_ptr() for e in self._blocks[seq]], dtype=torch.int64)
+        return torch.tensor([block.address for block in self._blocks[seq]], dtype=torch.int64)
 
     def table(self) -> Tensor:
         """[seqs, most blocks] int64: the addresses of all sequences, 0 padded."""
@@ -102,6 +93,14 @@ class HostStore:
             tables = [self.addresses(seq) for seq in range(self.seqs)]
             known = self._table = version, torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)
         return known[1]
+
+    def table_on(self, device: torch.device) -> Tensor:
+        """Return the table on the device, as it is now. It stays where it is while there is room. No host sync."""
+        return self.on_device.follow(self, device)
+
+    def make_room(self, tokens: int, device: torch.device) -> None:
+        """Have room in the table on the device for so many tokens a sequence: until there are more, it stays where it is."""
+        self.on_device.make_room(self, tokens, device)
 
     def append(self, seq: int, rows: Tensor, *, non_blocking: bool = False) -> None:
         """Add rows [H, n, 2, D] of any device behind a sequence's last. With non_blocking, a copy from the device is only
@@ -134,7 +133,7 @@ class HostStore:
             self._length[seq] = start + count
         place = {"sink": slab.regions.sink, "ring": slab.regions.ring}
         if HAS_TRITON and slab.data.is_cuda and self.pinned:
-            table = self._sent.follow(self, slab.data.device)
+            table = self.table_on(slab.data.device)
             most = max(count for _, _, count in spans)
             freeze(slab.data, table, self.block_size, deferred.numbers(spans, slab.data.device), most, **place)
         else:
@@ -145,7 +144,7 @@ class HostStore:
         """Have the kernel of freeze() compiled, which takes a third of a second: no step should wait for that. Writes nothing."""
         if HAS_TRITON and slab.data.is_cuda and self.pinned:
             place = {"sink": slab.regions.sink, "ring": slab.regions.ring}
-            table, none = self._sent.follow(self, slab.data.device), deferred.numbers([(0, 0, 0)], slab.data.device)
+            table, none = self.table_on(slab.data.device), deferred.numbers([(0, 0, 0)], slab.data.device)
             freeze(slab.data, table, self.block_size, none, 1, **place)
 
     def arrive(self, copied: torch.cuda.Event, *, ordered: bool) -> None:
@@ -168,7 +167,7 @@ class HostStore:
         """Allocate blocks for `length` tokens of a sequence."""
         blocks = self._blocks[seq]
         while len(blocks) * self.block_size < length:
-            blocks.append(Block(self.allocator.allocate(seq)))
+            blocks.append(self.allocator.allocate(seq))
             self.version += 1
 
     def claim(self, seq: int, length: int) -> None:
@@ -177,12 +176,42 @@ class HostStore:
         for number in range(self._length[seq] // self.block_size, -(-length // self.block_size)):
             self._writable(seq, number)
 
+    def full_blocks(self, *, alone: bool = False) -> list[Block]:
+        """Return the blocks whose rows are all there, those of earlier positions first. alone: without those that another store
+        shares."""
+        counts: dict[Block, int] = {}
+        full = [blocks[: length // self.block_size] for blocks, length in zip(self._blocks, self._length, strict=True)]
+        for block in chain.from_iterable(zip_longest(*full)):
+            if block is not None:
+                counts[block] = counts.get(block, 0) + 1
+        return [block for block, count in counts.items() if not alone or count == block.owners]
+
+    def sums(self, counts: Tensor) -> Iterable[tuple[Block, int]]:
+        """Return each block with the sum of its counts [seqs, blocks], by sequence and number; but for the last of each sequence,
+        whose tokens may be in the ring."""
+        sums: dict[Block, int] = {}
+        for blocks, length, own in zip(self._blocks, self._length, counts.tolist(), strict=False):
+            for block, count in zip(blocks[: max(0, length // self.block_size - 1)], own, strict=False):
+                sums[block] = sums.get(block, 0) + count
+        return sums.items()
+
+    def replace(self, old: Block, new: Block) -> bool:
+        """Put a copy in the place of a block, in every sequence. Returns whether one has it."""
+        places = [(blocks, i) for blocks in self._blocks for i, block in enumerate(blocks) if block is old]
+        for blocks, i in places:
+            blocks[i] = new
+        new.owners, new.recalls, old.moving = len(places), old.recalls, False
+        old.owners -= len(places)
+        self.version += bool(places)
+        return bool(places)
+
     def reserved(self, seq: int) -> int:
         """Tokens that a sequence's blocks have room for, without the one allocated ahead."""
         return len(self._blocks[seq]) * self.block_size
 
     def read(self, seq: int, start: int, stop: int) -> Tensor:
-        """Rows start .. stop of a sequence as [H, stop - start, 2, D] on the host; a view where they lie in one block."""
+        """Rows start .. stop of a sequence as [H, stop - start, 2, D], a view where they lie in one block. On the host, or on the
+        device where any does."""
         if not 0 <= start <= stop <= self._length[seq]:
             raise IndexError(f"rows {start}..{stop} of sequence {seq}, which holds {self._length[seq]}")
         parts = []
@@ -193,6 +222,9 @@ class HostStore:
             start += take
         if not parts:
             return torch.empty((self.kv_heads, 0, 2, self.head_dim), dtype=self.dtype)
+        devices = {part.device for part in parts}
+        if len(devices) > 1:
+            parts = [part.to(next(device for device in devices if device.type != "cpu")) for part in parts]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def read_keys(self, seq: int, start: int, stop: int, device: torch.device, out: Tensor | None = None) -> Tensor:
@@ -238,7 +270,8 @@ class HostStore:
         for block in self._blocks[seq][keep:]:
             block.owners -= 1
             if not block.owners:
-                self.allocator.ahead.setdefault(seq, block.data)
+                block.owners = 1
+                self.allocator.ahead.setdefault(seq, block)
         if length == 0:
             self.allocator.ahead.pop(seq, None)
         del self._blocks[seq][keep:]
@@ -279,6 +312,7 @@ class HostStore:
         twin = HostStore(
             0, self.kv_heads, self.head_dim, self.dtype, block_size=self.block_size, pinned=self.pinned, memory=memory
         )
+        twin.allocator.device = copy.deepcopy(self.allocator.device, memo)
         twin._blocks = [list(blocks) for blocks in self._blocks]
         twin._length = list(self._length)
         for blocks in twin._blocks:
@@ -288,9 +322,11 @@ class HostStore:
 
     def _writable(self, seq: int, number: int) -> Tensor:
         block = self._blocks[seq][number]
+        block.moving = False  # what a copy under way has of it is not all
         if block.owners > 1:
-            copy = self.allocator.allocate(seq).copy_(block.data)
+            copy = self.allocator.allocate(seq)
+            copy.data.copy_(block.data)
             block.owners -= 1
-            block = self._blocks[seq][number] = Block(copy)
+            block = self._blocks[seq][number] = copy
             self.version += 1
         return block.data

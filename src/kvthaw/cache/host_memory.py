@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvthaw.cache.device_memory import DeviceBlocks
 from kvthaw.errors import HostMemoryError
 
 
@@ -82,15 +83,31 @@ class HostMemory:
         return HostMemory(self.limit)
 
 
+class Block:
+    """E tokens of all KV heads of one sequence, data [H, E, 2, D], on the device or in host memory.
+
+    owners: how many sequences point at it. moving: it is being copied to the other place. recalls: how many of its rows were
+    selected of late, infinite before they were first counted.
+    """
+
+    __slots__ = ("address", "data", "moving", "on_device", "owners", "recalls")
+
+    def __init__(self, data: Tensor, *, on_device: bool = False) -> None:
+        self.data, self.on_device, self.address = data, on_device, data.data_ptr()
+        self.owners, self.moving, self.recalls = 1, False, math.inf
+
+
 class BlockAllocator:
     """Allocates the blocks of one store, and for each sequence one ahead at most.
 
-    ahead: by sequence. Such a block is in no address table, so that taking one moves nothing.
+    ahead: by sequence. Such a block is in no address table, so that taking one moves nothing. device: blocks go there while there
+    is room; None: all go to the host.
     """
 
     def __init__(self, memory: HostMemory, shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool) -> None:
         self.memory, self.shape, self.dtype, self.pinned = memory, shape, dtype, pinned
-        self.ahead: dict[int, Tensor] = {}
+        self.device: DeviceBlocks | None = None
+        self.ahead: dict[int, Block] = {}
         memory.allocators.add(self)
 
     @property
@@ -98,13 +115,13 @@ class BlockAllocator:
         """What blocks have in common that can take each other's place."""
         return self.shape, self.dtype, self.pinned
 
-    def allocate(self, seq: int) -> Tensor:
+    def allocate(self, seq: int) -> Block:
         """Return the block that was allocated ahead for a sequence, else a new one; if there is no memory, one that was allocated
         ahead for another sequence or layer. Raises HostMemoryError if there is none."""
         if seq in self.ahead:
             return self.ahead.pop(seq)
         try:
-            return self._new()
+            return self.new()
         except HostMemoryError:
             for other in (self, *self.memory.allocators):
                 if other.ahead and other.kind == self.kind:
@@ -114,11 +131,17 @@ class BlockAllocator:
     def preallocate(self, seq: int) -> None:
         """Allocate the next block of a sequence ahead. Raises HostMemoryError, with nothing changed."""
         if seq not in self.ahead:
-            self.ahead[seq] = self._new()
+            self.ahead[seq] = self.new()
 
-    def nbytes(self) -> int:
-        """Bytes of the blocks allocated ahead."""
-        return sum(block.nbytes for block in self.ahead.values())
+    def nbytes(self, *, on_device: bool = False) -> int:
+        """Bytes of host or device memory of the blocks allocated ahead."""
+        return sum(block.data.nbytes for block in self.ahead.values() if block.on_device == on_device)
 
-    def _new(self) -> Tensor:
+    def new(self) -> Block:
+        """Return a block on the device if there is room, else on the host. Raises HostMemoryError."""
+        data = None if self.device is None else self.device.take()
+        return Block(self.on_host()) if data is None else Block(data, on_device=True)
+
+    def on_host(self) -> Tensor:
+        """Return an uninitialised block in host memory. Raises HostMemoryError."""
         return self.memory.allocate(self.shape, self.dtype, pinned=self.pinned)

@@ -11,7 +11,6 @@ from torch import Tensor
 from kvthaw.cache.clone import clone
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.finite import FiniteCheck
-from kvthaw.cache.host_memory import HostMemory
 from kvthaw.cache.layer_base import AttentionParams, LayerKV
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.plan import Settings
@@ -38,7 +37,7 @@ class KVCache:
         offloaded = [] if method.dense else [i for i in numbers if i >= settings.dense_layers]
         if not offloaded and not method.dense:
             raise ConfigError(f"dense_layers is {settings.dense_layers}; that leaves no layer to {method.name}, of {depth}")
-        self.settings, self.sequences, self.streams = settings, Sequences(), Streams(depth, HostMemory(settings.host_bytes))
+        self.settings, self.sequences, self.streams = settings, Sequences(), Streams(depth, *settings.memory(offloaded))
         self.preallocator, self._finite = BlockPreallocator(self.streams), FiniteCheck()
         self.layers: list[OffloadedLayer | DenseLayer] = []
         self._prepared: tuple[int, int] = -1, -1  # version and capacity that before_step() has served
@@ -85,6 +84,8 @@ class KVCache:
             raise CacheError(f"layer {layer.number} was given tokens that the first layer was not")
         take = layer.prefill if step.dense else layer.decode
         out = take(step, query, key, value, attention)
+        if step.dense:
+            self.streams.device.fixed[layer.number] = layer.fixed_bytes()
         if layer is self.layers[-1]:
             self._commit(step)
         return out
@@ -215,6 +216,8 @@ class KVCache:
         leaving = sequences.leaving()
         for layer in self.layers:
             layer.before_step(leaving)
+            if self._prepared[1] != sequences.capacity:
+                self.streams.device.fixed[layer.number] = layer.fixed_bytes()
         self._prepared, self._flushed = (sequences.version, sequences.capacity), sequences.padded_length
 
     def run_ahead(self, *, certain: bool = False) -> None:
@@ -263,6 +266,12 @@ class KVCache:
         ends = {seq: end for seq, end in ends.items() if end > sequences.indexed(seq)}
         for layer in self.layers if ends else ():
             layer.reserve_blocks(ends)
+
+    def check_memory(self, blocks: int, size: int, device: torch.device) -> None:
+        """Raise HostMemoryError where so many more blocks of a size in every layer fit neither the device nor the host."""
+        self.streams.device.resolve(device)
+        shares = [layer.storage.room if layer.plan else self.streams.device.share(layer.number) for layer in self.offloaded]
+        self.streams.memory.check(sum(max(0, blocks * size - max(0, share)) for share in shares))
 
     def check_finite(self) -> None:
         """Raise CacheError if a key or value was not finite while decoding; see FiniteCheck."""
@@ -368,6 +377,7 @@ class KVCache:
         """Forget everything."""
         for layer in self.layers:
             layer.reset()
+        self.streams.device.reset()
         self.sequences.reset()
 
     def clone_from(self, sequences: Sequences, layers: Iterable[LayerKV]) -> None:
@@ -424,6 +434,8 @@ class KVCache:
             kv_device_bytes=sum(layer.device_bytes() for layer in offloaded),
             kv_dense_bytes=sum(layer.device_bytes() for layer in self.layers if isinstance(layer, DenseLayer)),
             kv_host_bytes=sum(layer.host_bytes() for layer in self.layers),
+            device_block_bytes=sum(layer.store.nbytes(on_device=True) for layer in offloaded if layer.plan),
+            moved_bytes=sum(layer.storage.moved_bytes for layer in offloaded if layer.plan),
         )
 
 

@@ -21,7 +21,8 @@ class KVPrefetcher:
     Shared by the layers of a cache, so that the first blocks of a layer come while the one before still computes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, made: list[torch.cuda.Stream] | None = None) -> None:
+        self._made = [] if made is None else made  # streams of the cache, this one's included
         self._stream: torch.cuda.Stream | None = None
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
         self._read: list[torch.cuda.Event | None] = [None, None]  # ends the last reading of each
@@ -42,6 +43,7 @@ class KVPrefetcher:
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
+            self._made.append(self._stream)
         if after is not None:
             self._stream.wait_event(after)
         return self._streamed(store, seq, spans, device, [self._bring(store, seq, *span, device) for span in spans[:1]])

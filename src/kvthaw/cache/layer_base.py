@@ -106,6 +106,9 @@ class LayerKV(Protocol):
     def device_bytes(self) -> int:
         """Bytes of KV on the device."""
 
+    def fixed_bytes(self) -> int:
+        """Bytes that this layer takes on the device wherever its blocks lie, its index included."""
+
     def host_bytes(self, seq: int | None = None) -> int:
         """Bytes of KV on the host, of one sequence or of all."""
 

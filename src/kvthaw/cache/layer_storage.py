@@ -7,10 +7,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from kvthaw.cache.device_memory import DeviceBlocks
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_updater import IndexUpdater
 from kvthaw.cache.layer_base import RECENT_QUERIES
 from kvthaw.cache.offloader import Offloader
+from kvthaw.cache.placement import Placement
+from kvthaw.cache.plan import Plan, Settings
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.preallocator import BlockPreallocator
 from kvthaw.cache.step import Row, Step
@@ -21,21 +24,34 @@ class LayerStorage:
     """Slab, store and index of one layer, kept in step.
 
     Store and index have watermarks, the positions up to which they were given tokens, so that giving tokens again does nothing.
-    updater: None for a layer without an index of its own. keeps: False for a method that evicts: the store stays empty.
+    updater: None for a layer without an index of its own. placement: None where all blocks lie on the host.
     """
 
     def __init__(
-        self,
-        store: HostStore,
-        slab: Slab,
-        streams: Streams,
-        preallocator: BlockPreallocator,
-        updater: IndexUpdater | None,
-        *,
-        keeps: bool,
+        self, count: int, key: Tensor, plan: Plan, settings: Settings, streams: Streams, preallocator: BlockPreallocator
     ) -> None:
-        self.store, self.slab, self.preallocator, self.updater = store, slab, preallocator, updater
-        self.offloader = Offloader(store, slab, streams, keeps=keeps)
+        """Make room for `count` sequences of keys such as key [., H, T, D]."""
+        method, device, (_, heads, _, dim) = settings.method, key.device, key.shape
+        pinned, memory = device.type == "cuda", streams.memory
+        self.store = HostStore(count, heads, dim, key.dtype, block_size=settings.block_size, pinned=pinned, memory=memory)
+        self.slab = Slab(count, heads, dim, plan.regions, plan.rows * max(1, method.keep), dtype=key.dtype, device=device)
+        self.streams, self.preallocator = streams, preallocator
+        self.updater: IndexUpdater | None = None
+        self.placement: Placement | None = None
+        self.offloader = Offloader(self.store, self.slab, streams, keeps=not method.evicts)
+
+    def place_on_device(self, layer: int) -> None:
+        """Let blocks lie on the device while the layer's share of device memory has room."""
+        memory, blocks = self.streams.device, self.store.allocator
+        memory.resolve(self.slab.data.device)
+        if memory.bytes and self.offloader.keeps:
+            blocks.device = DeviceBlocks(memory, layer, blocks.shape, blocks.dtype, self.slab.data.device)
+            self.placement = Placement(self.store, blocks.device, self.streams)
+
+    @property
+    def room(self) -> int:
+        """Bytes of blocks that the device has room for."""
+        return 0 if self.placement is None else max(0, self.placement.device.room)
 
     def append(self, row: Row, query: Tensor, keys: Tensor, values: Tensor, remaining: int, *, paused: bool = False) -> int:
         """Take the prompt's tokens [., n, D] of one sequence in. Returns the position at which its ring begins then.
@@ -59,6 +75,7 @@ class LayerStorage:
         """Offload and index tokens that leave their rings, (sequence, start, stop), as far as that has not been done. watched: the
         last queries of prompts."""
         if leaving:
+            self.finish_moves()
             self.offloader.up_to({seq: stop for seq, _, stop in leaving})
             if self.updater is not None:
                 self.updater.flush(leaving, recent_queries)
@@ -73,14 +90,31 @@ class LayerStorage:
 
     def reserve(self, ends: Mapping[int, int]) -> None:
         """Allocate the host blocks that offloading up to `ends` takes, by sequence. Raises HostMemoryError."""
+        self.finish_moves()
         for seq, end in ends.items() if self.offloader.keeps else ():
             if end > self.store.length(seq):
                 self.store.claim(seq, end)
 
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes of blocks moved between device and host."""
+        return 0 if self.placement is None else self.placement.moved_bytes
+
+    def finish_moves(self) -> None:
+        """Use the room on the device of blocks that have arrived on the host."""
+        if self.placement is not None:
+            self.placement.finish()
+
     def preallocate(self, seq: int, length: int) -> None:
-        """Allocate the block that a sequence of `length` tokens needs before its next turn."""
-        if self.offloader.keeps:
-            self.preallocator.take(self.store, self.slab.regions, seq, length)
+        """Allocate the block that a sequence of `length` tokens needs before its next turn, or make room for it on the device."""
+        if not self.offloader.keeps:
+            return
+        due = seq not in self.store.allocator.ahead and self.preallocator.due(self.store, self.slab.regions, seq, length)
+        if self.placement is not None:
+            residency = None if self.updater is None else self.updater.retriever.residency
+            self.placement.balance(int(due), None if residency is None else residency.slot_row)
+        if due and (self.placement is None or not self.placement.spilling):
+            self.preallocator.take(self.store, seq)
 
     def rollback(self, seq: int, start: int, length: int, failed: Step | None) -> None:
         """Hold the first `length` tokens of a sequence, whose ring begins at `start`. failed: the step that left more, None if

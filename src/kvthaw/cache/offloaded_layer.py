@@ -51,14 +51,9 @@ class OffloadedLayer:
     sparse: SparseAttention
 
     def __init__(
-        self,
-        number: int,
-        settings: Settings,
-        streams: Streams,
-        sequences: Sequences,
-        preallocator: BlockPreallocator,
+        self, number: int, settings: Settings, streams: Streams, sequences: Sequences, preallocator: BlockPreallocator,
         leader: OffloadedLayer | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.number, self.settings, self.streams, self.sequences, self.leader = number, settings, streams, sequences, leader
         self.preallocator = preallocator
         self.retriever: Retriever | None = None
@@ -106,8 +101,13 @@ class OffloadedLayer:
         return self.slab.tickets[-1:] if self.plan else None
 
     def device_bytes(self) -> int:
-        """Bytes of KV on the device: sink, ring and pool."""
-        return self.slab.data.nbytes if self.plan else 0
+        """Bytes of KV on the device: sink, ring, pool and blocks."""
+        return self.slab.data.nbytes + self.store.nbytes(on_device=True) if self.plan else 0
+
+    def fixed_bytes(self) -> int:
+        """See LayerKV."""
+        own = self.tensors() if self.chooses else [self.slab.data]
+        return sum({t.data_ptr(): t.nbytes for t in own if t.device == self.slab.data.device}.values())
 
     def host_bytes_per_token(self) -> int:
         """Bytes of host memory that a token takes; 0 where tokens are evicted, and before the first prompt."""
@@ -131,32 +131,29 @@ class OffloadedLayer:
     def allocate(self, step: Step, query: Tensor, key: Tensor, scale: float) -> None:
         """Make the parts by the sizes of the first tokens: query [., Hq, T, D], key [., H, T, D]."""
         plan, count = self.settings.plan(step.longest, self.sequences.limit), len(step.left_pad)
-        method, device, (_, heads, _, dim) = self.settings.method, key.device, key.shape
+        method, (_, heads, _, dim) = self.settings.method, key.shape
         self.scale = scale
-        self.store = HostStore(
-            count, heads, dim, key.dtype,
-            block_size=self.settings.block_size, pinned=device.type == "cuda", memory=self.streams.memory,
-        )  # fmt: skip
-        self.slab = Slab(count, heads, dim, plan.regions, plan.rows * max(1, method.keep), dtype=key.dtype, device=device)
-        updater: IndexUpdater | None = None
+        self.storage = LayerStorage(count, key, plan, self.settings, self.streams, self.preallocator)
+        self.store, self.slab = self.storage.store, self.storage.slab
         transfer: Transfer | None = None
         if method.index is not None:
             transfer = (method.transfer or UvaGather)() if key.is_cuda else BulkCopy()
             if self.leader is None:
                 context = IndexContext(
-                    self.number, query.shape[1], heads, dim, key.dtype, device, self.store, plan.regions, scale,
+                    self.number, query.shape[1], heads, dim, key.dtype, key.device, self.store, plan.regions, scale,
                     seed=self.settings.seed, rows=plan.rows, slab=self.slab, sequences=self.sequences, aux=self.streams.aux,
                     deferred=self.streams.deferred, rotary=self.rotary,
                 )  # fmt: skip
                 self.retriever = Retriever(method, context, count, plan.rows, self.streams)
-                updater = IndexUpdater(self.retriever, self.store, self.slab, self.streams.deferred)
+                self.storage.updater = IndexUpdater(self.retriever, self.store, self.slab, self.streams.deferred)
             else:
                 self.retriever = self.leader.retriever
-        parts = self.store, self.slab, self.streams, self.preallocator, updater
-        self.storage = LayerStorage(*parts, keeps=not method.evicts)
+        if transfer is not None and not self.on_host and (transfer.graph_safe or not key.is_cuda):
+            self.storage.place_on_device(self.number)  # what the host reads stays there
         self.sparse = SparseAttention(self.storage, self.sequences, self.retriever, transfer, selects=self.chooses)
         self.plan = plan
         self.sparse.make_room(self.sequences.capacity)
+        self.streams.device.fixed[self.number] = self.fixed_bytes()
 
     def prefill(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
         """See LayerKV."""
@@ -337,9 +334,7 @@ class OffloadedLayer:
             self.storage.flush(ready, self.recent_queries)
         except Exception:
             return False
-        if isinstance(self.sparse.transfer, UvaGather):
-            self.sparse.wait_on_stream()
-            self.sparse.update_table()
+        self.sparse.update_table()
         return len(ready) == len(leaving)
 
     def reserved(self, seq: int) -> int:
@@ -352,8 +347,9 @@ class OffloadedLayer:
             self.storage.reserve(ends)
 
     def preallocate(self, seq: int) -> None:
-        """Take the host block that a sequence will need before its next turn."""
+        """Take the block that a sequence will need before its next turn, and move blocks between device and host."""
         self.storage.preallocate(seq, self.sequences.length(seq))
+        self.sparse.update_table()
 
     def check_finite(self) -> None:
         """Raise CacheError where a prompt's keys or values were not finite."""

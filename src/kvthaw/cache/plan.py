@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import torch
 
+from kvthaw.cache.device_memory import DeviceMemory
 from kvthaw.cache.host import HostStore
+from kvthaw.cache.host_memory import HostMemory
 from kvthaw.cache.index_api import Attends, IndexContext, Method
 from kvthaw.errors import ConfigError, at_least
+from kvthaw.formatting import read_bytes
 from kvthaw.regions import Regions
 from kvthaw.typecheck import check_type
 
@@ -60,6 +64,9 @@ class Settings:
     dense; the last chunk of a prompt given in chunks is a continuation too. block_size: tokens in a block of host memory.
     host_bytes: the most host memory that blocks of KV may take, those allocated ahead included; None: as much as the system has. A
     prompt, or a token, that needs more raises HostMemoryError and changes nothing: it can be given again when something was freed.
+    device_memory: device memory that the cache may fill: bytes, text such as "8GiB", or "auto", what is free at the first prompt
+    less a margin for activations. Index, sink, ring, pool and dense layers count; what is left holds blocks, of which the others go
+    to the host. None: all blocks lie on the host.
     """
 
     method: Method
@@ -70,10 +77,14 @@ class Settings:
     sparse_queries: int = 16
     block_size: int = 1024
     host_bytes: int | None = None
+    device_memory: int | str | None = None
 
     def __post_init__(self) -> None:
         check_type(int | float | None, budget=self.budget)
         check_type(int | None, retrieved=self.retrieved, host_bytes=self.host_bytes)
+        check_type(int | str | None, device_memory=self.device_memory)
+        if self.device_memory not in (None, "auto"):
+            object.__setattr__(self, "device_memory", read_bytes(self.device_memory, "device_memory"))
         check_type(
             int, dense_layers=self.dense_layers, seed=self.seed, sparse_queries=self.sparse_queries, block_size=self.block_size
         )
@@ -95,6 +106,10 @@ class Settings:
             return self.method.name
         budget = _BUDGET if self.budget is None else self.budget
         return f"{self.method.name}, " + (f"budget {budget}" if self.retrieved is None else f"{self.retrieved} retrieved")
+
+    def memory(self, offloaded: Collection[int]) -> tuple[HostMemory, DeviceMemory]:
+        """Return the memory of a cache whose layers of these numbers are offloaded."""
+        return HostMemory(self.host_bytes), DeviceMemory(self.device_memory, offloaded)
 
     def plan(self, prompt: int, most: int | None = None) -> Plan:
         """Return the sizes for a prompt of so many tokens, on which only a fraction depends. most: tokens that a sequence can have;

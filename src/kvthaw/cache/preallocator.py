@@ -33,16 +33,19 @@ class BlockPreallocator:
                 yield divmod(pair, count)
         self._done = decoded
 
-    def take(self, store: HostStore, regions: Regions, seq: int, length: int) -> None:
-        """Take the next block of a sequence of `length` tokens if it may be needed before the sequence's next turn."""
+    def due(self, store: HostStore, regions: Regions, seq: int, length: int) -> bool:
+        """Return whether a sequence of `length` tokens may need its next block before its next turn."""
         steps = store.reserved(seq) + regions.window + 1 - length  # until it is needed, or some more
-        if steps < self.rounds(store, regions):
-            try:
-                store.allocator.preallocate(seq)
-            except HostMemoryError as error:  # raised again where the sequence needs the block
-                if not self._short:
-                    self._short = True
-                    _log.warning("host memory for coming tokens cannot be taken ahead: %s", error)
+        return steps < self.rounds(store, regions)
+
+    def take(self, store: HostStore, seq: int) -> None:
+        """Take the next block of a sequence."""
+        try:
+            store.allocator.preallocate(seq)
+        except HostMemoryError as error:  # raised again where the sequence needs the block
+            if not self._short:
+                self._short = True
+                _log.warning("host memory for coming tokens cannot be taken ahead: %s", error)
 
     def rounds(self, store: HostStore, regions: Regions) -> int:
         """Steps after which every sequence of every layer has had its turn."""

@@ -104,7 +104,7 @@ class SparseAttention:
             if self.selects and self.retriever is not None:
                 self.retriever.make_room(capacity)
             if isinstance(self.transfer, UvaGather):
-                self.transfer.make_room(self.storage.store, capacity, self.storage.slab.data.device)
+                self.storage.store.make_room(capacity, self.storage.slab.data.device)
             self._room = capacity
 
     def wait_on_stream(self) -> None:
@@ -115,9 +115,10 @@ class SparseAttention:
             self.storage.offloader.wait()
 
     def update_table(self) -> None:
-        """Bring the addresses of new blocks to the device."""
+        """Bring the addresses of new blocks to the device, and have it wait for their rows."""
         if isinstance(self.transfer, UvaGather):
-            self.transfer.prepare(self.storage.store, self.storage.slab.data.device)
+            self.wait_on_stream()
+            self.storage.store.table_on(self.storage.slab.data.device)
 
     def reorder(self) -> None:
         """Tables of addresses are of other sequences from now on."""
@@ -128,6 +129,6 @@ class SparseAttention:
         found = [self.storage.slab.data, self.storage.slab.tickets]
         if self.retriever is not None:
             found += self.retriever.tensors()
-        if isinstance(self.transfer, UvaGather) and self.transfer.table is not None:
-            found.append(self.transfer.table)
+        if isinstance(self.transfer, UvaGather) and self.storage.store.on_device.table is not None:
+            found.append(self.storage.store.on_device.table)
         return found

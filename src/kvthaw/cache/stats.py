@@ -45,6 +45,10 @@ class Stats:
     """Bytes of KV on the device, in dense layers."""
     kv_host_bytes: int
     """Bytes of KV on the host."""
+    device_block_bytes: int = 0
+    """Bytes of KV in blocks that lie on the device (see device_memory); part of kv_device_bytes."""
+    moved_bytes: int = 0
+    """Bytes of blocks moved between device and host so far."""
     captures: int = 0
     """How often a step was captured, in one CUDA graph or several."""
     capture_seconds: float = 0.0

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kvthaw.cache.aux_stream import AuxStream
 from kvthaw.cache.deferred_batch import DeferredBatch
+from kvthaw.cache.device_memory import DeviceMemory
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import HostMemory
 from kvthaw.cache.kv_prefetcher import KVPrefetcher
@@ -32,18 +33,26 @@ _WITH_THREADS: weakref.WeakSet[Streams] = weakref.WeakSet()
 
 class Streams:
     """One copy stream, one indexing thread and one that searches, shared by the layers of a cache; prefetcher: the way back; aux
-    and deferred: for indexes that work on the device. memory: of the host, for all layers. graph: the step that is captured now.
-    layers: of the model."""
+    and deferred: for indexes that work on the device. memory, device: host and device memory of all layers. graph: the step that is
+    captured now. layers: of the model."""
 
     _IN_FLIGHT = 2  # layers whose keys and values may still be on their way out
 
-    def __init__(self, layers: int = 1, memory: HostMemory | None = None) -> None:
-        self.memory = memory or HostMemory()
-        self.layers, self.prefetcher, self.aux, self.deferred = layers, KVPrefetcher(), AuxStream(), DeferredBatch()
+    def __init__(self, layers: int = 1, memory: HostMemory | None = None, device: DeviceMemory | None = None) -> None:
+        self.layers, self.memory, self.device = layers, memory or HostMemory(), device or DeviceMemory()
+        self.prefetcher, self.aux = KVPrefetcher(self.device.streams), AuxStream(self.device.streams)
+        self.deferred = DeferredBatch()
         self.graph: SegmentedGraph | None = None
         self._threads: dict[str, ThreadPoolExecutor] = {}
         self._stream: torch.cuda.Stream | None = None
         self._copies: deque[torch.cuda.Event] = deque()
+
+    def copy_stream(self, device: torch.device) -> torch.cuda.Stream:
+        """Return the stream for copies beside the model."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+            self.device.streams.append(self._stream)
+        return self._stream
 
     def offload(self, store: HostStore, seq: int, keys: Tensor, values: Tensor) -> None:
         """Append keys and values [H, n, D] to a sequence; the store knows when they have arrived.
@@ -54,16 +63,14 @@ class Streams:
         if keys.device.type != "cuda":
             store.append(seq, torch.stack((keys, values), dim=2))
             return
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(keys.device)
-        current = torch.cuda.current_stream(keys.device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
+        current, stream = torch.cuda.current_stream(keys.device), self.copy_stream(keys.device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
             store.append(seq, torch.stack((keys, values), dim=2), non_blocking=True)
             for tensor in (keys, values):
-                tensor.record_stream(self._stream)
+                tensor.record_stream(stream)
             done = torch.cuda.Event()
-            done.record(self._stream)
+            done.record(stream)
         store.arrive(done, ordered=False)
         self._copies.append(done)
         if len(self._copies) > self._IN_FLIGHT:
@@ -117,7 +124,9 @@ class Streams:
         self._threads.clear()
 
     def __deepcopy__(self, memo: dict[int, object]) -> Streams:
-        return Streams(self.layers, copy.deepcopy(self.memory, memo))
+        twin = Streams(self.layers, copy.deepcopy(self.memory, memo), copy.deepcopy(self.device, memo))
+        memo[id(self.aux)] = twin.aux
+        return twin
 
 
 def _before_fork() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvthaw.cache.addresses import Addresses
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import host_tensor
 from kvthaw.cache.pool import Slab
@@ -57,25 +56,6 @@ class UvaGather:
 
     graph_safe = True
 
-    def __init__(self) -> None:
-        self._addresses = Addresses()
-
-    @property
-    def table(self) -> Tensor | None:
-        """Of the addresses, as the kernel reads it."""
-        return self._addresses.table
-
-    def make_room(self, host: HostStore, tokens: int, device: torch.device) -> None:
-        """For the addresses of so many tokens a sequence: until there are more, the table stays where it is."""
-        self._addresses.make_room(host, tokens, device)
-
-    def prepare(self, host: HostStore, device: torch.device) -> None:
-        """Bring the addresses of the blocks to the device, in place while there is room."""
-        self._addresses.follow(host, device)
-
     def fetch(self, host: HostStore, slab: Slab, fetch: Tensor, slots: Tensor) -> None:
         """As BulkCopy.fetch, with fetch and slots on the device."""
-        uva_gather(self._addresses.follow(host, slab.data.device), host.block_size, slab.data, fetch, slots, slab.pool_start)
-
-    def __deepcopy__(self, memo: dict[int, object]) -> UvaGather:
-        return UvaGather()
+        uva_gather(host.table_on(slab.data.device), host.block_size, slab.data, fetch, slots, slab.pool_start)

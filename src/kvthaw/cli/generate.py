@@ -5,20 +5,25 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvthaw.cli import options
 from kvthaw.cli.common import bars, load_model, prompt_text, stderr, waiting
 from kvthaw.cli.options import one_budget
-from kvthaw.errors import ConfigError
+from kvthaw.errors import CacheError, ConfigError
 from kvthaw.formatting import seconds
+
+if TYPE_CHECKING:
+    from kvthaw.engine.hf import Cache, PreTrainedModel
 
 EXAMPLES = (
     'Examples:\n\n  kvthaw generate "The sky is blue. The sun is" --max-new-tokens 8\n\n'
     "  kvthaw generate --file book.txt --method icecache-digest --budget 256\n\n"
+    "  kvthaw generate --file book.txt --kv book.kv\n\n"
     "  cat book.txt | kvthaw generate --model meta-llama/Llama-3.1-8B --budget 0.05 --json"
 )
 
@@ -41,6 +46,12 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after so many tokens.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
     seed: options.Seed = 0,
+    kv: Annotated[
+        Path | None,
+        typer.Option(
+            help="Keep the prompt's KV in this folder: a prompt that begins like the one kept is prefilled from there on."
+        ),
+    ] = None,
     stream: Annotated[bool, typer.Option(help="Print the text as it comes.")] = True,
     as_json: options.Json = False,
     device: options.Device = None,
@@ -58,7 +69,6 @@ def generate(
 
     resolve(method)  # a wrong name costs no loading
     from kvthaw.engine.decode import generate as tokens_of
-    from kvthaw.engine.hf import Cache
     from kvthaw.engine.hf.model import check_prompt
     from kvthaw.engine.prefill import prefill
     from kvthaw.engine.sampling import Sampling
@@ -69,14 +79,18 @@ def generate(
     llm, tokenizer = load_model(model, device, dtype)
     ids = list(tokenizer(text)["input_ids"])
     check_prompt(llm, len(ids))
-    cache = Cache(llm, method, budget=allowed, retrieved=retrieved, dense_layers=dense_layers, seed=seed)
     start = now(llm.device)
+    settings = {"budget": allowed, "retrieved": retrieved, "dense_layers": dense_layers, "seed": seed}
+    cache, kept = _kept(kv, ids, llm, method, settings)
     with bars() as progress:
         task = progress.add_task("prefill", total=len(ids))
-        logits = prefill(llm, cache, ids, progress=lambda done, _: progress.update(task, completed=done))
+        logits = prefill(llm, cache, ids[kept:], progress=lambda done, _: progress.update(task, completed=kept + done))
         first = now(llm.device) - start  # the first token follows from these logits
     with waiting("offloading and indexing"):
         cache.wait()
+    if kv is not None and not kept:
+        with waiting(f"saving to {kv}"):
+            cache.save(kv, ids)
     out, times = AnswerText(tokenizer), []
     stops = stop_tokens(llm, tokenizer)
     live = stream and not as_json
@@ -98,6 +112,7 @@ def generate(
             "model": model,
             "text": out.text,
             "prompt_tokens": len(ids),
+            "kept_tokens": kept,
             "new_tokens": new,
             "finish": "length" if new == max_new_tokens else "stop",
             "temperature": temperature,
@@ -114,3 +129,30 @@ def generate(
         f"{seconds(timing['tpot_s'])} a token"
     )
     stderr().print(line, style="dim", highlight=False)
+
+
+def _kept(
+    folder: Path | None, ids: Sequence[int], llm: PreTrainedModel, method: str, settings: dict[str, Any]
+) -> tuple[Cache, int]:
+    """Return a cache and how many tokens of the prompt it has: those that a folder holds, if they are most of it."""
+    from kvthaw.engine.hf import Cache
+
+    cache = Cache(llm, method, **settings)
+    if folder is None:
+        return cache, 0
+    if cache.settings.method.evicts:
+        raise ConfigError(f"--kv keeps all tokens; {cache.settings.method.name} evicts some")
+    if not folder.exists():
+        return cache, 0
+    try:
+        held = Cache.saved_tokens(folder)[0].tolist()
+        same = next((i for i, (a, b) in enumerate(zip(held, ids, strict=False)) if a != b), min(len(held), len(ids)))
+        kept = min(same, len(ids) - 1)  # the last token gives the logits
+        if 2 * kept < len(held):
+            return cache, 0
+        loaded = Cache.load(folder, llm, method, **settings)
+    except CacheError as error:
+        stderr().print(f"{error}; the prompt is prefilled anew", style="yellow", soft_wrap=True)
+        return cache, 0
+    loaded.keep(kept)
+    return loaded, kept

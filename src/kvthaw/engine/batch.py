@@ -92,8 +92,8 @@ class Batch:
     it would get alone. One that finishes leaves by itself.
 
     model: as for `Cache`; all its layers must be full attention. method, and the settings budget, retrieved, dense_layers, seed,
-    block_size and host_bytes: as for `Cache`; a budget is a number of tokens, for a fraction of the prompt would differ from one
-    to the next. prefill_chunk, capture, compile: as for `attach`.
+    block_size, host_bytes and device_memory: as for `Cache`; a budget is a number of tokens, for a fraction of the prompt would
+    differ from one to the next. prefill_chunk, capture, compile: as for `attach`.
 
     Raises ConfigError for a setting out of range, UnsupportedModelError for a model that cannot work and CacheError for one that
     is attached.

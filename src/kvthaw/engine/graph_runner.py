@@ -1,9 +1,9 @@
 """Captured decode steps: a whole forward of one token, captured once in CUDA graphs and replayed.
 
-Of a method that decides on the device it is one graph, with selection, fetch from the host, attention and residency inside, and
-nothing waits for the host. Where an index on the host selects, there is one graph more than there are searches: a round trip for
-each. What else needs the host (a full ring, tables that grow) happens between replays. Where a tensor that they read has moved
-since, the step runs eagerly and the next one captures again.
+If the index is on the device, a step is one graph, with selection, fetch from the host, attention and residency inside, and nothing
+waits for the host. If it is on the host, a step has one graph more than searches, with a round trip for each search. Other work
+of the host (a full ring, tables that grow) happens between replays. If a tensor that the graphs read has moved, the step runs
+eagerly, and the next one is captured again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ModelCache(Protocol):
 
 
 def compilable(cache: ModelCache) -> str | None:
-    """None if every step of a cache can be compiled, kvthaw's attention being one operator in it, else the reason why not."""
+    """Return why steps of a cache cannot be compiled with kvthaw's attention as one operator, None if they can."""
     if len(cache.kv.layers) != len(cache.layers):
         return "the model has layers that transformers serves itself"
     if cache.turns_by_length:
@@ -52,7 +52,7 @@ def compilable(cache: ModelCache) -> str | None:
 
 
 def capturable(cache: ModelCache) -> str | None:
-    """None if every step of a cache can be captured, compiled or not, else the reason why not."""
+    """Return why steps of a cache cannot be captured, None if they can."""
     reason = compilable(cache)
     if reason is not None:
         return reason
@@ -64,8 +64,8 @@ def capturable(cache: ModelCache) -> str | None:
 
 
 def needs_host(method: Method, *, safe: bool) -> str | None:
-    """What a step of a method that selects has the host do within its graphs; None: nothing. safe: of its index, it selects on the
-    device without asking, or on the host, between graphs."""
+    """Return what a step of a method needs the host for within its graphs, None for nothing. safe: the index selects on the device
+    without a sync, or on the host between graphs."""
     if not safe:
         return f"{method.name} needs the host in every step"
     if method.transfer is not None and not method.transfer().graph_safe:
@@ -75,7 +75,7 @@ def needs_host(method: Method, *, safe: bool) -> str | None:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """No garbage is collected: an earlier graph among it would be destroyed, and a capture fails where one is."""
+    """Disable garbage collection: a capture fails if an earlier graph is destroyed meanwhile."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -86,12 +86,12 @@ def _uncollected() -> Iterator[None]:
 
 
 def compiled_step(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A model's forward compiled for single tokens, kvthaw's attention being one operator of its one graph."""
+    """Compile a model's forward for single tokens, with kvthaw's attention as one operator of its graph."""
     return torch.compile(forward, fullgraph=True, dynamic=False, mode="max-autotune-no-cudagraphs")
 
 
 class GraphRunner:
-    """Takes single tokens of one cache by replaying a captured forward.
+    """Runs decode steps of one token of a cache by replaying a captured forward.
 
     forward(input_ids=, position_ids=, past_key_values=, use_cache=, attention_mask=) is the model's own, or that compiled.
     capture: False runs it eagerly at every step. captures, capture_seconds: how often a graph was captured and how long that took

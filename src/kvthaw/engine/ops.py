@@ -21,7 +21,7 @@ _SERVED: ContextVar[KVCache | None] = ContextVar("kvthaw_served", default=None)
 
 @contextmanager
 def serving(cache: KVCache) -> Iterator[None]:
-    """Within it, compiled forwards attend to this cache."""
+    """Have compiled forwards within the context attend to this cache."""
     token = _SERVED.set(cache)
     try:
         yield
@@ -43,7 +43,8 @@ def register() -> None:
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """New tokens of a layer enter the cache that is served and are attended from, [B, Hq, T, D]. key, value: [B, H, T, D]."""
+    """Store new tokens of a layer in the cache that is served, and attend from them. Returns [B, Hq, T, D]; key, value: [B, H,
+    T, D]."""
     cache = _SERVED.get()
     if cache is None:
         raise CacheError(

@@ -53,7 +53,7 @@ class Reordering:
                 tensor.record_stream(stream)
 
     def copy(self) -> Reordering:
-        """The same with tensors of its own, on the current stream."""
+        """Return a copy, made on the current stream."""
         self.wait()
         return Reordering(self.order.clone(), self.static, self.digests.clone(), self.tail.clone())
 

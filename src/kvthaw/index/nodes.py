@@ -10,7 +10,6 @@ from typing import Any, Self, get_args
 import torch
 from torch import Tensor
 
-from kvthaw.cache.addresses import Addresses
 from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.errors import ConfigError
 from kvthaw.index.clusters import drawn, stream
@@ -88,16 +87,8 @@ class NodeIndex(UnitIndex):
         super().__init__(context, size=size, batch=size * self.config.nodes_per_batch, width=width, policy=self.config.policy)
         self.width = self._field(context.rows)
         self.wanted = torch.zeros(0, dtype=torch.int32, device=context.device)
-        self.addresses = Addresses()
 
     # Index
-
-    def make_room(self, seqs: int, tokens: int) -> None:
-        """See Index."""
-        super().make_room(seqs, tokens)
-        if self.context.device.type == "cuda":
-            self.addresses.make_room(self.context.store, tokens, self.context.device)
-            self.addresses.follow(self.context.store, self.context.device)
 
     def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         """See Index."""
@@ -129,12 +120,6 @@ class NodeIndex(UnitIndex):
         true = stored_scores(query, self._table(), block, rows, wanted, scale=scale, run=run)
         return Selection(*topk(true, rows, wanted, budget, 0, scale, config.policy))
 
-    def join(self) -> None:
-        """See UnitIndex; and where the store has its rows is known on the device."""
-        super().join()
-        if self.context.device.type == "cuda":
-            self.addresses.follow(self.context.store, self.context.device)
-
     def searched_bytes(self) -> int:
         """Return the bytes that one select() of all sequences reads from the host."""
         rows = sum(min(seq.tokens, self.width) for seq in self.seqs)
@@ -147,7 +132,7 @@ class NodeIndex(UnitIndex):
 
     def tensors(self) -> list[Tensor]:
         """See Index."""
-        return [*super().tensors(), self.wanted, *([] if self.addresses.table is None else [self.addresses.table])]
+        return [*super().tensors(), self.wanted]
 
     def clone_from(self, other: Self) -> None:
         """See Index."""
@@ -203,7 +188,8 @@ class NodeIndex(UnitIndex):
         self.know(range(len(self.seqs)))
 
     def _table(self) -> Tensor:
-        return self.context.store.table() if self.addresses.table is None else self.addresses.table
+        store, device = self.context.store, self.context.device
+        return store.table_on(device) if device.type == "cuda" else store.table()
 
     def _form(self, first: Sequence[Full], keys: Tensor, count: int) -> None:
         """Make `count` nodes of each of some batches, keys [R, H, n, T, D], of which the first of each sequence is said, in their

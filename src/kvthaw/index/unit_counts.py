@@ -18,7 +18,7 @@ class Seq:
     marks: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
 
     def begin_anew(self, batch: int) -> None:
-        """The next token begins a batch if the last one, of at most so many tokens, is full or cut off."""
+        """Start a new batch if the last one, of at most so many tokens, is full or was cut."""
         if self.kept in (0, batch) and self.marks[-1] != (self.tokens, self.units):
             self.marks.append((self.tokens, self.units))
             self.kept = 0
@@ -38,7 +38,7 @@ class Seq:
         return starts[: n // batch]
 
     def copy(self) -> Seq:
-        """The same with marks of its own."""
+        """Return a copy."""
         return replace(self, marks=list(self.marks))
 
 
@@ -54,7 +54,7 @@ class Before:
     parts: tuple[tuple[str, int, Tensor], ...]
 
     def copy(self) -> Before:
-        """The same with parts of its own."""
+        """Return a copy."""
         return replace(self, parts=tuple((name, start, part.clone()) for name, start, part in self.parts))
 
 

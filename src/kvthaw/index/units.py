@@ -72,17 +72,17 @@ class UnitIndex:
         return means(keys, self.size) if self.spread is None else page_bounds(keys, self.size, spread=self.spread)
 
     def close(self, full: Sequence[Full], keys: Tensor | None) -> None:
-        """Batches are full; their units in text order are in the tables. keys [R, H, n, batch, D]: of n batches of a sequence each,
-        of which the first is given; None: one batch each, whose keys are the last."""
+        """Form the units of full batches, whose units in text order are in the tables. keys [R, H, n, batch, D]: of n batches
+        of a sequence each, of which the first is given; None: one batch each, whose keys are the last."""
 
     def take_values(self, seqs: Sequence[int], values: Tensor) -> None:
-        """The values [R, H, n, D] of the tokens that sequences get next, before these are in the tables."""
+        """Take the values [R, H, n, D] of new tokens, before their keys enter the tables."""
 
     def know(self, seqs: Sequence[int]) -> None:
-        """Sequences have other numbers of tokens or units than before."""
+        """Update what depends on the numbers of tokens and units of these sequences."""
 
     def recent_queries(self, seqs: int) -> RecentQueries | None:
-        """What takes the queries that select() is asked with, of the first sequences; None for an index that forgets them."""
+        """Return where select() records the queries of the first sequences, None for an index that does not keep them."""
         return None
 
     # Index
@@ -214,11 +214,11 @@ class UnitIndex:
         self._done = self._side.run(self.context.device, job, *used)
 
     def put_off(self, kind: Hashable, work: Callable[[Sequence[Any]], None], item: Any) -> None:
-        """Have work(items) write tables once for all indexes of the cache that have an item of a kind; join() sees to it."""
+        """Queue an item for work(items), which writes tables for all indexes of the cache in one call; join() runs it."""
         self._deferred.put_off(self, kind, work, item)
 
     def join(self) -> None:
-        """What follows on the current stream sees what was done beside it or put off; the host does not wait."""
+        """Run deferred work, and have the current stream wait for the side stream; the host does not wait."""
         self._deferred.do_for(self)
         if self._done is not None:
             torch.cuda.current_stream(self.context.device).wait_event(self._done)
@@ -227,7 +227,7 @@ class UnitIndex:
     # Inside
 
     def most_units(self, tokens: int) -> int:
-        """The most units that so many tokens of a sequence make, in whatever pieces they come, and one."""
+        """Return an upper bound on the units of so many tokens, in pieces of any size."""
         return tokens // self.size + self.batch // self.size + 3
 
     def reserve(self, seqs: int, units: int = 0, tokens: int = 0) -> None:

@@ -44,7 +44,7 @@ def offload(rows: Tensor, block: Tensor, offset: int) -> None:
     assert rows.stride()[1:] == (2 * rows.shape[3], rows.shape[3], 1) and block.is_contiguous()
     assert rows.dtype == block.dtype and block.shape[0] == heads and 0 <= offset <= block.shape[1] - count
     assert row_bytes % 4 == 0, "rows are copied in 32-bit words"
-    assert block.is_pinned() or not rows.is_cuda, "a kernel writes pinned memory only"
+    assert block.is_pinned() or block.is_cuda or not rows.is_cuda, "a kernel writes device or pinned memory only"
     width, tile = row_bytes // 4, 16
     source, target = rows.view(torch.int32), block.view(torch.int32)
     _offload[(triton.cdiv(count, tile), heads)](

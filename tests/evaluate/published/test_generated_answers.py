@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-import bytemodel
 from kvthaw import Cache
 from kvthaw.engine.hf.model import load
 from kvthaw.engine.prefill import prefill
@@ -14,9 +14,9 @@ from kvthaw.engine.sampling import Sampling
 from kvthaw.evaluate.answers import Answers
 
 
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
-    model, tokenizer = load(str(bytemodel.save(tmp_path_factory.mktemp("model"), ends=False)))
+@pytest.fixture
+def loaded(endless: Path) -> tuple[Any, Any]:
+    model, tokenizer = load(str(endless))
     return model.double(), tokenizer  # rounding, which depends on the rows beside, decides nothing
 
 

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-import bytemodel
-from kvthaw.engine.hf.model import load
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.published import BENCHMARKS, Generation, Item
 from kvthaw.evaluate.published.results import pass_at_k, summarize
@@ -29,11 +27,6 @@ RECORD = {
 }
 V2 = BENCHMARKS["longbench_v2"]
 TEMPLATE = "{% for m in messages %}[user]{{ m['content'] | trim }}[/user]{% endfor %}[bot]"
-
-
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
-    return load(str(bytemodel.save(tmp_path_factory.mktemp("model"))))
 
 
 def run(**changes: Any) -> Run:

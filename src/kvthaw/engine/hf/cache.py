@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from kvthaw.cache.plan import Settings, try_index
 from kvthaw.cache.rotary import Rotary
 from kvthaw.cache.stats import Stats
 from kvthaw.engine.graph_runner import GraphRunner
+from kvthaw.engine.hf import saving
 from kvthaw.engine.hf.attention import unwrap, use_kvthaw_attention
 from kvthaw.engine.hf.hooks import prefetch, rotary, turns_by_length
 from kvthaw.engine.hf.layer import CacheLayer, Layers, Shared
@@ -56,7 +58,8 @@ class Cache(DynamicCache):
     No gradients flow through it.
 
     model: a decoder whose attention goes through transformers' AttentionInterface. method: a name in METHODS or a Method;
-    further keyword arguments are the method's options. budget, retrieved, seed, sparse_queries, block, host_bytes: see
+    further keyword arguments are the method's options. budget, retrieved, seed, sparse_queries, block_size, host_bytes,
+    device_memory: see
     `kvthaw.cache.plan.Settings`. dense_layers: the first layers, which keep all KV on the device (default: the papers' 2 for
     models of 16 layers and more, else 0).
 
@@ -78,6 +81,7 @@ class Cache(DynamicCache):
         sparse_queries: int = 16,
         block_size: int = 1024,
         host_bytes: int | None = None,
+        device_memory: int | str | None = None,
         **options: Any,
     ) -> None:
         model = unwrap(model)
@@ -94,7 +98,9 @@ class Cache(DynamicCache):
         self.shares_kv = bool(getattr(config, "num_kv_shared_layers", 0))
         if self.shares_kv:
             sparse_queries = 1  # layers that share KV ask after the index has gone on, so several tokens at once are dense
-        self.settings = Settings(chosen, budget, retrieved, dense_layers, seed, sparse_queries, block_size, host_bytes)
+        self.settings = Settings(
+            chosen, budget, retrieved, dense_layers, seed, sparse_queries, block_size, host_bytes, device_memory
+        )
         self.kv = KVCache(self.settings, full, len(self.layers))
         for dim in {head_dim(of_layer(config, layer.number)) for layer in self.kv.offloaded}:
             try_index(chosen, dim, model.dtype, getattr(config, "attn_logit_softcapping", None))
@@ -112,6 +118,14 @@ class Cache(DynamicCache):
             for layer in self.kv.offloaded:
                 kind = (getattr(config, "layer_types", None) or {layer.number: ""})[layer.number]
                 layer.rotary = turns.setdefault(kind, rotary(model, kind))
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model that the cache is of. Raises CacheError where it is gone."""
+        model = self._shared.model()
+        if model is None:
+            raise CacheError("the model of this cache is gone")
+        return model
 
     @property
     def kv_layers(self) -> list[OffloadedLayer | DenseLayer]:
@@ -201,13 +215,10 @@ class Cache(DynamicCache):
         """A cache of the same tokens under another method or budget (one prefill serves many). Settings as in the constructor;
         those not given are this cache's, the budget included. The two are independent afterwards; what is offloaded for the forks
         of a dense cache is offloaded once and stays on the host with that cache."""
-        model = self._shared.model()
-        if model is None:
-            raise CacheError("the model of this cache is gone")
-        mine = self.settings
+        model, mine = self.model, self.settings
         if "budget" not in settings and "retrieved" not in settings:
             settings |= {"budget": mine.budget, "retrieved": mine.retrieved}
-        for name in ("dense_layers", "seed", "sparse_queries", "block_size", "host_bytes"):
+        for name in ("dense_layers", "seed", "sparse_queries", "block_size", "host_bytes", "device_memory"):
             settings.setdefault(name, getattr(mine, name))
         twin = Cache(model, method, **settings)
         self.kv.settle_failure()
@@ -217,6 +228,34 @@ class Cache(DynamicCache):
                 twin.layers[i] = copy.deepcopy(layer)  # in place: twin._shared has the same list
         twin._know_as(self)
         return twin
+
+    def save(self, path: str | Path, token_ids: Tensor | Sequence[int]) -> None:
+        """Save the keys and values of all tokens in a folder, in the place of what is there.
+
+        token_ids: those that the cache holds, [T] or [B, T] with the padding; whoever loads it compares a prompt with them. Indexes
+        are not saved: loading builds them anew, under any method. Raises CacheError for other token ids, and where tokens have been
+        evicted or layers have a state of another kind. A crash at any time leaves the old folder, none, or the new one."""
+        if self.foreign:
+            raise CacheError(f"the model has a {self.foreign[0]}, whose state cannot be saved")
+        saving.save(self.model, self.kv, self.layers, Path(path), torch.as_tensor(token_ids))
+
+    @classmethod
+    @torch.inference_mode(False)
+    def load(cls, path: str | Path, model: PreTrainedModel, method: str | Method = "icecache", **settings: Any) -> Cache:
+        """Return a cache of the tokens that a folder holds. Arguments as for the constructor.
+
+        Raises CacheError, and reads nothing into a cache, for a folder that is damaged in any way and for another model: class,
+        config, dtype or weights."""
+        cache = cls(model, method, **settings)
+        if cache.settings.method.evicts:
+            raise CacheError(f"{cache.settings.method.name} evicts tokens as they come; it cannot take up a saved cache")
+        saving.load(cache.model, cache.kv, cache.layers, Path(path))
+        return cache
+
+    @staticmethod
+    def saved_tokens(path: str | Path) -> Tensor:
+        """Return the token ids [B, T] that a saved cache holds. Raises CacheError for a damaged folder."""
+        return torch.tensor(saving.read_header(Path(path))["token_ids"])
 
     def _know_as(self, other: Cache) -> None:
         for mine, its in zip(self.layers, other.layers, strict=True):

@@ -1,7 +1,7 @@
-"""A prompt that is too long to go through a model at once goes through in chunks.
+"""Send long prompts through the model in chunks.
 
 Each chunk attends to itself and to the KV before it, streamed back from the host (`kvthaw.cache.kv_prefetcher`), so the device
-holds a chunk's activations and two blocks of KV whatever the length of the prompt, and gets what one pass would get.
+holds one chunk's activations and two blocks of KV for a prompt of any length. The result is that of one pass.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torch import Tensor
 from kvthaw.engine.hf.cache import Cache
 
 CHUNK = 16384
-"""Tokens of a prompt that go through a model at once. An 8B model's attention hides the bus from 3,000 on, and its matrix products
-are at their best; its activations are 2 GB."""
+"""Tokens of a prompt per forward pass. For an 8B model, attention takes longer than the transfer of earlier KV from 3,000 on,
+matrix products run at full speed, and activations take 2 GB."""
 
 _log = logging.getLogger(__name__)
 _WITH_TOKENS = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1, "cache_position": 0}
-"""Arguments of forward that have a column a new token, and in which dimension."""
+"""Arguments of forward with one column per new token, and the dimension of the columns."""
 _AS_THEY_ARE = {"past_key_values", "use_cache", "return_dict"}
 
 
 def spans(tokens: int, chunk: int) -> list[tuple[int, int]]:
-    """A prompt's chunks: all of one size but the last, so that few shapes are ever prepared."""
+    """Split a prompt into chunks of one size, the last one possibly shorter, so that few shapes occur."""
     return [(at, min(at + chunk, tokens)) for at in range(0, tokens, chunk)]
 
 
@@ -39,13 +39,12 @@ def in_chunks(
     names: Collection[str],
     short: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """A model's forward that takes more than `chunk` new tokens chunk by chunk, and returns the logits that were asked for.
+    """Wrap a model's forward so that more than `chunk` new tokens go through it chunk by chunk. It returns the logits asked for.
 
-    The result takes its arguments by name. cache_of: the kvthaw cache behind a past_key_values, or None. names: of forward's
-    arguments. short: takes what is no longer than a chunk; by default the
-    model's forward. What cannot be taken in chunks goes to the model whole, and the log says why: a method that evicts, layers
-    whose state transformers does not continue from (linear attention), or arguments other than tokens, positions, a 2-D mask and a
-    number of logits to keep.
+    The wrapper takes arguments by name. cache_of: returns the kvthaw cache behind a past_key_values, or None. names: of forward's
+    arguments. short: forward for at most one chunk; by default the model's. Some prompts go through in one pass, and the log says
+    why: if the method evicts, if layers cannot continue after a chunk (linear attention), or if there are arguments other than
+    tokens, positions, a 2-D mask and a number of logits to keep.
     """
 
     def take(**given: Any) -> Any:
@@ -109,14 +108,14 @@ def in_chunks(
 
 
 def _drafted(given: dict[str, Any], cache: Cache) -> int:
-    """How many of the new tokens, the last ones, are candidates of assisted decoding, which asks for the logits of each and of the
-    token before them."""
+    """Count the candidates of assisted decoding among the new tokens, at their end: it asks for the logits of each and of the token
+    before them."""
     keep = given.get("logits_to_keep")
     return keep - 1 if cache.rolls_back and isinstance(keep, int) and keep > 1 else 0
 
 
 def _whole(given: dict[str, Any], cache: Cache, names: Collection[str]) -> str | None:
-    """Why a prompt cannot be taken in chunks; None where it can."""
+    """Return why a prompt must go through in one pass, None if it need not."""
     if "logits_to_keep" not in names:
         return "the model does not take a number of logits_to_keep"
     if cache.settings.method.evicts and not _drafted(given, cache):

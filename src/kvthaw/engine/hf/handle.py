@@ -1,4 +1,4 @@
-"""Attach a model: from then on its own generate() thaws."""
+"""Attach a model, so that its own generate() uses kvthaw."""
 
 from __future__ import annotations
 
@@ -225,6 +225,7 @@ def attach(
     sparse_queries: int = 16,
     block_size: int = 1024,
     host_bytes: int | None = None,
+    device_memory: int | str | None = None,
     prefill_chunk: int = CHUNK,
     capture: bool = True,
     compile: bool = False,
@@ -272,6 +273,7 @@ def attach(
             sparse_queries=sparse_queries,
             block_size=block_size,
             host_bytes=host_bytes,
+            device_memory=device_memory,
             **options,
         )
 

@@ -1,4 +1,4 @@
-"""What some methods ask of a model beside q, k and v: the turns of its rotary positions, and what the next query would be."""
+"""What some methods need of a model besides q, k and v: its rotary embedding, and a prediction of the next layer's query."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from kvthaw.errors import UnsupportedModelError
 
 
 def rotary(model: PreTrainedModel, kind: str) -> Rotary | None:
-    """The turns that a model gives keys in layers of a kind (of its config's layer_types); None without rotary positions."""
+    """Return the rotary embedding of a model's layers of a kind (of its config's layer_types), None if it has none."""
     found = [m for name, m in model.get_decoder().named_modules() if name.rpartition(".")[2] == "rotary_emb"]
     if not found:
         return None
     module = found[0]
     apply = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
     if apply is None or [*inspect.signature(apply).parameters][:4] != ["q", "k", "cos", "sin"]:
-        raise UnsupportedModelError(f"{type(model).__name__} turns its keys in a way of its own, which kvthaw cannot undo")
+        raise UnsupportedModelError(
+            f"{type(model).__name__} applies rotary positions to its keys in a way that kvthaw cannot undo"
+        )
     kinds = (kind,) if "layer_type" in inspect.signature(module.forward).parameters else ()
 
     def angles(positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,7 +37,7 @@ def rotary(model: PreTrainedModel, kind: str) -> Rotary | None:
 
 
 def turns_by_length(model: PreTrainedModel) -> str | None:
-    """The kind of rotary positions whose turns depend on the longest row of a forward ("dynamic", "longrope"); None: on none."""
+    """Return the kind of rotary positions if they depend on the longest row of a forward ("dynamic", "longrope"), else None."""
     rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
     kinds = [str(each.get("rope_type")) for each in (rope, *rope.values()) if isinstance(each, dict)]
     return next((kind for kind in kinds if kind in ("dynamic", "longrope")), None)

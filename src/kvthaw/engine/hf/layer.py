@@ -35,7 +35,7 @@ class Layers(list[Any]):
 
 
 class Shared:
-    """What the layers of one cache share: the KV cache, the layer whose keys are on their way, the padding, the modules."""
+    """What the layers of one cache share: the KV cache, the layer that waits for its query, the padding, the modules."""
 
     def __init__(self, model: PreTrainedModel, kv: KVCache, meet: Callable[[torch.nn.Module], None] | None) -> None:
         self.model, self.kv = weakref.ref(model), kv
@@ -51,8 +51,8 @@ class Shared:
 
     @property
     def length(self) -> int:
-        """Tokens of the cache with padding, or of the one sequence that a prompt goes to, as transformers counts them. Those of a
-        step count once all layers have taken them."""
+        """Tokens of the cache with padding, or of the one sequence that is prefilled, as transformers counts them. Tokens of a
+        step count once all layers have attended."""
         sequences = self.kv.sequences
         return sequences.padded_length if sequences.filling is None else sequences.length(sequences.filling)
 
@@ -177,7 +177,7 @@ def _kept(held: int, tokens_to_remove: int) -> int:
 
 
 class CacheLayer(CacheLayerMixin):
-    """What transformers sees of a layer. It asks every layer for what concerns the cache; the first one answers for all."""
+    """A layer as transformers sees it. transformers calls every layer for what concerns the whole cache; the first one does it."""
 
     is_sliding = False
     is_croppable = True
@@ -198,7 +198,7 @@ class CacheLayer(CacheLayerMixin):
         """Nothing to do: sizes follow from the first tokens."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Note new keys and values [B, H, T, D]; they enter the cache when the attention function brings the queries."""
+        """Tag new keys and values [B, H, T, D]; they enter the cache when the attention function is called with the queries."""
         if torch.compiler.is_compiling():  # the operator takes them in
             return key_states, value_states
         shared, layer = self.shared, self.shared.pending
@@ -266,21 +266,21 @@ class CacheLayer(CacheLayerMixin):
             return out if mask is None or not own else attention_by_mask(query, key, value, mask[:, :, -steps:], attention)
 
     def know(self, module: torch.nn.Module) -> None:
-        """This layer's attention is the given module's."""
+        """Remember the attention module of this layer."""
         if self.module is None:
             self.module = weakref.ref(module)
             if self.shared.meet is not None:
                 self.shared.meet(module)
 
     def undo(self) -> None:
-        """Leave nothing of a first prompt that was refused: layers before this one that are not kvthaw's have it already."""
+        """Reset the cache if its first prompt was refused: layers before this one that are not kvthaw's hold it already."""
         if self.shared.length == 0 and self.shared.kv.sequences.filling is None:
             self.shared.empty_others()
             for layer in self.shared.layers:
                 layer.reset()
 
     def _check_room(self, key: Tensor, pads: list[int]) -> None:
-        """Refuse a prompt that is too long, before the first layer takes it in."""
+        """Refuse a prompt that is too long, before the first layer stores it."""
         shared, cache = self.shared, self.shared.kv
         held, new = shared.length, max(key.shape[2], cache.sequences.coming)
         if shared.positions is not None and held + new > shared.positions:
@@ -292,8 +292,8 @@ class CacheLayer(CacheLayerMixin):
             block_size, filling, layer = cache.settings.block_size, cache.sequences.filling, cache.offloaded[0]
             have = [layer.reserved(seq) for seq in (range(len(pads)) if filling is None else [filling])]
             wanted = (max(0, held + new - pad - room) for pad, room in zip(pads, have, strict=True))
-            block = 2 * key[0, :, 0].numel() * key.element_size() * block_size * len(cache.offloaded)
-            cache.streams.memory.check(sum(-(-tokens // block_size) for tokens in wanted) * block)
+            block = 2 * key[0, :, 0].numel() * key.element_size() * block_size
+            cache.check_memory(sum(-(-tokens // block_size) for tokens in wanted), block, key.device)
 
     def get_seq_length(self) -> int:
         return self.shared.length

@@ -1,4 +1,4 @@
-"""Decode steps of one token: replayed where they can be, else taken by the model as before."""
+"""Replay decode steps of one token where possible, and call the model otherwise."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def replaying(
     compiled: bool = False,
     eager: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """A model's forward that replays single tokens where it can and calls the model where it cannot.
+    """Wrap a model's forward so that it replays steps of a single token where possible.
 
-    cache_of: the kvthaw cache behind a past_key_values, or None. What is not a plain step of one token (prompts, several tokens at
-    once, hidden states or attentions asked for, embeddings given) goes to `eager`, by default the model. compiled: see
-    compiled_step; what cannot be captured is compiled all the same where that can be. Why steps of one token are not replayed is
-    logged, each reason once; as a warning where compiled ones were asked for and they are eager.
+    cache_of: returns the kvthaw cache behind a past_key_values, or None. Everything else (prompts, several tokens at once, hidden
+    states or attentions asked for, embeddings given) goes to `eager`, by default the model. compiled: see compiled_step; steps that
+    cannot be captured are compiled where that is possible. The log says once why steps are not replayed, as a warning if compiled
+    steps were requested and they run eagerly.
     """
     eager = eager or forward
     single = compiled_step(forward) if compiled else forward

@@ -1,0 +1,148 @@
+"""Device memory for blocks of KV: how much of it each layer may take, and arenas that hold the blocks."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import weakref
+from collections import deque
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+_log = logging.getLogger(__name__)
+_CHUNK = 16  # blocks that an arena allocates at once
+
+
+class DeviceMemory:
+    """Device memory of one cache: at most `limit` bytes, shared evenly by the layers that offload.
+
+    limit: None or 0 places no block on the device; "auto": what is free when the first layer is allocated, less a margin for
+    activations. bytes: the limit as a number. fixed: by layer, bytes that have no other place: sink, ring, pool and index, or all
+    KV of a dense layer; they count against the limit. streams: those beside the current one that may read blocks. On a CPU a block
+    that is placed on the device is a tensor that is not pinned. Arenas allocate several blocks at once, which the limit does not
+    count before they are used.
+    """
+
+    def __init__(self, limit: int | str | None = None, offloaded: Collection[int] = ()) -> None:
+        self.limit, self.offloaded = limit, offloaded
+        self.fixed: dict[int, int] = {}
+        self.streams: list[torch.cuda.Stream] = []
+        self.bytes = limit if isinstance(limit, int) else 0
+        self._arenas: dict[tuple[object, ...], BlockArena] = {}
+
+    def resolve(self, device: torch.device) -> None:
+        """Say what "auto" means on a device: free bytes less 2 GiB and a sixteenth of all. On a CPU, nothing."""
+        if self.limit == "auto" and not self.bytes and device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(device)
+            free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) + sum(self.fixed.values())
+            self.bytes = max(0, free - total // 16 - (2 << 30))
+
+    def share(self, layer: int) -> int:
+        """Return the bytes that blocks of a layer may take."""
+        if not self.bytes:
+            return 0
+        dense = sum(held for number, held in self.fixed.items() if number not in self.offloaded)
+        return (self.bytes - dense) // len(self.offloaded) - self.fixed.get(layer, 0)
+
+    def arena(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> BlockArena:
+        """Return the arena for blocks of one shape."""
+        key = tuple(shape), dtype, device
+        if key not in self._arenas:
+            self._arenas[key] = BlockArena(shape, dtype, device, self.streams)
+        return self._arenas[key]
+
+    def reset(self) -> None:
+        """Free what no block uses; the limit is told anew."""
+        self.fixed.clear()
+        self._arenas.clear()
+        self.bytes = self.limit if isinstance(self.limit, int) else 0
+
+    def __deepcopy__(self, memo: dict[int, object]) -> DeviceMemory:
+        twin = DeviceMemory(self.limit, self.offloaded)
+        twin.fixed, twin.bytes = dict(self.fixed), self.bytes
+        return twin
+
+
+class BlockArena:
+    """Blocks of one shape, in chunks whose addresses stay. A freed block is given out again behind all work that may read it."""
+
+    def __init__(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, streams: Sequence[torch.cuda.Stream]
+    ) -> None:
+        self.shape, self.dtype, self.device, self.streams = tuple(shape), dtype, device, streams
+        self._freed: deque[tuple[Tensor, int]] = deque()  # a finalizer appends, on any thread
+        self._ready: deque[tuple[Tensor, int, list[torch.cuda.Event]]] = deque()
+
+    def take(self) -> Tensor:
+        """Return an uninitialised block, to be written on the current stream. Raises torch.OutOfMemoryError."""
+        self.settle()
+        if not self._ready:
+            chunk = torch.empty((_CHUNK, *self.shape), dtype=self.dtype, device=self.device)
+            self._ready.extend((chunk, i, []) for i in range(_CHUNK))
+        chunk, i, events = self._ready.popleft()
+        for event in events:
+            torch.cuda.current_stream(self.device).wait_event(event)
+        block = chunk[i]
+        weakref.finalize(block, self._freed.append, (chunk, i)).atexit = False
+        return block
+
+    def settle(self) -> None:
+        """Note, for blocks freed since the last call, the work under way that may read them."""
+        while self._freed:
+            self._ready.append((*self._freed.popleft(), self.readers()))
+
+    def readers(self) -> list[torch.cuda.Event]:
+        """Record events that pass when all work enqueued so far that may read blocks is done."""
+        if self.device.type != "cuda":
+            return []
+        events = []
+        for stream in (torch.cuda.current_stream(self.device), *self.streams):
+            events.append(torch.cuda.Event())
+            events[-1].record(stream)
+        return events
+
+
+class DeviceBlocks:
+    """Blocks of one layer that lie on the device."""
+
+    def __init__(
+        self, memory: DeviceMemory, layer: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.memory, self.layer, self.device = memory, layer, device
+        self.shape, self.dtype, self.size = shape, dtype, math.prod(shape) * dtype.itemsize
+        self.used = 0
+        self._short = False
+
+    @property
+    def room(self) -> int:
+        """Bytes that are left, negative where index or slab have grown into those of blocks."""
+        return self.memory.share(self.layer) - self.used
+
+    @property
+    def arena(self) -> BlockArena:
+        """Where they are allocated."""
+        return self.memory.arena(self.shape, self.dtype, self.device)
+
+    def take(self) -> Tensor | None:
+        """Return an uninitialised block, to be written on the current stream; None where there is no room."""
+        if self.room < self.size:
+            return None
+        try:
+            block = self.arena.take()
+        except torch.OutOfMemoryError as error:
+            if not self._short:
+                self._short = True
+                _log.warning("device memory is short, blocks go to the host: %s", str(error).splitlines()[0])
+            return None
+        self.used += self.size
+        weakref.finalize(block, self._release).atexit = False
+        return block
+
+    def _release(self) -> None:
+        self.used -= self.size
+
+    def __deepcopy__(self, memo: dict[int, object]) -> DeviceBlocks:
+        return DeviceBlocks(copy.deepcopy(self.memory, memo), self.layer, self.shape, self.dtype, self.device)

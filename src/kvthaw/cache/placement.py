@@ -1,0 +1,161 @@
+"""Which blocks of a layer lie on the device: blocks spill to the host and come back, one at a time, behind the steps.
+
+A block is copied on the copy stream beside later steps. Its address changes in the table only once the copy is complete, between
+two steps, so kernels and captured steps read the old place or the new one, both whole. The old place is given out again behind all
+work that may read it.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kvthaw.cache.device_memory import DeviceBlocks
+from kvthaw.cache.host import HostStore
+from kvthaw.cache.host_memory import Block
+from kvthaw.cache.streams import Streams
+from kvthaw.errors import HostMemoryError
+
+_log = logging.getLogger(__name__)
+
+
+class Placement:
+    """Moves the blocks of one store between device and host.
+
+    device: the layer's share of device memory. moved_bytes: of blocks copied from one to the other.
+    """
+
+    def __init__(self, store: HostStore, device: DeviceBlocks, streams: Streams) -> None:
+        self.store, self.device, self.streams = store, device, streams
+        self.moved_bytes = 0
+        self._moves: list[tuple[Block, Block, torch.cuda.Event | None]] = []
+        self._leaving: deque[tuple[list[torch.cuda.Event], Tensor]] = deque()  # host blocks that kernels may still read
+        self._recalls: tuple[Tensor, torch.cuda.Event | None] | None = None
+        self._short = False  # of host memory
+
+    @property
+    def spilling(self) -> bool:
+        """Whether a block is on its way to the host."""
+        return any(not new.on_device for _, new, _ in self._moves)
+
+    def balance(self, needed: int, slot_row: Tensor | None) -> bool:
+        """Have room on the device for `needed` more blocks, or use what room there is: finish the copies that are complete, and
+        begin one. Returns whether addresses have changed. slot_row [B, H, C + 1]: the rows in the pool, by which blocks that were
+        recalled of late are known; None: not known."""
+        changed = self.finish()
+        self.device.arena.settle()
+        self._count_recalls()
+        size, coming = self.device.size, sum(new.on_device for _, new, _ in self._moves)
+        going = len(self._moves) - coming
+        room = self.device.room + going * size
+        if room < needed * size:
+            moved = self._move(self._coldest(), self._to_host)
+        elif room >= (needed + self.store.seqs + 1) * size:
+            moved = self._move(self._warmest(), self._to_device)
+        else:
+            return changed
+        if moved and slot_row is not None:
+            self._sample_recalls(slot_row)
+        return self.finish() or changed
+
+    def finish(self) -> bool:
+        """Point sequences at the blocks whose copies are complete. Returns whether addresses have changed."""
+        while self._leaving and all(event.query() for event in self._leaving[0][0]):
+            self._leaving.popleft()
+        complete = [move for move in self._moves if move[2] is None or move[2].query()]
+        self._moves = [move for move in self._moves if move not in complete]
+        changed = False
+        for old, new, _ in complete:
+            if not (old.moving and self.store.replace(old, new)):
+                continue  # cropped or written to since
+            changed = True
+            self.moved_bytes += old.data.nbytes
+            if new.on_device:
+                self._leaving.append((self.device.arena.readers(), old.data))
+        return changed
+
+    # Which block
+
+    def _coldest(self) -> Block | None:
+        """The full block on the device that was recalled least, of equal ones the oldest. Blocks that another cache shares stay:
+        moving them would free nothing."""
+        mine = [block for block in self.store.full_blocks(alone=True) if block.on_device and not block.moving]
+        return min(mine, key=lambda block: block.recalls, default=None)
+
+    def _warmest(self) -> Block | None:
+        """The full block on the host that was recalled most, of equal ones the newest."""
+        mine = [block for block in self.store.full_blocks() if not block.on_device and not block.moving]
+        return max(reversed(mine), key=lambda block: block.recalls, default=None)
+
+    def _sample_recalls(self, slot_row: Tensor) -> None:
+        """Count the rows in the pool by block, [B, blocks] int32; on a GPU behind the steps under way."""
+        blocks, rows = self.store.table().shape[1], slot_row[:, :, :-1].flatten(1).long()
+        number = torch.where(rows >= 0, rows // self.store.block_size, blocks).clamp_(max=blocks)
+        counts = torch.zeros((len(rows), blocks + 1), dtype=torch.int32, device=rows.device)
+        counts.scatter_add_(1, number, torch.ones_like(number, dtype=torch.int32))
+        if not counts.is_cuda:
+            self._recalls = counts, None
+            return
+        here, done = torch.empty_like(counts, device="cpu", pin_memory=True), torch.cuda.Event()
+        here.copy_(counts, non_blocking=True)
+        done.record()
+        self._recalls = here, done
+
+    def _count_recalls(self) -> None:
+        """Have each block's recalls be the mean of those before and those counted."""
+        if self._recalls is None or (self._recalls[1] is not None and not self._recalls[1].query()):
+            return
+        (counts, _), self._recalls = self._recalls, None
+        for block, recalls in self.store.sums(counts):
+            block.recalls = recalls if block.recalls == math.inf else (block.recalls + recalls) / 2
+
+    # Copies
+
+    def _move(self, block: Block | None, place: Callable[[], Block | None]) -> bool:
+        """Begin to copy a block to a new one. Returns whether there were both."""
+        device = self.device.device
+        if block is None:
+            return False
+        if device.type != "cuda":
+            new = place()
+            if new is not None:
+                new.data.copy_(block.data)
+        else:
+            stream = self.streams.copy_stream(device)
+            stream.wait_stream(torch.cuda.current_stream(device))  # all of the block has been written then
+            with torch.cuda.stream(stream):
+                new = place()
+                if new is not None:
+                    new.data.copy_(block.data, non_blocking=True)
+        if new is None:
+            return False
+        done = None
+        if device.type == "cuda":
+            done = torch.cuda.Event()
+            done.record(stream)
+        block.moving = True
+        self._moves.append((block, new, done))
+        return True
+
+    def _to_device(self) -> Block | None:
+        data = self.device.take()
+        return None if data is None else Block(data, on_device=True)
+
+    def _to_host(self) -> Block | None:
+        try:
+            return Block(self.store.allocator.on_host())
+        except HostMemoryError as error:
+            if not self._short:
+                self._short = True
+                _log.warning("blocks stay on the device, host memory is short: %s", error)
+            return None
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Placement:
+        store, device, streams = copy.deepcopy((self.store, self.device, self.streams), memo)
+        return Placement(store, device, streams)

@@ -1,0 +1,259 @@
+"""Blocks lie on the device while there is room, spill to the host and come back; on a CPU the device is the CPU."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvthaw.cache import host_memory
+from kvthaw.cache.device_memory import BlockArena, DeviceMemory
+from kvthaw.cache.kv_cache import KVCache
+from kvthaw.cache.layer_base import AttentionParams
+from kvthaw.cache.plan import Settings
+from kvthaw.errors import ConfigError, HostMemoryError
+from kvthaw.methods import resolve
+from kvthaw.regions import Regions
+
+LAYERS, BLOCK, HEADS, DIM = 2, 8, 2, 4
+HOW = AttentionParams(0.5)
+SIZE = HEADS * BLOCK * 2 * DIM * 4  # bytes of a block
+
+
+class Tokens:
+    """The queries, keys and values of coming tokens, of several layers."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def draw(self, seqs: int, tokens: int) -> list[tuple[torch.Tensor, ...]]:
+        shape = seqs, HEADS, tokens, DIM
+        return [tuple(torch.randn(shape, generator=self.generator) for _ in range(3)) for _ in range(LAYERS)]
+
+
+def make(method: str = "oracle", **more: Any) -> KVCache:
+    """A cache with a small ring, whose budget is every row unless `more` says otherwise."""
+    chosen, size = resolve(method), {} if method == "full" or "budget" in more else {"retrieved": 500}
+    chosen = chosen if chosen.dense else replace(chosen, regions=Regions(2, 6, 4))
+    return KVCache(Settings(chosen, block_size=BLOCK, **size, **more), range(LAYERS), LAYERS)
+
+
+def take(cache: KVCache, tokens: list[tuple[torch.Tensor, ...]], pads: list[int] | None = None) -> list[torch.Tensor]:
+    pads = cache.sequences.left_pad or pads or [0] * len(tokens[0][0])
+    return [cache.attend(layer, *qkv, HOW, pads) for layer, qkv in zip(cache.layers, tokens, strict=True)]
+
+
+def blocks(cache: KVCache, layer: int = 0) -> tuple[int, int]:
+    """How many blocks of a layer lie on the device and on the host."""
+    store = cache.offloaded[layer].store
+    return store.nbytes(on_device=True) // SIZE, store.nbytes() // SIZE
+
+
+def room_for(cache: KVCache, count: int) -> None:
+    """Give every layer room for so many blocks."""
+    device = cache.streams.device
+    device.bytes = LAYERS * (max(device.fixed.values()) + count * SIZE)
+
+
+class Spilling(RuleBasedStateMachine):
+    """A cache whose device memory comes and goes, beside one that attends to everything."""
+
+    @initialize(seqs=st.integers(1, 3), tokens=st.integers(10, 60), room=st.integers(0, 30), pad=st.integers(0, 9))
+    def begin(self, seqs: int, tokens: int, room: int, pad: int) -> None:
+        self.tokens, self.seqs = Tokens(), seqs
+        self.cache, self.full = make(device_memory=1), make("full")
+        self.cache.streams.device.bytes = 1 << 20 if room else 1
+        self._take(tokens, [pad] + [0] * (seqs - 1))
+        room_for(self.cache, room)
+
+    def _take(self, tokens: int, pads: list[int] | None = None) -> None:
+        drawn = self.tokens.draw(self.seqs, tokens)
+        for found, expected in zip(take(self.cache, drawn, pads), take(self.full, drawn, pads), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+    @rule(steps=st.integers(1, 40))
+    def decode(self, steps: int) -> None:
+        for _ in range(steps):
+            self._take(1)
+
+    @rule(tokens=st.integers(20, 40))
+    def continue_dense(self, tokens: int) -> None:
+        self._take(tokens)
+
+    @rule(room=st.integers(0, 60))
+    def change_room(self, room: int) -> None:
+        room_for(self.cache, room)
+
+    @precondition(lambda self: self.cache.sequences.padded_length > 30)
+    @rule(drop=st.integers(1, 20))
+    def crop(self, drop: int) -> None:
+        self.cache.crop(drop)
+        self.full.crop(drop)
+
+    @rule(data=st.data())
+    def reorder(self, data: st.DataObject) -> None:
+        order = data.draw(st.lists(st.integers(0, self.seqs - 1), min_size=1, max_size=3))
+        self.seqs = len(order)
+        self.cache.reorder(order)
+        self.full.reorder(order)
+
+    @rule()
+    def fork(self) -> None:
+        """Go on with a copy; the blocks of both stay shared."""
+        self.before, self.cache, self.full = self.cache, copy.deepcopy(self.cache), copy.deepcopy(self.full)
+
+    @rule()
+    def fail(self) -> None:
+        """A step fails in the last layer and is repeated."""
+        drawn = self.tokens.draw(self.seqs, 1)
+        self.cache.attend(self.cache.layers[0], *drawn[0], HOW, self.cache.sequences.left_pad)
+        with pytest.raises(RuntimeError):
+            self.cache.attend(self.cache.layers[1], *(x[..., :2] for x in drawn[1]), HOW)
+        for found, expected in zip(take(self.cache, drawn), take(self.full, drawn), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+    @invariant()
+    def tables_say_where_blocks_lie(self) -> None:
+        for layer in self.cache.offloaded if hasattr(self, "cache") else ():
+            store = layer.store
+            table = store.table_on(torch.device("cpu"))
+            for seq in range(store.seqs):
+                addresses = store.addresses(seq)
+                assert torch.equal(table[seq, : len(addresses)], addresses)
+
+
+Spilling.TestCase.settings = settings(max_examples=8, stateful_step_count=10, deadline=None)
+TestSpilling = Spilling.TestCase
+
+
+def test_blocks_go_to_the_device_while_there_is_room_and_then_to_the_host() -> None:
+    cache, tokens = make(device_memory="1MiB"), Tokens()
+    take(cache, tokens.draw(1, 40))
+    assert blocks(cache) == (5, 0)
+    room_for(cache, 6)
+    take(cache, tokens.draw(1, 60))
+    assert blocks(cache) == (6, 7)
+    stats = cache.stats()
+    assert stats.kv_host_bytes == LAYERS * 7 * SIZE
+
+
+def test_the_oldest_spill_behind_the_steps_where_nothing_tells_them_apart_and_come_back() -> None:
+    cache, tokens = make(device_memory="1MiB"), Tokens()
+    take(cache, tokens.draw(1, 40))
+    room_for(cache, 4)
+    for _ in range(40):
+        take(cache, tokens.draw(1, 1))
+        assert sum(blocks(cache)) <= 12
+    on_device = [block.on_device for block in cache.offloaded[0].store.full_blocks()]
+    assert on_device == sorted(on_device), "new blocks are on the device, old ones on the host"
+    assert 0 < sum(on_device) <= 4
+    room_for(cache, 60)
+    for _ in range(40):
+        take(cache, tokens.draw(1, 1))
+    assert blocks(cache)[1] == 0
+    assert cache.stats().moved_bytes > 0
+
+
+def test_what_is_recalled_stays() -> None:
+    """With a budget of few rows, and queries that look at the first block alone."""
+    cache, tokens = make(budget=32, device_memory="1MiB"), Tokens()
+    drawn = tokens.draw(1, 100)
+    for _, key, _ in drawn:
+        key[:, :, 8:16] = 5.0
+    take(cache, drawn)
+    room_for(cache, 6)
+    for _ in range(60):
+        step = tokens.draw(1, 1)
+        take(cache, [(torch.ones_like(q), k, v) for q, k, v in step])
+    on_device = [block.on_device for block in cache.offloaded[0].store.full_blocks()]
+    assert on_device[1]
+    assert not on_device[0]
+
+
+def test_a_method_that_searches_on_the_host_keeps_its_blocks_there() -> None:
+    cache = make("icecache", device_memory="1MiB")
+    take(cache, Tokens().draw(1, 60))
+    assert blocks(cache)[0] == 0
+
+
+def test_index_slab_and_dense_layers_count() -> None:
+    cache = KVCache(Settings(resolve("oracle"), budget=64, block_size=BLOCK, dense_layers=1, device_memory=1 << 20), [0, 1], 2)
+    take(cache, Tokens().draw(1, 60))
+    device = cache.streams.device
+    fixed = sum(layer.fixed_bytes() for layer in cache.layers)
+    assert fixed > 0
+    assert device.share(1) == (1 << 20) - fixed
+
+
+def test_where_the_host_has_no_memory_blocks_stay_and_all_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, tokens = make(device_memory="1MiB"), Tokens()
+    full = make("full")
+    drawn = tokens.draw(2, 40)
+    take(cache, drawn), take(full, drawn)
+
+    def none(*args: Any, **kwargs: Any) -> torch.Tensor:
+        raise HostMemoryError("no more")
+
+    monkeypatch.setattr(host_memory, "host_tensor", none)
+    room_for(cache, 13)
+    for _ in range(8):
+        drawn = tokens.draw(2, 1)
+        for found, expected in zip(take(cache, drawn), take(full, drawn), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert blocks(cache)[1] == 0
+
+
+def test_where_the_device_has_no_memory_blocks_go_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(arena: BlockArena) -> torch.Tensor:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(BlockArena, "take", none)
+    cache = make(device_memory="1MiB")
+    take(cache, Tokens().draw(1, 40))
+    assert blocks(cache)[0] == 0
+
+
+def test_host_memory_is_needed_for_what_the_device_has_no_room_for() -> None:
+    cache = make(device_memory=1 << 20, host_bytes=3 * SIZE * LAYERS)
+    cache.check_memory(9, SIZE, torch.device("cpu"))
+    with pytest.raises(HostMemoryError):
+        cache.check_memory(10_000, SIZE, torch.device("cpu"))
+    tokens = Tokens()
+    take(cache, tokens.draw(1, 40))
+    room_for(cache, 6)
+    steps = (take(cache, tokens.draw(1, 1)) for _ in range(80))
+    with pytest.raises(HostMemoryError):
+        list(steps)
+    room_for(cache, 60)
+    take(cache, tokens.draw(1, 1))
+
+
+def test_a_freed_block_is_used_again_at_its_address() -> None:
+    memory = DeviceMemory(1 << 20, [0])
+    arena = memory.arena((2, 3), torch.float32, torch.device("cpu"))
+    some = [arena.take() for _ in range(20)]
+    addresses = {block.data_ptr() for block in some}
+    assert len(addresses) == 20
+    del some
+    more = [arena.take() for _ in range(32)]
+    assert addresses <= {block.data_ptr() for block in more}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [(0, 0), (5, 5), ("8GiB", 8 << 30), ("1.5 mb", 1_500_000), ("100", 100), ("auto", "auto"), (None, None)],
+)
+def test_sizes_are_bytes_or_text(given: Any, expected: Any) -> None:
+    assert Settings(resolve("oracle"), device_memory=given).device_memory == expected
+
+
+@pytest.mark.parametrize("given", ["much", "8 gigs", -1, "GiB"])
+def test_other_sizes_are_refused(given: Any) -> None:
+    with pytest.raises(ConfigError, match="device_memory is"):
+        Settings(resolve("oracle"), device_memory=given)

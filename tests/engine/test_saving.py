@@ -1,0 +1,175 @@
+"""A saved cache gives the tokens of the one that was saved, and nothing where anything about it is not as it was."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import kvthaw
+from kvthaw import Cache, CacheError
+from zoo import build, prompt
+
+SETTINGS: dict[str, Any] = {"budget": 48, "dense_layers": 1, "block_size": 16}
+
+
+def decode(model: PreTrainedModel, cache: Cache, token: torch.Tensor, steps: int = 6) -> torch.Tensor:
+    """The logits of some greedy steps."""
+    found = []
+    for _ in range(steps):
+        logits = model(token, past_key_values=cache, use_cache=True).logits[:, -1]
+        token = logits.argmax(dim=-1, keepdim=True)
+        found.append(logits)
+    return torch.stack(found)
+
+
+@pytest.fixture
+def saved(tmp_path: Path, llama: PreTrainedModel) -> tuple[Path, torch.Tensor]:
+    cache, ids = Cache(llama, "oracle", **SETTINGS), prompt(1, 90)
+    with torch.no_grad():
+        llama(ids, past_key_values=cache)
+    cache.save(tmp_path / "kv", ids)
+    return tmp_path / "kv", ids
+
+
+KEEP = [name for name, make in kvthaw.METHODS.items() if not make().evicts and not make().prefetches]
+"""Methods that evict cannot be saved; those that predict queries have none predicted for the first step."""
+
+
+@pytest.mark.parametrize("method", KEEP)
+@torch.no_grad()
+def test_a_loaded_cache_is_a_fork(tmp_path: Path, llama: PreTrainedModel, method: str) -> None:
+    """Under the same method, to the last bit; the index is built of the same rows."""
+    settings = {"dense_layers": 1} if method == "full" else SETTINGS
+    cache, ids = Cache(llama, method, **settings), prompt(1, 90)
+    llama(ids, past_key_values=cache)
+    cache.save(tmp_path / "kv", ids[0])
+    fork, loaded = cache.fork(method), Cache.load(tmp_path / "kv", llama, method, **settings)
+    assert torch.equal(Cache.saved_tokens(tmp_path / "kv"), ids)
+    token = torch.tensor([[5]])
+    assert torch.equal(decode(llama, loaded, token), decode(llama, fork, token))
+    other = Cache.load(tmp_path / "kv", llama, "full")
+    assert torch.allclose(decode(llama, other, token), decode(llama, cache.fork("full", budget=None), token), atol=1e-5)
+
+
+@pytest.mark.parametrize("architecture", ["gemma3", "gpt_oss"])
+@torch.no_grad()
+def test_rows_of_several_lengths_and_windows(tmp_path: Path, architecture: str) -> None:
+    model, ids = build(architecture), prompt(2, 60)
+    mask = torch.ones_like(ids)
+    mask[0, :13] = 0
+    cache = Cache(model, "quest", **SETTINGS)
+    model(ids, attention_mask=mask, past_key_values=cache)
+    first = torch.tensor([[3], [4]])
+    longer = torch.cat((mask, torch.ones(2, 1, dtype=torch.int64)), dim=1)
+    model(first, attention_mask=longer, past_key_values=cache)
+    cache.save(tmp_path / "kv", torch.cat((ids, first), dim=1))
+    loaded = Cache.load(tmp_path / "kv", model, "quest", **SETTINGS)
+    fork = cache.fork("quest")
+    following = torch.cat((longer, torch.ones(2, 1, dtype=torch.int64)), dim=1)
+    out = [model(first, attention_mask=following, past_key_values=one).logits for one in (loaded, fork)]
+    assert torch.equal(*out)
+
+
+@torch.no_grad()
+def test_any_damage_is_seen(saved: tuple[Path, torch.Tensor], llama: PreTrainedModel) -> None:
+    path, rng = saved[0], random.Random(0)
+    files = sorted(path.iterdir())
+    assert len(files) == len(llama.model.layers) + 1
+    for i in range(60):
+        file = files[i % len(files)]
+        whole = file.read_bytes()
+        damaged = bytearray(whole)
+        at = rng.randrange(len(damaged))
+        damaged[at] ^= 1 << rng.randrange(8)
+        file.write_bytes(whole[:at] if i % 7 == 0 else bytes(damaged))
+        with pytest.raises(CacheError, match=r"damaged|another model|no saved cache|format"):
+            Cache.load(path, llama, "oracle", **SETTINGS)
+        file.write_bytes(whole)
+    header = json.loads((path / "header.json").read_text())
+    for name in header:
+        changed = copy.deepcopy(header)
+        changed[name] = None
+        (path / "header.json").write_text(json.dumps(changed))
+        with pytest.raises(CacheError, match="damaged"):
+            Cache.load(path, llama, "oracle", **SETTINGS)
+    (path / "header.json").write_text(json.dumps(header))
+    files[0].rename(path / "elsewhere")
+    with pytest.raises(CacheError, match=r"damaged|no saved cache"):
+        Cache.load(path, llama, "oracle", **SETTINGS)
+
+
+@torch.no_grad()
+def test_another_model_is_refused(saved: tuple[Path, torch.Tensor], llama: PreTrainedModel) -> None:
+    other = copy.deepcopy(llama)
+    other.model.layers[1].mlp.up_proj.weight.data += 0.01
+    with pytest.raises(CacheError, match="another model: weights"):
+        Cache.load(saved[0], other, "oracle", **SETTINGS)
+    with pytest.raises(CacheError, match="another model: dtype"):
+        Cache.load(saved[0], copy.deepcopy(llama).bfloat16(), "oracle", **SETTINGS)
+    with pytest.raises(CacheError, match="another model"):
+        Cache.load(saved[0], build("qwen3"), "oracle", **SETTINGS)
+
+
+@torch.no_grad()
+def test_a_save_that_fails_leaves_what_was_there_or_the_new_one(
+    saved: tuple[Path, torch.Tensor], llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever the system refuses something; and nothing lies about afterwards."""
+    path, ids = saved
+    cache = Cache.load(path, llama, "oracle", **SETTINGS)
+    llama(torch.tensor([[7]]), past_key_values=cache)
+    longer = torch.cat((ids, torch.tensor([[7]])), dim=1)
+    honest = {name: getattr(os, name) for name in ("fsync", "rename")}
+    left = 0
+    found = []
+    while True:
+        calls = left
+
+        def refuse(name: str, *given: Any) -> Any:
+            nonlocal calls
+            calls -= 1
+            if calls == -1:
+                raise OSError(28, "No space left on device")
+            return honest[name](*given)
+
+        with monkeypatch.context() as patch:
+            for name in honest:
+                patch.setattr(os, name, partial(refuse, name))
+            try:
+                cache.save(path, longer)
+            except OSError:
+                left += 1
+        tokens = Cache.saved_tokens(path)
+        assert torch.equal(tokens, ids) or torch.equal(tokens, longer)
+        Cache.load(path, llama, "oracle", **SETTINGS)
+        assert [entry.name for entry in path.parent.iterdir()] == ["kv"]
+        found.append(tokens.shape[1])
+        if calls >= 0:
+            break
+    assert len(found) > len(llama.model.layers) + 3
+    assert found[:-2] == [90] * (len(found) - 2)
+    assert found[-1] == 91
+
+
+@torch.no_grad()
+def test_what_cannot_be_saved(tmp_path: Path, llama: PreTrainedModel) -> None:
+    cache, ids = Cache(llama, "oracle", **SETTINGS), prompt(1, 40)
+    llama(ids, past_key_values=cache)
+    with pytest.raises(CacheError, match=r"token_ids has the shape \[1, 39\]; the cache holds \[1, 40\]"):
+        cache.save(tmp_path / "kv", ids[:, :-1])
+    evicting = Cache(llama, "streaming", budget=32)
+    llama(ids, past_key_values=evicting)
+    with pytest.raises(CacheError, match="has dropped tokens"):
+        evicting.save(tmp_path / "kv", ids)
+    with pytest.raises(CacheError, match="is no saved cache"):
+        Cache.load(tmp_path / "kv", llama)
+    assert not list(tmp_path.iterdir())
