@@ -294,7 +294,7 @@ def test_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not done.query()
     one = cache.kv.sequences.begin(1, dense=False)
     cache.kv.sequences.place(one, 0, ids.device)
-    layer._choose(one, queries[:, :, 0], 0)
+    layer.retriever.choose(queries[:, :, 0], one.longest)
     assert done.query()
     monkeypatch.setattr(OffloadedLayer, "undisturbed", lambda layer, tokens: 0)
     assert torch.equal(generate(), found)
