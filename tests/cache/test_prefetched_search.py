@@ -92,7 +92,7 @@ def plain(model: PreTrainedModel, cache: kvthaw.Cache) -> list[Tensor]:
 
 
 def several(model: PreTrainedModel, cache: kvthaw.Cache) -> list[Tensor]:
-    return [step(model, cache, IDS[:, 5 * t : 5 * t + 5]) for t in range(6)]
+    return [step(model, cache, IDS[:, 5 * t : 5 * t + 5]) for t in range(8)]
 
 
 def changed(model: PreTrainedModel, cache: kvthaw.Cache) -> list[Tensor]:

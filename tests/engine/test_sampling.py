@@ -245,6 +245,18 @@ def test_what_some_ask_changes_nothing_for_others() -> None:
         assert tokens == [sample(logits[i : i + 1], [kinds[i]], positions[i : i + 1]).item() for i in range(3)]
 
 
+def test_each_output_token_counts_once() -> None:
+    """The likeliest token gives way to a frequency penalty after it has come three times, to a presence penalty at once."""
+    for how, expected in (({"frequency_penalty": 0.4}, [0, 0, 0, 1, 0, 1]), ({"presence_penalty": 1.4}, [0, 1, 0, 0, 0, 0])):
+        logits, sampling, sampler = torch.tensor([2.0, 1.0, -9.0]), Sampling(**how), Sampler(1, 3)
+        output: list[int] = []
+        sampler.join(0, sampling, [0])
+        for position in range(1, 7):
+            assert int(distribution(logits, sampling, prompt=[0], output=output).argmax()) == expected[position - 1]
+            output.extend(sampler(logits[None], torch.tensor([position])).read()[0])
+        assert output == expected
+
+
 def test_a_penalty_of_one_rounds_nothing_of_another() -> None:
     logits = torch.zeros(2, VOCAB, dtype=torch.float64)
     logits[:, 900], logits[:, 901] = 1.0, 1.0 + 1e-12
