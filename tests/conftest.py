@@ -32,7 +32,7 @@ logging.set_verbosity_error()
 LONG = (
     "tests/bench/test_decode_bench.py",
     "tests/benchmarks/test_figures.py",
-    "tests/benchmarks/test_filled.py",
+    "tests/benchmarks/test_fill",
     "tests/cli/",
     "tests/methods/",
     "tests/engine/test_architectures.py",
@@ -41,11 +41,10 @@ LONG = (
     "tests/engine/test_inference_mode.py",
     "tests/evaluate/test_compare.py",
     "tests/evaluate/test_perplexity.py",
-    "tests/benchmarks/test_recall.py",
+    "tests/benchmarks/test_recall",
     "tests/evaluate/test_runner.py",
     "tests/evaluate/test_suites.py",
     "tests/kernels/test_flash_decode.py",
-    "tests/kernels/test_sparse_decode.py",
     "tests/cache/test_device_step.py",
     "tests/index/test_tree.py",
 )

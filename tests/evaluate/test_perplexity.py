@@ -74,19 +74,19 @@ def test_a_row_of_a_batch_gives_the_line_of_the_sample_alone(loaded: tuple[Any, 
     loaded[0].double()  # rounding, which depends on the rows beside, decides nothing
     course = Course((150, 200), steps=10, samples=3)
     variants = [WIDE, NARROW, Variant("quest", 64), Variant("h2o", 64, dense_layers=1)]
-    alone, deferred = ResultsFile(), ResultsFile()
+    alone, together = ResultsFile(), ResultsFile()
     expected = Reader(*loaded, alone, batch=1).run(course, variants)
-    Reader(*loaded, deferred, batch=3).run(replace(course, samples=1, seed=1), [NARROW])
+    Reader(*loaded, together, batch=3).run(replace(course, samples=1, seed=1), [NARROW])
     seen = count_forwards(loaded[0])
-    found = Reader(*loaded, deferred, batch=3).run(course, variants)
+    found = Reader(*loaded, together, batch=3).run(course, variants)
     # the second sample lacks two variants less than the others, so two caches of two rows and one take their steps
     assert sorted(set(seen)) == [(1, 1), (1, 150), (1, 200), (2, 1)]
     assert seen.count((2, 1)) == 2 * 5 * 10
     assert seen.count((1, 1)) == 2 * 3 * 10
     assert (seen.count((1, 150)), seen.count((1, 200))) == (3, 3), "one prefill a sample and length"
-    assert len(list(deferred)) == len(list(alone)) == 3 * 2 * 5
+    assert len(list(together)) == len(list(alone)) == 3 * 2 * 5
     for line in alone:
-        row = deferred.get(line.setting)
+        row = together.get(line.setting)
         assert row is not None
         assert row["nll"] == pytest.approx(line["nll"], abs=1e-4)
         assert {**row.measures, "nll": (), "seconds": 0.0} == {**line.measures, "nll": (), "seconds": 0.0}

@@ -119,11 +119,11 @@ def test_a_row_of_a_batch_gives_the_line_of_the_sample_alone(
     job = Job("passkey", 320, 3, question=question, probe=2 if len(names) == 3 else 0)
     alone = Runner(*loaded, batch=1).run(job, variants)
     seen = count_forwards(loaded[0])
-    deferred = Runner(*loaded, batch=3).run(job, variants)
-    assert sum(n > 100 for n in seen) == len({line["prompt"] for line in deferred[FULL]}) == 3
-    assert any(len({line["new_tokens"] for line in lines}) > 1 for lines in deferred.values())
+    together = Runner(*loaded, batch=3).run(job, variants)
+    assert sum(n > 100 for n in seen) == len({line["prompt"] for line in together[FULL]}) == 3
+    assert any(len({line["new_tokens"] for line in lines}) > 1 for lines in together.values())
     for variant in variants:
-        for one, row in zip(alone[variant], deferred[variant], strict=True):
+        for one, row in zip(alone[variant], together[variant], strict=True):
             assert row.setting == one.setting
             mine, theirs = dict(row.measures), dict(one.measures)
             for name in ("attention_mass", "recall_at_k", "output_error"):
@@ -151,10 +151,10 @@ def test_one_index_serves_the_budgets_of_a_method(loaded: tuple[Any, Any], monke
     alone = Runner(*loaded, batch=1).run(job, variants)
     assert len(built) == 2 * 2 * 6, "two layers, two samples, six variants: seconds are of one's own index"
     built.clear()
-    deferred = Runner(*loaded, batch=2).run(job, variants)
+    together = Runner(*loaded, batch=2).run(job, variants)
     assert len(built) == 2 * 2 * 2
     for variant in variants:
-        for one, row in zip(alone[variant], deferred[variant], strict=True):
+        for one, row in zip(alone[variant], together[variant], strict=True):
             assert row.setting == one.setting
             mine, theirs = dict(row.measures), dict(one.measures)
             for name in SECONDS:
@@ -193,8 +193,8 @@ def test_rows_on_a_gpu_share_what_is_offloaded_and_indexed() -> None:
     variants = [Variant(name, budget, dense_layers=0) for name in names for budget in (96, 128)]
     job = Job("passkey", 2500, 3, probe=0)  # two full blocks, and some tokens that are each fork's own
     alone = Runner(model, tokenizer, batch=1).run(job, variants)
-    deferred = Runner(model, tokenizer, batch=3).run(job, variants)
-    pairs = [pair for one in variants for pair in zip(alone[one], deferred[one], strict=True)]
+    together = Runner(model, tokenizer, batch=3).run(job, variants)
+    pairs = [pair for one in variants for pair in zip(alone[one], together[one], strict=True)]
     for one, row in pairs:
         assert (row["kv_device_bytes"], row["kv_host_bytes"]) == (one["kv_device_bytes"], one["kv_host_bytes"]), one.setting
     differ = [one.setting["method"] for one, row in pairs if one["output"] != row["output"]]

@@ -127,10 +127,10 @@ def test_stops_early_and_keeps_empty_clusters() -> None:
 
 def test_problems_do_not_mix() -> None:
     keys, start = torch.randn(3, 90, 64), torch.stack([torch.randperm(90)[:6] for _ in range(3)])
-    deferred = op.kmeans(keys, start, distance="cosine")
+    together = op.kmeans(keys, start, distance="cosine")
     for n in range(3):
         alone = op.kmeans(keys[n : n + 1], start[n : n + 1], distance="cosine")
-        assert all(torch.equal(a[n : n + 1], b) for a, b in zip(deferred[1:], alone[1:], strict=True))
+        assert all(torch.equal(a[n : n + 1], b) for a, b in zip(together[1:], alone[1:], strict=True))
 
 
 def test_unknown_distance_is_named() -> None:

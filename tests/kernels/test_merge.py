@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -61,6 +62,7 @@ def test_result_is_float32(dtype: torch.dtype) -> None:
 def test_kernel_adds_a_part_in_place(shape: Shape, device: torch.device) -> None:
     """Parts as flash attention gives them, heads inside tokens; of some queries one side saw nothing, or both."""
     pytest.importorskip("triton")
+    shape = replace(shape, tokens=min(shape.tokens, 7))  # a query is a program
     size = (shape.batch, shape.q_heads, shape.tokens)
     out, lse = torch.randn(*size, shape.head_dim).to(device), 5 * torch.randn(size).to(device)
     part = torch.randn(shape.batch, shape.tokens, shape.q_heads, shape.head_dim).to(device, shape.dtype).transpose(1, 2)

@@ -33,7 +33,7 @@ def test_heads_that_are_added_up_count_alike() -> None:
 
 
 @pytest.mark.parametrize(("heads", "subs"), [(1, 1), (3, 8), (4, 16), (5, 32)])
-def test_psequences_hold_the_numbers(heads: int, subs: int) -> None:
+def test_planes_hold_the_numbers(heads: int, subs: int) -> None:
     numbers = torch.randint(-8, 8, (2, 1, heads, 8, subs), dtype=torch.int32)
     packed = op.pack(numbers)
     assert packed.shape == (2, 1, -(-heads // 4), 2, 8, max(16, subs))
@@ -49,7 +49,7 @@ def test_psequences_hold_the_numbers(heads: int, subs: int) -> None:
 @pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
 @pytest.mark.parametrize(
     ("dim", "group", "combine", "mean"),
-    [(64, 4, "max", False), (80, 3, "sum", False), (256, 2, "max", True), (8, 5, "max", False)],
+    [(16, 4, "max", False), (24, 3, "sum", False), (256, 2, "max", True), (8, 5, "max", False)],
 )
 def test_kernel(dim: int, group: int, combine: Combine, mean: bool, device: torch.device) -> None:
     rotation = make_rotation(dim, SEED, device=device)

@@ -86,7 +86,11 @@ def test_instructions_of_a_warp(heads: int, subs: int) -> None:
             run_as_typed(code, [*rest[:-4], *elsewhere])
 
 
-KERNELS = [(SHAPES[0], "max", False), (SHAPES[1], "sum", False), (SHAPES[4], "max", True)]
+KERNELS = [
+    ((16, 2, (1, 0, 63), torch.float32), "max", False),
+    ((24, 1, (100,), torch.bfloat16), "sum", False),
+    (SHAPES[4], "max", True),
+]
 
 
 @pytest.mark.slow

@@ -48,10 +48,10 @@ def answers(
 @pytest.mark.parametrize("method", ["full", "oracle", "icecache-digest"])
 def test_an_answer_drawn_in_a_batch_is_the_one_drawn_alone(loaded: tuple[Any, Any], method: str) -> None:
     how: dict[str, Any] = {"stops": tuple("abcdefghijklmnopqr"), "temperature": 1.0, "top_p": 0.95}
-    deferred = answers(loaded, [1, 2, 3, 4], method, **how)
-    assert len({text for text, _, _ in deferred}) > 1
-    assert len({tokens for _, tokens, _ in deferred}) > 1  # rows end at different steps
-    assert deferred == [answers(loaded, [seed], method, **how)[0] for seed in (1, 2, 3, 4)]
+    together = answers(loaded, [1, 2, 3, 4], method, **how)
+    assert len({text for text, _, _ in together}) > 1
+    assert len({tokens for _, tokens, _ in together}) > 1  # rows end at different steps
+    assert together == [answers(loaded, [seed], method, **how)[0] for seed in (1, 2, 3, 4)]
 
 
 def test_a_question_after_the_context_gives_full_attentions_answer(loaded: tuple[Any, Any]) -> None:
