@@ -179,3 +179,13 @@ def test_any_order_of_events_gives_the_same_tokens(model: PreTrainedModel) -> No
                 got = [score.logprob for score in request.prompt_logprobs[1:]]
                 assert got == pytest.approx([score.logprob for score in own.prompt_logprobs[1:]], abs=1e-6)
         assert batch.stats().kv_host_bytes == 0
+
+
+def test_a_request_that_was_made_before_can_be_submitted(model: PreTrainedModel) -> None:
+    scheduler = Scheduler(Batch(model, "oracle", max_seqs=1, capacity=100, **settings_of("oracle")))
+    made = scheduler.batch.request(prompt(1, 30)[0], max_new_tokens=4, stop=())
+    assert not scheduler.busy, "it is in no batch"
+    assert scheduler.submit(made) is made
+    while scheduler.busy:
+        scheduler.step()
+    assert made.tokens == alone(model, "oracle", prompt(1, 30)[0], 4)

@@ -211,10 +211,11 @@ class Batch:
         sampling: Sampling = GREEDY,
         tokenizer: Any = None,
     ) -> Request:
-        """Return a request that is not in the batch yet. Arguments and ConfigError as of join()."""
+        """Return a request that is not in the batch yet. Arguments and ConfigError as of join(). Leaves the batch and the device
+        untouched, so any thread may call it while another one takes a step."""
         if isinstance(prompt, str):
             raise ConfigError(f"the prompt is text, {prompt[:20]!r}; it must be token ids, as a tokenizer makes them")
-        ids = torch.as_tensor(prompt, dtype=torch.int64, device=self._model.device).reshape(-1)
+        ids = torch.as_tensor(prompt, dtype=torch.int64).reshape(-1)
         tokens = ids.shape[0]
         if max_new_tokens is not None and sampling.max_tokens is not None:
             raise ConfigError(
@@ -248,7 +249,7 @@ class Batch:
         """Give a request a free sequence; prefill() brings its prompt there. Raises CacheError where none is free."""
         if not self.free:
             raise CacheError(f"all {len(self._seqs)} sequences are taken; one must leave first")
-        request.seq = self._seqs.index(None)
+        request.seq, request.ids = self._seqs.index(None), request.ids.to(self._model.device)
         self.cache.wait()
         self.cache.kv.clear(request.seq)  # steps that it took part in as an empty sequence leave traces too
         self._seqs[request.seq] = request

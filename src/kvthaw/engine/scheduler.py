@@ -76,7 +76,7 @@ class Scheduler:
 
     def submit(
         self,
-        prompt: Tensor | Sequence[int],
+        prompt: Tensor | Sequence[int] | Request,
         *,
         max_new_tokens: int | None = None,
         stop: int | Sequence[int] | None = None,
@@ -84,7 +84,8 @@ class Scheduler:
         tokenizer: Any = None,
         priority: int = 0,
     ) -> Request:
-        """Let a request wait for a place, and return it at once. Arguments are those of `Batch.join`; priority: lower comes first.
+        """Let a request wait for a place, and return it at once. Arguments are those of `Batch.join`, or one request that
+        `Batch.request` made of them, which another thread may do during a step; priority: lower comes first.
 
         Raises ConfigError for a request that cannot be served, HostMemoryError for one that host_bytes can never hold and
         QueueFullError where max_waiting requests wait already."""
@@ -95,7 +96,11 @@ class Scheduler:
             and not (self.batch.free and not self._waiting)
         ):
             raise QueueFullError(f"{len(self._waiting)} requests wait; max_waiting is {self.max_waiting}")
-        request = self.batch.request(prompt, max_new_tokens=max_new_tokens, stop=stop, sampling=sampling, tokenizer=tokenizer)
+        request = (
+            prompt
+            if isinstance(prompt, Request)
+            else self.batch.request(prompt, max_new_tokens=max_new_tokens, stop=stop, sampling=sampling, tokenizer=tokenizer)
+        )
         need, limit = self.batch.host_bytes(request), self.batch.cache.settings.host_bytes
         if limit is not None and need > limit:
             raise HostMemoryError(f"the request may need {need:,} bytes of host memory; host_bytes is {limit:,}")
