@@ -23,6 +23,7 @@ COMMANDS = [
     "lm-eval",
     "compare",
     "demo",
+    "serve",
     "bench decode",
     "bench prefill",
     "bench serving",
@@ -38,10 +39,10 @@ def test_every_help_has_examples(command: list[str]) -> None:
 
 
 def test_examples_name_methods_that_there_are() -> None:
-    from kvthaw.cli import compare, demo, evaluate, generate, harness, perplexity
+    from kvthaw.cli import compare, demo, evaluate, generate, harness, perplexity, serve
     from kvthaw.evaluate.describe import describe
 
-    texts = [one.EXAMPLES for one in (compare, demo, evaluate, generate, harness, perplexity)]
+    texts = [one.EXAMPLES for one in (compare, demo, evaluate, generate, harness, perplexity, serve)]
     examples = " ".join(texts)
     methods = re.findall(r"--methods? (\S+)|\bmethod=([^, ]+)", examples)
     assert len(methods) > 10

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from kvthaw.cli import bench, compare, demo, evaluate, generate, harness, methods
+from kvthaw.cli import bench, compare, demo, evaluate, generate, harness, methods, serve
 from kvthaw.cli.common import Commands
 
 app = typer.Typer(
@@ -26,6 +26,7 @@ app.command("lm-eval", epilog=harness.EXAMPLES, context_settings={"allow_extra_a
     harness.lm_eval
 )
 app.command("compare", epilog=compare.EXAMPLES)(compare.compare)
+app.command("serve", epilog=serve.EXAMPLES)(serve.serve)
 app.command("demo", epilog=demo.EXAMPLES)(demo.demo)
 app.add_typer(bench.app, name="bench")
 

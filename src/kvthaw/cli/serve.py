@@ -1,0 +1,90 @@
+"""kvthaw serve: an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvthaw.cli import options
+from kvthaw.cli.common import load_model, prompt_text, stderr, waiting
+from kvthaw.cli.options import one_budget
+from kvthaw.errors import ConfigError
+
+EXAMPLES = (
+    "Needs pip install kvthaw\\[serve].\n\nExamples:\n\n  kvthaw serve\n\n"
+    "  kvthaw serve meta-llama/Llama-3.1-8B-Instruct --method pariskv --budget 1024 --max-seqs 16 --max-len 131072\n\n"
+    "  kvthaw serve ./my-model --chat-template chat.jinja --api-key-file keys.txt --host 0.0.0.0"
+)
+_LENGTH = 131072  # unless --max-len is given or the model's positions end before
+
+
+def serve(
+    model: Annotated[
+        str, typer.Argument(help="[bold]shipped[/], a local folder, or an id on the Hugging Face hub.")
+    ] = "shipped",
+    method: options.Method = "icecache",
+    budget: Annotated[str | None, typer.Option(help="Most tokens attended per KV head and step. Default 256.")] = None,
+    retrieved: Annotated[
+        int | None,
+        typer.Option(max=options.MOST, help="Instead of --budget: tokens retrieved, beside the paper's own sink and window."),
+    ] = None,
+    max_seqs: Annotated[int, typer.Option(min=1, help="Requests that are decoded at once.")] = 8,
+    max_len: Annotated[
+        int | None,
+        typer.Option(min=2, max=options.MOST, help=f"Most tokens of a request. Default {_LENGTH:,}, or the model's positions."),
+    ] = None,
+    host_memory: Annotated[
+        float | None, typer.Option(min=0, help="GiB of host memory for KV; asks the system what is free unless given.")
+    ] = None,
+    max_waiting: Annotated[int, typer.Option(min=0, help="Requests that may wait; more are answered with 429.")] = 64,
+    grace: Annotated[float, typer.Option(min=0, help="Seconds that requests have to finish after SIGTERM or Ctrl-C.")] = 30,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="Require one of the keys in this file, one a line.", exists=True, dir_okay=False)
+    ] = None,
+    chat_template: Annotated[
+        Path | None, typer.Option(help="Jinja; without it the tokenizer's own.", exists=True, dir_okay=False)
+    ] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="What clients call the model. Default MODEL.")] = None,
+    device: options.Device = None,
+    dtype: options.Dtype = "auto",
+) -> None:
+    """Serve a model over HTTP as OpenAI's API does: chat completions and completions, streamed or not.
+
+    Also /v1/models, /tokenize, /detokenize, /health, /ready, /version and /metrics. Ends with exit code 0 on SIGTERM.
+    """
+    allowed = one_budget(budget)
+    keys = tuple(line.strip() for line in prompt_text(None, api_key_file).splitlines() if line.strip()) if api_key_file else ()
+    if api_key_file is not None and not keys:
+        raise ConfigError(f"{api_key_file} holds no key")
+    template = None if chat_template is None else prompt_text(None, chat_template)
+    from kvthaw.methods import resolve
+
+    resolve(method)  # a wrong name costs no loading
+    try:
+        from kvthaw.serve.server import listen, run
+        from kvthaw.serve.service import Service
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "kvthaw":
+            raise
+        raise ConfigError(f"the server's packages are not installed ({error}): pip install kvthaw[serve]") from None
+    from kvthaw.engine.batch import Batch
+    from kvthaw.engine.hf.model import positions
+
+    with listen(host, port) as socket:  # an address that is taken costs no loading either
+        llm, tokenizer = load_model(model, device, dtype)
+        length = max_len or min(_LENGTH, positions(llm) or _LENGTH)
+        host_bytes = None if host_memory is None else int(host_memory * (1 << 30))
+        settings: dict[str, Any] = {"budget": allowed, "retrieved": retrieved, "host_bytes": host_bytes}
+        with waiting("allocating"):
+            batch = Batch(llm, method, max_seqs=max_seqs, capacity=length, **settings)
+            batch.join([0], max_new_tokens=2, stop=())  # all that a step needs: what does not fit fails here
+            batch.step()
+        name = served_model_name or model
+        service = Service(batch, tokenizer, name, chat_template=template, max_waiting=max_waiting)
+        where = f"http://{host}:{socket.getsockname()[1]}"
+        stderr().print(f"serving {name} at {where}", style="dim", highlight=False, soft_wrap=True)
+        run(service, socket, grace=grace, api_keys=keys)

@@ -1,0 +1,1 @@
+"""An OpenAI-compatible HTTP server over `kvthaw.Scheduler`; needs the extra `serve`."""

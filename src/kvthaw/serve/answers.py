@@ -1,0 +1,144 @@
+"""Answers in OpenAI's shapes, whole or in chunks."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from kvthaw.engine.sampling import TokenLogprobs
+from kvthaw.serve.schema import ChatRequest, CompletionRequest
+from kvthaw.serve.worker import Delta
+
+Json = dict[str, Any]
+
+
+def merged(deltas: Sequence[Delta]) -> Delta:
+    """Return one delta for all of an output's."""
+    return Delta(
+        deltas[0].index,
+        [token for delta in deltas for token in delta.tokens],
+        "".join(delta.text for delta in deltas),
+        [score for delta in deltas for score in delta.logprobs],
+        deltas[0].prompt_logprobs,
+        deltas[-1].finished,
+    )
+
+
+class Answer:
+    """What both kinds of completion share. prompts: token ids."""
+
+    kind = chunk_kind = ""
+
+    def __init__(self, body: ChatRequest | CompletionRequest, prompts: Sequence[Sequence[int]], tokenizer: Any, model: str):
+        self._body, self._prompts, self._tokenizer = body, prompts, tokenizer
+        self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._new = 0  # tokens generated
+
+    prefix = ""
+
+    def opening(self) -> list[Json]:
+        """Return the choices of the chunks that come before any token."""
+        return []
+
+    def part(self, delta: Delta) -> Json | None:
+        """Return the choice of a chunk, None for one that would say nothing; counts its tokens."""
+        self._new += len(delta.tokens)
+        said = delta.text or delta.logprobs or delta.finished or delta.prompt_logprobs
+        return self._choice(delta, whole=False) if said else None
+
+    def chunk(self, choice: Json | None) -> Json:
+        """Return a chunk of a stream; without a choice the last one, which has the usage alone."""
+        options = self._body.stream_options
+        chunk: Json = self._head | {"object": self.chunk_kind, "choices": [choice] if choice else []}
+        if options is not None and (options.include_usage or options.continuous_usage_stats):
+            chunk["usage"] = self.usage() if choice is None or options.continuous_usage_stats else None
+        return chunk
+
+    def whole(self, outputs: Sequence[Delta]) -> Json:
+        """Return the answer to a request that asked for no stream."""
+        self._new = sum(len(delta.tokens) for delta in outputs)
+        choices = [self._choice(delta, whole=True) for delta in outputs]
+        return self._head | {"object": self.kind, "choices": choices, "usage": self.usage()}
+
+    def usage(self) -> Json:
+        """Return how many tokens there are; a prompt counts once however many outputs it has."""
+        prompt = sum(map(len, self._prompts))
+        return {"prompt_tokens": prompt, "completion_tokens": self._new, "total_tokens": prompt + self._new}
+
+    def _choice(self, delta: Delta, *, whole: bool) -> Json:
+        raise NotImplementedError
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+
+class ChatAnswer(Answer):
+    """Of /v1/chat/completions."""
+
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def opening(self) -> list[Json]:
+        delta = {"role": "assistant", "content": ""}
+        return [{"index": i, "delta": delta, "logprobs": None, "finish_reason": None} for i in range(self._body.n)]
+
+    def _choice(self, delta: Delta, *, whole: bool) -> Json:
+        logprobs = {"content": [self._entry(score) for score in delta.logprobs]} if delta.logprobs else None
+        said: Json = {"content": delta.text} if delta.text or whole else {}
+        said = {"message": {"role": "assistant", **said}} if whole else {"delta": said}
+        return {"index": delta.index, **said, "logprobs": logprobs, "finish_reason": delta.finished}
+
+    def _entry(self, score: TokenLogprobs) -> Json:
+        return self._token(score.token, score.logprob) | {"top_logprobs": [self._token(*likely) for likely in score.top]}
+
+    def _token(self, token: int, logprob: float) -> Json:
+        text = self._text([token])
+        return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
+
+
+class CompletionAnswer(Answer):
+    """Of /v1/completions. With echo the prompt comes with an output's first tokens."""
+
+    kind = chunk_kind = "text_completion"
+    prefix = "cmpl"
+
+    def __init__(self, body: CompletionRequest, prompts: Sequence[Sequence[int]], tokenizer: Any, model: str) -> None:
+        super().__init__(body, prompts, tokenizer, model)
+        self._begun: dict[int, int] = {}  # characters of the tokens given so far, by output
+        self._special = set(tokenizer.all_special_ids)  # they are not in the text
+
+    def _choice(self, delta: Delta, *, whole: bool) -> Json:
+        text, scores, first = delta.text, list[TokenLogprobs | None](delta.logprobs), delta.index not in self._begun
+        prompt = self._prompts[delta.index // self._body.n] if first and self._echo else []
+        if prompt:
+            text, scores = self._tokenizer.decode(prompt, skip_special_tokens=True) + text, [*delta.prompt_logprobs, *scores]
+        at = self._begun.setdefault(delta.index, 0)
+        logprobs: Json | None = None
+        if self._body.logprobs is not None and scores:
+            tokens = [one.token if one is not None else prompt[0] for one in scores]
+            logprobs = {
+                "tokens": [self._text([token]) for token in tokens],
+                "token_logprobs": [],
+                "top_logprobs": [],
+                "text_offset": [],
+            }
+            for score, token, said in zip(scores, tokens, logprobs["tokens"], strict=True):
+                logprobs["token_logprobs"].append(None if score is None else score.logprob)
+                logprobs["top_logprobs"].append(None if score is None else self._top(score))
+                logprobs["text_offset"].append(at)
+                at += 0 if token in self._special else len(said)
+        self._begun[delta.index] = at
+        return {"index": delta.index, "text": text, "logprobs": logprobs, "finish_reason": delta.finished}
+
+    @property
+    def _echo(self) -> bool:
+        return isinstance(self._body, CompletionRequest) and self._body.echo
+
+    def _top(self, score: TokenLogprobs) -> dict[str, float]:
+        """The likeliest tokens and the token itself; of several of one text the likeliest."""
+        found: dict[str, float] = {}
+        for token, logprob in (*score.top, (score.token, score.logprob)):
+            found.setdefault(self._text([token]), logprob)
+        return found

@@ -1,0 +1,273 @@
+"""The routes, and what holds for all of them: keys, the size of bodies, the shape of errors, clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvthaw.errors import ConfigError
+from kvthaw.serve.answers import Answer, ChatAnswer, CompletionAnswer, Json, merged
+from kvthaw.serve.errors import ApiError, told
+from kvthaw.serve.schema import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest
+from kvthaw.serve.service import Service, refused
+from kvthaw.serve.worker import Delta, Job
+from kvthaw.version import __version__
+
+MOST_BYTES = 16 << 20
+"""Bytes of a body."""
+KEEP_ALIVE = 10.0
+"""Seconds of silence after which a stream gets a comment."""
+OPEN_PATHS = ("/health", "/ready")
+"""Those that need no key."""
+
+router = APIRouter()
+
+
+def create_app(service: Service, *, api_keys: Sequence[str] = ()) -> FastAPI:
+    """Return the ASGI application, whose lifespan is that of the service's worker. api_keys: one of them must come with every
+    request, where there are any."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        service.worker.start()
+        yield
+        await asyncio.to_thread(service.worker.stop)
+
+    app = FastAPI(title="kvthaw", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
+    app.state.service = service
+    app.include_router(router)
+    app.add_middleware(Guard, api_keys=api_keys)
+    app.add_exception_handler(ApiError, _told)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _failed)
+    return app
+
+
+class Guard:
+    """Refuses requests without a key and bodies that are too large."""
+
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
+        self._app, self._keys = app, [key.encode() for key in api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        if not self._allowed(scope):
+            error = ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+            return await _answer(error)(scope, receive, send)
+        size = 0
+
+        async def counted() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > MOST_BYTES:
+                raise HTTPException(413, f"the body has more than {MOST_BYTES} bytes")
+            return message
+
+        return await self._app(scope, counted, send)
+
+    def _allowed(self, scope: Scope) -> bool:
+        if not self._keys or scope["path"] in OPEN_PATHS:
+            return True
+        given = dict(scope["headers"]).get(b"authorization", b"").removeprefix(b"Bearer ")
+        return sum(hmac.compare_digest(given, key) for key in self._keys) > 0  # compares all of them, whichever is right
+
+
+@router.post("/v1/chat/completions")
+async def chat(body: ChatRequest, http: Request) -> Response:
+    """Answer a conversation."""
+    service = _service(http)
+    body.check()
+    service.check(body.model, body.n)
+    prompts = [await service.encode_chat(body.messages)]
+    return await _generate(http, body, prompts, ChatAnswer(body, prompts, service.tokenizer, service.name), "messages")
+
+
+@router.post("/v1/completions")
+async def completions(body: CompletionRequest, http: Request) -> Response:
+    """Continue texts or tokens."""
+    service = _service(http)
+    body.check()
+    service.check(body.model, len(body.prompts) * body.n)
+    prompts = [await service.encode(one) if isinstance(one, str) else one for one in body.prompts]
+    return await _generate(http, body, prompts, CompletionAnswer(body, prompts, service.tokenizer, service.name), "prompt")
+
+
+@router.get("/v1/models")
+async def models(http: Request) -> Json:
+    """List the model that is served."""
+    return {"object": "list", "data": [_card(_service(http))]}
+
+
+@router.get("/v1/models/{name:path}")
+async def model(name: str, http: Request) -> Json:
+    """Describe the model that is served."""
+    service = _service(http)
+    if name != service.name:
+        raise ApiError(404, f"the model {name!r} is not served; {service.name!r} is", param="model", code="model_not_found")
+    return _card(service)
+
+
+@router.post("/tokenize")
+async def tokenize(body: TokenizeRequest, http: Request) -> Json:
+    """Return the tokens of a text or a conversation."""
+    service = _service(http)
+    body.check()
+    if body.messages is not None:
+        tokens = await service.encode_chat(body.messages)
+    else:
+        tokens = await service.encode(body.prompt or "", special=body.add_special_tokens)
+    return {"tokens": tokens, "count": len(tokens), "max_model_len": service.batch.capacity}
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeRequest, http: Request) -> Json:
+    """Return the text of tokens."""
+    return {"prompt": await asyncio.to_thread(_service(http).tokenizer.decode, body.tokens)}
+
+
+@router.get("/health")
+async def health(http: Request) -> Response:
+    """Say that the process lives and can compute."""
+    return Response(status_code=200 if _service(http).worker.failure is None else 503)
+
+
+@router.get("/ready")
+async def ready(http: Request) -> JSONResponse:
+    """Say whether requests are taken."""
+    is_ready = _service(http).ready
+    return JSONResponse({"ready": is_ready}, 200 if is_ready else 503)
+
+
+@router.get("/version")
+async def version() -> Json:
+    """Return kvthaw's version."""
+    return {"version": __version__}
+
+
+@router.get("/metrics")
+async def metrics(http: Request) -> Response:
+    """Return metrics in Prometheus' text format."""
+    return Response(_service(http).worker.metrics.text(), media_type="text/plain; version=0.0.4")
+
+
+async def _generate(
+    http: Request, body: ChatRequest | CompletionRequest, prompts: Sequence[Sequence[int]], answer: Answer, param: str
+) -> Response:
+    service = _service(http)
+    try:
+        sampling = body.sampling()
+    except ConfigError as error:
+        raise refused(body, error, param) from None
+    job = service.submit(body, prompts, sampling, param)
+    if body.stream:
+        return EventStream(service, job, _events(job, answer, body), http.receive)
+    outputs: list[list[Delta]] = [[] for _ in job.requests]
+    async with _attended(service, job, http.receive):
+        async for delta in job.deltas(KEEP_ALIVE):
+            if delta is not None:
+                if delta.error is not None:
+                    raise told(delta.error)
+                outputs[delta.index].append(delta)
+    if not all(outputs) or any(each[-1].finished is None for each in outputs):
+        return Response(status_code=499)  # nobody reads it
+    return JSONResponse(answer.whole([merged(each) for each in outputs]))
+
+
+async def _events(job: Job, answer: Answer, body: Generation) -> AsyncIterator[bytes]:
+    """Yield server-sent events."""
+    for opening in answer.opening():
+        yield _event(answer.chunk(opening))
+    async for delta in job.deltas(KEEP_ALIVE):
+        if delta is None:
+            yield b": keep-alive\n\n"
+        elif delta.error is not None:
+            yield _event(told(delta.error).body())
+            return
+        elif (choice := answer.part(delta)) is not None:
+            yield _event(answer.chunk(choice))
+    if body.stream_options is not None and body.stream_options.include_usage:
+        yield _event(answer.chunk(None))
+    yield b"data: [DONE]\n\n"
+
+
+class EventStream(StreamingResponse):
+    """A stream of events that lets its job go when it ends, however it does."""
+
+    def __init__(self, service: Service, job: Job, events: AsyncIterator[bytes], receive: Receive) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._service, self._job, self._receive = service, job, receive
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with _attended(self._service, self._job, self._receive):
+            await self.stream_response(send)
+
+
+@asynccontextmanager
+async def _attended(service: Service, job: Job, receive: Receive) -> AsyncIterator[None]:
+    """Let the job go as soon as the client leaves, or the block ends."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        service.worker.cancel(job)
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watcher.cancel()
+        service.worker.cancel(job)
+
+
+def _service(http: Request) -> Service:
+    service: Service = http.app.state.service
+    return service
+
+
+def _card(service: Service) -> Json:
+    card = {"id": service.name, "object": "model", "created": service.created, "owned_by": "kvthaw"}
+    return card | {"max_model_len": service.batch.capacity}
+
+
+def _event(data: Json) -> bytes:
+    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def _answer(error: ApiError) -> JSONResponse:
+    return JSONResponse(error.body(), error.status, headers=error.headers)
+
+
+async def _told(_: Request, error: Exception) -> Response:
+    return _answer(told(error))
+
+
+async def _failed(_: Request, error: Exception) -> Response:
+    return _answer(ApiError(500, "the server failed on this request", code="internal_error"))
+
+
+async def _http_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return _answer(ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {})))
+
+
+async def _invalid(_: Request, error: Exception) -> Response:
+    """Name the first field that is wrong, without its value."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    where = [str(part) for part in first["loc"][1:]]
+    if first["type"] == "json_invalid" or not where:
+        return _answer(ApiError(400, "the body is not a JSON object with Content-Type: application/json"))
+    says = "is not served" if first["type"] == "extra_forbidden" else first["msg"]
+    return _answer(ApiError(400, f"{'.'.join(where)}: {says}", param=where[0]))

@@ -1,0 +1,45 @@
+"""Errors in the shape in which OpenAI's API tells them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvthaw.errors import ConfigError, HostMemoryError
+
+
+class ApiError(Exception):
+    """An answer that is an error. param: the field that is wrong; headers: those of the answer."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code, self.headers = status, param, code, headers
+
+    def body(self) -> dict[str, Any]:
+        """Return OpenAI's JSON object."""
+        kind = {429: "rate_limit_error"}.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+def too_long(prompt: int, new: int, limit: int, param: str) -> ApiError:
+    """Return the error for a prompt that leaves no room for the tokens that are to follow."""
+    message = f"the prompt has {prompt} tokens and {new} are to follow; the context length of this server is {limit} tokens"
+    return ApiError(400, message, param=param, code="context_length_exceeded")
+
+
+def told(error: Exception) -> ApiError:
+    """Return what a client is told of an exception: the words of those about its own request, no more of any other."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, ConfigError):
+        return ApiError(400, str(error))
+    if isinstance(error, HostMemoryError):
+        return ApiError(503, "the server has too little memory for this request", code="out_of_memory")
+    return ApiError(500, "the model failed on this request", code="internal_error")

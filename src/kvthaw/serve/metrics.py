@@ -1,0 +1,64 @@
+"""Metrics for Prometheus: vLLM's names behind `kvthaw:`, and what the cache did."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from kvthaw.engine.hf import Stats
+from kvthaw.engine.scheduler import Scheduler
+
+_STEPS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+_REQUESTS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
+_CACHE = {
+    "attended_tokens": ("Tokens attended per KV head and step, on average.", "attended_mean"),
+    "hit_rate": ("Share of the selected rows that were on the device already.", "hit_rate"),
+    "fetched_bytes": ("Bytes of KV brought from the host.", "fetched_bytes"),
+}
+
+
+class Metrics:
+    """Metrics of one server, in a registry of their own."""
+
+    def __init__(self, scheduler: Scheduler, name: str) -> None:
+        self._registry = CollectorRegistry()
+        self._labels = {"model_name": name}
+        running = self._gauge("num_requests_running", "Requests that have a place.")
+        running.set_function(lambda: len(scheduler.batch.added))
+        self._gauge("num_requests_waiting", "Requests that wait for a place.").set_function(lambda: len(scheduler.waiting))
+        self.first_token = self._histogram("time_to_first_token", "From a request's arrival to its first token.", _REQUESTS)
+        self.between_tokens = self._histogram("inter_token_latency", "Between two tokens of a request.", _STEPS)
+        self.per_token = self._histogram("request_time_per_output_token", "The same, a request's mean.", _STEPS)
+        self.whole = self._histogram("e2e_request_latency", "From a request's arrival to its end.", _REQUESTS)
+        self.queued = self._histogram("request_queue_time", "From a request's arrival to its place.", _REQUESTS)
+        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts that went through the model.")
+        self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self._finished = Counter(
+            "kvthaw:request_success", "Requests that ended.", ["model_name", "finished_reason"], registry=self._registry
+        )
+        self._cache = {field: self._gauge(metric, text) for metric, (text, field) in _CACHE.items()}
+        self._bytes = Gauge("kvthaw:kv_bytes", "Bytes of KV by place.", ["model_name", "place"], registry=self._registry)
+
+    def finished(self, reason: str) -> None:
+        """Count a request that ended."""
+        self._finished.labels(**self._labels, finished_reason=reason).inc()
+
+    def cache(self, stats: Stats) -> None:
+        """Set what the cache holds and did."""
+        for field, gauge in self._cache.items():
+            gauge.set(getattr(stats, field) or 0)
+        self._bytes.labels(**self._labels, place="device").set(stats.kv_device_bytes + stats.kv_dense_bytes)
+        self._bytes.labels(**self._labels, place="host").set(stats.kv_host_bytes)
+
+    def text(self) -> bytes:
+        """Return all in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"kvthaw:{name}", text, ["model_name"], registry=self._registry).labels(**self._labels)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(f"kvthaw:{name}", text, ["model_name"], registry=self._registry).labels(**self._labels)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        metric = Histogram(f"kvthaw:{name}_seconds", text, ["model_name"], registry=self._registry, buckets=buckets)
+        return metric.labels(**self._labels)

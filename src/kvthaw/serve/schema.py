@@ -1,0 +1,200 @@
+"""The requests that the server takes: OpenAI's fields, and some of vLLM's. Any other field is an error."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+
+from kvthaw.engine.sampling import Sampling
+from kvthaw.serve.errors import ApiError
+
+MOST_LOGPROBS = 20
+"""The most likely tokens that are reported beside each."""
+
+Token = Annotated[int, Field(ge=0, lt=1 << 31)]
+Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
+Text = Annotated[str, Field(min_length=1)]
+
+
+def _kind(prompt: Any) -> str:
+    first = prompt[0] if isinstance(prompt, list) and prompt else None
+    if not isinstance(prompt, list):
+        return "text"
+    return "list of tokens" if isinstance(first, list) else "list of texts" if isinstance(first, str) else "tokens"
+
+
+Prompt = Annotated[
+    Annotated[Text, Tag("text")]
+    | Annotated[list[Text], Field(min_length=1, fail_fast=True), Tag("list of texts")]
+    | Annotated[Tokens, Tag("tokens")]
+    | Annotated[list[Tokens], Field(min_length=1, fail_fast=True), Tag("list of tokens")],
+    Discriminator(_kind),
+]
+
+
+class Body(BaseModel):
+    """A JSON object without unknown fields; a field that is null is not given."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, data: Any) -> Any:
+        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+
+class StreamOptions(Body):
+    """include_usage: a last chunk with the usage; continuous_usage_stats (vLLM's): it is in every chunk."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class Generation(Body):
+    """What both kinds of completion take."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    n: int = Field(1, ge=1, le=128)
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    logit_bias: dict[Annotated[Token, Field(strict=False)], Annotated[float, Field(ge=-100, le=100)]] = {}
+    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
+    stop: str | list[Text] = []
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    # vLLM's
+    top_k: int = Field(0, ge=-1, description="0 and -1: all")
+    min_p: float = Field(0.0, ge=0, le=1)
+    repetition_penalty: float = Field(1.0, gt=0)
+    min_tokens: int = Field(0, ge=0)
+    ignore_eos: bool = False
+    stop_token_ids: list[Token] = []
+    include_stop_str_in_output: bool = False
+
+    def check(self) -> None:
+        """Raise ApiError for fields that do not go together."""
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options is given; it needs stream", param="stream_options")
+
+    def _sampling(self, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None) -> Sampling:
+        return Sampling(
+            temperature=self.temperature,
+            top_k=self.top_k if self.top_k > 0 else None,
+            top_p=self.top_p,
+            seed=secrets.randbits(63) if self.seed is None else self.seed,
+            min_p=self.min_p,
+            logit_bias=self.logit_bias,
+            repetition_penalty=self.repetition_penalty,
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
+            max_tokens=max_tokens,
+            min_tokens=self.min_tokens,
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=self.ignore_eos,
+            stop=self.stop,
+            include_stop=self.include_stop_str_in_output,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+
+class CompletionRequest(Generation):
+    """Of POST /v1/completions. max_tokens=0 with echo is the prompt alone."""
+
+    prompt: Prompt
+    max_tokens: int | None = Field(16, ge=0)
+    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    echo: bool = False
+
+    def check(self) -> None:
+        super().check()
+        if self.max_tokens == 0 and not self.echo:
+            raise ApiError(400, "max_tokens is 0; without echo it must be at least 1", param="max_tokens")
+
+    @property
+    def prompts(self) -> Sequence[str | list[int]]:
+        """The prompts, texts or tokens."""
+        one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if one else self.prompt  # type: ignore[list-item, return-value]
+
+    def sampling(self) -> Sampling:
+        """Return how the tokens of one output are chosen; raises ConfigError."""
+        return self._sampling(max(1, self.max_tokens or 0), self.logprobs, self.logprobs if self.echo else None)
+
+
+class TextPart(Body):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    """A turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+
+    def plain(self) -> dict[str, str]:
+        """Return what chat templates read."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": self.role, "content": text} | ({"name": self.name} if self.name else {})
+
+
+class ResponseFormat(Body):
+    """Text; JSON is not served yet."""
+
+    type: Literal["text"]
+
+
+class ChatRequest(Generation):
+    """Of POST /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    response_format: ResponseFormat | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError(400, "top_logprobs is given; it needs logprobs", param="top_logprobs")
+        if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
+            raise ApiError(400, "max_tokens and max_completion_tokens differ; give one of them", param="max_tokens")
+
+    def sampling(self) -> Sampling:
+        """Return how the tokens of one output are chosen; raises ConfigError."""
+        return self._sampling(
+            self.max_completion_tokens or self.max_tokens, (self.top_logprobs or 0) if self.logprobs else None
+        )
+
+
+class TokenizeRequest(Body):
+    """Of POST /tokenize (vLLM's): a text, or a conversation through the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1)
+    add_special_tokens: bool = True
+
+    def check(self) -> None:
+        """Raise ApiError unless one of prompt and messages is given."""
+        if (self.prompt is None) == (self.messages is None):
+            raise ApiError(400, "give prompt or messages, and not both", param="prompt")
+
+
+class DetokenizeRequest(Body):
+    """Of POST /detokenize (vLLM's)."""
+
+    model: str | None = None
+    tokens: Annotated[list[Token], Field(fail_fast=True)]

@@ -1,0 +1,97 @@
+"""What the routes stand on: a model, its tokenizer and chat template, the worker, and the limits of one request."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+
+from kvthaw.engine.batch import Batch
+from kvthaw.engine.sampling import Sampling
+from kvthaw.engine.scheduler import Scheduler
+from kvthaw.errors import ConfigError, QueueFullError
+from kvthaw.serve.errors import ApiError, too_long
+from kvthaw.serve.metrics import Metrics
+from kvthaw.serve.schema import Generation, Message
+from kvthaw.serve.worker import Job, Worker
+
+
+class Service:
+    """Serves one model under one name.
+
+    batch: has no requests of its own. chat_template: Jinja; None for the tokenizer's. max_waiting: how many requests may wait for a
+    place; more are told to come again.
+    """
+
+    def __init__(
+        self, batch: Batch, tokenizer: Any, name: str, *, chat_template: str | None = None, max_waiting: int = 64
+    ) -> None:
+        self.batch, self.tokenizer, self.name, self.created = batch, tokenizer, name, int(time.time())
+        scheduler = Scheduler(batch)
+        self.worker = Worker(scheduler, Metrics(scheduler, name), batch.max_seqs + max_waiting)
+        self._template = chat_template or tokenizer.chat_template
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests are taken."""
+        return not self.worker.draining and self.worker.failure is None
+
+    def check(self, model: str | None, outputs: int) -> None:
+        """Raise ApiError, before any work is done, for a model that is not served and for more outputs than there is room for."""
+        if model not in (None, self.name):
+            raise ApiError(404, f"the model {model!r} is not served; {self.name!r} is", param="model", code="model_not_found")
+        if not self.ready:
+            raise ApiError(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "5"})
+        if outputs > self.worker.room:
+            raise ApiError(
+                400, f"the request wants {outputs} outputs; this server gives {self.worker.room} at a time", param="n"
+            )
+        try:
+            self.worker.check_room(outputs)
+        except QueueFullError as error:
+            raise ApiError(429, str(error), code="rate_limit_exceeded", headers={"Retry-After": "1"}) from None
+
+    async def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Return the tokens of a text; long ones keep nobody waiting."""
+        return list(await asyncio.to_thread(self._encode, text, special))
+
+    async def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Return the tokens of a conversation up to where the answer begins; raises ApiError."""
+        if self._template is None:
+            raise ApiError(400, "the model has no chat template; start the server with --chat-template", param="messages")
+        turns = [message.plain() for message in messages]
+        try:
+            text = self.tokenizer.apply_chat_template(
+                turns, chat_template=self._template, add_generation_prompt=True, tokenize=False
+            )
+        except TemplateError as error:
+            raise ApiError(400, f"the chat template refuses the messages: {error}", param="messages") from None
+        return await self.encode(text, special=False)
+
+    def submit(self, body: Generation, prompts: Sequence[Sequence[int]], sampling: Sampling, param: str) -> Job:
+        """Let each prompt wait for its n outputs. param: the field that the prompts are of. Raises ApiError."""
+        limit = self.batch.capacity
+        for ids in prompts:
+            if len(ids) + (sampling.max_tokens or 1) > limit:
+                raise too_long(len(ids), sampling.max_tokens or 1, limit, param)
+        samplings = sampling.split(body.n)
+        try:
+            requests = [self.batch.request(ids, sampling=one, tokenizer=self.tokenizer) for ids in prompts for one in samplings]
+        except ConfigError as error:
+            raise refused(body, error, param) from None
+        self.check(None, len(requests))  # others may have come while the prompts were tokenized
+        return self.worker.submit(requests)
+
+    def _encode(self, text: str, special: bool) -> list[int]:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+        return ids
+
+
+def refused(body: Generation, error: ConfigError, param: str) -> ApiError:
+    """Return what a client is told of a setting that the engine refuses, by the first field that the message names."""
+    words = [param if word == "prompt" else word for word in re.findall(r"\w+", str(error))]
+    return ApiError(400, str(error), param=next((word for word in words if word in type(body).model_fields), None))

@@ -1,0 +1,250 @@
+"""The thread that owns the model and its scheduler, and what it hands to the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvthaw.engine.batch import Request
+from kvthaw.engine.sampling import TokenLogprobs
+from kvthaw.engine.scheduler import Scheduler
+from kvthaw.errors import QueueFullError
+from kvthaw.serve.metrics import Metrics
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What a step added to an output. finished: why it ended, "abort" where the server ended it, "error" with the error."""
+
+    index: int
+    tokens: Sequence[int] = ()
+    text: str = ""
+    logprobs: Sequence[TokenLogprobs] = ()
+    prompt_logprobs: Sequence[TokenLogprobs | None] = ()
+    finished: str | None = None
+    error: Exception | None = None
+
+
+class Job:
+    """The outputs that one HTTP request waits for. Of the event loop's thread."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.requests, self.arrived = requests, time.perf_counter()
+        self.open = set(range(len(requests)))
+        self._deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
+
+    def push(self, delta: Delta) -> None:
+        """Add to an output that has not ended."""
+        if delta.index in self.open:
+            self._deltas.put_nowait(delta)
+            if delta.finished is not None:
+                self.open.remove(delta.index)
+
+    def close(self) -> None:
+        """End the iteration where it is."""
+        self.open.clear()
+        self._deltas.put_nowait(None)
+
+    async def deltas(self, patience: float) -> AsyncIterator[Delta | None]:
+        """Yield what is added until all outputs have ended; None after so many seconds of nothing."""
+        left = len(self.requests)
+        while left:
+            try:
+                async with asyncio.timeout(patience):
+                    delta = await self._deltas.get()
+            except TimeoutError:
+                yield None
+                continue
+            if delta is None:
+                return
+            left -= delta.finished is not None
+            yield delta
+
+
+@dataclass(eq=False, slots=True)
+class _Output:
+    """A request in the scheduler. Times as of time.perf_counter(); 0 before they are known."""
+
+    job: Job
+    index: int
+    request: Request
+    placed: float = 0.0
+    first: float = 0.0
+    latest: float = 0.0
+
+
+@dataclass(eq=False)
+class Worker:
+    """Runs a scheduler in a thread of its own. Its methods are called from the event loop, none of them waits for a step.
+
+    room: the most requests at a time, those that have a place included. draining: no more are taken, which who submits must mind.
+    failure: what ended the thread; no request is served any more.
+    """
+
+    scheduler: Scheduler
+    metrics: Metrics
+    room: int
+    draining: bool = False
+    failure: Exception | None = None
+    _jobs: set[Job] = field(default_factory=set)
+    _inbox: queue.SimpleQueue[Callable[[], None] | None] = field(default_factory=queue.SimpleQueue)
+    _outputs: dict[Request, _Output] = field(default_factory=dict)
+    _failed: bool = False  # whether the latest step did
+    _told: float = 0.0  # when the metrics of the cache were set
+    _thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the thread; in the event loop that it is to serve."""
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._run, name="kvthaw-worker", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End all requests and, after the step at hand, the thread."""
+        self.abort()
+        self._inbox.put(None)
+        if self._thread is not None:
+            self._thread.join()
+
+    @property
+    def open(self) -> int:
+        """Outputs that have not ended."""
+        return sum(len(job.open) for job in self._jobs)
+
+    def check_room(self, count: int) -> None:
+        """Raise QueueFullError where so many more requests are too many."""
+        if self.open + count > self.room:
+            raise QueueFullError(f"{self.open} requests are served or wait; {self.room} may")
+
+    def submit(self, requests: Sequence[Request]) -> Job:
+        """Let requests that `Batch.request` made wait for a place; raises QueueFullError."""
+        self.check_room(len(requests))
+        job = Job(requests)
+        self._jobs.add(job)
+        self._inbox.put(partial(self._submit, job))
+        return job
+
+    def cancel(self, job: Job) -> None:
+        """Take the outputs of a job that have not ended out of the batch. Does nothing for one that has ended."""
+        self._jobs.discard(job)
+        if job.open:
+            job.close()
+            self._inbox.put(partial(self._cancel, job))
+
+    def abort(self) -> None:
+        """End all outputs with "abort"."""
+        for job in list(self._jobs):
+            for index in list(job.open):
+                job.push(Delta(index, finished="abort"))
+            self._jobs.discard(job)
+            self._inbox.put(partial(self._cancel, job))
+
+    # In the event loop, for the thread
+
+    def _deliver(self, pairs: Sequence[tuple[Job, Delta]]) -> None:
+        for job, delta in pairs:
+            job.push(delta)
+            if not job.open:
+                self._jobs.discard(job)
+
+    def _end(self, error: Exception) -> None:
+        self.failure = error
+        self._deliver([(job, Delta(i, finished="error", error=error)) for job in list(self._jobs) for i in list(job.open)])
+
+    # In the thread
+
+    def _run(self) -> None:
+        try:
+            while True:
+                while not self.scheduler.busy or not self._inbox.empty():
+                    task = self._inbox.get()
+                    if task is None:
+                        return
+                    task()
+                self._step()
+        except Exception as error:
+            _log.exception("the worker ends; no request can be served any more")
+            self._loop.call_soon_threadsafe(self._end, error)
+
+    def _submit(self, job: Job) -> None:
+        for index, request in enumerate(job.requests):
+            output = _Output(job, index, request)
+            try:
+                self.scheduler.submit(request)
+                self._outputs[request] = output
+            except Exception as error:
+                self._send([self._failure(output, error)])
+
+    def _cancel(self, job: Job) -> None:
+        for request in job.requests:
+            if self._outputs.pop(request, None) is not None:
+                self.scheduler.cancel(request)
+                self.metrics.finished("abort")
+
+    def _step(self) -> None:
+        began = time.perf_counter()
+        try:
+            told = self.scheduler.step()
+        except Exception as error:
+            self._recover(error)
+            return
+        self._failed = False
+        now = time.perf_counter()
+        for output in self._outputs.values():
+            if not output.placed and output.request.seq >= 0:
+                output.placed = began
+                self.metrics.queued.observe(max(0.0, began - output.job.arrived))
+        self._send([self._take(self._outputs[request], now) for request in told])
+        if now - self._told > 1 or not self.scheduler.busy:
+            self._told = now
+            self.metrics.cache(self.scheduler.batch.stats())
+
+    def _recover(self, error: Exception) -> None:
+        """Let a step that failed be taken again; after the second time end the requests that it was for."""
+        _log.error("a step failed", exc_info=error)
+        again, self._failed = not self._failed, not self._failed
+        if again:
+            return
+        scheduler = self.scheduler
+        for request in scheduler.decoding or scheduler.prefilling or scheduler.waiting:
+            scheduler.cancel(request)
+            self._send([self._failure(self._outputs.pop(request), error)])
+
+    def _take(self, output: _Output, now: float) -> tuple[Job, Delta]:
+        """Return what a step added to an output, and count it."""
+        request, metrics, arrived = output.request, self.metrics, output.job.arrived
+        if request.finished is not None:
+            del self._outputs[request]
+        if request.error is not None:
+            return self._failure(output, request.error)
+        first = not output.first
+        if first:
+            output.first = now
+            metrics.first_token.observe(now - arrived)
+            metrics.prompt_tokens.inc(request.prompt)
+        else:
+            metrics.between_tokens.observe(now - output.latest)
+        output.latest = now
+        metrics.generation_tokens.inc()
+        if request.finished is not None:
+            metrics.whole.observe(now - arrived)
+            metrics.finished(request.finished)
+            if len(request.tokens) > 1:
+                metrics.per_token.observe((now - output.first) / (len(request.tokens) - 1))
+        scores, before = request.logprobs[-1:], request.prompt_logprobs if first else ()
+        return output.job, Delta(output.index, request.tokens[-1:], request.piece, scores, before, request.finished)
+
+    def _failure(self, output: _Output, error: Exception) -> tuple[Job, Delta]:
+        self.metrics.finished("error")
+        return output.job, Delta(output.index, finished="error", error=error)
+
+    def _send(self, pairs: Sequence[tuple[Job, Delta]]) -> None:
+        self._loop.call_soon_threadsafe(self._deliver, pairs)

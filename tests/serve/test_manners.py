@@ -1,0 +1,177 @@
+"""Clients that leave, queues that are full, steps that fail, servers that end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from servers import Served, serving, until
+
+import bytemodel
+import kvthaw
+
+LONG: dict[str, Any] = {"prompt": "Hi there", "max_tokens": 2000, "ignore_eos": True, "temperature": 0}
+
+
+def running(served: Served) -> int:
+    return len(served.service.batch.added)
+
+
+def long_stream(served: Served) -> Any:
+    extra = {"ignore_eos": True}
+    return served.openai.completions.create(model="tiny", prompt="Hi there", max_tokens=2000, stream=True, extra_body=extra)
+
+
+def test_a_client_that_leaves_a_stream_frees_its_place(served: Served) -> None:
+    stream = long_stream(served)
+    next(iter(stream))
+    assert running(served) == 1
+    stream.close()
+    until(lambda: running(served) == 0 and served.service.worker.open == 0, 3)
+
+
+def test_a_client_that_waits_for_all_and_leaves_frees_its_places(served: Served) -> None:
+    with pytest.raises(httpx2.TimeoutException):
+        served.http.post("/v1/completions", json=LONG | {"n": 6}, timeout=0.5)
+    until(lambda: running(served) == 0 and served.service.worker.open == 0, 3)
+    assert not served.service.worker.scheduler.busy
+
+
+def test_a_full_queue_is_told_at_once(loaded: tuple[Any, Any]) -> None:
+    with serving(*loaded, max_seqs=1, max_waiting=1) as served:
+        first, second = long_stream(served), long_stream(served)
+        next(iter(first))
+        began = time.perf_counter()
+        with pytest.raises(openai.RateLimitError) as raised:
+            served.openai.completions.create(model="tiny", prompt="x" * 1000)
+        assert time.perf_counter() - began < 2
+        assert int(raised.value.response.headers["retry-after"]) >= 1
+        first.close()
+        next(iter(second))
+        second.close()
+
+
+def test_a_step_that_fails_once_is_taken_again(served: Served) -> None:
+    wanted = served.post("/v1/completions", **LONG | {"max_tokens": 20}).json()["choices"][0]["text"]
+    with failing(served, after=10, times=1):
+        assert served.post("/v1/completions", **LONG | {"max_tokens": 20}).json()["choices"][0]["text"] == wanted
+
+
+def test_a_step_that_fails_again_ends_its_requests_alone(served: Served) -> None:
+    wanted = served.post("/v1/completions", **LONG | {"max_tokens": 20}).json()["choices"][0]["text"]
+    with failing(served, after=10, times=2):
+        said = served.post("/v1/completions", **LONG)
+    assert said.status_code == 500
+    assert said.json()["error"]["type"] == "server_error"
+    assert "broken" not in said.text
+    assert running(served) == 0
+    assert served.post("/v1/completions", **LONG | {"max_tokens": 20}).json()["choices"][0]["text"] == wanted
+
+
+def test_a_prompt_that_fails_ends_its_request_alone(served: Served) -> None:
+    with failing(served, after=0, times=1):
+        assert served.post("/v1/completions", **LONG).status_code == 500
+    with failing(served, after=0, times=1):
+        assert '{"error":{' in served.post("/v1/completions", **LONG, stream=True).text
+    assert served.post("/v1/completions", prompt="Hi").status_code == 200
+
+
+class failing:  # noqa: N801
+    """The model fails in its second layer, so many forwards from now, so many times."""
+
+    def __init__(self, served: Served, *, after: int, times: int) -> None:
+        self._layer, self._after, self._times = served.model.model.layers[1].mlp, after, times
+
+    def __enter__(self) -> None:
+        self._hook = self._layer.register_forward_pre_hook(self._fail)
+
+    def __exit__(self, *_: object) -> None:
+        self._hook.remove()
+
+    def _fail(self, *_: object) -> None:
+        self._after -= 1
+        if self._after < 0 < self._times:
+            self._times -= 1
+            raise RuntimeError("broken")
+
+
+def test_a_server_that_ends_lets_requests_finish(loaded: tuple[Any, Any]) -> None:
+    with serving(*loaded, grace=20) as served:
+        stream = iter(long_stream(served))
+        next(stream)
+        served.server.handle_exit(signal.SIGTERM, None)
+        until(lambda: served.http.get("/ready").status_code == 503)
+        assert served.http.get("/health").status_code == 200
+        assert served.post("/v1/completions", prompt="Hi").status_code == 503
+        served.server.handle_exit(signal.SIGTERM, None)  # again: at once
+        assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "abort"
+        until(lambda: not served.service.worker.scheduler.busy)
+
+
+def test_metrics_count_what_was_served(served: Served) -> None:
+    def read(name: str) -> float:
+        lines = served.http.get("/metrics").text.splitlines()
+        found = [line for line in lines if line.startswith(f"kvthaw:{name}")]
+        return sum(float(line.rpartition(" ")[2]) for line in found)
+
+    counted = ["prompt_tokens_total", "generation_tokens_total", 'request_success_total{finished_reason="length"']
+    counted += [f"{name}_seconds_count" for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time")]
+    counted += [f"{name}_seconds_count" for name in ("inter_token_latency", "request_time_per_output_token")]
+    before = [read(name) for name in counted]
+    served.post("/v1/completions", **LONG | {"max_tokens": 20})
+    until(lambda: read("e2e_request_latency_seconds_count") > before[4])
+    assert [read(name) - was for name, was in zip(counted, before, strict=True)] == [8, 20, 1, 1, 1, 1, 19, 1]
+    assert read("num_requests_running") == read("num_requests_waiting") == 0
+    assert read("attended_tokens") > 0
+    assert read("kv_bytes") > 0
+
+
+@pytest.mark.slow
+def test_the_command_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
+    bytemodel.save(tmp_path)
+    command = [sys.executable, "-m", "kvthaw", "serve", str(tmp_path), "--port", "0", "--grace", "0", "--budget", "64"]
+    path = os.pathsep.join([str(Path(kvthaw.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path, "COLUMNS": "200"}
+    )
+    try:
+        assert process.stderr is not None
+        url = process.stderr.readline().split()[-1]
+        seen: list[str] = []
+
+        def read() -> None:
+            with httpx2.stream("POST", f"{url}/v1/completions", json=LONG | {"stream": True}, timeout=30) as said:
+                seen.extend(said.iter_lines())
+
+        until(lambda: answers(f"{url}/ready"))
+        reader = threading.Thread(target=read)
+        reader.start()
+        until(
+            lambda: (
+                "running{model_name" in (text := httpx2.get(f"{url}/metrics").text) and "running{" in text and " 1.0" in text
+            )
+        )
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+        reader.join(10)
+        assert '"finish_reason":"abort"' in seen[-4]
+        assert "data: [DONE]" in seen
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx2.get(url).status_code == 200
+    except httpx2.TransportError:
+        return False
