@@ -25,10 +25,13 @@ def test_methods_are_those_of_the_list() -> None:
         "decides": "device",
         "graph_safe": True,
         "bytes_a_key": 256,
+        "differs_from_the_paper_in": "-",
+        "choose_it_when": "as a bound: what exact top-k would reach",
     }
     assert by_name["h2o"]["kv"] == "evicts"
     table = Said("methods").out
     assert all(name in table for name in METHODS)
+    assert all(record["choose_it_when"] != "-" for record in records)
 
 
 @pytest.mark.parametrize("name", METHODS)

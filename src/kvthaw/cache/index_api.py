@@ -183,6 +183,7 @@ class Method:
     """How a layer group finds its rows. A method is one file in kvthaw.methods and one line in METHODS.
 
     name: as in METHODS. paper: its source. unit: what it selects (token, page, cluster, or - for none).
+    differs: what it does otherwise than its paper. choose: when to prefer it. Both for tables, in a few words; - for nothing.
     index: makes the index of a layer group; None: nothing is retrieved.
     dense: every layer keeps all KV on the device and attends to all of it.
     regions: the paper's sink, window and update buffer.
@@ -211,6 +212,8 @@ class Method:
     any_budget: bool = False
     rotary: bool = False
     prefetches: bool = False
+    differs: str = "-"
+    choose: str = "-"
 
     def __post_init__(self) -> None:
         if not isinstance(self.regions, Regions):

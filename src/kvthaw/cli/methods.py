@@ -41,7 +41,9 @@ def methods(
     if name is None and as_json:
         print(json.dumps(rows))
     elif name is None:
-        _table("Methods", [column.replace("_", " ") for column in rows[0]], [map(word, row.values()) for row in rows])
+        columns = [column.replace("_", " ") for column in rows[0]]
+        _table("Methods", columns[:7], [map(word, [*row.values()][:7]) for row in rows])
+        _table("", [columns[0], *columns[7:]], [map(word, [row["name"], *[*row.values()][7:]]) for row in rows])
     elif as_json:
         print(json.dumps(rows[0] | {"text": own.text(METHODS[name]), "options": own.options(METHODS[name])}))
     else:

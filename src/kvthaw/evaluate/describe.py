@@ -19,7 +19,7 @@ _PROMPTS = (2048, 4096)
 
 def describe(method: Method) -> dict[str, Any]:
     """name, paper, unit, kv ("dense", "evicts" or "offloads"), decides ("host", "device" or None), graph_safe and bytes_a_key
-    (both None where nothing is decided).
+    (both None where nothing is decided), differs_from_the_paper_in, choose_it_when.
 
     bytes_a_key: what the index keeps on the device for each key of a KV head, measured, of head_dim 128 in bf16, with its room to
     grow; beside the rows that are selected, and only in layers that choose."""
@@ -38,6 +38,8 @@ def describe(method: Method) -> dict[str, Any]:
         "decides": decides,
         "graph_safe": safe,
         "bytes_a_key": held,
+        "differs_from_the_paper_in": method.differs,
+        "choose_it_when": method.choose,
     }
 
 

@@ -23,4 +23,14 @@ def arkvale(*, page: int = 32, spread: Spread = "mean", policy: Policy = "max", 
     at_least(1, page=page)
     index = partial(BoundIndex, page=page, spread=spread, policy=policy)
     regions = Regions(page, 2 * page, page)
-    return Method("arkvale", paper="ArkVale", unit="page", index=index, regions=regions, keep=keep, any_budget=True)
+    return Method(
+        "arkvale",
+        paper="ArkVale",
+        unit="page",
+        index=index,
+        regions=regions,
+        keep=keep,
+        any_budget=True,
+        differs="one choice a KV head, the authors' one a layer; keeps one step's rows on the device",
+        choose="comparing with pages by bounding volume",
+    )

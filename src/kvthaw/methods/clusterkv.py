@@ -60,4 +60,15 @@ def clusterkv(
     chosen = _PRESETS[preset] | {name: value for name, value in given.items() if value is not None}
     index = partial(ClusterIndex, policy=policy, distance=distance, clusters=clusters, batch=batch, **chosen)
     regions = Regions(16, 16, 16)
-    return Method("clusterkv", paper="ClusterKV", unit="cluster", index=index, regions=regions, keep=keep, any_budget=True)
+    return Method(
+        "clusterkv",
+        paper="ClusterKV",
+        unit="cluster",
+        index=index,
+        regions=regions,
+        keep=keep,
+        any_budget=True,
+        differs="by default 32 tokens a cluster, not 80, and covering starts (`preset=paper`: neither); "
+        "a window of 16, not 320; one choice a KV head",
+        choose="the least device memory among fast methods, with some 1,000 tokens",
+    )

@@ -25,4 +25,12 @@ def freekv(*, tau: float = 0.8, page: int = 32, spread: Spread = "max", policy: 
     """
     at_least(1, page=page)
     index = partial(LaggedIndex, page=page, spread=spread, policy=policy, tau=tau)
-    return Method("freekv", paper="FreeKV", unit="page", index=index, regions=Regions(512, 512, page))
+    return Method(
+        "freekv",
+        paper="FreeKV",
+        unit="page",
+        index=index,
+        regions=Regions(512, 512, page),
+        differs="does not hide the transfer; sink and window shrink below a budget of 2,112",
+        choose="comparing with speculative page recall",
+    )

@@ -18,4 +18,12 @@ def h2o(*, agree: Agree = "mean") -> Method:
     for several methods. Host: rows that were evicted lie there unread, so that a long continuation, which is a new prompt, may
     choose from them. Device: for each row that is kept its score, its key once more, and the row.
     """
-    return Method("h2o", paper="H2O", unit="token", index=partial(HeavyIndex, agree=agree), regions=Regions(0, 32, 16))
+    return Method(
+        "h2o",
+        paper="H2O",
+        unit="token",
+        index=partial(HeavyIndex, agree=agree),
+        regions=Regions(0, 32, 16),
+        differs="scores a prompt by its last 64 queries, not by all",
+        choose="comparing with eviction by accumulated attention",
+    )

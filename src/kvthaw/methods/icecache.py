@@ -54,13 +54,20 @@ def icecache(*, preset: str = "paper", reuse: int = 1, threads: int = 0, transfe
     """
     check("icecache", tree, icecache, TreeConfig)
     one_of(PRESETS, preset=preset)
-    return tree_method("icecache" if reuse == 1 else "icecache-reuse", {**PRESETS[preset], **tree}, reuse, threads, transfer)
+    return tree_method(
+        "icecache" if reuse == 1 else "icecache-reuse",
+        {**PRESETS[preset], **tree},
+        reuse,
+        threads,
+        transfer,
+        differs="rows lie in token order, not by pages; the union of pages is cut to the budget; regions shrink below 160; a new "
+        "promoted key takes over nearer ones; ratio, k and P-DCI's share are kvthaw's, the paper gives none",
+        choose="reproducing the paper",
+    )
 
 
-def tree_method(
-    name: str, tree: dict[str, Any], reuse: int, threads: int, transfer: str, *, prefetches: bool = False
-) -> Method:
-    """A method that searches trees of these TreeConfig fields on the host."""
+def tree_method(name: str, tree: dict[str, Any], reuse: int, threads: int, transfer: str, **fields: Any) -> Method:
+    """Return a method that searches trees of these TreeConfig fields on the host. fields: more of Method's."""
     at_least(1, reuse=reuse)
     at_least(0, threads=threads)
     one_of(TRANSFERS, transfer=transfer)
@@ -72,7 +79,7 @@ def tree_method(
         regions=REGIONS,
         transfer=TRANSFERS[transfer],
         anchors=reuse,
-        prefetches=prefetches,
+        **fields,
     )
 
 

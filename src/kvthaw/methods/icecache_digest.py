@@ -39,7 +39,16 @@ def icecache_digest(*, reuse: int = 1, prefetch: bool = False, threads: int = 0,
     """
     check("icecache-digest", tree, icecache_digest, TreeConfig)
     name = "icecache-digest" if reuse == 1 else f"icecache-digest:reuse={reuse}"
-    return tree_method(name, {**SETTINGS, **tree}, reuse, threads, transfer, prefetches=prefetch)
+    return tree_method(
+        name,
+        {**SETTINGS, **tree},
+        reuse,
+        threads,
+        transfer,
+        prefetches=prefetch,
+        differs="descends by node digests, not keys; exact parents; no pruning by P-DCI; rows in token order",
+        choose="device memory is all that matters and the host has cores to spare",
+    )
 
 
 def icecache_digest_device(*, reuse: int = 1, transfer: str = "uva", **nodes: Any) -> Method:
@@ -59,4 +68,6 @@ def icecache_digest_device(*, reuse: int = 1, transfer: str = "uva", **nodes: An
         regions=REGIONS,
         transfer=TRANSFERS[transfer],
         anchors=reuse,
+        differs="flat nodes searched by digests on the device: single tokens, no tree, pages or insertion",
+        choose="less device memory than ParisKV takes, no host cores to spare",
     )

@@ -26,5 +26,13 @@ def infinigen(*, ratio: float = 0.3, alpha: float = 5.0, most: float = 0.2, pref
     index = partial(SkewedIndex, ratio=ratio, alpha=alpha, most=most)
     regions = Regions(0, 16, 16)
     return Method(
-        "infinigen", paper="InfiniGen", unit="token", index=index, regions=regions, any_budget=True, prefetches=prefetch
+        "infinigen",
+        paper="InfiniGen",
+        unit="token",
+        index=index,
+        regions=regions,
+        any_budget=True,
+        prefetches=prefetch,
+        differs="sums channel magnitudes, so that keys decide which channels; makes the skew from the prompt, not offline",
+        choose="comparing with search by predicted queries",
     )

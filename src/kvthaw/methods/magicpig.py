@@ -26,4 +26,6 @@ def magicpig(*, bits: int = 10, tables: int = 150, sink: int = 4, window: int = 
         unit="token",
         index=partial(HashIndex, bits=bits, tables=tables),
         regions=Regions(sink, window, 16),
+        differs="hashes and attends on the device, not on the CPU; thins what it draws to the budget",
+        choose="comparing with sampling by LSH",
     )

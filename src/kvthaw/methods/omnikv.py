@@ -26,4 +26,6 @@ def omnikv(*, filters: tuple[int, ...] | None = None, dense: bool = True) -> Met
         index=partial(FilterIndex, dense=dense),
         regions=Regions(4, 32, 16),
         anchors=anchors,
+        differs="keeps a window of the generated tokens, not all",
+        choose="comparing with reuse of tokens across layers",
     )

@@ -13,4 +13,12 @@ from kvthaw.regions import Regions
 def oracle(*, policy: Policy = "max") -> Method:
     """The rows of the largest attention weights. policy: how the query heads of a group agree, see ExactIndex. Host: the rows.
     Device: all keys once more, every decision."""
-    return Method("oracle", paper="-", unit="token", index=partial(ExactIndex, policy=policy), regions=Regions(4, 32, 16))
+    return Method(
+        "oracle",
+        paper="-",
+        unit="token",
+        index=partial(ExactIndex, policy=policy),
+        regions=Regions(4, 32, 16),
+        differs="-",
+        choose="as a bound: what exact top-k would reach",
+    )

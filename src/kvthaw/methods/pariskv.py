@@ -73,4 +73,13 @@ def pariskv(
         centroids=centroids,
         dense_below=full_threshold,
     )
-    return Method("pariskv", paper="ParisKV", unit="token", index=index, regions=Regions(128, window, buffer))
+    return Method(
+        "pariskv",
+        paper="ParisKV",
+        unit="token",
+        index=index,
+        regions=Regions(128, window, buffer),
+        differs="by default votes by sign bits, no collisions and tiers, and keys centred on the prompt "
+        "(`preset=paper`: neither); smaller regions below 1,792",
+        choose="speed at long contexts and in large batches",
+    )

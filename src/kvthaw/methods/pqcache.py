@@ -32,4 +32,14 @@ def pqcache(
     at_least(1, window=window)
     index = partial(ProductIndex, parts=parts, centroids=centroids, iterations=iterations, policy=policy)
     regions = Regions(sink, window, 16)
-    return Method("pqcache", paper="PQCache", unit="token", index=index, regions=regions, keep=keep, any_budget=True)
+    return Method(
+        "pqcache",
+        paper="PQCache",
+        unit="token",
+        index=index,
+        regions=regions,
+        keep=keep,
+        any_budget=True,
+        differs="clusters on the device, not on the CPU; drops rows by last use, not by frequency",
+        choose="comparing with product quantisation",
+    )

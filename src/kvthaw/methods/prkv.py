@@ -39,4 +39,12 @@ def prkv(
     """
     at_least(1, page=page, window=window)
     index = partial(HybridIndex, page=page, share=share, interval=interval, spread=spread, policy=policy)
-    return Method("prkv", paper="PRKV", unit="token + page", index=index, regions=Regions(0, window, page))
+    return Method(
+        "prkv",
+        paper="PRKV",
+        unit="token + page",
+        index=index,
+        regions=Regions(0, window, page),
+        differs="maps tokens to pages and moves no rows; a kernel reads them, no batched copy; the budget includes the window",
+        choose="long outputs whose attention keeps to a part of the context",
+    )

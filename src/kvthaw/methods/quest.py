@@ -20,4 +20,13 @@ def quest(*, page: int = 16, policy: Policy = "max") -> Method:
     """
     at_least(1, page=page)
     index = partial(BoundIndex, page=page, spread="max", policy=policy)
-    return Method("quest", paper="Quest", unit="page", index=index, regions=Regions(0, page, page), any_budget=True)
+    return Method(
+        "quest",
+        paper="Quest",
+        unit="page",
+        index=index,
+        regions=Regions(0, page, page),
+        any_budget=True,
+        differs="offloads its pages, which Quest keeps on the device",
+        choose="comparing with pages by channel bounds",
+    )

@@ -38,4 +38,13 @@ def retroinfer(
         iterations=iterations,
         policy=policy,
     )
-    return Method("retroinfer", paper="RetroInfer", unit="cluster", index=index, regions=Regions(4, 64, 16), any_budget=True)
+    return Method(
+        "retroinfer",
+        paper="RetroInfer",
+        unit="cluster",
+        index=index,
+        regions=Regions(4, 64, 16),
+        any_budget=True,
+        differs="starts k-means from covering keys, not at random; the budget says how many rows are read",
+        choose="comparing with clusters whose rest is estimated",
+    )

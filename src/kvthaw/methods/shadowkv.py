@@ -26,4 +26,13 @@ def shadowkv(*, chunk: int = 8, rank: int = 160, outliers: int = 48, policy: Pol
     """
     at_least(1, chunk=chunk)
     index = partial(ShadowIndex, chunk=chunk, rank=rank, outliers=outliers, policy=policy)
-    return Method("shadowkv", paper="ShadowKV", unit="page", index=index, regions=Regions(0, 4 * chunk, chunk), rotary=True)
+    return Method(
+        "shadowkv",
+        paper="ShadowKV",
+        unit="page",
+        index=index,
+        regions=Regions(0, 4 * chunk, chunk),
+        rotary=True,
+        differs="moves whole rows, twice the bytes; caps outliers at a quarter of the budget; later tokens leave the window",
+        choose="comparing with low-rank keys",
+    )

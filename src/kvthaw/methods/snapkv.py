@@ -27,4 +27,15 @@ def snapkv(
     made = SnapIndex if refresh is None else partial(FreshSnapIndex, interval=refresh)
     index = partial(made, width=width, kernel=kernel, pooling=pooling, agree=agree)
     name = "snapkv" if refresh is None else "snapkv-refreshed"
-    return Method(name, paper="SnapKV", unit="token", index=index, regions=Regions(0, max(1, width), 16))
+    differs = "one choice a KV head, the authors' one a query head; generated tokens count towards the budget"
+    if refresh is not None:
+        differs += "; chooses anew as it decodes"
+    return Method(
+        name,
+        paper="SnapKV",
+        unit="token",
+        index=index,
+        regions=Regions(0, max(1, width), 16),
+        differs=differs,
+        choose="comparing with eviction at the end of the prompt",
+    )

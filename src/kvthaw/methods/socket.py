@@ -20,4 +20,12 @@ def socket(*, bits: int = 10, tables: int = 60, tau: float = 0.3, policy: Policy
     plain torch, a lookup a table.
     """
     index = partial(SoftHashIndex, bits=bits, tables=tables, tau=tau, policy=policy)
-    return Method("socket", paper="SOCKET", unit="token", index=index, regions=Regions(128, 128, 16))
+    return Method(
+        "socket",
+        paper="SOCKET",
+        unit="token",
+        index=index,
+        regions=Regions(128, 128, 16),
+        differs="-",
+        choose="comparing with soft LSH",
+    )

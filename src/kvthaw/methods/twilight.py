@@ -28,4 +28,11 @@ def twilight(
     if inner.index is None:
         raise ConfigError(f"base is {inner.name}, which selects nothing; it must be a method that does")
     index = partial(PrunedIndex, index=inner.index, p=p, spare=spare)
-    return replace(inner, name="twilight", paper="Twilight", index=index)
+    return replace(
+        inner,
+        name="twilight",
+        paper="Twilight",
+        index=index,
+        differs="proposes four times the budget, not a quarter of the context; cuts the union to the budget",
+        choose="heads differ much in how many tokens they need",
+    )
