@@ -139,8 +139,20 @@ def test_blocks_go_to_the_device_while_there_is_room_and_then_to_the_host() -> N
     room_for(cache, 6)
     take(cache, tokens.draw(1, 60))
     assert blocks(cache) == (6, 7)
-    stats = cache.stats()
-    assert stats.kv_host_bytes == LAYERS * 7 * SIZE
+    assert cache.stats().kv_host_bytes == LAYERS * 7 * SIZE
+
+
+def test_stats_tell_rows_by_place() -> None:
+    """Of every block each row is selected by the first step, and stays in the pool."""
+    cache, tokens = make(device_memory="1MiB"), Tokens()
+    take(cache, tokens.draw(1, 40))
+    room_for(cache, 5)
+    take(cache, tokens.draw(1, 40))
+    take(cache, tokens.draw(1, 1))
+    stats, retrieved = cache.stats(), 80 - 2 - 6
+    assert stats.device_rate == pytest.approx((40 - 2) / retrieved)
+    assert stats.fetched_bytes == LAYERS * HEADS * (retrieved - 38) * 2 * DIM * 4
+    assert (stats.device_block_bytes, stats.moved_bytes) == (LAYERS * 5 * SIZE, 0)
 
 
 def test_the_oldest_spill_behind_the_steps_where_nothing_tells_them_apart_and_come_back() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvthaw.cache.host import HostStore
-from kvthaw.kernels.uva_gather import definition, uva_gather
+from kvthaw.kernels.uva_gather import COUNTERS, crossing, definition, uva_gather
 from shapes import DTYPES, HEAD_DIMS, poisoned
 
 pytest.importorskip("triton")
@@ -42,7 +42,10 @@ def test_against_the_definition(head_dim: int, dtype: torch.dtype, device: torch
     found, expected = (poisoned(3, heads, offset + slots, 2, head_dim, dtype=dtype).to(device) for _ in range(2))
     tables = [[e.data for e in blocks] for blocks in host._blocks]
     definition(tables, 16, expected, fetch, places, offset)
-    uva_gather(host.table().to(device), 16, found, fetch.to(device), places.to(device), offset)
+    on_host, counters = torch.rand(host.table().shape) < 0.5, torch.zeros(COUNTERS, dtype=torch.int64, device=device)
+    rows = fetch.to(device), places.to(device)
+    uva_gather(host.table().to(device), 16, found, *rows, offset, (on_host.to(device), counters))
+    assert counters.sum() == crossing(on_host, 16, fetch).sum() > 0
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
     assert expected.isnan().any(), "what was not asked for is left as it was"
 

@@ -21,28 +21,38 @@ class Blocks(Protocol):
     def table(self) -> Tensor:
         """Addresses [seqs, blocks] int64 on the host."""
 
+    def on_host(self) -> Tensor:
+        """Blocks that lie on the host, [seqs, blocks] bool."""
+
 
 class Addresses:
-    """A table [seqs, blocks] int64 that follows a store. It stays where it is while there is room."""
+    """A table [seqs, blocks] int64 that follows a store, and which of the blocks lie on the host, bool. Both tensors stay where
+    they are while there is room."""
 
     def __init__(self) -> None:
         self.table: Tensor | None = None
+        self.on_host = torch.empty(0, dtype=torch.bool)
         self._version = -1
 
     def make_room(self, host: Blocks, tokens: int, device: torch.device) -> None:
         """Have room for so many tokens a sequence, in a new table where the one there is too small."""
-        shape = host.seqs, max(8, -(-tokens // host.block_size))
-        if self.table is None or self.table.shape[0] != shape[0] or self.table.shape[1] < shape[1]:
-            self.table, self._version = torch.zeros(shape, dtype=torch.int64, device=device), -1
+        self._allocate(host.seqs, max(8, -(-tokens // host.block_size)), device)
 
     def follow(self, host: Blocks, device: torch.device) -> Tensor:
         """The table with the addresses as they are now; written only where the store's have changed. No host sync."""
         if self._version == host.version and self.table is not None:
             return self.table
-        table = host.table()
+        table, on_host = host.table(), host.on_host()
         width = table.shape[1]
         if self.table is None or self.table.shape[0] != table.shape[0] or self.table.shape[1] < width:
-            self.table = torch.zeros((table.shape[0], max(8, 2 * width)), dtype=torch.int64, device=device)
-        self.table[:, :width].copy_(table.pin_memory() if device.type == "cuda" else table, non_blocking=True)
+            self._allocate(table.shape[0], max(8, 2 * width), device)
+        assert self.table is not None
+        for mine, its in () if not width else ((self.table, table), (self.on_host, on_host)):
+            mine[:, :width].copy_(its.pin_memory() if device.type == "cuda" else its, non_blocking=True)
         self._version = host.version
         return self.table
+
+    def _allocate(self, seqs: int, width: int, device: torch.device) -> None:
+        if self.table is None or self.table.shape[0] != seqs or self.table.shape[1] < width:
+            self.table, self._version = torch.zeros((seqs, width), dtype=torch.int64, device=device), -1
+            self.on_host = torch.zeros((seqs, width), dtype=torch.bool, device=device)

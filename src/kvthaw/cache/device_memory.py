@@ -73,6 +73,7 @@ class BlockArena:
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, streams: Sequence[torch.cuda.Stream]
     ) -> None:
         self.shape, self.dtype, self.device, self.streams = tuple(shape), dtype, device, streams
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None  # the model's
         self._freed: deque[tuple[Tensor, int]] = deque()  # a finalizer appends, on any thread
         self._ready: deque[tuple[Tensor, int, list[torch.cuda.Event]]] = deque()
 
@@ -80,7 +81,10 @@ class BlockArena:
         """Return an uninitialised block, to be written on the current stream. Raises torch.OutOfMemoryError."""
         self.settle()
         if not self._ready:
-            chunk = torch.empty((_CHUNK, *self.shape), dtype=self.dtype, device=self.device)
+            with torch.cuda.stream(self._stream):  # which owns the memory, whoever writes to it first
+                chunk = torch.empty((_CHUNK, *self.shape), dtype=self.dtype, device=self.device)
+            for stream in self.streams:
+                chunk.record_stream(stream)
             self._ready.extend((chunk, i, []) for i in range(_CHUNK))
         chunk, i, events = self._ready.popleft()
         for event in events:
@@ -113,18 +117,13 @@ class DeviceBlocks:
     ) -> None:
         self.memory, self.layer, self.device = memory, layer, device
         self.shape, self.dtype, self.size = shape, dtype, math.prod(shape) * dtype.itemsize
-        self.used = 0
+        self.used, self.arena = 0, memory.arena(shape, dtype, device)
         self._short = False
 
     @property
     def room(self) -> int:
         """Bytes that are left, negative where index or slab have grown into those of blocks."""
         return self.memory.share(self.layer) - self.used
-
-    @property
-    def arena(self) -> BlockArena:
-        """Where they are allocated."""
-        return self.memory.arena(self.shape, self.dtype, self.device)
 
     def take(self) -> Tensor | None:
         """Return an uninitialised block, to be written on the current stream; None where there is no room."""

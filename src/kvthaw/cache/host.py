@@ -24,6 +24,7 @@ from kvthaw.kernels.freeze import definition as freeze_definition
 from kvthaw.kernels.offload import MOST, offload
 from kvthaw.kernels.stream_keys import definition as stream_definition
 from kvthaw.kernels.stream_keys import stream_keys
+from kvthaw.kernels.uva_gather import COUNTERS
 
 
 class HostStore:
@@ -53,6 +54,8 @@ class HostStore:
         """Changes whenever addresses do."""
         self._table: tuple[int, Tensor] | None = None
         self.on_device = Addresses()
+        self.crossed = torch.zeros(COUNTERS, dtype=torch.int64)
+        """Rows that were fetched from blocks on the host, in several sums; counted where some lie on the device."""
         self.arriving: torch.cuda.Event | None = None
         """Passes when all rows appended so far are there; None: they are."""
         self.ordered = True
@@ -93,6 +96,11 @@ class HostStore:
             tables = [self.addresses(seq) for seq in range(self.seqs)]
             known = self._table = version, torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)
         return known[1]
+
+    def on_host(self) -> Tensor:
+        """Return which blocks lie on the host, [seqs, most blocks] bool."""
+        maps = [torch.tensor([not block.on_device for block in blocks], dtype=torch.bool) for blocks in self._blocks]
+        return torch.nn.utils.rnn.pad_sequence(maps, batch_first=True)
 
     def table_on(self, device: torch.device) -> Tensor:
         """Return the table on the device, as it is now. It stays where it is while there is room. No host sync."""
@@ -312,6 +320,7 @@ class HostStore:
         twin = HostStore(
             0, self.kv_heads, self.head_dim, self.dtype, block_size=self.block_size, pinned=self.pinned, memory=memory
         )
+        twin.crossed = self.crossed.clone()
         twin.allocator.device = copy.deepcopy(self.allocator.device, memo)
         twin._blocks = [list(blocks) for blocks in self._blocks]
         twin._length = list(self._length)

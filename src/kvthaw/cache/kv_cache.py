@@ -414,8 +414,11 @@ class KVCache:
         fetched = sum(retriever.meter.fetched for retriever in retrievers)
         most = max((retriever.meter.most for retriever in retrievers), default=0)
         retrieved = selected / steps if steps else (0.0 if held.steps else None)
+        chosen = [layer for layer in offloaded if layer.retriever is not None]
+        wanted = sum(layer.retriever.meter.selected for layer in chosen if layer.retriever)
+        copied = sum(layer.rows_copied() for layer in chosen)
         fetched_bytes = sum(
-            layer.retriever.meter.fetched * layer.store.row_bytes for layer in offloaded if layer.retriever is not None
+            (layer.retriever.meter.fetched - layer.rows_copied()) * layer.store.row_bytes for layer in chosen if layer.retriever
         )
         return Stats(
             method=self.settings.method.name,
@@ -430,6 +433,7 @@ class KVCache:
             attended_max=held.most + most if held.steps else None,
             retrieved=retrieved,
             hit_rate=1 - fetched / selected if selected else None,
+            device_rate=copied / wanted if wanted else None,
             fetched_bytes=fetched_bytes,
             kv_device_bytes=sum(layer.device_bytes() for layer in offloaded),
             kv_dense_bytes=sum(layer.device_bytes() for layer in self.layers if isinstance(layer, DenseLayer)),

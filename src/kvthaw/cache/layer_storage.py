@@ -46,6 +46,7 @@ class LayerStorage:
         memory.resolve(self.slab.data.device)
         if memory.bytes and self.offloader.keeps:
             blocks.device = DeviceBlocks(memory, layer, blocks.shape, blocks.dtype, self.slab.data.device)
+            self.store.crossed = self.store.crossed.to(self.slab.data.device)
             self.placement = Placement(self.store, blocks.device, self.streams)
 
     @property

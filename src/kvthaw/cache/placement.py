@@ -37,6 +37,7 @@ class Placement:
         self._moves: list[tuple[Block, Block, torch.cuda.Event | None]] = []
         self._leaving: deque[tuple[list[torch.cuda.Event], Tensor]] = deque()  # host blocks that kernels may still read
         self._recalls: tuple[Tensor, torch.cuda.Event | None] | None = None
+        self._none: tuple[int, bool] | None = None  # version of the store at which no block could spill, or come back
         self._short = False  # of host memory
 
     @property
@@ -54,13 +55,13 @@ class Placement:
         size, coming = self.device.size, sum(new.on_device for _, new, _ in self._moves)
         going = len(self._moves) - coming
         room = self.device.room + going * size
-        if room < needed * size:
-            moved = self._move(self._coldest(), self._to_host)
-        elif room >= (needed + self.store.seqs + 1) * size:
-            moved = self._move(self._warmest(), self._to_device)
-        else:
+        short, ample = room < needed * size, room >= (needed + self.store.seqs + 1) * size
+        if (not short and not ample) or self._none == (self.store.version, short):
             return changed
-        if moved and slot_row is not None:
+        block = self._coldest() if short else self._warmest()
+        if block is None:
+            self._none = self.store.version, short
+        elif self._move(block, self._to_host if short else self._to_device) and slot_row is not None:
             self._sample_recalls(slot_row)
         return self.finish() or changed
 
@@ -117,11 +118,9 @@ class Placement:
 
     # Copies
 
-    def _move(self, block: Block | None, place: Callable[[], Block | None]) -> bool:
-        """Begin to copy a block to a new one. Returns whether there were both."""
+    def _move(self, block: Block, place: Callable[[], Block | None]) -> bool:
+        """Begin to copy a block to a new one. Returns whether there was one."""
         device = self.device.device
-        if block is None:
-            return False
         if device.type != "cuda":
             new = place()
             if new is not None:

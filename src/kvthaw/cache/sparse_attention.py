@@ -130,5 +130,6 @@ class SparseAttention:
         if self.retriever is not None:
             found += self.retriever.tensors()
         if isinstance(self.transfer, UvaGather) and self.storage.store.on_device.table is not None:
-            found.append(self.storage.store.on_device.table)
+            store = self.storage.store
+            found += [self.storage.store.on_device.table, store.on_device.on_host, store.crossed]
         return found

@@ -36,9 +36,11 @@ class Stats:
     retrieved: float | None
     """Rows that the index selected among them, on average."""
     hit_rate: float | None
-    """Share of the selected rows that were on the device already; None before any was selected."""
+    """Share of the selected rows that were in the pool already; None before any was selected."""
+    device_rate: float | None
+    """Share of them that were copied from blocks on the device."""
     fetched_bytes: int
-    """Bytes of the other rows, brought from the host."""
+    """Bytes of the other rows, which crossed the bus from the host."""
     kv_device_bytes: int
     """Bytes of KV on the device, in layers that retrieve or evict."""
     kv_dense_bytes: int

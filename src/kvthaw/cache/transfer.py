@@ -8,7 +8,7 @@ from torch import Tensor
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import host_tensor
 from kvthaw.cache.pool import Slab
-from kvthaw.kernels.uva_gather import uva_gather
+from kvthaw.kernels.uva_gather import crossing, uva_gather
 from kvthaw.native import gather_rows
 
 
@@ -28,6 +28,8 @@ class BulkCopy:
             self._sent.synchronize()
         wanted = fetch.numel()
         staging = self._buffer(host, wanted)
+        if host.allocator.device is not None:
+            host.crossed[0] += crossing(host.on_host(), host.block_size, fetch).sum().to(host.crossed.device)
         count, which = gather_rows(host.table(), host.block_size, fetch.contiguous(), staging)
         if count == 0:
             return
@@ -58,4 +60,6 @@ class UvaGather:
 
     def fetch(self, host: HostStore, slab: Slab, fetch: Tensor, slots: Tensor) -> None:
         """As BulkCopy.fetch, with fetch and slots on the device."""
-        uva_gather(host.table_on(slab.data.device), host.block_size, slab.data, fetch, slots, slab.pool_start)
+        table = host.table_on(slab.data.device)
+        count = None if host.allocator.device is None else (host.on_device.on_host, host.crossed)
+        uva_gather(table, host.block_size, slab.data, fetch, slots, slab.pool_start, count)

@@ -7,6 +7,15 @@ from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
 
+COUNTERS = 256
+"""Sums over which the kernel spreads its count of rows, so that few programs add to the same one."""
+
+
+def crossing(on_host: Tensor, block_size: int, fetch: Tensor) -> Tensor:
+    """Return which of the rows [B, H, M] lie in blocks on the host, [B, H, M] bool. on_host [B, blocks] bool."""
+    number = (fetch.long() // block_size).clamp_(min=0)
+    return on_host[torch.arange(len(fetch), device=fetch.device)[:, None, None], number] & (fetch >= 0)
+
 
 def definition(table: Tensor, block_size: int, slab: Tensor, fetch: Tensor, slots: Tensor, offset: int) -> None:
     """Copy row fetch[b, h, m] of sequence b to slab[b, h, offset + slots[b, h, m]]; fetch -1 skips.
@@ -24,8 +33,8 @@ if HAS_TRITON:
 
     @triton.jit
     def _uva_gather(
-        table, fetch, slots, slab, block_size, width, heads, count, offset, table_stride, seq_stride, head_stride,
-        BLOCK: tl.constexpr, ALIGN: tl.constexpr,
+        table, fetch, slots, slab, on_host, crossed, block_size, width, heads, count, offset, table_stride, seq_stride,
+        head_stride, COUNTERS: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
     ):  # fmt: skip
         # Program (sequence, head, m) copies 2 D contiguous elements, as 32-bit words, from the host to the slot.
         pid = tl.program_id(0).to(tl.int64)
@@ -34,6 +43,9 @@ if HAS_TRITON:
         row = tl.load(fetch + pid)
         slot = tl.load(slots + pid)
         if row >= 0:
+            if crossed is not None:
+                there = tl.load(on_host + b * table_stride + row // block_size)
+                tl.atomic_add(crossed + pid % COUNTERS, there.to(tl.int64), sem="relaxed")
             base = tl.load(table + b * table_stride + row // block_size).to(tl.pointer_type(tl.int32))
             # The compiler cannot infer the alignment of an address that it loads.
             source = tl.multiple_of(base + (h * block_size + row % block_size) * width, ALIGN)
@@ -44,8 +56,19 @@ if HAS_TRITON:
                 tl.store(target + words, tl.load(source + words, mask=inside), mask=inside)
 
 
-def uva_gather(table: Tensor, block_size: int, slab: Tensor, fetch: Tensor, slots: Tensor, offset: int) -> None:
-    """Launch the kernel: as `definition`, on the current stream, without a sync.
+def uva_gather(
+    table: Tensor,
+    block_size: int,
+    slab: Tensor,
+    fetch: Tensor,
+    slots: Tensor,
+    offset: int,
+    count: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """Launch the kernel: as `definition`, on the current stream, without a sync. Blocks lie in pinned or device memory.
+
+    count: on_host of `crossing`, strided as table, and counters [COUNTERS] int64, to whose sum the rows that lie on the host are
+    added.
 
     table [B, blocks] int64: addresses of the blocks, on the device. slab [B, H, N, 2, D] contiguous. fetch, slots [B, H, M]
     int32.
@@ -56,9 +79,13 @@ def uva_gather(table: Tensor, block_size: int, slab: Tensor, fetch: Tensor, slot
     assert row_bytes % 4 == 0, "a row is copied in 32-bit words"
     width = row_bytes // 4
     words = slab.view(torch.int32)
-    batch, heads, count = fetch.shape
+    if count is not None:
+        assert count[0].shape == table.shape and count[0].is_contiguous() and count[0].dtype == torch.bool
+        assert count[1].shape == (COUNTERS,) and count[1].dtype == torch.int64
+    batch, heads, rows = fetch.shape
     block = min(1024, 1 << (width - 1).bit_length())
-    _uva_gather[(batch * heads * count,)](
-        table, fetch, slots, words, block_size, width, heads, count, offset, table.stride(0), words.stride(0), words.stride(1),
-        BLOCK=block, ALIGN=16 if row_bytes % 16 == 0 else 4, num_warps=1 if block <= 256 else 4,
+    _uva_gather[(batch * heads * rows,)](
+        table, fetch, slots, words, *(count or (None, None)), block_size, width, heads, rows, offset, table.stride(0),
+        words.stride(0), words.stride(1), COUNTERS=COUNTERS, BLOCK=block, ALIGN=16 if row_bytes % 16 == 0 else 4,
+        num_warps=1 if block <= 256 else 4,
     )  # fmt: skip
