@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +19,8 @@ from servers import Served, serving, until
 
 import bytemodel
 import kvthaw
+from kvthaw.serve import app
+from kvthaw.serve.server import listen
 
 LONG: dict[str, Any] = {"prompt": "Hi there", "max_tokens": 2000, "ignore_eos": True, "temperature": 0}
 
@@ -42,8 +45,7 @@ def test_a_client_that_leaves_a_stream_frees_its_place(served: Served) -> None:
 def test_a_client_that_waits_for_all_and_leaves_frees_its_places(served: Served) -> None:
     with pytest.raises(httpx2.TimeoutException):
         served.http.post("/v1/completions", json=LONG | {"n": 6}, timeout=0.5)
-    until(lambda: running(served) == 0 and served.service.worker.open == 0, 3)
-    assert not served.service.worker.scheduler.busy
+    until(lambda: not served.service.worker.scheduler.busy and served.service.worker.open == 0, 3)
 
 
 def test_a_full_queue_is_told_at_once(loaded: tuple[Any, Any]) -> None:
@@ -83,6 +85,33 @@ def test_a_prompt_that_fails_ends_its_request_alone(served: Served) -> None:
     with failing(served, after=0, times=1):
         assert '{"error":{' in served.post("/v1/completions", **LONG, stream=True).text
     assert served.post("/v1/completions", prompt="Hi").status_code == 200
+
+
+def test_a_worker_that_cannot_go_on_ends_the_server(loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(*loaded) as served:
+        monkeypatch.setattr(served.service.worker.scheduler, "cancel", lambda _: 1 / 0)
+        with failing(served, after=10, times=2):
+            assert served.post("/v1/completions", **LONG).status_code == 500
+        until(lambda: served.server.should_exit)
+        assert isinstance(served.service.worker.failure, ZeroDivisionError)
+        assert not served.service.ready
+
+
+def test_a_silent_stream_gets_comments(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "KEEP_ALIVE", 0.01)
+    text = served.post("/v1/completions", prompt="x" * 1500, max_tokens=2, stream=True).text
+    assert text.startswith(": ")
+    assert text.endswith("data: [DONE]\n\n")
+
+
+def test_connections_send_without_delay() -> None:
+    """Else the end of a small answer waits for the client's acknowledgement of its beginning, 40 ms later."""
+    with (
+        listen("127.0.0.1", 0) as listener,
+        socket.create_connection(listener.getsockname()),
+        listener.accept()[0] as connection,
+    ):
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 class failing:  # noqa: N801

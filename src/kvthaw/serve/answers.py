@@ -14,6 +14,10 @@ from kvthaw.serve.worker import Delta
 Json = dict[str, Any]
 
 
+IMPOSSIBLE = -9999.0
+"""The log-probability of tokens that cannot come; JSON knows no infinity."""
+
+
 def merged(deltas: Sequence[Delta]) -> Delta:
     """Return one delta for all of an output's."""
     return Delta(
@@ -95,7 +99,7 @@ class ChatAnswer(Answer):
 
     def _token(self, token: int, logprob: float) -> Json:
         text = self._text([token])
-        return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
+        return {"token": text, "logprob": max(logprob, IMPOSSIBLE), "bytes": None if "\ufffd" in text else list(text.encode())}
 
 
 class CompletionAnswer(Answer):
@@ -125,7 +129,7 @@ class CompletionAnswer(Answer):
                 "text_offset": [],
             }
             for score, token, said in zip(scores, tokens, logprobs["tokens"], strict=True):
-                logprobs["token_logprobs"].append(None if score is None else score.logprob)
+                logprobs["token_logprobs"].append(None if score is None else max(score.logprob, IMPOSSIBLE))
                 logprobs["top_logprobs"].append(None if score is None else self._top(score))
                 logprobs["text_offset"].append(at)
                 at += 0 if token in self._special else len(said)
@@ -140,5 +144,5 @@ class CompletionAnswer(Answer):
         """The likeliest tokens and the token itself; of several of one text the likeliest."""
         found: dict[str, float] = {}
         for token, logprob in (*score.top, (score.token, score.logprob)):
-            found.setdefault(self._text([token]), logprob)
+            found.setdefault(self._text([token]), max(logprob, IMPOSSIBLE))
         return found
