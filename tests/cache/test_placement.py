@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,19 +12,28 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from transformers import PreTrainedModel
 
+import kvthaw
 from kvthaw.cache import host_memory
 from kvthaw.cache.device_memory import BlockArena, DeviceMemory
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import AttentionParams
 from kvthaw.cache.plan import Settings
+from kvthaw.cache.transfer import UvaGather
+from kvthaw.engine.graph_runner import GraphRunner
 from kvthaw.errors import ConfigError, HostMemoryError
 from kvthaw.methods import resolve
 from kvthaw.regions import Regions
+from zoo import prompt
 
 LAYERS, BLOCK, HEADS, DIM = 2, 8, 2, 4
 HOW = AttentionParams(0.5)
 SIZE = HEADS * BLOCK * 2 * DIM * 4  # bytes of a block
+
+
+class ModelCache(SimpleNamespace):
+    """What a runner needs of a transformers cache."""
 
 
 class Tokens:
@@ -170,6 +180,57 @@ def test_the_oldest_spill_behind_the_steps_where_nothing_tells_them_apart_and_co
         take(cache, tokens.draw(1, 1))
     assert blocks(cache)[1] == 0
     assert cache.stats().moved_bytes > 0
+
+
+def test_replayed_steps_find_blocks_that_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their table is right before each replay though nothing is captured anew; the graph is a stand-in that does nothing."""
+    cache, tokens, captures = make(device_memory="1MiB"), Tokens(), []
+    take(cache, tokens.draw(2, 40))
+    monkeypatch.setattr(UvaGather, "fetch", lambda *args: None)  # a kernel
+    for layer in cache.offloaded:
+        layer.sparse.transfer = UvaGather()
+        layer.sparse.reorder()  # so that it makes room for the table
+
+    def forward(**kwargs: Any) -> Any:
+        take(cache, tokens.draw(2, 1))
+        return SimpleNamespace(logits=torch.zeros(1))
+
+    def capture(runner: GraphRunner) -> Any:
+        captures.append(runner)
+        runner._logits, runner._graph = runner._run(), SimpleNamespace(replay=stands)  # type: ignore[assignment]
+        return runner._graph
+
+    def stands() -> None:
+        for store in (layer.store for layer in cache.offloaded):
+            table = store.on_device.table
+            assert table is not None
+            assert torch.equal(table[:, : store.table().shape[1]], store.table())
+            assert torch.equal(store.on_device.on_host[:, : store.on_host().shape[1]], store.on_host())
+
+    monkeypatch.setattr(GraphRunner, "_capture", capture)
+    of: Any = ModelCache(kv=cache)
+    runner, token = GraphRunner(forward, of), torch.zeros((2, 1), dtype=torch.int64)
+    for step in range(90):
+        if step in (10, 40):
+            room_for(cache, 5 if step == 10 else 60)
+        runner(token, token)
+    assert cache.stats().moved_bytes > 0
+    assert blocks(cache)[1] == 0
+    assert len(captures) == 1
+
+
+def test_tokens_are_those_of_a_dynamic_cache(llama: PreTrainedModel) -> None:
+    """With all blocks on the device, and with room for half of them."""
+    ids, how = prompt(1, 90), {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+    expected, memory = llama.generate(ids, **how), 1 << 30
+    for _ in range(2):
+        with kvthaw.attach(llama, "oracle", budget=4096, block_size=16, device_memory=memory) as handle:
+            assert torch.equal(llama.generate(ids, **how), expected)
+            stats = handle.stats()
+            memory = sum(handle.cache.kv.streams.device.fixed.values()) + stats.device_block_bytes // 2
+    assert stats.device_block_bytes > 0
+    assert stats.kv_host_bytes > 0
+    assert stats.moved_bytes > 0
 
 
 def test_what_is_recalled_stays() -> None:
