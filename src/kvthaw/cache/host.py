@@ -97,6 +97,10 @@ class HostStore:
             known = self._table = version, torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)
         return known[1]
 
+    def crossed_rows(self) -> int:
+        """Return the rows that were fetched from blocks on the host. Waits for the device."""
+        return int(self.crossed.sum())
+
     def on_host(self) -> Tensor:
         """Return which blocks lie on the host, [seqs, most blocks] bool."""
         maps = [torch.tensor([not block.on_device for block in blocks], dtype=torch.bool) for blocks in self._blocks]

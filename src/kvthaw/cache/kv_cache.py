@@ -16,7 +16,7 @@ from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.plan import Settings
 from kvthaw.cache.preallocator import BlockPreallocator
 from kvthaw.cache.sequences import Sequences, roomier
-from kvthaw.cache.stats import Stats
+from kvthaw.cache.stats import Stats, collect
 from kvthaw.cache.step import Step
 from kvthaw.cache.streams import Streams
 from kvthaw.errors import CacheError, ConfigError
@@ -49,7 +49,7 @@ class KVCache:
             if i not in offloaded:
                 self.layers.append(DenseLayer(i, self.sequences))
                 continue
-            anchor = method.index is None or _anchors(settings, i, offloaded, depth)
+            anchor = method.index is None or settings.selects(i, offloaded, depth)
             if not anchor and leader is None:
                 raise ConfigError(f"anchors is {method.anchors}; layer {i} comes before the first and has nothing to follow")
             layer = OffloadedLayer(i, settings, self.streams, self.sequences, self.preallocator, None if anchor else leader)
@@ -406,47 +406,4 @@ class KVCache:
 
     def stats(self) -> Stats:
         """What the cache holds and did so far. Waits for the device."""
-        offloaded, sequences, held = self.offloaded, self.sequences, self.sequences.held
-        plan = offloaded[0].plan if offloaded else None
-        retrievers = {id(layer.retriever): layer.retriever for layer in offloaded if layer.retriever is not None}.values()
-        steps = sum(retriever.meter.steps for retriever in retrievers)
-        selected = sum(retriever.meter.selected for retriever in retrievers)
-        fetched = sum(retriever.meter.fetched for retriever in retrievers)
-        most = max((retriever.meter.most for retriever in retrievers), default=0)
-        retrieved = selected / steps if steps else (0.0 if held.steps else None)
-        chosen = [layer for layer in offloaded if layer.retriever is not None]
-        wanted = sum(layer.retriever.meter.selected for layer in chosen if layer.retriever)
-        copied = sum(layer.rows_copied() for layer in chosen)
-        fetched_bytes = sum(
-            (layer.retriever.meter.fetched - layer.rows_copied()) * layer.store.row_bytes for layer in chosen if layer.retriever
-        )
-        return Stats(
-            method=self.settings.method.name,
-            budget=plan.budget if plan else None,
-            layers=len(self.layers),
-            dense_layers=len(self.layers) - len(offloaded),
-            batch=sequences.count,
-            tokens=sequences.padded_length,
-            sparse_steps=held.tokens * len(offloaded) + sum(layer.asked_again for layer in offloaded),
-            dense_tokens=sequences.dense_tokens if offloaded else 0,
-            attended_mean=held.total / held.steps + (retrieved or 0.0) if held.steps else None,
-            attended_max=held.most + most if held.steps else None,
-            retrieved=retrieved,
-            hit_rate=1 - fetched / selected if selected else None,
-            device_rate=copied / wanted if wanted else None,
-            fetched_bytes=fetched_bytes,
-            kv_device_bytes=sum(layer.device_bytes() for layer in offloaded),
-            kv_dense_bytes=sum(layer.device_bytes() for layer in self.layers if isinstance(layer, DenseLayer)),
-            kv_host_bytes=sum(layer.host_bytes() for layer in self.layers),
-            device_block_bytes=sum(layer.store.nbytes(on_device=True) for layer in offloaded if layer.plan),
-            moved_bytes=sum(layer.storage.moved_bytes for layer in offloaded if layer.plan),
-        )
-
-
-def _anchors(settings: Settings, layer: int, offloaded: Sequence[int], depth: int) -> bool:
-    """Whether a layer selects for itself and for those after it."""
-    anchors = settings.method.anchors
-    if isinstance(anchors, int):
-        return offloaded.index(layer) % anchors == 0
-    shares = [int(a * depth) for a in anchors if isinstance(a, float)]
-    return layer in anchors or layer in shares or (bool(shares) and layer == offloaded[0])
+        return collect(self.settings, self.sequences, self.layers)

@@ -104,12 +104,6 @@ class OffloadedLayer:
         """Bytes of KV on the device: sink, ring, pool and blocks."""
         return self.slab.data.nbytes + self.store.nbytes(on_device=True) if self.plan else 0
 
-    def rows_copied(self) -> int:
-        """Rows fetched from blocks on the device so far. Waits for the device."""
-        if self.retriever is None or self.storage.placement is None:
-            return 0
-        return self.retriever.meter.fetched - int(self.store.crossed.sum())
-
     def fixed_bytes(self) -> int:
         """See LayerKV."""
         own = self.tensors() if self.chooses else [self.slab.data]

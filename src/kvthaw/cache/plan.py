@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -106,6 +106,14 @@ class Settings:
             return self.method.name
         budget = _BUDGET if self.budget is None else self.budget
         return f"{self.method.name}, " + (f"budget {budget}" if self.retrieved is None else f"{self.retrieved} retrieved")
+
+    def selects(self, layer: int, offloaded: Sequence[int], depth: int) -> bool:
+        """Return whether a layer selects for itself and for those after it. offloaded: the layers that retrieve, of `depth`."""
+        anchors = self.method.anchors
+        if isinstance(anchors, int):
+            return offloaded.index(layer) % anchors == 0
+        shares = [int(a * depth) for a in anchors if isinstance(a, float)]
+        return layer in anchors or layer in shares or (bool(shares) and layer == offloaded[0])
 
     def memory(self, offloaded: Collection[int]) -> tuple[HostMemory, DeviceMemory]:
         """Return the memory of a cache whose layers of these numbers are offloaded."""

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kvthaw.cache.dense import DenseLayer
+from kvthaw.cache.offloaded_layer import OffloadedLayer
+from kvthaw.cache.plan import Settings
+from kvthaw.cache.sequences import Sequences
 from kvthaw.formatting import human, number, share
 
 
@@ -70,3 +75,40 @@ class Stats:
             f"{self.method}: {attended} {self.tokens:,} tokens attended a step{dense}; KV {device} on the device, "
             f"{human(self.kv_host_bytes)} on the host; hit rate {share(self.hit_rate)}"
         )
+
+
+def collect(settings: Settings, sequences: Sequences, layers: Sequence[OffloadedLayer | DenseLayer]) -> Stats:
+    """Return what the layers of a cache hold and did so far. Waits for the device."""
+    offloaded = [layer for layer in layers if isinstance(layer, OffloadedLayer)]
+    plan, held = offloaded[0].plan if offloaded else None, sequences.held
+    meters = [(layer, layer.retriever.meter) for layer in offloaded if layer.retriever is not None]
+    groups = {id(meter): meter for _, meter in meters}.values()
+    steps, selected = sum(meter.steps for meter in groups), sum(meter.selected for meter in groups)
+    fetched, most = sum(meter.fetched for meter in groups), max((meter.most for meter in groups), default=0)
+    retrieved = selected / steps if steps else (0.0 if held.steps else None)
+    crossed = [
+        (layer, meter.fetched if layer.storage.placement is None else layer.store.crossed_rows()) for layer, meter in meters
+    ]
+    copied = sum(meter.fetched - rows for (_, meter), (_, rows) in zip(meters, crossed, strict=True))
+    wanted = sum(meter.selected for _, meter in meters)
+    return Stats(
+        method=settings.method.name,
+        budget=plan.budget if plan else None,
+        layers=len(layers),
+        dense_layers=len(layers) - len(offloaded),
+        batch=sequences.count,
+        tokens=sequences.padded_length,
+        sparse_steps=held.tokens * len(offloaded) + sum(layer.asked_again for layer in offloaded),
+        dense_tokens=sequences.dense_tokens if offloaded else 0,
+        attended_mean=held.total / held.steps + (retrieved or 0.0) if held.steps else None,
+        attended_max=held.most + most if held.steps else None,
+        retrieved=retrieved,
+        hit_rate=1 - fetched / selected if selected else None,
+        device_rate=copied / wanted if wanted else None,
+        fetched_bytes=sum(rows * layer.store.row_bytes for layer, rows in crossed),
+        kv_device_bytes=sum(layer.device_bytes() for layer in offloaded),
+        kv_dense_bytes=sum(layer.device_bytes() for layer in layers if isinstance(layer, DenseLayer)),
+        kv_host_bytes=sum(layer.host_bytes() for layer in layers),
+        device_block_bytes=sum(layer.store.nbytes(on_device=True) for layer in offloaded if layer.plan),
+        moved_bytes=sum(layer.storage.moved_bytes for layer in offloaded if layer.plan),
+    )
