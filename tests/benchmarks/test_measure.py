@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import kernels_tree, measure
+from benchmarks import kernels_tree, measure, tree_search
 from benchmarks.filled import FilledChecks
 
 
@@ -21,6 +21,15 @@ def test_the_tree_is_timed_beside_a_flat_scan(tmp_path: Path) -> None:
     assert found == lines(out)
     for line in found:
         assert set(line) >= {"bench", "tree_ms", "flat_ms", "recall", "attention_mass", "commit", "torch"}
+
+
+def test_trees_are_searched_for_the_exact_best_keys() -> None:
+    queries, keys = next(tree_search.drawn(600))
+    found = tree_search.search(0, queries[:2], keys[:2], 90, tree_search.TREES["icecache-digest"])
+    assert found["recall_10"] > 0.9
+    assert 0 < found["products_share"] <= 1
+    spared = tree_search.search(0, queries[:2], keys[:2], 90, {"query_retrieve_share": 0.5, "retrieve_batch": 1})
+    assert spared["products"] < found["products"]
 
 
 @pytest.mark.slow
