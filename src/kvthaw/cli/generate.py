@@ -43,10 +43,7 @@ def generate(
     dense_layers: Annotated[
         int | None, typer.Option(max=options.MOST, help="First layers that keep all KV. Default: 2 from 16 layers on, else 0.")
     ] = None,
-    device_memory: Annotated[
-        str | None,
-        typer.Option(help='Device memory that the cache may fill, such as "8GiB"; or "auto". Default: rows lie on the host.'),
-    ] = None,
+    device_memory: options.DeviceMemory = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after so many tokens.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
     seed: options.Seed = 0,

@@ -23,6 +23,13 @@ Model = Annotated[
 ]
 Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1, ...; the GPU if there is one.")]
 Dtype = Annotated[str, typer.Option("--dtype", help="float32, bfloat16, float16; auto: bfloat16 on a GPU, float32 on a CPU.")]
+DeviceMemory = Annotated[
+    str | None,
+    typer.Option(
+        "--device-memory",
+        help='Device memory that the cache may fill, such as "8GiB"; or "auto". Default: rows lie on the host.',
+    ),
+]
 Seed = Annotated[int, typer.Option("--seed", min=0, max=(1 << 63) - 1, help="Of everything that is drawn.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on stdout.")]
 Lines = Annotated[bool, typer.Option("--json", help="Print one JSON object a run and nothing else on stdout.")]

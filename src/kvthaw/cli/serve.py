@@ -11,6 +11,7 @@ from kvthaw.cli import options
 from kvthaw.cli.common import load_model, prompt_text, stderr, waiting
 from kvthaw.cli.options import one_budget
 from kvthaw.errors import ConfigError
+from kvthaw.formatting import read_bytes
 
 EXAMPLES = (
     "Needs pip install kvthaw\\[serve].\n\nExamples:\n\n  kvthaw serve\n\n"
@@ -35,8 +36,9 @@ def serve(
         int | None,
         typer.Option(min=2, max=options.MOST, help=f"Most tokens of a request. Default {_LENGTH:,}, or the model's positions."),
     ] = None,
+    device_memory: options.DeviceMemory = None,
     host_memory: Annotated[
-        float | None, typer.Option(min=0, help="GiB of host memory for KV; asks the system what is free unless given.")
+        str | None, typer.Option(help='Host memory for KV, such as "64GiB". Default: as much as the system has.')
     ] = None,
     max_waiting: Annotated[int, typer.Option(min=0, help="Requests that may wait; more are answered with 429.")] = 64,
     grace: Annotated[float, typer.Option(min=0, help="Seconds that requests have to finish after SIGTERM or Ctrl-C.")] = 30,
@@ -57,6 +59,7 @@ def serve(
     Also /v1/models, /tokenize, /detokenize, /health, /ready, /version and /metrics. Ends with exit code 0 on SIGTERM.
     """
     allowed = one_budget(budget)
+    host_bytes = None if host_memory is None else read_bytes(host_memory, "--host-memory")
     keys = tuple(line.strip() for line in prompt_text(None, api_key_file).splitlines() if line.strip()) if api_key_file else ()
     if api_key_file is not None and not keys:
         raise ConfigError(f"{api_key_file} holds no key")
@@ -77,8 +80,12 @@ def serve(
     with listen(host, port) as socket:  # an address that is taken costs no loading either
         llm, tokenizer = load_model(model, device, dtype)
         length = max_len or min(_LENGTH, positions(llm) or _LENGTH)
-        host_bytes = None if host_memory is None else int(host_memory * (1 << 30))
-        settings: dict[str, Any] = {"budget": allowed, "retrieved": retrieved, "host_bytes": host_bytes}
+        settings: dict[str, Any] = {
+            "budget": allowed,
+            "retrieved": retrieved,
+            "host_bytes": host_bytes,
+            "device_memory": device_memory,
+        }
         with waiting("allocating"):
             batch = Batch(llm, method, max_seqs=max_seqs, capacity=length, **settings)
             batch.join([0], max_new_tokens=2, stop=())  # all that a step needs: what does not fit fails here

@@ -172,7 +172,7 @@ async def _generate(
         raise refused(body, error, param) from None
     job = service.submit(body, prompts, sampling, param)
     if body.stream:
-        return EventStream(service, job, _events(job, answer, body), http.receive)
+        return EventStream(service, job, _events(job, answer, body))
     outputs: list[list[Delta]] = [[] for _ in job.requests]
     async with _attended(service, job, http.receive):
         async for delta in job.deltas(KEEP_ALIVE):
@@ -205,12 +205,12 @@ async def _events(job: Job, answer: Answer, body: Generation) -> AsyncIterator[b
 class EventStream(StreamingResponse):
     """A stream of events that lets its job go when it ends, however it does."""
 
-    def __init__(self, service: Service, job: Job, events: AsyncIterator[bytes], receive: Receive) -> None:
+    def __init__(self, service: Service, job: Job, events: AsyncIterator[bytes]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self._service, self._job, self._receive = service, job, receive
+        self._service, self._job = service, job
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with _attended(self._service, self._job, self._receive):
+        async with _attended(self._service, self._job, receive):
             await self.stream_response(send)
 
 

@@ -11,7 +11,8 @@ _STEPS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 
 _REQUESTS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 _CACHE = {
     "attended_tokens": ("Tokens attended per KV head and step, on average.", "attended_mean"),
-    "hit_rate": ("Share of the selected rows that were on the device already.", "hit_rate"),
+    "hit_rate": ("Share of the selected rows that were in the pool already.", "hit_rate"),
+    "device_rate": ("Share of them that were copied from blocks on the device.", "device_rate"),
     "fetched_bytes": ("Bytes of KV brought from the host.", "fetched_bytes"),
 }
 
