@@ -15,7 +15,7 @@ from kvthaw.engine.hf.model import load
 
 @pytest.fixture(scope="session")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Any]:
-    return load(str(bytemodel.save(tmp_path_factory.mktemp("model"))))
+    return load(str(bytemodel.save(tmp_path_factory.mktemp("model"))), dtype="float32")
 
 
 @pytest.fixture(scope="session")

@@ -161,7 +161,8 @@ def test_echoed_logprobs_are_those_of_the_model(served: Served) -> None:
         "/v1/completions", model="tiny", prompt=[ids], max_tokens=1, temperature=0, logprobs=1, echo=True, seed=1234
     ).json()["choices"][0]
     with torch.no_grad():
-        scores = served.model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+        logits = served.model(torch.tensor([ids], device=served.model.device)).logits[0]
+    scores = logits.cpu().double().log_softmax(-1)
     given, likeliest = choice["logprobs"]["token_logprobs"][1:-1], choice["logprobs"]["top_logprobs"][1:-1]
     assert choice["logprobs"]["token_logprobs"][0] is None
     assert torch.allclose(torch.tensor(given).double(), scores[:-1].gather(1, torch.tensor(ids)[1:, None])[:, 0], atol=1e-4)

@@ -40,7 +40,7 @@ def create_app(service: Service, *, api_keys: Sequence[str] = ()) -> FastAPI:
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         service.worker.start()
         yield
-        await asyncio.to_thread(service.worker.stop)
+        await service.worker.stop()
 
     app = FastAPI(title="kvthaw", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.service = service

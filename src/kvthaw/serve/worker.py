@@ -107,12 +107,12 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="kvthaw-worker", daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
+    async def stop(self) -> None:
         """End all requests and, after the step at hand, the thread."""
         self.abort()
         self._inbox.put(None)
         if self._thread is not None:
-            self._thread.join()
+            await asyncio.to_thread(self._thread.join)
 
     @property
     def open(self) -> int:
