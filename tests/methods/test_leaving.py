@@ -95,7 +95,7 @@ SOON: dict[str, dict[str, int]] = {
     "retroinfer": {"batch": 20, "tokens_per_cluster": 4, "segment": 64},
 }
 """Options with which batches are full, and sets chosen anew, after a few tokens."""
-KEEP_WHAT_LEFT = ["full", "streaming", "h2o", "snapkv", "snapkv-refreshed", "icecache-digest", "icecache-digest:reuse=3"]
+KEEP_WHAT_LEFT = ["full", "streaming", "h2o", "snapkv", "snapkv-refreshed", "icecache", "icecache-reuse", "icecache-digest"]
 REVERSIBLE = [name for name in METHODS if name not in KEEP_WHAT_LEFT]
 
 

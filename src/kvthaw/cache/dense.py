@@ -226,7 +226,7 @@ class DenseLayer:
     def check_crop(self, drop: int) -> None:
         """All tokens are here."""
 
-    def crop(self, seq: int, start: int, length: int) -> None:
+    def crop(self, seq: int, start: int, length: int, *, exactly: bool = False) -> None:
         """See LayerKV."""
         self._offloaded = None
         self._tickets.zero_()

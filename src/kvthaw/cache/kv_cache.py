@@ -352,7 +352,7 @@ class KVCache:
         if drop >= sequences.padded_length:
             self.reset()
             return
-        step = self._reversible()
+        step, exactly = self._reversible(), self._candidates() is not None
         if step is not None:
             drop -= self._take_back(step, drop)
         if not drop:
@@ -363,7 +363,7 @@ class KVCache:
             length = max(0, sequences.length(seq) - drop)
             start = sequences.ring_after_crop(seq, length, evicts=evicts)
             for layer in self.layers:
-                layer.crop(seq, start, length)
+                layer.crop(seq, start, length, exactly=exactly)
         sequences.crop(drop, evicts=evicts)
 
     def reorder(self, order: Sequence[int]) -> None:

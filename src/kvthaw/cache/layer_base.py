@@ -82,8 +82,9 @@ class LayerKV(Protocol):
     def check_crop(self, drop: int) -> None:
         """Raise CacheError where crop(drop) would need tokens that the method has dropped."""
 
-    def crop(self, seq: int, start: int, length: int) -> None:
-        """Forget the tokens >= length of a sequence, whose ring begins at `start` from then on."""
+    def crop(self, seq: int, start: int, length: int, *, exactly: bool = False) -> None:
+        """Forget the tokens >= length of a sequence, whose ring begins at `start` from then on. exactly: an index that can undo its
+        latest append does so, instead of truncating."""
 
     def clear(self, seq: int) -> None:
         """Forget a sequence; no tensor moves."""

@@ -133,11 +133,11 @@ class LayerStorage:
         if failed is not None:
             self.offloader.truncate(seq, length)
 
-    def crop(self, seq: int, start: int, length: int, old: int, before: int) -> None:
+    def crop(self, seq: int, start: int, length: int, old: int, before: int, *, exactly: bool = False) -> None:
         """Forget the tokens >= length of a sequence of `before` tokens, whose ring began at `old` and begins at `start` then. The
-        ring is refilled from the store."""
+        ring is refilled from the store. exactly: see LayerKV."""
         if start < old and self.updater is not None:
-            self.updater.rollback(seq, start)
+            (self.updater.rollback if exactly else self.updater.truncate)(seq, start)
         self.offloader.refill(seq, start, min(old, length, before))
         self.offloader.truncate(seq, length)
 

@@ -412,7 +412,7 @@ class OffloadedLayer:
             if max(0, sequences.length(seq) - drop) < sequences.indexed(seq) > sink:
                 raise CacheError(f"{self.settings.method.name} has dropped the tokens that crop({-drop}) would bring back")
 
-    def crop(self, seq: int, start: int, length: int) -> None:
+    def crop(self, seq: int, start: int, length: int, *, exactly: bool = False) -> None:
         """See LayerKV. The ring is refilled from the store."""
         if self.plan is None:
             return
@@ -420,7 +420,8 @@ class OffloadedLayer:
         if self.settings.method.evicts:
             return
         self._settle()
-        self.storage.crop(seq, start, length, self.sequences.indexed(seq), self.sequences.length(seq))
+        own = self.sequences
+        self.storage.crop(seq, start, length, own.indexed(seq), own.length(seq), exactly=exactly)
 
     def clear(self, seq: int) -> None:
         """See LayerKV."""
