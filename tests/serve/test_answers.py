@@ -187,3 +187,11 @@ def test_what_the_server_says_of_itself(served: Served) -> None:
     assert served.http.get("/ready").json() == {"ready": True}
     assert served.http.get("/version").json() == {"version": __version__}
     assert "/v1/chat/completions" in served.http.get("/openapi.json").json()["paths"]
+
+
+def test_no_tokens_and_echo_is_the_prompt_alone(served: Served) -> None:
+    said = served.post("/v1/completions", prompt=["abc", "de"], max_tokens=0, echo=True, logprobs=1).json()
+    assert [choice["text"] for choice in said["choices"]] == ["abc", "de"]
+    assert [len(choice["logprobs"]["tokens"]) for choice in said["choices"]] == [3, 2]
+    assert [choice["finish_reason"] for choice in said["choices"]] == ["length", "length"]
+    assert said["usage"] == {"prompt_tokens": 5, "completion_tokens": 0, "total_tokens": 5}

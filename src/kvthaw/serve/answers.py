@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvthaw.engine.sampling import TokenLogprobs
@@ -33,14 +35,12 @@ def merged(deltas: Sequence[Delta]) -> Delta:
 class Answer:
     """What both kinds of completion share. prompts: token ids."""
 
-    kind = chunk_kind = ""
+    kind = chunk_kind = prefix = ""
 
     def __init__(self, body: ChatRequest | CompletionRequest, prompts: Sequence[Sequence[int]], tokenizer: Any, model: str):
         self._body, self._prompts, self._tokenizer = body, prompts, tokenizer
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self._new = 0  # tokens generated
-
-    prefix = ""
 
     def opening(self) -> list[Json]:
         """Return the choices of the chunks that come before any token."""
@@ -48,6 +48,7 @@ class Answer:
 
     def part(self, delta: Delta) -> Json | None:
         """Return the choice of a chunk, None for one that would say nothing; counts its tokens."""
+        delta = self._kept(delta)
         self._new += len(delta.tokens)
         said = delta.text or delta.logprobs or delta.finished or delta.prompt_logprobs
         return self._choice(delta, whole=False) if said else None
@@ -62,6 +63,7 @@ class Answer:
 
     def whole(self, outputs: Sequence[Delta]) -> Json:
         """Return the answer to a request that asked for no stream."""
+        outputs = [self._kept(delta) for delta in outputs]
         self._new = sum(len(delta.tokens) for delta in outputs)
         choices = [self._choice(delta, whole=True) for delta in outputs]
         return self._head | {"object": self.kind, "choices": choices, "usage": self.usage()}
@@ -70,6 +72,14 @@ class Answer:
         """Return how many tokens there are; a prompt counts once however many outputs it has."""
         prompt = sum(map(len, self._prompts))
         return {"prompt_tokens": prompt, "completion_tokens": self._new, "total_tokens": prompt + self._new}
+
+    def _kept(self, delta: Delta) -> Delta:
+        """Return a delta without what was not asked for: the scheduler gives every request a token, also for max_tokens=0."""
+        if self._body.max_tokens != 0:
+            return delta
+        return replace(
+            delta, tokens=(), text="", logprobs=(), finished="length" if delta.finished == "stop" else delta.finished
+        )
 
     def _choice(self, delta: Delta, *, whole: bool) -> Json:
         raise NotImplementedError
@@ -105,11 +115,11 @@ class ChatAnswer(Answer):
 class CompletionAnswer(Answer):
     """Of /v1/completions. With echo the prompt comes with an output's first tokens."""
 
-    kind = chunk_kind = "text_completion"
-    prefix = "cmpl"
+    kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
 
     def __init__(self, body: CompletionRequest, prompts: Sequence[Sequence[int]], tokenizer: Any, model: str) -> None:
         super().__init__(body, prompts, tokenizer, model)
+        self._echo = body.echo
         self._begun: dict[int, int] = {}  # characters of the tokens given so far, by output
         self._special = set(tokenizer.all_special_ids)  # they are not in the text
 
@@ -119,26 +129,19 @@ class CompletionAnswer(Answer):
         if prompt:
             text, scores = self._tokenizer.decode(prompt, skip_special_tokens=True) + text, [*delta.prompt_logprobs, *scores]
         at = self._begun.setdefault(delta.index, 0)
+        tokens = [one.token if one is not None else prompt[0] for one in scores]
+        words = [self._text([token]) for token in tokens]
+        lengths = [0 if token in self._special else len(word) for token, word in zip(tokens, words, strict=True)]
+        *offsets, self._begun[delta.index] = itertools.accumulate(lengths, initial=at)
         logprobs: Json | None = None
-        if self._body.logprobs is not None and scores:
-            tokens = [one.token if one is not None else prompt[0] for one in scores]
+        if scores:
             logprobs = {
-                "tokens": [self._text([token]) for token in tokens],
-                "token_logprobs": [],
-                "top_logprobs": [],
-                "text_offset": [],
+                "tokens": words,
+                "token_logprobs": [None if one is None else max(one.logprob, IMPOSSIBLE) for one in scores],
+                "top_logprobs": [None if one is None else self._top(one) for one in scores],
+                "text_offset": offsets,
             }
-            for score, token, said in zip(scores, tokens, logprobs["tokens"], strict=True):
-                logprobs["token_logprobs"].append(None if score is None else max(score.logprob, IMPOSSIBLE))
-                logprobs["top_logprobs"].append(None if score is None else self._top(score))
-                logprobs["text_offset"].append(at)
-                at += 0 if token in self._special else len(said)
-        self._begun[delta.index] = at
         return {"index": delta.index, "text": text, "logprobs": logprobs, "finish_reason": delta.finished}
-
-    @property
-    def _echo(self) -> bool:
-        return isinstance(self._body, CompletionRequest) and self._body.echo
 
     def _top(self, score: TokenLogprobs) -> dict[str, float]:
         """The likeliest tokens and the token itself; of several of one text the likeliest."""
