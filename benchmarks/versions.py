@@ -29,6 +29,8 @@ SIZES: dict[str, dict[str, Any]] = {
 WARM = 24
 _LARGE = {"layers": 16, "hidden": 4096, "new_tokens": 48}
 _METHODS = ("full", "pariskv", "clusterkv", "prkv", "icecache-digest-device", "icecache-digest")
+_BEFORE = {"icecache-digest-device": "icecache-device", "icecache-digest": "icecache"}
+"""What methods were called in versions that have them under no other name."""
 RUNS: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
     "36k": ({**_LARGE, "length": 36864, "batch": 1}, _METHODS),
     "128k": ({**_LARGE, "length": 131072, "batch": 1}, _METHODS),
@@ -64,7 +66,8 @@ def measure(model: transformers.PreTrainedModel, method: str, length: int, batch
     rng = torch.Generator("cuda").manual_seed(1)
     prompt, tokens = (torch.randint(0, 1024, (batch, n), device="cuda", generator=rng) for n in (length, WARM + new_tokens))
     whole, host = [], []
-    with kvthaw.attach(model, method, **SIZES.get(method, {"budget": 256})) as handle:
+    name = method if method in kvthaw.METHODS else _BEFORE[method]
+    with kvthaw.attach(model, name, **SIZES.get(method, {"budget": 256})) as handle:
         model(prompt, logits_to_keep=1)
         for i in range(WARM + new_tokens):
             positions = torch.full((batch, 1), length + i, device="cuda")
