@@ -119,6 +119,7 @@ def test_selecting_from_a_captured_graph(make: Make, device: torch.device) -> No
         seqs.deferred.do()  # as the cache does between captured steps
         if isinstance(seqs.index, WorksBeside):
             seqs.index.join()
+        seqs.store.table_on(device)
         query.copy_(seqs.query(step))
         selection.rows.fill_(-9)
         graph.replay()
