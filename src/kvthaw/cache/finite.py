@@ -48,6 +48,7 @@ class FiniteCheck:
     def __deepcopy__(self, memo: dict[int, object]) -> FiniteCheck:
         return FiniteCheck()
 
+    @torch.inference_mode(False)  # the tensor on the host outlives the caller's mode
     def _ask(self, flags: Mapping[int, Tensor]) -> None:
         if self._here is None or self._here.shape[0] != len(flags):
             self._here = torch.empty(len(flags), dtype=torch.int32, pin_memory=True)
