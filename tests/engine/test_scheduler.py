@@ -23,12 +23,13 @@ def settings_of(method: str) -> dict[str, Any]:
     return {"dense_layers": 1} if method == "full" else {"budget": 48, "dense_layers": 1, "block_size": 16}
 
 
-def alone(model: PreTrainedModel, method: str, ids: torch.Tensor, new: int) -> list[int]:
-    batch = Batch(model, method, max_seqs=1, capacity=200, **settings_of(method))
-    request = batch.join(ids, max_new_tokens=new, stop=())
+def alone(model: PreTrainedModel, method: str, *asked: tuple[torch.Tensor, int]) -> list[list[int]]:
+    """The tokens of requests whose prompts go through the model at once; a batch gives each what it gets alone."""
+    batch = Batch(model, method, max_seqs=len(asked), capacity=200, **settings_of(method))
+    requests = [batch.join(ids, max_new_tokens=new, stop=()) for ids, new in asked]
     while batch.requests:
         batch.step()
-    return request.tokens
+    return [request.tokens for request in requests]
 
 
 @pytest.mark.parametrize("method", kvthaw.METHODS)
@@ -36,7 +37,7 @@ def test_everyone_gets_the_tokens_of_being_alone(model: PreTrainedModel, method:
     """Prompts come in chunks between the steps of others; some are cancelled while they wait, prefill or decode."""
     batch = Batch(model, method, max_seqs=3, capacity=200, prefill_chunk=64, **settings_of(method))
     scheduler = Scheduler(batch, step_tokens=24)
-    asked = [(prompt(1, n, seed=n)[0], new) for n, new in ((90, 12), (30, 20), (150, 6), (7, 9), (110, 5), (40, 7), (12, 4))]
+    asked = [(prompt(1, n, seed=n)[0], new) for n, new in ((90, 12), (30, 16), (130, 6), (7, 9), (100, 5), (12, 4))]
     requests = [scheduler.submit(ids, max_new_tokens=new, stop=()) for ids, new in asked]
     seen, beside = [], False
     for step in range(100):
@@ -52,8 +53,8 @@ def test_everyone_gets_the_tokens_of_being_alone(model: PreTrainedModel, method:
     assert beside or method in ("streaming", "h2o") or batch.cache.settings.method.evicts
     assert sum(one.finished == "left" for one in requests) in (2, 3)
     assert sum(len(one.tokens) for one in requests) == len(seen)
-    for one, (ids, new) in zip(requests, asked, strict=True):
-        assert one.tokens == alone(model, method, ids, new)[: len(one.tokens)]
+    for one, own, (_, new) in zip(requests, alone(model, method, *asked), asked, strict=True):
+        assert one.tokens == own[: len(one.tokens)]
         assert one.finished == "left" or len(one.tokens) == new
     assert batch.stats().kv_host_bytes == 0
 
@@ -88,7 +89,7 @@ def test_places_go_by_priority_then_by_arrival(model: PreTrainedModel) -> None:
 def test_host_memory_is_there_before_a_place_is_given(model: PreTrainedModel) -> None:
     """Two that fit one after the other and not together: the second waits, and neither fails."""
     ids = [prompt(1, n, seed=n)[0] for n in (100, 90)]
-    plain = [alone(model, "oracle", one, 30) for one in ids]
+    plain = alone(model, "oracle", *((one, 30) for one in ids))
     batch = Batch(model, "oracle", max_seqs=2, capacity=200, **settings_of("oracle"))
     batch.join(ids[0][:50], max_new_tokens=1, stop=())
     need = batch.host_bytes(batch.request(ids[0], max_new_tokens=30))
@@ -130,7 +131,7 @@ def test_a_failing_prompt_ends_and_the_others_go_on(model: PreTrainedModel) -> N
     assert str(two.error) == "lost"
     while scheduler.busy:
         scheduler.step()
-    assert one.tokens == alone(model, "quest", ids[0], 20)
+    assert [one.tokens] == alone(model, "quest", (ids[0], 20))
 
 
 def test_what_a_scheduler_refuses(model: PreTrainedModel) -> None:
@@ -168,11 +169,11 @@ def test_any_order_of_events_gives_the_same_tokens(model: PreTrainedModel) -> No
             scheduler.step()
         while scheduler.busy:
             scheduler.step()
-        for ids, sampling, request in asked:
-            one = Batch(model, method, max_seqs=1, capacity=200, **settings_of(method))
-            own = one.join(ids, stop=(), sampling=sampling)
-            while one.requests:
-                one.step()
+        whole = Batch(model, method, max_seqs=len(asked), capacity=200, **settings_of(method))
+        alone = [whole.join(ids, stop=(), sampling=sampling) for ids, sampling, _ in asked]
+        while whole.requests:
+            whole.step()
+        for own, (_, _, request) in zip(alone, asked, strict=True):
             assert request.tokens == own.tokens[: len(request.tokens)]
             assert request.finished == "left" or request.finished == own.finished
             if request.prompt_logprobs:
@@ -188,4 +189,4 @@ def test_a_request_that_was_made_before_can_be_submitted(model: PreTrainedModel)
     assert scheduler.submit(made) is made
     while scheduler.busy:
         scheduler.step()
-    assert made.tokens == alone(model, "oracle", prompt(1, 30)[0], 4)
+    assert [made.tokens] == alone(model, "oracle", (prompt(1, 30)[0], 4))

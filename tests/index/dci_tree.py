@@ -102,6 +102,7 @@ class DciTree:
         self.parent: list[int] = []
         self.pages: dict[int, list[list[int]]] = {ROOT: []}
         self.radius2 = 0.0  # c^2
+        self._lift = self.keys, -1.0, self.keys.new_empty(0)
 
     def __len__(self) -> int:
         return len(self.level)
@@ -111,7 +112,10 @@ class DciTree:
     @property
     def lift(self) -> Tensor:
         """[n]: sqrt(c^2 - |k|^2)."""
-        return (self.radius2 - self.keys.square().sum(1)).clamp_min(0).sqrt()
+        if self._lift[0] is not self.keys or self._lift[1] != self.radius2:
+            lift = (self.radius2 - self.keys.square().sum(1)).clamp_min(0).sqrt()
+            self._lift = self.keys, self.radius2, lift
+        return self._lift[2]
 
     def projections(self, points: Sequence[int]) -> Tensor:
         """[len(points), composites * simples]."""
