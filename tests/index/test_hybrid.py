@@ -310,3 +310,18 @@ def test_selecting_from_a_captured_graph(device: torch.device) -> None:
         assert torch.equal(selection.rows, eager.rows)
         assert torch.equal(selection.counts, eager.counts)
         seqs.append(8)
+
+
+def test_an_undone_append_leaves_the_map_as_it_was() -> None:
+    """The last page holds tokens that are not neighbours, where some of the last ones are static."""
+    seqs = Seqs(lambda context: HybridIndex(context, page=8, share=0.5), [123])
+    seqs.select(40)
+    assert isinstance(seqs.index, HybridIndex)
+    assert seqs.index.order is not None
+    start = seqs.length[0]
+    before = seqs.index.order[:, :, :123].clone()
+    seqs.append(5)
+    seqs.index.undo(0, start)
+    assert torch.equal(seqs.index.order[:, :, :123], before)
+    seqs.length[0] = start
+    seqs.select(40)

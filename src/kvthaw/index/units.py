@@ -351,8 +351,11 @@ class UnitIndex:
     def _again(self, seq: int, begin: int, before: int, n: int, marks: list[tuple[int, int]]) -> None:
         """A sequence ends with the first n tokens of a batch, whose keys are kept."""
         keys = self._kept(seq, begin, n)
+        order = self.order[seq, :, begin : begin + n].clone() if self.shuffled and self.order is not None else None
         self._set(seq, Seq(begin, before, 0, marks))
         self._add([seq], keys[None])
+        if order is not None and self.order is not None:  # places of the map are not positions
+            self.order[seq, :, begin : begin + n] = order
 
     def _kept(self, seq: int, begin: int, n: int) -> Tensor:
         """Keys [H, n, D] of a sequence's last tokens, from place `begin` of the map on."""
