@@ -78,7 +78,7 @@ class ScriptedIndex(Around):
         """rows are a view of orders [B, H, n] in which a step begins (1 - hits) M places after the one before."""
         shape, script, batch, device = self.context, self.script, query.shape[0], query.device
         assert shape.sequences is not None
-        sink, end = shape.regions.sink, int(shape.sequences.starts.min())
+        sink, end = shape.regions.sink, int(shape.sequences.on_device.starts.min())
         if end - sink < budget:
             raise ConfigError(
                 f"hits is {self.hits}; that needs {budget} rows to choose from, and {max(0, end - sink)} tokens stand between sink "

@@ -92,9 +92,9 @@ def test_device_counters_follow(of: Regions, prompts: list[int], steps: int) -> 
         for _ in range(2):  # every layer asks
             found.place(step, 0, CPU)
             want = step.lengths(1)
-            assert found.lengths.tolist() == want
-            assert found.starts.tolist() == [found.indexed(seq, n) for seq, n in enumerate(want)]
-        now = [tensor.data_ptr() for tensor in found.tensors()]
+            assert found.on_device.lengths.tolist() == want
+            assert found.on_device.starts.tolist() == [found.indexed(seq, n) for seq, n in enumerate(want)]
+        now = [tensor.data_ptr() for tensor in found.on_device.tensors()]
         assert addresses in (None, now), "a captured step reads them where they were"
         addresses = now
         found.commit()
@@ -103,17 +103,17 @@ def test_device_counters_follow(of: Regions, prompts: list[int], steps: int) -> 
 def test_a_replay_advances_the_device_counters() -> None:
     of = prompted([9, 4], Regions(1, 2, 2))
     of.place_before_step(CPU)
-    assert of.lengths.tolist() == [9, 4]
+    assert of.on_device.lengths.tolist() == [9, 4]
     of.begin(1, dense=False)
-    of.lengths.add_(of.live)  # what a replay does on the device
+    of.on_device.lengths.add_(of.on_device.live)  # what a replay does on the device
     of.commit()
     of.passed()
     of.place_before_step(CPU)
-    assert of.lengths.tolist() == [10, 5]
-    of.lengths.add_(of.live)  # one that failed behind its first graph
+    assert of.on_device.lengths.tolist() == [10, 5]
+    of.on_device.lengths.add_(of.on_device.live)  # one that failed behind its first graph
     of.forget_device()
     of.place_before_step(CPU)
-    assert of.lengths.tolist() == [10, 5]
+    assert of.on_device.lengths.tolist() == [10, 5]
 
 
 def test_a_prompt_goes_to_one_sequence() -> None:

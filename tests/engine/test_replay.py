@@ -306,13 +306,13 @@ class Device:
 
     def capture(self) -> Device:
         self.replay_of._logits = self.replay_of._run()
-        self.sequences.lengths.sub_(self.sequences.live)  # nothing is done while it is captured
+        self.sequences.on_device.lengths.sub_(self.sequences.on_device.live)  # nothing is done while it is captured
         self.replay_of._graph, self.captured = self, self.captured + 1  # type: ignore[assignment]
         return self
 
     def replay(self) -> None:
-        self.at.append(self.sequences.lengths.tolist())
-        self.sequences.lengths.add_(self.sequences.live)
+        self.at.append(self.sequences.on_device.lengths.tolist())
+        self.sequences.on_device.lengths.add_(self.sequences.on_device.live)
         if self.fails:
             raise ValueError("a query is not finite")
 
@@ -347,7 +347,7 @@ def test_a_replay_that_fails_counts_nothing_and_can_be_taken_again(
     assert cache.get_seq_length() == 70 + steps
     device.fails = False
     step()
-    assert (cache.get_seq_length(), cache.kv.sequences.lengths.tolist()) == (71 + steps, [71 + steps])
+    assert (cache.get_seq_length(), cache.kv.sequences.on_device.lengths.tolist()) == (71 + steps, [71 + steps])
     taken = len(device.at)
     step()
     step()

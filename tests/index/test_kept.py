@@ -97,9 +97,9 @@ def test_selecting_from_a_captured_graph(make: type[KeptIndex], device: torch.de
         torch.manual_seed(0)
         slab.data.normal_()
         clock = Sequences()
-        clock.lengths = torch.tensor([420, 400], dtype=torch.int32, device=device)
-        clock.starts = torch.tensor([404, 390], dtype=torch.int32, device=device)
-        clock.live = torch.ones(2, dtype=torch.int32, device=device)
+        clock.on_device.lengths = torch.tensor([420, 400], dtype=torch.int32, device=device)
+        clock.on_device.starts = torch.tensor([404, 390], dtype=torch.int32, device=device)
+        clock.on_device.live = torch.ones(2, dtype=torch.int32, device=device)
         return replace(shape, rows=40, slab=slab, sequences=clock)
 
     replayed, eager = (Seqs(lambda shape: make(near(shape)), [0, 0], device=device) for _ in range(2))

@@ -98,7 +98,7 @@ def test_lags_only_behind_the_token_before() -> None:
     def at(length: int, step: int) -> int:
         """Ask with the query of a step, at so many tokens; of which step's query the rows are."""
         assert shape.sequences is not None
-        shape.sequences.lengths = torch.tensor([length], dtype=torch.int32)
+        shape.sequences.on_device.lengths = torch.tensor([length], dtype=torch.int32)
         rows = index.select(seqs.query(step), 30).rows
         return next(i for i in range(10) if torch.equal(own.select(seqs.query(i), 30).rows, rows))
 

@@ -1,48 +1,117 @@
-"""What a layer was before a step of several tokens, so that those of them that are not accepted can be taken back exactly."""
+"""Checkpoints of layers before a step of several tokens, so that tokens that are not accepted are taken back exactly."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import copy
+from collections.abc import Sequence
 
 from torch import Tensor
 
-from kvthaw.cache.index_updater import Indexed
-from kvthaw.cache.layer_base import AttentionParams
-from kvthaw.cache.layer_storage import LayerStorage
+from kvthaw.cache.layer_base import AttentionParams, LayerKV
+from kvthaw.cache.offloaded_layer import OffloadedLayer
+from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.step import Step
 
 
-@dataclass(eq=False)
 class Checkpoint:
-    """Sink and ring of a layer before a step, how far it was offloaded and indexed, its index; and what the step brings.
+    """Sink and ring of a layer before a step, its watermarks and its index; and what the step brings.
 
     From here on tokens are indexed in a copy, so that the index itself and its tensors stay where they are, for a captured step
-    that reads them. tokens: query, key and value [B, heads, T, D]; queries: those that the index is asked with, None for the
-    layer's own.
+    that reads them. tokens: query, key and value [B, heads, T, D].
     """
 
-    step: Step
-    tokens: tuple[Tensor, Tensor, Tensor]
-    attention: AttentionParams
-    queries: Tensor | None
-    storage: LayerStorage
-    _held: Tensor = field(init=False)
-    _offloaded: tuple[list[int], dict[int, tuple[int, int]]] = field(init=False)
-    _indexed: Indexed | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        updater = self.storage.updater
-        self._held, self._offloaded = self.storage.slab.held().clone(), self.storage.offloader.marks()
-        self._indexed = None if updater is None else updater.branch()
+    def __init__(
+        self, layer: OffloadedLayer, step: Step, tokens: tuple[Tensor, Tensor, Tensor], attention: AttentionParams
+    ) -> None:
+        self.layer, self.step, self._tokens, self._attention = layer, step, tokens, attention
+        prefetched = None if layer.retriever is None else layer.retriever.prefetched
+        self._queries = None if prefetched is None else prefetched.queries
+        storage = layer.storage
+        self._held, self._offloaded = storage.slab.held().clone(), storage.offloader.marks()
+        self._indexed = None if storage.updater is None else storage.updater.branch()
 
     def restore(self) -> None:
-        """Have the layer be what it was."""
-        offloader, updater = self.storage.offloader, self.storage.updater
-        offloader.wait()
-        if updater is not None and self._indexed is not None:
-            updater.rejoin(self._indexed)
-        offloader.rewind(self._offloaded)
-        self.storage.slab.held().copy_(self._held)
+        """Bring the layer back to what it was."""
+        storage = self.layer.storage
+        storage.offloader.wait()
+        if storage.updater is not None and self._indexed is not None:
+            storage.updater.rejoin(self._indexed)
+        storage.offloader.rewind(self._offloaded)
+        storage.slab.held().copy_(self._held)
+        storage.slab.tickets.zero_()
+        self.layer.drop_search()
 
-    def __deepcopy__(self, memo: dict[int, object]) -> None:
-        """A copied layer takes nothing back."""
+    def repeat(self, step: Step) -> None:
+        """Decode the first tokens again, as many as the new step has."""
+        query, key, value = (tensor[:, :, : step.tokens] for tensor in self._tokens)
+        if self.layer.retriever is not None and self._queries is not None:
+            self.layer.retriever.prefetch(self._queries[:, :, : step.tokens], 0)
+        self.layer.decode(step, query, key, value, self._attention)
+
+
+class Checkpoints:
+    """The checkpoints of a cache's layers, of the latest step of several tokens.
+
+    A step that fails is taken back by them, and so are candidates of assisted decoding that a crop rejects.
+    """
+
+    def __init__(self, sequences: Sequences) -> None:
+        self._sequences = sequences
+        self._of: dict[int, Checkpoint] = {}
+        self._verified: tuple[Step | None, int, int] = None, -1, -1  # the candidates' step; commits and version after it
+
+    def save(
+        self, layer: OffloadedLayer, step: Step, tokens: tuple[Tensor, Tensor, Tensor], attention: AttentionParams
+    ) -> None:
+        """Make a checkpoint of a layer before a step where crop() could not take back its last tokens exactly."""
+        if self._irreversible(layer, step.tokens):
+            self._of[layer.number] = Checkpoint(layer, step, tokens, attention)
+
+    def _irreversible(self, layer: OffloadedLayer, tokens: int) -> bool:
+        """Return whether tokens leave the ring before the last of so many, or the index remembers their queries."""
+        if tokens == 1:
+            return False
+        flushes, retriever = sum(self._sequences.full(t) for t in range(1, tokens)), layer.retriever
+        if retriever is None:
+            return flushes > 0
+        reverses = retriever.reverses
+        return retriever.remembers or flushes > int(reverses is not None and reverses.reversible)
+
+    def restore(self, step: Step) -> bool:
+        """Bring layers back to what they were before a step, and return whether one has a checkpoint of it."""
+        found = [checkpoint for checkpoint in self._of.values() if checkpoint.step is step]
+        for checkpoint in found:
+            checkpoint.restore()
+        return bool(found)
+
+    def repeat(self, step: Step) -> None:
+        """Have layers decode the first tokens of the step that was taken back again."""
+        for checkpoint in self._of.values():
+            checkpoint.repeat(step)
+
+    def drop(self) -> None:
+        """Keep the tokens of the latest step."""
+        self._of.clear()
+        self._verified = None, -1, -1
+
+    def commit(self, step: Step) -> None:
+        """Note that a step was committed, whose last tokens a crop may reject."""
+        if self._sequences.verifying:
+            self._verified = step, self._sequences.commits, self._sequences.version
+
+    @property
+    def candidates(self) -> Step | None:
+        """The latest step, if its tokens are candidates and nothing has changed since."""
+        step, *then = self._verified
+        return step if then == [self._sequences.commits, self._sequences.version] else None
+
+    def restorable(self, layers: Sequence[LayerKV]) -> Step | None:
+        """Return the candidates' step if all these layers have a checkpoint of it."""
+        step, found = self.candidates, [self._of.get(layer.number) for layer in layers]
+        return step if found and all(each is not None and each.step is step for each in found) else None
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Checkpoints:
+        """A copied cache takes nothing back by its checkpoints."""
+        twin = Checkpoints(copy.deepcopy(self._sequences, memo))
+        twin._verified = copy.deepcopy(self._verified, memo)
+        return twin

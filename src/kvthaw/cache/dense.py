@@ -155,7 +155,7 @@ class DenseLayer:
             self._data[:, :, :, 1],
             scale=attention.scale,
             newest=(key[:, :, -1], value[:, :, -1]),
-            lengths=self.sequences.lengths,
+            lengths=self.sequences.on_device.lengths,
             softcap=attention.softcap,
             sinks=attention.sinks,
         )

@@ -320,6 +320,7 @@ class HostStore:
 
     def __deepcopy__(self, memo: dict[int, object]) -> HostStore:
         """A store of its own whose blocks are shared until either writes, with none allocated ahead."""
+        self.wait()
         memory = copy.deepcopy(self.allocator.memory, memo)
         twin = HostStore(
             0, self.kv_heads, self.head_dim, self.dtype, block_size=self.block_size, pinned=self.pinned, memory=memory

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from kvthaw.cache.checkpoint import Checkpoints
 from kvthaw.cache.clone import clone
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.finite import FiniteCheck
@@ -39,11 +40,11 @@ class KVCache:
             raise ConfigError(f"dense_layers is {settings.dense_layers}; that leaves no layer to {method.name}, of {depth}")
         self.settings, self.sequences, self.streams = settings, Sequences(), Streams(depth, *settings.memory(offloaded))
         self.preallocator, self._finite = BlockPreallocator(self.streams), FiniteCheck()
+        self._checkpoints = Checkpoints(self.sequences)
         self.layers: list[OffloadedLayer | DenseLayer] = []
         self._prepared: tuple[int, int] = -1, -1  # version and capacity that before_step() has served
         self._whole = False  # within whole()
         self._flushed = -1  # length at which full rings have been flushed
-        self._verified: tuple[Step | None, int, int] = None, -1, -1  # candidates; commits and version after them
         leader: OffloadedLayer | None = None
         for i in numbers:
             if i not in offloaded:
@@ -83,6 +84,8 @@ class KVCache:
         if step is None:
             raise CacheError(f"layer {layer.number} was given tokens that the first layer was not")
         take = layer.prefill if step.dense else layer.decode
+        if not step.dense and isinstance(layer, OffloadedLayer):
+            self._checkpoints.save(layer, step, (query, key, value), attention)
         out = take(step, query, key, value, attention)
         if step.dense:
             self.streams.device.fixed[layer.number] = layer.fixed_bytes()
@@ -106,7 +109,7 @@ class KVCache:
         sequences = self.sequences
         failed = self._failed()
         if failed is None:
-            self._drop_checkpoints()
+            self._checkpoints.drop()
         pads = left_pad if left_pad is not None else sequences.left_pad or [0] * rows
         if sequences.regions is None:
             self._divide(tokens, pads)
@@ -147,7 +150,8 @@ class KVCache:
         """After a step that failed: have layers take it again, or be as before it."""
         self._prepared, self._flushed = (-1, -1), -1
         self.sequences.step = failed
-        restored = any(layer.restores(failed) for layer in self.offloaded)
+        restored = self._checkpoints.restore(failed)
+        self._checkpoints.drop()
         if self.settings.method.evicts and not (failed.dense or repeated or restored):
             self.sequences.let_leave(failed.tokens)
         for layer in self.layers:
@@ -165,10 +169,8 @@ class KVCache:
         self.sequences.commit()
         if not step.dense:
             self.after_step()
-            if self.sequences.verifying:  # and its last tokens may be taken back
-                self._verified = step, self.sequences.commits, self.sequences.version
-            else:
-                self._run_ahead_on_host()
+            self._checkpoints.commit(step)
+            self._run_ahead_on_host()
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -228,7 +230,7 @@ class KVCache:
 
     def _run_ahead_on_host(self) -> None:
         """Let indexes on the host work beside what the model does next, once the step is certain."""
-        certain = not self._whole and self.sequences.step is None and self._candidates() is None
+        certain = not self._whole and self.sequences.step is None and self._checkpoints.candidates is None
         if certain and self.streams.graph is None and self.sequences.full():
             self._run_ahead([layer for layer in self.offloaded if layer.on_host and layer.can_run_ahead])
 
@@ -284,7 +286,7 @@ class KVCache:
 
     def tensors(self) -> list[Tensor]:
         """The tensors that a captured step reads and writes."""
-        return [*self.sequences.tensors(), *(tensor for layer in self.layers for tensor in layer.tensors())]
+        return [*self.sequences.on_device.tensors(), *(tensor for layer in self.layers for tensor in layer.tensors())]
 
     # Changes from outside
 
@@ -300,44 +302,26 @@ class KVCache:
             layer.clear(seq)
         self.sequences.clear(seq)
 
-    def _drop_checkpoints(self) -> None:
-        for layer in self.offloaded:
-            layer.drop_checkpoint()
-
-    def _candidates(self) -> Step | None:
-        """The latest step, if its tokens are candidates and nothing has happened since."""
-        step, *then = self._verified
-        return step if then == [self.sequences.commits, self.sequences.version] else None
-
-    def _reversible(self) -> Step | None:
-        """The latest step, if its tokens are candidates that layers take back by their checkpoints."""
-        step = self._candidates()
-        layers = self.offloaded
-        return step if step is not None and layers and all(layer.restores(step) for layer in layers) else None
-
     def _take_back(self, step: Step, drop: int) -> int:
         """Take back the last `drop` tokens of a step, or all of them, as if they had never come. Returns how many."""
         sequences, kept = self.sequences, max(0, step.tokens - drop)
         sequences.uncommit()
         sequences.step = None
+        self._checkpoints.restore(step)
         for layer in self.layers:
-            if isinstance(layer, OffloadedLayer):
-                layer.restore()
-            else:
+            if isinstance(layer, DenseLayer):
                 layer.crop(0, 0, 0)
         if kept:
             again = sequences.begin(kept, dense=False)
             self.before_step()
-            for layer in self.offloaded:
-                layer.accept(again)
+            self._checkpoints.repeat(again)
             self._commit(again)
-        self._verified = None, -1, -1
-        self._drop_checkpoints()
+        self._checkpoints.drop()
         return step.tokens - kept
 
     def check_crop(self, drop: int) -> None:
         """Raise CacheError where crop(drop) would need tokens that the method has dropped."""
-        step = self._reversible()
+        step = self._checkpoints.restorable(self.offloaded)
         if step is None or drop > step.tokens:
             for layer in self.layers:
                 layer.check_crop(drop)
@@ -352,7 +336,7 @@ class KVCache:
         if drop >= sequences.padded_length:
             self.reset()
             return
-        step, exactly = self._reversible(), self._candidates() is not None
+        step, exactly = self._checkpoints.restorable(self.offloaded), self._checkpoints.candidates is not None
         if step is not None:
             drop -= self._take_back(step, drop)
         if not drop:
@@ -377,6 +361,7 @@ class KVCache:
         """Forget everything."""
         for layer in self.layers:
             layer.reset()
+        self._checkpoints.drop()
         self.streams.device.reset()
         self.sequences.reset()
 

@@ -117,6 +117,12 @@ class LayerStorage:
         if due and (self.placement is None or not self.placement.spilling):
             self.preallocator.take(self.store, seq)
 
+    def settle(self) -> None:
+        """Wait until every token is offloaded and indexed; raise what went wrong."""
+        self.offloader.wait()
+        if self.updater is not None:
+            self.updater.retriever.settle()
+
     def rollback(self, seq: int, start: int, length: int, failed: Step | None) -> None:
         """Hold the first `length` tokens of a sequence, whose ring begins at `start`. failed: the step that left more, None if
         tokens were offloaded and indexed ahead of a step that did not come."""
@@ -136,6 +142,7 @@ class LayerStorage:
     def crop(self, seq: int, start: int, length: int, old: int, before: int, *, exactly: bool = False) -> None:
         """Forget the tokens >= length of a sequence of `before` tokens, whose ring began at `old` and begins at `start` then. The
         ring is refilled from the store. exactly: see LayerKV."""
+        self.settle()
         if start < old and self.updater is not None:
             (self.updater.rollback if exactly else self.updater.truncate)(seq, start)
         self.offloader.refill(seq, start, min(old, length, before))
@@ -150,6 +157,7 @@ class LayerStorage:
 
     def reorder(self, sequences: Sequence[int]) -> None:
         """Sequence i becomes what sequence sequences[i] was."""
+        self.settle()
         if self.updater is not None:
             self.updater.reorder(sequences)
         self.offloader.reorder(sequences)

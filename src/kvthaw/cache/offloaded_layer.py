@@ -10,14 +10,11 @@ A decode step, start to finish:
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvthaw.cache.checkpoint import Checkpoint
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_api import IndexContext, Transfer
 from kvthaw.cache.index_updater import IndexUpdater
@@ -63,7 +60,7 @@ class OffloadedLayer:
 
     def reset(self) -> None:
         """See LayerKV."""
-        self._drop_search()
+        self.drop_search()
         for part in ("store", "slab", "storage", "sparse"):
             self.__dict__.pop(part, None)
         self.retriever = None
@@ -74,8 +71,7 @@ class OffloadedLayer:
             None,
             {},
             None,
-        )  # prefill; queries and ring before it
-        self._checkpoint: Checkpoint | None = None
+        )  # a prefill; queries, ring before it
         self._taken: tuple[Step | None, int] = None, 0
         self._finite: Tensor | None = None
         self.asked_again = 0  # decode steps with the queries of another layer that shares these keys
@@ -157,7 +153,7 @@ class OffloadedLayer:
 
     def prefill(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
         """See LayerKV."""
-        self._drop_search()
+        self.drop_search()
         if self.plan is None:
             self.allocate(step, query, key, attention.scale)
         out = self._attend_dense(step, query, key, value, attention)
@@ -201,48 +197,6 @@ class OffloadedLayer:
 
     def decode(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
         """See LayerKV."""
-        if self._irreversible(step.tokens):
-            prefetched = None if self.retriever is None else self.retriever.prefetched
-            queries = None if prefetched is None else prefetched.queries
-            self._checkpoint = Checkpoint(step, (query, key, value), attention, queries, self.storage)
-        return self._decode(step, query, key, value, attention)
-
-    def _irreversible(self, tokens: int) -> bool:
-        """Whether crop() cannot take back the last of so many tokens exactly: others leave the ring before them, or the index
-        remembers their queries."""
-        if tokens == 1:
-            return False
-        flushes = sum(self.sequences.full(t) for t in range(1, tokens))
-        if self.retriever is None:
-            return flushes > 0
-        reverses = self.retriever.reverses
-        return self.retriever.remembers or flushes > int(reverses is not None and reverses.reversible)
-
-    def restores(self, step: Step) -> bool:
-        """Whether restore() takes back the tokens of a step."""
-        return self._checkpoint is not None and self._checkpoint.step is step
-
-    def restore(self) -> None:
-        """Be as before the step of several tokens that has a checkpoint."""
-        assert self._checkpoint is not None
-        self._checkpoint.restore()
-        self.slab.tickets.zero_()
-        self._drop_search()
-
-    def accept(self, step: Step) -> None:
-        """Take the first tokens of that step again, as many as this one has."""
-        before = self._checkpoint
-        assert before is not None
-        query, key, value = (tensor[:, :, : step.tokens] for tensor in before.tokens)
-        if self.retriever is not None and before.queries is not None:
-            self.retriever.prefetch(before.queries[:, :, : step.tokens], 0)
-        self._decode(step, query, key, value, before.attention)
-
-    def drop_checkpoint(self) -> None:
-        """The tokens of that step stay."""
-        self._checkpoint = None
-
-    def _decode(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
         if self.retriever is not None and self.chooses:
             self.retriever.choices.clear()
         outs = []
@@ -252,7 +206,7 @@ class OffloadedLayer:
             self._taken = step, t + 1
             self.sequences.place(step, t, self.slab.data.device)
             outs.append(self._attend(step, t, query[:, :, t], (key[:, :, t], value[:, :, t]), attention))
-        self._drop_search()
+        self.drop_search()
         return torch.stack(outs, dim=2) if step.tokens > 1 else outs[0][:, :, None]
 
     def attend_again(self, start: int, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
@@ -289,7 +243,7 @@ class OffloadedLayer:
         """Return how many of the next tokens the index serves as it is: before the others, something leaves the ring."""
         return self.storage.undisturbed([self.sequences.leaving(t) for t in range(tokens)])
 
-    def _drop_search(self) -> None:
+    def drop_search(self) -> None:
         """Drop the predicted queries and their searches: the step does not come."""
         if self.retriever is not None and self.chooses:
             self.retriever.drop_search()
@@ -363,12 +317,7 @@ class OffloadedLayer:
         if self.plan is None:
             return
         self.check_finite()
-        self._settle()
-
-    def _settle(self) -> None:
-        self.storage.offloader.wait()
-        if self.retriever is not None:
-            self.retriever.settle()
+        self.storage.settle()
 
     # Changes from outside
 
@@ -380,14 +329,11 @@ class OffloadedLayer:
     def rollback(self, failed: Step | None, *, repeated: bool = False, ahead: bool = False) -> None:
         """See LayerKV."""
         if not repeated:
-            self._drop_search()
+            self.drop_search()
         if self.plan is None:
             return
         if failed is not None and not repeated and self.retriever is not None and self.chooses:
             self.retriever.forget_slots()
-        if failed is not None and self.restores(failed):
-            self.restore()
-            self._checkpoint = failed = None
         if failed is not None and not repeated and self._before[0] is failed:
             _, self.recent_queries, ring = self._before
             if ring is not None:
@@ -419,7 +365,6 @@ class OffloadedLayer:
         self.slab.tickets.zero_()
         if self.settings.method.evicts:
             return
-        self._settle()
         own = self.sequences
         self.storage.crop(seq, start, length, own.indexed(seq), own.length(seq), exactly=exactly)
 
@@ -427,7 +372,7 @@ class OffloadedLayer:
         """See LayerKV."""
         if self.plan is None:
             return
-        self._drop_search()
+        self.drop_search()
         self._finite = None
         self.slab.tickets.zero_()
         self.storage.clear(seq)
@@ -437,16 +382,7 @@ class OffloadedLayer:
         """See LayerKV."""
         if self.plan is None:
             return
-        self._drop_search()
-        self._settle()
+        self.drop_search()
         self.storage.reorder(sequences)
         self.sparse.reorder()
         self.recent_queries = reordered(self.recent_queries, sequences)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedLayer:
-        if self.plan is not None:
-            self.storage.offloader.wait()
-        twin = object.__new__(type(self))
-        memo[id(self)] = twin
-        twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
-        return twin

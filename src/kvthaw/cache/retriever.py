@@ -245,7 +245,7 @@ class Retriever:
             self.context,
             query.shape[0],
             self.rows,
-            sequences.starts,
+            sequences.on_device.starts,
         )
         if self._unchecked is not None:
             self._unchecked -= 1

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from kvthaw.cache.device_lengths import DeviceLengths
 from kvthaw.cache.step import Step
 from kvthaw.regions import Regions
 
@@ -33,16 +34,6 @@ class Held:
     most: int = 0
 
 
-@dataclass(slots=True)
-class _Placed:
-    """What the device counters hold."""
-
-    lengths: tuple[int, ...]
-    starts: tuple[int, ...]
-    live: tuple[int, ...]
-    device: torch.device
-
-
 @dataclass(eq=False)
 class Sequences:
     """Lengths of the sequences of one cache.
@@ -56,8 +47,7 @@ class Sequences:
     of assisted decoding). decoded: tokens decoded so far; dense_tokens: those after the first prompt that attended to everything;
     prompted: the first prompt has come; prompt_only: and nothing else.
 
-    On the device, for kernels and captured steps: lengths [B] int32, the newest token included; starts [B] int32, where rings
-    begin; live [B] int32, 1 for sequences that a step gives a token. Their addresses change only with the number of sequences.
+    on_device: the same for kernels and captured steps.
     """
 
     room: int = 0
@@ -79,6 +69,7 @@ class Sequences:
     commits: int = 0
     step: Step | None = None
     held: Held = field(default_factory=Held)
+    on_device: DeviceLengths = field(default_factory=DeviceLengths)
 
     @property
     def limit(self) -> int | None:
@@ -86,9 +77,7 @@ class Sequences:
         return self.room or self.positions
 
     def __post_init__(self) -> None:
-        self.lengths = self.starts = self.live = torch.empty(0, dtype=torch.int32)
-        self._placed: _Placed | None = None
-        self._at: tuple[Step, int] | None = None  # the step and token that the device counters stand at
+        self._placed: tuple[Step, int, torch.device] | None = None  # the step and token that the device's lengths are of
         self._prompt: tuple[int | None, int] | None = None  # announced: of a sequence or all, its end
         self._committed: tuple[Step, dict[str, Any]] | None = None  # the latest step, and the counts before it
         self._full_at, self._full_version = 0, -1
@@ -279,64 +268,43 @@ class Sequences:
                 held.total += n
                 held.most = max(held.most, n)
 
-    # Device counters
+    # On the device
 
     def place(self, step: Step, token: int, device: torch.device) -> None:
-        """Set the device counters to a token of the step, counted from 0."""
-        if self._at == (step, token) and self._placed is not None and self._placed.device == device:
-            return
-        self._set(step.lengths(token + 1), device)
-        self._at = step, token
+        """Set the device's lengths to a token of the step, counted from 0. Every layer calls this; the first does it."""
+        if self._placed != (step, token, device):
+            self._set(step.lengths(token + 1), device)
+            self._placed = step, token, device
 
     def place_before_step(self, device: torch.device) -> None:
-        """Set the device counters to the committed lengths, with the rings as they are at the next token: a captured step advances
+        """Set the device's lengths to the committed ones, with the rings as they are at the next token: a captured step advances
         the lengths itself."""
         self._set(self._live_lengths(), device, coming=1)
-        self._at = None
 
     def place_committed(self, device: torch.device) -> None:
-        """Set the device counters to the committed lengths, for queries that come again."""
+        """Set the device's lengths to the committed ones, for queries that come again."""
         self._set(self._live_lengths(), device)
-        self._at = None
 
     def passed(self) -> None:
-        """A replayed step has advanced the device counters by a token."""
-        placed = self._placed
-        assert placed is not None
-        placed.lengths = tuple(n + new for n, new in zip(placed.lengths, placed.live, strict=True))
-        self._at = None
+        """Note that a replayed step has advanced the device's lengths by a token."""
+        self.on_device.advance()
+        self._placed = None
 
     def forget_device(self) -> None:
-        """A replayed step failed: what the device counters hold is not known."""
-        self._placed = self._at = None
-
-    def tensors(self) -> list[torch.Tensor]:
-        """The tensors that a captured step reads and writes."""
-        return [self.lengths, self.starts, self.live]
+        """Note that a replayed step failed, so that the device's lengths are not known."""
+        self.on_device.forget()
+        self._placed = None
 
     def _live_lengths(self) -> list[int]:
         return [0 if seq in self.idle else self.length(seq) for seq in range(self.count)]
 
     def _set(self, lengths: list[int], device: torch.device, coming: int = 0) -> None:
-        live = tuple(int(seq not in self.idle) for seq in range(len(lengths)))
-        rings = self.ring_start if self.regions is not None and self.ring_start else None
-        starts = tuple(
-            0 if rings is None else self.indexed(seq, n + coming * new)
-            for seq, (n, new) in enumerate(zip(lengths, live, strict=True))
-        )
-        want = _Placed(tuple(lengths), starts, live, device)
-        if want == self._placed:
-            return
-        before = _Placed(tuple(n - new for n, new in zip(lengths, live, strict=True)), starts, live, device)
-        if before == self._placed:
-            self.lengths.add_(self.live)
-        else:
-            if self.lengths.shape != (len(lengths),) or self.lengths.device != device:
-                self.lengths = torch.empty(len(lengths), dtype=torch.int32, device=device)
-                self.starts, self.live = torch.empty_like(self.lengths), torch.empty_like(self.lengths)
-            for tensor, values in ((self.lengths, lengths), (self.starts, starts), (self.live, live)):
-                tensor.copy_(torch.tensor(values, dtype=torch.int32), non_blocking=True)
-        self._placed = want
+        live = [int(seq not in self.idle) for seq in range(len(lengths))]
+        starts = [0] * len(lengths)
+        if self.regions is not None and self.ring_start:
+            starts = [self.indexed(seq, n + coming * new) for seq, (n, new) in enumerate(zip(lengths, live, strict=True))]
+        self.on_device.set(lengths, starts, live, device)
+        self._placed = None
 
     # Changes from outside
 
@@ -371,17 +339,17 @@ class Sequences:
         back as in a prompt of that length."""
         if self.regions is None:
             return 0
-        start = self.indexed(seq) if evicts else min(self.ring_start[seq], self.regions.first_indexed(length))
-        return self.regions.indexed(start, length)
+        return self.regions.indexed(self._start_after_crop(seq, length, evicts=evicts), length)
+
+    def _start_after_crop(self, seq: int, length: int, *, evicts: bool) -> int:
+        assert self.regions is not None
+        return self.indexed(seq) if evicts else min(self.ring_start[seq], self.regions.first_indexed(length))
 
     def crop(self, drop: int, *, evicts: bool = False) -> None:
         """Forget the last `drop` tokens of every sequence; see ring_after_crop."""
         if self.regions is not None:
             for seq in range(self.count):
-                length = max(0, self.length(seq) - drop)
-                self.ring_start[seq] = (
-                    self.indexed(seq) if evicts else min(self.ring_start[seq], self.regions.first_indexed(length))
-                )
+                self.ring_start[seq] = self._start_after_crop(seq, max(0, self.length(seq) - drop), evicts=evicts)
         self.padded_length = max(0, self.padded_length - drop)
         self.left_pad = [min(pad, self.padded_length) for pad in self.left_pad]
         self.prompt_only = False

@@ -73,7 +73,7 @@ class HeavyIndex(KeptIndex):
             batch, length = query.shape[0], self.tables["length"]
             self.add()
             self.tables["asked"][:batch] = query
-            length[:batch] = self.context.sequences.lengths
+            length[:batch] = self.context.sequences.on_device.lengths
         return selection
 
     def truncate(self, seq: int, length: int) -> None:

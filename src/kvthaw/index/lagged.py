@@ -42,7 +42,11 @@ class LaggedIndex(BoundIndex):
         batch = query.shape[0]
         self.reserve(batch)
         seqs = torch.arange(batch, device=query.device)
-        now = self.asked[:batch].amax(dim=1) + 1 if self.context.sequences is None else self.context.sequences.lengths.long()
+        now = (
+            self.asked[:batch].amax(dim=1) + 1
+            if self.context.sequences is None
+            else self.context.sequences.on_device.lengths.long()
+        )
         before = (now - 1) % _KEPT
         previous, asked = self.previous[seqs, before], self.asked[seqs, before]
         near = torch.cosine_similarity(query.float(), previous.float(), dim=2).unflatten(1, (self.context.kv_heads, -1))

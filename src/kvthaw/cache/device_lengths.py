@@ -1,0 +1,59 @@
+"""The lengths of a cache's sequences on the device, for kernels and captured steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class _Values:
+    lengths: tuple[int, ...]
+    starts: tuple[int, ...]
+    live: tuple[int, ...]
+    device: torch.device
+
+
+class DeviceLengths:
+    """Lengths [B] int32 with the newest token, starts [B] int32 of the rings, and live [B] int32, 1 for sequences that a step gives
+    a token.
+
+    Addresses change only with the number of sequences. The host knows the values and writes only what changes.
+    """
+
+    def __init__(self) -> None:
+        self.lengths = self.starts = self.live = torch.empty(0, dtype=torch.int32)
+        self._values: _Values | None = None
+
+    def set(self, lengths: Sequence[int], starts: Sequence[int], live: Sequence[int], device: torch.device) -> None:
+        """Set all values; one token more in every live sequence is a single addition on the device."""
+        want = _Values(tuple(lengths), tuple(starts), tuple(live), device)
+        if want == self._values:
+            return
+        before = _Values(tuple(n - new for n, new in zip(lengths, live, strict=True)), want.starts, want.live, device)
+        if before == self._values:
+            self.lengths.add_(self.live)
+        else:
+            if self.lengths.shape != (len(lengths),) or self.lengths.device != device:
+                self.lengths = torch.empty(len(lengths), dtype=torch.int32, device=device)
+                self.starts, self.live = torch.empty_like(self.lengths), torch.empty_like(self.lengths)
+            for tensor, values in ((self.lengths, want.lengths), (self.starts, want.starts), (self.live, want.live)):
+                tensor.copy_(torch.tensor(values, dtype=torch.int32), non_blocking=True)
+        self._values = want
+
+    def advance(self) -> None:
+        """Note that a replayed step has added a token to every live sequence."""
+        values = self._values
+        assert values is not None
+        values.lengths = tuple(n + new for n, new in zip(values.lengths, values.live, strict=True))
+
+    def forget(self) -> None:
+        """Note that the values are not known, since a replayed step failed."""
+        self._values = None
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that a captured step reads and writes."""
+        return [self.lengths, self.starts, self.live]
