@@ -29,7 +29,7 @@ def nodes(dtype: torch.dtype, dim: int) -> None:
 
     keys, stops = empty(HEADS, 700, dim, dtype=dtype), empty(HEADS, 36)
     nearest.launch(keys, empty(HEADS, 35, dtype=torch.int64))
-    for outliers, order in ((2, empty(HEADS, 700)), (0, empty(700).expand(HEADS, -1)), (5, empty(HEADS, 700))):
+    for outliers, order in ((2, empty(HEADS, 700)), (0, empty(700).expand(HEADS, -1))):
         node_digests.launch(keys, order, stops, outliers)
     query, counts = empty(3, HEADS * GROUP, dim, dtype=dtype), empty(3)
     digests = empty(3, HEADS, 70, node_digests.row_width(dim, 2), dtype=dtype)
@@ -139,7 +139,7 @@ def codes(dtype: torch.dtype, dim: int) -> None:
             with mock.patch.object(instructions, "native", return_value=False):
                 signs.launch(bits, summaries.ids, empty(3), totals)
         bucket_topk.launch(found, empty(3), empty(3), 640)
-        for run in (64, 32, 8):
+        for run in (64, 8) if width == dim else ():
             rerank.launch(rotated, summaries, empty(3, HEADS, 640), empty(3), quantizer, 0.1, run)
     tables, asked = (empty(3, HEADS, n, 150, dtype=torch.int16) for n in (900, GROUP))
     code_hits.launch(tables[:, :, :700], asked, empty(3, dtype=torch.int64))

@@ -55,12 +55,12 @@ def blank(seqs: int, heads: int, rotation: Rotation, longest: int, device: torch
 
 
 class Case:
-    """Sequences of random keys of 2 KV heads, summarised by the definition."""
+    """Sequences of random keys of one KV head or two, summarised by the definition."""
 
     def __init__(
         self, dim: int, group: int, lengths: tuple[int, ...], dtype: torch.dtype, device: torch.device, k: int = 10
     ) -> None:
-        self.dim, self.group, self.heads = dim, group, 2 if dim < 128 else 1
+        self.dim, self.group, self.heads = dim, group, 2 if dim in (16, 64) else 1
         self.rotation, self.quantizer = make_rotation(dim, SEED, device=device), make_quantizer(device)
         self.keys = [(torch.randn(self.heads, n, dim) * 2).to(dtype).to(device) for n in lengths]
         made = blank(len(lengths), self.heads, self.rotation, max(lengths), torch.device("cpu"))

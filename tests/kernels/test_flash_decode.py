@@ -90,13 +90,13 @@ def test_wide_heads(device: torch.device) -> None:
 
 
 def test_everything_at_once(device: torch.device) -> None:
-    batch, heads, group, n, dim = 3, 2, 4, 49, 64
+    batch, heads, group, n, dim = 3, 2, 4, 33, 64
     keys, values = slab(batch, heads, n, dim, torch.bfloat16, device)
     query = torch.randn(batch, 2 * heads * group, dim, device=device).bfloat16()[:, ::2]  # strided
     visible = torch.rand(batch, heads, n, device=device) < 0.7
     log_weight = torch.randn(batch, heads * group, n, device=device)
     log_weight[:, 1, ::3] = -torch.inf
-    lengths = torch.tensor([49, 40, 3], dtype=torch.int32, device=device)
+    lengths = torch.tensor([33, 30, 3], dtype=torch.int32, device=device)
     starts = torch.tensor([0, 17, 3], dtype=torch.int32, device=device)  # the last sequence sees nothing
     place = torch.arange(n, device=device)
     hide(visible & (place < lengths[:, None, None]) & (place >= starts[:, None, None]), keys, values)
@@ -181,8 +181,7 @@ class Seqs:
 def test_slab(regions: Regions, slots: int, device: torch.device) -> None:
     """Every state of sink and ring, from an empty sequence to a ring that has gone round; the kernel sees what sequences hold, not
     NaN."""
-    lengths = [0, 1, 2, 4, 5, 9, 17, 18, 63, 64, 65, 130]
-    for some in (lengths[:6], lengths[6:]):
+    for some in ([0, 1, 2, 4, 5], [9, 17, 18, 130]):
         query, keys, values, how = Seqs(regions, some, slots, heads=2 if slots == 40 else 1).make(device)
         got = compare(query, keys, values, **how)
         for b, length in enumerate(some):
@@ -194,12 +193,12 @@ def test_slab(regions: Regions, slots: int, device: torch.device) -> None:
     [(1, 1, 64, torch.float16), (3, 1, 80, torch.bfloat16), (2, 8, 128, torch.bfloat16), (1, 20, 96, torch.float32)],
 )
 def test_slab_shapes(heads: int, group: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
-    query, keys, values, how = Seqs(Regions(3, 20, 9), [50, 2], 60, heads, group, dim, dtype).make(device)
+    query, keys, values, how = Seqs(Regions(3, 20, 9), [50, 2], 17, heads, group, dim, dtype).make(device)
     compare(query, keys, values, **how)
 
 
 def test_slab_with_everything(device: torch.device) -> None:
-    seqs = Seqs(Regions(3, 20, 9), [50, 2, 0], 60, dtype=torch.bfloat16)
+    seqs = Seqs(Regions(3, 20, 9), [50, 2, 0], 17, dtype=torch.bfloat16)
     query, keys, values, how = seqs.make(device)
     log_weight = torch.randn(3, 8, keys.shape[2], device=device)
     log_weight[:, 1] = -torch.inf
@@ -219,7 +218,7 @@ def test_newest_that_is_there_already(device: torch.device) -> None:
     same(values, before[1])
 
 
-@pytest.mark.parametrize("n", [1, 64, 65])
+@pytest.mark.parametrize("n", [1, 32, 33])
 def test_newest_in_token_order(n: int, device: torch.device) -> None:
     """Sequences that are full, half full, of one token and empty; what lies behind a sequence's end or before its start is NaN."""
     lengths = torch.tensor([n, max(1, n // 2), 1, 0], dtype=torch.int32, device=device)
@@ -330,12 +329,12 @@ def test_gpu_slab(heads: int, dim: int, dtype: torch.dtype, device: torch.device
 
 
 @pytest.mark.parametrize(
-    ("dtype", "slots", "which", "bad"), [(torch.float32, 50, 0, torch.nan), (torch.bfloat16, 976, 1, torch.inf)], ids=str
+    ("dtype", "slots", "which", "bad"), [(torch.float32, 50, 0, torch.nan), (torch.bfloat16, 1, 1, torch.inf)], ids=str
 )
 def test_a_newest_that_is_not_finite_is_noted(
     device: torch.device, dtype: torch.dtype, slots: int, which: int, bad: float
 ) -> None:
-    query, keys, values, how = Seqs(Regions(4, 40, 30), [30, 60], slots, 2, 4, 64, dtype).make(device)
+    query, keys, values, how = Seqs(Regions(4, 10, 8), [9, 60], slots, 2, 4, 64, dtype).make(device)
     tickets = torch.zeros(5, dtype=torch.int32, device=device)
     step = DecodeStep(query, keys, values, **how, scale=0.1)
     flash_decode(step, tickets)

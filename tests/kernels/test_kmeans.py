@@ -63,9 +63,9 @@ def test_kernels_are_the_definition(
 ) -> None:
     keys, start = blobs(*shape)
     keys, start = keys.to(dtype).to(device), start.to(device)
-    means, labels = op.definition(keys, start, distance=distance, iterations=3)
+    means, labels = op.definition(keys, start, distance=distance, iterations=2)
     order, stops = op.grouped(labels, start.shape[1])
-    found, found_order, found_stops = op.launch(keys, start, distance=distance, iterations=3)
+    found, found_order, found_stops = op.launch(keys, start, distance=distance, iterations=2)
     assert torch.equal(found_stops, stops)
     assert torch.equal(found_order, order)
     torch.testing.assert_close(found, means, rtol=1e-5, atol=1e-5)

@@ -11,7 +11,6 @@ from torch import Tensor
 from kvthaw.cache.host import HostStore
 from kvthaw.kernels import HAS_TRITON, stored_scores
 from kvthaw.kernels.rerank import TILE
-from kvthaw.kernels.stored_scores import SPLITS
 from shapes import DTYPES, HEAD_DIMS
 
 
@@ -57,10 +56,20 @@ def test_scores_are_products_of_the_stored_keys(
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="no Triton")
-@pytest.mark.parametrize(("lengths", "heads", "group", "dim", "dtype"), [*SHAPES[1:4], *SHAPES[6:]])
+@pytest.mark.parametrize("splits", [1, 5])
+@pytest.mark.parametrize(("lengths", "heads", "group", "dim", "dtype"), [SHAPES[1], *SHAPES[6:]])
 def test_the_kernel_is_the_definition(
-    lengths: list[int], heads: int, group: int, dim: int, dtype: torch.dtype, device: torch.device
+    lengths: list[int],
+    heads: int,
+    group: int,
+    dim: int,
+    dtype: torch.dtype,
+    splits: int,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Whether a program reads several tiles or none."""
+    monkeypatch.setattr(stored_scores, "SPLITS", splits)
     width, run = 2 * TILE, 16
     store = stored(lengths, heads, dim, dtype)
     rows, wanted = (t.to(device) for t in some_rows(lengths, heads, width))
@@ -75,7 +84,7 @@ def test_the_kernel_is_the_definition(
         torch.testing.assert_close(made.peaks[b, :, :, : -(-n // run)], peaks, rtol=1e-4, atol=1e-4)
         mass = torch.logsumexp(made.parts[b, :, :, :, 0] + made.parts[b, :, :, :, 1].log(), dim=2)
         torch.testing.assert_close(mass, torch.logsumexp(0.3 * expected[b], dim=2), rtol=1e-4, atol=1e-4)
-    assert made.parts.shape[3] == SPLITS
+    assert made.parts.shape[3] == splits
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="no Triton")

@@ -119,7 +119,7 @@ def test_extreme_scores_keep_their_order(device: torch.device) -> None:
     stops = torch.arange(9, dtype=torch.int32, device=device)[None, None].contiguous()
     counts = torch.tensor([8], dtype=torch.int32, device=device)
     ranked = sorted(range(8), key=lambda i: -scores[i])
-    for run, budget in product([op.vectorised] + [op.launch] * HAS_TRITON, range(1, 9)):
+    for run, budget in product([op.vectorised] + [op.launch] * HAS_TRITON, (1, 3, 8)):
         rows, _ = run(query, digests, stops, None, counts, first=0, budget=budget, scale=1.0, policy="max")
         assert rows[0, 0].tolist() == sorted(ranked[:budget])
 
