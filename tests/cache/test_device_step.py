@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvthaw.cache import dense, sparse_attention
+from kvthaw.cache import dense, sparse_attention, window
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import AttentionParams
@@ -14,6 +14,7 @@ from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.plan import Settings
 from kvthaw.cache.residency import Residency
 from kvthaw.cache.transfer import UvaGather
+from kvthaw.cache.window import Span, WindowLayer
 from kvthaw.kernels.admit import admit
 from kvthaw.kernels.flash_decode import flash_decode
 from kvthaw.methods import resolve
@@ -26,11 +27,16 @@ PADS, PROMPT, STEPS = [0, 25], 30, 4  # sequences of 30 and 5 tokens; a ring goe
 HOW = AttentionParams(0.3, softcap=5.0, sinks=torch.randn(SHAPE.q_heads))
 
 
+WINDOWS = {"window": Span(9), "chunks": Span(7, chunked=True)}
+
+
 def device_admit(self: Residency, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return admit(rows.contiguous(), self.row_slot, self.slot_row, self.used, self.counts)
 
 
 def make(method: str) -> KVCache:
+    if method in WINDOWS:
+        return KVCache(Settings(resolve("full")), [], 1, {0: WINDOWS[method]})
     return KVCache(Settings(resolve(method), budget=None if method == "full" else 24, block_size=8), [0], 1)
 
 
@@ -46,18 +52,21 @@ def walk(cache: KVCache, how: AttentionParams) -> list[Tensor]:
     for at in range(PROMPT, PROMPT + STEPS):
         step = tuple(x[:, :, at : at + 1] for x in (q, k, v))
         outs.append(cache.attend(of, *step, how))
-        if at == PROMPT + 1 and isinstance(of, DenseLayer):
+        if at == PROMPT + 1 and isinstance(of, DenseLayer | WindowLayer):
             assert torch.equal(cache.attend_again(of, *step, how), outs[-1])
     outs.append(cache.attend(of, *(x[:, :, PROMPT + STEPS :] for x in (q, k, v)), how))
     return outs
 
 
-@pytest.mark.parametrize(("method", "how"), [("full", HOW), ("streaming", AttentionParams(0.3)), ("oracle", HOW)])
+@pytest.mark.parametrize(
+    ("method", "how"),
+    [("full", HOW), ("streaming", AttentionParams(0.3)), ("oracle", HOW), ("window", HOW), ("chunks", AttentionParams(0.3))],
+)
 def test_kernels_and_torch_take_the_same_steps(method: str, how: AttentionParams, monkeypatch: pytest.MonkeyPatch) -> None:
     torch_cache, device_cache = make(method), make(method)
     expected = walk(torch_cache, how)
     monkeypatch.setattr(Residency, "admit", device_admit)
-    for module in (sparse_attention, dense):
+    for module in (sparse_attention, dense, window):
         monkeypatch.setattr(module, "sparse_decode", flash_decode)
     found = walk(device_cache, how)
     torch_layer, device_layer = torch_cache.layers[0], device_cache.layers[0]

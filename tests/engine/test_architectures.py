@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import kvthaw
-from zoo import MODELS, build, build_exact, ragged
+from zoo import MODELS, build, build_exact, prompt, ragged
 
 SPARSE = ("oracle", "icecache-digest")
 """Methods that take turns at the architectures: one searches on the device, one on the host."""
@@ -55,3 +55,20 @@ def test_a_row_of_a_batch_generates_what_it_does_alone(name: str, method: str) -
         stats = handle.stats()
         assert stats.retrieved > 0
         assert stats.attended_max <= 32
+
+
+@pytest.mark.parametrize(("name", "method"), TURNS)
+def test_a_running_batch_gives_each_request_its_own_tokens(name: str, method: str) -> None:
+    """Prompts that come in chunks beside decode steps, in places that others have had."""
+    model = build_exact(name, attention=attention_of(name))
+    asked = [(prompt(1, n, seed=n)[0], new) for n, new in ((90, 4), (30, 8), (70, 4), (7, 5))]
+    with kvthaw.attach(model, method, budget=32, block_size=16):
+        alone = [model.generate(ids[None], max_new_tokens=new, do_sample=False)[0, len(ids) :].tolist() for ids, new in asked]
+    batch = kvthaw.Batch(model, method, max_seqs=2, capacity=100, budget=32, block_size=16)
+    scheduler = kvthaw.Scheduler(batch, step_tokens=20)
+    requests = [scheduler.submit(ids, max_new_tokens=new, stop=()) for ids, new in asked]
+    while scheduler.busy:
+        scheduler.step()
+    assert [request.tokens for request in requests] == alone
+    assert batch.stats().retrieved is not None
+    assert batch.stats().kv_host_bytes == 0

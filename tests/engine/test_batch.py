@@ -98,19 +98,6 @@ def test_a_prompt_in_chunks_equals_one_pass(llama: PreTrainedModel, method: str)
     assert other.tokens == alone(llama, method, prompt(1, 60, seed=1)[0], 12, **settings)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "mixtral", "gpt2", "opt"])
-def test_other_architectures(architecture: str) -> None:
-    model = build_exact(architecture)
-    prompts = [prompt(1, n, seed=i)[0] for i, n in enumerate((70, 20, 50))]
-    batch, waiting, requests = Batch(model, "quest", max_seqs=2, capacity=100, budget=48), list(prompts), list[Request]()
-    while waiting or batch.requests:
-        if waiting and batch.free:
-            requests.append(batch.join(waiting.pop(0), max_new_tokens=8, stop=()))
-        batch.step()
-    for ids, request in zip(prompts, requests, strict=True):
-        assert request.tokens == alone(model, "quest", ids, 8, budget=48)
-
-
 def test_a_draw_is_the_same_in_any_company(llama: PreTrainedModel) -> None:
     warm = Sampling(temperature=0.8, top_k=40, top_p=0.9, seed=3)
     kinds = [warm, Sampling(temperature=1.2, seed=4), Sampling(), Sampling(temperature=0.8, seed=5)]
@@ -230,8 +217,6 @@ def test_what_a_batch_refuses(llama: PreTrainedModel) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             Batch(llama, "oracle", **{"max_seqs": 2, "capacity": 64, **wrong})
-    with pytest.raises(UnsupportedModelError, match="not full attention"):
-        Batch(build("gemma3"), "oracle", max_seqs=2, capacity=64)
     longrope = build("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
     with pytest.raises(UnsupportedModelError, match="longest row"):
         Batch(longrope, "oracle", max_seqs=2, capacity=64)

@@ -10,6 +10,7 @@ from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.layer_base import LayerKV
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.step import Step
+from kvthaw.cache.window import WindowLayer
 from kvthaw.errors import CacheError
 
 
@@ -18,6 +19,8 @@ def clone(layer: OffloadedLayer | DenseLayer, step: Step, other: LayerKV) -> Non
 
     Rows that the other layer has on the host are shared, an index that would be the same is copied instead of built.
     """
+    if isinstance(other, WindowLayer):
+        raise CacheError(f"layer {other.number} keeps {other.span.size} tokens, so its cache cannot be forked")
     if isinstance(other, OffloadedLayer):
         other.wait()
         if other.settings.method.evicts:

@@ -120,14 +120,13 @@ class DenseLayer:
         self.sequences.place(step, 0, self._data.device)
         return self._attend_one(query, key, value, attention)
 
-    def attend_again(self, start: int, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
+    def attend_again(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
         """See LayerKV."""
         assert self._data is not None
-        steps = query.shape[2]
-        if steps == 1:
-            self.sequences.place_committed(self._data.device)
-            return self._attend_one(query, key, value, attention)
-        return self._attend_rows(Step(start, steps, tuple(self.sequences.left_pad), self.sequences.idle), query, attention)
+        if step.dense:
+            return self._attend_rows(step, query, attention)
+        self.sequences.place_committed(self._data.device)
+        return self._attend_one(query, key, value, attention)
 
     def append(self, step: Step, query: Tensor, key: Tensor, value: Tensor) -> None:
         """See LayerKV."""

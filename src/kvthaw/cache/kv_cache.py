@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from kvthaw.cache.sequences import Sequences, roomier
 from kvthaw.cache.stats import Stats, collect
 from kvthaw.cache.step import Step
 from kvthaw.cache.streams import Streams
+from kvthaw.cache.window import Span, WindowLayer, window_layers
 from kvthaw.errors import CacheError, ConfigError
 
 
@@ -30,10 +32,13 @@ class KVCache:
     in between was never counted. Taken again it is the step that it would have been; whatever else comes, layers first go back to
     the committed lengths.
 
-    numbers: the model's layers that this cache serves, of `depth` in all.
+    numbers: the model's full-attention layers that this cache serves, of `depth` in all; windows: its layers that attend to recent
+    tokens alone, and to which.
     """
 
-    def __init__(self, settings: Settings, numbers: Sequence[int], depth: int) -> None:
+    def __init__(
+        self, settings: Settings, numbers: Sequence[int], depth: int, windows: Mapping[int, Span] = MappingProxyType({})
+    ) -> None:
         method = settings.method
         offloaded = [] if method.dense else [i for i in numbers if i >= settings.dense_layers]
         if not offloaded and not method.dense:
@@ -41,14 +46,15 @@ class KVCache:
         self.settings, self.sequences, self.streams = settings, Sequences(), Streams(depth, *settings.memory(offloaded))
         self.preallocator, self._finite = BlockPreallocator(self.streams), FiniteCheck()
         self._checkpoints = Checkpoints(self.sequences)
-        self.layers: list[OffloadedLayer | DenseLayer] = []
+        self.layers: list[OffloadedLayer | DenseLayer | WindowLayer] = []
         self._prepared: tuple[int, int] = -1, -1  # version and capacity that before_step() has served
         self._whole = False  # within whole()
         self._flushed = -1  # length at which full rings have been flushed
         leader: OffloadedLayer | None = None
-        for i in numbers:
+        local = window_layers(windows, self.sequences)
+        for i in sorted((*numbers, *windows)):
             if i not in offloaded:
-                self.layers.append(DenseLayer(i, self.sequences))
+                self.layers.append(local[i] if i in local else DenseLayer(i, self.sequences))
                 continue
             anchor = method.index is None or settings.selects(i, offloaded, depth)
             if not anchor and leader is None:
@@ -66,7 +72,7 @@ class KVCache:
 
     def attend(
         self,
-        layer: OffloadedLayer | DenseLayer,
+        layer: LayerKV,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -93,17 +99,14 @@ class KVCache:
             self._commit(step)
         return out
 
-    def attend_again(
-        self, layer: OffloadedLayer | DenseLayer, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams
-    ) -> Tensor:
-        """Attend with the queries of another layer that shares a layer's keys, to tokens that the cache has."""
-        step, tokens = self.sequences.step, query.shape[2]
-        if self.sequences.filling is not None:
-            raise CacheError(f"another layer shares the KV of layer {layer.number}; a running batch does not serve that")
+    def attend_again(self, layer: LayerKV, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
+        """Attend with the queries of another layer that shares a layer's keys: those of the latest step's last tokens."""
+        step = self.sequences.latest
         if step is None:
+            raise CacheError(f"another layer shares the KV of layer {layer.number}, which has no tokens")
+        if self.sequences.step is None and step.seq is None:
             layer.rollback(None)
-        end = self.sequences.padded_length if step is None else step.start + step.tokens
-        return layer.attend_again(end - tokens, query, key[:, :, -tokens:], value[:, :, -tokens:], attention)
+        return layer.attend_again(step, query, key, value, attention)
 
     def _begin(self, rows: int, tokens: int, left_pad: Sequence[int] | None) -> None:
         sequences = self.sequences
@@ -372,6 +375,7 @@ class KVCache:
         self._divide(sequences.padded_length, sequences.left_pad)
         step = self.sequences.begin(sequences.padded_length, list(sequences.left_pad))
         for mine, its in zip(self.layers, layers, strict=False):
+            assert not isinstance(mine, WindowLayer)
             clone(mine, step, its)
         self._commit(step)
 

@@ -49,8 +49,8 @@ class LayerKV(Protocol):
     def decode(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
         """Attend from new tokens, one by one, to what the layer's method selects, and take them in. Returns [B, Hq, T, D]."""
 
-    def attend_again(self, start: int, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
-        """Attend with the queries of another layer that shares these keys, to tokens that the cache has; they begin at `start`."""
+    def attend_again(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
+        """Attend with the queries of another layer that shares these keys, which the layer has: those of the step's last tokens."""
 
     def append(self, step: Step, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Take tokens in as a prefill does, without attention."""
@@ -118,11 +118,12 @@ class LayerKV(Protocol):
 
 
 def attend_rows(step: Step, query: Tensor, attend: Callable[[Row, Tensor], Tensor]) -> Tensor:
-    """Attend row by row: attend(row, q) returns the output for the queries q [1, Hq, n, D] of a row without its padding."""
+    """Attend row by row: attend(row, q) returns the output for the queries q [1, Hq, n, D] of a row without its padding. query: of
+    the step's last tokens."""
     out = torch.zeros_like(query)
     for row in step.rows():
-        one = slice(row.row, row.row + 1)
-        out[one, :, row.pad :] = attend(row, query[one, :, row.pad :])
+        one, pad = slice(row.row, row.row + 1), max(0, row.pad + query.shape[2] - step.tokens)
+        out[one, :, pad:] = attend(row, query[one, :, pad:])
     return out
 
 

@@ -209,11 +209,10 @@ class OffloadedLayer:
         self.drop_search()
         return torch.stack(outs, dim=2) if step.tokens > 1 else outs[0][:, :, None]
 
-    def attend_again(self, start: int, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
+    def attend_again(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
         """See LayerKV."""
-        if query.shape[2] > 1:
-            again = Step(start, query.shape[2], tuple(self.sequences.left_pad), self.sequences.idle)
-            return self._attend_dense(again, query, key, value, attention)
+        if step.dense:
+            return self._attend_dense(step, query, key, value, attention)
         self.asked_again += 1
         self.sequences.place_committed(self.slab.data.device)
         out = self._attend(None, 0, query[:, :, 0], (key[:, :, 0], value[:, :, 0]), attention)

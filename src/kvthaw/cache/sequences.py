@@ -226,6 +226,11 @@ class Sequences:
             for _ in range(step.tokens):
                 self._advance()
 
+    @property
+    def latest(self) -> Step | None:
+        """The step under way, or else the one that was counted last."""
+        return self.step if self.step is not None or self._committed is None else self._committed[0]
+
     def uncommit(self) -> None:
         """Count the latest step as one that failed: the forward that it belongs to did."""
         assert self._committed is not None

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvthaw.cache.dense import DenseLayer
+from kvthaw.cache.layer_base import LayerKV
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.plan import Settings
 from kvthaw.cache.sequences import Sequences
@@ -49,7 +50,7 @@ class Stats:
     kv_device_bytes: int
     """Bytes of KV on the device, in layers that retrieve or evict."""
     kv_dense_bytes: int
-    """Bytes of KV on the device, in dense layers."""
+    """Bytes of KV on the device, in dense layers, and in sliding-window layers that kvthaw serves (those of a `Batch`)."""
     kv_host_bytes: int
     """Bytes of KV on the host."""
     device_block_bytes: int = 0
@@ -77,7 +78,7 @@ class Stats:
         )
 
 
-def collect(settings: Settings, sequences: Sequences, layers: Sequence[OffloadedLayer | DenseLayer]) -> Stats:
+def collect(settings: Settings, sequences: Sequences, layers: Sequence[LayerKV]) -> Stats:
     """Return what the layers of a cache hold and did so far. Waits for the device."""
     offloaded = [layer for layer in layers if isinstance(layer, OffloadedLayer)]
     plan, held = offloaded[0].plan if offloaded else None, sequences.held
@@ -95,7 +96,7 @@ def collect(settings: Settings, sequences: Sequences, layers: Sequence[Offloaded
         method=settings.method.name,
         budget=plan.budget if plan else None,
         layers=len(layers),
-        dense_layers=len(layers) - len(offloaded),
+        dense_layers=sum(isinstance(layer, DenseLayer) for layer in layers),
         batch=sequences.count,
         tokens=sequences.padded_length,
         sparse_steps=held.tokens * len(offloaded) + sum(layer.asked_again for layer in offloaded),
@@ -107,7 +108,7 @@ def collect(settings: Settings, sequences: Sequences, layers: Sequence[Offloaded
         device_rate=copied / wanted if wanted else None,
         fetched_bytes=sum(rows * layer.store.row_bytes for layer, rows in crossed),
         kv_device_bytes=sum(layer.device_bytes() for layer in offloaded),
-        kv_dense_bytes=sum(layer.device_bytes() for layer in layers if isinstance(layer, DenseLayer)),
+        kv_dense_bytes=sum(layer.device_bytes() for layer in layers if not isinstance(layer, OffloadedLayer)),
         kv_host_bytes=sum(layer.host_bytes() for layer in layers),
         device_block_bytes=sum(layer.store.nbytes(on_device=True) for layer in offloaded if layer.plan),
         moved_bytes=sum(layer.storage.moved_bytes for layer in offloaded if layer.plan),

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from kvthaw.cache.index_api import Method
 from kvthaw.engine.graph_runner import GraphRunner, capturable, compilable, compiled_step
-from kvthaw.engine.hf import Cache, PreTrainedModel, Stats
+from kvthaw.engine.hf import PreTrainedModel, Stats
 from kvthaw.engine.hf.attention import unwrap
+from kvthaw.engine.hf.batch_cache import BatchCache
 from kvthaw.engine.hf.chunks import CHUNK, spans
 from kvthaw.engine.hf.handle import is_attached
 from kvthaw.engine.hf.hooks import turns_by_length
@@ -91,7 +92,7 @@ class Batch:
     on a GPU one captured step (see kvthaw.engine.graph_runner) serves any requests. Each request's tokens are those that
     it would get alone. One that finishes leaves by itself.
 
-    model: as for `Cache`; all its layers must be full attention. method, and the settings budget, retrieved, dense_layers, seed,
+    model: as for `Cache`. method, and the settings budget, retrieved, dense_layers, seed,
     block_size, host_bytes and device_memory: as for `Cache`; a budget is a number of tokens, for a fraction of the prompt would
     differ from one to the next. prefill_chunk, capture, compile: as for `attach`.
 
@@ -133,16 +134,11 @@ class Batch:
             raise CacheError("the model is attached; detach its handle first")
         _check(model, capacity)
         self.capacity, self.prefill_chunk = capacity, prefill_chunk
-        self.cache = Cache(model, method, **settings)
-        if len(self.cache.kv_layers) != len(self.cache.layers):
-            raise UnsupportedModelError(
-                f"{type(model).__name__} has layers that are not full attention; a batch of sequences does not serve those"
-            )
+        self.cache = BatchCache(model, method, max_seqs=max_seqs, capacity=capacity, **settings)
         self._model = model
         self._seqs: list[Request | None] = [None] * max_seqs  # those with a place
         self._decoding = list(self._seqs)  # those of them whose prompt is whole
         self._sampler = Sampler(max_seqs, model.config.get_text_config(decoder=True).vocab_size, model.device)
-        self.cache.kv.open(max_seqs, capacity)
         self._forward = compiled_step(model.forward) if compile else model.forward
         self._compile, self._capture = compile, capture and model.device.type == "cuda"
 
@@ -258,9 +254,9 @@ class Batch:
         """Bring the next `tokens` tokens of a request's prompt into its sequence, in chunks of at most `prefill_chunk`; None: one
         chunk. With the last of them choose the request's first token, and return True.
 
-        What a method evicts cannot be attended to again: there the whole prompt is one chunk. Where the prefill fails, the request
-        has no place any longer and may be added again; the batch is as it was."""
-        kv, start, whole = self.cache.kv, request.prefilled, self.cache.settings.method.evicts
+        Under a method that evicts, and in models with linear attention, the whole prompt is one chunk. Where the prefill fails, the
+        request has no place any longer and may be added again; the batch is as it was."""
+        kv, start, whole = self.cache.kv, request.prefilled, self._whole
         stop = request.prompt if whole else min(request.prompt, start + (tokens or self.prefill_chunk))
         if start == 0 and stop < request.prompt:
             kv.sequences.pause(request.seq)
@@ -277,6 +273,7 @@ class Batch:
         request.prefilled = stop
         if stop < request.prompt:
             return False
+        self.cache.states.place(request.seq)
         self._sampler.join(request.seq, request.sampling, request.ids, request.stop)
         self._decoding[request.seq] = request
         at, place = torch.tensor([request.prompt], device=request.ids.device), slice(request.seq, request.seq + 1)
@@ -325,10 +322,10 @@ class Batch:
         ids, n = request.ids[None], request.sampling.prompt_logprobs
         some = {"logits_to_keep": 1} if n is None and self._model._supports_logits_to_keep() else {}
         chunk = self.prefill_chunk if n is None else min(self.prefill_chunk, _SCORED)
-        if self.cache.settings.method.evicts:
+        if self._whole:
             chunk = request.prompt
         logits = torch.empty(0)
-        with self.cache.kv.prompt(request.prompt - start, request.seq), torch.no_grad():
+        with self.cache.kv.prompt(request.prompt - start, request.seq), self.cache.states.filling(request.seq), torch.no_grad():
             for begin, end in spans(stop - start, chunk):
                 begin, end = start + begin, start + end
                 every = self._model(ids[:, begin:end], past_key_values=self.cache, use_cache=True, **some).logits
@@ -340,6 +337,12 @@ class Batch:
             request.prompt_logprobs = [None, *logprobs(ids[0, 1:], torch.cat(request._scores))]
             request._scores = []
         return logits
+
+    @property
+    def _whole(self) -> bool:
+        """Whether a prompt goes through the model at once: what is evicted cannot be attended to again, and linear attention may
+        not continue where a chunk ended."""
+        return self.cache.settings.method.evicts or bool(self.cache.foreign)
 
     @property
     def _replay(self) -> GraphRunner:
@@ -357,6 +360,7 @@ class Batch:
         self._seqs[request.seq] = self._decoding[request.seq] = None
         self._sampler.leave(request.seq)
         self.cache.kv.clear(request.seq)
+        self.cache.states.clear(request.seq)
 
     def _stops(self, stop: int | Sequence[int] | None, sampling: Sampling) -> frozenset[int]:
         if stop is None and not sampling.ignore_eos:

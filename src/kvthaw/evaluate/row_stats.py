@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.retriever import Choice
 
@@ -91,7 +92,7 @@ class PerRequestStats:
             retrieved=retrieved if held else None,
             hit_rate=1 - fetched / selected if selected else None,
             kv_device_bytes=sum(kv.device_bytes() for kv in frozen) // len(self._begin),
-            kv_dense_bytes=sum(kv.token_bytes() * end for kv in layers if not isinstance(kv, OffloadedLayer)),
+            kv_dense_bytes=sum(kv.token_bytes() * end for kv in layers if isinstance(kv, DenseLayer)),
             kv_host_bytes=self._host[row],
             dense=self._cache.settings.method.dense,
         )

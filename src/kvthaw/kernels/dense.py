@@ -109,6 +109,31 @@ def continued(
     return with_sinks(out, lse, sinks).to(query.dtype)
 
 
+def masked_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attend by any bool mask [B, 1, T, n]. Returns [B, Hq, T, D] in the dtype of query, 0 where a query sees nothing."""
+    group = query.shape[1] // keys.shape[1]
+    keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
+    if softcap is None and sinks is None:
+        out = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale)
+        return out.masked_fill(~mask.any(dim=-1, keepdim=True), 0.0)
+    scores = query.float() @ keys.float().transpose(2, 3) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, -torch.inf)
+    lse = torch.logsumexp(scores, dim=-1)
+    weights = torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
+    return with_sinks(weights @ values.float(), lse, sinks).to(query.dtype)
+
+
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
     """Apply sinks [Hq] to attention [B, Hq, T, D] with lse [B, Hq, T]."""
     if sinks is None:

@@ -28,11 +28,12 @@ from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.plan import Settings, try_index
 from kvthaw.cache.rotary import Rotary
 from kvthaw.cache.stats import Stats
+from kvthaw.cache.window import Span, WindowLayer
 from kvthaw.engine.graph_runner import GraphRunner
 from kvthaw.engine.hf import saving
 from kvthaw.engine.hf.attention import unwrap, use_kvthaw_attention
 from kvthaw.engine.hf.hooks import prefetch, rotary, turns_by_length
-from kvthaw.engine.hf.layer import CacheLayer, Layers, Shared
+from kvthaw.engine.hf.layer import CacheLayer, Layers, Shared, WindowCacheLayer
 from kvthaw.errors import CacheError, UnsupportedModelError, at_least
 from kvthaw.formatting import human
 from kvthaw.methods import resolve
@@ -101,7 +102,7 @@ class Cache(DynamicCache):
         self.settings = Settings(
             chosen, budget, retrieved, dense_layers, seed, sparse_queries, block_size, host_bytes, device_memory
         )
-        self.kv = KVCache(self.settings, full, len(self.layers))
+        self.kv = KVCache(self.settings, full, len(self.layers), self._windows(config))
         for dim in {head_dim(of_layer(config, layer.number)) for layer in self.kv.offloaded}:
             try_index(chosen, dim, model.dtype, getattr(config, "attn_logit_softcapping", None))
         self.replay: GraphRunner | None = None
@@ -112,12 +113,16 @@ class Cache(DynamicCache):
         self._shared.of = weakref.ref(self.layers)
         self.kv.sequences.positions = self._shared.positions
         for kv in self.kv.layers:
-            self.layers[kv.number] = CacheLayer(kv, self._shared)
+            self.layers[kv.number] = (WindowCacheLayer if isinstance(kv, WindowLayer) else CacheLayer)(kv, self._shared)
         if chosen.rotary:
             turns: dict[str, Rotary | None] = {}
             for layer in self.kv.offloaded:
                 kind = (getattr(config, "layer_types", None) or {layer.number: ""})[layer.number]
                 layer.rotary = turns.setdefault(kind, rotary(model, kind))
+
+    def _windows(self, config: Any) -> dict[int, Span]:
+        """Return which sliding-window layers kvthaw serves, and to what each attends: none, transformers does that."""
+        return {}
 
     @property
     def model(self) -> PreTrainedModel:
@@ -128,7 +133,7 @@ class Cache(DynamicCache):
         return model
 
     @property
-    def kv_layers(self) -> list[OffloadedLayer | DenseLayer]:
+    def kv_layers(self) -> list[OffloadedLayer | DenseLayer | WindowLayer]:
         """The layers that kvthaw serves, in order."""
         return self.kv.layers
 

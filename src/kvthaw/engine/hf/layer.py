@@ -16,10 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.kv_cache import KVCache
-from kvthaw.cache.layer_base import AttentionParams
-from kvthaw.cache.offloaded_layer import OffloadedLayer
+from kvthaw.cache.layer_base import AttentionParams, LayerKV
 from kvthaw.engine.hf.masks import attention_by_mask, causal_mask, dense_attention, is_padding
 from kvthaw.engine.ops import serves
 from kvthaw.errors import CacheError, ConfigError, KvthawError, UnsupportedModelError
@@ -183,7 +181,7 @@ class CacheLayer(CacheLayerMixin):
     is_croppable = True
     is_compileable = False
 
-    def __init__(self, kv: OffloadedLayer | DenseLayer, shared: Shared) -> None:
+    def __init__(self, kv: LayerKV, shared: Shared) -> None:
         super().__init__()
         self.kv, self.shared = kv, shared
         self.module: weakref.ref[torch.nn.Module] | None = None  # whose attention it is, known from the first prompt on
@@ -247,7 +245,8 @@ class CacheLayer(CacheLayerMixin):
             count = cache.sequences.count if cache.sequences.filling is None else 1
             if held and batch != count:
                 raise CacheError(f"the cache holds {count} rows and was given {batch}; use one cache for each batch")
-            mask = None if serves(cache) else mask  # some models make one of ones for none (OPT, until 5.23)
+            if serves(cache) or cache.sequences.room:  # nothing is padded; some models make a mask of ones (OPT, until 5.23)
+                mask = None
             pads, own = shared.read_mask(mask, batch, before, steps)
             if new and self.first:
                 if steps > 1 or before == 0:
@@ -351,6 +350,15 @@ class CacheLayer(CacheLayerMixin):
         raise CacheError("kvthaw offloads by itself; use it without cache_implementation='offloaded'")
 
     prefetch = offload
+
+
+class WindowCacheLayer(CacheLayer):
+    """A layer that attends to recent tokens alone, in a running batch. It knows which, so the model makes no mask."""
+
+    is_sliding = True
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return 1, 0
 
 
 def attention(

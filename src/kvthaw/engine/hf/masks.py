@@ -6,13 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from kvthaw.cache.layer_base import AttentionParams
-from kvthaw.kernels.dense import with_sinks
+from kvthaw.kernels.dense import masked_attention
 
 
 def is_padding(mask: Tensor) -> bool:
@@ -29,18 +28,7 @@ def causal_mask(padding: Tensor, steps: int) -> Tensor:
 
 def attention_by_mask(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, params: AttentionParams) -> Tensor:
     """Attend by any bool mask [B, 1, T, n], with softcap and sinks. Returns [B, Hq, T, D], 0 where a query sees nothing."""
-    group = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
-    if params.softcap is None and params.sinks is None:
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=params.scale)
-        return out.masked_fill(~mask.any(dim=-1, keepdim=True), 0.0)
-    scores = query.float() @ key.float().transpose(2, 3) * params.scale
-    if params.softcap is not None:
-        scores = params.softcap * torch.tanh(scores / params.softcap)
-    scores = scores.masked_fill(~mask, -torch.inf)
-    lse = torch.logsumexp(scores, dim=-1)
-    weights = torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
-    return with_sinks(weights @ value.float(), lse, params.sinks).to(query.dtype)
+    return masked_attention(query, key, value, mask, scale=params.scale, softcap=params.softcap, sinks=params.sinks)
 
 
 def padding_mask(*args: Any, mask_function: Callable[..., Any] = causal_mask_function, **kwargs: Any) -> Tensor | None:

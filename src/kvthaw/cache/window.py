@@ -1,0 +1,228 @@
+"""A layer that attends to recent tokens alone, sliding-window or chunked attention: a ring on the device for each sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvthaw.cache.layer_base import AttentionParams, attend_rows
+from kvthaw.cache.pool import Slab
+from kvthaw.cache.sequences import Sequences
+from kvthaw.cache.step import Row, Step
+from kvthaw.errors import CacheError
+from kvthaw.kernels.decode_step import DecodeStep
+from kvthaw.kernels.local import local_attention
+from kvthaw.kernels.sparse_decode import sparse_decode
+from kvthaw.regions import Regions
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Which tokens a query attends to: itself and those before it, `size` in all, or those of its own chunk of `size` tokens."""
+
+    size: int
+    chunked: bool = False
+
+    def first(self, position: int) -> int:
+        """Return the first position that a query at a position attends to."""
+        return position // self.size * self.size if self.chunked else max(0, position - self.size + 1)
+
+    def firsts(self, positions: Tensor) -> Tensor:
+        """Return `first` of every position."""
+        if self.chunked:
+            return torch.div(positions, self.size, rounding_mode="floor") * self.size
+        return (positions - self.size + 1).clamp_(min=0)
+
+
+class WindowLayer:
+    """KV of the last tokens of each sequence in a ring; see LayerKV.
+
+    leader: the first layer of the cache with this span, which computes where the spans of a decode step begin; None: this one.
+    Before a prefill overwrites a ring, the ring is kept until the next one: a prefill that fails is taken back, and layers that
+    share the keys attend to what was there. Cannot be cropped.
+    """
+
+    can_run_ahead = True
+
+    def __init__(self, number: int, sequences: Sequences, span: Span, leader: WindowLayer | None = None) -> None:
+        self.number, self.sequences, self.span, self.leader = number, sequences, span, leader
+        self.reset()
+
+    def reset(self) -> None:
+        """See LayerKV."""
+        self.recent_queries: dict[int, Tensor] = {}
+        self.scale = 0.0
+        self.slab: Slab | None = None
+        self._starts = torch.empty(0, dtype=torch.int32)
+        self._before: tuple[Step | None, dict[int, Tensor]] = None, {}
+
+    # Reading
+
+    def length(self, seq: int) -> int:
+        """See LayerKV."""
+        return self.sequences.length(seq)
+
+    def read(self, seq: int, start: int, stop: int) -> Tensor:
+        """See LayerKV. Only positions that the next query attends to are here."""
+        assert self.slab is not None
+        return self.slab.read(seq, start, stop)
+
+    def nonfinite(self) -> Tensor | None:
+        """See LayerKV."""
+        return None if self.slab is None else self.slab.tickets[-1:]
+
+    def device_bytes(self) -> int:
+        """See LayerKV."""
+        return 0 if self.slab is None else self.slab.data.nbytes
+
+    def fixed_bytes(self) -> int:
+        """See LayerKV."""
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    def host_bytes(self, seq: int | None = None) -> int:
+        """Nothing is on the host."""
+        return 0
+
+    def tensors(self) -> list[Tensor]:
+        """See LayerKV."""
+        return [] if self.slab is None else [self.slab.data, self.slab.tickets]
+
+    # Steps
+
+    def prefill(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
+        """See LayerKV."""
+        self._allocate(step, key, attention.scale)
+        assert self.slab is not None
+        self._before = step, {row.seq: self.slab.data[row.seq].clone() for row in step.rows() if row.past}
+        out = self._attend(step, query, key, value, attention)
+        self.append(step, query, key, value)
+        return out
+
+    def decode(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
+        """See LayerKV. A single token is a kernel that reads device counters alone."""
+        if step.tokens > 1:
+            return self.prefill(step, query, key, value, attention)
+        assert self.slab is not None
+        self.sequences.place(step, 0, self.slab.data.device)
+        return self._attend_one(query, key, value, attention)
+
+    def attend_again(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
+        """See LayerKV."""
+        assert self.slab is not None
+        if step.dense:
+            return self._attend(step, query, key, value, attention)
+        self.sequences.place_committed(self.slab.data.device)
+        return self._attend_one(query, key, value, attention)
+
+    def append(self, step: Step, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """See LayerKV."""
+        assert self.slab is not None
+        for row in step.rows():
+            new = torch.stack((key[row.row, :, row.pad :], value[row.row, :, row.pad :]), dim=2)[:, -self.slab.regions.ring :]
+            self.slab.write(row.seq, row.past + step.tokens - row.pad - new.shape[1], new)
+
+    def _attend(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
+        def attend(row: Row, q: Tensor) -> Tensor:
+            new = torch.stack((key[row.row, :, row.pad :], value[row.row, :, row.pad :]), dim=2)
+            first = self.span.first(row.past)
+            if first < row.past:
+                new = torch.cat((self._past(row.seq, first, row.past), new), dim=1)
+            keys, values = new[None, :, :, 0], new[None, :, :, 1]
+            return local_attention(
+                q, keys, values, first, self.span, scale=attention.scale, softcap=attention.softcap, sinks=attention.sinks
+            )
+
+        return attend_rows(step, query, attend)
+
+    def _past(self, seq: int, start: int, stop: int) -> Tensor:
+        """Rows [H, stop - start, 2, D] as they stood in the ring before the latest prefill."""
+        assert self.slab is not None
+        before = self._before[1][seq]
+        return torch.cat([before[:, place:end] for place, end in self.slab.runs(start, stop)], dim=1)
+
+    def _attend_one(self, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
+        assert self.slab is not None
+        lengths = self.sequences.on_device.lengths
+        if self.leader is None:
+            self._starts = self.span.firsts(lengths - 1)
+        step = DecodeStep(
+            query[:, :, 0],
+            self.slab.keys,
+            self.slab.values,
+            scale=attention.scale,
+            newest=(key[:, :, -1], value[:, :, -1]),
+            lengths=lengths,
+            starts=(self.leader or self)._starts,
+            regions=self.slab.regions,
+            softcap=attention.softcap,
+            sinks=attention.sinks,
+        )
+        return sparse_decode(step, self.slab.tickets)[:, :, None]
+
+    def _allocate(self, step: Step, key: Tensor, scale: float) -> None:
+        if self.slab is None:
+            _, heads, _, dim = key.shape
+            most = self.span.size if self.sequences.limit is None else min(self.span.size, self.sequences.limit)
+            regions = Regions(0, most, 1)
+            self.scale = scale
+            self.slab = Slab(len(step.left_pad), heads, dim, regions, 0, dtype=key.dtype, device=key.device)
+
+    # Between steps
+
+    def before_step(self, leaving: Sequence[tuple[int, int, int]]) -> None:
+        """Tokens leave the ring as others are written in their places."""
+
+    def run_ahead(self, leaving: Sequence[tuple[int, int, int]]) -> bool:
+        """Nothing is to be done before a step."""
+        return True
+
+    def recover(self) -> None:
+        """Nothing is remembered of a step."""
+
+    def reserve_blocks(self, ends: Mapping[int, int]) -> None:
+        """Nothing is offloaded."""
+
+    def rollback(self, failed: Step | None, *, repeated: bool = False, ahead: bool = False) -> None:
+        """See LayerKV. The place that a decoded token took is that of one which no later query attends to."""
+        if failed is not None and not repeated and self._before[0] is failed and self.slab is not None:
+            for seq, data in self._before[1].items():
+                self.slab.data[seq].copy_(data)
+            self._before = None, {}
+
+    def wait(self) -> None:
+        """Nothing is under way."""
+
+    def check_crop(self, drop: int) -> None:
+        """See LayerKV."""
+        if drop:
+            raise CacheError(f"layer {self.number} keeps {self.span.size} tokens; it cannot be cropped")
+
+    def crop(self, seq: int, start: int, length: int, *, exactly: bool = False) -> None:
+        """See check_crop()."""
+        raise CacheError(f"layer {self.number} keeps {self.span.size} tokens; it cannot be cropped")
+
+    def clear(self, seq: int) -> None:
+        """See LayerKV. What stood there may not have been finite."""
+        if self.slab is not None:
+            self.slab.data[seq].zero_()
+            self.slab.tickets.zero_()
+            self._before[1].pop(seq, None)
+
+    def reorder(self, sequences: Sequence[int]) -> None:
+        """See LayerKV."""
+        if self.slab is not None:
+            self.slab.reorder(torch.tensor(sequences, device=self.slab.data.device))
+            self._before = None, {}
+
+
+def window_layers(spans: Mapping[int, Span], sequences: Sequences) -> dict[int, WindowLayer]:
+    """Make a layer of each span, by its number. Those of one span follow the first."""
+    leaders: dict[Span, WindowLayer] = {}
+    layers: dict[int, WindowLayer] = {}
+    for number, span in sorted(spans.items()):
+        layers[number] = WindowLayer(number, sequences, span, leaders.get(span))
+        leaders.setdefault(span, layers[number])
+    return layers

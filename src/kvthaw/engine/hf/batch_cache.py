@@ -1,0 +1,108 @@
+"""The cache of a running batch, whose layers of every kind hold each sequence apart from the others."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
+
+from kvthaw.cache.index_api import Method
+from kvthaw.cache.window import Span
+from kvthaw.engine.hf.cache import Cache
+from kvthaw.engine.hf.layer import CacheLayer, Layers
+from kvthaw.errors import UnsupportedModelError
+
+
+class BatchCache(Cache):
+    """A `Cache` of `max_seqs` sequences with room for `capacity` tokens each, which are filled one at a time and decoded together.
+
+    Sliding-window and chunked layers keep a ring for each sequence. Layers of linear attention keep transformers' own states.
+    Raises UnsupportedModelError for a model with layers of another kind; otherwise as `Cache`.
+    """
+
+    def __init__(self, model: PreTrainedModel, method: str | Method, *, max_seqs: int, capacity: int, **settings: Any) -> None:
+        super().__init__(model, method, **settings)
+        for i, layer in enumerate(self.layers):
+            if isinstance(layer, CacheLayerMixin) and not isinstance(layer, CacheLayer):
+                raise UnsupportedModelError(
+                    f"layer {i} of {type(self.model).__name__} is a {type(layer).__name__}, which a running batch does not serve"
+                )
+        self.states = States(self.layers, max_seqs)
+        self.kv.open(max_seqs, capacity)
+
+    def _windows(self, config: Any) -> dict[int, Span]:
+        kinds = getattr(config, "layer_types", None)
+        all_chunked = kinds is None and getattr(config, "sliding_window", None) is None
+        return {
+            i: Span(layer.sliding_window, chunked=all_chunked if kinds is None else kinds[i] == "chunked_attention")
+            for i, layer in enumerate(self.layers)
+            if type(layer) is DynamicSlidingWindowLayer
+        }
+
+
+class States:
+    """Convolution and recurrent states, of all sequences in one tensor each.
+
+    While a prompt comes its sequence has layers of its own in the cache, so steps of the others leave them as they are; place()
+    copies what they hold to the sequence's rows. A decode step changes all rows in place: one that failed cannot be repeated.
+    """
+
+    def __init__(self, layers: Layers, max_seqs: int) -> None:
+        self._layers, self._max_seqs = layers, max_seqs
+        self._whole = {i: layer for i, layer in enumerate(layers) if isinstance(layer, LinearAttentionCacheLayerMixin)}
+        self._filling: dict[int, dict[int, Any]] = {}
+        self._empty = copy.deepcopy(self._whole)
+
+    def __bool__(self) -> bool:
+        """Whether the model has such layers."""
+        return bool(self._whole)
+
+    @contextmanager
+    def filling(self, seq: int) -> Iterator[None]:
+        """Within it the model's forward goes on with the prompt of a sequence."""
+        for i, layer in self._filling.setdefault(seq, copy.deepcopy(self._empty)).items():
+            self._layers[i] = layer
+        try:
+            yield
+        finally:
+            for i, layer in self._whole.items():
+                self._layers[i] = layer
+
+    @torch.inference_mode(False)
+    def place(self, seq: int) -> None:
+        """Let the next decode steps go on where the prompt of a sequence ended."""
+        for i, layer in self._filling.pop(seq, {}).items():
+            own = _tensors(layer)
+            if not _tensors(self._whole[i]):
+                self._whole[i] = self._layers[i] = copy.deepcopy(layer)
+                for (name, key), state in own.items():
+                    rows = state.new_zeros(self._max_seqs, *state.shape[1:])
+                    if key is None:
+                        setattr(self._whole[i], name, rows)
+                    else:
+                        getattr(self._whole[i], name)[key] = rows
+            for at, rows in _tensors(self._whole[i]).items():
+                rows[seq].copy_(own[at][0])
+
+    def clear(self, seq: int) -> None:
+        """Forget a sequence."""
+        self._filling.pop(seq, None)
+        for layer in self._whole.values():
+            for rows in _tensors(layer).values():
+                rows[seq].zero_()
+
+
+def _tensors(layer: Any) -> dict[tuple[str, Any], Tensor]:
+    """Return the states of a layer, by attribute and key."""
+    found = {}
+    for name, value in vars(layer).items():
+        for key, each in value.items() if isinstance(value, dict) else [(None, value)]:
+            if isinstance(each, Tensor):
+                found[name, key] = each
+    return found

@@ -1,0 +1,58 @@
+"""Dense attention to recent tokens alone: a sliding window, or chunks."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvthaw.kernels.dense import causal_attention, masked_attention
+
+_BLOCK = 512
+"""Queries that go under one mask."""
+
+
+class First(Protocol):
+    """Where the tokens that a query attends to begin."""
+
+    def first(self, position: int) -> int:
+        """Return the first position that a query at a position attends to."""
+
+    def firsts(self, positions: Tensor) -> Tensor:
+        """Return `first` of every position."""
+
+
+def local_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    start: int,
+    span: First,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attend with the last T of n tokens, [B, Hq, T, D], each to those of its span. keys, values [B, H, n, D], of positions `start`
+    and on. Returns [B, Hq, T, D] in the dtype of query.
+
+    Queries go in blocks, each with the keys that it needs, so memory does not grow with n^2."""
+    steps, n, device = query.shape[2], keys.shape[2], query.device
+    end, begin = start + n, start + n - steps
+    if span.first(end - 1) <= start:
+        return causal_attention(query, keys, values, scale=scale, softcap=softcap, sinks=sinks)
+    outs = []
+    for a in range(begin, end, _BLOCK):
+        b = min(a + _BLOCK, end)
+        first = max(start, span.first(a))
+        at = torch.arange(a, b, device=device)[:, None]
+        of = torch.arange(first, b, device=device)
+        mask = (of <= at) & (of >= span.firsts(at))
+        k, v = (x[:, :, first - start : b - start] for x in (keys, values))
+        outs.append(
+            masked_attention(
+                query[:, :, a - begin : b - begin], k, v, mask[None, None], scale=scale, softcap=softcap, sinks=sinks
+            )
+        )
+    return torch.cat(outs, dim=2)
