@@ -11,9 +11,9 @@ from kvthaw.evaluate.document import Share, Table, Value
 from kvthaw.evaluate.metrics import paired, wilson
 from kvthaw.methods import METHODS
 
-SUBJECTS = ("icecache-digest", "pariskv", "clusterkv", "prkv")
+SUBJECTS = ("icecache-digest", "pariskv-plus", "clusterkv", "prkv")
 """The methods of the papers that kvthaw is about."""
-OURS = ("icecache", "icecache-reuse", "icecache-digest-device")
+OURS = ("icecache", "icecache-reuse", "icecache-digest-device", "pariskv")
 BASELINES = tuple(name for name in METHODS if name not in (*SUBJECTS, *OURS, "full", "oracle"))
 """What they are measured against: no bound (full, oracle), and none of their variants."""
 WORKS = 0.6

@@ -67,6 +67,8 @@ def main(
         timed(1)
         for other in CHECKED[1:]:
             checked(*other)
+        for paper in (True, False):
+            report(select_time("max", 1 << 17, paper=paper))
         report(select_time("mean_query", 1 << 17))
         report(select_time("mean", 1 << 17))
         if not quick:
@@ -217,18 +219,21 @@ class Chain:
                 theirs = replay_time(_calls(plain[step], self.sets[:2]), 5) if step in plain else total
                 total += theirs if step not in ("tiers", "collide") else 0.0  # select takes votes by signs
                 line |= {"torch_us": round(theirs * 1e6, 2), "speedup": round(theirs * 1e6 / line["us"], 1)}
-            if step == "select" and self.batch == 1:
-                line["goal_us"] = GOALS[self.tokens]
+            if step == "select":
+                line["method"] = "pariskv-plus"
+                if self.batch == 1:
+                    line["goal_us"] = GOALS[self.tokens]
             lines.append(line)
         return lines
 
 
-def select_time(policy: Policy, tokens: int) -> dict[str, Any]:
-    """The whole of select under another policy."""
-    index, query = make(1, tokens, policy), queries(1)
+def select_time(policy: Policy, tokens: int, *, paper: bool = False) -> dict[str, Any]:
+    """The whole of select under a policy, of pariskv-plus or of pariskv."""
+    index, query = make(1, tokens, policy, paper=paper), queries(1)
     index.select(query, K)
     seconds = replay_time([lambda: index.select(query, K)] * 8, 20)
-    return {"op": "select", "policy": policy, "cached": True, "tokens": tokens, "batch": 1, "us": round(seconds * 1e6, 2)}
+    about = {"op": "select", "method": "pariskv" if paper else "pariskv-plus", "policy": policy, "cached": True}
+    return about | {"tokens": tokens, "batch": 1, "us": round(seconds * 1e6, 2)}
 
 
 def fetch_in_torch(tokens: int) -> float:

@@ -44,10 +44,10 @@ def prefills(out: Path, commit: str, host_bytes: int) -> None:
     """Time prompts in chunks. Of 512k tokens four layers: all would take 130 s, twice."""
     pariskv: dict[str, Any] = {"budget": None, "retrieved": 100}
     settings = [
-        *prefill.grid(SHAPE, ["pariskv"], [1 << 17], [1 << 14], chunks_only=True, **pariskv),
-        *prefill.grid(SHAPE, ["pariskv"], [1 << 19], [1 << 14], chunks_only=True, layers=4, **pariskv),
+        *prefill.grid(SHAPE, ["pariskv", "pariskv-plus"], [1 << 17], [1 << 14], chunks_only=True, **pariskv),
+        *prefill.grid(SHAPE, ["pariskv-plus"], [1 << 19], [1 << 14], chunks_only=True, layers=4, **pariskv),
         *prefill.grid(SHAPE, ["icecache-digest"], [1 << 17], [1 << 14], chunks_only=True, budget=256),
-        *prefill.grid(SHAPE, ["pariskv"], [1 << 17], [1 << 14], **pariskv),
+        *prefill.grid(SHAPE, ["pariskv-plus"], [1 << 17], [1 << 14], **pariskv),
     ]
     known, watch = ResultsFile(out), printing(out)["watch"]
     for record in prefill.run(settings, known, host_bytes=host_bytes, commit=commit, watch=watch):
@@ -72,7 +72,10 @@ def main(arguments: list[str]) -> None:
         prefills(out / "prefill.jsonl", commit, host_bytes)
     elif part == "serving":
         asked = serving.Serving(shape=SHAPE, length=16384, max_seqs=4, requests=6, new_tokens=64, budget=1024)
-        methods, say = ("full", "pariskv", "clusterkv", "prkv"), lambda record: print(record.to_json(), flush=True)
+        methods, say = (
+            ("full", "pariskv", "pariskv-plus", "clusterkv", "prkv"),
+            lambda record: print(record.to_json(), flush=True),
+        )
         serving.run(asked, methods, ResultsFile(out / "serving.jsonl"), commit=commit, say=say)
     elif part == "indexing":
         indexing.main(SHAPE, 32768, ("clusterkv", "prkv"), out=out / "indexing.jsonl", commit=commit)

@@ -24,7 +24,12 @@ from kvthaw.bench.card import provenance, where
 from kvthaw.bench.shapes import build
 from kvthaw.evaluate.results import Record
 
-SIZES: dict[str, dict[str, Any]] = {"clusterkv": {"budget": 1024}, "pariskv": {"retrieved": 100}, "full": {}}
+SIZES: dict[str, dict[str, Any]] = {
+    "clusterkv": {"budget": 1024},
+    "pariskv": {"retrieved": 100},
+    "pariskv-plus": {"retrieved": 100},
+    "full": {},
+}
 WARM = 24
 
 

@@ -32,10 +32,10 @@ FIGURES = {
 _K = 1024
 _MOST = 16 * _K
 """Tokens of the longest answer."""
-_EVERY = {"full": 64, "pariskv": 512, "clusterkv": 320, "prkv": 128, "icecache-digest-device": 128}
+_EVERY = {"full": 64, "pariskv": 512, "pariskv-plus": 512, "clusterkv": 320, "prkv": 128, "icecache-digest-device": 128}
 """Steps after which a method's updates begin again: ParisKV's buffer, ClusterKV's batch, PRKV's interval."""
 _FEW = 48  # of the others, whose rings give 16 tokens at a time
-_PARISKV = "pariskv:retrieved=100"
+_PARISKV = ("pariskv:retrieved=100", "pariskv-plus:retrieved=100")
 _UNITS = ("clusterkv:budget=1024", "prkv:budget=1024")
 _HOST = ("icecache", "icecache-reuse", "icecache-digest", "icecache-digest:reuse=3")
 
@@ -88,10 +88,10 @@ def _units(hits: float, more: str = "") -> tuple[str, str]:
 
 def _length(c: Common) -> list[DecodeSetting]:
     quick = _units(0.7, ":iterations=4")  # k-means of 512k keys takes its time
-    near = [c.run(m, n * _K) for n in (36, 128) for m in ("full", _PARISKV, *_units(0.7))]
-    far = [c.run(m, 512 * _K, shared=m != "full") for m in ("full", _PARISKV, *quick)]
+    near = [c.run(m, n * _K) for n in (36, 128) for m in ("full", *_PARISKV, *_units(0.7))]
+    far = [c.run(m, 512 * _K, shared=m != "full") for m in ("full", *_PARISKV, *quick)]
     missed = [c.run(m, n * _K) for n in (36, 128) for m in _units(0.0)]
-    return near + far + missed + [c.run(m, 1024 * _K) for m in (_PARISKV, *quick)]
+    return near + far + missed + [c.run(m, 1024 * _K) for m in (*_PARISKV, *quick)]
 
 
 def _draw_length(figure: Any, lines: list[Record]) -> None:
@@ -113,7 +113,9 @@ def _draw_lengths(figure: Any, lines: list[Record]) -> None:
 
 def _baseline(c: Common) -> list[DecodeSetting]:
     eager = [c.run(m, 36 * _K, new_tokens=_FEW, prompt="run") for m in ("hf-dynamic", "hf-offloaded", "full", *_HOST)]
-    captured = [c.run(m, 36 * _K, new_tokens=_FEW, prompt="run") for m in (*_HOST, "icecache-digest-device", _PARISKV, *_UNITS)]
+    captured = [
+        c.run(m, 36 * _K, new_tokens=_FEW, prompt="run") for m in (*_HOST, "icecache-digest-device", *_PARISKV, *_UNITS)
+    ]
     kept = [replace(one, steps="eager") for one in eager if possible(replace(one, steps="eager"), c.cuda)]
     return list(dict.fromkeys(kept + captured))  # where nothing can be captured the same stand in both
 
@@ -132,11 +134,11 @@ def _draw_baseline(figure: Any, lines: list[Record]) -> None:
 
 
 def _text(c: Common) -> list[DecodeSetting]:
-    return [c.run(m, n * _K, prompt="text") for n in (36, 128) for m in (_PARISKV, *_UNITS, "icecache-digest-device")]
+    return [c.run(m, n * _K, prompt="text") for n in (36, 128) for m in (*_PARISKV, *_UNITS, "icecache-digest-device")]
 
 
 def _throughput(c: Common) -> list[DecodeSetting]:
-    batches = (("full", (1, 2, 4, 6)), (_PARISKV, (1, 8, 24)))
+    batches = (("full", (1, 2, 4, 6)), *((m, (1, 8, 24)) for m in _PARISKV))
     return [c.run(method, 128 * _K, batch=batch) for method, rows in batches for batch in rows]
 
 
@@ -186,7 +188,7 @@ def _pariskv(c: Common) -> list[DecodeSetting]:
     return [
         c.run(method, n * _K, batch=batch, shared=method != "full" and n > 128)
         for n, full, frozen in batches
-        for method, rows in (("full", full), (_PARISKV, frozen))
+        for method, rows in (("full", full), *((m, frozen) for m in _PARISKV))
         for batch in rows
     ]
 

@@ -41,32 +41,32 @@ def recall(length: int = 32768) -> Figure:
         ratios.plot(list(runs), [run["recall_at_k"] for run in runs.values()], "o-", markersize=3, color=color, label=label)
         ratios.plot(list(runs), [run["ceiling"] for run in runs.values()], ":", color=color)
 
-    paper = "pariskv:preset=paper"
+    paper = "pariskv"
     for i, rho in enumerate((0.2, 0.3, 0.5)):
         betas = [beta for beta in (0.05, 0.1, 0.2, 0.3) if (f"{paper}:rho={rho}:beta={beta}", None) in found]
-        swept(f"the paper's tiers, rho {rho}", {beta: f"{paper}:rho={rho}:beta={beta}" for beta in betas}, f"C{i + 1}")
-    swept("default: graded votes, keys from their centre", {b: f"pariskv:beta={b}" for b in (0.05, 0.1, 0.15, 0.2)}, "C0")
+        swept(f"{paper}, rho {rho}", {beta: f"{paper}:rho={rho}:beta={beta}" for beta in betas}, f"C{i + 1}")
+    swept("pariskv-plus", {b: f"pariskv-plus:beta={b}" for b in (0.05, 0.1, 0.15, 0.2)}, "C0")
     ratios.axhline(0.85, color="grey", linewidth=0.8)
     ratios.set(xlabel="beta, candidates of the keys", ylabel="recall_at_100", title="ParisKV (dotted: the candidates' ceiling)")
     ratios.legend(fontsize=7)
 
     shown = {
-        "default (beta .1)": "pariskv",
-        "keys as they are": "pariskv:centre=False",
-        "the paper's tiers": paper,
+        "pariskv-plus (beta .1)": "pariskv-plus",
+        "keys as they are": "pariskv-plus:centre=False",
+        "pariskv: tiers": paper,
         "binary votes": f"{paper}:votes=binary",
         "no rotation": f"{paper}:rotate=False",
         "centroids learned on the prompt": f"{paper}:centroids=learned",
         "learned, no rotation": f"{paper}:centroids=learned:rotate=False",
         "learned, keys not normalised": f"{paper}:centroids=learned:normalise=False",
         "learned, neither": f"{paper}:centroids=learned:rotate=False:normalise=False",
-        "group by mean": "pariskv:policy=mean",
-        "group by mean_query": "pariskv:policy=mean_query",
+        "group by mean": "pariskv-plus:policy=mean",
+        "group by mean_query": "pariskv-plus:policy=mean_query",
     }
     for place, method in enumerate(shown.values()):
         run = found[method, None]
         parts.barh(place, run["ceiling"], color="0.85")
-        parts.barh(place, run["recall_at_k"], color="C0" if method.count("paper") == 0 else "C1")
+        parts.barh(place, run["recall_at_k"], color="C0" if method.startswith("pariskv-plus") else "C1")
     parts.set_yticks(range(len(shown)), list(shown), fontsize=8)
     parts.invert_yaxis()
     parts.set(xlabel="recall_at_100 (grey: ceiling)", xlim=(0.4, 1), title="ParisKV without its parts, at the prompt's end")
@@ -95,7 +95,7 @@ def results() -> Figure:
     table = by_budget(under(cells, protocols(cells)[0]))
     budgets = [int(column.split()[0]) for column in table.columns[1:]]
     accuracy = {str(row[0]): [100 * share.value for share in row[1:] if isinstance(share, Share)] for row in table.rows}
-    ours = ("icecache-digest", "pariskv", "clusterkv", "prkv")
+    ours = ("icecache-digest", "pariskv-plus", "clusterkv", "prkv")
     others = ("socket", "retroinfer", "infinigen", "quest", "snapkv", "h2o", "streaming")
     for i, method in enumerate((*ours, *others)):
         look: dict[str, Any] = {"marker": "o", "color": f"C{i}"} if method in ours else {"color": "grey", "alpha": 0.7}

@@ -10,15 +10,16 @@ cd "$(dirname "$0")/.." || exit 1
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
 python3 -m kvthaw --help > /dev/null || { echo "python3 -m kvthaw does not run here" >&2; exit 1; }
 
-paper=pariskv:preset=paper
+paper=pariskv
 grid=$paper:rho=0.05:beta=0.05,$paper:rho=0.2:beta=0.05,$paper:rho=0.5:beta=0.05,$paper:rho=0.1:beta=0.1,$paper:rho=0.2:beta=0.1
 grid+=,$paper:rho=0.5:beta=0.1,$paper:rho=0.2:beta=0.2,$paper:rho=0.3:beta=0.2,$paper:rho=0.5:beta=0.2,$paper:rho=0.3:beta=0.3,$paper:rho=0.5:beta=0.3
-votes=$paper:votes=binary,$paper:centre=True,pariskv:centre=False,pariskv:beta=0.05,pariskv:beta=0.1,pariskv:beta=0.125,pariskv:beta=0.15,pariskv:beta=0.2
-policies=pariskv:policy=mean,pariskv:policy=mean_query,$paper:policy=mean,pariskv:preset=code
+votes=$paper:votes=binary,pariskv-plus:votes=tiered,pariskv-plus:centre=False
+for beta in 0.05 0.1 0.125 0.15 0.2; do votes+=,pariskv-plus:beta=$beta; done
+policies=pariskv-plus:policy=mean,pariskv-plus:policy=mean_query,$paper:policy=mean,pariskv:preset=code
 plain=$paper:rotate=False,$paper:centroids=learned,$paper:centroids=learned:rotate=False
 plain+=,$paper:centroids=learned:normalise=False,$paper:centroids=learned:rotate=False:normalise=False
-recall=pariskv,$paper,$grid,$votes,$policies,$plain
-drift=pariskv,$paper,$paper:centroids=learned
+recall=pariskv-plus,$paper,$grid,$votes,$policies,$plain
+drift=pariskv,pariskv-plus,pariskv:centroids=learned
 if [ "$size" = tiny ]; then
   lengths=(1024) tasks=(passkey niah_single) seeds=(0) places=(0 1) recall_lengths=(1024) steps=4 after=(16) prompt=1024
   samples=1 probe=4
@@ -45,7 +46,7 @@ jobs() {
   for length in "${lengths[@]}"; do
     for task in "${tasks[@]}"; do
       [ "$length" = 65536 ] && n=$((samples / 2)) || n=$samples
-      echo "task-$task-$length $task --method full,oracle,pariskv,$paper --retrieved 100 --length $length --samples $n --probe 0"
+      echo "task-$task-$length $task --method full,oracle,pariskv,pariskv-plus --retrieved 100 --length $length --samples $n --probe 0"
     done
   done
 }

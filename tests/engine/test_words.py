@@ -17,7 +17,7 @@ def test_stats_are_a_sentence(llama: PreTrainedModel) -> None:
         llama.generate(IDS, max_new_tokens=9, do_sample=False)
         said = str(handle.stats())
     assert said.startswith("oracle: ")
-    assert " of 68 tokens attended a step; KV " in said
+    assert " of 68 tokens attended a step; the budget leaves sink 2 of 4, window 8 of 32, buffer 4 of 16 tokens; KV " in said
     assert said.endswith(" %")
     assert str(handle.stats()) == said
     with kvthaw.attach(llama, "full") as handle:

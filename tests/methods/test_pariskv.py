@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from one_layer import OneLayer
 from transformers import PreTrainedModel
 
 import kvthaw
@@ -24,19 +25,46 @@ def indices(handle: Any) -> list[CodesIndex]:
     return [kv.retriever.index for kv in handle.cache.frozen_layers]
 
 
-def test_regions_are_the_papers() -> None:
+def test_regions_and_dense_layers_are_the_papers() -> None:
     method = resolve("pariskv")
-    assert (method.name, method.unit, method.regions) == ("pariskv", "token", Regions(128, 256, 512))
-    assert resolve("pariskv", window=512, buffer=256).regions == Regions(128, 512, 256)
+    assert (method.regions, method.dense_layers) == (Regions(128, 256, 512), 0)
+    assert resolve("pariskv", sink=64, window=512, buffer=256).regions == Regions(64, 512, 256)
+    deep = build("llama", num_hidden_layers=16)
+    for name, dense in (("pariskv", 0), ("pariskv-plus", 2)):
+        base = kvthaw.Cache(deep, name)
+        assert base.settings.dense_layers == dense
+        assert [base.fork(other).settings.dense_layers for other in ("pariskv", "quest")] == [0, 2]
+
+
+def test_stats_say_which_regions_a_budget_makes_smaller(llama: PreTrainedModel) -> None:
+    for settings, regions, words in (
+        ({"budget": 256}, Regions(16, 64, 32), True),
+        ({"retrieved": 100}, Regions(128, 256, 512), False),
+    ):
+        with kvthaw.attach(llama, "pariskv", **settings) as handle:
+            generate(llama, {"input_ids": prompt(1, 40)}, max_new_tokens=2)
+            stats = handle.stats()
+            assert (stats.regions, stats.paper_regions) == (regions, Regions(128, 256, 512))
+            assert ("sink 16 of 128, window 64 of 256, buffer 32 of 512" in str(stats)) == words
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"preset": "paper"}, {"preset": "code"}, {"policy": "mean"}, {"votes": "binary"}, {"centroids": "learned"}]
+    ("method", "options"),
+    [
+        ("pariskv", {}),
+        ("pariskv", {"preset": "code"}),
+        ("pariskv", {"policy": "mean"}),
+        ("pariskv", {"policy": "each"}),
+        ("pariskv", {"votes": "binary"}),
+        ("pariskv", {"centroids": "learned"}),
+        ("pariskv-plus", {}),
+        ("pariskv-plus", {"centroids": "learned", "votes": "tiered"}),
+    ],
 )
-def test_a_budget_for_everything_gives_full_attention(llama: PreTrainedModel, options: dict[str, Any]) -> None:
+def test_a_budget_for_everything_gives_full_attention(llama: PreTrainedModel, method: str, options: dict[str, Any]) -> None:
     batch = ragged([90, 37, 61])
     expected = generate(llama, batch)
-    with kvthaw.attach(llama, "pariskv", budget=1024, window=8, buffer=8, **options) as handle:
+    with kvthaw.attach(llama, method, budget=1024, window=8, buffer=8, **options) as handle:
         assert torch.equal(generate(llama, batch), expected)
         assert handle.stats().sparse_steps > 0
 
@@ -52,11 +80,37 @@ def test_presets_and_options_reach_the_index(llama: PreTrainedModel) -> None:
         stats = handle.stats()
         assert stats.attended_max is not None
         assert stats.attended_max <= 32
-    for options, graded in (({}, True), ({"preset": "paper"}, False), ({"rho": 0.5}, False)):
-        with kvthaw.attach(llama, "pariskv", budget=32, **options) as handle:
+    for name, wanted, policy, grows in (
+        ("pariskv:rho=0.2:beta=0.1", [300, 900, 4000], "max", True),
+        ("pariskv", [1500, 2250, 4000], "max", True),
+        ("pariskv:preset=code", [1500, 2250, 4000], "mean_query", True),
+        ("pariskv-plus", [1500, 2250, 4000], "max", False),
+    ):
+        with kvthaw.attach(llama, name, budget=32) as handle:
             generate(llama, inputs)
             index = indices(handle)[0]
-            assert (index.policy, index._graded, index._centre) == ("max", graded, options.get("preset") is None)
+            assert (index.policy, index.grows) == (policy, grows)
+            assert [index.ratios.wanted(n, 100) for n in (3000, 9000, 40000)] == wanted
+
+
+def test_each_query_head_attends_to_the_rows_that_it_would_choose_alone() -> None:
+    """Algorithm 1 is stated for one head: with policy "each" a group's outputs are those of as many heads of their own KV."""
+    for group, rows in ((3, 24), (2, 9)):
+        torch.manual_seed(group)
+        many = OneLayer("pariskv", 300, 3, group=group, budget=None, retrieved=rows, policy="each", window=16, buffer=8)
+        alone = []
+        for member in range(group):
+            one = OneLayer("pariskv", 300, 3, group=1, budget=None, retrieved=rows // group, window=16, buffer=8)
+            one.query[:], one.keys[:], one.values[:] = many.query[:, member::group], many.keys, many.values
+            one.cache.reset()
+            one.take(0, 300)
+            alone.append(one)
+        for at in range(300, 303):
+            together = many.take(at, at + 1).unflatten(0, (many.heads, group))
+            for member, one in enumerate(alone):
+                torch.testing.assert_close(together[:, member], one.take(at, at + 1))
+    with pytest.raises(ConfigError, match="must be at least 3"):
+        OneLayer("pariskv", 300, 1, group=3, budget=None, retrieved=2, policy="each").take(300, 301)
 
 
 def test_below_the_full_attention_threshold_it_attends_densely(llama: PreTrainedModel) -> None:
@@ -88,8 +142,8 @@ def test_rows_are_reproducible_and_follow_the_seed(llama: PreTrainedModel) -> No
         ({"preset": "authors"}, "preset is 'authors'"),
         ({"votes": "many"}, "votes is 'many'"),
         ({"rho": 0.1, "beta": 0.2}, "rho is 0.1 and beta is 0.2"),
-        ({"rho": 0.2, "votes": "graded"}, "rho is 0.2 and votes is 'graded'"),
-        ({"centre": "no"}, "centre is 'no'"),
+        ({"beta": 0.2, "rho": 0.1}, "rho is 0.1 and beta is 0.2"),
+        ({"beta": 0.2, "candidates": 200}, "beta is 0.2 and candidates is 200"),
         ({"policy": "union"}, "policy is 'union'"),
         ({"full_threshold": -1}, "full_threshold is -1"),
         ({"centroids": "new"}, "centroids is 'new'"),
@@ -100,6 +154,19 @@ def test_rows_are_reproducible_and_follow_the_seed(llama: PreTrainedModel) -> No
 def test_bad_options_are_refused_at_once(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         resolve("pariskv", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"rho": 0.2}, "rho is 0.2 and votes is 'graded'"),
+        ({"centre": "no"}, "centre is 'no'"),
+        ({"votes": "many"}, "votes is 'many'"),
+    ],
+)
+def test_bad_options_of_ours_are_refused_at_once(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        resolve("pariskv-plus", **options)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +191,7 @@ def test_centre_and_grades_keep_a_text_in_pieces_as_it_is(llama: PreTrainedModel
     ids = prompt(1, 420)
     caches = []
     for sizes in ((420,), (180, 180, 60)):
-        cache, at = kvthaw.Cache(llama, "pariskv", retrieved=8, window=8, buffer=8, dense_layers=0), 0
+        cache, at = kvthaw.Cache(llama, "pariskv-plus", retrieved=8, window=8, buffer=8, dense_layers=0), 0
         with torch.no_grad():
             for size in sizes:
                 llama(ids[:, at : at + size], past_key_values=cache)

@@ -195,6 +195,7 @@ class Method:
     tuple has layer numbers, or shares of the model's depth (floats), with which the first layer that is not dense selects too.
     any_budget: the index does not depend on the number of rows, only on the regions, so a fork with another budget copies it.
     Leave it False for an index that is slower to copy than to build.
+    dense_layers: how many first layers of a model of 16 and more keep all KV on the device, unless a cache is told otherwise.
     rotary: the index needs the model's rotary embedding. prefetches: the index is also asked a layer early, with the query that
     the layer would have if its attention saw the input of the layer before.
     """
@@ -210,6 +211,7 @@ class Method:
     transfer: Callable[[], Transfer] | None = None
     anchors: int | tuple[int, ...] | tuple[float, ...] = 1
     any_budget: bool = False
+    dense_layers: int = 2
     rotary: bool = False
     prefetches: bool = False
     differs: str = "-"
@@ -218,6 +220,6 @@ class Method:
     def __post_init__(self) -> None:
         if not isinstance(self.regions, Regions):
             raise ConfigError(f"regions is {self.regions!r}; a Method needs Regions(sink, window, buffer), of kvthaw.regions")
-        at_least(0, keep=self.keep)
+        at_least(0, keep=self.keep, dense_layers=self.dense_layers)
         if isinstance(self.anchors, int):
             at_least(1, anchors=self.anchors)

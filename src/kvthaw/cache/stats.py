@@ -12,6 +12,7 @@ from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.plan import Settings
 from kvthaw.cache.sequences import Sequences
 from kvthaw.formatting import human, number, share
+from kvthaw.regions import Regions
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,10 @@ class Stats:
     """Name of the method."""
     budget: int | None
     """Most tokens attended per KV head and step; None before the first prompt, and for full attention."""
+    regions: Regions | None
+    """Sink, window and update buffer, in tokens, as the budget leaves them; None as for budget."""
+    paper_regions: Regions | None
+    """The same as the method has them: of larger ones than half the budget holds, the budget leaves less."""
     layers: int
     """Layers that kvthaw serves."""
     dense_layers: int
@@ -72,8 +77,14 @@ class Stats:
         attended = "all" if self.attended_mean is None else f"{number(self.attended_mean)} of"
         device = human(self.kv_device_bytes + self.kv_dense_bytes)
         dense = f", {self.dense_tokens:,} tokens attended to all" if self.dense_tokens else ""
+        left = [
+            f"{name} {getattr(self.regions, name)} of {getattr(self.paper_regions, name)}"
+            for name in ("sink", "window", "buffer")
+            if self.regions and getattr(self.regions, name) < getattr(self.paper_regions, name)
+        ]
+        shrunk = f"; the budget leaves {', '.join(left)} tokens" if left else ""
         return (
-            f"{self.method}: {attended} {self.tokens:,} tokens attended a step{dense}; KV {device} on the device, "
+            f"{self.method}: {attended} {self.tokens:,} tokens attended a step{dense}{shrunk}; KV {device} on the device, "
             f"{human(self.kv_host_bytes)} on the host; hit rate {share(self.hit_rate)}"
         )
 
@@ -95,6 +106,8 @@ def collect(settings: Settings, sequences: Sequences, layers: Sequence[LayerKV])
     return Stats(
         method=settings.method.name,
         budget=plan.budget if plan else None,
+        regions=plan.regions if plan else None,
+        paper_regions=settings.method.regions if plan else None,
         layers=len(layers),
         dense_layers=sum(isinstance(layer, DenseLayer) for layer in layers),
         batch=sequences.count,

@@ -30,7 +30,7 @@ PREFILL_EXAMPLES = (
     "  kvthaw bench prefill --shape tiny --length 4096 --chunk 512,1024 --method full,icecache-digest --out prefill.jsonl"
 )
 SERVING_EXAMPLES = (
-    "Examples:\n\n  kvthaw bench serving --shape llama-3.1-8b --length 16384 --method full,pariskv,prkv --budget 1024 --json\n\n"
+    "Examples:\n\n  kvthaw bench serving --shape llama-3.1-8b --length 16384 --method full,pariskv-plus --budget 1024 --json\n\n"
     "  kvthaw bench serving --shape tiny --length 1000 --max-seqs 2 --requests 4 --method full,quest --out serving.jsonl"
 )
 Shape = Annotated[str, typer.Option(help=f"The model's shape, with random weights: {', '.join(SHAPES)}.")]
@@ -153,7 +153,7 @@ def serving(
     max_seqs: Annotated[int, typer.Option(min=1, help="Requests that are decoded at once.")] = 4,
     requests: Annotated[int, typer.Option(min=1, help="Requests in all.")] = 8,
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens that each gets.")] = 64,
-    method: options.Methods = "full,pariskv",
+    method: options.Methods = "full,pariskv-plus",
     budget: Annotated[int, typer.Option(max=options.MOST, help="Most tokens attended per KV head and step.")] = 256,
     compile_: Annotated[bool, typer.Option("--compile", help="Compile the step first (a minute or more).")] = False,
     as_json: options.Lines = False,

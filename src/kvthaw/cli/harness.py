@@ -12,7 +12,7 @@ from kvthaw.errors import ConfigError
 EXAMPLES = (
     "model_args: what the harness's hf model takes, and method, budget, retrieved, dense_layers, seed, capture, compile and "
     "sparse_tokens; pretrained=shipped is the model that ships. Needs pip install kvthaw\\[lm-eval].\n\nExamples:\n\n"
-    "  kvthaw lm-eval --model_args pretrained=meta-llama/Llama-3.1-8B-Instruct,method=pariskv,budget=1024 "
+    "  kvthaw lm-eval --model_args pretrained=meta-llama/Llama-3.1-8B-Instruct,method=pariskv,retrieved=100 "
     "--tasks longbench,gsm8k --apply_chat_template\n\n"
     "  kvthaw lm-eval --model_args pretrained=MODEL,method=icecache-digest:promote=0.1,budget=256 --tasks ruler "
     "--metadata '{\"max_seq_lengths\": [4096, 32768]}'\n\n"

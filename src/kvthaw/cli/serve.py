@@ -15,7 +15,7 @@ from kvthaw.formatting import read_bytes
 
 EXAMPLES = (
     "Needs pip install kvthaw\\[serve].\n\nExamples:\n\n  kvthaw serve\n\n"
-    "  kvthaw serve meta-llama/Llama-3.1-8B-Instruct --method pariskv --budget 1024 --max-seqs 16 --max-len 131072\n\n"
+    "  kvthaw serve meta-llama/Llama-3.1-8B-Instruct --method pariskv-plus --budget 1024 --max-seqs 16 --max-len 131072\n\n"
     "  kvthaw serve ./my-model --chat-template chat.jinja --api-key-file keys.txt --host 0.0.0.0"
 )
 _LENGTH = 131072  # unless --max-len is given or the model's positions end before

@@ -101,7 +101,7 @@ class Batch:
 
     Example::
 
-        batch = kvthaw.Batch(model, "pariskv", max_seqs=8, capacity=32768, budget=512)
+        batch = kvthaw.Batch(model, "pariskv-plus", max_seqs=8, capacity=32768, budget=512)
         waiting = [...]  # prompts: token ids
         while waiting or batch.requests:
             while waiting and batch.free:

@@ -32,7 +32,7 @@ class Scheduler:
 
     Example::
 
-        scheduler = kvthaw.Scheduler(kvthaw.Batch(model, "pariskv", max_seqs=8, capacity=32768, budget=512))
+        scheduler = kvthaw.Scheduler(kvthaw.Batch(model, "pariskv-plus", max_seqs=8, capacity=32768, budget=512))
         for prompt in prompts:
             scheduler.submit(prompt, max_new_tokens=200)
         while scheduler.busy:

@@ -32,8 +32,15 @@ from kvthaw.kernels.srht import make_rotation
 from kvthaw.kernels.tiers import Combine, definition, most_votes, pack, tiers
 from kvthaw.kernels.topk import Merge, run_length, topk
 
-Policy = Literal["max", "mean", "mean_query"]
+Policy = Literal["max", "mean", "mean_query", "each"]
 Centroids = Literal["signs", "learned"]
+
+
+def once(rows: Tensor) -> Tensor:
+    """Rows [B, H, M], -1 padded, of which some may stand twice -> each once, in descending order, -1 padded. No host sync."""
+    ordered = rows.sort(dim=2, descending=True).values
+    again = torch.nn.functional.pad(ordered[..., 1:] == ordered[..., :-1], (1, 0))
+    return ordered.masked_fill(again, -1).sort(dim=2, descending=True).values
 
 
 class CodesIndex:
@@ -42,6 +49,7 @@ class CodesIndex:
     policy: how the G query heads of a KV head agree. max, mean: votes and softmax weights are computed for each head and the
     largest or the sum counts; mean_query: the mean of the queries stands for all. On the shipped model (32k tokens, 100
     rows) they select .828, .792 and .566 of the exact rows and cover .676, .677 and .667 of the softmax, so max is the default.
+    each: a head selects budget // G rows alone, with its own candidates, and attends to no others; G times the launches.
     ratios: see Ratios. rotate, centroids, normalise: for ablations; centroids="learned" learns them on the prompt, of keys
     normalised or not (sign patterns do not depend on length). graded: a key's votes are how similar its centroids are to the
     query, up to 127, instead of tiers by rank; ratios' rho has no part then. centre: the mean of a sequence's first keys is taken
@@ -77,11 +85,13 @@ class CodesIndex:
         at_least(0, dense_below=dense_below)
         self.context, self.policy, self.ratios = context, policy, ratios or Ratios()
         self.normalise, self.dense_below = normalise, dense_below
+        self._sets = context.group if policy == "each" else 1
+        """Sets of rows that the query heads of a KV head choose."""
         self._enough(context.rows)
         self._rotation = make_rotation(context.head_dim, context.seed, rotate=rotate, device=context.device)
         self._quantizer = make_quantizer(context.device)
         self._subs = self._rotation.padded // SUB
-        scored = 1 if policy == "mean_query" else context.group
+        scored = context.group if policy in ("max", "mean") else 1
         self._combine: Combine = "sum" if policy == "mean" else "max"
         self._merge: Merge = "mean" if policy == "mean" else "max"
         self._graded, self._centre = graded, centre
@@ -175,29 +185,50 @@ class CodesIndex:
         return self.dense_below > 0
 
     def select(self, query: Tensor, budget: int) -> Selection:
-        """See Index. Raises ConfigError where a fixed number of candidates is less than budget."""
+        """See Index. Raises ConfigError where a fixed number of candidates is less than budget, and with policy "each" for fewer
+        rows than query heads."""
+        partial = self._dense(query)
+        self._enough(budget)
+        if self._sets == 1:
+            return Selection(*self._best(query, budget), partial=partial)
+        own = torch.stack([self._best(head, budget // self._sets)[0] for head in self._heads(query)], dim=2)  # [B, H, G, share]
+        rows = once(own.flatten(2))
+        drawn = (rows[:, :, None, :, None] == own[:, :, :, None]).any(dim=4)
+        weight = torch.zeros(drawn.shape, device=query.device).masked_fill_(~drawn, -torch.inf)
+        return Selection(rows, (rows >= 0).sum(dim=2, dtype=torch.int32), weight.flatten(1, 2), partial)
+
+    def _heads(self, query: Tensor) -> list[Tensor]:
+        """Queries [B, Hq, D] by the sets of rows that they choose: one [B, H, D] for each query head of a group, or all at once."""
+        grouped = query.unflatten(1, (self.context.kv_heads, self._sets, -1))
+        return [head.flatten(1, 2).contiguous() for head in grouped.unbind(dim=2)]
+
+    def _best(self, query: Tensor, budget: int) -> tuple[Tensor, Tensor]:
+        """The rows [B, H, budget] of the best estimates, ascending, -1 padded, and how many there are [B, H]."""
         rotated, now, candidates, wanted = self._collect(query, budget)
         run = run_length(candidates.shape[2], budget) or TILE
         found = rerank(rotated, now, candidates, wanted, self._quantizer, self.context.scale, run)
-        rows, counts = topk(found, candidates, wanted, budget, self._first, self.context.scale, self._merge)
-        return Selection(rows, counts, partial=self._dense(query))
+        return topk(found, candidates, wanted, budget, self._first, self.context.scale, self._merge)
 
     def candidates(self, query: Tensor, budget: int) -> Tensor:
         """The rows among which select(query, budget) chooses: what the collisions leave for the codes to rank, and so the ceiling
         of what can be selected. [B, H, width] int32, token positions in ascending order, -1 padded; query: [B, Hq, D].
 
         ceil(beta n) rows of a region of n tokens, or the fixed number, at least budget, all of them where there are fewer; none
-        of a sequence that is attended to whole (dense_below). Raises ConfigError as select. For measurements: it changes nothing,
-        but leaves the number wanted on the device as a select of the same budget does."""
-        _, _, places, wanted = self._collect(query, budget)
-        known = torch.arange(places.shape[2], device=places.device) < wanted[:, None]
-        return torch.where(known[:, None], places + self._first, -1)
+        of a sequence that is attended to whole (dense_below). With policy "each" those of all heads, in descending order. Raises
+        ConfigError as select. For measurements: it changes nothing, but leaves the number wanted on the device as a select of the
+        same budget does."""
+        self._enough(budget)
+        found = []
+        for head in self._heads(query):
+            _, _, places, wanted = self._collect(head, budget // self._sets)
+            known = torch.arange(places.shape[2], device=places.device) < wanted[:, None]
+            found.append(torch.where(known[:, None], places + self._first, -1))
+        return found[0] if len(found) == 1 else once(torch.cat(found, dim=2))
 
     def _collect(self, query: Tensor, budget: int) -> tuple[Rotated, Summaries, Tensor, Tensor]:
         """The first stage. Rotated queries [B, H, P, 8, subspaces], the summaries that they are compared with, candidates [B, H,
         width] as positions in them, and how many of each sequence's are wanted [B]."""
         batch, mean = query.shape[0], self.policy == "mean_query"
-        self._enough(budget)
         if batch > len(self._counts):
             self._reserve(batch, 0)
         if budget != self._k:
@@ -227,7 +258,11 @@ class CodesIndex:
         return rotated, now, bucket_topk(scores, lengths, wanted, width), wanted
 
     def _enough(self, budget: int) -> None:
-        if self.ratios.candidates is not None and budget > self.ratios.candidates:
+        if 0 < budget < self._sets:
+            raise ConfigError(
+                f"{budget} rows are to be selected; with policy 'each' it must be at least {self._sets}, the query heads"
+            )
+        if self.ratios.candidates is not None and budget // self._sets > self.ratios.candidates:
             raise ConfigError(f"candidates is {self.ratios.candidates}; it must be at least the {budget} rows to select")
 
     def estimate(self, query: Tensor) -> Tensor:

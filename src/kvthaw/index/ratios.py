@@ -10,7 +10,8 @@ from kvthaw.errors import ConfigError, at_least
 TIERS = (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)
 """Where the tiers end, within the top rho (appendix B.2.1)."""
 TABLE = ((5_000, 0.5, 0.5), (10_000, 0.3, 0.25), (30_000, 0.25, 0.2), (None, 0.2, 0.1))
-"""(regions shorter than this, rho, beta)."""
+"""(regions shorter than this, rho, beta), of ParisKV's authors' code. The paper says 5 to 10 % for beta, more for
+short contexts, and rho >= beta."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from kvthaw.methods.omnikv import omnikv
 from kvthaw.methods.options import check, written
 from kvthaw.methods.oracle import oracle
 from kvthaw.methods.pariskv import pariskv
+from kvthaw.methods.pariskv_plus import pariskv_plus
 from kvthaw.methods.pqcache import pqcache
 from kvthaw.methods.prkv import prkv
 from kvthaw.methods.quest import quest
@@ -67,6 +68,7 @@ METHODS: dict[str, Callable[..., Method]] = {
     "icecache-digest": icecache_digest,
     "icecache-digest-device": icecache_digest_device,
     "pariskv": pariskv,
+    "pariskv-plus": pariskv_plus,
     "pqcache": pqcache,
     "magicpig": magicpig,
     "omnikv": omnikv,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from kvthaw.cache.index_api import Method
 from kvthaw.errors import ConfigError, at_least, one_of
@@ -11,75 +11,99 @@ from kvthaw.index.codes import Centroids, CodesIndex, Policy
 from kvthaw.index.ratios import Ratios
 from kvthaw.regions import Regions
 
-Preset = Literal["default", "paper", "code"]
-Votes = Literal["graded", "tiered", "binary"]
+Preset = Literal["paper", "code"]
+Votes = Literal["tiered", "binary", "graded"]
+
+PRESETS: dict[str, Policy] = {"paper": "max", "code": "mean_query"}
 
 
 def pariskv(
     *,
-    preset: Preset = "default",
+    preset: Preset = "paper",
     policy: Policy | None = None,
     rho: float | None = None,
     beta: float | None = None,
     candidates: int | None = None,
-    votes: Votes | None = None,
-    centre: bool | None = None,
+    votes: Literal["tiered", "binary"] = "tiered",
     rotate: bool = True,
     normalise: bool = True,
     centroids: Centroids = "signs",
     full_threshold: int = 0,
+    sink: int = 128,
     window: int = 256,
     buffer: int = 512,
 ) -> Method:
-    """Sink 128, window 256, update buffer 512 (table 1); top-k rows by estimated softmax weight.
+    """Retrieve the tokens whose sign patterns collide most with the query's, ranked by 4-bit codes (algorithm 1).
 
-    preset: "default" has graded votes and takes the mean of the prompt's keys off all keys, which finds more of the exact rows
-    among as many candidates; "paper" has tiers of votes (appendix B.2.1) and keys as they are; both let the query heads of a group
-    agree by policy "max", with which 83 % of the exact top-100 are found at 32k ("mean": 79, "mean_query": 57) and as much of their
-    attention mass as with "mean" (99.8 %; "mean_query": 98.6); "code" is "paper" with the authors' policy "mean_query". policy,
-    votes, centre override it; a rho asks for tiers. rho, beta: shares of the keys that collide (graded: all) and that become
-    candidates, by region length unless given; candidates: a fixed number of them instead. full_threshold: a retrieval region
-    shorter than this is attended to whole, whatever the budget. The paper has 1024 to 2048; it is off (0), for it keeps so many
-    rows on the device and attends to them in every step, whatever the length, and a budget would promise too little. A region that
-    fits in the rows to be retrieved is always attended to whole. rotate, normalise, centroids: ablations; see CodesIndex and
-    Ratios.
+    The paper retrieves 100 rows (`retrieved=100`) beside sink 128, window 256 and update buffer 512 (table 1), in every layer. A
+    budget below 1,792 shrinks these regions; `Stats.regions` tells.
 
-    Host: the rows. Device: a key's codes, centroids and weights (112 bytes of one of 128 dimensions), every decision."""
-    at_least(1, window=window, buffer=buffer)
-    at_least(0, full_threshold=full_threshold)
-    policy = policy or ("mean_query" if preset == "code" else "max")
-    votes = votes or ("graded" if preset == "default" and rho is None else "tiered")
-    centre = preset == "default" if centre is None else centre
+    rho, beta: shares of the keys that collide in a subspace and that become candidates. The paper says 5 to 10 % for beta, more for
+    short contexts, and rho >= beta; the numbers by length are those of its authors' code, 20 and 10 % from 30,000 keys on (Ratios).
+    candidates: a fixed number of them instead of beta.
+    policy: how the query heads of a group agree, on which the paper is silent: "max", "mean" or "mean_query" choose one set of rows
+    for all; with "each" every head chooses and attends to rows of its own, an equal share of those that the KV head may retrieve.
+    preset: "paper" has policy "max"; "code", as the authors' code, "mean_query": a group's mean query stands for all its heads.
+    votes: six tiers (appendix B.2.1) or one. rotate, normalise, centroids: the ablations of figure 10. full_threshold: attend to
+    all of a retrieval region that is shorter than this, whatever the budget; the paper has 1024 to 2048. It is off by default, for
+    it keeps so many rows on the device.
+
+    Host: the rows. Device: each key's codes, centroids and weights (112 bytes for 128 dimensions); every decision. A step is
+    captured in one graph.
+    """
     one_of(get_args(Preset), preset=preset)
-    one_of(get_args(Votes), votes=votes)
+    return codes_method(
+        "pariskv",
+        Ratios(rho, beta, candidates, votes == "tiered"),
+        sink=sink,
+        window=window,
+        buffer=buffer,
+        policy=policy or PRESETS[preset],
+        votes=votes,
+        rotate=rotate,
+        normalise=normalise,
+        centroids=centroids,
+        full_threshold=full_threshold,
+        dense_layers=0,
+        differs="one choice a KV head (`policy=each`: one a query head); rho and beta by length are the authors' code's; no full "
+        "attention to short contexts (`full_threshold=2048`); regions shrink below a budget of 1,792; rows of the last step stay",
+        choose="reproducing the paper",
+    )
+
+
+def codes_method(
+    name: str,
+    ratios: Ratios,
+    *,
+    sink: int,
+    window: int,
+    buffer: int,
+    policy: Policy,
+    votes: Votes,
+    rotate: bool,
+    normalise: bool,
+    centroids: Centroids,
+    full_threshold: int,
+    centre: bool = False,
+    **fields: Any,
+) -> Method:
+    """Return a method that ranks candidates by 4-bit codes. fields: more of Method's."""
+    at_least(0, full_threshold=full_threshold, sink=sink)
+    at_least(1, window=window, buffer=buffer)
     one_of(get_args(Policy), policy=policy)
     one_of(get_args(Centroids), centroids=centroids)
-    for name, switch in (("rotate", rotate), ("normalise", normalise), ("centre", centre)):
+    for option, switch in (("rotate", rotate), ("normalise", normalise), ("centre", centre)):
         if not isinstance(switch, bool):
-            raise ConfigError(f"{name} is {switch!r}; it must be True or False")
-    if votes == "graded" and rho is not None:
-        raise ConfigError(
-            f"rho is {rho} and votes is 'graded', with which all keys collide; give rho with 'tiered' or 'binary'"
-        )
-    graded = votes == "graded"
+            raise ConfigError(f"{option} is {switch!r}; it must be True or False")
     index = partial(
         CodesIndex,
         policy=policy,
-        ratios=Ratios(1.0 if graded else rho, beta, candidates, votes == "tiered"),
-        graded=graded,
+        ratios=ratios,
+        graded=votes == "graded",
         centre=centre,
         rotate=rotate,
         normalise=normalise,
         centroids=centroids,
         dense_below=full_threshold,
     )
-    return Method(
-        "pariskv",
-        paper="ParisKV",
-        unit="token",
-        index=index,
-        regions=Regions(128, window, buffer),
-        differs="by default votes by sign bits, no collisions and tiers, and keys centred on the prompt "
-        "(`preset=paper`: neither); smaller regions below 1,792",
-        choose="speed at long contexts and in large batches",
-    )
+    return Method(name, paper="ParisKV", unit="token", index=index, regions=Regions(sink, window, buffer), **fields)

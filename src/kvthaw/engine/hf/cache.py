@@ -61,7 +61,7 @@ class Cache(DynamicCache):
     model: a decoder whose attention goes through transformers' AttentionInterface. method: a name in METHODS or a Method;
     further keyword arguments are the method's options. budget, retrieved, seed, sparse_queries, block_size, host_bytes,
     device_memory: see
-    `kvthaw.cache.plan.Settings`. dense_layers: the first layers, which keep all KV on the device (default: the papers' 2 for
+    `kvthaw.cache.plan.Settings`. dense_layers: the first layers, which keep all KV on the device (default: the method's for
     models of 16 layers and more, else 0).
 
     Give it to assisted decoding on an attached model: kvthaw must see the forward's arguments to tell candidates from a question.
@@ -94,8 +94,9 @@ class Cache(DynamicCache):
         full = [i for i, layer in enumerate(self.layers) if type(layer) is DynamicLayer]
         if not full:
             raise UnsupportedModelError(f"{type(model).__name__} has no full-attention layer whose KV could be offloaded")
+        self._dense_layers = dense_layers
         if dense_layers is None:
-            dense_layers = 2 if len(self.layers) >= 16 else 0
+            dense_layers = chosen.dense_layers if len(self.layers) >= 16 else 0
         self.shares_kv = bool(getattr(config, "num_kv_shared_layers", 0))
         if self.shares_kv:
             sparse_queries = 1  # layers that share KV ask after the index has gone on, so several tokens at once are dense
@@ -218,12 +219,14 @@ class Cache(DynamicCache):
     @torch.inference_mode(False)
     def fork(self, method: str | Method, **settings: Any) -> Cache:
         """A cache of the same tokens under another method or budget (one prefill serves many). Settings as in the constructor;
-        those not given are this cache's, the budget included. The two are independent afterwards; what is offloaded for the forks
+        those not given are this cache's, the budget included, but for dense_layers, which are the method's if this cache was made
+        without. The two are independent afterwards; what is offloaded for the forks
         of a dense cache is offloaded once and stays on the host with that cache."""
         model, mine = self.model, self.settings
         if "budget" not in settings and "retrieved" not in settings:
             settings |= {"budget": mine.budget, "retrieved": mine.retrieved}
-        for name in ("dense_layers", "seed", "sparse_queries", "block_size", "host_bytes", "device_memory"):
+        settings.setdefault("dense_layers", self._dense_layers)
+        for name in ("seed", "sparse_queries", "block_size", "host_bytes", "device_memory"):
             settings.setdefault(name, getattr(mine, name))
         twin = Cache(model, method, **settings)
         self.kv.settle_failure()

@@ -1,0 +1,61 @@
+"""ParisKV's codes with a finer first stage: votes by similarity instead of collisions, and keys centred on the prompt."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from kvthaw.cache.index_api import Method
+from kvthaw.errors import ConfigError, one_of
+from kvthaw.index.codes import Centroids, Policy
+from kvthaw.index.ratios import Ratios
+from kvthaw.methods.pariskv import Votes, codes_method
+
+
+def pariskv_plus(
+    *,
+    policy: Policy = "max",
+    votes: Votes = "graded",
+    centre: bool = True,
+    rho: float | None = None,
+    beta: float | None = None,
+    candidates: int | None = None,
+    rotate: bool = True,
+    normalise: bool = True,
+    centroids: Centroids = "signs",
+    full_threshold: int = 0,
+    sink: int = 128,
+    window: int = 256,
+    buffer: int = 512,
+) -> Method:
+    """Retrieve the tokens of the best 4-bit codes among those whose sign patterns are most like the query's.
+
+    Two changes to pariskv find more of the exact best rows among as many candidates. votes="graded": a centroid votes with its
+    similarity to the query, in 127 steps, not by its rank, so all keys collide and no ranking is needed. centre=True: the mean of
+    the prompt's keys is subtracted from all keys; no rank changes, and signs and codes say more of the shorter rest. With both, an
+    index is built with a prompt's last chunk, not chunk by chunk. On the shipped model 83 % of the exact top 100 are selected at
+    32k, where pariskv selects 72 %.
+
+    rho: with other votes. The first two layers of deep models are dense. Other options, what is on host and device, and how the
+    query heads of a group agree: as in pariskv.
+    """
+    one_of(get_args(Votes), votes=votes)
+    if votes == "graded" and rho is not None:
+        raise ConfigError(
+            f"rho is {rho} and votes is 'graded', with which all keys collide; give rho with 'tiered' or 'binary'"
+        )
+    return codes_method(
+        "pariskv-plus",
+        Ratios(1.0 if votes == "graded" else rho, beta, candidates, votes == "tiered"),
+        sink=sink,
+        window=window,
+        buffer=buffer,
+        policy=policy,
+        votes=votes,
+        centre=centre,
+        rotate=rotate,
+        normalise=normalise,
+        centroids=centroids,
+        full_threshold=full_threshold,
+        differs="votes by similarity, no collisions and tiers; keys centred on the prompt; two dense layers",
+        choose="speed at long contexts and in large batches",
+    )
