@@ -249,6 +249,7 @@ KERNELS = [
     (host, "freeze_definition"),
     (units, "extend"),
     (codes, "encode"),
+    (codes, "count"),
     (clusters, "first_keys"),
     (clusters, "kmeans"),
     (nodes, "node_digests"),
