@@ -176,10 +176,10 @@ def test_layers_cluster_together_what_left_their_rings_at_once(llama: PreTrained
     for t in range(60):
         ids = IDS[:, 60 + t : 61 + t]
         logits = replay(ids, torch.full((2, 1), replayed.get_seq_length()))
-        deferred = len(calls)
+        batched = len(calls)
         assert torch.equal(logits, step(llama, eager, ids))
-        alone += calls[deferred:]
-        del calls[deferred:]
+        alone += calls[batched:]
+        del calls[batched:]
         if t == 30:  # a copy has what was put off, and goes on as the other does
             replayed = copy.deepcopy(replayed)
             replay = GraphRunner(llama.forward, replayed, capture=False)

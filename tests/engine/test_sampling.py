@@ -75,14 +75,14 @@ def test_tokens_equal_the_definition_in_any_company(dtype: torch.dtype) -> None:
             noise = gumbel(torch.tensor([i]), torch.tensor([len(PROMPT) + step]), torch.arange(VOCAB)[None])[0]
             output.append(int((shares.log() + noise).argmax()))
         expected.append(output)
-    deferred = Sampler(2 * len(SETTINGS) + 1, VOCAB)
+    batch = Sampler(2 * len(SETTINGS) + 1, VOCAB)
     places = [2 * i + 1 for i in reversed(range(len(SETTINGS)))]
-    for seq in range(deferred.seqs):
-        deferred.join(seq, Sampling(temperature=1.0, repetition_penalty=3.0, seed=seq, logit_bias={1: 5.0}), [1, 2], STOPS)
-    run(deferred, [], 2, dtype)  # what sequences leave behind is not inherited
+    for seq in range(batch.seqs):
+        batch.join(seq, Sampling(temperature=1.0, repetition_penalty=3.0, seed=seq, logit_bias={1: 5.0}), [1, 2], STOPS)
+    run(batch, [], 2, dtype)  # what sequences leave behind is not inherited
     for seq, kind, seed in zip(places, SETTINGS, range(len(SETTINGS)), strict=True):
-        deferred.join(seq, Sampling(seed=seed, **kind), PROMPT, STOPS)
-    assert run(deferred, places, steps, dtype) == expected
+        batch.join(seq, Sampling(seed=seed, **kind), PROMPT, STOPS)
+    assert run(batch, places, steps, dtype) == expected
     for i, kind in enumerate(SETTINGS):
         alone = Sampler(1, VOCAB)
         alone.join(0, Sampling(seed=i, **kind), PROMPT, STOPS)
@@ -99,8 +99,8 @@ def test_a_sequence_of_a_batch_is_sampled_by_itself() -> None:
     logits, at = random_logits(3), torch.tensor([len(PROMPT)])
     first = batch(logits[:1], at, slice(1, 2)).read()
     assert first == alone(logits[:1], at).read()
-    deferred = batch(logits, (at + 1).expand(3)).read()[0]
-    assert deferred[1] == alone(logits[1:2], at + 1).read()[0][0]
+    together = batch(logits, (at + 1).expand(3)).read()[0]
+    assert together[1] == alone(logits[1:2], at + 1).read()[0][0]
     batch.leave(1)
     assert batch(logits, at.expand(3)).read()[0] == logits.argmax(dim=1).tolist()
 

@@ -113,7 +113,7 @@ def test_layers_batches_are_clustered_at_once_time_after_time(monkeypatch: pytes
         some = keys[None, :, begin : begin + 40]
         for index in layers:
             index.append([0], some, some, None)
-        deferred.do()
+        deferred.flush()
     assert calls == [3] * 4
     for one, other in zip(layers, apart, strict=True):
         for begin in range(FIRST + 50, FIRST + 210, 40):

@@ -116,7 +116,7 @@ def test_selecting_from_a_captured_graph(make: Make, device: torch.device) -> No
     with torch.cuda.graph(graph):
         selection = seqs.index.select(query, 64)
     for step in range(1, 12):
-        seqs.deferred.do()  # as the cache does between captured steps
+        seqs.deferred.flush()  # as the cache does between captured steps
         if isinstance(seqs.index, WorksBeside):
             seqs.index.join()
         seqs.store.table_on(device)

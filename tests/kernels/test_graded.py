@@ -16,9 +16,9 @@ def test_all_votes_together_fit(combine: Combine) -> None:
     similarity[1, :, :, 1:] = 0
     votes = op.definition(similarity, combine)
     assert (votes >= 0).all()
-    deferred = votes.amax(dim=4).sum(dim=3)
+    total = votes.amax(dim=4).sum(dim=3)
     most = op.most(32, combine) // (1 if combine == "max" else 3)
     assert op.most(32, combine) <= (255 if combine == "max" else 1023)
-    assert (deferred <= most).all()
-    assert (deferred >= most - 32).all()
+    assert (total <= most).all()
+    assert (total >= most - 32).all()
     assert not op.definition(torch.zeros(1, 1, 2, 8, 256), combine).any()

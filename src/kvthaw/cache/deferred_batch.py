@@ -1,4 +1,4 @@
-"""What comes to several layers at once, done or made once: small kernels of thirty layers cost little more than those of one."""
+"""Index updates of all layers, queued and run as one kernel: thirty layers take little longer than one."""
 
 from __future__ import annotations
 
@@ -13,34 +13,36 @@ _KEPT = 8
 
 
 class DeferredBatch:
-    """What layers of a cache put off until one of them needs it. Whoever puts something off has it done, by `do_for`, before he
-    reads or writes what the work will write. And small tables that all of them need."""
+    """Work that the layers of a cache queue until one of them needs its result, and small tables that all of them need.
+
+    An owner calls `flush_for` before it reads or writes what its queued work will write.
+    """
 
     def __init__(self) -> None:
         self._waiting: dict[Hashable, tuple[Callable[[Sequence[Any]], None], list[Any]]] = {}
         self._owners: set[object] = set()
         self._made: dict[Hashable, Any] = {}
 
-    def put_off(self, owner: object, kind: Hashable, work: Callable[[Sequence[Any]], None], item: Any) -> None:
-        """Have work(items) done later, once for all items of a kind."""
+    def defer(self, owner: object, kind: Hashable, work: Callable[[Sequence[Any]], None], item: Any) -> None:
+        """Queue an item; work(items) runs later, once for all items of a kind."""
         self._waiting.setdefault(kind, (work, []))[1].append(item)
         self._owners.add(owner)
 
-    def do(self) -> None:
-        """Do all of it, kinds in the order in which they came."""
+    def flush(self) -> None:
+        """Run all queued work, kinds in the order in which they came."""
         waiting, self._waiting = self._waiting, {}
         self._owners.clear()
         for work, items in waiting.values():
             work(items)
 
-    def do_for(self, owner: object) -> None:
-        """Do all of it if some is the owner's."""
+    def flush_for(self, owner: object) -> None:
+        """Run all queued work if some of it is the owner's."""
         if owner in self._owners:
-            self.do()
+            self.flush()
 
     def once(self, key: Hashable, make: Callable[[], _Made]) -> _Made:
-        """What make() gives, made once for all that ask by the same key before eight others were asked for. Nobody writes to it,
-        and it is used on the current stream."""
+        """Return make(), called once for a key as long as it is among the eight keys made last. The result is read only, and used
+        on the current stream."""
         if key not in self._made:
             if len(self._made) == _KEPT:
                 del self._made[next(iter(self._made))]
@@ -49,9 +51,9 @@ class DeferredBatch:
         return made
 
     def numbers(self, rows: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
-        """Rows of numbers on the device, [R, C] int32, brought there once for all layers; the host does not wait."""
+        """Return rows of numbers on the device, [R, C] int32, copied once for all layers without a host sync."""
         kept = tuple(rows)
         return self.once((kept, device), lambda: torch.tensor(kept, dtype=torch.int32).to(device, non_blocking=True))
 
     def __deepcopy__(self, memo: dict[int, object]) -> DeferredBatch:
-        return DeferredBatch()  # whoever copies an index has had its work done
+        return DeferredBatch()  # an index that is copied has flushed its work

@@ -247,7 +247,7 @@ class KVCache:
 
     def flush_deferred(self) -> None:
         """Run index updates that were put off to be run for several layers at once."""
-        self.streams.deferred.do()
+        self.streams.deferred.flush()
 
     def after_step(self) -> None:
         """Preallocate host memory for coming tokens."""

@@ -186,7 +186,7 @@ class ClusterIndex(UnitIndex):
         same = context.kv_heads, context.head_dim, context.dtype, context.device, context.seed
         how = self.batch, self.per_batch, self.distance, self.start, self.iterations
         item = Batches(self, full, self.last(full, self.recent)[:, :, None])
-        self.put_off((ClusterIndex, *same, *how), partial(cluster, count=self.per_batch), item)
+        self.defer((ClusterIndex, *same, *how), partial(cluster, count=self.per_batch), item)
 
     def _cluster(self, first: Sequence[Full], keys: Tensor, count: int) -> None:
         """Cluster batches of sequences, keys [R, H, n, T, D], of which the first is said, each into `count` units, now."""

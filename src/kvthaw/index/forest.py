@@ -103,8 +103,8 @@ class TreeIndex:
     def select_host(self, query: Tensor, budget: int) -> tuple[Tensor, Tensor]:
         """select() without the device: query [B, Hq, D] float32 on the CPU; rows [B, H, budget] and counts [B, H], int32."""
         batch, q_heads, dim = query.shape
-        if (q_heads, dim) != (self.context.q_heads, self.context.head_dim) or batch > self.forest.lanes:
-            most = [self.forest.lanes, self.context.q_heads, self.context.head_dim]
+        if (q_heads, dim) != (self.context.q_heads, self.context.head_dim) or batch > self.context.store.seqs:
+            most = [self.context.store.seqs, self.context.q_heads, self.context.head_dim]
             raise ValueError(f"query is {list(query.shape)}; it must be {most}, or fewer sequences")
         at_least(0, budget=budget)
         query = query.contiguous()
@@ -126,7 +126,7 @@ class TreeIndex:
 
     def truncate(self, seq: int, length: int) -> None:
         """Forget positions >= length; 0 clears the sequence. The store must still hold the positions that stay."""
-        if seq < self.forest.lanes and length < self.length(seq):
+        if length < self.length(seq):
             bases = self._addresses(seq, seq + 1, {seq: length})
             self.forest.truncate(seq, length, bases.data_ptr())
 

@@ -200,9 +200,9 @@ class NodeIndex(UnitIndex):
         starts = torch.arange(batches, device=device)[:, None] * tokens + target.begin[..., None]  # [R, 1, n, 1]
         positions = self.first + starts + torch.arange(tokens, device=device)
         streams = stream(context.seed, context.layer) + torch.arange(heads, device=device)[:, None, None]
-        chosen, deferred = drawn(positions, count, streams), keys.flatten(0, 2)
-        order, stops = grouped(nearest(deferred, chosen.flatten(0, 2)), count)
-        digests, order = node_digests(deferred, order, stops, self.config.outliers)
+        chosen, flat = drawn(positions, count, streams), keys.flatten(0, 2)
+        order, stops = grouped(nearest(flat, chosen.flatten(0, 2)), count)
+        digests, order = node_digests(flat, order, stops, self.config.outliers)
         self.digests[target.units(batches * count)] = digests.view(rows, heads, batches * count, -1)
         ends = (stops.view(rows, heads, batches, -1)[..., 1:] + starts).flatten(2)
         self.stops[target.units(batches * count + 1)] = torch.cat((target.begin.expand(-1, heads, 1), ends), dim=2).int()

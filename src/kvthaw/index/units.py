@@ -213,13 +213,13 @@ class UnitIndex:
         """Run a job that writes tables on the side stream, where there is one. used: tensors of others that it reads."""
         self._done = self._side.run(self.context.device, job, *used)
 
-    def put_off(self, kind: Hashable, work: Callable[[Sequence[Any]], None], item: Any) -> None:
+    def defer(self, kind: Hashable, work: Callable[[Sequence[Any]], None], item: Any) -> None:
         """Queue an item for work(items), which writes tables for all indexes of the cache in one call; join() runs it."""
-        self._deferred.put_off(self, kind, work, item)
+        self._deferred.defer(self, kind, work, item)
 
     def join(self) -> None:
         """Run deferred work, and have the current stream wait for the side stream; the host does not wait."""
-        self._deferred.do_for(self)
+        self._deferred.flush_for(self)
         if self._done is not None:
             torch.cuda.current_stream(self.context.device).wait_event(self._done)
             self._done = None
@@ -321,9 +321,9 @@ class UnitIndex:
         (seq,), host = seqs, self.seqs[seqs[0]]
         begin, before = host.marks[-1]
         known, old = host.kept, self._kept(seq, begin, host.kept)
-        deferred = torch.cat((old, keys[0]), dim=1) if known else keys[0]
-        n = deferred.shape[1]
-        found = self.digest(deferred)
+        pending = torch.cat((old, keys[0]), dim=1) if known else keys[0]
+        n = pending.shape[1]
+        found = self.digest(pending)
         stop = before + found.shape[1]
         self.digests[seq, :, before:stop] = found.to(self.digests.dtype)
         ends = torch.arange(begin, begin + (stop - before + 1) * self.size, self.size, dtype=torch.int32, device=keys.device)
@@ -334,9 +334,9 @@ class UnitIndex:
         self.counts[seq].fill_(stop)
         full = host.take(n - known, self.size, self.batch)
         if full:
-            batches = deferred[None, :, : len(full) * self.batch].unflatten(2, (len(full), self.batch))
+            batches = pending[None, :, : len(full) * self.batch].unflatten(2, (len(full), self.batch))
             self.close([Full(seq, *full[0])], batches)
-        self._keep(seq, begin + n - host.kept, deferred[:, n - host.kept :])
+        self._keep(seq, begin + n - host.kept, pending[:, n - host.kept :])
         self.know(seqs)
 
     def last(self, full: Sequence[Full], table: Tensor) -> Tensor:

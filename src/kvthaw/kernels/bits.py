@@ -24,7 +24,7 @@ MOST, MIDDLE = 127, 64
 def start(halves: int) -> tuple[str, str]:
     """Return code for the start value of each head's sum, duplicated in both halves of a word: minus half of the sum of its
     coordinates, plus `above`, so that no sum is negative. In: the heads' planes [block, half]; thread t receives head t's."""
-    lines = [".reg .b32 c<4>, d<4>, ones, u, v, sequence;", *_laid_out(4 + 8 * halves), "mov.b32 ones, -1;"]
+    lines = [".reg .b32 c<4>, d<4>, ones, u, v, lane;", *_laid_out(4 + 8 * halves), "mov.b32 ones, -1;"]
     for block, name in enumerate("cd"):
         planes = [f"${4 + 4 * (block * halves + half)}" for half in range(halves)]
         lines += [f"mov.b32 {name}{i}, 0;" for i in range(4)]
@@ -45,7 +45,7 @@ def votes(fours: int, halves: int, shift: int) -> tuple[str, str]:
     ids, planes = 4, 4 + 16 * halves
     starts = planes + 8 * fours * halves
     lines = [
-        f".reg .b32 x<4>, w<{4 * halves}>, c<4>, d<4>, p<8>, q<4>, zero<4>, u, v, sequence;",
+        f".reg .b32 x<4>, w<{4 * halves}>, c<4>, d<4>, p<8>, q<4>, zero<4>, u, v, lane;",
         ".reg .pred odd, high;",
         *_laid_out(starts + 4 * fours),
         *_parity(),
@@ -90,9 +90,9 @@ def count() -> tuple[str, str]:
     In: the numbers; the tensor. Rows are selected by bits 4, 5, 6 (g) and 1 (+ 8), columns by bits 0, 2 and 3, so that the
     counts come out in order.
     """
-    lines = [".reg .b32 b<7>, m<3>, x<7>, y<7>, u, sequence;", ".reg .pred odd, high, is<7>;", *_laid_out(12), *_parity()]
+    lines = [".reg .b32 b<7>, m<3>, x<7>, y<7>, u, lane;", ".reg .pred odd, high, is<7>;", *_laid_out(12), *_parity()]
     for i in range(3):  # all ones if g lacks the bit
-        lines += [f"shr.u32 u, sequence, {2 + i};", "and.b32 u, u, 1;", f"sub.u32 m{i}, u, 1;"]
+        lines += [f"shr.u32 u, lane, {2 + i};", "and.b32 u, u, 1;", f"sub.u32 m{i}, u, 1;"]
     # b: masks of the numbers, among the thread's 32 of 128, that have each bit.
     for i, to in enumerate("bxyx"):
         for bit in range(7):
@@ -134,14 +134,14 @@ def _product(to: str, rows: tuple[str, str], column: str, first: str) -> str:
 
 
 def _laid_out(register: int) -> list[str]:
-    """Set sequence, and trap unless the first of a thread's four elements is 4 sequence of 128."""
-    lines = ["mov.u32 sequence, %laneid;", "shl.b32 u, sequence, 2;", f"xor.b32 u, u, ${register};", "and.b32 u, u, 127;"]
+    """Set lane, and trap unless the first of a thread's four elements is 4 lane of 128."""
+    lines = ["mov.u32 lane, %laneid;", "shl.b32 u, lane, 2;", f"xor.b32 u, u, ${register};", "and.b32 u, u, 127;"]
     return [".reg .pred off;", *lines, "setp.ne.u32 off, u, 0;", "@off trap;"]
 
 
 def _parity() -> list[str]:
     """Set the predicates odd and high to the bits of t."""
-    return ["and.b32 u, sequence, 1;", "setp.ne.u32 odd, u, 0;", "and.b32 u, sequence, 2;", "setp.ne.u32 high, u, 0;"]
+    return ["and.b32 u, lane, 1;", "setp.ne.u32 odd, u, 0;", "and.b32 u, lane, 2;", "setp.ne.u32 high, u, 0;"]
 
 
 def _exchanged(x: Sequence[str], w: Sequence[str]) -> list[str]:

@@ -36,10 +36,10 @@ def definition(keys: Tensor, order: Tensor, stops: Tensor, outliers: int) -> tup
     sync the host.
     """
     problems, tokens, dim = keys.shape
-    digests, orders, deferred = [], [], max(1, _KEYS // tokens)
-    for at in range(0, problems, deferred):
-        where, sizes = order[at : at + deferred].long(), stops[at : at + deferred].diff(dim=1).long()
-        own = keys[at : at + deferred].gather(1, where[:, :, None].expand(-1, -1, dim)).flatten(0, 1)
+    digests, orders, block = [], [], max(1, _KEYS // tokens)
+    for at in range(0, problems, block):
+        where, sizes = order[at : at + block].long(), stops[at : at + block].diff(dim=1).long()
+        own = keys[at : at + block].gather(1, where[:, :, None].expand(-1, -1, dim)).flatten(0, 1)
         found, odd = _digests(own, sizes.flatten(), outliers)
         place = torch.arange(tokens, device=keys.device).expand(len(where), -1).contiguous()
         node = torch.searchsorted(sizes.cumsum(dim=1), place, right=True)

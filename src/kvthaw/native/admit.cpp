@@ -9,7 +9,7 @@ namespace kvthaw {
 
 namespace {
 
-struct Pair {  // the tables of one (lane, KV head), and what it wanted
+struct Pair {  // the tables of one (sequence, KV head), and what it wanted
     const int32_t* rows;
     int32_t *row_slot, *slot_row, *used, *slots, *fetch;
     bool* live;

@@ -6,7 +6,7 @@
 
 namespace kvthaw {
 
-// For each of `pairs` (lane, KV head) pairs: rows [width], -1 skips, none twice; tables row_slot [capacity + 1], slot_row and used
+// For each of `pairs` (sequence, KV head) pairs: rows [width], -1 skips, none twice; tables row_slot [capacity + 1], slot_row and used
 // [places + 1], changed in place; used ends in the number of the last step, which is counted on. counts [3]: rows wanted and rows to
 // bring are added to the first two, the third becomes the most that a pair wanted. Writes slots and fetch [width], and live
 // [places], 1 where a slot holds a row of this step.

@@ -10,12 +10,12 @@
 
 namespace kvthaw {
 
-Forest::Forest(Settings settings, int lanes, int heads, int extent)
-    : settings_(std::make_shared<const Settings>(std::move(settings))), heads_(heads), extent_(extent),
-      trees_(lanes, std::vector<std::shared_ptr<Tree>>(heads)) {}
+Forest::Forest(Settings settings, int seqs, int heads, int block_size)
+    : settings_(std::make_shared<const Settings>(std::move(settings))), heads_(heads), block_size_(block_size),
+      trees_(seqs, std::vector<std::shared_ptr<Tree>>(heads)) {}
 
 Forest::Forest(const Forest& other)
-    : settings_(other.settings_), heads_(other.heads_), extent_(other.extent_) {
+    : settings_(other.settings_), heads_(other.heads_), block_size_(other.block_size_) {
     std::shared_lock lock(other.mutex_);
     trees_ = other.trees_;
 }
@@ -25,26 +25,26 @@ void Forest::refuse(int head, int position) const {
                                 ": the key at position " + std::to_string(position) + " is not finite");
 }
 
-Tree& Forest::tree(int lane, int head) {
-    std::shared_ptr<Tree>& tree = trees_.at(lane).at(head);
-    if (!tree) throw std::out_of_range("lane " + std::to_string(lane) + " has no tree");
+Tree& Forest::tree(int seq, int head) {
+    std::shared_ptr<Tree>& tree = trees_.at(seq).at(head);
+    if (!tree) throw std::out_of_range("sequence " + std::to_string(seq) + " has no tree");
     if (tree.use_count() > 1) tree = std::make_shared<Tree>(*tree);
     return *tree;
 }
 
-const Tree& Forest::tree(int lane, int head) const {
-    const std::shared_ptr<Tree>& tree = trees_.at(lane).at(head);
-    if (!tree) throw std::out_of_range("lane " + std::to_string(lane) + " has no tree");
+const Tree& Forest::tree(int seq, int head) const {
+    const std::shared_ptr<Tree>& tree = trees_.at(seq).at(head);
+    if (!tree) throw std::out_of_range("sequence " + std::to_string(seq) + " has no tree");
     return *tree;
 }
 
-void Forest::grow(int lanes) {
+void Forest::grow(int seqs) {
     std::unique_lock lock(mutex_);
-    if (lanes > this->lanes()) trees_.resize(lanes, std::vector<std::shared_ptr<Tree>>(heads_));
+    if (seqs > this->seqs()) trees_.resize(seqs, std::vector<std::shared_ptr<Tree>>(heads_));
 }
 
-void Forest::build(int lane, int first, int points, const int64_t* bases, int threads) {
-    grow(lane + 1);
+void Forest::build(int seq, int first, int points, const int64_t* bases, int threads) {
+    grow(seq + 1);
     std::unique_lock lock(mutex_);
     Pool& pool = Pool::instance();
     std::vector<std::shared_ptr<Tree>> made;
@@ -111,16 +111,16 @@ void Forest::build(int lane, int first, int points, const int64_t* bases, int th
                                static_cast<int>(tree.at_level(level).size()));
         });
     }
-    trees_[lane] = std::move(made);
+    trees_[seq] = std::move(made);
 }
 
-void Forest::append(const std::vector<int>& lanes, int points, const int64_t* bases, int extents, int threads) {
+void Forest::append(const std::vector<int>& seqs, int points, const int64_t* bases, int blocks, int threads) {
     std::unique_lock lock(mutex_);
     Pool& pool = Pool::instance();
-    const size_t items = lanes.size() * heads_;
+    const size_t items = seqs.size() * heads_;
     const int indices = settings_->indices();
-    for (int lane : lanes)
-        if (!has(lane)) throw std::out_of_range("lane " + std::to_string(lane) + " has no tree");
+    for (int seq : seqs)
+        if (!has(seq)) throw std::out_of_range("sequence " + std::to_string(seq) + " has no tree");
     // Measure all before anything changes: a bad key leaves every tree as it was.
     struct Measured {
         std::vector<double> norm2;
@@ -129,9 +129,9 @@ void Forest::append(const std::vector<int>& lanes, int points, const int64_t* ba
     };
     std::vector<Measured> measured(items);
     pool.run(items, threads, [&](size_t item) {
-        const int lane = static_cast<int>(item) / heads_, head = static_cast<int>(item) % heads_;
-        const Rows at = rows(bases + static_cast<size_t>(lane) * extents, head);
-        const Tree& tree = *trees_[lanes[lane]][head];
+        const int seq = static_cast<int>(item) / heads_, head = static_cast<int>(item) % heads_;
+        const Rows at = rows(bases + static_cast<size_t>(seq) * blocks, head);
+        const Tree& tree = *trees_[seqs[seq]][head];
         Measured& own = measured[item];
         own.norm2.resize(points);
         own.raw.resize(static_cast<size_t>(points) * indices);
@@ -146,24 +146,24 @@ void Forest::append(const std::vector<int>& lanes, int points, const int64_t* ba
     for (size_t item = 0; item < items; ++item)
         if (measured[item].bad >= 0) refuse(static_cast<int>(item) % heads_, measured[item].bad);
 
-    // Trees that other lanes share are copied; what each item replaces is decided before any runs.
+    // Trees that other sequences share are copied; what each item replaces is decided before any runs.
     std::vector<std::shared_ptr<Tree>> before(items);
     std::vector<uint8_t> shared(items);
     for (size_t item = 0; item < items; ++item)
-        shared[item] = trees_[lanes[item / heads_]][item % heads_].use_count() > 1;
-    for (size_t item = 0; item < items; ++item) before[item] = trees_[lanes[item / heads_]][item % heads_];
+        shared[item] = trees_[seqs[item / heads_]][item % heads_].use_count() > 1;
+    for (size_t item = 0; item < items; ++item) before[item] = trees_[seqs[item / heads_]][item % heads_];
     pool.run(items, threads, [&](size_t item) {
-        std::shared_ptr<Tree>& tree = trees_[lanes[item / heads_]][item % heads_];
+        std::shared_ptr<Tree>& tree = trees_[seqs[item / heads_]][item % heads_];
         if (shared[item]) tree = std::make_shared<Tree>(*before[item]);
-        tree->append(rows(bases + item / heads_ * extents, static_cast<int>(item % heads_)), points, measured[item].norm2.data(),
+        tree->append(rows(bases + item / heads_ * blocks, static_cast<int>(item % heads_)), points, measured[item].norm2.data(),
                      measured[item].raw.data());
     });
 }
 
-void Forest::select(int batch, int group, const float* query, int budget, const int64_t* bases, int extents, int32_t* out,
+void Forest::select(int batch, int group, const float* query, int budget, const int64_t* bases, int blocks, int32_t* out,
                     int32_t* counts, int threads) const {
     std::shared_lock lock(mutex_);
-    if (batch > lanes()) throw std::out_of_range("more queries than lanes");
+    if (batch > seqs()) throw std::out_of_range("more queries than sequences");
     const size_t trees = static_cast<size_t>(batch) * heads_;
     std::fill(out, out + trees * budget, -1);
     std::fill(counts, counts + trees, 0);
@@ -183,7 +183,7 @@ void Forest::select(int batch, int group, const float* query, int budget, const 
     for (int t : searched)
         for (size_t i = 0; i < static_cast<size_t>(group) * settings_->dim; ++i)
             if (!std::isfinite(query[static_cast<size_t>(t) * group * settings_->dim + i]))
-                throw std::invalid_argument("layer " + std::to_string(settings_->layer) + ", lane " + std::to_string(t / heads_) +
+                throw std::invalid_argument("layer " + std::to_string(settings_->layer) + ", sequence " + std::to_string(t / heads_) +
                                             ", KV head " + std::to_string(t % heads_) + ": a query is not finite");
     // Room for every search of a call, kept by the calling thread; whoever ends the last search of a tree merges them.
     static thread_local std::vector<Seen> kept;
@@ -192,9 +192,9 @@ void Forest::select(int batch, int group, const float* query, int budget, const 
     std::vector<std::atomic<int>> left(searched.size());
     for (auto& count : left) count.store(group, std::memory_order_relaxed);
     Pool::instance().run(searched.size() * group, threads, [&](size_t item) {
-        const size_t s = item / group, t = searched[s], lane = t / heads_;
-        const Tree& tree = *trees_[lane][t % heads_];
-        tree.search_query(rows(bases + lane * extents, static_cast<int>(t % heads_)),
+        const size_t s = item / group, t = searched[s], seq = t / heads_;
+        const Tree& tree = *trees_[seq][t % heads_];
+        tree.search_query(rows(bases + seq * blocks, static_cast<int>(t % heads_)),
                           query + (t * group + item % group) * settings_->dim, budget, seen[item]);
         products_.fetch_add(seen[item].points.size(), std::memory_order_relaxed);
         if (left[s].fetch_sub(1, std::memory_order_acq_rel) == 1)
@@ -202,37 +202,37 @@ void Forest::select(int batch, int group, const float* query, int budget, const 
     });
 }
 
-void Forest::truncate(int lane, int length, const int64_t* bases) {
+void Forest::truncate(int seq, int length, const int64_t* bases) {
     std::unique_lock lock(mutex_);
-    if (!has(lane)) return;
+    if (!has(seq)) return;
     for (int head = 0; head < heads_; ++head) {
-        const Tree& now = *trees_[lane][head];
-        if (length - now.first() < now.size()) tree(lane, head).truncate(rows(bases, head), length);
+        const Tree& now = *trees_[seq][head];
+        if (length - now.first() < now.size()) tree(seq, head).truncate(rows(bases, head), length);
     }
 }
 
-void Forest::reorder(const std::vector<int>& lanes) {
+void Forest::reorder(const std::vector<int>& seqs) {
     std::unique_lock lock(mutex_);
     std::vector<std::vector<std::shared_ptr<Tree>>> next;
-    for (int lane : lanes) next.push_back(trees_.at(lane));
+    for (int seq : seqs) next.push_back(trees_.at(seq));
     trees_ = std::move(next);
 }
 
-std::string Forest::check(const int64_t* bases, int extents) const {
+std::string Forest::check(const int64_t* bases, int blocks) const {
     std::shared_lock lock(mutex_);
-    for (int lane = 0; lane < lanes(); ++lane)
+    for (int seq = 0; seq < seqs(); ++seq)
         for (int head = 0; head < heads_; ++head)
-            if (const auto& tree = trees_[lane][head])
-                if (const std::string wrong = tree->check(rows(bases + static_cast<size_t>(lane) * extents, head)); !wrong.empty())
-                    return "lane " + std::to_string(lane) + ", KV head " + std::to_string(head) + ": " + wrong;
+            if (const auto& tree = trees_[seq][head])
+                if (const std::string wrong = tree->check(rows(bases + static_cast<size_t>(seq) * blocks, head)); !wrong.empty())
+                    return "sequence " + std::to_string(seq) + ", KV head " + std::to_string(head) + ": " + wrong;
     return "";
 }
 
 size_t Forest::nbytes() const {
     std::shared_lock lock(mutex_);
     std::vector<const Tree*> trees;
-    for (const auto& lane : trees_)
-        for (const auto& tree : lane)
+    for (const auto& seq : trees_)
+        for (const auto& tree : seq)
             if (tree) trees.push_back(tree.get());
     std::sort(trees.begin(), trees.end());
     trees.erase(std::unique(trees.begin(), trees.end()), trees.end());

@@ -8,18 +8,18 @@
 
 namespace kvthaw {
 
-size_t gather_rows(const int64_t* bases, int extents, int extent, size_t row_bytes, int batch, int heads, int width,
+size_t gather_rows(const int64_t* bases, int blocks, int block_size, size_t row_bytes, int batch, int heads, int width,
                    const int32_t* rows, char* out, int64_t* where, int threads) {
     std::vector<const char*> from;
     const size_t total = static_cast<size_t>(batch) * heads * width;
     from.reserve(total);
     for (size_t i = 0; i < total; ++i) {
         if (rows[i] < 0) continue;
-        const size_t plane = i / width, lane = plane / heads, head = plane % heads;
-        const int number = rows[i] / extent;
+        const size_t plane = i / width, seq = plane / heads, head = plane % heads;
+        const int number = rows[i] / block_size;
         where[from.size()] = static_cast<int64_t>(i);
-        from.push_back(reinterpret_cast<const char*>(bases[lane * extents + number]) +
-                       (head * extent + static_cast<size_t>(rows[i] - number * extent)) * row_bytes);
+        from.push_back(reinterpret_cast<const char*>(bases[seq * blocks + number]) +
+                       (head * block_size + static_cast<size_t>(rows[i] - number * block_size)) * row_bytes);
     }
     // Enough rows an item that waking a thread for it pays.
     constexpr size_t kRows = 64;

@@ -37,9 +37,9 @@ NB_MODULE(_native, m) {
     m.def("cores", &Pool::cores);
     m.def(
         "gather_rows",
-        [](uintptr_t bases, int extents, int extent, size_t row_bytes, int batch, int heads, int width, uintptr_t rows, uintptr_t out,
+        [](uintptr_t bases, int blocks, int block_size, size_t row_bytes, int batch, int heads, int width, uintptr_t rows, uintptr_t out,
            uintptr_t where, int threads) {
-            return gather_rows(at<const int64_t>(bases), extents, extent, row_bytes, batch, heads, width, at<const int32_t>(rows),
+            return gather_rows(at<const int64_t>(bases), blocks, block_size, row_bytes, batch, heads, width, at<const int32_t>(rows),
                                at<char>(out), at<int64_t>(where), threads);
         },
         kFree);
@@ -67,7 +67,7 @@ NB_MODULE(_native, m) {
     nb::class_<Forest>(m, "Forest")
         .def(
             "__init__",
-            [](Forest* self, int lanes, int heads, int dim, int dtype, int extent, int layer, uintptr_t directions, int page_size,
+            [](Forest* self, int seqs, int heads, int dim, int dtype, int block_size, int layer, uintptr_t directions, int page_size,
                int composites, int simples, double promote, double promote_higher, bool in_order, uint64_t seed, int descend,
                int query_beam, double query_beam_share, double query_retrieve, int insert_beam, double insert_retrieve,
                int build_beam, double build_retrieve, int batch, int merge, double scale, int unit, int outliers, double spread,
@@ -96,52 +96,51 @@ NB_MODULE(_native, m) {
                                   {}};
                 const auto* from = at<const float>(directions);
                 settings.directions.assign(from, from + static_cast<size_t>(heads) * settings.indices() * (dim + 1));
-                new (self) Forest(std::move(settings), lanes, heads, extent);
+                new (self) Forest(std::move(settings), seqs, heads, block_size);
             })
         .def("copy", [](const Forest& self) { return new Forest(self); }, nb::rv_policy::take_ownership)
-        .def_prop_ro("lanes", &Forest::lanes)
         .def_prop_ro("heads", &Forest::heads)
         .def("nbytes", &Forest::nbytes)
         .def("products", &Forest::products)
         .def(
-            "check", [](const Forest& self, uintptr_t bases, int extents) { return self.check(at<const int64_t>(bases), extents); },
+            "check", [](const Forest& self, uintptr_t bases, int blocks) { return self.check(at<const int64_t>(bases), blocks); },
             kFree)
         .def("digests",
-             [](const Forest& self, int lane, int head, uintptr_t spread, uintptr_t rows, uintptr_t outliers) {
-                 self.tree(lane, head).save_digests(at<float>(spread), at<float>(rows), at<int32_t>(outliers));
+             [](const Forest& self, int seq, int head, uintptr_t spread, uintptr_t rows, uintptr_t outliers) {
+                 self.tree(seq, head).save_digests(at<float>(spread), at<float>(rows), at<int32_t>(outliers));
              })
         .def("has", &Forest::has)
-        .def("size", [](const Forest& self, int lane) { return self.has(lane) ? self.tree(lane, 0).size() : 0; })
-        .def("first", [](const Forest& self, int lane) { return self.has(lane) ? self.tree(lane, 0).first() : 0; })
+        .def("size", [](const Forest& self, int seq) { return self.has(seq) ? self.tree(seq, 0).size() : 0; })
+        .def("first", [](const Forest& self, int seq) { return self.has(seq) ? self.tree(seq, 0).first() : 0; })
         .def(
             "build",
-            [](Forest& self, int lane, int first, int points, uintptr_t bases, int threads) {
-                self.build(lane, first, points, at<const int64_t>(bases), threads);
+            [](Forest& self, int seq, int first, int points, uintptr_t bases, int threads) {
+                self.build(seq, first, points, at<const int64_t>(bases), threads);
             },
             kFree)
         .def(
             "append",
-            [](Forest& self, const std::vector<int>& lanes, int points, uintptr_t bases, int extents, int threads) {
-                self.append(lanes, points, at<const int64_t>(bases), extents, threads);
+            [](Forest& self, const std::vector<int>& seqs, int points, uintptr_t bases, int blocks, int threads) {
+                self.append(seqs, points, at<const int64_t>(bases), blocks, threads);
             },
             kFree)
         .def(
             "select",
-            [](const Forest& self, int batch, int group, uintptr_t query, int budget, uintptr_t bases, int extents, uintptr_t rows,
+            [](const Forest& self, int batch, int group, uintptr_t query, int budget, uintptr_t bases, int blocks, uintptr_t rows,
                uintptr_t counts, int threads) {
-                self.select(batch, group, at<const float>(query), budget, at<const int64_t>(bases), extents, at<int32_t>(rows),
+                self.select(batch, group, at<const float>(query), budget, at<const int64_t>(bases), blocks, at<int32_t>(rows),
                             at<int32_t>(counts), threads);
             },
             kFree)
         .def(
             "truncate",
-            [](Forest& self, int lane, int length, uintptr_t bases) { self.truncate(lane, length, at<const int64_t>(bases)); }, kFree)
+            [](Forest& self, int seq, int length, uintptr_t bases) { self.truncate(seq, length, at<const int64_t>(bases)); }, kFree)
         .def("reorder", &Forest::reorder, kFree)
-        .def("pages", [](const Forest& self, int lane, int head) { return self.tree(lane, head).page_total(); })
+        .def("pages", [](const Forest& self, int seq, int head) { return self.tree(seq, head).page_total(); })
         .def("save",
-             [](const Forest& self, int lane, int head, uintptr_t radius2, uintptr_t norm2, uintptr_t raw, uintptr_t level,
+             [](const Forest& self, int seq, int head, uintptr_t radius2, uintptr_t norm2, uintptr_t raw, uintptr_t level,
                 uintptr_t parent, uintptr_t page_node, uintptr_t page_count, uintptr_t members) {
-                 self.tree(lane, head).save(at<double>(radius2), at<double>(norm2), at<float>(raw), at<uint8_t>(level),
+                 self.tree(seq, head).save(at<double>(radius2), at<double>(norm2), at<float>(raw), at<uint8_t>(level),
                                             at<int32_t>(parent), at<int32_t>(page_node), at<int32_t>(page_count),
                                             at<int32_t>(members));
              });

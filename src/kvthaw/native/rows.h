@@ -1,4 +1,4 @@
-// Where rows lie: one lane of the host store, seen by one KV head.
+// Where rows lie: one sequence of the host store, seen by one KV head.
 #pragma once
 
 #include <cstddef>
@@ -8,30 +8,30 @@
 
 namespace kvthaw {
 
-// Row (head, t): K begins ((head * extent + t % extent) * 2) * dim elements after base[t / extent], and V follows K. Addresses
-// hold for one call only: the store may move an extent between calls.
+// Row (head, t): K begins ((head * block_size + t % block_size) * 2) * dim elements after base[t / block_size], and V follows K.
+// Addresses hold for one call only: the store may move a block between calls.
 class Rows {
 public:
-    Rows(const int64_t* base, int extent, int dim, Dtype dtype, int head)
-        : base_(base), extent_(extent), stride_(2 * size_of(dtype) * dim), offset_(stride_ * head * extent), dim_(dim),
+    Rows(const int64_t* base, int block_size, int dim, Dtype dtype, int head)
+        : base_(base), block_size_(block_size), stride_(2 * size_of(dtype) * dim), offset_(stride_ * head * block_size), dim_(dim),
           dtype_(dtype) {
-        if ((extent & (extent - 1)) == 0)
-            for (shift_ = 0; (1 << shift_) < extent;) ++shift_;
+        if ((block_size & (block_size - 1)) == 0)
+            for (shift_ = 0; (1 << shift_) < block_size;) ++shift_;
     }
 
     const char* key(int position) const {
-        const int number = shift_ >= 0 ? position >> shift_ : position / extent_;
-        return reinterpret_cast<const char*>(base_[number]) + offset_ + stride_ * static_cast<size_t>(position - number * extent_);
+        const int number = shift_ >= 0 ? position >> shift_ : position / block_size_;
+        return reinterpret_cast<const char*>(base_[number]) + offset_ + stride_ * static_cast<size_t>(position - number * block_size_);
     }
-    // Bytes from a row to the next of the same extent.
+    // Bytes from a row to the next of the same block.
     size_t stride() const { return stride_; }
-    int extent() const { return extent_; }
+    int block_size() const { return block_size_; }
     int dim() const { return dim_; }
     Dtype dtype() const { return dtype_; }
 
 private:
     const int64_t* base_;
-    int extent_, shift_ = -1;
+    int block_size_, shift_ = -1;
     size_t stride_, offset_;
     int dim_;
     Dtype dtype_;

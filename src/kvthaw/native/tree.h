@@ -1,4 +1,4 @@
-// One DCI-tree: the index of one KV head of one lane. tests/index/dci_tree.py states it plainly; the names are the same.
+// One DCI-tree: the index of one KV head of one sequence. tests/index/dci_tree.py states it plainly; the names are the same.
 // It keeps no keys: every call that needs them is told where the rows lie now.
 #pragma once
 

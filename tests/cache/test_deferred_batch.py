@@ -1,4 +1,4 @@
-"""Work that is put off until somebody needs it."""
+"""Work that is queued until a layer needs it."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def test_items_of_a_kind_are_done_at_once_and_only_once() -> None:
     deferred = DeferredBatch()
     owners = [object() for _ in range(3)]
     for owner, (kind, item) in zip(owners, (("a", 1), ("b", 2), ("a", 3)), strict=True):
-        deferred.put_off(owner, kind, partial(work, kind), item)
+        deferred.defer(owner, kind, partial(work, kind), item)
     twin = copy.deepcopy(deferred)
-    deferred.do_for(object())
+    deferred.flush_for(object())
     assert not done
-    deferred.do_for(owners[1])
+    deferred.flush_for(owners[1])
     assert done == [("a", [1, 3]), ("b", [2])]
-    deferred.put_off(owners[0], "a", partial(work, "a"), 4)
-    deferred.do_for(owners[2])  # whose work is done
-    twin.do()
+    deferred.defer(owners[0], "a", partial(work, "a"), 4)
+    deferred.flush_for(owners[2])  # whose work is done
+    twin.flush()
     assert len(done) == 2
-    deferred.do()
-    deferred.do()
+    deferred.flush()
+    deferred.flush()
     assert done[2:] == [("a", [4])]
 
 
@@ -42,10 +42,10 @@ def test_work_that_fails_is_not_tried_again() -> None:
     def fail(items: Sequence[object]) -> None:
         raise MemoryError(f"{len(items)} items")
 
-    deferred.put_off(deferred, "a", fail, 1)
+    deferred.defer(deferred, "a", fail, 1)
     with pytest.raises(MemoryError, match="1 items"):
-        deferred.do()
-    deferred.do()
+        deferred.flush()
+    deferred.flush()
 
 
 def test_what_layers_would_make_alike_is_made_once_while_few_others_are_asked_for() -> None:
