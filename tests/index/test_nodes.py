@@ -45,7 +45,7 @@ def test_every_key_belongs_to_the_nearest_promoted_one() -> None:
     keys = seqs.keys[0][:, FIRST : FIRST + 205].double()
     promoted = sample_positions(FIRST + torch.arange(205), 21, seed=7, layer=3, heads=2)
     for head in range(2):
-        c2 = keys[head].square().sum(dim=1).max()
+        c2 = 1.25 * keys[head].square().sum(dim=1).max()
         lifted = torch.cat(
             (keys[head] / c2.sqrt(), (1 - keys[head].square().sum(dim=1, keepdim=True) / c2).clamp(min=0).sqrt()), 1
         )

@@ -27,7 +27,7 @@ def made(problems: int, tokens: int, count: int, dim: int, dtype: torch.dtype) -
 def test_a_parent_is_the_nearest_in_the_space_of_the_paper(case: tuple[int, int, int, int, torch.dtype]) -> None:
     keys, promoted = made(*case)
     for own, among, found in zip(keys.double(), promoted, nearest.definition(keys, promoted), strict=True):
-        c = own.norm(dim=1).max()
+        c = 1.25**0.5 * own.norm(dim=1).max()
         lifted = torch.cat((own / c, (1 - (own.norm(dim=1, keepdim=True) / c).square()).clamp(min=0).sqrt()), dim=1)
         apart = torch.cdist(lifted, lifted[among], compute_mode="donot_use_mm_for_euclid_dist")
         torch.testing.assert_close(apart.gather(1, found[:, None])[:, 0], apart.amin(dim=1), rtol=1e-4, atol=1e-4)
@@ -41,6 +41,18 @@ def test_the_kernel_is_the_definition(case: tuple[int, int, int, int, torch.dtyp
     found, wanted = nearest.launch(keys, promoted), nearest.definition(keys, promoted)
     assert (found == wanted).float().mean() > 0.99, "but for keys as near to two"
     assert found.dtype == torch.int64
+
+
+def test_the_last_bit_of_the_longest_key_changes_no_parent() -> None:
+    """Two promoted keys that are nearly equally near to a key as long as the longest."""
+    keys = torch.zeros(1, 4, 64)
+    keys[0, 0, 0] = keys[0, 1, 1] = 1.0
+    keys[0, 2, :3] = torch.tensor([0.5, 0.0, 0.86])
+    keys[0, 3, 0] = 0.4999
+    parent = nearest.definition(keys, torch.tensor([[2, 3]]))[0, 0]
+    for nudged in (1 - 2**-23, 1 + 2**-23, 1 + 2**-21):
+        keys[0, 1, 1] = nudged
+        assert nearest.definition(keys, torch.tensor([[2, 3]]))[0, 0] == parent
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="no Triton")

@@ -11,13 +11,16 @@ from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
 
+ROOM = 1.25
+"""c^2 over the largest |k|^2. At 1 the last bit of the largest norm would decide parents: keys of a repeated token have equal
+norms, and the slope of lift(k) is infinite there."""
 _SCORES = 1 << 24  # float32 products that the definition holds at once
 
 
 def lifted(keys: Tensor) -> Tensor:
-    """Compute lift(k) = sqrt(c^2 - |k|^2) of keys [N, T, D], c the largest |k| of a problem: [N, T] float32."""
-    norm = torch.linalg.vector_norm(keys.float(), dim=2)
-    lift: Tensor = (norm.amax(dim=1, keepdim=True).square() - norm.square()).clamp(min=0).sqrt()
+    """Compute lift(k) = sqrt(c^2 - |k|^2) of keys [N, T, D], c^2 = ROOM max |k|^2 of a problem: [N, T] float32."""
+    square = torch.linalg.vector_norm(keys.float(), dim=2).square()
+    lift: Tensor = (ROOM * square.amax(dim=1, keepdim=True) - square).sqrt()
     return lift
 
 
