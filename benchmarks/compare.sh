@@ -20,7 +20,7 @@ few=$(( jobs > 6 ? jobs / 6 : 1 ))
 mkdir -p "$(dirname "$out")"
 run "$jobs" --task $does,perplexity --lengths 4096,8192,16384,32768
 run "$few" --task passkey --lengths 65536 &
-run $(( 2 * few )) --task $does --lengths 4096,32768 --dense-layers 2 --methods icecache-digest,icecache-digest:reuse=3,pariskv,pariskv-plus,clusterkv,prkv,omnikv &
+run $(( 2 * few )) --task $does --lengths 4096,32768 --dense-layers 2 --methods icecache-digest,icecache-digest:reuse=3,pariskv,pariskv-plus,clusterkv,clusterkv-plus,prkv,omnikv &
 run "$few" --task niah_multikey,kv_retrieval --lengths 8192 --samples 8 --probe 8 &
 run "$few" --task $does --lengths 8192 --protocol sparse --budgets 256 &
 wait

@@ -11,11 +11,11 @@ from kvthaw.evaluate.document import Share, Table, Value
 from kvthaw.evaluate.metrics import paired, wilson
 from kvthaw.methods import METHODS
 
-SUBJECTS = ("icecache-digest", "pariskv-plus", "clusterkv", "prkv")
+SUBJECTS = ("icecache-digest", "pariskv-plus", "clusterkv-plus", "prkv")
 """The methods of the papers that kvthaw is about."""
-OURS = ("icecache", "icecache-reuse", "icecache-digest-device", "pariskv")
+OURS = ("icecache", "icecache-reuse", "icecache-digest-device", "clusterkv", "snapkv-refreshed", "pariskv")
 BASELINES = tuple(name for name in METHODS if name not in (*SUBJECTS, *OURS, "full", "oracle"))
-"""What they are measured against: no bound (full, oracle), and none of their variants."""
+"""What they are measured against: no bound (full, oracle), none of their variants, and SnapKV once."""
 WORKS = 0.6
 """Full attention is right at least so often where a comparison says something of a method and not of the model."""
 KEEPS = 0.99

@@ -7,7 +7,7 @@ set -uo pipefail
 out=$1 commit=$2
 shift 2
 host=$((120000000000 * $(nvidia-smi -L | wc -l)))
-sparse=pariskv:retrieved=100,pariskv-plus:retrieved=100,clusterkv:budget=1024:hits=0.7,prkv:budget=1024:hits=0.7
+sparse=pariskv:retrieved=100,pariskv-plus:retrieved=100,clusterkv-plus:budget=1024:hits=0.7,prkv:budget=1024:hits=0.7
 export PYTHONUNBUFFERED=1
 mkdir -p "$out"
 python3 -m pip install --quiet --no-build-isolation --no-deps . || exit 1

@@ -73,12 +73,12 @@ def main(arguments: list[str]) -> None:
     elif part == "serving":
         asked = serving.Serving(shape=SHAPE, length=16384, max_seqs=4, requests=6, new_tokens=64, budget=1024)
         methods, say = (
-            ("full", "pariskv", "pariskv-plus", "clusterkv", "prkv"),
+            ("full", "pariskv", "pariskv-plus", "clusterkv-plus", "prkv"),
             lambda record: print(record.to_json(), flush=True),
         )
         serving.run(asked, methods, ResultsFile(out / "serving.jsonl"), commit=commit, say=say)
     elif part == "indexing":
-        indexing.main(SHAPE, 32768, ("clusterkv", "prkv"), out=out / "indexing.jsonl", commit=commit)
+        indexing.main(SHAPE, 32768, ("clusterkv", "clusterkv-plus", "prkv"), out=out / "indexing.jsonl", commit=commit)
     else:
         sys.exit(f"no part {part}\n{__doc__}")
 

@@ -25,7 +25,7 @@ from kvthaw.bench.shapes import build
 from kvthaw.evaluate.results import Record
 
 SIZES: dict[str, dict[str, Any]] = {
-    "clusterkv": {"budget": 1024},
+    "clusterkv-plus": {"budget": 1024},
     "pariskv": {"retrieved": 100},
     "pariskv-plus": {"retrieved": 100},
     "full": {},

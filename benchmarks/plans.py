@@ -32,11 +32,11 @@ FIGURES = {
 _K = 1024
 _MOST = 16 * _K
 """Tokens of the longest answer."""
-_EVERY = {"full": 64, "pariskv": 512, "pariskv-plus": 512, "clusterkv": 320, "prkv": 128, "icecache-digest-device": 128}
+_EVERY = {"full": 64, "pariskv": 512, "pariskv-plus": 512, "clusterkv": 320, "clusterkv-plus": 320, "prkv": 128, "icecache-digest-device": 128}
 """Steps after which a method's updates begin again: ParisKV's buffer, ClusterKV's batch, PRKV's interval."""
 _FEW = 48  # of the others, whose rings give 16 tokens at a time
 _PARISKV = ("pariskv:retrieved=100", "pariskv-plus:retrieved=100")
-_UNITS = ("clusterkv:budget=1024", "prkv:budget=1024")
+_UNITS = ("clusterkv-plus:budget=1024", "prkv:budget=1024")
 _HOST = ("icecache", "icecache-reuse", "icecache-digest", "icecache-digest:reuse=3")
 
 
@@ -143,7 +143,7 @@ def _throughput(c: Common) -> list[DecodeSetting]:
 
 
 def _clusterkv_ratio(c: Common) -> list[DecodeSetting]:
-    method = _units(0.7)[0]
+    method = "clusterkv:budget=1024:hits=0.7"
     runs = (("full", 1), (method, 1), ("full", 24), (method, 24), (method, 48), ("full", 28))
     return [c.run(m, 32 * _K, batch=batch) for m, batch in runs]
 

@@ -74,12 +74,12 @@ def recall(length: int = 32768) -> Figure:
     for i, distance in enumerate(("cosine", "l2", "inner")):
         for budget, style in ((256, ":"), (1024, "-")):
             counts = (200, 400, 600, 800)
-            runs = [found[f"clusterkv:preset=paper:distance={distance}:clusters={count}", budget] for count in counts]
+            runs = [found[f"clusterkv:window=16:buffer=16:distance={distance}:clusters={count}", budget] for count in counts]
             marks = {"marker": "o", "markersize": 3, "color": f"C{i}"}
             label = f"{distance}, {budget} tokens"
             clusters.plot(counts, [run["recall_at_rows"] for run in runs], style, label=label, **marks)
     clusters.set_xticks((200, 400, 600, 800))
-    clusters.set(xlabel="clusters of the prompt", ylabel="recall of the exact rows", title="ClusterKV, as in its paper")
+    clusters.set(xlabel="clusters of the prompt", ylabel="recall of the exact rows", title="ClusterKV, its window 16")
     clusters.legend(fontsize=7)
     figure.suptitle(
         f"Share of the exact best rows that are selected, {length:,} tokens, shipped model, every layer", fontsize=10
@@ -95,7 +95,7 @@ def results() -> Figure:
     table = by_budget(under(cells, protocols(cells)[0]))
     budgets = [int(column.split()[0]) for column in table.columns[1:]]
     accuracy = {str(row[0]): [100 * share.value for share in row[1:] if isinstance(share, Share)] for row in table.rows}
-    ours = ("icecache-digest", "pariskv-plus", "clusterkv", "prkv")
+    ours = ("icecache-digest", "pariskv-plus", "clusterkv-plus", "prkv")
     others = ("socket", "retroinfer", "infinigen", "quest", "snapkv", "h2o", "streaming")
     for i, method in enumerate((*ours, *others)):
         look: dict[str, Any] = {"marker": "o", "color": f"C{i}"} if method in ours else {"color": "grey", "alpha": 0.7}

@@ -11,7 +11,7 @@ cd "$(dirname "$0")/.." || exit 1
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
 python3 -m kvthaw --help > /dev/null || { echo "python3 -m kvthaw does not run here" >&2; exit 1; }
 
-found=full,oracle,clusterkv,clusterkv:preset=paper,prkv,prkv:page=8,quest,arkvale
+found=full,oracle,clusterkv,clusterkv-plus,prkv,prkv:page=8,quest,arkvale
 clusters=$(for distance in cosine l2 inner; do for c in 200 400 600 800; do printf ',clusterkv:distance=%s:clusters=%s' $distance $c; done; done)
 recall=oracle,prkv,quest,arkvale${clusters}
 shares=prkv:share=0.0,prkv:share=0.25,prkv:share=0.5,prkv:share=0.75,prkv:share=1.0,prkv:share=auto,arkvale,oracle

@@ -28,13 +28,13 @@ ROWS: tuple[tuple[str, Record], ...] = (
     ("full attention, the same kernels and harness", {"method": "full"}),
     ("pariskv, 100 retrieved", {"method": "pariskv", "retrieved": 100}),
     ("pariskv-plus, 100 retrieved", {"method": "pariskv-plus", "retrieved": 100}),
-    ("clusterkv, 1024 tokens, 70 % of rows on the device already", {"method": "clusterkv", "hits": 0.7}),
-    ("the same, 0 %", {"method": "clusterkv", "hits": 0.0}),
+    ("clusterkv-plus, 1024 tokens, 70 % of rows on the device already", {"method": "clusterkv-plus", "hits": 0.7}),
+    ("the same, 0 %", {"method": "clusterkv-plus", "hits": 0.0}),
     ("prkv, 1024 tokens, 70 %", {"method": "prkv", "hits": 0.7}),
     ("the same, 0 %", {"method": "prkv", "hits": 0.0}),
     *(
         (f"{name}, rows as text chooses them", {"method": name, "prompt": "text"})
-        for name in ("pariskv-plus", "clusterkv", "prkv")
+        for name in ("pariskv-plus", "clusterkv-plus", "prkv")
     ),
     ("icecache-digest-device, 256 tokens, its tree searched on the device", {"method": "icecache-digest-device"}),
     ("the same, rows as text chooses them", {"method": "icecache-digest-device", "prompt": "text"}),
@@ -54,7 +54,7 @@ PROMPTED = (
     ("full attention", "full", "captured"),
     ("pariskv, 100 retrieved", "pariskv", "captured"),
     ("pariskv-plus, 100 retrieved", "pariskv-plus", "captured"),
-    ("clusterkv, 1024 tokens", "clusterkv", "captured"),
+    ("clusterkv-plus, 1024 tokens", "clusterkv-plus", "captured"),
     ("prkv, 1024 tokens", "prkv", "captured"),
 )
 
@@ -203,7 +203,7 @@ def lengths(lines: list[Record]) -> Iterable[str]:
 
 def batches(lines: list[Record]) -> Iterable[str]:
     """Peaks over the batches, as a sentence each."""
-    for method, length, more in (("pariskv", 128 * K, {}), ("pariskv-plus", 128 * K, {}), ("clusterkv", 32 * K, {"hits": 0.7})):
+    for method, length, more in (("pariskv", 128 * K, {}), ("pariskv-plus", 128 * K, {}), ("clusterkv-plus", 32 * K, {"hits": 0.7})):
         wanted = {"length": length, "prompt": "filled", "steps": "captured"}
         mine = [line for line in lines if matches(line, {"method": method, **wanted, **more})]
         full = [line for line in lines if matches(line, {"method": "full", **wanted})]

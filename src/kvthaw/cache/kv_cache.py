@@ -137,7 +137,7 @@ class KVCache:
                 f"budget is {self.settings.budget}, a fraction of the prompt, but the rows' prompts differ in length"
             )
         regions = self.settings.plan(max(lengths), self.sequences.limit).regions
-        self.sequences.divide(regions, min(self.settings.sparse_queries, regions.window))
+        self.sequences.divide(regions, self.settings.sparse_queries)
 
     def _failed(self) -> Step | None:
         """The step that was begun and not committed. Of a first prompt nothing stays."""

@@ -60,7 +60,7 @@ class Settings:
     included; an integer, or a fraction in (0, 1) of the prompt. It is full attention up to budget - buffer tokens. retrieved:
     instead of budget, the paper's regions and exactly this many rows from the index. More rows than the model has positions, or a
     batch capacity, are never retrieved. dense_layers: the first layers, which keep all KV on the device. sparse_queries:
-    continuations of at most this many tokens (and at most the window) are decoded one by one through the index, longer ones are
+    continuations of at most this many tokens are decoded one by one through the index, longer ones are
     dense; the last chunk of a prompt given in chunks is a continuation too. block_size: tokens in a block of host memory.
     host_bytes: the most host memory that blocks of KV may take, those allocated ahead included; None: as much as the system has. A
     prompt, or a token, that needs more raises HostMemoryError and changes nothing: it can be given again when something was freed.

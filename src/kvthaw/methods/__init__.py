@@ -10,6 +10,7 @@ from kvthaw.cache.index_api import Method
 from kvthaw.errors import ConfigError, unknown
 from kvthaw.methods.arkvale import arkvale
 from kvthaw.methods.clusterkv import clusterkv
+from kvthaw.methods.clusterkv_plus import clusterkv_plus
 from kvthaw.methods.freekv import freekv
 from kvthaw.methods.full import full
 from kvthaw.methods.h2o import h2o
@@ -60,6 +61,7 @@ METHODS: dict[str, Callable[..., Method]] = {
     "snapkv": snapkv,
     "snapkv-refreshed": partial(snapkv, refresh=128),
     "clusterkv": clusterkv,
+    "clusterkv-plus": clusterkv_plus,
     "prkv": prkv,
     "arkvale": arkvale,
     "quest": quest,

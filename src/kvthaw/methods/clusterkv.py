@@ -8,67 +8,86 @@ from typing import Any, Literal, get_args
 from kvthaw.cache.index_api import Method
 from kvthaw.errors import one_of
 from kvthaw.index.clusters import ClusterIndex, Start
+from kvthaw.index.per_query_head import QueryHeadClusterIndex
 from kvthaw.kernels.kmeans import Distance
 from kvthaw.kernels.unit_select import Policy
 from kvthaw.regions import Regions
 
-Preset = Literal["default", "paper", "code"]
+Preset = Literal["paper", "code"]
+Choice = Literal[Policy, "query_head"]
 
-_PAPER: dict[str, Any] = {"tokens_per_cluster": 80, "clusters_per_batch": 4, "start": "random", "iterations": 20}
-_PRESETS: dict[str, dict[str, Any]] = {
-    "default": {"tokens_per_cluster": 32, "clusters_per_batch": 10, "start": "covering", "iterations": 8},
-    "paper": _PAPER,
-    "code": {**_PAPER, "clusters_per_batch": 8},
-}
+_PRESETS: dict[str, tuple[Choice, int]] = {"paper": ("max", 4), "code": ("query_head", 8)}
 
 
 def clusterkv(
     *,
-    preset: Preset = "default",
-    policy: Policy = "max",
+    preset: Preset = "paper",
+    policy: Choice | None = None,
     distance: Distance = "cosine",
-    tokens_per_cluster: int | None = None,
+    tokens_per_cluster: int = 80,
     clusters: int | None = None,
     batch: int = 320,
     clusters_per_batch: int | None = None,
-    start: Start | None = None,
-    iterations: int | None = None,
+    start: Start = "random",
+    iterations: int = 20,
+    window: int = 1,
+    buffer: int | None = None,
     keep: int = 1,
 ) -> Method:
-    """Clusters of the prompt's keys and, every `batch` tokens, of those that came since.
+    """Cluster the prompt's keys by k-means, and every `batch` generated tokens among themselves; select whole clusters by q.mu.
 
-    preset: what of the following is not given. "paper": 80 tokens a cluster, 4 clusters of 320 later tokens, first centroids drawn
-    among the keys, at most 20 iterations of k-means; "code", the authors', has 8 clusters of later tokens. With these, random
-    strings are lost where many compete: 256 tokens are two or three clusters, and every tenth time the one that is needed is the
-    fifth by q.mu or later; and the few keys of a needle are often in a cluster of others. "default": 32 tokens a cluster, so that
-    the same budget holds more of them, for 5 bytes more a key (head_dim 128, bf16); half of the first centroids drawn, the other
-    half the keys that those cover worst (`kvthaw.index.clusters.covering`), from where 8 iterations find as much as 20.
+    The first 16 tokens are a sink. Generated tokens are attended until `batch` of them are clustered.
 
-    policy: how the query heads of a group agree, see `kvthaw.kernels.unit_select.Policy`. distance: what k-means compares by.
-    clusters: as many for any prompt (the paper's C0), instead of one for every tokens_per_cluster. keep: the paper's R, of how many
-    steps the selected rows stay on the device. The paper keeps 16 sink tokens; it states no window, so tokens leave by 16.
+    preset: "paper" makes 4 clusters of a batch, and the query heads of a KV head choose together (the paper does not say how).
+    "code", the authors', makes 8 clusters, and every query head chooses for itself: a budget counts what a KV head reads, so each
+    of its G query heads takes 1 / G of the rows; `retrieved=G * B` is the authors' budget B. policy: "query_head", or how the
+    query heads of a group agree, see `kvthaw.kernels.unit_select.Policy`.
+
+    tokens_per_cluster: of the prompt (C0 = L / 80). clusters: as many for any prompt instead. clusters_per_batch: C+ (m is batch).
+    start, iterations: where k-means starts, and its cap. distance: what it compares by. window: the last tokens that stay in the
+    window when others leave it; buffer: how many leave together, `batch` if not given. keep: R, of how many steps the selected
+    rows stay on the device.
 
     Host: the rows. Device: the centroids, the map of tokens and clusters, k-means, every decision.
     """
     one_of(get_args(Preset), preset=preset)
-    given = {
-        "tokens_per_cluster": tokens_per_cluster,
-        "clusters_per_batch": clusters_per_batch,
-        "start": start,
-        "iterations": iterations,
-    }
-    chosen = _PRESETS[preset] | {name: value for name, value in given.items() if value is not None}
-    index = partial(ClusterIndex, policy=policy, distance=distance, clusters=clusters, batch=batch, **chosen)
-    regions = Regions(16, 16, 16)
-    return Method(
+    own_policy, own_clusters = _PRESETS[preset]
+    return cluster_method(
         "clusterkv",
+        Regions(16, window, batch if buffer is None else buffer),
+        keep,
+        differs="a budget below 674 shrinks the 320 tokens; one choice a KV head (`preset=code`: one a query head); rows stay "
+        "on the device one by one, not by clusters",
+        choose="reproducing the paper",
+        policy=own_policy if policy is None else policy,
+        distance=distance,
+        tokens_per_cluster=tokens_per_cluster,
+        clusters=clusters,
+        batch=batch,
+        clusters_per_batch=own_clusters if clusters_per_batch is None else clusters_per_batch,
+        start=start,
+        iterations=iterations,
+    )
+
+
+def cluster_method(
+    name: str, regions: Regions, keep: int, *, differs: str, choose: str, policy: Choice, **clusters: Any
+) -> Method:
+    """Return a method that selects clusters. clusters: ClusterIndex's options."""
+    one_of((*get_args(Policy), "query_head"), policy=policy)
+    index = (
+        partial(QueryHeadClusterIndex, **clusters)
+        if policy == "query_head"
+        else partial(ClusterIndex, policy=policy, **clusters)
+    )
+    return Method(
+        name,
         paper="ClusterKV",
         unit="cluster",
         index=index,
         regions=regions,
         keep=keep,
         any_budget=True,
-        differs="by default 32 tokens a cluster, not 80, and covering starts (`preset=paper`: neither); "
-        "a window of 16, not 320; one choice a KV head",
-        choose="the least device memory among fast methods, with some 1,000 tokens",
+        differs=differs,
+        choose=choose,
     )

@@ -240,8 +240,8 @@ def attach(
     run eagerly, and the logger kvthaw.engine.hf.replay says why. compile: compile the step with torch.compile first (a minute or
     more, once), with a warning where that cannot be done.
 
-    Continuations of up to sparse_queries tokens (and up to the window) are decoded one by one through the index; longer ones, such
-    as the next question of a chat, attend to all of the KV, streamed back from the host, and `Stats.dense_tokens` counts them.
+    Continuations of up to sparse_queries tokens are decoded one by one through the index; longer ones, such as the next question of
+    a chat, attend to all of the KV, streamed back from the host, and `Stats.dense_tokens` counts them.
     Candidates of assisted decoding always go through the index; those that are rejected leave nothing behind, so its output is the
     method's own (but for models whose layers share KV).
 
