@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 from kvthaw.cache.index_api import Method
-from kvthaw.errors import one_of
+from kvthaw.errors import at_least, one_of
 from kvthaw.index.clusters import ClusterIndex, Start
 from kvthaw.index.per_query_head import QueryHeadClusterIndex
 from kvthaw.kernels.kmeans import Distance
@@ -51,6 +51,7 @@ def clusterkv(
     Host: the rows. Device: the centroids, the map of tokens and clusters, k-means, every decision.
     """
     one_of(get_args(Preset), preset=preset)
+    at_least(1, batch=batch, window=window, buffer=buffer)
     own_policy, own_clusters = _PRESETS[preset]
     return cluster_method(
         "clusterkv",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvthaw.cache.index_api import Method
+from kvthaw.errors import at_least
 from kvthaw.index.clusters import Start
 from kvthaw.kernels.kmeans import Distance
 from kvthaw.methods.clusterkv import Choice, cluster_method
@@ -31,8 +32,10 @@ def clusterkv_plus(
     drawn, the other half are the keys that those cover worst (`kvthaw.index.clusters.covering`), from where 8 iterations find as
     much as 20. Generated tokens leave the window by 16 and compete as clusters in text order until `batch` of them are clustered.
 
-    Options as in clusterkv.
+    Options as in clusterkv; policy says how the query heads of a group agree. Host: the rows. Device: the centroids, the map of tokens and clusters, k-means,
+    every decision.
     """
+    at_least(1, window=window, buffer=buffer)
     return cluster_method(
         "clusterkv-plus",
         Regions(16, window, buffer),
