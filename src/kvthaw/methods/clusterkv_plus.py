@@ -32,8 +32,8 @@ def clusterkv_plus(
     drawn, the other half are the keys that those cover worst (`kvthaw.index.clusters.covering`), from where 8 iterations find as
     much as 20. Generated tokens leave the window by 16 and compete as clusters in text order until `batch` of them are clustered.
 
-    Options as in clusterkv; policy says how the query heads of a group agree. Host: the rows. Device: the centroids, the map of tokens and clusters, k-means,
-    every decision.
+    Options as in clusterkv; policy says how the query heads of a group agree. Host: the rows. Device: the centroids, the map of
+    tokens and clusters, k-means, every decision.
     """
     at_least(1, window=window, buffer=buffer)
     return cluster_method(
