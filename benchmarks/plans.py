@@ -32,7 +32,15 @@ FIGURES = {
 _K = 1024
 _MOST = 16 * _K
 """Tokens of the longest answer."""
-_EVERY = {"full": 64, "pariskv": 512, "pariskv-plus": 512, "clusterkv": 320, "clusterkv-plus": 320, "prkv": 128, "icecache-digest-device": 128}
+_EVERY = {
+    "full": 64,
+    "pariskv": 512,
+    "pariskv-plus": 512,
+    "clusterkv": 320,
+    "clusterkv-plus": 320,
+    "prkv": 128,
+    "icecache-digest-device": 128,
+}
 """Steps after which a method's updates begin again: ParisKV's buffer, ClusterKV's batch, PRKV's interval."""
 _FEW = 48  # of the others, whose rings give 16 tokens at a time
 _PARISKV = ("pariskv:retrieved=100", "pariskv-plus:retrieved=100")

@@ -203,7 +203,11 @@ def lengths(lines: list[Record]) -> Iterable[str]:
 
 def batches(lines: list[Record]) -> Iterable[str]:
     """Peaks over the batches, as a sentence each."""
-    for method, length, more in (("pariskv", 128 * K, {}), ("pariskv-plus", 128 * K, {}), ("clusterkv-plus", 32 * K, {"hits": 0.7})):
+    for method, length, more in (
+        ("pariskv", 128 * K, {}),
+        ("pariskv-plus", 128 * K, {}),
+        ("clusterkv-plus", 32 * K, {"hits": 0.7}),
+    ):
         wanted = {"length": length, "prompt": "filled", "steps": "captured"}
         mine = [line for line in lines if matches(line, {"method": method, **wanted, **more})]
         full = [line for line in lines if matches(line, {"method": "full", **wanted})]

@@ -30,7 +30,12 @@ SIZES: dict[str, dict[str, Any]] = {
 WARM = 24
 _LARGE = {"layers": 16, "hidden": 4096, "new_tokens": 48}
 _METHODS = ("full", "pariskv-plus", "clusterkv-plus", "prkv", "icecache-digest-device", "icecache-digest")
-_BEFORE = {"icecache-digest-device": "icecache-device", "icecache-digest": "icecache", "clusterkv-plus": "clusterkv", "pariskv-plus": "pariskv"}
+_BEFORE = {
+    "icecache-digest-device": "icecache-device",
+    "icecache-digest": "icecache",
+    "clusterkv-plus": "clusterkv",
+    "pariskv-plus": "pariskv",
+}
 """What methods were called in versions that have them under no other name."""
 RUNS: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
     "36k": ({**_LARGE, "length": 36864, "batch": 1}, _METHODS),
