@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from kvthaw.cache.clone import clone
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import RECENT_QUERIES
@@ -89,7 +90,7 @@ def _introduce(cache: Cache) -> None:
 
 def _fill(cache: KVCache, tokens: Iterator[Tokens], batch: int, shared: bool, coming: int) -> None:
     first = next(tokens)
-    cache.clone_from(first.sequences, _offloaded(cache, chain([first], tokens), shared))
+    clone(cache, first.sequences, _offloaded(cache, chain([first], tokens), shared))
     cache.wait()
     if batch > 1:
         cache.reorder([0] * batch)

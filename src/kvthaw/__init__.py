@@ -14,6 +14,7 @@ from kvthaw.version import __version__
 
 if TYPE_CHECKING:
     from kvthaw.cache.index_api import Method
+    from kvthaw.cache.prefix import PrefixCache
     from kvthaw.engine.batch import Batch, Request
     from kvthaw.engine.hf import Cache, Handle, Stats, attach, detach
     from kvthaw.engine.sampling import Sampling
@@ -30,6 +31,7 @@ __all__ = [
     "HostMemoryError",
     "KvthawError",
     "Method",
+    "PrefixCache",
     "QueueFullError",
     "Request",
     "Sampling",
@@ -53,6 +55,7 @@ _HOMES = {
     "detach": "kvthaw.engine.hf",
     "METHODS": "kvthaw.methods",
     "Method": "kvthaw.cache.index_api",
+    "PrefixCache": "kvthaw.cache.prefix",
 }
 """Names that bring torch with them are imported when they are first asked for, so that `kvthaw --help` answers at once."""
 

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kvthaw.cache.dense import DenseLayer
+from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import LayerKV
 from kvthaw.cache.offloaded_layer import OffloadedLayer
+from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.step import Step
 from kvthaw.cache.window import WindowLayer
 from kvthaw.errors import CacheError
 
 
-def clone(layer: OffloadedLayer | DenseLayer, step: Step, other: LayerKV) -> None:
+def clone(kv: KVCache, sequences: Sequences, layers: Iterable[LayerKV]) -> None:
+    """Have an empty cache take over the tokens of another cache's layers, one after the other, as if they had been its prompt."""
+    others = iter(layers)
+    if sequences.padded_length:
+        left_pad = list(sequences.left_pad)
+        kv.take_in(sequences.padded_length, left_pad, lambda layer, step: clone_layer(layer, step, next(others)))
+
+
+def clone_layer(layer: OffloadedLayer | DenseLayer, step: Step, other: LayerKV) -> None:
     """Take over the tokens of another cache's layer, which are the step's.
 
     Rows that the other layer has on the host are shared, an index that would be the same is copied instead of built.

@@ -8,8 +8,9 @@ copied only when a sequence writes into one that it shares.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from itertools import chain, zip_longest
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,6 +51,8 @@ class HostStore:
         self._blocks: list[list[Block]] = [[] for _ in range(seqs)]
         self.allocator = BlockAllocator(memory or HostMemory(), (kv_heads, block_size, 2, head_dim), dtype, pinned=pinned)
         self._length = [0] * seqs
+        self.kept: MutableMapping[Any, Block] = {}
+        """Blocks that a prefix cache holds."""
         self.version = 0
         """Changes whenever addresses do."""
         self._table: tuple[int, Tensor] | None = None
@@ -189,11 +192,12 @@ class HostStore:
             self._writable(seq, number)
 
     def full_blocks(self, *, alone: bool = False) -> list[Block]:
-        """Return the blocks whose rows are all there, those of earlier positions first. alone: without those that another store
-        shares."""
+        """Return the blocks whose rows are all there, those of earlier positions first. alone: those that a prefix cache holds too,
+        and none that another store shares."""
         counts: dict[Block, int] = {}
         full = [blocks[: length // self.block_size] for blocks, length in zip(self._blocks, self._length, strict=True)]
-        for block in chain.from_iterable(zip_longest(*full)):
+        kept = self.kept.values() if alone else ()
+        for block in chain(chain.from_iterable(zip_longest(*full)), kept):
             if block is not None:
                 counts[block] = counts.get(block, 0) + 1
         return [block for block, count in counts.items() if not alone or count == block.owners]
@@ -212,6 +216,9 @@ class HostStore:
         places = [(blocks, i) for blocks in self._blocks for i, block in enumerate(blocks) if block is old]
         for blocks, i in places:
             blocks[i] = new
+        kept = [key for key, block in self.kept.items() if block is old]
+        self.kept.update((key, new) for key in kept)
+        places += kept
         new.owners, new.recalls, old.moving = len(places), old.recalls, False
         old.owners -= len(places)
         self.version += bool(places)
@@ -281,6 +288,7 @@ class HostStore:
         keep = -(-length // self.block_size)
         for block in self._blocks[seq][keep:]:
             block.owners -= 1
+            block.recalls = 0.0  # by whoever else holds it
             if not block.owners:
                 block.owners = 1
                 self.allocator.ahead.setdefault(seq, block)
@@ -301,6 +309,19 @@ class HostStore:
         for blocks in self._blocks:
             for block in blocks:
                 block.owners += 1
+        self.version += 1
+
+    def hold(self, seq: int, number: int) -> Block:
+        """Return a block of a sequence, which the caller shares from now on."""
+        block = self._blocks[seq][number]
+        block.owners += 1
+        return block
+
+    def adopt(self, seq: int, blocks: Sequence[Block], length: int) -> None:
+        """Begin a sequence that has no rows with `length` rows of these blocks, shared until it writes into one."""
+        for block in blocks:
+            block.owners += 1
+        self._blocks[seq], self._length[seq] = list(blocks), length
         self.version += 1
 
     def reorder(self, seqs: Sequence[int]) -> None:

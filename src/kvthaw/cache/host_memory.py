@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from kvthaw.errors import HostMemoryError
 
 def check_host_memory(need: int, limit: int | None) -> None:
     """Raise HostMemoryError where `need` bytes exceed `limit`, or what the system has free where limit is None and it tells."""
-    free = _available() if limit is None else limit
+    free = available_host_memory() if limit is None else limit
     if free is not None and need > free:
         raise HostMemoryError(
             f"the prompt's KV needs {need:,} bytes of host memory and {free:,} are free; shorten the prompt, use fewer rows, "
@@ -23,7 +23,8 @@ def check_host_memory(need: int, limit: int | None) -> None:
         )
 
 
-def _available() -> int | None:
+def available_host_memory() -> int | None:
+    """Return the bytes that the system has free, None where it does not tell."""
     try:
         with open("/proc/meminfo") as lines:
             for line in lines:
@@ -49,32 +50,48 @@ def host_tensor(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> Te
 class HostMemory:
     """Host memory that the blocks of one cache take, those allocated ahead and those shared with copies included.
 
-    limit: the most bytes; None: as many as the system gives. used: bytes now, counted where there is a limit.
+    limit: the most bytes; None: as many as the system gives. used: bytes now, counted where there is a limit. reclaim: drops some
+    of what is kept for later requests; returns whether there was any.
     """
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit, self.used = limit, 0
+        self.reclaim: Callable[[], bool] = lambda: False
         self.allocators: weakref.WeakSet[BlockAllocator] = weakref.WeakSet()
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> Tensor:
         """Return an uninitialised tensor in host memory. Raises HostMemoryError beyond the limit, or if the system gives none."""
-        if self.limit is None:
-            return host_tensor(shape, dtype, pinned=pinned)
         size = math.prod(shape) * dtype.itemsize
-        if self.used + size > self.limit:
-            raise HostMemoryError(
-                f"the next block of KV needs {size:,} bytes of host memory, and {max(0, self.limit - self.used):,} of host_bytes="
-                f"{self.limit:,} are free; crop the cache, let a request leave, or raise host_bytes"
-            )
-        data = host_tensor(shape, dtype, pinned=pinned)
-        self.used += size
-        weakref.finalize(data, self._release, size).atexit = False
+        while True:
+            try:
+                self._check_limit(size)
+                data = host_tensor(shape, dtype, pinned=pinned)
+            except HostMemoryError:
+                if not self.reclaim():
+                    raise
+            else:
+                break
+        if self.limit is not None:
+            self.used += size
+            weakref.finalize(data, self._release, size).atexit = False
         return data
 
     def check(self, need: int) -> None:
         """Raise HostMemoryError if a prompt's KV needs more bytes than are free. Blocks allocated ahead count as free."""
-        spare = sum(allocator.nbytes() for allocator in self.allocators)
-        check_host_memory(need, None if self.limit is None else self.limit - self.used + spare)
+        while True:
+            spare = sum(allocator.nbytes() for allocator in self.allocators)
+            try:
+                return check_host_memory(need, None if self.limit is None else self.limit - self.used + spare)
+            except HostMemoryError:
+                if not self.reclaim():
+                    raise
+
+    def _check_limit(self, size: int) -> None:
+        if self.limit is not None and self.used + size > self.limit:
+            raise HostMemoryError(
+                f"the next block of KV needs {size:,} bytes of host memory, and {max(0, self.limit - self.used):,} of host_bytes="
+                f"{self.limit:,} are free; crop the cache, let a request leave, or raise host_bytes"
+            )
 
     def _release(self, size: int) -> None:
         self.used -= size

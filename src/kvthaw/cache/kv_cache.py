@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.checkpoint import Checkpoints
-from kvthaw.cache.clone import clone
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.finite import FiniteCheck
 from kvthaw.cache.layer_base import AttentionParams, LayerKV
@@ -33,7 +32,7 @@ class KVCache:
     the committed lengths.
 
     numbers: the model's full-attention layers that this cache serves, of `depth` in all; windows: its layers that attend to recent
-    tokens alone, and to which.
+    tokens alone, and to which. origin: what the KV is of, where these layers are all of it; prefixes are shared among equals.
     """
 
     def __init__(
@@ -46,6 +45,7 @@ class KVCache:
         self.settings, self.sequences, self.streams = settings, Sequences(), Streams(depth, *settings.memory(offloaded))
         self.preallocator, self._finite = BlockPreallocator(self.streams), FiniteCheck()
         self._checkpoints = Checkpoints(self.sequences)
+        self.origin: object = None
         self.layers: list[OffloadedLayer | DenseLayer | WindowLayer] = []
         self._prepared: tuple[int, int] = -1, -1  # version and capacity that before_step() has served
         self._whole = False  # within whole()
@@ -368,15 +368,16 @@ class KVCache:
         self.streams.device.reset()
         self.sequences.reset()
 
-    def clone_from(self, sequences: Sequences, layers: Iterable[LayerKV]) -> None:
-        """Take over the tokens of another cache's layers, one after the other, as if they had been this cache's prompt."""
-        if not sequences.padded_length:
-            return
-        self._divide(sequences.padded_length, sequences.left_pad)
-        step = self.sequences.begin(sequences.padded_length, list(sequences.left_pad))
-        for mine, its in zip(self.layers, layers, strict=False):
-            assert not isinstance(mine, WindowLayer)
-            clone(mine, step, its)
+    def take_in(
+        self, tokens: int, left_pad: Sequence[int] | None, fill: Callable[[OffloadedLayer | DenseLayer, Step], None]
+    ) -> None:
+        """Begin with a prompt whose rows are there: fill(layer, step) gives each layer its own, in order."""
+        self._begin(1, tokens, left_pad)
+        step = self.sequences.step
+        assert step is not None
+        for layer in self.layers:
+            assert not isinstance(layer, WindowLayer)
+            fill(layer, step)
         self._commit(step)
 
     def join(self, others: Sequence[KVCache]) -> None:

@@ -45,7 +45,7 @@ class Sequences:
     that grows; positions: the most that the model has. version: changes with everything but decoded tokens. step: the step under
     way, or one that failed. most_decoded: the most new tokens that are decoded one by one; verifying: any number is (the candidates
     of assisted decoding). decoded: tokens decoded so far; dense_tokens: those after the first prompt that attended to everything;
-    prompted: the first prompt has come; prompt_only: and nothing else.
+    cached_tokens: those that a prefix cache held; prompted: the first prompt has come; prompt_only: and nothing else.
 
     on_device: the same for kernels and captured steps.
     """
@@ -64,6 +64,7 @@ class Sequences:
     verifying: bool = False
     decoded: int = 0
     dense_tokens: int = 0
+    cached_tokens: int = 0
     prompted: bool = False
     prompt_only: bool = False
     commits: int = 0
@@ -85,7 +86,7 @@ class Sequences:
     def reset(self) -> None:
         """Forget every sequence."""
         self.regions, self.padded_length, self.left_pad, self.idle, self.paused = None, 0, [], frozenset(), frozenset()
-        self.ring_start, self.capacity, self.decoded, self.dense_tokens = [], 0, 0, 0
+        self.ring_start, self.capacity, self.decoded, self.dense_tokens, self.cached_tokens = [], 0, 0, 0, 0
         self.prompted = self.prompt_only = False
         self.step, self.held, self._prompt, self._committed = None, Held(), None, None
         self.version += 1

@@ -62,6 +62,8 @@ class Stats:
     """Bytes of KV in blocks that lie on the device (see device_memory); part of kv_device_bytes."""
     moved_bytes: int = 0
     """Bytes of blocks moved between device and host so far."""
+    cached_tokens: int = 0
+    """Tokens of prompts that a prefix cache held."""
     captures: int = 0
     """How often a step was captured, in one CUDA graph or several."""
     capture_seconds: float = 0.0
@@ -124,5 +126,6 @@ def collect(settings: Settings, sequences: Sequences, layers: Sequence[LayerKV])
         kv_dense_bytes=sum(layer.device_bytes() for layer in layers if not isinstance(layer, OffloadedLayer)),
         kv_host_bytes=sum(layer.host_bytes() for layer in layers),
         device_block_bytes=sum(layer.store.nbytes(on_device=True) for layer in offloaded if layer.plan),
+        cached_tokens=sequences.cached_tokens,
         moved_bytes=sum(layer.storage.moved_bytes for layer in offloaded if layer.plan),
     )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.index_api import Method
+from kvthaw.cache.prefix import PrefixCache
 from kvthaw.engine.graph_runner import GraphRunner, capturable, compilable, compiled_step
 from kvthaw.engine.hf import PreTrainedModel, Stats
 from kvthaw.engine.hf.attention import unwrap
@@ -31,10 +32,10 @@ _SCORED = 4096  # tokens of a prompt that go through the model at once where the
 class Request:
     """A prompt and what is generated after it.
 
-    seq: its place in the batch while it is there, else -1. prompt: its tokens, of which `prefilled` have gone through the model;
-    tokens: those generated so far. finished: None while more will come; "stop" after a stop token (which is the last of tokens) or
-    a stop string, "length" at its limit, "left" where it was taken out, "error" where its prefill failed, with `error`. stopped_by:
-    the token or the string.
+    seq: its place in the batch while it is there, else -1. prompt: its tokens, of which `prefilled` have come into the batch, the
+    first `cached_tokens` of them from the prefix cache; tokens: those generated so far. finished: None while more will come; "stop"
+    after a stop token (which is the last of tokens) or a stop string, "length" at its limit, "left" where it was taken out, "error"
+    where its prefill failed, with `error`. stopped_by: the token or the string. salt, name: see `Batch.request`.
 
     text: the text so far where a tokenizer was given, without a stop token or string unless include_stop is set; piece: what the
     latest token added to it. Text that may become a stop string or is part of a character is held back until more is known.
@@ -45,8 +46,11 @@ class Request:
     limit: int
     stop: frozenset[int]
     sampling: Sampling
+    salt: str = ""
+    name: str | None = None
     seq: int = -1
     prefilled: int = 0
+    cached_tokens: int = 0
     tokens: list[int] = field(default_factory=list)
     finished: Literal["stop", "length", "left", "error"] | None = None
     stopped_by: int | str | None = None
@@ -94,7 +98,8 @@ class Batch:
 
     model: as for `Cache`. method, and the settings budget, retrieved, dense_layers, seed,
     block_size, host_bytes and device_memory: as for `Cache`; a budget is a number of tokens, for a fraction of the prompt would
-    differ from one to the next. prefill_chunk, capture, compile: as for `attach`.
+    differ from one to the next. prefill_chunk, capture, compile: as for `attach`. prefix_cache: keeps the prompts of all requests,
+    for those that begin like them.
 
     Raises ConfigError for a setting out of range, UnsupportedModelError for a model that cannot work and CacheError for one that
     is attached.
@@ -123,6 +128,7 @@ class Batch:
         prefill_chunk: int = CHUNK,
         capture: bool = True,
         compile: bool = False,
+        prefix_cache: PrefixCache | None = None,
         **settings: Any,
     ) -> None:
         check_type(int, max_seqs=max_seqs, capacity=capacity, prefill_chunk=prefill_chunk)
@@ -135,7 +141,7 @@ class Batch:
         _check(model, capacity)
         self.capacity, self.prefill_chunk = capacity, prefill_chunk
         self.cache = BatchCache(model, method, max_seqs=max_seqs, capacity=capacity, **settings)
-        self._model = model
+        self._model, self.prefix_cache = model, prefix_cache
         self._seqs: list[Request | None] = [None] * max_seqs  # those with a place
         self._decoding = list(self._seqs)  # those of them whose prompt is whole
         self._sampler = Sampler(max_seqs, model.config.get_text_config(decoder=True).vocab_size, model.device)
@@ -206,9 +212,13 @@ class Batch:
         stop: int | Sequence[int] | None = None,
         sampling: Sampling = GREEDY,
         tokenizer: Any = None,
+        cache_salt: str = "",
+        name: str | None = None,
     ) -> Request:
         """Return a request that is not in the batch yet. Arguments and ConfigError as of join(). Leaves the batch and the device
-        untouched, so any thread may call it while another one takes a step."""
+        untouched, so any thread may call it while another one takes a step.
+
+        cache_salt: the prefix cache shares prompts of one salt alone. name: it keeps this prompt under a name."""
         if isinstance(prompt, str):
             raise ConfigError(f"the prompt is text, {prompt[:20]!r}; it must be token ids, as a tokenizer makes them")
         ids = torch.as_tensor(prompt, dtype=torch.int64).reshape(-1)
@@ -233,7 +243,7 @@ class Batch:
         least, most = int(ids.min()), int(ids.max())
         if least < 0 or most >= words:  # on a GPU the whole batch would be lost
             raise ConfigError(f"the prompt has token ids from {least} to {most}; the model's are 0 to {words - 1}")
-        request = Request(ids, limit, self._stops(stop, sampling), sampling)
+        request = Request(ids, limit, self._stops(stop, sampling), sampling, cache_salt, name)
         self._sampler.check(sampling, request.stop)
         if tokenizer is not None:
             request._decoded = Detokenizer(
@@ -256,19 +266,24 @@ class Batch:
 
         Under a method that evicts, and in models with linear attention, the whole prompt is one chunk. Where the prefill fails, the
         request has no place any longer and may be added again; the batch is as it was."""
-        kv, start, whole = self.cache.kv, request.prefilled, self._whole
-        stop = request.prompt if whole else min(request.prompt, start + (tokens or self.prefill_chunk))
-        if start == 0 and stop < request.prompt:
-            kv.sequences.pause(request.seq)
-        elif stop == request.prompt and request.seq in kv.sequences.paused:
-            kv.sequences.resume(request.seq)
+        kv, first, whole = self.cache.kv, request.prefilled == 0, self._whole
         try:
+            if first:
+                request.cached_tokens = request.prefilled = self._reuse(request)
+            start = request.prefilled
+            stop = request.prompt if whole else min(request.prompt, start + (tokens or self.prefill_chunk))
+            if first and stop < request.prompt:
+                kv.sequences.pause(request.seq)
+            elif stop == request.prompt and request.seq in kv.sequences.paused:
+                kv.sequences.resume(request.seq)
             logits = self._prefill(request, start, stop)
             if stop == request.prompt:
                 self.cache.wait()
+                size = self.cache.settings.block_size
+                self._keep(request, request.prompt // size * size)  # it still writes into the last block
         except BaseException:
             self._release(request)
-            request.seq, request.prefilled, request._scores = -1, 0, []
+            request.seq, request.prefilled, request.cached_tokens, request._scores = -1, 0, 0, []
             raise
         request.prefilled = stop
         if stop < request.prompt:
@@ -356,7 +371,22 @@ class Batch:
             cache.replay = GraphRunner(forward, cache, compiled=compiled, capture=captured)
         return cache.replay
 
+    def _reuse(self, request: Request) -> int:
+        """Begin a prompt with what the prefix cache has of it. The logits of all its tokens are to be had from the model only."""
+        if self.prefix_cache is None or request.sampling.prompt_logprobs is not None:
+            return 0
+        return self.prefix_cache.fill(self.cache.kv, request.ids, seq=request.seq, salt=request.salt)
+
+    def _keep(self, request: Request, tokens: int, name: str | None = None) -> None:
+        if self.prefix_cache is not None:
+            self.prefix_cache.keep(self.cache.kv, request.ids[:tokens], seq=request.seq, salt=request.salt, name=name)
+
     def _release(self, request: Request) -> None:
+        if self._decoding[request.seq] is request:
+            try:
+                self._keep(request, request.prompt, request.name)
+            except CacheError as error:  # there is no room for an entry with a name
+                request.error = error
         self._seqs[request.seq] = self._decoding[request.seq] = None
         self._sampler.leave(request.seq)
         self.cache.kv.clear(request.seq)

@@ -82,6 +82,7 @@ class Scheduler:
         stop: int | Sequence[int] | None = None,
         sampling: Sampling = GREEDY,
         tokenizer: Any = None,
+        cache_salt: str = "",
         priority: int = 0,
     ) -> Request:
         """Let a request wait for a place, and return it at once. Arguments are those of `Batch.join`, or one request that
@@ -99,7 +100,9 @@ class Scheduler:
         request = (
             prompt
             if isinstance(prompt, Request)
-            else self.batch.request(prompt, max_new_tokens=max_new_tokens, stop=stop, sampling=sampling, tokenizer=tokenizer)
+            else self.batch.request(
+                prompt, max_new_tokens=max_new_tokens, stop=stop, sampling=sampling, tokenizer=tokenizer, cache_salt=cache_salt
+            )
         )
         need, limit = self.batch.host_bytes(request), self.batch.cache.settings.host_bytes
         if limit is not None and need > limit:
@@ -152,8 +155,9 @@ class Scheduler:
             self._prefilling.append(request)
 
     def _fits(self, request: Request) -> bool:
-        limit = self.batch.cache.settings.host_bytes
-        return limit is None or sum(map(self.batch.host_bytes, [request, *self.batch.added])) <= limit
+        limit, kept = self.batch.cache.settings.host_bytes, self.batch.prefix_cache
+        pinned = 0 if kept is None else kept.pinned_bytes
+        return limit is None or pinned + sum(map(self.batch.host_bytes, [request, *self.batch.added])) <= limit
 
     def _next_prompt(self) -> Request:
         """The prompt that goes on: the one that came first and the one with the fewest tokens left, by turns."""

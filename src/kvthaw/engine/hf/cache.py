@@ -21,6 +21,7 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
+from kvthaw.cache.clone import clone
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.index_api import Method
 from kvthaw.cache.kv_cache import KVCache
@@ -104,6 +105,8 @@ class Cache(DynamicCache):
             chosen, budget, retrieved, dense_layers, seed, sparse_queries, block_size, host_bytes, device_memory
         )
         self.kv = KVCache(self.settings, full, len(self.layers), self._windows(config))
+        if len(full) == len(self.layers):
+            self.kv.origin = weakref.ref(model)
         for dim in {head_dim(of_layer(config, layer.number)) for layer in self.kv.offloaded}:
             try_index(chosen, dim, model.dtype, getattr(config, "attn_logit_softcapping", None))
         self.replay: GraphRunner | None = None
@@ -230,7 +233,7 @@ class Cache(DynamicCache):
             settings.setdefault(name, getattr(mine, name))
         twin = Cache(model, method, **settings)
         self.kv.settle_failure()
-        twin.kv.clone_from(self.kv.sequences, self.kv.layers)
+        clone(twin.kv, self.kv.sequences, self.kv.layers)
         for i, layer in enumerate(self.layers):
             if not isinstance(layer, CacheLayer):
                 twin.layers[i] = copy.deepcopy(layer)  # in place: twin._shared has the same list

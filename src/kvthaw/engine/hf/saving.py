@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from kvthaw.cache.clone import clone
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import LayerKV
 from kvthaw.cache.sequences import Sequences
@@ -105,7 +106,7 @@ def load(model: PreTrainedModel, kv: KVCache, layers: Sequence[Any], path: Path)
             tensors, scale = found.pop(name), header["files"][name]["scale"]
             yield SavedLayer(number, sequences, scale, tensors, model.device)  # type: ignore[misc]
 
-    kv.clone_from(sequences, saved())
+    clone(kv, sequences, saved())
     for number, layer in enumerate(layers):
         if isinstance(layer, DynamicLayer):
             held = found[_name(number)]

@@ -1,0 +1,68 @@
+"""The tree holds exactly the prefixes that were given and not dropped."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from kvthaw.cache.prefix_tree import PrefixTree
+
+SIZE = 4
+
+
+def given(tree: PrefixTree, ids: list[int], salt: str = "") -> None:
+    for node, new in tree.insert(torch.tensor(ids), salt):
+        last = node
+        assert not new or len(node.tokens) <= SIZE
+    for node in tree.covered(last):
+        tree.remove(node)
+
+
+def matched(tree: PrefixTree, ids: list[int], salt: str = "") -> int:
+    path, tokens = tree.match(torch.tensor(ids), salt)
+    assert sum(len(node.tokens) for node in path[:-1]) + (tokens and 1) <= tokens <= sum(len(node.tokens) for node in path)
+    return tokens
+
+
+def common(one: list[int], other: list[int]) -> int:
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_longest_prefix_is_found(seed: int) -> None:
+    """Of random prompts of few tokens, so that they share; of another salt nothing."""
+    rng, tree = random.Random(seed), PrefixTree(SIZE)
+    held: dict[str, list[list[int]]] = {"": [], "other": []}
+    for _ in range(60):
+        base = rng.choice(held[""])[: rng.randrange(12)] if held[""] and rng.random() < 0.7 else []
+        ids, salt = base + [rng.randrange(2) for _ in range(rng.randrange(1, 12))], rng.choice(["", "", "other"])
+        assert matched(tree, ids, salt) == max((common(ids, each) for each in held[salt]), default=0)
+        given(tree, ids, salt)
+        held[salt].append(ids)
+        assert matched(tree, ids, salt) == len(ids)
+
+
+def test_the_least_recently_used_leaf_goes_first() -> None:
+    tree = PrefixTree(SIZE)
+    given(tree, [1] * 8)
+    given(tree, [1] * 4 + [2] * 4)
+    tree.touch(tree.match(torch.tensor([1] * 8), "")[0][-1])
+    tree.pin(tree.match(torch.tensor([1] * 4), "")[0][-1], 1)
+    for left in ([1] * 8, [1] * 4):
+        tree.remove(tree.oldest())  # type: ignore[arg-type]
+        assert matched(tree, [1] * 8) == len(left)
+    assert matched(tree, [1] * 4 + [2] * 4) == 4
+    assert tree.oldest() is None
+    assert tree.pinned == 1
+
+
+def test_an_insertion_that_is_given_up_adds_nothing_more() -> None:
+    tree = PrefixTree(SIZE)
+    for i, _ in enumerate(tree.insert(torch.tensor([1] * 12), "")):
+        if i == 2:
+            break
+    assert matched(tree, [1] * 12) == 8
+    assert len(tree.nodes) == 2
+    assert tree.pinned == 0

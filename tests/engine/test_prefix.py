@@ -1,0 +1,179 @@
+"""A prompt that begins like an earlier one prefills what is new, and gets the tokens of a fresh prefill."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import suppress
+from typing import Any, ClassVar
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from transformers import PreTrainedModel
+
+import kvthaw
+from kvthaw import Batch, CacheError, PrefixCache, Request, Scheduler
+from zoo import build_exact, prompt
+
+
+@functools.cache
+def shared_model() -> PreTrainedModel:
+    return build_exact("llama")
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return shared_model()
+
+
+def settings_of(method: str) -> dict[str, Any]:
+    return {"dense_layers": 1, "block_size": 32} | ({} if method == "full" else {"budget": 48})
+
+
+def batch_of(model: PreTrainedModel, method: str, prefix: PrefixCache | None, **more: Any) -> Batch:
+    return Batch(model, method, max_seqs=2, capacity=500, prefix_cache=prefix, **(settings_of(method) | more))
+
+
+def tokens_of(batch: Batch, ids: torch.Tensor, new: int = 6, **given: Any) -> tuple[list[int], int]:
+    """The tokens of a request and how many of its prompt were cached."""
+    scheduler = Scheduler(batch, step_tokens=100)
+    request = scheduler.submit(ids, max_new_tokens=new, stop=(), **given)
+    while scheduler.busy:
+        scheduler.step()
+    return request.tokens, request.cached_tokens
+
+
+@pytest.mark.parametrize("method", kvthaw.METHODS)
+def test_reuse_gives_the_tokens_of_a_fresh_prefill(model: PreTrainedModel, method: str) -> None:
+    """After a document another question, and after the whole of an earlier prompt a longer one."""
+    document, rest = prompt(1, 200)[0], prompt(1, 300, seed=3)[0]
+    prompts = [
+        torch.cat((document, rest[:30])),
+        torch.cat((document, rest[100:])),
+        torch.cat((document, rest[100:], rest[:90])),
+    ]
+    fresh = [tokens_of(batch_of(model, method, None), ids)[0] for ids in prompts]
+    prefix = PrefixCache()
+    batch = batch_of(model, method, prefix)
+    found = [tokens_of(batch, ids) for ids in prompts]
+    assert [tokens for tokens, _ in found] == fresh
+    evicts = batch.cache.settings.method.evicts
+    assert [cached for _, cached in found] == ([0, 0, 0] if evicts else [0, 200, 362])
+    assert batch.stats().cached_tokens == prefix.stats().hits == sum(cached for _, cached in found)
+    assert (prefix.stats().refused is not None) == evicts
+    assert batch.stats().kv_host_bytes == 0
+
+
+BLOCK = 3 * 32 * 2 * 2 * 16 * 8
+"""Bytes of 32 tokens in all layers."""
+DEVICE = 1_400_000
+"""Bytes that leave room for some of the blocks."""
+
+
+class Requests(RuleBasedStateMachine):
+    """Requests whose prompts share prefixes come, go on, are cancelled; each gets the tokens of a batch of its own."""
+
+    prompts: ClassVar[dict[str, list[int]]] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = shared_model()
+        self.prefix = PrefixCache(host_bytes=40 * BLOCK)
+        self.batch = batch_of(self.model, "oracle", self.prefix, host_bytes=120 * BLOCK, device_memory=DEVICE)
+        self.scheduler = Scheduler(self.batch, step_tokens=70)
+        self.given: list[tuple[Request, torch.Tensor]] = []
+
+    @rule(
+        document=st.integers(0, 1),
+        cuts=st.lists(st.integers(3, 7), min_size=1, max_size=2),
+        salt=st.sampled_from(["", "", "a"]),
+    )
+    def submit(self, document: int, cuts: list[int], salt: str) -> None:
+        for cut in cuts:
+            ids = torch.cat((prompt(1, 210, seed=document)[0][: cut * 30], prompt(1, 140, seed=10 + cut % 2)[0]))
+            self.given.append((self.scheduler.submit(ids, max_new_tokens=3, stop=(), cache_salt=salt), ids))
+
+    @rule(steps=st.integers(1, 30))
+    def go_on(self, steps: int) -> None:
+        for _ in range(steps):
+            self.scheduler.step()
+
+    @precondition(lambda self: any(not request.finished for request, _ in self.given))
+    @rule(which=st.integers(0, 20))
+    def cancel(self, which: int) -> None:
+        running = [request for request, _ in self.given if not request.finished]
+        self.scheduler.cancel(running[which % len(running)])
+
+    @rule()
+    def drop(self) -> None:
+        self.prefix.drop_oldest()
+
+    @precondition(lambda self: any(request.finished == "length" for request, _ in self.given))
+    @rule(which=st.integers(0, 20))
+    def pin(self, which: int) -> None:
+        done = [ids for request, ids in self.given if request.finished == "length"]
+        with suppress(CacheError):  # some of it has been dropped since
+            self.prefix.name("document", done[which % len(done)])
+
+    def teardown(self) -> None:
+        while self.scheduler.busy:
+            self.scheduler.step()
+        for request, ids in self.given:
+            key = str(ids.tolist())
+            if key not in self.prompts:
+                self.prompts[key] = tokens_of(batch_of(self.model, "oracle", None), ids, 3)[0]
+            assert request.tokens == self.prompts[key][: len(request.tokens)]
+            assert request.finished == "left" or len(request.tokens) == 3
+        stats = self.prefix.stats()
+        memory = self.batch.cache.kv.streams.memory
+        assert memory.used <= stats.kept_bytes <= 40 * BLOCK
+        self.prefix.clear()
+        assert memory.used == 0
+        assert self.prefix.stats().kept_bytes == 0
+
+
+Requests.TestCase.settings = settings(max_examples=6, stateful_step_count=8)
+TestRequests = Requests.TestCase
+
+
+def test_blocks_go_to_the_host_and_are_dropped_where_others_need_their_memory(model: PreTrainedModel) -> None:
+    """Oldest first; what is left is as good as ever."""
+    prompts = [prompt(1, 330, seed=i)[0] for i in range(4)]
+    fresh = [tokens_of(batch_of(model, "oracle", None), ids)[0] for ids in prompts]
+    prefix = PrefixCache()
+    batch = batch_of(model, "oracle", prefix, device_memory=DEVICE, host_bytes=30 * BLOCK)
+    for ids, tokens in zip(prompts, fresh, strict=True):
+        assert tokens_of(batch, ids) == (tokens, 0)
+    assert batch.stats().moved_bytes
+    assert 0 < prefix.stats().evicted_tokens < 660
+    for ids, tokens in reversed([*zip(prompts, fresh, strict=True)]):
+        found, cached = tokens_of(batch, ids)
+        assert found == tokens
+        assert cached == 202 or ids is prompts[0] or ids is prompts[1]
+
+
+def test_entries_with_a_name_stay(model: PreTrainedModel) -> None:
+    prefix = PrefixCache(host_bytes=15 * BLOCK)
+    batch = batch_of(model, "quest", prefix)
+    ids, rest = prompt(1, 300)[0], prompt(1, 150, seed=1)[0]
+    request = batch.request(ids, max_new_tokens=1, name="book")
+    batch.add(request)
+    batch.prefill(request)
+    assert prefix.stats().names == ["book"]
+    for seed in range(3):
+        tokens_of(batch, prompt(1, 310, seed=seed + 2)[0])
+    assert prefix.stats().evicted_tokens
+    assert torch.equal(prefix.entry("book").ids, ids)
+    assert tokens_of(batch, torch.cat((ids, rest)))[1] == 300
+    assert tokens_of(batch, torch.cat((ids, rest)), cache_salt="another tenant")[1] == 0
+    large = batch.request(prompt(1, 400, seed=9)[0], max_new_tokens=1, name="second")
+    batch.add(large)
+    batch.prefill(large)
+    assert isinstance(large.error, CacheError)
+    prefix.forget("book")
+    with pytest.raises(CacheError, match="book"):
+        prefix.entry("book")
+    prefix.clear()
+    assert prefix.stats().kept_tokens == 0
