@@ -161,13 +161,14 @@ def test_something_else_than_the_step_that_failed(llama: PreTrainedModel, method
 @pytest.mark.parametrize(
     ("method", "number"),
     [
-        *(("oracle", 0), ("icecache-digest", 1), ("clusterkv", 2), ("pariskv", 0), ("snapkv", 1)),
+        *(("oracle", 0), ("icecache-digest", 2), ("clusterkv", 2), ("pariskv", 0), ("snapkv", 1)),
         *(("full", 2), ("streaming", 0), ("streaming", 2)),
     ],
 )
 def test_a_prompt(llama: PreTrainedModel, method: str, number: int) -> None:
     """A first one, in whatever shape it then comes; and one that follows others."""
-    cache, plain = (kvthaw.Cache(llama, method, **({} if method == "full" else {"budget": 64})) for _ in range(2))
+    settings = {} if method == "full" else {"budget": 32, "sparse_queries": 4, "dense_layers": 0}
+    cache, plain = (kvthaw.Cache(llama, method, **settings) for _ in range(2))
     with broken(llama, cache, number, "begin"), pytest.raises(BoomError):
         step(llama, cache, prompt(3, 50))
     for each in (cache, plain):
@@ -175,8 +176,12 @@ def test_a_prompt(llama: PreTrainedModel, method: str, number: int) -> None:
     with broken(llama, cache, number, "begin"), pytest.raises(BoomError):
         step(llama, cache, IDS[:, 90:150])
     assert cache.get_seq_length() == 90
-    for start, stop in ((90, 150), *((t, t + 1) for t in range(150, 180))):
+    parts = ((90, 95), (95, 100), (100, 105), (105, 160))
+    for start, stop in (*parts, *((t, t + 1) for t in range(160, 170))):
         ids = IDS[:, start:stop]
+        if start in (95, 105):
+            with broken(llama, cache, number, "begin"), pytest.raises(BoomError):
+                step(llama, cache, ids)
         close(step(llama, cache, ids), step(llama, plain, ids))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -116,6 +117,23 @@ def test_logits_of_replayed_steps_are_the_callers_own(method: str) -> None:
                     found.append(llama(token, past_key_values=cache).logits)
     assert cache.stats().captures == 1
     torch.testing.assert_close(torch.cat(found), torch.cat(eager), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.gpu
+def test_a_call_of_one_token_within_padding_is_not_replayed() -> None:
+    """A row that has no token yet learns its padding from the mask."""
+    llama, ids = model("cuda", torch.float32), torch.randint(3, 512, (2, 60), device="cuda")
+    mask = torch.ones_like(ids)
+    mask[0, :40] = 0
+    positions, found = (mask.cumsum(1) - 1).clamp(min=0), []
+    with kvthaw.attach(llama, "oracle", budget=256), torch.no_grad():
+        for cuts in ((0, 60), (0, 21, 22, 59, 60)):
+            cache = kvthaw.Cache(llama, "oracle", budget=256)
+            for start, stop in itertools.pairwise(cuts):
+                given = {"attention_mask": mask[:, :stop], "position_ids": positions[:, start:stop]}
+                logits = llama(ids[:, start:stop], past_key_values=cache, **given).logits[:, -1]
+            found.append(logits)
+    torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.gpu

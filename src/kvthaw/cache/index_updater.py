@@ -41,6 +41,8 @@ class IndexUpdater:
         self._last: dict[int, int] = {}  # where the latest append to a sequence began
         self.stale: set[int] = set()
         """Sequences to be indexed anew before the next step."""
+        self._uncommitted: dict[int, tuple[int, Tensor]] = {}  # what commit() appends: up to where, and the last queries
+        self._marked: set[int] = set()  # sequences that are stale if the step under way is counted
 
     @property
     def reversible(self) -> bool:
@@ -64,13 +66,19 @@ class IndexUpdater:
         from position `past` on. queries [Hq, W, D]: the last ones. remaining: tokens of the same prompt that are still to come.
 
         later: steps of other sequences come before the rest of the prompt; the sequence is indexed with its last chunk, since no
-        step may select of a part of it. Where an index of one piece is better than one that was appended to, a sequence that a
+        step may select of a part of it. One on the host, which cannot take keys back exactly, is appended to by commit(). Where an index of one piece is better than one that was appended to, a sequence that a
         prompt in chunks makes much longer is indexed anew, once: with the last chunk if the prompt was announced, else before the
         next step that asks."""
         index, old = self.retriever.index, self.indexed[seq]
         much = (old > self.first or remaining > 0) and 4 * (new - old + remaining) > old - self.first
-        if later or seq in self.stale or (much and not index.grows):
+        if seq in self.stale:
+            return
+        if later or (much and not index.grows):
             self.stale.add(seq)
+            self._marked.add(seq)
+            return
+        if index.on_host and old > self.first:
+            self._uncommitted[seq] = new, queries
             return
         if index.on_host:
             keys = values = self._nothing(new - old)[:, :, 0]
@@ -84,6 +92,20 @@ class IndexUpdater:
             self._build(seq, new, keys, values, queries)
         else:
             self._append([seq], new - old, keys[None], values[None], queries[None])
+
+    def commit(self) -> None:
+        """Append to an index on the host what a prompt gave it, whose step is certain now."""
+        self._marked.clear()
+        uncommitted, self._uncommitted = self._uncommitted, {}
+        for seq, (new, queries) in uncommitted.items():
+            rows = self._nothing(new - self.indexed[seq])[None]
+            self._append([seq], rows.shape[2], rows[:, :, :, 0], rows[:, :, :, 1], queries[None])
+
+    def drop(self) -> None:
+        """Forget what a prompt gave, whose step failed."""
+        self.stale -= self._marked
+        self._marked.clear()
+        self._uncommitted.clear()
 
     def flush(self, leaving: Sequence[tuple[int, int, int]], recent_queries: Mapping[int, Tensor]) -> None:
         """Give the index what leaves the rings of some sequences, (sequence, start, stop), as many tokens in each, but for what it

@@ -49,6 +49,7 @@ class KVCache:
         self.layers: list[OffloadedLayer | DenseLayer | WindowLayer] = []
         self._prepared: tuple[int, int] = -1, -1  # version and capacity that before_step() has served
         self._whole = False  # within whole()
+        self._prefilled = False  # a prompt's step was counted that may yet prove to have failed
         self._flushed = -1  # length at which full rings have been flushed
         leader: OffloadedLayer | None = None
         local = window_layers(windows, self.sequences)
@@ -170,10 +171,11 @@ class KVCache:
 
     def _commit(self, step: Step) -> None:
         self.sequences.commit()
+        self._prefilled = step.dense
         if not step.dense:
             self.after_step()
             self._checkpoints.commit(step)
-            self._run_ahead_on_host()
+        self._go_on_on_host()
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -187,7 +189,7 @@ class KVCache:
             raise
         finally:
             self._whole = outer
-        self._run_ahead_on_host()
+        self._go_on_on_host()
 
     @contextmanager
     def prompt(self, tokens: int, seq: int | None = None) -> Iterator[None]:
@@ -231,10 +233,14 @@ class KVCache:
         if self.sequences.full():
             self._run_ahead([layer for layer in self.layers if certain or layer.can_run_ahead])
 
-    def _run_ahead_on_host(self) -> None:
+    def _go_on_on_host(self) -> None:
         """Let indexes on the host work beside what the model does next, once the step is certain."""
-        certain = not self._whole and self.sequences.step is None and self._checkpoints.candidates is None
-        if certain and self.streams.graph is None and self.sequences.full():
+        if self._whole or self.sequences.step is not None:
+            return
+        for layer in self.offloaded if self._prefilled else ():
+            layer.commit()
+        self._prefilled = False
+        if self._checkpoints.candidates is None and self.streams.graph is None and self.sequences.full():
             self._run_ahead([layer for layer in self.offloaded if layer.on_host and layer.can_run_ahead])
 
     def _run_ahead(self, layers: Sequence[LayerKV]) -> None:

@@ -73,6 +73,7 @@ class OffloadedLayer:
             None,
         )  # a prefill; queries, ring before it
         self._taken: tuple[Step | None, int] = None, 0
+        self._prompts: dict[int, int] = {}  # where the rings begin of sequences whose prompts ended with the latest prefill
         self._finite: Tensor | None = None
         self.asked_again = 0  # decode steps with the queries of another layer that shares these keys
 
@@ -189,9 +190,13 @@ class OffloadedLayer:
             paused = row.seq in self.sequences.paused
             ends[row.seq] = self.storage.append(row, q, k, v, step.remaining, paused=paused)
         self._taken = step, step.tokens
-        updater = self.storage.updater
-        if updater is not None and self.sequences.announced and not step.remaining:
-            updater.renew(ends, self.recent_queries)
+        self._prompts = ends if self.sequences.announced and not step.remaining else {}
+
+    def commit(self) -> None:
+        """Index what a prefill appended, where the index waits until the step is certain."""
+        if self.plan is not None and self.storage.updater is not None:
+            self.storage.updater.commit()
+            self.storage.updater.renew(self._prompts, self.recent_queries)
 
     # Decoding
 
@@ -331,6 +336,8 @@ class OffloadedLayer:
             self.drop_search()
         if self.plan is None:
             return
+        if failed is not None and self.storage.updater is not None:
+            self.storage.updater.drop()
         if failed is not None and not repeated and self.retriever is not None and self.chooses:
             self.retriever.forget_slots()
         if failed is not None and not repeated and self._before[0] is failed:

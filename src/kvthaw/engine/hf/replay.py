@@ -49,7 +49,7 @@ def replaying(
             cache is None
             or ids is None
             or ids.shape[1] != 1
-            or cache.kv.sequences.padded_length == 0
+            or cache.kv.sequences.padded_length in (0, *cache.kv.sequences.left_pad)  # a row has no token yet
             or any(kwargs[name] is not None for name in extra)
         ):
             return eager(*args, **kwargs)
