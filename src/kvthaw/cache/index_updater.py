@@ -66,9 +66,9 @@ class IndexUpdater:
         from position `past` on. queries [Hq, W, D]: the last ones. remaining: tokens of the same prompt that are still to come.
 
         later: steps of other sequences come before the rest of the prompt; the sequence is indexed with its last chunk, since no
-        step may select of a part of it. One on the host, which cannot take keys back exactly, is appended to by commit(). Where an index of one piece is better than one that was appended to, a sequence that a
-        prompt in chunks makes much longer is indexed anew, once: with the last chunk if the prompt was announced, else before the
-        next step that asks."""
+        step may select of a part of it. An index on the host cannot take keys back exactly: commit() appends to it. Where an index
+        of one piece is better than one that was appended to, a sequence that a prompt in chunks makes much longer is indexed anew,
+        once: with the last chunk if the prompt was announced, else before the next step that asks."""
         index, old = self.retriever.index, self.indexed[seq]
         much = (old > self.first or remaining > 0) and 4 * (new - old + remaining) > old - self.first
         if seq in self.stale:
