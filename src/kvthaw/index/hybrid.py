@@ -32,17 +32,19 @@ class Reordering:
     """A new order of a sequence's tokens, ready to be put in place whole.
 
     order [H, T] int32: positions, first the static ones, best first, then the others as in the text. static: how many.
-    digests of the others' pages; tail: the keys of the last page. done: passes when these are there.
+    digests of the others' pages [H, P, 2 D]; stops [H, P + 1] int32: where these begin in the order. tail: the keys of a last page
+    that more tokens may enter. done: passes when these are there.
     """
 
     order: Tensor
     static: int
     digests: Tensor
+    stops: Tensor
     tail: Tensor
     done: torch.cuda.Event | None = None
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return self.order, self.digests, self.tail
+        return self.order, self.digests, self.stops, self.tail
 
     def wait(self) -> None:
         """Have the current stream wait for the tensors; the host does not."""
@@ -55,7 +57,7 @@ class Reordering:
     def copy(self) -> Reordering:
         """Return a copy, made on the current stream."""
         self.wait()
-        return Reordering(self.order.clone(), self.static, self.digests.clone(), self.tail.clone())
+        return Reordering(self.order.clone(), self.static, *(tensor.clone() for tensor in self.tensors()[1:]))
 
 
 @dataclass(slots=True)
@@ -107,6 +109,10 @@ class HybridIndex(BoundIndex):
     stream, and reads the keys from the host. Layers take turns: the first interval of each is shorter by `early` tokens, a share
     that spreads their numbers evenly, so that in every append only few begin.
 
+    observe: how many of the last queries choose the static set, at most the window's tokens, which they are by default. stay: static
+    tokens leave the pages, which are then those of the text, but not their bounding volumes, so that a page still ranks by its best
+    key.
+
     A sequence that was built before the number of rows was known begins as pages only; the first select() makes its static set,
     from the keys in the store.
     """
@@ -124,15 +130,17 @@ class HybridIndex(BoundIndex):
         share: float | Literal["auto"] = 0.25,
         interval: int = 128,
         policy: Policy = "max",
+        observe: int | None = None,
+        stay: bool = False,
     ) -> None:
         if share != "auto" and not (isinstance(share, int | float) and 0 <= share <= 1):
             raise ConfigError(f"share is {share!r}; it must be 'auto' or between 0 and 1")
-        at_least(1, interval=interval)
+        at_least(1, interval=interval, **({} if observe is None else {"observe": observe}))
         super().__init__(context, page=page, spread=spread, policy=policy)
-        self.share, self.interval = share, interval
+        self.share, self.interval, self.stay = share, interval, stay
         self.early = int(interval * (context.layer * _GOLDEN % 1))
         self.rows: int | None = context.rows or None
-        self.window = max(1, min(_WINDOW_QUERIES, context.regions.window))
+        self.window = max(1, min(_WINDOW_QUERIES, context.regions.window, observe or _WINDOW_QUERIES))
         device, heads = context.device, context.q_heads
         self.queries = torch.zeros((0, heads, self.window, context.head_dim), dtype=context.dtype, device=device)
         self.seen = torch.zeros((0, self.window), dtype=torch.float32, device=device)
@@ -253,11 +261,19 @@ class HybridIndex(BoundIndex):
         order = choose_static(mass, count, self.first)
         rest = (order[:, count:] - self.first).long()
         assert self.spread is not None
-        digests = page_bounds(flat, self.size, spread=self.spread, order=rest.contiguous())
-        kept = (tokens - count - 1) % self.size + 1 if tokens > count else 0
+        if self.stay:
+            digests, kept = page_bounds(flat, self.size, spread=self.spread), 0
+            pages = (rest // self.size).contiguous()
+            begins = torch.arange(digests.shape[1] + 1, device=flat.device).expand(len(flat), -1).contiguous()
+            stops = count + torch.searchsorted(pages, begins)
+        else:
+            digests = page_bounds(flat, self.size, spread=self.spread, order=rest.contiguous())
+            kept = (tokens - count - 1) % self.size + 1 if tokens > count else 0
+            ends = torch.arange(digests.shape[1] + 1, device=flat.device) * self.size
+            stops = (count + ends.clamp(max=tokens - count)).expand(len(flat), -1)
         tail = flat.gather(1, rest[:, rest.shape[1] - kept :, None].expand(-1, -1, dim))
-        of_seqs = (tensor.unflatten(0, (rows, heads)).unbind() for tensor in (order, digests, tail))
-        return [Reordering(own, count, boxes, last) for own, boxes, last in zip(*of_seqs, strict=True)]
+        of_seqs = (tensor.unflatten(0, (rows, heads)).unbind() for tensor in (order, digests, stops.int(), tail))
+        return [Reordering(own, count, *of_pages) for own, *of_pages in zip(*of_seqs, strict=True)]
 
     def _count(self, seq: int, keys: Tensor) -> int:
         """Of how many tokens a sequence's static set is, keys [H, T, D]."""
@@ -328,7 +344,7 @@ class HybridIndex(BoundIndex):
 
     def _place_alike(self, seqs: list[int], plans: list[Reordering]) -> None:
         """Put plans of equal sizes in place."""
-        order, digests, tail = (torch.stack(own) for own in zip(*(plan.tensors() for plan in plans), strict=True))
+        order, digests, stops, tail = (torch.stack(own) for own in zip(*(plan.tensors() for plan in plans), strict=True))
         heads, device, static = self.context.kv_heads, order.device, plans[0].static
         tokens, units, kept = order.shape[2], digests.shape[2], tail.shape[2]
         self.reserve(max(seqs) + 1, units + 1, tokens)
@@ -336,12 +352,12 @@ class HybridIndex(BoundIndex):
         whole = Target.of([Full(seq, 0, 0) for seq in seqs], heads, device)
         self.order[whole.places(tokens)] = order
         self.digests[whole.units(units)] = digests
-        ends = (torch.arange(units + 1, device=device) * self.size).clamp(max=tokens - static)
-        self.stops[whole.units(units + 1)] = (static + ends).int()
+        self.stops[whole.units(units + 1)] = stops
         last = Target.of([Full(seq, tokens - kept, 0) for seq in seqs], heads, device)
         self.recent[last.places(kept, self.recent.shape[2])] = tail
         for seq in seqs:
-            marks = [(0, 0)] if units <= 1 and not static else [(0, 0), (tokens - kept, max(0, units - 1))]
+            last_page = (tokens - kept, units - (kept > 0))
+            marks = [(0, 0)] if last_page == (0, 0) else [(0, 0), last_page]
             self.seqs[seq] = Seq(tokens, units, kept, marks)
             self.statics[seq].rows, self.statics[seq].plan = self.rows, None
             self._before.pop(seq, None)
