@@ -18,6 +18,7 @@ from torch import Tensor
 from kvthaw.cache.addresses import Addresses
 from kvthaw.cache.deferred_batch import DeferredBatch
 from kvthaw.cache.host_memory import Block, BlockAllocator, HostMemory
+from kvthaw.cache.page_copy import PageCopy
 from kvthaw.cache.pool import Slab
 from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.freeze import Span, freeze
@@ -26,6 +27,7 @@ from kvthaw.kernels.offload import MOST, offload
 from kvthaw.kernels.stream_keys import definition as stream_definition
 from kvthaw.kernels.stream_keys import stream_keys
 from kvthaw.kernels.uva_gather import COUNTERS
+from kvthaw.native import gather_rows
 
 
 class HostStore:
@@ -59,6 +61,8 @@ class HostStore:
         self.on_device = Addresses()
         self.crossed = torch.zeros(COUNTERS, dtype=torch.int64)
         """Rows that were fetched from blocks on the host, in several sums; counted where some lie on the device."""
+        self.pages: PageCopy | None = None
+        """Copies of the rows in page order, where keep_pages() asked for them."""
         self.arriving: torch.cuda.Event | None = None
         """Passes when all rows appended so far are there; None: they are."""
         self.ordered = True
@@ -264,6 +268,31 @@ class HostStore:
             stream_definition([block.data for block in self._blocks[seq]], start, out)
         return out
 
+    def gather(self, rows: Tensor, out: Tensor) -> tuple[int, Tensor]:
+        """As `kvthaw.native.gather_rows`: rows [B, H, M] int32 of all sequences."""
+        return gather_rows(self.table(), self.block_size, rows, out)
+
+    def piece(self, seq: int, head: int, row: int, most: int) -> Tensor:
+        """Return rows of a head from one on that lie in one block, at most so many, [n, 2, D]."""
+        number, offset = divmod(row, self.block_size)
+        return self._blocks[seq][number].data[head, offset : offset + most]
+
+    def keep_pages(self) -> None:
+        """Keep a second copy of each sequence's rows, in the order that rearrange() gives."""
+        self.pages = PageCopy(self.head_dim, self.dtype, pinned=self.pinned)
+
+    def rearrange(self, seq: int, order: Tensor) -> None:
+        """Begin to copy rows of a sequence in an order, [H, T] int32 positions, where copies in page order are kept."""
+        if self.pages is not None:
+            self.wait()
+            table, blocks = self.table()[seq : seq + 1], list(self._blocks[seq])  # which must not go meanwhile
+
+            def gather(rows: Tensor, out: Tensor) -> None:
+                gather_rows(table, self.block_size, rows, out)
+                blocks.clear()
+
+            self.pages.rewrite(seq, order.to("cpu", copy=True).contiguous(), gather)
+
     def copy_to(self, out: Tensor, seq: int, start: int) -> None:
         """Copy the rows from `start` on into out [H, n, 2, D] of any device, block by block. From pinned memory to a GPU
         that is only enqueued on the current stream."""
@@ -285,6 +314,8 @@ class HostStore:
         """Forget rows >= length; blocks no longer needed are freed, but for one kept ahead if rows are left."""
         if length > self._length[seq]:
             raise IndexError(f"sequence {seq} holds {self._length[seq]} rows, fewer than {length}")
+        if self.pages is not None:
+            self.pages.forget(seq)
         keep = -(-length // self.block_size)
         for block in self._blocks[seq][keep:]:
             block.owners -= 1
@@ -327,6 +358,8 @@ class HostStore:
     def reorder(self, seqs: Sequence[int]) -> None:
         """Sequence i becomes what sequence seqs[i] was, but for its block ahead. No row is copied: sequences share blocks until one
         writes."""
+        if self.pages is not None:
+            self.pages.clear()
         blocks = [list(self._blocks[seq]) for seq in seqs]
         for old in self._blocks:
             for block in old:
@@ -347,6 +380,8 @@ class HostStore:
             0, self.kv_heads, self.head_dim, self.dtype, block_size=self.block_size, pinned=self.pinned, memory=memory
         )
         twin.crossed = self.crossed.clone()
+        if self.pages is not None:
+            twin.keep_pages()
         twin.allocator.device = copy.deepcopy(self.allocator.device, memo)
         twin._blocks = [list(blocks) for blocks in self._blocks]
         twin._length = list(self._length)

@@ -29,7 +29,7 @@ from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.sparse_attention import SparseAttention
 from kvthaw.cache.step import Row, Step
 from kvthaw.cache.streams import Streams
-from kvthaw.cache.transfer import BulkCopy, UvaGather
+from kvthaw.cache.transfer import BulkCopy, PagedCopy, UvaGather
 from kvthaw.errors import CacheError
 from kvthaw.kernels.dense import continued
 from kvthaw.kernels.places import Newest
@@ -134,7 +134,11 @@ class OffloadedLayer:
         self.store, self.slab = self.storage.store, self.storage.slab
         transfer: Transfer | None = None
         if method.index is not None:
-            transfer = (method.transfer or UvaGather)() if key.is_cuda else BulkCopy()
+            transfer = (method.transfer or UvaGather)()
+            if transfer.graph_safe and not key.is_cuda:
+                transfer = BulkCopy()
+            if isinstance(transfer, PagedCopy):
+                self.store.keep_pages()
             if self.leader is None:
                 context = IndexContext(
                     self.number, query.shape[1], heads, dim, key.dtype, key.device, self.store, plan.regions, scale,

@@ -1,6 +1,9 @@
-"""Two ways to bring rows from the host to the device."""
+"""Ways to bring rows from the host to the device."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -9,11 +12,36 @@ from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import host_tensor
 from kvthaw.cache.pool import Slab
 from kvthaw.kernels.uva_gather import crossing, uva_gather
-from kvthaw.native import gather_rows
+
+
+class Rows(Protocol):
+    """Rows on the host, by sequence, head and position or place."""
+
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def pinned(self) -> bool:
+        """Whether they are page-locked."""
+
+    def gather(self, rows: Tensor, out: Tensor) -> tuple[int, Tensor]:
+        """As `kvthaw.native.gather_rows`."""
+
+    def piece(self, seq: int, head: int, row: int, most: int) -> Tensor:
+        """Return rows of a head that lie side by side, from one on, at most so many, [n, 2, D]."""
+
+
+def scatter(slab: Slab, rows: Tensor, which: Tensor, slots: Tensor) -> None:
+    """Write rows [n, 2, D], on the slab's device, in pool slots: the flat indices `which` into slots [B, H, M], on the CPU."""
+    seqs, heads, n = slab.data.shape[:3]
+    place = which // slots.shape[2] * n + slab.pool_start + slots.reshape(-1)[which]
+    if slab.data.device.type == "cuda":
+        place = place.pin_memory().to(slab.data.device, non_blocking=True)
+    slab.data.view(seqs * heads * n, 2, -1).index_copy_(0, place, rows)
 
 
 class BulkCopy:
-    """Gather on CPU threads into one pinned buffer, one copy, scatter (IceCache, section 4.3, figure 4)."""
+    """Gather on CPU threads into one pinned buffer, one copy, scatter (IceCache, section 4.3, figure 4; PRKV, section 4.2)."""
 
     graph_safe = False
 
@@ -22,35 +50,100 @@ class BulkCopy:
         self._sent: torch.cuda.Event | None = None
 
     def fetch(self, host: HostStore, slab: Slab, fetch: Tensor, slots: Tensor) -> None:
-        """Write row fetch[b, h, m] of sequence b, head h into pool slot slots[b, h, m]. Both [B, H, M] int32 on the CPU; -1
-        skips."""
-        if self._sent is not None:  # the last copy may still read the staging buffer
-            self._sent.synchronize()
-        wanted = fetch.numel()
-        staging = self._buffer(host, wanted)
+        """Write row fetch[b, h, m] of sequence b, head h into pool slot slots[b, h, m]. Both [B, H, M] int32; -1 skips. On a GPU
+        the host waits for them."""
+        fetch = fetch.cpu()
         if host.allocator.device is not None:
             host.crossed[0] += crossing(host.on_host(), host.block_size, fetch).sum().to(host.crossed.device)
-        count, which = gather_rows(host.table(), host.block_size, fetch.contiguous(), staging)
+        self.copy(host, slab, fetch, slots.cpu())
+
+    def copy(self, source: Rows, slab: Slab, fetch: Tensor, slots: Tensor) -> None:
+        """As fetch(), of rows in any order, fetch and slots on the CPU."""
+        if self._sent is not None:  # the last copy may still read the staging buffer
+            self._sent.synchronize()
+        staging = self._buffer(source, fetch.numel())
+        count, which = source.gather(fetch.contiguous(), staging)
         if count == 0:
             return
-        seqs, heads, n = slab.data.shape[:3]
-        place = which // fetch.shape[2] * n + slab.pool_start + slots.reshape(-1)[which]
         rows = staging[:count]
         if slab.data.device.type == "cuda":
             rows = rows.to(slab.data.device, non_blocking=True)
-            place = place.pin_memory().to(slab.data.device, non_blocking=True)
             self._sent = torch.cuda.Event()
             self._sent.record()
-        slab.data.view(seqs * heads * n, 2, -1).index_copy_(0, place, rows)
+        scatter(slab, rows, which, slots)
 
-    def _buffer(self, host: HostStore, rows: int) -> Tensor:
-        if self._staging is None or self._staging.shape[0] < rows or self._staging.dtype != host.dtype:
-            shape = (rows, 2, host.head_dim)
-            self._staging = host_tensor(shape, host.dtype, pinned=host.pinned)
+    def _buffer(self, source: Rows, rows: int) -> Tensor:
+        if self._staging is None or self._staging.shape[0] < rows or self._staging.dtype != source.dtype:
+            shape = (rows, 2, source.head_dim)
+            self._staging = host_tensor(shape, source.dtype, pinned=source.pinned)
         return self._staging
 
     def __deepcopy__(self, memo: dict[int, object]) -> BulkCopy:
         return BulkCopy()
+
+
+class PieceCopy:
+    """A copy for each piece of rows that lie side by side on the host, then a scatter (PRKV, figure 22, left)."""
+
+    graph_safe = False
+
+    def fetch(self, host: HostStore, slab: Slab, fetch: Tensor, slots: Tensor) -> None:
+        """As BulkCopy.fetch."""
+        self.copy(host, slab, fetch.cpu(), slots.cpu())
+
+    def copy(self, source: Rows, slab: Slab, fetch: Tensor, slots: Tensor) -> None:
+        """As BulkCopy.copy."""
+        which = (fetch.reshape(-1) >= 0).nonzero()[:, 0]
+        rows = torch.empty((len(which), 2, source.head_dim), dtype=source.dtype, device=slab.data.device)
+        done = 0
+        for seq, head, row, count in _runs(fetch):
+            stop = row + count
+            while row < stop:
+                piece = source.piece(seq, head, row, stop - row)
+                rows[done : done + len(piece)].copy_(piece, non_blocking=True)
+                done, row = done + len(piece), row + len(piece)
+        if done:
+            scatter(slab, rows, which, slots)
+
+
+def _runs(fetch: Tensor) -> Iterator[tuple[int, int, int, int]]:
+    """Runs of ascending neighbours among rows [B, H, M], -1 left out: sequence, head, first row, how many."""
+    for seq, heads in enumerate(fetch.tolist()):
+        for head, rows in enumerate(heads):
+            start = count = 0
+            for row in rows:
+                if row < 0:
+                    continue
+                if count and row == start + count:
+                    count += 1
+                    continue
+                if count:
+                    yield seq, head, start, count
+                start, count = row, 1
+            if count:
+                yield seq, head, start, count
+
+
+class PagedCopy:
+    """Copy rows from the store's copy in page order where they stand in it, others from where they lie; see PageCopy.
+
+    make: BulkCopy or PieceCopy."""
+
+    graph_safe = False
+
+    def __init__(self, make: Callable[[], BulkCopy | PieceCopy]) -> None:
+        self._make, self._paged, self._others = make, make(), make()
+
+    def fetch(self, host: HostStore, slab: Slab, fetch: Tensor, slots: Tensor) -> None:
+        """As BulkCopy.fetch."""
+        assert host.pages is not None
+        fetch, slots = fetch.cpu(), slots.cpu()
+        places = host.pages.places(fetch)
+        self._paged.copy(host.pages, slab, places, slots)
+        self._others.copy(host, slab, torch.where(places < 0, fetch, -1), slots)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> PagedCopy:
+        return PagedCopy(self._make)
 
 
 class UvaGather:

@@ -57,7 +57,8 @@ class Reordering:
     def copy(self) -> Reordering:
         """Return a copy, made on the current stream."""
         self.wait()
-        return Reordering(self.order.clone(), self.static, *(tensor.clone() for tensor in self.tensors()[1:]))
+        order, *rest = (tensor.clone() for tensor in self.tensors())
+        return Reordering(order, self.static, rest[0], rest[1], rest[2])
 
 
 @dataclass(slots=True)
@@ -109,9 +110,9 @@ class HybridIndex(BoundIndex):
     stream, and reads the keys from the host. Layers take turns: the first interval of each is shorter by `early` tokens, a share
     that spreads their numbers evenly, so that in every append only few begin.
 
-    observe: how many of the last queries choose the static set, at most the window's tokens, which they are by default. stay: static
-    tokens leave the pages, which are then those of the text, but not their bounding volumes, so that a page still ranks by its best
-    key.
+    observe: how many of the last queries choose the static set; at most the window's tokens, which is the default. stay: static
+    tokens leave the pages, which are then those of the text, but not their bounding volumes, so that a page still ranks by its
+    best key.
 
     A sequence that was built before the number of rows was known begins as pages only; the first select() makes its static set,
     from the keys in the store.
@@ -345,7 +346,7 @@ class HybridIndex(BoundIndex):
     def _place_alike(self, seqs: list[int], plans: list[Reordering]) -> None:
         """Put plans of equal sizes in place."""
         order, digests, stops, tail = (torch.stack(own) for own in zip(*(plan.tensors() for plan in plans), strict=True))
-        heads, device, static = self.context.kv_heads, order.device, plans[0].static
+        heads, device = self.context.kv_heads, order.device
         tokens, units, kept = order.shape[2], digests.shape[2], tail.shape[2]
         self.reserve(max(seqs) + 1, units + 1, tokens)
         assert self.order is not None
@@ -361,6 +362,8 @@ class HybridIndex(BoundIndex):
             self.seqs[seq] = Seq(tokens, units, kept, marks)
             self.statics[seq].rows, self.statics[seq].plan = self.rows, None
             self._before.pop(seq, None)
+            if self._stored(seq, tokens):
+                self.context.store.rearrange(seq, self.order[seq, :, :tokens])
         self.counts.index_fill_(0, whole.seqs[:, 0, 0], units)
 
     def _stored(self, seq: int, tokens: int) -> bool:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
 from kvthaw.cache.index_api import Method
-from kvthaw.errors import at_least
+from kvthaw.cache.transfer import BulkCopy, PagedCopy, PieceCopy
+from kvthaw.errors import ConfigError, at_least, one_of
 from kvthaw.index.hybrid import HybridIndex
 from kvthaw.kernels.page_bounds import Spread
 from kvthaw.kernels.unit_select import Policy
 from kvthaw.regions import Regions
+
+COPIES: dict[str, Callable[[], BulkCopy | PieceCopy]] = {"bulk": BulkCopy, "each": PieceCopy}
 
 
 def prkv(
@@ -21,23 +25,32 @@ def prkv(
     window: int = 64,
     spread: Spread = "mean",
     policy: Policy = "max",
+    transfer: str = "uva",
+    layout: str = "token",
 ) -> Method:
-    """A static set and pages around it, both made anew every `interval` tokens.
+    """Keep the tokens that recent queries attended to most selected; pages of all others compete, step by step (algorithm 1).
 
-    share: the paper's S, of the rows that the index brings; "auto" is its appendix G. interval: the paper's T, in tokens. window:
-    the last tokens, always attended; the queries of at most 128 of them choose the static set. Static scores are softmax weights
-    of each query head, averaged over window and group, as in the paper; policy is how the query heads of a group agree on pages,
-    see `kvthaw.kernels.unit_select.Policy`. spread: of the pages' bounding volumes, as for ArkVale. The paper has no sink (the
-    first tokens become static by themselves), and pages leave the window whole.
+    share: the paper's S, of the rows that the index brings; "auto" is its appendix G. interval: the paper's T: after so many tokens
+    static set and pages are made anew. window: the last tokens, always attended; the queries of at most 128 of them choose the
+    static set, by softmax weights of each query head, averaged over window and group. policy: how the query heads of a group agree
+    on pages, see `kvthaw.kernels.unit_select.Policy`. spread: of the pages' bounding volumes, as for ArkVale. The paper has no sink
+    (the first tokens become static by themselves), and pages leave the window whole. Its budget k is what the index brings,
+    `retrieved=k`.
 
-    Among random strings (needles of UUIDs) a box around 32 keys says too little of the best of them: with 1024 tokens none is
-    found at 16k and 32k, where page=8 finds all and 70 %, for 86 bytes a key on the device instead of 25 and a select that reads
-    four times as much.
+    transfer, on a GPU: "uva" lets a kernel read the rows; "bulk" gathers them into one pinned buffer and copies that, as the paper
+    does (batched KV transfer); "each" copies each piece that is contiguous on the host, as it does without. With the latter two no
+    step is captured. layout: "token" leaves rows in the order of the text; "page" keeps a copy of them on the host in the order of
+    the pages, rewritten after every refresh, as the paper does, and goes with "bulk" and "each". Neither changes what is selected.
 
     Host: the rows, from which a refresh reads the keys. Device: the map of tokens, each page's box, the window's queries, every
     decision.
     """
     at_least(1, page=page, window=window)
+    one_of(("uva", *COPIES), transfer=transfer)
+    one_of(("token", "page"), layout=layout)
+    if layout == "page" and transfer == "uva":
+        raise ConfigError("layout is 'page' and transfer is 'uva'; pages are copied by 'bulk' or 'each'")
+    copies = COPIES.get(transfer)
     index = partial(HybridIndex, page=page, share=share, interval=interval, spread=spread, policy=policy)
     return Method(
         "prkv",
@@ -45,6 +58,8 @@ def prkv(
         unit="token + page",
         index=index,
         regions=Regions(0, window, page),
-        differs="maps tokens to pages and moves no rows; a kernel reads them, no batched copy; the budget includes the window",
-        choose="long outputs whose attention keeps to a part of the context",
+        transfer=partial(PagedCopy, copies) if copies and layout == "page" else copies,
+        differs="maps tokens to pages and moves no rows (`layout=page`: copies them); a kernel reads rows (`transfer=bulk`: one "
+        "copy); the budget includes the window",
+        choose="reproducing the paper; long outputs whose attention keeps to a part of the context",
     )

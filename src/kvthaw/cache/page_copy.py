@@ -1,0 +1,92 @@
+"""A second copy of a layer's rows, in the order of an index's pages (PRKV, section 4.2 and appendix H)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvthaw.cache.host_memory import host_tensor
+from kvthaw.native import gather_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """Rows [H, P, 2, D] of a sequence by place, on the host, and the places [H, end] int32 of its positions, -1 for none."""
+
+    rows: Tensor
+    places: Tensor
+
+
+class PageCopy:
+    """Rows of a layer's sequences by their places in an order: those of a head's page are one piece of host memory.
+
+    A thread of its own writes a copy in a new order; the one before serves until that is there, whole. Rows that have come since
+    have no place. It takes the host memory of the rows again, twice while a new order is written, beside `host_bytes`.
+    """
+
+    def __init__(self, head_dim: int, dtype: torch.dtype, *, pinned: bool) -> None:
+        self.head_dim, self.dtype, self.pinned = head_dim, dtype, pinned
+        self._pages: dict[int, Pages] = {}
+        self._coming: dict[int, Future[Pages]] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvthaw-pages")
+
+    def rewrite(self, seq: int, order: Tensor, gather: Callable[[Tensor, Tensor], object]) -> None:
+        """Begin to copy a sequence's rows in an order, [H, T] int32 positions on the CPU. gather(rows [1, H, T], out [H T, 2, D])
+        brings them together."""
+        self._finish(seq)
+        self._coming[seq] = self._thread.submit(self._copied, order, gather)
+
+    def forget(self, seq: int) -> None:
+        """Drop a sequence's copy; wait for one under way."""
+        self._finish(seq)
+        self._pages.pop(seq, None)
+
+    def clear(self) -> None:
+        """Drop all copies."""
+        for seq in {*self._pages, *self._coming}:
+            self.forget(seq)
+
+    def places(self, fetch: Tensor) -> Tensor:
+        """Return where rows [B, H, M] int32 stand in their sequence's copy, -1 where they do not and for -1."""
+        found = torch.full_like(fetch, -1)
+        for seq, rows in enumerate(fetch):
+            if (coming := self._coming.get(seq)) is not None and coming.done():
+                self._finish(seq)
+            if (pages := self._pages.get(seq)) is not None:
+                known = (rows >= 0) & (rows < pages.places.shape[1])
+                places = pages.places.gather(1, rows.clamp(0, pages.places.shape[1] - 1).long())
+                found[seq] = torch.where(known, places, -1)
+        return found
+
+    def gather(self, places: Tensor, out: Tensor) -> tuple[int, Tensor]:
+        """As `kvthaw.native.gather_rows`, of places instead of positions."""
+        count, parts = 0, []
+        for seq, pages in sorted(self._pages.items()):
+            if seq < len(places):
+                table = torch.tensor([[pages.rows.data_ptr()]])
+                found, which = gather_rows(table, pages.rows.shape[1], places[seq : seq + 1].contiguous(), out[count:])
+                parts.append(which + seq * places[0].numel())
+                count += found
+        return count, torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+
+    def piece(self, seq: int, head: int, place: int, most: int) -> Tensor:
+        """Return the rows from a place of a head on, at most so many, [n, 2, D]."""
+        return self._pages[seq].rows[head, place : place + most]
+
+    def _finish(self, seq: int) -> None:
+        coming = self._coming.pop(seq, None)
+        if coming is not None:
+            wait([coming])
+            self._pages[seq] = coming.result()
+
+    def _copied(self, order: Tensor, gather: Callable[[Tensor, Tensor], object]) -> Pages:
+        heads, tokens = order.shape
+        rows = host_tensor((heads * tokens, 2, self.head_dim), self.dtype, pinned=self.pinned)
+        gather(order[None], rows)
+        places = torch.full((heads, int(order.max()) + 1 if tokens else 1), -1, dtype=torch.int32)
+        places.scatter_(1, order.long(), torch.arange(tokens, dtype=torch.int32).expand(heads, -1))
+        return Pages(rows.unflatten(0, (heads, tokens)), places)
