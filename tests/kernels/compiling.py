@@ -180,6 +180,14 @@ def attention(dtype: torch.dtype, dim: int) -> None:
     for places, mask, regions in ((500, empty(2, HEADS, 100, dtype=torch.bool), Regions(100, 200, 100)), (70_000, None, None)):
         slab = empty(2, HEADS, places, 2, dim, dtype=dtype)
         flash_decode.flash_decode(DecodeStep(query, slab[:, :, :, 0], slab[:, :, :, 1], visible=mask, regions=regions, **how))
+    from kvthaw.kernels.in_place import Selected
+
+    for places, slots in ((500, None), (4000, empty(2, HEADS, 4000))):
+        slab, regions = empty(2, HEADS, 500, 2, dim, dtype=dtype), Regions(100, 200, 100)
+        tally = None if slots is not None else (empty(2, HEADS), empty(4, dtype=torch.int64))
+        selected = Selected(empty(2, HEADS, places), slots, empty(2, 8, dtype=torch.int64), 1024, tally)
+        step = DecodeStep(query, slab[:, :, :, 0], slab[:, :, :, 1], regions=regions, selected=selected, **how)
+        flash_decode.flash_decode(step)
     tables = empty(2, HEADS, 9000), empty(2, HEADS, 101), empty(2, HEADS, 101), empty(3, dtype=torch.int64)
     admit.admit(empty(2, HEADS, 100), *tables)
     part, lse = empty(2, HEADS, 50, dim, dtype=dtype), empty(2, HEADS, 50, dtype=torch.float32)

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from kvthaw.kernels import flash_decode as module
 from kvthaw.kernels.decode_step import DecodeStep
-from kvthaw.kernels.flash_decode import definition, flash_decode, split_for
+from kvthaw.kernels.flash_decode import definition, flash_decode
 from kvthaw.kernels.merge import Partial
+from kvthaw.kernels.split import Split, split_for
 from kvthaw.regions import Regions
 
 pytest.importorskip("triton")
@@ -250,7 +251,7 @@ def test_newest_is_seen_whatever_the_mask_says(device: torch.device) -> None:
 def test_any_split_is_the_same(splits: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     keys, values = slab(2, 1, 100, 64, torch.float32, device)
     lengths = torch.tensor([100, 21], dtype=torch.int32, device=device)
-    monkeypatch.setattr(module, "split_for", lambda *_: module.Split(16, splits, 4, 2))
+    monkeypatch.setattr(module, "split_for", lambda *_: Split(16, splits, 4, 2))
     compare(torch.randn(2, 4, 64, device=device), keys, values, lengths=lengths)
 
 

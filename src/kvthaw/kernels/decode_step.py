@@ -8,6 +8,7 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 from torch import Tensor
 
+from kvthaw.kernels.in_place import Selected
 from kvthaw.kernels.merge import Partial
 from kvthaw.kernels.places import Newest, held, newest_place, write
 from kvthaw.regions import Regions
@@ -21,7 +22,8 @@ class DecodeStep:
     ([B] int32; None: 0 and N) where `visible` [B, H, N] bool is True. All other slots may hold anything, NaN included.
 
     regions: keys and values are slabs whose first regions.held slots are sink and ring. A sequence then attends to positions <
-    lengths[b] in the sink and starts[b] .. lengths[b] in the ring; visible [B, H, N - held] covers the remaining slots.
+    lengths[b] in the sink and starts[b] .. lengths[b] in the ring; visible [B, H, N - held] covers the remaining slots. selected,
+    instead of visible: M rows that are read where they lie, which take the places behind sink and ring: N is held + M below.
 
     newest: key and value of token lengths[b] - 1, always attended. The step writes them to their slot in keys and values, and
     writes nothing else. softcap c: scores become c tanh(score / c). log_weight [B, Hq, N] is added to the logits after the
@@ -39,6 +41,7 @@ class DecodeStep:
     lengths: Tensor | None = None
     starts: Tensor | None = None
     regions: Regions | None = None
+    selected: Selected | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
     log_weight: Tensor | None = None

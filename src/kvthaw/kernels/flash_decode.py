@@ -7,8 +7,6 @@ the device, and the host never syncs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,11 +15,13 @@ from torch import Tensor
 from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.decode_step import DecodeStep
 from kvthaw.kernels.merge import Partial, merge
+from kvthaw.kernels.split import multiprocessors, split_for, triton_block
 
 
 def definition(step: DecodeStep) -> Partial:
     """Compute softmax attention over the visible keys in float32. lse includes sinks and partials. A head without visible keys
     returns 0 with lse -inf."""
+    assert step.selected is None, "in_place.definition says what keys and values a step with selected rows has"
     step.write_newest()
     query, seen, keys, values = step.query, step.seen(), step.keys.float(), step.values.float()
     scores = torch.einsum("bhgd,bhnd->bhgn", query.float().unflatten(1, (keys.shape[1], -1)), keys) * step.scale
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 elif HAS_TRITON:
     import triton
     import triton.language as tl
+
+    from kvthaw.kernels.in_place import addresses
 
     _LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -70,12 +72,12 @@ elif HAS_TRITON:
 
     @triton.jit
     def _attend(
-        query, keys, values, new_key, new_value, visible, lengths, starts, log_weight, sinks, more_out, more_lse,
-        acc_parts, lse_parts, tickets, out, q_seq, q_head, k_seq, k_head, k_row, v_seq, v_head, v_row,
-        nk_seq, nk_head, nv_seq, nv_head, m_seq, m_head, m_row, w_seq, w_head, n, sink, ring, scale, softcap,
-        HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
-        BLOCK_N: tl.constexpr, UPCAST: tl.constexpr, MERGE_G: tl.constexpr, MERGE_S: tl.constexpr, CHUNK: tl.constexpr,
-        ONE: tl.constexpr,
+        query, keys, values, new_key, new_value, visible, picked, slots, table, counts, totals, lengths, starts, log_weight,
+        sinks, more_out, more_lse, acc_parts, lse_parts, tickets, out, q_seq, q_head, k_seq, k_head, k_row, v_seq, v_head, v_row,
+        nk_seq, nk_head, nv_seq, nv_head, m_seq, m_head, m_row, w_seq, w_head, t_seq, n, sink, ring, row_bytes, block_size,
+        scale, softcap, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_G: tl.constexpr,
+        BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, UPCAST: tl.constexpr, MERGE_G: tl.constexpr, MERGE_S: tl.constexpr,
+        CHUNK: tl.constexpr, ONE: tl.constexpr, ALIGN: tl.constexpr,
     ):  # fmt: skip
         # Program (sequence and KV head, split): the query heads of one KV head over one range of its keys. All ranges of a
         # sequence have the same number of whole blocks. A program without keys stores lse -inf and leaves its acc unwritten.
@@ -118,11 +120,29 @@ elif HAS_TRITON:
             visible += b * m_seq + h * m_head
             near = begin + offset
             ahead = tl.load(visible + (near - behind).to(tl.int64) * m_row, mask=(near >= behind) & (near < end), other=0)
+        if picked is not None:  # so are the addresses of the rows
+            picked += pair.to(tl.int64) * (n - behind)
+            if slots is not None:
+                slots += pair.to(tl.int64) * (n - behind)
+            table += b * t_seq
+            head_bytes = block_size * row_bytes
+            lie = addresses(keys, picked, slots, table, begin + offset, end, behind, h, row_bytes, block_size, head_bytes)
+            if totals is not None:
+                chosen = tl.load(counts + pair, mask=split == 0, other=0).to(tl.int64)
+                tl.atomic_add(totals, chosen, mask=split == 0, sem="relaxed")
+                tl.atomic_max(totals + 2, chosen, mask=split == 0, sem="relaxed")
+                tl.atomic_add(totals + 3, chosen, mask=split == 0, sem="relaxed")
         if ONE:  # issue all loads before waiting for any
             place = begin + offset
-            row = place.to(tl.int64)[:, None]
-            both = (place < end)[:, None] & is_dim[None, :]
-            v = tl.load(values + row * v_row + d[None, :], mask=both, other=0.0)
+            if picked is not None:
+                at_keys = tl.multiple_of(lie.to(keys.dtype), ALIGN)[:, None] + d[None, :]
+                at_values = at_keys + DIM
+                both = ((place < end) & (lie != 0))[:, None] & is_dim[None, :]
+            else:
+                row = place.to(tl.int64)[:, None]
+                at_keys, at_values = keys + row * k_row + d[None, :], values + row * v_row + d[None, :]
+                both = (place < end)[:, None] & is_dim[None, :]
+            v = tl.load(at_values, mask=both, other=0.0)
             if new_key is not None:
                 nk = tl.load(new_key, mask=is_dim, other=0.0).to(keys.dtype.element_ty)
                 nv = tl.load(new_value, mask=is_dim, other=0.0).to(values.dtype.element_ty)
@@ -130,7 +150,7 @@ elif HAS_TRITON:
             query + b * q_seq + heads[:, None] * q_head + d[None, :], mask=is_head[:, None] & is_dim[None, :], other=0.0
         )
         if ONE:
-            k = tl.load(keys + row * k_row + d[None, :], mask=both, other=0.0)
+            k = tl.load(at_keys, mask=both, other=0.0)
         q = q.to(tl.float32) if UPCAST else q.to(keys.dtype.element_ty)
         top = tl.full((BLOCK_G,), float("-inf"), tl.float32)
         sums = tl.zeros((BLOCK_G, BLOCK_N), tl.float32)  # reduced over BLOCK_N only at the end
@@ -161,11 +181,23 @@ elif HAS_TRITON:
             place = at + offset
             inside = place < end
             if not ONE:
-                row = place.to(tl.int64)[:, None]
-                both = inside[:, None] & is_dim[None, :]
-                k = tl.load(keys + row * k_row + d[None, :], mask=both, other=0.0)
-                v = tl.load(values + row * v_row + d[None, :], mask=both, other=0.0)
+                if picked is not None:
+                    at_keys = tl.multiple_of(lie.to(keys.dtype), ALIGN)[:, None] + d[None, :]
+                    at_values = at_keys + DIM
+                    both = (inside & (lie != 0))[:, None] & is_dim[None, :]
+                else:
+                    row = place.to(tl.int64)[:, None]
+                    at_keys, at_values = keys + row * k_row + d[None, :], values + row * v_row + d[None, :]
+                    both = inside[:, None] & is_dim[None, :]
+                k = tl.load(at_keys, mask=both, other=0.0)
+                v = tl.load(at_values, mask=both, other=0.0)
             seen = inside
+            if picked is not None:
+                seen = (place >= behind) & (lie != 0)
+                if not ONE:
+                    lie = addresses(
+                        keys, picked, slots, table, place + BLOCK_N, end, behind, h, row_bytes, block_size, head_bytes
+                    )
             if visible is not None:  # masks the rows after they are loaded, so that their loads need not wait
                 seen = ahead != 0
                 if not ONE:
@@ -177,11 +209,11 @@ elif HAS_TRITON:
                 age = place - sink - oldest
                 age = tl.where(age < 0, age + ring, age)
                 kept = tl.where(place < sink, place < past, age < past - start) & (place < behind)
-                seen = kept if visible is None else seen | kept
+                seen = seen | kept if visible is not None or picked is not None else kept
                 seen = seen & inside
             if ONE and new_key is not None:
                 seen = seen | is_new
-            if visible is not None or ring is not None:
+            if visible is not None or picked is not None or ring is not None:
                 v = tl.where(seen[:, None], v, 0.0)
             if UPCAST:
                 k, v = k.to(tl.float32), v.to(tl.float32)
@@ -258,53 +290,13 @@ elif HAS_TRITON:
             tl.store(out + rows[:, None] * DIM + d[None, :], mixed / by[:, None], mask=is_mine[:, None] & is_dim[None, :])
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
-    """How keys are split: `splits` programs per sequence and KV head, each over blocks of `block` keys, with `stages` blocks
-    loaded ahead."""
-
-    block: int
-    splits: int
-    warps: int
-    stages: int
-
-
-def split_for(pairs: int, n: int, dim: int, itemsize: int, multiprocessors: int) -> Split:
-    """Choose the split for `pairs` (sequence, KV head) pairs of n keys each.
-
-    A step reads pairs * n * 2 * dim * itemsize bytes once: 4 MiB for 8 heads of 1k keys of 128 in bf16, 1 us at 4.3 TB/s; 512
-    MiB for 128k, 125 us. The small case is bound by latency, so all loads should be in flight at once: blocks shrink until
-    there are about 100 programs of one block each, which need no pipelining (2 us less per step than three stages). Such a
-    program issues all its loads before it waits for any, and so does the merge (10.9 -> 8.4 us for 1k keys). The large case is
-    bound by memory bandwidth: a block is 32 KiB of K and V, with three stages in shared memory and two programs per
-    multiprocessor in a single wave. A split writes and reads 4 * dim bytes per query head: 0.5 MiB for 33 splits of 32 heads,
-    which stay in the L2 cache.
-    """
-    row = 2 * triton_block(dim) * itemsize
-    block = min(128, max(16, 32768 // row))
-    while block > 16 and pairs * -(-n // block) < 100:
-        block //= 2
-    splits = max(1, min(2 * multiprocessors // pairs, -(-n // block)))
-    return Split(block, splits, warps=2 if block * dim * itemsize <= 4096 else 4, stages=1 if splits * block >= n else 3)
-
-
-def triton_block(size: int, least: int = 1) -> int:
-    """Return the smallest power of two that is at least `size` and at least `least`."""
-    return 1 << (max(size, least) - 1).bit_length()
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-
-
 def flash_decode(step: DecodeStep, tickets: Tensor | None = None) -> Tensor:
     """Launch the kernel: as `definition`, but return only the output, [B, Hq, D] in the dtype of query.
 
     Does not read keys outside [starts, lengths). tickets: at least B * H + 1 int32 zeros, which the kernel resets to zero, so one
     tensor can serve many steps; but tickets[B * H] becomes and stays 1 once a newest key or value is not finite.
     """
-    query, keys, values, visible = step.query, step.keys, step.values, step.visible
+    query, keys, values, visible, selected = step.query, step.keys, step.values, step.visible, step.selected
     lengths, starts, regions, log_weight, sinks = step.lengths, step.starts, step.regions, step.log_weight, step.sinks
     batch, q_heads, dim = query.shape
     heads, n = keys.shape[1:3]
@@ -324,7 +316,23 @@ def flash_decode(step: DecodeStep, tickets: Tensor | None = None) -> Tensor:
         assert lengths is not None, "regions require lengths"
         assert starts is not None, "regions require starts"
         behind = regions.held
-        assert visible is not None or n == behind, f"visible is None, but only {behind} of {n} slots are sink and ring"
+        assert selected is not None or visible is not None or n == behind, (
+            f"visible is None, but only {behind} of {n} slots are sink and ring"
+        )
+    rows = slots = table = counts = totals = None
+    row_bytes = 0
+    if selected is not None:
+        assert regions is not None and visible is None, "selected rows are of a slab"
+        rows, slots, table = selected.rows, selected.slots, selected.table
+        counts, totals = selected.tally or (None, None)
+        row_bytes, n = 2 * dim * keys.element_size(), behind + rows.shape[2]
+        assert values.storage_offset() - keys.storage_offset() == dim and keys.stride(2) == values.stride(2) == 2 * dim
+        for each in (rows,) if slots is None else (rows, slots):
+            assert each.dtype == torch.int32 and each.is_contiguous() and each.shape == (batch, heads, n - behind)
+        assert table.dtype == torch.int64 and table.stride(1) == 1 and len(table) == batch
+        if totals is not None:
+            assert counts.dtype == torch.int32 and counts.is_contiguous() and counts.shape == (batch, heads)
+            assert totals.dtype == torch.int64 and totals.shape == (4,)
     if visible is not None:
         assert visible.dtype == torch.bool
         assert visible.shape == (batch, heads, n - behind)
@@ -340,7 +348,7 @@ def flash_decode(step: DecodeStep, tickets: Tensor | None = None) -> Tensor:
         more = Partial(*merge([p.out for p in step.partials], [p.lse for p in step.partials]))
     more_out, more_lse = (None, None) if more is None else (more.out.float().contiguous(), more.lse.float().contiguous())
 
-    split = split_for(batch * heads, n, dim, keys.dtype.itemsize, _multiprocessors(query.device))
+    split = split_for(batch * heads, n, dim, keys.dtype.itemsize, multiprocessors(query.device))
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     acc = torch.empty((batch, q_heads, split.splits, dim), dtype=torch.float32, device=query.device)
     parts = torch.empty((batch, q_heads, split.splits), dtype=torch.float32, device=query.device)
@@ -353,14 +361,16 @@ def flash_decode(step: DecodeStep, tickets: Tensor | None = None) -> Tensor:
         sinks = sinks.float()
     block_d, merge_g = triton_block(dim, 16), triton_block(group)
     _attend[(batch * heads, split.splits)](
-        query, keys, values, new_key, new_value, visible, lengths, starts, log_weight, sinks, more_out, more_lse,
-        acc, parts, tickets, out, *query.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
+        query, keys, values, new_key, new_value, visible, rows, slots, table, counts, totals, lengths, starts, log_weight, sinks,
+        more_out, more_lse, acc, parts, tickets, out, *query.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
         *((0, 0) if new_key is None else new_key.stride()[:2]), *((0, 0) if new_value is None else new_value.stride()[:2]),
         *((0, 0, 0) if visible is None else visible.stride()), *((0, 0) if log_weight is None else log_weight.stride()[:2]),
-        n, None if regions is None else regions.sink, None if regions is None else regions.ring, step.scale, step.softcap,
+        0 if table is None else table.stride(0), n, *((None, None) if regions is None else (regions.sink, regions.ring)),
+        row_bytes, None if selected is None else selected.block_size, step.scale, step.softcap,
         HEADS=heads, GROUP=group, DIM=dim, BLOCK_G=triton_block(group, 16), BLOCK_D=block_d, BLOCK_N=split.block,
         UPCAST=interpreted, MERGE_G=merge_g, MERGE_S=triton_block(split.splits),
         CHUNK=max(1, min(triton_block(split.splits), 64 * 32 * split.warps // (merge_g * block_d))),
-        ONE=split.splits * split.block >= n, num_warps=split.warps, num_stages=split.stages,
+        ONE=split.splits * split.block >= n, ALIGN=16 if row_bytes % 32 == 0 else keys.element_size(),
+        num_warps=split.warps, num_stages=split.stages,
     )  # fmt: skip
     return out

@@ -1,0 +1,168 @@
+"""Attention that reads selected rows in their blocks, the kernel under the interpreter without a GPU, against its definition."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvthaw.kernels import flash_decode as module
+from kvthaw.kernels.decode_step import DecodeStep
+from kvthaw.kernels.flash_decode import definition as attention
+from kvthaw.kernels.flash_decode import flash_decode
+from kvthaw.kernels.in_place import Selected, definition
+from kvthaw.kernels.sparse_decode import sparse_decode
+from kvthaw.kernels.split import Split
+from kvthaw.regions import Regions
+from shapes import DTYPES, TOLERANCE
+
+pytest.importorskip("triton")
+
+
+REGIONS = Regions(2, 6, 4)
+
+
+@dataclass
+class Case:
+    """Sequences whose selected rows lie in blocks and in slots, NaN wherever a step must not read: in rows that were not selected,
+    in free slots and, a block being half written, behind a sequence's end."""
+
+    lengths: tuple[int, ...] = (90, 3, 0, 33)
+    regions: Regions = REGIONS
+    heads: int = 2
+    group: int = 2
+    dim: int = 64
+    rows: int = 20
+    slots: int = 24
+    block_size: int = 8
+    dtype: torch.dtype = torch.float32
+
+    def make(self, device: torch.device, *, pooled: bool) -> tuple[DecodeStep, list[list[Tensor]]]:
+        """A step, and the blocks whose addresses its table has. pooled: some rows have slots."""
+        batch, size, of = len(self.lengths), self.block_size, self.regions
+        starts = [of.indexed(of.sink, n) for n in self.lengths]
+        slab = torch.full((batch, self.heads, of.held + self.slots, 2, self.dim), torch.nan)
+        rows = torch.full((batch, self.heads, self.rows), -1, dtype=torch.int32)
+        slots = torch.full_like(rows, -1)
+        blocks: list[list[Tensor]] = []
+        for b, (start, length) in enumerate(zip(starts, self.lengths, strict=True)):
+            for position in {*range(min(of.sink, length - 1)), *range(start, length - 1)}:
+                place = position if position < of.sink else of.sink + (position - of.sink) % of.ring
+                slab[b, :, place] = torch.randn(self.heads, 2, self.dim)
+            mine = torch.full((self.heads, -(-length // size) * size, 2, self.dim), torch.nan)
+            for h in range(self.heads):
+                found = of.sink + torch.randperm(max(0, start - of.sink))[: self.rows - 3]
+                where = torch.randperm(self.rows)[: len(found)]
+                rows[b, h, where] = found.int()
+                some = torch.rand(len(found)) < (0.5 if pooled else 0.0)
+                slots[b, h, where[some]] = torch.randperm(self.slots)[: int(some.sum())].int()
+                slab[b, h, of.held + slots[b, h, where[some]].long()] = torch.randn(int(some.sum()), 2, self.dim)
+                mine[h, found[~some]] = torch.randn(int((~some).sum()), 2, self.dim)
+            blocks.append([part.contiguous().to(device, self.dtype) for part in mine.split(size, dim=1)])
+        table = torch.zeros((batch, 20), dtype=torch.int64)
+        for b, own in enumerate(blocks):
+            table[b, : len(own)] = torch.tensor([block.data_ptr() for block in own])
+        keys, values = slab.to(device, self.dtype).unbind(3)
+        tally = None if pooled else ((rows >= 0).sum(dim=2).int().to(device), torch.zeros(4, dtype=torch.int64, device=device))
+        selected = Selected(rows.to(device), slots.to(device) if pooled else None, table.to(device), size, tally)
+        query, new = (
+            torch.randn(n, batch, h, self.dim).to(device, self.dtype)
+            for n, h in ((1, self.heads * self.group), (2, self.heads))
+        )
+        lengths, first = (torch.tensor(n, dtype=torch.int32, device=device) for n in (self.lengths, starts))
+        how: dict[str, Any] = {"scale": self.dim**-0.5, "newest": (new[0], new[1]), "lengths": lengths, "starts": first}
+        return DecodeStep(query[0], keys, values, regions=of, selected=selected, **how), blocks
+
+
+def expected(step: DecodeStep, blocks: list[list[Tensor]]) -> Tensor:
+    """The same attention over copies of the rows."""
+    assert step.selected is not None
+    assert step.regions is not None
+    keys, values = definition(step.selected, blocks, step.keys, step.values, step.regions.held)
+    return attention(replace(step, keys=keys, values=values, selected=None, visible=step.selected.rows >= 0)).out
+
+
+def compare(step: DecodeStep, blocks: list[list[Tensor]], attend: Any = flash_decode) -> None:
+    want, found = expected(step, blocks), attend(step)
+    assert torch.isfinite(found).all()
+    torch.testing.assert_close(found.float(), want, **TOLERANCE[step.keys.dtype])
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+@pytest.mark.parametrize("splits", [None, 1, 3])
+def test_against_the_definition(
+    pooled: bool, splits: int | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one block of keys a program, and with several."""
+    if splits:
+        monkeypatch.setattr(module, "split_for", lambda *_: Split(16, splits, 4, 2))
+    compare(*Case().make(device, pooled=pooled))
+
+
+@pytest.mark.parametrize(
+    ("dim", "group", "dtype"), [(80, 1, torch.bfloat16), (128, 8, torch.float16), (96, 4, torch.float32)], ids=str
+)
+def test_shapes(dim: int, group: int, dtype: torch.dtype, device: torch.device) -> None:
+    case = Case(lengths=(50,), dim=dim, group=group, dtype=dtype)
+    compare(*case.make(device, pooled=True))
+
+
+def test_softcap_weights_and_sinks(device: torch.device) -> None:
+    case = Case()
+    step, blocks = case.make(device, pooled=True)
+    weight = torch.randn(4, 4, case.regions.held + case.rows, device=device)
+    weight[:, 1, case.regions.held :: 3] = -torch.inf
+    compare(replace(step, softcap=5.0, log_weight=weight, sinks=torch.randn(4, device=device)), blocks)
+
+
+def test_rows_are_counted_where_nothing_else_counts_them(device: torch.device) -> None:
+    step, blocks = Case().make(device, pooled=False)
+    assert step.selected is not None
+    assert step.selected.tally is not None
+    counts, totals = step.selected.tally
+    compare(step, blocks)
+    compare(step, blocks)
+    total = int(counts.sum())
+    assert totals.tolist() == [2 * total, 0, int(counts.max()), 2 * total]
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_on_a_cpu_without_a_kernel(pooled: bool) -> None:
+    step, blocks = Case().make(torch.device("cpu"), pooled=pooled)
+    free = replace(step, keys=step.keys.nan_to_num(), values=step.values.nan_to_num())  # torch reads what it does not see
+    compare(free, blocks, sparse_decode)
+    if step.selected is not None and step.selected.tally is not None:
+        counts, totals = step.selected.tally
+        assert totals.tolist() == [int(counts.sum()), 0, int(counts.max()), int(counts.sum())]
+
+
+@pytest.mark.parametrize("broken", ["rows", "slots", "table", "regions"])
+def test_layout_is_checked(broken: str, device: torch.device) -> None:
+    step, _ = Case().make(device, pooled=True)
+    selected = step.selected
+    assert selected is not None
+    assert selected.slots is not None
+    wrong = {
+        "rows": replace(step, selected=replace(selected, rows=selected.rows.long())),
+        "slots": replace(step, selected=replace(selected, slots=selected.slots[:, :, ::2])),
+        "table": replace(step, selected=replace(selected, table=selected.table.int())),
+        "regions": replace(step, regions=None, starts=None),
+    }
+    with pytest.raises(AssertionError):
+        flash_decode(wrong[broken])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("pooled", [False, True])
+def test_gpu(pooled: bool, dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    for lengths, rows, regions in (
+        ((9000,) * 3, 100, Regions(128, 256, 512)),
+        ((9000, 400, 0, 3000) * 6, 788, Regions(16, 100, 64)),
+    ):
+        case = Case(lengths, regions, heads=8, group=4, dim=dim, rows=rows, slots=rows, block_size=512, dtype=dtype)
+        compare(*case.make(device, pooled=pooled))
