@@ -195,7 +195,7 @@ def residency(count: int, slots: int, rows: int = 131072, kept: float = 0.7) -> 
     def tables() -> list[Tensor]:
         shapes = ((1, HEADS, rows + 1, -1), (1, HEADS, slots + 1, -1), (1, HEADS, slots + 1, 0))
         made = [torch.full(shape[:3], shape[3], dtype=torch.int32, device="cuda") for shape in shapes]
-        return [*made, torch.zeros(3, dtype=torch.int64, device="cuda")]
+        return [*made, torch.zeros(4, dtype=torch.int64, device="cuda")]
 
     mine, other = tables(), tables()
     for _ in range(2):

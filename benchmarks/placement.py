@@ -1,9 +1,12 @@
-"""Time a batch whose blocks lie on the host, on the device, or on both; every sequence and layer has rows of its own.
+"""Time batches whose blocks lie on the host, on the device, or on both; every sequence and layer has rows of its own.
 
-`python -m benchmarks.placement --out placement.jsonl`: 24 sequences of 32k tokens on eight layers of the 8B shape. Each method is
-first checked on short prompts, under a device memory so small that blocks spill and come back while it decodes: its tokens must be
-those with all blocks on the host. Then each placement is timed and its tokens are compared again. A line is one placement of one
-method: milliseconds a step until the tokens are on the host, bytes by place, and bytes a step over the bus.
+`python -m benchmarks.placement --out placement.jsonl`: 24 sequences of 32k tokens on eight layers of the 8B shape. With `--check`
+each method is first checked on short prompts, under a device memory so small that blocks spill and come back while it decodes: its
+tokens must be those with all blocks on the host. Then each placement is timed and its tokens are compared again. A line is one
+placement of one method: milliseconds a step until the tokens are on the host, bytes by place, and bytes a step over the bus.
+
+`--sizes 1x8192,1x131072,24x4096,24x32768`: other batches. Where a method was timed at several lengths beside full attention, it
+prints from how many tokens a sequence on it is the faster, as the table of `kvthaw.methods.auto` has it.
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ import gc
 import statistics
 import sys
 import time
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +27,21 @@ from transformers import PreTrainedModel
 from kvthaw import Batch
 from kvthaw.bench.card import provenance, where
 from kvthaw.bench.shapes import build
+from kvthaw.cache.index_api import Method
+from kvthaw.cache.transfer import UvaGather
 from kvthaw.evaluate.results import Record
+from kvthaw.methods import resolve
 
 SIZES: dict[str, dict[str, Any]] = {
+    "full": {},
     "clusterkv-plus": {"budget": 1024},
     "pariskv": {"retrieved": 100},
     "pariskv-plus": {"retrieved": 100},
-    "full": {},
+    "icecache-digest-device": {"budget": 1024},
+    "auto": {"retrieved": 100},
 }
+PLACED = {"none": None, "copied": "auto"}
+"""device_memory of placements that go by another name; copied: rows are copied from their blocks to the pool."""
 WARM = 24
 
 
@@ -37,12 +49,13 @@ def decode(
     model: PreTrainedModel, method: str, prompts: torch.Tensor, steps: int, memory: int | str | None, sizes: dict[str, Any]
 ) -> tuple[list[list[int]], dict[str, Any]]:
     """Decode `steps` tokens after each prompt [B, T]. Returns the tokens and what was measured after the first WARM of them."""
-    room: dict[str, Any] = {} if method == "full" else {"device_memory": memory}
-    batch = Batch(model, method, max_seqs=len(prompts), capacity=prompts.shape[1] + steps + 1, dense_layers=0, **sizes, **room)
+    room: dict[str, Any] = {} if method == "full" else {"device_memory": PLACED.get(str(memory), memory)}
+    given: str | Method = replace(resolve(method), transfer=UvaGather) if memory == "copied" else method
+    batch = Batch(model, given, max_seqs=len(prompts), capacity=prompts.shape[1] + steps + 1, dense_layers=0, **sizes, **room)
     begin = time.perf_counter()
     requests = [batch.join(prompt, max_new_tokens=steps + 1, stop=[]) for prompt in prompts]
     _wait()
-    joined, gaps = time.perf_counter() - begin, []
+    joined, gaps = time.perf_counter() - begin, list[float]()
     before = batch.stats()
     for step in range(steps - 1):  # the last token ends the requests, and with them what stats() tells
         if step == WARM:
@@ -58,6 +71,7 @@ def decode(
         "p95_ms": 1e3 * timed[int(0.95 * len(timed))],
         "max_ms": 1e3 * timed[-1],
         "tokens_per_s": len(prompts) / statistics.mean(timed),
+        "method_in_force": after.method,
         "captures": after.captures,
         "hit_rate": after.hit_rate,
         "device_rate": after.device_rate,
@@ -78,7 +92,7 @@ def decode(
 
 
 def check(
-    model: PreTrainedModel, method: str, sizes: dict[str, Any], length: int = 2048, steps: int = 300, block_size: int = 64
+    model: PreTrainedModel, method: str, sizes: dict[str, Any], length: int = 1024, steps: int = 200, block_size: int = 64
 ) -> None:
     """Exit with an error if a method's tokens depend on where its blocks lie. Blocks are small, so that many of them move."""
     prompts, small = random_prompts(model, 3, length), {**sizes, "block_size": block_size}
@@ -102,34 +116,53 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", default="llama-3.1-8b")
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--seqs", type=int, default=24)
-    parser.add_argument("--length", type=int, default=32768)
+    parser.add_argument("--sizes", default="24x32768", help="sequences and tokens of each, separated by commas")
     parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--method", default=",".join(SIZES))
     parser.add_argument("--device-memory", default="none,12GiB,auto", help="separated by commas; none: all blocks on the host")
+    parser.add_argument("--check", action="store_true")
     parser.add_argument("--commit")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     device, name = where()
     model, about = build(given.shape, device, layers=given.layers), provenance(given.commit)
-    prompts = random_prompts(model, given.seqs, given.length)
-    for method in given.method.split(","):
-        sizes, expected = SIZES[method], None
-        if method != "full":
-            check(model, method, sizes)
-        for memory in given.device_memory.split(",") if method != "full" else ["none"]:
-            tokens, found = decode(model, method, prompts, given.steps, None if memory == "none" else memory, sizes)
-            expected = expected or tokens
-            same = tokens == expected
-            setting = {"shape": given.shape, "layers": given.layers, "seqs": given.seqs, "length": given.length, "device": name}
-            setting |= {"method": method, **sizes, "device_memory": memory, "steps": given.steps}
-            line = Record(setting, {**found, "same_tokens": same, "about": about}).to_json()
-            print(line, flush=True)
-            if given.out:
-                with given.out.open("a", encoding="utf-8") as file:
-                    file.write(line + "\n")
-            if not same:
-                sys.exit(f"{method}: tokens depend on where blocks lie")
+    methods = given.method.split(",")
+    for method in methods if given.check else ():
+        if method not in ("full", "auto"):
+            check(model, method, SIZES[method])
+    times: dict[tuple[str, int], dict[int, float]] = {}
+    for seqs, length in ((int(n) for n in size.split("x")) for size in given.sizes.split(",")):
+        prompts, all_tokens = random_prompts(model, seqs, length), dict[str, list[list[int]]]()
+        for method in methods:
+            for memory in given.device_memory.split(",") if method not in ("full", "auto") else ["auto"]:
+                tokens, found = decode(model, method, prompts, given.steps, memory, SIZES[method])
+                expected = all_tokens.setdefault(method if method != "auto" else found["method_in_force"], tokens)
+                same = tokens == expected
+                setting = {"shape": given.shape, "layers": given.layers, "seqs": seqs, "length": length, "device": name}
+                setting |= {"method": method, **SIZES[method], "device_memory": memory, "steps": given.steps}
+                line = Record(setting, {**found, "same_tokens": same, "about": about}).to_json()
+                print(line, flush=True)
+                if given.out:
+                    with given.out.open("a", encoding="utf-8") as file:
+                        file.write(line + "\n")
+                if not same:
+                    sys.exit(f"{method}: tokens depend on where blocks lie")
+                times.setdefault((method, seqs), {})[length] = found["mean_ms"]
+    for method, seqs in times:
+        crossing = crosses(times.get(("full", seqs), {}), times[method, seqs])
+        if crossing is not None:
+            print(f'"{name}": Crossing("{method}", {{{seqs}: {crossing}}})')
+
+
+def crosses(full: dict[int, float], other: dict[int, float]) -> int | None:
+    """Return from which length on the other is faster, by straight lines between and beyond the lengths that were timed; None where
+    they never cross."""
+    lengths = sorted(full.keys() & other.keys())
+    gains = [(length, full[length] - other[length]) for length in lengths]
+    for (a, low), (b, high) in pairwise(gains):
+        if high > low and (high >= 0 or b == lengths[-1]):
+            return max(0, round(a - low * (b - a) / (high - low)))
+    return None
 
 
 def _wait() -> None:

@@ -60,7 +60,7 @@ ACTIONS = st.lists(st.sampled_from(["admit"] * 6 + ["grow", "clear", "clear all"
 @given(actions=ACTIONS, slots=st.integers(1, 9), heads=st.integers(1, 2), seed=st.integers(0, 10_000))
 def test_against_the_model(actions: list[str], slots: int, heads: int, seed: int) -> None:
     rng = torch.Generator().manual_seed(seed)
-    seqs, length, step, counts = 2, 7, 0, [0, 0, 0]
+    seqs, length, step, counts = 2, 7, 0, [0, 0, 0, 0]
     table = Residency(seqs, heads, slots, device=CPU)
     table.grow(length)
     model = {(b, h): Slots(slots) for b in range(seqs) for h in range(heads)}
@@ -77,7 +77,7 @@ def test_against_the_model(actions: list[str], slots: int, heads: int, seed: int
                 assert len(taken) == len(set(taken)) == int((rows[b, h] >= 0).sum()), "every row has a slot of its own"
                 assert live[b, h].nonzero()[:, 0].tolist() == sorted(taken)
                 brought = sum(row >= 0 for row in expected_fetch)
-                counts = [counts[0] + len(taken), counts[1] + brought, max(counts[2], len(taken))]
+                counts = [counts[0] + len(taken), counts[1] + brought, max(counts[2], len(taken)), 0]
             assert table.counts.tolist() == counts
         elif action == "grow":
             length += int(torch.randint(1, 300, (), generator=rng))

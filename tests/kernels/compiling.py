@@ -188,8 +188,10 @@ def attention(dtype: torch.dtype, dim: int) -> None:
         selected = Selected(empty(2, HEADS, places), slots, empty(2, 8, dtype=torch.int64), 1024, tally)
         step = DecodeStep(query, slab[:, :, :, 0], slab[:, :, :, 1], regions=regions, selected=selected, **how)
         flash_decode.flash_decode(step)
-    tables = empty(2, HEADS, 9000), empty(2, HEADS, 101), empty(2, HEADS, 101), empty(3, dtype=torch.int64)
+    tables = empty(2, HEADS, 9000), empty(2, HEADS, 101), empty(2, HEADS, 101), empty(4, dtype=torch.int64)
     admit.admit(empty(2, HEADS, 100), *tables)
+    placed = admit.Placed(empty(2, 8, dtype=torch.bool), 1024, empty(2, HEADS, 100))
+    admit.admit(empty(2, HEADS, 100), *tables, placed)
     part, lse = empty(2, HEADS, 50, dim, dtype=dtype), empty(2, HEADS, 50, dtype=torch.float32)
     merge.launch(part.float(), lse, part, lse)
 

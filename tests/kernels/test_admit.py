@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.residency import Residency
-from kvthaw.kernels.admit import admit, definition
+from kvthaw.kernels.admit import Placed, admit, definition
 
 pytest.importorskip("triton")
 
@@ -43,7 +43,7 @@ class Tables:
         self.row_slot = torch.full((seqs, heads, rows + 1), -1, dtype=torch.int32, device=device)
         self.slot_row = torch.full((seqs, heads, slots + 1), -1, dtype=torch.int32, device=device)
         self.used = torch.zeros((seqs, heads, slots + 1), dtype=torch.int32, device=device)
-        self.counts = torch.zeros(3, dtype=torch.int64, device=device)
+        self.counts = torch.zeros(4, dtype=torch.int64, device=device)
 
     def all(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.row_slot, self.slot_row, self.used, self.counts
@@ -65,7 +65,18 @@ def choose(seqs: int, heads: int, count: int, rows: int, device: torch.device, f
     return torch.where(torch.rand(picked.shape, device=device) < full, picked, -1)
 
 
-def walk(seqs: int, heads: int, count: int, slots: int, rows: int, steps: int, device: torch.device, full: float) -> None:
+def walk(
+    seqs: int,
+    heads: int,
+    count: int,
+    slots: int,
+    rows: int,
+    steps: int,
+    device: torch.device,
+    full: float,
+    *,
+    blocks: bool = False,
+) -> None:
     """Both, step after step: equal results, equal tables, and tables that agree with each other."""
     ours, theirs = Tables(seqs, heads, slots, rows, device), Tables(seqs, heads, slots, rows, device)
     wanted = choose(seqs, heads, count, rows, device, full)
@@ -75,16 +86,26 @@ def walk(seqs: int, heads: int, count: int, slots: int, rows: int, steps: int, d
         mixed = torch.where(keep, wanted, fresh)
         twice = (mixed[..., :, None] == mixed[..., None, :]).tril(-1).any(-1)
         wanted = torch.where(twice, -1, mixed)
-        want = definition(wanted, *theirs.all())
+        on_host = torch.rand(seqs, -(-rows // 8), device=device) < 0.5
+        left = [
+            Placed(on_host, 8, torch.full((seqs, heads, slots), -7, dtype=torch.int32, device=device)) if blocks else None
+            for _ in range(2)
+        ]
+        want = definition(wanted, *theirs.all(), left[0])
         with poisoned():
-            got = admit(wanted.contiguous(), *ours.all())
+            got = admit(wanted.contiguous(), *ours.all(), left[1])
+        if left[0] is not None and left[1] is not None:
+            assert torch.equal(left[0].latest[:, :, :count], wanted)
+            assert torch.equal(left[0].latest, left[1].latest)
+            assert 0 < ours.counts[3] < ours.counts[0]
         for mine, other in zip(got, want, strict=True):
             assert mine.dtype == other.dtype
             assert torch.equal(mine, other), f"step {step}"
         ours.same(theirs)
         assert (ours.used[..., -1] == step + 1).all()
         slots_now, fetch, live = got
-        held = wanted >= 0
+        held = (wanted >= 0) & (slots_now >= 0)
+        assert blocks or torch.equal(held, wanted >= 0)
         assert torch.equal(ours.row_slot.gather(2, wanted.clamp(min=0).long())[held], slots_now[held])
         assert torch.equal(ours.slot_row.gather(2, slots_now.clamp(min=0).long())[held], wanted[held])
         assert (slots_now[~held] == -1).all()
@@ -99,6 +120,10 @@ def walk(seqs: int, heads: int, count: int, slots: int, rows: int, steps: int, d
 )
 def test_definition(seqs: int, heads: int, count: int, slots: int, rows: int, full: float, device: torch.device) -> None:
     walk(seqs, heads, count, slots, rows, 4, device, full)
+
+
+def test_rows_in_blocks_on_the_device_get_no_slot(device: torch.device) -> None:
+    walk(2, 2, 40, 40, 200, 4, device, 0.9, blocks=True)
 
 
 def test_is_what_residency_does(device: torch.device) -> None:
@@ -132,7 +157,7 @@ def test_nothing_wanted(device: torch.device) -> None:
     assert (fetch == -1).all()
     assert not live.any()
     assert (tables.slot_row == -1).all()
-    assert tables.counts.tolist() == [0, 0, 0]
+    assert not tables.counts.any()
 
 
 def test_many_ages(device: torch.device) -> None:
@@ -171,6 +196,7 @@ def test_refuses_more_rows_than_slots(device: torch.device) -> None:
 @pytest.mark.parametrize("seqs", [1, 4])
 def test_gpu(seqs: int, count: int, slots: int, full: float, device: torch.device) -> None:
     walk(seqs, 8, count, slots, 8192, 40, device, full)
+    walk(seqs, 8, count, slots, 8192, 8, device, full, blocks=True)
 
 
 @pytest.mark.gpu

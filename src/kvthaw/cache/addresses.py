@@ -27,12 +27,12 @@ class Blocks(Protocol):
 
 class Addresses:
     """A table [seqs, blocks] int64 that follows a store, and which of the blocks lie on the host, bool. Both tensors stay where
-    they are while there is room."""
+    they are while there is room. some_on_host: whether any does."""
 
     def __init__(self) -> None:
         self.table: Tensor | None = None
         self.on_host = torch.empty(0, dtype=torch.bool)
-        self._version = -1
+        self.some_on_host, self._version = False, -1
 
     def make_room(self, host: Blocks, tokens: int, device: torch.device) -> None:
         """Have room for so many tokens a sequence, in a new table where the one there is too small."""
@@ -49,7 +49,7 @@ class Addresses:
         assert self.table is not None
         for mine, its in () if not width else ((self.table, table), (self.on_host, on_host)):
             mine[:, :width].copy_(its.pin_memory() if device.type == "cuda" else its, non_blocking=True)
-        self._version = host.version
+        self._version, self.some_on_host = host.version, bool(on_host.any())
         return self.table
 
     def _allocate(self, seqs: int, width: int, device: torch.device) -> None:

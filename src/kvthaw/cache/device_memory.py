@@ -20,17 +20,18 @@ class DeviceMemory:
     """Device memory of one cache: at most `limit` bytes, shared evenly by the layers that offload.
 
     limit: None or 0 places no block on the device; "auto": what is free when the first layer is allocated, less a margin for
-    activations. bytes: the limit as a number. fixed: by layer, bytes that have no other place: sink, ring, pool and index, or all
-    KV of a dense layer; they count against the limit. streams: those beside the current one that may read blocks. On a CPU a block
-    that is placed on the device is a tensor that is not pinned. Arenas allocate several blocks at once, which the limit does not
-    count before they are used.
+    activations. bytes: the limit as a number. spills: blocks may lie on the host, since some do or there is no room for all tokens
+    that sequences can have; from then on, until reset(). fixed: by layer, bytes that have no other place: sink, ring, pool and
+    index, or all KV of a dense layer; they count against the limit. streams: those beside the current one that may read blocks.
+    On a CPU a block that is placed on the device is a tensor that is not pinned. Arenas allocate several blocks at once, which the
+    limit does not count before they are used.
     """
 
     def __init__(self, limit: int | str | None = None, offloaded: Collection[int] = ()) -> None:
         self.limit, self.offloaded = limit, offloaded
         self.fixed: dict[int, int] = {}
         self.streams: list[torch.cuda.Stream] = []
-        self.bytes = limit if isinstance(limit, int) else 0
+        self.bytes, self.spills = limit if isinstance(limit, int) else 0, False
         self._arenas: dict[tuple[object, ...], BlockArena] = {}
 
     def resolve(self, device: torch.device) -> None:
@@ -58,11 +59,11 @@ class DeviceMemory:
         """Free what no block uses; the limit is told anew."""
         self.fixed.clear()
         self._arenas.clear()
-        self.bytes = self.limit if isinstance(self.limit, int) else 0
+        self.bytes, self.spills = self.limit if isinstance(self.limit, int) else 0, False
 
     def __deepcopy__(self, memo: dict[int, object]) -> DeviceMemory:
         twin = DeviceMemory(self.limit, self.offloaded)
-        twin.fixed, twin.bytes = dict(self.fixed), self.bytes
+        twin.fixed, twin.bytes, twin.spills = dict(self.fixed), self.bytes, self.spills
         return twin
 
 

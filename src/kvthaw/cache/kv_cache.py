@@ -47,7 +47,7 @@ class KVCache:
         self._checkpoints = Checkpoints(self.sequences)
         self.origin: object = None
         self.layers: list[OffloadedLayer | DenseLayer | WindowLayer] = []
-        self._prepared: tuple[int, int] = -1, -1  # version and capacity that before_step() has served
+        self._prepared: tuple[int, int, bool] = -1, -1, False  # what before_step() has served, see _state()
         self._whole = False  # within whole()
         self._prefilled = False  # a prompt's step was counted that may yet prove to have failed
         self._flushed = -1  # length at which full rings have been flushed
@@ -152,7 +152,7 @@ class KVCache:
 
     def _go_back(self, failed: Step, *, repeated: bool = False, ahead: bool = False) -> None:
         """After a step that failed: have layers take it again, or be as before it."""
-        self._prepared, self._flushed = (-1, -1), -1
+        self._prepared, self._flushed = (-1, -1, False), -1
         self.sequences.step = failed
         restored = self._checkpoints.restore(failed)
         self._checkpoints.drop()
@@ -207,10 +207,14 @@ class KVCache:
         """Whether a decode step requires work on the host first."""
         sequences = self.sequences
         return (
-            self._prepared != (sequences.version, sequences.capacity)
+            self._prepared != self._state()
             or sequences.capacity <= sequences.longest
             or (sequences.full() and self._flushed != sequences.padded_length)
         )
+
+    def _state(self) -> tuple[int, int, bool]:
+        """Return what decides where the tensors of a step lie: version, capacity, whether blocks may lie on the host."""
+        return self.sequences.version, self.sequences.capacity, self.streams.device.spills
 
     def before_step(self) -> None:
         """Run all host-side work required before the next decode step; idempotent. Afterwards a step of one token is work of the
@@ -225,7 +229,7 @@ class KVCache:
             layer.before_step(leaving)
             if self._prepared[1] != sequences.capacity:
                 self.streams.device.fixed[layer.number] = layer.fixed_bytes()
-        self._prepared, self._flushed = (sequences.version, sequences.capacity), sequences.padded_length
+        self._prepared, self._flushed = self._state(), sequences.padded_length
 
     def run_ahead(self, *, certain: bool = False) -> None:
         """Do what the next decode step requires while the device is at work: in every layer where it is certain that the step

@@ -123,8 +123,7 @@ class LayerStorage:
             return
         due = seq not in self.store.allocator.ahead and self.preallocator.due(self.store, self.slab.regions, seq, length)
         if self.placement is not None:
-            residency = None if self.updater is None else self.updater.retriever.residency
-            self.placement.balance(int(due), None if residency is None else residency.slot_row)
+            self.placement.balance(int(due), None if self.updater is None else self.updater.retriever.recalled)
         if due and (self.placement is None or not self.placement.spilling):
             self.preallocator.take(self.store, seq)
 

@@ -103,8 +103,7 @@ class OffloadedLayer:
 
     def fixed_bytes(self) -> int:
         """See LayerKV."""
-        own = self.tensors() if self.chooses else [self.slab.data]
-        return sum({t.data_ptr(): t.nbytes for t in own if t.device == self.slab.data.device}.values())
+        return self.sparse.fixed_bytes() if self.plan else 0
 
     def host_bytes_per_token(self) -> int:
         """Bytes of host memory that a token takes; 0 where tokens are evicted, and before the first prompt."""

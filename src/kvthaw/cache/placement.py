@@ -45,10 +45,16 @@ class Placement:
         """Whether a block is on its way to the host."""
         return any(not new.on_device for _, new, _ in self._moves)
 
-    def balance(self, needed: int, slot_row: Tensor | None) -> bool:
+    def make_room(self, tokens: int, fixed: int) -> None:
+        """Expect so many tokens of every sequence, beside `fixed` bytes of slab and index."""
+        device, blocks = self.device, self.store.seqs * -(-tokens // self.store.block_size)
+        room = device.memory.share(device.layer) + device.memory.fixed.get(device.layer, 0) - fixed
+        device.memory.spills |= blocks * device.size > room
+
+    def balance(self, needed: int, recalled: Tensor | None) -> bool:
         """Have room on the device for `needed` more blocks, or use what room there is: finish the copies that are complete, and
-        begin one. Returns whether addresses have changed. slot_row [B, H, C + 1]: the rows in the pool, by which blocks that were
-        recalled of late are known; None: not known."""
+        begin one. Returns whether addresses have changed. recalled [B, H, C] int32: the rows selected last, -1 padded, by which
+        blocks that were recalled of late are known; None: not known."""
         changed = self.finish()
         self.device.arena.settle()
         self._count_recalls()
@@ -61,8 +67,8 @@ class Placement:
         block = self._coldest() if short else self._warmest()
         if block is None:
             self._none = self.store.version, short
-        elif self._move(block, self._to_host if short else self._to_device) and slot_row is not None:
-            self._sample_recalls(slot_row)
+        elif self._move(block, self._to_host if short else self._to_device) and recalled is not None:
+            self._sample_recalls(recalled)
         return self.finish() or changed
 
     def finish(self) -> bool:
@@ -94,9 +100,9 @@ class Placement:
         mine = [block for block in self.store.full_blocks() if not block.on_device and not block.moving]
         return max(reversed(mine), key=lambda block: block.recalls, default=None)
 
-    def _sample_recalls(self, slot_row: Tensor) -> None:
-        """Count the rows in the pool by block, [B, blocks] int32; on a GPU behind the steps under way."""
-        blocks, rows = self.store.table().shape[1], slot_row[:, :, :-1].flatten(1).long()
+    def _sample_recalls(self, recalled: Tensor) -> None:
+        """Count the rows by block, [B, blocks] int32; on a GPU behind the steps under way."""
+        blocks, rows = self.store.table().shape[1], recalled.flatten(1).long()
         number = torch.where(rows >= 0, rows // self.store.block_size, blocks).clamp_(max=blocks)
         counts = torch.zeros((len(rows), blocks + 1), dtype=torch.int32, device=rows.device)
         counts.scatter_add_(1, number, torch.ones_like(number, dtype=torch.int32))

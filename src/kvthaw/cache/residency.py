@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvthaw.kernels.admit import Placed
 from kvthaw.kernels.admit import admit as device_admit
 from kvthaw.native import admit as native_admit
 
@@ -15,7 +16,8 @@ class Residency:
     row_slot [B, H, T + 1] int32: the slot of a row or -1. slot_row [B, H, C + 1] int32: the row in a slot or -1. used [B, H, C + 1]
     int32: the step at which a slot was last wanted. The last column of the first two is a place where writes that mean nothing go,
     so that admit() has no branches, static shapes and no host sync; that of `used` is the last step's number. Rows replaced are
-    those wanted longest ago. counts [3] int64, of all steps: rows wanted, rows to bring, the most rows that a head wanted.
+    those wanted longest ago. counts [4] int64, of all steps: rows wanted, rows to bring, the most rows that a head wanted, rows
+    that attention reads in their blocks on the device. latest [B, H, C] int32: the rows wanted last, where some lie there.
     """
 
     def __init__(self, seqs: int, kv_heads: int, slots: int, *, device: torch.device) -> None:
@@ -23,7 +25,8 @@ class Residency:
         self.row_slot = torch.full((seqs, kv_heads, 1), -1, dtype=torch.int32, device=device)
         self.slot_row = torch.full((seqs, kv_heads, slots + 1), -1, dtype=torch.int32, device=device)
         self.used = torch.zeros((seqs, kv_heads, slots + 1), dtype=torch.int32, device=device)
-        self.counts = torch.zeros(3, dtype=torch.int64, device=device)
+        self.latest = torch.full((seqs, kv_heads, slots), -1, dtype=torch.int32, device=device)
+        self.counts = torch.zeros(4, dtype=torch.int64, device=device)
 
     @property
     def capacity(self) -> int:
@@ -39,14 +42,24 @@ class Residency:
             grown[:, :, :have] = self.row_slot[:, :, :have]
             self.row_slot = grown
 
-    def admit(self, rows: Tensor, out: tuple[Tensor, Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Give every row a slot. rows: [B, H, M] int32, -1 padded, none twice, M <= C.
+    def admit(
+        self, rows: Tensor, out: tuple[Tensor, Tensor, Tensor] | None = None, *, blocks: tuple[Tensor, int] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Give every row a slot. rows: [B, H, M] int32, -1 padded, none twice, M <= C. blocks: which blocks lie on the host, [B,
+        blocks] bool, and their size; rows in others are read there and get no slot.
 
         Returns (slots [B, H, M] int32, -1 where rows is -1; fetch [B, H, M] int32: the row where it must be brought, else -1; live
         [B, H, C] bool: the slots that hold a row of this step), on the host in `out` where that is given.
         """
         rows, tables = rows.contiguous(), (self.row_slot, self.slot_row, self.used, self.counts)
-        return device_admit(rows, *tables) if self.device.type == "cuda" else native_admit(rows, *tables, out)
+        placed = None
+        if blocks is not None:
+            placed = Placed(*blocks, self.latest)
+        if self.device.type == "cuda":
+            return device_admit(rows, *tables, placed)
+        if placed is not None:
+            rows = placed.split(rows, self.counts)
+        return native_admit(rows, *tables, out)
 
     def clear(self, seq: int, length: int = 0) -> None:
         """Forget the rows >= length of a sequence."""
@@ -57,7 +70,9 @@ class Residency:
 
     def reorder(self, seqs: Tensor) -> None:
         """Sequence i becomes what sequence seqs[i] was; sequences [B'] int64."""
-        self.row_slot, self.slot_row, self.used = (t.index_select(0, seqs) for t in (self.row_slot, self.slot_row, self.used))
+        tables = self.row_slot, self.slot_row, self.used, self.latest
+        self.row_slot, self.slot_row, self.used, self.latest = (table.index_select(0, seqs) for table in tables)
 
-    def nbytes(self) -> int:
-        return sum(t.nbytes for t in (self.row_slot, self.slot_row, self.used))
+    def tensors(self) -> list[Tensor]:
+        """Return the tables."""
+        return [self.row_slot, self.slot_row, self.used, self.latest]

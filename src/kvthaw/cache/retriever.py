@@ -30,15 +30,15 @@ _CHECKED = 3
 class Choice:
     """What one decode step of a group attends to, and where it lies.
 
-    slots [B, H, M] int32: the pool slot of every selected row, -1 padded. fetch [B, H, M] int32: the rows to bring, else -1. live
-    [B, H, C] bool: slots that hold a selected row. All on the device; host: slots and fetch on the CPU too, if the index works
-    there and the query does not.
+    slots [B, H, M] int32: the pool slot of every selected row, -1 padded, and -1 for rows that are read in their blocks. fetch [B,
+    H, M] int32: the rows to bring, else -1. live [B, H, C] bool: slots that hold a selected row. All on the device, all None where
+    every row is read in its block; host: slots and fetch on the CPU too, if the index works there and the query does not.
     """
 
     selection: Selection
-    slots: Tensor
-    fetch: Tensor
-    live: Tensor
+    slots: Tensor | None = None
+    fetch: Tensor | None = None
+    live: Tensor | None = None
     host: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -75,6 +75,11 @@ class Meter:
         return int(self._residency.counts[1])
 
     @property
+    def in_place(self) -> int:
+        """Rows that attention read in blocks on the device."""
+        return int(self._residency.counts[3])
+
+    @property
     def most(self) -> int:
         """The most rows that a KV head selected in a step."""
         return int(self._residency.counts[2])
@@ -84,6 +89,8 @@ class Retriever:
     """Index, residency and the last choices, shared by the layers of a group.
 
     The anchor makes a choice a token; followers take the same choices in the same order and fetch their own rows of them.
+
+    reads_blocks: rows in blocks on the device get no slot in the pool, since attention reads them where they lie.
     """
 
     def __init__(self, method: Method, context: IndexContext, seqs: int, rows: int, streams: Streams) -> None:
@@ -93,6 +100,7 @@ class Retriever:
         self.slots = rows * max(1, method.keep)
         where = torch.device("cpu") if self.index.on_host else context.device
         self.residency = Residency(seqs, context.kv_heads, self.slots, device=where)
+        self.reads_blocks = False
         self._place(seqs)
         self.choices: list[Choice] = []
         self.meter = Meter(self.residency, context)
@@ -171,6 +179,21 @@ class Retriever:
         self.index.make_room(self.residency.slot_row.shape[0], tokens)
         self.residency.grow(tokens)
 
+    @property
+    def can_read_blocks(self) -> bool:
+        """Whether attention may read rows in their blocks: the index does not rebuild them, and the method names no transfer."""
+        return self.rebuilds is None and self.method.transfer is None
+
+    @property
+    def recalled(self) -> Tensor:
+        """Rows [B, H, C] int32 that were selected of late, -1 padded."""
+        return self.residency.latest if self.reads_blocks else self.residency.slot_row[:, :, :-1]
+
+    @property
+    def in_place(self) -> bool:
+        """Whether no row is brought to the pool: every block lies on the device."""
+        return self.reads_blocks and not self._streams.device.spills
+
     def prefetch(self, queries: Tensor, early: int) -> None:
         """Select with these queries, [B, Hq, T, D], instead of the next T tokens' own. Begins to search with the first `early`."""
         self.drop_search()
@@ -216,13 +239,21 @@ class Retriever:
                 with self._naming_errors():
                     selection = self._now(query) if search is None else search.result()
                 self._check(selection, query)
-                self.residency.grow(length)
-                self._make_way(query.shape[0])
-                uploads = self.index.on_host and query.is_cuda
-                choice = self._upload(selection, query) if uploads else Choice(selection, *self.residency.admit(selection.rows))
+                choice = self._admit(selection, query, length)
             self._asked = length, query, choice
         self.choices.append(choice)
         return choice
+
+    def _admit(self, selection: Selection, query: Tensor, length: int) -> Choice:
+        if self.in_place:
+            return Choice(selection)
+        self.residency.grow(length)
+        self._make_way(query.shape[0])
+        if self.index.on_host and query.is_cuda:
+            return self._upload(selection, query)
+        store = self.context.store
+        blocks = (store.on_device.on_host, store.block_size) if self.reads_blocks else None
+        return Choice(selection, *self.residency.admit(selection.rows, blocks=blocks))
 
     @contextmanager
     def _naming_errors(self) -> Iterator[None]:
@@ -349,14 +380,14 @@ class Retriever:
 
     def tensors(self) -> list[Tensor]:
         """What a choice reads and writes at fixed addresses."""
-        residency = self.residency
-        return [residency.row_slot, residency.slot_row, residency.used, residency.counts, *self.index.tensors()]
+        return [*([] if self.in_place else self.residency.tensors()), self.residency.counts, *self.index.tensors()]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Retriever:
         self.settle()
         seqs = self.residency.slot_row.shape[0]
         twin = Retriever(self.method, copy.deepcopy(self.context, memo), seqs, self.rows, copy.deepcopy(self._streams, memo))
         twin.index.clone_from(self.index)
+        twin.reads_blocks = self.reads_blocks
         twin.residency = copy.deepcopy(self.residency, memo)
         twin.meter = Meter(twin.residency, twin.context)
         twin.meter.tick(self.meter.again)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvthaw.cache.index_api import Transfer
@@ -14,6 +15,7 @@ from kvthaw.cache.step import Step
 from kvthaw.cache.transfer import UvaGather
 from kvthaw.errors import ConfigError
 from kvthaw.kernels.decode_step import DecodeStep
+from kvthaw.kernels.in_place import Selected
 from kvthaw.kernels.places import Newest
 from kvthaw.kernels.sparse_decode import sparse_decode
 
@@ -37,6 +39,8 @@ class SparseAttention:
         self.storage, self.sequences, self.retriever, self.transfer = storage, sequences, retriever, transfer
         self.selects = selects and retriever is not None
         self._room = 0
+        if self.selects and retriever is not None:
+            retriever.reads_blocks = storage.placement is not None and retriever.can_read_blocks
 
     def attend(
         self, step: Step | None, t: int, query: Tensor, newest: Newest, attention: AttentionParams
@@ -45,15 +49,13 @@ class SparseAttention:
 
         newest: key and value [B, H, D] of the token, which enter the ring; again where another layer's queries come, which is no
         step of its own: None."""
-        slab, choice, visible, log_weight, partials = self.storage.slab, None, None, None, []
+        slab, choice, visible, selected, log_weight, partials = self.storage.slab, None, None, None, None, []
         if self.retriever is not None and self.transfer is not None:
             choice = self._choose(self.retriever, step, query, t)
             self.wait_on_stream()
-            slots, fetch = choice.host if choice.host and not self.transfer.graph_safe else (choice.slots, choice.fetch)
-            self.transfer.fetch(self.storage.store, slab, fetch, slots)
-            if self.selects and self.retriever.rebuilds is not None:
-                self.retriever.rebuilds.rebuild(slab, choice.fetch, choice.slots)
-            visible, selection = choice.live, choice.selection
+            self._fetch(self.retriever, self.transfer, choice)
+            selection, reads = choice.selection, self.retriever.reads_blocks
+            selected, visible = self._selected(self.retriever, choice) if reads else None, None if reads else choice.live
             if selection.partial is not None:
                 if attention.softcap is not None:
                     raise ConfigError(
@@ -62,7 +64,7 @@ class SparseAttention:
                     )
                 partials.append(selection.partial)
             if selection.log_weight is not None:
-                log_weight = self._by_place(selection.log_weight, choice)
+                log_weight = self._by_place(selection.log_weight, None if reads else choice.slots)
         decode_step = DecodeStep(
             query,
             slab.keys,
@@ -73,6 +75,7 @@ class SparseAttention:
             lengths=self.sequences.on_device.lengths,
             starts=self.sequences.on_device.starts,
             regions=slab.regions,
+            selected=selected,
             softcap=attention.softcap,
             sinks=attention.sinks,
             log_weight=log_weight,
@@ -86,12 +89,40 @@ class SparseAttention:
         longest = self.sequences.longest if step is None else step.start + t + 1 - min(step.left_pad)
         return retriever.choose(query, longest, t, retaken=step is not None and step.retaken)
 
-    def _by_place(self, log_weight: Tensor, choice: Choice) -> Tensor:
-        """log_weight [B, Hq, M] moved to the places of the slab, [B, Hq, N]; 0 elsewhere."""
+    def _fetch(self, retriever: Retriever, transfer: Transfer, choice: Choice) -> None:
+        """Bring the rows that have a slot and are not there."""
+        if choice.slots is None or choice.fetch is None:
+            return
+        slab = self.storage.slab
+        slots, fetch = choice.host if choice.host and not transfer.graph_safe else (choice.slots, choice.fetch)
+        transfer.fetch(self.storage.store, slab, fetch, slots)
+        if self.selects and retriever.rebuilds is not None:
+            retriever.rebuilds.rebuild(slab, choice.fetch, choice.slots)
+
+    def _selected(self, retriever: Retriever, choice: Choice) -> Selected:
+        """Return the rows of a choice and where they lie in this layer."""
+        selection, store = choice.selection, self.storage.store
+        counts = selection.counts, retriever.residency.counts
+        tally = counts if choice.slots is None and self.selects else None
+        return Selected(selection.rows.contiguous(), choice.slots, self._table(), store.block_size, tally)
+
+    def _table(self) -> Tensor:
+        """Return the addresses of the blocks, as they are now, on the device."""
+        store = self.storage.store
+        table = store.table_on(self.storage.slab.data.device)
+        if self.storage.placement is not None:
+            self.storage.placement.device.memory.spills |= store.on_device.some_on_host
+        return table
+
+    def _by_place(self, log_weight: Tensor, slots: Tensor | None) -> Tensor:
+        """log_weight [B, Hq, M] moved to the places of the slab, [B, Hq, N], by the rows' slots, or behind sink and ring; 0
+        elsewhere."""
         batch, q_heads, _ = log_weight.shape
         slab = self.storage.slab
+        if slots is None:
+            return F.pad(log_weight, (slab.pool_start, 0))
         heads, places = slab.data.shape[1:3]
-        slot = torch.where(choice.slots >= 0, choice.slots + slab.pool_start, places).to(log_weight.device).long()
+        slot = torch.where(slots >= 0, slots + slab.pool_start, places).to(log_weight.device).long()
         slot = slot.repeat_interleave(q_heads // heads, dim=1)
         spread = torch.zeros((batch, q_heads, places + 1), dtype=torch.float32, device=log_weight.device)
         return spread.scatter_(2, slot, log_weight)[:, :, :places]
@@ -103,9 +134,11 @@ class SparseAttention:
         if self._room < capacity:
             if self.selects and self.retriever is not None:
                 self.retriever.make_room(capacity)
-            if isinstance(self.transfer, UvaGather):
+            if self.reads_table:
                 self.storage.store.make_room(capacity, self.storage.slab.data.device)
             self._room = capacity
+            if self.storage.placement is not None:
+                self.storage.placement.make_room(capacity, self.fixed_bytes())
 
     def wait_on_stream(self) -> None:
         """Have the device read what was offloaded; a transfer that gathers on the host has the host wait."""
@@ -116,9 +149,9 @@ class SparseAttention:
 
     def update_table(self) -> None:
         """Bring the addresses of new blocks to the device, and have it wait for their rows."""
-        if isinstance(self.transfer, UvaGather):
+        if self.reads_table:
             self.wait_on_stream()
-            self.storage.store.table_on(self.storage.slab.data.device)
+            self._table()
 
     def reorder(self) -> None:
         """Tables of addresses are of other sequences from now on."""
@@ -129,7 +162,20 @@ class SparseAttention:
         found = [self.storage.slab.data, self.storage.slab.tickets]
         if self.retriever is not None:
             found += self.retriever.tensors()
-        if isinstance(self.transfer, UvaGather) and self.storage.store.on_device.table is not None:
-            store = self.storage.store
-            found += [self.storage.store.on_device.table, store.on_device.on_host, store.crossed]
+        store = self.storage.store
+        if self.reads_table and store.on_device.table is not None:
+            found += [store.on_device.table, store.on_device.on_host, store.crossed]
         return found
+
+    def fixed_bytes(self) -> int:
+        """Bytes on the device wherever blocks lie: the slab and, in the layer that selects, the index."""
+        data = self.storage.slab.data
+        own = [data]
+        if self.selects and self.retriever is not None:
+            own = [*self.tensors(), *self.retriever.residency.tensors()]
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in own if tensor.device == data.device}.values())
+
+    @property
+    def reads_table(self) -> bool:
+        """Whether a kernel finds rows by the addresses of their blocks."""
+        return isinstance(self.transfer, UvaGather) or (self.retriever is not None and self.retriever.reads_blocks)

@@ -47,11 +47,12 @@ class Stats:
     retrieved: float | None
     """Rows that the index selected among them, on average."""
     hit_rate: float | None
-    """Share of the selected rows that were in the pool already; None before any was selected."""
+    """Share of the selected rows that were not copied: they were in the pool already, or attention read them in their blocks on the
+    device; None before any was selected."""
     device_rate: float | None
-    """Share of them that were copied from blocks on the device."""
+    """Share of them that were read or copied in blocks on the device."""
     fetched_bytes: int
-    """Bytes of the other rows, which crossed the bus from the host."""
+    """Bytes of rows that crossed the bus from the host."""
     kv_device_bytes: int
     """Bytes of KV on the device, in layers that retrieve or evict."""
     kv_dense_bytes: int
@@ -103,7 +104,7 @@ def collect(settings: Settings, sequences: Sequences, layers: Sequence[LayerKV])
     crossed = [
         (layer, meter.fetched if layer.storage.placement is None else layer.store.crossed_rows()) for layer, meter in meters
     ]
-    copied = sum(meter.fetched - rows for (_, meter), (_, rows) in zip(meters, crossed, strict=True))
+    near = sum(meter.in_place + meter.fetched - rows for (_, meter), (_, rows) in zip(meters, crossed, strict=True))
     wanted = sum(meter.selected for _, meter in meters)
     return Stats(
         method=settings.method.name,
@@ -120,7 +121,7 @@ def collect(settings: Settings, sequences: Sequences, layers: Sequence[LayerKV])
         attended_max=held.most + most if held.steps else None,
         retrieved=retrieved,
         hit_rate=1 - fetched / selected if selected else None,
-        device_rate=copied / wanted if wanted else None,
+        device_rate=near / wanted if wanted else None,
         fetched_bytes=sum(rows * layer.store.row_bytes for layer, rows in crossed),
         kv_device_bytes=sum(layer.device_bytes() for layer in offloaded),
         kv_dense_bytes=sum(layer.device_bytes() for layer in layers if not isinstance(layer, OffloadedLayer)),

@@ -106,7 +106,8 @@ class PerRequestStats:
     def _count(self, layer: OffloadedLayer, query: Tensor, choice: Choice | None) -> None:
         assert choice is not None
         counts = choice.selection.counts.to(self._live.device, non_blocking=True)
-        selected, fetched = counts.sum(dim=1), (choice.fetch >= 0).sum(dim=(1, 2)).to(self._live.device)
+        selected = counts.sum(dim=1)
+        fetched = torch.zeros_like(selected) if choice.fetch is None else (choice.fetch >= 0).sum(dim=(1, 2)).to(counts.device)
         self._counted[:2].add_(torch.stack((selected, fetched)) * self._live)
         self._counted[2].copy_(torch.maximum(self._counted[2], counts.amax(dim=1) * self._live))
 

@@ -108,7 +108,7 @@ def admit(
         _check("row_slot", row_slot, torch.int32, (seqs, heads, capacity + 1)),
         _check("slot_row", slot_row, torch.int32, (seqs, heads, places + 1)),
         _check("used", used, torch.int32, (seqs, heads, places + 1)),
-        _check("counts", counts, torch.int64, (3,)),
+        _check("counts", counts, torch.int64, (4,)),
     )
     if out is None:
         out = torch.empty_like(rows), torch.empty_like(rows), torch.empty((seqs, heads, places), dtype=torch.bool)
