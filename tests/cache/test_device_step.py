@@ -15,7 +15,7 @@ from kvthaw.cache.plan import Settings
 from kvthaw.cache.residency import Residency
 from kvthaw.cache.transfer import UvaGather
 from kvthaw.cache.window import Span, WindowLayer
-from kvthaw.kernels.admit import admit
+from kvthaw.kernels.admit import Placed, admit
 from kvthaw.kernels.flash_decode import flash_decode
 from kvthaw.methods import resolve
 from shapes import Shape, close
@@ -30,24 +30,29 @@ HOW = AttentionParams(0.3, softcap=5.0, sinks=torch.randn(SHAPE.q_heads))
 WINDOWS = {"window": Span(9), "chunks": Span(7, chunked=True)}
 
 
-def device_admit(self: Residency, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return admit(rows.contiguous(), self.row_slot, self.slot_row, self.used, self.counts)
+def device_admit(self: Residency, rows: Tensor, *, blocks: tuple[Tensor, int] | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    placed = None if blocks is None else Placed(*blocks, self.latest)
+    return admit(rows.contiguous(), self.row_slot, self.slot_row, self.used, self.counts, placed)
 
 
-def make(method: str) -> KVCache:
+def make(method: str, memory: int | None = None) -> KVCache:
     if method in WINDOWS:
         return KVCache(Settings(resolve("full")), [], 1, {0: WINDOWS[method]})
-    return KVCache(Settings(resolve(method), budget=None if method == "full" else 24, block_size=8), [0], 1)
+    budget = None if method == "full" else 24
+    return KVCache(Settings(resolve(method), budget=budget, block_size=8, device_memory=memory), [0], 1)
 
 
-def walk(cache: KVCache, how: AttentionParams) -> list[Tensor]:
-    """A prompt, single tokens, and two at once; one of them again as another layer would ask that shares the keys."""
+def walk(cache: KVCache, how: AttentionParams, room: int | None = None) -> list[Tensor]:
+    """A prompt, single tokens, and two at once; one of them again as another layer would ask that shares the keys. room: bytes of
+    device memory from the prompt on."""
     torch.manual_seed(1)
     of = cache.layers[0]
     q, (k, v) = SHAPE.query(PROMPT + STEPS + 2), (SHAPE.keys(PROMPT + STEPS + 2) for _ in range(2))
     cache.attend(of, q[:, :, :PROMPT], k[:, :, :PROMPT], v[:, :, :PROMPT], how, PADS)
     if isinstance(of, OffloadedLayer) and of.retriever is not None and sparse_attention.sparse_decode is flash_decode:
         of.sparse.transfer = UvaGather()
+    if room is not None:
+        cache.streams.device.bytes = room
     outs = []
     for at in range(PROMPT, PROMPT + STEPS):
         step = tuple(x[:, :, at : at + 1] for x in (q, k, v))
@@ -80,3 +85,19 @@ def test_kernels_and_torch_take_the_same_steps(method: str, how: AttentionParams
         assert torch_layer.retriever is not None
         assert torch.equal(device_layer.retriever.residency.counts, torch_layer.retriever.residency.counts)
         assert device_layer.retriever.meter.fetched > 0
+
+
+@pytest.mark.parametrize("room", [1 << 20, 1], ids=["all on the device", "blocks spill"])
+def test_rows_are_read_in_their_blocks(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, cache = walk(make("oracle"), HOW), make("oracle", 1 << 20)
+    monkeypatch.setattr(Residency, "admit", device_admit)
+    monkeypatch.setattr(sparse_attention, "sparse_decode", flash_decode)
+    for ours, theirs in zip(walk(cache, HOW, room), expected, strict=True):
+        close(ours, theirs)
+    stats = cache.stats()
+    assert stats.device_rate is not None
+    if room > 1:
+        assert (stats.device_rate, stats.hit_rate, stats.kv_host_bytes) == (1.0, 1.0, 0)
+    else:
+        assert stats.device_rate < 1
+        assert stats.fetched_bytes > 0
