@@ -89,12 +89,12 @@ class Outcome:
     full: Side
 
     def to_dict(self) -> dict[str, Any]:
-        """A plain dict, for JSON."""
+        """Return a plain dict, for JSON."""
         return asdict(self)
 
 
 def read_book(tokenizer: Any, *, length: int | None = None, seed: int = 0) -> Reading:
-    """The book that ships with five facts planted in it, cut to at most `length` tokens if given.
+    """Return the book that ships with five facts planted in it, cut to at most `length` tokens if given.
 
     Raises ConfigError where the facts alone are longer.
     """
@@ -219,5 +219,5 @@ def _plus(value: float | None, more: float) -> float | None:
 
 
 def _question(tokenizer: Any, question: Question) -> list[int]:
-    """A question's own tokens; it begins with a newline, which no token spans."""
+    """Return a question's own tokens; it begins with a newline, which no token spans."""
     return list(tokenizer(question.text, add_special_tokens=False)["input_ids"])

@@ -8,7 +8,7 @@ from kvthaw.errors import ConfigError
 
 
 def human(count: float | None) -> str:
-    """Bytes for people, in powers of 1024."""
+    """Return the bytes for people, in powers of 1024."""
     if count is None:
         return "-"
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -31,19 +31,19 @@ def read_bytes(given: int | str | None, name: str) -> int:
 
 
 def share(value: float | None) -> str:
-    """A share as a percentage."""
+    """Return a share as a percentage."""
     return "-" if value is None else f"{100 * value:.1f} %"
 
 
 def seconds(value: float | None) -> str:
-    """Seconds, or milliseconds below one."""
+    """Return the seconds, or milliseconds below one."""
     if value is None:
         return "-"
     return f"{value:.2f} s" if value >= 1 else f"{1000 * value:.1f} ms"
 
 
 def number(value: float | None) -> str:
-    """A mean with one digit, a whole number with none."""
+    """Return a mean with one digit, a whole number with none."""
     if value is None:
         return "-"
     return f"{value:,}" if isinstance(value, int) else f"{value:,.1f}"

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from kvthaw.index.forest import TreeIndex
-from kvthaw.index.tree_config import TreeConfig, directions, draw_level
+from kvthaw.index.tree_config import TreeConfig, directions
+from levels import draw_level
 
 ROOT = -1
 """Parent of the points of the top level."""
@@ -249,7 +250,8 @@ class DciTree:
         members = self.members(node)
         if not members:
             return []
-        retrieve = self.config.retrieved(probe.retrieve, len(members))
+        batches = -(-math.ceil(probe.retrieve * len(members)) // self.config.retrieve_batch)
+        retrieve = min(len(members), batches * self.config.retrieve_batch)
         apart = (self.projections(members) - probe.projections).abs()
         bound = apart.view(len(members), self.config.composites, self.config.simples).amax(2).amin(1)
         priority = dict(zip(members, bound.tolist(), strict=True))
@@ -270,10 +272,11 @@ class DciTree:
             odd: list[float] = (coarse(self.keys[list(digest.outliers)]) @ query).tolist()
             return max([float(digest.mean @ query) + config.spread * norm * digest.spread, *odd])
 
+        pages = -(-budget * (1 if config.descend == "node" else 2) // config.page_size)
         return Probe(
             nearness,
             target,
-            config.keep(len(self), budget),
+            max(config.query_beam, math.ceil(config.query_beam_share * len(self)), pages),
             config.query_retrieve_share,
             merit if config.descend == "digest" else None,
             config.descend == "node",

@@ -19,11 +19,12 @@ from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_api import IndexContext
 from kvthaw.errors import CacheError, ConfigError
 from kvthaw.index.forest import TreeIndex
-from kvthaw.index.tree_config import TreeConfig, draw_level
+from kvthaw.index.tree_config import TreeConfig
 from kvthaw.methods.icecache import PRESETS
 from kvthaw.methods.icecache_digest import SETTINGS
 from kvthaw.native import DTYPES, Isa, isas
 from kvthaw.regions import Regions
+from levels import draw_level
 
 # Many levels at few points, and searches that leave points out.
 BUSY = TreeConfig(

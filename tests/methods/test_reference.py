@@ -17,10 +17,11 @@ from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import AttentionParams
 from kvthaw.cache.plan import Settings
 from kvthaw.index.forest import TreeIndex
-from kvthaw.index.tree_config import TreeConfig, directions, draw_level
+from kvthaw.index.tree_config import TreeConfig, directions
 from kvthaw.kernels.srht import signs
 from kvthaw.methods import resolve
 from kvthaw.regions import Regions
+from levels import draw_level
 
 
 def attended(one: OneLayer, at: int, visible: list[set[int]] | None = None) -> Tensor:

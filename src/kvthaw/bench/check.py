@@ -66,7 +66,7 @@ class Checks:
         return hf_cache(self.model, setting.method)
 
     def decode(self, cache: DynamicCache, steps: str, count: int = LENGTH - PROMPT) -> Tensor:
-        """Logits [count, V] of tokens after the prompt, which is processed before them if the cache is empty."""
+        """Return the logits [count, V] of tokens after the prompt, which is processed before them if the cache is empty."""
         if cache.get_seq_length() == 0:
             self.model(self.ids[:, :PROMPT], past_key_values=cache, logits_to_keep=1)
         replayed(cache, steps, self.forwards)
@@ -102,7 +102,8 @@ class Checks:
             )
 
     def _moved_by_compilation(self) -> float:
-        """How far compilation moves logits of transformers alone, without a cache: of single tokens, as a step's products are."""
+        """Return how far compilation moves logits of transformers alone, without a cache: of single tokens, as a step's products
+        are."""
         found = []
         with attention(self.model, "sdpa"):
             for forward in (self.model.forward, self.forwards["compiled"]):

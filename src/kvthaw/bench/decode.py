@@ -243,7 +243,7 @@ def held_bytes(cache: DynamicCache, full: int) -> Measures:
 
 
 def _searched(cache: DynamicCache) -> float:
-    """Bytes that the indexes of a cache read from the host in a step."""
+    """Return the bytes that the indexes of a cache read from the host in a step."""
     groups = [kv.retriever for kv in cache.frozen_layers if kv.leader is None] if isinstance(cache, Cache) else []
     return float(sum(group.index.searched_bytes() for group in groups if group and isinstance(group.index, NodeIndex)))
 

@@ -153,7 +153,7 @@ def check(model: PreTrainedModel, one: PrefillSetting, host_bytes: int | None) -
 
 
 def _run(model: PreTrainedModel, one: PrefillSetting, ids: Tensor, host_bytes: int | None) -> tuple[float, float]:
-    """Seconds until the last logits, and until all is indexed."""
+    """Return the seconds until the last logits, and until all is indexed."""
     if one.method == HF:
         begin = _now(ids)
         out = model(ids, use_cache=True, logits_to_keep=1)  # its KV is counted as long as the time is

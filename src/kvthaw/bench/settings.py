@@ -77,7 +77,7 @@ class DecodeSetting:
         return self.method == HF[0] or (not self.hf and self.resolved().dense)
 
     def resolved(self) -> Method:
-        """The method, new at every call."""
+        """Return the method, new at every call."""
         return resolve(self.method)
 
     def sizes(self) -> dict[str, Any]:
@@ -85,11 +85,11 @@ class DecodeSetting:
         return {"budget": self.budget, "retrieved": self.retrieved, "dense_layers": self.dense_layers, "seed": self.seed}
 
     def to_dict(self) -> dict[str, Any]:
-        """A plain dict, for a record."""
+        """Return a plain dict, for a record."""
         return asdict(self)
 
     def same_cache(self) -> DecodeSetting:
-        """The setting without the steps: what has this in common can be measured on one cache."""
+        """Return the setting without the steps: what has this in common can be measured on one cache."""
         return replace(self, steps=STEPS[0])
 
     def __str__(self) -> str:
@@ -101,8 +101,8 @@ class DecodeSetting:
 
 
 def possible(setting: DecodeSetting, cuda: bool) -> bool:
-    """Whether the device can take such steps: both need a GPU and no hooks between the model's layers, captured ones a method that
-    decides there, or on the host alone."""
+    """Return whether the device can take such steps: both need a GPU and no hooks between the model's layers, captured ones a
+    method that decides there, or on the host alone."""
     if setting.steps == "eager":
         return cuda or setting.method != "hf-offloaded"
     if setting.hf or not cuda:
@@ -116,7 +116,7 @@ def possible(setting: DecodeSetting, cuda: bool) -> bool:
 
 @cache
 def described(method: str) -> dict[str, Any]:
-    """What `kvthaw.evaluate.describe` finds of a method with its options."""
+    """Return what `kvthaw.evaluate.describe` finds of a method with its options."""
     return describe(resolve(method))
 
 
@@ -158,7 +158,7 @@ def setting(written: str, **wanted: Any) -> DecodeSetting:
 
 
 def groups(grid: list[DecodeSetting]) -> Iterator[list[DecodeSetting]]:
-    """The settings of a grid that one cache can serve, in order; repeats once."""
+    """Return the settings of a grid that one cache can serve, in order; repeats once."""
     found: dict[DecodeSetting, list[DecodeSetting]] = {}
     for one in dict.fromkeys(grid):
         found.setdefault(one.same_cache(), []).append(one)

@@ -40,11 +40,11 @@ class Steps:
         return statistics.mean(self.gaps)
 
     def quantile(self, share: float) -> float:
-        """The gap that so large a share of the others does not exceed."""
+        """Return the gap that so large a share of the others does not exceed."""
         return sorted(self.gaps)[min(len(self.gaps) - 1, round(share * len(self.gaps)))]
 
     def elapsed(self) -> dict[str, float]:
-        """Seconds after 16, 32, 64 ... and all steps."""
+        """Return the seconds after 16, 32, 64 ... and all steps."""
         marks = [n for k in range(4, 32) if (n := 1 << k) < len(self.gaps)] + [len(self.gaps)]
         return {str(n): sum(self.gaps[:n]) for n in marks}
 
@@ -140,7 +140,7 @@ def take(
 
 
 def random_tokens(model: PreTrainedModel, batch: int, seed: int) -> Iterator[Tensor]:
-    """Ids [B, 1] of random tokens, drawn by hundreds so that a step does not wait for them."""
+    """Return ids [B, 1] of random tokens, drawn by hundreds so that a step does not wait for them."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         drawn = torch.randint(0, model.config.vocab_size, (128, batch, 1), generator=generator)

@@ -39,7 +39,7 @@ class Addresses:
         self._allocate(host.seqs, max(8, -(-tokens // host.block_size)), device)
 
     def follow(self, host: Blocks, device: torch.device) -> Tensor:
-        """The table with the addresses as they are now; written only where the store's have changed. No host sync."""
+        """Return the table with the addresses as they are now; written only where the store's have changed. No host sync."""
         if self._version == host.version and self.table is not None:
             return self.table
         table, on_host = host.table(), host.on_host()

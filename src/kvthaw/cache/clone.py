@@ -79,7 +79,7 @@ def _reuse(layer: OffloadedLayer, step: Step, other: OffloadedLayer) -> None:
 
 
 def padded(layer: LayerKV) -> tuple[Tensor, Tensor, Tensor]:
-    """All keys and values of a layer, [B, H, T, D] each, on the device, zeros for the left padding; and before them the last
+    """Return all keys and values of a layer, [B, H, T, D] each, on the device, zeros for the left padding; and before them the last
     queries of its prompts, [B, Hq, W, D], zeros before those of shorter ones."""
     sequences, some = layer.sequences, next(iter(layer.recent_queries.values()))
     queries, device = [layer.recent_queries.get(seq, some[:, :0]) for seq in range(sequences.count)], some.device

@@ -65,11 +65,11 @@ class DenseLayer:
         return sum(tensor.nbytes for tensor in self.tensors())
 
     def token_bytes(self) -> int:
-        """Bytes of KV of one token of one sequence."""
+        """Return the bytes of KV of one token of one sequence."""
         return 0 if self._data is None else self._data[0, :, :1].nbytes
 
     def host_bytes(self, seq: int | None = None) -> int:
-        """Bytes of KV on the host: what was offloaded for forks."""
+        """Return the bytes of KV on the host: what was offloaded for forks."""
         return 0 if self._offloaded is None else self._offloaded.nbytes(seq)
 
     def tensors(self) -> list[Tensor]:
@@ -77,8 +77,8 @@ class DenseLayer:
         return [] if self._data is None else [self._data, self._tickets]
 
     def offloaded(self, block_size: int) -> HostStore:
-        """The rows of this layer on the host, as far as they fill blocks of so many tokens, for forks to share: nobody ever writes
-        into a full block. They are copied once, for which this waits, and stay as long as this layer's rows do."""
+        """Return the rows of this layer on the host, as far as they fill blocks of so many tokens, for forks to share: nobody ever
+        writes into a full block. They are copied once, for which this waits, and stay as long as this layer's rows do."""
         data = self._data
         assert data is not None
         store = self._offloaded
@@ -246,5 +246,5 @@ class DenseLayer:
 
 
 def _causal(query: Tensor, data: Tensor, attention: AttentionParams) -> Tensor:
-    """Attention of the last tokens of data [B, H, n, 2, D]."""
+    """Return the attention of the last tokens of data [B, H, n, 2, D]."""
     return attention.causal(query, data[:, :, :, 0], data[:, :, :, 1])

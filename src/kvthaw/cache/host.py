@@ -73,7 +73,7 @@ class HostStore:
         return len(self._blocks)
 
     def length(self, seq: int) -> int:
-        """Tokens of a sequence that are readable."""
+        """Return the number of tokens of a sequence that are readable."""
         return self._length[seq]
 
     @property
@@ -87,7 +87,8 @@ class HostStore:
         return 2 * self.head_dim * self.dtype.itemsize
 
     def nbytes(self, seq: int | None = None, *, on_device: bool = False) -> int:
-        """Bytes of host or device memory that the blocks of one sequence hold, or of all and the ones ahead; shared ones once."""
+        """Return the bytes of host or device memory that the blocks of one sequence hold, or of all and the ones ahead; shared ones
+        once."""
         held = self._blocks if seq is None else [self._blocks[seq]]
         unique = {block: block.data.nbytes for blocks in held for block in blocks if block.on_device == on_device}
         return sum(unique.values()) + (self.allocator.nbytes(on_device=on_device) if seq is None else 0)
@@ -229,12 +230,12 @@ class HostStore:
         return bool(places)
 
     def reserved(self, seq: int) -> int:
-        """Tokens that a sequence's blocks have room for, without the one allocated ahead."""
+        """Return the number of tokens that a sequence's blocks have room for, without the one allocated ahead."""
         return len(self._blocks[seq]) * self.block_size
 
     def read(self, seq: int, start: int, stop: int) -> Tensor:
-        """Rows start .. stop of a sequence as [H, stop - start, 2, D], a view where they lie in one block. On the host, or on the
-        device where any does."""
+        """Return rows start .. stop of a sequence as [H, stop - start, 2, D], a view where they lie in one block. On the host, or
+        on the device where any does."""
         if not 0 <= start <= stop <= self._length[seq]:
             raise IndexError(f"rows {start}..{stop} of sequence {seq}, which holds {self._length[seq]}")
         parts = []

@@ -36,7 +36,7 @@ def available_host_memory() -> int | None:
 
 
 def host_tensor(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> Tensor:
-    """An uninitialised tensor in host memory, page-locked if pinned. Raises HostMemoryError where the system gives none."""
+    """Return an uninitialised tensor in host memory, page-locked if pinned. Raises HostMemoryError where the system gives none."""
     try:
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=pinned)
     except RuntimeError as error:
@@ -151,7 +151,7 @@ class BlockAllocator:
             self.ahead[seq] = self.new()
 
     def nbytes(self, *, on_device: bool = False) -> int:
-        """Bytes of host or device memory of the blocks allocated ahead."""
+        """Return the bytes of host or device memory of the blocks allocated ahead."""
         return sum(block.data.nbytes for block in self.ahead.values() if block.on_device == on_device)
 
     def new(self) -> Block:

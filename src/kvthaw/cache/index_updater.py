@@ -1,4 +1,4 @@
-"""What a layer gives its index: a prompt at once or in chunks, what leaves a full ring, all of a sequence anew."""
+"""Index updates of a layer: prompts, tokens that leave a full ring, and rebuilds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvthaw.cache.retriever import Retriever
 
 @dataclass(frozen=True, slots=True)
 class Indexed:
-    """An index, and what its updater knows of it; see IndexUpdater."""
+    """An index and the state of its updater; see IndexUpdater."""
 
     index: Index
     counts: Tensor
@@ -108,8 +108,8 @@ class IndexUpdater:
         self._uncommitted.clear()
 
     def flush(self, leaving: Sequence[tuple[int, int, int]], recent_queries: Mapping[int, Tensor]) -> None:
-        """Give the index what leaves the rings of some sequences, (sequence, start, stop), as many tokens in each, but for what it
-        was given already. watched: the last queries of prompts, [Hq, W, D]."""
+        """Index the tokens that leave the rings of some sequences, (sequence, start, stop), equally many of each, unless they are
+        indexed already. recent_queries: the last queries of the prompts, [Hq, W, D]."""
         index = self.retriever.index
         leaving = [each for each in leaving if self.indexed[each[0]] < each[2]]
         for seq, start, stop in leaving:
@@ -126,7 +126,7 @@ class IndexUpdater:
             self._append([seq for seq, _ in known], n, rows[:, :, :, 0], rows[:, :, :, 1], None)
 
     def renew(self, ends: Mapping[int, int], recent_queries: Mapping[int, Tensor]) -> None:
-        """Index sequences anew, from the store, up to the ends given: those that are stale, or of which the index lacks tokens."""
+        """Rebuild, from the store and up to the ends given, sequences that are stale or not fully indexed."""
         for seq, end in ends.items():
             if seq not in self.stale and self.indexed[seq] >= end:
                 continue
@@ -135,8 +135,7 @@ class IndexUpdater:
             self.stale.discard(seq)
 
     def rollback(self, seq: int, start: int) -> None:
-        """Have the index forget the positions >= start that it was given ahead of the ring: as if it had not been given them, where
-        it can do that."""
+        """Remove the positions >= start from the index, exactly if it can undo its latest append."""
         if self.indexed[seq] <= start:
             return
         self.retriever.recover()
@@ -147,7 +146,7 @@ class IndexUpdater:
             self.truncate(seq, start)
 
     def truncate(self, seq: int, end: int) -> None:
-        """Have the index forget positions >= end of a sequence. One without positions to index is no longer stale."""
+        """Remove positions >= end of a sequence from the index. A sequence without positions to index is not stale."""
         self.retriever.truncate(seq, end if end > self.first else 0)
         self.indexed[seq] = min(self.indexed[seq], max(end, self.first))
         self._last.pop(seq, None)
@@ -155,16 +154,16 @@ class IndexUpdater:
             self.stale.discard(seq)
 
     def branch(self) -> Indexed:
-        """Have a copy of the index take what comes, until rejoin()."""
+        """Apply updates to a copy of the index until rejoin()."""
         return Indexed(*self.retriever.branch(), list(self.indexed), dict(self._last), set(self.stale))
 
     def rejoin(self, before: Indexed) -> None:
-        """Go back to the index as it was, and forget the copy."""
+        """Return to the index before branch(), and drop the copy."""
         self.retriever.rejoin(before.index, before.counts, before.upto)
         self.indexed, self._last, self.stale = list(before.upto), dict(before.last), set(before.stale)
 
     def clear(self, seq: int) -> None:
-        """Have the index forget a sequence, and what went wrong with it."""
+        """Remove a sequence from the index, and clear its errors."""
         self.retriever.recover()
         self.truncate(seq, 0)
 
@@ -176,7 +175,7 @@ class IndexUpdater:
         self.stale = {i for i, seq in enumerate(sequences) if seq in self.stale}
 
     def clone_from(self, other: IndexUpdater) -> None:
-        """Have what another updater's index has, of as many sequences."""
+        """Copy the index of another updater with as many sequences."""
         self.retriever.clone_from(other.retriever)
         self.indexed = list(other.indexed)
 
@@ -204,7 +203,7 @@ class IndexUpdater:
         self._last.update(starts)
 
     def _submit(self, job: Callable[[], None], failed: Callable[[], None]) -> None:
-        """Change the index, or leave what it was given unchanged: now, or later on a thread."""
+        """Update the index now, or on the worker thread; if that raises, undo the watermark."""
         try:
             self.retriever.submit(self.store.arriving, job, failed)
         except BaseException:
@@ -215,12 +214,13 @@ class IndexUpdater:
         return self.slab.data.new_empty((self.slab.data.shape[1], rows, 2, 0))
 
     def _queries(self, recent_queries: Mapping[int, Tensor], seq: int) -> Tensor:
-        """The last queries of a sequence's prompt, [Hq, W, D]; none of one that had none."""
+        """Return the last queries of a sequence's prompt, [Hq, W, D]; none of one that had none."""
         context = self.retriever.context
         return recent_queries.get(seq, self.slab.data.new_empty((context.q_heads, 0, context.head_dim)))
 
     def _stored(self, seq: int, start: int, stop: int) -> Tensor:
-        """Rows [H, stop - start, 2, D] of a sequence that are in the store, on the device; the host waits for none of them."""
+        """Return rows [H, stop - start, 2, D] of a sequence that are in the store, on the device; the host waits for none of
+        them."""
         data = self.slab.data
         if not data.is_cuda:
             return self.store.read(seq, start, stop)

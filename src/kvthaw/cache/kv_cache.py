@@ -129,7 +129,7 @@ class KVCache:
             self.before_step()
 
     def _divide(self, tokens: int, pads: Sequence[int]) -> None:
-        """Fix the regions with a first prompt."""
+        """Set the regions by the first prompt."""
         if not self.offloaded:
             return
         lengths = {max(tokens, self.sequences.coming) - pad for pad in pads}
@@ -141,7 +141,7 @@ class KVCache:
         self.sequences.divide(regions, self.settings.sparse_queries)
 
     def _failed(self) -> Step | None:
-        """The step that was begun and not committed. Of a first prompt nothing stays."""
+        """Return the step that was begun and not committed. Of a first prompt nothing stays."""
         step = self.sequences.step
         if step is not None and not self.sequences.count:
             for layer in self.layers:
@@ -164,7 +164,7 @@ class KVCache:
         self.sequences.step = None
 
     def settle_failure(self) -> None:
-        """Bring every layer back to the committed lengths where a step failed."""
+        """Return every layer to the committed lengths if a step failed."""
         failed = self._failed()
         if failed is not None:
             self._go_back(failed)
@@ -179,7 +179,7 @@ class KVCache:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Within it a model's forward runs: where it raises after the last layer has attended, its step is not counted either."""
+        """Wrap a model's forward: if it raises after the last layer has attended, its step is not counted either."""
         before, outer, self._whole = self.sequences.commits, self._whole, True
         try:
             yield
@@ -193,8 +193,8 @@ class KVCache:
 
     @contextmanager
     def prompt(self, tokens: int, seq: int | None = None) -> Iterator[None]:
-        """Within it the next `tokens` tokens, padding included, are one prompt in chunks of any size: of every sequence, or of one
-        sequence of a running batch while the others stay as they are."""
+        """Treat the next `tokens` tokens, padding included, as one prompt in chunks of any size: of every sequence, or of one
+        sequence of a running batch, whose other sequences stay unchanged."""
         self.sequences.announce(tokens, seq)
         try:
             yield
@@ -204,7 +204,7 @@ class KVCache:
     # Between steps
 
     def needs_host(self) -> bool:
-        """Whether a decode step requires work on the host first."""
+        """Return whether a decode step requires work on the host first."""
         sequences = self.sequences
         return (
             self._prepared != self._state()
@@ -232,8 +232,8 @@ class KVCache:
         self._prepared, self._flushed = self._state(), sequences.padded_length
 
     def run_ahead(self, *, certain: bool = False) -> None:
-        """Do what the next decode step requires while the device is at work: in every layer where it is certain that the step
-        comes, else in those that can take it back exactly."""
+        """Run the host-side work of the next decode step while the device is busy: in every layer if it is certain that the step
+        comes, else in the layers that can undo it exactly."""
         if self.sequences.full():
             self._run_ahead([layer for layer in self.layers if certain or layer.can_run_ahead])
 
@@ -256,7 +256,7 @@ class KVCache:
                 self._flushed = self.sequences.padded_length
 
     def flush_deferred(self) -> None:
-        """Run index updates that were put off to be run for several layers at once."""
+        """Run the queued index updates of all layers."""
         self.streams.deferred.flush()
 
     def after_step(self) -> None:
@@ -271,8 +271,8 @@ class KVCache:
                 layers[at].preallocate(seq)
 
     def reserve(self, tokens: int) -> None:
-        """Allocate the host blocks for what the next `tokens` tokens push out of their rings, if they are decoded one by one.
-        Raises HostMemoryError before anything has changed."""
+        """Allocate the host blocks for the tokens that leave their rings during the next `tokens` tokens, if these are decoded one
+        by one. Raises HostMemoryError before anything has changed."""
         sequences = self.sequences
         if sequences.regions is None or sequences.filling is not None or not sequences.decodes(tokens):
             return
@@ -298,7 +298,7 @@ class KVCache:
             layer.wait()
 
     def tensors(self) -> list[Tensor]:
-        """The tensors that a captured step reads and writes."""
+        """Return the tensors that a captured step reads and writes."""
         return [*self.sequences.on_device.tensors(), *(tensor for layer in self.layers for tensor in layer.tensors())]
 
     # Changes from outside
@@ -309,14 +309,14 @@ class KVCache:
         self.sequences.open(count, capacity)
 
     def clear(self, seq: int) -> None:
-        """Forget one sequence, which is idle from then on; no tensor moves."""
+        """Drop one sequence, which is idle from then on; no tensor moves."""
         self.settle_failure()
         for layer in self.layers:
             layer.clear(seq)
         self.sequences.clear(seq)
 
     def _take_back(self, step: Step, drop: int) -> int:
-        """Take back the last `drop` tokens of a step, or all of them, as if they had never come. Returns how many."""
+        """Undo the last `drop` tokens of a step, or all of them, exactly. Returns how many."""
         sequences, kept = self.sequences, max(0, step.tokens - drop)
         sequences.uncommit()
         sequences.step = None
@@ -340,7 +340,7 @@ class KVCache:
                 layer.check_crop(drop)
 
     def crop(self, drop: int) -> None:
-        """Forget the last `drop` tokens of every sequence. Raises CacheError before any layer has changed where a layer cannot."""
+        """Drop the last `drop` tokens of every sequence. Raises CacheError, before any layer has changed, if a layer cannot."""
         sequences, evicts = self.sequences, self.settings.method.evicts
         if drop <= 0 or not sequences.padded_length:
             return
@@ -371,7 +371,7 @@ class KVCache:
         self.sequences.reorder(order)
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Drop everything."""
         for layer in self.layers:
             layer.reset()
         self._checkpoints.drop()
@@ -391,8 +391,8 @@ class KVCache:
         self._commit(step)
 
     def join(self, others: Sequence[KVCache]) -> None:
-        """Take over the tokens of other caches of dense layers, their sequences one below the other. The others are empty then: no
-        more than one layer is ever held twice."""
+        """Move the tokens of other caches of dense layers here, their sequences one after the other, layer by layer, so that at
+        most one layer is held twice. The others are empty then."""
         lengths = [other.sequences.length(seq) for other in others for seq in range(other.sequences.count)]
         self.sequences.adopt(lengths)
         for i, layer in enumerate(self.layers):
@@ -405,5 +405,5 @@ class KVCache:
             other.reset()
 
     def stats(self) -> Stats:
-        """What the cache holds and did so far. Waits for the device."""
+        """Return what the cache holds and did so far. Waits for the device."""
         return collect(self.settings, self.sequences, self.layers)

@@ -31,7 +31,8 @@ class KVPrefetcher:
     def blocks(
         self, store: HostStore, seq: int, stop: int, device: torch.device, after: torch.cuda.Event | None = None
     ) -> Iterator[Tensor]:
-        """Rows 0 .. stop of a sequence in order, [H, n, 2, D] each, on the device; n is BLOCK, in whole blocks, but for the last.
+        """Return rows 0 .. stop of a sequence in order, [H, n, 2, D] each, on the device; n is BLOCK, in whole blocks, but for the
+        last.
 
         after: ends the copy of the last of them to the host. A block is good until the next is asked for, and one at a time may be
         on its way. The first copy begins at once.

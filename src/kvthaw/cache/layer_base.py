@@ -14,7 +14,7 @@ from kvthaw.cache.step import Row, Step
 from kvthaw.kernels.dense import causal_attention
 
 RECENT_QUERIES = 128
-"""How many of a prompt's last queries are kept, which some indexes look at."""
+"""Queries kept of the end of each prompt, for indexes that read them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,27 +44,27 @@ class LayerKV(Protocol):
     """The last queries of each sequence's prompt, [Hq, W, D]."""
 
     def prefill(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
-        """Attend densely and causally from new tokens to all before them, and take the new ones in. Returns [B, Hq, T, D]."""
+        """Attend densely and causally from new tokens to all before them, and store the new ones. Returns [B, Hq, T, D]."""
 
     def decode(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
-        """Attend from new tokens, one by one, to what the layer's method selects, and take them in. Returns [B, Hq, T, D]."""
+        """Attend from new tokens, one by one, to what the layer's method selects, and store them. Returns [B, Hq, T, D]."""
 
     def attend_again(self, step: Step, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
         """Attend with the queries of another layer that shares these keys, which the layer has: those of the step's last tokens."""
 
     def append(self, step: Step, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Take tokens in as a prefill does, without attention."""
+        """Store tokens as prefill() does, without attention."""
 
     def before_step(self, leaving: Sequence[tuple[int, int, int]]) -> None:
-        """Do all host-side work that the next decode step requires; idempotent. leaving: (sequence, start, stop) of the tokens that
-        leave their rings with it."""
+        """Run all host-side work that the next decode step requires; idempotent. leaving: (sequence, start, stop) of the tokens
+        that leave their rings with that step."""
 
     def run_ahead(self, leaving: Sequence[tuple[int, int, int]]) -> bool:
-        """Do it before it is known that the step comes, and return whether all of it is done."""
+        """Run that work before it is certain that the step comes. Returns whether all of it is done."""
 
     @property
     def can_run_ahead(self) -> bool:
-        """Whether what runs ahead can be taken back exactly."""
+        """Whether rollback() undoes run_ahead() exactly."""
 
     def reserve_blocks(self, ends: Mapping[int, int]) -> None:
         """Allocate the host blocks that offloading up to `ends` takes, by sequence. Raises HostMemoryError."""
@@ -73,18 +73,18 @@ class LayerKV(Protocol):
         """Return [1] int32 on the device, 1 once a decoded key or value was not finite; None before the first prompt."""
 
     def recover(self) -> None:
-        """Forget what went wrong in a step that failed; the step may be repeated."""
+        """Clear the errors of a step that failed, so that it can be repeated."""
 
     def rollback(self, failed: Step | None, *, repeated: bool = False, ahead: bool = False) -> None:
-        """Be as the committed lengths say: take back what ran ahead, unless a decode step follows (ahead), and what a failed step
-        left, but for the token that is decoded again if the step is repeated."""
+        """Return to the committed lengths: undo what a failed step wrote, unless the step is repeated, and what ran ahead, unless
+        a decode step follows (ahead)."""
 
     def check_crop(self, drop: int) -> None:
         """Raise CacheError where crop(drop) would need tokens that the method has dropped."""
 
     def crop(self, seq: int, start: int, length: int, *, exactly: bool = False) -> None:
-        """Forget the tokens >= length of a sequence, whose ring begins at `start` from then on. exactly: an index that can undo its
-        latest append does so, instead of truncating."""
+        """Drop the tokens >= length of a sequence; its ring begins at `start` from then on. exactly: an index that can undo its
+        latest append does so instead of truncating."""
 
     def clear(self, seq: int) -> None:
         """Forget a sequence; no tensor moves."""
@@ -99,22 +99,22 @@ class LayerKV(Protocol):
         """Wait until every token is offloaded and indexed; raise what went wrong."""
 
     def length(self, seq: int) -> int:
-        """Tokens of a sequence that this layer has attended to, those of the step under way included."""
+        """Return the number of tokens of a sequence that this layer has attended to, those of the step under way included."""
 
     def read(self, seq: int, start: int, stop: int) -> Tensor:
         """Return rows [H, stop - start, 2, D] of a sequence, on the host or on the device."""
 
     def device_bytes(self) -> int:
-        """Bytes of KV on the device."""
+        """Return the bytes of KV on the device."""
 
     def fixed_bytes(self) -> int:
-        """Bytes that this layer takes on the device wherever its blocks lie, its index included."""
+        """Return the bytes that this layer takes on the device wherever its blocks lie, its index included."""
 
     def host_bytes(self, seq: int | None = None) -> int:
-        """Bytes of KV on the host, of one sequence or of all."""
+        """Return the bytes of KV on the host, of one sequence or of all."""
 
     def tensors(self) -> list[Tensor]:
-        """The tensors that a captured step reads and writes."""
+        """Return the tensors that a captured step reads and writes."""
 
 
 def attend_rows(step: Step, query: Tensor, attend: Callable[[Row, Tensor], Tensor]) -> Tensor:
@@ -128,11 +128,12 @@ def attend_rows(step: Step, query: Tensor, attend: Callable[[Row, Tensor], Tenso
 
 
 def last_queries(before: Tensor | None, query: Tensor) -> Tensor:
-    """The last RECENT_QUERIES queries of a sequence whose prompt came in parts, [Hq, W, D]; query [Hq, T, D]: the last part's."""
+    """Return the last RECENT_QUERIES queries of a sequence whose prompt came in parts, [Hq, W, D]; query [Hq, T, D]: the last
+    part's."""
     last = query[:, -RECENT_QUERIES:]
     return last.clone() if before is None else torch.cat((before, last), dim=1)[:, -RECENT_QUERIES:].clone()
 
 
 def reordered(recent_queries: Mapping[int, Tensor], sequences: Sequence[int]) -> dict[int, Tensor]:
-    """The kept queries by the sequences' new places."""
+    """Return recent_queries after sequence i has become what sequence sequences[i] was."""
     return {i: recent_queries[seq] for i, seq in enumerate(sequences) if seq in recent_queries}

@@ -1,4 +1,4 @@
-"""Where the tokens of one layer stand: sink and ring on the device, store on the host, index."""
+"""Storage of one layer: sink and ring on the device, store on the host, index."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class LayerStorage:
         self.offloader = Offloader(self.store, self.slab, streams, keeps=not method.evicts)
 
     def place_on_device(self, layer: int) -> None:
-        """Let blocks lie on the device while the layer's share of device memory has room."""
+        """Place blocks on the device while the layer's share of device memory has room."""
         memory, blocks = self.streams.device, self.store.allocator
         memory.resolve(self.slab.data.device)
         if memory.bytes and self.offloader.keeps:
@@ -56,8 +56,8 @@ class LayerStorage:
         return 0 if self.placement is None else max(0, self.placement.device.room)
 
     def append(self, row: Row, query: Tensor, keys: Tensor, values: Tensor, remaining: int, *, paused: bool = False) -> int:
-        """Take the prompt's tokens [., n, D] of one sequence in. Returns the position at which its ring begins then.
-        paused: the rest of its prompt comes after steps of other sequences."""
+        """Store and index a prompt's tokens [., n, D] of one sequence. Returns where its ring begins then. paused: other sequences
+        take steps before the rest of the prompt comes."""
         regions, past, seq = self.slab.regions, row.past, row.seq
         length = past + keys.shape[1]
         start = regions.first_indexed(length)
@@ -84,8 +84,8 @@ class LayerStorage:
             self.updater.stale.add(seq)
 
     def flush(self, leaving: Sequence[tuple[int, int, int]], recent_queries: Mapping[int, Tensor]) -> None:
-        """Offload and index tokens that leave their rings, (sequence, start, stop), as far as that has not been done. watched: the
-        last queries of prompts."""
+        """Offload and index tokens that leave their rings, (sequence, start, stop); idempotent. recent_queries: the last queries of
+        the prompts."""
         if leaving:
             self.finish_moves()
             self.offloader.up_to({seq: stop for seq, _, stop in leaving})
@@ -93,7 +93,7 @@ class LayerStorage:
                 self.updater.flush(leaving, recent_queries)
 
     def undisturbed(self, leaving: Sequence[Sequence[tuple[int, int, int]]]) -> int:
-        """Return how many of the next tokens the index serves as it is. leaving: what leaves the rings before each token."""
+        """Return how many of the next tokens come before the index changes. leaving: what leaves the rings before each token."""
         assert self.updater is not None
         if self.updater.stale:
             return 0
@@ -113,7 +113,7 @@ class LayerStorage:
         return 0 if self.placement is None else self.placement.moved_bytes
 
     def finish_moves(self) -> None:
-        """Use the room on the device of blocks that have arrived on the host."""
+        """Free the device memory of blocks whose copy to the host is complete."""
         if self.placement is not None:
             self.placement.finish()
 
@@ -134,8 +134,8 @@ class LayerStorage:
             self.updater.retriever.settle()
 
     def rollback(self, seq: int, start: int, length: int, failed: Step | None) -> None:
-        """Hold the first `length` tokens of a sequence, whose ring begins at `start`. failed: the step that left more, None if
-        tokens were offloaded and indexed ahead of a step that did not come."""
+        """Return to the first `length` tokens of a sequence, whose ring begins at `start`. failed: the step that wrote more; None
+        if tokens were only offloaded and indexed ahead of a step that did not come."""
         ahead = self.offloader.ahead(seq, start)
         if failed is None and not ahead and (self.updater is None or self.updater.indexed[seq] <= start):
             return
@@ -150,8 +150,8 @@ class LayerStorage:
             self.offloader.truncate(seq, length)
 
     def crop(self, seq: int, start: int, length: int, old: int, before: int, *, exactly: bool = False) -> None:
-        """Forget the tokens >= length of a sequence of `before` tokens, whose ring began at `old` and begins at `start` then. The
-        ring is refilled from the store. exactly: see LayerKV."""
+        """Drop the tokens >= length of a sequence of `before` tokens. Its ring began at `old`, begins at `start` then, and is
+        refilled from the store. exactly: see LayerKV."""
         self.settle()
         if start < old and self.updater is not None:
             (self.updater.rollback if exactly else self.updater.truncate)(seq, start)
@@ -159,7 +159,7 @@ class LayerStorage:
         self.offloader.truncate(seq, length)
 
     def clear(self, seq: int) -> None:
-        """Forget a sequence."""
+        """Drop a sequence."""
         self.offloader.wait()
         if self.updater is not None:
             self.updater.clear(seq)

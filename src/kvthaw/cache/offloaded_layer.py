@@ -86,7 +86,7 @@ class OffloadedLayer:
         return step.lengths(taken)[seq] if step is not None and under_way else self.sequences.length(seq)
 
     def indexed(self, seq: int) -> int:
-        """Where the sequence's ring begins: positions [sink, this) are in the retrieval region."""
+        """Return where the sequence's ring begins: positions [sink, this) are in the retrieval region."""
         return self.sequences.indexed(seq, self.length(seq))
 
     def read(self, seq: int, start: int, stop: int) -> Tensor:
@@ -98,7 +98,7 @@ class OffloadedLayer:
         return self.slab.tickets[-1:] if self.plan else None
 
     def device_bytes(self) -> int:
-        """Bytes of KV on the device: sink, ring, pool and blocks."""
+        """Return the bytes of KV on the device: sink, ring, pool and blocks."""
         return self.slab.data.nbytes + self.store.nbytes(on_device=True) if self.plan else 0
 
     def fixed_bytes(self) -> int:
@@ -106,7 +106,7 @@ class OffloadedLayer:
         return self.sparse.fixed_bytes() if self.plan else 0
 
     def host_bytes_per_token(self) -> int:
-        """Bytes of host memory that a token takes; 0 where tokens are evicted, and before the first prompt."""
+        """Return the bytes of host memory that a token takes; 0 where tokens are evicted, and before the first prompt."""
         return self.store.kv_heads * self.store.row_bytes if self.plan and self.storage.offloader.keeps else 0
 
     def host_bytes(self, seq: int | None = None) -> int:
@@ -237,21 +237,21 @@ class OffloadedLayer:
     # Queries that are known before the layer runs
 
     def asks(self, tokens: int) -> bool:
-        """Whether an index of this layer's own is asked when so many tokens come."""
+        """Return whether this layer's own index selects rows for a step of so many tokens."""
         return self.retriever is not None and self.chooses and self.sequences.decodes(tokens)
 
     def prefetch(self, queries: Tensor) -> None:
-        """Have the index asked with these queries, [B, Hq, T, D], instead of the coming tokens' own. One on the host begins to
-        search at once, beside the layer before, for as many of the tokens as come before it changes."""
+        """Search with these queries, [B, Hq, T, D], instead of the next tokens' own. An index on the host starts at once, beside
+        the layer before, with the tokens that come before the index changes."""
         assert self.retriever is not None
         self.retriever.prefetch(queries, self.undisturbed(queries.shape[2]) if self.on_host else 0)
 
     def undisturbed(self, tokens: int) -> int:
-        """Return how many of the next tokens the index serves as it is: before the others, something leaves the ring."""
+        """Return how many of the next tokens come before tokens leave a ring, so that the index does not change."""
         return self.storage.undisturbed([self.sequences.leaving(t) for t in range(tokens)])
 
     def drop_search(self) -> None:
-        """Drop the predicted queries and their searches: the step does not come."""
+        """Drop the predicted queries and their searches."""
         if self.retriever is not None and self.chooses:
             self.retriever.drop_search()
 
@@ -270,8 +270,8 @@ class OffloadedLayer:
         return self.storage.updater is None or self.storage.updater.reversible
 
     def before_step(self, leaving: Sequence[tuple[int, int, int]], taken: int = 0) -> None:
-        """See LayerKV. Afterwards a step of one token is work of the device alone, where the index is graph-safe. taken: tokens of
-        the step under way that are in the ring already."""
+        """See LayerKV. Afterwards a step of one token runs on the device alone if the index is graph-safe. taken: tokens of the
+        current step that are in the ring already."""
         if self.plan is None:
             return
         self.check_finite()
@@ -299,7 +299,7 @@ class OffloadedLayer:
         return len(ready) == len(leaving)
 
     def reserved(self, seq: int) -> int:
-        """Tokens of a sequence that its blocks on the host have room for."""
+        """Return the number of tokens of a sequence that its blocks on the host have room for."""
         return self.store.reserved(seq) if self.plan and seq < self.store.seqs else 0
 
     def reserve_blocks(self, ends: Mapping[int, int]) -> None:
@@ -308,7 +308,7 @@ class OffloadedLayer:
             self.storage.reserve(ends)
 
     def preallocate(self, seq: int) -> None:
-        """Take the block that a sequence will need before its next turn, and move blocks between device and host."""
+        """Allocate the block that a sequence needs before its next turn, and move blocks between device and host."""
         self.storage.preallocate(seq, self.sequences.length(seq))
         self.sparse.update_table()
 

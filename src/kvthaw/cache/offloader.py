@@ -27,15 +27,15 @@ class Offloader:
             store.prepare(slab, streams.deferred)
 
     def prompt(self, seq: int, past: int, keys: Tensor, values: Tensor) -> None:
-        """Offload keys and values [H, n, D] of a prompt, and before them what of the first `past` tokens stands in the ring only.
-        The copy goes beside later work."""
+        """Offload keys and values [H, n, D] of a prompt, after those of the first `past` tokens that are only in the ring. The copy
+        overlaps later work."""
         if self.keeps:
             self.up_to({seq: past})
             shared = self.store.length(seq) - past
             self.streams.offload(self.store, seq, keys[:, shared:], values[:, shared:])
 
     def up_to(self, positions: Mapping[int, int]) -> None:
-        """Offload what of the first so many tokens of each sequence stands in sink or ring only."""
+        """Offload tokens of each sequence, up to a position, that are only in sink or ring."""
         stored = [(seq, self.store.length(seq), stop) for seq, stop in positions.items()]
         spans = [(seq, start, stop - start) for seq, start, stop in stored if start < stop]
         if not spans or not self.keeps:
@@ -49,15 +49,15 @@ class Offloader:
             self.store.arrive(copied, ordered=True)
 
     def wait(self) -> None:
-        """Wait until everything has arrived: the host reads it next."""
+        """Wait until all copies are complete, before the host reads the store."""
         self.store.wait()
 
     def wait_on_stream(self) -> None:
-        """Have the device read it next; the host does not wait."""
+        """Make the current stream wait for all copies, before the device reads the store; the host does not wait."""
         self.store.order(self.slab.data.device)
 
     def read(self, seq: int, start: int, stop: int) -> Tensor:
-        """Rows [H, stop - start, 2, D] of a sequence, wherever they lie; on the host or on the device."""
+        """Return rows [H, stop - start, 2, D] of a sequence, wherever they lie; on the host or on the device."""
         if not self.keeps:
             return self.slab.read(seq, start, stop)
         self.wait()
@@ -68,8 +68,8 @@ class Offloader:
         return ring if stored == start else torch.cat((self.store.read(seq, start, stored).to(ring.device), ring), dim=1)
 
     def past(self, seq: int, stop: int, ring_start: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Keys and values [1, H, n, D] of positions 0 .. stop on the device, in blocks: from the host as far as they are there, the
-        rest from the ring. What a method has evicted is left out. Each is good until the next is asked for."""
+        """Return blocks of keys and values [1, H, n, D] of positions 0 .. stop on the device: from the host as far as they are
+        there, the rest from the ring. What a method has evicted is left out. Each is good until the next is asked for."""
         if self.keeps:
             stored = min(self.store.length(seq), stop)
             held = [(stored, stop)]
@@ -81,7 +81,7 @@ class Offloader:
         return ((rows[None, :, :, 0], rows[None, :, :, 1]) for rows in chain(blocks, pieces))
 
     def refill(self, seq: int, start: int, stop: int) -> None:
-        """Bring positions start .. stop back into the ring, as far as the store has them."""
+        """Copy positions start .. stop back into the ring, as far as the store has them."""
         stop = min(stop, self.store.length(seq))
         if start < stop:
             self.slab.write(seq, start, self.store.read(seq, start, stop))
@@ -92,27 +92,27 @@ class Offloader:
         self._latest = {i: self._latest[seq] for i, seq in enumerate(sequences) if seq in self._latest}
 
     def ahead(self, seq: int, start: int) -> bool:
-        """Whether tokens were copied that stand in a ring which begins at `start`, but for those of a prompt."""
+        """Return whether decoded tokens were offloaded that are still in a ring which begins at `start`."""
         latest = self._latest.get(seq)
         return latest is not None and start < latest[1] == self.store.length(seq)
 
     def marks(self) -> tuple[list[int], dict[int, tuple[int, int]]]:
-        """How far each sequence is offloaded; see rewind."""
+        """Return how far each sequence is offloaded; see rewind."""
         return [self.store.length(seq) for seq in range(self.store.seqs)], dict(self._latest)
 
     def rewind(self, marks: tuple[list[int], dict[int, tuple[int, int]]]) -> None:
-        """Forget what was offloaded since."""
+        """Drop what was offloaded since `marks`."""
         lengths, latest = marks
         for seq, length in enumerate(lengths):
             self.truncate(seq, length)
         self._latest = dict(latest)
 
     def undo(self, seq: int) -> None:
-        """Forget the latest copy from a ring."""
+        """Drop the rows of the latest copy from a ring."""
         self.truncate(seq, self._latest[seq][0])
 
     def truncate(self, seq: int, length: int) -> None:
-        """Forget rows >= length of a sequence."""
+        """Drop rows >= length of a sequence."""
         self._latest.pop(seq, None)
         if self.store.length(seq) > length:
             self.store.truncate(seq, length)

@@ -50,13 +50,14 @@ class Slab:
         return self.data[:, :, : self.pool_start]
 
     def places(self, start: int, stop: int) -> Tensor:
-        """Where the tokens of positions start .. stop stand while they are in the sink or in the ring, int64; made on the device,
-        for which the host need not wait. None where start is not before stop."""
+        """Return where the tokens of positions start .. stop stand while they are in the sink or in the ring, int64; made on the
+        device, for which the host need not wait. None where start is not before stop."""
         position = torch.arange(start, max(start, stop), device=self.data.device)
         return place_of(position, self.regions.sink, self.regions.ring)
 
     def runs(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """The same as places that neighbour each other, from .. to: at most three pieces where the tokens are in sink and ring."""
+        """Return the same as places that neighbour each other, from .. to: at most three pieces where the tokens are in sink and
+        ring."""
         sink, ring, found = self.regions.sink, self.regions.ring, []
         while start < stop:
             place = start if start < sink else sink + (start - sink) % ring
@@ -71,13 +72,13 @@ class Slab:
         self.data[seq].index_copy_(1, self.places(start, start + rows.shape[1]), rows.to(self.data.device))
 
     def read(self, seq: int, start: int, stop: int) -> Tensor:
-        """Rows [H, stop - start, 2, D] of positions that stand in the sink or in the ring, of the caller's own."""
+        """Return rows [H, stop - start, 2, D] of positions that stand in the sink or in the ring, of the caller's own."""
         pieces = [self.data[seq, :, place:end] for place, end in self.runs(start, stop)]
         return torch.cat(pieces or [self.data[seq, :, :0]], dim=1)
 
     def read_seqs(self, starts: Sequence[tuple[int, int]], n: int, deferred: DeferredBatch) -> Tensor:
-        """Rows [R, H, n, 2, D] of positions start .. start + n of some sequences, each (sequence, start), which stand in the sink
-        or in the ring; of the caller's own. together: of the layers that read the same sequences."""
+        """Return rows [R, H, n, 2, D] of positions start .. start + n of some sequences, each (sequence, start), which stand in the
+        sink or in the ring; of the caller's own. together: of the layers that read the same sequences."""
         heads, held = self.data.shape[1:3]
         key = "places", tuple(starts), n, self.regions, tuple(self.data.shape[:3]), self.data.device
 

@@ -28,7 +28,7 @@ _CHECKED = 3
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What one decode step of a group attends to, and where it lies.
+    """The rows that one decode step of a group attends to, and their slots.
 
     slots [B, H, M] int32: the pool slot of every selected row, -1 padded, and -1 for rows that are read in their blocks. fetch [B,
     H, M] int32: the rows to bring, else -1. live [B, H, C] bool: slots that hold a selected row. All on the device, all None where
@@ -43,12 +43,12 @@ class Choice:
 
     @property
     def followed(self) -> Choice:
-        """What a follower takes of it: rows and where they lie; weights and partials are of the anchor's own keys."""
+        """The choice for a follower: rows and slots, without weights and partials, which belong to the anchor's keys."""
         return replace(self, selection=Selection(self.selection.rows, self.selection.counts))
 
 
 class Meter:
-    """What a group selected and fetched over all steps. Reading the rows that residency counted is the only sync."""
+    """Counts of rows that a group selected and fetched over all steps. Reading them is the only sync."""
 
     def __init__(self, residency: Residency, context: IndexContext) -> None:
         self._residency, self._context = residency, context
@@ -141,8 +141,8 @@ class Retriever:
             job()
 
     def settle(self) -> None:
-        """Wait until the index has taken in all that it was given, and no search reads it. Raises what went wrong with that,
-        at every call until recover(): an index that lacks tokens is not searched."""
+        """Wait for all index updates and searches. Raises the error of an update at every call until recover(), since an index that
+        lacks tokens must not be searched."""
         self._rest()
         jobs, self._jobs = self._jobs, []
         for job, failed in reversed(jobs):  # so that the first that failed has the last word
@@ -158,14 +158,14 @@ class Retriever:
             self._beside.join()
 
     def recover(self) -> None:
-        """Forget what went wrong: what the index lacks is given to it again. Waits for the jobs under way."""
+        """Clear the error of an update, which is then repeated. Waits for the jobs under way."""
         if self._jobs or self._failure is not None:
             with suppress(Exception):
                 self.settle()
             self._failure = None
 
     def forget_slots(self) -> None:
-        """A step failed: rows may have been given slots that they did not reach, so none is held to be on the device."""
+        """Empty all slots after a failed step, which may have assigned slots without filling them."""
         for seq in range(self.residency.slot_row.shape[0]):
             self.residency.clear(seq)
 
@@ -175,7 +175,7 @@ class Retriever:
             self._searching = None
 
     def make_room(self, tokens: int) -> None:
-        """For so many tokens of each sequence: until there are more, no tensor of a choice moves."""
+        """Allocate for so many tokens of each sequence; until there are more, no tensor of a choice moves."""
         self.index.make_room(self.residency.slot_row.shape[0], tokens)
         self.residency.grow(tokens)
 
@@ -206,8 +206,8 @@ class Retriever:
             self.prefetched = None
 
     def search(self, queries: Tensor) -> list[Future[Selection]]:
-        """Begin to select rows for queries [B, Hq, T, D] in an index on the host, beside what the caller does next, and does not
-        wait for them to arrive there. Returns for each of the T tokens what choose() takes."""
+        """Start selecting rows for queries [B, Hq, T, D] in an index on the host, without waiting for the queries to arrive there.
+        Returns a future for each of the T tokens."""
         here, sent = _to_host(queries)
         changes = [job for job, _ in self._jobs]
         found = [self._streams.search(sent, changes, partial(self._select, query)) for query in here.unbind(2)]
@@ -282,8 +282,8 @@ class Retriever:
             self._unchecked -= 1
 
     def _recorded(self, query: Tensor, graph: SegmentedGraph) -> Choice:
-        """The choice of a step that is recorded: the host makes it, between the graph that leaves the query on the group's desk and
-        the one that finds there what was chosen."""
+        """Record a choice made on the host between two graphs: one writes the query to a pinned buffer, the next reads the choice
+        from another."""
         selection_buffer, seqs = self._selection_buffer, query.shape[0]
         here = selection_buffer.parts(selection_buffer.answer)
         selection_buffer.query.copy_(query, non_blocking=True)
@@ -304,7 +304,7 @@ class Retriever:
         return Choice(Selection(rows, counts), slots, fetch, live)
 
     def _answer(self, selection: Selection, parts: Parts) -> tuple[Tensor, Tensor]:
-        """Give the rows of a selection made on the host slots, and write all of it where the device will find it."""
+        """Assign slots to a selection made on the host, and write both into a host buffer."""
         rows, counts, slots, fetch, live = parts
         rows.copy_(selection.rows)
         counts.copy_(selection.counts)
@@ -312,7 +312,7 @@ class Retriever:
         return slots, fetch
 
     def _make_way(self, seqs: int) -> None:
-        """Where rows do not outlive their step, none of the last one is left."""
+        """Empty all slots if the method keeps no rows between steps."""
         if self.method.keep == 0:
             for seq in range(seqs):
                 self.residency.clear(seq)
@@ -325,7 +325,7 @@ class Retriever:
         return self.index.select(query, self.rows)
 
     def _upload(self, selection: Selection, query: Tensor) -> Choice:
-        """Slots for a selection made on the host, brought to the query's device in one copy."""
+        """Assign slots to a selection made on the host, and copy both to the query's device at once."""
         here = torch.empty_like(
             self._selection_buffer.answer, pin_memory=True
         )  # of its own: the last one may still be on its way
@@ -333,18 +333,18 @@ class Retriever:
         return Choice(selection, *self._selection_buffer.parts(here.to(query.device, non_blocking=True))[2:], host)
 
     def clone_from(self, other: Retriever) -> None:
-        """Have what another group's index has, of as many sequences."""
+        """Copy the index of another group with as many sequences."""
         other.settle()
         self.index.clone_from(other.index)
 
     def truncate(self, seq: int, length: int) -> None:
-        """Forget positions >= length of a sequence."""
+        """Remove positions >= length of a sequence."""
         self.settle()
         self.index.truncate(seq, length)
         self.residency.clear(seq, length)
 
     def undo(self, seq: int, length: int) -> None:
-        """Forget positions >= length of a sequence, which were given last; as if they had not been, where the index can."""
+        """Remove positions >= length of a sequence, which were appended last; exactly if the index can."""
         if self.reverses is None:
             self.truncate(seq, length)
             return
@@ -353,7 +353,7 @@ class Retriever:
         self.residency.clear(seq, length)
 
     def branch(self) -> tuple[Index, Tensor]:
-        """Change a copy of the index from here on. Returns the index itself and the rows counted so far, for rejoin()."""
+        """Replace the index by a copy. Returns the index itself and the rows counted so far, for rejoin()."""
         self.settle()
         assert self.method.index is not None
         before, self.index = self.index, self.method.index(self.context)
@@ -361,7 +361,7 @@ class Retriever:
         return before, self.residency.counts.clone()
 
     def rejoin(self, index: Index, counts: Tensor, lengths: Sequence[int]) -> None:
-        """Go back to what branch() returned, an index that ends at a position of each sequence."""
+        """Return to the index and counts that branch() returned; lengths: where it ends, by sequence."""
         self.recover()
         self.settle()
         self.index, self._asked = index, None
@@ -396,7 +396,7 @@ class Retriever:
 
 
 def _to_host(query: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """A query on the CPU in float32, contiguous if it came from a GPU, and what ends its way."""
+    """Return a query on the CPU in float32, contiguous if it came from a GPU, and what ends its way."""
     if not query.is_cuda:
         return query.float(), None
     here = torch.empty(query.shape, dtype=torch.float32, pin_memory=True).copy_(query.float(), non_blocking=True)

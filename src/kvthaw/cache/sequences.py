@@ -1,4 +1,4 @@
-"""How long the sequences of a cache are: counted once for all layers, on the host and on the device."""
+"""Lengths of the sequences of a cache, counted once for all layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvthaw.regions import Regions
 _COUNTED = (
     "padded_length", "left_pad", "idle", "ring_start", "decoded", "dense_tokens", "prompted", "prompt_only", "held",
 )  # fmt: skip
-"""What a commit changes."""
+"""Fields that a commit changes."""
 
 
 def roomier(have: int, need: int) -> int:
@@ -98,7 +98,7 @@ class Sequences:
         self.idle = frozenset(range(count))
 
     def divide(self, regions: Regions, most_decoded: int) -> None:
-        """Set the regions in which tokens stand from the first prompt on."""
+        """Set the regions of the token positions; called with the first prompt."""
         self.regions, self.most_decoded = regions, most_decoded
         self.ring_start = [regions.sink] * self.count
 
@@ -120,21 +120,22 @@ class Sequences:
         return self.count - len(self.idle)
 
     def length(self, seq: int) -> int:
-        """Tokens of a sequence, padding not counted."""
+        """Return the number of tokens of a sequence, padding not counted."""
         return self.padded_length - self.left_pad[seq]
 
     def indexed(self, seq: int, length: int | None = None) -> int:
-        """Return where the ring begins at the sequence's length, or at another one: positions [sink, this) are retrieved."""
+        """Return where the ring begins at the sequence's length, or at another length: positions [sink, this) are in the retrieval
+        region."""
         assert self.regions is not None
         return self.regions.indexed(self.ring_start[seq], self.length(seq) if length is None else length)
 
     def held_at(self, seq: int, length: int) -> int:
-        """Return how many tokens stand in sink and ring at a length."""
+        """Return the number of tokens in sink and ring at a length."""
         assert self.regions is not None
         return min(length, self.regions.sink) + max(0, length - self.indexed(seq, length))
 
     def full(self, taken: int = 0) -> bool:
-        """Return whether some ring is full once `taken` more tokens have come."""
+        """Return whether any ring is full after `taken` more tokens."""
         if self.regions is None:
             return False
         at = self.padded_length + taken
@@ -143,8 +144,8 @@ class Sequences:
         return at == self._full_at or (at > self._full_at and bool(self.leaving(taken)))
 
     def leaving(self, taken: int = 0) -> list[tuple[int, int, int]]:
-        """Return (sequence, start, stop) for every ring that is full once `taken` more tokens have come: positions that leave it
-        with the next token."""
+        """Return (sequence, start, stop) for every ring that is full after `taken` more tokens: the positions that leave it with
+        the next token."""
         regions = self.regions
         if regions is None:
             return []
@@ -157,7 +158,7 @@ class Sequences:
         return found
 
     def _next_full(self) -> int:
-        """The padded length at which the next ring becomes full."""
+        """Return the padded length at which the next ring becomes full."""
         regions = self.regions
         assert regions is not None
         waits = []
@@ -170,7 +171,7 @@ class Sequences:
     # Steps
 
     def announce(self, tokens: int, seq: int | None = None) -> None:
-        """Take the next tokens, padding included, as one prompt of a sequence or of all, however they come; 0 ends it."""
+        """Treat the next tokens, padding included, as one prompt of a sequence or of all, in any number of steps; 0 ends it."""
         self._prompt = (seq, (self.padded_length if seq is None else self.length(seq)) + tokens) if tokens else None
 
     @property
@@ -180,7 +181,7 @@ class Sequences:
 
     @property
     def announced(self) -> bool:
-        """Whether a prompt was announced that may still go on."""
+        """Whether an announced prompt has not ended."""
         return self._prompt is not None
 
     @property
@@ -192,12 +193,12 @@ class Sequences:
         return max(0, end - (self.padded_length if seq is None else self.length(seq)))
 
     def decodes(self, tokens: int) -> bool:
-        """Return whether so many new tokens are decoded one by one, where every sequence has tokens before them."""
+        """Return whether a step of so many new tokens decodes them one by one, if every sequence has tokens before them."""
         return self.verifying or (tokens <= self.most_decoded and not self.announced)
 
     def begin(self, tokens: int, left_pad: Sequence[int] | None = None, *, dense: bool = True) -> Step:
-        """Begin a step. left_pad: of each sequence, where a prompt shows more of it. A step before it that was not committed has
-        failed, and its tokens do not count."""
+        """Begin a step. left_pad: padding of each sequence, None if unchanged. If the step before was not committed, it failed and
+        its tokens do not count."""
         failed, seq = self.step, self.filling
         pads = self.left_pad if left_pad is None else left_pad
         start = self.padded_length if seq is None else self.length(seq)
@@ -233,7 +234,7 @@ class Sequences:
         return self.step if self.step is not None or self._committed is None else self._committed[0]
 
     def uncommit(self) -> None:
-        """Count the latest step as one that failed: the forward that it belongs to did."""
+        """Undo the latest commit: the forward that the step belongs to failed."""
         assert self._committed is not None
         self.step, before = self._committed
         self._committed = None
@@ -254,7 +255,7 @@ class Sequences:
                 self.ring_start[row.seq] = self.regions.first_indexed(self.length(row.seq))
 
     def _advance(self) -> None:
-        """Every sequence but the idle ones has one token more."""
+        """Add a token to every sequence that is not idle."""
         self.padded_length += 1
         self.decoded += 1
         self.prompt_only = False
@@ -262,7 +263,7 @@ class Sequences:
             self.left_pad = [pad + (seq in self.idle) for seq, pad in enumerate(self.left_pad)]
 
     def count_decoded(self, tokens: int, back: int = 0) -> None:
-        """Count what the next tokens attend to in sink and ring; back: how many tokens before the next they begin."""
+        """Count what the next tokens attend to in sink and ring. back: how many tokens before the next one they begin."""
         if self.regions is None:
             return
         held = self.held
@@ -315,7 +316,7 @@ class Sequences:
     # Changes from outside
 
     def set_length(self, seq: int, length: int) -> None:
-        """Give one sequence a length; one without tokens is idle. Padding is no longer than it must be."""
+        """Set the length of one sequence, which is idle at length 0, with as little padding as possible."""
         lengths = [self.length(other) for other in range(self.count)]
         lengths[seq] = length
         self.padded_length = max(lengths)
@@ -325,24 +326,24 @@ class Sequences:
         self.version += 1
 
     def pause(self, seq: int) -> None:
-        """Let steps of the other sequences leave this one as it is."""
+        """Exclude a sequence from the steps of the others."""
         self.paused |= {seq}
         self.set_length(seq, self.length(seq))
 
     def resume(self, seq: int) -> None:
-        """Let steps give a paused sequence tokens again."""
+        """Include a paused sequence in steps again."""
         self.paused -= {seq}
         self.set_length(seq, self.length(seq))
 
     def clear(self, seq: int) -> None:
-        """Forget the tokens of one sequence, which is idle from then on."""
+        """Drop the tokens of one sequence, which is idle from then on."""
         self.paused -= {seq}
         self.set_length(seq, 0)
         self.ring_start[seq] = 0 if self.regions is None else self.regions.sink
 
     def ring_after_crop(self, seq: int, length: int, *, evicts: bool) -> int:
-        """Return where the ring of a sequence that is cropped to a length begins: where it began, if the method evicts, else as far
-        back as in a prompt of that length."""
+        """Return where the ring of a sequence begins after a crop to a length: where it began before if the method evicts, else as
+        far back as in a prompt of that length."""
         if self.regions is None:
             return 0
         return self.regions.indexed(self._start_after_crop(seq, length, evicts=evicts), length)
@@ -352,7 +353,7 @@ class Sequences:
         return self.indexed(seq) if evicts else min(self.ring_start[seq], self.regions.first_indexed(length))
 
     def crop(self, drop: int, *, evicts: bool = False) -> None:
-        """Forget the last `drop` tokens of every sequence; see ring_after_crop."""
+        """Drop the last `drop` tokens of every sequence; see ring_after_crop."""
         if self.regions is not None:
             for seq in range(self.count):
                 self.ring_start[seq] = self._start_after_crop(seq, max(0, self.length(seq) - drop), evicts=evicts)
@@ -368,18 +369,18 @@ class Sequences:
         self.version += 1
 
     def let_leave(self, tokens: int) -> None:
-        """Let what the next tokens push out of their rings leave now: where a method evicts it has been overwritten."""
+        """Move ring starts as if the next tokens had come: a method that evicts has overwritten what leaves with them."""
         self.ring_start = [self.indexed(seq, self.length(seq) + tokens) for seq in range(self.count)]
         self.version += 1
 
     def adopt(self, lengths: Sequence[int]) -> None:
-        """Hold sequences of so many tokens."""
+        """Set the lengths of all sequences."""
         self.padded_length = max(lengths)
         self.left_pad = [self.padded_length - n for n in lengths]
         self.capacity = self.room or roomier(0, self.padded_length)
         self.version += 1
 
     def forget_prompt(self) -> None:
-        """Forget the sizes that a first prompt set which failed."""
+        """Reset the sizes set by a first prompt that failed."""
         self.regions, self.capacity, self.step, self.ring_start = None, 0, None, []
         self.version += 1

@@ -73,7 +73,7 @@ class Stats:
     """Device memory that the latest capture holds."""
 
     def to_dict(self) -> dict[str, Any]:
-        """A plain dict, for JSON."""
+        """Return a plain dict, for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:

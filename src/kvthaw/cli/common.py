@@ -66,12 +66,12 @@ def complain(message: str) -> None:
 
 
 def stderr() -> Console:
-    """Where everything goes that is not the result."""
+    """Return where everything goes that is not the result."""
     return Console(stderr=True)
 
 
 def stdout() -> Console:
-    """Where results go."""
+    """Return where results go."""
     return Console()
 
 
@@ -158,7 +158,7 @@ def waiting(what: str) -> Iterator[None]:
 
 
 def prompt_text(prompt: str | None, file: Path | None) -> str:
-    """The prompt from the argument, the file, or stdin. Raises a usage error where there is none or more than one."""
+    """Return the prompt from the argument, the file, or stdin. Raises a usage error where there is none or more than one."""
     if prompt is not None and file is not None:
         raise typer.BadParameter("give a prompt or --file, not both", param_hint="PROMPT")
     if prompt is None and file is None and sys.stdin.isatty():

@@ -142,7 +142,7 @@ app.command("perplexity", epilog=perplexity.EXAMPLES)(perplexity.perplexity)
 
 
 def _files(given: list[str], tasks: list[str]) -> dict[str, Path]:
-    """The files of each task; those with a task's name before them are for it alone."""
+    """Return the files of each task; those with a task's name before them are for it alone."""
     found: dict[str, Path] = {}
     for one in given:
         name, given_name, path = one.partition("=")

@@ -38,8 +38,8 @@ def lm_eval(context: typer.Context) -> None:
 
 
 def with_path(arguments: Sequence[str]) -> list[str]:
-    """The harness's arguments with the folder of the model that ships for its name: tasks that are made to a length, as ruler's
-    are, load the tokenizer by what `pretrained` says."""
+    """Return the harness's arguments with the folder of the model that ships for its name: tasks that are made to a length, as
+    ruler's are, load the tokenizer by what `pretrained` says."""
     from kvthaw.engine.hf.model import SHIPPED, shipped_path
 
     return [re.sub(rf"(?<![^,=])pretrained={SHIPPED}(?![^,])", f"pretrained={shipped_path()}", one) for one in arguments]

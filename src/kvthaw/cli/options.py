@@ -97,7 +97,7 @@ def budget_of(text: str) -> int | float:
 
 
 def listed(text: str, kind: Callable[[str], T], option: str) -> list[T]:
-    """The values of an option that are separated by commas, without repeats. Raises a usage error that names the value."""
+    """Return the values of an option that are separated by commas, without repeats. Raises a usage error that names the value."""
     found: dict[T, None] = {}
     for part in text.split(","):
         if part.strip():
@@ -114,17 +114,17 @@ def listed(text: str, kind: Callable[[str], T], option: str) -> list[T]:
 
 
 def one_budget(text: str | None) -> int | float | None:
-    """A budget option that takes one value."""
+    """Return a budget option that takes one value."""
     return None if text is None else listed(text, budget_of, "--budget")[0]
 
 
 def words(text: Path | None) -> str | None:
-    """The text of --text, if it is given."""
+    """Return the text of --text, if it is given."""
     return None if text is None else prompt_text(None, text)
 
 
 def methods_of(text: str, option: str = "--method") -> list[str]:
-    """The methods of an option; a wrong name or option of one costs no loading of a model."""
+    """Return the methods of an option; a wrong name or option of one costs no loading of a model."""
     names = listed(text, str, option)
     from kvthaw.cache.plan import try_index
     from kvthaw.methods import resolve

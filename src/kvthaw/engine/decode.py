@@ -90,7 +90,7 @@ def _step(model: PreTrainedModel, cache: Cache | DynamicCache, ids: Tensor, capt
 
 
 def _lengths(cache: Cache, device: torch.device) -> Tensor:
-    """Tokens of each row, [B, 1]."""
+    """Return the length of each row, [B, 1]."""
     sequences = cache.kv.sequences
     lengths = [sequences.length(seq) for seq in range(sequences.count)]
     if len(set(lengths)) == 1:  # made on the device

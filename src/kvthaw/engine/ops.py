@@ -30,7 +30,7 @@ def serving(cache: KVCache) -> Iterator[None]:
 
 
 def serves(cache: KVCache) -> bool:
-    """Whether a step of this cache's graph runner is under way, which gives no mask: the layers know their padding."""
+    """Return whether a step of this cache's graph runner is under way, which gives no mask: the layers know their padding."""
     return _SERVED.get() is cache
 
 

@@ -296,7 +296,8 @@ class Sampler:
         return Drawn(tokens, score(logits, tokens, max(asked)) if asked else None)
 
     def _processed(self, logits: Tensor, positions: Tensor, seqs: slice, samplings: Sequence[Sampling]) -> Tensor:
-        """Logits after bias, penalties and the stop tokens that may not come yet, as they are where nobody asks for these."""
+        """Return logits after bias, penalties and the stop tokens that may not come yet, as they are where nobody asks for
+        these."""
         penalized, biased = any(one.penalized for one in samplings), any(one.logit_bias for one in samplings)
         waiting = any(one.min_tokens for one in samplings)
         if not (penalized or biased or waiting):
@@ -327,7 +328,7 @@ class Sampler:
 
 
 def _table(samplings: Sequence[Sampling], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The settings of sequences as tensors: [S, 7] float64 and seeds [S] int64."""
+    """Return the settings of sequences as tensors: [S, 7] float64 and seeds [S] int64."""
     numbers = [
         (
             max(one.temperature, _COLDEST),
@@ -345,7 +346,7 @@ def _table(samplings: Sequence[Sampling], device: torch.device) -> tuple[Tensor,
 
 
 def _groups(samplings: Sequence[Sampling], vocabulary: int, device: torch.device) -> list[tuple[int, Tensor]]:
-    """The sequences that draw, as pairs: how many of the likeliest tokens must be ranked (0: none), and who needs that."""
+    """Return the sequences that draw, as pairs: how many of the likeliest tokens must be ranked (0: none), and who needs that."""
     plain: list[int] = []
     short: list[int] = []
     long: list[int] = []
@@ -367,7 +368,7 @@ def _groups(samplings: Sequence[Sampling], vocabulary: int, device: torch.device
 
 
 def _choose(x: Tensor, positions: Tensor, numbers: Tensor, seeds: Tensor, groups: Sequence[tuple[int, Tensor]]) -> Tensor:
-    """The likeliest token of each row [B, V], or one drawn."""
+    """Return the likeliest token of each row [B, V], or one drawn."""
     tokens = x.argmax(dim=-1)
     for width, rows in groups:
         drawn = _draw(x[rows], positions[rows], numbers[rows], seeds[rows], width)
@@ -376,7 +377,7 @@ def _choose(x: Tensor, positions: Tensor, numbers: Tensor, seeds: Tensor, groups
 
 
 def _draw(x: Tensor, positions: Tensor, numbers: Tensor, seeds: Tensor, width: int) -> Tensor:
-    """A token of each row [R, V]. width: how many of the likeliest are ranked, 0 where top_k and top_p allow all."""
+    """Return a token of each row [R, V]. width: how many of the likeliest are ranked, 0 where top_k and top_p allow all."""
     temperature, top_k, top_p, log_min_p = numbers[:, :4, None].unbind(1)
     ranked, tokens = top(x, width) if width else (x, torch.arange(x.shape[1], device=x.device)[None])
     best = x.amax(dim=-1, keepdim=True).double()

@@ -99,7 +99,7 @@ class StopStrings:
 
     @staticmethod
     def _begun(text: str, stop: str) -> int:
-        """How many characters at the end of a text may be the beginning of a stop string."""
+        """Return how many characters at the end of a text may be the beginning of a stop string."""
         return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 

@@ -131,6 +131,6 @@ def shard_of(text: str) -> tuple[int, int]:
 
 
 def named(summary: dict[str, Any]) -> Sequence[str]:
-    """A variant in the words of a table's first columns: its method, what it was asked for, and its dense layers."""
+    """Return a variant in the words of a table's first columns: its method, what it was asked for, and its dense layers."""
     asked = "-" if summary["budget"] is None else str(summary["budget"])
     return summary["method"], asked, str(summary["dense_layers"])

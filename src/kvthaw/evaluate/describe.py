@@ -44,7 +44,8 @@ def describe(method: Method) -> dict[str, Any]:
 
 
 def _built(method: Method, prompt: int) -> Index:
-    """The index of a layer with one KV head after a prompt of random keys; asked for one row, so that no option has too few."""
+    """Return the index of a layer with one KV head after a prompt of random keys; asked for one row, so that no option has too
+    few."""
     assert method.index is not None
     regions, first = method.regions.for_budget(256), method.regions.for_budget(256).sink
     store = HostStore(1, 1, _DIM, _DTYPE)
@@ -59,7 +60,7 @@ def _built(method: Method, prompt: int) -> Index:
 
 
 def _rows(tokens: int) -> Tensor:
-    """Rows [1, tokens, 2, D] of random keys and values."""
+    """Return rows [1, tokens, 2, D] of random keys and values."""
     return torch.randn(1, tokens, 2, _DIM, generator=torch.Generator().manual_seed(0)).to(_DTYPE)
 
 
@@ -68,7 +69,7 @@ def _nbytes(index: Index) -> int:
 
 
 def markdown() -> str:
-    """The table of all methods, as docs/methods.md has it."""
+    """Return the table of all methods, as docs/methods.md has it."""
     rows = [describe(resolve(name)) for name in METHODS]
     lines = ["| " + " | ".join(column.replace("_", " ") for column in rows[0]) + " |", "|" + "---|" * len(rows[0])]
     lines += ["| " + " | ".join(word(value) for value in row.values()) + " |" for row in rows]
@@ -76,7 +77,7 @@ def markdown() -> str:
 
 
 def word(value: Any) -> str:
-    """A value as tables show it."""
+    """Return a value as tables show it."""
     return "-" if value is None else {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 

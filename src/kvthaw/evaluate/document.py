@@ -134,7 +134,7 @@ class Document:
         )
 
     def markdown(self) -> str:
-        """The same without the pictures."""
+        """Return the same without the pictures."""
         return "\n\n".join(block.markdown() for block in (Heading(self.title, 1), *self.blocks)) + "\n"
 
 

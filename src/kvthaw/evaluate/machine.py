@@ -14,7 +14,7 @@ from kvthaw.version import __version__
 
 
 def identity(model: PreTrainedModel, name: str) -> dict[str, str]:
-    """What a result depends on besides its job and variant: the model, how it runs, and kvthaw's version."""
+    """Return what a result depends on besides its job and variant: the model, how it runs, and kvthaw's version."""
     return {
         "model": name,
         "weights": fingerprint(model),
@@ -25,7 +25,7 @@ def identity(model: PreTrainedModel, name: str) -> dict[str, str]:
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """A short hash of names, shapes, dtypes and the first values of every weight, wherever they came from."""
+    """Return a short hash of names, shapes, dtypes and the first values of every weight, wherever they came from."""
     digest = hashlib.blake2b(digest_size=8)
     for name, weight in model.named_parameters():
         head = weight.detach().flatten()[:16].float().cpu().numpy().tobytes()
@@ -34,7 +34,7 @@ def fingerprint(model: PreTrainedModel) -> str:
 
 
 def versions() -> dict[str, str]:
-    """What a result was made with."""
+    """Return what a result was made with."""
     return {
         "kvthaw": __version__,
         "torch": torch.__version__,
@@ -44,12 +44,12 @@ def versions() -> dict[str, str]:
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU's name, or "cpu"."""
+    """Return the GPU's name, or "cpu"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def now(device: torch.device) -> float:
-    """Seconds, after all that the device was asked for is done."""
+    """Return seconds, after all that the device was asked for is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -15,7 +15,7 @@ def _bare(tokenizer: Any, text: str) -> list[int]:
 
 
 def tokens_of(tokenizer: Any, text: str | None) -> list[int]:
-    """The tokens of a text, None the book that ships, without special ones. Raises ConfigError for a text without tokens."""
+    """Return the tokens of a text, None the book that ships, without special ones. Raises ConfigError for a text without tokens."""
     body = _bare(tokenizer, read_asset("book.txt") if text is None else text)
     if not body:
         raise ConfigError("the text holds no tokens")
@@ -23,12 +23,12 @@ def tokens_of(tokenizer: Any, text: str | None) -> list[int]:
 
 
 def opening(tokenizer: Any) -> list[int]:
-    """The special tokens before a prompt."""
+    """Return the special tokens before a prompt."""
     whole, bare = list(tokenizer("a")["input_ids"]), list(_bare(tokenizer, "a"))
     at = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
     return whole[:at]
 
 
 def text_name(text: str | None) -> str:
-    """What settings call a text: its hash, or "book" for what ships."""
+    """Return what settings call a text: its hash, or "book" for what ships."""
     return "book" if text is None else hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -117,8 +117,8 @@ class Reader:
     def run(
         self, course: Course, variants: Sequence[Variant], progress: Callable[[Progress], None] | None = None
     ) -> dict[Variant, list[dict[str, Any]]]:
-        """The summaries of every variant, and of FULL, by length. One prefill a sample and length serves all of them; only what is
-        not known is computed.
+        """Return the summaries of every variant, and of FULL, by length. One prefill a sample and length serves all of them; only
+        what is not known is computed.
 
         Raises ConfigError, before any work, for a setting that no cache would take and for a text or a model that is too short.
         """
@@ -152,8 +152,8 @@ class Reader:
         }
 
     def missing(self, course: Course, wanted: Sequence[Variant]) -> list[Stretch]:
-        """What is not known of a course under complete variants: at each length the samples that lack the same, as many at once as
-        share their steps, each read from a place of its own.
+        """Return what is not known of a course under complete variants: at each length the samples that lack the same, as many at
+        once as share their steps, each read from a place of its own.
 
         Raises ConfigError for a text or a model that is too short.
         """
@@ -191,8 +191,8 @@ class Reader:
         return {**self._same, **setting_of(variant), **of, "start": self._place(course, seed)[0]}
 
     def _place(self, course: Course, seed: int) -> tuple[int, list[int]]:
-        """Where in the text a sample begins, and its tokens. Raises ConfigError for a text that is too short: one that began anew
-        would be predicted from its first reading."""
+        """Return where in the text a sample begins, and its tokens. Raises ConfigError for a text that is too short: one that began
+        anew would be predicted from its first reading."""
         if course.text not in self._bodies:
             self._bodies[course.text] = tokens_of(self.tokenizer, course.text)
         first, body = opening(self.tokenizer), self._bodies[course.text]

@@ -182,7 +182,7 @@ def series(records: Iterable[Record]) -> list[tuple[str, str, str, list[Record]]
 
 
 def label(record: Record) -> str:
-    """A timed method with what was asked of it."""
+    """Return a timed method with what was asked of it."""
     asked = record.setting
     words = [asked["method"]]
     if asked["budget"] is not None:
@@ -208,7 +208,7 @@ def _look(colour: str, steps: str) -> dict[str, Any]:
 
 
 def new(width: float, height: float) -> Any:
-    """An empty figure. Raises ConfigError where matplotlib is missing."""
+    """Return an empty figure. Raises ConfigError where matplotlib is missing."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -223,7 +223,7 @@ def save(figure: Any, path: Path) -> None:
 
 
 def svg(figure: Any) -> str:
-    """A figure as an SVG element, the same for the same numbers."""
+    """Return a figure as an SVG element, the same for the same numbers."""
     import matplotlib
 
     out = io.StringIO()
@@ -233,7 +233,7 @@ def svg(figure: Any) -> str:
 
 
 def name(variant: Variant) -> str:
-    """A variant in a few words."""
+    """Return a variant in a few words."""
     words = [variant.method]
     if variant.budget is not None:
         words.append(f"budget {variant.budget}")

@@ -76,7 +76,7 @@ class Quality:
 
     @staticmethod
     def of(observations: Sequence[Observation]) -> Quality:
-        """The means of observations, each counting once."""
+        """Return the means of observations, each counting once."""
         means = {name: mean(float(getattr(o, name).nanmean()) for o in observations) for name in _MEASURED}
         return Quality(observed=len(observations), **means)
 
@@ -97,7 +97,7 @@ class Quality:
         return _share(self.ceiling_mass, self.exact_mass)
 
     def to_dict(self) -> dict[str, Any]:
-        """A plain dict with the shares, for JSON."""
+        """Return a plain dict with the shares, for JSON."""
         shares = ("mass_of_exact", "retrieved_of_exact", "ceiling_of_exact")
         return asdict(self) | {name: getattr(self, name) for name in shares}
 
@@ -143,7 +143,7 @@ class Probe:
         self.seconds += now(query.device) - start
 
     def _rows(self, layer: OffloadedLayer, seq: int, device: torch.device) -> list[Tensor] | None:
-        """All rows of a sequence in parts [H, n, 2, D], or None where some are gone for good."""
+        """Return all rows of a sequence in parts [H, n, 2, D], or None where some are gone for good."""
         length, known = layer.length(seq), self._reference.get(layer.number)
         prefix = 0 if known is None else min(length, known.length(seq))
         if layer.settings.method.evicts and prefix < length:
@@ -229,13 +229,13 @@ class _Region:
         self.weights = torch.log_softmax(scores, dim=1).amax(dim=0)
 
     def best(self, k: int, among: Tensor | None = None) -> Tensor:
-        """The places of the best k, or of the best k among some places [N]."""
+        """Return the places of the best k, or of the best k among some places [N]."""
         weights = self.weights if among is None else self.weights[among]
         found = torch.topk(weights, min(k, weights.shape[0])).indices
         return found if among is None else among[found]
 
     def recall(self, chosen: Tensor, k: int) -> float:
-        """The share of the best k that stands among the places chosen [N]; NaN for k = 0 or an empty region."""
+        """Return the share of the best k that stands among the places chosen [N]; NaN for k = 0 or an empty region."""
         k = min(k, self.weights.shape[0])
         if k == 0:
             return math.nan
@@ -244,7 +244,8 @@ class _Region:
 
 
 def _candidates(layer: OffloadedLayer, seq: int, query: Tensor) -> Tensor | None:
-    """The rows [H, N] among which an index of two stages takes its rows for a query [Hq, D], -1 padded; None for other indexes."""
+    """Return the rows [H, N] among which an index of two stages takes its rows for a query [Hq, D], -1 padded; None for other
+    indexes."""
     assert layer.plan is not None and layer.retriever is not None
     index = layer.retriever.index
     if not isinstance(index, CodesIndex):

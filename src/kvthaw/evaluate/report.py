@@ -181,10 +181,10 @@ def _table(title: str, columns: Sequence[str]) -> Table:
 
 
 def percent(value: float | None) -> str:
-    """A share with one digit, without the sign."""
+    """Return a share with one digit, without the sign."""
     return "-" if value is None else f"{100 * value:.1f}"
 
 
 def mebibytes(count: int) -> str:
-    """Bytes in MiB."""
+    """Return the bytes in MiB."""
     return f"{count / 2**20:.1f}"

@@ -51,7 +51,8 @@ class Runner:
     def run(
         self, job: Job, variants: Sequence[Variant], progress: Callable[[Progress], None] | None = None
     ) -> dict[Variant, list[Record]]:
-        """The records of every variant, and of FULL, in the order of job.cells(). Only what the results do not hold is computed.
+        """Return the records of every variant, and of FULL, in the order of job.cells(). Only what the results do not hold is
+        computed.
 
         Raises ConfigError, before any work, for a setting that no cache would take.
         """
@@ -117,7 +118,8 @@ class Runner:
         return [{**same, "seed": seed, "depth": depth} for seed, depth in places]
 
     def compute(self, unit: Unit, tell: Callable[[int, int, str], None] = lambda *_: None) -> Iterator[list[Record]]:
-        """The records of a unit, those of one variant at once. Each sample is prefilled once, then all are forked for each variant.
+        """Return the records of a unit, those of one variant at once. Each sample is prefilled once, then all are forked for each
+        variant.
 
         tell(tokens, of, doing) is called as the prefill goes on and before every variant.
         """
@@ -240,7 +242,7 @@ class _Timing:
 
 
 def _quality(probe: Probe, row: int, base: Cache, steps: int) -> Quality | None:
-    """The means over what was observed of a row, before it ended."""
+    """Return the means over what was observed of a row, before it ended."""
     end = base.kv.sequences.length(row) + steps
     seen = [one for one in probe.observations if one.seq == row and one.length <= end]
     return Quality.of(seen) if seen else None

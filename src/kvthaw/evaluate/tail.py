@@ -15,8 +15,8 @@ from kvthaw.evaluate.variant import Variant, fork
 
 
 def divide(prompt: Sequence[int], tail: int) -> tuple[list[int], list[int]]:
-    """A prompt's tokens before its last `tail`, at least one of them, and those last ones. Raises ConfigError for an empty prompt
-    or a negative tail."""
+    """Return a prompt's tokens before its last `tail`, at least one of them, and those last ones. Raises ConfigError for an empty
+    prompt or a negative tail."""
     if not prompt:
         raise ConfigError("the prompt is empty")
     at_least(0, tail=tail)
@@ -35,14 +35,14 @@ class Prompt:
 
     @torch.no_grad()
     def cache(self, variant: Variant) -> tuple[Cache, Tensor]:
-        """A cache of the whole prompt under a variant, which has seen the tail token by token; the logits [V] behind it."""
+        """Return a cache of the whole prompt under a variant, which has seen the tail token by token; the logits [V] behind it."""
         cache = fork(self._base, variant)
         return cache, self._send(cache, self._logits, self.tail)[-1]
 
     @torch.no_grad()
     def loglikelihood(self, variant: Variant, continuation: Sequence[int]) -> tuple[float, bool]:
-        """The natural logarithm of a continuation's probability, its tokens sent through the variant one by one, and whether each
-        is the likeliest. The first token's comes from the prompt's last: under the budget if that is one of the tail. Raises
+        """Return the natural logarithm of a continuation's probability, its tokens sent through the variant one by one, and whether
+        each is the likeliest. The first token's comes from the prompt's last: under the budget if that is one of the tail. Raises
         ConfigError for an empty continuation."""
         if not continuation:
             raise ConfigError("the continuation is empty")

@@ -25,7 +25,7 @@ FULL = Variant("full")
 
 
 def complete(model: PreTrainedModel, variant: Variant) -> Variant:
-    """The variant with nothing left open. Raises ConfigError for settings that no cache of the model would take."""
+    """Return the variant with nothing left open. Raises ConfigError for settings that no cache of the model would take."""
     if resolve(variant.method).dense:
         return FULL
     cache = Cache(model, variant.method, budget=variant.budget, retrieved=variant.retrieved, dense_layers=variant.dense_layers)
@@ -39,7 +39,7 @@ def setting_of(variant: Variant) -> dict[str, Any]:
 
 
 def fork(base: Cache, variant: Variant, method: Method | None = None) -> Cache:
-    """A cache's tokens under a variant, offloaded and indexed. method: the variant's, if it has been made already."""
+    """Return a cache's tokens under a variant, offloaded and indexed. method: the variant's, if it has been made already."""
     chosen = method or resolve(variant.method)
     limits = {} if chosen.dense else {"budget": variant.budget, "retrieved": variant.retrieved}
     dense = {} if variant.dense_layers is None else {"dense_layers": variant.dense_layers}

@@ -1,4 +1,4 @@
-"""The settings of a DCI-tree, and what it draws at random: levels and directions, from seed, layer, head and position."""
+"""The settings of a DCI-tree, and its random directions."""
 
 from __future__ import annotations
 
@@ -88,16 +88,6 @@ class TreeConfig:
         """Of level 2 to level 1, and of each higher level to the one below."""
         return self.promote, self.promote_higher or self.promote
 
-    def keep(self, points: int, budget: int) -> int:
-        """How many points a query descends from, of every node or of a level, see `descend`."""
-        pages = -(-budget * (1 if self.descend == "node" else 2) // self.page_size)
-        return max(self.query_beam, math.ceil(self.query_beam_share * points), pages)
-
-    def retrieved(self, share: float, members: int) -> int:
-        """How many of a node's points get a true distance."""
-        batches = -(-math.ceil(share * members) // self.retrieve_batch)
-        return min(members, batches * self.retrieve_batch)
-
 
 CHOICES = {
     "promotion": ("random", "in_order"),
@@ -113,23 +103,6 @@ def splitmix64(x: int) -> int:
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
     return x ^ (x >> 31)
-
-
-def draw_level(config: TreeConfig, layer: int, head: int, position: int) -> int:
-    """The level of a position, from 1: a pure function, so that a sequence alone equals the sequence in a batch. At most 32."""
-    first, higher = config.ratios
-    level = 1
-    if config.promotion == "in_order":
-        count, every = position + 1, math.ceil(1 / first)
-        while count % every == 0 and level < 32:
-            level, count, every = level + 1, count // every, math.ceil(1 / higher)
-        return level
-    x = splitmix64(splitmix64(splitmix64(splitmix64(config.seed) ^ layer) ^ head) ^ position)
-    uniform = (x >> 11) * 2.0**-53
-    threshold = first
-    while uniform < threshold and level < 32:
-        level, threshold = level + 1, threshold * higher
-    return level
 
 
 def directions(config: TreeConfig, layer: int, head: int, head_dim: int) -> Tensor:

@@ -143,7 +143,7 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 def _flash(query: Tensor) -> bool:
-    """Whether torch has an attention that gives its log-sum-exp too for such queries."""
+    """Return whether torch has an attention that gives its log-sum-exp too for such queries."""
     if query.device.type == "cpu":
         return query.dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
     dims = query.shape[-1]

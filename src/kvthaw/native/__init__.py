@@ -41,12 +41,12 @@ DTYPES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.flo
 
 
 def isas() -> list[Isa]:
-    """The instruction sets of this machine and build, the plainest first."""
+    """Return the instruction sets of this machine and build, the plainest first."""
     return [name for code, name in enumerate(get_args(Isa)) if _native.has_isa(code)]
 
 
 def isa_code(isa: Isa | None) -> int:
-    """The extension's number of an instruction set; ValueError where this machine has none such."""
+    """Return the extension's number of an instruction set; ValueError where this machine has none such."""
     if isa is None:
         return -1
     if isa not in isas():
@@ -55,7 +55,7 @@ def isa_code(isa: Isa | None) -> int:
 
 
 def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> int:
-    """The address of a tensor that is contiguous on the host, or an error that says what it is instead."""
+    """Return the address of a tensor that is contiguous on the host, or an error that says what it is instead."""
     if (
         tensor.dtype != dtype
         or tensor.device.type != "cpu"

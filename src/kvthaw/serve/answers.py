@@ -144,7 +144,7 @@ class CompletionAnswer(Answer):
         return {"index": delta.index, "text": text, "logprobs": logprobs, "finish_reason": delta.finished}
 
     def _top(self, score: TokenLogprobs) -> dict[str, float]:
-        """The likeliest tokens and the token itself; of several of one text the likeliest."""
+        """Return the likeliest tokens and the token itself; of several of one text the likeliest."""
         found: dict[str, float] = {}
         for token, logprob in (*score.top, (score.token, score.logprob)):
             found.setdefault(self._text([token]), max(logprob, IMPOSSIBLE))

@@ -69,7 +69,7 @@ def use_kvthaw_attention(model: PreTrainedModel) -> None:
 
 
 def attends(model: PreTrainedModel) -> bool:
-    """Whether a model attends through kvthaw."""
+    """Return whether a model attends through kvthaw."""
     return model in _SERVED
 
 

@@ -42,12 +42,12 @@ from kvthaw.typecheck import check_type
 
 
 def of_layer(config: Any, layer: int) -> Any:
-    """The config of one layer of a decoder, whose layers may differ (Gemma 4)."""
+    """Return the config of one layer of a decoder, whose layers may differ (Gemma 4)."""
     return config.per_layer_config[layer] if hasattr(config, "per_layer_config") else config
 
 
 def head_dim(config: Any) -> int:
-    """The dimensions of a layer's keys, by its config."""
+    """Return the dimensions of a layer's keys, by its config."""
     dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return dim
 
@@ -221,10 +221,10 @@ class Cache(DynamicCache):
 
     @torch.inference_mode(False)
     def fork(self, method: str | Method, **settings: Any) -> Cache:
-        """A cache of the same tokens under another method or budget (one prefill serves many). Settings as in the constructor;
-        those not given are this cache's, the budget included, but for dense_layers, which are the method's if this cache was made
-        without. The two are independent afterwards; what is offloaded for the forks
-        of a dense cache is offloaded once and stays on the host with that cache."""
+        """Return a cache of the same tokens under another method or budget (one prefill serves many). Settings as in the
+        constructor; those not given are this cache's, the budget included, but for dense_layers, which are the method's if this
+        cache was made without. The two are independent afterwards; what is offloaded for the forks of a dense cache is offloaded
+        once and stays on the host with that cache."""
         model, mine = self.model, self.settings
         if "budget" not in settings and "retrieved" not in settings:
             settings |= {"budget": mine.budget, "retrieved": mine.retrieved}
@@ -275,7 +275,7 @@ class Cache(DynamicCache):
                 mine.know(module)
 
     def stats(self) -> Stats:
-        """What the cache holds and did so far. Waits for the device."""
+        """Return what the cache holds and did so far. Waits for the device."""
         stats, replay = self.kv.stats(), self.replay
         if replay is None:
             return stats

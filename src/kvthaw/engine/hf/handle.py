@@ -96,20 +96,20 @@ class Forward:
         self.cache = None
 
     def _whole(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward, of which a kvthaw cache counts no token if it raises."""
+        """Return the model's forward, of which a kvthaw cache counts no token if it raises."""
         cache = self._behind(kwargs.get("past_key_values"))
         with nullcontext() if cache is None else cache.kv.whole():
             return self._plain(*args, **kwargs)
 
     def _behind(self, given: Any) -> Cache | None:
-        """The cache whose layers a past_key_values has."""
+        """Return the cache whose layers a past_key_values has."""
         if isinstance(given, Cache):
             return given
         ours = self.cache is not None and getattr(given, "layers", None) is self.cache.layers
         return self.cache if ours else None
 
     def _supplied(self, given: Any, use_cache: bool | None) -> Any:
-        """The past_key_values that the model gets for one that was given: a kvthaw cache, or one with its layers."""
+        """Return the past_key_values that the model gets for one that was given: a kvthaw cache, or one with its layers."""
         if given is None:
             config = self.model.config.get_text_config(decoder=True)
             if not (getattr(config, "use_cache", True) if use_cache is None else use_cache):
@@ -146,7 +146,7 @@ def _attachment(model: PreTrainedModel) -> Forward | None:
 
 
 def is_attached(model: PreTrainedModel) -> bool:
-    """Whether a model, or the one that it wraps, has an open handle."""
+    """Return whether a model, or the one that it wraps, has an open handle."""
     return _attachment(unwrap(model)) is not None
 
 

@@ -129,7 +129,7 @@ class Shared:
         self.pending, self.reordered, self._mask, self._read_step = None, False, None, False
 
     def attached(self) -> bool:
-        """Whether the model of this cache attends through kvthaw."""
+        """Return whether the model of this cache attends through kvthaw."""
         model = self.model()
         return model is not None and model.config.get_text_config(decoder=True)._attn_implementation == NAME
 

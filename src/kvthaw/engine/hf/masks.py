@@ -15,7 +15,7 @@ from kvthaw.kernels.dense import masked_attention
 
 
 def is_padding(mask: Tensor) -> bool:
-    """Whether a mask is one for all queries, as _mask() makes it."""
+    """Return whether a mask is one for all queries, as _mask() makes it."""
     return mask.ndim == 4 and mask.shape[2] == 1 and mask.dtype == torch.bool
 
 

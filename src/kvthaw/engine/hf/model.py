@@ -20,17 +20,17 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 def shipped_path() -> Path:
-    """The folder of the model that comes with the package."""
+    """Return the folder of the model that comes with the package."""
     return Path(__file__).parents[2] / "assets" / "model"
 
 
 def load_shipped(*, dtype: Dtype = "auto", device: str | None = None) -> tuple[PreTrainedModel, Any]:
-    """The model that comes with the package and its tokenizer; see `load`."""
+    """Return the model that comes with the package and its tokenizer; see `load`."""
     return load(SHIPPED, dtype=dtype, device=device)
 
 
 def load(name: str = SHIPPED, *, dtype: Dtype = "auto", device: str | None = None) -> tuple[PreTrainedModel, Any]:
-    """A causal language model, ready to decode, and its tokenizer.
+    """Return a causal language model, ready to decode, and its tokenizer.
 
     name: "shipped", a local folder, or an id on the Hugging Face hub. dtype: "auto" is bfloat16 on a GPU and float32 on a CPU.
     device: as torch names it; None takes the GPU where there is one. Raises ConfigError, naming what was not found.

@@ -133,8 +133,8 @@ def read_header(path: Path) -> dict[str, Any]:
 
 
 def identity(model: PreTrainedModel) -> dict[str, str]:
-    """What must be alike for keys and values of one model to be another's: its class, its config, its dtype, its weights (by some
-    values of each)."""
+    """Return what must be alike for keys and values of one model to be another's: its class, its config, its dtype, its weights (by
+    some values of each)."""
     model = unwrap(model)
     config = model.config.get_text_config(decoder=True).to_dict()
     for name in ("_name_or_path", "transformers_version", "_attn_implementation", "dtype", "torch_dtype", "use_cache"):

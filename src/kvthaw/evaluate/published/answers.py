@@ -12,7 +12,7 @@ _NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?|-?\$?\.\d+")
 
 
 def number(text: str) -> Decimal | None:
-    """The value of a written number: commas, a dollar or percent sign and a final point do not count. None if it is none."""
+    """Return the value of a written number: commas, a dollar or percent sign and a final point do not count. None if it is none."""
     plain = text.strip().rstrip(".").replace(",", "").replace("$", "").replace("%", "").strip()
     try:
         value = Decimal(plain)
@@ -22,13 +22,13 @@ def number(text: str) -> Decimal | None:
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number in a text."""
+    """Return the last number in a text."""
     found = _NUMBER.findall(text)
     return number(found[-1]) if found else None
 
 
 def boxed(text: str) -> str | None:
-    r"""What stands in the last \boxed{...} (or \fbox) of a text, braces matched; None without one that is closed."""
+    r"""Return what stands in the last \boxed{...} (or \fbox) of a text, braces matched; None without one that is closed."""
     for start in reversed([match.end() for match in re.finditer(r"\\(?:boxed|fbox)\s*\{", text)]):
         depth = 1
         for i in range(start, len(text)):
@@ -39,7 +39,7 @@ def boxed(text: str) -> str | None:
 
 
 def choice(text: str, patterns: tuple[str, ...]) -> str | None:
-    """The letter that the first pattern with a match captures."""
+    """Return the letter that the first pattern with a match captures."""
     for pattern in patterns:
         found = re.search(pattern, text)
         if found:
@@ -48,7 +48,7 @@ def choice(text: str, patterns: tuple[str, ...]) -> str | None:
 
 
 def same_math(gold: str, answer: str) -> bool:
-    """Whether two LaTeX answers are mathematically equal, by math-verify. Raises ConfigError where that is not installed."""
+    """Return whether two LaTeX answers are mathematically equal, by math-verify. Raises ConfigError where that is not installed."""
     try:
         from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
     except ImportError:

@@ -70,14 +70,15 @@ class Benchmark(ABC):
 
     @abstractmethod
     def item(self, record: Record, number: int) -> Item:
-        """The question of a record, the `number`th of its file. Raises KeyError for a field that is missing."""
+        """Return the question of a record, the `number`th of its file. Raises KeyError for a field that is missing."""
 
     @abstractmethod
     def score(self, item: Item, output: str, ask: Ask | None = None) -> dict[str, float]:
-        """The metric, 0..1, as "score", and what else the benchmark counts. ask: a judge, for those that take one."""
+        """Return the metric, 0..1, as "score", and what else the benchmark counts. ask: a judge, for those that take one."""
 
     def follow_up(self, item: Item, output: str) -> tuple[str, Generation] | None:
-        """A second prompt whose answer is scored instead, asked anew after the first answer, for benchmarks that have one."""
+        """Return a second prompt whose answer is scored instead, asked anew after the first answer, for benchmarks that have
+        one."""
         return None
 
     def check(self) -> None:
@@ -85,7 +86,7 @@ class Benchmark(ABC):
         return
 
     def items(self, records: Iterable[Record]) -> list[Item]:
-        """The questions of all records. Raises ConfigError for a record that is not one of the benchmark's."""
+        """Return the questions of all records. Raises ConfigError for a record that is not one of the benchmark's."""
         found = []
         for number, record in enumerate(records):
             try:
@@ -101,7 +102,7 @@ class Benchmark(ABC):
         return found
 
     def load(self, data: str | None) -> list[Item]:
-        """The questions of a file, of a folder that holds one of the name, or of the hub ("hub", or the id of a copy).
+        """Return the questions of a file, of a folder that holds one of the name, or of the hub ("hub", or the id of a copy).
 
         Raises ConfigError where there is nothing of the kind; nothing is ever downloaded unasked.
         """
@@ -126,7 +127,7 @@ ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv")
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """The records of a .jsonl, .json (a list) or .csv file, gzipped or not. Raises ConfigError for anything else."""
+    """Return the records of a .jsonl, .json (a list) or .csv file, gzipped or not. Raises ConfigError for anything else."""
     name = path.name.removesuffix(".gz")
     try:
         raw = path.read_bytes()
@@ -159,7 +160,7 @@ def _from_hub(path: str, name: str | None, split: str) -> Iterator[Record]:
 
 
 def truncate(tokenizer: Any, item: Item, limit: int | None) -> Item:
-    """The item with its prompt cut in the middle to `limit` tokens, half of them from its head and half from its tail.
+    """Return the item with its prompt cut in the middle to `limit` tokens, half of them from its head and half from its tail.
 
     As LongBench's own code does it (v1 and v2): on the tokens of the whole prompt, before any chat template. Where the tail does
     not hold the whole question, it is all that is left of it.

@@ -35,7 +35,7 @@ class Competition(Benchmark):
             same_math("1", "1")
 
     def score(self, item: Item, output: str, ask: Ask | None = None) -> dict[str, float]:
-        r"""The last \boxed{} against the gold answer: as whole numbers, or as mathematics."""
+        r"""Return the last \boxed{} against the gold answer: as whole numbers, or as mathematics."""
         given, gold = boxed(output), item.gold["answer"]
         if given is None:
             return {"score": 0.0, "answered": 0.0}

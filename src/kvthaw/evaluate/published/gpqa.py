@@ -40,7 +40,7 @@ class Gpqa(Benchmark):
         return Item(str(record.get("Record ID", number)), "", text, {"answer": "ABCD"[order.index(0)]})
 
     def score(self, item: Item, output: str, ask: Ask | None = None) -> dict[str, float]:
-        """The letter after "Answer:"."""
+        """Return the letter after "Answer:"."""
         letter = choice(output.replace("*", ""), PATTERNS)
         return {"score": float(letter == item.gold["answer"]), "answered": float(letter is not None)}
 

@@ -38,7 +38,7 @@ class Gsm8k(Benchmark):
 
 @cache
 def examples() -> str:
-    """The eight worked examples, each ending in a blank line."""
+    """Return the eight worked examples, each ending in a blank line."""
     shots = json.loads(read_asset("gsm8k_cot.json"))
     return "".join(f"Q: {shot['question']}\nA: {shot['target']}\n\n" for shot in shots)
 

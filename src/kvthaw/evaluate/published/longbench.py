@@ -54,7 +54,7 @@ class LongBench(Benchmark):
         return self.file or ""
 
     def score(self, item: Item, output: str, ask: Ask | None = None) -> dict[str, float]:
-        """The best over the gold answers."""
+        """Return the best over the gold answers."""
         if self.dataset in ONE_LINE:
             output = output.lstrip("\n").split("\n")[0]
         if self.dataset in CLASSES:

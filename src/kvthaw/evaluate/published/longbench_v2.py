@@ -40,13 +40,13 @@ class LongBenchV2(Benchmark):
         return Item(str(record.get("_id", number)), context, f"{asked}\n\n{STEPS if self.steps else FORMAT}", gold)
 
     def follow_up(self, item: Item, output: str) -> tuple[str, Generation] | None:
-        """The prompt that asks for the letter, once the reasoning stands."""
+        """Return the prompt that asks for the letter, once the reasoning stands."""
         if not self.steps:
             return None
         return f"{AGAIN}{item.gold['choices']}\n\n{STEPS} {output.strip()}\n\n{FINAL}", ANSWER
 
     def score(self, item: Item, output: str, ask: Ask | None = None) -> dict[str, float]:
-        """The letter after "The correct answer is"; beside it the same within the item's difficulty and length."""
+        """Return the letter after "The correct answer is"; beside it the same within the item's difficulty and length."""
         letter = choice(output.replace("*", ""), PATTERNS)
         right = float(letter == item.gold["answer"])
         parts = {str(item.gold[name]): right for name in ("difficulty", "length") if name in item.gold}

@@ -32,7 +32,7 @@ class LongGenBench(Benchmark):
         return Item(str(number), "", str(record["prompt"]), gold)
 
     def score(self, item: Item, output: str, ask: Ask | None = None) -> dict[str, float]:
-        """The shares named above. ask: the judge."""
+        """Return the shares named above. ask: the judge."""
         written = entries(item.gold["prefix"] + output, item.gold["type"])
         shares, held, tried = {}, 0, 0
         for kind in KINDS:
@@ -48,7 +48,8 @@ class LongGenBench(Benchmark):
 
 
 def entries(document: str, kind: str) -> dict[int, str]:
-    """The entries of a document by their number, told by "Floor 12", "Menu Week 3", ...; of two with one number, the last."""
+    """Return the entries of a document by their number, told by "Floor 12", "Menu Week 3", ...; of two with one number, the
+    last."""
     found = {}
     for block in document.partition("*** finished")[0].split("#*#"):
         named = re.search(rf"{re.escape(kind)} (\d+)", block)
@@ -58,7 +59,7 @@ def entries(document: str, kind: str) -> dict[int, str]:
 
 
 def holds(entry: str, what: str, ask: Ask | None = None) -> bool:
-    """Whether an entry includes something: as a judge says, or by every content word, whole, in any case."""
+    """Return whether an entry includes something: as a judge says, or by every content word, whole, in any case."""
     if ask is not None:
         return "yes" in ask(JUDGE.format(entry=entry, what=what)).lower()
     needed = {word for word in re.findall(r"\w+", what.lower()) if word not in _STOP}

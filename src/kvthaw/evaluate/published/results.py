@@ -13,8 +13,8 @@ from kvthaw.evaluate.results import BYTES, Record, largest, means, shared
 
 
 def pass_at_k(right: int, drawn: int, k: int) -> float:
-    """The chance that of k answers, out of `drawn` of which `right` are right, one is right: the unbiased estimate of Chen et al.,
-    2021, section 2.1. Raises ConfigError unless 1 <= k <= drawn and 0 <= right <= drawn."""
+    """Return the chance that of k answers, out of `drawn` of which `right` are right, one is right: the unbiased estimate of Chen
+    et al., 2021, section 2.1. Raises ConfigError unless 1 <= k <= drawn and 0 <= right <= drawn."""
     if not 1 <= k <= drawn:
         raise ConfigError(f"k is {k}; it must lie between 1 and the {drawn} answers drawn")
     if not 0 <= right <= drawn:

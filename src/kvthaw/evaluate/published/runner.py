@@ -68,7 +68,7 @@ class Examiner:
         progress: Callable[[Progress], None] | None = None,
         ask: Callable[[str], str] | None = None,
     ) -> dict[Variant, list[Record]]:
-        """The records of every variant, and of FULL, in the order of items and samples. Only what is not known is computed.
+        """Return the records of every variant, and of FULL, in the order of items and samples. Only what is not known is computed.
 
         ask: the judge, for benchmarks that take one. Raises ConfigError, before any work, for a setting that no cache would take.
         """
@@ -94,7 +94,7 @@ class Examiner:
         return {given: lines[variant] for given, variant in zip((*variants, FULL), wanted, strict=True)}
 
     def ask(self, prompt: str) -> str:
-        """A short greedy answer with full attention: this model as a judge."""
+        """Return a short greedy answer with full attention: this model as a judge."""
         chat = getattr(self.tokenizer, "chat_template", None) is not None
         return self._ask(FULL, split_prompt(self.tokenizer, prompt, "", chat)[0], JUDGE, Sampling())
 

@@ -56,7 +56,7 @@ class Questions:
         return Sample(item.context, item.question, (json.dumps(item.gold, ensure_ascii=False),), None)
 
     def score(self, sample: Sample, output: str) -> float:
-        """The benchmark's."""
+        """Return the benchmark's."""
         item = Item("", sample.context, sample.question, json.loads(sample.answers[0]))
         return self.benchmark.score(item, output)["score"]
 

@@ -69,7 +69,8 @@ def _sentences(text: str) -> list[list[str]]:
 
 
 def _common(a: list[str], b: list[str]) -> list[str]:
-    """The longest common subsequence of two sentences; of several, the one that skips words of `b` first, seen from the end."""
+    """Return the longest common subsequence of two sentences; of several, the one that skips words of `b` first, seen from the
+    end."""
     table = [[0] * (len(b) + 1) for _ in range(len(a) + 1)]
     for i, x in enumerate(a, 1):
         for j, y in enumerate(b, 1):
@@ -96,13 +97,13 @@ def classification(output: str, gold: str, classes: Sequence[str]) -> float:
 
 
 def count(output: str, gold: str) -> float:
-    """The share of the output's numbers that are the right one."""
+    """Return the share of the output's numbers that are the right one."""
     numbers = re.findall(r"\d+", output)
     return numbers.count(gold) / len(numbers) if numbers else 0.0
 
 
 def retrieval(output: str, gold: str) -> float:
-    """The same for the number of a paragraph ("Paragraph 3", "段落3")."""
+    """Return the same for the number of a paragraph ("Paragraph 3", "段落3")."""
     which = re.search(r"(?:Paragraph |段落)(\d+)", gold)
     if which is None:
         raise ConfigError(f"answer is {gold!r}; it must name a paragraph by its number")

@@ -29,7 +29,8 @@ SUITES: dict[str, tuple[str, ...]] = {
 
 
 def named(names: str) -> list[str]:
-    """The tasks that names and suites, separated by commas, stand for, none twice; "-" is as good as "_". Raises ConfigError."""
+    """Return the tasks that names and suites, separated by commas, stand for, none twice; "-" is as good as "_". Raises
+    ConfigError."""
     found: dict[str, None] = {}
     for name in (part.strip().replace("-", "_") for part in names.split(",")):
         if name not in SUITES and name not in TASKS and name not in _published():
@@ -39,7 +40,7 @@ def named(names: str) -> list[str]:
 
 
 def find(name: str, data: Path | None = None) -> Task:
-    """The task or published benchmark of that name, over the files at `data` if given. Raises ConfigError for a name that is
+    """Return the task or published benchmark of that name, over the files at `data` if given. Raises ConfigError for a name that is
     none's, for files that do not fit the task, and for files where it takes none."""
     task = TASKS.get(name) or _published().get(name)
     if task is None:

@@ -94,7 +94,7 @@ class BabiLong:
 
 @cache
 def read_stories(file: Path) -> tuple[Story, ...]:
-    """The questions of a file of bAbI v1.2, each with the facts before it. Raises ConfigError for any other file."""
+    """Return the questions of a file of bAbI v1.2, each with the facts before it. Raises ConfigError for any other file."""
     stories: list[Story] = []
     facts: dict[int, str] = {}
     try:
@@ -117,7 +117,7 @@ def read_stories(file: Path) -> tuple[Story, ...]:
 
 
 def _last_of(text: str, facts: tuple[str, ...]) -> int:
-    """Where the last of facts that follow one another in a text begins; the same words may stand there before."""
+    """Return where the last of facts that follow one another in a text begins; the same words may stand there before."""
     begin, end = 0, 0
     for fact in facts:
         begin = text.index(fact, end)

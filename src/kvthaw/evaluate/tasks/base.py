@@ -52,7 +52,7 @@ class Task(Protocol):
         """Texts that end an answer and are no part of it; those before its first word do not count."""
 
     def sample(self, tokenizer: Any, *, length: int, seed: int, depth: float | None = None, text: str | None = None) -> Sample:
-        """A sample whose prompt has exactly `length` tokens, special tokens included, as many units as go in.
+        """Return a sample whose prompt has exactly `length` tokens, special tokens included, as many units as go in.
 
         The unit is a word where the haystack is text and a record where it is records; what is left is filled with a few
         words. A prompt that a file holds whole stays as it is, at most `length` tokens long. `depth` (0..1) says where the fact
@@ -69,7 +69,8 @@ class Reads(Protocol):
     """A task that can take its questions from files instead of what ships."""
 
     def reading(self, path: Path) -> Task:
-        """The same task over the file or folder `path`. Raises ConfigError, naming it, where that holds no such questions."""
+        """Return the same task over the file or folder `path`. Raises ConfigError, naming it, where that holds no such
+        questions."""
 
 
 def holds(output: str, answer: str) -> bool:
@@ -83,7 +84,7 @@ def score_answers(sample: Sample, output: str) -> float:
 
 
 def match_all(answers: tuple[str, ...], output: str) -> float:
-    """The share of the answers that stand in the output anywhere, upper or lower case: RULER's `string_match_all`."""
+    """Return the share of the answers that stand in the output anywhere, upper or lower case: RULER's `string_match_all`."""
     return sum(answer.lower() in output.lower() for answer in answers) / len(answers)
 
 
@@ -94,28 +95,28 @@ def match_any(answers: tuple[str, ...], output: str) -> float:
 
 @cache
 def read_asset(name: str) -> str:
-    """A text that ships with the package."""
+    """Return a text that ships with the package."""
     return (ASSETS / name).read_text(encoding="utf-8")
 
 
 @cache
 def word_list(name: str) -> tuple[str, ...]:
-    """A word list that ships with the package, one word a line."""
+    """Return a word list that ships with the package, one word a line."""
     return tuple(line.strip() for line in read_asset(name).splitlines() if line.strip())
 
 
 def word_key(rng: random.Random) -> str:
-    """An adjective and a noun with a hyphen between, such as `torpid-kid`."""
+    """Return an adjective and a noun with a hyphen between, such as `torpid-kid`."""
     return f"{rng.choice(word_list('adjectives.txt'))}-{rng.choice(word_list('nouns.txt'))}"
 
 
 def number(rng: random.Random, digits: int = 7) -> str:
-    """A number of so many digits that does not begin with 0."""
+    """Return a number of so many digits that does not begin with 0."""
     return str(rng.randint(10 ** (digits - 1), 10**digits - 1))
 
 
 def uuid(rng: random.Random) -> str:
-    """A version 4 UUID."""
+    """Return a version 4 UUID."""
     h = f"{rng.getrandbits(128):032x}"
     return f"{h[:8]}-{h[8:12]}-4{h[13:16]}-{'89ab'[int(h[16], 16) % 4]}{h[17:20]}-{h[20:]}"
 
@@ -129,12 +130,12 @@ def distinct(rng: random.Random, make: Callable[[random.Random], str], n: int) -
 
 
 def count(tokenizer: Any, text: str) -> int:
-    """How many tokens a prompt has for the model, special tokens included."""
+    """Return how many tokens a prompt has for the model, special tokens included."""
     return len(tokenizer(text, verbose=False)["input_ids"])
 
 
 def fit(tokenizer: Any, length: int, build: Callable[[int, str], Sample], *, most: int | None = None) -> Sample:
-    """The sample of the most units whose prompt has exactly `length` tokens.
+    """Return the sample of the most units whose prompt has exactly `length` tokens.
 
     build(n, spare) makes it of n units and of `spare`, a few words to be put where they disturb least. most: how many units
     there are; None is no end of them. Raises ValueError if `build(0, "")` is longer than `length` already, or all units shorter.
@@ -213,7 +214,7 @@ def _words(tokenizer: Any, tokens: int) -> str | None:
 
 
 def sentence_end(words: list[str], at: int, reach: int = 40) -> int:
-    """The nearest place from `at` on, at most `reach` words away, where a sentence has just ended; else `at`."""
+    """Return the nearest place from `at` on, at most `reach` words away, where a sentence has just ended; else `at`."""
     if at <= 0 or at >= len(words):
         return max(0, min(at, len(words)))
     for i in range(at, min(at + reach, len(words)) + 1):
@@ -230,14 +231,14 @@ class Haystack:
 
     @classmethod
     def of(cls, text: str | None) -> Haystack:
-        """The words of `text`, or of the book that ships."""
+        """Return the words of `text`, or of the book that ships."""
         words = tuple((read_asset("book.txt") if text is None else text).split())
         if not words:
             raise ValueError("the haystack text holds no word")
         return cls(words)
 
     def take(self, n: int) -> list[str]:
-        """The first `n` words, the text repeated as often as needed."""
+        """Return the first `n` words, the text repeated as often as needed."""
         times = -(-n // len(self.words))
         return list((self.words * times)[:n])
 
@@ -251,12 +252,13 @@ class Haystack:
 
 
 def ahead(spare: str, prompt: str) -> str:
-    """A published prompt that has no place for words of other kinds, with `spare`, if any, as a line of its own before it."""
+    """Return a published prompt that has no place for words of other kinds, with `spare`, if any, as a line of its own before
+    it."""
     return f"{spare}\n\n{prompt}" if spare else prompt
 
 
 def read_records(path: Path, field: str) -> list[dict[str, Any]]:
-    """The records of a JSON-lines file, gzip too. Raises ConfigError where it is none or a record has no `field`."""
+    """Return the records of a JSON-lines file, gzip too. Raises ConfigError where it is none or a record has no `field`."""
     opener = gzip.open if path.suffix == ".gz" else open
     try:
         with opener(path, "rt", encoding="utf-8") as lines:
@@ -291,7 +293,7 @@ class FromFile:
         return self.task.stops
 
     def sample(self, tokenizer: Any, *, length: int, seed: int, depth: float | None = None, text: str | None = None) -> Sample:
-        """The file's sample number `seed`, with its own depth. Raises ValueError for one that is not there or longer."""
+        """Return the file's sample number `seed`, with its own depth. Raises ValueError for one that is not there or longer."""
         if not 0 <= seed < len(self.samples):
             raise ValueError(f"the file holds {len(self.samples)} samples, from 0 on; there is no sample {seed}")
         found = self.samples[seed]
@@ -300,12 +302,12 @@ class FromFile:
         return found
 
     def score(self, sample: Sample, output: str) -> float:
-        """The task's."""
+        """Return the task's."""
         return self.task.score(sample, output)
 
 
 def fingerprint_of(text: str | None, data: Path | None) -> str:
-    """A short hash of a haystack and of the files that samples come from; "" for what ships. Raises OSError."""
+    """Return a short hash of a haystack and of the files that samples come from; "" for what ships. Raises OSError."""
     if text is None and data is None:
         return ""
     digest = hashlib.blake2b(digest_size=8)
@@ -317,5 +319,5 @@ def fingerprint_of(text: str | None, data: Path | None) -> str:
 
 
 def depth_of(context: str, fact: str) -> float:
-    """Where `fact` stands in `context`: 0 if first of all, 1 if last."""
+    """Return where `fact` stands in `context`: 0 if first of all, 1 if last."""
     return context.index(fact) / max(1, len(context) - len(fact))

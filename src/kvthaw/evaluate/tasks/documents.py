@@ -178,7 +178,7 @@ def _after(documents: Sequence[str], depth: float) -> int:
 
 
 def _load(path: Path) -> Any:
-    """A JSON file, or the list of a file of JSON lines; gzip too."""
+    """Return a JSON file, or the list of a file of JSON lines; gzip too."""
     opener = gzip.open if path.suffix == ".gz" else open
     try:
         with opener(path, "rt", encoding="utf-8") as file:

@@ -19,20 +19,20 @@ class Keyed(ABC):
 
     @abstractmethod
     def write(self, records: Sequence[tuple[str, str]]) -> tuple[str, list[str]]:
-        """The published context over the records, and each as it stands there."""
+        """Return the published context over the records, and each as it stands there."""
 
     @abstractmethod
     def question(self, key: str) -> str:
-        """The published question for a key."""
+        """Return the published question for a key."""
 
     def ask(self, records: Sequence[tuple[str, str]], asked: int, spare: str = "") -> Sample:
-        """The published prompt over the records, `spare` before it, asking for the one at index `asked`."""
+        """Return the published prompt over the records, `spare` before it, asking for the one at index `asked`."""
         text, parts = self.write(records)
         context, (key, value) = ahead(spare, text), records[asked]
         return Sample(context, self.question(key), (value,), depth_of(context, parts[asked]))
 
     def with_records(self, n: int, seed: int, depth: float, spare: str = "") -> Sample:
-        """A sample of `n` records, whatever its length in tokens."""
+        """Return a sample of `n` records, whatever its length in tokens."""
         return self.ask(self.make_pairs(n, seed), min(n - 1, round(depth * (n - 1))), spare)
 
     def sample(self, tokenizer: Any, *, length: int, seed: int, depth: float | None = None, text: str | None = None) -> Sample:

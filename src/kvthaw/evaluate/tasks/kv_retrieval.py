@@ -38,7 +38,7 @@ class KVRetrieval(Keyed):
         return QUESTION.format(key=key)
 
     def load(self, path: Path) -> list[Sample]:
-        """The samples of a published file, `kv-retrieval-75_keys.jsonl.gz` and its like, in the published prompt."""
+        """Return the samples of a published file, `kv-retrieval-75_keys.jsonl.gz` and its like, in the published prompt."""
         return [self._read(record) for record in read_records(path, "ordered_kv_records")]
 
     def reading(self, path: Path) -> Task:

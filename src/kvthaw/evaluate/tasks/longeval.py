@@ -54,7 +54,7 @@ class LongEval(Keyed):
         return QUESTION.format(key=key)
 
     def load(self, path: Path) -> list[Sample]:
-        """The samples of a published file, `200_lines.jsonl` and its like (gzip too), prompts byte for byte."""
+        """Return the samples of a published file, `200_lines.jsonl` and its like (gzip too), prompts byte for byte."""
         return [self._read(record) for record in read_records(path, "expected_number")]
 
     def reading(self, path: Path) -> Task:

@@ -78,7 +78,7 @@ class Niah:
         return fit(tokenizer, length, build)
 
     def score(self, sample: Sample, output: str) -> float:
-        """The share of the values asked for that stand in the output."""
+        """Return the share of the values asked for that stand in the output."""
         return score_answers(sample, output)
 
     def _needle(self, key: str, value: str) -> str:

@@ -35,7 +35,7 @@ class Ruler:
         return self.made_by.sample(tokenizer, length=length, seed=seed, depth=depth, text=haystack)
 
     def score(self, sample: Sample, output: str) -> float:
-        """The share of the answers that stand in the output, upper or lower case (`string_match_all`)."""
+        """Return the share of the answers that stand in the output, upper or lower case (`string_match_all`)."""
         return match_all(sample.answers, output)
 
 

@@ -56,11 +56,11 @@ class VariableTracking:
         return fit(tokenizer, length, build)
 
     def score(self, sample: Sample, output: str) -> float:
-        """The share of the chain's variables that stand in the output."""
+        """Return the share of the chain's variables that stand in the output."""
         return score_answers(sample, output)
 
     def _chains(self, rng: random.Random, letters: int, depth: float | None) -> tuple[list[str], list[str], list[float], str]:
-        """The first chain's variables, all assignments, where they stand, and the question."""
+        """Return the first chain's variables, all assignments, where they stand, and the question."""
         steps = self.hops + 1
         names = distinct(rng, lambda r: variable(r, letters), steps * self.chains)
         values = distinct(rng, lambda r: number(r, 5), self.chains)

@@ -59,7 +59,7 @@ class CommonWords:
         return fit(tokenizer, length, build, most=len(words) - COMMON)
 
     def score(self, sample: Sample, output: str) -> float:
-        """The share of the ten words that stand in the output, upper or lower case (`string_match_all`)."""
+        """Return the share of the ten words that stand in the output, upper or lower case (`string_match_all`)."""
         return match_all(sample.answers, output)
 
 
@@ -87,12 +87,12 @@ class FrequentWords:
         return fit(tokenizer, length, build)
 
     def score(self, sample: Sample, output: str) -> float:
-        """The share of the three words that stand in the output (`string_match_all`)."""
+        """Return the share of the three words that stand in the output (`string_match_all`)."""
         return match_all(sample.answers, output)
 
 
 def _listed(words: Sequence[str], times: int, others: int, seed: int) -> tuple[str, list[str]]:
-    """A numbered list in which the first ten words stand `times` times and the others `others` times, and those ten."""
+    """Return a numbered list in which the first ten words stand `times` times and the others `others` times, and those ten."""
     common, rest = list(words[:COMMON]), list(words[COMMON:])
     order = common * times + rest * others
     random.Random(seed).shuffle(order)
