@@ -107,7 +107,7 @@ def taken(stack: Stack, blocks: Blocks, steps: int) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize(("replayed", "steps"), [(True, 400), (False, 120)])
+@pytest.mark.parametrize(("replayed", "steps"), [(True, 200), (False, 70)])
 @pytest.mark.parametrize(("pads", "burst"), [([0] * SEQS, LAYERS * SEQS), ([0, 5, 22], 2 * LAYERS)])
 def test_no_step_takes_more_than_two_blocks(
     monkeypatch: pytest.MonkeyPatch, replayed: bool, steps: int, pads: list[int], burst: int
@@ -243,14 +243,14 @@ def test_a_crop_a_clear_and_other_places_between_steps(monkeypatch: pytest.Monke
     """Afterwards steps take no more than before, but for blocks that sequences share and each writes into."""
     blocks = Blocks(monkeypatch)
     stack = Stack(monkeypatch, replayed=replayed)
-    taken(stack, blocks, 70)
+    taken(stack, blocks, 40)
     for drop in (1, 9, 30):
         stack.kv.crop(drop)
-        assert max(taken(stack, blocks, 40)) <= 2
+        assert max(taken(stack, blocks, 24)) <= 2
     stack.kv.reorder([2, 0, 1])
-    assert max(taken(stack, blocks, 40)) <= 2
+    assert max(taken(stack, blocks, 24)) <= 2
     stack.kv.reorder([0, 0])
-    counts = taken(stack, blocks, 60)
+    counts = taken(stack, blocks, 30)
     assert sum(count > 2 for count in counts) <= 1
 
 

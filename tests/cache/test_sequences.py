@@ -134,6 +134,23 @@ def test_a_prompt_goes_to_one_sequence() -> None:
     assert (lengths(of), of.idle, of.padded_length) == ([0, 0, 8], frozenset({0, 1}), 8)
 
 
+def test_steps_of_others_leave_a_paused_sequence_and_its_full_ring_as_they_are() -> None:
+    of = prompted([9, 9], Regions(1, 4, 2))
+    while not of.full():
+        decode(of)
+    (one, other), held = of.leaving(), of.length(0)
+    assert (one[0], other[0]) == (0, 1)
+    of.pause(0)
+    for _ in range(5):
+        assert [seq for seq, *_ in of.leaving()] == [1] * of.full()
+        decode(of)
+    assert (of.length(0), of.length(1)) == (held, held + 5)
+    of.pause(1)
+    assert not of.full()
+    of.resume(0)
+    assert of.leaving() == [one]
+
+
 def test_the_version_changes_with_everything_but_decoded_tokens() -> None:
     of = prompted([5, 9], Regions(1, 2, 2))
     version = of.version
