@@ -86,6 +86,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 """Architectures that work, as (prefix of its classes, settings that differ from the common ones)."""
 
+KINDS = (
+    *("full", "streaming", "h2o", "snapkv-refreshed", "oracle", "quest", "icecache-digest", "icecache-reuse"),
+    *("pariskv", "clusterkv", "prkv", "omnikv"),
+)
+"""A method of each kind that a cache treats otherwise: for tests of what a cache does, whatever the index. What an index does is
+tested over METHODS."""
+
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("DeepseekV2", _LATENT),
     "deepseek_v3": ("DeepseekV3", _LATENT),

@@ -12,7 +12,7 @@ from zoo import MODELS, build, build_exact, prompt, ragged
 
 SPARSE = ("oracle", "icecache-digest")
 """Methods that take turns at the architectures: one searches on the device, one on the host."""
-NEW = 10
+NEW = 6
 LENGTHS = [97, 61, 80]
 QUICK = ("llama", "gemma3", "gemma4", "gpt_oss", "qwen3_next", "gpt2")
 TURNS = [

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import kvthaw
-from zoo import ROLLS_BACK_SLIDING, build, build_exact, prompt
+from zoo import KINDS, ROLLS_BACK_SLIDING, build, build_exact, prompt
 
 IDS = prompt(1, 130)
 TIGHT = 64
@@ -58,7 +58,7 @@ def exact() -> PreTrainedModel:
     return build_exact("llama")
 
 
-@pytest.mark.parametrize("method", kvthaw.METHODS)
+@pytest.mark.parametrize("method", KINDS)
 def test_candidates_that_are_not_accepted_leave_nothing_behind(exact: PreTrainedModel, method: str) -> None:
     ids, junk, at = prompt(1, 51, seed=1), prompt(1, 5, seed=2), 40
     one_by_one, cache = (kvthaw.Cache(exact, method, budget=16) for _ in range(2))

@@ -9,9 +9,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-import kvthaw
 from kvthaw import Batch, CacheError, ConfigError, HostMemoryError, QueueFullError, Request, Sampling, Scheduler
-from zoo import build_exact, prompt
+from zoo import KINDS, build_exact, prompt
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +31,7 @@ def alone(model: PreTrainedModel, method: str, *asked: tuple[torch.Tensor, int])
     return [request.tokens for request in requests]
 
 
-@pytest.mark.parametrize("method", kvthaw.METHODS)
+@pytest.mark.parametrize("method", KINDS)
 def test_everyone_gets_the_tokens_of_being_alone(model: PreTrainedModel, method: str) -> None:
     """Prompts come in chunks between the steps of others; some are cancelled while they wait, prefill or decode."""
     batch = Batch(model, method, max_seqs=3, capacity=200, prefill_chunk=64, **settings_of(method))

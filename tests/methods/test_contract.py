@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -230,7 +230,7 @@ def sets(step: Step) -> list[list[set[int]]]:
     return [[set(rows.tolist()) - {-1} for rows in seq] for seq in step.choice.selection.rows]
 
 
-BATCH = {"shape": Shape(batch=3, heads=2, group=2, head_dim=64), "lengths": [150, 61, 110], "steps": 32}
+BATCH = {"shape": Shape(batch=3, heads=2, group=2, head_dim=64), "lengths": [150, 61, 110], "steps": 24}
 
 
 @pytest.mark.parametrize(("name", "budget"), turns_of(48, 16, 100))
@@ -263,7 +263,7 @@ VARIANTS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "shape"), turns_of(*dict.fromkeys(VARIANTS), closely=CLOSELY[:3]), ids=str)
+@pytest.mark.parametrize(("name", "shape"), turns_of(*dict.fromkeys(VARIANTS), closely=CLOSELY[1:2]), ids=str)
 def test_budget_above_the_length_is_full_attention(name: str, shape: Shape) -> None:
     """Also once tokens have left the ring for the index, whatever the method's regions."""
     layer = Layer(name, Text(shape, [52, 37], 17), budget=88).prefill()
@@ -272,7 +272,7 @@ def test_budget_above_the_length_is_full_attention(name: str, shape: Shape) -> N
             close(step.out[seq], layer.full(seq), shape.dtype)
 
 
-@pytest.mark.parametrize(("name", "shape"), turns_of(*reversed(dict.fromkeys(VARIANTS)), closely=CLOSELY[1:4]), ids=str)
+@pytest.mark.parametrize(("name", "shape"), turns_of(*reversed(dict.fromkeys(VARIANTS)), closely=CLOSELY[2:4]), ids=str)
 def test_every_shape_keeps_the_contract(name: str, shape: Shape) -> None:
     layer = Layer(name, Text(shape, [90, 53], 9), budget=32).prefill()
     for step in layer.decode():
@@ -295,7 +295,7 @@ def test_every_shape_keeps_the_contract_on_a_gpu(name: str, shape: Shape, device
 @pytest.mark.parametrize(("name", "length"), turns_of(1, 2, 3, 7, 16, 33, closely=()))
 def test_short_prompts(name: str, length: int) -> None:
     """Steps enough that tokens leave for the index that had none."""
-    layer = Layer(name, Text(SMALL, [length], 38, seed=length), budget=32).prefill()
+    layer = Layer(name, Text(SMALL, [length], 28, seed=length), budget=32).prefill()
     for step in layer.decode():
         layer.check(step)
         if step.begins[0] - layer.regions.sink <= layer.rows:
@@ -304,8 +304,8 @@ def test_short_prompts(name: str, length: int) -> None:
 
 @pytest.mark.parametrize("name", FROZEN)
 def test_short_prompts_of_every_length_in_a_batch(name: str) -> None:
-    lengths = [*range(20, 41), *range(1, 20)]
-    layer = Layer(name, Text(Shape(batch=40, heads=1, group=2), lengths, 24), budget=24).prefill()
+    lengths = [24, 33, 40, 1, 2, 3, 4, 5, 8, 12, 15, 16, 17]
+    layer = Layer(name, Text(Shape(batch=len(lengths), heads=1, group=2), lengths, 24), budget=24).prefill()
     for i, step in enumerate(layer.decode()):
         if i % 11 == 1:
             layer.check(step)
@@ -315,7 +315,8 @@ def test_short_prompts_of_every_length_in_a_batch(name: str) -> None:
 def test_a_row_of_a_batch_is_the_row_alone(name: str) -> None:
     text = Text(**BATCH)
     together = list(Layer(name, text, budget=48).prefill().decode())
-    for seq in (1, 2):
+    for seq, noise in ((1, 1), (2, 2)):
+        torch.manual_seed(noise)  # random choices follow from the seed of the settings alone
         alone = Layer(name, text.row(seq), budget=48).prefill()
         for step, one in zip(together, alone.decode(), strict=True):
             if name in RETRIEVES:
@@ -324,28 +325,23 @@ def test_a_row_of_a_batch_is_the_row_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FROZEN)
-def test_deterministic_with_a_seed(name: str) -> None:
-    runs = []
+def test_the_same_seed_chooses_the_same_and_addresses_stay(name: str) -> None:
+    runs: list[list[Step]] = []
     for noise in (1, 2):
         torch.manual_seed(noise)
-        runs.append(list(Layer(name, Text(**BATCH), budget=48, seed=7).prefill().decode()))
+        layer, addresses = Layer(name, Text(**BATCH), budget=48, seed=7).prefill(), []
+        runs.append([])
+        for step in layer.decode(20):
+            runs[-1].append(step)
+            tensors = [layer.frozen.slab.data]
+            if layer.frozen.retriever is not None:
+                table = layer.frozen.retriever.residency
+                tensors += [table.row_slot, table.slot_row, table.used]
+            addresses.append([t.data_ptr() for t in tensors])
+        assert all(later == addresses[0] for later in addresses), "the tables were made for more tokens than these"
     for one, other in zip(*runs, strict=True):
         assert torch.equal(one.out, other.out)
         assert sets(one) == sets(other)
-
-
-@pytest.mark.parametrize("name", FROZEN)
-def test_addresses_stay(name: str) -> None:
-    layer = Layer(name, Text(**BATCH), budget=48).prefill()
-    addresses = []
-    for step in layer.decode():
-        tensors = [layer.frozen.slab.data]
-        if layer.frozen.retriever is not None:
-            table = layer.frozen.retriever.residency
-            tensors += [table.row_slot, table.slot_row, table.used]
-            assert step.choice is not None
-        addresses.append([t.data_ptr() for t in tensors])
-    assert all(later == addresses[0] for later in addresses), "the tables were made for more tokens than these"
 
 
 class Reads(TorchDispatchMode):
@@ -384,7 +380,7 @@ def reachable(owner: object, path: str, visited: set[int]) -> Iterator[tuple[str
 @pytest.mark.parametrize("name", RETRIEVES)
 def test_an_index_names_the_tensors_that_a_step_reads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However it grew: a captured step would read freed memory."""
-    one = Layer(name, Text(**BATCH), budget=48).prefill()
+    one = Layer(name, Text(**{**BATCH, "steps": 30}), budget=48).prefill()
     group, sequences = one.frozen.retriever, [0, 1, 2]
     assert group is not None
 
@@ -419,39 +415,31 @@ def test_an_index_names_the_tensors_that_a_step_reads(name: str, monkeypatch: py
     check()
 
 
-def same_choices(one: Layer, other: Layer, count: int) -> None:
-    for a, b in zip(one.decode(count), other.decode(count), strict=True):
+def same_choices(one: Iterable[Step], other: Iterable[Step]) -> None:
+    for a, b in zip(one, other, strict=True):
         assert sets(a) == sets(b)
         close(a.out, b.out)
 
 
-@pytest.mark.parametrize("name", RETRIEVES)
-def test_a_clone_of_an_index_goes_on(name: str) -> None:
-    one = Layer(name, Text(**BATCH), budget=48).prefill()
-    list(one.decode(15))
-    other = copy.deepcopy(one)
-    other.observe()
-    assert one.frozen.retriever is not None
-    assert other.frozen.retriever is not None
-    one.cache.wait()
-    index = MADE[name].index(other.frozen.retriever.context)
-    index.clone_from(one.frozen.retriever.index)
-    other.frozen.retriever.index = index
-    same_choices(one, other, 17)
-
-
 @pytest.mark.parametrize("name", FROZEN)
-def test_copies_are_independent(name: str) -> None:
+def test_copies_and_clones_of_an_index_are_independent(name: str) -> None:
     one = Layer(name, Text(**BATCH), budget=48).prefill()
     list(one.decode(15))
     other, third = copy.deepcopy(one), copy.deepcopy(one)
     for layer in (other, third):
         layer.observe()
-    list(other.decode(17))
-    same_choices(one, third, 17)
+    if third.frozen.retriever is not None:
+        assert one.frozen.retriever is not None
+        one.cache.wait()
+        index = MADE[name].index(third.frozen.retriever.context)
+        index.clone_from(one.frozen.retriever.index)
+        third.frozen.retriever.index = index
+    first = list(other.decode(9))
+    same_choices(one.decode(9), first)
+    same_choices(third.decode(9), first)
 
 
-@pytest.mark.parametrize(("name", "drop"), turns_of(1, 9, 17, 45, 120, names=RETRIEVES))
+@pytest.mark.parametrize(("name", "drop"), turns_of(1, 9, 17, 45, 120, names=RETRIEVES, closely=CLOSELY[1:4]))
 def test_crop_then_go_on(name: str, drop: int) -> None:
     """Tokens that were dropped are never chosen; those that come in their place are."""
     text = Text(SMALL, [120], 20)
@@ -462,7 +450,7 @@ def test_crop_then_go_on(name: str, drop: int) -> None:
     other = Text(SMALL, [120], 20, seed=5)
     for x, y in ((text.query, other.query), (text.keys, other.keys), (text.values, other.values)):
         x[:, :, 140 - drop :] = y[:, :, 140 - drop :]
-    for step in layer.decode(min(drop, 40)):
+    for step in layer.decode(min(drop, 20)):
         layer.check(step)
 
 
@@ -473,11 +461,11 @@ def test_crop_at_full_budget(name: str) -> None:
     list(layer.decode())
     for drop in (3, 30, 80):
         layer.cache.crop(drop)
-        for step in layer.decode(min(drop, 40)):
+        for step in layer.decode(min(drop, 15)):
             close(step.out[0], layer.full(0))
 
 
-@pytest.mark.parametrize(("name", "seqs"), turns_of([0, 0, 2, 1], [1, 0, 2], [2], [1, 1]), ids=str)
+@pytest.mark.parametrize(("name", "seqs"), turns_of([0, 0, 2, 1], [1, 0, 2], [2], [1, 1], closely=CLOSELY[2:]), ids=str)
 def test_reorder(name: str, seqs: list[int]) -> None:
     """A sequence goes on as it would have, wherever it stands and whoever stands beside it."""
     text = Text(**BATCH)
@@ -496,7 +484,7 @@ def test_reorder(name: str, seqs: list[int]) -> None:
 @pytest.mark.parametrize("name", FROZEN)
 def test_sequences_of_one_prefix_part(name: str) -> None:
     """Beams: sequences made of one sequence are given different tokens afterwards."""
-    text = Text(Shape(batch=2, heads=2, group=2), [150, 150], 45)
+    text = Text(Shape(batch=2, heads=2, group=2), [150, 150], 20)
     text.query[1, :, :150], text.keys[1, :, :150], text.values[1, :, :150] = (
         text.query[0, :, :150],
         text.keys[0, :, :150],
@@ -516,19 +504,19 @@ def test_sequences_of_one_prefix_part(name: str) -> None:
 def test_several_tokens_equal_one_by_one(name: str) -> None:
     """Also where they cross the moment at which tokens leave for the index."""
     one, many = (Layer(name, Text(**BATCH), budget=64).prefill() for _ in range(2))
-    for _ in range(6):
+    for _ in range(4):
         at = many.cache.sequences.padded_length
         together = many.take(at, at + 5)
         for t, step in enumerate(one.decode(5)):
             close(together[:, :, t], step.out)
 
 
-@pytest.mark.parametrize(("name", "chunk"), turns_of(50, 64, names=RETRIEVES))
+@pytest.mark.parametrize(("name", "chunk"), turns_of(50, 64, names=RETRIEVES, closely=()))
 def test_chunked_prefill_keeps_the_contract(name: str, chunk: int) -> None:
     layer = Layer(name, Text(**BATCH), budget=48)
     for start in range(0, 150, chunk):
         layer.take(start, min(150, start + chunk))
-    for step in layer.decode():
+    for step in layer.decode(12):
         layer.check(step)
 
 
@@ -538,7 +526,7 @@ def test_nothing_stays_when_the_method_says_so(name: str) -> None:
     text = Text(**BATCH)
     keeps = Layer(name, text, budget=48).prefill()
     drops = Layer(dataclasses.replace(MADE[name], keep=0), text, budget=48).prefill()
-    same_choices(keeps, drops, 30)
+    same_choices(keeps.decode(20), drops.decode(20))
     assert keeps.frozen.retriever is not None
     assert drops.frozen.retriever is not None
     assert drops.frozen.retriever.meter.fetched == drops.frozen.retriever.meter.selected
