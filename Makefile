@@ -9,13 +9,13 @@ demo: $(STAMP)
 	$(BIN)/kvthaw demo
 
 test: $(STAMP)
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist worksteal
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pytest -n 2 -m "not model and not slow"
+	$(BIN)/pytest -n 2 --dist worksteal -m "not model and not slow"
 
 bench: $(STAMP)
 	$(BIN)/kvthaw bench decode --shape tiny --length 8192 --method full,icecache-digest --json

@@ -38,6 +38,7 @@ def test_bench_decode_prints_lines_or_a_table(tmp_path: Path) -> None:
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.usefixtures("small")
 def test_bench_prefill_prints_lines_or_a_table(tmp_path: Path) -> None:
     options = ["--length", "120", "--chunk", "50", "--method", "quest", "--budget", "64", "--out", str(tmp_path / "out.jsonl")]
     said = Said("bench", "prefill", *options, "--json")
@@ -49,6 +50,7 @@ def test_bench_prefill_prints_lines_or_a_table(tmp_path: Path) -> None:
     assert "one pass" in Said("bench", "prefill", *options).out
 
 
+@pytest.mark.usefixtures("small")
 def test_bench_serving_shows_steps(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     some = ("bench", "serving", "--max-seqs", "2", "--requests", "3", "--length", "40", "--method", "full", "--out", str(out))

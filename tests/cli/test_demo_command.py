@@ -34,7 +34,7 @@ def test_a_number_inside_a_longer_one_is_no_answer(model: str, monkeypatch: pyte
 
 @pytest.mark.model
 def test_demo_on_the_shipped_model_is_right() -> None:
-    record = Said("demo", "--length", "1500", "--json").records[0]
+    record = Said("demo", "--length", "1000", "--json").records[0]
     assert record["full"]["right"] == [True] * 5
     assert record["thawed"]["right"] == [True] * 5
     assert record["thawed"]["attended_max"] <= 256
