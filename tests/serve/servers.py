@@ -14,7 +14,7 @@ from openai import OpenAI
 from transformers import PreTrainedModel
 
 import bytemodel
-from kvthaw import Batch
+from kvthaw import Batch, PrefixCache
 from kvthaw.serve.server import Server, listen
 from kvthaw.serve.service import Service
 
@@ -44,7 +44,8 @@ class Served:
 def serving(
     model: PreTrainedModel, tokenizer: Any, *, max_seqs: int = 4, api_keys: tuple[str, ...] = (), grace: float = 0.0, **how: Any
 ) -> Iterator[Served]:
-    service = Service(Batch(model, max_seqs=max_seqs, capacity=bytemodel.POSITIONS, **SETTINGS), tokenizer, "tiny", **how)
+    batch = Batch(model, max_seqs=max_seqs, capacity=bytemodel.POSITIONS, prefix_cache=PrefixCache(), **SETTINGS)
+    service = Service(batch, tokenizer, "tiny", **how)
     listener = listen("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     server = Server(service, grace=grace, api_keys=api_keys)

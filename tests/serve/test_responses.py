@@ -194,4 +194,7 @@ def test_no_tokens_and_echo_is_the_prompt_alone(served: Served) -> None:
     assert [choice["text"] for choice in said["choices"]] == ["abc", "de"]
     assert [len(choice["logprobs"]["tokens"]) for choice in said["choices"]] == [3, 2]
     assert [choice["finish_reason"] for choice in said["choices"]] == ["length", "length"]
-    assert said["usage"] == {"prompt_tokens": 5, "completion_tokens": 0, "total_tokens": 5}
+    details = {"cached_tokens": 0}
+    assert said["usage"] == {
+        "prompt_tokens": 5, "completion_tokens": 0, "total_tokens": 5, "prompt_tokens_details": details,
+    }  # fmt: skip

@@ -132,6 +132,11 @@ class PrefixCache:
             self.forget(name)
         self._entries[name] = Entry(ids, path[-1], salt)
 
+    @property
+    def entries(self) -> dict[str, Entry]:
+        """What is kept under names. May be read on any thread."""
+        return dict(self._entries)
+
     def entry(self, name: str) -> Entry:
         """Return what is kept under a name. Raises CacheError where there is nothing."""
         if name not in self._entries:

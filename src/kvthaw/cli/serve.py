@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +12,9 @@ from kvthaw.cli.common import load_model, prompt_text, stderr, waiting
 from kvthaw.cli.options import one_budget
 from kvthaw.errors import ConfigError
 from kvthaw.formatting import read_bytes
+
+if TYPE_CHECKING:
+    from kvthaw.engine.batch import Batch
 
 EXAMPLES = (
     "Needs pip install kvthaw\\[serve].\n\nExamples:\n\n  kvthaw serve\n\n"
@@ -40,6 +43,18 @@ def serve(
     host_memory: Annotated[
         str | None, typer.Option(help='Host memory for KV, such as "64GiB". Default: as much as the system has.')
     ] = None,
+    prefix_memory: Annotated[
+        str | None,
+        typer.Option(
+            help='Memory for prompts that others may begin with, such as "16GiB". Default: a quarter of what is free.'
+        ),
+    ] = None,
+    context: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Prefill this text and keep it under its name without suffix; may be repeated.", exists=True, dir_okay=False
+        ),
+    ] = None,
     max_waiting: Annotated[int, typer.Option(min=0, help="Requests that may wait; more are answered with 429.")] = 64,
     grace: Annotated[float, typer.Option(min=0, help="Seconds that requests have to finish after SIGTERM or Ctrl-C.")] = 30,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: all.")] = "127.0.0.1",
@@ -56,7 +71,7 @@ def serve(
 ) -> None:
     """Serve a model over HTTP as OpenAI's API does: chat completions and completions, streamed or not.
 
-    Also /v1/models, /tokenize, /detokenize, /health, /ready, /version and /metrics. Ends with exit code 0 on SIGTERM.
+    Also /v1/contexts, /v1/models, /tokenize, /detokenize, /health, /ready, /version and /metrics. Ends with exit code 0 on SIGTERM.
     """
     allowed = one_budget(budget)
     host_bytes = None if host_memory is None else read_bytes(host_memory, "--host-memory")
@@ -74,6 +89,7 @@ def serve(
         if (error.name or "").partition(".")[0] == "kvthaw":
             raise
         raise ConfigError(f"the server's packages are not installed ({error}): pip install kvthaw[serve]") from None
+    from kvthaw.cache.prefix import PrefixCache
     from kvthaw.engine.batch import Batch
     from kvthaw.engine.hf.model import positions
 
@@ -87,11 +103,24 @@ def serve(
             "device_memory": device_memory,
         }
         with waiting("allocating"):
-            batch = Batch(llm, method, max_seqs=max_seqs, capacity=length, **settings)
+            prefix = PrefixCache(host_bytes=prefix_memory)
+            batch = Batch(llm, method, max_seqs=max_seqs, capacity=length, prefix_cache=prefix, **settings)
             batch.join([0], max_new_tokens=2, stop=())  # all that a step needs: what does not fit fails here
             batch.step()
+        for path in context or ():
+            with waiting(f"reading {path.name}"):
+                _read(batch, tokenizer, path)
         name = served_model_name or model
         service = Service(batch, tokenizer, name, chat_template=template, max_waiting=max_waiting)
         where = f"http://{host}:{socket.getsockname()[1]}"
         stderr().print(f"serving {name} at {where}", style="dim", highlight=False, soft_wrap=True)
         run(service, socket, grace=grace, api_keys=keys)
+
+
+def _read(batch: Batch, tokenizer: Any, path: Path) -> None:
+    """Keep a text under the name of its file."""
+    request = batch.request(tokenizer(prompt_text(None, path))["input_ids"], max_new_tokens=1, name=path.stem)
+    batch.add(request)
+    batch.prefill(request, request.prompt)
+    if request.error is not None:
+        raise request.error

@@ -29,6 +29,7 @@ def merged(deltas: Sequence[Delta]) -> Delta:
         [score for delta in deltas for score in delta.logprobs],
         deltas[0].prompt_logprobs,
         deltas[-1].finished,
+        cached_tokens=deltas[0].cached_tokens,
     )
 
 
@@ -41,6 +42,7 @@ class Answer:
         self._body, self._prompts, self._tokenizer = body, prompts, tokenizer
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self._new = 0  # tokens generated
+        self._cached = [0] * len(prompts)  # tokens of each prompt that its first output found in the prefix cache
 
     def opening(self) -> list[Json]:
         """Return the choices of the chunks that come before any token."""
@@ -49,7 +51,7 @@ class Answer:
     def part(self, delta: Delta) -> Json | None:
         """Return the choice of a chunk, None for one that would say nothing; counts its tokens."""
         delta = self._kept(delta)
-        self._new += len(delta.tokens)
+        self._count(delta)
         said = delta.text or delta.logprobs or delta.finished or delta.prompt_logprobs
         return self._choice(delta, whole=False) if said else None
 
@@ -64,14 +66,21 @@ class Answer:
     def whole(self, outputs: Sequence[Delta]) -> Json:
         """Return the answer to a request that asked for no stream."""
         outputs = [self._kept(delta) for delta in outputs]
-        self._new = sum(len(delta.tokens) for delta in outputs)
+        for delta in outputs:
+            self._count(delta)
         choices = [self._choice(delta, whole=True) for delta in outputs]
         return self._head | {"object": self.kind, "choices": choices, "usage": self.usage()}
 
     def usage(self) -> Json:
         """Return how many tokens there are; a prompt counts once however many outputs it has."""
         prompt = sum(map(len, self._prompts))
-        return {"prompt_tokens": prompt, "completion_tokens": self._new, "total_tokens": prompt + self._new}
+        counts = {"prompt_tokens": prompt, "completion_tokens": self._new, "total_tokens": prompt + self._new}
+        return counts | {"prompt_tokens_details": {"cached_tokens": sum(self._cached)}}
+
+    def _count(self, delta: Delta) -> None:
+        self._new += len(delta.tokens)
+        if delta.index % self._body.n == 0:
+            self._cached[delta.index // self._body.n] += delta.cached_tokens
 
     def _kept(self, delta: Delta) -> Delta:
         """Return a delta without what was not asked for: the scheduler gives every request a token, also for max_tokens=0."""

@@ -15,7 +15,9 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvthaw.errors import ConfigError
+from kvthaw.serve import contexts
 from kvthaw.serve.answers import Answer, ChatAnswer, CompletionAnswer, Json, merged
+from kvthaw.serve.clients import attended, service_of
 from kvthaw.serve.errors import ApiError, told
 from kvthaw.serve.schema import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest
 from kvthaw.serve.service import Service, refused
@@ -45,6 +47,7 @@ def create_app(service: Service, *, api_keys: Sequence[str] = ()) -> FastAPI:
     app = FastAPI(title="kvthaw", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.service = service
     app.include_router(router)
+    app.include_router(contexts.router)
     app.add_middleware(Guard, api_keys=api_keys)
     app.add_exception_handler(ApiError, _told)
     app.add_exception_handler(RequestValidationError, _invalid)
@@ -87,33 +90,36 @@ class Guard:
 @router.post("/v1/chat/completions")
 async def chat(body: ChatRequest, http: Request) -> Response:
     """Answer a conversation."""
-    service = _service(http)
+    service = service_of(http)
     body.check()
     service.check(body.model, body.n)
-    prompts = [await service.encode_chat(body.messages)]
+    prompts = [await service.encode_chat([*service.context_messages(body), *body.messages])]
     return await _generate(http, body, prompts, ChatAnswer(body, prompts, service.tokenizer, service.name), "messages")
 
 
 @router.post("/v1/completions")
 async def completions(body: CompletionRequest, http: Request) -> Response:
     """Continue texts or tokens."""
-    service = _service(http)
+    service = service_of(http)
     body.check()
     service.check(body.model, len(body.prompts) * body.n)
-    prompts = [await service.encode(one) if isinstance(one, str) else one for one in body.prompts]
+    before = service.context_tokens(body)
+    prompts = [
+        before + (await service.encode(one, special=not before) if isinstance(one, str) else one) for one in body.prompts
+    ]
     return await _generate(http, body, prompts, CompletionAnswer(body, prompts, service.tokenizer, service.name), "prompt")
 
 
 @router.get("/v1/models")
 async def models(http: Request) -> Json:
     """List the model that is served."""
-    return {"object": "list", "data": [_card(_service(http))]}
+    return {"object": "list", "data": [_card(service_of(http))]}
 
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, http: Request) -> Json:
     """Describe the model that is served."""
-    service = _service(http)
+    service = service_of(http)
     if name != service.name:
         raise ApiError(404, f"the model {name!r} is not served; {service.name!r} is", param="model", code="model_not_found")
     return _card(service)
@@ -122,7 +128,7 @@ async def model(name: str, http: Request) -> Json:
 @router.post("/tokenize")
 async def tokenize(body: TokenizeRequest, http: Request) -> Json:
     """Return the tokens of a text or a conversation."""
-    service = _service(http)
+    service = service_of(http)
     body.check()
     if body.messages is not None:
         tokens = await service.encode_chat(body.messages)
@@ -134,19 +140,19 @@ async def tokenize(body: TokenizeRequest, http: Request) -> Json:
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeRequest, http: Request) -> Json:
     """Return the text of tokens."""
-    return {"prompt": await asyncio.to_thread(_service(http).tokenizer.decode, body.tokens)}
+    return {"prompt": await asyncio.to_thread(service_of(http).tokenizer.decode, body.tokens)}
 
 
 @router.get("/health")
 async def health(http: Request) -> Response:
     """Say that the process lives and can compute."""
-    return Response(status_code=200 if _service(http).worker.failure is None else 503)
+    return Response(status_code=200 if service_of(http).worker.failure is None else 503)
 
 
 @router.get("/ready")
 async def ready(http: Request) -> JSONResponse:
     """Say whether requests are taken."""
-    is_ready = _service(http).ready
+    is_ready = service_of(http).ready
     return JSONResponse({"ready": is_ready}, 200 if is_ready else 503)
 
 
@@ -159,13 +165,13 @@ async def version() -> Json:
 @router.get("/metrics")
 async def metrics(http: Request) -> Response:
     """Return metrics in Prometheus' text format."""
-    return Response(_service(http).worker.metrics.text(), media_type="text/plain; version=0.0.4")
+    return Response(service_of(http).worker.metrics.text(), media_type="text/plain; version=0.0.4")
 
 
 async def _generate(
     http: Request, body: ChatRequest | CompletionRequest, prompts: Sequence[Sequence[int]], answer: Answer, param: str
 ) -> Response:
-    service = _service(http)
+    service = service_of(http)
     try:
         sampling = body.sampling()
     except ConfigError as error:
@@ -174,7 +180,7 @@ async def _generate(
     if body.stream:
         return EventStream(service, job, _events(job, answer, body))
     outputs: list[list[Delta]] = [[] for _ in job.requests]
-    async with _attended(service, job, http.receive):
+    async with attended(service, job, http.receive):
         async for delta in job.deltas(KEEP_ALIVE):
             if delta is not None:
                 if delta.error is not None:
@@ -210,30 +216,8 @@ class EventStream(StreamingResponse):
         self._service, self._job = service, job
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with _attended(self._service, self._job, receive):
+        async with attended(self._service, self._job, receive):
             await self.stream_response(send)
-
-
-@asynccontextmanager
-async def _attended(service: Service, job: Job, receive: Receive) -> AsyncIterator[None]:
-    """Let the job go as soon as the client leaves, or the block ends."""
-
-    async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        service.worker.cancel(job)
-
-    watcher = asyncio.create_task(watch())
-    try:
-        yield
-    finally:
-        watcher.cancel()
-        service.worker.cancel(job)
-
-
-def _service(http: Request) -> Service:
-    service: Service = http.app.state.service
-    return service
 
 
 def _card(service: Service) -> Json:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from kvthaw.cache.prefix import PrefixStats
 from kvthaw.engine.hf import Stats
 from kvthaw.engine.scheduler import Scheduler
 
@@ -32,6 +33,11 @@ class Metrics:
         self.whole = self._histogram("e2e_request_latency", "From a request's arrival to its end.", _REQUESTS)
         self.queued = self._histogram("request_queue_time", "From a request's arrival to its place.", _REQUESTS)
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts that went through the model.")
+        self._prefix = {
+            "queries": self._counter("prefix_cache_queries", "Tokens of prompts that were looked up in the prefix cache."),
+            "hits": self._counter("prefix_cache_hits", "Tokens of them that were there."),
+        }
+        self._looked_up = dict.fromkeys(self._prefix, 0)
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self._finished = Counter(
             "kvthaw:request_success", "Requests that ended.", ["model_name", "finished_reason"], registry=self._registry
@@ -43,8 +49,13 @@ class Metrics:
         """Count a request that ended."""
         self._finished.labels(**self._labels, finished_reason=reason).inc()
 
-    def cache(self, stats: Stats) -> None:
-        """Set what the cache holds and did."""
+    def cache(self, stats: Stats, prefix: PrefixStats | None) -> None:
+        """Set what the cache and the prefix cache hold and did."""
+        for field, counter in self._prefix.items() if prefix is not None else ():
+            counter.inc(getattr(prefix, field) - self._looked_up[field])
+            self._looked_up[field] = getattr(prefix, field)
+        if prefix is not None:
+            self._bytes.labels(**self._labels, place="prefix").set(prefix.kept_bytes)
         for field, gauge in self._cache.items():
             gauge.set(getattr(stats, field) or 0)
         self._bytes.labels(**self._labels, place="device").set(stats.kv_device_bytes + stats.kv_dense_bytes)

@@ -17,6 +17,8 @@ MOST_LOGPROBS = 20
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
 Text = Annotated[str, Field(min_length=1)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
+"""Of a context; it may become the name of a folder."""
 
 
 def _kind(prompt: Any) -> str:
@@ -77,6 +79,10 @@ class Generation(Body):
     ignore_eos: bool = False
     stop_token_ids: list[Token] = []
     include_stop_str_in_output: bool = False
+    cache_salt: str = Field("", max_length=256, description="prompts of other salts share no KV with this one")
+    # kvthaw's
+    context: Name | None = Field(None, description="a kept document, which the prompt follows")
+    kv_name: Name | None = Field(None, description="keep this prompt as a context")
 
     def check(self) -> None:
         """Raise ApiError for fields that do not go together."""
@@ -198,3 +204,17 @@ class DetokenizeRequest(Body):
 
     model: str | None = None
     tokens: Annotated[list[Token], Field(fail_fast=True)]
+
+
+class ContextRequest(Body):
+    """Of POST /v1/contexts (kvthaw's): a text, or messages through the chat template, to be kept under a name."""
+
+    name: Name
+    text: Text | None = None
+    messages: list[Message] | None = Field(None, min_length=1)
+    cache_salt: str = Field("", max_length=256)
+
+    def check(self) -> None:
+        """Raise ApiError unless one of text and messages is given."""
+        if (self.text is None) == (self.messages is None):
+            raise ApiError(400, "give text or messages, and not both", param="text")

@@ -10,6 +10,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from kvthaw.cache.prefix import Entry
 from kvthaw.engine.batch import Batch
 from kvthaw.engine.sampling import Sampling
 from kvthaw.engine.scheduler import Scheduler
@@ -34,6 +35,7 @@ class Service:
         scheduler = Scheduler(batch)
         self.worker = Worker(scheduler, Metrics(scheduler, name), batch.max_seqs + max_waiting)
         self._template = chat_template or tokenizer.chat_template
+        self.messages: dict[str, Sequence[Message]] = {}  # of the contexts that were given as such
 
     @property
     def ready(self) -> bool:
@@ -59,14 +61,36 @@ class Service:
         """Return the tokens of a text; long ones keep nobody waiting."""
         return list(await asyncio.to_thread(self._encode, text, special))
 
-    async def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Return the tokens of a conversation up to where the answer begins; raises ApiError."""
+    def kept(self) -> dict[str, Entry]:
+        """Return the prompts that are kept under names; raises ApiError where none can be."""
+        if self.batch.prefix_cache is None:
+            raise ApiError(400, "this server keeps no prompts", param="context")
+        return self.batch.prefix_cache.entries
+
+    def context_tokens(self, body: Generation) -> list[int]:
+        """Return the tokens of the context that a request names, none without one; raises ApiError."""
+        if body.context is None:
+            return []
+        entry = self.kept().get(body.context)
+        if entry is None or entry.salt != body.cache_salt:  # another tenant's is none
+            raise ApiError(404, f"no context is named {body.context!r}", param="context", code="context_not_found")
+        tokens: list[int] = entry.ids.tolist()
+        return tokens
+
+    def context_messages(self, body: Generation) -> Sequence[Message]:
+        """Return the messages of the context that a request names, none without one; raises ApiError."""
+        if self.context_tokens(body) and body.context not in self.messages:
+            raise ApiError(400, f"the context {body.context!r} is a text; a conversation follows messages", param="context")
+        return self.messages[body.context] if body.context is not None else []
+
+    async def encode_chat(self, messages: Sequence[Message], *, answer: bool = True) -> list[int]:
+        """Return the tokens of a conversation, with answer up to where the answer begins; raises ApiError."""
         if self._template is None:
             raise ApiError(400, "the model has no chat template; start the server with --chat-template", param="messages")
         turns = [message.plain() for message in messages]
         try:
             text = self.tokenizer.apply_chat_template(
-                turns, chat_template=self._template, add_generation_prompt=True, tokenize=False
+                turns, chat_template=self._template, add_generation_prompt=answer, tokenize=False
             )
         except TemplateError as error:
             raise ApiError(400, f"the chat template refuses the messages: {error}", param="messages") from None
@@ -80,9 +104,18 @@ class Service:
                 raise too_long(len(ids), sampling.max_tokens or 1, limit, param)
         samplings = sampling.split(body.n)
         try:
-            requests = [self.batch.request(ids, sampling=one, tokenizer=self.tokenizer) for ids in prompts for one in samplings]
+            requests = [
+                self.batch.request(ids, sampling=one, tokenizer=self.tokenizer, cache_salt=body.cache_salt)
+                for ids in prompts
+                for one in samplings
+            ]
         except ConfigError as error:
             raise refused(body, error, param) from None
+        if body.kv_name is not None:
+            self.kept()
+            if len(prompts) > 1:
+                raise ApiError(400, f"kv_name is given with {len(prompts)} prompts; it names one", param="kv_name")
+            requests[0].name = body.kv_name
         self.check(None, len(requests))  # others may have come while the prompts were tokenized
         return self.worker.submit(requests)
 

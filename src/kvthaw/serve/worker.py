@@ -22,7 +22,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What a step added to an output. finished: why it ended, "abort" where the server ended it, "error" with the error."""
+    """What a step added to an output. finished: why it ended, "abort" where the server ended it, "error" with the error.
+    cached_tokens: of the prompt, with the first token."""
 
     index: int
     tokens: Sequence[int] = ()
@@ -31,6 +32,7 @@ class Delta:
     prompt_logprobs: Sequence[TokenLogprobs | None] = ()
     finished: str | None = None
     error: Exception | None = None
+    cached_tokens: int = 0
 
 
 class Job:
@@ -132,6 +134,12 @@ class Worker:
         self._inbox.put(partial(self._submit, job))
         return job
 
+    def forget(self, name: str) -> None:
+        """Let a prompt that is kept under a name go; does nothing where there is none."""
+        prefix = self.scheduler.batch.prefix_cache
+        assert prefix is not None
+        self._inbox.put(lambda: prefix.forget(name) if name in prefix.entries else None)
+
     def cancel(self, job: Job) -> None:
         """Take the outputs of a job that have not ended out of the batch. Does nothing for one that has ended."""
         self._jobs.discard(job)
@@ -205,7 +213,8 @@ class Worker:
         self._send([self._take(self._outputs[request], now) for request in told])
         if now - self._told > 1 or not self.scheduler.busy:
             self._told = now
-            self.metrics.cache(self.scheduler.batch.stats())
+            batch = self.scheduler.batch
+            self.metrics.cache(batch.stats(), None if batch.prefix_cache is None else batch.prefix_cache.stats())
 
     def _recover(self, error: Exception) -> None:
         """Let a step that failed be taken again; after the second time end the requests that it was for."""
@@ -240,7 +249,8 @@ class Worker:
             if len(request.tokens) > 1:
                 metrics.per_token.observe((now - output.first) / (len(request.tokens) - 1))
         scores, before = request.logprobs[-1:], request.prompt_logprobs if first else ()
-        return output.job, Delta(output.index, request.tokens[-1:], request.piece, scores, before, request.finished)
+        new, cached = request.tokens[-1:], request.cached_tokens if first else 0
+        return output.job, Delta(output.index, new, request.piece, scores, before, request.finished, cached_tokens=cached)
 
     def _failure(self, output: _Output, error: Exception) -> tuple[Job, Delta]:
         self.metrics.finished("error")

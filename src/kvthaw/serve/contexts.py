@@ -1,0 +1,79 @@
+"""Routes for documents that are prefilled once and kept under a name."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from kvthaw.errors import CacheError, ConfigError
+from kvthaw.serve.answers import Json
+from kvthaw.serve.clients import attended, service_of
+from kvthaw.serve.errors import ApiError, told, too_long
+from kvthaw.serve.schema import ContextRequest
+from kvthaw.serve.service import Service
+
+_PATIENCE = 60.0
+router = APIRouter(prefix="/v1/contexts")
+
+
+@router.post("")
+async def create(body: ContextRequest, http: Request) -> Json:
+    """Prefill a document, and keep it in the place of what has its name."""
+    service = service_of(http)
+    body.check()
+    service.check(None, 1)
+    service.kept()
+    if body.messages is not None:
+        ids = await service.encode_chat(body.messages, answer=False)
+    else:
+        ids = await service.encode(body.text or "")
+    if len(ids) + 1 > service.batch.capacity:
+        raise too_long(len(ids), 1, service.batch.capacity, "text" if body.messages is None else "messages")
+    try:
+        request = service.batch.request(ids, max_new_tokens=1, cache_salt=body.cache_salt, name=body.name)
+    except ConfigError as error:
+        raise ApiError(400, str(error), param="text" if body.messages is None else "messages") from None
+    service.check(None, 1)
+    job = service.worker.submit([request])
+    cached = 0
+    async with attended(service, job, http.receive):
+        async for delta in job.deltas(_PATIENCE):
+            if delta is not None and isinstance(delta.error, CacheError):
+                raise ApiError(400, str(delta.error), param="name", code="context_too_large")
+            if delta is not None and delta.error is not None:
+                raise told(delta.error)
+            cached += 0 if delta is None else delta.cached_tokens
+    service.messages.pop(body.name, None)
+    if body.messages is not None:
+        service.messages[body.name] = body.messages
+    return _card(service, body.name) | {"cached_tokens": cached}
+
+
+@router.get("")
+async def contexts(http: Request) -> Json:
+    """List the documents that are kept."""
+    service = service_of(http)
+    return {"object": "list", "data": [_card(service, name) for name in sorted(service.kept())]}
+
+
+@router.get("/{name}")
+async def context(name: str, http: Request) -> Json:
+    """Describe a document that is kept."""
+    return _card(service_of(http), name)
+
+
+@router.delete("/{name}")
+async def delete(name: str, http: Request) -> Response:
+    """Let a document go."""
+    service = service_of(http)
+    _card(service, name)
+    service.worker.forget(name)
+    service.messages.pop(name, None)
+    return Response(status_code=204)
+
+
+def _card(service: Service, name: str) -> Json:
+    entry = service.kept().get(name)
+    if entry is None:
+        raise ApiError(404, f"no context is named {name!r}", param="name", code="context_not_found")
+    return {"id": name, "object": "context", "tokens": len(entry.ids), "messages": name in service.messages}

@@ -1,0 +1,86 @@
+"""Documents that are kept under names, and prompts that begin like earlier ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from openai import BadRequestError, NotFoundError
+from servers import Served
+
+DOCUMENT = "Once upon a time a king had three sons. " * 16
+QUESTION = (
+    "The eldest of them went out into the world to seek his fortune, and he came to a great dark forest where nobody lived, "
+)
+
+
+def complete(served: Served, prompt: str, **more: Any) -> Any:
+    return served.openai.completions.create(model="tiny", prompt=prompt, max_tokens=6, temperature=0, seed=1, extra_body=more)
+
+
+def cached(answer: Any) -> int:
+    return int(answer.usage.prompt_tokens_details.cached_tokens)
+
+
+def test_a_prompt_that_begins_like_an_earlier_one_is_cached_in_part(served: Served) -> None:
+    text = "A first text. " + DOCUMENT
+    first, again, tenant = (
+        complete(served, text + QUESTION + end, cache_salt=salt) for end, salt in (("a", ""), ("b", ""), ("b", "x"))
+    )
+    assert cached(first) == cached(tenant) == 0
+    assert cached(again) > 500
+    assert again.choices[0].text == tenant.choices[0].text
+    stream = served.openai.completions.create(
+        model="tiny", prompt=text + QUESTION, max_tokens=2, stream=True, stream_options={"include_usage": True}
+    )
+    assert cached(list(stream)[-1]) > 500
+    metrics = {
+        line.split("{")[0]: line for line in served.http.get("/metrics").text.splitlines() if line.startswith("kvthaw:prefix")
+    }
+    assert set(metrics) >= {"kvthaw:prefix_cache_queries_total", "kvthaw:prefix_cache_hits_total"}
+
+
+def test_a_document_is_kept_until_it_is_deleted(served: Served) -> None:
+    card = served.post("/v1/contexts", name="sons", text=DOCUMENT).json()
+    assert (card["id"], card["tokens"]) == ("sons", len(DOCUMENT))
+    assert card["id"] in [one["id"] for one in served.http.get("/v1/contexts").json()["data"]]
+    answer, plain = complete(served, QUESTION, context="sons"), complete(served, DOCUMENT + QUESTION, cache_salt="plain")
+    assert cached(answer) > len(DOCUMENT) - 64
+    assert answer.usage.prompt_tokens == plain.usage.prompt_tokens
+    assert answer.choices[0].text == plain.choices[0].text
+    with pytest.raises(NotFoundError, match="sons"):
+        complete(served, QUESTION, context="sons", cache_salt="another tenant")
+    with pytest.raises(BadRequestError, match="is a text"):
+        served.openai.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "Who?"}], extra_body={"context": "sons"}
+        )
+    assert served.http.delete("/v1/contexts/sons").status_code == 204
+    complete(served, "x")
+    for response in (served.http.delete("/v1/contexts/sons"), served.http.get("/v1/contexts/sons")):
+        assert response.status_code == 404
+    with pytest.raises(NotFoundError):
+        complete(served, QUESTION, context="sons")
+
+
+def test_a_conversation_follows_one_that_is_kept(served: Served) -> None:
+    kept, asked = {"role": "user", "content": DOCUMENT}, {"role": "user", "content": QUESTION}
+    assert served.post("/v1/contexts", name="talk", messages=[kept]).json()["messages"]
+    ask = served.openai.chat.completions.create
+    answer = ask(model="tiny", messages=[asked], max_tokens=6, temperature=0, extra_body={"context": "talk"})  # type: ignore[list-item]
+    plain = ask(model="tiny", messages=[kept, asked], max_tokens=6, temperature=0, extra_body={"cache_salt": "p"})  # type: ignore[list-item]
+    assert cached(answer) > len(DOCUMENT) - 64
+    assert answer.choices[0].message.content == plain.choices[0].message.content
+
+
+def test_a_prompt_may_be_kept_by_the_request_itself(served: Served) -> None:
+    complete(served, DOCUMENT + "It is kept. ", kv_name="mine")
+    assert cached(complete(served, QUESTION, context="mine")) > 500
+    refused = served.post("/v1/completions", prompt=["a", "b"], kv_name="mine")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "kv_name")
+    for body in (
+        {"name": "../x", "text": "a"},
+        {"name": "x"},
+        {"name": "x", "text": "a" * 5000},
+        {"name": "x", "text": "a", "y": 1},
+    ):
+        assert served.post("/v1/contexts", **body).status_code == 400
