@@ -158,7 +158,7 @@ class Ours(Alone):
 
     def __init__(self, model: PreTrainedModel, fresh: Callable[[], kvthaw.Cache]) -> None:
         super().__init__(model, fresh)
-        self._others = [Alone(model, fresh, nudge) for nudge in (1, 2, 3)]
+        self._others = [Alone(model, fresh, nudge) for nudge in range(1, 9)]
 
     def hangs_on_a_bit(self, history: History) -> bool:
         """Whether logits of a history change with the last bits of the embeddings, so that nothing can be said of them."""
