@@ -13,7 +13,7 @@ from kvthaw.methods import METHODS
 
 SUBJECTS = ("icecache-digest", "pariskv-plus", "clusterkv-plus", "prkv")
 """The methods of the papers that kvthaw is about."""
-OURS = ("icecache", "icecache-reuse", "icecache-digest-device", "clusterkv", "snapkv-refreshed", "pariskv")
+OURS = ("icecache", "icecache-reuse", "icecache-digest-device", "clusterkv", "snapkv-refreshed", "pariskv", "prkv-plus")
 BASELINES = tuple(name for name in METHODS if name not in (*SUBJECTS, *OURS, "full", "oracle"))
 """What they are measured against: no bound (full, oracle), none of their variants, and SnapKV once."""
 WORKS = 0.6

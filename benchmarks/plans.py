@@ -39,6 +39,7 @@ _EVERY = {
     "clusterkv": 320,
     "clusterkv-plus": 320,
     "prkv": 128,
+    "prkv-plus": 128,
     "icecache-digest-device": 128,
 }
 """Steps after which a method's updates begin again: ParisKV's buffer, ClusterKV's batch, PRKV's interval."""

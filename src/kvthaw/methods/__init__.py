@@ -25,6 +25,7 @@ from kvthaw.methods.pariskv import pariskv
 from kvthaw.methods.pariskv_plus import pariskv_plus
 from kvthaw.methods.pqcache import pqcache
 from kvthaw.methods.prkv import prkv
+from kvthaw.methods.prkv_plus import prkv_plus
 from kvthaw.methods.quest import quest
 from kvthaw.methods.retroinfer import retroinfer
 from kvthaw.methods.shadowkv import shadowkv
@@ -63,6 +64,7 @@ METHODS: dict[str, Callable[..., Method]] = {
     "clusterkv": clusterkv,
     "clusterkv-plus": clusterkv_plus,
     "prkv": prkv,
+    "prkv-plus": prkv_plus,
     "arkvale": arkvale,
     "quest": quest,
     "icecache": icecache,
