@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -55,7 +56,7 @@ class HostMemory:
     """
 
     def __init__(self, limit: int | None = None) -> None:
-        self.limit, self.used = limit, 0
+        self.limit, self.used, self._lock = limit, 0, threading.RLock()
         self.reclaim: Callable[[], bool] = lambda: False
         self.allocators: weakref.WeakSet[BlockAllocator] = weakref.WeakSet()
 
@@ -64,15 +65,13 @@ class HostMemory:
         size = math.prod(shape) * dtype.itemsize
         while True:
             try:
-                self._check_limit(size)
-                data = host_tensor(shape, dtype, pinned=pinned)
+                data = self._allocate(size, shape, dtype, pinned=pinned)
             except HostMemoryError:
                 if not self.reclaim():
                     raise
             else:
                 break
         if self.limit is not None:
-            self.used += size
             weakref.finalize(data, self._release, size).atexit = False
         return data
 
@@ -86,15 +85,26 @@ class HostMemory:
                 if not self.reclaim():
                     raise
 
-    def _check_limit(self, size: int) -> None:
-        if self.limit is not None and self.used + size > self.limit:
-            raise HostMemoryError(
-                f"the next block of KV needs {size:,} bytes of host memory, and {max(0, self.limit - self.used):,} of host_bytes="
-                f"{self.limit:,} are free; crop the cache, let a request leave, or raise host_bytes"
-            )
+    def _allocate(self, size: int, shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> Tensor:
+        if self.limit is None:
+            return host_tensor(shape, dtype, pinned=pinned)
+        with self._lock:
+            free = self.limit - self.used
+            if size > free:
+                raise HostMemoryError(
+                    f"the next block of KV needs {size:,} bytes of host memory, and {max(0, free):,} of host_bytes="
+                    f"{self.limit:,} are free; crop the cache, let a request leave, or raise host_bytes"
+                )
+            self.used += size
+        try:
+            return host_tensor(shape, dtype, pinned=pinned)
+        except HostMemoryError:
+            self._release(size)
+            raise
 
     def _release(self, size: int) -> None:
-        self.used -= size
+        with self._lock:  # a finalizer may run on any thread
+            self.used -= size
 
     def __deepcopy__(self, memo: dict[int, object]) -> HostMemory:
         return HostMemory(self.limit)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.host import HostStore
+from kvthaw.cache.host_memory import Block
 from kvthaw.cache.index_api import IndexContext, Transfer
 from kvthaw.cache.index_updater import IndexUpdater
 from kvthaw.cache.layer_base import AttentionParams, attend_rows, last_queries, reordered
@@ -67,11 +68,8 @@ class OffloadedLayer:
         self.plan: Plan | None = None
         self.recent_queries: dict[int, Tensor] = {}
         self.scale = 0.0
-        self._before: tuple[Step | None, dict[int, Tensor], Tensor | None] = (
-            None,
-            {},
-            None,
-        )  # a prefill; queries, ring before it
+        # a prefill; queries, ring before it
+        self._before: tuple[Step | None, dict[int, Tensor], Tensor | None] = None, {}, None
         self._taken: tuple[Step | None, int] = None, 0
         self._prompts: dict[int, int] = {}  # where the rings begin of sequences whose prompts ended with the latest prefill
         self._finite: Tensor | None = None
@@ -194,6 +192,13 @@ class OffloadedLayer:
             ends[row.seq] = self.storage.append(row, q, k, v, step.remaining, paused=paused)
         self._taken = step, step.tokens
         self._prompts = ends if self.sequences.announced and not step.remaining else {}
+
+    def resume(self, step: Step, blocks: Mapping[int, Sequence[Block]]) -> None:
+        """Take the first tokens of sequences from blocks of rows that are kept; see LayerStorage.resume."""
+        self._before, self._prompts = (step, dict(self.recent_queries), None), {}
+        for row in step.rows():
+            self.storage.resume(row.seq, blocks[row.seq], row.past + step.tokens - row.pad)
+        self._taken = step, step.tokens
 
     def commit(self) -> None:
         """Index what a prefill appended, where the index waits until the step is certain."""

@@ -90,9 +90,13 @@ class PrefixCache:
             return 0
         path = path[: -(-tokens // self._tree.block_size)]
         self._tree.touch(path[-1])
-        rows = {number: (self._shapes[number], [blocks[node] for node in path]) for number, blocks in self._blocks.items()}
+        rows = {number: [blocks[node] for node in path] for number, blocks in self._blocks.items()}
         with kv.prompt(len(ids), seq):
-            kv.take_in(tokens, None, lambda layer, step: resume(layer, step, *rows[layer.number]))
+            kv.take_in(
+                tokens,
+                None,
+                lambda layer, step: resume(layer, step, self._shapes[layer.number], {seq or 0: rows[layer.number]}),
+            )
         kv.sequences.cached_tokens += tokens
         self._hits += tokens
         return tokens

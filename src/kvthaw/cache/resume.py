@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvthaw.cache.dense import DenseLayer
@@ -43,16 +45,25 @@ def copied(layer: DenseLayer, seq: int, start: int, stop: int, size: int, memory
     return block
 
 
-def resume(layer: OffloadedLayer | DenseLayer, step: Step, shape: LayerShape, blocks: Sequence[Block]) -> None:
-    """Take the tokens of a step, the first of their sequence, from blocks of rows [H, E, 2, D] in token order. A layer that
-    offloads shares the blocks; its index is built from them when the prompt is whole."""
-    (row,) = step.rows()
+def resume(
+    layer: OffloadedLayer | DenseLayer,
+    step: Step,
+    shape: LayerShape,
+    blocks: Mapping[int, Sequence[Block]],
+    queries: Mapping[int, Tensor] = MappingProxyType({}),
+) -> None:
+    """Take the tokens of a step, the first of their sequences, from blocks of rows [H, E, 2, D] in token order, by sequence. A
+    layer that offloads shares the blocks; it is indexed from them with the rest of an announced prompt, or before the next step
+    that selects. queries [Hq, W, D]: the last ones of these tokens, where they are known."""
     if isinstance(layer, OffloadedLayer):
         if layer.plan is None:
             layer.allocate(step, shape.queries, shape.keys, shape.scale)
-        layer.storage.resume(row.seq, blocks, step.tokens)
-        return
-    rows = [block.data.to(shape.keys.device, non_blocking=True) for block in blocks]
-    data = torch.cat(rows, dim=1)[None, :, : step.tokens]
-    layer.scale = shape.scale
-    layer.append(step, shape.queries, data[:, :, :, 0], data[:, :, :, 1])
+        layer.resume(step, blocks)
+    else:
+        layer.scale, rows = shape.scale, []
+        for row in step.rows():
+            own = torch.cat([block.data.to(shape.keys.device, non_blocking=True) for block in blocks[row.seq]], dim=1)
+            rows.append(F.pad(own[:, : step.tokens - row.pad], (0, 0, 0, 0, row.pad, 0)))
+        data = torch.stack(rows)
+        layer.append(step, shape.queries.expand(len(rows), -1, -1, -1), data[:, :, :, 0], data[:, :, :, 1])
+    layer.recent_queries.update(queries)

@@ -11,45 +11,37 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from kvthaw.cache.clone import clone
+from kvthaw.cache.dense import DenseLayer
+from kvthaw.cache.host_memory import Block
 from kvthaw.cache.kv_cache import KVCache
-from kvthaw.cache.layer_base import LayerKV
-from kvthaw.cache.sequences import Sequences
+from kvthaw.cache.offloaded_layer import OffloadedLayer
+from kvthaw.cache.resume import LayerShape, resume
+from kvthaw.cache.step import Step
+from kvthaw.engine.hf import tensor_file
 from kvthaw.engine.hf.attention import unwrap
 from kvthaw.errors import CacheError
 from kvthaw.version import __version__
 
+Part = tuple[str, float, dict[str, Tensor]]
+"""The name of a layer's file, its softmax scale, and what goes into the file."""
+Item = TypeVar("Item")
+Done = TypeVar("Done")
 FORMAT = 1
 _HEADER = "header.json"
+_AT_ONCE = 8  # files read or written at a time
 _SAMPLED = 64  # values of each weight that tell models apart
-
-
-class SavedLayer:
-    """One layer's rows as they were read from a file: what another cache's layer needs to take them over."""
-
-    def __init__(
-        self, number: int, sequences: Sequences, scale: float, tensors: Mapping[str, Tensor], device: torch.device
-    ) -> None:
-        self.number, self.sequences, self.scale = number, sequences, scale
-        self._rows = [tensors[f"rows.{seq}"] for seq in range(sequences.count)]
-        queries = {seq: tensors.get(f"queries.{seq}") for seq in range(sequences.count)}
-        self.recent_queries = {seq: found.to(device) for seq, found in queries.items() if found is not None}
-
-    def read(self, seq: int, start: int, stop: int) -> Tensor:
-        """Return rows [H, stop - start, 2, D] of a sequence."""
-        return self._rows[seq][:, start:stop]
 
 
 def save(model: PreTrainedModel, kv: KVCache, layers: Sequence[Any], path: Path, token_ids: Tensor) -> None:
@@ -62,23 +54,20 @@ def save(model: PreTrainedModel, kv: KVCache, layers: Sequence[Any], path: Path,
         raise CacheError(f"{kv.settings.method.name} has dropped tokens, so its cache cannot be saved")
     kv.settle_failure()
     kv.wait()
+    about = {"method": kv.settings.method.name, "left_pad": list(kv.sequences.left_pad), "token_ids": tokens.tolist()}
+    write_folder(model, path, about, _tensors(kv, layers))
+
+
+def write_folder(model: PreTrainedModel, path: Path, about: Mapping[str, Any], parts: Iterable[Part]) -> None:
+    """Write a file for each part and a header with what is said about them, in the place of what is there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
-        files = {}
-        for name, scale, tensors in _tensors(kv, layers):
-            safetensors.torch.save_file(tensors, folder / name)
-            _sync(folder / name)
-            files[name] = {"sha256": _sha256(folder / name), "scale": scale}
-        header = {
-            "format": FORMAT,
-            "kvthaw": __version__,
-            "model": identity(model),
-            "method": kv.settings.method.name,
-            "left_pad": list(kv.sequences.left_pad),
-            "token_ids": tokens.tolist(),
-            "files": files,
+        files = {
+            name: {"sha256": sha256, "scale": scale}
+            for (name, scale, _), sha256 in _some_at_once(parts, lambda part: tensor_file.write(folder / part[0], part[2]))
         }
+        header = {"format": FORMAT, "kvthaw": __version__, "model": identity(model), **about, "files": files}
         (folder / _HEADER).write_text(json.dumps(header | {"sha256": _digest(header)}), encoding="utf-8")
         _sync(folder / _HEADER)
         _sync(folder)
@@ -89,31 +78,68 @@ def save(model: PreTrainedModel, kv: KVCache, layers: Sequence[Any], path: Path,
 
 
 def load(model: PreTrainedModel, kv: KVCache, layers: Sequence[Any], path: Path) -> None:
-    """See `Cache.load`; the cache is empty. layers: transformers' own of the cache, by number."""
+    """See `Cache.load`; the cache is empty, and of no use where this raises. layers: transformers' own of the cache, by number."""
+    header = check_header(model, path)
+    left_pad, tokens = header["left_pad"], len(header["token_ids"][0])
+    held = _some_at_once(kv.layers, lambda layer: SavedLayer.read(path, header, layer.number, kv, model.device))
+
+    def fill(layer: OffloadedLayer | DenseLayer, step: Step) -> None:
+        _, own = next(held)
+        resume(layer, step, own.shape, own.blocks, own.queries)
+
+    kv.take_in(tokens, left_pad, fill)
+    held.close()
+    for number, layer in enumerate(layers):
+        if isinstance(layer, DynamicLayer):
+            found = _read(path, header, number)
+            keys, values = found["keys"].to(model.device, copy=True), found["values"].to(model.device, copy=True)
+            layer.lazy_initialization(keys, values)
+            layer.keys, layer.values = keys, values
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                layer.cumulative_length = tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SavedLayer:
+    """Rows of one layer from a file, in blocks by sequence, and the last queries of each."""
+
+    shape: LayerShape
+    blocks: Mapping[int, Sequence[Block]]
+    queries: Mapping[int, Tensor]
+
+    @classmethod
+    def read(cls, path: Path, header: Mapping[str, Any], number: int, kv: KVCache, device: torch.device) -> SavedLayer:
+        """Read a layer into blocks on the host. Raises CacheError for a file that is not what was saved."""
+        tensors, scale = _read(path, header, number), header["files"][_name(number)]["scale"]
+        seqs = range(len(header["left_pad"]))
+        queries = {seq: tensors[f"queries.{seq}"].to(device, copy=True) for seq in seqs if f"queries.{seq}" in tensors}
+        some, rows = next(iter(queries.values())), tensors["rows.0"]
+        size, pinned = kv.settings.block_size, device.type == "cuda"
+        blocks: dict[int, list[Block]] = {}
+        for seq in seqs:
+            blocks[seq] = []
+            for part in tensors[f"rows.{seq}"].split(size, dim=1):
+                block = Block(kv.streams.memory.allocate((len(part), size, *part.shape[2:]), part.dtype, pinned=pinned))
+                block.data[:, : part.shape[1]] = part
+                block.owners = 0  # until a sequence takes it
+                blocks[seq].append(block)
+        return cls(LayerShape(some[None, :, :0], rows[None, :, :0, 0].to(device), scale), blocks, queries)
+
+
+def _read(path: Path, header: Mapping[str, Any], number: int) -> dict[str, Tensor]:
+    name = _name(number)
+    if name not in header["files"]:
+        raise CacheError(f"{path} has no {name}")
+    return tensor_file.read(path / name, header["files"][name]["sha256"])
+
+
+def check_header(model: PreTrainedModel, path: Path) -> dict[str, Any]:
+    """Return the header of a saved cache of a model. Raises CacheError as read_header(), and where it is of another model."""
     header = read_header(path)
     for name, value in identity(model).items():
         if header["model"].get(name) != value:
             raise CacheError(f"{path} was saved with another model: {name} is {header['model'].get(name)}, not {value}")
-    sequences = Sequences()
-    sequences.adopt([len(header["token_ids"][0]) - pad for pad in header["left_pad"]])
-    found = dict(_read_all(path, header))
-    names = {layer.number: _name(layer.number) for layer in kv.layers}
-    if missing := sorted({*names.values()} - found.keys()):
-        raise CacheError(f"{path} has no {missing[0]}")
-
-    def saved() -> Iterator[LayerKV]:
-        for number, name in names.items():
-            tensors, scale = found.pop(name), header["files"][name]["scale"]
-            yield SavedLayer(number, sequences, scale, tensors, model.device)  # type: ignore[misc]
-
-    clone(kv, sequences, saved())
-    for number, layer in enumerate(layers):
-        if isinstance(layer, DynamicLayer):
-            held = found[_name(number)]
-            layer.lazy_initialization(held["keys"].to(model.device), held["values"].to(model.device))
-            layer.keys, layer.values = held["keys"].to(model.device), held["values"].to(model.device)
-            if isinstance(layer, DynamicSlidingWindowLayer):
-                layer.cumulative_length = sequences.padded_length
+    return header
 
 
 def read_header(path: Path) -> dict[str, Any]:
@@ -152,7 +178,7 @@ def identity(model: PreTrainedModel) -> dict[str, str]:
     }
 
 
-def _tensors(kv: KVCache, layers: Sequence[Any]) -> Iterator[tuple[str, float, dict[str, Tensor]]]:
+def _tensors(kv: KVCache, layers: Sequence[Any]) -> Iterator[Part]:
     """Yield the name of each layer's file, its softmax scale and what goes into it."""
     sequences, ours = kv.sequences, {layer.number: layer for layer in kv.layers}
     for number, other in enumerate(layers):
@@ -166,22 +192,17 @@ def _tensors(kv: KVCache, layers: Sequence[Any]) -> Iterator[tuple[str, float, d
             yield _name(number), 0.0, {name: each.cpu().contiguous() for name, each in held.items()}
 
 
-def _read_all(path: Path, header: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Read and check every file, some at a time."""
-
-    def read(name: str) -> dict[str, Tensor]:
-        damaged = CacheError(f"{path} is damaged: {name} is not what was saved")
-        try:
-            if _sha256(path / name) != header["files"][name]["sha256"]:
-                raise damaged
-            tensors: dict[str, Tensor] = safetensors.torch.load_file(path / name)
-        except (OSError, safetensors.SafetensorError):
-            raise damaged from None
-        return tensors
-
-    names = list(header["files"])
-    with ThreadPoolExecutor(4) as readers:
-        yield from zip(names, readers.map(read, names), strict=True)
+def _some_at_once(items: Iterable[Item], work: Callable[[Item], Done]) -> Generator[tuple[Item, Done]]:
+    """Yield each item with what is made of it on a thread, in order; few are under way at a time."""
+    with ThreadPoolExecutor(_AT_ONCE) as threads:
+        pending: deque[tuple[Item, Future[Done]]] = deque()
+        for item in items:
+            pending.append((item, threads.submit(work, item)))
+            if len(pending) > _AT_ONCE:
+                done, result = pending.popleft()
+                yield done, result.result()
+        for done, result in pending:
+            yield done, result.result()
 
 
 def _name(layer: int) -> str:
@@ -202,11 +223,6 @@ def _put(folder: Path, path: Path) -> None:
         raise
     finally:
         shutil.rmtree(old, ignore_errors=True)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _digest(what: Mapping[str, Any]) -> str:
