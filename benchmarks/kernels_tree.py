@@ -111,12 +111,16 @@ def main(
     a KV head; threads: 0 for one a core; layers: with keys of their own."""
     if quick:
         length, layers = min(length, 4096), min(layers, 2)
-    torch.set_num_threads(threads or cores())
-    stores = filled(length, layers)
     report = Report(out, commit, bench="tree", length=length, budget=budget, threads=threads or cores())
-    for name, settings in (("icecache", {}), ("icecache:preset=code", PRESETS["code"]), ("icecache-digest", SETTINGS)):
-        times = measure(stores, budget, threads, TreeConfig(**settings))
-        report({"method": name, **times, "speedup": times["flat_ms"] / times["tree_ms"]})
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or cores())
+    try:
+        stores = filled(length, layers)
+        for name, settings in (("icecache", {}), ("icecache:preset=code", PRESETS["code"]), ("icecache-digest", SETTINGS)):
+            times = measure(stores, budget, threads, TreeConfig(**settings))
+            report({"method": name, **times, "speedup": times["flat_ms"] / times["tree_ms"]})
+    finally:
+        torch.set_num_threads(before)
     return report.lines
 
 

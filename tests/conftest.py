@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of every thread; torch.set_num_threads() is for the calling one
 
 import torch
 
@@ -78,8 +81,11 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> None:
+def _seed() -> Iterator[None]:
+    """Also one thread, for two test processes that take two each slow each other down several times."""
     torch.manual_seed(0)
+    yield
+    assert torch.get_num_threads() == 1, "the test left more threads to those after it"
 
 
 @pytest.fixture
