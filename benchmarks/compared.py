@@ -1,4 +1,4 @@
-"""Publish a comparison: copy its cells to benchmarks/results/compare*.jsonl, write the summary tables of README.md and
+"""Publish a comparison: copy its cells to benchmarks/results/compare*.jsonl, write the summary tables of
 docs/results.md, and take docs/compare.png from the report (where Chromium is installed).
 
 usage: python3 -m benchmarks.compared OUT [REPORT]    OUT: the folder of kvthaw compare, or a file of its cells
@@ -16,38 +16,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.cells import Cell, read_cells, read_stretches, records_of, write_cells, write_stretches
-from benchmarks.goals import by_budget, goals, hopes, named, protocols, under, verdicts, whole, work
+from benchmarks.goals import by_budget, goals, protocols, under, verdicts
 from kvthaw.evaluate.compare import summaries
-from kvthaw.evaluate.document import Share, Table
 from kvthaw.evaluate.overview import overview
 
 HERE = Path(__file__).parents[1]
 BEGIN, END = "<!-- written by benchmarks/compared.py -->", "<!-- until here -->"
-
-
-def short(cells: Sequence[Cell]) -> str:
-    """Mean accuracies of the first protocol, a row a method, and what came of the goals, as Markdown."""
-    protocol = protocols(cells)[0]
-    some = under(cells, protocol)
-    table = by_budget(some)
-    rows = [[f"{100 * v.value:.1f}" if isinstance(v, Share) else v for v in row] for row in table.rows]
-    counts = [v.n for row in table.rows for v in row if isinstance(v, Share)]
-    where = work(whole(some))
-    lengths = sorted({length for _, length in where})
-    about = (
-        f"Mean accuracy in percent over {len({task for task, _ in where})} tasks at {lengths[0]:,} to {lengths[-1]:,} tokens, "
-        f"{' to '.join(dict.fromkeys(f'{n:,}' for n in (min(counts), max(counts))))} samples a number, {named(protocol)}:"
-    )
-    verdicts = [
-        f"- {hope.text}: **{hope.verdict}**"
-        + (
-            ""
-            if (least := hope.tightest) is None or least.paired is None
-            else f"; least against {least.other}, {least.paired.text}"
-        )
-        for hope in hopes(goals(some))
-    ]
-    return "\n\n".join((about, Table(table.columns, rows).markdown(), "\n".join(verdicts)))
 
 
 def summary(cells: Sequence[Cell]) -> str:
@@ -56,7 +30,7 @@ def summary(cells: Sequence[Cell]) -> str:
     return "\n\n".join((verdicts(goals(some)).markdown(), by_budget(some).markdown()))
 
 
-PAGES = {"README.md": short, "docs/results.md": summary}  # what stands between the marks of each
+PAGES = {"docs/results.md": summary}  # what stands between the marks of each
 
 
 def put(path: Path, text: str) -> None:

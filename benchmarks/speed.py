@@ -1,9 +1,9 @@
-"""What benchmarks of speed came to: new lines into benchmarks/results, and from there into README's tables and its plots.
+"""What benchmarks of speed came to: new lines into benchmarks/results, and from there into the tables and plots of docs/results.md.
 
 usage: python3 -m benchmarks.speed [OUT...]
 
-OUT: folders whose lines are taken in first: decode, prefill, indexing, serving, kernels_*.jsonl. Writes README's part between its
-marks, docs/length.png and docs/throughput.png.
+OUT: folders whose lines are taken in first: decode, prefill, indexing, serving, kernels_*.jsonl. Writes the part of docs/results.md
+between its marks, docs/length.png and docs/throughput.png.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvthaw.evaluate import plot
 from kvthaw.evaluate.results import Record as Result
 
 HERE = Path(__file__).parent
-README = HERE.parent / "README.md"
+PAGE = HERE.parent / "docs" / "results.md"
 MARKS = ("<!-- written by benchmarks/speed.py -->", "<!-- until here -->")
 Record = dict[str, Any]
 K = 1024
@@ -242,7 +242,7 @@ def prefills(lines: list[Record]) -> Iterable[str]:
     if parts:
         yield (
             "A prompt until all of it is offloaded and indexed, beside transformers' own "
-            f"([prefill.jsonl](benchmarks/results/prefill.jsonl), {commit(known)}): {'; '.join(parts)}."
+            f"([prefill.jsonl](../benchmarks/results/prefill.jsonl), {commit(known)}): {'; '.join(parts)}."
         )
 
 
@@ -257,7 +257,7 @@ def served(lines: list[Record]) -> Iterable[str]:
             f"{plot.short(one['length'])} keep joining and leaving, captured {'once' if most == 1 else f'{most} times'}, "
             f"{lines[-1]['budget']} tokens: "
             f"median (95th percentile) milliseconds a step {each} "
-            f"([serving.jsonl](benchmarks/results/serving.jsonl), {', '.join(dict.fromkeys(line['commit'] for line in lines))})."
+            f"([serving.jsonl](../benchmarks/results/serving.jsonl), {', '.join(dict.fromkeys(line['commit'] for line in lines))})."
         )
 
 
@@ -270,7 +270,7 @@ def flat(line: Record) -> Record:
 
 
 def part() -> str:
-    """README's part, from benchmarks/results."""
+    """The page's part, from benchmarks/results."""
     old = [
         line for line in read(HERE / "results" / "decode_h200.jsonl") if line["steps"] == "eager"
     ]  # others had kernels to compile
@@ -282,11 +282,11 @@ def part() -> str:
 
 
 def write(text: str) -> str:
-    """A README with its part between the marks made anew. Raises ValueError where it has no marks."""
+    """A page with its part between the marks made anew. Raises ValueError where it has no marks."""
     before, begin, rest = text.partition(MARKS[0])
     _, end, after = rest.partition(MARKS[1])
     if not begin or not end:
-        raise ValueError(f"README has no part between {MARKS[0]} and {MARKS[1]}")
+        raise ValueError(f"the page has no part between {MARKS[0]} and {MARKS[1]}")
     return f"{before}{begin}\n\n{part()}\n\n{end}{after}"
 
 
@@ -310,7 +310,7 @@ def main(arguments: list[str]) -> None:
         sys.exit(__doc__)
     for folder in arguments:
         take_in(Path(folder))
-    README.write_text(write(README.read_text()))
+    PAGE.write_text(write(PAGE.read_text()))
     draw()
 
 

@@ -1,4 +1,4 @@
-"""README's tables of speed from committed lines."""
+"""The tables of speed from committed lines."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def speed() -> Any:
     return speed
 
 
-def test_readme_says_what_the_lines_say(speed: Any) -> None:
-    text = (ROOT / "README.md").read_text()
+def test_the_page_says_what_the_lines_say(speed: Any) -> None:
+    text = (ROOT / "docs" / "results.md").read_text()
     assert speed.write(text) == text
     with pytest.raises(ValueError, match="no part between"):
         speed.write("nothing")
