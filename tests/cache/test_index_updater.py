@@ -107,3 +107,15 @@ def test_what_an_index_did_not_take_is_given_again() -> None:
     updater.flush([(0, 12, 16)], {})
     assert [call[:2] for call in index.calls] == [("append", [0])]
     assert updater.indexed == [16, 12]
+
+
+def test_an_append_that_fails_on_the_worker_is_given_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    updater, index, _ = an_updater(grows=True)
+    updater.indexed[:] = 12, 12
+    failures: list[Any] = []
+    monkeypatch.setattr(index, "submit", lambda after, job, failed: failures.append(failed))
+    updater.flush([(0, 12, 16)], {})
+    updater.flush([(0, 16, 20)], {})
+    for failed in reversed(failures):
+        failed()
+    assert updater.indexed == [12, 12]

@@ -250,6 +250,17 @@ def test_what_is_recalled_stays() -> None:
     assert not on_device[0]
 
 
+def test_blocks_that_a_copy_shares_stay_since_moving_them_frees_nothing() -> None:
+    cache, tokens = make(device_memory="1MiB"), Tokens()
+    take(cache, tokens.draw(1, 40))
+    twin = copy.deepcopy(cache)
+    room_for(cache, 2)
+    for _ in range(8):
+        take(cache, tokens.draw(1, 1))
+    assert cache.stats().moved_bytes == 0
+    assert blocks(twin) == (5, 0)
+
+
 def test_a_method_that_searches_on_the_host_keeps_its_blocks_there() -> None:
     cache = make("icecache", device_memory="1MiB")
     take(cache, Tokens().draw(1, 60))

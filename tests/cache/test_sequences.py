@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvthaw.cache.device_lengths import DeviceLengths
 from kvthaw.cache.sequences import Sequences
 from kvthaw.regions import Regions
 
@@ -114,6 +115,17 @@ def test_a_replay_advances_the_device_counters() -> None:
     of.forget_device()
     of.place_before_step(CPU)
     assert of.on_device.lengths.tolist() == [10, 5]
+
+
+def test_what_the_device_holds_is_not_written_again() -> None:
+    of = DeviceLengths()
+    of.set([9, 0], [1, 0], [1, 0], CPU)
+    of.advance()  # a replay added a token to the first; the second is idle
+    of.lengths.fill_(-1)
+    of.set([10, 0], [1, 0], [1, 0], CPU)
+    assert of.lengths.tolist() == [-1, -1]
+    of.set([10, 3], [1, 0], [1, 1], CPU)
+    assert of.lengths.tolist() == [10, 3]
 
 
 def test_a_prompt_goes_to_one_sequence() -> None:

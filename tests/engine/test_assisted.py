@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 import kvthaw
+from kvthaw.methods import resolve
+from kvthaw.regions import Regions
 from zoo import KINDS, ROLLS_BACK_SLIDING, build, build_exact, prompt
 
 IDS = prompt(1, 130)
@@ -58,23 +62,43 @@ def exact() -> PreTrainedModel:
     return build_exact("llama")
 
 
-@pytest.mark.parametrize("method", KINDS)
-def test_candidates_that_are_not_accepted_leave_nothing_behind(exact: PreTrainedModel, method: str) -> None:
-    ids, junk, at = prompt(1, 51, seed=1), prompt(1, 5, seed=2), 40
-    one_by_one, cache = (kvthaw.Cache(exact, method, budget=16) for _ in range(2))
+ROUNDS = (2, 1, 5, 3)
+SHORT = (2, 1, 3, 2, 1, 2)  # no token leaves a ring in some of them
+
+
+@pytest.mark.parametrize(
+    ("method", "budget", "rounds"), [*((name, 16, ROUNDS) for name in KINDS), ("h2o", 32, SHORT), ("prkv", 32, SHORT)]
+)
+def test_candidates_that_are_not_accepted_leave_nothing_behind(
+    exact: PreTrainedModel, method: str, budget: int, rounds: tuple[int, ...]
+) -> None:
+    one_by_one, cache = (kvthaw.Cache(exact, method, budget=budget) for _ in range(2))
+    verify(exact, cache, rounds, one_by_one)
+    assert method == "full" or max(cache.stats().attended_mean, cache.stats().attended_max) <= budget
+
+
+def test_rejected_candidates_leave_no_rows_in_the_store(exact: PreTrainedModel) -> None:
+    """More of them than the window holds, so that some were offloaded; every stored row is attended to."""
+    method = replace(resolve("oracle"), regions=Regions(1, 2, 2))
+    verify(exact, kvthaw.Cache(exact, method, budget=64), (1, 3, 7), DynamicCache(config=exact.config), candidates=12)
+
+
+def verify(model: PreTrainedModel, cache: Cache, rounds: Sequence[int], one_by_one: Cache, candidates: int = 0) -> None:
+    """Accept so many candidates of each round; all outputs are those of the tokens one by one."""
+    candidates = candidates or max(rounds)
+    at, end = 40, 40 + sum(rounds)
+    ids, junk = prompt(1, end, seed=1), prompt(1, candidates, seed=2)
     with torch.no_grad():
         for each in (one_by_one, cache):
-            exact(ids[:, :at], past_key_values=each)
-        expected = torch.cat([exact(token, past_key_values=one_by_one).logits for token in ids[:, at:].split(1, dim=1)], dim=1)
-        for accepted in (2, 1, 5, 3):
+            model(ids[:, :at], past_key_values=each)
+        expected = torch.cat([model(token, past_key_values=one_by_one).logits for token in ids[:, at:].split(1, dim=1)], dim=1)
+        for accepted in rounds:
             with cache.verification():
-                logits = exact(torch.cat((ids[:, at : at + accepted], junk[:, accepted:]), dim=1), past_key_values=cache).logits
-            cache.crop(accepted - 5)
+                logits = model(torch.cat((ids[:, at : at + accepted], junk[:, accepted:]), dim=1), past_key_values=cache).logits
+            cache.crop(accepted - candidates)
             torch.testing.assert_close(logits[0, :accepted], expected[0, at - 40 : at - 40 + accepted], atol=1e-4, rtol=1e-4)
             at += accepted
-    assert at == ids.shape[1]
     assert cache.get_seq_length() == at
-    assert method == "full" or max(cache.stats().attended_mean, cache.stats().attended_max) <= 16
 
 
 def test_a_cache_of_the_callers_own(llama: PreTrainedModel) -> None:
