@@ -23,7 +23,8 @@ FIGURES = {
     "throughput": "Tokens a second against the batch at 128k",
     "clusterkv-ratio": "Latency and throughput beside full attention at 32k (ClusterKV's headline)",
     "clusterkv-latency": "Prompts of 8k to 32k and 256 to 1024 tokens, R = 0, 1, 2 (ClusterKV, figure 12)",
-    "prkv-latency": "32k + 512 and 400 + 16k tokens (PRKV, figure 7)",
+    "prkv-latency": "32k + 512 and 400 + 16k tokens (PRKV, figure 7 left)",
+    "prkv-transfers": "A token after 32k, by contiguous pages and batched copies (PRKV, figure 7 right)",
     "icecache-memory": "Device memory against time a token at 36k (IceCache, figure 1)",
     "pariskv-batches": "64k to 384k tokens by batch (ParisKV, figures 7 and 11)",
     "icecache-scaling": "150k to 300k tokens (IceCache, figure 8)",
@@ -231,6 +232,21 @@ def _prkv(c: Common) -> list[DecodeSetting]:
     return prompts + [c.run(method, 400 + _MOST // 2, new_tokens=256) for method in methods]
 
 
+def _prkv_transfers(c: Common) -> list[DecodeSetting]:
+    """Neither, contiguous pages, batched copies, both: eager; and rows that a kernel reads, captured."""
+    how = ("transfer=each", "transfer=each:layout=page", "transfer=bulk", "transfer=bulk:layout=page", "transfer=uva")
+    return [c.run(f"prkv:{one}:retrieved=1024", 32 * _K, new_tokens=32, prompt="run") for one in how]
+
+
+def _draw_prkv_transfers(figure: Any, lines: list[Record]) -> None:
+    axes = figure.subplots()
+    for number, line in enumerate(lines):
+        axes.barh(number, 1e3 * line["tpot_s"], color=f"C{number}", label=plot.label(line))
+    axes.set(xlabel="ms a token", yticks=[])
+    axes.invert_yaxis()
+    axes.legend(fontsize=7)
+
+
 def _draw_prkv(figure: Any, lines: list[Record]) -> None:
     """The long answer's time is that of steps in its middle, as often as it has tokens: a step's time is linear in the length."""
     left, right = figure.subplots(1, 2)
@@ -277,6 +293,7 @@ PLANS = {
     "clusterkv-ratio": Figure(_8B, _clusterkv_ratio, _draw_batch),
     "clusterkv-latency": Figure(_8B, _clusterkv_latency, _draw_latency, (20, 4)),
     "prkv-latency": Figure(_8B, _prkv, _draw_prkv, (9, 3)),
+    "prkv-transfers": Figure(_8B, _prkv_transfers, _draw_prkv_transfers),
     "icecache-memory": Figure(_8B, _icecache_memory, _draw_memory),
     "pariskv-batches": Figure(_8B, _pariskv, _draw_batches, (13, 6)),
     "icecache-scaling": Figure("qwen3-4b", _icecache_scaling, _draw_lengths),
