@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 
 import bytemodel
 from kvthaw import Batch, PrefixCache
+from kvthaw.engine.library import Library
 from kvthaw.serve.server import Server, listen
 from kvthaw.serve.service import Service
 
@@ -42,9 +44,19 @@ class Served:
 
 @contextmanager
 def serving(
-    model: PreTrainedModel, tokenizer: Any, *, max_seqs: int = 4, api_keys: tuple[str, ...] = (), grace: float = 0.0, **how: Any
+    model: PreTrainedModel,
+    tokenizer: Any,
+    *,
+    max_seqs: int = 4,
+    api_keys: tuple[str, ...] = (),
+    grace: float = 0.0,
+    kv_dir: Path | None = None,
+    **how: Any,
 ) -> Iterator[Served]:
     batch = Batch(model, max_seqs=max_seqs, capacity=bytemodel.POSITIONS, prefix_cache=PrefixCache(), **SETTINGS)
+    if kv_dir is not None:
+        assert batch.prefix_cache is not None
+        how["library"] = Library(batch.cache, batch.prefix_cache, kv_dir)
     service = Service(batch, tokenizer, "tiny", **how)
     listener = listen("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from openai import BadRequestError, NotFoundError
-from servers import Served
+from servers import TEMPLATE, Served, serving
+from transformers import PreTrainedModel
 
 DOCUMENT = "Once upon a time a king had three sons. " * 16
 QUESTION = (
@@ -84,3 +86,29 @@ def test_a_prompt_may_be_kept_by_the_request_itself(served: Served) -> None:
         {"name": "x", "text": "a", "y": 1},
     ):
         assert served.post("/v1/contexts", **body).status_code == 400
+
+
+def test_documents_are_there_after_a_restart(
+    loaded: tuple[PreTrainedModel, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Unless their files were damaged, which is said."""
+    talk = [{"role": "user", "content": DOCUMENT}]
+    how: dict[str, Any] = {"chat_template": TEMPLATE, "kv_dir": tmp_path}
+    with serving(*loaded, **how) as served:
+        served.post("/v1/contexts", name="sons", text=DOCUMENT)
+        served.post("/v1/contexts", name="talk", messages=talk)
+        served.post("/v1/contexts", name="gone", text="short")
+        served.http.delete("/v1/contexts/gone")
+        complete(served, "It is kept. " + DOCUMENT, kv_name="mine")
+        before = complete(served, QUESTION, context="sons").choices[0].text
+    broken = next((tmp_path / "mine").glob("layer-*"))
+    broken.write_bytes(broken.read_bytes()[:-1] + b"!")
+    with serving(*loaded, **how) as served:
+        cards = {card["id"]: card["messages"] for card in served.http.get("/v1/contexts").json()["data"]}
+        assert cards == {"sons": False, "talk": True}
+        answer = complete(served, QUESTION, context="sons")
+        assert answer.choices[0].text == before
+        assert cached(answer) > len(DOCUMENT) - 64
+        asked = served.post("/v1/chat/completions", messages=talk, max_tokens=1, context="talk")
+        assert asked.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > len(DOCUMENT) - 64
+    assert "mine is damaged" in caplog.text

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from kvthaw.cache.dense import DenseLayer
@@ -107,16 +108,16 @@ class PrefixCache:
         They have arrived on the host (`KVCache.wait`). Raises CacheError where they cannot be kept under a name."""
         self.refused, ids, node = _refusal(kv), ids.cpu(), None
         if self.refused is None and len(ids):
-            self._open(kv, seq)
-            assert self._tree is not None
+            layers = [layer for layer in kv.layers if not isinstance(layer, WindowLayer)]
+            tree = self._open(kv, {layer.number: LayerShape.of(layer, seq) for layer in layers})
             try:
-                for number, (each, new) in enumerate(self._tree.insert(ids, salt)):
+                for number, (each, new) in enumerate(tree.insert(ids, salt)):
                     if new:
                         self._share(kv, seq, number, each)
                     node = each
             except HostMemoryError as error:
                 _log.warning("a prompt is kept in part: %s", error)
-            for other in () if node is None else self._tree.covered(node):
+            for other in () if node is None else tree.covered(node):
                 self._drop(other)
         self._trim()
         if name is not None:
@@ -146,6 +147,33 @@ class PrefixCache:
         if name not in self._entries:
             raise CacheError(f"no prompt is kept as {name!r}")
         return self._entries[name]
+
+    def rows(self, name: str) -> Iterator[tuple[int, LayerShape, Tensor]]:
+        """Yield the rows [H, T, 2, D] of an entry on the host, with the number and the shape of each layer."""
+        entry = self.entry(name)
+        assert self._tree is not None
+        path, tokens = self._tree.match(entry.ids, entry.salt)
+        for number, blocks in self._blocks.items():
+            yield (
+                number,
+                self._shapes[number],
+                torch.cat([blocks[node].data.cpu() for node in path], dim=1)[:, :tokens].contiguous(),
+            )
+
+    def restore(
+        self, kv: KVCache, name: str, ids: Tensor, layers: Mapping[int, tuple[LayerShape, Sequence[Block]]], *, salt: str = ""
+    ) -> None:
+        """Keep a prompt [T] under a name whose blocks were read from somewhere, for caches such as this one. Raises CacheError
+        where they cannot be kept."""
+        self.refused = _refusal(kv)
+        if self.refused is None:
+            tree = self._open(kv, {number: shape for number, (shape, _) in layers.items()})
+            for at, (node, new) in enumerate(tree.insert(ids, salt)):
+                for number, (_, blocks) in layers.items() if new else ():
+                    self._blocks[number][node] = blocks[at]
+                    blocks[at].owners += 1
+        self._trim()
+        self.name(name, ids, salt)
 
     def forget(self, name: str) -> None:
         """Let an entry be dropped like what has no name. Raises CacheError where there is none."""
@@ -195,21 +223,21 @@ class PrefixCache:
         if self._kind and self._kind != _kind(kv):
             raise CacheError("the prefix cache holds KV of another model, or of another block_size")
 
-    def _open(self, kv: KVCache, seq: int) -> None:
-        """Know the layers of a cache that holds tokens."""
+    def _open(self, kv: KVCache, shapes: Mapping[int, LayerShape]) -> PrefixTree:
+        """Return the tree, for which the layers of a cache are known from now on."""
         self._check(kv)
         if self._tree is None:
             self._kind, self._tree = _kind(kv), PrefixTree(kv.settings.block_size)
-            for layer in kv.layers:
-                assert not isinstance(layer, WindowLayer)
-                shape = LayerShape.of(layer, seq)
-                self._shapes[layer.number], self._blocks[layer.number] = shape, {}
+            for number, shape in shapes.items():
+                self._shapes[number], self._blocks[number] = shape, {}
                 self._node_bytes += shape.block_bytes(kv.settings.block_size)
             if self.host_bytes is None:
                 self.host_bytes = (available_host_memory() or 1 << 62) // _SHARE
         for layer in kv.offloaded:
-            layer.store.kept = self._blocks[layer.number]
+            if layer.plan is not None:
+                layer.store.kept = self._blocks[layer.number]
         kv.streams.memory.reclaim = self.drop_oldest
+        return self._tree
 
     def _share(self, kv: KVCache, seq: int, number: int, node: Node) -> None:
         """Hold block `number` of a sequence in every layer. Raises HostMemoryError, with nothing changed."""

@@ -49,6 +49,9 @@ def serve(
             help='Memory for prompts that others may begin with, such as "16GiB". Default: a quarter of what is free.'
         ),
     ] = None,
+    kv_dir: Annotated[
+        Path | None, typer.Option(help="Keep documents that have a name in this folder, for the next start.", file_okay=False)
+    ] = None,
     context: Annotated[
         list[Path] | None,
         typer.Option(
@@ -92,6 +95,7 @@ def serve(
     from kvthaw.cache.prefix import PrefixCache
     from kvthaw.engine.batch import Batch
     from kvthaw.engine.hf.model import positions
+    from kvthaw.engine.library import Library
 
     with listen(host, port) as socket:  # an address that is taken costs no loading either
         llm, tokenizer = load_model(model, device, dtype)
@@ -107,20 +111,28 @@ def serve(
             batch = Batch(llm, method, max_seqs=max_seqs, capacity=length, prefix_cache=prefix, **settings)
             batch.join([0], max_new_tokens=2, stop=())  # all that a step needs: what does not fit fails here
             batch.step()
+        name = served_model_name or model
+        library = None if kv_dir is None else Library(batch.cache, prefix, kv_dir)
+        with waiting("restoring documents"):
+            service = Service(batch, tokenizer, name, chat_template=template, max_waiting=max_waiting, library=library)
         for path in context or ():
             with waiting(f"reading {path.name}"):
-                _read(batch, tokenizer, path)
-        name = served_model_name or model
-        service = Service(batch, tokenizer, name, chat_template=template, max_waiting=max_waiting)
+                new = _read(batch, tokenizer, path)
+            if library is not None and new:
+                library.save(path.stem, library.parts(path.stem))
         where = f"http://{host}:{socket.getsockname()[1]}"
         stderr().print(f"serving {name} at {where}", style="dim", highlight=False, soft_wrap=True)
         run(service, socket, grace=grace, api_keys=keys)
 
 
-def _read(batch: Batch, tokenizer: Any, path: Path) -> None:
-    """Keep a text under the name of its file."""
+def _read(batch: Batch, tokenizer: Any, path: Path) -> bool:
+    """Keep a text under the name of its file. Returns whether it was not kept already."""
     request = batch.request(tokenizer(prompt_text(None, path))["input_ids"], max_new_tokens=1, name=path.stem)
+    kept = None if batch.prefix_cache is None else batch.prefix_cache.entries.get(path.stem)
+    if kept is not None and kept.ids.equal(request.ids):
+        return False
     batch.add(request)
     batch.prefill(request, request.prompt)
     if request.error is not None:
         raise request.error
+    return True

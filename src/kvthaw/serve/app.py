@@ -178,7 +178,7 @@ async def _generate(
         raise refused(body, error, param) from None
     job = service.submit(body, prompts, sampling, param)
     if body.stream:
-        return EventStream(service, job, _events(job, answer, body))
+        return EventStream(service, job, _events(service, job, answer, body))
     outputs: list[list[Delta]] = [[] for _ in job.requests]
     async with attended(service, job, http.receive):
         async for delta in job.deltas(KEEP_ALIVE):
@@ -186,12 +186,14 @@ async def _generate(
                 if delta.error is not None:
                     raise told(delta.error)
                 outputs[delta.index].append(delta)
+    if body.kv_name is not None:
+        await service.save(body.kv_name)
     if not all(outputs) or any(each[-1].finished is None for each in outputs):
         return Response(status_code=499)  # nobody reads it
     return JSONResponse(answer.whole([merged(each) for each in outputs]))
 
 
-async def _events(job: Job, answer: Answer, body: Generation) -> AsyncIterator[bytes]:
+async def _events(service: Service, job: Job, answer: Answer, body: Generation) -> AsyncIterator[bytes]:
     """Yield server-sent events."""
     for opening in answer.opening():
         yield _event(answer.chunk(opening))
@@ -203,6 +205,8 @@ async def _events(job: Job, answer: Answer, body: Generation) -> AsyncIterator[b
             return
         elif (choice := answer.part(delta)) is not None:
             yield _event(answer.chunk(choice))
+    if body.kv_name is not None:
+        await service.save(body.kv_name)
     if body.stream_options is not None and body.stream_options.include_usage:
         yield _event(answer.chunk(None))
     yield b"data: [DONE]\n\n"

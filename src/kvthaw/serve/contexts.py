@@ -43,9 +43,7 @@ async def create(body: ContextRequest, http: Request) -> Json:
             if delta is not None and delta.error is not None:
                 raise told(delta.error)
             cached += 0 if delta is None else delta.cached_tokens
-    service.messages.pop(body.name, None)
-    if body.messages is not None:
-        service.messages[body.name] = body.messages
+    await service.save(body.name, body.messages)
     return _card(service, body.name) | {"cached_tokens": cached}
 
 
@@ -67,8 +65,7 @@ async def delete(name: str, http: Request) -> Response:
     """Let a document go."""
     service = service_of(http)
     _card(service, name)
-    service.worker.forget(name)
-    service.messages.pop(name, None)
+    await service.forget(name)
     return Response(status_code=204)
 
 

@@ -6,12 +6,14 @@ import asyncio
 import re
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from jinja2 import TemplateError
 
 from kvthaw.cache.prefix import Entry
 from kvthaw.engine.batch import Batch
+from kvthaw.engine.library import Library
 from kvthaw.engine.sampling import Sampling
 from kvthaw.engine.scheduler import Scheduler
 from kvthaw.errors import ConfigError, QueueFullError
@@ -25,17 +27,28 @@ class Service:
     """Serves one model under one name.
 
     batch: has no requests of its own. chat_template: Jinja; None for the tokenizer's. max_waiting: how many requests may wait for a
-    place; more are told to come again.
+    place; more are told to come again. library: keeps prompts with a name on disk; those that it has are taken up.
     """
 
     def __init__(
-        self, batch: Batch, tokenizer: Any, name: str, *, chat_template: str | None = None, max_waiting: int = 64
+        self,
+        batch: Batch,
+        tokenizer: Any,
+        name: str,
+        *,
+        chat_template: str | None = None,
+        max_waiting: int = 64,
+        library: Library | None = None,
     ) -> None:
         self.batch, self.tokenizer, self.name, self.created = batch, tokenizer, name, int(time.time())
         scheduler = Scheduler(batch)
         self.worker = Worker(scheduler, Metrics(scheduler, name), batch.max_seqs + max_waiting)
         self._template = chat_template or tokenizer.chat_template
-        self.messages: dict[str, Sequence[Message]] = {}  # of the contexts that were given as such
+        self._library = library
+        kept = {} if library is None else library.restore()
+        self.messages: dict[str, Sequence[Message]] = {  # of the contexts that were given as such
+            name: [Message.model_validate(each) for each in messages] for name, messages in kept.items() if messages
+        }
 
     @property
     def ready(self) -> bool:
@@ -66,6 +79,23 @@ class Service:
         if self.batch.prefix_cache is None:
             raise ApiError(400, "this server keeps no prompts", param="context")
         return self.batch.prefix_cache.entries
+
+    async def save(self, name: str, messages: Sequence[Message] | None = None) -> None:
+        """Have a prompt that was kept under a name be there after a restart, where there is a folder for it."""
+        self.messages.pop(name, None)
+        if messages is not None:
+            self.messages[name] = messages
+        if self._library is not None and name in self.kept():
+            parts = await self.worker.call(partial(self._library.parts, name))
+            about = None if messages is None else [message.model_dump(exclude_none=True) for message in messages]
+            await asyncio.to_thread(self._library.save, name, parts, about)
+
+    async def forget(self, name: str) -> None:
+        """Let a prompt that is kept under a name go."""
+        self.messages.pop(name, None)
+        self.worker.forget(name)
+        if self._library is not None:
+            await asyncio.to_thread(self._library.delete, name)
 
     def context_tokens(self, body: Generation) -> list[int]:
         """Return the tokens of the context that a request names, none without one; raises ApiError."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 from kvthaw.engine.batch import Request
 from kvthaw.engine.sampling import TokenLogprobs
@@ -17,6 +18,7 @@ from kvthaw.engine.scheduler import Scheduler
 from kvthaw.errors import QueueFullError
 from kvthaw.serve.metrics import Metrics
 
+Result = TypeVar("Result")
 _log = logging.getLogger(__name__)
 
 
@@ -133,6 +135,21 @@ class Worker:
         self._jobs.add(job)
         self._inbox.put(partial(self._submit, job))
         return job
+
+    async def call(self, work: Callable[[], Result]) -> Result:
+        """Return what the thread makes of something between two steps."""
+        told: asyncio.Future[Result] = self._loop.create_future()
+
+        def run() -> None:
+            try:
+                result = work()
+            except Exception as error:
+                self._loop.call_soon_threadsafe(told.set_exception, error)
+            else:
+                self._loop.call_soon_threadsafe(told.set_result, result)
+
+        self._inbox.put(run)
+        return await told
 
     def forget(self, name: str) -> None:
         """Let a prompt that is kept under a name go; does nothing where there is none."""

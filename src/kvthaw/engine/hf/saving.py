@@ -81,7 +81,7 @@ def load(model: PreTrainedModel, kv: KVCache, layers: Sequence[Any], path: Path)
     """See `Cache.load`; the cache is empty, and of no use where this raises. layers: transformers' own of the cache, by number."""
     header = check_header(model, path)
     left_pad, tokens = header["left_pad"], len(header["token_ids"][0])
-    held = _some_at_once(kv.layers, lambda layer: SavedLayer.read(path, header, layer.number, kv, model.device))
+    held = read_layers(path, header, kv, model.device)
 
     def fill(layer: OffloadedLayer | DenseLayer, step: Step) -> None:
         _, own = next(held)
@@ -97,6 +97,13 @@ def load(model: PreTrainedModel, kv: KVCache, layers: Sequence[Any], path: Path)
             layer.keys, layer.values = keys, values
             if isinstance(layer, DynamicSlidingWindowLayer):
                 layer.cumulative_length = tokens
+
+
+def read_layers(path: Path, header: Mapping[str, Any], kv: KVCache, device: torch.device) -> Generator[tuple[int, SavedLayer]]:
+    """Yield the layers of a cache, by number, as a folder has them. Raises CacheError where one is not what was saved."""
+    return _some_at_once(
+        [layer.number for layer in kv.layers], lambda number: SavedLayer.read(path, header, number, kv, device)
+    )
 
 
 @dataclass(frozen=True, slots=True)
