@@ -33,23 +33,30 @@ logging.set_verbosity_error()
 
 
 LONG = (
-    "tests/bench/test_decode_bench.py",
-    "tests/benchmarks/test_figures.py",
-    "tests/benchmarks/test_fill",
+    "tests/bench/",
+    "tests/benchmarks/",
     "tests/cli/",
     "tests/methods/",
+    "tests/cache/test_device_step.py",
+    "tests/cache/test_prefetched_search.py",
+    "tests/engine/test_ahead.py",
     "tests/engine/test_architectures.py",
+    "tests/engine/test_assisted.py",
     "tests/engine/test_batch.py",
+    "tests/engine/test_crop.py",
+    "tests/engine/test_failures.py",
     "tests/engine/test_generate.py",
     "tests/engine/test_inference_mode.py",
+    "tests/engine/test_scheduler.py",
+    "tests/evaluate/published/test_published.py",
     "tests/evaluate/test_compare.py",
     "tests/evaluate/test_perplexity.py",
-    "tests/benchmarks/test_recall",
     "tests/evaluate/test_runner.py",
     "tests/evaluate/test_suites.py",
-    "tests/kernels/test_flash_decode.py",
-    "tests/cache/test_device_step.py",
     "tests/index/test_tree.py",
+    "tests/kernels/test_flash_decode.py",
+    "tests/kernels/test_planes.py",
+    "tests/kernels/test_unit_select.py",
 )
 """Suites of many short tests that take minutes together: part of make test, like what is marked slow, and not of make check."""
 
