@@ -2,8 +2,9 @@
 
 `python -m benchmarks.placement --out placement.jsonl`: 24 sequences of 32k tokens on eight layers of the 8B shape. With `--check`
 each method is first checked on short prompts, under a device memory so small that blocks spill and come back while it decodes: its
-tokens must be those with all blocks on the host. Then each placement is timed and its tokens are compared again. A line is one
-placement of one method: milliseconds a step until the tokens are on the host, bytes by place, and bytes a step over the bus.
+tokens must be those with all blocks on the device. Then each placement is timed and its tokens are compared again, but those of
+rows read in their blocks with those of rows in the pool, whose roundings differ. A line is one placement of one method:
+milliseconds a step until the tokens are on the host, bytes by place, and bytes a step over the bus.
 
 `--sizes 1x8192,1x131072,24x4096,24x32768`: other batches. Where a method was timed at several lengths beside full attention, it
 prints from how many tokens a sequence on it is the faster, as the table of `kvthaw.methods.auto` has it.
@@ -100,7 +101,8 @@ def check(
     whole, all_there = decode(model, method, prompts, steps, 1 << 40, small)
     half = all_there["fixed_bytes"] + all_there["device_block_bytes"] // 2
     mixed, moved = decode(model, method, prompts, steps, half, small)
-    if whole != expected or mixed != expected:
+    exact = model.dtype == torch.float32  # rows that are read in place come in another order, so roundings differ
+    if mixed != whole or (exact and whole != expected):
         sys.exit(f"{method}: tokens depend on where blocks lie")
     if not moved["moved_bytes"] or not moved["kv_host_bytes"] or not moved["device_block_bytes"]:
         sys.exit(f"{method}: no block has moved in the check: {moved}")
@@ -136,7 +138,8 @@ def main() -> None:
         for method in methods:
             for memory in given.device_memory.split(",") if method not in ("full", "auto") else ["auto"]:
                 tokens, found = decode(model, method, prompts, given.steps, memory, SIZES[method])
-                expected = all_tokens.setdefault(method if method != "auto" else found["method_in_force"], tokens)
+                pooled = memory in PLACED and method not in ("full", "auto")  # rows in another order, so roundings differ
+                expected = all_tokens.setdefault(f"{found['method_in_force']} {pooled}", tokens)
                 same = tokens == expected
                 setting = {"shape": given.shape, "layers": given.layers, "seqs": seqs, "length": length, "device": name}
                 setting |= {"method": method, **SIZES[method], "device_memory": memory, "steps": given.steps}

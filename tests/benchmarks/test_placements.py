@@ -17,4 +17,4 @@ def test_eager_steps(small: None, method: str, sizes: dict[str, int]) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", ["clusterkv", "pariskv", "prkv", "icecache-digest-device", "oracle"])
 def test_captured_steps(method: str) -> None:
-    check(build("tiny", torch.device("cuda")), method, {"budget": 256})
+    check(build("tiny", torch.device("cuda")).float(), method, {"budget": 256})

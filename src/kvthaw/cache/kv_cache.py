@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.checkpoint import Checkpoints
+from kvthaw.cache.chooser import Chooser
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.finite import FiniteCheck
 from kvthaw.cache.layer_base import AttentionParams, LayerKV
@@ -63,11 +64,17 @@ class KVCache:
             layer = OffloadedLayer(i, settings, self.streams, self.sequences, self.preallocator, None if anchor else leader)
             leader = layer if anchor else leader
             self.layers.append(layer)
+        self._places = {layer.number: i for i, layer in enumerate(self.layers)}
+        self.chooser = Chooser(self.layers, settings, self.sequences, self.streams)
 
     @property
     def offloaded(self) -> list[OffloadedLayer]:
         """The layers whose KV is offloaded or evicted."""
         return [layer for layer in self.layers if isinstance(layer, OffloadedLayer)]
+
+    def layer(self, number: int) -> OffloadedLayer | DenseLayer | WindowLayer:
+        """Return the layer of a number that is in force; see Chooser."""
+        return self.layers[self._places[number]]
 
     # Steps
 
@@ -85,8 +92,9 @@ class KVCache:
         query [B, Hq, T, D]; key, value [B, H, T, D]; B is 1 for a prompt of one sequence. left_pad: padding of each sequence as far
         as it is known, None: as it was. Returns [B, Hq, T, D], 0 for padding.
         """
-        if layer is self.layers[0]:
+        if layer.number == self.layers[0].number:
             self._begin(query.shape[0], query.shape[2], left_pad)
+            layer = self.layers[0]
         step = self.sequences.step
         if step is None:
             raise CacheError(f"layer {layer.number} was given tokens that the first layer was not")
@@ -115,6 +123,10 @@ class KVCache:
         if failed is None:
             self._checkpoints.drop()
         pads = left_pad if left_pad is not None else sequences.left_pad or [0] * rows
+        if failed is None and (tokens > 1 or not sequences.padded_length or sequences.filling is not None):
+            self.chooser.before_prompt(tokens, pads)
+        elif failed is None:
+            self.chooser.before_step()
         if sequences.regions is None:
             self._divide(tokens, pads)
         decodes = sequences.filling is None and sequences.padded_length >= max(1, *pads) and sequences.decodes(tokens)
@@ -146,6 +158,7 @@ class KVCache:
         if step is not None and not self.sequences.count:
             for layer in self.layers:
                 layer.reset()
+            self.chooser.reset()
             self.sequences.forget_prompt()
             return None
         return step
@@ -156,7 +169,7 @@ class KVCache:
         self.sequences.step = failed
         restored = self._checkpoints.restore(failed)
         self._checkpoints.drop()
-        if self.settings.method.evicts and not (failed.dense or repeated or restored):
+        if self.settings.method.evicts and self.offloaded and not (failed.dense or repeated or restored):
             self.sequences.let_leave(failed.tokens)
         for layer in self.layers:
             layer.recover()
@@ -209,6 +222,7 @@ class KVCache:
         return (
             self._prepared != self._state()
             or sequences.capacity <= sequences.longest
+            or self.chooser.due()
             or (sequences.full() and self._flushed != sequences.padded_length)
         )
 
@@ -221,6 +235,7 @@ class KVCache:
         device alone, where the index is graph-safe."""
         if not self.needs_host():
             return
+        self.chooser.before_step()
         sequences = self.sequences
         if sequences.capacity <= sequences.longest:
             sequences.capacity = roomier(sequences.capacity, sequences.longest + 1)
@@ -314,6 +329,10 @@ class KVCache:
         for layer in self.layers:
             layer.clear(seq)
         self.sequences.clear(seq)
+        if not self.sequences.padded_length and self.chooser.changed:
+            self.streams.device.reset()
+            self.sequences.regions = None
+            self.chooser.reset()
 
     def _take_back(self, step: Step, drop: int) -> int:
         """Undo the last `drop` tokens of a step, or all of them, exactly. Returns how many."""
@@ -376,6 +395,7 @@ class KVCache:
             layer.reset()
         self._checkpoints.drop()
         self.streams.device.reset()
+        self.chooser.reset()
         self.sequences.reset()
 
     def take_in(
@@ -406,4 +426,4 @@ class KVCache:
 
     def stats(self) -> Stats:
         """Return what the cache holds and did so far. Waits for the device."""
-        return collect(self.settings, self.sequences, self.layers)
+        return collect(self.settings, self.sequences, self.layers, self.chooser.reason)

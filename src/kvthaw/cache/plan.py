@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from kvthaw.cache.crossing import Crossing
 from kvthaw.cache.device_memory import DeviceMemory
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import HostMemory
@@ -66,7 +67,8 @@ class Settings:
     prompt, or a token, that needs more raises HostMemoryError and changes nothing: it can be given again when something was freed.
     device_memory: device memory that the cache may fill: bytes, text such as "8GiB", or "auto", what is free at the first prompt
     less a margin for activations. Index, sink, ring, pool and dense layers count; what is left holds blocks, of which the others go
-    to the host. None: all blocks lie on the host.
+    to the host. None: all blocks lie on the host. full_below: up to where every layer attends to everything and keeps its KV on the
+    device, if device_memory is None or holds it; from the step that passes it on the method is in force, until the cache is empty.
     """
 
     method: Method
@@ -78,6 +80,7 @@ class Settings:
     block_size: int = 1024
     host_bytes: int | None = None
     device_memory: int | str | None = None
+    full_below: Crossing | None = None
 
     def __post_init__(self) -> None:
         check_type(int | float | None, budget=self.budget)
@@ -104,8 +107,11 @@ class Settings:
     def __str__(self) -> str:
         if self.method.dense:
             return self.method.name
-        budget = _BUDGET if self.budget is None else self.budget
-        return f"{self.method.name}, " + (f"budget {budget}" if self.retrieved is None else f"{self.retrieved} retrieved")
+        budget, full = _BUDGET if self.budget is None else self.budget, ""
+        if self.full_below is not None:
+            full = f"full attention up to {self.full_below.total(1):,} tokens, then "
+        rows = f"budget {budget}" if self.retrieved is None else f"{self.retrieved} retrieved"
+        return f"{full}{self.method.name}, {rows}"
 
     def selects(self, layer: int, offloaded: Sequence[int], depth: int) -> bool:
         """Return whether a layer selects for itself and for those after it. offloaded: the layers that retrieve, of `depth`."""

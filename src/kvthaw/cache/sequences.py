@@ -100,7 +100,7 @@ class Sequences:
     def divide(self, regions: Regions, most_decoded: int) -> None:
         """Set the regions of the token positions; called with the first prompt."""
         self.regions, self.most_decoded = regions, most_decoded
-        self.ring_start = [regions.sink] * self.count
+        self.ring_start = [regions.first_indexed(self.length(seq)) for seq in range(self.count)]
 
     # Reading
 

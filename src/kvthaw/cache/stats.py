@@ -21,7 +21,7 @@ class Stats:
     str() is one sentence."""
 
     method: str
-    """Name of the method."""
+    """Name of the method in force."""
     budget: int | None
     """Most tokens attended per KV head and step; None before the first prompt, and for full attention."""
     regions: Regions | None
@@ -71,6 +71,8 @@ class Stats:
     """Time that all captures took."""
     capture_bytes: int = 0
     """Device memory that the latest capture holds."""
+    reason: str = ""
+    """Why it is in force, where it was chosen by the number of tokens."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return a plain dict, for JSON."""
@@ -92,7 +94,7 @@ class Stats:
         )
 
 
-def collect(settings: Settings, sequences: Sequences, layers: Sequence[LayerKV]) -> Stats:
+def collect(settings: Settings, sequences: Sequences, layers: Sequence[LayerKV], reason: str = "") -> Stats:
     """Return what the layers of a cache hold and did so far. Waits for the device."""
     offloaded = [layer for layer in layers if isinstance(layer, OffloadedLayer)]
     plan, held = offloaded[0].plan if offloaded else None, sequences.held
@@ -107,7 +109,8 @@ def collect(settings: Settings, sequences: Sequences, layers: Sequence[LayerKV])
     near = sum(meter.in_place + meter.fetched - rows for (_, meter), (_, rows) in zip(meters, crossed, strict=True))
     wanted = sum(meter.selected for _, meter in meters)
     return Stats(
-        method=settings.method.name,
+        method=settings.method.name if offloaded or settings.method.dense else "full",
+        reason=reason,
         budget=plan.budget if plan else None,
         regions=plan.regions if plan else None,
         paper_regions=settings.method.regions if plan else None,

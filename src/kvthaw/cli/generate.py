@@ -32,7 +32,7 @@ def generate(
     prompt: Annotated[str | None, typer.Argument(help="The prompt; without it, --file or stdin.")] = None,
     file: Annotated[Path | None, typer.Option(help="Read the prompt from this file.", exists=True, dir_okay=False)] = None,
     model: options.Model = "shipped",
-    method: options.Method = "icecache-digest",
+    method: options.Method = "auto",
     budget: Annotated[
         str | None, typer.Option(help="Most tokens attended per KV head and step, or a fraction of the prompt. Default 256.")
     ] = None,
@@ -66,9 +66,9 @@ def generate(
     text = prompt_text(prompt, file)
     if not text.strip():
         raise ConfigError("the prompt is empty")
-    from kvthaw.methods import resolve
+    from kvthaw.methods.auto import check_name
 
-    resolve(method)  # a wrong name costs no loading
+    check_name(method)  # a wrong name costs no loading
     from kvthaw.engine.decode import generate as tokens_of
     from kvthaw.engine.hf.model import check_prompt
     from kvthaw.engine.prefill import prefill

@@ -27,7 +27,7 @@ DeviceMemory = Annotated[
     str | None,
     typer.Option(
         "--device-memory",
-        help='Device memory that the cache may fill, such as "8GiB"; or "auto". Default: rows lie on the host.',
+        help='Device memory that the cache may fill, such as "8GiB"; or "auto". Default: auto with --method auto, else none.',
     ),
 ]
 Seed = Annotated[int, typer.Option("--seed", min=0, max=(1 << 63) - 1, help="Of everything that is drawn.")]
@@ -35,7 +35,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else 
 Lines = Annotated[bool, typer.Option("--json", help="Print one JSON object a run and nothing else on stdout.")]
 
 Method = Annotated[
-    str, typer.Option("--method", help="A name of [bold]kvthaw methods[/], with options as in icecache-digest:reuse=2.")
+    str,
+    typer.Option(
+        "--method", help="A name of [bold]kvthaw methods[/], with options as in icecache-digest:reuse=2; or [bold]auto[/]."
+    ),
 ]
 Methods = Annotated[
     str, typer.Option("--method", help="Methods, separated by commas, with options as in icecache-digest:reuse=2.")

@@ -28,7 +28,7 @@ def serve(
     model: Annotated[
         str, typer.Argument(help="[bold]shipped[/], a local folder, or an id on the Hugging Face hub.")
     ] = "shipped",
-    method: options.Method = "icecache",
+    method: options.Method = "auto",
     budget: Annotated[str | None, typer.Option(help="Most tokens attended per KV head and step. Default 256.")] = None,
     retrieved: Annotated[
         int | None,
@@ -82,9 +82,9 @@ def serve(
     if api_key_file is not None and not keys:
         raise ConfigError(f"{api_key_file} holds no key")
     template = None if chat_template is None else prompt_text(None, chat_template)
-    from kvthaw.methods import resolve
+    from kvthaw.methods.auto import check_name
 
-    resolve(method)  # a wrong name costs no loading
+    check_name(method)  # a wrong name costs no loading
     try:
         from kvthaw.serve.server import listen, run
         from kvthaw.serve.service import Service

@@ -22,6 +22,7 @@ from kvthaw.engine.hf.hooks import turns_by_length
 from kvthaw.engine.sampling import GREEDY, Drawn, Sampler, Sampling, TokenLogprobs, logprobs, score
 from kvthaw.engine.text import Detokenizer
 from kvthaw.errors import CacheError, ConfigError, UnsupportedModelError, at_least
+from kvthaw.methods.auto import AUTO
 from kvthaw.typecheck import check_type
 
 _log = logging.getLogger(__name__)
@@ -96,10 +97,10 @@ class Batch:
     on a GPU one captured step (see kvthaw.engine.graph_runner) serves any requests. Each request's tokens are those that
     it would get alone. One that finishes leaves by itself.
 
-    model: as for `Cache`. method, and the settings budget, retrieved, dense_layers, seed,
-    block_size, host_bytes and device_memory: as for `Cache`; a budget is a number of tokens, for a fraction of the prompt would
-    differ from one to the next. prefill_chunk, capture, compile: as for `attach`. prefix_cache: keeps the prompts of all requests,
-    for those that begin like them.
+    model: as for `Cache`. method, and the settings budget, retrieved, dense_layers, seed, block_size, host_bytes, device_memory and
+    full_below: as for `Cache`; a budget is a number of tokens, for a fraction of the prompt would differ from one to the next.
+    prefill_chunk, capture, compile: as for `attach`. prefix_cache: keeps the prompts of all requests, for those that begin like
+    them.
 
     Raises ConfigError for a setting out of range, UnsupportedModelError for a model that cannot work and CacheError for one that
     is attached.
@@ -121,7 +122,7 @@ class Batch:
     def __init__(
         self,
         model: PreTrainedModel,
-        method: str | Method = "icecache-digest",
+        method: str | Method = AUTO,
         *,
         max_seqs: int,
         capacity: int,

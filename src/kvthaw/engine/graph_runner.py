@@ -53,10 +53,12 @@ def compilable(cache: ModelCache) -> str | None:
 
 def capturable(cache: ModelCache) -> str | None:
     """Return why steps of a cache cannot be captured, None if they can."""
-    reason = compilable(cache)
-    if reason is not None:
-        return reason
-    method, layers = cache.kv.settings.method, cache.kv.offloaded
+    return compilable(cache) or search_needs_host(cache.kv)
+
+
+def search_needs_host(kv: KVCache) -> str | None:
+    """Return why steps of the method in force cannot be captured, None if they can."""
+    method, layers = kv.settings.method, kv.offloaded
     if method.index is not None and layers:
         index = None if layers[0].retriever is None else layers[0].retriever.index
         return needs_host(method, safe=index is not None and (index.graph_safe or index.on_host))
@@ -101,7 +103,7 @@ class GraphRunner:
     def __init__(self, forward: Callable[..., Any], cache: ModelCache, *, compiled: bool = False, capture: bool = True) -> None:
         self._cache, self.compiled, self.capture = weakref.ref(cache), compiled, capture
         self.captures, self.capture_seconds, self.capture_bytes = 0, 0.0, 0
-        self._forward, self._kv = forward, cache.kv
+        self._forward, self._kv, self._captures = forward, cache.kv, capture
         self._known = -1, -1  # version and length at which no tensor had moved
         self._graph: SegmentedGraph | None = None
         self._addresses: tuple[int, ...] = ()
@@ -131,7 +133,7 @@ class GraphRunner:
         self._ids.copy_(ids)  # every step reads the same two tensors, so that a compiled forward meets no other strides
         self._positions.copy_(positions)
         kv, sequences = self._kv, self._kv.sequences
-        if not self.capture or sequences.step is not None:  # a step failed: layers take it again, or go back
+        if not self._captures or sequences.step is not None:  # a step failed: layers take it again, or go back
             return self._run()
         if self._graph is None or self._known != (sequences.version, sequences.padded_length) or kv.needs_host():
             self._prepare()
@@ -163,6 +165,7 @@ class GraphRunner:
             if self._graph is not None:
                 _log.info("what the captured step reads has moved; decoding eagerly until it is steady")
             self._graph, self._addresses, self._steady = None, addresses, 0
+            self._captures = self.capture and search_needs_host(self._kv) is None
 
     def _run(self) -> Tensor:
         cache = self._cache()

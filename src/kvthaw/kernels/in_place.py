@@ -60,10 +60,11 @@ def definition(
     address the table has."""
     rows = selected.rows
     there = keys.new_zeros((*rows.shape, 2, keys.shape[3]))
-    for b, h, m in (rows >= 0).nonzero().tolist():
-        if selected.slots is None or selected.slots[b, h, m] < 0:
-            number, at = divmod(int(rows[b, h, m]), selected.block_size)
-            there[b, h, m] = blocks[b][number][h, at].to(there)
+    lies = rows >= 0 if selected.slots is None else (rows >= 0) & (selected.slots < 0)
+    for b, own in enumerate(blocks):
+        for h in range(rows.shape[1] if own else 0):
+            of_head = torch.cat([block[h] for block in own])
+            there[b, h, lies[b, h]] = of_head[rows[b, h, lies[b, h]].long()]
     return _pooled(there, selected, keys, values, held)
 
 

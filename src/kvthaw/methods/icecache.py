@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from kvthaw.cache.index_api import IndexContext, Method, Transfer
-from kvthaw.cache.transfer import BulkCopy, UvaGather
+from kvthaw.cache.transfer import BulkCopy
 from kvthaw.errors import at_least, one_of
 from kvthaw.index.forest import TreeIndex
 from kvthaw.index.tree_config import TreeConfig
@@ -36,7 +36,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 REGIONS = Regions(32, 32, 16)
 
-TRANSFERS: dict[str, Callable[[], Transfer]] = {"uva": UvaGather, "bulk": BulkCopy}
+TRANSFERS: dict[str, Callable[[], Transfer] | None] = {"uva": None, "bulk": BulkCopy}
 
 
 def icecache(*, preset: str = "paper", reuse: int = 1, threads: int = 0, transfer: str = "bulk", **tree: Any) -> Method:

@@ -22,6 +22,7 @@ from transformers.cache_utils import (
 )
 
 from kvthaw.cache.clone import clone
+from kvthaw.cache.crossing import Crossing
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.index_api import Method
 from kvthaw.cache.kv_cache import KVCache
@@ -37,7 +38,7 @@ from kvthaw.engine.hf.hooks import prefetch, rotary, turns_by_length
 from kvthaw.engine.hf.layer import CacheLayer, Layers, Shared, WindowCacheLayer
 from kvthaw.errors import CacheError, UnsupportedModelError, at_least
 from kvthaw.formatting import human
-from kvthaw.methods import resolve
+from kvthaw.methods.auto import AUTO, find
 from kvthaw.typecheck import check_type
 
 
@@ -52,6 +53,16 @@ def head_dim(config: Any) -> int:
     return dim
 
 
+def _crossing(model: PreTrainedModel, layer: Any, known: Crossing | None, full_below: int | None) -> Crossing | None:
+    """Return up to where a model whose layers have such a config attends to everything: what the user says, or what is known."""
+    check_type(int | None, full_below=full_below)
+    if full_below is not None:
+        at_least(0, full_below=full_below)
+        known = Crossing(((1, full_below),))
+    heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+    return None if known is None else known.on(2 * heads * head_dim(layer) * model.dtype.itemsize, model.device)
+
+
 class Cache(DynamicCache):
     """A KV cache that keeps most of itself frozen on the host; give it to generate() or forward() as past_key_values.
 
@@ -60,7 +71,11 @@ class Cache(DynamicCache):
     No gradients flow through it.
 
     model: a decoder whose attention goes through transformers' AttentionInterface. method: a name in METHODS or a Method;
-    further keyword arguments are the method's options. budget, retrieved, seed, sparse_queries, block_size, host_bytes,
+    further keyword arguments are the method's options. "auto": full attention while all KV lies on the device and that is the
+    faster way, by what was measured (`kvthaw.methods.auto`), then the best index: pariskv-plus on a GPU, icecache-digest on a CPU;
+    device_memory is "auto" unless given. `Stats.method` and `Stats.reason` tell what is in force and why, and the log when that
+    changes. full_below: full attention up to so many tokens a sequence, instead of what was measured, or before any other method.
+    budget, retrieved, seed, sparse_queries, block_size, host_bytes,
     device_memory: see
     `kvthaw.cache.plan.Settings`. dense_layers: the first layers, which keep all KV on the device (default: the method's for
     models of 16 layers and more, else 0).
@@ -74,7 +89,7 @@ class Cache(DynamicCache):
     def __init__(
         self,
         model: PreTrainedModel,
-        method: str | Method = "icecache-digest",
+        method: str | Method = AUTO,
         *,
         budget: int | float | None = None,
         retrieved: int | None = None,
@@ -84,11 +99,12 @@ class Cache(DynamicCache):
         block_size: int = 1024,
         host_bytes: int | None = None,
         device_memory: int | str | None = None,
+        full_below: int | None = None,
         **options: Any,
     ) -> None:
         model = unwrap(model)
         use_kvthaw_attention(model)
-        chosen = resolve(method, **options)
+        chosen, crossing = find(method, model.device, **options)
         config = model.config.get_text_config(decoder=True)
         super().__init__(config=config)
         self.layers: Layers = Layers(self.layers)
@@ -101,13 +117,16 @@ class Cache(DynamicCache):
         self.shares_kv = bool(getattr(config, "num_kv_shared_layers", 0))
         if self.shares_kv:
             sparse_queries = 1  # layers that share KV ask after the index has gone on, so several tokens at once are dense
+        if crossing is not None and device_memory is None:
+            device_memory = "auto"
+        crossing = _crossing(model, of_layer(config, full[0]), crossing, full_below)
         self.settings = Settings(
-            chosen, budget, retrieved, dense_layers, seed, sparse_queries, block_size, host_bytes, device_memory
+            chosen, budget, retrieved, dense_layers, seed, sparse_queries, block_size, host_bytes, device_memory, crossing
         )
         self.kv = KVCache(self.settings, full, len(self.layers), self._windows(config))
         if len(full) == len(self.layers):
             self.kv.origin = weakref.ref(model)
-        for dim in {head_dim(of_layer(config, layer.number)) for layer in self.kv.offloaded}:
+        for dim in {head_dim(of_layer(config, layer.number)) for layer in self.kv.chooser.by_method.values()}:
             try_index(chosen, dim, model.dtype, getattr(config, "attn_logit_softcapping", None))
         self.replay: GraphRunner | None = None
         self.rolls_back = False
@@ -120,7 +139,7 @@ class Cache(DynamicCache):
             self.layers[kv.number] = (WindowCacheLayer if isinstance(kv, WindowLayer) else CacheLayer)(kv, self._shared)
         if chosen.rotary:
             turns: dict[str, Rotary | None] = {}
-            for layer in self.kv.offloaded:
+            for layer in self.kv.chooser.by_method.values():
                 kind = (getattr(config, "layer_types", None) or {layer.number: ""})[layer.number]
                 layer.rotary = turns.setdefault(kind, rotary(model, kind))
 
@@ -252,7 +271,7 @@ class Cache(DynamicCache):
 
     @classmethod
     @torch.inference_mode(False)
-    def load(cls, path: str | Path, model: PreTrainedModel, method: str | Method = "icecache", **settings: Any) -> Cache:
+    def load(cls, path: str | Path, model: PreTrainedModel, method: str | Method = AUTO, **settings: Any) -> Cache:
         """Return a cache of the tokens that a folder holds. Arguments as for the constructor.
 
         Raises CacheError, and reads nothing into a cache, for a folder that is damaged in any way and for another model: class,

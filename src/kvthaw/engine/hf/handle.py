@@ -25,6 +25,7 @@ from kvthaw.engine.hf.hooks import drop_prefetch
 from kvthaw.engine.hf.layer import CacheLayer
 from kvthaw.engine.hf.replay import replaying
 from kvthaw.errors import CacheError, at_least
+from kvthaw.methods.auto import AUTO
 from kvthaw.typecheck import check_type
 
 _log = logging.getLogger(__name__)
@@ -216,7 +217,7 @@ def detach(model: PreTrainedModel) -> None:
 
 def attach(
     model: PreTrainedModel,
-    method: str | Method = "icecache-digest",
+    method: str | Method = AUTO,
     *,
     budget: int | float | None = None,
     retrieved: int | None = None,
@@ -226,6 +227,7 @@ def attach(
     block_size: int = 1024,
     host_bytes: int | None = None,
     device_memory: int | str | None = None,
+    full_below: int | None = None,
     prefill_chunk: int = CHUNK,
     capture: bool = True,
     compile: bool = False,
@@ -274,6 +276,7 @@ def attach(
             block_size=block_size,
             host_bytes=host_bytes,
             device_memory=device_memory,
+            full_below=full_below,
             **options,
         )
 

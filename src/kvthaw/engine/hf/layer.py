@@ -183,14 +183,19 @@ class CacheLayer(CacheLayerMixin):
 
     def __init__(self, kv: LayerKV, shared: Shared) -> None:
         super().__init__()
-        self.kv, self.shared = kv, shared
+        self.number, self.shared = kv.number, shared
         self.module: weakref.ref[torch.nn.Module] | None = None  # whose attention it is, known from the first prompt on
         self.is_initialized = True  # nothing to initialise early
 
     @property
     def first(self) -> bool:
         """Whether this is the first of kvthaw's layers."""
-        return self.kv is self.shared.kv.layers[0]
+        return self.number == self.shared.kv.layers[0].number
+
+    @property
+    def kv(self) -> LayerKV:
+        """The layer of the KV cache that is in force."""
+        return self.shared.kv.layer(self.number)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: sizes follow from the first tokens."""

@@ -1,0 +1,175 @@
+"""Full attention while it is the faster way, then the method: when the layers of a cache change from one to the other, and how."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from kvthaw.cache.dense import DenseLayer
+from kvthaw.cache.layer_base import LayerKV
+from kvthaw.cache.offloaded_layer import OffloadedLayer
+from kvthaw.cache.plan import Settings
+from kvthaw.cache.sequences import Sequences, roomier
+from kvthaw.cache.step import Step
+from kvthaw.cache.streams import Streams
+from kvthaw.cache.window import WindowLayer
+from kvthaw.errors import HostMemoryError
+from kvthaw.formatting import human
+
+_log = logging.getLogger(__name__)
+
+
+class Chooser:
+    """Has a cache attend to everything up to `Settings.full_below`, or as far as its KV fits device memory, and by its method from
+    the next step on, until reset(). Without full_below the method is in force from the first token on.
+
+    layers: those of the cache, in which it puts the ones in force. by_method: the layers under the method by their place there, in
+    force or not. full: none of them is. reason: why what is in force is.
+    """
+
+    def __init__(
+        self,
+        layers: list[OffloadedLayer | DenseLayer | WindowLayer],
+        settings: Settings,
+        sequences: Sequences,
+        streams: Streams,
+    ) -> None:
+        self.layers, self.settings, self.sequences, self.streams = layers, settings, sequences, streams
+        self.by_method = {i: layer for i, layer in enumerate(layers) if isinstance(layer, OffloadedLayer)}
+        self.full, self.reason = False, ""
+        self._known, self._at = -1, 0  # version, and the padded length at which the tokens are too many
+        self._short = False  # of host memory
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew: the cache holds no tokens."""
+        crossing, self._known, self._short = self.settings.full_below, -1, False
+        if crossing is None or self.full or not self.by_method:
+            return
+        self.full = True
+        self.reason = f"full attention is the faster way up to {crossing.total(1):,} tokens of one sequence ({crossing.source})"
+        for i, layer in self.by_method.items():
+            layer.reset()
+            self.layers[i] = DenseLayer(layer.number, self.sequences)
+
+    @property
+    def changed(self) -> bool:
+        """Whether the method is in force after full attention was, or might have been."""
+        return self.settings.full_below is not None and not self.full
+
+    def before_prompt(self, tokens: int, pads: Sequence[int]) -> None:
+        """Choose before a step of several tokens, or of the first."""
+        if not self.full:
+            return
+        sequences, new = self.sequences, max(tokens, self.sequences.coming)
+        if not sequences.count:
+            lengths = [new - pad for pad in pads]
+        else:
+            lengths = [0 if seq in sequences.idle else sequences.length(seq) for seq in range(sequences.count)]
+            for seq in range(sequences.count) if sequences.filling is None else [sequences.filling]:
+                lengths[seq] += new if sequences.filling is not None or lengths[seq] else 0
+        self._choose(lengths)
+
+    def due(self) -> bool:
+        """Return whether the next decode step may be the method's."""
+        sequences, crossing = self.sequences, self.settings.full_below
+        if not self.full or crossing is None or self._short:
+            return False
+        if self._known != sequences.version:
+            live = [sequences.length(seq) for seq in range(sequences.count) if seq not in sequences.idle]
+            left = crossing.total(len(live)) - sum(live)
+            self._known = sequences.version
+            self._at = sequences.padded_length + max(0, left // max(1, len(live)))
+        return sequences.padded_length >= self._at or sequences.capacity <= sequences.longest
+
+    def before_step(self) -> None:
+        """Choose before a decode step."""
+        if self.due():
+            idle = self.sequences.idle
+            self._choose([0 if seq in idle else self.sequences.length(seq) + 1 for seq in range(self.sequences.count)])
+
+    def _choose(self, lengths: Sequence[int]) -> None:
+        """Change to the method if sequences of these lengths ask for it."""
+        reason = self._too_many(lengths) or self._too_large(max(lengths))
+        if reason and not self._short:
+            try:
+                self._change(reason)
+            except HostMemoryError as error:
+                self._short = True
+                _log.warning("full attention goes on, host memory is short: %s", error)
+
+    def _too_many(self, lengths: Sequence[int]) -> str | None:
+        crossing, live = self.settings.full_below, [n for n in lengths if n]
+        assert crossing is not None
+        limit = crossing.total(len(live))
+        if sum(live) <= limit:
+            return None
+        return (
+            f"{sum(live):,} tokens in {len(live)} sequence{'s' * (len(live) > 1)}; full attention is the faster way up to "
+            f"{limit:,} ({crossing.source})"
+        )
+
+    def _too_large(self, longest: int) -> str | None:
+        """Say why the KV of all sequences at their capacity does not fit the device; None if it does."""
+        sequences, memory, crossing = self.sequences, self.streams.device, self.settings.full_below
+        assert crossing is not None
+        memory.resolve(crossing.device)
+        if memory.limit is None or (memory.limit == "auto" and crossing.device.type == "cpu"):
+            return None
+        capacity = sequences.room or sequences.capacity
+        if capacity < longest:
+            capacity = roomier(capacity, longest)
+        layers = sum(isinstance(layer, DenseLayer) for layer in self.layers)
+        need = max(1, sequences.count) * capacity * crossing.token_bytes * layers
+        if need <= memory.bytes:
+            return None
+        return f"the KV of all layers takes {human(need)} of the device; device_memory is {human(memory.bytes)}"
+
+    def _change(self, reason: str) -> None:
+        """Put the layers under the method in force, with the tokens that the cache has. Raises HostMemoryError, with nothing
+        changed."""
+        sequences, settings = self.sequences, self.settings
+        lengths = [sequences.length(seq) for seq in range(sequences.count)]
+        if any(lengths):
+            self._check_memory(lengths)
+            plan = settings.plan(max(lengths), sequences.limit)
+            sequences.divide(plan.regions, min(settings.sparse_queries, plan.regions.window))
+        self.full, self.reason = False, reason
+        sequences.version += 1
+        _log.info("%s from here on: %s", settings.method.name, reason)
+        for i, layer in self.by_method.items():
+            dense = self.layers[i]
+            assert isinstance(dense, DenseLayer)
+            try:
+                take_over(layer, dense, lengths)
+            except BaseException:  # this layer and those behind it go on with full attention
+                layer.reset()
+                raise
+            self.layers[i] = layer
+            dense.reset()
+
+    def _check_memory(self, lengths: Sequence[int]) -> None:
+        """Raise HostMemoryError where blocks for these tokens fit neither the device, once full attention's KV is gone, nor the
+        host."""
+        crossing, settings, device = self.settings.full_below, self.settings, self.streams.device
+        assert crossing is not None
+        blocks = 0 if settings.method.evicts else sum(-(-n // settings.block_size) for n in lengths)
+        need, short = blocks * settings.block_size * crossing.token_bytes, 0
+        for layer in self.by_method.values():
+            room = device.share(layer.number) + device.fixed.get(layer.number, 0) if device.bytes else 0
+            short += max(0, need - room)
+        self.streams.memory.check(short)
+
+
+def take_over(layer: OffloadedLayer, dense: LayerKV, lengths: Sequence[int]) -> None:
+    """Give an empty layer the tokens of one that attends to everything, each sequence's as its prompt."""
+    sequences, longest = dense.sequences, max(lengths, default=0)
+    for seq in sorted(dense.recent_queries):
+        if not lengths[seq]:
+            continue
+        key, value = dense.read(seq, 0, lengths[seq])[None].unbind(3)
+        query = dense.recent_queries[seq][None]
+        if layer.plan is None:
+            layer.allocate(Step(0, longest, tuple(sequences.left_pad), sequences.idle, seq), query, key, dense.scale)
+        layer.append(Step(0, lengths[seq], tuple(sequences.left_pad), sequences.idle, seq), query, key, value)
+    layer.recent_queries = dict(dense.recent_queries)

@@ -1,0 +1,235 @@
+"""Full attention up to a number of tokens and the method from then on: tokens are those of the one in force."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+import kvthaw
+from kvthaw import Batch, Cache
+from kvthaw.bench.shapes import build
+from kvthaw.cache import host_memory
+from kvthaw.cache.crossing import Crossing
+from kvthaw.engine.graph_runner import GraphRunner
+from kvthaw.errors import ConfigError, HostMemoryError
+from kvthaw.methods import auto
+from zoo import prompt
+
+HOW: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
+SMALL: dict[str, Any] = {"budget": 32, "block_size": 16, "dense_layers": 0}
+
+
+def follow(model: PreTrainedModel, cache: Any, ids: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Logits after a prompt, and after each of some tokens that follow it one by one."""
+    with torch.no_grad():
+        found = [model(ids, past_key_values=cache, logits_to_keep=1).logits]
+        found += [model(token, past_key_values=cache).logits for token in tokens.split(1, dim=1)]
+    return torch.cat(found, dim=1)
+
+
+@pytest.mark.parametrize("method", ["pariskv-plus", "icecache-digest", "streaming"])
+def test_logits_are_those_of_full_attention_and_then_of_the_method(llama: PreTrainedModel, method: str) -> None:
+    """The method's are those of a cache that was given all tokens until then as its prompt."""
+    ids, tokens = prompt(1, 90), prompt(1, 30, seed=1)
+    expected = follow(llama, DynamicCache(), ids, tokens)
+    cache = Cache(llama, method, full_below=100, **SMALL)
+    assert cache.stats().method == "full"
+    found = follow(llama, cache, ids, tokens)
+    torch.testing.assert_close(found[:, :11], expected[:, :11], rtol=1e-4, atol=1e-5)
+    other = Cache(llama, method, **SMALL)
+    after = follow(llama, other, torch.cat((ids, tokens[:, :10]), dim=1), tokens[:, 10:])
+    torch.testing.assert_close(found[:, 11:], after[:, 1:], rtol=1e-4, atol=1e-5)
+    stats = cache.stats()
+    assert (stats.method, stats.tokens) == (method, 120)
+    assert "101 tokens" in stats.reason
+    assert not torch.allclose(found[:, 11:], expected[:, 11:], rtol=1e-4, atol=1e-5)
+
+
+def test_rows_of_different_lengths_change_together(llama: PreTrainedModel) -> None:
+    """By the tokens of all rows; padding does not count."""
+    ids, tokens = prompt(2, 60), prompt(2, 12, seed=1)
+    mask = torch.ones_like(ids)
+    mask[1, :20] = 0
+    cache, other = Cache(llama, "oracle", full_below=56, **SMALL), Cache(llama, "oracle", **SMALL | {"budget": 4096})
+    for each in (cache, other):
+        with torch.no_grad():
+            llama(ids, attention_mask=mask, past_key_values=each)
+    for step in range(12):
+        assert (cache.stats().method == "full") == (step <= 6)
+        own = torch.cat((mask, torch.ones(2, step + 1, dtype=mask.dtype)), dim=1)
+        with torch.no_grad():
+            found, expected = (
+                llama(tokens[:, step : step + 1], attention_mask=own, past_key_values=each).logits for each in (cache, other)
+            )
+        if step < 6:
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    alone = Cache(llama, "oracle", **SMALL)
+    whole = torch.cat((ids, tokens), dim=1)
+    follow(llama, alone, whole[1:, 20:66], whole[1:, 66:71])
+    torch.testing.assert_close(found[1:], follow_last(llama, alone, whole[1:, 71:]), rtol=1e-4, atol=1e-5)
+
+
+def follow_last(model: PreTrainedModel, cache: Cache, token: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(token, past_key_values=cache).logits
+
+
+def test_a_long_prompt_begins_under_the_method(llama: PreTrainedModel) -> None:
+    ids, tokens = prompt(1, 90), prompt(1, 8, seed=1)
+    cache = Cache(llama, "pariskv-plus", full_below=60, **SMALL)
+    expected = follow(llama, Cache(llama, "pariskv-plus", **SMALL), ids, tokens)
+    assert torch.equal(follow(llama, cache, ids, tokens), expected)
+    cache.reset()
+    assert cache.stats().method == "full"
+    short = follow(llama, cache, ids[:, :40], tokens)
+    torch.testing.assert_close(short, follow(llama, DynamicCache(), ids[:, :40], tokens), rtol=1e-4, atol=1e-5)
+
+
+def test_what_full_attention_holds_can_be_cropped_reordered_forked_and_saved(llama: PreTrainedModel, tmp_path: Any) -> None:
+    """And what the method holds after it."""
+    ids, tokens = prompt(2, 50), prompt(2, 20, seed=1)
+    cache = Cache(llama, "oracle", full_below=60, **SMALL | {"budget": 4096})
+    follow(llama, cache, ids, tokens[:, :6])
+    for more in (0, 20):  # under full attention, and behind the change
+        for token in tokens[:, :more].split(1, dim=1) if more else ():
+            follow_last(llama, cache, token)
+        assert cache.stats().method == ("oracle" if more else "full")
+        cache.keep(50)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        cache.reorder_cache(torch.tensor([1, 0]))
+        fork = cache.fork("oracle", budget=4096)
+        cache.save(tmp_path / "kv", ids)
+        loaded = Cache.load(tmp_path / "kv", llama, "oracle", full_below=60, **SMALL | {"budget": 4096})
+        expected = follow(llama, Cache(llama, "full"), ids, tokens[:, :3])[:, 1:]
+        for each in (fork, loaded):
+            found = torch.cat([follow_last(llama, each, token) for token in tokens[:, :3].split(1, dim=1)], dim=1)
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_batch_changes_by_its_tokens_and_back_when_it_is_empty(llama: PreTrainedModel) -> None:
+    settings: dict[str, Any] = {"max_seqs": 3, "capacity": 128, **SMALL, "budget": 4096}
+    batch, full = (Batch(llama, method, **settings, **more) for method, more in (("oracle", {"full_below": 40}), ("full", {})))
+    for lengths in ((30, 30, 70), (20,)):
+        in_force = []
+        for length in lengths:
+            joined = [each.join(prompt(1, length, seed=length)[0], max_new_tokens=20, stop=[]) for each in (batch, full)]
+            in_force.append(batch.stats().method)
+            for _ in range(3):
+                for each in (batch, full):
+                    each.step()
+            assert joined[0].tokens == joined[1].tokens
+        assert in_force == (["full", "full", "oracle"] if len(lengths) > 1 else ["full"])
+        while batch.requests:
+            mine, its = batch.step(), full.step()
+            assert [request.tokens for request in mine] == [request.tokens for request in its]
+
+
+def test_a_step_that_fails_is_taken_again_behind_the_change(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, tokens = prompt(1, 50), prompt(1, 10, seed=1)
+    caches = [Cache(llama, "pariskv-plus", full_below=55, **SMALL) for _ in range(2)]
+    expected = follow(llama, caches[0], ids, tokens)
+    follow(llama, caches[1], ids, tokens[:, :5])
+    last = caches[1].kv.chooser.by_method[1]
+    with monkeypatch.context() as patch:
+        patch.setattr(last, "decode", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            follow_last(llama, caches[1], tokens[:, 5:6])
+    found = torch.cat([follow_last(llama, caches[1], token) for token in tokens[:, 5:].split(1, dim=1)], dim=1)
+    torch.testing.assert_close(found, expected[:, 6:], rtol=1e-4, atol=1e-5)
+
+
+def test_where_the_host_has_no_memory_full_attention_goes_on(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def short(need: int, limit: int | None) -> None:
+        if need:
+            raise HostMemoryError("no more")
+
+    ids, tokens = prompt(1, 50), prompt(1, 10, seed=1)
+    monkeypatch.setattr(host_memory, "check_host_memory", short)
+    cache = Cache(llama, "pariskv-plus", full_below=55, **SMALL)
+    found = follow(llama, cache, ids, tokens)
+    torch.testing.assert_close(found, follow(llama, DynamicCache(), ids, tokens), rtol=1e-4, atol=1e-5)
+    assert "host memory is short" in caplog.text
+
+
+def test_kv_that_device_memory_does_not_hold_is_the_methods(llama: PreTrainedModel) -> None:
+    cache = Cache(llama, "pariskv-plus", full_below=1000, device_memory="8KiB", **SMALL)
+    follow(llama, cache, prompt(1, 50), prompt(1, 3))
+    assert cache.stats().method == "pariskv-plus"
+    assert "device_memory is" in cache.stats().reason
+
+
+def test_a_captured_step_is_captured_anew_at_the_change_alone(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph is a stand-in that takes a step eagerly."""
+    captures = []
+
+    def capture(runner: GraphRunner) -> Any:
+        captures.append(runner._kv.stats().method)
+        runner._graph = type("Graph", (), {"replay": lambda self: None})()  # type: ignore[assignment]
+        runner._logits = runner._run()
+        return runner._graph
+
+    cache = Cache(llama, "pariskv-plus", full_below=60, **SMALL)
+    monkeypatch.setattr(GraphRunner, "_capture", capture)
+    follow(llama, cache, prompt(1, 50), prompt(1, 1))
+    runner, token = GraphRunner(llama.forward, cache), torch.ones((1, 1), dtype=torch.int64)
+    for at in range(51, 75):
+        runner(token, torch.tensor([[at]]))
+    assert captures == ["full", "pariskv-plus"]
+
+
+@pytest.mark.parametrize("given", [-1, "many", 1.5])
+def test_other_values_of_full_below_are_refused(llama: PreTrainedModel, given: Any) -> None:
+    with pytest.raises(ConfigError, match="full_below is"):
+        Cache(llama, full_below=given)
+
+
+def test_auto_is_the_default_and_says_what_it_chose(llama: PreTrainedModel, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with kvthaw.attach(llama, full_below=55, **SMALL) as handle:
+        llama.generate(prompt(1, 50), max_new_tokens=10, **HOW)
+        assert "full attention up to 55 tokens" in repr(handle)
+        assert handle.stats().method == "icecache-digest"
+    assert "icecache-digest from here on" in caplog.text
+    expected = llama.generate(prompt(1, 50), max_new_tokens=10, **HOW)
+    with kvthaw.attach(llama) as handle:
+        assert torch.equal(llama.generate(prompt(1, 50), max_new_tokens=10, **HOW), expected)
+        assert handle.stats().method == "full"
+
+
+@pytest.mark.parametrize(("seqs", "total"), [(1, 1000), (2, 1750), (3, 2500), (5, 4000), (10, 8000)], ids=str)
+def test_crossings_between_and_beyond_known_numbers_of_sequences(seqs: int, total: int) -> None:
+    known = Crossing(((1, 1000), (3, 2500 // 3), (5, 800)))
+    assert known.total(seqs) == pytest.approx(total, abs=2)
+    assert replace(known, token_bytes=4096).on(1024, torch.device("cpu")).total(seqs) == pytest.approx(4 * total, abs=20)
+
+
+def test_every_device_has_a_method() -> None:
+    for best in auto.BEST.values():
+        method, crossing = auto.find(best.method, torch.device("cpu"))
+        assert method.name == best.method
+        assert crossing is None
+        assert best.crossing.total(1) > 0
+    assert auto.find("auto", torch.device("cpu"))[1] is not None
+    with pytest.raises(ConfigError, match="options"):
+        auto.find("auto", torch.device("cpu"), reuse=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["pariskv-plus", "icecache-digest-device", "icecache-digest"])
+def test_gpu_captured_steps_before_and_behind_the_change(method: str, device: torch.device) -> None:
+    model = build("tiny", device).float()
+    ids, found = torch.randint(1, 1000, (1, 600), generator=torch.Generator().manual_seed(0)).to(device), []
+    for capture in (False, True):
+        how: dict[str, Any] = {"full_below": 640, "budget": 128, "device_memory": "auto"}
+        with kvthaw.attach(model, method, capture=capture, **how) as handle:
+            found.append(model.generate(ids, max_new_tokens=100, **HOW))
+            stats = handle.stats()
+            assert (stats.method, stats.captures) == (method, 2 * capture)
+    assert torch.equal(*found)
