@@ -55,6 +55,8 @@ def decode(
     batch = Batch(model, given, max_seqs=len(prompts), capacity=prompts.shape[1] + steps + 1, dense_layers=0, **sizes, **room)
     begin = time.perf_counter()
     requests = [batch.join(prompt, max_new_tokens=steps + 1, stop=[]) for prompt in prompts]
+    for request in requests:
+        batch.prefill(request, request.prompt)
     _wait()
     joined, gaps = time.perf_counter() - begin, list[float]()
     before = batch.stats()

@@ -537,10 +537,11 @@ class Batches(RuleBasedStateMachine):
     @precondition(lambda self: self.batch.free)
     @rule(length=st.integers(1, 200), at=st.integers(0, 100))
     def join_fails(self, length: int, at: int) -> None:
-        before, ids = self.state(), self.prompt(length)
+        before, request = self.state(), self.batch.join(self.prompt(length), stop=())
         hook = failing(self.model, at)
         try:
-            self.batch.leave(self.batch.join(ids, stop=()))
+            self.batch.prefill(request, length)
+            self.batch.leave(request)
         except InjectedError:
             assert self.state() == before
         finally:
@@ -550,10 +551,12 @@ class Batches(RuleBasedStateMachine):
     def step(self, n: int) -> None:
         for _ in range(n):
             counts = [len(one.request.tokens) for one in self.asked]
-            here = self.batch.requests
-            assert self.batch.step() == here
+            here, comes = self.batch.decoding, self.batch.prefilling[:1]
+            told = self.batch.step()
+            assert told[: len(here)] == here
+            assert told[len(here) :] in ([], comes)
             for one, count in zip(self.asked, counts, strict=True):
-                assert len(one.request.tokens) == count + (one.request in here)
+                assert len(one.request.tokens) == count + (one.request in told)
 
     @rule(at=st.integers(0, 100))
     def step_fails(self, at: int) -> None:
@@ -562,7 +565,7 @@ class Batches(RuleBasedStateMachine):
         had = [list(request.tokens) for request in here]
         hook = failing(self.model, at)
         try:
-            self.batch.step()
+            self.batch.decode()
         except InjectedError:
             assert [request.tokens for request in here] == had
             assert self.batch.requests == here
@@ -599,6 +602,8 @@ class Batches(RuleBasedStateMachine):
     def check(self, one: Asked) -> None:
         """A request's tokens, against those drawn from what a cache gives that has nothing else."""
         tokens = one.request.tokens
+        if not tokens:
+            return
         prefill = Feed(tuple(tuple(ids.tolist()) for ids in one.prompt.split(self.chunk)), True)
         steps = Feed(tuple((token,) for token in tokens[:-1]))
         history: History = (prefill, steps) if steps.chunks else (prefill,)

@@ -15,8 +15,9 @@ from kvthaw.version import __version__
 if TYPE_CHECKING:
     from kvthaw.cache.index_api import Method
     from kvthaw.cache.prefix import PrefixCache
-    from kvthaw.engine.batch import Batch, Request
+    from kvthaw.engine.batch import Batch
     from kvthaw.engine.hf import Cache, Handle, Stats, attach, detach
+    from kvthaw.engine.request import Request
     from kvthaw.engine.sampling import Sampling
     from kvthaw.engine.scheduler import Scheduler
     from kvthaw.methods import METHODS
@@ -45,7 +46,7 @@ __all__ = [
 
 _HOMES = {
     "Batch": "kvthaw.engine.batch",
-    "Request": "kvthaw.engine.batch",
+    "Request": "kvthaw.engine.request",
     "Sampling": "kvthaw.engine.sampling",
     "Scheduler": "kvthaw.engine.scheduler",
     "Cache": "kvthaw.engine.hf",

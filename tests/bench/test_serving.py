@@ -7,7 +7,8 @@ import torch
 
 from kvthaw.bench import serving
 from kvthaw.bench.serving import Serving
-from kvthaw.engine.batch import Batch, Request
+from kvthaw.engine.batch import Batch
+from kvthaw.engine.request import Request
 from kvthaw.errors import CacheError
 from kvthaw.evaluate.results import ResultsFile
 

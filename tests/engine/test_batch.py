@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 
 import kvthaw
 from kvthaw.cache.layer_base import AttentionParams
-from kvthaw.engine.batch import Batch, Request
+from kvthaw.engine.batch import Batch
+from kvthaw.engine.request import Request
 from kvthaw.engine.sampling import Sampling, sample
 from kvthaw.errors import CacheError, ConfigError, UnsupportedModelError
 from zoo import build, build_exact, prompt
@@ -31,6 +32,13 @@ def alone(model: PreTrainedModel, method: str, ids: torch.Tensor, new: int, **se
     """Tokens of a prompt by plain generate()."""
     with kvthaw.attach(model, method, **settings):
         return model.generate(ids[None], max_new_tokens=new, do_sample=False, pad_token_id=0)[0, len(ids) :].tolist()
+
+
+def prefilled(batch: Batch, ids: torch.Tensor, **how: Any) -> Request:
+    """A request whose prompt has come."""
+    request = batch.join(ids, **how)
+    batch.prefill(request, request.prompt)
+    return request
 
 
 def settings_of(method: str) -> dict[str, Any]:
@@ -55,7 +63,7 @@ def test_joining_and_leaving_changes_nobodys_tokens(llama: PreTrainedModel, meth
         now = [t.data_ptr() for t in batch.cache.kv.tensors()]
         if all(layer.retriever is None or layer.retriever.index.graph_safe for layer in batch.cache.kv.offloaded):
             assert not addresses or now == addresses, "a tensor moved, on which a capture depends"
-        addresses = now
+        addresses = now if any(one.fed for _, one in joined) else []  # they are there when the first token has been decoded
     assert len({one.seq for _, one in joined}) == 2
     assert {one.finished for _, one in joined} == {"length", "left"}
     for i, one in joined:
@@ -128,6 +136,8 @@ def test_stop_tokens_and_limits(llama: PreTrainedModel) -> None:
     assert request.tokens == free[: free.index(free[4]) + 1]
     assert request.finished == "stop"
     once = batch.join(ids, max_new_tokens=1, stop=())
+    assert (once.tokens, batch.free) == ([], 1)
+    assert batch.step() == [once]
     assert (once.tokens, once.finished, batch.free) == (free[:1], "length", 2)
     llama.generation_config.eos_token_id = [free[2]]
     assert batch.join(ids).stop == {free[2]}
@@ -136,7 +146,7 @@ def test_stop_tokens_and_limits(llama: PreTrainedModel) -> None:
 def test_an_empty_sequence_is_attended_by_nobody(llama: PreTrainedModel) -> None:
     """It has no rows, its attention is 0, and it does not count."""
     batch = Batch(llama, "oracle", max_seqs=3, capacity=CAPACITY, budget=48)
-    request = batch.join(prompt(1, 90)[0], stop=())
+    request = prefilled(batch, prompt(1, 90)[0], stop=())
     seen = []
     for layer in batch.cache.frozen_layers:
         layer.observer = lambda layer, query, choice: seen.append(choice.selection.counts)
@@ -166,10 +176,11 @@ def test_a_prompt_that_fails_leaves_the_batch_as_it_was(llama: PreTrainedModel) 
         weight = llama.model.layers[1].self_attn.k_proj.weight.data
         kept = weight.clone()
         weight.fill_(torch.nan)
+        lost = batch.join(other)
         with pytest.raises(CacheError, match="not finite"):
-            batch.join(other)
+            batch.prefill(lost)
         weight.copy_(kept)
-        assert batch.free == 1
+        assert (batch.free, lost.finished, lost.tokens) == (1, None, [])
         batch.join(other, stop=())
         while request in batch.requests:
             batch.step()
@@ -187,7 +198,7 @@ def test_a_step_that_breaks_off_between_layers_is_taken_again(
     found = []
     for fails in (False, True):
         batch = Batch(llama, method, max_seqs=3, capacity=200, **settings_of(method))
-        requests = [batch.join(prompt(1, n)[0], max_new_tokens=40, stop=()) for n in (90, 60)]
+        requests = [prefilled(batch, prompt(1, n)[0], max_new_tokens=40, stop=()) for n in (90, 60)]
         for step in range(39):
             if fails and step % 4 == 2:
                 layer = batch.cache.kv_layers[step % 3]
@@ -196,7 +207,7 @@ def test_a_step_that_breaks_off_between_layers_is_taken_again(
                     with pytest.raises(KeyboardInterrupt):
                         batch.step()
             if step == 10 and then == "join":
-                requests.append(batch.join(prompt(1, 30)[0], max_new_tokens=20, stop=()))
+                requests.append(prefilled(batch, prompt(1, 30)[0], max_new_tokens=20, stop=()))
             if step == 14 and then == "leave":
                 batch.leave(requests[1])
             batch.step()

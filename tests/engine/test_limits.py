@@ -85,6 +85,8 @@ def test_a_batch_goes_on_when_a_request_has_left(llama: PreTrainedModel) -> None
     tight, alone = batch(12 * BLOCK_BYTES), batch(None)
     expected = alone.join(IDS[:, :80], max_new_tokens=60, stop=[])
     kept, leaves = (tight.join(ids, max_new_tokens=60, stop=[]) for ids in (IDS[:, :80], IDS[:, 100:180]))
+    for request in (kept, leaves):
+        tight.prefill(request)
     while room(tight.step):
         pass
     assert kept.finished is leaves.finished is None
@@ -95,8 +97,9 @@ def test_a_batch_goes_on_when_a_request_has_left(llama: PreTrainedModel) -> None
     while not expected.finished:
         alone.step()
     assert kept.tokens == expected.tokens
+    large = tight.join(IDS[:, :193], max_new_tokens=2, stop=[])
     with pytest.raises(HostMemoryError):
-        tight.join(IDS[:, :193], max_new_tokens=2, stop=[])
+        tight.prefill(large)
 
 
 @pytest.mark.parametrize("method", ["oracle", "icecache-digest", "streaming"])

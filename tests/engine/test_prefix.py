@@ -159,8 +159,7 @@ def test_entries_with_a_name_stay(model: PreTrainedModel) -> None:
     batch = batch_of(model, "quest", prefix)
     ids, rest = prompt(1, 300)[0], prompt(1, 150, seed=1)[0]
     request = batch.request(ids, max_new_tokens=1, name="book")
-    batch.add(request)
-    batch.prefill(request)
+    batch.prefill(batch.join(request))
     assert prefix.stats().names == ["book"]
     for seed in range(3):
         tokens_of(batch, prompt(1, 310, seed=seed + 2)[0])
@@ -169,8 +168,7 @@ def test_entries_with_a_name_stay(model: PreTrainedModel) -> None:
     assert tokens_of(batch, torch.cat((ids, rest)))[1] == 300
     assert tokens_of(batch, torch.cat((ids, rest)), cache_salt="another tenant")[1] == 0
     large = batch.request(prompt(1, 400, seed=9)[0], max_new_tokens=1, name="second")
-    batch.add(large)
-    batch.prefill(large)
+    batch.prefill(batch.join(large))
     assert isinstance(large.error, CacheError)
     prefix.forget("book")
     with pytest.raises(CacheError, match="book"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -90,11 +91,10 @@ def test_host_memory_is_there_before_a_place_is_given(model: PreTrainedModel) ->
     ids = [prompt(1, n, seed=n)[0] for n in (100, 90)]
     plain = alone(model, "oracle", *((one, 30) for one in ids))
     batch = Batch(model, "oracle", max_seqs=2, capacity=200, **settings_of("oracle"))
-    batch.join(ids[0][:50], max_new_tokens=1, stop=())
+    batch.prefill(batch.join(ids[0][:50], max_new_tokens=1, stop=()))
     need = batch.host_bytes(batch.request(ids[0], max_new_tokens=30))
     assert need > 0
     batch = Batch(model, "oracle", max_seqs=2, capacity=200, host_bytes=int(1.2 * need), **settings_of("oracle"))
-    batch.join(ids[0][:50], max_new_tokens=1, stop=())
     scheduler = Scheduler(batch)
     requests = [scheduler.submit(one, max_new_tokens=30, stop=()) for one in ids]
     waited = False
@@ -131,6 +131,57 @@ def test_a_failing_prompt_ends_and_the_others_go_on(model: PreTrainedModel) -> N
     while scheduler.busy:
         scheduler.step()
     assert [one.tokens] == alone(model, "quest", (ids[0], 20))
+
+
+@pytest.mark.parametrize("error", [HostMemoryError("short"), torch.OutOfMemoryError("short")])
+def test_requests_without_memory_wait_and_go_on(
+    model: PreTrainedModel, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a decode step the one that came last gives its place up, in a prompt the one whose it is; nobody sees an error."""
+    asked = [(prompt(1, n, seed=n)[0], new) for n, new in ((60, 20), (30, 16), (50, 9))]
+    scheduler = Scheduler(Batch(model, "quest", max_seqs=3, capacity=200, **settings_of("quest")), step_tokens=24)
+    sampling = Sampling(temperature=1.0, repetition_penalty=1.3, seed=2)
+    requests = [scheduler.submit(ids, max_new_tokens=new, stop=(), sampling=sampling) for ids, new in asked]
+    layer, told, short, calls = scheduler.batch.cache.kv_layers[1], [], [2, 12, 20], []
+
+    def lacking(take: Any, *given: Any) -> Any:
+        calls.append(given)
+        if short and len(calls) >= short[0] and len(scheduler.batch.requests) > 1:
+            short.pop(0)
+            raise error
+        return take(*given)
+
+    for name in ("prefill", "decode"):
+        monkeypatch.setattr(layer, name, partial(lacking, getattr(layer, name)))
+    while scheduler.busy:
+        told += scheduler.step()
+    assert scheduler.preemptions == 3
+    assert len(told) == sum(new for _, new in asked)
+    whole = Batch(model, "quest", max_seqs=3, capacity=200, **settings_of("quest"))
+    alone = [whole.join(ids, max_new_tokens=new, stop=(), sampling=sampling) for ids, new in asked]
+    while whole.requests:
+        whole.step()
+    assert [one.tokens for one in requests] == [one.tokens for one in alone]
+    assert scheduler.batch.stats().kv_host_bytes == 0
+
+
+def test_a_step_that_has_changed_states_is_taken_again_by_way_of_the_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_exact("qwen3_next")
+    asked = [(prompt(1, n, seed=n)[0], new) for n, new in ((60, 9), (30, 12))]
+    found = []
+    for fails in (False, True):
+        scheduler = Scheduler(Batch(model, "quest", max_seqs=2, capacity=100, budget=32, block_size=16))
+        requests = [scheduler.submit(ids, max_new_tokens=new, stop=()) for ids, new in asked]
+        for step in range(60):
+            if fails and step == 5:
+                with monkeypatch.context() as patch:
+                    patch.setattr(scheduler.batch.cache.kv_layers[-1], "decode", None)
+                    with pytest.raises(TypeError):
+                        scheduler.step()
+            scheduler.step()
+        assert not scheduler.busy
+        found.append([one.tokens for one in requests])
+    assert found[0] == found[1]
 
 
 def test_what_a_scheduler_refuses(model: PreTrainedModel) -> None:

@@ -26,7 +26,7 @@ LONG: dict[str, Any] = {"prompt": "Hi there", "max_tokens": 2000, "ignore_eos": 
 
 
 def running(served: Served) -> int:
-    return len(served.service.batch.added)
+    return len(served.service.batch.requests)
 
 
 def long_stream(served: Served) -> Any:

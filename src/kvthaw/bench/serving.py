@@ -13,8 +13,9 @@ from torch import Tensor
 
 from kvthaw.bench.card import provenance, where
 from kvthaw.bench.shapes import build
-from kvthaw.engine.batch import Batch, Request
+from kvthaw.engine.batch import Batch
 from kvthaw.engine.hf import PreTrainedModel
+from kvthaw.engine.request import Request
 from kvthaw.errors import CacheError, ConfigError, at_least
 from kvthaw.evaluate.results import Record, ResultsFile
 from kvthaw.methods import resolve
@@ -117,6 +118,7 @@ def _serve(batch: Batch, prompts: list[Tensor], new: int, steps: list[tuple[floa
         if waiting and batch.free and (not batch.requests or len(steps) % apart == 0):
             begin = time.perf_counter()
             served.append(batch.join(waiting.pop(0), max_new_tokens=new, stop=()))
+            batch.prefill(served[-1], served[-1].prompt)
             joins.append(time.perf_counter() - begin)
         begin = time.perf_counter()
         live = len(batch.step())  # its tokens come back to the host, so it is over then

@@ -110,7 +110,8 @@ def serve(
             prefix = PrefixCache(host_bytes=prefix_memory)
             batch = Batch(llm, method, max_seqs=max_seqs, capacity=length, prefix_cache=prefix, **settings)
             batch.join([0], max_new_tokens=2, stop=())  # all that a step needs: what does not fit fails here
-            batch.step()
+            while batch.requests:
+                batch.step()
         name = served_model_name or model
         library = None if kv_dir is None else Library(batch.cache, prefix, kv_dir)
         with waiting("restoring documents"):
@@ -131,8 +132,7 @@ def _read(batch: Batch, tokenizer: Any, path: Path) -> bool:
     kept = None if batch.prefix_cache is None else batch.prefix_cache.entries.get(path.stem)
     if kept is not None and kept.ids.equal(request.ids):
         return False
-    batch.add(request)
-    batch.prefill(request, request.prompt)
+    batch.prefill(batch.join(request), request.prompt)
     if request.error is not None:
         raise request.error
     return True

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -19,7 +18,8 @@ from kvthaw.engine.hf.batch_cache import BatchCache
 from kvthaw.engine.hf.chunks import CHUNK, spans
 from kvthaw.engine.hf.handle import is_attached
 from kvthaw.engine.hf.hooks import turns_by_length
-from kvthaw.engine.sampling import GREEDY, Drawn, Sampler, Sampling, TokenLogprobs, logprobs, score
+from kvthaw.engine.request import Request, RequestOptions
+from kvthaw.engine.sampling import GREEDY, Drawn, Sampler, Sampling, logprobs, score
 from kvthaw.engine.text import Detokenizer
 from kvthaw.errors import CacheError, ConfigError, UnsupportedModelError, at_least
 from kvthaw.methods.auto import AUTO
@@ -27,67 +27,6 @@ from kvthaw.typecheck import check_type
 
 _log = logging.getLogger(__name__)
 _SCORED = 4096  # tokens of a prompt that go through the model at once where the logits of all of them are wanted
-
-
-@dataclass(eq=False, slots=True)
-class Request:
-    """A prompt and what is generated after it.
-
-    seq: its place in the batch while it is there, else -1. prompt: its tokens, of which `prefilled` have come into the batch, the
-    first `cached_tokens` of them from the prefix cache; tokens: those generated so far. finished: None while more will come; "stop"
-    after a stop token (which is the last of tokens) or a stop string, "length" at its limit, "left" where it was taken out, "error"
-    where its prefill failed, with `error`. stopped_by: the token or the string. salt, name: see `Batch.request`.
-
-    text: the text so far where a tokenizer was given, without a stop token or string unless include_stop is set; piece: what the
-    latest token added to it. Text that may become a stop string or is part of a character is held back until more is known.
-    logprobs: of each of tokens; prompt_logprobs: of each of the prompt, None for its first; where sampling asks for them.
-    """
-
-    ids: Tensor = field(repr=False)
-    limit: int
-    stop: frozenset[int]
-    sampling: Sampling
-    salt: str = ""
-    name: str | None = None
-    seq: int = -1
-    prefilled: int = 0
-    cached_tokens: int = 0
-    tokens: list[int] = field(default_factory=list)
-    finished: Literal["stop", "length", "left", "error"] | None = None
-    stopped_by: int | str | None = None
-    text: str = ""
-    piece: str = ""
-    logprobs: list[TokenLogprobs] = field(default_factory=list, repr=False)
-    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list, repr=False)
-    error: Exception | None = field(default=None, repr=False)
-    _decoded: Detokenizer | None = field(default=None, repr=False)
-    _scores: list[Tensor] = field(default_factory=list, repr=False)
-
-    @property
-    def prompt(self) -> int:
-        """Tokens of the prompt."""
-        return self.ids.shape[0]
-
-    def _take(self, token: int, scores: TokenLogprobs | None) -> None:
-        self.tokens.append(token)
-        n = self.sampling.logprobs
-        if scores is not None and n is not None:
-            self.logprobs.append(replace(scores, top=scores.top[:n]))
-        if token in self.stop:
-            self.finished, self.stopped_by = "stop", token
-        elif len(self.tokens) == self.limit:
-            self.finished = "length"
-        if self._decoded is not None:
-            self._read(token, self._decoded)
-
-    def _read(self, token: int, decoded: Detokenizer) -> None:
-        hidden = self.finished == "stop" and not self.sampling.include_stop
-        self.piece = "" if hidden else decoded.push(token)
-        if decoded.stopped_by is not None:
-            self.finished, self.stopped_by = "stop", decoded.stopped_by
-        elif self.finished:
-            self.piece += decoded.finish()
-        self.text = decoded.text
 
 
 class Batch:
@@ -115,8 +54,8 @@ class Batch:
             for request in batch.step():
                 print(request.seq, request.tokens[-1], request.finished)
 
-    join() prefills a prompt at once. add() and prefill() do so chunk by chunk, with steps of the other requests in between:
-    `kvthaw.Scheduler` does that, and keeps the requests that wait for a place.
+    Each step gives the requests whose prompts are whole a token, and one other request the next chunk of its prompt.
+    `kvthaw.Scheduler` decides better, and keeps the requests that wait for a place; decode() and prefill() are what it calls.
     """
 
     def __init__(
@@ -145,19 +84,25 @@ class Batch:
         self._model, self.prefix_cache = model, prefix_cache
         self._seqs: list[Request | None] = [None] * max_seqs  # those with a place
         self._decoding = list(self._seqs)  # those of them whose prompt is whole
+        self._joined: list[Request] = []  # those with a place, in the order in which they joined
         self._sampler = Sampler(max_seqs, model.config.get_text_config(decoder=True).vocab_size, model.device)
         self._forward = compiled_step(model.forward) if compile else model.forward
         self._compile, self._capture = compile, capture and model.device.type == "cuda"
 
     @property
     def requests(self) -> list[Request]:
-        """Those that the next step gives a token, by sequence."""
+        """Those that have a sequence, by sequence."""
+        return [request for request in self._seqs if request is not None]
+
+    @property
+    def decoding(self) -> list[Request]:
+        """Those whose prompts are whole, by sequence: the next step goes on with each."""
         return [request for request in self._decoding if request is not None]
 
     @property
-    def added(self) -> list[Request]:
-        """Those that have a sequence, by sequence: `requests`, and those whose prompt has come in part."""
-        return [request for request in self._seqs if request is not None]
+    def prefilling(self) -> list[Request]:
+        """Those whose prompts have not come wholly, in the order in which they joined."""
+        return [request for request in self._joined if request.prefilled < request.prompt]
 
     @property
     def max_seqs(self) -> int:
@@ -180,46 +125,35 @@ class Batch:
         """Stats of the batch's cache, over all requests so far."""
         return self.cache.stats()
 
-    def join(
-        self,
-        prompt: Tensor | Sequence[int],
-        *,
-        max_new_tokens: int | None = None,
-        stop: int | Sequence[int] | None = None,
-        sampling: Sampling = GREEDY,
-        tokenizer: Any = None,
-    ) -> Request:
-        """Prefill a prompt in a free sequence and choose its first token.
+    def join(self, prompt: Tensor | Sequence[int] | Request, **how: Unpack[RequestOptions]) -> Request:
+        """Give a prompt a free sequence. Returns its request at once; the next steps bring the prompt there, then its tokens.
 
-        prompt: token ids, at least one, [T] or [1, T]. max_new_tokens: None for sampling.max_tokens, or as many as the capacity
-        holds. stop: tokens that end it beside sampling.stop_token_ids, None for those of the model's generation config. tokenizer:
-        transformers', which decodes `Request.text`; stop strings need one. Returns the request with its first token, which may be
-        all that it wanted. For several outputs join with each of `sampling.split(n)`.
-
-        Raises CacheError where no sequence is free and ConfigError for a prompt that does not fit or has ids that are no tokens of
-        the model's, and for settings that cannot be met; then, and where the prefill itself fails, the batch is as it was."""
+        prompt, how: as for request(), or a request that has none of them. For several outputs join with each of
+        `sampling.split(n)`. Raises CacheError where no sequence is free, otherwise as request(); then the batch is as it was."""
         if not self.free:
             raise CacheError(f"all {len(self._seqs)} sequences are taken; one must leave first")
-        request = self.request(prompt, max_new_tokens=max_new_tokens, stop=stop, sampling=sampling, tokenizer=tokenizer)
-        self.add(request)
-        self.prefill(request, request.prompt)
+        request = self.request(prompt, **how)
+        if request.finished or request in self._joined:
+            raise CacheError(f"the request {'has finished' if request.finished else 'is in the batch'}")
+        seq = self._seqs.index(None)
+        self.cache.wait()
+        self.cache.kv.clear(seq)  # steps that it took part in as an empty sequence leave traces too
+        request.seq, request.ids = seq, request.ids.to(self._model.device)
+        self._seqs[seq] = request
+        self._joined.append(request)
         return request
 
-    def request(
-        self,
-        prompt: Tensor | Sequence[int],
-        *,
-        max_new_tokens: int | None = None,
-        stop: int | Sequence[int] | None = None,
-        sampling: Sampling = GREEDY,
-        tokenizer: Any = None,
-        cache_salt: str = "",
-        name: str | None = None,
-    ) -> Request:
-        """Return a request that is not in the batch yet. Arguments and ConfigError as of join(). Leaves the batch and the device
+    def request(self, prompt: Tensor | Sequence[int] | Request, **how: Unpack[RequestOptions]) -> Request:
+        """Return a request that is not in the batch yet; one that is given comes back as it is. Leaves the batch and the device
         untouched, so any thread may call it while another one takes a step.
 
-        cache_salt: the prefix cache shares prompts of one salt alone. name: it keeps this prompt under a name."""
+        prompt: token ids, at least one, [T] or [1, T]. how: see RequestOptions. Raises ConfigError for a prompt that does not fit
+        or has ids that are no tokens of the model's, and for settings that cannot be met."""
+        if isinstance(prompt, Request):
+            if how:
+                raise ConfigError(f"{next(iter(how))} is given beside a request, which has its own")
+            return prompt
+        max_new_tokens, sampling, tokenizer = how.get("max_new_tokens"), how.get("sampling", GREEDY), how.get("tokenizer")
         if isinstance(prompt, str):
             raise ConfigError(f"the prompt is text, {prompt[:20]!r}; it must be token ids, as a tokenizer makes them")
         ids = torch.as_tensor(prompt, dtype=torch.int64).reshape(-1)
@@ -244,98 +178,131 @@ class Batch:
         least, most = int(ids.min()), int(ids.max())
         if least < 0 or most >= words:  # on a GPU the whole batch would be lost
             raise ConfigError(f"the prompt has token ids from {least} to {most}; the model's are 0 to {words - 1}")
-        request = Request(ids, limit, self._stops(stop, sampling), sampling, cache_salt, name)
+        stops, salt = self._stops(how.get("stop"), sampling), how.get("cache_salt", "")
+        request = Request(ids, limit, stops, sampling, salt, how.get("name"))
         self._sampler.check(sampling, request.stop)
         if tokenizer is not None:
-            request._decoded = Detokenizer(
+            request.decoded = Detokenizer(
                 tokenizer, sampling.stop, include_stop=sampling.include_stop, min_tokens=sampling.min_tokens
             )
         return request
 
-    def add(self, request: Request) -> None:
-        """Give a request a free sequence; prefill() brings its prompt there. Raises CacheError where none is free."""
-        if not self.free:
-            raise CacheError(f"all {len(self._seqs)} sequences are taken; one must leave first")
-        request.seq, request.ids = self._seqs.index(None), request.ids.to(self._model.device)
-        self.cache.wait()
-        self.cache.kv.clear(request.seq)  # steps that it took part in as an empty sequence leave traces too
-        self._seqs[request.seq] = request
-
     def prefill(self, request: Request, tokens: int | None = None) -> bool:
         """Bring the next `tokens` tokens of a request's prompt into its sequence, in chunks of at most `prefill_chunk`; None: one
-        chunk. With the last of them choose the request's first token, and return True.
+        chunk. With the last of them choose the request's first token, and return True if it is a new one.
 
         Under a method that evicts, and in models with linear attention, the whole prompt is one chunk. Where the prefill fails, the
-        request has no place any longer and may be added again; the batch is as it was."""
-        kv, first, whole = self.cache.kv, request.prefilled == 0, self._whole
+        request has no place any longer and may join again; the batch is as it was."""
+        sequences, first = self.cache.kv.sequences, request.prefilled == 0
         try:
             if first:
                 request.cached_tokens = request.prefilled = self._reuse(request)
             start = request.prefilled
-            stop = request.prompt if whole else min(request.prompt, start + (tokens or self.prefill_chunk))
+            stop = request.prompt if self._whole else min(request.prompt, start + (tokens or self.prefill_chunk))
             if first and stop < request.prompt:
-                kv.sequences.pause(request.seq)
-            elif stop == request.prompt and request.seq in kv.sequences.paused:
-                kv.sequences.resume(request.seq)
+                sequences.pause(request.seq)
+            elif stop == request.prompt and request.seq in sequences.paused:
+                sequences.resume(request.seq)
             logits = self._prefill(request, start, stop)
-            if stop == request.prompt:
-                self.cache.wait()
-                size = self.cache.settings.block_size
-                self._keep(request, request.prompt // size * size)  # it still writes into the last block
+            request.prefilled = stop
+            if stop < request.prompt:
+                return False
+            self.cache.wait()
+            size = self.cache.settings.block_size
+            self._keep(request, request.prompt // size * size)  # it still writes into the last block
+            self.cache.states.place(request.seq)
+            self._sampler.join(request.seq, request.sampling, request.ids, request.stop)
+            at, place = torch.tensor([request.prompt], device=request.ids.device), slice(request.seq, request.seq + 1)
+            drawn = self._sampler(logits, at, place)
         except BaseException:
-            self._release(request)
-            request.seq, request.prefilled, request.cached_tokens, request._scores = -1, 0, 0, []
+            self.preempt(request)
             raise
-        request.prefilled = stop
-        if stop < request.prompt:
-            return False
-        self.cache.states.place(request.seq)
-        self._sampler.join(request.seq, request.sampling, request.ids, request.stop)
         self._decoding[request.seq] = request
-        at, place = torch.tensor([request.prompt], device=request.ids.device), slice(request.seq, request.seq + 1)
-        self._give([request], self._sampler(logits, at, place))
-        return True
+        return bool(self._give([request], drawn))
+
+    def decode(self) -> list[Request]:
+        """Send the next token of every request whose prompt is whole through the model. Returns those that got a new one, which is
+        the last of their tokens; those that finished have left.
+
+        What it raises comes up, and the next call repeats it. Requests that have lost what a repetition needs (the states of linear
+        attention) begin again with their prompts, and keep their tokens."""
+        live, sequences = self.decoding, self.cache.kv.sequences
+        if not live:
+            return []
+        at = [(one.tokens[one.fed], one.prompt + one.fed) if one else (0, 0) for one in self._decoding]
+        ids, positions = torch.tensor(at, device=self._model.device)[:, :, None].unbind(1)
+        commits = sequences.commits
+        try:
+            with torch.no_grad():
+                logits = self._replay(ids, positions)[:, -1]
+                drawn = self._sampler(logits, positions[:, 0] + 1)
+            self._replay.run_ahead()
+        except BaseException:
+            if self.cache.states or sequences.commits != commits:
+                for request in live:
+                    self._begin_again(request)
+            raise
+        for request in live:
+            request.fed += 1
+        return self._give(self._decoding, drawn)
 
     def step(self) -> list[Request]:
-        """One token for every request, which is the last of its tokens; returns them. Those that finished have left.
+        """Give the requests whose prompts are whole a token each, and the first other one the next chunk of its prompt. Returns
+        those that got a token or ended, those whose prefill failed with finished="error" and the exception in `error`.
 
-        What a step raises comes up, and the next call takes the step again."""
-        requests = self.requests
-        if not requests:
-            return []
-        device = self._model.device
-        at = [
-            (request.tokens[-1], request.prompt + len(request.tokens) - 1) if request else (0, 0) for request in self._decoding
-        ]
-        ids, positions = torch.tensor(at, device=device)[:, :, None].unbind(1)
-        with torch.no_grad():
-            logits = self._replay(ids, positions)[:, -1]
-            drawn = self._sampler(logits, positions[:, 0] + 1)
-        self._replay.run_ahead()
-        self._give(self._decoding, drawn)
-        return requests
+        What a decode step raises comes up, and the next call takes it again."""
+        told = self.decode()
+        for request in self.prefilling[:1]:
+            try:
+                if self.prefill(request):
+                    told.append(request)
+            except Exception as error:
+                request.fail(error)
+                told.append(request)
+        return told
 
     def leave(self, request: Request) -> None:
         """Take a request out before it has finished. Raises CacheError for one that is not in the batch."""
-        if request.finished or request.seq < 0 or self._seqs[request.seq] is not request:
+        if request not in self._joined:
             raise CacheError(f"the request of sequence {request.seq} is not in the batch")
         request.finished = "left"
         self._release(request)
 
+    def preempt(self, request: Request) -> None:
+        """Take away a request's sequence and what it holds there. It may join again: prompt and tokens then go through the model
+        once more, and its next tokens are those that would have come."""
+        self._release(request)
+        request.seq = -1
+        request.rewind()
+
     # Inside
 
-    def _give(self, requests: Sequence[Request | None], drawn: Drawn) -> None:
-        """Hand each request its token."""
+    def _give(self, requests: Sequence[Request | None], drawn: Drawn) -> list[Request]:
+        """Hand their tokens to those that lack them, and return these."""
         tokens, scores = drawn.read()
+        told = []
         for i, request in enumerate(requests):
-            if request is not None:
-                request._take(tokens[i], scores[i] if scores else None)
+            if request is not None and request.fed == len(request.tokens):
+                request.take(tokens[i], scores[i] if scores else None)
+                told.append(request)
                 if request.finished:
                     self._release(request)
+        return told
+
+    def _begin_again(self, request: Request) -> None:
+        """Let a request keep its sequence, which is empty from here on."""
+        self._decoding[request.seq] = None
+        self._empty(request.seq)
+        request.rewind()
+
+    def _empty(self, seq: int) -> None:
+        self._sampler.leave(seq)
+        self.cache.kv.clear(seq)
+        self.cache.states.clear(seq)
 
     def _prefill(self, request: Request, start: int, stop: int) -> Tensor:
         """Return the logits [1, V] after tokens start .. stop of a request's prompt."""
-        ids, n = request.ids[None], request.sampling.prompt_logprobs
+        ids, n = request.ids[None], None if request.tokens else request.sampling.prompt_logprobs
         some = {"logits_to_keep": 1} if n is None and self._model._supports_logits_to_keep() else {}
         chunk = self.prefill_chunk if n is None else min(self.prefill_chunk, _SCORED)
         if self._whole:
@@ -348,10 +315,10 @@ class Batch:
                 logits = every[:, -1]
                 if n is not None:
                     next_ids = ids[0, begin + 1 : end + 1]
-                    request._scores.append(score(every[0, : len(next_ids)], next_ids, n))
+                    request.scored.append(score(every[0, : len(next_ids)], next_ids, n))
         if n is not None and stop == request.prompt:
-            request.prompt_logprobs = [None, *logprobs(ids[0, 1:], torch.cat(request._scores))]
-            request._scores = []
+            request.prompt_logprobs = [None, *logprobs(ids[0, 1:], torch.cat(request.scored))]
+            request.scored = []
         return logits
 
     @property
@@ -389,9 +356,8 @@ class Batch:
             except CacheError as error:  # there is no room for an entry with a name
                 request.error = error
         self._seqs[request.seq] = self._decoding[request.seq] = None
-        self._sampler.leave(request.seq)
-        self.cache.kv.clear(request.seq)
-        self.cache.states.clear(request.seq)
+        self._joined.remove(request)
+        self._empty(request.seq)
 
     def _stops(self, stop: int | Sequence[int] | None, sampling: Sampling) -> frozenset[int]:
         if stop is None and not sampling.ignore_eos:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Unpack
 
+import torch
 from torch import Tensor
 
-from kvthaw.engine.batch import Batch, Request
-from kvthaw.engine.sampling import GREEDY, Sampling
+from kvthaw.engine.batch import Batch
+from kvthaw.engine.request import Request, RequestOptions
 from kvthaw.errors import CacheError, HostMemoryError, QueueFullError, at_least
 from kvthaw.typecheck import check_type
 
+MEMORY_ERRORS = (HostMemoryError, torch.OutOfMemoryError)
 STEP_TOKENS = 4096
 """Tokens that one step processes while other requests decode. A chunk of so many hides the bus that brings the KV before it."""
 
@@ -23,7 +25,9 @@ class Scheduler:
     leaves (chunked prefill; Sarathi-Serve, vLLM). While nobody decodes a chunk has the batch's `prefill_chunk` tokens.
 
     - Requests get places by priority, the lowest number first, then in the order in which they came, once host memory suffices for
-      all that they may need beside those that have places. So none fails later for lack of it.
+      all that they may need beside those that have places.
+    - Where host or device memory is short all the same, the request that comes last in this order gives its place back
+      (preemption). It goes on once another has ended: its prompt and the tokens that it has go through the model again.
     - Of the prompts that have places the one that came first and the one that is shortest take turns.
     - A method that evicts cannot take a prompt in chunks; its prompts go through the model whole.
 
@@ -45,11 +49,12 @@ class Scheduler:
         check_type(int | None, max_waiting=max_waiting)
         at_least(1, step_tokens=step_tokens)
         at_least(0, max_waiting=max_waiting)
-        if batch.added:
-            raise CacheError(f"the batch has {len(batch.added)} requests of its own; a scheduler takes one that has none")
+        if batch.requests:
+            raise CacheError(f"the batch has {len(batch.requests)} requests of its own; a scheduler takes one that has none")
         self.batch, self.step_tokens, self.max_waiting = batch, step_tokens, max_waiting
-        self._waiting: list[tuple[int, int, Request]] = []  # priority, number of arrival, request
-        self._prefilling: list[Request] = []  # in the order of their arrival
+        self.preemptions = 0
+        self._rank: dict[Request, tuple[int, int]] = {}  # of those that have not ended: priority, number of arrival
+        self._waiting: list[Request] = []
         self._arrived = 0
         self._short = batch.max_seqs  # no more places are given while so many are taken
         self._shortest = False  # whether the shortest prompt has the next turn
@@ -57,36 +62,25 @@ class Scheduler:
     @property
     def waiting(self) -> list[Request]:
         """Requests without a place, in the order in which they will get one."""
-        return [request for _, _, request in sorted(self._waiting, key=lambda each: each[:2])]
+        return sorted(self._waiting, key=self._rank.__getitem__)
 
     @property
     def prefilling(self) -> list[Request]:
-        """Requests that have a place and whose prompt has not come wholly."""
-        return list(self._prefilling)
+        """Requests that have a place and whose prompt has not come wholly, in the order of their places."""
+        return sorted(self.batch.prefilling, key=self._rank.__getitem__)
 
     @property
     def decoding(self) -> list[Request]:
         """Requests that get a token in every step."""
-        return self.batch.requests
+        return self.batch.decoding
 
     @property
     def busy(self) -> bool:
         """Whether there is anything to do."""
-        return bool(self._waiting or self.batch.added)
+        return bool(self._waiting or self.batch.requests)
 
-    def submit(
-        self,
-        prompt: Tensor | Sequence[int] | Request,
-        *,
-        max_new_tokens: int | None = None,
-        stop: int | Sequence[int] | None = None,
-        sampling: Sampling = GREEDY,
-        tokenizer: Any = None,
-        cache_salt: str = "",
-        priority: int = 0,
-    ) -> Request:
-        """Let a request wait for a place, and return it at once. Arguments are those of `Batch.join`, or one request that
-        `Batch.request` made of them, which another thread may do during a step; priority: lower comes first.
+    def submit(self, prompt: Tensor | Sequence[int] | Request, *, priority: int = 0, **how: Unpack[RequestOptions]) -> Request:
+        """Let a request wait for a place, and return it at once. prompt, how: as for `Batch.join`; priority: lower comes first.
 
         Raises ConfigError for a request that cannot be served, HostMemoryError for one that host_bytes can never hold and
         QueueFullError where max_waiting requests wait already."""
@@ -97,81 +91,90 @@ class Scheduler:
             and not (self.batch.free and not self._waiting)
         ):
             raise QueueFullError(f"{len(self._waiting)} requests wait; max_waiting is {self.max_waiting}")
-        request = (
-            prompt
-            if isinstance(prompt, Request)
-            else self.batch.request(
-                prompt, max_new_tokens=max_new_tokens, stop=stop, sampling=sampling, tokenizer=tokenizer, cache_salt=cache_salt
-            )
-        )
+        request = self.batch.request(prompt, **how)
         need, limit = self.batch.host_bytes(request), self.batch.cache.settings.host_bytes
         if limit is not None and need > limit:
             raise HostMemoryError(f"the request may need {need:,} bytes of host memory; host_bytes is {limit:,}")
-        self._waiting.append((priority, self._arrived, request))
+        self._waiting.append(request)
+        self._rank[request] = priority, self._arrived
         self._arrived += 1
         return request
 
     def cancel(self, request: Request) -> None:
         """Take a request out, wherever it is; its place is free at once. Raises CacheError for one that has finished or is not of
         this scheduler."""
-        for i, (_, _, other) in enumerate(self._waiting):
-            if other is request:
-                del self._waiting[i]
-                request.finished = "left"
-                return
-        self.batch.leave(request)
-        self._forget(request)
+        if request in self._waiting:
+            self._waiting.remove(request)
+            request.finished = "left"
+        else:
+            self.batch.leave(request)
+        del self._rank[request]
 
     def step(self) -> list[Request]:
         """Take one step. Returns the requests that got a token or ended, those whose prefill failed with finished="error" and the
         exception in `error`.
 
-        What a decode step raises comes up, and the next call takes it again."""
+        What a decode step raises comes up, but for a lack of memory, and the next call takes it again."""
         self._place()
-        told = self.batch.step()
-        if self._prefilling:
+        told = self._decode()
+        if self.batch.prefilling:
             request = self._next_prompt()
             left = max(1, self.step_tokens - len(told)) if told else self.batch.prefill_chunk
             try:
-                done = self.batch.prefill(request, left)
+                if self.batch.prefill(request, left):
+                    told.append(request)
             except Exception as error:
-                self._forget(request)
-                done = not self._wait_again(request, error)
-            if done:
-                self._forget(request)
-                told.append(request)
+                if isinstance(error, MEMORY_ERRORS) and self.batch.requests:
+                    self._wait_again(request)
+                else:
+                    request.fail(error)
+                    told.append(request)
+        for request in told:
+            if request.finished:
+                del self._rank[request]
         return told
+
+    def _decode(self) -> list[Request]:
+        try:
+            return self.batch.decode()
+        except MEMORY_ERRORS as error:
+            last = max(self.batch.requests, key=self._rank.__getitem__)
+            self.batch.preempt(last)
+            if self.batch.requests:
+                self._wait_again(last)
+                return []
+            last.fail(error)
+            return [last]
 
     def _place(self) -> None:
         """Give places to those that wait, in their order, as long as there are places and host memory."""
-        if len(self.batch.added) >= self._short:
+        if len(self.batch.requests) >= self._short:
             return
         self._short = self.batch.max_seqs
         for request in self.waiting[: self.batch.free]:
             if not self._fits(request):
                 return
-            self._waiting = [each for each in self._waiting if each[2] is not request]
-            self.batch.add(request)
-            self._prefilling.append(request)
+            self._waiting.remove(request)
+            self.batch.join(request)
 
     def _fits(self, request: Request) -> bool:
+        """Whether all host memory that a request may need is there; before a first prompt has come that is not known."""
         limit, kept = self.batch.cache.settings.host_bytes, self.batch.prefix_cache
+        if limit is None:
+            return True
+        if self.batch.cache.kv.sequences.regions is None:
+            return not self.batch.requests
         pinned = 0 if kept is None else kept.pinned_bytes
-        return limit is None or pinned + sum(map(self.batch.host_bytes, [request, *self.batch.added])) <= limit
+        return pinned + sum(map(self.batch.host_bytes, [request, *self.batch.requests])) <= limit
 
     def _next_prompt(self) -> Request:
         """The prompt that goes on: the one that came first and the one with the fewest tokens left, by turns."""
         shortest, self._shortest = self._shortest, not self._shortest
-        return min(self._prefilling, key=lambda one: one.prompt - one.prefilled) if shortest else self._prefilling[0]
+        prompts = self.prefilling
+        return min(prompts, key=lambda one: one.prompt - one.prefilled) if shortest else prompts[0]
 
-    def _wait_again(self, request: Request, error: Exception) -> bool:
-        """Let a prompt for which the system had no memory wait until another request has ended; end any other with its error."""
-        if isinstance(error, HostMemoryError) and self.batch.added:
-            self._waiting.append((-(1 << 62), -self._arrived, request))
-            self._short = len(self.batch.added)
-            return True
-        request.finished, request.error = "error", error
-        return False
-
-    def _forget(self, request: Request) -> None:
-        self._prefilling = [other for other in self._prefilling if other is not request]
+    def _wait_again(self, request: Request) -> None:
+        """Let a request that lost its place to a lack of memory wait until another one has ended."""
+        self.preemptions += 1
+        self._waiting.append(request)
+        self._short = len(self.batch.requests)

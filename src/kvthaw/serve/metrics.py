@@ -25,7 +25,7 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._labels = {"model_name": name}
         running = self._gauge("num_requests_running", "Requests that have a place.")
-        running.set_function(lambda: len(scheduler.batch.added))
+        running.set_function(lambda: len(scheduler.batch.requests))
         self._gauge("num_requests_waiting", "Requests that wait for a place.").set_function(lambda: len(scheduler.waiting))
         self.first_token = self._histogram("time_to_first_token", "From a request's arrival to its first token.", _REQUESTS)
         self.between_tokens = self._histogram("inter_token_latency", "Between two tokens of a request.", _STEPS)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from kvthaw.engine.batch import Request
+from kvthaw.engine.request import Request
 from kvthaw.engine.sampling import TokenLogprobs
 from kvthaw.engine.scheduler import Scheduler
 from kvthaw.errors import QueueFullError

@@ -1,0 +1,150 @@
+"""Time what requests notice of a long prompt that joins a running batch beside them.
+
+`python -m benchmarks.joining --out joining.jsonl`: on some layers of the 8B shape seven sequences decode, a long prompt joins, and
+a short request comes while it is prefilled. A line is one method: the time between two tokens of the seven, meanwhile and before,
+the first token of the short request after it came, that of the long one, and how late that is against the long prompt alone. Every
+method's tokens are first compared, on a tiny model, with those of the requests alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvthaw import Batch, Request, Scheduler
+from kvthaw.bench.card import provenance, where
+from kvthaw.bench.shapes import build
+from kvthaw.evaluate.results import Record
+from kvthaw.methods import resolve
+
+WARM = 30
+"""Steps before the long prompt joins."""
+
+
+def serve(scheduler: Scheduler, others: list[Tensor], long: Tensor, short: Tensor, new: int) -> dict[str, Any]:
+    """Decode the others, let the long prompt join, and the short one when a third of it has come. Returns times in seconds."""
+    decoding = [scheduler.submit(ids, stop=()) for ids in others]
+    while not all(one.tokens for one in decoding):
+        scheduler.step()
+    gaps: dict[str, list[float]] = {"before": [], "meanwhile": []}
+    for _ in range(WARM):
+        gaps["before"].append(_timed(scheduler))
+    joined = time.perf_counter()
+    long_one = scheduler.submit(long, max_new_tokens=new, stop=())
+    short_one, came = None, 0.0
+    found: dict[str, Any] = {}
+    while not (long_one.finished and short_one is not None and short_one.finished):
+        if short_one is None and long_one.prefilled >= len(long) // 3:
+            came, short_one = time.perf_counter(), scheduler.submit(short, max_new_tokens=new, stop=())
+        took = _timed(scheduler)
+        if not long_one.tokens or "long_first_s" not in found:
+            gaps["meanwhile"].append(took)
+        if short_one is not None and short_one.tokens:
+            found.setdefault("short_first_s", time.perf_counter() - came)
+        if long_one.tokens:
+            found.setdefault("long_first_s", time.perf_counter() - joined)
+    for one in decoding:
+        scheduler.cancel(one)
+    for name, taken in gaps.items():
+        ranked = sorted(taken)
+        found |= {
+            f"{name}_p50_s": statistics.median(ranked),
+            f"{name}_p99_s": ranked[min(len(ranked) - 1, int(0.99 * len(ranked)))],
+            f"{name}_max_s": ranked[-1],
+            f"{name}_steps": len(ranked),
+        }
+    return found
+
+
+def alone(scheduler: Scheduler, long: Tensor) -> float:
+    """Seconds until the first token of the long prompt where nobody else is served."""
+    begin = time.perf_counter()
+    request = scheduler.submit(long, max_new_tokens=1, stop=())
+    while not request.finished:
+        scheduler.step()
+    return time.perf_counter() - begin
+
+
+def check(method: str, budget: int, device: torch.device) -> None:
+    """Exit with an error where requests of a tiny model get other tokens in company than alone."""
+    model = build("tiny", device).float()
+    prompts, sizes = [_prompt(model, n, n) for n in (150, 600, 100)], _sizes(method, min(budget, 64))
+    found = []
+    for seqs in (1, 3):
+        scheduler = Scheduler(Batch(model, method, max_seqs=seqs, capacity=700, prefill_chunk=128, **sizes), step_tokens=64)
+        requests: list[Request] = [scheduler.submit(ids, max_new_tokens=30, stop=()) for ids in prompts]
+        while scheduler.busy:
+            scheduler.step()
+        found.append([one.tokens for one in requests])
+    if found[0] != found[1]:
+        sys.exit(f"{method}: a request in company gets other tokens than alone")
+
+
+def main() -> None:
+    """Check, then measure, one JSON line a method."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", default="llama-3.1-8b")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--seqs", type=int, default=7)
+    parser.add_argument("--length", type=int, default=8192, help="tokens of the prompts of those that decode")
+    parser.add_argument("--long", type=int, default=131072)
+    parser.add_argument("--short", type=int, default=1024)
+    parser.add_argument("--budget", type=int, default=1024)
+    parser.add_argument("--step-tokens", type=int, default=4096)
+    parser.add_argument("--device-memory")
+    parser.add_argument("--method", default="full,pariskv,icecache-digest")
+    parser.add_argument("--commit")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    device, name = where()
+    for method in given.method.split(","):
+        check(method, given.budget, device)
+    model, about = build(given.shape, device, layers=given.layers), provenance(given.commit)
+    others = [_prompt(model, given.length, seed) for seed in range(given.seqs)]
+    long, short = _prompt(model, given.long, 100), _prompt(model, given.short, 101)
+    for method in given.method.split(","):
+        sizes = _sizes(method, given.budget)
+        if given.device_memory and not resolve(method).dense:
+            sizes["device_memory"] = given.device_memory
+        batch = Batch(model, method, max_seqs=given.seqs + 2, capacity=given.long + 2048, **sizes)
+        scheduler = Scheduler(batch, step_tokens=given.step_tokens)
+        alone(scheduler, short)  # compiles kernels
+        quiet = alone(scheduler, long)
+        found = serve(scheduler, others, long, short, 16)
+        setting = {key: value for key, value in vars(given).items() if key not in ("out", "commit", "method")}
+        setting |= {"method": method, "device": name}
+        found |= {"long_alone_s": quiet, "long_later": found["long_first_s"] / quiet, "captures": batch.stats().captures}
+        line = Record(setting, {**found, "about": about}).to_json()
+        print(line, flush=True)
+        if given.out:
+            with given.out.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+        batch.cache.reset()
+        del batch, scheduler
+
+
+def _timed(scheduler: Scheduler) -> float:
+    begin = time.perf_counter()
+    scheduler.step()  # its tokens come back to the host, so it is over then
+    return time.perf_counter() - begin
+
+
+def _sizes(method: str, budget: int) -> dict[str, Any]:
+    return {} if resolve(method).dense else {"budget": budget}
+
+
+def _prompt(model: PreTrainedModel, tokens: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, model.config.vocab_size, (tokens,), generator=generator)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""What is asked of a running batch: a prompt, how to go on from it, and what came of it so far."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypedDict
+
+from torch import Tensor
+
+from kvthaw.engine.sampling import Sampling, TokenLogprobs
+from kvthaw.engine.text import Detokenizer
+
+
+class RequestOptions(TypedDict, total=False):
+    """How to go on from a prompt.
+
+    max_new_tokens: None for sampling.max_tokens, or as many as the capacity holds. stop: tokens that end it beside
+    sampling.stop_token_ids, None for those of the model's generation config. tokenizer: transformers', which decodes
+    `Request.text`; stop strings need one. cache_salt: the prefix cache shares prompts of one salt alone. name: it keeps this prompt
+    under a name.
+    """
+
+    max_new_tokens: int | None
+    stop: int | Sequence[int] | None
+    sampling: Sampling
+    tokenizer: Any
+    cache_salt: str
+    name: str | None
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """A prompt and what is generated after it.
+
+    seq: its place in the batch while it is there, else -1. prompt: its tokens, of which `prefilled` have come into the batch, the
+    first `cached_tokens` of them from the prefix cache; tokens: those generated so far, of which `fed` have come too. finished:
+    None while more will come; "stop" after a stop token (which is the last of tokens) or a stop string, "length" at its limit,
+    "left" where it was taken out, "error" where its prefill failed, with `error`. stopped_by: the token or the string.
+
+    text: the text so far where a tokenizer was given, without a stop token or string unless include_stop is set; piece: what the
+    latest token added to it. Text that may become a stop string or is part of a character is held back until more is known.
+    logprobs: of each of tokens; prompt_logprobs: of each of the prompt, None for its first; where sampling asks for them.
+    """
+
+    ids: Tensor = field(repr=False)
+    limit: int
+    stop: frozenset[int]
+    sampling: Sampling
+    salt: str = ""
+    name: str | None = None
+    seq: int = -1
+    prefilled: int = 0
+    cached_tokens: int = 0
+    fed: int = 0
+    tokens: list[int] = field(default_factory=list)
+    finished: Literal["stop", "length", "left", "error"] | None = None
+    stopped_by: int | str | None = None
+    text: str = ""
+    piece: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list, repr=False)
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list, repr=False)
+    error: Exception | None = field(default=None, repr=False)
+    decoded: Detokenizer | None = field(default=None, repr=False)
+    scored: list[Tensor] = field(default_factory=list, repr=False)
+
+    @property
+    def prompt(self) -> int:
+        """Tokens of the prompt."""
+        return self.ids.shape[0]
+
+    def fail(self, error: Exception) -> None:
+        """End it with an error."""
+        self.finished, self.error = "error", error
+
+    def rewind(self) -> None:
+        """Let its prompt, and its tokens, go through the model again; it keeps them."""
+        self.prefilled, self.cached_tokens, self.fed, self.scored = 0, 0, 0, []
+
+    def take(self, token: int, scores: TokenLogprobs | None) -> None:
+        """Add a token, which may be the last one."""
+        self.tokens.append(token)
+        n = self.sampling.logprobs
+        if scores is not None and n is not None:
+            self.logprobs.append(replace(scores, top=scores.top[:n]))
+        if token in self.stop:
+            self.finished, self.stopped_by = "stop", token
+        elif len(self.tokens) == self.limit:
+            self.finished = "length"
+        if self.decoded is not None:
+            self._read(token, self.decoded)
+
+    def _read(self, token: int, decoded: Detokenizer) -> None:
+        hidden = self.finished == "stop" and not self.sampling.include_stop
+        self.piece = "" if hidden else decoded.push(token)
+        if decoded.stopped_by is not None:
+            self.finished, self.stopped_by = "stop", decoded.stopped_by
+        elif self.finished:
+            self.piece += decoded.finish()
+        self.text = decoded.text
