@@ -390,6 +390,7 @@ class OffloadedLayer:
         self._finite = None
         self.slab.tickets.zero_()
         self.storage.clear(seq)
+        self._prompts.pop(seq, None)
         self.recent_queries.pop(seq, None)
 
     def reorder(self, sequences: Sequence[int]) -> None:
