@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,20 @@ def clone(kv: KVCache, sequences: Sequences, layers: Iterable[LayerKV]) -> None:
     if sequences.padded_length:
         left_pad = list(sequences.left_pad)
         kv.take_in(sequences.padded_length, left_pad, lambda layer, step: clone_layer(layer, step, next(others)))
+
+
+def join(kv: KVCache, others: Sequence[KVCache]) -> None:
+    """Move the tokens of other caches of dense layers into an empty one, their sequences one after the other, layer by layer, so
+    that at most one layer is held twice. The others are empty then."""
+    kv.sequences.adopt([other.sequences.length(seq) for other in others for seq in range(other.sequences.count)])
+    for i, layer in enumerate(kv.layers):
+        theirs = [other.layers[i] for other in others]
+        assert isinstance(layer, DenseLayer)
+        layer.join([each for each in theirs if isinstance(each, DenseLayer)])
+        for each in theirs:
+            each.reset()
+    for other in others:
+        other.reset()
 
 
 def clone_layer(layer: OffloadedLayer | DenseLayer, step: Step, other: LayerKV) -> None:

@@ -126,7 +126,7 @@ class HostStore:
         """Add rows [H, n, 2, D] of any device behind a sequence's last. With non_blocking, a copy from the device is only
         enqueued on the current stream; the caller waits before anyone reads. The tokens of a head neighbour each other."""
         start, n = self._length[seq], rows.shape[1]
-        self.reserve(seq, start + n)
+        self.claim(seq, start + n)
         done = 0
         while done < n:
             at = start + done
@@ -183,16 +183,12 @@ class HostStore:
             torch.cuda.current_stream(device).wait_event(self.arriving)
             self.ordered = True
 
-    def reserve(self, seq: int, length: int) -> None:
-        """Allocate blocks for `length` tokens of a sequence."""
+    def claim(self, seq: int, length: int) -> None:
+        """Allocate what appending up to `length` tokens of a sequence takes, copies of shared blocks included."""
         blocks = self._blocks[seq]
         while len(blocks) * self.block_size < length:
             blocks.append(self.allocator.allocate(seq))
             self.version += 1
-
-    def claim(self, seq: int, length: int) -> None:
-        """Allocate what appending up to `length` tokens of a sequence takes, copies of shared blocks included."""
-        self.reserve(seq, length)
         for number in range(self._length[seq] // self.block_size, -(-length // self.block_size)):
             self._writable(seq, number)
 

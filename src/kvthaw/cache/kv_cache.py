@@ -410,20 +410,6 @@ class KVCache:
             fill(layer, step)
         self._commit(step)
 
-    def join(self, others: Sequence[KVCache]) -> None:
-        """Move the tokens of other caches of dense layers here, their sequences one after the other, layer by layer, so that at
-        most one layer is held twice. The others are empty then."""
-        lengths = [other.sequences.length(seq) for other in others for seq in range(other.sequences.count)]
-        self.sequences.adopt(lengths)
-        for i, layer in enumerate(self.layers):
-            theirs = [other.layers[i] for other in others]
-            assert isinstance(layer, DenseLayer)
-            layer.join([each for each in theirs if isinstance(each, DenseLayer)])
-            for each in theirs:
-                each.reset()
-        for other in others:
-            other.reset()
-
     def stats(self) -> Stats:
         """Return what the cache holds and did so far. Waits for the device."""
         return collect(self.settings, self.sequences, self.layers, self.chooser.reason)

@@ -68,8 +68,7 @@ class OffloadedLayer:
         self.plan: Plan | None = None
         self.recent_queries: dict[int, Tensor] = {}
         self.scale = 0.0
-        # a prefill; queries, ring before it
-        self._before: tuple[Step | None, dict[int, Tensor], Tensor | None] = None, {}, None
+        self._before: tuple[Step | None, dict[int, Tensor], Tensor | None] = None, {}, None  # a prefill; what was before it
         self._taken: tuple[Step | None, int] = None, 0
         self._prompts: dict[int, int] = {}  # where the rings begin of sequences whose prompts ended with the latest prefill
         self._finite: Tensor | None = None
@@ -319,17 +318,15 @@ class OffloadedLayer:
 
     def check_finite(self) -> None:
         """Raise CacheError where a prompt's keys or values were not finite."""
-        if self._finite is not None:
-            if not self._finite:
-                raise CacheError(f"the model gave keys or values that are not finite in layer {self.number}")
-            self._finite = None
+        if self._finite is not None and not self._finite:
+            raise CacheError(f"the model gave keys or values that are not finite in layer {self.number}")
+        self._finite = None
 
     def wait(self) -> None:
         """See LayerKV."""
-        if self.plan is None:
-            return
-        self.check_finite()
-        self.storage.settle()
+        if self.plan is not None:
+            self.check_finite()
+            self.storage.settle()
 
     # Changes from outside
 

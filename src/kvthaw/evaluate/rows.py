@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Self
 
+from kvthaw.cache.clone import join
 from kvthaw.engine.hf import Cache, PreTrainedModel
 from kvthaw.engine.hf.cache import head_dim, of_layer
 from kvthaw.errors import ConfigError, at_least
@@ -99,5 +100,5 @@ def joined(model: PreTrainedModel, bases: list[Cache]) -> Cache:
     whole = Cache(model, "full")
     for i, layer in enumerate(whole.layers):
         layer.know(bases[0].layers[i].module())
-    whole.kv.join([base.kv for base in bases])
+    join(whole.kv, [base.kv for base in bases])
     return whole
