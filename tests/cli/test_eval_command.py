@@ -36,6 +36,27 @@ def test_eval_prints_one_object_a_run(model: str, tmp_path: Path) -> None:
     assert table.out.count("streaming") == 4
 
 
+def test_eval_prefills_a_prompt_once(model: str, tmp_path: Path) -> None:
+    arguments = (
+        "eval",
+        "passkey",
+        "--model",
+        model,
+        "--method",
+        "oracle",
+        "--budget",
+        "64",
+        "--length",
+        "300",
+        "--samples",
+        "2",
+    )
+    plain, kept, again = (Said(*arguments, "--json", *more) for more in ((), *[("--kv-dir", str(tmp_path / "kv"))] * 2))
+    assert {said.records[0]["accuracy"] for said in (plain, kept, again)} == {plain.records[0]["accuracy"]}
+    assert len(list((tmp_path / "kv").iterdir())) in (1, 2)
+    assert "damaged" not in again.err
+
+
 def test_eval_takes_dense_layers_and_the_sparse_question(model: str) -> None:
     arguments = (
         "--model",

@@ -61,6 +61,13 @@ def test_generate_keeps_the_kv_of_a_prompt(model: str, tmp_path: Path) -> None:
     assert "damaged" in damaged.err
     assert damaged.records[0]["kept_tokens"] == 0
     assert Said("generate", text, *common, "--kv", str(folder)).records[0]["kept_tokens"] == len(text) - 1
+    many = [
+        Said("generate", prompt, *common, "--kv-dir", str(tmp_path / "many")).records[0]
+        for prompt in (text, text + "The sky is", text[:-50] + "blue", "Another one. " + text)
+    ]
+    assert [each["kept_tokens"] for each in many] == [0, len(text), len(text) - 50, 0]
+    assert many[1]["text"] == plain[1]["text"]
+    assert len(list((tmp_path / "many").iterdir())) == 2
 
 
 @pytest.mark.gpu

@@ -171,3 +171,8 @@ def prompt_text(prompt: str | None, file: Path | None) -> str:
         return data.decode("utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{where} is not UTF-8 text: {error.reason} at byte {error.start:,}") from None
+
+
+def warned(text: str) -> None:
+    """Say what went wrong and was helped."""
+    stderr().print(text, style="yellow", soft_wrap=True)

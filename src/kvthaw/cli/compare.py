@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from kvthaw.cli import options
-from kvthaw.cli.common import bars, load_model, print_wide, stderr, tell_outdated, waiting
+from kvthaw.cli.common import bars, load_model, print_wide, stderr, tell_outdated, waiting, warned
 from kvthaw.cli.options import budget_of, listed, methods_of
 
 EXAMPLES = (
@@ -66,6 +66,7 @@ def compare(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print every summary as a JSON object and nothing else on stdout.")
     ] = False,
+    kv_dir: options.KvDir = None,
     model: options.Model = "shipped",
     device: options.Device = None,
     dtype: options.Dtype = "auto",
@@ -89,6 +90,7 @@ def compare(
     from kvthaw.evaluate.results import ResultsFile
 
     if not report_only:
+        from kvthaw.engine.hf.kv_dir import KvDir
         from kvthaw.evaluate.perplexity import Course, Reader
         from kvthaw.evaluate.runner import Runner
         from kvthaw.evaluate.tasks import named
@@ -115,7 +117,9 @@ def compare(
             out.mkdir()
         results = ResultsFile(out / "results.jsonl")
         llm, tokenizer = load_model(model, device, dtype)
-        runner = Runner(llm, tokenizer, results, name=model, batch=batch)
+        runner = Runner(
+            llm, tokenizer, results, name=model, batch=batch, kv_dir=None if kv_dir is None else KvDir(kv_dir, warned)
+        )
         reader = Reader(llm, tokenizer, results, name=model, batch=batch)
         with bars() as progress:
             bar = progress.add_task("beginning", total=None)

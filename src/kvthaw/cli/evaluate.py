@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from kvthaw.cli import options, perplexity, published
-from kvthaw.cli.common import bars, load_model, print_results, save_plot, shown, tell_outdated
+from kvthaw.cli.common import bars, load_model, print_results, save_plot, shown, tell_outdated, warned
 from kvthaw.cli.options import listed, variants_of, words
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.published import benchmarks
@@ -88,13 +88,14 @@ def evaluate(
     plot: Annotated[
         Path | None, typer.Option(help="Draw depth by length, a panel a method and budget, into this PNG file.")
     ] = None,
+    kv_dir: options.KvDir = None,
     device: options.Device = None,
     dtype: options.Dtype = "auto",
 ) -> None:
     """Run tasks under every method, budget and length, full attention beside them on the same samples.
 
     One prefill a sample serves all of them. Prompts have exactly the tokens asked for, without the answer's; what a published
-    file holds whole stays as it is and must not be longer.
+    file holds whole stays as it is and must not be longer. With --kv-dir times to the first token are those of a restore.
     """
     try:
         tasks = named(task)
@@ -102,6 +103,7 @@ def evaluate(
         raise typer.BadParameter(str(error), param_hint="TASK") from None
     files = _files(data or [], tasks)
     lengths, where = listed(length, int, "--length"), _depths(depths)
+    from kvthaw.engine.hf.kv_dir import KvDir
     from kvthaw.evaluate.job import Job
 
     variants = variants_of(method, budget if retrieved is None else None, retrieved, dense_layers)
@@ -122,7 +124,7 @@ def evaluate(
     ]
     results = ResultsFile(out)
     llm, tokenizer = load_model(model, device, dtype)
-    runner = Runner(llm, tokenizer, results, name=model)
+    runner = Runner(llm, tokenizer, results, name=model, kv_dir=None if kv_dir is None else KvDir(kv_dir, warned))
     summaries: list[dict[str, Any]] = []
     found: dict[tuple[Variant, int], list[Record]] = {}
     with bars() as progress:

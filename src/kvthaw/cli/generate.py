@@ -5,20 +5,17 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from kvthaw.cli import options
-from kvthaw.cli.common import bars, load_model, prompt_text, stderr, waiting
+from kvthaw.cli.common import bars, load_model, prompt_text, stderr, waiting, warned
 from kvthaw.cli.options import one_budget
-from kvthaw.errors import CacheError, ConfigError
+from kvthaw.errors import ConfigError
 from kvthaw.formatting import seconds
-
-if TYPE_CHECKING:
-    from kvthaw.engine.hf import Cache, PreTrainedModel
 
 EXAMPLES = (
     'Examples:\n\n  kvthaw generate "The sky is blue. The sun is" --max-new-tokens 8\n\n'
@@ -53,6 +50,7 @@ def generate(
             help="Keep the prompt's KV in this folder: a prompt that begins like the one kept is prefilled from there on."
         ),
     ] = None,
+    kv_dir: options.KvDir = None,
     stream: Annotated[bool, typer.Option(help="Print the text as it comes.")] = True,
     as_json: options.Json = False,
     device: options.Device = None,
@@ -63,6 +61,8 @@ def generate(
     The text goes to stdout, progress and what the cache did to stderr.
     """
     allowed = one_budget(budget)
+    if kv is not None and kv_dir is not None:
+        raise ConfigError("--kv and --kv-dir are given; one of them is enough")
     text = prompt_text(prompt, file)
     if not text.strip():
         raise ConfigError("the prompt is empty")
@@ -70,6 +70,8 @@ def generate(
 
     check_name(method)  # a wrong name costs no loading
     from kvthaw.engine.decode import generate as tokens_of
+    from kvthaw.engine.hf import Cache
+    from kvthaw.engine.hf.kv_dir import KvDir, fill
     from kvthaw.engine.hf.model import check_prompt
     from kvthaw.engine.prefill import prefill
     from kvthaw.engine.sampling import Sampling
@@ -83,16 +85,20 @@ def generate(
     start = now(llm.device)
     settings: dict[str, Any] = {"budget": allowed, "retrieved": retrieved, "dense_layers": dense_layers}
     settings |= {"seed": seed, "device_memory": device_memory}
-    cache, kept = _kept(kv, ids, llm, method, settings)
+    cache, folder = Cache(llm, method, **settings), None if kv_dir is None else KvDir(kv_dir, warned)
+    kept = 0 if kv is None else fill(cache, kv, ids, warned)
+    kept = kept if folder is None else folder.fill(cache, ids)
     with bars() as progress:
         task = progress.add_task("prefill", total=len(ids))
         logits = prefill(llm, cache, ids[kept:], progress=lambda done, _: progress.update(task, completed=kept + done))
         first = now(llm.device) - start  # the first token follows from these logits
     with waiting("offloading and indexing"):
         cache.wait()
-    if kv is not None and not kept:
-        with waiting(f"saving to {kv}"):
+    with waiting("saving") if kv or folder else nullcontext():
+        if kv is not None and not kept:
             cache.save(kv, ids)
+        if folder is not None:
+            folder.keep(cache, ids, kept)
     out, times = AnswerText(tokenizer), []
     stops = stop_tokens(llm, tokenizer)
     live = stream and not as_json
@@ -131,30 +137,3 @@ def generate(
         f"{seconds(timing['tpot_s'])} a token"
     )
     stderr().print(line, style="dim", highlight=False)
-
-
-def _kept(
-    folder: Path | None, ids: Sequence[int], llm: PreTrainedModel, method: str, settings: dict[str, Any]
-) -> tuple[Cache, int]:
-    """Return a cache and how many tokens of the prompt it has: those that a folder holds, if they are most of it."""
-    from kvthaw.engine.hf import Cache
-
-    cache = Cache(llm, method, **settings)
-    if folder is None:
-        return cache, 0
-    if cache.settings.method.evicts:
-        raise ConfigError(f"--kv keeps all tokens; {cache.settings.method.name} evicts some")
-    if not folder.exists():
-        return cache, 0
-    try:
-        held = Cache.saved_tokens(folder)[0].tolist()
-        same = next((i for i, (a, b) in enumerate(zip(held, ids, strict=False)) if a != b), min(len(held), len(ids)))
-        kept = min(same, len(ids) - 1)  # the last token gives the logits
-        if 2 * kept < len(held):
-            return cache, 0
-        loaded = Cache.load(folder, llm, method, **settings)
-    except CacheError as error:
-        stderr().print(f"{error}; the prompt is prefilled anew", style="yellow", soft_wrap=True)
-        return cache, 0
-    loaded.keep(kept)
-    return loaded, kept

@@ -30,6 +30,13 @@ DeviceMemory = Annotated[
         help='Device memory that the cache may fill, such as "8GiB"; or "auto". Default: auto with --method auto, else none.',
     ),
 ]
+KvDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--kv-dir", help="Keep prompts' KV in this folder: a prompt that begins like one of them is prefilled from there on.",
+        file_okay=False,
+    ),
+]  # fmt: skip
 Seed = Annotated[int, typer.Option("--seed", min=0, max=(1 << 63) - 1, help="Of everything that is drawn.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on stdout.")]
 Lines = Annotated[bool, typer.Option("--json", help="Print one JSON object a run and nothing else on stdout.")]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.engine.hf import Cache, PreTrainedModel
+from kvthaw.engine.hf.kv_dir import KvDir
 from kvthaw.engine.hf.model import check_prompt
 from kvthaw.engine.prefill import prefill
 from kvthaw.errors import ConfigError
@@ -42,11 +43,12 @@ class Runner:
         *,
         name: str = "model",
         batch: int | None = 1,
+        kv_dir: KvDir | None = None,
     ) -> None:
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.results = ResultsFile() if results is None else results
         self._same = identity(model, name)
-        self._rows = Rows(model, batch)
+        self._rows, self._kv_dir = Rows(model, batch), kv_dir
 
     def run(
         self, job: Job, variants: Sequence[Variant], progress: Callable[[Progress], None] | None = None
@@ -139,8 +141,11 @@ class Runner:
             def show(done: int, _: int, before: int = before) -> None:
                 tell(before + done, total, "prefill")
 
-            logits.append(prefill(self.model, base, prompt, progress=show))
+            kept = 0 if self._kv_dir is None else self._kv_dir.fill(base, prompt)
+            logits.append(prefill(self.model, base, prompt[kept:], progress=show))
             seconds.append(now(self.model.device) - start)
+            if self._kv_dir is not None:
+                self._kv_dir.keep(base, prompt, kept)
             bases.append(base)
             before += len(prompt)
         deferred = _Prefilled(samples, joined(self.model, bases), torch.stack(logits), rests, seconds)

@@ -1,0 +1,139 @@
+"""Time to first token of a question about a document: fresh, after an earlier one in the same process, and restored from a file.
+
+`python -m benchmarks.prefix --shape llama-3.1-8b --layers 8 --length 131072 --out prefix.jsonl`: random tokens, random weights. One
+JSON line a method, with seconds to a first token, indexing included:
+
+- document_s: the document with an earlier question. fresh_s: with another, in a batch that keeps nothing. reuse_s: with that one
+  where the document is kept; the least of `--repeats` questions.
+- save_s, restore_s: the document to a folder and back, out of the page cache, with SHA-256. restored_s: a question after that.
+
+Tokens of the three are compared. Times of few layers are no model's; the KV of a layer is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from transformers import PreTrainedModel
+
+from kvthaw import Batch, PrefixCache
+from kvthaw.bench.card import provenance, where
+from kvthaw.bench.shapes import build
+from kvthaw.engine.hf.model import load
+from kvthaw.engine.library import Library
+from kvthaw.evaluate.results import Record
+
+Result = TypeVar("Result")
+
+
+def timed(work: Callable[[], Result]) -> tuple[Result, float]:
+    """Return what work returns and the seconds until the device has done it."""
+    begin = time.perf_counter()
+    result = work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return result, time.perf_counter() - begin
+
+
+def measure(
+    model: PreTrainedModel, method: str, length: int, question: int, repeats: int, settings: dict[str, Any], folder: Path
+) -> dict[str, Any]:
+    """Ask questions about one document, fresh, after another and after a restore."""
+    draw = torch.Generator().manual_seed(0)
+    document = torch.randint(0, model.config.vocab_size, (length,), generator=draw)
+    prompts = [
+        torch.cat((document, torch.randint(0, model.config.vocab_size, (question,), generator=draw)))
+        for _ in range(repeats + 1)
+    ]
+
+    def batch_of(prefix: PrefixCache | None) -> Batch:
+        made = Batch(model, method, max_seqs=1, capacity=length + question + 64, prefix_cache=prefix, **settings)
+        made.join([0] * 300, max_new_tokens=2, stop=())  # allocates and compiles
+        made.step()
+        return made
+
+    def ask(batch: Batch, ids: torch.Tensor, new: int = 4, **given: Any) -> tuple[list[int], float, int]:
+        request = batch.request(ids, max_new_tokens=new, stop=(), **given)
+        batch.add(request)
+        _, seconds = timed(lambda: batch.prefill(request, request.prompt))
+        while batch.requests:
+            batch.step()
+        return request.tokens, seconds, request.cached_tokens
+
+    batch = batch_of(None)
+    fresh = [ask(batch, ids) for ids in prompts[1:]]
+    del batch
+    gc.collect()
+    prefix = PrefixCache(host_bytes=1 << 50)
+    batch = batch_of(prefix)
+    _, document_s, _ = ask(batch, prompts[0])
+    reused = [ask(batch, ids) for ids in prompts[1:]]
+    ask(batch, document, 1, name="document")
+    library = Library(batch.cache, prefix, folder)
+    _, save_s = timed(lambda: library.save("document", library.parts("document")))
+    kv_bytes = sum(file.stat().st_size for file in (folder / "document").iterdir())
+    del batch, library, prefix
+    gc.collect()
+    prefix = PrefixCache(host_bytes=1 << 50)
+    batch = batch_of(prefix)
+    library = Library(batch.cache, prefix, folder)
+    _, restore_s = timed(library.restore)
+    restored = [ask(batch, ids) for ids in prompts[1:]]
+    return {
+        "document_s": document_s,
+        "fresh_s": min(seconds for _, seconds, _ in fresh),
+        "reuse_s": min(seconds for _, seconds, _ in reused),
+        "first_reuse_s": reused[0][1],
+        "save_s": save_s,
+        "restore_s": restore_s,
+        "restored_s": min(seconds for _, seconds, _ in restored),
+        "kv_bytes": kv_bytes,
+        "cached_tokens": [cached for _, _, cached in reused],
+        "same_tokens": [tokens for tokens, _, _ in fresh]
+        == [tokens for tokens, _, _ in reused]
+        == [one for one, _, _ in restored],
+    }
+
+
+def main() -> None:
+    """Measure, one JSON line a method."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", default="llama-3.1-8b", help="random weights; or shipped, the model that ships")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--length", type=int, default=131072)
+    parser.add_argument("--question", type=int, default=200)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--method", default="full,pariskv,clusterkv-plus,icecache-digest")
+    parser.add_argument("--device-memory", help="none by default: all blocks on the host")
+    parser.add_argument("--folder", type=Path, help="where the document is saved; default: a new one of the system's")
+    parser.add_argument("--commit")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    device, name = where()
+    model = load("shipped")[0] if given.shape == "shipped" else build(given.shape, device, layers=given.layers)
+    for method in given.method.split(","):
+        folder = Path(tempfile.mkdtemp(dir=given.folder))
+        settings: dict[str, Any] = {} if method == "full" else {"budget": 1024, "device_memory": given.device_memory}
+        setting = {"shape": given.shape, "layers": model.config.num_hidden_layers, "length": given.length, "device": name}
+        setting |= {"question": given.question, "method": method, **settings}
+        try:
+            found = measure(model, method, given.length, given.question, given.repeats, settings, folder)
+        finally:
+            shutil.rmtree(folder)
+        line = Record(setting, {**found, "about": provenance(given.commit)}).to_json()
+        print(line, flush=True)
+        if given.out:
+            with given.out.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main()

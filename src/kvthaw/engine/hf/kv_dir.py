@@ -1,0 +1,84 @@
+"""A folder of saved caches, from which a prompt takes the one that begins most like it."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from kvthaw.engine.hf.cache import Cache
+from kvthaw.engine.hf.saving import check_header, load
+from kvthaw.errors import CacheError, ConfigError
+
+_log = logging.getLogger(__name__)
+
+
+class KvDir:
+    """Keeps the KV of prompts of one model in a folder, one saved cache each, so that a document is prefilled once.
+
+    A prompt is kept where less than half of it could be taken from what is there. warn: told of what cannot be used."""
+
+    def __init__(self, folder: Path, warn: Callable[[str], None] = _log.warning) -> None:
+        self.folder, self._warn = folder, warn
+        self._ids: dict[Path, list[int]] = {}
+
+    def fill(self, cache: Cache, ids: Sequence[int]) -> int:
+        """Fill an empty cache with the KV of as many of a prompt's first tokens as are kept, its last token not included. Returns
+        how many. What is damaged or of another model is left alone, and told.
+
+        Raises ConfigError for a method that evicts tokens."""
+        _check(cache)
+        for path in sorted(self.folder.iterdir()) if self.folder.exists() else ():
+            if path not in self._ids and not path.name.startswith("."):
+                self._ids[path] = _tokens(cache, path, self._warn)
+        best = max(self._ids, key=lambda path: common(self._ids[path], ids), default=None)
+        return 0 if best is None or not common(self._ids[best], ids) else fill(cache, best, ids, self._warn)
+
+    def keep(self, cache: Cache, ids: Sequence[int], taken: int) -> None:
+        """Keep a prompt that a cache holds, `taken` tokens of which fill() has brought."""
+        if 2 * taken < len(ids):
+            name = hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest()[:32]
+            cache.save(self.folder / name, ids)
+            self._ids[self.folder / name] = list(ids)
+
+
+def fill(cache: Cache, path: Path, ids: Sequence[int], warn: Callable[[str], None] = _log.warning) -> int:
+    """Fill an empty cache with what a saved cache has of a prompt; see KvDir.fill. One of which less than half could be used is not
+    read."""
+    _check(cache)
+    held = _tokens(cache, path, warn) if path.exists() else []
+    kept = min(common(held, ids), len(ids) - 1)  # the last token gives the logits
+    if kept <= 0 or 2 * kept < len(held):
+        return 0
+    try:
+        load(cache.model, cache.kv, cache.layers, path)
+    except CacheError as error:
+        warn(f"{error}; the prompt is prefilled anew")
+        cache.reset()
+        return 0
+    cache.keep(kept)
+    return kept
+
+
+def common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many tokens two prompts begin with alike."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _tokens(cache: Cache, path: Path, warn: Callable[[str], None]) -> list[int]:
+    """Return the tokens of a saved cache of one row, none of one that cannot be used."""
+    try:
+        rows: list[list[int]] = check_header(cache.model, path)["token_ids"]
+    except CacheError as error:
+        warn(f"{error}; the prompt is prefilled anew")
+        return []
+    return rows[0] if len(rows) == 1 else []
+
+
+def _check(cache: Cache) -> None:
+    method = cache.settings.method
+    if method.evicts:
+        raise ConfigError(f"{method.name} evicts some tokens; its KV cannot be kept")
+    if cache.foreign:
+        raise ConfigError(f"the model has a {cache.foreign[0]}, whose state cannot be kept")
