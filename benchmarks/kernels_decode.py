@@ -20,6 +20,7 @@ from kvthaw.kernels import flash_decode as flash
 from kvthaw.kernels.admit import admit
 from kvthaw.kernels.admit import definition as admit_definition
 from kvthaw.kernels.decode_step import DecodeStep
+from kvthaw.kernels.split import Split
 from kvthaw.kernels.uva_gather import uva_gather
 
 DEVICE_GBPS, BUS_GBPS = 4300, 55
@@ -168,10 +169,10 @@ def splits(n: int) -> list[dict[str, Any]]:
         return flash.flash_decode(DecodeStep(sets.query, slab[:, :, :, 0], slab[:, :, :, 1], **how))
 
     if n <= 4096:
-        tried = [flash.Split(block, -(-n // block), warps, 2) for block in (16, 32, 64, 128) for warps in (1, 2, 4)]
+        tried = [Split(block, -(-n // block), warps, 2) for block in (16, 32, 64, 128) for warps in (1, 2, 4)]
     else:
         shapes = ((32, 2, 4), (64, 4, 3), (64, 4, 4), (64, 2, 3), (128, 4, 3), (128, 8, 3))
-        tried = [flash.Split(block, each * 132 // HEADS, warps, st) for block, warps, st in shapes for each in (1, 2, 3)]
+        tried = [Split(block, each * 132 // HEADS, warps, st) for block, warps, st in shapes for each in (1, 2, 3)]
     lines = []
     for split in tried:
         with mock.patch.object(flash, "split_for", lambda *_, split=split: split):
@@ -192,10 +193,10 @@ def residency(count: int, slots: int, rows: int = 131072, kept: float = 0.7) -> 
     """admit of selections that keep a share of their rows from step to step, beside its definition in torch."""
     chosen = selections(count, rows, kept)
 
-    def tables() -> list[Tensor]:
+    def tables() -> tuple[Tensor, Tensor, Tensor, Tensor]:
         shapes = ((1, HEADS, rows + 1, -1), (1, HEADS, slots + 1, -1), (1, HEADS, slots + 1, 0))
-        made = [torch.full(shape[:3], shape[3], dtype=torch.int32, device="cuda") for shape in shapes]
-        return [*made, torch.zeros(4, dtype=torch.int64, device="cuda")]
+        a, b, c = (torch.full(shape[:3], shape[3], dtype=torch.int32, device="cuda") for shape in shapes)
+        return a, b, c, torch.zeros(4, dtype=torch.int64, device="cuda")
 
     mine, other = tables(), tables()
     for _ in range(2):

@@ -330,7 +330,7 @@ def flash_decode(step: DecodeStep, tickets: Tensor | None = None) -> Tensor:
         for each in (rows,) if slots is None else (rows, slots):
             assert each.dtype == torch.int32 and each.is_contiguous() and each.shape == (batch, heads, n - behind)
         assert table.dtype == torch.int64 and table.stride(1) == 1 and len(table) == batch
-        if totals is not None:
+        if counts is not None and totals is not None:
             assert counts.dtype == torch.int32 and counts.is_contiguous() and counts.shape == (batch, heads)
             assert totals.dtype == torch.int64 and totals.shape == (4,)
     if visible is not None:
