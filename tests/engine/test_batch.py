@@ -321,3 +321,22 @@ def test_one_capture_serves_every_company(method: str, compiled: bool) -> None:
     stats = batch.stats()
     assert stats.captures == 1
     assert stats.capture_seconds > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["full", "quest", "pariskv"])
+@pytest.mark.parametrize("architecture", ["gemma3", "olmo3"])
+def test_windows_are_captured_with_the_other_layers(architecture: str, method: str) -> None:
+    model = build(architecture, max_position_embeddings=4096).to("cuda")
+    settings = {} if method == "full" else {"budget": 128, "block_size": 64}
+    prompts = [prompt(1, n, seed=n)[0].cuda() for n in (700, 20, 300)]
+    found = []
+    for capture in (False, True):
+        batch = Batch(model, method, max_seqs=2, capacity=1024, capture=capture, **settings)
+        scheduler = kvthaw.Scheduler(batch, step_tokens=256)
+        requests = [scheduler.submit(ids, max_new_tokens=60, stop=()) for ids in prompts]
+        while scheduler.busy:
+            scheduler.step()
+        found.append([request.tokens for request in requests])
+        assert batch.stats().captures == capture
+    assert found[0] == found[1]
