@@ -62,7 +62,7 @@ def measure(
 
     def ask(batch: Batch, ids: torch.Tensor, new: int = 4, **given: Any) -> tuple[list[int], float, int]:
         request = batch.request(ids, max_new_tokens=new, stop=(), **given)
-        batch.add(request)
+        batch.join(request)
         _, seconds = timed(lambda: batch.prefill(request, request.prompt))
         while batch.requests:
             batch.step()

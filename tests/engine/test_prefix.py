@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 import kvthaw
 from kvthaw import Batch, CacheError, PrefixCache, Request, Scheduler
+from kvthaw.index.forest import TreeIndex
 from zoo import build_exact, prompt
 
 
@@ -33,7 +34,7 @@ def settings_of(method: str) -> dict[str, Any]:
 
 
 def batch_of(model: PreTrainedModel, method: str, prefix: PrefixCache | None, **more: Any) -> Batch:
-    return Batch(model, method, max_seqs=2, capacity=500, prefix_cache=prefix, **(settings_of(method) | more))
+    return Batch(model, method, max_seqs=2, prefix_cache=prefix, **({"capacity": 500} | settings_of(method) | more))
 
 
 def tokens_of(batch: Batch, ids: torch.Tensor, new: int = 6, **given: Any) -> tuple[list[int], int]:
@@ -152,6 +153,34 @@ def test_blocks_go_to_the_host_and_are_dropped_where_others_need_their_memory(mo
         found, cached = tokens_of(batch, ids)
         assert found == tokens
         assert cached == 202 or ids is prompts[0] or ids is prompts[1]
+
+
+def test_a_tree_is_shared_where_little_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new tokens are inserted, as those of a next turn."""
+    model = build_exact("llama", max_position_embeddings=1024)
+    ids, new = prompt(1, 800)[0], prompt(1, 60, seed=5)[0]
+    question = torch.cat((ids[:790], new))
+    prefix, built = PrefixCache(), list[int]()
+    batch = batch_of(model, "icecache-digest", prefix, capacity=1000)
+    tokens_of(batch, ids)
+    build = TreeIndex.build
+
+    def counted(index: TreeIndex, seq: int, *given: Any) -> None:
+        built.append(seq)
+        build(index, seq, *given)
+
+    monkeypatch.setattr(TreeIndex, "build", counted)
+    found = tokens_of(batch, question)
+    assert found[1] == 850 - 128
+    assert not built
+    assert tokens_of(batch, question) == found
+    fresh = tokens_of(batch_of(model, "icecache-digest", None, capacity=1000), question)
+    assert found[0][0] == fresh[0][0]  # which no index has part in
+    built.clear()
+    tokens_of(batch, torch.cat((ids[:400], new, ids[:200])))
+    assert built, "much of it is new"
+    prefix.clear()
+    assert prefix.stats().kept_bytes == 0
 
 
 def test_entries_with_a_name_stay(model: PreTrainedModel) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -149,6 +149,17 @@ class Remembers(Protocol):
     @property
     def remembers(self) -> bool:
         """Whether it does."""
+
+
+@runtime_checkable
+class Snapshots(Protocol):
+    """An index that is slow to build and quick to share."""
+
+    def snapshot(self, seq: int) -> Any:
+        """Return what the index holds of a sequence; later changes of either leave the other as it is."""
+
+    def take(self, seq: int, snapshot: Any) -> None:
+        """Have a sequence hold what a snapshot of an index with the same settings holds."""
 
 
 @runtime_checkable

@@ -5,15 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvthaw.cache.deferred_batch import DeferredBatch
 from kvthaw.cache.host import HostStore
-from kvthaw.cache.index_api import Index
+from kvthaw.cache.index_api import Index, Snapshots
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.retriever import Retriever
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What an index held of a sequence, up to position `end`."""
+
+    index: Any
+    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +82,8 @@ class IndexUpdater:
         much = (old > self.first or remaining > 0) and 4 * (new - old + remaining) > old - self.first
         if seq in self.stale:
             return
+        if later and old > self.first and index.on_host:
+            return  # the last chunk gives it all that it lacks
         if later or (much and not index.grows):
             self.stale.add(seq)
             self._marked.add(seq)
@@ -92,6 +103,31 @@ class IndexUpdater:
             self._build(seq, new, keys, values, queries)
         else:
             self._append([seq], new - old, keys[None], values[None], queries[None])
+
+    def snapshot(self, seq: int) -> Snapshot | None:
+        """Return what the index holds of a sequence, None for an index that is as well built anew."""
+        index = self.retriever.index
+        if not isinstance(index, Snapshots) or seq in self.stale or self.indexed[seq] <= self.first:
+            return None
+        self.retriever.settle()
+        return Snapshot(index.snapshot(seq), self.indexed[seq])
+
+    def resume(self, seq: int, start: int, kept: Snapshot | None) -> None:
+        """Index a sequence whose rows came without a prefill up to where its ring begins: with a snapshot of the same tokens, and
+        what it lacks with the rest of the prompt, or anew."""
+        end = 0 if kept is None else min(start, kept.end)
+        index = self.retriever.index
+        if kept is None or 2 * end <= start or not isinstance(index, Snapshots):
+            if start > self.first:
+                self.stale.add(seq)
+            return
+
+        def take() -> None:
+            index.take(seq, kept.index)
+            index.truncate(seq, end)
+
+        self._submit(take, partial(self.stale.add, seq))
+        self.indexed[seq] = end
 
     def commit(self) -> None:
         """Append to an index on the host what a prompt gave it, whose step is certain now."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvthaw.cache.device_memory import DeviceBlocks
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import Block
-from kvthaw.cache.index_updater import IndexUpdater
+from kvthaw.cache.index_updater import IndexUpdater, Snapshot
 from kvthaw.cache.layer_base import RECENT_QUERIES
 from kvthaw.cache.offloader import Offloader
 from kvthaw.cache.placement import Placement
@@ -73,15 +73,15 @@ class LayerStorage:
             self.slab.write(seq, ring, torch.stack((keys[:, ring - past :], values[:, ring - past :]), dim=2))
         return start
 
-    def resume(self, seq: int, blocks: Sequence[Block], length: int) -> None:
-        """Begin a sequence with `length` tokens whose rows are kept. It is indexed from the store with the rest of its prompt."""
+    def resume(self, seq: int, blocks: Sequence[Block], length: int, kept: Snapshot | None) -> None:
+        """Begin a sequence with `length` tokens whose rows are kept, and with them perhaps an index."""
         regions = self.slab.regions
         start = regions.first_indexed(length)
         self.store.adopt(seq, blocks, length)
         self.slab.write(seq, 0, self.store.read(seq, 0, min(regions.sink, length)))
         self.offloader.refill(seq, start, length)
-        if self.updater is not None and start > self.updater.first:
-            self.updater.stale.add(seq)
+        if self.updater is not None:
+            self.updater.resume(seq, start, kept)
 
     def flush(self, leaving: Sequence[tuple[int, int, int]], recent_queries: Mapping[int, Tensor]) -> None:
         """Offload and index tokens that leave their rings, (sequence, start, stop); idempotent. recent_queries: the last queries of

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import Block
 from kvthaw.cache.index_api import IndexContext, Transfer
-from kvthaw.cache.index_updater import IndexUpdater
+from kvthaw.cache.index_updater import IndexUpdater, Snapshot
 from kvthaw.cache.layer_base import AttentionParams, attend_rows, last_queries, reordered
 from kvthaw.cache.layer_storage import LayerStorage
 from kvthaw.cache.plan import Plan, Settings
@@ -192,11 +192,11 @@ class OffloadedLayer:
         self._taken = step, step.tokens
         self._prompts = ends if self.sequences.announced and not step.remaining else {}
 
-    def resume(self, step: Step, blocks: Mapping[int, Sequence[Block]]) -> None:
+    def resume(self, step: Step, blocks: Mapping[int, Sequence[Block]], kept: Snapshot | None) -> None:
         """Take the first tokens of sequences from blocks of rows that are kept; see LayerStorage.resume."""
         self._before, self._prompts = (step, dict(self.recent_queries), None), {}
         for row in step.rows():
-            self.storage.resume(row.seq, blocks[row.seq], row.past + step.tokens - row.pad)
+            self.storage.resume(row.seq, blocks[row.seq], row.past + step.tokens - row.pad, kept)
         self._taken = step, step.tokens
 
     def commit(self) -> None:

@@ -11,10 +11,13 @@ from torch import Tensor
 
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.host_memory import Block, available_host_memory
+from kvthaw.cache.index_updater import Snapshot
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import RECENT_QUERIES
-from kvthaw.cache.prefix_tree import Node, PrefixTree
+from kvthaw.cache.offloaded_layer import OffloadedLayer
+from kvthaw.cache.prefix_tree import Node, PrefixTree, common
 from kvthaw.cache.resume import LayerShape, copied, resume
+from kvthaw.cache.step import Step
 from kvthaw.cache.window import WindowLayer
 from kvthaw.errors import CacheError, HostMemoryError, at_least
 from kvthaw.formatting import read_bytes
@@ -48,19 +51,39 @@ class Entry:
     salt: str
 
 
+@dataclass(frozen=True, slots=True)
+class Indexes:
+    """What indexes of the layers held of a prompt [T], by number; kind: of which caches."""
+
+    ids: Tensor
+    salt: str
+    kind: tuple[object, ...]
+    layers: Mapping[int, Snapshot]
+
+    def upto(self, tokens: int) -> dict[int, Snapshot]:
+        """Return what of them holds for a prompt that begins with so many of the tokens."""
+        return {number: Snapshot(one.index, min(one.end, tokens)) for number, one in self.layers.items()}
+
+    def nbytes(self) -> int:
+        """Bytes of host memory, those shared with a sequence included."""
+        return sum(one.index.nbytes() for one in self.layers.values())
+
+
 class PrefixCache:
     """Keeps the KV of prompts, so that a prompt that begins like one of them prefills only what is new.
 
     Blocks of KV are shared copy-on-write with the sequences that they come from and go to; they outlive both. Only tokens that were
     prefilled densely are kept, not those decoded under a method, and an index is built anew from the rows: a prompt gets the KV and
-    the index of a fresh prefill in chunks that end at the same tokens. At least the last 128 tokens of a prompt always go through
-    the model, for indexes that read its last queries.
+    the index of a fresh prefill in chunks that end at the same tokens. Only IceCache's trees, which take longer to build than the
+    prefill, are shared: where a prompt has few new tokens, they are inserted, as those of a next turn are. At least the last 128
+    tokens of a prompt always go through the model, for indexes that read its last queries.
 
     One model's KV of one block_size can be kept, of caches under any methods that drop no tokens. Prompts of different salts share
     nothing.
 
-    host_bytes: most bytes of blocks, wherever they lie, or text such as "8GiB"; None: a quarter of the free host memory. The least
-    recently used blocks are dropped first, and earlier where a cache has no other memory for a request. Entries with a name stay.
+    host_bytes: most bytes of blocks, wherever they lie, and of trees, or text such as "8GiB"; None: a quarter of the free host
+    memory. The least recently used blocks are dropped first, and earlier where a cache has no other memory for a request. Entries
+    with a name stay.
     """
 
     def __init__(self, *, host_bytes: int | str | None = None) -> None:
@@ -72,6 +95,7 @@ class PrefixCache:
         self._entries: dict[str, Entry] = {}
         self._blocks: dict[int, dict[Node, Block]] = {}  # by layer
         self._shapes: dict[int, LayerShape] = {}
+        self._indexes: list[Indexes] = []  # the least recently used first
         self._kind: tuple[object, ...] = ()
         self._node_bytes = 0
         self._queries = self._hits = self._evicted = 0
@@ -92,12 +116,15 @@ class PrefixCache:
         path = path[: -(-tokens // self._tree.block_size)]
         self._tree.touch(path[-1])
         rows = {number: [blocks[node] for node in path] for number, blocks in self._blocks.items()}
+        kept = self._index(kv, ids, salt)
+        known = {} if kept is None else kept.upto(common(kept.ids, ids))
+
+        def take(layer: OffloadedLayer | DenseLayer, step: Step) -> None:
+            number = layer.number
+            resume(layer, step, self._shapes[number], {seq or 0: rows[number]}, kept=known.get(number))
+
         with kv.prompt(len(ids), seq):
-            kv.take_in(
-                tokens,
-                None,
-                lambda layer, step: resume(layer, step, self._shapes[layer.number], {seq or 0: rows[layer.number]}),
-            )
+            kv.take_in(tokens, None, take)
         kv.sequences.cached_tokens += tokens
         self._hits += tokens
         return tokens
@@ -119,6 +146,11 @@ class PrefixCache:
                 _log.warning("a prompt is kept in part: %s", error)
             for other in () if node is None else tree.covered(node):
                 self._drop(other)
+            if self._index(kv, ids, salt) is None:
+                updaters = {layer.number: layer.storage.updater for layer in kv.offloaded}
+                found = {number: updater.snapshot(seq) for number, updater in updaters.items() if updater is not None}
+                held = {number: each for number, each in found.items() if each is not None}
+                self._indexes += [Indexes(ids, salt, _index_kind(kv), held)] if held else []
         self._trim()
         if name is not None:
             self.name(name, ids, salt)
@@ -186,6 +218,7 @@ class PrefixCache:
         """Drop everything, entries with a name included; for a model whose weights have changed."""
         for name in list(self._entries):
             self.forget(name)
+        self._indexes.clear()
         while self.drop_oldest():
             pass
 
@@ -199,6 +232,12 @@ class PrefixCache:
         return True
 
     @property
+    def kept_bytes(self) -> int:
+        """Bytes of all blocks and indexes that are kept."""
+        nodes = 0 if self._tree is None else len(self._tree.nodes)
+        return nodes * self._node_bytes + sum(one.nbytes() for one in self._indexes)
+
+    @property
     def pinned_bytes(self) -> int:
         """Bytes of blocks that entries with a name hold."""
         return 0 if self._tree is None else self._node_bytes * self._tree.pinned
@@ -210,7 +249,7 @@ class PrefixCache:
             queries=self._queries,
             hits=self._hits,
             kept_tokens=sum(len(node.tokens) for node in nodes),
-            kept_bytes=len(nodes) * self._node_bytes,
+            kept_bytes=self.kept_bytes,
             evicted_tokens=self._evicted,
             names=sorted(self._entries),
             refused=self.refused,
@@ -258,17 +297,29 @@ class PrefixCache:
 
     def _trim(self) -> None:
         """Drop what host_bytes does not allow."""
-        while (
-            self.host_bytes is not None
-            and self._tree is not None
-            and len(self._tree.nodes) * self._node_bytes > self.host_bytes
-        ):
-            if not self.drop_oldest():
+        while self.kept_bytes > (self.host_bytes or 0):
+            if self._indexes:
+                del self._indexes[0]
+            elif not self.drop_oldest():
                 return
+
+    def _index(self, kv: KVCache, ids: Tensor, salt: str) -> Indexes | None:
+        """Return indexes of a prompt that more than half of this one begins like."""
+        kind = _index_kind(kv)
+        fit = [one for one in self._indexes if (one.kind, one.salt) == (kind, salt) and 2 * common(one.ids, ids) > len(ids)]
+        if not fit:
+            return None
+        best = max(fit, key=lambda one: common(one.ids, ids))
+        self._indexes = [*(one for one in self._indexes if one is not best), best]
+        return best
 
 
 def _kind(kv: KVCache) -> tuple[object, ...]:
     return kv.origin, kv.settings.block_size, tuple(layer.number for layer in kv.layers)
+
+
+def _index_kind(kv: KVCache) -> tuple[object, ...]:
+    return kv.settings.method, kv.settings.seed, kv.sequences.regions
 
 
 def _refusal(kv: KVCache) -> str | None:

@@ -41,8 +41,8 @@ class PrefixTree:
                 break
             found = node.children.get(_key(block))
             if found is None:
-                near = max(node.children.values(), key=lambda child: _common(child.tokens, block), default=None)
-                same = 0 if near is None else _common(near.tokens, block)
+                near = max(node.children.values(), key=lambda child: common(child.tokens, block), default=None)
+                same = 0 if near is None else common(near.tokens, block)
                 return [*path, near] if near is not None and same else path, done + same
             path.append(found)
             node, done = found, done + len(block)
@@ -54,7 +54,7 @@ class PrefixTree:
         node = self._roots.setdefault(salt, Node(None, ids[:0]))
         try:
             for block in ids.split(self.block_size):
-                longer = (child for child in node.children.values() if _common(child.tokens, block) == len(block))
+                longer = (child for child in node.children.values() if common(child.tokens, block) == len(block))
                 found = node.children.get(_key(block)) or next(longer, None)
                 new = found is None
                 found = found or Node(node, block.clone())
@@ -75,7 +75,7 @@ class PrefixTree:
             for other in beside
             if not other.pins
             and len(other.tokens) < len(node.tokens)
-            and _common(other.tokens, node.tokens) == len(other.tokens)
+            and common(other.tokens, node.tokens) == len(other.tokens)
         ]
 
     def touch(self, node: Node | None) -> None:
@@ -109,7 +109,7 @@ def _key(tokens: Tensor) -> bytes:
     return tokens.numpy().tobytes()
 
 
-def _common(one: Tensor, other: Tensor) -> int:
+def common(one: Tensor, other: Tensor) -> int:
     """Return how many tokens two sequences begin with alike."""
     n = min(len(one), len(other))
     differ = (one[:n] != other[:n]).nonzero()

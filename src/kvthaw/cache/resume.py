@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.host_memory import Block, HostMemory
+from kvthaw.cache.index_updater import Snapshot
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.step import Step
 
@@ -51,14 +52,16 @@ def resume(
     shape: LayerShape,
     blocks: Mapping[int, Sequence[Block]],
     queries: Mapping[int, Tensor] = MappingProxyType({}),
+    kept: Snapshot | None = None,
 ) -> None:
     """Take the tokens of a step, the first of their sequences, from blocks of rows [H, E, 2, D] in token order, by sequence. A
     layer that offloads shares the blocks; it is indexed from them with the rest of an announced prompt, or before the next step
-    that selects. queries [Hq, W, D]: the last ones of these tokens, where they are known."""
+    that selects. queries [Hq, W, D]: the last ones of these tokens, where they are known. kept: an index of these tokens, or of
+    some more."""
     if isinstance(layer, OffloadedLayer):
         if layer.plan is None:
             layer.allocate(step, shape.queries, shape.keys, shape.scale)
-        layer.resume(step, blocks)
+        layer.resume(step, blocks, kept)
     else:
         layer.scale, rows = shape.scale, []
         for row in step.rows():

@@ -138,6 +138,16 @@ class TreeIndex:
         """See Index. Trees are shared, and copied when one of their sequences changes."""
         self.forest = other.forest.copy()
 
+    def snapshot(self, seq: int) -> Forest:
+        """See Snapshots. Trees are shared, and copied when the sequence changes."""
+        forest = self.forest.copy()
+        forest.reorder([seq])
+        return forest
+
+    def take(self, seq: int, snapshot: Forest) -> None:
+        """See Snapshots."""
+        self.forest.share(seq, snapshot, 0)
+
     def tensors(self) -> list[Tensor]:
         """See Index: none, for trees are searched on the CPU."""
         return []

@@ -43,6 +43,17 @@ void Forest::grow(int seqs) {
     if (seqs > this->seqs()) trees_.resize(seqs, std::vector<std::shared_ptr<Tree>>(heads_));
 }
 
+void Forest::share(int seq, const Forest& other, int its) {
+    std::vector<std::shared_ptr<Tree>> trees;
+    {
+        std::shared_lock lock(other.mutex_);
+        trees = other.trees_.at(its);
+    }
+    grow(seq + 1);
+    std::unique_lock lock(mutex_);
+    trees_[seq] = std::move(trees);
+}
+
 void Forest::build(int seq, int first, int points, const int64_t* bases, int threads) {
     grow(seq + 1);
     std::unique_lock lock(mutex_);

@@ -26,6 +26,7 @@ public:
                 int32_t* counts, int threads) const;
     void truncate(int seq, int length, const int64_t* bases);
     void reorder(const std::vector<int>& seqs);
+    void share(int seq, const Forest& other, int its);  // the trees of another forest's sequence, until either changes
     void grow(int seqs);  // at least so many sequences, the new ones without trees
 
     int seqs() const { return static_cast<int>(trees_.size()); }

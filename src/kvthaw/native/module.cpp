@@ -136,6 +136,7 @@ NB_MODULE(_native, m) {
             "truncate",
             [](Forest& self, int seq, int length, uintptr_t bases) { self.truncate(seq, length, at<const int64_t>(bases)); }, kFree)
         .def("reorder", &Forest::reorder, kFree)
+        .def("share", &Forest::share, kFree)
         .def("pages", [](const Forest& self, int seq, int head) { return self.tree(seq, head).page_total(); })
         .def("save",
              [](const Forest& self, int seq, int head, uintptr_t radius2, uintptr_t norm2, uintptr_t raw, uintptr_t level,
