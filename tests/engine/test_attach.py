@@ -216,3 +216,10 @@ def test_classes_and_other_modules_are_refused() -> None:
     for model in (PreTrainedModel, nn.Linear(2, 2), Parallel(nn.Linear(2, 2)), "a name"):
         with pytest.raises(UnsupportedModelError, match=r"model is .*; it must be a model of transformers that is loaded"):
             kvthaw.attach(model, "oracle")
+
+
+def test_more_processes_than_kv_heads_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama")
+    monkeypatch.setattr(type(model), "tp_size", 4)
+    with pytest.raises(UnsupportedModelError, match="split over 4 processes and has 2 KV heads"):
+        kvthaw.attach(model, "oracle", budget=48)

@@ -53,6 +53,11 @@ def use_kvthaw_attention(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(f"{name} is an encoder, whose tokens attend both ways; kvthaw serves decoders")
     if not model._can_set_attn_implementation():
         raise UnsupportedModelError(f"{name} does not use transformers' AttentionInterface, through which kvthaw attends")
+    ranks, heads = getattr(model, "tp_size", None), getattr(text, "num_key_value_heads", None)
+    if ranks is not None and heads is not None and ranks > heads:
+        raise UnsupportedModelError(
+            f"{name} is split over {ranks} processes and has {heads} KV heads; each process needs a KV head of its own"
+        )
     ops.register()
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, padding_mask)
