@@ -14,6 +14,7 @@ from kvthaw.cache.chooser import Chooser
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.finite import FiniteCheck
 from kvthaw.cache.layer_base import AttentionParams, LayerKV
+from kvthaw.cache.layers import make_layers, offloaded_numbers
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.plan import Settings
 from kvthaw.cache.preallocator import BlockPreallocator
@@ -21,8 +22,8 @@ from kvthaw.cache.sequences import Sequences, roomier
 from kvthaw.cache.stats import Stats, collect
 from kvthaw.cache.step import Step
 from kvthaw.cache.streams import Streams
-from kvthaw.cache.window import Span, WindowLayer, window_layers
-from kvthaw.errors import CacheError, ConfigError
+from kvthaw.cache.window import Span, WindowLayer
+from kvthaw.errors import CacheError
 
 
 class KVCache:
@@ -39,31 +40,15 @@ class KVCache:
     def __init__(
         self, settings: Settings, numbers: Sequence[int], depth: int, windows: Mapping[int, Span] = MappingProxyType({})
     ) -> None:
-        method = settings.method
-        offloaded = [] if method.dense else [i for i in numbers if i >= settings.dense_layers]
-        if not offloaded and not method.dense:
-            raise ConfigError(f"dense_layers is {settings.dense_layers}; that leaves no layer to {method.name}, of {depth}")
+        offloaded = offloaded_numbers(settings, numbers, depth)
         self.settings, self.sequences, self.streams = settings, Sequences(), Streams(depth, *settings.memory(offloaded))
         self.preallocator, self._finite = BlockPreallocator(self.streams), FiniteCheck()
         self._checkpoints = Checkpoints(self.sequences)
         self.origin: object = None
-        self.layers: list[OffloadedLayer | DenseLayer | WindowLayer] = []
+        self.layers = make_layers(settings, numbers, depth, windows, self.sequences, self.streams, self.preallocator)
         self._prepared: tuple[int, int, bool] = -1, -1, False  # what before_step() has served, see _state()
-        self._whole = False  # within whole()
-        self._prefilled = False  # a prompt's step was counted that may yet prove to have failed
+        self._whole = self._prefilled = False  # within whole(); a prompt's step was counted that may yet prove to have failed
         self._flushed = -1  # length at which full rings have been flushed
-        leader: OffloadedLayer | None = None
-        local = window_layers(windows, self.sequences)
-        for i in sorted((*numbers, *windows)):
-            if i not in offloaded:
-                self.layers.append(local[i] if i in local else DenseLayer(i, self.sequences))
-                continue
-            anchor = method.index is None or settings.selects(i, offloaded, depth)
-            if not anchor and leader is None:
-                raise ConfigError(f"anchors is {method.anchors}; layer {i} comes before the first and has nothing to follow")
-            layer = OffloadedLayer(i, settings, self.streams, self.sequences, self.preallocator, None if anchor else leader)
-            leader = layer if anchor else leader
-            self.layers.append(layer)
         self._places = {layer.number: i for i, layer in enumerate(self.layers)}
         self.chooser = Chooser(self.layers, settings, self.sequences, self.streams)
 
