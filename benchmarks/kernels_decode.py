@@ -207,7 +207,9 @@ def residency(count: int, slots: int, rows: int = 131072, kept: float = 0.7) -> 
     if not all(torch.equal(a, b) for a, b in zip(mine, other, strict=True)):
         raise CacheError(f"admit of {count} rows to {slots} slots leaves other tables than its definition")
 
-    def step(call: Callable[..., tuple[Tensor, Tensor, Tensor]], state: list[Tensor]) -> list[Callable[[], object]]:
+    def step(
+        call: Callable[..., tuple[Tensor, Tensor, Tensor]], state: tuple[Tensor, Tensor, Tensor, Tensor]
+    ) -> list[Callable[[], object]]:
         def on(wanted: Tensor) -> Callable[[], object]:
             return lambda: fetched.append(call(wanted, *state)[1])
 
