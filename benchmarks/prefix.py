@@ -57,7 +57,8 @@ def measure(
     def batch_of(prefix: PrefixCache | None) -> Batch:
         made = Batch(model, method, max_seqs=1, capacity=length + question + 64, prefix_cache=prefix, **settings)
         made.join([0] * 300, max_new_tokens=2, stop=())  # allocates and compiles
-        made.step()
+        while made.requests:
+            made.step()
         return made
 
     def ask(batch: Batch, ids: torch.Tensor, new: int = 4, **given: Any) -> tuple[list[int], float, int]:
