@@ -17,8 +17,8 @@ from transformers import DynamicCache
 
 from kvthaw.cache.clone import clone
 from kvthaw.cache.dense import DenseLayer
+from kvthaw.cache.index_api import RECENT_QUERIES
 from kvthaw.cache.kv_cache import KVCache
-from kvthaw.cache.layer_base import RECENT_QUERIES
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.sequences import Sequences
 from kvthaw.engine.hf import Cache
@@ -33,7 +33,7 @@ class Tokens(DenseLayer):
     def __init__(self, number: int, rows: Tensor, queries: Tensor, scale: float) -> None:
         sequences = Sequences()
         sequences.adopt([rows.shape[2]])
-        super().__init__(number, sequences)
+        super().__init__(number, sequences, RECENT_QUERIES)
         self.recent_queries, self.scale = {0: queries[0]}, scale
         self._data = rows
 

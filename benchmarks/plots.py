@@ -133,7 +133,7 @@ def results() -> Figure:
     budgets = [int(column.split()[0]) for column in table.columns[1:]]
     accuracy = {str(row[0]): [100 * share.value for share in row[1:] if isinstance(share, Share)] for row in table.rows}
     ours = ("icecache-digest", "pariskv-plus", "clusterkv-plus", "prkv")
-    others = ("socket", "retroinfer", "infinigen", "quest", "snapkv", "h2o", "streaming")
+    others = ("socket", "retroinfer:start=covering", "quest", "snapkv", "h2o:queries=64", "streaming")
     for i, method in enumerate((*ours, *others)):
         look: dict[str, Any] = {"marker": "o", "color": f"C{i}"} if method in ours else {"color": "grey", "alpha": 0.7}
         left.plot(

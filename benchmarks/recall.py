@@ -36,7 +36,7 @@ from kvthaw.evaluate.machine import identity, now, versions
 from kvthaw.evaluate.passages import text_name
 from kvthaw.evaluate.probe import Probe, Quality
 from kvthaw.evaluate.results import Record, ResultsFile, Setting
-from kvthaw.evaluate.variant import Variant, complete, setting_of
+from kvthaw.evaluate.variant import Variant, complete, setting_of, whole
 from kvthaw.methods import resolve
 
 if TYPE_CHECKING:
@@ -238,7 +238,7 @@ class Watcher:
         self, study: Study, passage: Passage, settings: dict[Variant, Setting], show: Callable[[int, int, str], None]
     ) -> Iterator[Record]:
         """Prefill once, then fork for each variant."""
-        base = Cache(self.model, "full")
+        base = whole(self.model, settings)
         start = now(self.model.device)
         logits = prefill(self.model, base, passage.prompt, progress=lambda done, total: show(done, total, "prefill"))
         prefill_s = now(self.model.device) - start

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from benchmarks.fill import Tokens
 from benchmarks.scripted import Around
-from kvthaw.cache.index_api import IndexContext, Method, Selection
-from kvthaw.cache.layer_base import RECENT_QUERIES
+from kvthaw.cache.index_api import RECENT_QUERIES, IndexContext, Method, Selection
 from kvthaw.engine.hf import Cache
 from kvthaw.errors import ConfigError
 

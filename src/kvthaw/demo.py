@@ -19,6 +19,7 @@ from kvthaw.evaluate.metrics import mean
 from kvthaw.evaluate.probe import Probe
 from kvthaw.evaluate.tasks import niah, passkey
 from kvthaw.evaluate.tasks.base import Haystack, count, depth_of, distinct, holds, number, read_asset, uuid, word_key
+from kvthaw.evaluate.variant import Variant, whole
 from kvthaw.methods import resolve
 
 BOOK = "Alice's Adventures in Wonderland"
@@ -154,7 +155,7 @@ def run(
     Cache(model, method, budget=budget, dense_layers=0)
     show(Event("book", text=f"{BOOK}: {len(reading.tokens):,} tokens with {len(reading.questions)} facts planted in it"))
     start = now(model.device)
-    base = Cache(model, "full")
+    base = whole(model, [Variant(method)])
     logits = prefill(model, base, reading.tokens, progress=progress)
     prefill_s = now(model.device) - start
     thawed, full = Side(method), Side("full")

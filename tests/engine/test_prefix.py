@@ -60,10 +60,11 @@ def test_reuse_gives_the_tokens_of_a_fresh_prefill(model: PreTrainedModel, metho
     batch = batch_of(model, method, prefix)
     found = [tokens_of(batch, ids) for ids in prompts]
     assert [tokens for tokens, _ in found] == fresh
-    evicts = batch.cache.settings.method.evicts
-    assert [cached for _, cached in found] == ([0, 0, 0] if evicts else [0, 200, 362])
+    kind = batch.cache.settings.method
+    refused = kind.evicts or kind.prompt_queries is None
+    assert [cached for _, cached in found] == ([0, 0, 0] if refused else [0, 200, 362])
     assert batch.stats().cached_tokens == prefix.stats().hits == sum(cached for _, cached in found)
-    assert (prefix.stats().refused is not None) == evicts
+    assert (prefix.stats().refused is not None) == refused
     assert batch.stats().kv_host_bytes == 0
 
 

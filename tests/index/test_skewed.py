@@ -32,7 +32,7 @@ def test_rows_are_the_definitions(alpha: float, most: float, dim: int) -> None:
                 watched = seqs.queries[seq][mine, :64].double().flatten(0, 1)
                 keys = seqs.keys[seq][head, FIRST:length].double()
                 skew = torch.linalg.svd(watched).Vh.T
-                size = (watched @ skew).abs().sum(dim=0) + (keys[: prompts[seq]] @ skew).abs().sum(dim=0)
+                size = (watched @ skew).abs().mean(dim=0) + (keys[: prompts[seq]] @ skew).abs().mean(dim=0)
                 best = skew[:, size.topk(kept).indices]
                 logits = (query[seq, mine].double() @ best) @ (keys @ best).T * seqs.context.scale
                 gap = (logits - logits.amax(dim=1, keepdim=True)).amax(dim=0)

@@ -5,6 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from one_layer import OneLayer
+from transformers import PreTrainedModel
+
+import kvthaw
+from zoo import prompt
 
 
 def of_group(weights: torch.Tensor, agree: str) -> torch.Tensor:
@@ -20,10 +24,10 @@ def test_heavy_hitters_are_the_papers(agree: str, heads: int, group: int, budget
     assert plan is not None
     regions, recent = plan.regions, max(0, budget // 2 - plan.regions.held)
     scores = torch.zeros(heads, 350, dtype=torch.float64)
-    prompt = torch.zeros(heads, group, 260, dtype=torch.float64)
-    for at in range(196, 260):  # the prompt's last 64 queries
-        prompt[:, :, : at + 1] += layer.weights(at)
-    scores[:, :260] = of_group(prompt, agree)
+    first = torch.zeros(heads, group, 260, dtype=torch.float64)
+    for at in range(260):
+        first[:, :, : at + 1] += layer.weights(at)
+    scores[:, :260] = of_group(first, agree)
     begin = 260 - regions.window
 
     def keep(some: set[int], head: int) -> set[int]:
@@ -41,6 +45,38 @@ def test_heavy_hitters_are_the_papers(agree: str, heads: int, group: int, budget
         scores[:, : at + 1] += of_group(layer.weights(at, visible), agree)
     for head in range(heads):
         assert set(range(begin - recent, begin)) <= kept[head]
+
+
+def test_a_prompt_in_parts_is_scored_by_all_its_queries() -> None:
+    """Sums over the queries of all parts; means over those that could see a token, as kvpress takes them."""
+    for score in ("sum", "mean"):
+        torch.manual_seed(1)
+        layer = OneLayer("h2o", 100, 161, budget=64, score=score)
+        layer.take(100, 260)
+        total = torch.zeros(2, 2, 260, dtype=torch.float64)
+        for at in range(260):
+            total[:, :, : at + 1] += layer.weights(at)
+        paid = total.mean(dim=1) / (1 if score == "sum" else torch.arange(260, 0, -1))
+        plan = layer.layer.plan
+        assert plan is not None
+        begin = 260 - plan.regions.window
+        recent = max(0, 32 - plan.regions.held)
+        best = [sorted(range(begin), key=lambda i, own=own: (i < begin - recent, -float(own[i]))) for own in paid]
+        assert layer.step() == [set(some[: plan.rows]) for some in best]
+
+
+def test_a_fork_needs_the_queries_of_the_whole_prompt(llama: PreTrainedModel) -> None:
+    ids = prompt(1, 150)
+    base, every = kvthaw.Cache(llama, "full"), kvthaw.Cache(llama, "full:queries=None")
+    for cache in (base, every):
+        llama(ids[:, :-1], past_key_values=cache)
+    with pytest.raises(kvthaw.CacheError, match=r"the queries of all 149 tokens.*has kept 128"):
+        base.fork("h2o", budget=64)
+    base.fork("h2o:queries=64", budget=64)
+    own = kvthaw.Cache(llama, "h2o", budget=64)
+    llama(ids[:, :-1], past_key_values=own)
+    last = [llama(ids[:, -1:], past_key_values=cache).logits for cache in (own, every.fork("h2o", budget=64))]
+    assert torch.equal(*last)
 
 
 def test_half_of_the_budget_is_recent() -> None:

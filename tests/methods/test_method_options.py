@@ -131,7 +131,7 @@ def test_every_method_has_a_digest_of_its_own() -> None:
         ("quest:page=16", "quest"),
         ("twilight:base=quest", "twilight"),
         ("icecache-digest:transfer=bulk", "icecache-digest"),
-        ("clusterkv:clusters_per_batch=8:policy=query_head", "clusterkv:preset=code"),
+        ("clusterkv:clusters_per_batch=8:policy=each", "clusterkv:preset=code"),
         ("snapkv:refresh=128", "snapkv-refreshed"),
     ],
 )

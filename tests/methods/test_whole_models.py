@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 OPTIONS = [
     *("quest:page=5", "quest:policy=mean", "quest:policy=mean_query"),
-    *("arkvale:page=8:spread=max", "arkvale:policy=mean", "arkvale:policy=mean_query"),
+    *("arkvale:page=8:spread=max", "arkvale:policy=mean", "arkvale:choice=head:policy=mean_query"),
     *("clusterkv:batch=16:clusters_per_batch=2", "clusterkv:distance=l2:clusters=7", "clusterkv:preset=code"),
     *("prkv:interval=16:page=8", "prkv:share=auto:page=8", "prkv:share=1.0", "prkv:policy=mean_query"),
     *("icecache-digest-device:promote=0.2:outliers=0:nodes_per_batch=2", "icecache-digest-device:policy=mean:field=5"),

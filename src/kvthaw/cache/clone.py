@@ -58,11 +58,24 @@ def clone_layer(layer: OffloadedLayer | DenseLayer, step: Step, other: LayerKV) 
     if isinstance(layer, DenseLayer):
         layer.scale = other.scale
     else:
+        _check_queries(layer, other)
         layer.allocate(step, queries, key, other.scale)
         if isinstance(other, DenseLayer) and not layer.settings.method.evicts:
             layer.store.share(other.offloaded(layer.settings.block_size))
     layer.append(step, queries, key, value)
     layer.recent_queries = dict(other.recent_queries)
+
+
+def _check_queries(layer: OffloadedLayer, other: LayerKV) -> None:
+    """Raise CacheError where the layer's index is built with all queries of a prompt and the other layer has kept fewer."""
+    for seq in range(other.sequences.count) if layer.settings.method.prompt_queries is None else ():
+        known, tokens = other.recent_queries[seq].shape[1], other.sequences.length(seq)
+        if known < tokens:
+            name = layer.settings.method.name
+            raise CacheError(
+                f"{name} is built with the queries of all {tokens} tokens, and the cache that it is forked from has kept {known}; "
+                f"fork {name} from a cache of full:queries=None, or fork {name}:queries={known}"
+            )
 
 
 def can_reuse(layer: OffloadedLayer, other: OffloadedLayer) -> bool:

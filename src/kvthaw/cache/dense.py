@@ -23,8 +23,8 @@ class DenseLayer:
 
     can_run_ahead = True
 
-    def __init__(self, number: int, sequences: Sequences) -> None:
-        self.number, self.sequences = number, sequences
+    def __init__(self, number: int, sequences: Sequences, prompt_queries: int | None) -> None:
+        self.number, self.sequences, self.prompt_queries = number, sequences, prompt_queries
         self.reset()
 
     def reset(self) -> None:
@@ -169,9 +169,8 @@ class DenseLayer:
         data = self._data
         assert data is not None
         for row in step.rows():
-            self.recent_queries[row.seq] = last_queries(
-                self.recent_queries.get(row.seq), query[row.row, :, row.pad - step.tokens :]
-            )
+            before, q = self.recent_queries.get(row.seq), query[row.row, :, row.pad - step.tokens :]
+            self.recent_queries[row.seq] = last_queries(before, q, row.past, self.prompt_queries)
         if step.seq is None and not any(step.left_pad):
             place = data[:, :, step.start : step.start + step.tokens]
             place[:, :, :, 0], place[:, :, :, 1] = key, value

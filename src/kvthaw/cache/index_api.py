@@ -23,6 +23,9 @@ from kvthaw.errors import ConfigError, at_least
 from kvthaw.kernels.merge import Partial
 from kvthaw.regions import Regions
 
+RECENT_QUERIES = 128
+"""How many of a prompt's last queries are kept, where a method asks for no other number."""
+
 
 @dataclass(frozen=True, slots=True)
 class Selection:
@@ -97,7 +100,7 @@ class Index(Protocol):
 
     def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         """Index a sequence from scratch. keys, values [H, T, D]: positions first .. first + T; queries [Hq, W, D]: the prompt's
-        last."""
+        last, at most `Method.prompt_queries`."""
 
     def append(self, seqs: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
         """Add the next n positions of some sequences, in place. keys, values: [R, H, n, D] for the R sequences; queries: None
@@ -207,6 +210,7 @@ class Method:
     any_budget: the index does not depend on the number of rows, only on the regions, so a fork with another budget copies it.
     Leave it False for an index that is slower to copy than to build.
     dense_layers: how many first layers of a model of 16 and more keep all KV on the device, unless a cache is told otherwise.
+    prompt_queries: how many of a prompt's last queries are kept for the index, until decoding begins; None: all.
     rotary: the index needs the model's rotary embedding. prefetches: the index is also asked a layer early, with the query that
     the layer would have if its attention saw the input of the layer before.
     """
@@ -225,6 +229,7 @@ class Method:
     dense_layers: int = 2
     rotary: bool = False
     prefetches: bool = False
+    prompt_queries: int | None = RECENT_QUERIES
     differs: str = "-"
     choose: str = "-"
 

@@ -13,9 +13,6 @@ from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.step import Row, Step
 from kvthaw.kernels.dense import causal_attention
 
-RECENT_QUERIES = 128
-"""Queries kept of the end of each prompt, for indexes that read them."""
-
 
 @dataclass(frozen=True, slots=True)
 class AttentionParams:
@@ -127,11 +124,14 @@ def attend_rows(step: Step, query: Tensor, attend: Callable[[Row, Tensor], Tenso
     return out
 
 
-def last_queries(before: Tensor | None, query: Tensor) -> Tensor:
-    """Return the last RECENT_QUERIES queries of a sequence whose prompt came in parts, [Hq, W, D]; query [Hq, T, D]: the last
-    part's."""
-    last = query[:, -RECENT_QUERIES:]
-    return last.clone() if before is None else torch.cat((before, last), dim=1)[:, -RECENT_QUERIES:].clone()
+def last_queries(before: Tensor | None, query: Tensor, past: int, most: int | None) -> Tensor:
+    """The last `most` queries of a sequence whose prompt came in parts, [Hq, W, D]; query [Hq, T, D]: the last part's, after `past`
+    tokens. most None: all, but none from before tokens whose queries were not kept."""
+    start = None if most is None else -most
+    last = query[:, start:]
+    if most is None and before is not None and before.shape[1] < past:
+        before = None
+    return last.clone() if before is None else torch.cat((before, last), dim=1)[:, start:].clone()
 
 
 def reordered(recent_queries: Mapping[int, Tensor], sequences: Sequence[int]) -> dict[int, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -10,8 +10,8 @@ from torch import Tensor
 from kvthaw.cache.device_memory import DeviceBlocks
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import Block
+from kvthaw.cache.index_api import RECENT_QUERIES
 from kvthaw.cache.index_updater import IndexUpdater, Snapshot
-from kvthaw.cache.layer_base import RECENT_QUERIES
 from kvthaw.cache.offloader import Offloader
 from kvthaw.cache.placement import Placement
 from kvthaw.cache.plan import Plan, Settings
@@ -36,7 +36,7 @@ class LayerStorage:
         pinned, memory = device.type == "cuda", streams.memory
         self.store = HostStore(count, heads, dim, key.dtype, block_size=settings.block_size, pinned=pinned, memory=memory)
         self.slab = Slab(count, heads, dim, plan.regions, plan.rows * max(1, method.keep), dtype=key.dtype, device=device)
-        self.streams, self.preallocator = streams, preallocator
+        self.streams, self.preallocator, self.prompt_queries = streams, preallocator, method.prompt_queries
         self.updater: IndexUpdater | None = None
         self.placement: Placement | None = None
         self.offloader = Offloader(self.store, self.slab, streams, keeps=not method.evicts)
@@ -64,7 +64,8 @@ class LayerStorage:
         self.offloader.prompt(seq, past, keys, values)
         self.preallocate(seq, length)
         if self.updater is not None and start > self.updater.indexed[seq]:
-            self.updater.prompt(seq, start, keys, values, past, query[:, -RECENT_QUERIES:], remaining, later=paused)
+            last = query if self.prompt_queries is None else query[:, -self.prompt_queries :]
+            self.updater.prompt(seq, start, keys, values, past, last, remaining, later=paused)
         sink = max(0, min(regions.sink, length) - past)
         if sink:
             self.slab.write(seq, past, torch.stack((keys[:, :sink], values[:, :sink]), dim=2))
@@ -91,6 +92,13 @@ class LayerStorage:
             self.offloader.up_to({seq: stop for seq, _, stop in leaving})
             if self.updater is not None:
                 self.updater.flush(leaving, recent_queries)
+
+    def trim_queries(self, recent_queries: dict[int, Tensor], idle: Collection[int]) -> None:
+        """Free the early queries of prompts that are indexed, where the method keeps all until then."""
+        for seq, known in recent_queries.items() if self.prompt_queries is None else ():
+            indexed = self.updater is not None and self.updater.indexed[seq] > self.updater.first
+            if indexed and seq not in idle and known.shape[1] > RECENT_QUERIES:
+                recent_queries[seq] = known[:, -RECENT_QUERIES:].clone()
 
     def undisturbed(self, leaving: Sequence[Sequence[tuple[int, int, int]]]) -> int:
         """Return how many of the next tokens come before the index changes. leaving: what leaves the rings before each token."""

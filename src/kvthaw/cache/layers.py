@@ -34,7 +34,7 @@ def make_layers(
     layers: list[OffloadedLayer | DenseLayer | WindowLayer] = []
     for i in sorted((*numbers, *windows)):
         if i not in offloaded:
-            layers.append(local[i] if i in local else DenseLayer(i, sequences))
+            layers.append(local[i] if i in local else DenseLayer(i, sequences, settings.method.prompt_queries))
             continue
         anchor = method.index is None or settings.selects(i, offloaded, depth)
         if not anchor and leader is None:

@@ -64,15 +64,13 @@ class OffloadedLayer:
         self.drop_search()
         for part in ("store", "slab", "storage", "sparse"):
             self.__dict__.pop(part, None)
-        self.retriever = None
+        self.retriever, self.scale, self.asked_again = None, 0.0, 0  # asked_again: decode steps with another layer's queries
         self.plan: Plan | None = None
         self.recent_queries: dict[int, Tensor] = {}
-        self.scale = 0.0
         self._before: tuple[Step | None, dict[int, Tensor], Tensor | None] = None, {}, None  # a prefill; what was before it
         self._taken: tuple[Step | None, int] = None, 0
         self._prompts: dict[int, int] = {}  # where the rings begin of sequences whose prompts ended with the latest prefill
         self._finite: Tensor | None = None
-        self.asked_again = 0  # decode steps with the queries of another layer that shares these keys
 
     # Reading
 
@@ -186,7 +184,8 @@ class OffloadedLayer:
         for row in step.rows():
             q = query[row.row, :, row.pad - step.tokens :]  # a clone has the last queries only
             k, v = (x[row.row, :, row.pad :] for x in (key, value))
-            self.recent_queries[row.seq] = last_queries(self.recent_queries.get(row.seq), q)
+            before = self.recent_queries.get(row.seq)
+            self.recent_queries[row.seq] = last_queries(before, q, row.past, self.storage.prompt_queries)
             paused = row.seq in self.sequences.paused
             ends[row.seq] = self.storage.append(row, q, k, v, step.remaining, paused=paused)
         self._taken = step, step.tokens
@@ -284,6 +283,7 @@ class OffloadedLayer:
             live = (seq for seq in range(self.sequences.count) if seq not in self.sequences.idle)
             self.storage.updater.renew({seq: self.sequences.indexed(seq) for seq in live}, self.recent_queries)
         self.storage.flush(leaving, self.recent_queries)
+        self.storage.trim_queries(self.recent_queries, self.sequences.idle)
         self.sparse.wait_on_stream()
         self.sparse.make_room(self.sequences.capacity)
         if self.retriever is not None and not self.on_host:

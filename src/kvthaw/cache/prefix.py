@@ -11,9 +11,9 @@ from torch import Tensor
 
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.host_memory import Block, available_host_memory
+from kvthaw.cache.index_api import RECENT_QUERIES
 from kvthaw.cache.index_updater import Snapshot
 from kvthaw.cache.kv_cache import KVCache
-from kvthaw.cache.layer_base import RECENT_QUERIES
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.prefix_tree import Node, PrefixTree, common
 from kvthaw.cache.resume import LayerShape, copied, resume
@@ -327,4 +327,6 @@ def _refusal(kv: KVCache) -> str | None:
     if kv.origin is None:
         return "the model has layers that keep a window or a state, and no KV of all tokens"
     method = kv.settings.method
+    if method.prompt_queries is None:
+        return f"{method.name} is built with the queries of a whole prompt"
     return f"{method.name} drops tokens that another prompt would attend to" if method.evicts else None

@@ -92,7 +92,7 @@ class KvthawLM(HFLM):
         """HFLM's, from a cache that has seen the end of the prompt token by token where that is asked for."""
         if self.sparse_tokens and context.shape[1] > 1:
             # all but the last token, which generate() sends through the cache by itself
-            prompt = Prompt(self.model, context[0, :-1].tolist(), self.sparse_tokens - 1, self.seed)
+            prompt = Prompt(self.model, context[0, :-1].tolist(), self.sparse_tokens - 1, self.seed, [self.variant])
             generation_kwargs["past_key_values"] = prompt.cache(self.variant)[0]
         out: Tensor = super()._model_generate(context, max_length, stop, **generation_kwargs)
         return out
@@ -112,7 +112,7 @@ class KvthawLM(HFLM):
         for strings, context, continuation in tqdm(requests, disable=disable_tqdm, desc="Running loglikelihood requests"):
             context = context[-max(1, self.max_length - len(continuation) + 1) :]
             if known is None or known[0] != context:
-                known = context, Prompt(self.model, context, self.sparse_tokens, self.seed)
+                known = context, Prompt(self.model, context, self.sparse_tokens, self.seed, [self.variant])
             answer = known[1].loglikelihood(self.variant, continuation)
             found.append(answer)
             if strings is not None:

@@ -27,7 +27,7 @@ from kvthaw.evaluate.passages import opening, text_name, tokens_of
 from kvthaw.evaluate.results import BYTES, Record, ResultsFile, Setting, asked_budget, largest, means, shared
 from kvthaw.evaluate.row_stats import PerRequestStats
 from kvthaw.evaluate.rows import Forks, Rows, joined, spread
-from kvthaw.evaluate.variant import FULL, Variant, complete, fork, setting_of
+from kvthaw.evaluate.variant import FULL, Variant, complete, fork, setting_of, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ class Reader:
         """Prefill each text, then fork all of them for each variant. Yields the records of one variant at once."""
         course, (length,) = stretch.course, stretch.course.lengths
         texts, total = [self._place(course, seed)[1] for seed in stretch.seeds], len(stretch.seeds) * length
-        bases = [Cache(self.model, "full") for _ in texts]
+        bases = [whole(self.model, stretch.variants) for _ in texts]
         for row, (base, ids) in enumerate(zip(bases, texts, strict=True)):
             prefill(self.model, base, ids[:length], progress=lambda done, _, at=row * length: tell(at + done, total, "prefill"))  # type: ignore[misc]
         deferred = joined(self.model, bases)

@@ -97,7 +97,7 @@ def joined(model: PreTrainedModel, bases: list[Cache]) -> Cache:
     """One cache whose rows are those of several, each of full attention, which are empty afterwards."""
     if len(bases) == 1:
         return bases[0]
-    whole = Cache(model, "full")
+    whole = Cache(model, bases[0].settings.method)
     for i, layer in enumerate(whole.layers):
         layer.know(bases[0].layers[i].module())
     join(whole.kv, [base.kv for base in bases])

@@ -25,7 +25,7 @@ from kvthaw.evaluate.rows import Forks, Rows, joined, spread
 from kvthaw.evaluate.tasks import Sample, Task, find
 from kvthaw.evaluate.tasks.base import fingerprint_of
 from kvthaw.evaluate.text import split_prompt
-from kvthaw.evaluate.variant import FULL, Variant, complete, fork, setting_of
+from kvthaw.evaluate.variant import FULL, Variant, complete, fork, setting_of, whole
 
 
 class Runner:
@@ -136,7 +136,7 @@ class Runner:
         total = sum(map(len, prompts))
         bases, logits, seconds, before = [], [], [], 0
         for prompt in prompts:
-            base, start = Cache(self.model, "full"), now(self.model.device)
+            base, start = whole(self.model, unit.variants), now(self.model.device)
 
             def show(done: int, _: int, before: int = before) -> None:
                 tell(before + done, total, "prefill")

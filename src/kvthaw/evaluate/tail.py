@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from kvthaw.engine.decode import decode
 from kvthaw.engine.hf import Cache, PreTrainedModel
 from kvthaw.engine.prefill import prefill
 from kvthaw.errors import ConfigError, at_least
-from kvthaw.evaluate.variant import Variant, fork
+from kvthaw.evaluate.variant import Variant, fork, whole
 
 
 def divide(prompt: Sequence[int], tail: int) -> tuple[list[int], list[int]]:
@@ -25,12 +25,17 @@ def divide(prompt: Sequence[int], tail: int) -> tuple[list[int], list[int]]:
 
 
 class Prompt:
-    """A prompt of which all but the last tokens are in a full cache, from which any number of continuations are told."""
+    """A prompt of which all but the last tokens are in a full cache, from which any number of continuations are told.
 
-    def __init__(self, model: PreTrainedModel, prompt: Sequence[int], tail: int, seed: int = 0) -> None:
+    variants: those that fork it.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, prompt: Sequence[int], tail: int, seed: int = 0, variants: Iterable[Variant] = ()
+    ) -> None:
         self.model = model
         first, self.tail = divide(prompt, tail)
-        self._base = Cache(model, "full", seed=seed)
+        self._base = whole(model, variants, seed)
         self._logits = prefill(model, self._base, first)
 
     @torch.no_grad()

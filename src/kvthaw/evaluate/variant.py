@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -31,6 +32,12 @@ def complete(model: PreTrainedModel, variant: Variant) -> Variant:
     cache = Cache(model, variant.method, budget=variant.budget, retrieved=variant.retrieved, dense_layers=variant.dense_layers)
     budget = 256 if variant.budget is None and variant.retrieved is None else variant.budget
     return replace(variant, budget=budget, dense_layers=cache.settings.dense_layers)
+
+
+def whole(model: PreTrainedModel, variants: Iterable[Variant], seed: int = 0) -> Cache:
+    """An empty cache of full attention whose prompts these variants may fork."""
+    queries = [resolve(variant.method).prompt_queries for variant in variants]
+    return Cache(model, resolve("full", queries=None) if None in queries else "full", seed=seed)
 
 
 def setting_of(variant: Variant) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import get_args
 from kvthaw.cache.index_api import IndexContext
 from kvthaw.errors import at_least, one_of
 from kvthaw.index.units import UnitIndex
+from kvthaw.kernels.layer_select import layer_select
 from kvthaw.kernels.page_bounds import Spread
 from kvthaw.kernels.unit_select import Policy
 
@@ -25,3 +26,13 @@ class BoundIndex(UnitIndex):
         one_of(get_args(Spread), spread=spread)
         self.spread = spread
         super().__init__(context, size=page, batch=page, width=2 * context.head_dim, policy=policy)
+
+
+class LayerBoundIndex(BoundIndex):
+    """BoundIndex whose KV heads all select the same pages: the best for all query heads of the layer together, by `policy`."""
+
+    choice = staticmethod(layer_select)
+
+    def __init__(self, context: IndexContext, *, page: int, spread: Spread, policy: Policy = "max") -> None:
+        one_of(("max", "mean"), policy=policy)
+        super().__init__(context, page=page, spread=spread, policy=policy)

@@ -7,6 +7,7 @@ query -> planes: its coarse coordinates -> signs: votes of each key, or tiers: v
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal, Self, get_args
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.errors import ConfigError, at_least, one_of
+from kvthaw.index.joined import joined
 from kvthaw.index.learned import assign, learn, subspaces
 from kvthaw.index.ratios import Ratios
 from kvthaw.kernels.bucket_topk import bucket_topk
@@ -192,10 +194,7 @@ class CodesIndex:
         if self._sets == 1:
             return Selection(*self._best(query, budget), partial=partial)
         own = torch.stack([self._best(head, budget // self._sets)[0] for head in self._heads(query)], dim=2)  # [B, H, G, share]
-        rows = once(own.flatten(2))
-        drawn = (rows[:, :, None, :, None] == own[:, :, :, None]).any(dim=4)
-        weight = torch.zeros(drawn.shape, device=query.device).masked_fill_(~drawn, -torch.inf)
-        return Selection(rows, (rows >= 0).sum(dim=2, dtype=torch.int32), weight.flatten(1, 2), partial)
+        return replace(joined(own, budget), partial=partial)
 
     def _heads(self, query: Tensor) -> list[Tensor]:
         """Queries [B, Hq, D] by the sets of rows that they choose: one [B, H, D] for each query head of a group, or all at once."""

@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from kvthaw.cache.index_api import IndexContext, Selection
+from kvthaw.errors import one_of
 from kvthaw.index.kept import Agree, KeptIndex, observed
 
-_PROMPT = 64  # queries of a prompt that count for H2O
+Score = Literal["sum", "mean"]
+"""What of the weights that a token was paid ranks it: their sum, or their mean over the queries that could see it."""
 
 
 class HeavyIndex(KeptIndex):
     """H2O: of all tokens half are the most recent ones, half those that were attended to most, over all steps so far.
 
     Each step's softmax over sink, ring and kept tokens adds to their scores as soon as its own key is in the ring: with the next
-    step, or before tokens leave. A prompt's scores begin with the attention of its last 64 queries.
+    step, or before tokens leave. A prompt's scores begin with the attention of its last `queries` queries, or of all that are
+    known.
     Sink and ring count as recent; what half the budget leaves beside them goes to the latest of the kept tokens.
     """
 
     remembers = True
 
-    def __init__(self, context: IndexContext, *, agree: Agree = "mean") -> None:
+    def __init__(
+        self, context: IndexContext, *, agree: Agree = "mean", score: Score = "sum", queries: int | None = None
+    ) -> None:
+        one_of(get_args(Score), score=score)
         super().__init__(context, agree=agree, with_keys=True)
+        self.score, self.queries = score, queries
         device = context.device
         self.tables |= {
             "near": torch.zeros(
@@ -37,7 +45,7 @@ class HeavyIndex(KeptIndex):
 
     def observe(self, seq: int, queries: Tensor, keys: Tensor, tokens: int) -> Tensor:
         """See KeptIndex."""
-        mass = observed(queries[:, :, -_PROMPT:], keys, scale=self.context.scale, agree=self.agree)
+        mass = observed(queries[:, :, -(self.queries or keys.shape[1]) :], keys, scale=self.context.scale, agree=self.agree)
         positions = torch.arange(self.first + tokens, self.first + keys.shape[1], device=keys.device)
         self.tables["near"][seq].zero_()
         self.tables["near"][seq, :, self._place(positions)] = mass[:, tokens:]
@@ -51,6 +59,9 @@ class HeavyIndex(KeptIndex):
         """See KeptIndex."""
         held = self.context.regions.held
         recent = max(0, ((self.rows or rows.shape[1]) + held) // 2 - held)
+        if self.score == "mean":
+            newest = self.first + self.tokens[seq] + self.context.regions.window
+            scores = scores / (newest - rows)
         return scores.masked_fill(rows >= self.first + self.tokens[seq] - recent, torch.inf)
 
     def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:

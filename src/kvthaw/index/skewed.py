@@ -18,10 +18,10 @@ class SkewedIndex(TokenIndex):
     """Tokens whose estimated logit is within alpha of the best, by `ratio` of the channels of skewed queries and keys.
 
     A KV head's skew is the orthogonal V of the singular value decomposition of its group's last queries of the prompt, so q.k is
-    the same before and after it; of the skewed channels those are kept whose absolute values sum to most over these queries and the
-    prompt's keys. A token counts for a KV head if it does for one of its query heads. As many tokens as count in a KV head of the
-    layer on average, rounded up, are taken in each, those nearest to some query head's best; never more than `most` of the sequence
-    nor than the budget. Where the budget holds the whole sequence, all of it comes.
+    the same before and after it; of the skewed channels those are kept whose mean absolute value over these queries plus that over
+    the prompt's keys is largest. A token counts for a KV head if it does for one of its query heads. As many tokens as count in a
+    KV head of the layer on average, rounded up, are taken in each, those nearest to some query head's best; never more than `most`
+    of the sequence nor than the budget. Where the budget holds the whole sequence, all of it comes.
 
     partial [B, H, capacity, R]: the kept channels of keys; skew [B, H, D, R] float32. Not graph-safe: its queries may come from a
     hook of the model's, which a captured step need not run.
@@ -55,8 +55,8 @@ class SkewedIndex(TokenIndex):
         """See TokenIndex."""
         queries = self._queries.unflatten(0, (self.context.kv_heads, -1)).flatten(1, 2).float()
         turn = principal(queries).float()  # [H, D, D], V of queries = U S V^T
-        size = (queries @ turn).abs().sum(dim=1) + (keys.float() @ turn).abs().sum(dim=1)
-        kept = torch.topk(size, self.width, dim=1).indices
+        asked, held = ((rows @ turn).abs().mean(dim=1) for rows in (queries, keys.float()))
+        kept = torch.topk(asked.nan_to_num() + held, self.width, dim=1).indices
         self.learned["skew"][seq] = turn.gather(2, kept[:, None].expand(-1, keys.shape[2], -1))
 
     def encode(self, seqs: Sequence[int], keys: Tensor, values: Tensor) -> dict[str, Tensor]:

@@ -42,6 +42,8 @@ class UnitIndex:
     """And so do batches: a token's place in the map says nothing of its position."""
     spread: Spread | None = None
     """A digest is the box around a unit's keys; None: their mean."""
+    choice = staticmethod(unit_select)
+    """What selects units for a query."""
 
     def __init__(self, context: IndexContext, *, size: int, batch: int, width: int, policy: Policy) -> None:
         check_policy(policy)
@@ -121,7 +123,7 @@ class UnitIndex:
         units = self.digests.shape[2]
         if query.device.type == "cpu":  # no kernel that stops at the sequences' lengths
             units = max(seq.units for seq in self.seqs[:batch])
-        rows, counts = unit_select(
+        rows, counts = self.choice(
             query,
             self.digests[:batch, :, :units],
             self.stops[:batch, :, : units + 1],

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.errors import ConfigError
-from kvthaw.index.clusters import ClusterIndex
+from kvthaw.index.clusters import ClusterIndex, Start
 from kvthaw.index.target import Full, Target
 from kvthaw.index.unit_counts import Seq, grown
 from kvthaw.kernels import unit_scores
@@ -37,6 +37,7 @@ class WaveIndex(ClusterIndex):
         tokens_per_cluster: int = 16,
         batch: int = 1024,
         estimated: float = 0.23,
+        start: Start = "random",
         iterations: int = 10,
         policy: Policy = "mean",
     ) -> None:
@@ -52,6 +53,7 @@ class WaveIndex(ClusterIndex):
             tokens_per_cluster=tokens_per_cluster,
             batch=batch,
             clusters_per_batch=batch // tokens_per_cluster,
+            start=start,
             iterations=iterations,
             policy=policy,
         )

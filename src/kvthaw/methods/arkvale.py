@@ -3,34 +3,48 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Literal, get_args
 
 from kvthaw.cache.index_api import Method
-from kvthaw.errors import at_least
-from kvthaw.index.bounds import BoundIndex
+from kvthaw.errors import at_least, one_of
+from kvthaw.index.bounds import BoundIndex, LayerBoundIndex
 from kvthaw.kernels.page_bounds import Spread
 from kvthaw.kernels.unit_select import Policy
 from kvthaw.regions import Regions
 
+Choice = Literal["layer", "head"]
 
-def arkvale(*, page: int = 32, spread: Spread = "mean", policy: Policy = "max", keep: int = 1) -> Method:
+
+def arkvale(
+    *,
+    page: int = 32,
+    spread: Spread = "mean",
+    choice: Choice = "layer",
+    policy: Policy = "max",
+    sink_pages: int = 2,
+    keep: int = 1,
+) -> Method:
     """The pages of the best bounds, from a box of half extent mean |c - k| around each page's centre.
 
-    spread: "max" makes it a true upper bound. policy: how the query heads of a group agree, see
-    `kvthaw.kernels.unit_select.Policy`. The first page and the last two stay on the device. keep: of how many steps the selected
-    rows stay there too; with 1, what leaves is what this step scored too low to select: ArkVale's rule, at the smallest cache it
-    works with. Host: the rows. Device: each page's box, every decision.
+    spread: "max" makes it a true upper bound. choice: "layer" selects the same pages in all KV heads of a layer, the authors'
+    default; "head" lets each KV head choose. policy: how the query heads of a group agree, which is the layer or a KV head's, see
+    `kvthaw.kernels.unit_select.Policy`; for a layer "max" or "mean". The first `sink_pages` pages and the last two stay on the
+    device. keep: of how many steps the selected rows stay there too; with 1, what leaves is what this step scored too low to
+    select: ArkVale's rule, at the smallest cache it works with. Host: the rows. Device: each page's box, every decision.
     """
     at_least(1, page=page)
-    index = partial(BoundIndex, page=page, spread=spread, policy=policy)
-    regions = Regions(page, 2 * page, page)
+    at_least(0, sink_pages=sink_pages)
+    one_of(get_args(Choice), choice=choice)
+    made = LayerBoundIndex if choice == "layer" else BoundIndex
     return Method(
         "arkvale",
         paper="ArkVale",
         unit="page",
-        index=index,
-        regions=regions,
+        index=partial(made, page=page, spread=spread, policy=policy),
+        regions=Regions(sink_pages * page, 2 * page, page),
         keep=keep,
         any_budget=True,
-        differs="one choice a KV head, the authors' one a layer; keeps one step's rows on the device",
+        differs="a layer's query heads agree by their largest softmax weight; keeps one step's rows on the device; sink and window "
+        "shrink below a budget of 320",
         choose="comparing with pages by bounding volume",
     )

@@ -14,9 +14,9 @@ from kvthaw.kernels.unit_select import Policy
 from kvthaw.regions import Regions
 
 Preset = Literal["paper", "code"]
-Choice = Literal[Policy, "query_head"]
+Choice = Literal[Policy, "each"]
 
-_PRESETS: dict[str, tuple[Choice, int]] = {"paper": ("max", 4), "code": ("query_head", 8)}
+_PRESETS: dict[str, tuple[Choice, int]] = {"paper": ("max", 4), "code": ("each", 8)}
 
 
 def clusterkv(
@@ -40,7 +40,7 @@ def clusterkv(
 
     preset: "paper" makes 4 clusters of a batch, and the query heads of a KV head choose together (the paper does not say how).
     "code", the authors', makes 8 clusters, and every query head chooses for itself: a budget counts what a KV head reads, so each
-    of its G query heads takes 1 / G of the rows; `retrieved=G * B` is the authors' budget B. policy: "query_head", or how the
+    of its G query heads takes 1 / G of the rows; `retrieved=G * B` is the authors' budget B. policy: "each", or how the
     query heads of a group agree, see `kvthaw.kernels.unit_select.Policy`.
 
     tokens_per_cluster: of the prompt (C0 = L / 80). clusters: as many for any prompt instead. clusters_per_batch: C+ (m is batch).
@@ -75,12 +75,8 @@ def cluster_method(
     name: str, regions: Regions, keep: int, *, differs: str, choose: str, policy: Choice, **clusters: Any
 ) -> Method:
     """Return a method that selects clusters. clusters: ClusterIndex's options."""
-    one_of((*get_args(Policy), "query_head"), policy=policy)
-    index = (
-        partial(QueryHeadClusterIndex, **clusters)
-        if policy == "query_head"
-        else partial(ClusterIndex, policy=policy, **clusters)
-    )
+    one_of((*get_args(Policy), "each"), policy=policy)
+    index = partial(QueryHeadClusterIndex, **clusters) if policy == "each" else partial(ClusterIndex, policy=policy, **clusters)
     return Method(
         name,
         paper="ClusterKV",

@@ -5,25 +5,31 @@ from __future__ import annotations
 from functools import partial
 
 from kvthaw.cache.index_api import Method
-from kvthaw.index.heavy import HeavyIndex
+from kvthaw.errors import at_least
+from kvthaw.index.heavy import HeavyIndex, Score
 from kvthaw.index.kept import Agree
 from kvthaw.regions import Regions
 
 
-def h2o(*, agree: Agree = "mean") -> Method:
+def h2o(*, agree: Agree = "mean", score: Score = "sum", queries: int | None = None) -> Method:
     """Heavy hitters by accumulated softmax weight; when tokens leave the ring, those of least weight are evicted.
 
-    agree: how the query heads of a group agree, "mean" or "max" of their weights. The paper adds up the attention of every query of
-    the prompt; here a prompt counts with its last 64 queries, which is what is known of one that came in chunks or was prefilled
-    for several methods. Host: rows that were evicted lie there unread, so that a long continuation, which is a new prompt, may
-    choose from them. Device: for each row that is kept its score, its key once more, and the row.
+    agree: how the query heads of a group agree, "mean" or "max" of their weights. score: "sum" of the weights that a token was
+    paid, as in the paper, or their "mean" over the queries that could see it, as in kvpress, which favours no earlier token.
+    queries: how many of a prompt's last queries count; None: all, which costs as much as the prompt's attention once more, and
+    their memory on the device until decoding begins. A fork needs them of the cache that it is forked from: full:queries=None.
+
+    Host: rows that were evicted lie there unread, so that a long continuation, which is a new prompt, may choose from them, by its
+    own queries. Device: for each row that is kept its score, its key once more, and the row.
     """
+    at_least(1, queries=queries)
     return Method(
         "h2o",
         paper="H2O",
         unit="token",
-        index=partial(HeavyIndex, agree=agree),
+        index=partial(HeavyIndex, agree=agree, score=score, queries=queries),
         regions=Regions(0, 32, 16),
-        differs="scores a prompt by its last 64 queries, not by all",
+        prompt_queries=queries,
+        differs="-",
         choose="comparing with eviction by accumulated attention",
     )

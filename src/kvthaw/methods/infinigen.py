@@ -19,9 +19,10 @@ def infinigen(*, ratio: float = 0.3, alpha: float = 5.0, most: float = 0.2, pref
     of them; as in the paper all heads bring as many as they need on average. The paper has no sink and no window; here the ring is
     of 16 tokens.
 
-    On the device: the kept channels, 0.3 D a key, the skews, the choice. On the host: rows. The skew is made of the prompt's last
-    64 queries, at run time; the paper makes it offline. The prediction costs the next layer's projections once more, whole; and
-    rows are fetched in the layer's own step, so the transfer is not hidden behind the layer before.
+    On the device: the kept channels, 0.3 D a key, the skews, the choice. On the host: rows. Skew and channels are made of the
+    prompt's last 128 queries and its keys, at run time. The paper makes the skew offline and takes channels from as many queries as
+    keys; here their means add up, not their sums. The prediction costs the next layer's projections once more, whole; and rows are
+    fetched in the layer's own step, so the transfer is not hidden behind the layer before.
     """
     index = partial(SkewedIndex, ratio=ratio, alpha=alpha, most=most)
     regions = Regions(0, 16, 16)
@@ -33,6 +34,6 @@ def infinigen(*, ratio: float = 0.3, alpha: float = 5.0, most: float = 0.2, pref
         regions=regions,
         any_budget=True,
         prefetches=prefetch,
-        differs="sums channel magnitudes, so that keys decide which channels; makes the skew from the prompt, not offline",
+        differs="makes the skew from the prompt's last 128 queries, not offline; channels by means over these and all keys",
         choose="comparing with search by predicted queries",
     )

@@ -14,9 +14,10 @@ def magicpig(*, bits: int = 10, tables: int = 150, sink: int = 4, window: int = 
     """Tokens that meet the query in two of L = 150 tables of K = 10 bits, weighed by 1 / their chance to.
 
     GQA: every query head draws on its own and weighs what it drew; a KV head's rows are what its query heads drew together. The
-    number drawn is not fixed; what the budget cannot hold is thinned at random. Generated keys are hashed as the prompt's are.
-    Host: the rows. Device: every decision, from 2 L bytes of codes and the key itself (the paper has tables, keys and this part of
-    the attention on the CPU, where they take no device memory).
+    number drawn is not fixed, and the paper has no budget: what one cannot hold is thinned at random. A fraction such as
+    `budget=0.5` has room for the method's own draw; `attended` says how many rows that was. Generated keys are hashed as the
+    prompt's are. Host: the rows. Device: every decision, from 2 L bytes of codes and the key itself (the paper has tables, keys and
+    this part of the attention on the CPU, where they take no device memory).
     """
     at_least(0, sink=sink)
     at_least(1, window=window)
@@ -26,6 +27,6 @@ def magicpig(*, bits: int = 10, tables: int = 150, sink: int = 4, window: int = 
         unit="token",
         index=partial(HashIndex, bits=bits, tables=tables),
         regions=Regions(sink, window, 16),
-        differs="hashes and attends on the device, not on the CPU; thins what it draws to the budget",
+        differs="hashes and attends on the device, not on the CPU; a budget below what it draws thins that (`budget=0.5` does not)",
         choose="comparing with sampling by LSH",
     )

@@ -27,6 +27,6 @@ def quest(*, page: int = 16, policy: Policy = "max") -> Method:
         index=index,
         regions=Regions(0, page, page),
         any_budget=True,
-        differs="offloads its pages, which Quest keeps on the device",
+        differs="offloads its pages, which Quest keeps on the device; `page=32` is how PRKV's paper runs it",
         choose="comparing with pages by channel bounds",
     )

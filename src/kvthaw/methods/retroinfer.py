@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from kvthaw.cache.index_api import Method
+from kvthaw.index.clusters import Start
 from kvthaw.index.wave import WaveIndex
 from kvthaw.kernels.unit_select import Policy
 from kvthaw.regions import Regions
@@ -16,6 +17,7 @@ def retroinfer(
     tokens_per_cluster: int = 16,
     batch: int = 1024,
     estimated: float = 0.23,
+    start: Start = "random",
     iterations: int = 10,
     policy: Policy = "mean",
 ) -> Method:
@@ -23,8 +25,9 @@ def retroinfer(
 
     The paper reads 1.8 % of the clusters and estimates the next 23 %; here the budget says how many rows are read, so only the
     second is a share. An estimated cluster costs no row of the budget: its centroid and mean value are on the device. estimated=0
-    reads only. policy: how the query heads of a group agree on clusters, see `kvthaw.kernels.unit_select.Policy`; estimates are of
-    each query head. Sink 4 and window 64, the paper's steady zone. Estimates know no softcap.
+    reads only. start: the keys that k-means starts with, see `kvthaw.index.clusters.Start`. policy: how the query heads of a group
+    agree on clusters, see `kvthaw.kernels.unit_select.Policy`; estimates are of each query head. Sink 4 and window 64, the paper's
+    steady zone. Estimates know no softcap.
 
     On the device: centroids, mean values, the map of tokens and clusters (2 D / 16 elements and 4 bytes a key), the choice and the
     estimate. On the host: rows.
@@ -35,6 +38,7 @@ def retroinfer(
         tokens_per_cluster=tokens_per_cluster,
         batch=batch,
         estimated=estimated,
+        start=start,
         iterations=iterations,
         policy=policy,
     )
@@ -45,6 +49,6 @@ def retroinfer(
         index=index,
         regions=Regions(4, 64, 16),
         any_budget=True,
-        differs="starts k-means from covering keys, not at random; the budget says how many rows are read",
+        differs="the budget says how many rows are read",
         choose="comparing with clusters whose rest is estimated",
     )

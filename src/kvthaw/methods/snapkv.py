@@ -29,7 +29,7 @@ def snapkv(
     name = "snapkv" if refresh is None else "snapkv-refreshed"
     differs = "one choice a KV head, the authors' one a query head; generated tokens count towards the budget"
     if refresh is not None:
-        differs += "; chooses anew as it decodes"
+        differs += "; chooses anew as it decodes, which is kvthaw's addition"
     return Method(
         name,
         paper="SnapKV",

@@ -1,0 +1,31 @@
+"""A selection of what the query heads of each KV head chose on their own."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvthaw.cache.index_api import Selection
+
+_NONE = torch.iinfo(torch.int32).max
+
+
+def joined(rows: Tensor, budget: int) -> Selection:
+    """Join the rows [B, H, G, m] that the query heads of each KV head chose, -1 padded, into one selection of `budget` rows.
+
+    A row that several heads chose stands once; log_weight hides it from the heads that did not choose it. Of more than `budget`
+    rows the first in text order stay. Static shapes, no host sync.
+    """
+    own = torch.where(rows >= 0, rows, _NONE).sort(dim=3).values
+    every = own.flatten(2).sort(dim=2).values
+    again = torch.zeros_like(every, dtype=torch.bool)
+    again[:, :, 1:] = every[:, :, 1:] == every[:, :, :-1]
+    every = every.masked_fill(again, _NONE).sort(dim=2).values[:, :, :budget]
+    every = F.pad(every, (0, budget - every.shape[2]), value=_NONE)
+    wanted = every[:, :, None].expand(-1, -1, own.shape[2], -1).contiguous()
+    place = torch.searchsorted(own, wanted).clamp(max=own.shape[3] - 1)
+    hidden = (own.gather(3, place) != wanted) & (wanted != _NONE)
+    log_weight = torch.zeros(wanted.shape, device=rows.device).masked_fill(hidden, -torch.inf)
+    found = every != _NONE
+    return Selection(torch.where(found, every, -1), found.sum(dim=2, dtype=torch.int32), log_weight.flatten(1, 2))

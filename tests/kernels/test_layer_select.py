@@ -1,0 +1,53 @@
+"""One choice of pages for a layer, against each query head's softmax and the policy over all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels import layer_select as op
+
+CASES = [
+    # sequences' pages, heads, group, budget, policy
+    ([1], 1, 1, 5, "max"),
+    ([70, 3], 4, 1, 100, "max"),
+    ([40, 0, 130], 2, 3, 33, "mean"),
+    ([1100], 2, 4, 64, "mean"),
+]
+
+
+@pytest.mark.parametrize(("pages", "heads", "group", "budget", "policy"), CASES)
+@pytest.mark.parametrize("path", ["definition", "launch"])
+def test_all_heads_get_the_pages_of_the_largest_shares(
+    pages: list[int], heads: int, group: int, budget: int, policy: Any, path: str, device: torch.device
+) -> None:
+    if path == "launch" and not HAS_TRITON:
+        pytest.skip("no Triton")
+    units, dim, size = max(pages) + 2, 64, 16
+    digests = torch.full((len(pages), heads, units, 2 * dim), float("nan"), device=device)
+    stops = torch.full((len(pages), heads, units + 1), -7, dtype=torch.int32, device=device)
+    for seq, n in enumerate(pages):
+        digests[seq, :, :n] = torch.randn(heads, n, 2 * dim, device=device)
+        digests[seq, :, :n, dim:].abs_()
+        stops[seq, :, : n + 1] = size * torch.arange(n + 1, device=device)
+    counts = torch.tensor(pages, dtype=torch.int32, device=device)
+    query = torch.randn(len(pages), heads * group, dim, device=device)
+    how: dict[str, Any] = {"first": 4, "budget": budget, "scale": dim**-0.5, "policy": policy}
+    if path == "launch":
+        rows, taken = op.launch(query, digests, stops, counts, **how)
+    else:
+        rows, taken = op.definition(query, digests, stops, None, counts, **how)
+    for seq, n in enumerate(pages):
+        shares = []
+        for head in range(heads * group):
+            q, own = query[seq, head].double(), digests[seq, head // group, :n].double()
+            shares.append(torch.softmax((own[:, :dim] @ q + own[:, dim:] @ q.abs()) * dim**-0.5, dim=0))
+        merged = torch.stack(shares).amax(dim=0) if policy == "max" else torch.stack(shares).mean(dim=0)
+        best = merged.argsort(descending=True, stable=True).tolist()
+        wanted = {4 + i for i in [size * page + j for page in best for j in range(size)][:budget]}
+        for head in range(heads):
+            assert set(rows[seq, head].tolist()) - {-1} == wanted
+            assert int(taken[seq, head]) == len(wanted)
