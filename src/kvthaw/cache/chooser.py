@@ -50,7 +50,7 @@ class Chooser:
         self.reason = f"full attention is the faster way up to {crossing.total(1):,} tokens of one sequence ({crossing.source})"
         for i, layer in self.by_method.items():
             layer.reset()
-            self.layers[i] = DenseLayer(layer.number, self.sequences)
+            self.layers[i] = DenseLayer(layer.number, self.sequences, self.settings.method.prompt_queries)
 
     @property
     def changed(self) -> bool:
