@@ -51,9 +51,12 @@ def serving(
     api_keys: tuple[str, ...] = (),
     grace: float = 0.0,
     kv_dir: Path | None = None,
+    method: str = "icecache",
     **how: Any,
 ) -> Iterator[Served]:
-    batch = Batch(model, max_seqs=max_seqs, capacity=bytemodel.POSITIONS, prefix_cache=PrefixCache(), **SETTINGS)
+    batch = Batch(
+        model, max_seqs=max_seqs, capacity=bytemodel.POSITIONS, prefix_cache=PrefixCache(), **(SETTINGS | {"method": method})
+    )
     if kv_dir is not None:
         assert batch.prefix_cache is not None
         how["library"] = Library(batch.cache, batch.prefix_cache, kv_dir)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,18 @@ from openai import BadRequestError, NotFoundError
 from servers import TEMPLATE, Served, serving
 from transformers import PreTrainedModel
 
+METHOD = "quest"
+"""One whose answers after reuse are those of a fresh prefill."""
 DOCUMENT = "Once upon a time a king had three sons. " * 16
 QUESTION = (
     "The eldest of them went out into the world to seek his fortune, and he came to a great dark forest where nobody lived, "
 )
+
+
+@pytest.fixture(scope="module")
+def served(loaded: tuple[PreTrainedModel, Any]) -> Iterator[Served]:
+    with serving(*loaded, chat_template=TEMPLATE, method=METHOD) as one:
+        yield one
 
 
 def complete(served: Served, prompt: str, **more: Any) -> Any:
@@ -93,7 +102,7 @@ def test_documents_are_there_after_a_restart(
 ) -> None:
     """Unless their files were damaged, which is said."""
     talk = [{"role": "user", "content": DOCUMENT}]
-    how: dict[str, Any] = {"chat_template": TEMPLATE, "kv_dir": tmp_path}
+    how: dict[str, Any] = {"chat_template": TEMPLATE, "kv_dir": tmp_path, "method": METHOD}
     with serving(*loaded, **how) as served:
         served.post("/v1/contexts", name="sons", text=DOCUMENT)
         served.post("/v1/contexts", name="talk", messages=talk)
