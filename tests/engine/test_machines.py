@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import settings
 
-from machines import Batches, Caches
+from machines import MODES, Batches, Caches, Setting
 
 pytestmark = pytest.mark.slow
 
 Caches.TestCase.settings = settings(max_examples=24, stateful_step_count=8)
 Batches.TestCase.settings = settings(max_examples=12, stateful_step_count=8)
 TestCaches, TestBatches = Caches.TestCase, Batches.TestCase
+
+
+def test_blocks_that_are_copied_behind_a_step_outlive_its_mode() -> None:
+    """Rows that share blocks, decoded in inference mode, and prefilled without it."""
+    kind = Setting("llama", "icecache-digest", 16, False, torch.float32, MODES, 0, 4, 16, 1)
+    state = Caches()
+    state.begin(setting=kind, lengths=[11, 68, 122], cuts=[], announced=True)
+    state.fail(at=100, n=20, which=3)
+    state.several(n=11, which=5)
+    state.reorder(rows=[3, 3, 0, 1], which=2)
+    state.step(n=7, which=0)
+    state.repeat(times=2, which=1)
+    state.several(n=14, which=1)

@@ -216,8 +216,8 @@ class KVCache:
         return self.sequences.version, self.sequences.capacity, self.streams.device.spills
 
     def before_step(self) -> None:
-        """Run all host-side work required before the next decode step; idempotent. Afterwards a step of one token is work of the
-        device alone, where the index is graph-safe."""
+        """Idempotent. Run all host-side work required before the next decode step, which is then work of the device alone, where
+        the index is graph-safe."""
         if not self.needs_host():
             return
         self.chooser.before_step()
@@ -237,6 +237,8 @@ class KVCache:
         if self.sequences.full():
             self._run_ahead([layer for layer in self.layers if certain or layer.can_run_ahead])
 
+    @torch.inference_mode(False)  # tensors made here outlive the caller's mode
+    @torch.no_grad()
     def _go_on_on_host(self) -> None:
         """Let indexes on the host work beside what the model does next, once the step is certain."""
         if self._whole or self.sequences.step is not None:
