@@ -167,8 +167,9 @@ def test_truncate_reorder_and_state(options: dict[str, Any]) -> None:
     for seq in range(2):
         fill(index, seq, keys[seq, :, :300])
         fill(shorter, seq, keys[seq, :, :300])
-        for one, n in ((index, 900), (shorter, 333 if seq else 900)):
-            one.append([seq], keys[None, seq, :, 300:n], keys[None, seq, :, 300:n], None)
+        for one, stops in ((index, (333, 900)), (shorter, (333,) if seq else (333, 900))):  # products of the same sizes
+            for start, stop in zip((300, 333), stops, strict=False):
+                one.append([seq], keys[None, seq, :, start:stop], keys[None, seq, :, start:stop], None)
     index.truncate(1, SINK + 333)
     same(index, shorter)
     index.truncate(1, 5000)

@@ -31,12 +31,13 @@ class OneLayer:
         dim: int = 16,
         budget: int | None = 64,
         retrieved: int | None = None,
+        dtype: torch.dtype = torch.float32,
         **options: Any,
     ) -> None:
         total = prompt + steps
         self.heads, self.group, self.prompt = heads, group, prompt
-        self.query = torch.randn(1, heads * group, total, dim)
-        self.keys, self.values = torch.randn(1, heads, total, dim), torch.randn(1, heads, total, dim)
+        self.query = torch.randn(1, heads * group, total, dim, dtype=dtype)
+        self.keys, self.values = torch.randn(2, 1, heads, total, dim, dtype=dtype)
         settings = Settings(resolve(method, **options), budget=budget, retrieved=retrieved, block_size=32)
         self.cache = KVCache(settings, [2], 3)
         self.layer.observer = self._see

@@ -48,7 +48,7 @@ def test_no_static_set_is_arkvale(llama: PreTrainedModel) -> None:
     inputs = {"input_ids": prompt(2, 300)}
     with kvthaw.attach(llama, "prkv", retrieved=60, share=0.0):
         pages = generate(llama, inputs)
-    method = replace(resolve("arkvale"), regions=resolve("prkv").regions)
+    method = replace(resolve("arkvale", choice="head"), regions=resolve("prkv").regions)
     with kvthaw.attach(llama, method, retrieved=60):
         assert (generate(llama, inputs) == pages).all()
 

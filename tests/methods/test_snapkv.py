@@ -42,7 +42,7 @@ def chosen(
 )
 @pytest.mark.parametrize(("heads", "group", "budget"), [(2, 2, 64), (3, 1, 128), (1, 4, 200)])
 def test_the_choice_is_the_papers(options: dict[str, Any], heads: int, group: int, budget: int) -> None:
-    layer = OneLayer("snapkv", 300, 60, heads=heads, group=group, budget=budget, **options)
+    layer = OneLayer("snapkv", 300, 60, heads=heads, group=group, budget=budget, dtype=torch.float64, **options)
     plan = layer.layer.plan
     assert plan is not None
     window = plan.regions.window

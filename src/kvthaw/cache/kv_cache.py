@@ -191,8 +191,7 @@ class KVCache:
 
     @contextmanager
     def prompt(self, tokens: int, seq: int | None = None) -> Iterator[None]:
-        """Treat the next `tokens` tokens, padding included, as one prompt in chunks of any size: of every sequence, or of one
-        sequence of a running batch, whose other sequences stay unchanged."""
+        """Treat the next `tokens` tokens, padding included, as one prompt in chunks: of every sequence, or of one of a batch."""
         self.sequences.announce(tokens, seq)
         try:
             yield
@@ -216,8 +215,7 @@ class KVCache:
         return self.sequences.version, self.sequences.capacity, self.streams.device.spills
 
     def before_step(self) -> None:
-        """Idempotent. Run all host-side work required before the next decode step, which is then work of the device alone, where
-        the index is graph-safe."""
+        """Idempotent. Run all host-side work required before the next decode step; a graph-safe index is then captured whole."""
         if not self.needs_host():
             return
         self.chooser.before_step()
