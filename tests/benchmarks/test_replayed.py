@@ -11,7 +11,7 @@ from benchmarks.filled import FilledBench, FilledChecks
 from benchmarks.replayed import Record
 from kvthaw import ConfigError
 from kvthaw.bench import shapes
-from kvthaw.cache.layer_base import RECENT_QUERIES
+from kvthaw.cache.index_api import RECENT_QUERIES
 from kvthaw.engine.hf.model import make_config
 from timed import measured, settings, tinier
 

@@ -59,8 +59,8 @@ def test_what_is_no_model_is_refused() -> None:
 def test_unknown_option(llama: PreTrainedModel) -> None:
     with pytest.raises(ConfigError, match=r"method oracle has no option 'colour'; there are: policy"):
         kvthaw.Cache(llama, "oracle", colour=3)
-    with pytest.raises(ConfigError, match=r"method full has no option 'p'; it has none"):
-        kvthaw.Cache(llama, "full:p=1")
+    with pytest.raises(ConfigError, match=r"method streaming has no option 'p'; there are: sink"):
+        kvthaw.Cache(llama, "streaming:p=1")
     with pytest.raises(ConfigError, match=r"policy is 'median'; it must be one of max, mean, mean_query"):
         kvthaw.Cache(llama, "oracle", policy="median")
     with pytest.raises(ConfigError, match=r"options \['policy'\]"):
