@@ -45,7 +45,8 @@ def launch(
     whole = torch.stack((lse, torch.ones_like(lse)), dim=2)  # of all units, where the kernel looks for the first block's
     heads, compact = lse.shape[2], 1 << (lse.shape[2] - 1).bit_length()
     parts = F.pad(whole[:, :, None], (0, compact - heads))
-    none = torch.tensor([-torch.inf, 0.0], device=query.device)[:, None].expand(*parts.shape[:2], blocks - 1, 2, compact)
+    none = parts.new_zeros((*parts.shape[:2], blocks - 1, 2, compact))
+    none[:, :, :, 0] = -torch.inf
     parts = torch.cat((parts, none), dim=2)
     found = unit_select.launch_choice(scores, parts, stops, None, counts, first=first, budget=budget, policy=policy)
     return _of_all_heads(*found, digests.shape[1])
