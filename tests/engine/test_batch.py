@@ -189,7 +189,7 @@ def test_a_prompt_that_fails_leaves_the_batch_as_it_was(llama: PreTrainedModel) 
 
 @pytest.mark.parametrize(
     ("method", "then"),
-    [("full", "join"), ("quest", "leave"), ("icecache-digest", "again"), ("icecache-digest", "join"), ("streaming", "leave")],
+    [("full", "join"), ("quest", "leave"), ("icecache-digest", "again"), ("icecache", "join"), ("streaming", "leave")],
 )
 def test_a_step_that_breaks_off_between_layers_is_taken_again(
     llama: PreTrainedModel, method: str, then: str, monkeypatch: pytest.MonkeyPatch
@@ -206,8 +206,8 @@ def test_a_step_that_breaks_off_between_layers_is_taken_again(
                     patch.setattr(layer, "decode", interrupted)
                     with pytest.raises(KeyboardInterrupt):
                         batch.step()
-            if step == 10 and then == "join":
-                requests.append(prefilled(batch, prompt(1, 30)[0], max_new_tokens=20, stop=()))
+            if step % 4 == 2 and step < 36 and then == "join":  # before the step is taken again, whether rings were full or not
+                requests.append(prefilled(batch, prompt(1, 30)[0], max_new_tokens=1 + step % 3, stop=()))
             if step == 14 and then == "leave":
                 batch.leave(requests[1])
             batch.step()

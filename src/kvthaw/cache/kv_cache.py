@@ -117,7 +117,7 @@ class KVCache:
         decodes = sequences.filling is None and sequences.padded_length >= max(1, *pads) and sequences.decodes(tokens)
         step = sequences.begin(tokens, pads, dense=not decodes)
         if failed is not None:
-            self._go_back(failed, repeated=step.retaken, ahead=not step.dense)
+            self._go_back(failed, repeated=step.retaken, ahead=not step.dense or step.seq is not None)
             sequences.step = step
         elif step.dense and step.seq is None:  # what ran ahead in the sequences beside one that is filled stays
             for layer in self.layers:
@@ -161,11 +161,11 @@ class KVCache:
             layer.rollback(failed, repeated=repeated, ahead=ahead)
         self.sequences.step = None
 
-    def settle_failure(self) -> None:
-        """Return every layer to the committed lengths if a step failed."""
+    def settle_failure(self, *, ahead: bool = False) -> None:
+        """Return every layer to the committed lengths if a step failed. ahead: see LayerKV.rollback."""
         failed = self._failed()
         if failed is not None:
-            self._go_back(failed)
+            self._go_back(failed, ahead=ahead)
 
     def _commit(self, step: Step) -> None:
         self.sequences.commit()
@@ -310,7 +310,7 @@ class KVCache:
 
     def clear(self, seq: int) -> None:
         """Drop one sequence, which is idle from then on; no tensor moves."""
-        self.settle_failure()
+        self.settle_failure(ahead=True)  # the others are decoded next
         for layer in self.layers:
             layer.clear(seq)
         self.sequences.clear(seq)

@@ -351,14 +351,14 @@ class OffloadedLayer:
                 self.slab.held().copy_(ring)
             self._before, self._finite = (None, {}, None), None
         for seq in range(self.store.seqs):
-            changed = failed is not None and not repeated and failed.seq in (None, seq)
+            own = failed if failed is not None and not repeated and failed.seq in (None, seq) else None
             length = self.sequences.length(seq) if seq < self.sequences.count else 0
             if length == 0:
-                if changed:
+                if own is not None:
                     self.clear(seq)
                 continue
-            start = self.sequences.indexed(seq, length + ahead)
-            self.storage.rollback(seq, start, length, failed if changed else None)
+            start = self.sequences.indexed(seq, length + (ahead and (own is None or own.seq is None)))
+            self.storage.rollback(seq, start, length, own)
 
     def check_crop(self, drop: int) -> None:
         """See LayerKV."""
