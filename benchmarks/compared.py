@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.cells import Cell, read_cells, read_stretches, records_of, write_cells, write_stretches
-from benchmarks.goals import by_budget, goals, protocols, under, verdicts
+from benchmarks.claims import EXACT, by_budget, protocols, under, verdicts
 from kvthaw.evaluate.compare import summaries
 from kvthaw.evaluate.overview import overview
 
@@ -25,9 +25,18 @@ BEGIN, END = "<!-- written by benchmarks/compared.py -->", "<!-- until here -->"
 
 
 def summary(cells: Sequence[Cell]) -> str:
-    """Mean accuracies of the first protocol with their intervals, and the goals, as Markdown."""
+    """Claims and mean accuracies of the first protocol, with and without the exact-string tasks, as Markdown."""
     some = under(cells, protocols(cells)[0])
-    return "\n\n".join((verdicts(goals(some)).markdown(), by_budget(some).markdown()))
+    others = [cell for cell in some if cell.task not in EXACT]
+    return "\n\n".join(
+        (
+            verdicts(some).markdown(),
+            "All tasks:",
+            by_budget(some).markdown(),
+            f"Without {', '.join(EXACT)}:",
+            by_budget(others).markdown(),
+        )
+    )
 
 
 PAGES = {"docs/results.md": summary}  # what stands between the marks of each

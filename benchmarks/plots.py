@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks.cells import read_cells
-from benchmarks.goals import by_budget, protocols, under
+from benchmarks.claims import by_budget, protocols, under
 from kvthaw.evaluate.document import Share
 
 HERE = Path(__file__).parent
