@@ -98,7 +98,7 @@ def test_longbench_v2_asks_as_published() -> None:
     assert score("longbench_v2", V2, "The correct answer is (B), not The correct answer is (C)") == 0.0
     assert score("longbench_v2", V2, "C") == 0.0
     parts = BENCHMARKS["longbench_v2"].score(item, "The correct answer is (C)")
-    assert parts == {"score": 1.0, "answered": 1.0, "hard": 1.0, "short": 1.0}
+    assert parts == {"score": 1.0, "answered": 1.0, "hard": 1.0, "short": 1.0, "hard short": 1.0}
 
 
 def test_longbench_v2_with_steps_asks_twice() -> None:
@@ -143,6 +143,8 @@ def test_longbench_gold_answers_are_right(name: str) -> None:
         record["answers"] = [gold]
     benchmark = LONGBENCH[name]
     item = benchmark.item(record, 0)
+    record["question"] = record.pop("input")  # as the copy on the hub calls it
+    assert benchmark.item(record, 0) == item
     assert item.context.endswith("CONTEXT")
     assert ("{INPUT}" in item.question) == (name not in ("gov_report", "multi_news", "vcsum", "passage_count", "lcc"))
     assert benchmark.score(item, gold)["score"] == pytest.approx(1.0, abs=1e-6)

@@ -46,14 +46,15 @@ class LongBenchV2(Benchmark):
         return f"{AGAIN}{item.gold['choices']}\n\n{STEPS} {output.strip()}\n\n{FINAL}", ANSWER
 
     def score(self, item: Item, output: str, ask: Ask | None = None) -> dict[str, float]:
-        """Return the letter after "The correct answer is"; beside it the same within the item's difficulty and length."""
+        """Return the letter after "The correct answer is"; beside it the same within the item's difficulty, length and both."""
         letter = choice(output.replace("*", ""), PATTERNS)
         right = float(letter == item.gold["answer"])
-        parts = {str(item.gold[name]): right for name in ("difficulty", "length") if name in item.gold}
+        kinds = [str(item.gold[name]) for name in ("difficulty", "length") if name in item.gold]
+        parts = dict.fromkeys([*kinds, " ".join(kinds)] if kinds else [], right)
         return {"score": right, "answered": float(letter is not None), **parts}
 
 
-HUB = ("THUDM/LongBench-v2", None, "train")
+HUB = ("zai-org/LongBench-v2", None, "train")
 V2 = (
     LongBenchV2("longbench_v2", ANSWER, HUB, "longbench_v2"),
     LongBenchV2("longbench_v2_cot", REASONING, HUB, "longbench_v2", steps=True),

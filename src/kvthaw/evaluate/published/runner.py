@@ -151,7 +151,7 @@ class Examiner:
                 cache.batch_repeat_interleave(len(draws))
             how: dict[str, Any] = {"until": run.generation.stops, "after_first_word": False}
             answers = Answers(self.model, self.tokenizer, cache, sampling=draws, **how)
-            rows, name = logits.expand(len(draws), -1), f"{variant.method} {variant.budget or ''}".strip()
+            rows, name = logits.expand(len(draws), -1), str(variant)
             for step, _ in enumerate(answers.stream(rows, [question] * len(draws), run.generation.max_new_tokens)):
                 tell(step, len(question) + run.generation.max_new_tokens, name)
             stats, dense = cache.stats(), cache.settings.method.dense
