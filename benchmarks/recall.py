@@ -246,10 +246,10 @@ class Watcher:
             how = Sampling(study.temperature, seed=next(iter(settings.values()))["seed"])
             passage = replace(passage, rest=self._written(base, logits, len(passage.rest), how, show))
         for variant, setting in settings.items():
-            doing = f"{variant.method} {variant.budget or variant.retrieved}"
+            doing = str(variant)
             show(0, len(passage.rest), doing)
             start = now(self.model.device)
-            cache = base.fork(variant.method, **_limits(variant))
+            cache = base.fork(variant.method, **variant.limits)
             cache.wait()
             probe = Probe(cache, every=study.probe, reference=base)
             own = Sampling(study.temperature, seed=setting["seed"]) if study.follow == "own" else None
@@ -291,10 +291,6 @@ class Watcher:
 
 def _told(show: Callable[[int, int, str], None], of: int, doing: str, step: int) -> None:
     show(step, of, doing)
-
-
-def _limits(variant: Variant) -> dict[str, Any]:
-    return {"budget": variant.budget, "retrieved": variant.retrieved, "dense_layers": variant.dense_layers}
 
 
 def _line(
@@ -403,7 +399,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plot.check(given.plot)
     drift = given.kind == "drift"
     rows = "100" if drift and given.budget is None and given.retrieved is None else given.retrieved
-    variants = variants_of(given.method, given.budget, rows, given.dense_layers)
+    variants = variants_of([given.method], given.budget, rows, given.dense_layers)
     text = None if given.text is None else given.text.read_text(encoding="utf-8")
     lengths = [int(part) for part in (given.length or ("8192" if drift else "4096")).split(",")]
     how: dict[str, Any] = {"samples": given.samples, "seed": given.seed, "text": text, "kinds": tuple(given.prompt.split(","))}

@@ -13,7 +13,7 @@ FIELDS |= {"seed", "question", "versions"}
 
 def test_eval_prints_one_object_a_run(model: str, tmp_path: Path) -> None:
     out, plot = tmp_path / "out.jsonl", tmp_path / "plot.png"
-    arguments = ["eval", "passkey", "--model", model, "--method", "full,oracle,streaming", "--budget", "64,128"]
+    arguments = ["eval", "passkey", "--model", model, "--method", "full,oracle", "--method", "streaming", "--budget", "64,128"]
     arguments += ["--length", "300,500", "--samples", "2", "--out", str(out)]
     said = Said(*arguments, "--json", "--plot", str(plot))
     assert said.code == 0
@@ -72,8 +72,11 @@ def test_eval_takes_dense_layers_and_the_sparse_question(model: str) -> None:
         "--depths",
         "50",
     )
+    arguments += ("--method", "quest:retrieved=20,sink=4:dense_layers=0")
     said = Said("eval", "passkey", *arguments, "--dense-layers", "0,1", "--question", "sparse", "--seed", "7", "--json")
-    assert [(r["dense_layers"], r["question"], r["seed"]) for r in said.records] == [(0, "sparse", 7), (1, "sparse", 7)]
+    *oracle, quest = said.records
+    assert (quest["method"], quest["budget"]) == ("quest:sink=4", 4 + 16 + 16 + 20)
+    assert [(r["dense_layers"], r["question"], r["seed"]) for r in oracle] == [(0, "sparse", 7), (1, "sparse", 7)]
     assert said.records[0]["kv_dense_bytes"] == 0 < said.records[1]["kv_dense_bytes"]
 
 

@@ -13,16 +13,16 @@ from kvthaw.cache.plan import Settings
 from kvthaw.engine.graph_runner import needs_host
 from kvthaw.errors import ConfigError, at_least, one_of
 from kvthaw.evaluate.describe import describe
+from kvthaw.evaluate.variant import OWN
 from kvthaw.methods import resolve
-from kvthaw.methods.options import written as read_option
-from kvthaw.typecheck import check_type
+from kvthaw.methods.options import take
 
 HF = ("hf-dynamic", "hf-offloaded")
 """transformers' own caches with sdpa attention: DynamicCache, and the same with offloading=True."""
 STEPS = ("eager", "captured", "compiled")
 """Ways to take a step: the model's Python, the CUDA graphs of it, and the same compiled by torch.compile first."""
 PROMPTS = ("run", "filled", "text")
-_OWN = {"budget": int | float, "retrieved": int, "dense_layers": int, "hits": float, "new_tokens": int}
+_OWN = OWN | {"hits": float, "new_tokens": int}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,19 +136,15 @@ def grid(
 def setting(written: str, **wanted: Any) -> DecodeSetting:
     """Return a setting of a method with options behind colons: those of its cache (budget, retrieved, dense_layers, hits,
     new_tokens) come before the wanted ones, and what a method has no use for is None."""
-    name, *options = written.split(":")
-    pairs = [(one, *read_option(one)) for one in options]
-    given = {option: value for _, option, value in pairs if option in _OWN}
-    for option, value in given.items():
-        check_type(_OWN[option], **{option: value})
-    method = ":".join([name, *(one for one, option, _ in pairs if option not in _OWN)])
+    method, given = take(written, _OWN)
     values = {"hits": None, "prompt": "run", "shared": False, **wanted, **given}
     if values["retrieved"] is not None and ("retrieved" in given or "budget" not in given):
         values["budget"] = given.get("budget")
     elif "budget" in given:
         values["retrieved"] = None
+    name = written.partition(":")[0]
     found = None if name in HF else resolve(method)
-    if name in HF and options:
+    if name in HF and name != written:
         raise ConfigError(f"method is {written!r}; {name} takes no options")
     if found is None or found.dense:
         values |= {"budget": None, "retrieved": None, "dense_layers": None, "hits": None, "shared": False}

@@ -11,7 +11,7 @@ import typer
 from kvthaw.bench.shapes import SHAPES
 from kvthaw.cli import options
 from kvthaw.cli.common import bars, print_wide, save_plot
-from kvthaw.cli.options import budget_of, listed
+from kvthaw.cli.options import budget_of, listed, names_of
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -33,6 +33,7 @@ SERVING_EXAMPLES = (
     "Examples:\n\n  kvthaw bench serving --shape llama-3.1-8b --length 16384 --method full,pariskv-plus --budget 1024 --json\n\n"
     "  kvthaw bench serving --shape tiny --length 1000 --max-seqs 2 --requests 4 --method full,quest --out serving.jsonl"
 )
+_TIMED, _SERVED = ["hf-dynamic", "full", "icecache-digest"], ["full", "pariskv-plus"]
 Shape = Annotated[str, typer.Option(help=f"The model's shape, with random weights: {', '.join(SHAPES)}.")]
 HostBytes = Annotated[int | None, typer.Option(help="The most host memory to use; asks the system what is free unless given.")]
 Commit = Annotated[str | None, typer.Option(help="What the records say the code's commit is; asks git unless given.")]
@@ -52,13 +53,13 @@ def decode(
     length: Annotated[str, options.LENGTHS] = "4096",
     batch: Annotated[str, typer.Option(help="Rows of the batch, separated by commas.")] = "1",
     method: Annotated[
-        str,
+        list[str],
         typer.Option(
-            help="Methods, separated by commas. Options follow behind colons, those of a method and those of its cache: "
+            help="Methods, separated by commas or one by one. Options follow behind colons, a method's and its cache's: "
             "clusterkv:keep=2, pariskv:retrieved=100, icecache-digest:budget=256:new_tokens=64. hf-dynamic and hf-offloaded are "
             "transformers' own caches."
         ),
-    ] = "hf-dynamic,full,icecache-digest",
+    ] = _TIMED,
     budget: Annotated[
         str, typer.Option(help="Most tokens attended per KV head and step, or a fraction of the prompt.")
     ] = "256",
@@ -86,7 +87,7 @@ def decode(
     Each method is first checked against transformers' own logits.
     """
     lengths, batches = listed(length, int, "--length"), listed(batch, int, "--batch")
-    names, ways = listed(method, str, "--method"), listed(steps, str, "--steps")
+    names, ways = names_of(method), listed(steps, str, "--steps")
     limit = {"budget": listed(budget, budget_of, "--budget")[0], "retrieved": retrieved, "dense_layers": dense_layers}
     from kvthaw.bench import tables
     from kvthaw.bench.card import where
@@ -115,7 +116,7 @@ def prefill(
     chunk: Annotated[
         str, typer.Option(help="Tokens that go through the model at once, separated by commas; beside them, one pass.")
     ] = "1024",
-    method: options.Methods = "icecache-digest",
+    method: options.Methods = options.DIGEST,
     budget: Annotated[
         str, typer.Option(help="Most tokens attended per KV head and step, or a fraction of the prompt.")
     ] = "1024",
@@ -132,7 +133,7 @@ def prefill(
     Each method's logits are first checked against transformers' own of one pass.
     """
     lengths, chunks = listed(length, int, "--length"), listed(chunk, int, "--chunk")
-    names, allowed = listed(method, str, "--method"), listed(budget, budget_of, "--budget")[0]
+    names, allowed = names_of(method), listed(budget, budget_of, "--budget")[0]
     from kvthaw.bench import tables
     from kvthaw.bench.prefill import grid, run
     from kvthaw.evaluate.results import ResultsFile
@@ -153,7 +154,7 @@ def serving(
     max_seqs: Annotated[int, typer.Option(min=1, help="Requests that are decoded at once.")] = 4,
     requests: Annotated[int, typer.Option(min=1, help="Requests in all.")] = 8,
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens that each gets.")] = 64,
-    method: options.Methods = "full,pariskv-plus",
+    method: options.Methods = _SERVED,
     budget: Annotated[int, typer.Option(max=options.MOST, help="Most tokens attended per KV head and step.")] = 256,
     compile_: Annotated[bool, typer.Option("--compile", help="Compile the step first (a minute or more).")] = False,
     as_json: options.Lines = False,
@@ -164,7 +165,7 @@ def serving(
 
     Each method is first checked: a request in company must get the tokens that it gets alone.
     """
-    names = listed(method, str, "--method")
+    names = names_of(method)
     from kvthaw.bench import tables
     from kvthaw.bench.serving import Serving, run
     from kvthaw.cli.common import waiting

@@ -10,8 +10,9 @@ import typer
 
 from kvthaw.cli import options
 from kvthaw.cli.common import bars, load_model, print_wide, stderr, tell_outdated, waiting, warned
-from kvthaw.cli.options import budget_of, listed, methods_of
+from kvthaw.cli.options import budget_of, listed, names_of
 
+_ALL = ["all"]
 EXAMPLES = (
     "Examples:\n\n"
     "  kvthaw compare --task passkey,niah,longeval,kv-retrieval --methods all --budgets 64,128,256,1024 --out compared\n\n"
@@ -29,9 +30,16 @@ def compare(
         ),
     ] = "passkey,niah,longeval,kv_retrieval",
     methods: Annotated[
-        str, typer.Option(help="[bold]all[/], or methods separated by commas, with options as in icecache-digest:reuse=2.")
-    ] = "all",
+        list[str],
+        typer.Option(
+            "--methods",
+            "--method",
+            help="[bold]all[/], or methods, separated by commas or one by one, with options as in icecache-digest:reuse=2 and "
+            "quest:budget=256,sink=4.",
+        ),
+    ] = _ALL,
     budgets: Annotated[str, options.BUDGETS] = "64,128,256,1024",
+    retrieved: options.Beside = None,
     lengths: Annotated[str, options.LENGTHS] = "4096",
     samples: Annotated[int, typer.Option(min=1, help="Samples a cell, the same under every method.")] = 50,
     protocol: Annotated[
@@ -96,7 +104,7 @@ def compare(
         from kvthaw.evaluate.tasks import named
         from kvthaw.methods import METHODS
 
-        names = tuple(METHODS) if methods == "all" else tuple(methods_of(methods, "--methods"))
+        names = tuple(METHODS) if methods == _ALL else tuple(names_of(methods))
         wanted = listed(task, str, "--task")
         others = ",".join(name for name in wanted if name != "perplexity")
         sizes = tuple(listed(lengths, int, "--lengths"))
@@ -110,9 +118,10 @@ def compare(
             dense_layers=tuple(listed(dense_layers, int, "--dense-layers")),
             seed=seed,
             probe=probe,
+            retrieved=tuple(listed(retrieved, int, "--retrieved")) if retrieved else (),
             course=Course(sizes, samples=max(1, samples // 5), seed=seed) if "perplexity" in wanted else None,
         )
-        grid.jobs()  # wrong lengths cost no loading
+        grid.jobs(), grid.variants()  # what is wrong costs no loading
         if not out.exists() and out.parent.is_dir():
             out.mkdir()
         results = ResultsFile(out / "results.jsonl")

@@ -58,7 +58,7 @@ def _eval() -> None:
 def evaluate(
     task: Annotated[str, typer.Argument(help="Tasks or their common names, separated by commas; all of them stand below.")],
     model: options.Model = "shipped",
-    method: options.Methods = "icecache-digest",
+    method: options.Methods = options.DIGEST,
     budget: Annotated[str, options.BUDGETS] = "256",
     retrieved: options.Instead = None,
     length: Annotated[str, options.LENGTHS] = "4096",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
@@ -48,14 +47,14 @@ Method = Annotated[
     ),
 ]
 Methods = Annotated[
-    str, typer.Option("--method", help="Methods, separated by commas, with options as in icecache-digest:reuse=2.")
-]
-Sweep = Annotated[
-    str,
+    list[str],
     typer.Option(
-        "--method", help="Methods, separated by commas, with options as in pariskv:rho=0.2:beta=0.1; a list is a sweep."
+        "--method",
+        help="Methods, separated by commas or one by one, with options as in icecache-digest:reuse=2; budget, retrieved, "
+        "dense_layers, sink, window and buffer are options of each as well: pqcache:budget=0.2,quest:sink=4.",
     ),
 ]
+DIGEST, BOTH = ["icecache-digest"], ["icecache-digest", "streaming"]
 BUDGETS = typer.Option(help="Most tokens attended per KV head and step, or fractions of the prompt, separated by commas.")
 Instead = Annotated[
     str | None,
@@ -133,28 +132,20 @@ def words(text: Path | None) -> str | None:
     return None if text is None else prompt_text(None, text)
 
 
-def methods_of(text: str, option: str = "--method") -> list[str]:
-    """Return the methods of an option; a wrong name or option of one costs no loading of a model."""
-    names = listed(text, str, option)
-    from kvthaw.cache.plan import try_index
-    from kvthaw.methods import resolve
+def names_of(methods: Sequence[str]) -> list[str]:
+    """Return the methods of an option that is given several times, or with several separated by commas."""
+    from kvthaw.methods.options import split
 
-    for name in names:
-        try_index(resolve(name), head_dim=128)
-    return names
+    return [name for one in methods for name in split(one)]
 
 
-def variants_of(method: str, budget: str | None, retrieved: str | None, dense_layers: str) -> list[Variant]:
-    """Every method under every budget, every number of rows and every number of dense layers; full attention once."""
-    limits: list[tuple[int | float | None, int | None]] = []
-    if budget is not None:
-        limits += [(each, None) for each in listed(budget, budget_of, "--budget")]
-    if retrieved is not None:
-        limits += [(None, each) for each in listed(retrieved, int, "--retrieved")]
-    dense = [None] if dense_layers == "auto" else listed(dense_layers, int, "--dense-layers")
-    names = methods_of(method)
-    from kvthaw.evaluate.variant import Variant
-    from kvthaw.methods import resolve
+def variants_of(methods: Sequence[str], budget: str | None, retrieved: str | None, dense_layers: str) -> list[Variant]:
+    """Return every method under every limit; see read_variants. A wrong name or option costs no loading of a model."""
+    from kvthaw.evaluate.variant import read_variants
 
-    grid = itertools.product(names, limits or [(None, None)], dense)
-    return list(dict.fromkeys(Variant(n) if resolve(n).dense else Variant(n, *limit, kept) for n, limit, kept in grid))
+    return read_variants(
+        methods,
+        [] if budget is None else listed(budget, budget_of, "--budget"),
+        [] if retrieved is None else listed(retrieved, int, "--retrieved"),
+        [] if dense_layers == "auto" else listed(dense_layers, int, "--dense-layers"),
+    )

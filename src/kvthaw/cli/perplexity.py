@@ -20,7 +20,7 @@ EXAMPLES = (
 
 def perplexity(
     model: options.Model = "shipped",
-    method: options.Sweep = "icecache-digest,streaming",
+    method: options.Methods = options.BOTH,
     budget: Annotated[str | None, options.BUDGETS] = None,
     retrieved: options.Beside = None,
     length: Annotated[str, typer.Option(help="Tokens before the measured ones, separated by commas.")] = "1024,2048,4096",

@@ -39,7 +39,7 @@ def evaluate(
         typer.Option(help="A file, a folder, [bold]hub[/] to download it, or the id of a copy on the hub.", metavar="PATH"),
     ] = None,
     model: options.Model = "shipped",
-    method: options.Methods = "icecache-digest",
+    method: options.Methods = options.DIGEST,
     budget: Annotated[str, options.BUDGETS] = "256",
     retrieved: options.Instead = None,
     dense_layers: options.DenseLayers = "auto",

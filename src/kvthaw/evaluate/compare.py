@@ -13,8 +13,7 @@ from kvthaw.evaluate.perplexity import Course, Reader
 from kvthaw.evaluate.perplexity import summarize as summarize_perplexity
 from kvthaw.evaluate.results import Record, summarize
 from kvthaw.evaluate.runner import Runner
-from kvthaw.evaluate.variant import FULL, Variant, complete
-from kvthaw.methods import resolve
+from kvthaw.evaluate.variant import FULL, Variant, complete, read_variants
 
 Tell = Callable[[str, int, int], None]
 """Is told what is computed, and how many pieces of how many are done."""
@@ -24,7 +23,7 @@ Tell = Callable[[str, int, int], None]
 class Grid:
     """Every task at every length under every method, budget and protocol.
 
-    questions: as for Job. dense_layers: first layers that keep all KV. course: what perplexity is measured on, None for none. The
+    methods, budgets, retrieved, dense_layers: as for read_variants. course: what perplexity is measured on, None for none. The
     others are as for Job.
     """
 
@@ -39,6 +38,7 @@ class Grid:
     probe: int = 0
     depths: tuple[float, ...] = EVEN_DEPTHS
     course: Course | None = None
+    retrieved: tuple[int, ...] = ()
 
     def jobs(self) -> list[Job]:
         """Return a job a task, length and protocol. Raises ConfigError for what no job can be."""
@@ -48,10 +48,8 @@ class Grid:
         ]
 
     def variants(self) -> list[Variant]:
-        """Return a variant a method, budget and number of dense layers; full attention once."""
-        every = itertools.product(self.methods, self.budgets, self.dense_layers)
-        found = (FULL if resolve(name).dense else Variant(name, budget, None, dense) for name, budget, dense in every)
-        return list(dict.fromkeys((FULL, *found)))
+        """Return full attention, and every method under every limit; see read_variants."""
+        return list(dict.fromkeys((FULL, *read_variants(self.methods, self.budgets, self.retrieved, self.dense_layers))))
 
 
 def run(runner: Runner, reader: Reader, grid: Grid, *, shard: tuple[int, int] = (1, 1), tell: Tell = lambda *_: None) -> None:

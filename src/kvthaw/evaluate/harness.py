@@ -30,16 +30,16 @@ from kvthaw.engine.hf import attach
 from kvthaw.engine.hf.model import SHIPPED, shipped_path
 from kvthaw.errors import ConfigError, at_least
 from kvthaw.evaluate.tail import Prompt
-from kvthaw.evaluate.variant import Variant
+from kvthaw.evaluate.variant import read_variant
 
 
 @register_model("kvthaw")
 class KvthawLM(HFLM):
     """lm-evaluation-harness's HFLM with its model attached to a method.
 
-    pretrained: as HFLM takes it, or "shipped". method: as `kvthaw.attach` takes it, options in the name ("quest:page=32"), as are
-    budget, retrieved, dense_layers, seed, capture and compile. sparse_tokens: see the module. Everything else is HFLM's: dtype,
-    device (the GPU if there is one), batch_size, max_length, chat templates, ...
+    pretrained: as HFLM takes it, or "shipped". method: a name with options, its limits perhaps among them
+    ("quest:page=32:budget=256"). budget, retrieved, dense_layers, seed, capture and compile: as for `kvthaw.attach`. sparse_tokens:
+    see the module. Everything else is HFLM's: dtype, device (the GPU if there is one), batch_size, max_length, chat templates, ...
 
     Raises ConfigError for settings that no cache of the model would take, and for sparse_tokens with a batch_size above 1.
     """
@@ -70,17 +70,8 @@ class KvthawLM(HFLM):
             **kwargs,
         )
         self.sparse_tokens, self.seed = sparse_tokens, seed
-        self.variant = Variant(method, budget, retrieved, dense_layers)
-        self.handle = attach(
-            self.model,
-            method,
-            budget=budget,
-            retrieved=retrieved,
-            dense_layers=dense_layers,
-            seed=seed,
-            capture=capture,
-            compile=compile,
-        )
+        self.variant = variant = read_variant(method, budget, retrieved, dense_layers)
+        self.handle = attach(self.model, variant.method, **variant.limits, seed=seed, capture=capture, compile=compile)
 
     def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
         """One dense pass that keeps nothing. inps [B, T] -> logits [B, T, V]."""

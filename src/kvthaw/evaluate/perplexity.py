@@ -212,7 +212,7 @@ class Reader:
         show: Callable[[int, int, str], None],
     ) -> list[Record]:
         """Send each row's text but its last token through a fork, one by one, and score all tokens but the first."""
-        doing, steps = f"{variant.method} {variant.budget or variant.retrieved or ''}".strip(), settings[0]["steps"]
+        doing, steps = str(variant), settings[0]["steps"]
         show(0, steps, doing)
         start = now(self.model.device)
         cache = make()

@@ -151,7 +151,7 @@ class Runner:
         deferred = _Prefilled(samples, joined(self.model, bases), torch.stack(logits), rests, seconds)
         with Forks(deferred.base) as forks:
             for variant in unit.variants:
-                tell(total, total, f"{variant.method} {variant.budget or ''}".strip())
+                tell(total, total, str(variant))
                 make = forks.fork if len(samples) > 1 else partial(fork, deferred.base)  # a single one is timed
                 yield self._lines(task, deferred, self.settings(job, variant, unit.places), partial(make, variant))
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kvthaw.cache.index_api import Method
+from kvthaw.cache.plan import Settings, try_index
 from kvthaw.engine.hf import Cache, PreTrainedModel
+from kvthaw.errors import ConfigError
 from kvthaw.methods import resolve
-from kvthaw.methods.options import digest
+from kvthaw.methods.options import digest, split, take
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,15 +24,62 @@ class Variant:
     retrieved: int | None = None
     dense_layers: int | None = None
 
+    @property
+    def limits(self) -> dict[str, Any]:
+        """Settings of its `kvthaw.Cache`."""
+        return {"budget": self.budget, "retrieved": self.retrieved, "dense_layers": self.dense_layers}
+
+    def __str__(self) -> str:
+        limit = self.budget if self.retrieved is None else f"{self.retrieved} retrieved"
+        return self.method if limit is None else f"{self.method} {limit}"
+
 
 FULL = Variant("full")
+OWN = {"budget": int | float, "retrieved": int, "dense_layers": int}
+"""Options of a variant that stand among those of its method."""
+
+
+def read_variant(
+    written: str, budget: int | float | None = None, retrieved: int | None = None, dense_layers: int | None = None
+) -> Variant:
+    """Return a method with options under a limit. A budget, retrieved or dense_layers among the options, as in
+    "pqcache:budget=0.2", comes instead of those given."""
+    method, own = take(written, OWN)
+    common = {} if "budget" in own or "retrieved" in own else {"budget": budget, "retrieved": retrieved}
+    return Variant(method, **{"dense_layers": dense_layers, **common, **own})
+
+
+def read_variants(
+    methods: str | Iterable[str],
+    budgets: Sequence[int | float] = (),
+    retrieved: Sequence[int] = (),
+    dense_layers: Sequence[int] = (),
+) -> list[Variant]:
+    """Return every method under every budget, number of rows and number of dense layers; full attention once.
+
+    methods: names with options, separated by commas or one by one; see read_variant. Raises ConfigError, without a model, for a
+    name, an option or a limit that no cache would take."""
+    limits: list[tuple[int | float | None, int | None]] = [(one, None) for one in budgets]
+    limits += [(None, one) for one in retrieved]
+    found: dict[Variant, None] = {}
+    for written in itertools.chain.from_iterable(map(split, [methods] if isinstance(methods, str) else methods)):
+        own = read_variant(written)
+        method = resolve(own.method)
+        if method.dense and own != Variant(own.method):
+            raise ConfigError(f"method is {written!r}; {method.name} attends to everything, under no limit")
+        try_index(method, head_dim=128)
+        for limit, kept in itertools.product(limits or [(None, None)], dense_layers or (None,)):
+            variant = own if method.dense else read_variant(written, *limit, kept)
+            Settings(method, variant.budget, variant.retrieved, variant.dense_layers or 0)
+            found[variant] = None
+    return list(found)
 
 
 def complete(model: PreTrainedModel, variant: Variant) -> Variant:
     """Return the variant with nothing left open. Raises ConfigError for settings that no cache of the model would take."""
     if resolve(variant.method).dense:
         return FULL
-    cache = Cache(model, variant.method, budget=variant.budget, retrieved=variant.retrieved, dense_layers=variant.dense_layers)
+    cache = Cache(model, variant.method, **variant.limits)
     budget = 256 if variant.budget is None and variant.retrieved is None else variant.budget
     return replace(variant, budget=budget, dense_layers=cache.settings.dense_layers)
 
@@ -48,8 +98,9 @@ def setting_of(variant: Variant) -> dict[str, Any]:
 def fork(base: Cache, variant: Variant, method: Method | None = None) -> Cache:
     """Return a cache's tokens under a variant, offloaded and indexed. method: the variant's, if it has been made already."""
     chosen = method or resolve(variant.method)
-    limits = {} if chosen.dense else {"budget": variant.budget, "retrieved": variant.retrieved}
-    dense = {} if variant.dense_layers is None else {"dense_layers": variant.dense_layers}
-    cache = base.fork(chosen, **dense, **limits)
+    limits = {} if chosen.dense else variant.limits
+    if variant.dense_layers is None:
+        limits.pop("dense_layers", None)
+    cache = base.fork(chosen, **limits)
     cache.wait()
     return cache

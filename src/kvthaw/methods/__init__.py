@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from inspect import signature
 from typing import Any
 
 from kvthaw.cache.index_api import Method
@@ -19,7 +21,7 @@ from kvthaw.methods.icecache_digest import icecache_digest, icecache_digest_devi
 from kvthaw.methods.infinigen import infinigen
 from kvthaw.methods.magicpig import magicpig
 from kvthaw.methods.omnikv import omnikv
-from kvthaw.methods.options import check, written
+from kvthaw.methods.options import REGIONS, check, written
 from kvthaw.methods.oracle import oracle
 from kvthaw.methods.pariskv import pariskv
 from kvthaw.methods.pariskv_plus import pariskv_plus
@@ -33,10 +35,13 @@ from kvthaw.methods.snapkv import snapkv
 from kvthaw.methods.socket import socket
 from kvthaw.methods.streaming import streaming
 from kvthaw.methods.twilight import twilight
+from kvthaw.typecheck import check_type
 
 
 def resolve(method: str | Method, **options: Any) -> Method:
-    """A Method by name, with options, or as it is. Options may stand in the name: "icecache:promote=0.1:merge=union".
+    """Return a Method by name, with options, or as it is. Options may stand in the name: "icecache:promote=0.1:merge=union".
+
+    Every method that retrieves also takes sink, window and buffer, in tokens, instead of its own regions.
 
     Raises ConfigError for a name that is not in METHODS, naming the nearest, and for options that the method does not take."""
     if isinstance(method, Method):
@@ -50,8 +55,14 @@ def resolve(method: str | Method, **options: Any) -> Method:
     options = {**dict(written(text) for text in texts), **options}
     if method not in METHODS:
         raise unknown("method", method, METHODS)
-    check(method, options, METHODS[method])
-    return METHODS[method](**options)
+    make = METHODS[method]
+    regions = {name: options.pop(name) for name in REGIONS if name in options and name not in signature(make).parameters}
+    check(method, options, make)
+    check_type(int, **regions)
+    made = make(**options)
+    if regions and made.index is None:
+        raise ConfigError(f"method {method} retrieves nothing; it has no option {next(iter(regions))!r}")
+    return replace(made, regions=replace(made.regions, **regions)) if regions else made
 
 
 METHODS: dict[str, Callable[..., Method]] = {

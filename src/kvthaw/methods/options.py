@@ -6,6 +6,7 @@ import ast
 import hashlib
 import inspect
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -23,6 +24,29 @@ def written(text: str) -> tuple[str, Any]:
         return name, ast.literal_eval(value)
     except (ValueError, SyntaxError):
         return name, value
+
+
+def split(text: str) -> list[str]:
+    """Read names with options from a list separated by commas, in which an option alone belongs to the name before it: "full,
+    quest:budget=64,sink=4" is full and quest:budget=64:sink=4."""
+    found: list[str] = []
+    for part in map(str.strip, re.split(r",(?![^(]*\))", text)):
+        if found and re.match(r"\w+=", part):
+            found[-1] += f":{part}"
+        elif part:
+            found.append(part)
+    return found
+
+
+def take(text: str, kinds: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Take the options that `kinds` names off a name with options. Returns what is left of it, and their values.
+
+    kinds: what each must be. Raises ConfigError for another value."""
+    name, *parts = text.split(":")
+    given = dict(written(part) for part in parts if part.partition("=")[0] in kinds)
+    for option, value in given.items():
+        check_type(kinds[option], **{option: value})
+    return ":".join([name, *(part for part in parts if part.partition("=")[0] not in kinds)]), given
 
 
 def check(method: str, given: Mapping[str, Any], *takes: Callable[..., object]) -> None:
@@ -67,6 +91,10 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"an option is {value!r}, of which no digest is made")
 
 
+REGIONS = ("sink", "window", "buffer")
+"""Options of every method that retrieves, in tokens."""
+
+
 def text(make: Callable[..., object]) -> str:
     """What a method's function says of itself."""
     while isinstance(make, partial):
@@ -74,11 +102,12 @@ def text(make: Callable[..., object]) -> str:
     return inspect.getdoc(make) or ""
 
 
-def options(make: Callable[..., object]) -> dict[str, dict[str, Any]]:
-    """The options of a method's function by name: their default, and in words what they take. Those that it takes under any name
+def options(make: Callable[..., Method]) -> dict[str, dict[str, Any]]:
+    """Return a method's options by name: their default, and in words what they take. Those that its function takes under any name
     are not among them; its text says which they are."""
-    named = inspect.signature(make, eval_str=True).parameters.values()
-    return {
+    named, made = inspect.signature(make, eval_str=True).parameters.values(), make()
+    regions = () if made.index is None else REGIONS
+    return {name: {"default": getattr(made.regions, name), "takes": describe(int)} for name in regions} | {
         one.name: {"default": one.default, "takes": describe(one.annotation)}
         for one in named
         if one.kind is not one.VAR_KEYWORD
