@@ -101,8 +101,7 @@ def test_rows_are_never_in_the_ring(llama: PreTrainedModel) -> None:
         rows = choice.selection.rows
         asked.append(bool(((rows < layer.indexed(0)) | (rows < 0)).all()))
 
-    for layer in cache.frozen_layers:
-        layer.observer = look
+    cache.kv.streams.observers.append(look)
     for t in range(40):
         step(llama, cache, IDS[:, t : t + 1])
     assert all(asked)

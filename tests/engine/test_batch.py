@@ -148,8 +148,7 @@ def test_an_empty_sequence_is_attended_by_nobody(llama: PreTrainedModel) -> None
     batch = Batch(llama, "oracle", max_seqs=3, capacity=CAPACITY, budget=48)
     request = prefilled(batch, prompt(1, 90)[0], stop=())
     seen = []
-    for layer in batch.cache.frozen_layers:
-        layer.observer = lambda layer, query, choice: seen.append(choice.selection.counts)
+    batch.cache.kv.streams.observers.append(lambda layer, query, choice: seen.append(choice.selection.counts))
     batch.step()
     assert all(counts[request.seq].min() > 0 and counts[1:].max() == 0 for counts in seen)
     assert batch.stats().attended_mean == 48 - 6 + 1 == alone_stats(llama, 90).attended_mean

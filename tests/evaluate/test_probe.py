@@ -27,12 +27,10 @@ def watch(cache: kvthaw.Cache, probe: Probe) -> list[Step]:
     steps: list[Step] = []
 
     def keep(layer: OffloadedLayer, query: Tensor, choice: Choice | None) -> None:
-        probe._observe(layer, query, choice)
         rows = [layer.read(seq, 0, layer.length(seq)).clone() for seq in range(layer.sequences.count)]
         steps.append((layer, query.clone(), choice, rows, [layer.indexed(seq) for seq in range(layer.sequences.count)]))
 
-    for layer in cache.frozen_layers:
-        layer.observer = keep
+    cache.kv.streams.observers.append(keep)
     return steps
 
 
@@ -223,16 +221,14 @@ def test_observing_changes_no_choice(llama: PreTrainedModel) -> None:
     def rows(probed: bool) -> list[Tensor]:
         found: list[Tensor] = []
         cache = kvthaw.Cache(llama, "pariskv:beta=0.3:rho=0.3:window=8:buffer=8", retrieved=6, dense_layers=0)
-        probe = Probe(cache)
 
         def keep(layer: OffloadedLayer, query: Tensor, choice: Choice | None) -> None:
             assert choice is not None
-            if probed:
-                probe._observe(layer, query, choice)
             found.append(choice.selection.rows.clone())
 
-        for layer in cache.frozen_layers:
-            layer.observer = keep
+        cache.kv.streams.observers.append(keep)
+        if probed:
+            Probe(cache)
         decode(llama, cache, ids, 20)
         return found
 

@@ -40,7 +40,7 @@ class OneLayer:
         self.keys, self.values = torch.randn(2, 1, heads, total, dim, dtype=dtype)
         settings = Settings(resolve(method, **options), budget=budget, retrieved=retrieved, block_size=32)
         self.cache = KVCache(settings, [2], 3)
-        self.layer.observer = self._see
+        self.cache.streams.observers.append(self._see)
         self.choice: Choice | None = None
         self.out = self.take(0, prompt)
 

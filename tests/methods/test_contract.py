@@ -106,7 +106,7 @@ class Layer:
         return self.cache.offloaded[0]
 
     def observe(self) -> None:
-        self.frozen.observer = self._observe
+        self.cache.streams.observers.append(self._observe)
 
     @property
     def regions(self) -> Regions:

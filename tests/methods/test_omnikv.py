@@ -46,7 +46,7 @@ def test_a_layer_after_it_attends_to_the_choice_alone() -> None:
     leader, follower = cache.offloaded
     assert (leader.leader, follower.leader) == (None, leader)
     choices: list[Choice | None] = []
-    follower.observer = lambda layer, query, choice: choices.append(choice)
+    cache.streams.observers.append(lambda layer, query, choice: choices.append(choice))
     inputs = [[torch.randn(1, n, 230, 16) for n in (4, 2, 2)] for _ in range(2)]
     for start, stop in [(0, 200), *((at, at + 1) for at in range(200, 230))]:
         for layer, given in zip((leader, follower), inputs, strict=True):

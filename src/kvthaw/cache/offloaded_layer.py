@@ -10,7 +10,7 @@ A decode step, start to finish:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from kvthaw.cache.layer_storage import LayerStorage
 from kvthaw.cache.plan import Plan, Settings
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.preallocator import BlockPreallocator
-from kvthaw.cache.retriever import Choice, Retriever
+from kvthaw.cache.retriever import Retriever
 from kvthaw.cache.rotary import Rotary
 from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.sparse_attention import SparseAttention
@@ -56,7 +56,6 @@ class OffloadedLayer:
         self.preallocator = preallocator
         self.retriever: Retriever | None = None
         self.rotary: Rotary | None = None  # for a method that asks for it
-        self.observer: Callable[[OffloadedLayer, Tensor, Choice | None], None] | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -233,8 +232,8 @@ class OffloadedLayer:
 
     def _attend(self, step: Step | None, t: int, query: Tensor, newest: Newest, attention: AttentionParams) -> Tensor:
         out, choice = self.sparse.attend(step, t, query, newest, attention)
-        if self.observer is not None:
-            self.observer(self, query, choice)
+        for observer in self.streams.observers:
+            observer(self, query, choice)
         return out
 
     # Queries that are known before the layer runs

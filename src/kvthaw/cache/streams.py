@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ from kvthaw.cache.kv_prefetcher import KVPrefetcher
 from kvthaw.cache.segmented_graph import SegmentedGraph
 
 _Found = TypeVar("_Found")
+Observer = Callable[[Any, Tensor, Any], None]
+"""Called with an OffloadedLayer, the query [B, Hq, D] and the Choice, or None, of every sparse step that the layer has taken. Where
+it has an attribute `graph_safe` that is true, it neither waits for the device nor moves a tensor once it has seen a step."""
 _WITH_THREADS: weakref.WeakSet[Streams] = weakref.WeakSet()
 """Streams that have started a thread. A forked child inherits them, but none of their threads."""
 
@@ -34,7 +37,7 @@ _WITH_THREADS: weakref.WeakSet[Streams] = weakref.WeakSet()
 class Streams:
     """One copy stream, one indexing thread and one that searches, shared by the layers of a cache; prefetcher: the way back; aux
     and deferred: for indexes that work on the device. memory, device: host and device memory of all layers. graph: the step that is
-    captured now. layers: of the model."""
+    captured now. layers: of the model. observers: called after each sparse step of each layer; copies of a cache have none."""
 
     _IN_FLIGHT = 2  # layers whose keys and values may still be on their way out
 
@@ -43,6 +46,7 @@ class Streams:
         self.prefetcher, self.aux = KVPrefetcher(self.device.streams), AuxStream(self.device.streams)
         self.deferred = DeferredBatch()
         self.graph: SegmentedGraph | None = None
+        self.observers: list[Observer] = []
         self._threads: dict[str, ThreadPoolExecutor] = {}
         self._stream: torch.cuda.Stream | None = None
         self._copies: deque[torch.cuda.Event] = deque()

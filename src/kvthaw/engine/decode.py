@@ -31,7 +31,7 @@ def decode(
     """Yield the tokens that `choose` picks from the logits [B, V] before them, then send them through the model, and so on.
 
     Ends when `choose` returns None. A token enters the cache only when the next one is asked for, so a caller that stops iterating
-    takes no step for nothing. On a GPU the steps are replayed from CUDA graphs where the method allows it and the layers' observers
+    takes no step for nothing. On a GPU the steps are replayed from CUDA graphs where the method allows it and all observers
     are graph_safe (capture=False: never; a cache.replay that is there is used); elsewhere they run eagerly. The logits given to
     `choose` are valid until the next step.
     """
@@ -80,11 +80,9 @@ def forward(model: PreTrainedModel, cache: Cache | DynamicCache, ids: Sequence[S
 def _step(model: PreTrainedModel, cache: Cache | DynamicCache, ids: Tensor, capture: bool) -> Tensor:
     if not capture or not ids.is_cuda or not isinstance(cache, Cache) or is_attached(model):  # such a model replays by itself
         return forward(model, cache, ids)
-    observers = [layer.observer for layer in cache.kv.offloaded if layer.observer is not None]
-    waits = not all(getattr(observer, "graph_safe", False) for observer in observers)  # Python, which a replay leaves out
-    if cache.replay is None and not waits and not cache.reordered and capturable(cache) is None:
+    if cache.replay is None and not cache.reordered and capturable(cache) is None:
         cache.replay = GraphRunner(model.forward, cache)
-    if cache.replay is None or waits or cache.reordered:
+    if cache.replay is None or cache.reordered:
         return forward(model, cache, ids)
     return cache.replay(ids, _lengths(cache, ids.device))[:, -1]
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from kvthaw.cache.index_api import Method
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.segmented_graph import SegmentedGraph
+from kvthaw.cache.streams import Observer
 from kvthaw.engine.ops import serving
 
 _log = logging.getLogger(__name__)
@@ -108,6 +109,7 @@ class GraphRunner:
         self._graph: SegmentedGraph | None = None
         self._addresses: tuple[int, ...] = ()
         self._steady = 0
+        self._observers: list[Observer] = []  # those that the graph has captured
         self._ids = self._positions = self._logits = torch.empty(0)
 
     def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
@@ -133,8 +135,12 @@ class GraphRunner:
         self._ids.copy_(ids)  # every step reads the same two tensors, so that a compiled forward meets no other strides
         self._positions.copy_(positions)
         kv, sequences = self._kv, self._kv.sequences
-        if not self._captures or sequences.step is not None:  # a step failed: layers take it again, or go back
+        observers = kv.streams.observers
+        eager = not all(getattr(observer, "graph_safe", False) for observer in observers)  # Python, which a replay leaves out
+        if not self._captures or eager or sequences.step is not None:  # a step failed: layers take it again, or go back
             return self._run()
+        if self._observers != observers:
+            self._graph, self._steady, self._observers = None, 0, list(observers)
         if self._graph is None or self._known != (sequences.version, sequences.padded_length) or kv.needs_host():
             self._prepare()
         if self._graph is None:

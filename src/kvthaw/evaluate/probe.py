@@ -115,23 +115,22 @@ class Probe:
         self.every = every
         self.observations: list[Observation] = []
         self.seconds = 0.0
-        self._layers = cache.frozen_layers
-        self._steps = {layer.number: 0 for layer in self._layers}
+        self._steps: dict[int, int] = {}
+        self._observers = cache.kv.streams.observers
         self._reference = {} if reference is None else {layer.number: layer for layer in reference.kv_layers}
-        for layer in self._layers:
-            layer.observer = self._observe
+        self._observers.append(self)
 
     def detach(self) -> None:
         """Observe no more."""
-        for layer in self._layers:
-            layer.observer = None
+        self._observers.remove(self)
 
     def quality(self) -> Quality:
         """Means over all that was observed."""
         return Quality.of(self.observations)
 
-    def _observe(self, layer: OffloadedLayer, query: Tensor, choice: Choice | None) -> None:
-        step = self._steps[layer.number]
+    def __call__(self, layer: OffloadedLayer, query: Tensor, choice: Choice | None) -> None:
+        """Observe a step of a layer, if it is the n-th."""
+        step = self._steps.get(layer.number, 0)
         self._steps[layer.number] = step + 1
         if step % self.every:
             return

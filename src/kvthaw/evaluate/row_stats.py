@@ -45,11 +45,12 @@ class PerRequestStats:
     It adds to tensors on the device and never waits for them, so steps that it observes can be captured in CUDA graphs.
     """
 
+    graph_safe = True
+
     def __init__(self, cache: Cache) -> None:
         self._cache, sequences = cache, cache.kv.sequences
         self._begin = [sequences.length(seq) for seq in range(sequences.count)]
         self._choosing = [kv for kv in cache.frozen_layers if kv.leader is None and kv.retriever is not None]
-        self._others = {kv.number: kv.observer for kv in self._choosing}
         self._host: dict[int, int] = {}
         if self._choosing:
             device = self._choosing[0].slab.data.device
@@ -57,13 +58,12 @@ class PerRequestStats:
             self._counted = torch.zeros(
                 3, len(self._begin), dtype=torch.int64, device=device
             )  # selected, fetched, most of a head
-        for kv in self._choosing:
-            kv.observer = self._count if self._others[kv.number] is None else self._observe
+        self._observers = cache.kv.streams.observers
+        self._observers.append(self)
 
     def detach(self) -> None:
         """Observe no more."""
-        for kv in self._choosing:
-            kv.observer = self._others[kv.number]
+        self._observers.remove(self)
 
     def ended(self, row: int) -> None:
         """Stop counting a row: it has sent its last token, and what it holds on the host now is what counts."""
@@ -97,18 +97,12 @@ class PerRequestStats:
             dense=self._cache.settings.method.dense,
         )
 
-    def _observe(self, layer: OffloadedLayer, query: Tensor, choice: Choice | None) -> None:
-        other = self._others[layer.number]
-        if other is not None:
-            other(layer, query, choice)
-        self._count(layer, query, choice)
-
-    def _count(self, layer: OffloadedLayer, query: Tensor, choice: Choice | None) -> None:
-        assert choice is not None
+    def __call__(self, layer: OffloadedLayer, query: Tensor, choice: Choice | None) -> None:
+        """Count what a layer that chooses has chosen."""
+        if layer.leader is not None or choice is None:
+            return
         counts = choice.selection.counts.to(self._live.device, non_blocking=True)
         selected = counts.sum(dim=1)
         fetched = torch.zeros_like(selected) if choice.fetch is None else (choice.fetch >= 0).sum(dim=(1, 2)).to(counts.device)
         self._counted[:2].add_(torch.stack((selected, fetched)) * self._live)
         self._counted[2].copy_(torch.maximum(self._counted[2], counts.amax(dim=1) * self._live))
-
-    _count.graph_safe = True  # type: ignore[attr-defined]
