@@ -18,7 +18,7 @@ from benchmarks.script import Report, run_kernels
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_api import IndexContext
 from kvthaw.errors import CacheError
-from kvthaw.index.clusters import sample_positions
+from kvthaw.index.clusters import drawn
 from kvthaw.index.nodes import NodeConfig, NodeIndex
 from kvthaw.kernels import HAS_TRITON, nearest, node_digests, node_scores
 from kvthaw.kernels.kmeans import grouped
@@ -105,7 +105,7 @@ def check(device: torch.device, tokens: int = 20_000) -> list[dict[str, Any]]:
 def check_build(device: torch.device, tokens: int) -> dict[str, Any]:
     """Parents and digests. Keys that are as near to two promoted ones, but for rounding, may go to either."""
     keys = random_keys(tokens, device)
-    promoted = sample_positions(torch.arange(tokens, device=device), tokens // 20, seed=1, layer=0, heads=HEADS)
+    promoted = drawn(torch.arange(tokens, device=device), tokens // 20, torch.arange(HEADS, device=device)[:, None])
     labels, want = (f(keys, promoted) for f in (nearest.launch, nearest.definition))
     elsewhere = float((labels != want).float().mean())
     demand(elsewhere < 1e-3, f"{elsewhere:.2%} of the keys have another parent than the definition's")

@@ -19,7 +19,7 @@ from benchmarks.script import Report, run_kernels
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_api import IndexContext
 from kvthaw.errors import CacheError
-from kvthaw.index.clusters import first_keys, sample_positions, stream
+from kvthaw.index.clusters import drawn, first_keys
 from kvthaw.index.hybrid import HybridIndex, choose_static
 from kvthaw.kernels import HAS_TRITON, cover, kmeans, observe, page_bounds, unit_scores, unit_select
 from kvthaw.kernels.unit_scores import RecentQueries
@@ -137,18 +137,22 @@ def single(tokens: int, device: torch.device) -> tuple[Tensor, None, Tensor]:
     return stops, None, torch.full((1,), tokens, dtype=torch.int32, device=device)
 
 
+def heads_of(keys: Tensor) -> Tensor:
+    """The numbers of the heads of keys [H, T, D], as `drawn` takes them."""
+    return torch.arange(keys.shape[0], device=keys.device)[:, None]
+
+
 def first_of_prompt(keys: Tensor, count: int) -> Tensor:
     """The keys [H, T, D] that a prompt's `count` clusters begin with."""
     positions = torch.arange(keys.shape[1], device=keys.device)
-    heads = stream(1, 0) + torch.arange(keys.shape[0], device=keys.device)[:, None]
-    return first_keys(keys, positions, count, start="covering", streams=heads)
+    return first_keys(keys, positions, count, start="covering", streams=heads_of(keys))
 
 
 def check_cover(keys: Tensor) -> float:
     """How well a prompt's drawn keys cover it, in two rounds; and a start of keys none of which is taken twice."""
     got, want = (torch.full(keys.shape[:2], -torch.inf, device=keys.device) for _ in range(2))
     count = max(4, keys.shape[1] // 80)
-    centres = sample_positions(torch.arange(keys.shape[1], device=keys.device), count, seed=1, layer=0, heads=keys.shape[0])
+    centres = drawn(torch.arange(keys.shape[1], device=keys.device), count, heads_of(keys))
     for part in centres.tensor_split(2, dim=1):
         cover.launch(got, keys, part)
     cover.definition(want, keys, centres)

@@ -13,7 +13,7 @@ from unit_methods import generate, indices
 
 import kvthaw
 from kvthaw.errors import ConfigError
-from kvthaw.index.clusters import sample_positions
+from kvthaw.index.clusters import drawn
 from kvthaw.index.pq import ProductIndex
 from zoo import prompt
 
@@ -41,7 +41,7 @@ def test_the_choice_is_the_papers(heads: int, group: int, parts: int, centroids:
     assert plan is not None
     sink, begin = plan.regions.sink, 160 - plan.regions.window
     positions = torch.arange(sink, begin)
-    starts = sample_positions(positions, centroids, seed=0, layer=2, heads=heads * parts)
+    starts = drawn(positions, centroids, 2 * 65_537 + torch.arange(heads * parts)[:, None])
     split = layer.keys[0].double().unflatten(2, (parts, -1))  # [H, T, parts, s]
     books = [
         [lloyd(split[head, sink:begin, part], starts[head * parts + part], 6) for part in range(parts)] for head in range(heads)

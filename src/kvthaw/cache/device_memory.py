@@ -12,6 +12,8 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
+from kvthaw.cache.ranks import ALONE, Ranks
+
 _log = logging.getLogger(__name__)
 _CHUNK = 16  # blocks that an arena allocates at once
 
@@ -27,19 +29,20 @@ class DeviceMemory:
     limit does not count before they are used.
     """
 
-    def __init__(self, limit: int | str | None = None, offloaded: Collection[int] = ()) -> None:
-        self.limit, self.offloaded = limit, offloaded
+    def __init__(self, limit: int | str | None = None, offloaded: Collection[int] = (), ranks: Ranks = ALONE) -> None:
+        self.limit, self.offloaded, self.ranks = limit, offloaded, ranks
         self.fixed: dict[int, int] = {}
         self.streams: list[torch.cuda.Stream] = []
         self.bytes, self.spills = limit if isinstance(limit, int) else 0, False
         self._arenas: dict[tuple[object, ...], BlockArena] = {}
 
     def resolve(self, device: torch.device) -> None:
-        """Say what "auto" means on a device: free bytes less 2 GiB and a sixteenth of all. On a CPU, nothing."""
+        """Say what "auto" means on a device: free bytes less 2 GiB and a sixteenth of all, the least of all processes; on a CPU,
+        nothing."""
         if self.limit == "auto" and not self.bytes and device.type == "cuda":
             free, total = torch.cuda.mem_get_info(device)
             free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) + sum(self.fixed.values())
-            self.bytes = max(0, free - total // 16 - (2 << 30))
+            self.bytes = self.ranks.least(max(0, free - total // 16 - (2 << 30)))
 
     def share(self, layer: int) -> int:
         """Return the bytes that blocks of a layer may take."""
@@ -62,7 +65,7 @@ class DeviceMemory:
         self.bytes, self.spills = self.limit if isinstance(self.limit, int) else 0, False
 
     def __deepcopy__(self, memo: dict[int, object]) -> DeviceMemory:
-        twin = DeviceMemory(self.limit, self.offloaded)
+        twin = DeviceMemory(self.limit, self.offloaded, self.ranks)
         twin.fixed, twin.bytes, twin.spills = dict(self.fixed), self.bytes, self.spills
         return twin
 

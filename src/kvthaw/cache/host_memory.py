@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.device_memory import DeviceBlocks
+from kvthaw.cache.ranks import ALONE, Ranks
 from kvthaw.errors import HostMemoryError
 
 
@@ -24,13 +25,13 @@ def check_host_memory(need: int, limit: int | None) -> None:
         )
 
 
-def available_host_memory() -> int | None:
-    """Return the bytes that the system has free, None where it does not tell."""
+def available_host_memory(ranks: Ranks = ALONE) -> int | None:
+    """Return this process's share of the bytes that the system has free, None where it does not tell."""
     try:
         with open("/proc/meminfo") as lines:
             for line in lines:
                 if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
+                    return int(line.split()[1]) * 1024 // ranks.size
     except OSError:
         pass
     return None
@@ -55,8 +56,8 @@ class HostMemory:
     of what is kept for later requests; returns whether there was any.
     """
 
-    def __init__(self, limit: int | None = None) -> None:
-        self.limit, self.used, self._lock = limit, 0, threading.RLock()
+    def __init__(self, limit: int | None = None, ranks: Ranks = ALONE) -> None:
+        self.limit, self.ranks, self.used, self._lock = limit, ranks, 0, threading.RLock()
         self.reclaim: Callable[[], bool] = lambda: False
         self.allocators: weakref.WeakSet[BlockAllocator] = weakref.WeakSet()
 
@@ -80,10 +81,15 @@ class HostMemory:
         while True:
             spare = sum(allocator.nbytes() for allocator in self.allocators)
             try:
-                return check_host_memory(need, None if self.limit is None else self.limit - self.used + spare)
+                return check_host_memory(need, self._free(spare))
             except HostMemoryError:
                 if not self.reclaim():
                     raise
+
+    def _free(self, spare: int) -> int | None:
+        """Return the bytes that are free in every process; None where the system does not tell."""
+        free = available_host_memory(self.ranks) if self.limit is None else self.limit - self.used + spare
+        return None if free is None else self.ranks.least(free)
 
     def _allocate(self, size: int, shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> Tensor:
         if self.limit is None:
@@ -107,7 +113,7 @@ class HostMemory:
             self.used -= size
 
     def __deepcopy__(self, memo: dict[int, object]) -> HostMemory:
-        return HostMemory(self.limit)
+        return HostMemory(self.limit, self.ranks)
 
 
 class Block:

@@ -17,6 +17,7 @@ from kvthaw.cache.aux_stream import AuxStream
 from kvthaw.cache.deferred_batch import DeferredBatch
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.pool import Slab
+from kvthaw.cache.ranks import ALONE, Ranks
 from kvthaw.cache.rotary import Rotary
 from kvthaw.cache.sequences import Sequences
 from kvthaw.errors import ConfigError, at_least
@@ -52,7 +53,7 @@ class IndexContext:
     be asked for, 0 if not known. slab, sequences: the tokens in sink and ring, for an index that weighs its rows against them;
     None without a layer. aux: stream for work beside the model; deferred: queue of work that runs once for all layers; shared
     by the layers of a cache, and if None the index makes its own. rotary: the layer's rotary embedding, if the Method asks for
-    it and the model has one.
+    it and the model has one. ranks: the processes that have the other heads of the layer; q_heads and kv_heads are this one's.
     """
 
     layer: int
@@ -71,19 +72,25 @@ class IndexContext:
     aux: AuxStream | None = None
     deferred: DeferredBatch | None = None
     rotary: Rotary | None = None
+    ranks: Ranks = ALONE
 
     @property
     def group(self) -> int:
         """Query heads per KV head, G."""
         return self.q_heads // self.kv_heads
 
+    @property
+    def heads(self) -> range:
+        """The numbers of the KV heads in the model, from which random choices derive."""
+        return self.ranks.heads(self.kv_heads)
+
 
 class Index(Protocol):
     """Selects the rows that a query needs. One per layer group. Owns no KV; maps its units (pages, clusters, tokens) to rows.
 
     Positions count from the start of a sequence. An index holds the positions [first, length) that it was given, where first is
-    the end of the sink, and never returns a row outside them. Random choices derive from (seed, layer, head, position), never
-    from the place of the sequence in the batch.
+    the end of the sink, and never returns a row outside them. Random choices derive from (seed, layer, head, position), the
+    head's number in the model, never from the place of the sequence in the batch.
     """
 
     graph_safe: bool

@@ -136,7 +136,7 @@ class OffloadedLayer:
                 context = IndexContext(
                     self.number, query.shape[1], heads, dim, key.dtype, key.device, self.store, plan.regions, scale,
                     seed=self.settings.seed, rows=plan.rows, slab=self.slab, sequences=self.sequences, aux=self.streams.aux,
-                    deferred=self.streams.deferred, rotary=self.rotary,
+                    deferred=self.streams.deferred, rotary=self.rotary, ranks=self.settings.ranks,
                 )  # fmt: skip
                 self.retriever = Retriever(method, context, count, plan.rows, self.streams)
                 self.storage.updater = IndexUpdater(self.retriever, self.store, self.slab, self.streams.deferred)

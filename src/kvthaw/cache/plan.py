@@ -13,6 +13,7 @@ from kvthaw.cache.device_memory import DeviceMemory
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import HostMemory
 from kvthaw.cache.index_api import Attends, IndexContext, Method
+from kvthaw.cache.ranks import ALONE, Ranks
 from kvthaw.errors import ConfigError, at_least
 from kvthaw.formatting import read_bytes
 from kvthaw.regions import Regions
@@ -69,6 +70,7 @@ class Settings:
     less a margin for activations. Index, sink, ring, pool and dense layers count; what is left holds blocks, of which the others go
     to the host. None: all blocks lie on the host. full_below: up to where every layer attends to everything and keeps its KV on the
     device, if device_memory is None or holds it; from the step that passes it on the method is in force, until the cache is empty.
+    ranks: the processes that the model is split over; bytes are of each.
     """
 
     method: Method
@@ -81,6 +83,7 @@ class Settings:
     host_bytes: int | None = None
     device_memory: int | str | None = None
     full_below: Crossing | None = None
+    ranks: Ranks = ALONE
 
     def __post_init__(self) -> None:
         check_type(int | float | None, budget=self.budget)
@@ -123,7 +126,7 @@ class Settings:
 
     def memory(self, offloaded: Collection[int]) -> tuple[HostMemory, DeviceMemory]:
         """Return the memory of a cache whose layers of these numbers are offloaded."""
-        return HostMemory(self.host_bytes), DeviceMemory(self.device_memory, offloaded)
+        return HostMemory(self.host_bytes, self.ranks), DeviceMemory(self.device_memory, offloaded, self.ranks)
 
     def plan(self, prompt: int, most: int | None = None) -> Plan:
         """Return the sizes for a prompt of so many tokens, on which only a fraction depends. most: tokens that a sequence can have;

@@ -271,7 +271,8 @@ class PrefixCache:
                 self._shapes[number], self._blocks[number] = shape, {}
                 self._node_bytes += shape.block_bytes(kv.settings.block_size)
             if self.host_bytes is None:
-                self.host_bytes = (available_host_memory() or 1 << 62) // _SHARE
+                ranks = kv.settings.ranks
+                self.host_bytes = ranks.least(available_host_memory(ranks) or 1 << 62) // _SHARE
         for layer in kv.offloaded:
             if layer.plan is not None:
                 layer.store.kept = self._blocks[layer.number]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import get_args
 
 from kvthaw.cache.index_api import IndexContext
@@ -31,8 +32,7 @@ class BoundIndex(UnitIndex):
 class LayerBoundIndex(BoundIndex):
     """BoundIndex whose KV heads all select the same pages: the best for all query heads of the layer together, by `policy`."""
 
-    choice = staticmethod(layer_select)
-
     def __init__(self, context: IndexContext, *, page: int, spread: Spread, policy: Policy = "max") -> None:
         one_of(("max", "mean"), policy=policy)
         super().__init__(context, page=page, spread=spread, policy=policy)
+        self.choice = partial(layer_select, gather=partial(context.ranks.gather, dim=2))

@@ -25,19 +25,14 @@ paper."""
 _ROUNDS, _MOST, _AMONG = 4, 256, 4  # rounds at least; what a round adds at most, and among how many times as many
 
 
-def sample_positions(positions: Tensor, count: int, *, seed: int, layer: int, heads: int) -> Tensor:
-    """`count` of n positions for every head, as indices into positions [n], [H, count] int64, ascending: those whose hash of
-    (seed, layer, head, position) is least. count <= n."""
-    return drawn(positions, count, stream(seed, layer) + torch.arange(heads, device=positions.device)[:, None])
-
-
-def stream(seed: int, layer: int) -> int:
-    """The number of a layer's first head among all heads that draw."""
-    return (seed * 1_000_003 + layer) * 65_537 & ((1 << 63) - 1)
+def stream(context: IndexContext, each: int = 1) -> int:
+    """The number of a layer's first head in this process among all heads that draw. each: how many numbers a head has."""
+    return ((context.seed * 1_000_003 + context.layer) * 65_537 & ((1 << 63) - 1)) + context.heads.start * each
 
 
 def drawn(positions: Tensor, count: int, streams: Tensor) -> Tensor:
-    """As `sample_positions`, for heads of any layers: positions [..., n] and the heads' numbers, streams [..., 1] int64."""
+    """`count` of n positions for every head, as indices into positions [..., n], [..., count] int64, ascending: those whose hash of
+    the head's number, streams [..., 1] int64, and the position is least. count <= n."""
     x = mix(positions.long() * GOLDEN + streams * SPREAD)
     return torch.topk(x, count, dim=-1, largest=False).indices.sort(dim=-1).values
 
@@ -102,9 +97,7 @@ def cluster(every: Sequence[Batches], count: int) -> None:
     one = every[0].index
     keys = torch.cat([each.keys for each in every]) if len(every) > 1 else every[0].keys.contiguous()
     many, heads, batches, tokens, dim = keys.shape
-    of_rows = [
-        (each.index.first, stream(one.context.seed, each.index.context.layer), own) for each in every for own in each.first
-    ]
+    of_rows = [(each.index.first, stream(each.index.context), own) for each in every for own in each.first]
     where = [(first + own.begin, own.begin, number) for first, number, own in of_rows]
     first, begin, streams = torch.tensor(where).to(keys.device, non_blocking=True).t()[:, :, None, None, None].unbind()
     starts = torch.arange(batches, device=keys.device)[:, None] * tokens  # of each batch

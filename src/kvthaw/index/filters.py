@@ -39,8 +39,8 @@ class FilterIndex(TokenIndex):
         tokens, batch, heads = self.ready(query), query.shape[0], self.context.kv_heads
         keys = self.tables["keys"][:batch, :, :tokens]
         weights = self.weigh(query.unflatten(1, (heads, -1)) @ keys.transpose(2, 3))
-        merged = weights.amax(dim=(1, 2))
-        chosen = self.best(merged[:, None], budget)
+        merged = self.context.ranks.gather(weights.amax(dim=2), 1).amax(dim=1, keepdim=True)
+        chosen = self.best(merged, budget)
         rows, counts = chosen.rows.expand(-1, heads, -1).contiguous(), chosen.counts.expand(-1, heads).contiguous()
         if not self.dense:
             return Selection(rows, counts)

@@ -36,7 +36,7 @@ class TreeIndex:
         if context.dtype not in DTYPES:
             raise ConfigError(f"dtype is {context.dtype}; a DCI-tree reads {', '.join(str(d) for d in DTYPES)}")
         c = self.config
-        units = torch.stack([directions(c, context.layer, h, context.head_dim) for h in range(context.kv_heads)]).contiguous()
+        units = torch.stack([directions(c, context.layer, h, context.head_dim) for h in context.heads]).contiguous()
         self.forest = Forest(
             context.store.seqs,
             context.kv_heads,
@@ -67,6 +67,8 @@ class TreeIndex:
             c.spread,
             isa_code(isa),
         )
+        if context.heads[0]:
+            self.forest.number_heads(context.heads[0])
 
     def make_room(self, seqs: int, tokens: int) -> None:
         """See Index. Trees have no addresses that a step depends on."""

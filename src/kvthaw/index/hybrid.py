@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.index_api import IndexContext, Selection
+from kvthaw.cache.ranks import ALONE, Ranks
 from kvthaw.errors import ConfigError, at_least
 from kvthaw.index.bounds import BoundIndex
 from kvthaw.index.target import Full, Target
@@ -88,15 +89,16 @@ def choose_static(mass: Tensor, count: int, first: int) -> Tensor:
     return order[:, :tokens].contiguous()
 
 
-def overlap_share(queries: Tensor, keys: Tensor, rows: int, page: int) -> float:
+def overlap_share(queries: Tensor, keys: Tensor, rows: int, page: int, ranks: Ranks = ALONE) -> float:
     """PRKV's appendix G: S = page floor(E_h[C_h] / page) / rows, C_h the overlap of the top `rows` keys of two queries of
-    head h. queries [Hq, 2, D]: the first and the last of the observation window; keys [H, T, D]. Syncs the host."""
+    head h. queries [Hq, 2, D]: the first and the last of the observation window; keys [H, T, D]; ranks: the processes that have the
+    other heads. Syncs the host."""
     heads, tokens = keys.shape[:2]
     k = min(rows, tokens)
     scores = queries.unflatten(0, (heads, -1)).flatten(1, 2).float() @ keys.float().transpose(1, 2)
     best = torch.topk(scores, k, dim=2).indices
     chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(2, best, True).unflatten(1, (-1, 2))
-    common = float(chosen.all(dim=2).sum(dim=2).float().mean())
+    common = float(ranks.gather(chosen.all(dim=2).sum(dim=2), 0).float().mean())
     return page * int(common / page) / rows
 
 
@@ -294,7 +296,7 @@ class HybridIndex(BoundIndex):
             return None
         back = torch.tensor([-recorded, -1], device=self.steps.device)
         ends = self.queries[seq].index_select(1, (self.steps + back) % self.window)
-        return overlap_share(ends, keys, self.rows, self.size)
+        return overlap_share(ends, keys, self.rows, self.size, self.context.ranks)
 
     def _refresh(self, seqs: Sequence[int], new: Tensor) -> None:
         """Make the plans that the next append will put in place, of sequences whose interval is over. new [R, H, n, D]: the keys of

@@ -103,5 +103,5 @@ class HashIndex(TokenIndex):
         context = self.context
         factors = mix(torch.arange(1, asked.shape[2] * self.L + 1, device=asked.device) * GOLDEN)
         head = torch.arange(context.kv_heads, device=asked.device)
-        base = stream(context.seed, context.layer) + head
+        base = stream(context) + head
         return mix((asked.flatten(2).long() * factors).sum(dim=2) + base * SPREAD)

@@ -199,7 +199,7 @@ class NodeIndex(UnitIndex):
         target = Target.of(first, heads, device)
         starts = torch.arange(batches, device=device)[:, None] * tokens + target.begin[..., None]  # [R, 1, n, 1]
         positions = self.first + starts + torch.arange(tokens, device=device)
-        streams = stream(context.seed, context.layer) + torch.arange(heads, device=device)[:, None, None]
+        streams = stream(context) + torch.arange(heads, device=device)[:, None, None]
         chosen, flat = drawn(positions, count, streams), keys.flatten(0, 2)
         order, stops = grouped(nearest(flat, chosen.flatten(0, 2)), count)
         digests, order = node_digests(flat, order, stops, self.config.outliers)

@@ -20,7 +20,7 @@ class Planes:
         self.tables, self.bits = tables, bits
         directions = []
         for head in range(context.kv_heads):
-            generator = torch.Generator().manual_seed(stream(context.seed, context.layer) + head)
+            generator = torch.Generator().manual_seed(stream(context) + head)
             directions.append(torch.randn(context.head_dim, tables * bits, generator=generator))
         self.directions = torch.stack(directions).to(context.device)
         self._powers = (1 << torch.arange(bits, device=context.device)).float()

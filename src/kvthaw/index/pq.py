@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvthaw.cache.index_api import IndexContext
 from kvthaw.errors import ConfigError, at_least
-from kvthaw.index.clusters import sample_positions
+from kvthaw.index.clusters import drawn, stream
 from kvthaw.index.learned import assign
 from kvthaw.index.tokens import Policy, TokenIndex
 from kvthaw.kernels.kmeans import kmeans
@@ -47,7 +47,8 @@ class ProductIndex(TokenIndex):
         points, heads, tokens = self.split(keys), keys.shape[0], keys.shape[1]
         context, count = self.context, min(self.centroids, tokens)
         positions = torch.arange(self.first, self.first + tokens, device=keys.device)
-        starts = sample_positions(positions, count, seed=context.seed, layer=context.layer, heads=heads * self.parts)
+        streams = stream(context, self.parts) + torch.arange(heads * self.parts, device=keys.device)
+        starts = drawn(positions, count, streams[:, None])
         means = kmeans(points.flatten(0, 1), starts, distance="l2", iterations=self.iterations)[0]
         table = self.learned["centroids"][seq]
         table[:, :, :count] = means.view(heads, self.parts, count, -1)

@@ -39,7 +39,7 @@ class ShadowIndex(UnitIndex):
         at_least(0, outliers=outliers)
         super().__init__(context, size=chunk, batch=chunk, width=context.head_dim, policy=policy)
         heads, dim, device = context.kv_heads, context.head_dim, context.device
-        self.rank = min(rank, heads * dim)
+        self.rank = min(rank, context.ranks.all_heads(heads) * dim)
         self.outliers = min(outliers, context.rows // (4 * chunk)) if context.rows else outliers
         self.factors = torch.zeros((0, 1, 0, self.rank), dtype=context.dtype, device=device)
         self.basis = torch.zeros((0, self.rank, heads, dim), dtype=context.dtype, device=device)
@@ -148,9 +148,10 @@ class ShadowIndex(UnitIndex):
 
     def _factorise(self, seq: int, keys: Tensor) -> None:
         """The best approximation of the keys by `rank` directions: the leading eigenvectors of their Gram matrix."""
+        own, ranks, rotary = self.context.heads, self.context.ranks, self.context.rotary
+        keys = ranks.gather(keys, 0)
         heads, tokens, dim = keys.shape
         self._reserve_factors(tokens)
-        rotary = self.context.rotary
         forms = [keys.float()]
         if rotary is not None:
             positions = torch.arange(self.first, self.first + tokens, device=keys.device)[None].expand(heads, -1)
@@ -164,7 +165,7 @@ class ShadowIndex(UnitIndex):
         turned = len(found) > 1 and bool(found[1][0] > found[0][0])
         _, made, directions = found[turned]
         self.factors[seq, 0, :tokens] = made.to(self.factors.dtype)
-        self.basis[seq] = directions.T.unflatten(1, (heads, dim)).to(self.basis.dtype)
+        self.basis[seq] = directions.T.unflatten(1, (heads, dim))[:, own.start : own.stop].to(self.basis.dtype)
         self.known[seq].fill_(tokens)
         self.turned[seq].fill_(turned)
 

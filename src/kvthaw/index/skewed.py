@@ -79,7 +79,7 @@ class SkewedIndex(TokenIndex):
         logits = logits.masked_fill(~self.held(batch, tokens)[:, :, None], -torch.inf)
         top = logits.amax(dim=3, keepdim=True)
         behind = (logits - torch.where(top == -torch.inf, 0.0, top)).amax(dim=2)
-        counting = (behind > -self.alpha).sum(dim=2).float().mean(dim=1)
+        counting = self.context.ranks.gather((behind > -self.alpha).sum(dim=2), 1).float().mean(dim=1)
         known = self.known[:batch]
         wanted = torch.minimum(counting.ceil(), (known * self.most).ceil()).long()
         wanted = torch.where(known <= budget, budget, wanted)

@@ -6,6 +6,7 @@ head. Between the two a few torch operations read the scores once (4 Hq U bytes:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,29 +17,37 @@ from kvthaw.kernels import HAS_TRITON, unit_scores, unit_select
 from kvthaw.kernels.unit_scores import RecentQueries
 from kvthaw.kernels.unit_select import Policy
 
+Gather = Callable[[Tensor], Tensor]
+
+
+def _as_it_is(scores: Tensor) -> Tensor:
+    return scores
+
 
 def definition(
     query: Tensor, digests: Tensor, stops: Tensor, order: Tensor | None, counts: Tensor,
-    *, first: int, budget: int, scale: float, policy: Policy,
+    *, first: int, budget: int, scale: float, policy: Policy, gather: Gather = _as_it_is,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Select rows as unit_select's definition does, but one choice for the layer, by the policy over all its query heads.
 
     Arguments and result as there; order is None (text order, so that units are the same tokens in every head), policy "max" or
-    "mean". Plain torch over all units; no host sync on a GPU.
+    "mean". gather: completes scores [B, 1, Hq, U] by those of query heads that other processes have. Plain torch over all units; no
+    host sync on a GPU.
     """
     assert order is None, "units of a layer's choice are in text order"
     scores = unit_scores.definition(query, digests, stops, counts, scale=scale, mean=False).flatten(1, 2)[:, None]
     how: dict[str, Any] = {"first": first, "budget": budget, "policy": policy}
-    rows, taken = unit_select.vectorised_choice(scores, stops[:, :1], None, counts, **how)
+    rows, taken = unit_select.vectorised_choice(gather(scores), stops[:, :1], None, counts, **how)
     return _of_all_heads(rows, taken, digests.shape[1])
 
 
 def launch(
-    query: Tensor, digests: Tensor, stops: Tensor, counts: Tensor, *, first: int, budget: int, scale: float, policy: Policy
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, digests: Tensor, stops: Tensor, counts: Tensor,
+    *, first: int, budget: int, scale: float, policy: Policy, gather: Gather = _as_it_is,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Launch the Triton kernels; arguments and result as in `definition`. Static shapes, no host sync."""
     scores, parts = unit_scores.launch(query, digests, stops, counts, scale=scale, mean=False)
-    scores, stops, blocks = scores.flatten(1, 2)[:, None], stops[:, :1].contiguous(), parts.shape[2]
+    scores, stops, blocks = gather(scores.flatten(1, 2)[:, None]), stops[:, :1].contiguous(), parts.shape[2]
     known = torch.arange(scores.shape[3], device=query.device) < counts[:, None, None, None]
     sizes = (stops[:, :, 1:] - stops[:, :, :-1])[:, :, None]
     lse = torch.logsumexp((scores + sizes.clamp(min=0).log()).masked_fill(~known, -torch.inf), dim=3)
@@ -54,11 +63,12 @@ def launch(
 
 def layer_select(
     query: Tensor, digests: Tensor, stops: Tensor, order: Tensor | None, counts: Tensor,
-    *, first: int, budget: int, scale: float, policy: Policy, recent: RecentQueries | None = None,
+    *, first: int, budget: int, scale: float, policy: Policy, gather: Gather = _as_it_is,
+    recent: RecentQueries | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Select as in `definition`: by the kernels on a GPU, by torch elsewhere. recent is None."""
     assert recent is None, "a layer's choice keeps no queries"
-    how: dict[str, Any] = {"first": first, "budget": budget, "scale": scale, "policy": policy}
+    how: dict[str, Any] = {"first": first, "budget": budget, "scale": scale, "policy": policy, "gather": gather}
     if HAS_TRITON and query.device.type == "cuda":
         return launch(query, digests, stops, counts, **how)
     return definition(query, digests, stops, order, counts, **how)

@@ -98,6 +98,7 @@ NB_MODULE(_native, m) {
                 settings.directions.assign(from, from + static_cast<size_t>(heads) * settings.indices() * (dim + 1));
                 new (self) Forest(std::move(settings), seqs, heads, block_size);
             })
+        .def("number_heads", &Forest::number_heads)
         .def("copy", [](const Forest& self) { return new Forest(self); }, nb::rv_policy::take_ownership)
         .def_prop_ro("heads", &Forest::heads)
         .def("nbytes", &Forest::nbytes)

@@ -58,7 +58,7 @@ int Tree::measure_points(const Rows& rows, int begin, int end) {
         settings_->kernels->measure(key.data(), settings_->dim, directions_, indices, settings_->dim + 1, &norm2_[i],
                                     &raw_[static_cast<size_t>(i) * indices]);
         if (bad < 0 && !std::isfinite(norm2_[i])) bad = i;
-        level_[i] = static_cast<uint8_t>(draw_level(*settings_, head_, first_ + i));
+        level_[i] = static_cast<uint8_t>(draw_level(*settings_, settings_->first_head + head_, first_ + i));
     }
     return bad;
 }

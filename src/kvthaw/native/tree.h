@@ -53,6 +53,7 @@ struct Settings {
     Dtype dtype;
     const Kernels* kernels;
     std::vector<float> directions;  // [heads][indices][dim + 1]
+    int first_head = 0;  // the number of the first head among those of all processes, for random choices
 
     int indices() const { return composites * simples; }
     // How many points a query descends from: as many of every node as the budget holds pages, or of a level twice as many.

@@ -22,7 +22,7 @@ void Tree::append(const Rows& rows, int count, const double* norm2, const float*
 void Tree::insert(const Rows& rows, int point, Seen& seen, std::vector<int32_t>& changed) {
     const int dim = settings_->dim;
     const Kernels& kernels = *settings_->kernels;
-    const int level = draw_level(*settings_, head_, first_ + point);
+    const int level = draw_level(*settings_, settings_->first_head + head_, first_ + point);
     const int above = level_above(level), below = level_below(level);
     const bool lonely = levels_[level].empty();
     if (norm2_[point] > radius2_) {

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from kvthaw.cache.ranks import Ranks
 from kvthaw.engine import ops
 from kvthaw.engine.hf.layer import NAME, attention
 from kvthaw.engine.hf.masks import padding_mask
@@ -53,11 +54,7 @@ def use_kvthaw_attention(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(f"{name} is an encoder, whose tokens attend both ways; kvthaw serves decoders")
     if not model._can_set_attn_implementation():
         raise UnsupportedModelError(f"{name} does not use transformers' AttentionInterface, through which kvthaw attends")
-    ranks, heads = getattr(model, "tp_size", None), getattr(text, "num_key_value_heads", None)
-    if ranks is not None and heads is not None and ranks > heads:
-        raise UnsupportedModelError(
-            f"{name} is split over {ranks} processes and has {heads} KV heads; each process needs a KV head of its own"
-        )
+    _check_split(model, getattr(text, "num_key_value_heads", None))
     ops.register()
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, padding_mask)
@@ -71,6 +68,31 @@ def use_kvthaw_attention(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(f"{name} did not take kvthaw's attention function")
     setattr(model, _BEFORE, before)
     _SERVED.add(model)
+
+
+def ranks(model: PreTrainedModel) -> Ranks:
+    """Return the processes that transformers split a model over (tensor parallelism)."""
+    if (model.tp_size or 1) == 1:
+        return Ranks()
+    mesh: Any = model._device_mesh
+    mesh = mesh if mesh.ndim == 1 else mesh["tp"]
+    return Ranks(mesh.get_local_rank(), mesh.size(), mesh.get_group(), model.device, _splits_heads(model))
+
+
+def _splits_heads(model: PreTrainedModel) -> bool:
+    """Return whether a process has the queries and keys of its own heads; some models compute all of them everywhere."""
+    return any("attn" in name and style == "colwise" for name, style in (model.tp_plan or {}).items())
+
+
+def _check_split(model: PreTrainedModel, heads: int | None) -> None:
+    size, name, mesh = model.tp_size or 1, type(model).__name__, model._device_mesh
+    if size > 1 and heads is not None and heads % size and _splits_heads(model):
+        raise UnsupportedModelError(
+            f"{name} is split over {size} processes and has {heads} KV heads; each process needs KV heads of its own, as many as "
+            "the others"
+        )
+    if mesh is not None and "pp" in (mesh.mesh_dim_names or ()) and mesh["pp"].size() > 1:
+        raise UnsupportedModelError(f"{name} has its layers in {mesh['pp'].size()} processes; split it by heads, with tp_size")
 
 
 def attends(model: PreTrainedModel) -> bool:

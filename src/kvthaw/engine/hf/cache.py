@@ -33,7 +33,7 @@ from kvthaw.cache.stats import Stats
 from kvthaw.cache.window import Span, WindowLayer
 from kvthaw.engine.graph_runner import GraphRunner
 from kvthaw.engine.hf import saving
-from kvthaw.engine.hf.attention import unwrap, use_kvthaw_attention
+from kvthaw.engine.hf.attention import ranks, unwrap, use_kvthaw_attention
 from kvthaw.engine.hf.hooks import prefetch, rotary, turns_by_length
 from kvthaw.engine.hf.layer import CacheLayer, Layers, Shared, WindowCacheLayer
 from kvthaw.errors import CacheError, UnsupportedModelError, at_least
@@ -53,13 +53,16 @@ def head_dim(config: Any) -> int:
     return dim
 
 
-def _crossing(model: PreTrainedModel, layer: Any, known: Crossing | None, full_below: int | None) -> Crossing | None:
-    """Return up to where a model whose layers have such a config attends to everything: what the user says, or what is known."""
+def _crossing(
+    model: PreTrainedModel, layer: Any, known: Crossing | None, full_below: int | None, split: int
+) -> Crossing | None:
+    """Return up to where a model whose layers have such a config attends to everything: what the user says, or what is known.
+    split: over how many processes the heads are."""
     check_type(int | None, full_below=full_below)
     if full_below is not None:
         at_least(0, full_below=full_below)
         known = Crossing(((1, full_below),))
-    heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+    heads = (getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads) // split
     return None if known is None else known.on(2 * heads * head_dim(layer) * model.dtype.itemsize, model.device)
 
 
@@ -119,10 +122,12 @@ class Cache(DynamicCache):
             sparse_queries = 1  # layers that share KV ask after the index has gone on, so several tokens at once are dense
         if crossing is not None and device_memory is None:
             device_memory = "auto"
-        crossing = _crossing(model, of_layer(config, full[0]), crossing, full_below)
+        processes = ranks(model)
+        crossing = _crossing(model, of_layer(config, full[0]), crossing, full_below, processes.all_heads(1))
         self.settings = Settings(
-            chosen, budget, retrieved, dense_layers, seed, sparse_queries, block_size, host_bytes, device_memory, crossing
-        )
+            chosen, budget, retrieved, dense_layers, seed, sparse_queries, block_size, host_bytes, device_memory, crossing,
+            processes,
+        )  # fmt: skip
         self.kv = KVCache(self.settings, full, len(self.layers), self._windows(config))
         if len(full) == len(self.layers):
             self.kv.origin = weakref.ref(model)

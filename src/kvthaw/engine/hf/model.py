@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging
 
 from kvthaw.errors import ConfigError, one_of
@@ -76,6 +77,13 @@ def build(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) ->
     with device:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model.eval()
+
+
+def split(model: PreTrainedModel, size: int) -> PreTrainedModel:
+    """Split a model that every one of `size` processes has, each by its heads, as from_pretrained(distributed_config=) does. A
+    process group is made, as torchrun describes it, where there is none; destroying it is the caller's."""
+    config, _, mesh = model.prepare_distribute_model(DistributedConfig(tp_size=size))
+    return model.maybe_distribute_model(model, config, mesh)
 
 
 def silence() -> None:

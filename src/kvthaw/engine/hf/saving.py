@@ -30,7 +30,7 @@ from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.resume import LayerShape, resume
 from kvthaw.cache.step import Step
 from kvthaw.engine.hf import tensor_file
-from kvthaw.engine.hf.attention import unwrap
+from kvthaw.engine.hf.attention import ranks, unwrap
 from kvthaw.errors import CacheError
 from kvthaw.version import __version__
 
@@ -167,8 +167,10 @@ def read_header(path: Path) -> dict[str, Any]:
 
 def identity(model: PreTrainedModel) -> dict[str, str]:
     """Return what must be alike for keys and values of one model to be another's: its class, its config, its dtype, its weights (by
-    some values of each)."""
+    some values of each). Raises CacheError for a model that is split, of which a process has a part of the keys and values."""
     model = unwrap(model)
+    if (size := ranks(model).size) > 1:
+        raise CacheError(f"the model is split over {size} processes; its caches can be neither saved nor loaded")
     config = model.config.get_text_config(decoder=True).to_dict()
     for name in ("_name_or_path", "transformers_version", "_attn_implementation", "dtype", "torch_dtype", "use_cache"):
         config.pop(name, None)

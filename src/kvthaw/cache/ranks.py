@@ -1,0 +1,60 @@
+"""Tensor parallelism: the processes that a model's heads are split over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The processes that a model is split over, and which one this is; by default there is one.
+
+    All of them run the same program on the same tokens, so they decide alike without asking each other. What follows from a
+    process's own memory goes through least(), and what all heads of a layer decide together through gather(). Both must be called
+    by all processes in the same order; gather() can be captured, least() waits for the device.
+
+    rank, size: the number of this process, and of how many; group: theirs; device: this one's. splits_heads: each process has its
+    own KV heads, in the order of the ranks; False: each has all of them.
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+    device: torch.device | None = None
+    splits_heads: bool = False
+
+    def heads(self, count: int) -> range:
+        """Return the numbers, among the model's KV heads, of the `count` heads that this process has of a layer."""
+        first = self.rank * count if self.splits_heads else 0
+        return range(first, first + count)
+
+    def all_heads(self, count: int) -> int:
+        """Return how many heads a layer has of which this process has `count`."""
+        return count * self.size if self.splits_heads else count
+
+    def gather(self, own: Tensor, dim: int) -> Tensor:
+        """Return the tensors of all processes, one after the other along a dimension that counts heads."""
+        if not self.splits_heads:
+            return own
+        every = own.new_empty((self.size, *own.shape))
+        dist.all_gather(list(every), own.contiguous(), group=self.group)
+        return every.movedim(0, dim).flatten(dim, dim + 1)
+
+    def least(self, own: int) -> int:
+        """Return the smallest of all processes' numbers."""
+        if self.size == 1:
+            return own
+        least = torch.tensor(own, device=self.device)
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self.group)
+        return int(least)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Ranks:
+        return self
+
+
+ALONE = Ranks()
+"""A model that is in one process."""

@@ -1,0 +1,97 @@
+"""A model whose heads are split over processes generates what it does in one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ranks import run
+from transformers import PreTrainedModel
+
+import kvthaw
+from kvthaw.cache import host_memory
+from kvthaw.engine.hf.model import split
+from kvthaw.errors import CacheError, HostMemoryError, UnsupportedModelError
+from kvthaw.methods import METHODS
+from zoo import VOCAB, build
+
+OPTIONS = (
+    "arkvale:policy=mean",
+    "omnikv:dense=False",
+    "prkv:share=auto:page=8",
+    "shadowkv:rank=24",
+    "magicpig:bits=3:tables=20",
+)
+PROMPT, NEW = torch.randint(1, VOCAB, (1, 120), generator=torch.Generator().manual_seed(7)), 3
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="transformers splits a model over the GPUs where there are some"
+)
+
+
+def small(size: int = 1) -> PreTrainedModel:
+    """A model of 8 query and 4 KV heads, whole or this process's part."""
+    model = build("llama", num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4)
+    return model if size == 1 else split(model, size)
+
+
+def logits(model: PreTrainedModel, methods: list[str]) -> dict[str, Any]:
+    """The logits behind a prompt and the tokens that each method generates, [NEW, V]; as arrays, which go between processes."""
+    found, how = {}, {"max_new_tokens": NEW, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    for method in methods:
+        with kvthaw.attach(model, method, budget=48, seed=5):
+            found[method] = torch.cat(model.generate(PROMPT, **how).logits).numpy()
+    return found
+
+
+@pytest.mark.parametrize(("size", "methods"), [(2, [*METHODS, *OPTIONS]), (4, ["icecache-digest", "arkvale"])])
+def test_a_method_chooses_in_several_processes_what_it_does_in_one(size: int, methods: list[str], tmp_path: Path) -> None:
+    alone = logits(small(), methods)
+    for one in run(size, lambda rank: logits(small(size), methods), tmp_path / "meeting"):
+        for method in methods:
+            np.testing.assert_allclose(one[method], alone[method], atol=1e-4, rtol=1e-4, err_msg=method)
+            assert (one[method].argmax(1) == alone[method].argmax(1)).all()
+
+
+def scheduled(model: PreTrainedModel) -> list[list[int]]:
+    """What requests get, of which one is cancelled and one waits for a place."""
+    scheduler = kvthaw.Scheduler(kvthaw.Batch(model, "clusterkv", max_seqs=2, capacity=160, budget=48), step_tokens=64)
+    requests = [scheduler.submit(PROMPT[0, i:], max_new_tokens=6, stop=()) for i in (0, 30, 60, 70)]
+    scheduler.step()
+    scheduler.cancel(requests[1])
+    while scheduler.busy:
+        scheduler.step()
+    return [request.tokens for request in requests]
+
+
+def refused(rank: int) -> list[str]:
+    """What two processes say of which the second has no host memory left, and what cannot be done with a split model."""
+    model, said = small(2), []
+    filled, cache = kvthaw.Cache(model, "full"), kvthaw.Cache(model, "pariskv", budget=48)
+    with torch.no_grad():
+        model(PROMPT, past_key_values=filled)
+    if rank:
+        host_memory.available_host_memory = lambda ranks: 0
+    for error, call in (
+        (HostMemoryError, lambda: model(PROMPT, past_key_values=cache)),
+        (CacheError, lambda: filled.save("nowhere", PROMPT)),
+        (UnsupportedModelError, lambda: kvthaw.attach(split(build("llama", num_key_value_heads=1), 2), "oracle")),
+    ):
+        with torch.no_grad(), pytest.raises(error) as caught:
+            call()
+        said.append(str(caught.value))
+    return said
+
+
+def test_processes_decide_alike(tmp_path: Path) -> None:
+    alone = scheduled(small())
+    assert [len(tokens) for tokens in alone] == [6, 0, 6, 6]
+    both = run(2, lambda rank: (scheduled(small(2)), refused(rank)), tmp_path / "meeting")
+    assert [tokens for tokens, _ in both] == [alone, alone]
+    (_, said), (_, other) = both
+    assert said == other
+    assert "2 processes" in said[1]
+    assert "1 KV heads" in said[2]
