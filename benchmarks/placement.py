@@ -57,6 +57,7 @@ def decode(
     requests = [batch.join(prompt, max_new_tokens=steps + 1, stop=[]) for prompt in prompts]
     for request in requests:
         batch.prefill(request, request.prompt)
+    batch.start(timeout=None)
     _wait()
     joined, gaps = time.perf_counter() - begin, list[float]()
     before = batch.stats()

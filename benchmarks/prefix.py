@@ -64,7 +64,7 @@ def measure(
     def ask(batch: Batch, ids: torch.Tensor, new: int = 4, **given: Any) -> tuple[list[int], float, int]:
         request = batch.request(ids, max_new_tokens=new, stop=(), **given)
         batch.join(request)
-        _, seconds = timed(lambda: batch.prefill(request, request.prompt))
+        _, seconds = timed(lambda: batch.prefill(request, request.prompt) or batch.start(timeout=None))
         while batch.requests:
             batch.step()
         return request.tokens, seconds, request.cached_tokens

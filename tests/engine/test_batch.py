@@ -38,6 +38,7 @@ def prefilled(batch: Batch, ids: torch.Tensor, **how: Any) -> Request:
     """A request whose prompt has come."""
     request = batch.join(ids, **how)
     batch.prefill(request, request.prompt)
+    batch.start(timeout=None)
     return request
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvthaw import Batch, CacheError, ConfigError, HostMemoryError, QueueFullError, Request, Sampling, Scheduler
+from kvthaw.index.forest import TreeIndex
 from zoo import KINDS, build_exact, prompt
 
 
@@ -75,6 +77,66 @@ def test_others_decode_while_a_long_prompt_comes(model: PreTrainedModel) -> None
         if steps == 2:
             assert short.tokens, "a short prompt does not wait for a long one"
     assert 300 // 20 <= steps < 20
+
+
+class Held:
+    """Index builds on the host that wait until they are released, and may fail."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.begun, self.released, self.error = threading.Event(), threading.Event(), None
+        build = TreeIndex.build
+
+        def held(index: TreeIndex, *given: Any) -> None:
+            if threading.current_thread().name.startswith("kvthaw-build"):
+                self.begun.set()
+                assert self.released.wait(20)
+                if self.error is not None:
+                    raise self.error
+            build(index, *given)
+
+        patch.setattr(TreeIndex, "build", held)
+
+
+@pytest.mark.parametrize("method", ["icecache", "icecache-digest"])
+@pytest.mark.parametrize("ends", ["built", "cancelled", "failed"])
+def test_others_decode_while_the_host_builds_an_index(
+    model: PreTrainedModel, method: str, ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [(prompt(1, n, seed=n)[0], new) for n, new in ((60, 40), (130, 6), (70, 9))]
+    plain = alone(model, method, *asked)
+    held = Held(monkeypatch)
+    held.released.set()
+    batch = Batch(model, method, max_seqs=2, capacity=200, **settings_of(method))
+    scheduler = Scheduler(batch, step_tokens=100)
+    first = scheduler.submit(asked[0][0], max_new_tokens=40, stop=())
+    while not first.tokens:
+        scheduler.step()
+    held.released.clear()
+    second = scheduler.submit(asked[1][0], max_new_tokens=6, stop=())
+    while second.prefilled < second.prompt:
+        scheduler.step()
+    assert held.begun.wait(20)
+    for _ in range(20):  # whose rings leave for the index meanwhile
+        before = len(first.tokens)
+        assert scheduler.step() == [first]
+        assert len(first.tokens) == before + 1
+    assert (scheduler.prefilling, second.tokens) == ([second], [])
+    if ends == "cancelled":
+        scheduler.cancel(second)
+        assert batch.free == 1
+    held.error = ValueError("no index") if ends == "failed" else None
+    held.released.set()
+    if ends == "failed":
+        while not second.finished:
+            scheduler.step()
+        assert isinstance(second.error, CacheError)
+        held.error = None
+    third = scheduler.submit(asked[2][0], max_new_tokens=9, stop=())
+    while scheduler.busy:
+        scheduler.step()
+    assert [first.tokens, third.tokens] == [plain[0], plain[2]]
+    assert second.tokens == (plain[1] if ends == "built" else [])
+    assert batch.stats().kv_host_bytes == 0
 
 
 def test_places_go_by_priority_then_by_arrival(model: PreTrainedModel) -> None:

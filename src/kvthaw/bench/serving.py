@@ -119,6 +119,7 @@ def _serve(batch: Batch, prompts: list[Tensor], new: int, steps: list[tuple[floa
             begin = time.perf_counter()
             served.append(batch.join(waiting.pop(0), max_new_tokens=new, stop=()))
             batch.prefill(served[-1], served[-1].prompt)
+            batch.start(timeout=None)
             joins.append(time.perf_counter() - begin)
         begin = time.perf_counter()
         live = len(batch.step())  # its tokens come back to the host, so it is over then

@@ -282,7 +282,7 @@ class HostStore:
         """Begin to copy rows of a sequence in an order, [H, T] int32 positions, where copies in page order are kept."""
         if self.pages is not None:
             self.wait()
-            table, blocks = self.table()[seq : seq + 1], list(self._blocks[seq])  # which must not go meanwhile
+            table, blocks = self.table()[seq : seq + 1], self.blocks(seq)  # which must not go meanwhile
 
             def gather(rows: Tensor, out: Tensor) -> None:
                 gather_rows(table, self.block_size, rows, out)
@@ -334,10 +334,13 @@ class HostStore:
         for seq in range(self.seqs):
             self.truncate(seq, 0)
         self._blocks, self._length = [list(blocks) for blocks in other._blocks], list(other._length)
-        for blocks in self._blocks:
-            for block in blocks:
-                block.owners += 1
+        for block in chain.from_iterable(self._blocks):
+            block.owners += 1
         self.version += 1
+
+    def blocks(self, seq: int) -> list[Block]:
+        """Return the blocks of a sequence. Their rows stay where they are while the list is held."""
+        return list(self._blocks[seq])
 
     def hold(self, seq: int, number: int) -> Block:
         """Return a block of a sequence, which the caller shares from now on."""
@@ -358,12 +361,10 @@ class HostStore:
         if self.pages is not None:
             self.pages.clear()
         blocks = [list(self._blocks[seq]) for seq in seqs]
-        for old in self._blocks:
-            for block in old:
-                block.owners -= 1
-        for new in blocks:
-            for block in new:
-                block.owners += 1
+        for block in chain.from_iterable(self._blocks):
+            block.owners -= 1
+        for block in chain.from_iterable(blocks):
+            block.owners += 1
         self._blocks, self._length = blocks, [self._length[seq] for seq in seqs]
         ahead = self.allocator.ahead
         self.allocator.ahead = {seq: block for seq, block in ahead.items() if seq < len(seqs)}
@@ -382,9 +383,8 @@ class HostStore:
         twin.allocator.device = copy.deepcopy(self.allocator.device, memo)
         twin._blocks = [list(blocks) for blocks in self._blocks]
         twin._length = list(self._length)
-        for blocks in twin._blocks:
-            for block in blocks:
-                block.owners += 1
+        for block in chain.from_iterable(twin._blocks):
+            block.owners += 1
         return twin
 
     def _writable(self, seq: int, number: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +15,8 @@ from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_api import Index, Snapshots
 from kvthaw.cache.pool import Slab
 from kvthaw.cache.retriever import Retriever
+from kvthaw.cache.side_index import SideIndex, can_build_beside
+from kvthaw.errors import CacheError
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,7 @@ class IndexUpdater:
         self.stale: set[int] = set()
         """Sequences to be indexed anew before the next step."""
         self._uncommitted: dict[int, tuple[int, Tensor]] = {}  # what commit() appends: up to where, and the last queries
+        self._sides: dict[int, SideIndex] = {}  # of paused sequences
         self._marked: set[int] = set()  # sequences that are stale if the step under way is counted
 
     @property
@@ -69,22 +72,25 @@ class IndexUpdater:
         queries: Tensor,
         remaining: int,
         *,
-        later: bool = False,
+        paused: bool = False,
     ) -> None:
         """Give the index the positions up to `new` that it lacks: some may stand in the ring, the rest are keys, values [H, n, D]
         from position `past` on. queries [Hq, W, D]: the last ones. remaining: tokens of the same prompt that are still to come.
 
-        later: steps of other sequences come before the rest of the prompt; the sequence is indexed with its last chunk, since no
-        step may select of a part of it. An index on the host cannot take keys back exactly: commit() appends to it. Where an index
-        of one piece is better than one that was appended to, a sequence that a prompt in chunks makes much longer is indexed anew,
-        once: with the last chunk if the prompt was announced, else before the next step that asks."""
+        paused: steps of other sequences come before those of this one. It is indexed with its last chunk, since no step may select
+        of a part of it; on the host beside the others' steps, see take_built(). An index on the host cannot take keys back exactly:
+        commit() appends to it. Where an index of one piece is better than one that was appended to, a sequence that a prompt in
+        chunks makes much longer is indexed anew, once: with the last chunk if the prompt was announced, else before the next step
+        that asks."""
         index, old = self.retriever.index, self.indexed[seq]
         much = (old > self.first or remaining > 0) and 4 * (new - old + remaining) > old - self.first
         if seq in self.stale:
             return
+        later = paused and remaining > 0
         if later and old > self.first and index.on_host:
             return  # the last chunk gives it all that it lacks
-        if later or (much and not index.grows):
+        beside = paused and old == self.first and can_build_beside(index)
+        if later or beside or (much and not index.grows):
             self.stale.add(seq)
             self._marked.add(seq)
             return
@@ -129,13 +135,22 @@ class IndexUpdater:
         self._submit(take, partial(self.stale.add, seq))
         self.indexed[seq] = end
 
-    def commit(self) -> None:
-        """Append to an index on the host what a prompt gave it, whose step is certain now."""
+    def commit(self, paused: Collection[int] = ()) -> None:
+        """Append to an index on the host what a prompt gave it, whose step is certain now; beside the others' steps where the
+        sequence is paused."""
         self._marked.clear()
         uncommitted, self._uncommitted = self._uncommitted, {}
         for seq, (new, queries) in uncommitted.items():
             rows = self._nothing(new - self.indexed[seq])[None]
-            self._append([seq], rows.shape[2], rows[:, :, :, 0], rows[:, :, :, 1], queries[None])
+            given = [seq], rows[:, :, :, 0], rows[:, :, :, 1], queries[None]
+            if seq in paused and can_build_beside(self.retriever.index):
+                kept = self.snapshot(seq)
+                assert kept is not None
+                side = self._side(seq)
+                side.change(kept.end, side.index.take, seq, kept.index)
+                side.change(new, side.index.append, *given)
+            else:
+                self._append(given[0], rows.shape[2], *given[1:])
 
     def drop(self) -> None:
         """Forget what a prompt gave, whose step failed."""
@@ -161,14 +176,39 @@ class IndexUpdater:
                 rows = self.slab.read_seqs(known, n, self.deferred)
             self._append([seq for seq, _ in known], n, rows[:, :, :, 0], rows[:, :, :, 1], None)
 
-    def renew(self, ends: Mapping[int, int], recent_queries: Mapping[int, Tensor]) -> None:
-        """Rebuild, from the store and up to the ends given, sequences that are stale or not fully indexed."""
+    def built(self, seq: int, timeout: float | None = 0.0) -> bool:
+        """Return whether take_built() need not wait, after waiting at most `timeout` seconds; None: as long as it takes."""
+        return seq not in self._sides or self._sides[seq].wait(timeout)
+
+    def take_built(self, seq: int) -> None:
+        """Have the index hold what was built of a sequence beside the steps of others. Raises CacheError where that failed."""
+        side = self._sides.pop(seq, None)
+        if side is None:
+            return
+        try:
+            snapshot = side.snapshot()
+        except ValueError as error:
+            raise CacheError(f"layer {self.retriever.context.layer}: {error}") from error
+        index = self.retriever.index
+        assert isinstance(index, Snapshots)
+        self._submit(partial(index.take, seq, snapshot), partial(self.stale.add, seq))
+        self.indexed[seq] = side.end
+        self.stale.discard(seq)
+
+    def renew(self, ends: Mapping[int, int], recent_queries: Mapping[int, Tensor], paused: Collection[int] = ()) -> None:
+        """Rebuild, from the store and up to the ends given, sequences that are stale or not fully indexed; on the host beside the
+        steps of others where they are paused."""
         for seq, end in ends.items():
-            if seq not in self.stale and self.indexed[seq] >= end:
+            if seq in self._sides or (seq not in self.stale and self.indexed[seq] >= end):
                 continue
             rows = self._nothing(end - self.first) if self.retriever.index.on_host else self._stored(seq, self.first, end)
-            self._build(seq, end, rows[:, :, 0], rows[:, :, 1], self._queries(recent_queries, seq))
-            self.stale.discard(seq)
+            given = rows[:, :, 0], rows[:, :, 1], self._queries(recent_queries, seq)
+            if seq in paused and can_build_beside(self.retriever.index):
+                side = self._side(seq)
+                side.change(end, side.index.build, seq, self.first, *given)
+            else:
+                self._build(seq, end, *given)
+                self.stale.discard(seq)
 
     def rollback(self, seq: int, start: int) -> None:
         """Remove the positions >= start from the index, exactly if it can undo its latest append."""
@@ -183,6 +223,7 @@ class IndexUpdater:
 
     def truncate(self, seq: int, end: int) -> None:
         """Remove positions >= end of a sequence from the index. A sequence without positions to index is not stale."""
+        self._drop_side(seq)
         self.retriever.truncate(seq, end if end > self.first else 0)
         self.indexed[seq] = min(self.indexed[seq], max(end, self.first))
         self._last.pop(seq, None)
@@ -205,6 +246,8 @@ class IndexUpdater:
 
     def reorder(self, sequences: Sequence[int]) -> None:
         """Sequence i becomes what sequence sequences[i] was."""
+        for seq in list(self._sides):
+            self._drop_side(seq)
         self.retriever.reorder(sequences)
         self.indexed = [self.indexed[seq] for seq in sequences]
         self._last = {i: self._last[seq] for i, seq in enumerate(sequences) if seq in self._last}
@@ -214,6 +257,17 @@ class IndexUpdater:
         """Copy the index of another updater with as many sequences."""
         self.retriever.clone_from(other.retriever)
         self.indexed = list(other.indexed)
+
+    def _side(self, seq: int) -> SideIndex:
+        """Return the index of a sequence that is built beside the steps of others. The sequence is stale until it is taken."""
+        self.stale.add(seq)
+        if seq not in self._sides:
+            self._sides[seq] = SideIndex(self.retriever.fresh_index(), seq, self.store, self.retriever.streams)
+        return self._sides[seq]
+
+    def _drop_side(self, seq: int) -> None:
+        if seq in self._sides:
+            self._sides.pop(seq).drop()
 
     def _build(self, seq: int, end: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         job = partial(self.retriever.index.build, seq, self.first, keys, values, queries)

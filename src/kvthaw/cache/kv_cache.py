@@ -14,7 +14,7 @@ from kvthaw.cache.chooser import Chooser
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.finite import FiniteCheck
 from kvthaw.cache.layer_base import AttentionParams, LayerKV
-from kvthaw.cache.layers import make_layers, offloaded_numbers
+from kvthaw.cache.layers import make_layers, offloaded_numbers, updaters
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.plan import Settings
 from kvthaw.cache.preallocator import BlockPreallocator
@@ -163,8 +163,7 @@ class KVCache:
 
     def settle_failure(self, *, ahead: bool = False) -> None:
         """Return every layer to the committed lengths if a step failed. ahead: see LayerKV.rollback."""
-        failed = self._failed()
-        if failed is not None:
+        if (failed := self._failed()) is not None:
             self._go_back(failed, ahead=ahead)
 
     def _commit(self, step: Step) -> None:
@@ -188,15 +187,6 @@ class KVCache:
         finally:
             self._whole = outer
         self._go_on_on_host()
-
-    @contextmanager
-    def prompt(self, tokens: int, seq: int | None = None) -> Iterator[None]:
-        """Treat the next `tokens` tokens, padding included, as one prompt in chunks: of every sequence, or of one of a batch."""
-        self.sequences.announce(tokens, seq)
-        try:
-            yield
-        finally:
-            self.sequences.announce(0)
 
     # Between steps
 
@@ -297,6 +287,17 @@ class KVCache:
         for layer in self.layers:
             layer.wait()
 
+    def built(self, seq: int, timeout: float | None = 0.0) -> bool:
+        """Return whether resume() of a paused sequence need not wait for an index that is built beside the others' steps. timeout:
+        wait so many seconds for it, None: as long as it takes."""
+        return all(updater.built(seq, timeout) for updater in updaters(self.layers))
+
+    def resume(self, seq: int) -> None:
+        """Include a paused sequence in steps again. Raises CacheError where its index could not be built."""
+        for updater in updaters(self.layers):
+            updater.take_built(seq)
+        self.sequences.resume(seq)
+
     def tensors(self) -> list[Tensor]:
         """Return the tensors that a captured step reads and writes."""
         return [*self.sequences.on_device.tensors(), *(tensor for layer in self.layers for tensor in layer.tensors())]
@@ -338,8 +339,7 @@ class KVCache:
 
     def check_crop(self, drop: int) -> None:
         """Raise CacheError where crop(drop) would need tokens that the method has dropped."""
-        step = self._checkpoints.restorable(self.offloaded)
-        if step is None or drop > step.tokens:
+        if (step := self._checkpoints.restorable(self.offloaded)) is None or drop > step.tokens:
             for layer in self.layers:
                 layer.check_crop(drop)
 

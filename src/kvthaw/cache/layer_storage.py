@@ -65,7 +65,7 @@ class LayerStorage:
         self.preallocate(seq, length)
         if self.updater is not None and start > self.updater.indexed[seq]:
             last = query if self.prompt_queries is None else query[:, -self.prompt_queries :]
-            self.updater.prompt(seq, start, keys, values, past, last, remaining, later=paused)
+            self.updater.prompt(seq, start, keys, values, past, last, remaining, paused=paused)
         sink = max(0, min(regions.sink, length) - past)
         if sink:
             self.slab.write(seq, past, torch.stack((keys[:, :sink], values[:, :sink]), dim=2))

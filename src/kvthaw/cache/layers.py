@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from kvthaw.cache.dense import DenseLayer
+from kvthaw.cache.index_updater import IndexUpdater
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.plan import Settings
 from kvthaw.cache.preallocator import BlockPreallocator
@@ -43,3 +44,9 @@ def make_layers(
         leader = layer if anchor else leader
         layers.append(layer)
     return layers
+
+
+def updaters(layers: Sequence[object]) -> list[IndexUpdater]:
+    """Return the index updaters of those layers that have one."""
+    offloaded = [layer for layer in layers if isinstance(layer, OffloadedLayer) and layer.plan is not None]
+    return [layer.storage.updater for layer in offloaded if layer.storage.updater is not None]

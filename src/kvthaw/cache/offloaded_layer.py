@@ -200,8 +200,8 @@ class OffloadedLayer:
     def commit(self) -> None:
         """Index what a prefill appended, where the index waits until the step is certain."""
         if self.plan is not None and self.storage.updater is not None:
-            self.storage.updater.commit()
-            self.storage.updater.renew(self._prompts, self.recent_queries)
+            self.storage.updater.commit(self.sequences.paused)
+            self.storage.updater.renew(self._prompts, self.recent_queries, self.sequences.paused)
 
     # Decoding
 

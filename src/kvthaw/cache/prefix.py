@@ -123,7 +123,7 @@ class PrefixCache:
             number = layer.number
             resume(layer, step, self._shapes[number], {seq or 0: rows[number]}, kept=known.get(number))
 
-        with kv.prompt(len(ids), seq):
+        with kv.sequences.prompt(len(ids), seq):
             kv.take_in(tokens, None, take)
         kv.sequences.cached_tokens += tokens
         self._hits += tokens

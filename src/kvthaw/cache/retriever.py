@@ -67,7 +67,7 @@ class Retriever:
         self._place(seqs)
         self.choices: list[Choice] = []
         self.meter = Meter(self.residency, context)
-        self._streams = streams
+        self.streams = streams
         self._jobs: list[tuple[Future[None], Callable[[], None]]] = []
         self._searching: Future[Selection] | None = None  # the last that began
         self._failure: BaseException | None = None  # of a job
@@ -99,7 +99,7 @@ class Retriever:
         on the thread raised."""
         if self.index.on_host:
             self._rest()
-            self._jobs.append((self._streams.submit(after, job), failed))
+            self._jobs.append((self.streams.submit(after, job), failed))
         else:  # what of it reads the store waits for the rows that are on their way there, see HostStore.read_keys
             job()
 
@@ -155,7 +155,7 @@ class Retriever:
     @property
     def in_place(self) -> bool:
         """Whether no row is brought to the pool: every block lies on the device."""
-        return self.reads_blocks and not self._streams.device.spills
+        return self.reads_blocks and not self.streams.device.spills
 
     def prefetch(self, queries: Tensor, early: int) -> None:
         """Select with these queries, [B, Hq, T, D], instead of the next T tokens' own. Begins to search with the first `early`."""
@@ -173,7 +173,7 @@ class Retriever:
         Returns a future for each of the T tokens."""
         here, sent = _to_host(queries)
         changes = [job for job, _ in self._jobs]
-        found = [self._streams.search(sent, changes, partial(self._select, query)) for query in here.unbind(2)]
+        found = [self.streams.search(sent, changes, partial(self._select, query)) for query in here.unbind(2)]
         self._searching = found[-1] if found else self._searching
         return found
 
@@ -188,7 +188,7 @@ class Retriever:
         search = None
         if self.prefetched is not None:
             query, search = self.prefetched.queries[:, :, t], self.prefetched.search(t)
-        graph = self._streams.graph
+        graph = self.streams.graph
         if graph is not None and self.index.on_host:
             choice = self._recorded(query, graph)
         else:
@@ -318,10 +318,14 @@ class Retriever:
     def branch(self) -> tuple[Index, Tensor]:
         """Replace the index by a copy. Returns the index itself and the rows counted so far, for rejoin()."""
         self.settle()
-        assert self.method.index is not None
-        before, self.index = self.index, self.method.index(self.context)
+        before, self.index = self.index, self.fresh_index()
         self.index.clone_from(before)
         return before, self.residency.counts.clone()
+
+    def fresh_index(self) -> Index:
+        """Return an empty index such as this group's."""
+        assert self.method.index is not None
+        return self.method.index(self.context)
 
     def rejoin(self, index: Index, counts: Tensor, lengths: Sequence[int]) -> None:
         """Return to the index and counts that branch() returned; lengths: where it ends, by sequence."""
@@ -348,7 +352,7 @@ class Retriever:
     def __deepcopy__(self, memo: dict[int, Any]) -> Retriever:
         self.settle()
         seqs = self.residency.slot_row.shape[0]
-        twin = Retriever(self.method, copy.deepcopy(self.context, memo), seqs, self.rows, copy.deepcopy(self._streams, memo))
+        twin = Retriever(self.method, copy.deepcopy(self.context, memo), seqs, self.rows, copy.deepcopy(self.streams, memo))
         twin.index.clone_from(self.index)
         twin.reads_blocks = self.reads_blocks
         twin.residency = copy.deepcopy(self.residency, memo)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
@@ -173,6 +174,15 @@ class Sequences:
     def announce(self, tokens: int, seq: int | None = None) -> None:
         """Treat the next tokens, padding included, as one prompt of a sequence or of all, in any number of steps; 0 ends it."""
         self._prompt = (seq, (self.padded_length if seq is None else self.length(seq)) + tokens) if tokens else None
+
+    @contextmanager
+    def prompt(self, tokens: int, seq: int | None = None) -> Iterator[None]:
+        """Treat the next `tokens` tokens, padding included, as one prompt in chunks: of every sequence, or of one of a batch."""
+        self.announce(tokens, seq)
+        try:
+            yield
+        finally:
+            self.announce(0)
 
     @property
     def filling(self) -> int | None:

@@ -1,7 +1,8 @@
 """Offloading, indexing and searching beside the device's work (IceCache, figure 5b).
 
 While the device computes the next layers, keys and values of a finished one leave it on a stream of their own, and a thread
-indexes them as soon as they have arrived. Another searches with predicted queries.
+indexes them as soon as they have arrived. Another searches with predicted queries, a third builds indexes of sequences that join
+others.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _WITH_THREADS: weakref.WeakSet[Streams] = weakref.WeakSet()
 
 
 class Streams:
-    """One copy stream, one indexing thread and one that searches, shared by the layers of a cache; prefetcher: the way back; aux
+    """One copy stream and threads that index, search and build, shared by the layers of a cache; prefetcher: the way back; aux
     and deferred: for indexes that work on the device. memory, device: host and device memory of all layers. graph: the step that is
     captured now. layers: of the model. observers: called after each sparse step of each layer; copies of a cache have none."""
 
@@ -92,6 +93,10 @@ class Streams:
     def submit(self, after: torch.cuda.Event | None, job: Callable[[], None]) -> Future[None]:
         """Run a job on the indexing thread once an event has passed. Jobs run in the order given."""
         return self._on("kvthaw-index", after, job)
+
+    def build(self, after: torch.cuda.Event | None, job: Callable[[], None]) -> Future[None]:
+        """As submit(), on a thread for jobs that no step waits for."""
+        return self._on("kvthaw-build", after, job)
 
     def search(
         self, after: torch.cuda.Event | None, changes: Sequence[Future[None]], search: Callable[[], _Found]

@@ -133,6 +133,7 @@ def _read(batch: Batch, tokenizer: Any, path: Path) -> bool:
     if kept is not None and kept.ids.equal(request.ids):
         return False
     batch.prefill(batch.join(request), request.prompt)
+    batch.start(timeout=None)
     if request.error is not None:
         raise request.error
     return True

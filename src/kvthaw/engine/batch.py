@@ -14,18 +14,19 @@ from kvthaw.cache.prefix import PrefixCache
 from kvthaw.engine.graph_runner import GraphRunner, capturable, compilable, compiled_step
 from kvthaw.engine.hf import PreTrainedModel, Stats
 from kvthaw.engine.hf.attention import unwrap
-from kvthaw.engine.hf.batch_cache import BatchCache
+from kvthaw.engine.hf.batch_cache import BatchCache, check_positions
 from kvthaw.engine.hf.chunks import CHUNK, spans
 from kvthaw.engine.hf.handle import is_attached
-from kvthaw.engine.hf.hooks import turns_by_length
 from kvthaw.engine.request import Request, RequestOptions
 from kvthaw.engine.sampling import GREEDY, Drawn, Sampler, Sampling, logprobs, score
 from kvthaw.engine.text import Detokenizer
-from kvthaw.errors import CacheError, ConfigError, UnsupportedModelError, at_least
+from kvthaw.errors import CacheError, ConfigError, at_least
 from kvthaw.methods.auto import AUTO
 from kvthaw.typecheck import check_type
 
 _log = logging.getLogger(__name__)
+POLL = 0.05
+"""Seconds that a step waits for an index on the host where it has nothing else to do."""
 _SCORED = 4096  # tokens of a prompt that go through the model at once where the logits of all of them are wanted
 
 
@@ -78,12 +79,13 @@ class Batch:
         model = unwrap(model)
         if is_attached(model):
             raise CacheError("the model is attached; detach its handle first")
-        _check(model, capacity)
+        check_positions(model, capacity)
         self.capacity, self.prefill_chunk = capacity, prefill_chunk
         self.cache = BatchCache(model, method, max_seqs=max_seqs, capacity=capacity, **settings)
         self._model, self.prefix_cache = model, prefix_cache
         self._seqs: list[Request | None] = [None] * max_seqs  # those with a place
         self._decoding = list(self._seqs)  # those of them whose prompt is whole
+        self._indexing: dict[Request, Tensor] = {}  # the logits after prompts whose indexes are being built
         self._joined: list[Request] = []  # those with a place, in the order in which they joined
         self._sampler = Sampler(max_seqs, model.config.get_text_config(decoder=True).vocab_size, model.device)
         self._forward = compiled_step(model.forward) if compile else model.forward
@@ -101,8 +103,14 @@ class Batch:
 
     @property
     def prefilling(self) -> list[Request]:
-        """Those whose prompts have not come wholly, in the order in which they joined."""
-        return [request for request in self._joined if request.prefilled < request.prompt]
+        """Those that do not decode yet, in the order in which they joined: their prompts have not come wholly, or an index on the
+        host is still being built."""
+        return [request for request in self._joined if self._decoding[request.seq] is not request]
+
+    @property
+    def indexing(self) -> list[Request]:
+        """Those whose prompts are whole and whose indexes are being built beside the steps of the others."""
+        return list(self._indexing)
 
     @property
     def max_seqs(self) -> int:
@@ -189,7 +197,8 @@ class Batch:
 
     def prefill(self, request: Request, tokens: int | None = None) -> bool:
         """Bring the next `tokens` tokens of a request's prompt into its sequence, in chunks of at most `prefill_chunk`; None: one
-        chunk. With the last of them choose the request's first token, and return True if it is a new one.
+        chunk. With the last of them choose the request's first token, and return True if it is a new one; where an index is built
+        on the host start() chooses it.
 
         Under a method that evicts, and in models with linear attention, the whole prompt is one chunk. Where the prefill fails, the
         request has no place any longer and may join again; the batch is as it was."""
@@ -197,28 +206,37 @@ class Batch:
         try:
             if first:
                 request.cached_tokens = request.prefilled = self._reuse(request)
+                sequences.pause(request.seq)
             start = request.prefilled
             stop = request.prompt if self._whole else min(request.prompt, start + (tokens or self.prefill_chunk))
-            if first and stop < request.prompt:
-                sequences.pause(request.seq)
-            elif stop == request.prompt and request.seq in sequences.paused:
-                sequences.resume(request.seq)
             logits = self._prefill(request, start, stop)
             request.prefilled = stop
-            if stop < request.prompt:
-                return False
-            self.cache.wait()
-            size = self.cache.settings.block_size
-            self._keep(request, request.prompt // size * size)  # it still writes into the last block
-            self.cache.states.place(request.seq)
-            self._sampler.join(request.seq, request.sampling, request.ids, request.stop)
-            at, place = torch.tensor([request.prompt], device=request.ids.device), slice(request.seq, request.seq + 1)
-            drawn = self._sampler(logits, at, place)
+            for layer in self.cache.kv.offloaded:
+                layer.check_finite()  # not in a step of the others
+            if stop == request.prompt:
+                self._indexing[request] = logits
+                if self.cache.kv.built(request.seq):
+                    return self._start(request)
         except BaseException:
             self.preempt(request)
             raise
-        self._decoding[request.seq] = request
-        return bool(self._give([request], drawn))
+        return False
+
+    def start(self, timeout: float | None = 0.0) -> list[Request]:
+        """Let those decode whose indexes are built by now, and choose their first tokens. Returns those that got a new one, and
+        those whose indexes could not be built, with finished="error" and the exception in `error`.
+
+        timeout: seconds to wait for the indexes where they are not built; None: as long as it takes."""
+        told = []
+        for request in [one for one in self._indexing if self.cache.kv.built(one.seq, timeout)]:
+            try:
+                if self._start(request):
+                    told.append(request)
+            except Exception as error:
+                self.preempt(request)
+                request.fail(error)
+                told.append(request)
+        return told
 
     def decode(self) -> list[Request]:
         """Send the next token of every request whose prompt is whole through the model. Returns those that got a new one, which is
@@ -252,7 +270,9 @@ class Batch:
 
         What a decode step raises comes up, and the next call takes it again."""
         told = self.decode()
-        for request in self.prefilling[:1]:
+        coming = [request for request in self.prefilling if request not in self._indexing]
+        told += self.start(0.0 if told or coming else POLL)
+        for request in coming[:1]:
             try:
                 if self.prefill(request):
                     told.append(request)
@@ -289,6 +309,19 @@ class Batch:
                     self._release(request)
         return told
 
+    def _start(self, request: Request) -> bool:
+        """Choose the first token of a request whose prompt is whole and indexed. Returns whether it is a new one."""
+        self.cache.kv.resume(request.seq)
+        self.cache.wait()
+        size, logits = self.cache.settings.block_size, self._indexing.pop(request)
+        self._keep(request, request.prompt // size * size)  # it still writes into the last block
+        self.cache.states.place(request.seq)
+        self._sampler.join(request.seq, request.sampling, request.ids, request.stop)
+        at, place = torch.tensor([request.prompt], device=request.ids.device), slice(request.seq, request.seq + 1)
+        drawn = self._sampler(logits, at, place)
+        self._decoding[request.seq] = request
+        return bool(self._give([request], drawn))
+
     def _begin_again(self, request: Request) -> None:
         """Let a request keep its sequence, which is empty from here on."""
         self._decoding[request.seq] = None
@@ -302,13 +335,13 @@ class Batch:
 
     def _prefill(self, request: Request, start: int, stop: int) -> Tensor:
         """Return the logits [1, V] after tokens start .. stop of a request's prompt."""
-        ids, n = request.ids[None], None if request.tokens else request.sampling.prompt_logprobs
+        cache, seq, ids = self.cache, request.seq, request.ids[None]
+        n = None if request.tokens else request.sampling.prompt_logprobs
         some = {"logits_to_keep": 1} if n is None and self._model._supports_logits_to_keep() else {}
-        chunk = self.prefill_chunk if n is None else min(self.prefill_chunk, _SCORED)
-        if self._whole:
-            chunk = request.prompt
+        most = self.prefill_chunk if n is None else min(self.prefill_chunk, _SCORED)
+        chunk = request.prompt if self._whole else most
         logits = torch.empty(0)
-        with self.cache.kv.prompt(request.prompt - start, request.seq), self.cache.states.filling(request.seq), torch.no_grad():
+        with cache.kv.sequences.prompt(request.prompt - start, seq), cache.states.filling(seq), torch.no_grad():
             for begin, end in spans(stop - start, chunk):
                 begin, end = start + begin, start + end
                 every = self._model(ids[:, begin:end], past_key_values=self.cache, use_cache=True, **some).logits
@@ -357,6 +390,7 @@ class Batch:
                 request.error = error
         self._seqs[request.seq] = self._decoding[request.seq] = None
         self._joined.remove(request)
+        self._indexing.pop(request, None)
         self._empty(request.seq)
 
     def _stops(self, stop: int | Sequence[int] | None, sampling: Sampling) -> frozenset[int]:
@@ -364,15 +398,3 @@ class Batch:
             stop = getattr(self._model.generation_config, "eos_token_id", None)
         own = () if stop is None else [stop] if isinstance(stop, int) else stop
         return frozenset([*own, *sampling.stop_token_ids])
-
-
-def _check(model: PreTrainedModel, capacity: int) -> None:
-    """Refuse models whose positions end before the capacity, or depend on the rest of the batch."""
-    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if limit is not None and capacity > limit:
-        raise ConfigError(f"capacity is {capacity}; the model's positions end at {limit}")
-    kind = turns_by_length(model)
-    if kind is not None:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} turns its keys by the longest row of a batch ({kind} positions); none can join it"
-        )

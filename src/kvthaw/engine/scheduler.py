@@ -8,7 +8,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from kvthaw.engine.batch import Batch
+from kvthaw.engine.batch import POLL, Batch
 from kvthaw.engine.request import Request, RequestOptions
 from kvthaw.errors import CacheError, HostMemoryError, QueueFullError, at_least
 from kvthaw.typecheck import check_type
@@ -66,7 +66,8 @@ class Scheduler:
 
     @property
     def prefilling(self) -> list[Request]:
-        """Requests that have a place and whose prompt has not come wholly, in the order of their places."""
+        """Requests that have a place and do not decode yet, in the order of their places: their prompts have not come wholly, or an
+        index on the host is still being built."""
         return sorted(self.batch.prefilling, key=self._rank.__getitem__)
 
     @property
@@ -117,8 +118,9 @@ class Scheduler:
         What a decode step raises comes up, but for a lack of memory, and the next call takes it again."""
         self._place()
         told = self._decode()
-        if self.batch.prefilling:
-            request = self._next_prompt()
+        request = self._next_prompt()
+        told += self.batch.start(POLL if request is None and not told else 0.0)
+        if request is not None:
             left = max(1, self.step_tokens - len(told)) if told else self.batch.prefill_chunk
             try:
                 if self.batch.prefill(request, left):
@@ -167,10 +169,12 @@ class Scheduler:
         pinned = 0 if kept is None else kept.pinned_bytes
         return pinned + sum(map(self.batch.host_bytes, [request, *self.batch.requests])) <= limit
 
-    def _next_prompt(self) -> Request:
+    def _next_prompt(self) -> Request | None:
         """The prompt that goes on: the one that came first and the one with the fewest tokens left, by turns."""
+        prompts = [one for one in self.prefilling if one.prefilled < one.prompt]
+        if not prompts:
+            return None
         shortest, self._shortest = self._shortest, not self._shortest
-        prompts = self.prefilling
         return min(prompts, key=lambda one: one.prompt - one.prefilled) if shortest else prompts[0]
 
     def _wait_again(self, request: Request) -> None:

@@ -15,8 +15,9 @@ from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer,
 from kvthaw.cache.index_api import Method
 from kvthaw.cache.window import Span
 from kvthaw.engine.hf.cache import Cache
+from kvthaw.engine.hf.hooks import turns_by_length
 from kvthaw.engine.hf.layer import CacheLayer, Layers
-from kvthaw.errors import UnsupportedModelError
+from kvthaw.errors import ConfigError, UnsupportedModelError
 
 
 class BatchCache(Cache):
@@ -96,6 +97,18 @@ class States:
         for layer in self._whole.values():
             for rows in _tensors(layer).values():
                 rows[seq].zero_()
+
+
+def check_positions(model: PreTrainedModel, capacity: int) -> None:
+    """Refuse models whose positions end before the capacity, or depend on the rest of the batch."""
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if limit is not None and capacity > limit:
+        raise ConfigError(f"capacity is {capacity}; the model's positions end at {limit}")
+    kind = turns_by_length(model)
+    if kind is not None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} turns its keys by the longest row of a batch ({kind} positions); none can join it"
+        )
 
 
 def _tensors(layer: Any) -> dict[tuple[str, Any], Tensor]:

@@ -186,7 +186,7 @@ class Cache(DynamicCache):
     def prompt(self, tokens: int) -> AbstractContextManager[None]:
         """Within it the next `tokens` tokens of each row (padding included) are one prompt, in chunks of any size: what does not
         fit is refused with the first, all are attended to densely, and what is better indexed whole is, with the last."""
-        return self.kv.prompt(tokens)
+        return self.kv.sequences.prompt(tokens)
 
     def activate_past_recording(self) -> None:
         """Expect a crop after each forward: generate() calls this before assisted decoding."""
