@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check types quick bench clean
 
 demo: $(STAMP)
 	$(BIN)/kvthaw demo
@@ -14,7 +14,12 @@ test: $(STAMP)
 check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	@$(MAKE) --no-print-directory -j 2 types quick
+
+types: $(STAMP)
 	$(BIN)/mypy
+
+quick: $(STAMP)
 	$(BIN)/pytest -n 2 --dist worksteal -m "not model and not slow"
 
 bench: $(STAMP)
