@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from servers import TEMPLATE, Served, serving
-from transformers import PreTrainedModel
 
-import bytemodel
-from kvthaw.engine.hf.model import load
+if TYPE_CHECKING:
+    from servers import Served
+    from transformers import PreTrainedModel
 
 
 @pytest.fixture(scope="session")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Any]:
+    import bytemodel
+    from kvthaw.engine.hf.model import load  # not before the fixtures of all tests
+
     return load(str(bytemodel.save(tmp_path_factory.mktemp("model"))), dtype="float32")
 
 
 @pytest.fixture(scope="session")
 def served(loaded: tuple[PreTrainedModel, Any]) -> Iterator[Served]:
+    from servers import TEMPLATE, serving
+
     with serving(*loaded, chat_template=TEMPLATE) as one:
         yield one

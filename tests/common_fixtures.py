@@ -1,0 +1,137 @@
+"""What every test stands on: the interpreter for kernels, one thread, fixed seeds, tiny models."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of every thread; torch.set_num_threads() is for the calling one
+
+import torch
+
+if not torch.cuda.is_available():  # before triton is imported anywhere
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import pytest
+from hypothesis import HealthCheck, settings
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+import bytemodel
+from kvthaw.bench.shapes import SHAPES
+from kvthaw.engine.hf.model import load
+from timed import tinier
+from zoo import build
+
+settings.register_profile("kvthaw", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+settings.load_profile("kvthaw")
+torch.set_num_threads(1)
+logging.set_verbosity_error()
+
+
+LONG = (
+    "tests/bench/",
+    "tests/benchmarks/",
+    "tests/cli/",
+    "tests/methods/",
+    "tests/cache/test_device_step.py",
+    "tests/cache/test_prefetched_search.py",
+    "tests/engine/test_ahead.py",
+    "tests/engine/test_architectures.py",
+    "tests/engine/test_assisted.py",
+    "tests/engine/test_batch.py",
+    "tests/engine/test_crop.py",
+    "tests/engine/test_failures.py",
+    "tests/engine/test_generate.py",
+    "tests/engine/test_inference_mode.py",
+    "tests/engine/test_scheduler.py",
+    "tests/evaluate/published/test_published.py",
+    "tests/evaluate/test_compare.py",
+    "tests/evaluate/test_perplexity.py",
+    "tests/evaluate/test_runner.py",
+    "tests/evaluate/test_suites.py",
+    "tests/index/test_tree.py",
+    "tests/kernels/test_flash_decode.py",
+    "tests/kernels/test_planes.py",
+    "tests/kernels/test_unit_select.py",
+)
+"""Suites of many short tests that take minutes together: part of make test, like what is marked slow, and not of make check."""
+
+REPRESENTATIVE = ("oracle", "icecache-digest", "pariskv", "clusterkv")
+"""Methods whose contract make check tests too: exact, a tree on the host, codes on the device, clusters."""
+
+
+def is_long(item: pytest.Item) -> bool:
+    """Whether an item belongs to a long suite and does not test the contract of a representative method."""
+    in_contract = item.nodeid.startswith("tests/methods/test_contract.py")
+    method = item.callspec.params.get("name") if in_contract and hasattr(item, "callspec") else None
+    return item.nodeid.startswith(LONG) and method not in REPRESENTATIVE
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if is_long(item):
+            item.add_marker(pytest.mark.slow)
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """What has been loaded stays: no collection of garbage, of which benchmarks ask for many, need look at it again."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> Iterator[None]:
+    """Also one thread, for two test processes that take two each slow each other down several times."""
+    torch.manual_seed(0)
+    yield
+    assert torch.get_num_threads() == 1, "the test left more threads to those after it"
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """Where kernels run: the GPU if there is one, else the CPU (kernels under the interpreter)."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def llama() -> PreTrainedModel:
+    """A tiny Llama of 3 layers, 4 query and 2 KV heads, with sharp random weights; of the test's own."""
+    return build("llama")
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved model of a few bytes' vocabulary, with its tokenizer. Tests that change it copy it first."""
+    return bytemodel.save(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same without a token that ends a generation."""
+    return bytemodel.save(tmp_path_factory.mktemp("endless"), ends=False)
+
+
+@pytest.fixture
+def model(folder: Path) -> str:
+    """The name of that model on the command line."""
+    return str(folder)
+
+
+@pytest.fixture
+def loaded(folder: Path) -> tuple[Any, Any]:
+    """That model and its tokenizer, of the test's own."""
+    return load(str(folder))
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shape "tiny" of the benchmarks is tinier."""
+    monkeypatch.setitem(SHAPES, "tiny", tinier())
