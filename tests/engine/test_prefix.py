@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, ClassVar
 
 import hypothesis.strategies as st
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 
 import kvthaw
 from kvthaw import Batch, CacheError, PrefixCache, Request, Scheduler
+from kvthaw.engine.library import Library
 from kvthaw.index.forest import TreeIndex
 from zoo import build, build_exact, prompt
 
@@ -156,7 +158,7 @@ def test_blocks_go_to_the_host_and_are_dropped_where_others_need_their_memory(mo
         assert cached == 202 or ids is prompts[0] or ids is prompts[1]
 
 
-def test_a_tree_is_shared_where_little_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tree_is_shared_where_little_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The new tokens are inserted, as those of a next turn."""
     model = build_exact("llama", max_position_embeddings=1024)
     ids, new = prompt(1, 800)[0], prompt(1, 60, seed=5)[0]
@@ -175,6 +177,14 @@ def test_a_tree_is_shared_where_little_is_new(monkeypatch: pytest.MonkeyPatch) -
     assert found[1] == 850 - 128
     assert not built
     assert tokens_of(batch, question) == found
+    tokens_of(batch, ids, name="document")
+    library = Library(batch.cache, prefix, tmp_path)
+    library.save("document", library.parts("document"))
+    restored = batch_of(model, "icecache-digest", PrefixCache(), capacity=1000)
+    assert restored.prefix_cache is not None
+    Library(restored.cache, restored.prefix_cache, tmp_path).restore()
+    assert tokens_of(restored, question) == found
+    assert not built, "nor after a restart"
     fresh = tokens_of(batch_of(model, "icecache-digest", None, capacity=1000), question)
     assert found[0][0] == fresh[0][0]  # which no index has part in
     built.clear()

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 import kvthaw
 from kvthaw import Cache, CacheError
+from kvthaw.index.forest import TreeIndex
 from zoo import build, prompt
 
 SETTINGS: dict[str, Any] = {"budget": 48, "dense_layers": 1, "block_size": 16}
@@ -173,3 +174,37 @@ def test_what_cannot_be_saved(tmp_path: Path, llama: PreTrainedModel) -> None:
     with pytest.raises(CacheError, match="is no saved cache"):
         Cache.load(tmp_path / "kv", llama)
     assert not list(tmp_path.iterdir())
+
+
+@torch.no_grad()
+def test_a_saved_tree_is_not_built_again(
+    tmp_path: Path, llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of two rows, after some steps; under other options, and where its numbers are of no tree, it is built."""
+    built = list[int]()
+    build, state = TreeIndex.build, TreeIndex.state
+
+    def counted(index: TreeIndex, seq: int, *given: Any) -> None:
+        built.append(seq)
+        build(index, seq, *given)
+
+    cache, ids = Cache(llama, "icecache-digest", **SETTINGS), prompt(2, 90)
+    llama(ids, past_key_values=cache)
+    token = torch.tensor([[5], [6]])
+    for _ in range(30):
+        llama(token, past_key_values=cache)
+    ids = torch.cat((ids, token.expand(-1, 30)), dim=1)
+    cache.save(tmp_path / "kv", ids)
+    monkeypatch.setattr(TreeIndex, "build", counted)
+    loaded = Cache.load(tmp_path / "kv", llama, "icecache-digest", **SETTINGS)
+    assert torch.equal(decode(llama, loaded, token).argmax(-1), decode(llama, cache, token).argmax(-1))
+    assert not built
+    decode(llama, Cache.load(tmp_path / "kv", llama, "icecache-digest:outliers=1", **SETTINGS), token, 1)
+    assert sorted(built) == [0, 0, 1, 1]
+    cache.keep(120)
+    monkeypatch.setattr(TreeIndex, "state", lambda *given: {**state(*given), "members": state(*given)["members"] * 0})
+    cache.save(tmp_path / "kv", ids)
+    assert not caplog.messages
+    decode(llama, Cache.load(tmp_path / "kv", llama, "icecache-digest", **SETTINGS), token, 1)
+    assert sorted(built[4:]) == [0, 0, 1, 1]
+    assert len([message for message in caplog.messages if "built anew" in message]) == 4

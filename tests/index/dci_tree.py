@@ -502,16 +502,18 @@ def snapshot(index: TreeIndex, seq: int, head: int) -> dict[str, Tensor]:
     """The tree of a sequence and KV head as tensors: levels, parents and pages, without keys."""
     points, pages = index.forest.size(seq), index.forest.pages(seq, head)
     state = {
-        "radius2": torch.empty((), dtype=torch.float64),
         "norm2": torch.empty(points, dtype=torch.float64),
         "raw": torch.empty((points, index.config.composites * index.config.simples), dtype=torch.float32),
         "level": torch.empty(points, dtype=torch.uint8),
         "parent": torch.empty(points, dtype=torch.int32),
+        "radius2": torch.empty((), dtype=torch.float64),
         "page_node": torch.empty(pages, dtype=torch.int32),
         "page_count": torch.empty(pages, dtype=torch.int32),
         "members": torch.empty(points, dtype=torch.int32),
     }
-    index.forest.save(seq, head, *(tensor.data_ptr() for tensor in state.values()))
+    addresses = [tensor.data_ptr() for tensor in state.values()]
+    index.forest.points(seq, head, *addresses[:4])
+    index.forest.save(seq, head, *addresses[4:])
     return {"first": torch.tensor(index.forest.first(seq), dtype=torch.int64), **state}
 
 

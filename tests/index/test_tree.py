@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import random
 import threading
 from collections.abc import Sequence
 
@@ -558,3 +559,56 @@ def test_two_python_threads_at_once() -> None:
         thread.join()
     assert all(rows == want[who] for who in range(2) for rows in got[who])
     assert len(got[0]) == len(got[1]) == 8
+
+
+@pytest.mark.parametrize("config", [PAPER, CODE, DIGEST, BUSY], ids=["paper", "code", "digest", "busy"])
+def test_a_saved_tree_answers_and_grows_as_the_one_that_was_saved(config: TreeConfig) -> None:
+    """After a history of appends and a truncation, to the bit; of two sequences, with keys of a type that is rounded."""
+    keys = [random_keys(2, 700, 32, torch.bfloat16, seed) for seed in (1, 2)]
+    one, other = (make_index(keys, 4, config, first=4) for _ in range(2))
+    for seq, built in enumerate((400, 60)):
+        one.build(seq, 4, keys[seq][:, 4 : 4 + built])
+        one.append([seq], keys[seq][None, :, 4 + built : 104 + built])
+        one.truncate(seq, 94 + built)
+        other.take(seq, one.state(one.snapshot(seq)), 90 + built)
+        one.truncate(seq, 90 + built)
+    query = torch.randn(2, 4, 32, generator=torch.Generator().manual_seed(9))
+    for _ in range(3):
+        assert torch.equal(one.select(query, 48).rows, other.select(query, 48).rows)
+        for seq in (0, 1):
+            assert all(
+                map(
+                    torch.equal, *([each for tree in snapshots(index, seq) for each in tree.values()] for index in (one, other))
+                )
+            )
+        for index in (one, other):
+            index.append([0, 1], torch.stack([own[:, :7] for own in keys]))
+    check_trees(other)
+
+
+def test_no_numbers_in_a_saved_tree_do_harm() -> None:
+    """Whatever is written over: refused with nothing changed, or a tree that is one."""
+    keys = random_keys(2, 300, 16)
+    index = make_index([keys], 2, DIGEST, first=4)
+    index.build(0, 4, keys[:, 4:250])
+    saved = dict(index.state(index.snapshot(0)))
+    query, generator, refused = torch.randn(1, 2, 16), random.Random(0), 0
+    whole = index.select(query, 32).rows
+    for trial in range(150):
+        name = generator.choice(list(saved))
+        other = saved[name].clone()
+        at = generator.randrange(other.numel())
+        values = [-(2**31), -2, -1, 0, 1, at, 245, 246, 2**31 - 1, int(other.view(-1)[generator.randrange(other.numel())])]
+        other.view(-1)[at] = generator.choice(values if name != "radius2" else [float("nan"), float("inf"), -1.0, 0.0, 1e300])
+        try:
+            index.take(
+                0, {**saved, name: other} if trial % 10 else {**saved, name: other.view(-1)[:-1]}, generator.choice([250, 100])
+            )
+        except CacheError:
+            refused += 1
+            assert torch.equal(index.select(query, 32).rows, whole)
+            continue
+        check_trees(index)
+        index.append([0], keys[None, :, :20])
+        index.take(0, saved, 250)
+    assert refused > 100

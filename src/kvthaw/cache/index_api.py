@@ -6,7 +6,7 @@ W the width of an observation window.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, runtime_checkable
 
@@ -168,8 +168,12 @@ class Snapshots(Protocol):
     def snapshot(self, seq: int) -> Any:
         """Return what the index holds of a sequence; later changes of either leave the other as it is."""
 
-    def take(self, seq: int, snapshot: Any) -> None:
-        """Have a sequence hold what a snapshot of an index with the same settings holds."""
+    def state(self, snapshot: Any) -> Mapping[str, Tensor]:
+        """Return a snapshot as tensors on the host, from which another process can make it over the same keys."""
+
+    def take(self, seq: int, snapshot: Any, end: int) -> None:
+        """Have a sequence hold the positions before `end` that a snapshot of an index with the same settings holds, or what state()
+        returned of one. Raises CacheError, with the sequence as it was, for tensors that are of no snapshot, whatever they hold."""
 
 
 @runtime_checkable

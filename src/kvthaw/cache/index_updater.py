@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,13 +19,23 @@ from kvthaw.cache.retriever import Retriever
 from kvthaw.cache.side_index import SideIndex, can_build_beside
 from kvthaw.errors import CacheError
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What an index held of a sequence, up to position `end`."""
+    """What an index held of a sequence, positions first .. end: a snapshot of `Snapshots`, or the tensors of one."""
 
     index: Any
+    first: int
     end: int
+
+    def nbytes(self) -> int:
+        """Bytes of host memory, those shared with a sequence included."""
+        if isinstance(self.index, Mapping):
+            return sum(tensor.nbytes for tensor in self.index.values())
+        nbytes: int = self.index.nbytes()
+        return nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,21 +127,31 @@ class IndexUpdater:
         if not isinstance(index, Snapshots) or seq in self.stale or self.indexed[seq] <= self.first:
             return None
         self.retriever.settle()
-        return Snapshot(index.snapshot(seq), self.indexed[seq])
+        return Snapshot(index.snapshot(seq), self.first, self.indexed[seq])
+
+    def state(self, snapshot: Snapshot) -> Mapping[str, Tensor]:
+        """Return a snapshot of this index as tensors on the host."""
+        index = self.retriever.index
+        assert isinstance(index, Snapshots)
+        return index.state(snapshot.index)
 
     def resume(self, seq: int, start: int, kept: Snapshot | None) -> None:
         """Index a sequence whose rows came without a prefill up to where its ring begins: with a snapshot of the same tokens, and
-        what it lacks with the rest of the prompt, or anew."""
+        what it lacks with the rest of the prompt, or anew, which is logged where tensors are of no snapshot."""
         end = 0 if kept is None else min(start, kept.end)
         index = self.retriever.index
-        if kept is None or 2 * end <= start or not isinstance(index, Snapshots):
+        if kept is None or kept.first != self.first or 2 * end <= start or not isinstance(index, Snapshots):
             if start > self.first:
                 self.stale.add(seq)
             return
 
         def take() -> None:
-            index.take(seq, kept.index)
-            index.truncate(seq, end)
+            try:
+                index.take(seq, kept.index, end)
+            except CacheError as error:
+                _log.warning("%s; it is built anew", error)
+                rows = self._nothing(end - self.first)
+                index.build(seq, self.first, rows[:, :, 0], rows[:, :, 1], self._queries({}, seq))
 
         self._submit(take, partial(self.stale.add, seq))
         self.indexed[seq] = end
@@ -147,7 +168,7 @@ class IndexUpdater:
                 kept = self.snapshot(seq)
                 assert kept is not None
                 side = self._side(seq)
-                side.change(kept.end, side.index.take, seq, kept.index)
+                side.change(kept.end, side.index.take, seq, kept.index, kept.end)
                 side.change(new, side.index.append, *given)
             else:
                 self._append(given[0], rows.shape[2], *given[1:])
@@ -191,15 +212,20 @@ class IndexUpdater:
             raise CacheError(f"layer {self.retriever.context.layer}: {error}") from error
         index = self.retriever.index
         assert isinstance(index, Snapshots)
-        self._submit(partial(index.take, seq, snapshot), partial(self.stale.add, seq))
+        self._submit(partial(index.take, seq, snapshot, side.end), partial(self.stale.add, seq))
         self.indexed[seq] = side.end
         self.stale.discard(seq)
 
     def renew(self, ends: Mapping[int, int], recent_queries: Mapping[int, Tensor], paused: Collection[int] = ()) -> None:
         """Rebuild, from the store and up to the ends given, sequences that are stale or not fully indexed; on the host beside the
-        steps of others where they are paused."""
+        steps of others where they are paused. To what came from a snapshot the few tokens that it lacks are appended."""
         for seq, end in ends.items():
-            if seq in self._sides or (seq not in self.stale and self.indexed[seq] >= end):
+            old = self.indexed[seq]
+            if seq in self._sides or (seq not in self.stale and old >= end):
+                continue
+            if seq not in self.stale and self.retriever.index.on_host and 4 * (end - old) < old - self.first:
+                rows = self._nothing(end - old)[None]
+                self._append([seq], end - old, rows[:, :, :, 0], rows[:, :, :, 1], None)
                 continue
             rows = self._nothing(end - self.first) if self.retriever.index.on_host else self._stored(seq, self.first, end)
             given = rows[:, :, 0], rows[:, :, 1], self._queries(recent_queries, seq)

@@ -190,11 +190,11 @@ class OffloadedLayer:
         self._taken = step, step.tokens
         self._prompts = ends if self.sequences.announced and not step.remaining else {}
 
-    def resume(self, step: Step, blocks: Mapping[int, Sequence[Block]], kept: Snapshot | None) -> None:
+    def resume(self, step: Step, blocks: Mapping[int, Sequence[Block]], kept: Mapping[int, Snapshot]) -> None:
         """Take the first tokens of sequences from blocks of rows that are kept; see LayerStorage.resume."""
         self._before, self._prompts = (step, dict(self.recent_queries), None), {}
         for row in step.rows():
-            self.storage.resume(row.seq, blocks[row.seq], row.past + step.tokens - row.pad, kept)
+            self.storage.resume(row.seq, blocks[row.seq], row.past + step.tokens - row.pad, kept.get(row.seq))
         self._taken = step, step.tokens
 
     def commit(self) -> None:

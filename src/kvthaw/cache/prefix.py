@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -62,11 +63,16 @@ class Indexes:
 
     def upto(self, tokens: int) -> dict[int, Snapshot]:
         """Return what of them holds for a prompt that begins with so many of the tokens."""
-        return {number: Snapshot(one.index, min(one.end, tokens)) for number, one in self.layers.items()}
+        return {number: replace(one, end=min(one.end, tokens)) for number, one in self.layers.items()}
+
+    @property
+    def saved(self) -> bool:
+        """Whether they are tensors that were read from somewhere, of which every sequence makes its own."""
+        return any(isinstance(one.index, Mapping) for one in self.layers.values())
 
     def nbytes(self) -> int:
         """Bytes of host memory, those shared with a sequence included."""
-        return sum(one.index.nbytes() for one in self.layers.values())
+        return sum(one.nbytes() for one in self.layers.values())
 
 
 class PrefixCache:
@@ -116,12 +122,13 @@ class PrefixCache:
         path = path[: -(-tokens // self._tree.block_size)]
         self._tree.touch(path[-1])
         rows = {number: [blocks[node] for node in path] for number, blocks in self._blocks.items()}
-        kept = self._index(kv, ids, salt)
-        known = {} if kept is None else kept.upto(common(kept.ids, ids))
+        best = self._index(kv, ids, salt)
+        known = {} if best is None else best.upto(common(best.ids, ids))
 
         def take(layer: OffloadedLayer | DenseLayer, step: Step) -> None:
             number = layer.number
-            resume(layer, step, self._shapes[number], {seq or 0: rows[number]}, kept=known.get(number))
+            kept = {seq or 0: known[number]} if number in known else {}
+            resume(layer, step, self._shapes[number], {seq or 0: rows[number]}, kept=kept)
 
         with kv.sequences.prompt(len(ids), seq):
             kv.take_in(tokens, None, take)
@@ -146,10 +153,12 @@ class PrefixCache:
                 _log.warning("a prompt is kept in part: %s", error)
             for other in () if node is None else tree.covered(node):
                 self._drop(other)
-            if self._index(kv, ids, salt) is None:
+            found = self._index(kv, ids, salt)
+            if found is None or found.saved or (name is not None and len(found.ids) != len(ids)):
+                self._indexes = [one for one in self._indexes if one is not found or not one.saved]
                 updaters = {layer.number: layer.storage.updater for layer in kv.offloaded}
-                found = {number: updater.snapshot(seq) for number, updater in updaters.items() if updater is not None}
-                held = {number: each for number, each in found.items() if each is not None}
+                every = {number: updater.snapshot(seq) for number, updater in updaters.items() if updater is not None}
+                held = {number: each for number, each in every.items() if each is not None}
                 self._indexes += [Indexes(ids, salt, _index_kind(kv), held)] if held else []
         self._trim()
         if name is not None:
@@ -192,11 +201,24 @@ class PrefixCache:
                 torch.cat([blocks[node].data.cpu() for node in path], dim=1)[:, :tokens].contiguous(),
             )
 
+    def snapshots(self, kv: KVCache, name: str) -> Mapping[int, Snapshot]:
+        """Return what indexes of an entry's tokens, no more, are kept of such a cache, by layer."""
+        entry, kind = self.entry(name), _index_kind(kv)
+        mine = [one for one in self._indexes if (one.kind, one.salt) == (kind, entry.salt) and torch.equal(one.ids, entry.ids)]
+        return mine[-1].layers if mine else {}
+
     def restore(
-        self, kv: KVCache, name: str, ids: Tensor, layers: Mapping[int, tuple[LayerShape, Sequence[Block]]], *, salt: str = ""
+        self,
+        kv: KVCache,
+        name: str,
+        ids: Tensor,
+        layers: Mapping[int, tuple[LayerShape, Sequence[Block]]],
+        *,
+        salt: str = "",
+        indexes: Mapping[int, Snapshot] = MappingProxyType({}),
     ) -> None:
-        """Keep a prompt [T] under a name whose blocks were read from somewhere, for caches such as this one. Raises CacheError
-        where they cannot be kept."""
+        """Keep a prompt [T] under a name whose blocks were read from somewhere, for caches such as this one. indexes: of its
+        layers, where they came too. Raises CacheError where they cannot be kept."""
         self.refused = _refusal(kv)
         if self.refused is None:
             tree = self._open(kv, {number: shape for number, (shape, _) in layers.items()})
@@ -204,6 +226,7 @@ class PrefixCache:
                 for number, (_, blocks) in layers.items() if new else ():
                     self._blocks[number][node] = blocks[at]
                     blocks[at].owners += 1
+            self._indexes += [Indexes(ids, salt, _index_kind(kv), indexes)] if indexes else []
         self._trim()
         self.name(name, ids, salt)
 
@@ -320,7 +343,7 @@ def _kind(kv: KVCache) -> tuple[object, ...]:
 
 
 def _index_kind(kv: KVCache) -> tuple[object, ...]:
-    return kv.settings.method, kv.settings.seed, kv.sequences.regions
+    return kv.settings.method, kv.settings.seed
 
 
 def _refusal(kv: KVCache) -> str | None:

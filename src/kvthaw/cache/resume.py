@@ -52,12 +52,12 @@ def resume(
     shape: LayerShape,
     blocks: Mapping[int, Sequence[Block]],
     queries: Mapping[int, Tensor] = MappingProxyType({}),
-    kept: Snapshot | None = None,
+    kept: Mapping[int, Snapshot] = MappingProxyType({}),
 ) -> None:
     """Take the tokens of a step, the first of their sequences, from blocks of rows [H, E, 2, D] in token order, by sequence. A
     layer that offloads shares the blocks; it is indexed from them with the rest of an announced prompt, or before the next step
-    that selects. queries [Hq, W, D]: the last ones of these tokens, where they are known. kept: an index of these tokens, or of
-    some more."""
+    that selects. queries [Hq, W, D]: the last ones of these tokens, where they are known. kept: by sequence, an
+    index of these tokens, or of some more."""
     if isinstance(layer, OffloadedLayer):
         if layer.plan is None:
             layer.allocate(step, shape.queries, shape.keys, shape.scale)

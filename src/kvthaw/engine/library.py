@@ -12,7 +12,7 @@ import torch
 
 from kvthaw.cache.prefix import PrefixCache
 from kvthaw.engine.hf import Cache
-from kvthaw.engine.hf.saving import Part, check_header, read_layers, write_folder
+from kvthaw.engine.hf.saving import Part, check_header, index_kind, index_tensors, read_layers, write_folder
 from kvthaw.errors import CacheError, HostMemoryError
 
 _log = logging.getLogger(__name__)
@@ -36,12 +36,11 @@ class Library:
                 continue
             try:
                 header = check_header(self.cache.model, path)
-                layers = {
-                    number: (own.shape, own.blocks[0])
-                    for number, own in read_layers(path, header, self.cache.kv, self.cache.model.device)
-                }
+                layers = dict(read_layers(path, header, self.cache.kv, self.cache.model.device))
+                rows = {number: (own.shape, own.blocks[0]) for number, own in layers.items()}
+                kept = {number: own.kept[0] for number, own in layers.items() if own.kept}
                 ids = torch.tensor(header["token_ids"][0])
-                self.prefix.restore(self.cache.kv, path.name, ids, layers, salt=header.get("salt", ""))
+                self.prefix.restore(self.cache.kv, path.name, ids, rows, salt=header.get("salt", ""), indexes=kept)
                 found[path.name] = header.get("about")
             except (CacheError, HostMemoryError) as error:
                 _log.warning("%s; it has to be prefilled anew", error)
@@ -49,16 +48,20 @@ class Library:
 
     def parts(self, name: str) -> list[Part]:
         """Return what save() writes of an entry, on the host. Where the device is used, on the thread that uses it."""
-        return [
-            (f"layer-{number:04}.safetensors", shape.scale, {"rows.0": rows, "queries.0": shape.queries[0].cpu()})
-            for number, shape, rows in self.prefix.rows(name)
-        ]
+        kv, parts = self.cache.kv, []
+        updaters = {layer.number: layer.storage.updater for layer in kv.offloaded if layer.plan is not None}
+        kept = self.prefix.snapshots(kv, name)
+        for number, shape, rows in self.prefix.rows(name):
+            index = index_tensors(updaters.get(number), {0: kept.get(number)})
+            parts.append(
+                (f"layer-{number:04}.safetensors", shape.scale, {"rows.0": rows, "queries.0": shape.queries[0].cpu()} | index)
+            )
+        return parts
 
     def save(self, name: str, parts: Sequence[Part], about: Any = None) -> None:
         """Write an entry, in the place of what is there; on any thread."""
         entry = self.prefix.entry(name)
-        header = {
-            "method": self.cache.settings.method.name,
+        header = index_kind(self.cache.kv) | {
             "left_pad": [0],
             "token_ids": [entry.ids.tolist()],
             "salt": entry.salt,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Self
 
 import torch
@@ -12,6 +12,15 @@ from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.errors import CacheError, ConfigError, at_least
 from kvthaw.index.tree_config import CHOICES, TreeConfig, directions
 from kvthaw.native import DTYPES, Forest, Isa, isa_code
+
+_STATE = {
+    "radius2": torch.float64,
+    "pages": torch.int32,
+    "page_node": torch.int32,
+    "page_count": torch.int32,
+    "members": torch.int32,
+}
+"""Tensors of saved trees, in the order in which the extension takes them."""
 
 
 class TreeIndex:
@@ -146,9 +155,43 @@ class TreeIndex:
         forest.reorder([seq])
         return forest
 
-    def take(self, seq: int, snapshot: Forest) -> None:
+    def state(self, snapshot: Forest | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """See Snapshots: of each head's tree its radius and its pages, a page being a node and the keys in it. What else a tree has
+        follows from the keys. 4 bytes a key and head, and 8 a page."""
+        if isinstance(snapshot, Mapping):
+            return snapshot
+        heads = range(self.context.kv_heads)
+        pages = torch.tensor([snapshot.pages(0, head) for head in heads], dtype=torch.int32)
+        sizes = {"radius2": [len(pages)], "page_node": [int(pages.sum())], "page_count": [int(pages.sum())]}
+        sizes |= {"members": [len(pages), snapshot.size(0)]}
+        state = {name: torch.empty(size, dtype=_STATE[name]) for name, size in sizes.items()}
+        begins = (pages.cumsum(0) - pages).tolist()
+        for head in heads:
+            at = {"radius2": head, "page_node": begins[head], "page_count": begins[head], "members": head}
+            snapshot.save(0, head, *(tensor[at[name] :].data_ptr() for name, tensor in state.items()))
+        return state | {"pages": pages}
+
+    def take(self, seq: int, snapshot: Forest | Mapping[str, Tensor], end: int) -> None:
         """See Snapshots."""
-        self.forest.share(seq, snapshot, 0)
+        if not isinstance(snapshot, Mapping):
+            self.forest.share(seq, snapshot, 0)
+            self.truncate(seq, end)
+            return
+        found = {name: snapshot.get(name, torch.empty(0)).contiguous() for name in _STATE}
+        heads, members, first = self.context.kv_heads, found["members"], self.context.regions.sink
+        points, pages = members.numel() // heads, int(found["pages"].sum())
+        sizes = {"radius2": [heads], "pages": [heads], "page_node": [pages], "page_count": [pages], "members": [heads, points]}
+        for name, dtype in _STATE.items():
+            if (found[name].dtype, list(found[name].shape)) != (dtype, sizes[name]) or bool((found["pages"] < 0).any()):
+                raise CacheError(f"layer {self.context.layer}: {name} is not of a saved tree of {heads} heads")
+        held = max(0, min(points, end - first))
+        bases = self._addresses(seq, seq + 1, {seq: first + held})
+        try:
+            self.forest.restore(
+                seq, first, points, held, bases.data_ptr(), self.threads, *(found[name].data_ptr() for name in _STATE)
+            )
+        except ValueError as error:
+            raise CacheError(str(error)) from error
 
     def tensors(self) -> list[Tensor]:
         """See Index: none, for trees are searched on the CPU."""

@@ -60,24 +60,53 @@ void Forest::share(int seq, const Forest& other, int its) {
     trees_[seq] = std::move(trees);
 }
 
+std::vector<std::shared_ptr<Tree>> Forest::measured(int first, int points, int held, const int64_t* bases, int threads) const {
+    std::vector<std::shared_ptr<Tree>> made;
+    for (int head = 0; head < heads_; ++head) made.push_back(std::make_shared<Tree>(empty_tree(head, first)));
+    // Measured in blocks, so that a model of two KV heads uses every thread too.
+    constexpr int kBlock = 1024;
+    const int blocks = (held + kBlock - 1) / kBlock;
+    std::vector<int> bad(static_cast<size_t>(heads_) * blocks, -1);
+    for (auto& tree : made) tree->resize(points);
+    Pool::instance().run(bad.size(), threads, [&](size_t item) {
+        const int head = static_cast<int>(item) / blocks, begin = static_cast<int>(item) % blocks * kBlock;
+        bad[item] = made[head]->measure_points(rows(bases, head), begin, std::min(held, begin + kBlock));
+    });
+    for (size_t item = 0; item < bad.size(); ++item)
+        if (bad[item] >= 0) refuse(static_cast<int>(item) / blocks, first + bad[item]);
+    return made;
+}
+
+void Forest::summarise(const std::vector<std::shared_ptr<Tree>>& made, const int64_t* bases, int threads) const {
+    if (!settings_->digests()) return;
+    Pool& pool = Pool::instance();
+    struct Item {
+        int head, begin, count;
+    };
+    std::vector<Item> items;
+    constexpr int kNodes = 64;  // nearly all nodes are of the lowest level: in blocks
+    for (int head = 0; head < heads_; ++head) {
+        const int nodes = static_cast<int>(made[head]->at_level(made[head]->lowest_nodes()).size());
+        for (int begin = 0; begin < nodes; begin += kNodes) items.push_back({head, begin, std::min(kNodes, nodes - begin)});
+    }
+    pool.run(items.size(), threads, [&](size_t i) {
+        const Item& item = items[i];
+        Tree& tree = *made[item.head];
+        tree.summarise(rows(bases, item.head), tree.at_level(tree.lowest_nodes()).data() + item.begin, item.count);
+    });
+    pool.run(heads_, threads, [&](size_t head) {
+        Tree& tree = *made[head];
+        for (int level = std::max(tree.lowest_nodes(), 1) + 1; level <= kMaxLevel; ++level)
+            tree.summarise(rows(bases, static_cast<int>(head)), tree.at_level(level).data(),
+                           static_cast<int>(tree.at_level(level).size()));
+    });
+}
+
 void Forest::build(int seq, int first, int points, const int64_t* bases, int threads) {
     grow(seq + 1);
     std::unique_lock lock(mutex_);
     Pool& pool = Pool::instance();
-    std::vector<std::shared_ptr<Tree>> made;
-    for (int head = 0; head < heads_; ++head) made.push_back(std::make_shared<Tree>(empty_tree(head, first)));
-
-    // Measured in blocks, so that a model of two KV heads uses every thread too.
-    constexpr int kBlock = 1024;
-    const int blocks = (points + kBlock - 1) / kBlock;
-    std::vector<int> bad(static_cast<size_t>(heads_) * blocks, -1);
-    for (auto& tree : made) tree->resize(points);
-    pool.run(static_cast<size_t>(heads_) * blocks, threads, [&](size_t item) {
-        const int head = static_cast<int>(item) / blocks, begin = static_cast<int>(item) % blocks * kBlock;
-        bad[item] = made[head]->measure_points(rows(bases, head), begin, std::min(points, begin + kBlock));
-    });
-    for (size_t item = 0; item < bad.size(); ++item)
-        if (bad[item] >= 0) refuse(static_cast<int>(item) / blocks, first + bad[item]);
+    std::vector<std::shared_ptr<Tree>> made = measured(first, points, points, bases, threads);
 
     pool.run(heads_, threads, [&](size_t head) { made[head]->lay_levels(); });
 
@@ -109,25 +138,29 @@ void Forest::build(int seq, int first, int points, const int64_t* bases, int thr
             if (step < pairs[head].size()) made[head]->fill_level(pairs[head][step][0]);
         });
     }
-    if (settings_->digests()) {  // nearly all nodes are of the lowest level: in blocks
-        items.clear();
-        constexpr int kNodes = 64;
-        for (int head = 0; head < heads_; ++head) {
-            const int nodes = static_cast<int>(made[head]->at_level(made[head]->lowest_nodes()).size());
-            for (int begin = 0; begin < nodes; begin += kNodes) items.push_back({head, begin, std::min(kNodes, nodes - begin)});
-        }
-        pool.run(items.size(), threads, [&](size_t i) {
-            const Item& item = items[i];
-            Tree& tree = *made[item.head];
-            tree.summarise(rows(bases, item.head), tree.at_level(tree.lowest_nodes()).data() + item.begin, item.count);
-        });
-        pool.run(heads_, threads, [&](size_t head) {
-            Tree& tree = *made[head];
-            for (int level = std::max(tree.lowest_nodes(), 1) + 1; level <= kMaxLevel; ++level)
-                tree.summarise(rows(bases, static_cast<int>(head)), tree.at_level(level).data(),
-                               static_cast<int>(tree.at_level(level).size()));
-        });
-    }
+    summarise(made, bases, threads);
+    trees_[seq] = std::move(made);
+}
+
+void Forest::restore(int seq, int first, int points, int held, const int64_t* bases, const double* radius2, const int32_t* pages,
+                     const int32_t* page_node, const int32_t* page_count, const int32_t* members, int threads) {
+    grow(seq + 1);
+    std::unique_lock lock(mutex_);
+    std::vector<std::shared_ptr<Tree>> made = measured(first, points, held, bases, threads);
+    std::vector<size_t> begin(heads_, 0);  // of each head's pages
+    for (int head = 1; head < heads_; ++head) begin[head] = begin[head - 1] + pages[head - 1];
+    std::vector<std::string> wrong(heads_);
+    Pool::instance().run(heads_, threads, [&](size_t head) {
+        Tree& tree = *made[head];
+        wrong[head] = tree.restore(held, radius2[head], pages[head], page_node + begin[head], page_count + begin[head],
+                                   members + head * points);
+        if (wrong[head].empty()) tree.truncate(rows(bases, static_cast<int>(head)), first + held);
+    });
+    for (int head = 0; head < heads_; ++head)
+        if (!wrong[head].empty())
+            throw std::invalid_argument("layer " + std::to_string(settings_->layer) + ", KV head " + std::to_string(head) +
+                                        ": no tree has " + wrong[head] + " as it was saved");
+    summarise(made, bases, threads);
     trees_[seq] = std::move(made);
 }
 

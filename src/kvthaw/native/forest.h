@@ -19,6 +19,10 @@ public:
 
     // Index positions first .. first + points of a sequence anew. bases: the addresses of its blocks.
     void build(int seq, int first, int points, const int64_t* bases, int threads);
+    // The same from what Tree::save wrote of each head, one after the other, but for all after the first `held` points; pages: of
+    // each head how many. Throws std::invalid_argument, with the sequence as it was, for what was never saved.
+    void restore(int seq, int first, int points, int held, const int64_t* bases, const double* radius2, const int32_t* pages,
+                 const int32_t* page_node, const int32_t* page_count, const int32_t* members, int threads);
     // Insert the next `points` positions of some sequences. bases: [seqs.size()][blocks].
     void append(const std::vector<int>& seqs, int points, const int64_t* bases, int blocks, int threads);
     // query: [batch][heads * group][dim] float32; rows: [batch][heads][budget]; counts: [batch][heads].
@@ -44,6 +48,9 @@ public:
 
 private:
     [[noreturn]] void refuse(int head, int position) const;
+    // A tree a head, the first points of which are measured, all in no place yet.
+    std::vector<std::shared_ptr<Tree>> measured(int first, int points, int held, const int64_t* bases, int threads) const;
+    void summarise(const std::vector<std::shared_ptr<Tree>>& made, const int64_t* bases, int threads) const;
 
     std::shared_ptr<const Settings> settings_;
     int heads_, block_size_;

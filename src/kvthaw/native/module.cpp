@@ -140,10 +140,19 @@ NB_MODULE(_native, m) {
         .def("share", &Forest::share, kFree)
         .def("pages", [](const Forest& self, int seq, int head) { return self.tree(seq, head).page_total(); })
         .def("save",
-             [](const Forest& self, int seq, int head, uintptr_t radius2, uintptr_t norm2, uintptr_t raw, uintptr_t level,
-                uintptr_t parent, uintptr_t page_node, uintptr_t page_count, uintptr_t members) {
-                 self.tree(seq, head).save(at<double>(radius2), at<double>(norm2), at<float>(raw), at<uint8_t>(level),
-                                            at<int32_t>(parent), at<int32_t>(page_node), at<int32_t>(page_count),
-                                            at<int32_t>(members));
-             });
+             [](const Forest& self, int seq, int head, uintptr_t radius2, uintptr_t page_node, uintptr_t page_count, uintptr_t members) {
+                 self.tree(seq, head).save(at<double>(radius2), at<int32_t>(page_node), at<int32_t>(page_count), at<int32_t>(members));
+             })
+        .def("points",
+             [](const Forest& self, int seq, int head, uintptr_t norm2, uintptr_t raw, uintptr_t level, uintptr_t parent) {
+                 self.tree(seq, head).save_points(at<double>(norm2), at<float>(raw), at<uint8_t>(level), at<int32_t>(parent));
+             })
+        .def(
+            "restore",
+            [](Forest& self, int seq, int first, int points, int held, uintptr_t bases, int threads, uintptr_t radius2, uintptr_t pages,
+               uintptr_t page_node, uintptr_t page_count, uintptr_t members) {
+                self.restore(seq, first, points, held, at<const int64_t>(bases), at<const double>(radius2), at<const int32_t>(pages),
+                             at<const int32_t>(page_node), at<const int32_t>(page_count), at<const int32_t>(members), threads);
+            },
+            kFree);
 }

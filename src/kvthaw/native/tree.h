@@ -147,10 +147,14 @@ public:
     // The heads' searches together, cut to a budget: writes positions, returns how many.
     int choose(const Seen* seen, int heads, int budget, int32_t* out) const;
 
-    // State, in the order of DciTree.state() in tests/index/dci_tree.py.
+    // State. What a tree is beyond what its keys say: c^2, and of every page, nodes by point, its node, its number of keys, these keys.
     int page_total() const { return static_cast<int>(page_of_node_order().size()); }
-    void save(double* radius2, double* norm2, float* raw, uint8_t* level, int32_t* parent, int32_t* page_node, int32_t* page_count,
-              int32_t* members) const;
+    void save(double* radius2, int32_t* page_node, int32_t* page_count, int32_t* members) const;
+    // Become the tree that was saved, but for its digests. held: how many points are measured; truncate() removes the others before
+    // anything is searched. Returns what cannot be, whatever the numbers are; empty if nothing. members: as many as points.
+    std::string restore(int held, double radius2, int pages, const int32_t* page_node, const int32_t* page_count,
+                        const int32_t* members);
+    void save_points(double* norm2, float* raw, uint8_t* level, int32_t* parent) const;
     // Of every node, by point: spread, rows [1 + outliers][dim] of mean and outliers as a query sees them, outliers [outliers].
     void save_digests(float* spread, float* rows, int32_t* outliers) const;
     // What is wrong with the maps between points, nodes and pages, or with a digest; empty if nothing.

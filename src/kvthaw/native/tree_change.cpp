@@ -1,7 +1,6 @@
-// Inserting into a tree and removing from its end; its state.
+// Inserting into a tree and removing from its end.
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <numeric>
 
 #include "tree.h"
@@ -183,77 +182,6 @@ void Tree::truncate(const Rows& rows, int length) {
     for (size_t node = 0; node < nodes_.size(); ++node)
         if (touched[node]) fill(static_cast<int>(node), members[node]);
     refresh(rows, changed);
-}
-
-std::vector<int32_t> Tree::page_of_node_order() const {
-    std::vector<int32_t> order;
-    for (int point = kRoot; point < size(); ++point) {
-        if (point != kRoot && node_of_[point] < 0) continue;
-        for (int page = nodes_[node_of(point)].page; page >= 0; page = pages_[page].next) order.push_back(page);
-    }
-    return order;
-}
-
-void Tree::save(double* radius2, double* norm2, float* raw, uint8_t* level, int32_t* parent, int32_t* page_node, int32_t* page_count,
-                int32_t* members) const {
-    *radius2 = radius2_;
-    std::copy(norm2_.begin(), norm2_.end(), norm2);
-    std::copy(raw_.begin(), raw_.end(), raw);
-    std::copy(level_.begin(), level_.end(), level);
-    std::copy(parent_.begin(), parent_.end(), parent);
-    for (int page : page_of_node_order()) {
-        *page_node++ = parent_[slots(page)[0]];
-        *page_count++ = pages_[page].count;
-        members = std::copy(slots(page), slots(page) + pages_[page].count, members);
-    }
-}
-
-std::string Tree::check(const Rows& rows) const {
-    std::vector<int> found(size(), 0);
-    size_t chained = 0;
-    for (int point = kRoot; point < size(); ++point) {
-        if (point != kRoot && (node_of_[point] >= 0) != (level_[point] > 1)) return "a node at level 1, or none above it";
-        if (point != kRoot && node_of_[point] < 0) continue;
-        const int node = node_of(point);
-        int members = 0;
-        for (int page = nodes_[node].page; page >= 0; page = pages_[page].next, ++chained) {
-            if (pages_[page].node != node) return "a page of another node";
-            if (pages_[page].count < 1 || pages_[page].count > settings_->page_size) return "a page's count";
-            members += pages_[page].count;
-            for (int s = 0; s < pages_[page].count; ++s) {
-                const int i = slots(page)[s];
-                if (i < 0 || i >= size()) return "a slot without a point";
-                ++found[i];
-                if (page_[i] != page) return "a point that does not know its page";
-                if (parent_[i] != point) return "a point in the node of another parent";
-                if (line(page)[s] != projection(i)) return "a slot's projection";
-                if (lift_[i] != static_cast<float>(std::sqrt(std::max(0.0, radius2_ - norm2_[i])))) return "a lift";
-            }
-        }
-        if (members != nodes_[node].members) return "a node's count";
-    }
-    if (std::any_of(found.begin(), found.end(), [](int times) { return times != 1; })) return "a point in no page, or in two";
-    if (chained + free_page_ids_.size() != pages_.size()) return "lost pages";
-    size_t levelled = 0;
-    for (int level = 1; level <= kMaxLevel; ++level) {
-        levelled += levels_[level].size();
-        for (int i : levels_[level])
-            if (level_[i] != level) return "a point in another's level";
-    }
-    if (levelled != parent_.size()) return "a point at no level";
-    if (!settings_->digests()) return "";
-    Tree fresh(*this);
-    for (int level = 2; level <= kMaxLevel; ++level)
-        fresh.summarise(rows, levels_[level].data(), static_cast<int>(levels_[level].size()));
-    for (int i = 0; i < size(); ++i)
-        if (const int node = node_of_[i]; node >= 0) {
-            if (digests_[node].points != fresh.digests_[node].points) return "a digest's count";
-            if (!std::equal(outliers(node), outliers(node) + settings_->outliers, fresh.outliers(node))) return "a digest's outliers";
-            if (*figures(node) != *fresh.figures(node)) return "a digest's spread";
-            if (digests_[node].points && std::memcmp(codes(node), fresh.codes(node), settings_->record_bytes()))
-                return "a digest's codes or steps";
-        }
-    return "";
 }
 
 }  // namespace kvthaw

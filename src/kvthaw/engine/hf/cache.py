@@ -267,9 +267,10 @@ class Cache(DynamicCache):
     def save(self, path: str | Path, token_ids: Tensor | Sequence[int]) -> None:
         """Save the keys and values of all tokens in a folder, in the place of what is there.
 
-        token_ids: those that the cache holds, [T] or [B, T] with the padding; whoever loads it compares a prompt with them. Indexes
-        are not saved: loading builds them anew, under any method. Raises CacheError for other token ids, and where tokens have been
-        evicted or layers have a state of another kind. A crash at any time leaves the old folder, none, or the new one."""
+        token_ids: those that the cache holds, [T] or [B, T] with the padding; whoever loads it compares a prompt with them.
+        IceCache's trees, which are slow to build, are saved too, for loading under the same method and options; other indexes are
+        built anew, under any method, and the log says so. Raises CacheError for other token ids, and where tokens have been evicted
+        or layers have a state of another kind. A crash at any time leaves the old folder, none, or the new one."""
         if self.foreign:
             raise CacheError(f"the model has a {self.foreign[0]}, whose state cannot be saved")
         saving.save(self.model, self.kv, self.layers, Path(path), torch.as_tensor(token_ids))

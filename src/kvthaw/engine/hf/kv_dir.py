@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvthaw.engine.hf.cache import Cache
 from kvthaw.engine.hf.saving import check_header, load
-from kvthaw.errors import CacheError, ConfigError
+from kvthaw.errors import CacheError, ConfigError, HostMemoryError
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def fill(cache: Cache, path: Path, ids: Sequence[int], warn: Callable[[str], Non
         return 0
     try:
         load(cache.model, cache.kv, cache.layers, path)
-    except CacheError as error:
+    except (CacheError, HostMemoryError) as error:
         warn(f"{error}; the prompt is prefilled anew")
         cache.reset()
         return 0

@@ -1,13 +1,15 @@
 """Save the tokens of a cache in a folder, and take them up again: in another process, under any method.
 
-A folder has a file of safetensors for each layer and header.json, with the token ids, what the model was, and the SHA-256 of every
-file and of the header itself. It is written beside its place, synced, and renamed: whoever reads finds all of it or none.
+A folder has a file of safetensors for each layer, with its rows and, of a method whose index is slow to build, the index; and
+header.json, with the token ids, what the model was, whose index it is, and the SHA-256 of every file and of the header itself. It
+is written beside its place, synced, and renamed: whoever reads finds all of it or none.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -25,6 +27,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.host_memory import Block
+from kvthaw.cache.index_updater import IndexUpdater, Snapshot
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.resume import LayerShape, resume
@@ -32,13 +35,15 @@ from kvthaw.cache.step import Step
 from kvthaw.engine.hf import tensor_file
 from kvthaw.engine.hf.attention import ranks, unwrap
 from kvthaw.errors import CacheError
+from kvthaw.methods.options import digest
 from kvthaw.version import __version__
 
 Part = tuple[str, float, dict[str, Tensor]]
 """The name of a layer's file, its softmax scale, and what goes into the file."""
 Item = TypeVar("Item")
 Done = TypeVar("Done")
-FORMAT = 1
+FORMAT = 2
+_log = logging.getLogger(__name__)
 _HEADER = "header.json"
 _AT_ONCE = 8  # files read or written at a time
 _SAMPLED = 64  # values of each weight that tell models apart
@@ -54,8 +59,8 @@ def save(model: PreTrainedModel, kv: KVCache, layers: Sequence[Any], path: Path,
         raise CacheError(f"{kv.settings.method.name} has dropped tokens, so its cache cannot be saved")
     kv.settle_failure()
     kv.wait()
-    about = {"method": kv.settings.method.name, "left_pad": list(kv.sequences.left_pad), "token_ids": tokens.tolist()}
-    write_folder(model, path, about, _tensors(kv, layers))
+    about = {"left_pad": list(kv.sequences.left_pad), "token_ids": tokens.tolist()}
+    write_folder(model, path, index_kind(kv) | about, _tensors(kv, layers))
 
 
 def write_folder(model: PreTrainedModel, path: Path, about: Mapping[str, Any], parts: Iterable[Part]) -> None:
@@ -81,14 +86,17 @@ def load(model: PreTrainedModel, kv: KVCache, layers: Sequence[Any], path: Path)
     """See `Cache.load`; the cache is empty, and of no use where this raises. layers: transformers' own of the cache, by number."""
     header = check_header(model, path)
     left_pad, tokens = header["left_pad"], len(header["token_ids"][0])
-    held = read_layers(path, header, kv, model.device)
+    held, anew = read_layers(path, header, kv, model.device), dict[int, bool]()
 
     def fill(layer: OffloadedLayer | DenseLayer, step: Step) -> None:
         _, own = next(held)
-        resume(layer, step, own.shape, own.blocks, own.queries)
+        resume(layer, step, own.shape, own.blocks, own.queries, own.kept)
+        anew[layer.number] = not own.kept and isinstance(layer, OffloadedLayer) and layer.storage.updater is not None
 
     kv.take_in(tokens, left_pad, fill)
     held.close()
+    if any(anew.values()):
+        _log.info("%s: the index of %s is built anew in %d layers", path, kv.settings.method.name, sum(anew.values()))
     for number, layer in enumerate(layers):
         if isinstance(layer, DynamicLayer):
             found = _read(path, header, number)
@@ -108,11 +116,12 @@ def read_layers(path: Path, header: Mapping[str, Any], kv: KVCache, device: torc
 
 @dataclass(frozen=True, slots=True)
 class SavedLayer:
-    """Rows of one layer from a file, in blocks by sequence, and the last queries of each."""
+    """Rows of one layer from a file, in blocks by sequence, the last queries of each, and its index if the cache's is the same."""
 
     shape: LayerShape
     blocks: Mapping[int, Sequence[Block]]
     queries: Mapping[int, Tensor]
+    kept: Mapping[int, Snapshot]
 
     @classmethod
     def read(cls, path: Path, header: Mapping[str, Any], number: int, kv: KVCache, device: torch.device) -> SavedLayer:
@@ -130,7 +139,9 @@ class SavedLayer:
                 block.data[:, : part.shape[1]] = part
                 block.owners = 0  # until a sequence takes it
                 blocks[seq].append(block)
-        return cls(LayerShape(some[None, :, :0], rows[None, :, :0, 0].to(device), scale), blocks, queries)
+        shape = LayerShape(some[None, :, :0], rows[None, :, :0, 0].to(device), scale)
+        same = header["index"] == index_kind(kv)["index"] and header["index"]["options"] is not None
+        return cls(shape, blocks, queries, _snapshots(tensors) if same else {})
 
 
 def _read(path: Path, header: Mapping[str, Any], number: int) -> dict[str, Tensor]:
@@ -195,10 +206,44 @@ def _tensors(kv: KVCache, layers: Sequence[Any]) -> Iterator[Part]:
         if layer is not None:
             rows = {f"rows.{seq}": layer.read(seq, 0, sequences.length(seq)) for seq in range(sequences.count)}
             queries = {f"queries.{seq}": found for seq, found in layer.recent_queries.items()}
-            yield _name(number), layer.scale, {name: each.cpu().contiguous() for name, each in (rows | queries).items()}
+            updater = layer.storage.updater if isinstance(layer, OffloadedLayer) and layer.plan is not None else None
+            found = {} if updater is None else {seq: updater.snapshot(seq) for seq in range(sequences.count)}
+            held = rows | queries | index_tensors(updater, found)
+            yield _name(number), layer.scale, {name: each.cpu().contiguous() for name, each in held.items()}
         elif isinstance(other, DynamicLayer):
             held = {"keys": other.keys, "values": other.values}
             yield _name(number), 0.0, {name: each.cpu().contiguous() for name, each in held.items()}
+
+
+def index_kind(kv: KVCache) -> dict[str, Any]:
+    """Return what the indexes of a cache depend on besides keys and positions, for a header."""
+    method = kv.settings.method
+    try:
+        options: str | None = digest(method)
+    except TypeError:  # an option of which nothing can be said
+        options = None
+    return {"index": {"method": method.name, "options": options, "seed": kv.settings.seed}}
+
+
+def index_tensors(updater: IndexUpdater | None, snapshots: Mapping[int, Snapshot | None]) -> dict[str, Tensor]:
+    """Return the snapshots of an index, by sequence, as they stand in a layer's file."""
+    held = {}
+    for seq, snapshot in snapshots.items():
+        if updater is not None and snapshot is not None:
+            held[f"index.{seq}.span"] = torch.tensor([snapshot.first, snapshot.end])
+            held |= {f"index.{seq}.{name}": tensor for name, tensor in updater.state(snapshot).items()}
+    return held
+
+
+def _snapshots(tensors: Mapping[str, Tensor]) -> dict[int, Snapshot]:
+    """Return what index_tensors() made."""
+    found: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        kind, _, rest = name.partition(".")
+        seq, _, rest = rest.partition(".")
+        if kind == "index":
+            found.setdefault(int(seq), {})[rest] = tensor.clone()  # for it outlives the file
+    return {seq: Snapshot(state, *state.pop("span").tolist()) for seq, state in found.items()}
 
 
 def _some_at_once(items: Iterable[Item], work: Callable[[Item], Done]) -> Generator[tuple[Item, Done]]:

@@ -31,6 +31,7 @@ _PIECE = 64 << 20  # bytes hashed and written at once
 def write(path: Path, tensors: Mapping[str, Tensor]) -> str:
     """Write contiguous tensors of the CPU to a new file and sync it. Returns the SHA-256 of its bytes."""
     header, end = {}, 0
+    tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))  # so that each is aligned
     for name, tensor in tensors.items():
         header[name] = {
             "dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [end, end + tensor.nbytes],
@@ -58,9 +59,8 @@ def read(path: Path, sha256: str) -> dict[str, Tensor]:
     if hashlib.sha256(_bytes(data)).hexdigest() != sha256:
         raise CacheError(f"{path.parent} is damaged: {path.name} is not what was saved")
     start = 8 + int.from_bytes(bytes(data[:8].tolist()), "little")
-    header = json.loads(bytes(data[8:start].tolist()))
     found = {}
-    for name, entry in header.items():
+    for name, entry in json.loads(bytes(data[8:start].tolist())).items():
         begin, end = entry["data_offsets"]
         own = data[start + begin : start + end].view(_TYPES[entry["dtype"]])
         found[name] = own.view(entry["shape"])
