@@ -54,8 +54,10 @@ PROMPTED = (
     ("full attention", "full", "captured"),
     ("pariskv, 100 retrieved", "pariskv", "captured"),
     ("pariskv-plus, 100 retrieved", "pariskv-plus", "captured"),
+    ("clusterkv, 1024 tokens", "clusterkv", "captured"),
     ("clusterkv-plus, 1024 tokens", "clusterkv-plus", "captured"),
     ("prkv, 1024 tokens", "prkv", "captured"),
+    ("prkv-plus, 1024 tokens", "prkv-plus", "captured"),
 )
 
 
@@ -152,25 +154,26 @@ def percent(shares: Iterable[float]) -> str:
 
 
 def prompted(lines: list[Record]) -> Iterable[str]:
-    """Until the second token, and a token, after a prompt of 36k."""
-    rows, used = [], []
-    for words, method, steps in PROMPTED:
-        wanted = {"method": method, "steps": steps, "length": 36 * K, "batch": 1, "prompt": "run", "hits": None}
-        line = best(lines, **wanted)
-        if line is not None:
-            used.append(line)
-            held = line["kv_device_bytes"] + line["index_device_bytes"] or line["kv_dense_bytes"]
-            rows.append([words, steps, f"{held / 1e6:,.0f} MB", f"{line['tt2t_s']:.2f} s", ms(line)])
-    if rows:
-        head = [
-            "after a prompt of 36,864 tokens",
-            "steps",
-            "KV and index on the device, beside dense layers",
-            "until the 2nd token",
-            "ms a token",
-        ]
-        yield f"Mean (median, 95th percentile) of {used[0]['setting']['new_tokens']} tokens ({commit(used)}):"
-        yield table(head, rows)
+    """Until the second token, and a token, after a prompt of 36k: a table a device."""
+    for device in sorted({asked(line)["device"] for line in lines}, reverse=True):
+        rows, used = [], []
+        for words, method, steps in PROMPTED:
+            wanted = {"method": method, "steps": steps, "length": 36 * K, "batch": 1, "prompt": "run", "hits": None}
+            line = best(lines, device=device, **wanted)
+            if line is not None:
+                used.append(line)
+                held = sum(line[name] for name in ("kv_device_bytes", "index_device_bytes", "kv_dense_bytes"))
+                rows.append([words, steps, f"{held / 1e6:,.0f} MB", f"{line['tt2t_s']:.2f} s", ms(line)])
+        if rows:
+            head = [
+                "after a prompt of 36,864 tokens",
+                "steps",
+                "KV and index on the device, with dense layers",
+                "until the 2nd token",
+                "ms a token",
+            ]
+            yield f"{device}, mean (median, 95th percentile) of {used[0]['setting']['new_tokens']} tokens ({commit(used)}):"
+            yield table(head, rows)
 
 
 def lengths(lines: list[Record]) -> Iterable[str]:
@@ -185,7 +188,7 @@ def lengths(lines: list[Record]) -> Iterable[str]:
         used += found.values()
         cells = {n: ms(line) + marked(line) for n, line in found.items()}
         cells = {n: f"**{text}**" if found[n]["tpot_s"] == fastest[n] else text for n, text in cells.items()}
-        shares = [1.0 if line["share_of_full"] is None else line["share_of_full"] for line in found.values()]
+        shares = [line["share_with_dense"] or 1.0 for line in found.values()]
         if found:
             if asking["prompt"] == "text":
                 words += f" ({percent(line['hit_rate'] for line in found.values())} hits)"
@@ -198,7 +201,7 @@ def lengths(lines: list[Record]) -> Iterable[str]:
     there = f"; at {', '.join(map(plot.short, shared))} layers share one layer's rows on the host" if shared else ""
     what = "Mean (median, 95th percentile) milliseconds a token, index updates counted"
     yield f"{what}, {how} unless marked ({commit(used)}{there}):"
-    yield table(["", *(plot.short(n) for n in columns), "KV and index on the device, of full's"], rows)
+    yield table(["", *(plot.short(n) for n in columns), "KV and index on the device, dense layers too, of full's"], rows)
 
 
 def batches(lines: list[Record]) -> Iterable[str]:
@@ -209,7 +212,8 @@ def batches(lines: list[Record]) -> Iterable[str]:
         ("clusterkv-plus", 32 * K, {"hits": 0.7}),
     ):
         wanted = {"length": length, "prompt": "filled", "steps": "captured"}
-        mine = [line for line in lines if matches(line, {"method": method, **wanted, **more})]
+        every = [line for line in lines if matches(line, {"method": method, **wanted, **more})]
+        mine = [line for line in every if not asked(line)["shared"]]
         full = [line for line in lines if matches(line, {"method": "full", **wanted})]
         if not mine or not full:
             continue
@@ -221,7 +225,13 @@ def batches(lines: list[Record]) -> Iterable[str]:
         words += f"full attention {theirs} with {asked(least)['batch']}: {rate} times"
         if alone[0] and alone[1]:
             words += f"; one row takes {ms(alone[0])} and {ms(alone[1])} ms a token"
-        yield f"{words} ({commit([most, least])})."
+        shared = [line for line in every if asked(line)["shared"] and line["tokens_per_s"] > most["tokens_per_s"]]
+        shared = sorted(shared, key=lambda line: float(line["tokens_per_s"]))[-1:]
+        for line in shared:
+            words += (
+                f"; where all layers share one layer's rows on the host, {line['tokens_per_s']:.0f} with {asked(line)['batch']}"
+            )
+        yield f"{words}; the sequences of a batch share one sequence's rows on the host ({commit([most, least, *shared])})."
 
 
 def prefills(lines: list[Record]) -> Iterable[str]:
@@ -265,7 +275,12 @@ def flat(line: Record) -> Record:
     """A line of the time before settings."""
     names = ("shape", "method", "steps", "length", "batch", "budget", "retrieved", "new_tokens")
     rest = {"kv_device_bytes": 0, "kv_dense_bytes": line["full_kv_bytes"], "index_device_bytes": 0} | line
-    setting = {name: line.get(name) for name in names} | {"hits": None, "prompt": "run", "shared": False}
+    setting = {name: line.get(name) for name in names} | {
+        "hits": None,
+        "prompt": "run",
+        "shared": False,
+        "device": "NVIDIA H200",
+    }
     return {**rest, "setting": setting, "about": {"commit": line["commit"]}}
 
 
