@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from kvthaw import Batch, Request, Scheduler
 from kvthaw.bench.card import provenance, where
 from kvthaw.bench.shapes import build
 from kvthaw.evaluate.results import Record
 from kvthaw.methods import resolve
+from kvthaw.methods.auto import AUTO
 
 WARM = 30
 """Steps before the long prompt joins."""
@@ -76,7 +76,8 @@ def alone(scheduler: Scheduler, long: Tensor) -> float:
 def check(method: str, budget: int, device: torch.device) -> None:
     """Exit with an error where requests of a tiny model get other tokens in company than alone."""
     model = build("tiny", device).float()
-    prompts, sizes = [_prompt(model, n, n) for n in (150, 600, 100)], _sizes(method, min(budget, 64))
+    words = model.config.vocab_size
+    prompts, sizes = [random_prompt(words, n, n) for n in (150, 600, 100)], sizes_of(method, min(budget, 64))
     found = []
     for seqs in (1, 3):
         scheduler = Scheduler(Batch(model, method, max_seqs=seqs, capacity=700, prefill_chunk=128, **sizes), step_tokens=64)
@@ -86,6 +87,19 @@ def check(method: str, budget: int, device: torch.device) -> None:
         found.append([one.tokens for one in requests])
     if found[0] != found[1]:
         sys.exit(f"{method}: a request in company gets other tokens than alone")
+
+
+def sizes_of(method: str, budget: int, memory: str | None = None) -> dict[str, Any]:
+    """Return the settings that bound a method, none for one that keeps all KV."""
+    if method != AUTO and resolve(method).dense:
+        return {}
+    return {"budget": budget} | ({} if memory is None else {"device_memory": memory})
+
+
+def random_prompt(vocabulary: int, tokens: int, seed: int) -> Tensor:
+    """Draw a prompt."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, vocabulary, (tokens,), generator=generator)
 
 
 def main() -> None:
@@ -108,12 +122,11 @@ def main() -> None:
     for method in given.method.split(","):
         check(method, given.budget, device)
     model, about = build(given.shape, device, layers=given.layers), provenance(given.commit)
-    others = [_prompt(model, given.length, seed) for seed in range(given.seqs)]
-    long, short = _prompt(model, given.long, 100), _prompt(model, given.short, 101)
+    words = model.config.vocab_size
+    others = [random_prompt(words, given.length, seed) for seed in range(given.seqs)]
+    long, short = random_prompt(words, given.long, 100), random_prompt(words, given.short, 101)
     for method in given.method.split(","):
-        sizes = _sizes(method, given.budget)
-        if given.device_memory and not resolve(method).dense:
-            sizes["device_memory"] = given.device_memory
+        sizes = sizes_of(method, given.budget, given.device_memory)
         batch = Batch(model, method, max_seqs=given.seqs + 2, capacity=given.long + 2048, **sizes)
         scheduler = Scheduler(batch, step_tokens=given.step_tokens)
         alone(scheduler, short)  # compiles kernels
@@ -135,15 +148,6 @@ def _timed(scheduler: Scheduler) -> float:
     begin = time.perf_counter()
     scheduler.step()  # its tokens come back to the host, so it is over then
     return time.perf_counter() - begin
-
-
-def _sizes(method: str, budget: int) -> dict[str, Any]:
-    return {} if resolve(method).dense else {"budget": budget}
-
-
-def _prompt(model: PreTrainedModel, tokens: int, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, model.config.vocab_size, (tokens,), generator=generator)
 
 
 if __name__ == "__main__":

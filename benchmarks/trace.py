@@ -1,0 +1,165 @@
+"""Replay requests of a trace: tokens a second, time to the first token and between tokens, under each method in one scheduler.
+
+`python -m benchmarks.trace --trace AzureLLMInferenceTrace_conv.csv --out trace.jsonl`: on some layers of the 8B shape the trace's
+first requests come at their times, divided by --speed (0: all at once), with random prompts of their lengths, and get as many
+tokens as they got. A trace is Azure's CSV (TIMESTAMP, ContextTokens, GeneratedTokens) or Mooncake's JSON lines (timestamp in ms,
+input_length, output_length), also gzipped; without one, lengths and times are drawn. Requests that are longer than --capacity are
+left out. A line is one method, whose tokens were first compared, on a tiny model, with those of the requests alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gzip
+import json
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from benchmarks.joining import check, random_prompt, sizes_of
+from kvthaw import Batch, Request, Scheduler
+from kvthaw.bench.card import provenance, where
+from kvthaw.bench.shapes import build
+from kvthaw.evaluate.results import Record
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request of a trace: when it comes, in seconds after the first, and its tokens."""
+
+    at: float
+    prompt: int
+    new: int
+
+
+@dataclass
+class Served:
+    """When a request came and when its tokens did, in seconds."""
+
+    came: float
+    tokens: list[float] = field(default_factory=list)
+
+
+def read(path: Path) -> Iterator[Arrival]:
+    """Yield the requests of a trace."""
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
+        if ".csv" in path.suffixes:
+            for row in csv.DictReader(lines):
+                at = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
+                yield Arrival(at, int(row["ContextTokens"]), int(row["GeneratedTokens"]))
+        else:
+            for row in map(json.loads, lines):
+                yield Arrival(row["timestamp"] / 1000, row["input_length"], row["output_length"])
+
+
+def drawn(rng: random.Random) -> Iterator[Arrival]:
+    """Draw requests: three a second, prompts of some 900 tokens and answers of some 200 in the median, with long tails."""
+    at = 0.0
+    while True:
+        yield Arrival(at, max(1, int(rng.lognormvariate(6.8, 1.0))), max(1, int(rng.lognormvariate(5.3, 0.7))))
+        at += rng.expovariate(3.0)
+
+
+def arrivals(path: Path | None, count: int, capacity: int, speed: float) -> list[Arrival]:
+    """Return the first `count` requests that fit, the first at 0 s."""
+    source = drawn(random.Random(0)) if path is None else read(path)
+    fit = (one for one in source if one.prompt >= 1 and one.new >= 1 and one.prompt + one.new <= capacity)
+    taken = list(islice(fit, count))
+    return [Arrival((one.at - taken[0].at) / speed if speed else 0.0, one.prompt, one.new) for one in taken]
+
+
+def replay(scheduler: Scheduler, coming: list[Arrival]) -> dict[str, Any]:
+    """Serve the requests as they come. Returns what was measured."""
+    vocabulary = scheduler.batch.cache.model.config.vocab_size
+    prompts = [random_prompt(vocabulary, one.prompt, seed) for seed, one in enumerate(coming)]
+    served: dict[Request, Served] = {}
+    begin, asked, waiting = time.perf_counter(), 0, 0
+    while asked < len(coming) or scheduler.busy:
+        now = time.perf_counter() - begin
+        while asked < len(coming) and coming[asked].at <= now:
+            request = scheduler.submit(prompts[asked], max_new_tokens=coming[asked].new, stop=())
+            served[request] = Served(coming[asked].at)
+            asked += 1
+        waiting = max(waiting, len(scheduler.waiting))
+        if not scheduler.busy:
+            time.sleep(max(0.0, coming[asked].at - now))
+            continue
+        for request in scheduler.step():
+            if request.error is not None:
+                raise request.error
+            served[request].tokens.append(time.perf_counter() - begin)
+    whole = time.perf_counter() - begin
+    first = [one.tokens[0] - one.came for one in served.values()]
+    gaps = [b - a for one in served.values() for a, b in zip(one.tokens, one.tokens[1:], strict=False)]
+    tokens = sum(len(one.tokens) for one in served.values())
+    return {
+        "requests": len(coming),
+        "prompt_tokens": sum(one.prompt for one in coming),
+        "output_tokens": tokens,
+        "seconds": whole,
+        "output_tokens_per_s": tokens / whole,
+        **{f"ttft_p{n}_s": rank(first, n) for n in (50, 95)},
+        **{f"itl_p{n}_s": rank(gaps, n) for n in (50, 95, 99)},
+        "most_waiting": waiting,
+        "preemptions": scheduler.preemptions,
+        "captures": scheduler.batch.stats().captures,
+    }
+
+
+def rank(times: list[float], percent: int) -> float:
+    """Return the time that so many percent do not exceed."""
+    return sorted(times)[min(len(times) - 1, len(times) * percent // 100)] if times else 0.0
+
+
+def main() -> None:
+    """Check, then measure, one JSON line a method."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trace", type=Path, help="a file of requests; left out, requests are drawn")
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--speed", type=float, default=1.0, help="requests come so many times as fast; 0: all at once")
+    parser.add_argument("--shape", default="llama-3.1-8b")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--seqs", default="16", help="places, of each method or one number for all, separated by commas")
+    parser.add_argument("--capacity", type=int, default=16384)
+    parser.add_argument("--budget", type=int, default=1024)
+    parser.add_argument("--step-tokens", type=int, default=4096)
+    parser.add_argument("--device-memory")
+    parser.add_argument("--method", default="full,auto")
+    parser.add_argument("--commit")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    device, name = where()
+    methods = given.method.split(",")
+    places = [int(n) for n in given.seqs.split(",")]
+    places = places if len(places) == len(methods) else places[:1] * len(methods)
+    for method in methods:
+        check(method, given.budget, device)
+    coming = arrivals(given.trace, given.requests, given.capacity, given.speed)
+    model, about = build(given.shape, device, layers=given.layers), provenance(given.commit)
+    for method, seqs in zip(methods, places, strict=True):
+        sizes = sizes_of(method, given.budget, given.device_memory)
+        scheduler = Scheduler(
+            Batch(model, method, max_seqs=seqs, capacity=given.capacity, **sizes), step_tokens=given.step_tokens
+        )
+        replay(
+            scheduler, [Arrival(0.0, min(600, one.prompt), min(200, one.new)) for one in coming[:seqs]]
+        )  # compiles and captures
+        setting = {key: value for key, value in vars(given).items() if key not in ("out", "commit", "method", "trace")}
+        setting |= {"method": method, "seqs": seqs, "device": name, "trace": given.trace.name if given.trace else "drawn"}
+        line = Record(setting, {**replay(scheduler, coming), "about": about}).to_json()
+        print(line, flush=True)
+        if given.out:
+            with given.out.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+        scheduler.batch.cache.reset()
+        del scheduler
+
+
+if __name__ == "__main__":
+    main()
