@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
 from said import Said, refused
 
 FIELDS = {"task", "method", "budget", "retrieved", "length", "n", "accuracy", "full_accuracy", "attention_mass", "recall_at_k"}
@@ -111,3 +114,14 @@ def test_eval_refuses_files_before_it_loads(tmp_path: Path) -> None:
     refused(Said("eval", "passkey", *gone, "--data", f"longeval={tmp_path}"), 2, "longeval is not among the tasks")
     refused(Said("eval", "babilong", *gone, "--data", str(tmp_path)), 1, "holds no file qa1_")
     refused(Said("eval", "passkey,rulers", *gone), 2, "'rulers'", "ruler_vt")
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_work(model: str, tmp_path: Path) -> None:
+    out = str(tmp_path / "out.jsonl")
+    asked = ["eval", "passkey", "--model", model, "--method", "oracle", "--length", "300", "--samples", "3", "--out", out]
+    parts = [[sys.executable, "-m", "kvthaw", *asked, "--shard", f"{i}/2"] for i in (1, 2)]
+    running = [subprocess.Popen(part, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for part in parts]
+    assert all("the same command without --shard" in process.communicate(timeout=120)[1] for process in running)
+    assert len(Path(out).read_text().splitlines()) == 2 * 3
+    assert [(record["method"], record["n"]) for record in Said(*asked, "--json").records] == [("oracle", 3)]

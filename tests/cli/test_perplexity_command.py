@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from said import Said
 
 
@@ -22,3 +23,7 @@ def test_eval_perplexity(model: str, tmp_path: Path) -> None:
     table = Said(*arguments)
     assert len(out.read_text().splitlines()) == 4
     assert all(word in table.out for word in ("perplexity", "streaming", "full", "200", "nats"))
+    alone = Said(*arguments[:-2], "--no-full", "--json")
+    assert [(r["length"], r["nll"], r["difference"]) for r in alone.records] == [
+        (r["length"], pytest.approx(r["nll"], abs=1e-5), None) for r in said.records[:2]
+    ]

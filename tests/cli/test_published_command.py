@@ -60,3 +60,21 @@ def test_a_name_of_several_benchmarks_has_their_mean(model: str, tmp_path: Path)
     assert plot.read_bytes().startswith(b"\x89PNG")
     (tmp_path / "aime25.jsonl").unlink()
     refused(Said(*asked), 1, "that folder holds none of aime25.jsonl, aime25.jsonl.gz")
+
+
+def test_a_benchmark_without_full_attention_in_shards(model: str, tmp_path: Path) -> None:
+    (tmp_path / "aime24.jsonl").write_text(
+        "".join(json.dumps({"id": i, "problem": "1 + 1? " * 9, "answer": "2"}) + "\n" for i in (1, 2))
+    )
+    asked = ("eval", "aime24", "--data", str(tmp_path), "--model", model, "--method", "quest:budget=48,oracle:retrieved=9")
+    asked += ("--max-new-tokens", "6", "--temperature", "0", "--no-full", "--probe", "1", "--out", str(tmp_path / "out.jsonl"))
+    for shard in ("1/2", "2/2"):
+        assert Said(*asked, "--kv-dir", str(tmp_path / "kv"), "--shard", shard).out == ""
+    assert len(list((tmp_path / "kv").iterdir())) == 1  # both ask the same
+    found = Said(*asked, "--json").records
+    assert [(one["method"], one["n"], one["full_score"]) for one in found] == [("quest", 2, None), ("oracle", 2, None)]
+    assert all(0 < one["recall_at_k"] <= 1 and len(one["drift"]) == 4 for one in found)
+    assert "last 1/4" in Said(*asked).out
+    refused(Said(*asked[:-2], "--shard", "1/2"), 2, "needs --out")
+    refused(Said(*asked, "--no-chat", "--thinking"), 2, "chat template")
+    refused(Said(*asked, "--thinking"), 1, "no chat template")

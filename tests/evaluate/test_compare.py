@@ -180,5 +180,7 @@ def test_the_command_runs_continues_and_reports(folder: Path, tmp_path: Path) ->
     assert wrong.exit_code == 2
     assert "Invalid value for --protocol: 'both' is not one of: dense, sparse" in wrong.output
     assert CliRunner().invoke(app, ["compare", "--shard", "3/2", "--out", str(out)]).exit_code == 2
+    bare = CliRunner().invoke(app, [*asked[:-1], str(tmp_path / "bare"), "--no-full", "--json"])
+    assert {json.loads(line)["method"] for line in bare.stdout.splitlines()} == {"oracle", "streaming"}
     empty = CliRunner().invoke(app, ["compare", "--report-only", "--out", str(tmp_path / "nothing")])
     assert empty.exit_code == 1

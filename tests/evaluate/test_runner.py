@@ -86,6 +86,32 @@ def test_one_prefill_serves_all_and_sparse_layers_ran(loaded: tuple[Any, Any]) -
     assert found[STREAMING][0]["recall_at_k"] is None
 
 
+@pytest.mark.parametrize("question", ["dense", "sparse"])
+def test_without_full_attention_each_method_prefills_for_itself(loaded: tuple[Any, Any], question: Any) -> None:
+    job, variants = Job("passkey", 400, 2, question=question), [ORACLE, Variant("quest", 64), STREAMING]
+    shared, seen = runner(loaded).run(job, variants), count_forwards(loaded[0])
+    alone = Runner(*loaded, full=False).run(job, variants)
+    assert FULL not in alone
+    assert sum(n > 300 for n in seen) == 2 * len(variants)
+    for variant in variants:
+        for mine, theirs in zip(alone[variant], shared[variant], strict=True):
+            assert mine.key == theirs.key
+            assert (mine["output"], mine["prompt"], mine["attended_max"]) == tuple(
+                theirs[name] for name in ("output", "prompt", "attended_max")
+            )
+        assert summarize(alone[variant], ())["full_accuracy"] is None
+    assert alone[ORACLE][0]["recall_at_k"] == pytest.approx(shared[ORACLE][0]["recall_at_k"])
+    with pytest.raises(ConfigError, match="batch is 2; without full attention"):
+        Runner(*loaded, full=False, batch=2)
+
+
+def test_shards_take_the_samples_by_turns(loaded: tuple[Any, Any]) -> None:
+    job, parts = Job("passkey", 300, 3), [runner(loaded).run(Job("passkey", 300, 3), [ORACLE], shard=(i, 2)) for i in (1, 2)]
+    assert [[record["seed"] for record in found[ORACLE]] for found in parts] == [[0, 2], [1]]
+    whole = runner(loaded).run(job, [ORACLE])[ORACLE]
+    assert sorted(record["output"] for found in parts for record in found[ORACLE]) == sorted(one["output"] for one in whole)
+
+
 @dataclass(frozen=True)
 class Uneven:
     """Pass keys in prompts of different lengths, the question's too."""

@@ -110,6 +110,13 @@ def tell_outdated(outdated: Mapping[str, int]) -> None:
         stderr().print(f"made again, since the methods' defaults were others: {each}", style="yellow", soft_wrap=True)
 
 
+def tell_shard(shard: str, out: Path | None) -> None:
+    """Say where a shard's results are, and how they are reported."""
+    stderr().print(
+        f"shard {shard} is in {out}; the same command without --shard reports all of them", style="dim", soft_wrap=True
+    )
+
+
 def load_model(name: str, device: str | None, dtype: str) -> tuple[PreTrainedModel, Any]:
     """Load a model under a spinner on stderr."""
     with waiting(f"loading {name}"):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from kvthaw.cli import options
 from kvthaw.cli.common import bars, load_model, print_wide, stderr, tell_outdated, waiting, warned
-from kvthaw.cli.options import budget_of, listed, names_of
+from kvthaw.cli.options import budget_of, chat_of, listed, names_of, shard_of
 
 _ALL = ["all"]
 EXAMPLES = (
@@ -50,6 +50,10 @@ def compare(
         ),
     ] = "dense",
     dense_layers: Annotated[str, typer.Option(help="First layers that keep all KV, separated by commas.")] = "0",
+    chat: Annotated[bool | None, typer.Option("--chat/--no-chat", help="Ask tasks through the chat template.")] = None,
+    system: options.System = None,
+    thinking: options.Thinking = None,
+    no_full: options.NoFull = False,
     probe: Annotated[
         int, typer.Option(min=0, help="Compare every n-th step with exact attention, for recall and mass; 0 never. Slow.")
     ] = 0,
@@ -85,16 +89,13 @@ def compare(
     every sample. A run that was stopped continues where it was.
     """
     questions = listed(protocol, str, "--protocol")
-    from kvthaw.evaluate.compare import Grid, run, shard_of
+    from kvthaw.evaluate.compare import Grid, run
     from kvthaw.evaluate.job import QUESTIONS
 
     for one in questions:
         if one not in QUESTIONS:
             raise typer.BadParameter(f"{one!r} is not one of: {', '.join(QUESTIONS)}", param_hint="--protocol")
-    try:
-        part = shard_of(shard)
-    except ValueError:
-        raise typer.BadParameter(f"{shard!r} is not i/n with 1 <= i <= n", param_hint="--shard") from None
+    part, asked = shard_of(shard, needs_out=False), chat_of(chat, system, thinking)
     from kvthaw.evaluate.results import ResultsFile
 
     if not report_only:
@@ -119,6 +120,7 @@ def compare(
             seed=seed,
             probe=probe,
             retrieved=tuple(listed(retrieved, int, "--retrieved")) if retrieved else (),
+            chat=asked,
             course=Course(sizes, samples=max(1, samples // 5), seed=seed) if "perplexity" in wanted else None,
         )
         grid.jobs(), grid.variants()  # what is wrong costs no loading
@@ -126,10 +128,9 @@ def compare(
             out.mkdir()
         results = ResultsFile(out / "results.jsonl")
         llm, tokenizer = load_model(model, device, dtype)
-        runner = Runner(
-            llm, tokenizer, results, name=model, batch=batch, kv_dir=None if kv_dir is None else KvDir(kv_dir, warned)
-        )
-        reader = Reader(llm, tokenizer, results, name=model, batch=batch)
+        how: dict[str, Any] = {"name": model, "batch": batch, "full": not no_full}
+        how |= {"kv_dir": None if kv_dir is None else KvDir(kv_dir, warned)}
+        runner, reader = Runner(llm, tokenizer, results, **how), Reader(llm, tokenizer, results, **how)
         with bars() as progress:
             bar = progress.add_task("beginning", total=None)
             run(

@@ -9,8 +9,8 @@ import typer
 from typer.core import TyperGroup
 
 from kvthaw.cli import options, perplexity, published
-from kvthaw.cli.common import bars, load_model, print_results, save_plot, shown, tell_outdated, warned
-from kvthaw.cli.options import listed, variants_of, words
+from kvthaw.cli.common import bars, load_model, print_results, save_plot, shown, tell_outdated, tell_shard, warned
+from kvthaw.cli.options import chat_of, listed, shard_of, variants_of, words
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.published import benchmarks
 from kvthaw.evaluate.tasks import SUITES, TASKS, find, named
@@ -69,6 +69,14 @@ def evaluate(
     ] = "even",
     dense_layers: options.DenseLayers = "auto",
     question: options.Question = "dense",
+    chat: Annotated[bool | None, typer.Option("--chat/--no-chat", help="Ask through the chat template.")] = None,
+    system: options.System = None,
+    thinking: options.Thinking = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Longest answer; the task's own, or 4,096 with --thinking, if not given.")
+    ] = None,
+    no_full: options.NoFull = False,
+    shard: options.ShardOf = "1/1",
     probe: Annotated[int, typer.Option(min=0, help="Compare every n-th step with exact attention; 0 never.")] = 2,
     text: options.Text = None,
     data: Annotated[
@@ -103,6 +111,7 @@ def evaluate(
         raise typer.BadParameter(str(error), param_hint="TASK") from None
     files = _files(data or [], tasks)
     lengths, where = listed(length, int, "--length"), _depths(depths)
+    mine, asked = shard_of(shard, out), chat_of(chat, system, thinking)
     from kvthaw.engine.hf.kv_dir import KvDir
     from kvthaw.evaluate.job import Job
 
@@ -118,22 +127,28 @@ def evaluate(
         find(name, files.get(name))  # nor do wrong files
     haystack = words(text)
     jobs = [
-        Job(name, n, samples, seed, where, question, probe, haystack, files.get(name))  # type: ignore[arg-type]
+        Job(name, n, samples, seed, where, question, probe, haystack, files.get(name), asked, max_new_tokens)  # type: ignore[arg-type]
         for name in tasks
         for n in lengths
     ]
     results = ResultsFile(out)
     llm, tokenizer = load_model(model, device, dtype)
-    runner = Runner(llm, tokenizer, results, name=model, kv_dir=None if kv_dir is None else KvDir(kv_dir, warned))
+    folder = None if kv_dir is None else KvDir(kv_dir, warned)
+    runner = Runner(llm, tokenizer, results, name=model, full=not no_full, kv_dir=folder)
     summaries: list[dict[str, Any]] = []
     found: dict[tuple[Variant, int], list[Record]] = {}
     with bars() as progress:
         for job in jobs:
-            records = runner.run(job, variants, shown(progress, f"{job.task} {job.length:,}", job.samples))
-            for variant in dict.fromkeys((*variants, FULL)):
-                found.setdefault((variant, job.length), []).extend(records[variant])
-            summaries += [summarize(records[variant], records[FULL]) for variant in variants]
+            show = shown(progress, f"{job.task} {job.length:,}", job.samples)
+            records = runner.run(job, variants, show, shard=mine)
+            for variant, some in records.items():
+                found.setdefault((variant, job.length), []).extend(some)
+            if mine[1] == 1:
+                summaries += [summarize(records[variant], records.get(FULL, ())) for variant in variants]
     tell_outdated(results.outdated)
+    if mine[1] > 1:
+        tell_shard(shard, out)
+        return
     save_plot(plot, lambda path: heat_maps(found, path, title=f"{task}, question {question}"))
     tables = table if len(tasks) == 1 else by_task
     print_results(summaries, as_json, lambda: [tables(summaries)])

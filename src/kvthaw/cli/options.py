@@ -11,6 +11,8 @@ import typer
 from kvthaw.cli.common import prompt_text
 
 if TYPE_CHECKING:
+    from kvthaw.evaluate.job import Shard
+    from kvthaw.evaluate.text import Chat
     from kvthaw.evaluate.variant import Variant
 
 T = TypeVar("T")
@@ -36,6 +38,26 @@ KvDir = Annotated[
         file_okay=False,
     ),
 ]  # fmt: skip
+System = Annotated[str | None, typer.Option("--system", help="A system prompt, for the chat template.")]
+Thinking = Annotated[
+    bool | None,
+    typer.Option("--thinking/--no-thinking", help="Switch thinking on or off in the chat template, if it knows that."),
+]
+NoFull = Annotated[
+    bool,
+    typer.Option(
+        "--no-full",
+        help="Leave full attention out: each method prefills for itself, in chunks, so that the device never holds all KV.",
+    ),
+]
+ShardOf = Annotated[
+    str,
+    typer.Option(
+        "--shard",
+        metavar="I/N",
+        help="Compute every n-th sample, from the i-th on, into --out, and print nothing; n processes share the file.",
+    ),
+]
 Seed = Annotated[int, typer.Option("--seed", min=0, max=(1 << 63) - 1, help="Of everything that is drawn.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on stdout.")]
 Lines = Annotated[bool, typer.Option("--json", help="Print one JSON object a run and nothing else on stdout.")]
@@ -125,6 +147,30 @@ def listed(text: str, kind: Callable[[str], T], option: str) -> list[T]:
 def one_budget(text: str | None) -> int | float | None:
     """Return a budget option that takes one value."""
     return None if text is None else listed(text, budget_of, "--budget")[0]
+
+
+def chat_of(chat: bool | None, system: str | None, thinking: bool | None) -> Chat | None:
+    """Return how to ask through the chat template, which --system and --thinking imply; None: not. Raises a usage error for these
+    two without it."""
+    from kvthaw.evaluate.text import Chat
+
+    wanted = system is not None or thinking is not None
+    if chat is False and wanted:
+        raise typer.BadParameter("a system prompt and thinking need the chat template", param_hint="--no-chat")
+    return Chat(system, thinking) if chat or wanted else None
+
+
+def shard_of(shard: str, out: Path | None = None, *, needs_out: bool = True) -> Shard:
+    """Return the shard asked for. Raises a usage error for what is none, and for one without a file that the others share."""
+    from kvthaw.evaluate import job
+
+    try:
+        found = job.shard_of(shard)
+    except ValueError:
+        raise typer.BadParameter(f"{shard!r} is not i/n with 1 <= i <= n", param_hint="--shard") from None
+    if needs_out and out is None and found[1] > 1:
+        raise typer.BadParameter(f"{shard} needs --out FILE, which all shards share", param_hint="--shard")
+    return found
 
 
 def words(text: Path | None) -> str | None:

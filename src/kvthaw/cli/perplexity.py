@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from kvthaw.cli import options
-from kvthaw.cli.common import bars, load_model, print_results, save_plot, shown, tell_outdated
-from kvthaw.cli.options import listed, variants_of, words
+from kvthaw.cli.common import bars, load_model, print_results, save_plot, shown, tell_outdated, tell_shard, warned
+from kvthaw.cli.options import listed, shard_of, variants_of, words
 
 EXAMPLES = (
     "Examples:\n\n  kvthaw eval perplexity --method icecache-digest,quest,streaming --length 1024,4096,16384 --plot ppl.png\n\n"
@@ -28,6 +28,9 @@ def perplexity(
     text: options.LongText = None,
     samples: Annotated[int, typer.Option(min=1, help="Places in the text from which it is read.")] = 1,
     dense_layers: options.DenseLayers = "auto",
+    no_full: options.NoFull = False,
+    shard: options.ShardOf = "1/1",
+    kv_dir: options.KvDir = None,
     seed: options.Seed = 0,
     as_json: options.Lines = False,
     out: options.Out = None,
@@ -40,7 +43,8 @@ def perplexity(
     A prompt of each length is brought into the cache; what follows in the text is sent through each method token by token, and
     every next token is scored. The text must be long enough; it does not begin anew. Without either limit: --budget 256.
     """
-    variants = variants_of(method, budget, retrieved, dense_layers)
+    variants, mine = variants_of(method, budget, retrieved, dense_layers), shard_of(shard, out)
+    from kvthaw.engine.hf.kv_dir import KvDir
     from kvthaw.evaluate.perplexity import Course, Reader
     from kvthaw.evaluate.plot import check, perplexity_lines
     from kvthaw.evaluate.report import perplexity_table
@@ -51,8 +55,13 @@ def perplexity(
     known = ResultsFile(out)
     llm, tokenizer = load_model(model, device, dtype)
     with bars() as progress:
-        found = Reader(llm, tokenizer, known, name=model).run(course, variants, shown(progress, "stretches", samples))
+        folder = None if kv_dir is None else KvDir(kv_dir, warned)
+        reader = Reader(llm, tokenizer, known, name=model, full=not no_full, kv_dir=folder)
+        found = reader.run(course, variants, shown(progress, "stretches", samples), shard=mine)
     tell_outdated(known.outdated)
+    if mine[1] > 1:
+        tell_shard(shard, out)
+        return
     summaries = [one for each in found.values() for one in each]
     save_plot(plot, lambda path: perplexity_lines(found, path))
     print_results(summaries, as_json, lambda: [perplexity_table(summaries)])

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvthaw.cli import options
-from kvthaw.cli.common import bars, load_model, print_results, save_plot, shown, tell_outdated
-from kvthaw.cli.options import variants_of
+from kvthaw.cli.common import bars, load_model, print_results, save_plot, shown, tell_outdated, tell_shard, warned
+from kvthaw.cli.options import chat_of, shard_of, variants_of
 from kvthaw.evaluate.published import BENCHMARKS, FAMILIES, benchmarks
 
 if TYPE_CHECKING:
@@ -57,7 +57,15 @@ def evaluate(
         bool | None,
         typer.Option(help="Ask through the chat template; where the tokenizer and the benchmark have one, if not given."),
     ] = None,
+    system: options.System = None,
+    thinking: options.Thinking = None,
     question: options.Question = "dense",
+    no_full: options.NoFull = False,
+    shard: options.ShardOf = "1/1",
+    probe: Annotated[
+        int, typer.Option(min=0, help="Compare every n-th step with exact attention, for mass, recall and its drift; 0 never.")
+    ] = 0,
+    kv_dir: options.KvDir = None,
     judge: Annotated[
         str | None,
         typer.Option(help="Who judges longgenbench: [bold]self[/], a folder or a hub id; words are compared if not given."),
@@ -82,11 +90,14 @@ def evaluate(
         known = ", ".join((*BENCHMARKS, *FAMILIES))
         raise typer.BadParameter(f"{benchmark!r} is not a benchmark; there are: {known}", param_hint="BENCHMARK")
     variants = variants_of(method, budget if retrieved is None else None, retrieved, dense_layers)
+    mine, asked = shard_of(shard, out), chat_of(chat, system, thinking)
+    from kvthaw.engine.hf.kv_dir import KvDir
     from kvthaw.evaluate.plot import check, score_bars
     from kvthaw.evaluate.published.results import summarize
     from kvthaw.evaluate.published.runner import Examiner, Run
     from kvthaw.evaluate.report import by_benchmark, scores
     from kvthaw.evaluate.results import ResultsFile
+    from kvthaw.evaluate.text import Chat
     from kvthaw.evaluate.variant import FULL
 
     check(plot)
@@ -103,14 +114,16 @@ def evaluate(
             replace(one.generation, **changes),
             samples,
             length,
-            template and one.generation.chat if chat is None else chat,
+            Chat() if chat is None and asked is None and template and one.generation.chat else asked,
             question,  # type: ignore[arg-type]
             seed,
             judge or "",
+            probe,
         )
         for one, questions in zip(wanted, items, strict=True)
     ]
-    examiner = Examiner(llm, tokenizer, results, name=model)
+    folder = None if kv_dir is None else KvDir(kv_dir, warned)
+    examiner = Examiner(llm, tokenizer, results, name=model, full=not no_full, kv_dir=folder)
     ask: Ask | None = None
     if judge is not None:
         ask = examiner.ask if judge == "self" else Examiner(*load_model(judge, device, dtype), name=judge).ask
@@ -118,9 +131,13 @@ def evaluate(
     with bars() as progress:
         for run in runs:
             watch = shown(progress, run.benchmark.name, len(run.items))
-            found = examiner.run(run, variants, watch, ask)
-            summaries += [summarize(found[variant], found[FULL]) for variant in dict.fromkeys((*variants, FULL))]
+            found = examiner.run(run, variants, watch, ask, shard=mine)
+            if mine[1] == 1:
+                summaries += [summarize(some, found.get(FULL, ())) for some in found.values()]
     tell_outdated(results.outdated)
+    if mine[1] > 1:
+        tell_shard(shard, out)
+        return
     save_plot(plot, lambda path: score_bars(summaries, path))
     tables = scores if len(runs) == 1 else by_benchmark
     print_results(summaries, as_json, lambda: [tables(summaries)])

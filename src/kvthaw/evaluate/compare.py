@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvthaw.errors import ConfigError, KvthawError
-from kvthaw.evaluate.job import EVEN_DEPTHS, Job, Question
+from kvthaw.evaluate.job import EVEN_DEPTHS, Job, Question, Shard, part
 from kvthaw.evaluate.perplexity import Course, Reader
 from kvthaw.evaluate.perplexity import summarize as summarize_perplexity
 from kvthaw.evaluate.results import Record, summarize
 from kvthaw.evaluate.runner import Runner
+from kvthaw.evaluate.text import Chat
 from kvthaw.evaluate.variant import FULL, Variant, complete, read_variants
 
 Tell = Callable[[str, int, int], None]
@@ -39,11 +40,12 @@ class Grid:
     depths: tuple[float, ...] = EVEN_DEPTHS
     course: Course | None = None
     retrieved: tuple[int, ...] = ()
+    chat: Chat | None = None
 
     def jobs(self) -> list[Job]:
         """Return a job a task, length and protocol. Raises ConfigError for what no job can be."""
         return [
-            Job(task, length, self.samples, self.seed, self.depths, question, self.probe)
+            Job(task, length, self.samples, self.seed, self.depths, question, self.probe, chat=self.chat)
             for task, length, question in itertools.product(self.tasks, self.lengths, self.questions)
         ]
 
@@ -52,20 +54,21 @@ class Grid:
         return list(dict.fromkeys((FULL, *read_variants(self.methods, self.budgets, self.retrieved, self.dense_layers))))
 
 
-def run(runner: Runner, reader: Reader, grid: Grid, *, shard: tuple[int, int] = (1, 1), tell: Tell = lambda *_: None) -> None:
+def run(runner: Runner, reader: Reader, grid: Grid, *, shard: Shard = (1, 1), tell: Tell = lambda *_: None) -> None:
     """Compute what the runner's and the reader's results lack of a grid.
 
     All jobs get their first samples before any gets its next, so that a run that is stopped has something of everything. shard:
     (i, n) computes every n-th piece, from the i-th on; n processes with the same grid compute all of it. Raises ConfigError, before
     any work, for a setting that no cache of the model would take, and KvthawError at the end where pieces failed.
     """
-    wanted = [complete(runner.model, variant) for variant in grid.variants()]
+    variants = [one for one in grid.variants() if runner.prefills.full or one != FULL]
+    wanted = [complete(runner.model, variant) for variant in variants]
     by_job = [[(job, places) for places in runner.blocks(job)] for job in grid.jobs()]
     first, *rest = itertools.zip_longest(*by_job) if by_job else [()]
     lengths = () if grid.course is None else sorted(set(grid.course.lengths))
     courses = [replace(grid.course, lengths=(length,)) for length in lengths if grid.course is not None]
     pieces = [piece for piece in (*first, *courses, *itertools.chain(*rest)) if piece is not None]
-    mine, failed = pieces[shard[0] - 1 :: shard[1]], []
+    mine, failed = part(pieces, shard), list[str]()
     for done, piece in enumerate(mine):
         name = f"perplexity {piece.lengths[0]:,}" if isinstance(piece, Course) else f"{piece[0].task} {piece[0].length:,}"
 
@@ -75,7 +78,7 @@ def run(runner: Runner, reader: Reader, grid: Grid, *, shard: tuple[int, int] = 
         doing(0, 0, "")
         try:
             if isinstance(piece, Course):
-                reader.run(piece, grid.variants(), lambda state: doing(state.tokens, state.prompt, state.doing))
+                reader.run(piece, variants, lambda state: doing(state.tokens, state.prompt, state.doing))
             else:
                 for unit in runner.missing(piece[0], wanted, piece[1]):
                     for records in runner.compute(unit, doing):
@@ -96,7 +99,7 @@ def summaries(records: Iterable[Record]) -> tuple[list[dict[str, Any]], list[dic
         about.add(" ".join(str(record[name]) for name in ("model", "weights", "dtype", "device", "kvthaw")))
         kind, names = (stretches, ("length", "steps", "text")) if "nll" in record.measures else (tasks, _JOB)
         variant = Variant(*(record.setting[name] for name in ("method", "budget", "retrieved", "dense_layers")))
-        work = " ".join(str(record.setting[name]) for name in names)
+        work = " ".join(str(record.setting.get(name)) for name in names)
         kind.setdefault(work, {}).setdefault(variant, []).append(record)
     if len(about) > 1:
         raise ConfigError(f"the results are of {len(about)} settings, and one report compares one: {'; '.join(sorted(about))}")
@@ -109,23 +112,14 @@ def summaries(records: Iterable[Record]) -> tuple[list[dict[str, Any]], list[dic
 
 
 Cells = dict[Variant, list[Record]]
-_JOB = ("task", "length", "question", "source", "probe")
+_JOB = ("task", "length", "question", "source", "probe", "chat", "system", "thinking", "max_new_tokens")
 
 
 def _perplexities(cells: Cells) -> list[dict[str, Any]]:
-    """Only of the samples that full attention has, too."""
+    """Only of the samples that full attention has, too, if it has any."""
     full = {one["seed"]: one for variant, of in cells.items() if variant.method == "full" for one in of}
-    pairs = ([one for one in some if one["seed"] in full] for some in cells.values())
-    return [summarize_perplexity(some, [full[one["seed"]] for one in some]) for some in pairs if some]
-
-
-def shard_of(text: str) -> tuple[int, int]:
-    """Read "3/16". Raises ValueError for anything else."""
-    number, _, count = text.partition("/")
-    found = int(number), int(count)
-    if not 1 <= found[0] <= found[1]:
-        raise ValueError(text)
-    return found
+    pairs = ([one for one in some if not full or one["seed"] in full] for some in cells.values())
+    return [summarize_perplexity(some, [full[one["seed"]] for one in some] if full else []) for some in pairs if some]
 
 
 def named(summary: dict[str, Any]) -> Sequence[str]:

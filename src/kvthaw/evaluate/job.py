@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 from kvthaw.errors import ConfigError, at_least
-from kvthaw.evaluate.tasks import find
+from kvthaw.evaluate.tasks import Task, find
+from kvthaw.evaluate.text import Chat
 from kvthaw.evaluate.variant import Variant
 
+T = TypeVar("T")
 Question = Literal["dense", "sparse"]
 QUESTIONS: tuple[Question, ...] = get_args(Question)
 """Ways to ask; see Job."""
+THINKING = 4096
+"""Tokens of an answer with its thoughts, where nobody asks for another number."""
 EVEN_DEPTHS = tuple(i / 100 for i in range(0, 100, 5))
 """0 to 95 % in steps of 5."""
 
@@ -30,7 +35,8 @@ class Job:
     length: tokens of context and question. depths: where the samples' facts stand, 0..1, in turn; empty leaves it to the task.
     question: "dense" prefills it with the context; "sparse" caches the context and sends the question's tokens through the
     sparse path one by one. probe: observe every n-th step, 0 for none. text: the haystack, the book that ships if None. data: files
-    that the task's questions come from instead of what ships.
+    that the task's questions come from instead of what ships. chat: ask through the chat template, whose tokens length does not
+    count. max_new_tokens: the longest answer, thoughts included; None: the task's, or THINKING where thinking is on.
     """
 
     task: str
@@ -42,15 +48,26 @@ class Job:
     probe: int = 2
     text: str | None = None
     data: Path | None = None
+    chat: Chat | None = None
+    max_new_tokens: int | None = None
 
     def __post_init__(self) -> None:
         find(self.task)
         check_question(self.question)
-        at_least(1, length=self.length, samples=self.samples)
+        at_least(1, length=self.length, samples=self.samples, max_new_tokens=self.max_new_tokens)
         at_least(0, probe=self.probe)
         for depth in self.depths:
             if not 0 <= depth <= 1:
                 raise ConfigError(f"a depth is {depth}; it must lie between 0 and 1")
+
+    @property
+    def thinks(self) -> bool:
+        """Whether thinking is switched on."""
+        return self.chat is not None and self.chat.thinking is True
+
+    def limit(self, task: Task) -> int:
+        """Return the most tokens of an answer."""
+        return self.max_new_tokens or (THINKING if self.thinks else task.max_new_tokens)
 
     def cells(self) -> list[tuple[int, float | None]]:
         """(seed, depth) of every sample. Fewer samples than depths are spread over them evenly."""
@@ -70,6 +87,24 @@ class Progress:
     tokens: int
     prompt: int
     doing: str
+
+
+Shard = tuple[int, int]
+"""(i, n): every n-th piece of the work, from the i-th on."""
+
+
+def shard_of(text: str) -> Shard:
+    """Read "3/16". Raises ValueError for anything else."""
+    number, _, count = text.partition("/")
+    found = int(number), int(count)
+    if not 1 <= found[0] <= found[1]:
+        raise ValueError(text)
+    return found
+
+
+def part(pieces: Sequence[T], shard: Shard) -> list[T]:
+    """Return a shard's pieces."""
+    return list(pieces[shard[0] - 1 :: shard[1]])
 
 
 SampleKey = tuple[int, float | None]

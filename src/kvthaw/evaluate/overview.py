@@ -100,7 +100,7 @@ def _perplexities(some: Sequence[Summary]) -> Table:
     for one in some:
         rows.setdefault(tuple(named(one)), {})[one["length"]] = one
     lines: list[list[Value]] = []
-    for variant, found in sorted(rows.items(), key=lambda row: sum(one["difference"] for one in row[1].values())):
+    for variant, found in sorted(rows.items(), key=lambda row: sum(one["nll"] for one in row[1].values())):
         cells = [_nats(found.get(length)) for length in lengths]
         lines.append([*variant, *cells])
     return Table(("method", "budget", "dense layers", *(f"after {length:,}" for length in lengths)), lines)
@@ -109,6 +109,7 @@ def _perplexities(some: Sequence[Summary]) -> Table:
 def _nats(one: Summary | None) -> str:
     if one is None:
         return "-"
-    low, high = one["difference_95"]
-    apart = "" if one["method"] == "full" else f", {one['difference']:+.3f} nats ({low:+.3f} to {high:+.3f})"
+    apart = ""
+    if one["method"] != "full" and one["difference"] is not None:
+        apart = f", {one['difference']:+.3f} nats ({one['difference_95'][0]:+.3f} to {one['difference_95'][1]:+.3f})"
     return f"{one['perplexity']:.2f}{apart}, n={one['n']}"

@@ -10,24 +10,24 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvthaw.engine.decode import decode
-from kvthaw.engine.hf import Cache, PreTrainedModel
+from kvthaw.engine.hf import PreTrainedModel
+from kvthaw.engine.hf.kv_dir import KvDir
 from kvthaw.engine.hf.model import check_prompt
-from kvthaw.engine.prefill import prefill
 from kvthaw.errors import ConfigError, at_least
-from kvthaw.evaluate.job import Progress
+from kvthaw.evaluate.job import Progress, Shard, part
 from kvthaw.evaluate.machine import identity, now, versions
 from kvthaw.evaluate.passages import opening, text_name, tokens_of
+from kvthaw.evaluate.prefills import Prefilled, Prefills
 from kvthaw.evaluate.results import BYTES, Record, ResultsFile, Setting, asked_budget, largest, means, shared
 from kvthaw.evaluate.row_stats import PerRequestStats
-from kvthaw.evaluate.rows import Forks, Rows, joined, spread
-from kvthaw.evaluate.variant import FULL, Variant, complete, fork, setting_of, whole
+from kvthaw.evaluate.rows import Rows, alone, spread
+from kvthaw.evaluate.variant import FULL, Variant, complete, setting_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,37 +54,47 @@ class Course:
                 raise ConfigError(f"a length is {length}; it must be at least 1")
 
     @property
+    def seeds(self) -> range:
+        """Of its samples."""
+        return range(self.seed, self.seed + self.samples)
+
+    @property
     def tokens(self) -> int:
         """How many tokens of a text a sample takes."""
         return max(self.lengths) + self.steps + 1
 
 
 def summarize(records: Sequence[Record], full: Sequence[Record]) -> dict[str, Any]:
-    """Pool the records of a variant at one length beside full attention's on the same samples, in the same order.
+    """Pool the records of a variant at one length beside full attention's on the same samples, in the same order, if there are any.
 
     nll: the mean in nats a token; perplexity: its exponential; difference: to full attention's nll on the same tokens,
     difference_95 its normal interval over all of them.
     """
-    own, theirs = ([value for record in of for value in record["nll"]] for of in (records, full))
-    apart = [a - b for a, b in zip(own, theirs, strict=True)]
-    nll, full_nll, change = (sum(values) / len(values) for values in (own, theirs, apart))
-    spread = math.sqrt(sum((value - change) ** 2 for value in apart) / max(1, len(apart) - 1) / len(apart))
+    own = [value for record in records for value in record["nll"]]
+    nll = sum(own) / len(own)
     return {
         **shared(records, "method", "retrieved", "dense_layers", "length", "steps"),
         "budget": asked_budget(records[0]),
         "n": len(records),
         "nll": nll,
         "perplexity": math.exp(nll),
-        "full_nll": full_nll,
-        "full_perplexity": math.exp(full_nll),
-        "difference": change,
-        "difference_95": (change - 1.96 * spread, change + 1.96 * spread),
+        **_apart(own, [value for record in full for value in record["nll"]]),
         **means(records, "attended_mean"),
         **largest(records, "attended_max", *BYTES),
         "seconds": sum(record["seconds"] for record in records),
         "seed": min(record["seed"] for record in records),
         **shared(records, "text", "model", "weights", "dtype", "device", "versions"),
     }
+
+
+def _apart(own: list[float], theirs: list[float]) -> dict[str, Any]:
+    if not theirs:
+        return dict.fromkeys(("full_nll", "full_perplexity", "difference", "difference_95"))
+    apart = [a - b for a, b in zip(own, theirs, strict=True)]
+    full_nll, change = (sum(values) / len(values) for values in (theirs, apart))
+    spread = 1.96 * math.sqrt(sum((value - change) ** 2 for value in apart) / max(1, len(apart) - 1) / len(apart))
+    found = {"full_nll": full_nll, "full_perplexity": math.exp(full_nll), "difference": change}
+    return {**found, "difference_95": (change - spread, change + spread)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +107,7 @@ class Stretch:
 
 
 class Reader:
-    """A model, and what it has read so far. batch: samples that share their steps; see Rows. Each is prefilled alone."""
+    """A model, and what it has read so far. batch, full, kv_dir: as for Runner."""
 
     def __init__(
         self,
@@ -107,29 +117,37 @@ class Reader:
         *,
         name: str = "model",
         batch: int | None = None,
+        full: bool = True,
+        kv_dir: KvDir | None = None,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.known = ResultsFile() if known is None else known
         self._same = identity(model, name)
-        self._rows = Rows(model, batch)
+        self._rows, self.prefills = Rows(model, batch if full else alone(batch)), Prefills(model, full, kv_dir)
         self._bodies: dict[str | None, list[int]] = {}  # the tokens of texts, which every setting asks for
 
     def run(
-        self, course: Course, variants: Sequence[Variant], progress: Callable[[Progress], None] | None = None
+        self,
+        course: Course,
+        variants: Sequence[Variant],
+        progress: Callable[[Progress], None] | None = None,
+        *,
+        shard: Shard = (1, 1),
     ) -> dict[Variant, list[dict[str, Any]]]:
-        """Return the summaries of every variant, and of FULL, by length. One prefill a sample and length serves all of them; only
-        what is not known is computed.
+        """Return the summaries of every variant, and of FULL, by length. Only what is not known is computed. shard: (i, n) takes
+        every n-th place in the text, from the i-th on.
 
         Raises ConfigError, before any work, for a setting that no cache would take and for a text or a model that is too short.
         """
-        wanted = {asked: complete(self.model, asked) for asked in dict.fromkeys((*variants, FULL))}
+        every_one = dict.fromkeys((*variants, FULL) if self.prefills.full else variants)
+        wanted = {asked: complete(self.model, asked) for asked in every_one}
         check_prompt(self.model, course.tokens - 1)
         lengths = sorted(set(course.lengths))
-        seeds, every = range(course.seed, course.seed + course.samples), list(dict.fromkeys(wanted.values()))
+        seeds, every = part(course.seeds, shard), list(dict.fromkeys(wanted.values()))
         for seed in seeds:
             self._place(course, seed)  # a text that is too short is refused now
-        stretches = self.missing(course, every)
-        total = course.samples * len(lengths) * len(every)
+        stretches = self.missing(course, every, seeds)
+        total = len(seeds) * len(lengths) * len(every)
         done = total - sum(len(stretch.seeds) * len(stretch.variants) for stretch in stretches)
 
         def show(tokens: int, of: int, doing: str) -> None:
@@ -147,13 +165,13 @@ class Reader:
             return [record for record in found if record is not None]
 
         return {
-            asked: [summarize(records(variant, length), records(FULL, length)) for length in lengths]
+            asked: [summarize(records(variant, length), records(FULL, length)) for length in lengths if seeds]
             for asked, variant in wanted.items()
         }
 
-    def missing(self, course: Course, wanted: Sequence[Variant]) -> list[Stretch]:
-        """Return what is not known of a course under complete variants: at each length the samples that lack the same, as many at
-        once as share their steps, each read from a place of its own.
+    def missing(self, course: Course, wanted: Sequence[Variant], seeds: Sequence[int] | None = None) -> list[Stretch]:
+        """Return what is not known of a course, or of some of its seeds, under complete variants: at each length the samples that
+        lack the same, as many at once as share their steps, each read from a place of its own.
 
         Raises ConfigError for a text or a model that is too short.
         """
@@ -161,29 +179,23 @@ class Reader:
         for length in sorted(set(course.lengths)):
             one, lacking = replace(course, lengths=(length,)), dict[tuple[Variant, ...], list[int]]()
             check_prompt(self.model, one.tokens - 1)
-            for seed in range(course.seed, course.seed + course.samples):
+            for seed in course.seeds if seeds is None else seeds:
                 of = {variant: self._setting(one, variant, length, seed) for variant in wanted}
                 lack = tuple(variant for variant, setting in of.items() if self.known.get(setting) is None)
                 if lack:
                     lacking.setdefault(lack, []).append(seed)
-            for lack, seeds in lacking.items():
-                spans = spread(len(seeds), self._rows.at(one.tokens))
-                found += [Stretch(one, tuple(seeds[a:b]), lack) for a, b in spans]
+            for lack, some in lacking.items():
+                spans = spread(len(some), self._rows.at(one.tokens))
+                found += [Stretch(one, tuple(some[a:b]), lack) for a, b in spans]
         return found
 
     def compute(self, stretch: Stretch, tell: Callable[[int, int, str], None] = lambda *_: None) -> Iterator[list[Record]]:
-        """Prefill each text, then fork all of them for each variant. Yields the records of one variant at once."""
+        """Yield the records of one variant at once."""
         course, (length,) = stretch.course, stretch.course.lengths
-        texts, total = [self._place(course, seed)[1] for seed in stretch.seeds], len(stretch.seeds) * length
-        bases = [whole(self.model, stretch.variants) for _ in texts]
-        for row, (base, ids) in enumerate(zip(bases, texts, strict=True)):
-            prefill(self.model, base, ids[:length], progress=lambda done, _, at=row * length: tell(at + done, total, "prefill"))  # type: ignore[misc]
-        deferred = joined(self.model, bases)
-        with Forks(deferred) as forks:
-            for variant in stretch.variants:
-                settings = [self._setting(course, variant, length, seed) for seed in stretch.seeds]
-                make = forks.fork if len(texts) > 1 else partial(fork, deferred)  # a single one is timed
-                yield self._read(settings, variant, partial(make, variant), [ids[length:] for ids in texts], tell)
+        texts = [self._place(course, seed)[1] for seed in stretch.seeds]
+        for prefilled in self.prefills.of(stretch.variants, [ids[:length] for ids in texts], tell):
+            settings = [self._setting(course, prefilled.variant, length, seed) for seed in stretch.seeds]
+            yield self._read(settings, prefilled, [ids[length:] for ids in texts], tell)
 
     def _setting(self, course: Course, variant: Variant, length: int, seed: int) -> Setting:
         """Return what a record of one sample after `length` tokens depends on. start: the token of the text where it begins."""
@@ -206,16 +218,15 @@ class Reader:
     def _read(
         self,
         settings: list[Setting],
-        variant: Variant,
-        make: Callable[[], Cache],
+        prompts: Prefilled,
         texts: list[list[int]],
         show: Callable[[int, int, str], None],
     ) -> list[Record]:
         """Send each row's text but its last token through a fork, one by one, and score all tokens but the first."""
-        doing, steps = str(variant), settings[0]["steps"]
+        doing, steps = str(prompts.variant), settings[0]["steps"]
         show(0, steps, doing)
         start = now(self.model.device)
-        cache = make()
+        cache = prompts.make()
         counts, nll = PerRequestStats(cache), list[Tensor]()
         tokens = torch.tensor(texts, device=self.model.device)[:, : steps + 1]
         sent = 0

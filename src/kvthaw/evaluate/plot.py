@@ -65,7 +65,7 @@ def perplexity_lines(found: Mapping[Variant, Sequence[dict[str, Any]]], path: Pa
     for number, (variant, rows) in enumerate(found.items()):
         places, color = [row["length"] for row in rows], f"C{number % 10}"
         whole.plot(places, [row["perplexity"] for row in rows], marker="o", markersize=3, color=color, label=name(variant))
-        if variant.method == "full":
+        if variant.method == "full" or rows[0]["difference"] is None:
             continue
         low, high = ([row["difference_95"][side] for row in rows] for side in (0, 1))
         apart.plot(places, [row["difference"] for row in rows], marker="o", markersize=3, color=color)

@@ -58,6 +58,10 @@ class Observation:
 _MEASURED = tuple(name for name in Observation.__dataclass_fields__ if name not in ("layer", "seq", "length"))
 
 
+QUALITY = ("attention_mass", "recall_at_k", "output_error")
+"""What records keep of a Quality."""
+
+
 @dataclass(frozen=True, slots=True)
 class Quality:
     """Means over steps, layers and heads; None where nothing was observed. observed: steps times layers times sequences. The others
@@ -127,6 +131,11 @@ class Probe:
     def quality(self) -> Quality:
         """Means over all that was observed."""
         return Quality.of(self.observations)
+
+    def row(self, seq: int, begin: int, end: int) -> Quality | None:
+        """Return the means over what was observed of a sequence as it grew from one length to another; None without any."""
+        seen = [one for one in self.observations if one.seq == seq and begin < one.length <= end]
+        return Quality.of(seen) if seen else None
 
     def __call__(self, layer: OffloadedLayer, query: Tensor, choice: Choice | None) -> None:
         """Observe a step of a layer, if it is the n-th."""

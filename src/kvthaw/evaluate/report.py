@@ -137,7 +137,8 @@ def scores(summaries: Sequence[Summary]) -> Table:
     ks = [k for k in first["pass_at"] if k > 1]
     extra = list(dict.fromkeys(name for row in summaries for name in row["scores"]))
     columns = ("method", "budget", "dense\nlayers", f"avg@{first['samples']}", "95 %", *(f"pass@{k}" for k in ks), *extra)
-    made = _table(title, (*columns, "ended", "tokens\nprompt", "tokens\nanswer", "tokens\nattended", "hit\nrate"))
+    watched = ("mass", "recall\nat k", "recall,\nlast 1/4") if any(row["drift"] for row in summaries) else ()
+    made = _table(title, (*columns, *watched, "ended", "tokens\nprompt", "tokens\nanswer", "tokens\nattended", "hit\nrate"))
     for row in summaries:
         made.add_row(
             row["method"],
@@ -147,6 +148,7 @@ def scores(summaries: Sequence[Summary]) -> Table:
             "-" if row["score_95"] is None else "{:.0f}-{:.0f}".format(*(100 * side for side in row["score_95"])),
             *(percent(row["pass_at"].get(k)) for k in ks),
             *(percent(row["scores"].get(name)) for name in extra),
+            *[percent(value) for value in (row["attention_mass"], row["recall_at_k"], (row["drift"] or [None])[-1]) if watched],
             percent(row["ended"]),
             f"{row['tokens']:,.0f}",
             f"{row['new_tokens']:,.0f}",

@@ -171,6 +171,7 @@ def summarize(records: Iterable[Record], full: Iterable[Record]) -> dict[str, An
     accuracy = sum(record["accuracy"] for record in mine) / len(mine)
     return {
         **shared(mine, *_SAME),
+        **{name: mine[0].setting.get(name) for name in ("chat", "system", "thinking")},
         **means(mine, *_MEANS, *_SECONDS),
         "budget": asked_budget(mine[0]),
         "n": len(mine),

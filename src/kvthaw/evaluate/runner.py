@@ -4,35 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from kvthaw.engine.hf import Cache, PreTrainedModel
+from kvthaw.engine.hf import PreTrainedModel
 from kvthaw.engine.hf.kv_dir import KvDir
 from kvthaw.engine.hf.model import check_prompt
-from kvthaw.engine.prefill import prefill
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.answers import Answers
-from kvthaw.evaluate.job import Job, Progress, SampleKey, Unit
+from kvthaw.evaluate.job import Job, Progress, SampleKey, Shard, Unit, part
 from kvthaw.evaluate.machine import identity, now, versions
-from kvthaw.evaluate.probe import Probe, Quality
+from kvthaw.evaluate.prefills import Prefilled, Prefills
+from kvthaw.evaluate.probe import QUALITY, Probe
 from kvthaw.evaluate.results import Record, ResultsFile, Setting
 from kvthaw.evaluate.row_stats import PerRequestStats
-from kvthaw.evaluate.rows import Forks, Rows, joined, spread
+from kvthaw.evaluate.rows import Rows, alone, spread
 from kvthaw.evaluate.tasks import Sample, Task, find
 from kvthaw.evaluate.tasks.base import fingerprint_of
-from kvthaw.evaluate.text import split_prompt
-from kvthaw.evaluate.variant import FULL, Variant, complete, fork, setting_of, whole
+from kvthaw.evaluate.text import split_prompt, spoken
+from kvthaw.evaluate.variant import FULL, Variant, complete, setting_of
 
 
 class Runner:
     """A model, and the results it has given so far.
 
     batch: samples that share their decoding steps, as rows of one cache; see Rows. Each sample is prefilled alone, and a row's line
-    is that of the row alone.
+    is that of the row alone. full: see Prefills; without it full attention is no measure, and samples are run one by one.
     """
 
     def __init__(
@@ -43,38 +39,48 @@ class Runner:
         *,
         name: str = "model",
         batch: int | None = 1,
+        full: bool = True,
         kv_dir: KvDir | None = None,
     ) -> None:
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.results = ResultsFile() if results is None else results
         self._same = identity(model, name)
-        self._rows, self._kv_dir = Rows(model, batch), kv_dir
+        self._rows, self.prefills = Rows(model, batch if full else alone(batch)), Prefills(model, full, kv_dir)
 
     def run(
-        self, job: Job, variants: Sequence[Variant], progress: Callable[[Progress], None] | None = None
+        self,
+        job: Job,
+        variants: Sequence[Variant],
+        progress: Callable[[Progress], None] | None = None,
+        *,
+        shard: Shard = (1, 1),
     ) -> dict[Variant, list[Record]]:
         """Return the records of every variant, and of FULL, in the order of job.cells(). Only what the results do not hold is
-        computed.
+        computed. shard: (i, n) takes every n-th sample, from the i-th on.
 
         Raises ConfigError, before any work, for a setting that no cache would take.
         """
-        wanted = [complete(self.model, variant) for variant in (*variants, FULL)]
-        units = self.missing(job, wanted)
-        done = job.samples - sum(len(unit.places) for unit in units)
+        if job.chat is not None:
+            job.chat.check(self.tokenizer)
+        asked_for = (*variants, FULL) if self.prefills.full else tuple(variants)
+        wanted = [complete(self.model, variant) for variant in asked_for]
+        mine = part(job.cells(), shard)
+        units = self.missing(job, wanted, mine)
+        done = len(mine) - sum(len(unit.places) for unit in units)
         for unit in units:
 
             def tell(tokens: int, total: int, doing: str, done: int = done) -> None:
                 if progress is not None:
-                    progress(Progress(done, job.samples, tokens, total, doing))
+                    progress(Progress(done, len(mine), tokens, total, doing))
 
             for records in self.compute(unit, tell):
                 self.results.add(*records)
             done += len(unit.places)
         if progress is not None:
-            progress(Progress(job.samples, job.samples, 0, 0, "done"))
+            progress(Progress(len(mine), len(mine), 0, 0, "done"))
         found: dict[Variant, list[Record]] = {}
-        for asked, variant in zip((*variants, FULL), wanted, strict=True):
-            known = [self.results.get(setting) for setting in self.settings(job, variant, job.cells())]
+        for asked, variant in zip(asked_for, wanted, strict=True):
+            known = [self.results.get(setting) for setting in self.settings(job, variant, mine)]
             found[asked] = [record for record in known if record is not None]
         return found
 
@@ -106,7 +112,7 @@ class Runner:
         """Return what the records of samples under a complete variant depend on.
 
         depth: where the fact was asked to stand, 0..1, None if left to the task. source: a hash of the haystack and files that were
-        given, "" for what ships.
+        given, "" for what ships. chat, system, thinking, max_new_tokens: only where they were given.
         """
         same: Setting = {
             **self._same,
@@ -116,44 +122,27 @@ class Runner:
             "question": job.question,
             "probe": job.probe,
             "source": fingerprint_of(job.text, job.data),
+            **({} if job.chat is None else {"chat": True, **job.chat.setting()}),
+            **({} if job.max_new_tokens is None else {"max_new_tokens": job.max_new_tokens}),
         }
         return [{**same, "seed": seed, "depth": depth} for seed, depth in places]
 
     def compute(self, unit: Unit, tell: Callable[[int, int, str], None] = lambda *_: None) -> Iterator[list[Record]]:
-        """Return the records of a unit, those of one variant at once. Each sample is prefilled once, then all are forked for each
-        variant.
+        """Yield the records of a unit, those of one variant at once.
 
-        tell(tokens, of, doing) is called as the prefill goes on and before every variant.
+        tell(tokens, of, doing) is called as a prefill goes on and before every variant.
         """
         job, task = unit.job, find(unit.job.task, unit.job.data)
         samples = [self._sample(task, job, *place) for place in unit.places]
-        parts = [split_prompt(self.tokenizer, sample.context, sample.question) for sample in samples]
+        parts = [split_prompt(self.tokenizer, sample.context, sample.question, job.chat) for sample in samples]
         for context, question in parts:
             check_prompt(self.model, len(context) + len(question))
         sparse = job.question == "sparse"
         prompts = [context if sparse else context + question for context, question in parts]
         rests = [question if sparse else [] for _, question in parts]
-        total = sum(map(len, prompts))
-        bases, logits, seconds, before = [], [], [], 0
-        for prompt in prompts:
-            base, start = whole(self.model, unit.variants), now(self.model.device)
-
-            def show(done: int, _: int, before: int = before) -> None:
-                tell(before + done, total, "prefill")
-
-            kept = 0 if self._kv_dir is None else self._kv_dir.fill(base, prompt)
-            logits.append(prefill(self.model, base, prompt[kept:], progress=show))
-            seconds.append(now(self.model.device) - start)
-            if self._kv_dir is not None:
-                self._kv_dir.keep(base, prompt, kept)
-            bases.append(base)
-            before += len(prompt)
-        deferred = _Prefilled(samples, joined(self.model, bases), torch.stack(logits), rests, seconds)
-        with Forks(deferred.base) as forks:
-            for variant in unit.variants:
-                tell(total, total, str(variant))
-                make = forks.fork if len(samples) > 1 else partial(fork, deferred.base)  # a single one is timed
-                yield self._lines(task, deferred, self.settings(job, variant, unit.places), partial(make, variant))
+        for filled in self.prefills.of(unit.variants, prompts, tell):
+            settings = self.settings(job, filled.variant, unit.places)
+            yield self._lines(job, task, samples, filled, rests, settings)
 
     def _sample(self, task: Task, job: Job, seed: int, depth: float | None) -> Sample:
         try:
@@ -161,23 +150,31 @@ class Runner:
         except ValueError as error:
             raise ConfigError(str(error)) from error
 
-    def _lines(self, task: Task, prompts: _Prefilled, settings: Sequence[Setting], make: Callable[[], Cache]) -> list[Record]:
-        """Fork the prompts' cache, send the rest of them through it, decode, and measure. settings: of one variant, a row each;
-        make: the fork."""
+    def _lines(
+        self,
+        job: Job,
+        task: Task,
+        samples: list[Sample],
+        prompts: Prefilled,
+        rests: list[list[int]],
+        settings: Sequence[Setting],
+    ) -> list[Record]:
+        """Send the rests of the prompts through their cache, decode, and measure. settings: of one variant, a row each."""
         device, first = self.model.device, settings[0]
         start = now(device)
-        cache = make()
+        cache = prompts.make()
         index_s = now(device) - start
-        probe = Probe(cache, every=first["probe"], reference=prompts.base) if first["probe"] else None
+        lengths = [cache.kv.sequences.length(row) for row in range(len(samples))]
+        probe = Probe(cache, every=first["probe"], reference=prompts.full) if first["probe"] else None
         counts = PerRequestStats(cache)
 
         def clock() -> float:
             return now(device) - (0.0 if probe is None else probe.seconds)
 
         start = clock()
-        answers = Answers(self.model, self.tokenizer, cache, until=task.stops)
+        answers = Answers(self.model, self.tokenizer, cache, until=() if job.thinks else task.stops)
         times = []
-        for pieces in answers.stream(prompts.logits, prompts.rests, task.max_new_tokens):
+        for pieces in answers.stream(prompts.logits, rests, job.limit(task)):
             if any(piece is not None for piece in pieces):
                 times.append(clock())
             for row, over in enumerate(answers.over):
@@ -185,18 +182,18 @@ class Runner:
                     counts.ended(row)
         end = clock()
         stats = counts.rows(answers.steps)
-        timing = _Timing.of(prompts, index_s, start, times or [end]) if len(settings) == 1 else _Timing()
+        timing = _Timing.of(prompts, bool(rests[0]), index_s, start, times or [end]) if len(settings) == 1 else _Timing()
         records = []
-        for row, (setting, sample, text) in enumerate(zip(settings, prompts.samples, answers.texts, strict=True)):
-            quality = None if probe is None else _quality(probe, row, prompts.base, answers.steps[row])
+        for row, (setting, sample, text) in enumerate(zip(settings, samples, answers.texts, strict=True)):
+            quality = None if probe is None else probe.row(row, 0, lengths[row] + answers.steps[row])
             measures = {
-                "prompt": prompts.base.kv.sequences.length(row) + len(prompts.rests[row]),
+                "prompt": lengths[row] + len(rests[row]),
                 "output": text,
                 "answers": list(sample.answers),
                 "at": sample.depth,
-                "accuracy": task.score(sample, text),
+                "accuracy": task.score(sample, spoken(text, task.stops) if job.thinks else text),
                 **stats[row].measures(),
-                **{name: None if quality is None else getattr(quality, name) for name in _QUALITY},
+                **{name: None if quality is None else getattr(quality, name) for name in QUALITY},
                 "new_tokens": answers.new_tokens[row],
                 **asdict(timing),
                 "versions": versions(),
@@ -207,20 +204,6 @@ class Runner:
         counts.detach()
         cache.layers.clear()  # a cache refers to itself; its rows go before the next one's come
         return records
-
-
-_QUALITY = ("attention_mass", "recall_at_k", "output_error")
-
-
-@dataclass(frozen=True, slots=True)
-class _Prefilled:
-    """Samples whose prompts stand in one cache. logits [B, V]: after their last tokens; rests: what is to be sent one by one."""
-
-    samples: list[Sample]
-    base: Cache
-    logits: Tensor
-    rests: list[list[int]]
-    seconds: list[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,20 +217,13 @@ class _Timing:
     tpot_s: float | None = None
 
     @staticmethod
-    def of(prompts: _Prefilled, index_s: float, start: float, times: list[float]) -> _Timing:
-        """times: of the tokens, or of the end where there were none."""
+    def of(prompts: Prefilled, sent: bool, index_s: float, start: float, times: list[float]) -> _Timing:
+        """sent: whether a part of the prompt was sent after the prefill. times: of the tokens, or of the end without any."""
         prefill_s, several = prompts.seconds[0], len(times) > 1
         return _Timing(
             prefill_s,
             index_s,
-            prefill_s + times[0] - start + (index_s if prompts.rests[0] else 0.0),
+            prefill_s + times[0] - start + (index_s if sent else 0.0),
             prefill_s + index_s + times[1] - start if several else None,
             (times[-1] - times[0]) / (len(times) - 1) if several else None,
         )
-
-
-def _quality(probe: Probe, row: int, base: Cache, steps: int) -> Quality | None:
-    """Return the means over what was observed of a row, before it ended."""
-    end = base.kv.sequences.length(row) + steps
-    seen = [one for one in probe.observations if one.seq == row and one.length <= end]
-    return Quality.of(seen) if seen else None

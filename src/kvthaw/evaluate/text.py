@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kvthaw.engine.hf import PreTrainedModel
@@ -54,20 +55,71 @@ class AnswerText:
         return new
 
 
-def split_prompt(tokenizer: Any, context: str, question: str, chat: bool = False) -> tuple[list[int], list[int]]:
-    """The tokens of a context and of what follows it, together those of the whole prompt; one that spans both is the question's.
+_SWITCHES = ("enable_thinking", "thinking")
+"""What templates call the switch for thinking."""
 
-    chat: as one message of a user, through the tokenizer's template, which then is the question's end.
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """Asks through a tokenizer's chat template, the prompt as one message of the user.
+
+    system: a message before it. thinking: switched on or off; None leaves it to the template.
+    """
+
+    system: str | None = None
+    thinking: bool | None = None
+
+    def setting(self) -> dict[str, Any]:
+        """Return what a record depends on beside that there is a template: what was given."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    def check(self, tokenizer: Any) -> None:
+        """Raise ConfigError for a tokenizer whose template does not do what is asked for."""
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise ConfigError("chat is asked for, but the tokenizer has no chat template; turn it off with --no-chat")
+        if self.system is not None and self.system.strip() not in self.render(tokenizer, "Hello."):
+            raise ConfigError("system is given, but the chat template leaves the system prompt out")
+        if self.thinking is not None:
+            other = replace(self, thinking=not self.thinking)
+            if self.render(tokenizer, "Hello.") == other.render(tokenizer, "Hello."):
+                word = "on" if self.thinking else "off"
+                raise ConfigError(f"thinking is to be {word}, but the chat template does not know {' or '.join(_SWITCHES)}")
+
+    def render(self, tokenizer: Any, prompt: str) -> str:
+        """Return the text that asks for an answer to a prompt."""
+        messages = [{"role": "user", "content": prompt}]
+        if self.system is not None:
+            messages.insert(0, {"role": "system", "content": self.system})
+        switch = {} if self.thinking is None else dict.fromkeys(_SWITCHES, self.thinking)
+        try:
+            text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **switch)
+        except Exception as error:  # whatever the template raises
+            raise ConfigError(f"the chat template fails: {error}") from error
+        return text
+
+
+def spoken(text: str, stops: Sequence[str] = ()) -> str:
+    """Return what a model wrote after it had thought, or all of it, up to the first of some strings behind its first word."""
+    said = text.rpartition("</think>")[2].lstrip() if "</think>" in text else text
+    return said[
+        : min((at for stop in stops if (at := said.find(stop, len(said) - len(said.lstrip()))) >= 0), default=len(said))
+    ]
+
+
+def split_prompt(tokenizer: Any, context: str, question: str, chat: Chat | None = None) -> tuple[list[int], list[int]]:
+    """Return the tokens of a context and of what follows it, together those of the whole prompt; one that spans both is the
+    question's.
+
+    chat: through the tokenizer's template, whose end then is the question's.
     """
     prompt, before = context + question, context
-    if chat:
-        message = [{"role": "user", "content": prompt}]
-        whole_text: str = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    if chat is not None:
+        whole_text = chat.render(tokenizer, prompt)
         at = whole_text.rfind(question) if question else len(whole_text)
         if at < 0:
             raise ConfigError("the chat template changes the question, so context and question cannot be told apart")
         prompt, before = whole_text, whole_text[:at]
-    special = {"add_special_tokens": False} if chat else {}
+    special = {"add_special_tokens": False} if chat is not None else {}
     whole: list[int] = list(tokenizer(prompt, verbose=False, **special)["input_ids"])
     if prompt == before:
         return whole, []

@@ -15,7 +15,7 @@ from kvthaw.evaluate.published import BENCHMARKS, Generation, Item
 from kvthaw.evaluate.published.results import pass_at_k, summarize
 from kvthaw.evaluate.published.runner import Examiner, Run
 from kvthaw.evaluate.results import Record, ResultsFile
-from kvthaw.evaluate.text import split_prompt
+from kvthaw.evaluate.text import Chat, split_prompt
 from kvthaw.evaluate.variant import FULL, Variant
 
 ORACLE = Variant("oracle", 64)
@@ -106,16 +106,16 @@ def test_a_second_prompt_is_scored_in_place_of_the_first_answer(loaded: tuple[An
 def test_a_chat_model_is_asked_through_its_template(loaded: tuple[Any, Any]) -> None:
     model, tokenizer = loaded
     with pytest.raises(ConfigError, match="the tokenizer has no chat template; turn it off with --no-chat"):
-        Examiner(model, tokenizer).run(run(chat=True), [])
+        Examiner(model, tokenizer).run(run(chat=Chat()), [])
     tokenizer.chat_template = TEMPLATE
     try:
-        context, question = split_prompt(tokenizer, "one two ", "three", chat=True)
+        context, question = split_prompt(tokenizer, "one two ", "three", chat=Chat())
         assert tokenizer.decode(context) == "[user]one two "
         assert tokenizer.decode(question) == "three[/user][bot]"
-        assert split_prompt(tokenizer, "one two three", "", chat=True) == (context + question, [])
+        assert split_prompt(tokenizer, "one two three", "", chat=Chat()) == (context + question, [])
         with pytest.raises(ConfigError, match="the chat template changes the question"):
-            split_prompt(tokenizer, "one ", "two ", chat=True)
-        line = Examiner(model, tokenizer).run(run(chat=True), [])[FULL][0]
+            split_prompt(tokenizer, "one ", "two ", chat=Chat())
+        line = Examiner(model, tokenizer).run(run(chat=Chat()), [])[FULL][0]
         assert line["tokens"] == len(tokenizer(f"[user]{V2.item(RECORD, 0).prompt}[/user][bot]")["input_ids"])
     finally:
         tokenizer.chat_template = None

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.metrics import mean, wilson
+from kvthaw.evaluate.probe import QUALITY
 from kvthaw.evaluate.results import BYTES, Record, largest, means, shared
 
 
@@ -33,7 +34,8 @@ def summarize(records: Sequence[Record], full: Iterable[Record] = ()) -> dict[st
 
     score: avg@k, of every question's mean over its answers; score_95: Wilson's interval around it with n questions, None for
     metrics that are no share of right answers. pass_at: pass@k for k = 1, 2, 4, ... and all, by answers with a score of 1. scores:
-    what else the benchmark counts. ended: the share of answers not cut at the limit.
+    what else the benchmark counts. drift: recall_at_k in each quarter of
+    the answers, where it was probed. ended: the share of answers not cut at the limit.
     """
     asked, theirs = _by_item(records), _by_item(full)
     drawn = min(len(found) for found in asked.values())
@@ -50,6 +52,8 @@ def summarize(records: Sequence[Record], full: Iterable[Record] = ()) -> dict[st
         "score_95": wilson(score, len(asked)) if share else None,
         "full_score": _averaged(theirs) if theirs else None,
         "pass_at": {k: sum(pass_at_k(right[item], len(asked[item]), k) for item in asked) / len(asked) for k in ks},
+        **{name: mean(record.measures.get(name) for record in records) for name in QUALITY},
+        "drift": [mean(record["drift"][k] for record in records) for k in range(4)] if "drift" in records[0].measures else [],
         "scores": {name: mean(record["scores"].get(name) for record in records) or 0.0 for name in names},
         **means(records, "ended", "tokens", "new_tokens", "attended_mean", "hit_rate"),
         **largest(records, "attended_max", *BYTES),

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvthaw.engine.hf import Cache, PreTrainedModel
+from kvthaw.engine.hf import PreTrainedModel
+from kvthaw.engine.hf.kv_dir import KvDir
 from kvthaw.engine.hf.model import check_prompt
-from kvthaw.engine.prefill import prefill
 from kvthaw.engine.sampling import Sampling
 from kvthaw.errors import ConfigError, at_least
 from kvthaw.evaluate.answers import Answers
-from kvthaw.evaluate.job import Progress, Question, check_question
+from kvthaw.evaluate.job import Progress, Question, Shard, check_question, part
 from kvthaw.evaluate.machine import identity, versions
+from kvthaw.evaluate.prefills import Prefills
+from kvthaw.evaluate.probe import QUALITY, Probe
 from kvthaw.evaluate.results import Record, ResultsFile, Setting
-from kvthaw.evaluate.text import split_prompt
-from kvthaw.evaluate.variant import FULL, Variant, complete, fork, setting_of
+from kvthaw.evaluate.text import Chat, split_prompt, spoken
+from kvthaw.evaluate.variant import FULL, Variant, complete, setting_of
 
 from .base import Benchmark, Generation, Item, truncate
 
@@ -30,7 +33,8 @@ class Run:
 
     generation: how answers are generated. samples: answers drawn for each. length: cut longer prompts in the middle to so many
     tokens, template not counted; None cuts nothing. chat: through the tokenizer's chat template. question: "dense" prefills it with
-    the context; "sparse" sends its tokens through the sparse path one by one. judge: the name of what judges, for results.
+    the context; "sparse" sends its tokens through the sparse path one by one. judge: the name of what judges, for results. probe:
+    compare every n-th step with exact attention, 0 never.
     """
 
     benchmark: Benchmark
@@ -38,10 +42,11 @@ class Run:
     generation: Generation
     samples: int = 1
     length: int | None = None
-    chat: bool = False
+    chat: Chat | None = None
     question: Question = "dense"
     seed: int = 0
     judge: str = ""
+    probe: int = 0
 
     def __post_init__(self) -> None:
         at_least(1, samples=self.samples)
@@ -49,17 +54,25 @@ class Run:
             raise ConfigError(f"samples is {self.samples} at temperature 0, where all are the same; give a temperature above 0")
         check_question(self.question)
         at_least(2, length=self.length)
+        at_least(0, probe=self.probe)
 
 
 class Examiner:
-    """A model, and the answers it has given so far."""
+    """A model, and the answers it has given so far. full, kv_dir: as for `kvthaw.evaluate.runner.Runner`."""
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: Any, results: ResultsFile | None = None, *, name: str = "model"
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        results: ResultsFile | None = None,
+        *,
+        name: str = "model",
+        full: bool = True,
+        kv_dir: KvDir | None = None,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.results = ResultsFile() if results is None else results
-        self._same = identity(model, name)
+        self._same, self.prefills = identity(model, name), Prefills(model, full, kv_dir)
 
     def run(
         self,
@@ -67,35 +80,39 @@ class Examiner:
         variants: Sequence[Variant],
         progress: Callable[[Progress], None] | None = None,
         ask: Callable[[str], str] | None = None,
+        *,
+        shard: Shard = (1, 1),
     ) -> dict[Variant, list[Record]]:
         """Return the records of every variant, and of FULL, in the order of items and samples. Only what is not known is computed.
 
-        ask: the judge, for benchmarks that take one. Raises ConfigError, before any work, for a setting that no cache would take.
+        ask: the judge, for benchmarks that take one. shard: (i, n) asks every n-th question, from the i-th on. Raises ConfigError,
+        before any work, for a setting that no cache would take.
         """
-        if run.chat and getattr(self.tokenizer, "chat_template", None) is None:
-            raise ConfigError("chat is asked for, but the tokenizer has no chat template; turn it off with --no-chat")
-        wanted = [complete(self.model, variant) for variant in (*variants, FULL)]
+        if run.chat is not None:
+            run.chat.check(self.tokenizer)
+        asked_for, items = (*variants, FULL) if self.prefills.full else tuple(variants), part(run.items, shard)
+        wanted = [complete(self.model, variant) for variant in asked_for]
         lines: dict[Variant, list[Record]] = {variant: [] for variant in wanted}
-        for number, item in enumerate(run.items):
+        for number, item in enumerate(items):
             context, question = self._prompt(run, item)
             settings = {v: self._settings(run, item, context + question, v) for v in lines}
             missing = [v for v, asked in settings.items() if any(self.results.get(setting) is None for setting in asked)]
 
             def tell(done: int, total: int, doing: str, number: int = number) -> None:
                 if progress is not None:
-                    progress(Progress(number, len(run.items), done, total, doing))
+                    progress(Progress(number, len(items), done, total, doing))
 
             if missing:
                 self._answer(run, item, context, question, {v: settings[v] for v in missing}, tell, ask)
             for variant, asked in settings.items():
                 lines[variant] += [line for setting in asked if (line := self.results.get(setting)) is not None]
         if progress is not None:
-            progress(Progress(len(run.items), len(run.items), 0, 0, "done"))
-        return {given: lines[variant] for given, variant in zip((*variants, FULL), wanted, strict=True)}
+            progress(Progress(len(items), len(items), 0, 0, "done"))
+        return {given: lines[variant] for given, variant in zip(asked_for, wanted, strict=True)}
 
     def ask(self, prompt: str) -> str:
         """Return a short greedy answer with full attention: this model as a judge."""
-        chat = getattr(self.tokenizer, "chat_template", None) is not None
+        chat = Chat() if getattr(self.tokenizer, "chat_template", None) is not None else None
         return self._ask(FULL, split_prompt(self.tokenizer, prompt, "", chat)[0], JUDGE, Sampling())
 
     def _prompt(self, run: Run, item: Item) -> tuple[list[int], list[int]]:
@@ -110,7 +127,7 @@ class Examiner:
         """Return what each answer to a question depends on.
 
         item, prompt: the question's id and a hash of the prompt's tokens. sample: which of the answers drawn for it. length: where
-        prompts were cut, in tokens. judge: who judged, "" where nobody does.
+        prompts were cut, in tokens. judge: who judged, "" where nobody does. system, thinking, probe: only where they were given.
         """
         digest = hashlib.blake2b(repr(prompt).encode(), digest_size=8).hexdigest()
         same = {
@@ -121,7 +138,9 @@ class Examiner:
             "prompt": digest,
             "length": run.length,
             "question": run.question,
-            "chat": run.chat,
+            "chat": run.chat is not None,
+            **({} if run.chat is None else run.chat.setting()),
+            **({"probe": run.probe} if run.probe else {}),
             "max_new_tokens": run.generation.max_new_tokens,
             "stops": list(run.generation.stops),
             "temperature": run.generation.temperature,
@@ -141,27 +160,29 @@ class Examiner:
         tell: Callable[[int, int, str], None],
         ask: Callable[[str], str] | None,
     ) -> None:
-        """Prefill once, then fork for each variant, whose samples are one batch: if one is missing, all are drawn anew."""
-        base = Cache(self.model, "full")
-        logits = prefill(self.model, base, context, progress=lambda done, total: tell(done, total, "prefill"))
-        for variant, asked in settings.items():
-            cache = fork(base, variant)
-            draws = [_sampling(run, item, sample) for sample in range(run.samples)]
+        """Answer under each variant, whose samples are one batch: if one is missing, all are drawn anew."""
+        draws, rests = [_sampling(run, item, sample) for sample in range(run.samples)], [question] * run.samples
+        how: dict[str, Any] = {"until": run.generation.stops, "after_first_word": False}
+        for prompt in self.prefills.of(list(settings), [context], tell):
+            variant, cache = prompt.variant, prompt.make()
+            asked, begin = settings[variant], cache.get_seq_length()
             if len(draws) > 1:
                 cache.batch_repeat_interleave(len(draws))
-            how: dict[str, Any] = {"until": run.generation.stops, "after_first_word": False}
+            probe = Probe(cache, every=run.probe, reference=None if len(draws) > 1 else prompt.full) if run.probe else None
             answers = Answers(self.model, self.tokenizer, cache, sampling=draws, **how)
-            rows, name = logits.expand(len(draws), -1), str(variant)
-            for step, _ in enumerate(answers.stream(rows, [question] * len(draws), run.generation.max_new_tokens)):
-                tell(step, len(question) + run.generation.max_new_tokens, name)
+            logits = prompt.logits.expand(len(draws), -1)
+            for step, _ in enumerate(answers.stream(logits, rests, run.generation.max_new_tokens)):
+                tell(step, len(question) + run.generation.max_new_tokens, str(variant))
+            if probe is not None:
+                probe.detach()
             stats, dense = cache.stats(), cache.settings.method.dense
             for row, (setting, text) in enumerate(zip(asked, answers.texts, strict=True)):
                 if self.results.get(setting) is not None:
                     continue
                 first, more = None, run.benchmark.follow_up(item, text)
                 if more is not None:
-                    prompt, generation = more
-                    again = split_prompt(self.tokenizer, prompt, "", run.chat)[0]
+                    next_prompt, generation = more
+                    again = split_prompt(self.tokenizer, next_prompt, "", run.chat)[0]
                     first, text = text, self._ask(variant, again, generation, draws[row])
                 measures = {
                     "tokens": len(context) + len(question),
@@ -169,7 +190,8 @@ class Examiner:
                     "first": first,
                     "new_tokens": answers.new_tokens[row],
                     "ended": answers.stopped[row],
-                    "scores": run.benchmark.score(item, text, ask),
+                    "scores": run.benchmark.score(item, spoken(text), ask),
+                    **_watched(probe, row, begin, answers.steps[row]),
                     "attended_mean": stats.attended_mean,
                     "attended_max": stats.attended_max,
                     "hit_rate": stats.hit_rate,
@@ -182,13 +204,21 @@ class Examiner:
 
     def _ask(self, variant: Variant, prompt: list[int], generation: Generation, sampling: Sampling) -> str:
         check_prompt(self.model, len(prompt))
-        base = Cache(self.model, "full")
-        logits = prefill(self.model, base, prompt)
         how: dict[str, Any] = {"until": generation.stops, "after_first_word": False}
-        answers = Answers(self.model, self.tokenizer, fork(base, variant), sampling=sampling, **how)
-        for _ in answers.stream(logits[None], [[]], generation.max_new_tokens):
-            pass
+        for filled in Prefills(self.model, self.prefills.full).of([variant], [prompt], lambda *_: None):
+            answers = Answers(self.model, self.tokenizer, filled.make(), sampling=sampling, **how)
+            for _ in answers.stream(filled.logits, [[]], generation.max_new_tokens):
+                pass
         return answers.texts[0]
+
+
+def _watched(probe: Probe | None, row: int, begin: int, steps: int) -> dict[str, Any]:
+    """Return how good an answer's selections were. drift: their recall in each quarter of its steps."""
+    if probe is None:
+        return {}
+    whole, edges = probe.row(row, begin, begin + steps), [begin + steps * k // 4 for k in range(5)]
+    quarters = [probe.row(row, a, b) for a, b in itertools.pairwise(edges)]
+    return {name: whole and getattr(whole, name) for name in QUALITY} | {"drift": [q and q.recall_at_k for q in quarters]}
 
 
 def _sampling(run: Run, item: Item, sample: int) -> Sampling:
