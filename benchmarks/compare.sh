@@ -1,24 +1,30 @@
 #!/usr/bin/env bash
-# All methods on the same work, on a machine with a GPU: benchmarks/compare.sh OUT [MINUTES [PROCESSES]]
+# All methods on the same work, on a machine with a GPU: benchmarks/compare.sh OUT [MINUTES [PROCESSES [SEED]]]
 # Resumable: what stands in OUT is not run again. The large table comes first; what is left of MINUTES (8) is for the other parts, side by side.
 # PROCESSES (8) share the GPU, best under NVIDIA's MPS; each holds up to 5 GiB of prompts, as much for indexes, and as much pinned on the host.
+# SEED (1000): samples from there on; 0 to 49 are those that kvthaw's own methods were designed on.
 # Afterwards, on any machine with matplotlib: kvthaw compare --report-only --out OUT; python3 -m benchmarks.compared OUT publishes it.
 set -euo pipefail
-out=$1 minutes=${2:-8} jobs=${3:-8}
+out=$1 minutes=${2:-8} jobs=${3:-8} seed=${4:-1000}
 end=$(( $(date +%s) + $(awk -v m="$minutes" 'BEGIN { print int(60 * m) }') ))
 run() { # by so many processes, in the time that is left
   local many=$1 left i; shift
   left=$(( end - $(date +%s) ))
   if (( left < 20 )); then echo "no time left for: $*" >&2; return; fi
   for i in $(seq "$many"); do
-    timeout -s INT "$left" python3 -m kvthaw compare --shard "$i/$many" --out "$out" --samples 50 "$@" || echo "not all of: $*" >&2 &
+    timeout -s INT "$left" python3 -m kvthaw compare --shard "$i/$many" --out "$out" --samples 50 --seed "$seed" "$@" || echo "not all of: $*" >&2 &
   done
   wait $(jobs -p)
 }
 does=passkey,niah_single,niah_multikey,niah_multikey_uuid,longeval,kv_retrieval,variable_tracking  # what the shipped model can
 few=$(( jobs > 6 ? jobs / 6 : 1 ))
 mkdir -p "$(dirname "$out")"
-run "$jobs" --task $does,perplexity --lengths 4096,8192,16384,32768
+papers=icecache,icecache:preset=code,pariskv,clusterkv,clusterkv:preset=code,prkv
+ours=icecache-digest,icecache-digest-device,pariskv-plus,clusterkv-plus,prkv-plus
+others=full,oracle,streaming,h2o,snapkv,arkvale,quest,quest:page=32,pqcache,magicpig,omnikv,freekv,twilight,shadowkv,retroinfer,infinigen,socket
+rows=pariskv:retrieved=100,pariskv-plus:retrieved=100,prkv:retrieved=256,prkv-plus:retrieved=256
+run "$jobs" --task $does --lengths 4096,16384 --budgets 64,128,256,512,1024 --methods $papers,$ours,$others,$rows
+run "$jobs" --task $does,perplexity --lengths 8192,32768 --methods $papers,$ours,$others
 run "$few" --task passkey --lengths 65536 &
 run $(( 2 * few )) --task $does --lengths 4096,32768 --dense-layers 2 --methods icecache-digest,icecache-digest:reuse=3,pariskv,pariskv-plus,clusterkv,clusterkv-plus,prkv,omnikv &
 run "$few" --task niah_multikey,kv_retrieval --lengths 8192 --samples 8 --probe 8 &
