@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from said import Said, refused
+
+from forked import forked
 
 
 def test_errors_are_one_line_and_exit_code_1(model: str, tmp_path: Path) -> None:
@@ -122,23 +122,13 @@ def test_ctrl_c_is_exit_code_130(model: str, monkeypatch: pytest.MonkeyPatch) ->
     assert (said.code, said.err.strip()) == (130, "kvthaw: stopped")
 
 
-@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a system that forks")
 def test_a_real_ctrl_c_stops_a_running_command(endless: Path) -> None:
-    command = [sys.executable, "-m", "kvthaw", "generate", "Hello", "--model", str(endless), "--method", "oracle"]
-    command += ["--max-new-tokens", "100000", "--temperature", "3"]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "NO_COLOR": "1"},
-        preexec_fn=lambda: signal.signal(
-            signal.SIGINT, signal.SIG_DFL
-        ),  # a suite in the background ignores it, and so would this
-    )
-    assert process.stdout is not None
-    process.stdout.read(1)  # it streams
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err.decode()
-    assert b"Traceback" not in err
-    assert b"kvthaw: stopped" in err
+    generate = ("generate", "Hello", "--model", str(endless), "--method", "oracle", "--device", "cpu")
+    with forked(*generate, "--max-new-tokens", "100000", "--temperature", "3") as command:
+        command.stdout.read(1)  # it streams
+        command.send(signal.SIGINT)
+        err = command.stderr.read()
+        assert command.wait() == 130, err
+    assert "Traceback" not in err
+    assert "kvthaw: stopped" in err

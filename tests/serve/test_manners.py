@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -18,7 +16,7 @@ import pytest
 from servers import Served, serving, until
 
 import bytemodel
-import kvthaw
+from forked import forked
 from kvthaw.serve import app
 from kvthaw.serve.server import listen
 
@@ -164,17 +162,12 @@ def test_metrics_count_what_was_served(served: Served) -> None:
     assert read("kv_bytes") > 0
 
 
-@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a system that forks")
 def test_the_command_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
     bytemodel.save(tmp_path)
-    command = [sys.executable, "-m", "kvthaw", "serve", str(tmp_path), "--port", "0", "--grace", "0", "--budget", "64"]
-    path = os.pathsep.join([str(Path(kvthaw.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path, "COLUMNS": "200"}
-    )
-    try:
-        assert process.stderr is not None
-        url = process.stderr.readline().split()[-1]
+    options = ("--port", "0", "--grace", "0", "--budget", "64", "--device", "cpu")
+    with forked("serve", str(tmp_path), *options) as command:
+        url = command.stderr.readline().split()[-1]
         seen: list[str] = []
 
         def read() -> None:
@@ -189,14 +182,11 @@ def test_the_command_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
                 "running{model_name" in (text := httpx2.get(f"{url}/metrics").text) and "running{" in text and " 1.0" in text
             )
         )
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        command.send(signal.SIGTERM)
+        assert command.wait() == 0
         reader.join(10)
         assert '"finish_reason":"abort"' in seen[-4]
         assert "data: [DONE]" in seen
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def answers(url: str) -> bool:
