@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,9 +12,16 @@ from torch import Tensor
 from kvthaw.cache.deferred_batch import DeferredBatch
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_api import Index, IndexContext, Selection
+from kvthaw.index.clusters import drawn, stream
 from kvthaw.regions import Regions
 
 FIRST = 4
+
+
+def sample_positions(positions: Tensor, count: int, *, seed: int, layer: int, heads: int) -> Tensor:
+    """The positions that each head of a layer draws, as indices into positions [n], [H, count] int64."""
+    context: Any = SimpleNamespace(seed=seed, layer=layer, heads=range(heads))
+    return drawn(positions, count, stream(context) + torch.arange(heads)[:, None])
 
 
 class Seqs:

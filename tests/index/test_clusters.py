@@ -9,13 +9,13 @@ from functools import partial
 
 import pytest
 import torch
-from seqs import FIRST, Seqs
+from seqs import FIRST, Seqs, sample_positions
 from torch import Tensor
 
 from kvthaw.cache.deferred_batch import DeferredBatch
 from kvthaw.errors import ConfigError
 from kvthaw.index import clusters as module
-from kvthaw.index.clusters import ClusterIndex, covering, sample_positions
+from kvthaw.index.clusters import ClusterIndex, covering
 from kvthaw.kernels.kmeans import kmeans
 
 SMALL = partial(ClusterIndex, tokens_per_cluster=10, batch=40, clusters_per_batch=4)

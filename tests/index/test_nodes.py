@@ -7,11 +7,10 @@ from functools import partial
 
 import pytest
 import torch
-from seqs import FIRST, Seqs
+from seqs import FIRST, Seqs, sample_positions
 from torch import Tensor
 
 from kvthaw.errors import ConfigError
-from kvthaw.index.clusters import sample_positions
 from kvthaw.index.nodes import NodeConfig, NodeIndex
 from kvthaw.kernels import HAS_TRITON, node_scores
 from kvthaw.kernels.rerank import TILE
