@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from kvthaw.bench.settings import DecodeSetting, groups, possible
 from kvthaw.bench.shapes import build
@@ -82,14 +83,18 @@ def test_captured_steps_need_a_gpu_and_no_other_work_of_the_host_than_a_search()
     assert not any(possible(one, cuda=False) for one in compiled)
 
 
+@pytest.fixture(scope="module")
+def tiny() -> PreTrainedModel:
+    return build("tiny", torch.device("cpu"))
+
+
 @pytest.mark.parametrize(
     "method", [*METHODS, "icecache-digest:transfer=bulk", "icecache-digest:prefetch=True", "twilight:base=icecache-digest"]
 )
-def test_what_is_possible_is_what_a_cache_says_of_itself(method: str) -> None:
-    model = build("tiny", torch.device("cpu"))
-    for steps, why in (("captured", capturable), ("compiled", compilable)):
-        (one,) = _all(method=(method,), steps=(steps,), budget=256)
-        cache = Cache(model, one.method, **one.sizes())
-        with torch.no_grad():
-            model(torch.arange(3, 20)[None], past_key_values=cache)
+def test_what_is_possible_is_what_a_cache_says_of_itself(tiny: PreTrainedModel, method: str) -> None:
+    captured, compiled = _all(method=(method,), steps=("captured", "compiled"), budget=256)
+    cache = Cache(tiny, captured.method, **captured.sizes())
+    with torch.no_grad():
+        tiny(torch.arange(3, 20)[None], past_key_values=cache)
+    for one, why in ((captured, capturable), (compiled, compilable)):
         assert possible(one, cuda=True) is (why(cache) is None)

@@ -61,11 +61,11 @@ def test_a_row_of_a_batch_generates_what_it_does_alone(name: str, method: str) -
 def test_a_running_batch_gives_each_request_its_own_tokens(name: str, method: str) -> None:
     """Prompts that come in chunks beside decode steps, in places that others have had."""
     model = build_exact(name, attention=attention_of(name))
-    asked = [(prompt(1, n, seed=n)[0], new) for n, new in ((90, 4), (30, 8), (70, 4), (7, 5))]
+    asked = [(prompt(1, n, seed=n)[0], new) for n, new in ((90, 3), (30, 6), (7, 4))]
     with kvthaw.attach(model, method, budget=32, block_size=16):
         alone = [model.generate(ids[None], max_new_tokens=new, do_sample=False)[0, len(ids) :].tolist() for ids, new in asked]
     batch = kvthaw.Batch(model, method, max_seqs=2, capacity=100, budget=32, block_size=16)
-    scheduler = kvthaw.Scheduler(batch, step_tokens=20)
+    scheduler = kvthaw.Scheduler(batch, step_tokens=32)
     requests = [scheduler.submit(ids, max_new_tokens=new, stop=()) for ids, new in asked]
     while scheduler.busy:
         scheduler.step()

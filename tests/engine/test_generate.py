@@ -75,7 +75,9 @@ def test_attached_equals_dynamic_cache(llama: PreTrainedModel, method: str, way:
         assert handle.stats().sparse_steps > 0
 
 
-@turns_of("way, method", WAYS, METHODS[::-1])
+@turns_of(
+    "way, method", ["beams, several returned", "sampled beams", "prompt lookup", "chunks inside the padding"], METHODS[::-1]
+)
 def test_explicit_cache_equals_dynamic_cache(llama: PreTrainedModel, method: str, way: str) -> None:
     inputs, how = WAYS[way]
     expected = by_dynamic_cache(way)
@@ -85,7 +87,7 @@ def test_explicit_cache_equals_dynamic_cache(llama: PreTrainedModel, method: str
     assert cache.stats().sparse_steps > 0
 
 
-@turns_of("way, dense_layers", WAYS, [1, 3])
+@turns_of("way, dense_layers", ["beams", "sampling, several returned", "small chunks", "prompt lookup", "long"], [1, 3])
 def test_dense_layers_equal_dynamic_cache(llama: PreTrainedModel, way: str, dense_layers: int) -> None:
     inputs, how = WAYS[way]
     expected = by_dynamic_cache(way)

@@ -13,9 +13,11 @@ from transformers import PreTrainedModel
 
 import kvthaw
 from kvthaw import Cache
-from zoo import prompt, ragged
+from zoo import build, prompt, ragged
 
 BATCH = ragged([60, 37])
+OTHERS = [name for name in kvthaw.METHODS if not name.endswith("-plus") and name not in ("icecache", "icecache-reuse")]
+"""All but those that are other settings of one of these."""
 EVICT = ("streaming", "h2o", "snapkv", "snapkv-refreshed")
 
 
@@ -61,24 +63,25 @@ def after(
     cache = Cache(model, method, budget=48)
     with modes[0]():
         model(**BATCH, past_key_values=cache)
-        decode(model, cache, 3, seed=1)
+        decode(model, cache, 2, seed=1)
         cache = CHANGES[change](cache)
     found = []
     for seed, mode in enumerate(modes[1:]):
         with mode():
-            found.append(decode(model, cache, 6, seed=seed).clone())
+            found.append(decode(model, cache, 5, seed=seed).clone())
     return torch.cat(found, dim=1)
 
 
 PAIRS = [
     (method, [change for change in CHANGES if change != "fork" or method not in EVICT][turn % 5])
-    for turn, method in enumerate(kvthaw.METHODS)
+    for turn, method in enumerate(OTHERS)
 ] + [("icecache-digest", "fork"), ("pariskv", "fork")]
 """Methods take turns at the changes that they allow."""
 
 
 @pytest.mark.parametrize(("method", "change"), PAIRS)
-def test_what_changes_a_cache(llama: PreTrainedModel, method: str, change: str) -> None:
+def test_what_changes_a_cache(method: str, change: str) -> None:
+    llama = build("llama", num_hidden_layers=2)
     expected = after(llama, method, change, [torch.no_grad] * 3)
     with torch.no_grad():
         found = after(llama, method, change, [torch.inference_mode, torch.inference_mode, torch.no_grad])

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 import kvthaw
 from kvthaw.engine.graph_runner import GraphRunner
-from zoo import prompt
+from zoo import KINDS, prompt
 
 IDS = prompt(1, 90)
 
@@ -44,7 +44,7 @@ def searching() -> int:
     return sum(thread.name.startswith("kvthaw") for thread in threading.enumerate())
 
 
-@pytest.mark.parametrize("method", kvthaw.METHODS)
+@pytest.mark.parametrize("method", KINDS)
 def test_a_dropped_cache_is_freed(llama: PreTrainedModel, method: str) -> None:
     cache = kvthaw.Cache(llama, method, **({} if method == "full" else {"budget": 64}))
     before = searching()

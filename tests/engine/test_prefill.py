@@ -20,7 +20,7 @@ from kvthaw.index.clusters import ClusterIndex
 from kvthaw.kernels import dense
 from kvthaw.methods import METHODS
 from shapes import close
-from zoo import build, prompt, ragged
+from zoo import build, build_exact, prompt, ragged
 
 BATCH = ragged([120, 90, 33])
 WHOLE = 1 << 20
@@ -52,9 +52,9 @@ def test_chunks_give_what_one_pass_gives(monkeypatch: pytest.MonkeyPatch, name: 
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_every_method_is_indexed_as_in_one_pass(llama: PreTrainedModel, name: str) -> None:
+def test_every_method_is_indexed_as_in_one_pass(name: str) -> None:
     """A small budget, so that the answer hangs on what the index chose; a last chunk that is no longer than a few steps."""
-    llama, given = llama.double(), {"input_ids": prompt(1, 300)}
+    llama, given = build_exact("llama", num_hidden_layers=2), {"input_ids": prompt(1, 300)}
     tokens, logits = answer(llama, name, WHOLE, given, budget=None if name == "full" else 64)
     found, close_to = answer(llama, name, 99, given, budget=None if name == "full" else 64)
     assert torch.equal(found, tokens)

@@ -14,11 +14,10 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from transformers import PreTrainedModel
 
-import kvthaw
 from kvthaw import Batch, CacheError, PrefixCache, Request, Scheduler
 from kvthaw.engine.library import Library
 from kvthaw.index.forest import TreeIndex
-from zoo import build, build_exact, prompt
+from zoo import KINDS, build, build_exact, prompt
 
 
 @functools.cache
@@ -39,7 +38,7 @@ def batch_of(model: PreTrainedModel, method: str, prefix: PrefixCache | None, **
     return Batch(model, method, max_seqs=2, prefix_cache=prefix, **({"capacity": 500} | settings_of(method) | more))
 
 
-def tokens_of(batch: Batch, ids: torch.Tensor, new: int = 6, **given: Any) -> tuple[list[int], int]:
+def tokens_of(batch: Batch, ids: torch.Tensor, new: int = 4, **given: Any) -> tuple[list[int], int]:
     """The tokens of a request and how many of its prompt were cached."""
     scheduler = Scheduler(batch, step_tokens=100)
     request = scheduler.submit(ids, max_new_tokens=new, stop=(), **given)
@@ -48,7 +47,7 @@ def tokens_of(batch: Batch, ids: torch.Tensor, new: int = 6, **given: Any) -> tu
     return request.tokens, request.cached_tokens
 
 
-@pytest.mark.parametrize("method", kvthaw.METHODS)
+@pytest.mark.parametrize("method", KINDS)
 def test_reuse_gives_the_tokens_of_a_fresh_prefill(model: PreTrainedModel, method: str) -> None:
     """After a document another question, and after the whole of an earlier prompt a longer one."""
     document, rest = prompt(1, 200)[0], prompt(1, 300, seed=3)[0]
