@@ -148,25 +148,63 @@ def test_places_go_by_priority_then_by_arrival(model: PreTrainedModel) -> None:
     assert [requests.index(one) for one in order] == [3, 0, 2, 1]
 
 
-def test_host_memory_is_there_before_a_place_is_given(model: PreTrainedModel) -> None:
-    """Two that fit one after the other and not together: the second waits, and neither fails."""
-    ids = [prompt(1, n, seed=n)[0] for n in (100, 90)]
-    plain = alone(model, "oracle", *((one, 30) for one in ids))
-    batch = Batch(model, "oracle", max_seqs=2, capacity=200, **settings_of("oracle"))
-    batch.prefill(batch.join(ids[0][:50], max_new_tokens=1, stop=()))
-    need = batch.host_bytes(batch.request(ids[0], max_new_tokens=30))
-    assert need > 0
-    batch = Batch(model, "oracle", max_seqs=2, capacity=200, host_bytes=int(1.2 * need), **settings_of("oracle"))
-    scheduler = Scheduler(batch)
-    requests = [scheduler.submit(one, max_new_tokens=30, stop=()) for one in ids]
-    waited = False
+def together(scheduler: Scheduler, *asked: tuple[torch.Tensor, int]) -> tuple[int, list[list[int]]]:
+    """Serve requests. Returns how many had places at a time, and their tokens."""
+    requests, most = [scheduler.submit(ids, max_new_tokens=new, stop=()) for ids, new in asked], 0
     while scheduler.busy:
         scheduler.step()
-        waited |= bool(batch.requests and scheduler.waiting)
-    assert waited
-    assert [one.tokens for one in requests] == plain
-    with pytest.raises(HostMemoryError, match="host_bytes is"):
-        scheduler.submit(prompt(1, 190)[0], stop=())
+        most = max(most, len(scheduler.batch.requests))
+    assert [one.error for one in requests] == [None] * len(asked)
+    return most, [one.tokens for one in requests]
+
+
+@pytest.mark.parametrize(
+    ("where", "room", "places"),
+    [("host_bytes", 1.2, 1), ("device_memory", 1.2, 1), ("device_memory", 2.0, 2), ("system", 1.2, 1)],
+)
+def test_memory_is_counted_wherever_blocks_may_lie(
+    model: PreTrainedModel, where: str, room: float, places: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [(prompt(1, n, seed=n)[0], 8) for n in (100, 90)]
+    plain = alone(model, "oracle", *asked)
+    batch = Batch(model, "oracle", max_seqs=2, capacity=200, **settings_of("oracle"))
+    batch.prefill(batch.join(asked[0][0], max_new_tokens=8, stop=()))
+    (request,) = batch.requests
+    need, fixed = batch.admission.need(request), sum(layer.fixed_bytes() for layer in batch.cache.kv_layers)
+    sizes: dict[str, Any] = {"host_bytes": {"host_bytes": int(room * need)}, "system": {}}.get(
+        where, {"host_bytes": need // 8, "device_memory": fixed + int(room * need)}
+    )
+    batch = Batch(model, "oracle", max_seqs=2, capacity=200, **settings_of("oracle"), **sizes)
+    if where == "system":
+        held = batch.cache.kv.streams.memory
+        monkeypatch.setattr(held, "free", lambda: int(room * need) - sum(x.host_bytes() for x in batch.cache.kv_layers))
+    scheduler = Scheduler(batch)
+    assert together(scheduler, *asked) == (places, plain)
+    if (where, places) == ("host_bytes", 1):
+        with pytest.raises(HostMemoryError, match="leave"):
+            scheduler.submit(prompt(1, 190)[0], stop=())
+
+
+@pytest.mark.parametrize(("crossing", "places"), [(400, 2), (100, 1)])
+def test_full_attention_counts_what_the_method_may_need_after_it(model: PreTrainedModel, crossing: int, places: int) -> None:
+    """Requests that may pass the crossing together need host memory for both; those that cannot need none."""
+    asked = [(prompt(1, n, seed=n)[0], 20) for n in (100, 90)]
+    batch = Batch(model, "auto", max_seqs=2, capacity=200, budget=48, block_size=16, full_below=crossing, host_bytes=200_000)
+    need = batch.admission.need(batch.request(asked[0][0], max_new_tokens=20))
+    assert 100_000 < need < 200_000
+    assert together(Scheduler(batch), *asked)[0] == places
+
+
+def test_chunks_hide_the_bus_that_brings_earlier_ones_back(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvthaw.engine.scheduler.STEP_TOKENS", 64)
+    for streams, chunk in ((True, 64), (False, 19)):
+        monkeypatch.setattr(Batch, "streams_back", streams)
+        scheduler = Scheduler(Batch(model, "oracle", max_seqs=2, capacity=200, budget=48), step_tokens=20)
+        scheduler.submit([1, 2, 3], max_new_tokens=9, stop=())
+        scheduler.step()
+        long = scheduler.submit(prompt(1, 150)[0], max_new_tokens=1, stop=())
+        scheduler.step()
+        assert long.prefilled == chunk
 
 
 def test_a_failing_prompt_ends_and_the_others_go_on(model: PreTrainedModel) -> None:

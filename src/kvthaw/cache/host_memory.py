@@ -79,15 +79,16 @@ class HostMemory:
     def check(self, need: int) -> None:
         """Raise HostMemoryError if a prompt's KV needs more bytes than are free. Blocks allocated ahead count as free."""
         while True:
-            spare = sum(allocator.nbytes() for allocator in self.allocators)
             try:
-                return check_host_memory(need, self._free(spare))
+                return check_host_memory(need, self.free())
             except HostMemoryError:
                 if not self.reclaim():
                     raise
 
-    def _free(self, spare: int) -> int | None:
-        """Return the bytes that are free in every process; None where the system does not tell."""
+    def free(self) -> int | None:
+        """Return the bytes that are free in every process, those of a limit with blocks allocated ahead; None where the system
+        does not tell."""
+        spare = sum(allocator.nbytes() for allocator in self.allocators)
         free = available_host_memory(self.ranks) if self.limit is None else self.limit - self.used + spare
         return None if free is None else self.ranks.least(free)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvthaw.cache.index_api import Method
 from kvthaw.cache.prefix import PrefixCache
+from kvthaw.engine.admission import Admission
 from kvthaw.engine.graph_runner import GraphRunner, capturable, compilable, compiled_step
 from kvthaw.engine.hf import PreTrainedModel, Stats
 from kvthaw.engine.hf.attention import unwrap
@@ -82,7 +83,7 @@ class Batch:
         check_positions(model, capacity)
         self.capacity, self.prefill_chunk = capacity, prefill_chunk
         self.cache = BatchCache(model, method, max_seqs=max_seqs, capacity=capacity, **settings)
-        self._model, self.prefix_cache = model, prefix_cache
+        self._model, self.prefix_cache, self.admission = model, prefix_cache, Admission(self.cache, prefix_cache)
         self._seqs: list[Request | None] = [None] * max_seqs  # those with a place
         self._decoding = list(self._seqs)  # those of them whose prompt is whole
         self._indexing: dict[Request, Tensor] = {}  # the logits after prompts whose indexes are being built
@@ -122,12 +123,11 @@ class Batch:
         """How many more can join."""
         return self._seqs.count(None)
 
-    def host_bytes(self, request: Request) -> int:
-        """Return the most host memory that a request's KV may take, in whole blocks; 0 before the first prompt, when the sizes are
-        not known."""
-        kv, size = self.cache.kv, self.cache.settings.block_size
-        blocks = -(-(request.prompt + request.limit) // size)
-        return blocks * size * sum(layer.host_bytes_per_token() for layer in kv.offloaded)
+    @property
+    def streams_back(self) -> bool:
+        """Whether each chunk of a prompt brings what came before it back over the bus."""
+        kv, device = self.cache.kv, self.cache.kv.streams.device
+        return self._model.device.type == "cuda" and bool(kv.offloaded) and (not device.bytes or device.spills)
 
     def stats(self) -> Stats:
         """Stats of the batch's cache, over all requests so far."""

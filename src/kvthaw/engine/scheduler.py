@@ -22,10 +22,11 @@ class Scheduler:
     """Serves more requests than a batch has places for, and lets no long prompt silence the others.
 
     Each step gives every request whose prompt is whole one token, and one waiting prompt a chunk of what the budget of tokens
-    leaves (chunked prefill; Sarathi-Serve, vLLM). While nobody decodes a chunk has the batch's `prefill_chunk` tokens.
+    leaves (chunked prefill; Sarathi-Serve, vLLM). While nobody decodes a chunk has the batch's `prefill_chunk` tokens. It has at
+    least STEP_TOKENS where earlier KV of the prompt does not lie on the GPU, for smaller ones wait for the bus.
 
-    - Requests get places by priority, the lowest number first, then in the order in which they came, once host memory suffices for
-      all that they may need beside those that have places.
+    - Requests get places by priority, the lowest number first, then in the order in which they came, once host and device
+      memory suffice for all that they may need beside those that have places.
     - Where host or device memory is short all the same, the request that comes last in this order gives its place back
       (preemption). It goes on once another has ended: its prompt and the tokens that it has go through the model again.
     - Of the prompts that have places the one that came first and the one that is shortest take turns.
@@ -93,9 +94,11 @@ class Scheduler:
         ):
             raise QueueFullError(f"{len(self._waiting)} requests wait; max_waiting is {self.max_waiting}")
         request = self.batch.request(prompt, **how)
-        need, limit = self.batch.host_bytes(request), self.batch.cache.settings.host_bytes
-        if limit is not None and need > limit:
-            raise HostMemoryError(f"the request may need {need:,} bytes of host memory; host_bytes is {limit:,}")
+        need, most = self.batch.admission.need(request), self.batch.admission.most()
+        if most is not None and need > most:
+            raise HostMemoryError(
+                f"the request may need {need:,} bytes for its KV; host_bytes and device_memory leave {most:,} for it"
+            )
         self._waiting.append(request)
         self._rank[request] = priority, self._arrived
         self._arrived += 1
@@ -121,7 +124,8 @@ class Scheduler:
         request = self._next_prompt()
         told += self.batch.start(POLL if request is None and not told else 0.0)
         if request is not None:
-            left = max(1, self.step_tokens - len(told)) if told else self.batch.prefill_chunk
+            least = STEP_TOKENS if self.batch.streams_back else 1
+            left = max(least, self.step_tokens - len(told)) if told else self.batch.prefill_chunk
             try:
                 if self.batch.prefill(request, left):
                     told.append(request)
@@ -149,25 +153,15 @@ class Scheduler:
             return [last]
 
     def _place(self) -> None:
-        """Give places to those that wait, in their order, as long as there are places and host memory."""
+        """Give places to those that wait, in their order, as long as there are places and memory."""
         if len(self.batch.requests) >= self._short:
             return
         self._short = self.batch.max_seqs
         for request in self.waiting[: self.batch.free]:
-            if not self._fits(request):
+            if not self.batch.admission.fits(request, self.batch.requests):
                 return
             self._waiting.remove(request)
             self.batch.join(request)
-
-    def _fits(self, request: Request) -> bool:
-        """Whether all host memory that a request may need is there; before a first prompt has come that is not known."""
-        limit, kept = self.batch.cache.settings.host_bytes, self.batch.prefix_cache
-        if limit is None:
-            return True
-        if self.batch.cache.kv.sequences.regions is None:
-            return not self.batch.requests
-        pinned = 0 if kept is None else kept.pinned_bytes
-        return pinned + sum(map(self.batch.host_bytes, [request, *self.batch.requests])) <= limit
 
     def _next_prompt(self) -> Request | None:
         """The prompt that goes on: the one that came first and the one with the fewest tokens left, by turns."""
