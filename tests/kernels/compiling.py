@@ -25,6 +25,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
 
 def nodes(dtype: torch.dtype, dim: int) -> None:
     from kvthaw.kernels import nearest, node_digests, node_scores, stored_scores
+    from kvthaw.kernels.row_format import E4M3
     from kvthaw.kernels.unit_select import launch_choice
 
     keys, stops = empty(HEADS, 700, dim, dtype=dtype), empty(HEADS, 36)
@@ -37,8 +38,9 @@ def nodes(dtype: torch.dtype, dim: int) -> None:
     rows, _ = launch_choice(
         scores, parts, empty(3, HEADS, 71), empty(3, HEADS, 700), counts, first=4, budget=1024, policy="mean"
     )
-    for run in (64, 4):
-        stored_scores.launch(query, empty(3, 8, dtype=torch.int64), 1024, rows, counts, scale=0.1, run=run)
+    for run, format in ((64, None), (4, None), (64, E4M3(dim, dtype))):
+        table = empty(3, 8, dtype=torch.int64)
+        stored_scores.launch(query, table, 1024, rows, counts, scale=0.1, run=run, format=format)
 
 
 def units(dtype: torch.dtype, dim: int) -> None:
@@ -57,11 +59,13 @@ def units(dtype: torch.dtype, dim: int) -> None:
 def rows(dtype: torch.dtype, dim: int) -> None:
     from kvthaw.kernels import srht, uva_gather
     from kvthaw.kernels.rerank import TILE, Estimates
+    from kvthaw.kernels.row_format import E4M3, RowFormat
     from kvthaw.kernels.topk import launch, run_length
 
     srht.launch(empty(50, dim, dtype=dtype), srht.make_rotation(dim, 0, device="meta"))
     slab, some = empty(2, HEADS, 90, 2, dim, dtype=dtype), empty(2, HEADS, 40)
-    uva_gather.uva_gather(empty(2, 8, dtype=torch.int64), 1024, slab, some, some, 50)
+    for format in (RowFormat(dim, dtype), E4M3(dim, dtype)):
+        uva_gather.uva_gather(empty(2, 8, dtype=torch.int64), 1024, slab, some, some, 50, None, format)
     width = 4 * TILE
     run = run_length(width, 40)
     assert run is not None
@@ -82,14 +86,15 @@ def clusters(dtype: torch.dtype, dim: int) -> None:
 
 
 def moves(dtype: torch.dtype, dim: int) -> None:
-    from kvthaw.kernels import cover, extend, freeze, offload, stream_keys
+    from kvthaw.kernels import cover, extend, freeze, offload, row_format, stream_keys
     from kvthaw.kernels.page_bounds import Spread
 
     ring, block_size = empty(HEADS, 90, 2, dim, dtype=dtype), empty(HEADS, 64, 2, dim, dtype=dtype)
     offload.offload(ring[:, 5:25], block_size, 3)
-    freeze.freeze(
-        empty(3, HEADS, 90, 2, dim, dtype=dtype), empty(3, 8, dtype=torch.int64), 1024, empty(2, 3), 16, sink=4, ring=80
-    )
+    slab, table, eight = empty(3, HEADS, 90, 2, dim, dtype=dtype), empty(3, 8, dtype=torch.int64), row_format.E4M3(dim, dtype)
+    for format in (None, eight):
+        freeze.freeze(slab, table, 1024, empty(2, 3), 16, sink=4, ring=80, format=format)
+    row_format.encode(slab, eight.row_bytes)
     keys, places = empty(2, HEADS, 16, 2, dim, dtype=dtype)[:, :, :, 0], [extend.Place(0, 7, 40, 2), extend.Place(1, 9, 50, 3)]
     kinds: list[tuple[Tensor | None, int, Spread | None]]
     kinds = [(empty(3, HEADS, 300), 1, None), (None, 2, "mean"), (empty(3, HEADS, 300), 0, None)]
@@ -100,19 +105,8 @@ def moves(dtype: torch.dtype, dim: int) -> None:
     far, which = empty(HEADS, 700, dtype=torch.float32), empty(HEADS, 30, dtype=torch.int64)
     keys = empty(HEADS, 700, dim, dtype=dtype)
     cover.launch(far, keys, which)
-    words = empty(HEADS, 20, dim, dtype=dtype).view(torch.int32)
-    stream_keys._stream_keys[(1, HEADS)](
-        empty(2, dtype=torch.int64),
-        words,
-        3,
-        20,
-        64,
-        words.shape[2],
-        words.stride(0),
-        ROWS=32,
-        WP=1 << (words.shape[2] - 1).bit_length(),
-        ALIGN=16,
-    )
+    for format in (None, eight):
+        stream_keys.stream_keys(empty(2, dtype=torch.int64), 64, 3, empty(HEADS, 20, dim, dtype=dtype), format)
 
 
 def codes(dtype: torch.dtype, dim: int) -> None:
@@ -181,11 +175,13 @@ def attention(dtype: torch.dtype, dim: int) -> None:
         slab = empty(2, HEADS, places, 2, dim, dtype=dtype)
         flash_decode.flash_decode(DecodeStep(query, slab[:, :, :, 0], slab[:, :, :, 1], visible=mask, regions=regions, **how))
     from kvthaw.kernels.in_place import Selected
+    from kvthaw.kernels.row_format import E4M3
 
-    for places, slots in ((500, None), (4000, empty(2, HEADS, 4000))):
+    ways = (500, None, None), (4000, empty(2, HEADS, 4000), None), (500, None, E4M3(dim, dtype))
+    for places, slots, format in (*ways, (4000, empty(2, HEADS, 4000), E4M3(dim, dtype))):
         slab, regions = empty(2, HEADS, 500, 2, dim, dtype=dtype), Regions(100, 200, 100)
         tally = None if slots is not None else (empty(2, HEADS), empty(4, dtype=torch.int64))
-        selected = Selected(empty(2, HEADS, places), slots, empty(2, 8, dtype=torch.int64), 1024, tally)
+        selected = Selected(empty(2, HEADS, places), slots, empty(2, 8, dtype=torch.int64), 1024, tally, format)
         step = DecodeStep(query, slab[:, :, :, 0], slab[:, :, :, 1], regions=regions, selected=selected, **how)
         flash_decode.flash_decode(step)
     tables = empty(2, HEADS, 9000), empty(2, HEADS, 101), empty(2, HEADS, 101), empty(4, dtype=torch.int64)

@@ -14,6 +14,7 @@ from kvthaw.kernels.decode_step import DecodeStep
 from kvthaw.kernels.flash_decode import definition as attention
 from kvthaw.kernels.flash_decode import flash_decode
 from kvthaw.kernels.in_place import Selected, definition
+from kvthaw.kernels.row_format import KvDtype, row_format
 from kvthaw.kernels.sparse_decode import sparse_decode
 from kvthaw.kernels.split import Split
 from kvthaw.regions import Regions
@@ -39,10 +40,12 @@ class Case:
     slots: int = 24
     block_size: int = 8
     dtype: torch.dtype = torch.float32
+    kv_dtype: KvDtype | None = None
 
     def make(self, device: torch.device, *, pooled: bool) -> tuple[DecodeStep, list[list[Tensor]]]:
         """A step, and the blocks whose addresses its table has. pooled: some rows have slots."""
         batch, size, of = len(self.lengths), self.block_size, self.regions
+        format = row_format(self.kv_dtype, self.dim, self.dtype)
         starts = [of.indexed(of.sink, n) for n in self.lengths]
         slab = torch.full((batch, self.heads, of.held + self.slots, 2, self.dim), torch.nan)
         rows = torch.full((batch, self.heads, self.rows), -1, dtype=torch.int32)
@@ -61,13 +64,14 @@ class Case:
                 slots[b, h, where[some]] = torch.randperm(self.slots)[: int(some.sum())].int()
                 slab[b, h, of.held + slots[b, h, where[some]].long()] = torch.randn(int(some.sum()), 2, self.dim)
                 mine[h, found[~some]] = torch.randn(int((~some).sum()), 2, self.dim)
-            blocks.append([part.contiguous().to(device, self.dtype) for part in mine.split(size, dim=1)])
+            stored = format.encode(mine.to(self.dtype))
+            blocks.append([part.contiguous().to(device) for part in stored.split(size, dim=1)])
         table = torch.zeros((batch, 20), dtype=torch.int64)
         for b, own in enumerate(blocks):
             table[b, : len(own)] = torch.tensor([block.data_ptr() for block in own])
         keys, values = slab.to(device, self.dtype).unbind(3)
         tally = None if pooled else ((rows >= 0).sum(dim=2).int().to(device), torch.zeros(4, dtype=torch.int64, device=device))
-        selected = Selected(rows.to(device), slots.to(device) if pooled else None, table.to(device), size, tally)
+        selected = Selected(rows.to(device), slots.to(device) if pooled else None, table.to(device), size, tally, format)
         query, new = (
             torch.randn(n, batch, h, self.dim).to(device, self.dtype)
             for n, h in ((1, self.heads * self.group), (2, self.heads))
@@ -91,22 +95,32 @@ def compare(step: DecodeStep, blocks: list[list[Tensor]], attend: Any = flash_de
     torch.testing.assert_close(found.float(), want, **TOLERANCE[step.keys.dtype])
 
 
-@pytest.mark.parametrize("pooled", [False, True])
-@pytest.mark.parametrize("splits", [None, 1, 3])
+@pytest.mark.parametrize(
+    ("pooled", "splits", "kv_dtype"),
+    [*((pooled, splits, None) for pooled in (False, True) for splits in (None, 1, 3)), (True, None, "fp8"), (False, 3, "fp8")],
+)
 def test_against_the_definition(
-    pooled: bool, splits: int | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    pooled: bool, splits: int | None, kv_dtype: KvDtype | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With one block of keys a program, and with several."""
     if splits:
         monkeypatch.setattr(module, "split_for", lambda *_: Split(16, splits, 4, 2))
-    compare(*Case().make(device, pooled=pooled))
+    compare(*Case(kv_dtype=kv_dtype).make(device, pooled=pooled))
 
 
 @pytest.mark.parametrize(
-    ("dim", "group", "dtype"), [(80, 1, torch.bfloat16), (128, 8, torch.float16), (96, 4, torch.float32)], ids=str
+    ("dim", "group", "dtype", "kv_dtype"),
+    [
+        (80, 1, torch.bfloat16, None),
+        (128, 8, torch.float16, None),
+        (96, 4, torch.float32, None),
+        (80, 4, torch.bfloat16, "fp8"),
+        (6, 1, torch.float16, "fp8"),
+    ],
+    ids=str,
 )
-def test_shapes(dim: int, group: int, dtype: torch.dtype, device: torch.device) -> None:
-    case = Case(lengths=(50,), dim=dim, group=group, dtype=dtype)
+def test_shapes(dim: int, group: int, dtype: torch.dtype, kv_dtype: KvDtype | None, device: torch.device) -> None:
+    case = Case(lengths=(50,), dim=dim, group=group, dtype=dtype, kv_dtype=kv_dtype)
     compare(*case.make(device, pooled=True))
 
 

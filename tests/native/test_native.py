@@ -13,7 +13,8 @@ import torch
 
 from kvthaw.cache.host import HostStore
 from kvthaw.errors import KvthawError
-from kvthaw.native import DTYPES, Isa, _native, cores, gather_rows, isa_code, isas
+from kvthaw.kernels.row_format import E4M3, HEADER
+from kvthaw.native import DTYPES, ELEMENTS, Isa, _native, cores, gather_rows, isa_code, isas
 
 CODES = {torch.int8: 3, **DTYPES}
 
@@ -72,6 +73,21 @@ def test_dots_with_codes(isa: Isa, dim: int) -> None:
     g = torch.Generator().manual_seed(dim)
     query, rows = torch.randn(dim, generator=g), torch.randint(-127, 128, (37, dim), generator=g, dtype=torch.int8)
     torch.testing.assert_close(dots(query, rows, isa=isa), rows.float() @ query, rtol=1e-5, atol=1e-2)
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("dim", [1, 7, 16, 80, 128])
+def test_dots_with_rows_of_8_bits(isa: Isa, dim: int) -> None:
+    """To the bit what those of the decoded rows are, subnormals included; a key that is not finite stays so."""
+    format, g = E4M3(dim, torch.float32), torch.Generator().manual_seed(dim)
+    rows = torch.randn(37, 2, dim, generator=g) * torch.exp2(torch.randint(-30, 4, (37, 2, dim), generator=g))
+    rows[5, 0, dim // 2] = torch.inf
+    query, stored, out = torch.randn(dim, generator=g), format.encode(rows), torch.empty(37)
+    sizes = len(rows), format.row_bytes, dim, ELEMENTS[format.element]
+    _native.dots(query.data_ptr(), stored.data_ptr() + HEADER, *sizes, out.data_ptr(), isa_code(isa))
+    expected = dots(query, format.decode_keys(stored).contiguous(), isa=isa)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+    assert out.isnan().nonzero().flatten().tolist() == [5]
 
 
 @pytest.mark.parametrize("isa", isas())

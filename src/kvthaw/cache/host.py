@@ -1,14 +1,14 @@
 """The frozen part: an append-only store of rows in host memory, one per layer.
 
-A row is one token of one KV head, its K then its V. Rows lie in token order in blocks of [H, E, 2, D], pinned where there is a
-GPU. Nothing is ever rewritten, so blocks are shared between sequences that have a prefix in common (beams, repeated prompts) and
-copied only when a sequence writes into one that it shares.
+A row is one token of one KV head, its K then its V, stored as `RowFormat` says. Rows lie in token order in blocks of [H, E,
+*tail], pinned where there is a GPU. Nothing is ever rewritten, so blocks are shared between sequences that have a prefix in common
+(beams, repeated prompts) and copied only when a sequence writes into one that it shares.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from itertools import chain, zip_longest
 from typing import Any
 
@@ -24,6 +24,7 @@ from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.freeze import Span, freeze
 from kvthaw.kernels.freeze import definition as freeze_definition
 from kvthaw.kernels.offload import MOST, offload
+from kvthaw.kernels.row_format import RowFormat
 from kvthaw.kernels.stream_keys import definition as stream_definition
 from kvthaw.kernels.stream_keys import stream_keys
 from kvthaw.kernels.uva_gather import COUNTERS
@@ -33,8 +34,8 @@ from kvthaw.native import gather_rows
 class HostStore:
     """Rows of one layer, by sequence and position.
 
-    Rows 0 .. length(seq) - 1 of a sequence are readable. `block_size` is E. Every block is one contiguous tensor, so that the K of
-    row (h, t) begins ((h * E + t % E) * 2) * D elements after address `addresses(seq)[t // E]`, and its V follows K.
+    Rows 0 .. length(seq) - 1 of a sequence are readable. `block_size` is E. Every block is one contiguous tensor, so that row
+    (h, t) begins (h * E + t % E) * row_bytes after address `addresses(seq)[t // E]`. format: None: rows lie as they come.
     """
 
     def __init__(
@@ -47,11 +48,13 @@ class HostStore:
         block_size: int = 1024,
         pinned: bool = False,
         memory: HostMemory | None = None,
+        format: RowFormat | None = None,
     ) -> None:
-        self.kv_heads, self.head_dim, self.dtype = kv_heads, head_dim, dtype
-        self.block_size = block_size
+        self.kv_heads, self.head_dim, self.dtype, self.block_size = kv_heads, head_dim, dtype, block_size
+        self.format = format = format or RowFormat(head_dim, dtype)
         self._blocks: list[list[Block]] = [[] for _ in range(seqs)]
-        self.allocator = BlockAllocator(memory or HostMemory(), (kv_heads, block_size, 2, head_dim), dtype, pinned=pinned)
+        shape = kv_heads, block_size, *format.tail
+        self.allocator = BlockAllocator(memory or HostMemory(), shape, format.stored, pinned=pinned)
         self._length = [0] * seqs
         self.kept: MutableMapping[Any, Block] = {}
         """Blocks that a prefix cache holds."""
@@ -83,8 +86,8 @@ class HostStore:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row, K and V."""
-        return 2 * self.head_dim * self.dtype.itemsize
+        """Bytes of one stored row, K and V."""
+        return self.format.row_bytes
 
     def nbytes(self, seq: int | None = None, *, on_device: bool = False) -> int:
         """Return the bytes of host or device memory that the blocks of one sequence hold, or of all and the ones ahead; shared ones
@@ -105,10 +108,6 @@ class HostStore:
             known = self._table = version, torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)
         return known[1]
 
-    def crossed_rows(self) -> int:
-        """Return the rows that were fetched from blocks on the host. Waits for the device."""
-        return int(self.crossed.sum())
-
     def on_host(self) -> Tensor:
         """Return which blocks lie on the host, [seqs, most blocks] bool."""
         maps = [torch.tensor([not block.on_device for block in blocks], dtype=torch.bool) for blocks in self._blocks]
@@ -125,15 +124,10 @@ class HostStore:
     def append(self, seq: int, rows: Tensor, *, non_blocking: bool = False) -> None:
         """Add rows [H, n, 2, D] of any device behind a sequence's last. With non_blocking, a copy from the device is only
         enqueued on the current stream; the caller waits before anyone reads. The tokens of a head neighbour each other."""
-        start, n = self._length[seq], rows.shape[1]
+        start, n, rows = self._length[seq], rows.shape[1], self.format.encode(rows)
         self.claim(seq, start + n)
-        done = 0
-        while done < n:
-            at = start + done
-            block = self._writable(seq, at // self.block_size)
-            offset = at % self.block_size
-            take = min(n - done, self.block_size - offset)
-            source = rows[:, done : done + take]
+        for number, offset, done, take in self._pieces(start, start + n):
+            block, source = self._writable(seq, number), rows[:, done : done + take]
             if take == self.block_size:
                 block.copy_(source, non_blocking=non_blocking)
             elif HAS_TRITON and non_blocking and rows.is_cuda and self.pinned and take < MOST:
@@ -141,31 +135,30 @@ class HostStore:
             else:  # a part of a block is one contiguous piece a head
                 for h in range(self.kv_heads):
                     block[h, offset : offset + take].copy_(source[h], non_blocking=non_blocking)
-            done += take
         self._length[seq] = start + n
 
     def freeze(self, slab: Slab, spans: Sequence[Span], deferred: DeferredBatch) -> None:
-        """Add rows of some sequences, at most one span each, which begins behind the sequence's last and stands in sink or ring.
-        From a GPU that is only enqueued on the current stream; the caller waits before anyone reads."""
+        """Add rows of some sequences, at most one span each, behind the sequence's last, from sink or ring, where they become what
+        is stored. From a GPU that is only enqueued on the current stream; the caller waits before anyone reads."""
         for seq, start, count in spans:
             self.claim(seq, start + count)
         for seq, start, count in spans:  # not before there is room for all
             self._length[seq] = start + count
-        place = {"sink": slab.regions.sink, "ring": slab.regions.ring}
         if HAS_TRITON and slab.data.is_cuda and self.pinned:
-            table = self.table_on(slab.data.device)
-            most = max(count for _, _, count in spans)
-            freeze(slab.data, table, self.block_size, deferred.numbers(spans, slab.data.device), most, **place)
+            self._freeze(slab, spans, max(count for _, _, count in spans), deferred)
         else:
-            blocks = [[block.data for block in own] for own in self._blocks]
-            freeze_definition(slab.data, blocks, self.block_size, spans, **place)
+            blocks, place = [[block.data for block in own] for own in self._blocks], slab.regions
+            freeze_definition(slab.data, blocks, self.block_size, spans, sink=place.sink, ring=place.ring, format=self.format)
 
     def prepare(self, slab: Slab, deferred: DeferredBatch) -> None:
         """Have the kernel of freeze() compiled, which takes a third of a second: no step should wait for that. Writes nothing."""
         if HAS_TRITON and slab.data.is_cuda and self.pinned:
-            place = {"sink": slab.regions.sink, "ring": slab.regions.ring}
-            table, none = self.table_on(slab.data.device), deferred.numbers([(0, 0, 0)], slab.data.device)
-            freeze(slab.data, table, self.block_size, none, 1, **place)
+            self._freeze(slab, [(0, 0, 0)], 1, deferred)
+
+    def _freeze(self, slab: Slab, spans: Sequence[Span], most: int, deferred: DeferredBatch) -> None:
+        device, place = slab.data.device, slab.regions
+        table, numbers = self.table_on(device), deferred.numbers(spans, device)
+        freeze(slab.data, table, self.block_size, numbers, most, sink=place.sink, ring=place.ring, format=self.format)
 
     def arrive(self, copied: torch.cuda.Event, *, ordered: bool) -> None:
         """All rows appended so far are there when `copied` passes. ordered: it was recorded on the current stream."""
@@ -230,22 +223,18 @@ class HostStore:
         return len(self._blocks[seq]) * self.block_size
 
     def read(self, seq: int, start: int, stop: int) -> Tensor:
-        """Return rows start .. stop of a sequence as [H, stop - start, 2, D], a view where they lie in one block. On the host, or
-        on the device where any does."""
+        """Return rows start .. stop of a sequence as [H, stop - start, 2, D], perhaps a view where they lie in one block. On the
+        host, or on the device where any does."""
         if not 0 <= start <= stop <= self._length[seq]:
             raise IndexError(f"rows {start}..{stop} of sequence {seq}, which holds {self._length[seq]}")
-        parts = []
-        while start < stop:
-            offset = start % self.block_size
-            take = min(stop - start, self.block_size - offset)
-            parts.append(self._blocks[seq][start // self.block_size].data[:, offset : offset + take])
-            start += take
+        blocks, pieces = self._blocks[seq], self._pieces(start, stop)
+        parts = [blocks[number].data[:, offset : offset + take] for number, offset, _, take in pieces]
         if not parts:
             return torch.empty((self.kv_heads, 0, 2, self.head_dim), dtype=self.dtype)
         devices = {part.device for part in parts}
         if len(devices) > 1:
             parts = [part.to(next(device for device in devices if device.type != "cpu")) for part in parts]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        return self.format.decode(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
 
     def read_keys(self, seq: int, start: int, stop: int, device: torch.device, out: Tensor | None = None) -> Tensor:
         """Copy the keys of rows start .. stop of a sequence to out [H, stop - start, D] on `device`, each head contiguous; allocate
@@ -258,25 +247,25 @@ class HostStore:
             if self.arriving is not None:
                 torch.cuda.current_stream(device).wait_event(self.arriving)
             table = self.addresses(seq).pin_memory().to(device, non_blocking=True)
-            stream_keys(table, self.block_size, start, out)
+            stream_keys(table, self.block_size, start, out, self.format)
         else:
             if self.arriving is not None:
                 self.arriving.synchronize()
-            stream_definition([block.data for block in self._blocks[seq]], start, out)
+            stream_definition([block.data for block in self._blocks[seq]], start, out, self.format)
         return out
 
     def gather(self, rows: Tensor, out: Tensor) -> tuple[int, Tensor]:
-        """As `kvthaw.native.gather_rows`: rows [B, H, M] int32 of all sequences."""
+        """As `kvthaw.native.gather_rows`: rows [B, H, M] int32 of all sequences, as they are stored."""
         return gather_rows(self.table(), self.block_size, rows, out)
 
     def piece(self, seq: int, head: int, row: int, most: int) -> Tensor:
-        """Return rows of a head from one on that lie in one block, at most so many, [n, 2, D]."""
+        """Return rows of a head from one on that lie in one block, at most so many, [n, *tail], as they are stored."""
         number, offset = divmod(row, self.block_size)
         return self._blocks[seq][number].data[head, offset : offset + most]
 
     def keep_pages(self) -> None:
         """Keep a second copy of each sequence's rows, in the order that rearrange() gives."""
-        self.pages = PageCopy(self.head_dim, self.dtype, pinned=self.pinned)
+        self.pages = PageCopy(self.format, pinned=self.pinned)
 
     def rearrange(self, seq: int, order: Tensor) -> None:
         """Begin to copy rows of a sequence in an order, [H, T] int32 positions, where copies in page order are kept."""
@@ -293,19 +282,18 @@ class HostStore:
     def copy_to(self, out: Tensor, seq: int, start: int) -> None:
         """Copy the rows from `start` on into out [H, n, 2, D] of any device, block by block. From pinned memory to a GPU
         that is only enqueued on the current stream."""
-        done, n = 0, out.shape[1]
-        if start + n > self._length[seq]:
-            raise IndexError(f"rows {start}..{start + n} of sequence {seq}, which holds {self._length[seq]}")
-        while done < n:
-            number, offset = divmod(start + done, self.block_size)
-            take = min(n - done, self.block_size - offset)
-            rows, target = self._blocks[seq][number].data, out[:, done : done + take]
+        stop, stored = start + out.shape[1], self.format.like(out)
+        if stop > self._length[seq]:
+            raise IndexError(f"rows {start}..{stop} of sequence {seq}, which holds {self._length[seq]}")
+        for number, offset, done, take in self._pieces(start, stop):
+            rows, target = self._blocks[seq][number].data, stored[:, done : done + take]
             if take == self.block_size:
                 target.copy_(rows, non_blocking=True)
             else:  # a part of a block is one contiguous piece a head
                 for h in range(self.kv_heads):
                     target[h].copy_(rows[h, offset : offset + take], non_blocking=True)
-            done += take
+        if stored is not out:
+            out.copy_(self.format.decode(stored))
 
     def truncate(self, seq: int, length: int) -> None:
         """Forget rows >= length; blocks no longer needed are freed, but for one kept ahead if rows are left."""
@@ -374,9 +362,8 @@ class HostStore:
         """A store of its own whose blocks are shared until either writes, with none allocated ahead."""
         self.wait()
         memory = copy.deepcopy(self.allocator.memory, memo)
-        twin = HostStore(
-            0, self.kv_heads, self.head_dim, self.dtype, block_size=self.block_size, pinned=self.pinned, memory=memory
-        )
+        how: dict[str, Any] = {"block_size": self.block_size, "pinned": self.pinned, "memory": memory, "format": self.format}
+        twin = HostStore(0, self.kv_heads, self.head_dim, self.dtype, **how)
         twin.crossed = self.crossed.clone()
         if self.pages is not None:
             twin.keep_pages()
@@ -386,6 +373,16 @@ class HostStore:
         for block in chain.from_iterable(twin._blocks):
             block.owners += 1
         return twin
+
+    def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
+        """Yield, for each block that has some of the rows start .. stop: its number, where they begin in it, how many come before
+        them, and how many they are."""
+        at = start
+        while at < stop:
+            number, offset = divmod(at, self.block_size)
+            take = min(stop - at, self.block_size - offset)
+            yield number, offset, at - start, take
+            at += take
 
     def _writable(self, seq: int, number: int) -> Tensor:
         block = self._blocks[seq][number]

@@ -86,7 +86,7 @@ class KVPrefetcher:
         return turn, block, brought
 
     def _buffer(self, turn: int, store: HostStore, rows: int, device: torch.device) -> Tensor:
-        need = store.kv_heads * rows * store.row_bytes
+        need = store.kv_heads * rows * 2 * store.head_dim * store.dtype.itemsize
         if self._buffers[turn].numel() < need or self._buffers[turn].device != device:
             assert self._stream is not None
             self._buffers[turn] = torch.empty(need, dtype=torch.uint8, device=device)

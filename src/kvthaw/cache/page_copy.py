@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from kvthaw.cache.host_memory import host_tensor
+from kvthaw.kernels.row_format import RowFormat
 from kvthaw.native import gather_rows
 
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Rows [H, P, 2, D] of a sequence by place, on the host, and the places [H, end] int32 of its positions, -1 for none."""
+    """Stored rows [H, P, *tail] of a sequence by place, on the host, and the places [H, end] int32 of positions, -1 for none."""
 
     rows: Tensor
     places: Tensor
@@ -28,14 +29,14 @@ class PageCopy:
     have no place. It takes the host memory of the rows again, twice while a new order is written, beside `host_bytes`.
     """
 
-    def __init__(self, head_dim: int, dtype: torch.dtype, *, pinned: bool) -> None:
-        self.head_dim, self.dtype, self.pinned = head_dim, dtype, pinned
+    def __init__(self, format: RowFormat, *, pinned: bool) -> None:
+        self.format, self.pinned = format, pinned
         self._pages: dict[int, Pages] = {}
         self._coming: dict[int, Future[Pages]] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvthaw-pages")
 
     def rewrite(self, seq: int, order: Tensor, gather: Callable[[Tensor, Tensor], object]) -> None:
-        """Begin to copy a sequence's rows in an order, [H, T] int32 positions on the CPU. gather(rows [1, H, T], out [H T, 2, D])
+        """Begin to copy a sequence's rows in an order, [H, T] int32 positions on the CPU. gather(rows [1, H, T], out [H T, *tail])
         brings them together."""
         self._finish(seq)
         self._coming[seq] = self._thread.submit(self._copied, order, gather)
@@ -74,7 +75,7 @@ class PageCopy:
         return count, torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 
     def piece(self, seq: int, head: int, place: int, most: int) -> Tensor:
-        """Return the rows from a place of a head on, at most so many, [n, 2, D]."""
+        """Return the rows from a place of a head on, at most so many, [n, *tail]."""
         return self._pages[seq].rows[head, place : place + most]
 
     def _finish(self, seq: int) -> None:
@@ -85,7 +86,7 @@ class PageCopy:
 
     def _copied(self, order: Tensor, gather: Callable[[Tensor, Tensor], object]) -> Pages:
         heads, tokens = order.shape
-        rows = host_tensor((heads * tokens, 2, self.head_dim), self.dtype, pinned=self.pinned)
+        rows = host_tensor((heads * tokens, *self.format.tail), self.format.stored, pinned=self.pinned)
         gather(order[None], rows)
         places = torch.full((heads, int(order.max()) + 1 if tokens else 1), -1, dtype=torch.int32)
         places.scatter_(1, order.long(), torch.arange(tokens, dtype=torch.int32).expand(heads, -1))

@@ -104,7 +104,7 @@ class SparseAttention:
         selection, store = choice.selection, self.storage.store
         counts = selection.counts, retriever.residency.counts
         tally = counts if choice.slots is None and self.selects else None
-        return Selected(selection.rows.contiguous(), choice.slots, self._table(), store.block_size, tally)
+        return Selected(selection.rows.contiguous(), choice.slots, self._table(), store.block_size, tally, store.format)
 
     def _table(self) -> Tensor:
         """Return the addresses of the blocks, as they are now, on the device."""

@@ -104,7 +104,7 @@ def collect(settings: Settings, sequences: Sequences, layers: Sequence[LayerKV],
     fetched, most = sum(meter.fetched for meter in groups), max((meter.most for meter in groups), default=0)
     retrieved = selected / steps if steps else (0.0 if held.steps else None)
     crossed = [
-        (layer, meter.fetched if layer.storage.placement is None else layer.store.crossed_rows()) for layer, meter in meters
+        (layer, meter.fetched if layer.storage.placement is None else int(layer.store.crossed.sum())) for layer, meter in meters
     ]
     near = sum(meter.in_place + meter.fetched - rows for (_, meter), (_, rows) in zip(meters, crossed, strict=True))
     wanted = sum(meter.selected for _, meter in meters)

@@ -11,14 +11,14 @@ from torch import Tensor
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import host_tensor
 from kvthaw.cache.pool import Slab
+from kvthaw.kernels.row_format import RowFormat
 from kvthaw.kernels.uva_gather import crossing, uva_gather
 
 
 class Rows(Protocol):
     """Rows on the host, by sequence, head and position or place."""
 
-    head_dim: int
-    dtype: torch.dtype
+    format: RowFormat
 
     @property
     def pinned(self) -> bool:
@@ -28,7 +28,7 @@ class Rows(Protocol):
         """As `kvthaw.native.gather_rows`."""
 
     def piece(self, seq: int, head: int, row: int, most: int) -> Tensor:
-        """Return rows of a head that lie side by side, from one on, at most so many, [n, 2, D]."""
+        """Return rows of a head that lie side by side, from one on, at most so many, [n, *tail]."""
 
 
 def scatter(slab: Slab, rows: Tensor, which: Tensor, slots: Tensor) -> None:
@@ -70,12 +70,11 @@ class BulkCopy:
             rows = rows.to(slab.data.device, non_blocking=True)
             self._sent = torch.cuda.Event()
             self._sent.record()
-        scatter(slab, rows, which, slots)
+        scatter(slab, source.format.decode(rows), which, slots)
 
     def _buffer(self, source: Rows, rows: int) -> Tensor:
-        if self._staging is None or self._staging.shape[0] < rows or self._staging.dtype != source.dtype:
-            shape = (rows, 2, source.head_dim)
-            self._staging = host_tensor(shape, source.dtype, pinned=source.pinned)
+        if self._staging is None or self._staging.shape[0] < rows or self._staging.dtype != source.format.stored:
+            self._staging = host_tensor((rows, *source.format.tail), source.format.stored, pinned=source.pinned)
         return self._staging
 
     def __deepcopy__(self, memo: dict[int, object]) -> BulkCopy:
@@ -94,7 +93,8 @@ class PieceCopy:
     def copy(self, source: Rows, slab: Slab, fetch: Tensor, slots: Tensor) -> None:
         """As BulkCopy.copy."""
         which = (fetch.reshape(-1) >= 0).nonzero()[:, 0]
-        rows = torch.empty((len(which), 2, source.head_dim), dtype=source.dtype, device=slab.data.device)
+        shape = len(which), *source.format.tail
+        rows = torch.empty(shape, dtype=source.format.stored, device=slab.data.device)
         done = 0
         for seq, head, row, count in _runs(fetch):
             stop = row + count
@@ -103,7 +103,7 @@ class PieceCopy:
                 rows[done : done + len(piece)].copy_(piece, non_blocking=True)
                 done, row = done + len(piece), row + len(piece)
         if done:
-            scatter(slab, rows, which, slots)
+            scatter(slab, source.format.decode(rows), which, slots)
 
 
 def _runs(fetch: Tensor) -> Iterator[tuple[int, int, int, int]]:
@@ -155,4 +155,4 @@ class UvaGather:
         """As BulkCopy.fetch, with fetch and slots on the device."""
         table = host.table_on(slab.data.device)
         count = None if host.allocator.device is None else (host.on_device.on_host, host.crossed)
-        uva_gather(table, host.block_size, slab.data, fetch, slots, slab.pool_start, count)
+        uva_gather(table, host.block_size, slab.data, fetch, slots, slab.pool_start, count, host.format)

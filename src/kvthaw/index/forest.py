@@ -11,7 +11,7 @@ from torch import Tensor
 from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.errors import CacheError, ConfigError, at_least
 from kvthaw.index.tree_config import CHOICES, TreeConfig, directions
-from kvthaw.native import DTYPES, Forest, Isa, isa_code
+from kvthaw.native import ELEMENTS, Forest, Isa, isa_code
 
 _STATE = {
     "radius2": torch.float64,
@@ -42,15 +42,16 @@ class TreeIndex:
     ) -> None:
         self.context, self.threads = context, threads
         self.config = config or TreeConfig(seed=context.seed)
-        if context.dtype not in DTYPES:
-            raise ConfigError(f"dtype is {context.dtype}; a DCI-tree reads {', '.join(str(d) for d in DTYPES)}")
+        element = context.store.format.element
+        if element not in ELEMENTS:
+            raise ConfigError(f"dtype is {element}; a DCI-tree reads {', '.join(str(d) for d in ELEMENTS)}")
         c = self.config
         units = torch.stack([directions(c, context.layer, h, context.head_dim) for h in context.heads]).contiguous()
         self.forest = Forest(
             context.store.seqs,
             context.kv_heads,
             context.head_dim,
-            DTYPES[context.dtype],
+            ELEMENTS[element],
             context.store.block_size,
             context.layer,
             units.data_ptr(),

@@ -116,14 +116,15 @@ class NodeIndex(UnitIndex):
             found = node_scores.definition(query, digests, stops, counts, **scores)
             rows, _ = vectorised_choice(found, stops, order[:batch], counts, **choice)
         wanted, run = self.wanted[:batch], run_length(self.width, budget) or TILE
-        query, block = query.to(self.context.dtype), self.context.store.block_size
-        true = stored_scores(query, self._table(), block, rows, wanted, scale=scale, run=run)
+        query, store = query.to(self.context.dtype), self.context.store
+        how: dict[str, Any] = {"scale": scale, "run": run, "format": store.format}
+        true = stored_scores(query, self._table(), store.block_size, rows, wanted, **how)
         return Selection(*topk(true, rows, wanted, budget, 0, scale, config.policy))
 
     def searched_bytes(self) -> int:
         """Return the bytes that one select() of all sequences reads from the host."""
         rows = sum(min(seq.tokens, self.width) for seq in self.seqs)
-        return rows * self.context.kv_heads * self.context.head_dim * self.context.dtype.itemsize
+        return rows * self.context.kv_heads * self.context.store.format.key_bytes
 
     def reorder(self, seqs: Sequence[int]) -> None:
         """See Index."""

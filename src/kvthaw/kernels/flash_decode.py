@@ -46,6 +46,7 @@ elif HAS_TRITON:
     import triton.language as tl
 
     from kvthaw.kernels.in_place import addresses
+    from kvthaw.kernels.row_format import load_part
 
     _LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -74,10 +75,10 @@ elif HAS_TRITON:
     def _attend(
         query, keys, values, new_key, new_value, visible, picked, slots, table, counts, totals, lengths, starts, log_weight,
         sinks, more_out, more_lse, acc_parts, lse_parts, tickets, out, q_seq, q_head, k_seq, k_head, k_row, v_seq, v_head, v_row,
-        nk_seq, nk_head, nv_seq, nv_head, m_seq, m_head, m_row, w_seq, w_head, t_seq, n, sink, ring, row_bytes, block_size,
-        scale, softcap, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_G: tl.constexpr,
+        nk_seq, nk_head, nv_seq, nv_head, m_seq, m_head, m_row, w_seq, w_head, t_seq, n, sink, ring, row_bytes, stored_bytes,
+        block_size, scale, softcap, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_G: tl.constexpr,
         BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, UPCAST: tl.constexpr, MERGE_G: tl.constexpr, MERGE_S: tl.constexpr,
-        CHUNK: tl.constexpr, ONE: tl.constexpr, ALIGN: tl.constexpr,
+        CHUNK: tl.constexpr, ONE: tl.constexpr, ALIGN: tl.constexpr, FP8: tl.constexpr,
     ):  # fmt: skip
         # Program (sequence and KV head, split): the query heads of one KV head over one range of its keys. All ranges of a
         # sequence have the same number of whole blocks. A program without keys stores lse -inf and leaves its acc unwritten.
@@ -125,8 +126,10 @@ elif HAS_TRITON:
             if slots is not None:
                 slots += pair.to(tl.int64) * (n - behind)
             table += b * t_seq
-            head_bytes = block_size * row_bytes
-            lie = addresses(keys, picked, slots, table, begin + offset, end, behind, h, row_bytes, block_size, head_bytes)
+            head_bytes = block_size * stored_bytes
+            lie, apart = addresses(
+                keys, picked, slots, table, begin + offset, end, behind, h, row_bytes, stored_bytes, block_size, head_bytes
+            )
             if totals is not None:
                 chosen = tl.load(counts + pair, mask=split == 0, other=0).to(tl.int64)
                 tl.atomic_add(totals, chosen, mask=split == 0, sem="relaxed")
@@ -138,11 +141,15 @@ elif HAS_TRITON:
                 at_keys = tl.multiple_of(lie.to(keys.dtype), ALIGN)[:, None] + d[None, :]
                 at_values = at_keys + DIM
                 both = ((place < end) & (lie != 0))[:, None] & is_dim[None, :]
+                if FP8:
+                    both = both & (apart == 0)[:, None]
             else:
                 row = place.to(tl.int64)[:, None]
                 at_keys, at_values = keys + row * k_row + d[None, :], values + row * v_row + d[None, :]
                 both = (place < end)[:, None] & is_dim[None, :]
             v = tl.load(at_values, mask=both, other=0.0)
+            if FP8:
+                v = tl.where(apart[:, None], load_part(lie, apart, d, 1, DIM).to(v.dtype), v)
             if new_key is not None:
                 nk = tl.load(new_key, mask=is_dim, other=0.0).to(keys.dtype.element_ty)
                 nv = tl.load(new_value, mask=is_dim, other=0.0).to(values.dtype.element_ty)
@@ -151,6 +158,8 @@ elif HAS_TRITON:
         )
         if ONE:
             k = tl.load(at_keys, mask=both, other=0.0)
+            if FP8:
+                k = tl.where(apart[:, None], load_part(lie, apart, d, 0, DIM).to(k.dtype), k)
         q = q.to(tl.float32) if UPCAST else q.to(keys.dtype.element_ty)
         top = tl.full((BLOCK_G,), float("-inf"), tl.float32)
         sums = tl.zeros((BLOCK_G, BLOCK_N), tl.float32)  # reduced over BLOCK_N only at the end
@@ -185,19 +194,25 @@ elif HAS_TRITON:
                     at_keys = tl.multiple_of(lie.to(keys.dtype), ALIGN)[:, None] + d[None, :]
                     at_values = at_keys + DIM
                     both = (inside & (lie != 0))[:, None] & is_dim[None, :]
+                    if FP8:
+                        both = both & (apart == 0)[:, None]
                 else:
                     row = place.to(tl.int64)[:, None]
                     at_keys, at_values = keys + row * k_row + d[None, :], values + row * v_row + d[None, :]
                     both = inside[:, None] & is_dim[None, :]
                 k = tl.load(at_keys, mask=both, other=0.0)
                 v = tl.load(at_values, mask=both, other=0.0)
+                if FP8:
+                    k = tl.where(apart[:, None], load_part(lie, apart, d, 0, DIM).to(k.dtype), k)
+                    v = tl.where(apart[:, None], load_part(lie, apart, d, 1, DIM).to(v.dtype), v)
             seen = inside
             if picked is not None:
                 seen = (place >= behind) & (lie != 0)
                 if not ONE:
-                    lie = addresses(
-                        keys, picked, slots, table, place + BLOCK_N, end, behind, h, row_bytes, block_size, head_bytes
-                    )
+                    lie, apart = addresses(
+                        keys, picked, slots, table, place + BLOCK_N, end, behind, h, row_bytes, stored_bytes, block_size,
+                        head_bytes,
+                    )  # fmt: skip
             if visible is not None:  # masks the rows after they are loaded, so that their loads need not wait
                 seen = ahead != 0
                 if not ONE:
@@ -320,12 +335,13 @@ def flash_decode(step: DecodeStep, tickets: Tensor | None = None) -> Tensor:
             f"visible is None, but only {behind} of {n} slots are sink and ring"
         )
     rows = slots = table = counts = totals = None
-    row_bytes = 0
+    row_bytes, stored_bytes, fp8 = 0, 0, False
     if selected is not None:
         assert regions is not None and visible is None, "selected rows are of a slab"
         rows, slots, table = selected.rows, selected.slots, selected.table
         counts, totals = selected.tally or (None, None)
         row_bytes, n = 2 * dim * keys.element_size(), behind + rows.shape[2]
+        stored_bytes, fp8 = (row_bytes, False) if selected.format is None else (selected.format.row_bytes, selected.format.fp8)
         assert values.storage_offset() - keys.storage_offset() == dim and keys.stride(2) == values.stride(2) == 2 * dim
         for each in (rows,) if slots is None else (rows, slots):
             assert each.dtype == torch.int32 and each.is_contiguous() and each.shape == (batch, heads, n - behind)
@@ -366,11 +382,11 @@ def flash_decode(step: DecodeStep, tickets: Tensor | None = None) -> Tensor:
         *((0, 0) if new_key is None else new_key.stride()[:2]), *((0, 0) if new_value is None else new_value.stride()[:2]),
         *((0, 0, 0) if visible is None else visible.stride()), *((0, 0) if log_weight is None else log_weight.stride()[:2]),
         0 if table is None else table.stride(0), n, *((None, None) if regions is None else (regions.sink, regions.ring)),
-        row_bytes, None if selected is None else selected.block_size, step.scale, step.softcap,
+        row_bytes, stored_bytes, None if selected is None else selected.block_size, step.scale, step.softcap,
         HEADS=heads, GROUP=group, DIM=dim, BLOCK_G=triton_block(group, 16), BLOCK_D=block_d, BLOCK_N=split.block,
         UPCAST=interpreted, MERGE_G=merge_g, MERGE_S=triton_block(split.splits),
         CHUNK=max(1, min(triton_block(split.splits), 64 * 32 * split.warps // (merge_g * block_d))),
-        ONE=split.splits * split.block >= n, ALIGN=16 if row_bytes % 32 == 0 else keys.element_size(),
+        ONE=split.splits * split.block >= n, ALIGN=16 if row_bytes % 32 == 0 else keys.element_size(), FP8=fp8,
         num_warps=split.warps, num_stages=split.stages,
     )  # fmt: skip
     return out

@@ -13,19 +13,32 @@ from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.places import place_of
+from kvthaw.kernels.row_format import RowFormat
 
 Span = tuple[int, int, int]
 """A sequence, its first position and the number of tokens."""
 
 
 def definition(
-    slab: Tensor, blocks: Sequence[Sequence[Tensor]], block_size: int, spans: Sequence[Span], *, sink: int, ring: int
+    slab: Tensor,
+    blocks: Sequence[Sequence[Tensor]],
+    block_size: int,
+    spans: Sequence[Span],
+    *,
+    sink: int,
+    ring: int,
+    format: RowFormat | None = None,
 ) -> None:
     """Copy the rows of each span from the sink and ring of the slab [B, H, N, 2, D] to host blocks. Row t of sequence b goes to
-    blocks[b][t // block_size][:, t % block_size]."""
+    blocks[b][t // block_size][:, t % block_size]. format: of the blocks, None for the slab's; what it rounds is rounded in the
+    slab too."""
     for seq, start, count in spans:
         row = torch.arange(start, start + count, device=slab.device)
-        rows = slab[seq].index_select(1, place_of(row, sink, ring))
+        place = place_of(row, sink, ring)
+        rows = slab[seq].index_select(1, place)
+        if format is not None and (stored := format.encode(rows)) is not rows:
+            slab[seq].index_copy_(1, place, format.decode(stored))
+            rows = stored
         while rows.shape[1]:
             number, offset = divmod(start, block_size)
             some, rows = rows[:, : block_size - offset], rows[:, block_size - offset :]
@@ -37,28 +50,50 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
+    from kvthaw.kernels.row_format import store_part
+
     @triton.jit(do_not_specialize=["sink", "ring", "table_stride"])
     def _freeze(
         spans, slab, table, block_size, width, sink, ring, table_stride, seq_stride, head_stride,
-        BLOCK: tl.constexpr, ALIGN: tl.constexpr,
+        BLOCK: tl.constexpr, ALIGN: tl.constexpr, DIM: tl.constexpr,
     ):  # fmt: skip
-        # Program (token, head, sequence) copies 2 D contiguous elements, as 32-bit words.
+        # Program (token, head, sequence) copies 2 D contiguous elements, as 32-bit words; if DIM is given it stores them as e4m3.
         i, h, span = tl.program_id(0), tl.program_id(1).to(tl.int64), spans + 3 * tl.program_id(2)
         seq = tl.load(span).to(tl.int64)
         if i < tl.load(span + 2):
             row = tl.load(span + 1) + i
             place = tl.where(row < sink, row, sink + (row - sink) % ring).to(tl.int64)
-            base = tl.load(table + seq * table_stride + row // block_size).to(tl.pointer_type(tl.int32))
-            # The compiler cannot infer the alignment of an address that it loads.
-            target = tl.multiple_of(base + (h * block_size + row % block_size) * width, ALIGN)
-            source = slab + seq * seq_stride + h * head_stride + place * width
-            for start in range(0, width, BLOCK):
-                words = start + tl.arange(0, BLOCK)
-                inside = words < width
-                tl.store(target + words, tl.load(source + words, mask=inside), mask=inside)
+            block = tl.load(table + seq * table_stride + row // block_size)
+            if DIM is not None:
+                target = block + (h * block_size + row % block_size) * width + tl.zeros((1,), tl.int64)
+                d = tl.arange(0, BLOCK)
+                for part in tl.static_range(2):
+                    source = slab + seq * seq_stride + h * head_stride + (2 * place + part) * DIM + d[None, :]
+                    x = tl.load(source, mask=(d < DIM)[None, :], other=0.0)
+                    rounded = store_part(target, target != 0, x.to(tl.float32), d, part, DIM)
+                    tl.store(source, rounded.to(x.dtype), mask=(d < DIM)[None, :])
+            else:
+                # The compiler cannot infer the alignment of an address that it loads.
+                base = block.to(tl.pointer_type(tl.int32))
+                target = tl.multiple_of(base + (h * block_size + row % block_size) * width, ALIGN)
+                source = slab + seq * seq_stride + h * head_stride + place * width
+                for start in range(0, width, BLOCK):
+                    words = start + tl.arange(0, BLOCK)
+                    inside = words < width
+                    tl.store(target + words, tl.load(source + words, mask=inside), mask=inside)
 
 
-def freeze(slab: Tensor, table: Tensor, block_size: int, spans: Tensor, most: int, *, sink: int, ring: int) -> None:
+def freeze(
+    slab: Tensor,
+    table: Tensor,
+    block_size: int,
+    spans: Tensor,
+    most: int,
+    *,
+    sink: int,
+    ring: int,
+    format: RowFormat | None = None,
+) -> None:
     """Launch the kernel: as `definition`, on the slab's current stream, without a sync.
 
     slab: contiguous. table [B, blocks] int64: addresses of the blocks, pinned if the slab is on a GPU. spans [R, 3] int32, each
@@ -66,11 +101,15 @@ def freeze(slab: Tensor, table: Tensor, block_size: int, spans: Tensor, most: in
     """
     assert slab.is_contiguous() and table.stride(1) == 1 and spans.is_contiguous()
     assert spans.dtype == torch.int32 and table.dtype == torch.int64
-    row_bytes = 2 * slab.shape[4] * slab.element_size()
-    assert row_bytes % 4 == 0, "rows are copied in 32-bit words"
-    width, words = row_bytes // 4, slab.view(torch.int32)
-    block = min(1024, 1 << (width - 1).bit_length())
+    row_bytes, dim = 2 * slab.shape[4] * slab.element_size(), None
+    if format is not None and format.fp8:
+        width, words, dim = format.row_bytes, slab, format.dim
+        block = triton.next_power_of_2(dim)
+    else:
+        assert row_bytes % 4 == 0, "rows are copied in 32-bit words"
+        width, words = row_bytes // 4, slab.view(torch.int32)
+        block = min(1024, 1 << (width - 1).bit_length())
     _freeze[(most, slab.shape[1], len(spans))](
         spans, words, table, block_size, width, sink, ring, table.stride(0), words.stride(0), words.stride(1),
-        BLOCK=block, ALIGN=16 if row_bytes % 16 == 0 else 4, num_warps=1 if block <= 256 else 4,
+        BLOCK=block, ALIGN=16 if row_bytes % 16 == 0 else 4, DIM=dim, num_warps=1 if block <= 256 else 4,
     )  # fmt: skip

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels.row_format import RowFormat
 from kvthaw.native import gather_rows
 
 
@@ -23,7 +24,8 @@ class Selected:
     """Rows that a step attends to, and where they lie.
 
     rows [B, H, M] int32, -1 for none. slots [B, H, M] int32: the row's slot in the slab, counted behind sink and ring, or -1: it is
-    read from its block; None: all are. table [B, blocks] int64: addresses of blocks [H, block_size, 2, D].
+    read from its block; None: all are. table [B, blocks] int64: addresses of blocks [H, block_size, *tail] of a format, None for
+    that of the slab.
 
     tally: counts [B, H] int32, the number of rows of each head, and totals [4] int64, to which the step adds them as `admit` does
     where rows have no slots; None: nothing is counted.
@@ -34,14 +36,16 @@ class Selected:
     table: Tensor
     block_size: int
     tally: tuple[Tensor, Tensor] | None = None
+    format: RowFormat | None = None
 
     def gather(self, keys: Tensor, values: Tensor, held: int) -> tuple[Tensor, Tensor]:
         """Return `definition` for blocks in the memory of the CPU, and count the rows."""
         batch, heads, _, dim = keys.shape
         rows = self.rows if self.slots is None else torch.where(self.slots < 0, self.rows, -1)
-        found = torch.zeros((rows.numel(), 2, dim), dtype=keys.dtype)
-        count, which = gather_rows(self.table, self.block_size, rows.contiguous(), copies := torch.empty_like(found))
-        found[which] = copies[:count]
+        format, found = self.format or RowFormat(dim, keys.dtype), torch.zeros((rows.numel(), 2, dim), dtype=keys.dtype)
+        stored = torch.empty((len(found), *format.tail), dtype=format.stored)
+        count, which = gather_rows(self.table, self.block_size, rows.contiguous(), stored)
+        found[which] = format.decode(stored[:count])
         there = found.view(batch, heads, -1, 2, dim)
         if self.tally is not None:
             counts, totals = self.tally
@@ -58,12 +62,12 @@ def definition(
 
     keys, values [B, H, N, D]: a slab whose first `held` slots are sink and ring. blocks[b][e]: block e of sequence b, whose
     address the table has."""
-    rows = selected.rows
+    rows, format = selected.rows, selected.format or RowFormat(keys.shape[3], keys.dtype)
     there = keys.new_zeros((*rows.shape, 2, keys.shape[3]))
     lies = rows >= 0 if selected.slots is None else (rows >= 0) & (selected.slots < 0)
     for b, own in enumerate(blocks):
         for h in range(rows.shape[1] if own else 0):
-            of_head = torch.cat([block[h] for block in own])
+            of_head = format.decode(torch.cat([block[h] for block in own]))
             there[b, h, lies[b, h]] = of_head[rows[b, h, lies[b, h]].long()]
     return _pooled(there, selected, keys, values, held)
 
@@ -85,10 +89,10 @@ if HAS_TRITON:
 
     @triton.jit
     def addresses(
-        keys, rows, slots, table, place, end, held, h, row_bytes, block_size, head_bytes,
+        keys, rows, slots, table, place, end, held, h, row_bytes, stored_bytes, block_size, head_bytes,
     ):  # fmt: skip
-        # Return the byte addresses of the keys in these columns of a step, int64: those below `held` lie in the slab, the others
-        # are selected rows. 0: there is no row.
+        # Return the byte addresses of the keys in these columns of a step, int64, and which lie in blocks: those below `held` lie
+        # in the slab, the others are selected rows. 0: there is no row.
         base = keys.to(tl.int64)
         address = tl.where(place < held, base + place.to(tl.int64) * row_bytes, 0)
         behind = (place >= held) & (place < end)
@@ -100,4 +104,5 @@ if HAS_TRITON:
             lies = lies & (slot < 0)
         number = row // block_size
         block = tl.load(table + number, mask=lies, other=0)
-        return tl.where(lies, block + h * head_bytes + (row - number * block_size).to(tl.int64) * row_bytes, address)
+        there = block + h * head_bytes + (row - number * block_size).to(tl.int64) * stored_bytes
+        return tl.where(lies, there, address), lies

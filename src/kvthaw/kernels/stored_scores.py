@@ -12,24 +12,25 @@ from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.rerank import TILE, Estimates
+from kvthaw.kernels.row_format import RowFormat
 from kvthaw.native import gather_rows
 
 SPLITS = 64
 """Programs per KV head."""
 
 
-def definition(query: Tensor, table: Tensor, block_size: int, rows: Tensor) -> Tensor:
+def definition(query: Tensor, table: Tensor, block_size: int, rows: Tensor, format: RowFormat | None = None) -> Tensor:
     """Compute q.k, unscaled, [B, H, G, W] float32; -inf where rows [B, H, W] int32 is -1.
 
-    query [B, Hq, D] of the keys' dtype. table [B, blocks] int64: host addresses of blocks [H, block_size, 2, D]; row t of a
-    sequence is row t % block_size of its block t // block_size.
+    query [B, Hq, D] of the keys' dtype. table [B, blocks] int64: host addresses of blocks [H, block_size, *tail] of a format, None
+    for [2, D] of the same dtype; row t of a sequence is row t % block_size of its block t // block_size.
     """
     batch, heads, width = rows.shape
-    rows = rows.cpu().contiguous()
-    found = torch.empty((int((rows >= 0).sum()), 2, query.shape[2]), dtype=query.dtype)
+    rows, format = rows.cpu().contiguous(), format or RowFormat(query.shape[2], query.dtype)
+    found = torch.empty((int((rows >= 0).sum()), *format.tail), dtype=format.stored)
     _, where = gather_rows(table[:batch].cpu().contiguous(), block_size, rows, found)
     keys = torch.zeros((batch * heads * width, query.shape[2]))
-    keys[where] = found[:, 0].float()
+    keys[where] = format.decode_keys(found).float()
     keys = keys.view(batch, heads, width, -1).to(query.device)
     scores: Tensor = query.float().unflatten(1, (heads, -1)) @ keys.transpose(2, 3)
     return scores.masked_fill((rows < 0)[:, :, None].to(query.device), -torch.inf)
@@ -40,13 +41,14 @@ if HAS_TRITON:
     import triton.language as tl
 
     from kvthaw.kernels.parts import accumulate, store_part
+    from kvthaw.kernels.row_format import load_part
 
     @triton.jit
-    def _read(query, table, candidates, wanted, scores, peaks, parts, heads, block_size, addresses, dim, words, width, scale,
-              G: tl.constexpr, GP: tl.constexpr, WP: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr,
-              PAIRS: tl.constexpr, UPCAST: tl.constexpr, ALIGN: tl.constexpr):  # fmt: skip
+    def _read(query, table, candidates, wanted, scores, peaks, parts, heads, block_size, addresses, dim, words, row_bytes, width,
+              scale, G: tl.constexpr, GP: tl.constexpr, WP: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr,
+              PAIRS: tl.constexpr, UPCAST: tl.constexpr, ALIGN: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
         # Program: every SPLITS-th tile of candidates of one KV head, for all its query heads. A key is read in 32-bit words of
-        # one element or (PAIRS) two; elements at even and odd positions are multiplied separately.
+        # one element or (PAIRS) two; elements at even and odd positions are multiplied separately. DIM: a key is e4m3.
         split, head, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
         splits = tl.num_programs(0)
         pair = (seq * heads + head).to(tl.int64)
@@ -67,14 +69,14 @@ if HAS_TRITON:
             m = tile * TILE + tl.arange(0, TILE)
             live = m < count
             row = tl.load(candidates + pair * width + m, mask=live, other=0)
-            base = tl.load(table + seq.to(tl.int64) * addresses + row // block_size, mask=live, other=0).to(
-                tl.pointer_type(tl.int32)
-            )
-            key = tl.multiple_of(
-                base + (head * block_size + row % block_size).to(tl.int64) * 2 * words, ALIGN
-            )  # no address tells
-            word = tl.load(key[:, None] + w[None, :], mask=live[:, None] & (w < words)[None, :], other=0)
-            if PAIRS:
+            block = tl.load(table + seq.to(tl.int64) * addresses + row // block_size, mask=live, other=0)
+            key = block + (head * block_size + row % block_size).to(tl.int64) * row_bytes
+            if DIM is None:
+                at = tl.multiple_of(key.to(tl.pointer_type(tl.int32)), ALIGN)[:, None] + w[None, :]  # no address tells
+                word = tl.load(at, mask=live[:, None] & (w < words)[None, :], other=0)
+            if DIM is not None:
+                score = tl.dot(load_part(key, live, w, 0, DIM).to(even.dtype), even, input_precision="tf32x3")
+            elif PAIRS:
                 first = word.to(tl.int16).to(kind, bitcast=True)
                 second = (word >> 16).to(tl.int16).to(kind, bitcast=True)
                 if UPCAST:
@@ -93,8 +95,9 @@ if HAS_TRITON:
 
 
 def launch(
-    query: Tensor, table: Tensor, block_size: int, candidates: Tensor, wanted: Tensor, *, scale: float, run: int = TILE
-) -> Estimates:
+    query: Tensor, table: Tensor, block_size: int, candidates: Tensor, wanted: Tensor, *, scale: float, run: int = TILE,
+    format: RowFormat | None = None,
+) -> Estimates:  # fmt: skip
     """Launch the kernel: scores, parts and peaks of candidates [B, H, W] int32, of which the first wanted[b] of each sequence
     are rows.
 
@@ -107,25 +110,29 @@ def launch(
     assert candidates.is_contiguous() and wanted.is_contiguous() and wanted.dtype == candidates.dtype == torch.int32
     assert table.is_contiguous() and table.dtype == torch.int64 and table.shape[0] >= batch
     assert width % TILE == 0 and TILE % run == 0, f"{width} candidates in runs of {run}"
-    assert dim * bytes_ % 4 == 0, "a key is read in 32-bit words"
-    words = dim * bytes_ // 4
+    fp8 = format is not None and format.fp8
+    assert fp8 or dim * bytes_ % 4 == 0, "a key is read in 32-bit words"
+    words = dim if fp8 else dim * bytes_ // 4
+    row_bytes = 2 * dim * bytes_ if format is None else format.row_bytes
     runs = triton.cdiv(width, TILE) * (TILE // run)
     scores, parts, peaks = (
         torch.empty((batch, heads, group, *size), dtype=torch.float32, device=query.device)
         for size in ((width,), (SPLITS, 2), (runs,))
     )
     _read[(SPLITS, heads, batch)](
-        query, table, candidates, wanted, scores, peaks, parts, heads, block_size, table.stride(0), dim, words, width, scale,
-        G=group, GP=max(16, triton.next_power_of_2(group)), WP=max(16, triton.next_power_of_2(words)), TILE=TILE, RUN=run,
-        PAIRS=bytes_ == 2, UPCAST=query.device.type == "cpu", ALIGN=16 if words % 4 == 0 else 4, num_warps=4,
+        query, table, candidates, wanted, scores, peaks, parts, heads, block_size, table.stride(0), dim, words, row_bytes, width,
+        scale, G=group, GP=max(16, triton.next_power_of_2(group)), WP=max(16, triton.next_power_of_2(words)), TILE=TILE,
+        RUN=run, PAIRS=bytes_ == 2 and not fp8, UPCAST=query.device.type == "cpu", ALIGN=16 if words % 4 == 0 else 4,
+        DIM=dim if fp8 else None, num_warps=4,
     )  # fmt: skip
     return Estimates(scores, parts, peaks, run)
 
 
 def stored_scores(
-    query: Tensor, table: Tensor, block_size: int, candidates: Tensor, wanted: Tensor, *, scale: float, run: int = TILE
-) -> Estimates:
+    query: Tensor, table: Tensor, block_size: int, candidates: Tensor, wanted: Tensor, *, scale: float, run: int = TILE,
+    format: RowFormat | None = None,
+) -> Estimates:  # fmt: skip
     """Run `launch` on a GPU, `definition` elsewhere, which returns no parts and no peaks."""
     if HAS_TRITON and query.is_cuda:
-        return launch(query, table, block_size, candidates, wanted, scale=scale, run=run)
-    return Estimates(definition(query, table, block_size, candidates))
+        return launch(query, table, block_size, candidates, wanted, scale=scale, run=run, format=format)
+    return Estimates(definition(query, table, block_size, candidates, format))

@@ -15,17 +15,19 @@ import torch
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels.row_format import RowFormat
 
 _IN_FLIGHT = 256 << 10
 """Bytes that all programs together request at once."""
 
 
-def definition(blocks: Sequence[Tensor], start: int, out: Tensor) -> None:
-    """Copy the keys of rows start .. start + n to out [H, n, D]. Row t is blocks[t // E][:, t % E]; blocks are [H, E, 2, D]."""
-    done, size = 0, out.shape[1]
+def definition(blocks: Sequence[Tensor], start: int, out: Tensor, format: RowFormat | None = None) -> None:
+    """Copy the keys of rows start .. start + n to out [H, n, D]. Row t is blocks[t // E][:, t % E]; blocks are [H, E, *tail] of a
+    format, None for that of out."""
+    done, size, format = 0, out.shape[1], format or RowFormat(out.shape[2], out.dtype)
     while done < size:
         number, offset = divmod(start + done, blocks[0].shape[1])
-        keys = blocks[number][:, offset : offset + size - done, 0]
+        keys = format.decode_keys(blocks[number][:, offset : offset + size - done])
         out[:, done : done + keys.shape[1]] = keys
         done += keys.shape[1]
 
@@ -34,27 +36,37 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
+    from kvthaw.kernels.row_format import load_part
+
     @triton.jit(do_not_specialize=["start", "count"])
     def _stream_keys(
-        table, out, start, count, block_size, width, out_head, ROWS: tl.constexpr, WP: tl.constexpr, ALIGN: tl.constexpr
+        table, out, start, count, block_size, width, out_head, ROWS: tl.constexpr, WP: tl.constexpr, ALIGN: tl.constexpr,
+        DIM: tl.constexpr,
     ):  # fmt: skip
-        # Program (p, head) copies every num_programs-th tile of ROWS rows in 32-bit words. A tile may span two blocks.
+        # Program (p, head) copies every num_programs-th tile of ROWS rows in 32-bit words, or from e4m3 if DIM is given. A tile may
+        # span two blocks.
         h, word = tl.program_id(1).to(tl.int64), tl.arange(0, WP)
         for tile in range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0)):
             i = tile * ROWS + tl.arange(0, ROWS)
             known, row = i < count, start + i
-            base = tl.load(table + row // block_size, mask=known, other=0).to(tl.pointer_type(tl.int32))
-            # The compiler cannot infer the alignment of an address that it loads.
-            source = tl.multiple_of(base + (h * block_size + row % block_size) * 2 * width, ALIGN)
-            inside = known[:, None] & (word < width)[None, :]
-            words = tl.load(source[:, None] + word[None, :], mask=inside, other=0)
-            tl.store(out + h * out_head + i[:, None] * width + word[None, :], words, mask=inside)
+            block = tl.load(table + row // block_size, mask=known, other=0)
+            if DIM is not None:
+                keys = load_part(block + (h * block_size + row % block_size) * width, known, word, 0, DIM)
+                target = out + h * out_head + i[:, None] * DIM + word[None, :]
+                tl.store(target, keys.to(out.dtype.element_ty), mask=known[:, None] & (word < DIM)[None, :])
+            else:
+                # The compiler cannot infer the alignment of an address that it loads.
+                base = block.to(tl.pointer_type(tl.int32))
+                source = tl.multiple_of(base + (h * block_size + row % block_size) * 2 * width, ALIGN)
+                inside = known[:, None] & (word < width)[None, :]
+                words = tl.load(source[:, None] + word[None, :], mask=inside, other=0)
+                tl.store(out + h * out_head + i[:, None] * width + word[None, :], words, mask=inside)
 
 
-def stream_keys(table: Tensor, block_size: int, start: int, out: Tensor) -> None:
+def stream_keys(table: Tensor, block_size: int, start: int, out: Tensor, format: RowFormat | None = None) -> None:
     """Launch the kernel: as `definition`, on the current stream of out, without a sync.
 
-    table [blocks] int64: addresses of the blocks [H, block_size, 2, D], on the device; pinned memory where out is on a GPU. The
+    table [blocks] int64: addresses of the blocks [H, block_size, *tail], on the device; pinned memory where out is on a GPU. The
     caller keeps the blocks alive until the kernel ends. Each head of out is contiguous.
     """
     heads, count, dim = out.shape
@@ -63,11 +75,15 @@ def stream_keys(table: Tensor, block_size: int, start: int, out: Tensor) -> None
         f"rows {start}..{start + count} of {len(table)} blocks of {block_size}"
     )
     assert out.stride()[1:] == (dim, 1), f"the rows of a head must be contiguous, not {out.stride()}"
-    assert dim * out.element_size() % 4 == 0, "keys are copied in 32-bit words"
-    width, rows = dim * out.element_size() // 4, 32
+    key_bytes, rows = dim * out.element_size(), 32
+    if format is not None and format.fp8:
+        key_bytes, target, width, block, of = format.key_bytes, out, format.row_bytes, dim, dim
+    else:
+        assert key_bytes % 4 == 0, "keys are copied in 32-bit words"
+        target, width, block, of = out.view(torch.int32), key_bytes // 4, key_bytes // 4, None
     if count:
-        programs = max(1, _IN_FLIGHT // (heads * rows * width * 4))
+        programs = max(1, _IN_FLIGHT // (heads * rows * key_bytes))
         _stream_keys[(min(programs, triton.cdiv(count, rows)), heads)](
-            table, out.view(torch.int32), start, count, block_size, width, out.stride(0) * out.element_size() // 4,
-            ROWS=rows, WP=triton.next_power_of_2(width), ALIGN=16 if width % 4 == 0 else 4,
+            table, target, start, count, block_size, width, target.stride(0), ROWS=rows, WP=triton.next_power_of_2(block),
+            ALIGN=16 if width % 4 == 0 else 4, DIM=of,
         )  # fmt: skip

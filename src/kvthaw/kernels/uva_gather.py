@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels.row_format import RowFormat
 
 COUNTERS = 256
 """Sums over which the kernel spreads its count of rows, so that few programs add to the same one."""
@@ -17,26 +18,41 @@ def crossing(on_host: Tensor, block_size: int, fetch: Tensor) -> Tensor:
     return on_host[torch.arange(len(fetch), device=fetch.device)[:, None, None], number] & (fetch >= 0)
 
 
-def definition(table: Tensor, block_size: int, slab: Tensor, fetch: Tensor, slots: Tensor, offset: int) -> None:
+def definition(
+    table: Tensor,
+    block_size: int,
+    slab: Tensor,
+    fetch: Tensor,
+    slots: Tensor,
+    offset: int,
+    format: RowFormat | None = None,
+) -> None:
     """Copy row fetch[b, h, m] of sequence b to slab[b, h, offset + slots[b, h, m]]; fetch -1 skips.
 
-    table[b][e]: block e of sequence b, a tensor [H, block_size, 2, D]; the launcher takes the blocks' addresses.
+    table[b][e]: block e of sequence b, a tensor [H, block_size, *tail] of a format, None for the slab's; the launcher takes the
+    blocks' addresses.
     """
+    format = format or RowFormat(slab.shape[4], slab.dtype)
     for b, h, m in (fetch >= 0).nonzero().tolist():
         row = int(fetch[b, h, m])
-        slab[b, h, offset + int(slots[b, h, m])] = table[b][row // block_size][h, row % block_size].to(slab.device)
+        slab[b, h, offset + int(slots[b, h, m])] = format.decode(table[b][row // block_size][h, row % block_size]).to(
+            slab.device
+        )
 
 
 if HAS_TRITON:
     import triton
     import triton.language as tl
 
+    from kvthaw.kernels.row_format import load_part
+
     @triton.jit
     def _uva_gather(
         table, fetch, slots, slab, on_host, crossed, block_size, width, heads, count, offset, table_stride, seq_stride,
-        head_stride, COUNTERS: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
+        head_stride, COUNTERS: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, DIM: tl.constexpr,
     ):  # fmt: skip
-        # Program (sequence, head, m) copies 2 D contiguous elements, as 32-bit words, from the host to the slot.
+        # Program (sequence, head, m) copies 2 D contiguous elements, as 32-bit words, from the host to the slot; if DIM is given
+        # they are e4m3.
         pid = tl.program_id(0).to(tl.int64)
         h = (pid // count) % heads
         b = pid // (count * heads)
@@ -46,14 +62,24 @@ if HAS_TRITON:
             if crossed is not None:
                 there = tl.load(on_host + b * table_stride + row // block_size)
                 tl.atomic_add(crossed + pid % COUNTERS, there.to(tl.int64), sem="relaxed")
-            base = tl.load(table + b * table_stride + row // block_size).to(tl.pointer_type(tl.int32))
-            # The compiler cannot infer the alignment of an address that it loads.
-            source = tl.multiple_of(base + (h * block_size + row % block_size) * width, ALIGN)
-            target = slab + b * seq_stride + h * head_stride + (offset + slot).to(tl.int64) * width
-            for start in range(0, width, BLOCK):
-                words = start + tl.arange(0, BLOCK)
-                inside = words < width
-                tl.store(target + words, tl.load(source + words, mask=inside), mask=inside)
+            block = tl.load(table + b * table_stride + row // block_size)
+            place = (offset + slot).to(tl.int64)
+            if DIM is not None:
+                source = block + (h * block_size + row % block_size) * width + tl.zeros((1,), tl.int64)
+                d = tl.arange(0, BLOCK)
+                for part in tl.static_range(2):
+                    x = load_part(source, source != 0, d, part, DIM)
+                    target = slab + b * seq_stride + h * head_stride + (2 * place + part) * DIM + d[None, :]
+                    tl.store(target, x.to(slab.dtype.element_ty), mask=(d < DIM)[None, :])
+            else:
+                # The compiler cannot infer the alignment of an address that it loads.
+                base = block.to(tl.pointer_type(tl.int32))
+                source = tl.multiple_of(base + (h * block_size + row % block_size) * width, ALIGN)
+                target = slab + b * seq_stride + h * head_stride + place * width
+                for start in range(0, width, BLOCK):
+                    words = start + tl.arange(0, BLOCK)
+                    inside = words < width
+                    tl.store(target + words, tl.load(source + words, mask=inside), mask=inside)
 
 
 def uva_gather(
@@ -64,6 +90,7 @@ def uva_gather(
     slots: Tensor,
     offset: int,
     count: tuple[Tensor, Tensor] | None = None,
+    format: RowFormat | None = None,
 ) -> None:
     """Launch the kernel: as `definition`, on the current stream, without a sync. Blocks lie in pinned or device memory.
 
@@ -75,17 +102,20 @@ def uva_gather(
     """
     assert slab.is_contiguous() and fetch.is_contiguous() and slots.is_contiguous() and table.is_contiguous()
     assert fetch.dtype == slots.dtype == torch.int32 and table.dtype == torch.int64
-    row_bytes = 2 * slab.shape[-1] * slab.element_size()
-    assert row_bytes % 4 == 0, "a row is copied in 32-bit words"
-    width = row_bytes // 4
-    words = slab.view(torch.int32)
+    row_bytes, dim = 2 * slab.shape[-1] * slab.element_size(), None
+    if format is not None and format.fp8:
+        width, words, dim = format.row_bytes, slab, format.dim
+        block = triton.next_power_of_2(dim)
+    else:
+        assert row_bytes % 4 == 0, "a row is copied in 32-bit words"
+        width, words = row_bytes // 4, slab.view(torch.int32)
+        block = min(1024, 1 << (width - 1).bit_length())
     if count is not None:
         assert count[0].shape == table.shape and count[0].is_contiguous() and count[0].dtype == torch.bool
         assert count[1].shape == (COUNTERS,) and count[1].dtype == torch.int64
     batch, heads, rows = fetch.shape
-    block = min(1024, 1 << (width - 1).bit_length())
     _uva_gather[(batch * heads * rows,)](
         table, fetch, slots, words, *(count or (None, None)), block_size, width, heads, rows, offset, table.stride(0),
         words.stride(0), words.stride(1), COUNTERS=COUNTERS, BLOCK=block, ALIGN=16 if row_bytes % 16 == 0 else 4,
-        num_warps=1 if block <= 256 else 4,
+        DIM=dim, num_warps=1 if block <= 256 else 4,
     )  # fmt: skip

@@ -26,6 +26,7 @@ except ImportError as error:
 
 __all__ = [
     "DTYPES",
+    "ELEMENTS",
     "Forest",
     "Isa",
     "admit",
@@ -38,6 +39,8 @@ __all__ = [
 Isa = Literal["scalar", "avx2", "avx512"]
 DTYPES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 4}
 """Stored dtypes that a tree reads, by the extension's numbers. It computes in float32 whatever they are."""
+ELEMENTS = DTYPES | {torch.float8_e4m3fn: 5}
+"""The same, with rows of 8 bits; see `kvthaw.kernels.row_format`."""
 
 
 def isas() -> list[Isa]:
@@ -71,18 +74,18 @@ def gather_rows(addresses: Tensor, block_size: int, rows: Tensor, out: Tensor, *
     """Bring scattered rows together, K and V, for one copy to the device.
 
     addresses: [B, blocks] int64, a HostStore's tables, 0 padded. rows: [B, H, M] int32 positions, -1 skips. out: [at least the
-    rows wanted, 2, D] of the store's dtype, on the host (pinned where it is to be copied); rows behind those wanted are left as
+    rows wanted, *tail] of the store's format, on the host (pinned where it is to be copied); rows behind those wanted are left as
     they were. Returns how many were wanted and, [that many] int64, the flat index into rows of each. Raises ValueError where
     out is too small.
     """
     batch, heads, width = rows.shape
     bases = _check("addresses", addresses, torch.int64, (batch, addresses.shape[1]))
     source = _check("rows", rows, torch.int32, rows.shape)
-    if out.dim() != 3 or out.shape[1] != 2 or out.device.type != "cpu" or not out.is_contiguous():
-        raise ValueError(f"out is {list(out.shape)} on {out.device}; it must be contiguous [rows, 2, D] on the CPU")
+    if out.dim() < 2 or out.device.type != "cpu" or not out.is_contiguous():
+        raise ValueError(f"out is {list(out.shape)} on {out.device}; it must be contiguous, stored rows on the CPU")
     if out.shape[0] < rows.numel() and out.shape[0] < int((rows >= 0).sum()):
         raise ValueError(f"out has room for {out.shape[0]} rows; {int((rows >= 0).sum())} are wanted")
-    row_bytes = 2 * out.shape[2] * out.element_size()
+    row_bytes = out.stride(0) * out.element_size()
     where = torch.empty(rows.numel(), dtype=torch.int64)
     count = _native.gather_rows(
         bases, addresses.shape[1], block_size, row_bytes, batch, heads, width, source, out.data_ptr(), where.data_ptr(), threads

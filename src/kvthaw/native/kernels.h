@@ -6,12 +6,15 @@
 
 namespace kvthaw {
 
-// What rows are stored as; all arithmetic is in float32. i8: digests, which have a step beside the row.
-enum class Dtype : int { f32 = 0, bf16 = 1, f16 = 2, i8 = 3, f64 = 4 };
+// What rows are stored as; all arithmetic is in float32. i8: digests, which have a step beside the row. f8: e4m3 codes; the float
+// kScales bytes before those of a key is their scale.
+enum class Dtype : int { f32 = 0, bf16 = 1, f16 = 2, i8 = 3, f64 = 4, f8 = 5 };
 enum class Isa : int { scalar = 0, avx2 = 1, avx512 = 2 };
 
+constexpr size_t kScales = 8;
+
 constexpr size_t size_of(Dtype dtype) {
-    return dtype == Dtype::f64 ? 8 : dtype == Dtype::f32 ? 4 : dtype == Dtype::i8 ? 1 : 2;
+    return dtype == Dtype::f64 ? 8 : dtype == Dtype::f32 ? 4 : dtype == Dtype::i8 || dtype == Dtype::f8 ? 1 : 2;
 }
 
 struct Kernels {

@@ -39,11 +39,23 @@ inline float half_to_float(uint16_t h) {
     return from_bits(bits | static_cast<uint32_t>(h & 0x8000) << 16);
 }
 
+// What an e4m3 key's codes, read as load() and load_one() do, are multiplied by.
+inline float scale_of(const void* row) {
+    float scale;
+    std::memcpy(&scale, static_cast<const char*>(row) - kScales, 4);
+    return scale * 256.0f;
+}
+
+// f8: 1/256 of the code's number, since float16 has its bits with another bias of the exponent.
 template <Dtype T>
 inline float load_one(const void* row, int i) {
     if constexpr (T == Dtype::f32) return static_cast<const float*>(row)[i];
     if constexpr (T == Dtype::f64) return static_cast<float>(static_cast<const double*>(row)[i]);
     if constexpr (T == Dtype::i8) return static_cast<const int8_t*>(row)[i];
+    if constexpr (T == Dtype::f8) {
+        const uint32_t code = static_cast<const uint8_t*>(row)[i];
+        return half_to_float(static_cast<uint16_t>((code & 0x80) << 8 | (code & 0x7f) << 7));
+    }
     const uint16_t h = static_cast<const uint16_t*>(row)[i];
     return T == Dtype::bf16 ? from_bits(static_cast<uint32_t>(h) << 16) : half_to_float(h);
 }
@@ -64,6 +76,22 @@ inline Vec load(const void* row, int i) {
         return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at))));
 #else
         return __builtin_convertvector(*reinterpret_cast<const Bytes*>(at), Vec);
+#endif
+    } else if constexpr (T == Dtype::f8) {
+#if defined(__AVX512F__)
+        const __m256i code = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(static_cast<const char*>(row) + i)));
+        const __m256i sign = _mm256_and_si256(_mm256_slli_epi16(code, 8), _mm256_set1_epi16(static_cast<short>(0x8000)));
+        const __m256i size = _mm256_and_si256(_mm256_slli_epi16(code, 7), _mm256_set1_epi16(0x3f80));
+        return (Vec)_mm512_cvtph_ps(_mm256_or_si256(sign, size));
+#elif defined(__F16C__)
+        const __m128i code = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(static_cast<const char*>(row) + i)));
+        const __m128i sign = _mm_and_si128(_mm_slli_epi16(code, 8), _mm_set1_epi16(static_cast<short>(0x8000)));
+        const __m128i size = _mm_and_si128(_mm_slli_epi16(code, 7), _mm_set1_epi16(0x3f80));
+        return (Vec)_mm256_cvtph_ps(_mm_or_si128(sign, size));
+#else
+        Vec x;
+        for (int j = 0; j < W; ++j) x[j] = load_one<T>(row, i + j);
+        return x;
 #endif
     } else {
         const uint16_t* at = static_cast<const uint16_t*>(row) + i;
@@ -139,12 +167,17 @@ void widen_as(const void* row, int dim, float* out) {
     int i = 0;
     for (; i + W <= dim; i += W) *reinterpret_cast<Loose*>(out + i) = load<T>(row, i);
     for (; i < dim; ++i) out[i] = load_one<T>(row, i);
+    if constexpr (T == Dtype::f8) {
+        const float scale = scale_of(row);
+        for (i = 0; i < dim; ++i) out[i] *= scale;
+    }
 }
 
 void widen(const void* row, int dim, Dtype dtype, float* out) {
     if (dtype == Dtype::f32) return widen_as<Dtype::f32>(row, dim, out);
     if (dtype == Dtype::bf16) return widen_as<Dtype::bf16>(row, dim, out);
     if (dtype == Dtype::f64) return widen_as<Dtype::f64>(row, dim, out);
+    if (dtype == Dtype::f8) return widen_as<Dtype::f8>(row, dim, out);
     return widen_as<Dtype::f16>(row, dim, out);
 }
 
@@ -152,6 +185,7 @@ template <Dtype T>
 void add_as(const void* row, int dim, double weight, double* sum) {
     typedef double LooseDoubles __attribute__((vector_size(4 * W), aligned(8), may_alias));
     int i = 0;
+    if constexpr (T == Dtype::f8) weight *= scale_of(row);
     for (; i + W <= dim; i += W) {
         const Vec x = load<T>(row, i);
         HalfVec half[2];
@@ -167,6 +201,7 @@ void add(const void* row, int dim, Dtype dtype, double weight, double* sum) {
     if (dtype == Dtype::bf16) return add_as<Dtype::bf16>(row, dim, weight, sum);
     if (dtype == Dtype::i8) return add_as<Dtype::i8>(row, dim, weight, sum);
     if (dtype == Dtype::f64) return add_as<Dtype::f64>(row, dim, weight, sum);
+    if (dtype == Dtype::f8) return add_as<Dtype::f8>(row, dim, weight, sum);
     return add_as<Dtype::f16>(row, dim, weight, sum);
 }
 
@@ -229,6 +264,8 @@ inline void dot_rows(const float* query, const void* const* rows, int dim, float
         for (int r = 0; r < R; ++r) out[r] = sum(dot[r]);
     for (; i < dim; ++i)
         for (int r = 0; r < R; ++r) out[r] += load_one<T>(rows[r], i) * query[i];
+    if constexpr (T == Dtype::f8)
+        for (int r = 0; r < R; ++r) out[r] *= scale_of(rows[r]);
 }
 
 // Rows lie anywhere, so the hardware cannot foresee them: ask for those kAhead further on, in the second cache, which can wait for
@@ -254,6 +291,7 @@ void dots(const float* query, const void* const* rows, size_t count, int dim, Dt
     if (dtype == Dtype::bf16) return dots_as<Dtype::bf16>(query, rows, count, dim, out);
     if (dtype == Dtype::i8) return dots_as<Dtype::i8>(query, rows, count, dim, out);
     if (dtype == Dtype::f64) return dots_as<Dtype::f64>(query, rows, count, dim, out);
+    if (dtype == Dtype::f8) return dots_as<Dtype::f8>(query, rows, count, dim, out);
     return dots_as<Dtype::f16>(query, rows, count, dim, out);
 }
 

@@ -8,13 +8,15 @@
 
 namespace kvthaw {
 
-// Row (head, t): K begins ((head * block_size + t % block_size) * 2) * dim elements after base[t / block_size], and V follows K.
+// Row (head, t) begins (head * block_size + t % block_size) * stride() bytes after base[t / block_size], with K, then V; rows of f8
+// with the scales of both before them. See kvthaw/kernels/row_format.py.
 // Addresses hold for one call only: the store may move a block between calls.
 class Rows {
 public:
     Rows(const int64_t* base, int block_size, int dim, Dtype dtype, int head)
-        : base_(base), block_size_(block_size), stride_(2 * size_of(dtype) * dim), offset_(stride_ * head * block_size), dim_(dim),
-          dtype_(dtype) {
+        : base_(base), block_size_(block_size),
+          stride_(dtype == Dtype::f8 ? kScales + (2 * static_cast<size_t>(dim) + 7) / 8 * 8 : 2 * size_of(dtype) * dim),
+          offset_(stride_ * head * block_size + (dtype == Dtype::f8 ? kScales : 0)), dim_(dim), dtype_(dtype) {
         if ((block_size & (block_size - 1)) == 0)
             for (shift_ = 0; (1 << shift_) < block_size;) ++shift_;
     }

@@ -1,0 +1,232 @@
+"""How blocks store a row, one token of one KV head: in the model's dtype, or as e4m3 with one scale for K and one for V.
+
+A stored row of 8 bits is [scale of K, scale of V] in float32, the codes of K, those of V, and zeros up to a multiple of 8 bytes:
+264 bytes for D = 128, 52 % of the 512 of bf16. A scale is the least power of two, 2^-95 at least, by which no magnitude exceeds
+448, e4m3's largest. So decoding is exact in bf16, float16 and float32, and a row that was decoded is stored as what it was. Powers
+of two cost a format with exponents of its own nothing but range; float16 beyond 63,488 is rounded to infinity. A part with an
+element that is not finite has the scale NaN: all of it is NaN from then on. Kernels convert with integer arithmetic, since cards
+before sm_89 have no instructions for e4m3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvthaw.kernels import HAS_TRITON
+
+KvDtype = Literal["fp8"]
+HEADER = 8
+"""Bytes of the two scales."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowFormat:
+    """Rows [2, D] as they come from the model, K then V."""
+
+    dim: int
+    dtype: torch.dtype
+    fp8: ClassVar[bool] = False
+
+    @property
+    def tail(self) -> tuple[int, ...]:
+        """The shape of a stored row."""
+        return 2, self.dim
+
+    @property
+    def stored(self) -> torch.dtype:
+        """The dtype of a tensor of stored rows."""
+        return self.dtype
+
+    @property
+    def element(self) -> torch.dtype:
+        """What a number of K is stored as."""
+        return self.dtype
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a stored row, scales included."""
+        return 2 * self.key_bytes
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes that reading the key of a row takes."""
+        return self.dim * self.dtype.itemsize
+
+    def encode(self, rows: Tensor) -> Tensor:
+        """Return rows [..., 2, D] as they are stored, [..., *tail]."""
+        return rows
+
+    def decode(self, stored: Tensor) -> Tensor:
+        """Return stored rows [..., *tail] as [..., 2, D]."""
+        return stored
+
+    def decode_keys(self, stored: Tensor) -> Tensor:
+        """Return the keys [..., D] of stored rows."""
+        return stored[..., 0, :]
+
+    def like(self, rows: Tensor) -> Tensor:
+        """Return a tensor for rows [..., 2, D] as they are stored: the same one if that is how they are."""
+        return rows
+
+    def rounded(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values [..., D] as they are once they were stored."""
+        return keys, values
+
+    def convert(self, stored: Tensor) -> Tensor:
+        """Return rows that were stored in either format as this one stores them."""
+        return E4M3(self.dim, self.dtype).decode(stored) if stored.dtype == torch.uint8 else stored
+
+
+@dataclass(frozen=True, slots=True)
+class E4M3(RowFormat):
+    """Rows of 8 bits a number: see the module."""
+
+    fp8: ClassVar[bool] = True
+
+    @property
+    def tail(self) -> tuple[int, ...]:
+        """See RowFormat."""
+        return (HEADER + -(-2 * self.dim // 8) * 8,)
+
+    @property
+    def stored(self) -> torch.dtype:
+        """See RowFormat."""
+        return torch.uint8
+
+    @property
+    def element(self) -> torch.dtype:
+        """See RowFormat."""
+        return torch.float8_e4m3fn
+
+    @property
+    def row_bytes(self) -> int:
+        """See RowFormat."""
+        return self.tail[0]
+
+    @property
+    def key_bytes(self) -> int:
+        """See RowFormat."""
+        return HEADER // 2 + self.dim
+
+    def encode(self, rows: Tensor) -> Tensor:
+        """See RowFormat."""
+        return encode(rows, self.tail[0]) if HAS_TRITON and rows.is_cuda else definition(rows, self.tail[0])
+
+    def decode(self, stored: Tensor) -> Tensor:
+        """See RowFormat."""
+        return self._decoded(stored, 2)
+
+    def decode_keys(self, stored: Tensor) -> Tensor:
+        """See RowFormat."""
+        return self._decoded(stored, 1)[..., 0, :]
+
+    def like(self, rows: Tensor) -> Tensor:
+        """See RowFormat."""
+        return torch.empty((*rows.shape[:-2], *self.tail), dtype=self.stored, device=rows.device)
+
+    def rounded(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """See RowFormat."""
+        rows = self.decode(self.encode(torch.stack((keys, values), dim=-2)))
+        return rows[..., 0, :], rows[..., 1, :]
+
+    def convert(self, stored: Tensor) -> Tensor:
+        """See RowFormat."""
+        return stored if stored.dtype == torch.uint8 else self.encode(stored)
+
+    def _decoded(self, stored: Tensor, parts: int) -> Tensor:
+        wide = torch.float32 if self.dtype == torch.float16 else self.dtype  # float16 lacks the range of scales
+        scales = stored[..., : 4 * parts].contiguous().view(torch.float32).to(wide)
+        codes = stored[..., HEADER : HEADER + parts * self.dim].contiguous().view(torch.float8_e4m3fn)
+        rows: Tensor = codes.unflatten(-1, (parts, self.dim)).to(wide) * scales[..., None]
+        return rows.to(self.dtype)
+
+
+def row_format(kv_dtype: KvDtype | None, dim: int, dtype: torch.dtype) -> RowFormat:
+    """Return the format of a `kv_dtype`; None: the model's dtype."""
+    return RowFormat(dim, dtype) if kv_dtype is None else E4M3(dim, dtype)
+
+
+def definition(rows: Tensor, row_bytes: int) -> Tensor:
+    """Return rows [..., 2, D] as e4m3, [..., row_bytes] uint8."""
+    x, dim = rows.float(), rows.shape[-1]
+    most = x.abs().amax(dim=-1, keepdim=True).nan_to_num(torch.inf, torch.inf)
+    exponent = ((most.view(torch.int32) + 0x1FFFFF) >> 23).clamp(40, 254)  # of 256 scales; 448 is 1.75 * 256
+    scale = ((exponent - 8) << 23).view(torch.float32)
+    codes = (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    stored = torch.zeros((*rows.shape[:-2], row_bytes), dtype=torch.uint8, device=rows.device)
+    stored[..., :HEADER] = torch.where(most.isinf(), torch.nan, scale).flatten(-2).view(torch.uint8)
+    stored[..., HEADER : HEADER + 2 * dim] = codes.flatten(-2).view(torch.uint8)
+    return stored
+
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def scales(x, AXIS: tl.constexpr):
+        # Return the scale of each part along an axis of x, float32, and what x is multiplied by.
+        most = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=AXIS)
+        finite = most < 0x7F800000
+        exponent = tl.minimum(tl.maximum((tl.where(finite, most, 0) + 0x1FFFFF) >> 23, 40), 254)
+        scale = ((exponent - 8) << 23).to(tl.float32, bitcast=True)
+        return tl.where(finite, scale, float("nan")), ((262 - exponent) << 23).to(tl.float32, bitcast=True)
+
+    @triton.jit
+    def to_codes(y):
+        # Round float32 numbers to e4m3, to even; those beyond 448 become 448.
+        bits = y.to(tl.int32, bitcast=True)
+        size = bits & 0x7FFFFFFF
+        normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960
+        small = (tl.abs(y) + 16384.0).to(tl.int32, bitcast=True) & 0xFF  # whole multiples of 2^-9
+        code = tl.minimum(tl.where(size < 0x3C800000, small, normal), 0x7E)
+        return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+    @triton.jit
+    def to_numbers(codes):
+        # Return codes as 1/256 of their numbers, float32: float16 has the same bits with another bias of the exponent.
+        bits = codes.to(tl.int32)
+        return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+    @triton.jit
+    def load_part(rows, known, d, PART: tl.constexpr, DIM: tl.constexpr):
+        # Return K (PART 0) or V (1) of rows at byte addresses [N] int64, float32 [N, d]; 0 where not known [N].
+        scale = tl.load((rows + 4 * PART).to(tl.pointer_type(tl.float32)), mask=known, other=0.0)
+        codes = tl.multiple_of(rows.to(tl.pointer_type(tl.uint8)), 8)[:, None] + (8 + PART * DIM) + d[None, :]
+        return to_numbers(tl.load(codes, mask=known[:, None] & (d < DIM)[None, :], other=0)) * (scale * 256)[:, None]
+
+    @triton.jit
+    def store_part(rows, known, x, d, PART: tl.constexpr, DIM: tl.constexpr):
+        # Store x [N, d] float32, 0 beyond DIM, as K or V of rows at byte addresses [N] int64. Return what load_part() will.
+        scale, inverse = scales(x, 1)
+        codes = to_codes(x * inverse[:, None])
+        tl.store((rows + 4 * PART).to(tl.pointer_type(tl.float32)), scale, mask=known)
+        place = tl.multiple_of(rows.to(tl.pointer_type(tl.uint8)), 8)[:, None] + (8 + PART * DIM) + d[None, :]
+        tl.store(place, codes, mask=known[:, None] & (d < DIM)[None, :])
+        return to_numbers(codes) * (scale * 256)[:, None]
+
+    @triton.jit
+    def _encode(rows, stored, count, row_bytes, ROWS: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr):
+        # Program: ROWS rows.
+        i, d = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64), tl.arange(0, DP)
+        known = i < count
+        to = stored.to(tl.int64) + i * row_bytes
+        for part in tl.static_range(2):
+            source = rows + i[:, None] * (2 * DIM) + part * DIM + d[None, :]
+            x = tl.load(source, mask=known[:, None] & (d < DIM)[None, :], other=0.0)
+            store_part(to, known, x.to(tl.float32), d, part, DIM)
+
+
+def encode(rows: Tensor, row_bytes: int) -> Tensor:
+    """Launch the kernel: as `definition`, on the current stream, without a sync."""
+    rows, dim = rows.contiguous(), rows.shape[-1]
+    stored = torch.empty((*rows.shape[:-2], row_bytes), dtype=torch.uint8, device=rows.device)
+    stored[..., HEADER + 2 * dim :] = 0
+    count, tile = rows.numel() // (2 * dim), 16
+    if count:
+        _encode[(triton.cdiv(count, tile),)](rows, stored, count, row_bytes, ROWS=tile, DIM=dim, DP=triton.next_power_of_2(dim))
+    return stored
