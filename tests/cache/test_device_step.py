@@ -17,6 +17,7 @@ from kvthaw.cache.transfer import UvaGather
 from kvthaw.cache.window import Span, WindowLayer
 from kvthaw.kernels.admit import Placed, admit
 from kvthaw.kernels.flash_decode import flash_decode
+from kvthaw.kernels.row_format import KvDtype
 from kvthaw.methods import resolve
 from shapes import Shape, close
 
@@ -35,11 +36,11 @@ def device_admit(self: Residency, rows: Tensor, *, blocks: tuple[Tensor, int] | 
     return admit(rows.contiguous(), self.row_slot, self.slot_row, self.used, self.counts, placed)
 
 
-def make(method: str, memory: int | None = None) -> KVCache:
+def make(method: str, memory: int | None = None, kv_dtype: KvDtype | None = None) -> KVCache:
     if method in WINDOWS:
         return KVCache(Settings(resolve("full")), [], 1, {0: WINDOWS[method]})
     budget = None if method == "full" else 24
-    return KVCache(Settings(resolve(method), budget=budget, block_size=8, device_memory=memory), [0], 1)
+    return KVCache(Settings(resolve(method), budget=budget, block_size=8, device_memory=memory, kv_dtype=kv_dtype), [0], 1)
 
 
 def walk(cache: KVCache, how: AttentionParams, room: int | None = None) -> list[Tensor]:
@@ -87,9 +88,11 @@ def test_kernels_and_torch_take_the_same_steps(method: str, how: AttentionParams
         assert device_layer.retriever.meter.fetched > 0
 
 
-@pytest.mark.parametrize("room", [1 << 20, 1], ids=["all on the device", "blocks spill"])
-def test_rows_are_read_in_their_blocks(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected, cache = walk(make("oracle"), HOW), make("oracle", 1 << 20)
+@pytest.mark.parametrize(
+    ("room", "kv_dtype"), [(1 << 20, None), (1, None), (1, "fp8")], ids=["all on the device", "blocks spill", "of 8 bits"]
+)
+def test_rows_are_read_in_their_blocks(room: int, kv_dtype: KvDtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, cache = walk(make("oracle", kv_dtype=kv_dtype), HOW), make("oracle", 1 << 20, kv_dtype)
     monkeypatch.setattr(Residency, "admit", device_admit)
     monkeypatch.setattr(sparse_attention, "sparse_decode", flash_decode)
     for ours, theirs in zip(walk(cache, HOW, room), expected, strict=True):

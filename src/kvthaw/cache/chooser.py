@@ -15,6 +15,7 @@ from kvthaw.cache.streams import Streams
 from kvthaw.cache.window import WindowLayer
 from kvthaw.errors import HostMemoryError
 from kvthaw.formatting import human
+from kvthaw.kernels.row_format import row_format
 
 _log = logging.getLogger(__name__)
 
@@ -151,11 +152,12 @@ class Chooser:
     def _check_memory(self, lengths: Sequence[int]) -> None:
         """Raise HostMemoryError where blocks for these tokens fit neither the device, once full attention's KV is gone, nor the
         host."""
-        crossing, settings, device = self.settings.full_below, self.settings, self.streams.device
-        assert crossing is not None
-        blocks = 0 if settings.method.evicts else sum(-(-n // settings.block_size) for n in lengths)
-        need, short = blocks * settings.block_size * crossing.token_bytes, 0
-        for layer in self.by_method.values():
+        settings, device = self.settings, self.streams.device
+        blocks, short = 0 if settings.method.evicts else sum(-(-n // settings.block_size) for n in lengths), 0
+        for i, layer in self.by_method.items():
+            own = self.layers[i].read(0, 0, 0)
+            row = row_format(settings.kv_dtype, own.shape[3], own.dtype)
+            need = blocks * settings.block_size * len(own) * row.row_bytes
             room = device.share(layer.number) + device.fixed.get(layer.number, 0) if device.bytes else 0
             short += max(0, need - room)
         self.streams.memory.check(short)

@@ -61,7 +61,7 @@ def clone_layer(layer: OffloadedLayer | DenseLayer, step: Step, other: LayerKV) 
         _check_queries(layer, other)
         layer.allocate(step, queries, key, other.scale)
         if isinstance(other, DenseLayer) and not layer.settings.method.evicts:
-            layer.store.share(other.offloaded(layer.settings.block_size))
+            layer.store.share(other.offloaded(layer.settings.block_size, layer.store.format))
     layer.append(step, queries, key, value)
     layer.recent_queries = dict(other.recent_queries)
 
@@ -82,7 +82,8 @@ def can_reuse(layer: OffloadedLayer, other: OffloadedLayer) -> bool:
     """Return whether another layer's index is what this layer's would be: of the same method object, whose index serves any budget,
     of the same regions, and built of one prompt that nothing has followed."""
     mine, its, plan = layer.settings, other.settings, other.plan
-    same = mine.method is its.method and (mine.seed, mine.block_size) == (its.seed, its.block_size)
+    known = "method", "seed", "block_size", "kv_dtype"
+    same = all(getattr(mine, name) == getattr(its, name) for name in known) and mine.method is its.method
     sequences = other.sequences
     if not same or not mine.method.any_budget or not sequences.prompt_only or plan is None:
         return False

@@ -12,6 +12,7 @@ from kvthaw.cache.layer_base import AttentionParams, attend_rows, last_queries, 
 from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.step import Row, Step
 from kvthaw.kernels.decode_step import DecodeStep
+from kvthaw.kernels.row_format import RowFormat
 from kvthaw.kernels.sparse_decode import sparse_decode
 
 
@@ -76,15 +77,15 @@ class DenseLayer:
         """See LayerKV."""
         return [] if self._data is None else [self._data, self._tickets]
 
-    def offloaded(self, block_size: int) -> HostStore:
+    def offloaded(self, block_size: int, format: RowFormat) -> HostStore:
         """Return the rows of this layer on the host, as far as they fill blocks of so many tokens, for forks to share: nobody ever
         writes into a full block. They are copied once, for which this waits, and stay as long as this layer's rows do."""
         data = self._data
         assert data is not None
         store = self._offloaded
-        if store is None or store.block_size != block_size:
-            heads, dim = data.shape[1], data.shape[4]
-            store = HostStore(self.sequences.count, heads, dim, data.dtype, block_size=block_size, pinned=data.is_cuda)
+        if store is None or (store.block_size, store.format) != (block_size, format):
+            count, (heads, dim), pinned = self.sequences.count, (data.shape[1], data.shape[4]), data.is_cuda
+            store = HostStore(count, heads, dim, data.dtype, block_size=block_size, pinned=pinned, format=format)
             self._offloaded = store
         for seq in range(self.sequences.count):
             have, full = store.length(seq), self.sequences.length(seq) // block_size * block_size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from kvthaw.cache.pool import Slab
 from kvthaw.cache.preallocator import BlockPreallocator
 from kvthaw.cache.step import Row, Step
 from kvthaw.cache.streams import Streams
+from kvthaw.kernels.row_format import row_format
 
 
 class LayerStorage:
@@ -34,7 +36,8 @@ class LayerStorage:
         """Make room for `count` sequences of keys such as key [., H, T, D]."""
         method, device, (_, heads, _, dim) = settings.method, key.device, key.shape
         pinned, memory = device.type == "cuda", streams.memory
-        self.store = HostStore(count, heads, dim, key.dtype, block_size=settings.block_size, pinned=pinned, memory=memory)
+        how: dict[str, Any] = {"block_size": settings.block_size, "pinned": pinned, "memory": memory}
+        self.store = HostStore(count, heads, dim, key.dtype, format=row_format(settings.kv_dtype, dim, key.dtype), **how)
         self.slab = Slab(count, heads, dim, plan.regions, plan.rows * max(1, method.keep), dtype=key.dtype, device=device)
         self.streams, self.preallocator, self.prompt_queries = streams, preallocator, method.prompt_queries
         self.updater: IndexUpdater | None = None
@@ -56,11 +59,12 @@ class LayerStorage:
         return 0 if self.placement is None else max(0, self.placement.device.room)
 
     def append(self, row: Row, query: Tensor, keys: Tensor, values: Tensor, remaining: int, *, paused: bool = False) -> int:
-        """Store and index a prompt's tokens [., n, D] of one sequence. Returns where its ring begins then. paused: other sequences
-        take steps before the rest of the prompt comes."""
+        """Store and index a prompt's tokens [., n, D] of one sequence, which are what is stored from then on, in sink and ring too.
+        Returns where its ring begins then. paused: other sequences take steps before the rest of the prompt comes."""
         regions, past, seq = self.slab.regions, row.past, row.seq
         length = past + keys.shape[1]
         start = regions.first_indexed(length)
+        keys, values = self.store.format.rounded(keys, values)
         self.offloader.prompt(seq, past, keys, values)
         self.preallocate(seq, length)
         if self.updater is not None and start > self.updater.indexed[seq]:

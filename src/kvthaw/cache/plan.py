@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import torch
 
@@ -14,8 +15,9 @@ from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import HostMemory
 from kvthaw.cache.index_api import Attends, IndexContext, Method
 from kvthaw.cache.ranks import ALONE, Ranks
-from kvthaw.errors import ConfigError, at_least
+from kvthaw.errors import ConfigError, at_least, one_of
 from kvthaw.formatting import read_bytes
+from kvthaw.kernels.row_format import KvDtype
 from kvthaw.regions import Regions
 from kvthaw.typecheck import check_type
 
@@ -71,6 +73,9 @@ class Settings:
     to the host. None: all blocks lie on the host. full_below: up to where every layer attends to everything and keeps its KV on the
     device, if device_memory is None or holds it; from the step that passes it on the method is in force, until the cache is empty.
     ranks: the processes that the model is split over; bytes are of each.
+    kv_dtype: "fp8" stores rows in 8 bits, see `kvthaw.kernels.row_format`: in blocks, wherever they lie, in files and in kept
+    prompts. A prompt's rows are rounded when it is stored, a decoded token's when it leaves the ring, before the index gets them.
+    What dense layers hold on the device stays in the model's dtype. None: the model's dtype everywhere.
     """
 
     method: Method
@@ -84,6 +89,7 @@ class Settings:
     device_memory: int | str | None = None
     full_below: Crossing | None = None
     ranks: Ranks = ALONE
+    kv_dtype: KvDtype | None = None
 
     def __post_init__(self) -> None:
         check_type(int | float | None, budget=self.budget)
@@ -94,6 +100,11 @@ class Settings:
         check_type(
             int, dense_layers=self.dense_layers, seed=self.seed, sparse_queries=self.sparse_queries, block_size=self.block_size
         )
+        check_type(str | None, kv_dtype=self.kv_dtype)
+        if self.kv_dtype is not None:
+            one_of(get_args(KvDtype), kv_dtype=self.kv_dtype)
+            if self.method.evicts:
+                raise ConfigError(f"kv_dtype is {self.kv_dtype!r}, and {self.method.name} stores no rows: it evicts tokens")
         if self.retrieved is not None and self.budget is not None:
             raise ConfigError(f"budget is {self.budget} and retrieved is {self.retrieved}; give one of them")
         if self.retrieved is not None and (self.retrieved < 1 or self.method.index is None):
@@ -114,7 +125,7 @@ class Settings:
         if self.full_below is not None:
             full = f"full attention up to {self.full_below.total(1):,} tokens, then "
         rows = f"budget {budget}" if self.retrieved is None else f"{self.retrieved} retrieved"
-        return f"{full}{self.method.name}, {rows}"
+        return f"{full}{self.method.name}, {rows}" + (f", rows in {self.kv_dtype}" if self.kv_dtype else "")
 
     def selects(self, layer: int, offloaded: Sequence[int], depth: int) -> bool:
         """Return whether a layer selects for itself and for those after it. offloaded: the layers that retrieve, of `depth`."""

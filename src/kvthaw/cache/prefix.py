@@ -84,8 +84,8 @@ class PrefixCache:
     prefill, are shared: where a prompt has few new tokens, they are inserted, as those of a next turn are. At least the last 128
     tokens of a prompt always go through the model, for indexes that read its last queries.
 
-    One model's KV of one block_size can be kept, of caches under any methods that drop no tokens. Prompts of different salts share
-    nothing.
+    One model's KV of one block_size and kv_dtype can be kept, of caches under any methods that drop no tokens. Prompts of different
+    salts share nothing.
 
     host_bytes: most bytes of blocks, wherever they lie, and of trees, or text such as "8GiB"; None: a quarter of the free host
     memory. The least recently used blocks are dropped first, and earlier where a cache has no other memory for a request. Entries
@@ -143,7 +143,7 @@ class PrefixCache:
         self.refused, ids, node = _refusal(kv), ids.cpu(), None
         if self.refused is None and len(ids):
             layers = [layer for layer in kv.layers if not isinstance(layer, WindowLayer)]
-            tree = self._open(kv, {layer.number: LayerShape.of(layer, seq) for layer in layers})
+            tree = self._open(kv, {layer.number: LayerShape.of(layer, seq, kv.settings.kv_dtype) for layer in layers})
             try:
                 for number, (each, new) in enumerate(tree.insert(ids, salt)):
                     if new:
@@ -190,7 +190,7 @@ class PrefixCache:
         return self._entries[name]
 
     def rows(self, name: str) -> Iterator[tuple[int, LayerShape, Tensor]]:
-        """Yield the rows [H, T, 2, D] of an entry on the host, with the number and the shape of each layer."""
+        """Yield the stored rows [H, T, *tail] of an entry on the host, with the number and the shape of each layer."""
         entry = self.entry(name)
         assert self._tree is not None
         path, tokens = self._tree.match(entry.ids, entry.salt)
@@ -281,9 +281,9 @@ class PrefixCache:
     # Inside
 
     def _check(self, kv: KVCache) -> None:
-        """Raise CacheError for a cache of another model or block size."""
+        """Raise CacheError for a cache of another model, block size or kv_dtype."""
         if self._kind and self._kind != _kind(kv):
-            raise CacheError("the prefix cache holds KV of another model, or of another block_size")
+            raise CacheError("the prefix cache holds KV of another model, or of another block_size or kv_dtype")
 
     def _open(self, kv: KVCache, shapes: Mapping[int, LayerShape]) -> PrefixTree:
         """Return the tree, for which the layers of a cache are known from now on."""
@@ -307,7 +307,9 @@ class PrefixCache:
         size, memory = kv.settings.block_size, kv.streams.memory
         start, stop = number * size, number * size + len(node.tokens)
         copies = {
-            layer.number: copied(layer, seq, start, stop, size, memory) for layer in kv.layers if isinstance(layer, DenseLayer)
+            layer.number: copied(layer, seq, start, stop, size, memory, self._shapes[layer.number].format)
+            for layer in kv.layers
+            if isinstance(layer, DenseLayer)
         }
         shared = {layer.number: layer.store.hold(seq, number) for layer in kv.offloaded}
         for layer, block in (copies | shared).items():
@@ -339,7 +341,7 @@ class PrefixCache:
 
 
 def _kind(kv: KVCache) -> tuple[object, ...]:
-    return kv.origin, kv.settings.block_size, tuple(layer.number for layer in kv.layers)
+    return kv.origin, kv.settings.block_size, kv.settings.kv_dtype, tuple(layer.number for layer in kv.layers)
 
 
 def _index_kind(kv: KVCache) -> tuple[object, ...]:

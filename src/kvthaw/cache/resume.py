@@ -15,32 +15,35 @@ from kvthaw.cache.host_memory import Block, HostMemory
 from kvthaw.cache.index_updater import Snapshot
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.step import Step
+from kvthaw.kernels.row_format import KvDtype, RowFormat, row_format
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What a layer is allocated by: queries [1, Hq, 0, D] and keys [1, H, 0, D] of its device and dtype, its softmax scale."""
+    """What a layer is allocated by: queries [1, Hq, 0, D] and keys [1, H, 0, D] of its device and dtype, its softmax scale; and how
+    blocks hold its rows."""
 
     queries: Tensor
     keys: Tensor
     scale: float
+    format: RowFormat
 
     @classmethod
-    def of(cls, layer: OffloadedLayer | DenseLayer, seq: int) -> LayerShape:
+    def of(cls, layer: OffloadedLayer | DenseLayer, seq: int, kv_dtype: KvDtype | None) -> LayerShape:
         """Return the shape of a layer, a sequence of which has had a prompt."""
         queries = layer.recent_queries[seq][None, :, :0]
-        return cls(queries, layer.read(seq, 0, 0)[None, :, :, 0].to(queries.device), layer.scale)
+        keys = layer.read(seq, 0, 0)[None, :, :, 0].to(queries.device)
+        return cls(queries, keys, layer.scale, row_format(kv_dtype, keys.shape[3], keys.dtype))
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of a block of KV."""
-        _, heads, _, dim = self.keys.shape
-        return heads * block_size * 2 * dim * self.keys.itemsize
+        return self.keys.shape[1] * block_size * self.format.row_bytes
 
 
-def copied(layer: DenseLayer, seq: int, start: int, stop: int, size: int, memory: HostMemory) -> Block:
+def copied(layer: DenseLayer, seq: int, start: int, stop: int, size: int, memory: HostMemory, format: RowFormat) -> Block:
     """Return a block of `size` tokens on the host that begins with rows start .. stop of a sequence; from a GPU they are only
     enqueued on the current stream. Raises HostMemoryError."""
-    rows = layer.read(seq, start, stop)
+    rows = format.encode(layer.read(seq, start, stop))
     block = Block(memory.allocate((rows.shape[0], size, *rows.shape[2:]), rows.dtype, pinned=rows.is_cuda))
     block.data[:, : stop - start].copy_(rows, non_blocking=True)
     return block
@@ -54,7 +57,7 @@ def resume(
     queries: Mapping[int, Tensor] = MappingProxyType({}),
     kept: Mapping[int, Snapshot] = MappingProxyType({}),
 ) -> None:
-    """Take the tokens of a step, the first of their sequences, from blocks of rows [H, E, 2, D] in token order, by sequence. A
+    """Take the tokens of a step, the first of their sequences, from blocks of stored rows in token order, by sequence. A
     layer that offloads shares the blocks; it is indexed from them with the rest of an announced prompt, or before the next step
     that selects. queries [Hq, W, D]: the last ones of these tokens, where they are known. kept: by sequence, an
     index of these tokens, or of some more."""
@@ -65,7 +68,8 @@ def resume(
     else:
         layer.scale, rows = shape.scale, []
         for row in step.rows():
-            own = torch.cat([block.data.to(shape.keys.device, non_blocking=True) for block in blocks[row.seq]], dim=1)
+            stored = [block.data.to(shape.keys.device, non_blocking=True) for block in blocks[row.seq]]
+            own = shape.format.decode(torch.cat(stored, dim=1))
             rows.append(F.pad(own[:, : step.tokens - row.pad], (0, 0, 0, 0, row.pad, 0)))
         data = torch.stack(rows)
         layer.append(step, shape.queries.expand(len(rows), -1, -1, -1), data[:, :, :, 0], data[:, :, :, 1])

@@ -38,8 +38,9 @@ class Batch:
     on a GPU one captured step (see kvthaw.engine.graph_runner) serves any requests. Each request's tokens are those that
     it would get alone. One that finishes leaves by itself.
 
-    model: as for `Cache`. method, and the settings budget, retrieved, dense_layers, seed, block_size, host_bytes, device_memory and
-    full_below: as for `Cache`; a budget is a number of tokens, for a fraction of the prompt would differ from one to the next.
+    model: as for `Cache`. method, and the settings budget, retrieved, dense_layers, seed, block_size, host_bytes, device_memory,
+    full_below and kv_dtype: as for `Cache`; a budget is a number of tokens, for a fraction of the prompt would differ from one to
+    the next.
     prefill_chunk, capture, compile: as for `attach`. prefix_cache: keeps the prompts of all requests, for those that begin like
     them.
 

@@ -38,6 +38,7 @@ from kvthaw.engine.hf.hooks import prefetch, rotary, turns_by_length
 from kvthaw.engine.hf.layer import CacheLayer, Layers, Shared, WindowCacheLayer
 from kvthaw.errors import CacheError, UnsupportedModelError, at_least
 from kvthaw.formatting import human
+from kvthaw.kernels.row_format import KvDtype
 from kvthaw.methods.auto import AUTO, find
 from kvthaw.typecheck import check_type
 
@@ -78,10 +79,9 @@ class Cache(DynamicCache):
     faster way, by what was measured (`kvthaw.methods.auto`), then the best index: pariskv-plus on a GPU, icecache-digest on a CPU;
     device_memory is "auto" unless given. `Stats.method` and `Stats.reason` tell what is in force and why, and the log when that
     changes. full_below: full attention up to so many tokens a sequence, instead of what was measured, or before any other method.
-    budget, retrieved, seed, sparse_queries, block_size, host_bytes,
-    device_memory: see
-    `kvthaw.cache.plan.Settings`. dense_layers: the first layers, which keep all KV on the device (default: the method's for
-    models of 16 layers and more, else 0).
+    budget, retrieved, seed, sparse_queries, block_size, host_bytes, device_memory, kv_dtype: see `kvthaw.cache.plan.Settings`.
+    dense_layers: the first layers, which keep all KV on the device (default: the method's for models of 16 layers and more, else
+    0).
 
     Give it to assisted decoding on an attached model: kvthaw must see the forward's arguments to tell candidates from a question.
 
@@ -103,6 +103,7 @@ class Cache(DynamicCache):
         host_bytes: int | None = None,
         device_memory: int | str | None = None,
         full_below: int | None = None,
+        kv_dtype: KvDtype | None = None,
         **options: Any,
     ) -> None:
         model = unwrap(model)
@@ -126,7 +127,7 @@ class Cache(DynamicCache):
         crossing = _crossing(model, of_layer(config, full[0]), crossing, full_below, processes.all_heads(1))
         self.settings = Settings(
             chosen, budget, retrieved, dense_layers, seed, sparse_queries, block_size, host_bytes, device_memory, crossing,
-            processes,
+            processes, kv_dtype,
         )  # fmt: skip
         self.kv = KVCache(self.settings, full, len(self.layers), self._windows(config))
         if len(full) == len(self.layers):
@@ -253,7 +254,7 @@ class Cache(DynamicCache):
         if "budget" not in settings and "retrieved" not in settings:
             settings |= {"budget": mine.budget, "retrieved": mine.retrieved}
         settings.setdefault("dense_layers", self._dense_layers)
-        for name in ("seed", "sparse_queries", "block_size", "host_bytes", "device_memory"):
+        for name in ("seed", "sparse_queries", "block_size", "host_bytes", "device_memory", "kv_dtype"):
             settings.setdefault(name, getattr(mine, name))
         twin = Cache(model, method, **settings)
         self.kv.settle_failure()

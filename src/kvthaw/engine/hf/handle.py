@@ -25,6 +25,7 @@ from kvthaw.engine.hf.hooks import drop_prefetch
 from kvthaw.engine.hf.layer import CacheLayer
 from kvthaw.engine.hf.replay import replaying
 from kvthaw.errors import CacheError, at_least
+from kvthaw.kernels.row_format import KvDtype
 from kvthaw.methods.auto import AUTO
 from kvthaw.typecheck import check_type
 
@@ -228,6 +229,7 @@ def attach(
     host_bytes: int | None = None,
     device_memory: int | str | None = None,
     full_below: int | None = None,
+    kv_dtype: KvDtype | None = None,
     prefill_chunk: int = CHUNK,
     capture: bool = True,
     compile: bool = False,
@@ -277,6 +279,7 @@ def attach(
             host_bytes=host_bytes,
             device_memory=device_memory,
             full_below=full_below,
+            kv_dtype=kv_dtype,
             **options,
         )
 

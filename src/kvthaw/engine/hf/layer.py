@@ -21,6 +21,7 @@ from kvthaw.cache.layer_base import AttentionParams, LayerKV
 from kvthaw.engine.hf.masks import attention_by_mask, causal_mask, dense_attention, is_padding
 from kvthaw.engine.ops import serves
 from kvthaw.errors import CacheError, ConfigError, KvthawError, UnsupportedModelError
+from kvthaw.kernels.row_format import row_format
 
 NAME = "kvthaw"
 """The name of kvthaw's attention function in transformers."""
@@ -296,7 +297,8 @@ class CacheLayer(CacheLayerMixin):
             block_size, filling, layer = cache.settings.block_size, cache.sequences.filling, cache.offloaded[0]
             have = [layer.reserved(seq) for seq in (range(len(pads)) if filling is None else [filling])]
             wanted = (max(0, held + new - pad - room) for pad, room in zip(pads, have, strict=True))
-            block = 2 * key[0, :, 0].numel() * key.element_size() * block_size
+            row = row_format(cache.settings.kv_dtype, key.shape[3], key.dtype)
+            block = key.shape[1] * row.row_bytes * block_size
             cache.check_memory(sum(-(-tokens // block_size) for tokens in wanted), block, key.device)
 
     def get_seq_length(self) -> int:

@@ -35,6 +35,7 @@ from kvthaw.cache.step import Step
 from kvthaw.engine.hf import tensor_file
 from kvthaw.engine.hf.attention import ranks, unwrap
 from kvthaw.errors import CacheError
+from kvthaw.kernels.row_format import row_format
 from kvthaw.methods.options import digest
 from kvthaw.version import __version__
 
@@ -129,17 +130,19 @@ class SavedLayer:
         tensors, scale = _read(path, header, number), header["files"][_name(number)]["scale"]
         seqs = range(len(header["left_pad"]))
         queries = {seq: tensors[f"queries.{seq}"].to(device, copy=True) for seq in seqs if f"queries.{seq}" in tensors}
-        some, rows = next(iter(queries.values())), tensors["rows.0"]
+        some = next(iter(queries.values()))
+        format = row_format(kv.settings.kv_dtype, some.shape[2], some.dtype)
+        keys = some.new_empty((1, len(tensors["rows.0"]), 0, some.shape[2]))
         size, pinned = kv.settings.block_size, device.type == "cuda"
         blocks: dict[int, list[Block]] = {}
         for seq in seqs:
             blocks[seq] = []
             for part in tensors[f"rows.{seq}"].split(size, dim=1):
-                block = Block(kv.streams.memory.allocate((len(part), size, *part.shape[2:]), part.dtype, pinned=pinned))
-                block.data[:, : part.shape[1]] = part
+                block = Block(kv.streams.memory.allocate((len(part), size, *format.tail), format.stored, pinned=pinned))
+                block.data[:, : part.shape[1]] = format.convert(part)
                 block.owners = 0  # until a sequence takes it
                 blocks[seq].append(block)
-        shape = LayerShape(some[None, :, :0], rows[None, :, :0, 0].to(device), scale)
+        shape = LayerShape(some[None, :, :0], keys, scale, format)
         same = header["index"] == index_kind(kv)["index"] and header["index"]["options"] is not None
         return cls(shape, blocks, queries, _snapshots(tensors) if same else {})
 
@@ -204,7 +207,9 @@ def _tensors(kv: KVCache, layers: Sequence[Any]) -> Iterator[Part]:
     for number, other in enumerate(layers):
         layer = ours.get(number)
         if layer is not None:
-            rows = {f"rows.{seq}": layer.read(seq, 0, sequences.length(seq)) for seq in range(sequences.count)}
+            own = {seq: layer.read(seq, 0, sequences.length(seq)) for seq in range(sequences.count)}
+            format = row_format(kv.settings.kv_dtype, own[0].shape[3], own[0].dtype)
+            rows = {f"rows.{seq}": format.encode(each) for seq, each in own.items()}
             queries = {f"queries.{seq}": found for seq, found in layer.recent_queries.items()}
             updater = layer.storage.updater if isinstance(layer, OffloadedLayer) and layer.plan is not None else None
             found = {} if updater is None else {seq: updater.snapshot(seq) for seq in range(sequences.count)}
@@ -222,7 +227,8 @@ def index_kind(kv: KVCache) -> dict[str, Any]:
         options: str | None = digest(method)
     except TypeError:  # an option of which nothing can be said
         options = None
-    return {"index": {"method": method.name, "options": options, "seed": kv.settings.seed}}
+    known = {"method": method.name, "options": options, "seed": kv.settings.seed, "kv_dtype": kv.settings.kv_dtype}
+    return {"index": known}
 
 
 def index_tensors(updater: IndexUpdater | None, snapshots: Mapping[int, Snapshot | None]) -> dict[str, Tensor]:
