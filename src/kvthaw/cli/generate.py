@@ -71,7 +71,7 @@ def generate(
     check_name(method)  # a wrong name costs no loading
     from kvthaw.engine.decode import generate as tokens_of
     from kvthaw.engine.hf import Cache
-    from kvthaw.engine.hf.kv_dir import KvDir, fill
+    from kvthaw.engine.hf.kv_dir import KvDir, fill, keep
     from kvthaw.engine.hf.model import check_prompt
     from kvthaw.engine.prefill import prefill
     from kvthaw.engine.sampling import Sampling
@@ -96,7 +96,7 @@ def generate(
         cache.wait()
     with waiting("saving") if kv or folder else nullcontext():
         if kv is not None and not kept:
-            cache.save(kv, ids)
+            keep(cache, kv, ids, warned)
         if folder is not None:
             folder.keep(cache, ids, kept)
     out, times = AnswerText(tokenizer), []

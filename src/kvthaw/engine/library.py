@@ -59,7 +59,7 @@ class Library:
         return parts
 
     def save(self, name: str, parts: Sequence[Part], about: Any = None) -> None:
-        """Write an entry, in the place of what is there; on any thread."""
+        """Write an entry, in the place of what is there; on any thread. A folder that cannot be written is logged."""
         entry = self.prefix.entry(name)
         header = index_kind(self.cache.kv) | {
             "left_pad": [0],
@@ -67,7 +67,10 @@ class Library:
             "salt": entry.salt,
             "about": about,
         }
-        write_folder(self.cache.model, self.folder / name, header, parts)
+        try:
+            write_folder(self.cache.model, self.folder / name, header, parts)
+        except OSError as error:
+            _log.warning("%s; it will have to be prefilled anew after a restart", error)
 
     def delete(self, name: str) -> None:
         """Delete an entry, where there is one."""

@@ -29,18 +29,18 @@ class KvDir:
 
         Raises ConfigError for a method that evicts tokens."""
         _check(cache)
-        for path in sorted(self.folder.iterdir()) if self.folder.exists() else ():
+        for path in sorted(self.folder.glob("*")):
             if path not in self._ids and not path.name.startswith("."):
                 self._ids[path] = _tokens(cache, path, self._warn)
         best = max(self._ids, key=lambda path: common(self._ids[path], ids), default=None)
         return 0 if best is None or not common(self._ids[best], ids) else fill(cache, best, ids, self._warn)
 
     def keep(self, cache: Cache, ids: Sequence[int], taken: int) -> None:
-        """Keep a prompt that a cache holds, `taken` tokens of which fill() has brought."""
+        """Keep a prompt that a cache holds, `taken` tokens of which fill() has brought. A folder that cannot be written is told."""
         if 2 * taken < len(ids):
             name = hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest()[:32]
-            cache.save(self.folder / name, ids)
-            self._ids[self.folder / name] = list(ids)
+            if keep(cache, self.folder / name, ids, self._warn):
+                self._ids[self.folder / name] = list(ids)
 
 
 def fill(cache: Cache, path: Path, ids: Sequence[int], warn: Callable[[str], None] = _log.warning) -> int:
@@ -59,6 +59,16 @@ def fill(cache: Cache, path: Path, ids: Sequence[int], warn: Callable[[str], Non
         return 0
     cache.keep(kept)
     return kept
+
+
+def keep(cache: Cache, path: Path, ids: Sequence[int], warn: Callable[[str], None] = _log.warning) -> bool:
+    """Save a prompt that a cache holds. Returns whether it could be; why not is told."""
+    try:
+        cache.save(path, ids)
+    except OSError as error:
+        warn(f"{error}; the prompt is not kept")
+        return False
+    return True
 
 
 def common(one: Sequence[int], other: Sequence[int]) -> int:

@@ -7,6 +7,7 @@ is written beside its place, synced, and renamed: whoever reads finds all of it 
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
@@ -16,7 +17,9 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from glob import escape
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -65,22 +68,24 @@ def save(model: PreTrainedModel, kv: KVCache, layers: Sequence[Any], path: Path,
 
 
 def write_folder(model: PreTrainedModel, path: Path, about: Mapping[str, Any], parts: Iterable[Part]) -> None:
-    """Write a file for each part and a header with what is said about them, in the place of what is there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    """Write a file for each part and a header with what is said about them, in the place of what is there. Raises OSError, with
+    what is there as it was. What a process left behind that was killed while it saved here is deleted."""
     try:
-        files = {
-            name: {"sha256": sha256, "scale": scale}
-            for (name, scale, _), sha256 in _some_at_once(parts, lambda part: tensor_file.write(folder / part[0], part[2]))
-        }
-        header = {"format": FORMAT, "kvthaw": __version__, "model": identity(model), **about, "files": files}
-        (folder / _HEADER).write_text(json.dumps(header | {"sha256": _digest(header)}), encoding="utf-8")
-        _sync(folder / _HEADER)
-        _sync(folder)
-        _put(folder, path)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _working_folder(path) as folder:
+            new = folder / "new"
+            new.mkdir()
+            files = {
+                name: {"sha256": sha256, "scale": scale}
+                for (name, scale, _), sha256 in _some_at_once(parts, lambda part: tensor_file.write(new / part[0], part[2]))
+            }
+            header = {"format": FORMAT, "kvthaw": __version__, "model": identity(model), **about, "files": files}
+            (new / _HEADER).write_text(json.dumps(header | {"sha256": _digest(header)}), encoding="utf-8")
+            _sync(new / _HEADER)
+            _sync(new)
+            _put(new, path, folder / "old")
+    except OSError as error:
+        raise OSError(error.errno, f"{error.strerror}: the cache cannot be saved", str(path)) from error
 
 
 def load(model: PreTrainedModel, kv: KVCache, layers: Sequence[Any], path: Path) -> None:
@@ -110,9 +115,14 @@ def load(model: PreTrainedModel, kv: KVCache, layers: Sequence[Any], path: Path)
 
 def read_layers(path: Path, header: Mapping[str, Any], kv: KVCache, device: torch.device) -> Generator[tuple[int, SavedLayer]]:
     """Yield the layers of a cache, by number, as a folder has them. Raises CacheError where one is not what was saved."""
-    return _some_at_once(
-        [layer.number for layer in kv.layers], lambda number: SavedLayer.read(path, header, number, kv, device)
-    )
+
+    def read(number: int) -> SavedLayer:
+        try:
+            return SavedLayer.read(path, header, number, kv, device)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise CacheError(f"{path} is damaged: {_name(number)} has {error!r}") from error
+
+    return _some_at_once([layer.number for layer in kv.layers], read)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +139,9 @@ class SavedLayer:
         """Read a layer into blocks on the host. Raises CacheError for a file that is not what was saved."""
         tensors, scale = _read(path, header, number), header["files"][_name(number)]["scale"]
         seqs = range(len(header["left_pad"]))
+        lengths = [len(ids) - pad for ids, pad in zip(header["token_ids"], header["left_pad"], strict=True)]
+        if [tensors[f"rows.{seq}"].shape[1] for seq in seqs] != lengths:
+            raise ValueError(f"rows of other numbers of tokens than {lengths}")
         queries = {seq: tensors[f"queries.{seq}"].to(device, copy=True) for seq in seqs if f"queries.{seq}" in tensors}
         some = next(iter(queries.values()))
         format = row_format(kv.settings.kv_dtype, some.shape[2], some.dtype)
@@ -170,13 +183,31 @@ def read_header(path: Path) -> dict[str, Any]:
         said = header.pop("sha256")
     except FileNotFoundError:
         raise CacheError(f"{path} is no saved cache") from None
+    except OSError as error:
+        raise CacheError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, AttributeError, KeyError, UnicodeDecodeError):
         raise CacheError(f"{path} is damaged: {_HEADER} is not what was saved") from None
     if said != _digest(header):
         raise CacheError(f"{path} is damaged: {_HEADER} is not what was saved")
-    if header["format"] != FORMAT:
-        raise CacheError(f"{path} is of format {header['format']}; this version of kvthaw reads {FORMAT}")
+    if header.get("format") != FORMAT:
+        raise CacheError(f"{path} is of format {header.get('format')}; this version of kvthaw reads {FORMAT}")
+    if not _whole(header):
+        raise CacheError(f"{path} is damaged: {_HEADER} lacks a field, or has one of another kind")
     return header
+
+
+def _whole(header: Mapping[str, Any]) -> bool:
+    """Return whether a header has all that is read of it, of the right kinds."""
+    kinds = {"model": dict, "index": dict, "files": dict, "token_ids": list, "left_pad": list}
+    if not all(isinstance(header.get(name), kind) for name, kind in kinds.items()):
+        return False
+    rows, pads, files = header["token_ids"], header["left_pad"], header["files"].values()
+    return (
+        all(isinstance(row, list) and len(row) == len(rows[0]) and all(type(each) is int for each in row) for row in rows)
+        and 0 < len(rows) == len(pads)
+        and all(type(pad) is int and 0 <= pad < len(rows[0]) for pad in pads)
+        and all(isinstance(file, dict) and type(file.get("scale")) is float and "sha256" in file for file in files)
+    )
 
 
 def identity(model: PreTrainedModel) -> dict[str, str]:
@@ -269,20 +300,42 @@ def _name(layer: int) -> str:
     return f"layer-{layer:04}.safetensors"
 
 
-def _put(folder: Path, path: Path) -> None:
+@contextmanager
+def _working_folder(path: Path) -> Iterator[Path]:
+    """Make a folder beside a place and lock it until it is deleted. Delete those whose process is gone, and its lock with it."""
+    for other in path.parent.glob(f".{escape(path.name)}.{'?' * 8}"):
+        with suppress(OSError), _lock(other):
+            shutil.rmtree(other, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        with _lock(folder):
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """Hold a folder's lock. Raises BlockingIOError where another holds it."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _put(new: Path, path: Path, old: Path) -> None:
     """Rename a folder to its place. What is there is moved aside first, so that there is the old one, none, or the new one."""
-    old = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=path.parent))
     try:
         if path.exists():
-            os.rename(path, old / path.name)
-        os.rename(folder, path)
+            os.rename(path, old)
+        os.rename(new, path)
         _sync(path.parent)
     except BaseException:
-        if (old / path.name).exists() and not path.exists():
-            os.rename(old / path.name, path)
+        if old.exists() and not path.exists():
+            os.rename(old, path)
         raise
-    finally:
-        shutil.rmtree(old, ignore_errors=True)
 
 
 def _digest(what: Mapping[str, Any]) -> str:
