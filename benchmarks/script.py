@@ -42,7 +42,7 @@ def run_as_script(main: Callable[[], object]) -> None:
         sys.exit(f"kvthaw: {error}")
 
 
-def printing(out: Path | None) -> dict[str, Callable[..., None]]:
+def printing(out: Path | None) -> dict[str, Any]:
     """`say`, `watch` and `note` of a benchmark: what is measured next and since when it runs, then the record, in JSON unless a
     file is given that keeps it."""
     begin = time.perf_counter()

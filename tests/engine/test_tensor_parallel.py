@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import split_program
 import torch
 from ranks import run
 from transformers import PreTrainedModel
@@ -27,15 +33,13 @@ OPTIONS = (
 )
 PROMPT, NEW = torch.randint(1, VOCAB, (1, 120), generator=torch.Generator().manual_seed(7)), 3
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="transformers splits a model over the GPUs where there are some"
-)
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="transformers splits a model over the GPUs where there are some")
 
 
 def small(size: int = 1) -> PreTrainedModel:
     """A model of 8 query and 4 KV heads, whole or this process's part."""
-    model = build("llama", num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4)
-    return model if size == 1 else split(model, size)
+    make = partial(build, "llama", num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4, vocab_size=200)
+    return make() if size == 1 else split(size, make)
 
 
 def logits(model: PreTrainedModel, methods: list[str]) -> dict[str, Any]:
@@ -47,6 +51,7 @@ def logits(model: PreTrainedModel, methods: list[str]) -> dict[str, Any]:
     return found
 
 
+@on_cpu
 @pytest.mark.parametrize(("size", "methods"), [(2, [*METHODS, *OPTIONS]), (4, ["icecache-digest", "arkvale"])])
 def test_a_method_chooses_in_several_processes_what_it_does_in_one(size: int, methods: list[str], tmp_path: Path) -> None:
     alone = logits(small(), methods)
@@ -78,7 +83,10 @@ def refused(rank: int) -> list[str]:
     for error, call in (
         (HostMemoryError, lambda: model(PROMPT, past_key_values=cache)),
         (CacheError, lambda: filled.save("nowhere", PROMPT)),
-        (UnsupportedModelError, lambda: kvthaw.attach(split(build("llama", num_key_value_heads=1), 2), "oracle")),
+        (
+            UnsupportedModelError,
+            lambda: kvthaw.attach(split(2, partial(build, "llama", num_key_value_heads=1, vocab_size=200)), "oracle"),
+        ),
     ):
         with torch.no_grad(), pytest.raises(error) as caught:
             call()
@@ -86,6 +94,7 @@ def refused(rank: int) -> list[str]:
     return said
 
 
+@on_cpu
 def test_processes_decide_alike(tmp_path: Path) -> None:
     alone = scheduled(small())
     assert [len(tokens) for tokens in alone] == [6, 0, 6, 6]
@@ -95,3 +104,14 @@ def test_processes_decide_alike(tmp_path: Path) -> None:
     assert said == other
     assert "2 processes" in said[1]
     assert "1 KV heads" in said[2]
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_gpu_captured_steps_of_two_processes_are_those_of_one(tmp_path: Path) -> None:
+    told, program = tmp_path / "told.json", Path(__file__).with_name("split_program.py")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program), str(told)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    subprocess.run(launch, check=True, timeout=400, env=environment)  # which ends
+    assert json.loads(told.read_text()) == split_program.generated(split_program.make())

@@ -8,10 +8,12 @@ from __future__ import annotations
 import gc
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from kvthaw.bench.card import noted, provenance, where
 from kvthaw.bench.check import Checks, attention, hf_cache, replayed
@@ -21,6 +23,7 @@ from kvthaw.bench.steps import Steps, prefill, random_tokens, take
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.engine.graph_runner import compiled_step
 from kvthaw.engine.hf import Cache, DynamicCache, PreTrainedModel
+from kvthaw.engine.hf.model import split
 from kvthaw.errors import CacheError, ConfigError
 from kvthaw.evaluate.results import Record, ResultsFile
 from kvthaw.index.nodes import NodeIndex
@@ -33,7 +36,8 @@ Measures = dict[str, Any]
 class Bench:
     """Measures settings on one model after the other, what is known already not again. A model is built and compiled once.
 
-    host_bytes: as for `kvthaw.Cache`. say is given each record as soon as it is known; watch and note are told what is measured and
+    host_bytes: as for `kvthaw.Cache`. tp: over how many processes the model is split, all of which run the same; bytes are then of
+    one of them. say is given each record as soon as it is known; watch and note are told what is measured and
     what was left out or failed.
     """
 
@@ -45,11 +49,12 @@ class Bench:
         *,
         commit: str | None = None,
         host_bytes: int | None = None,
+        tp: int = 1,
         say: Callable[[Record], None] = lambda record: None,
         watch: Watch = lambda what, done, of: None,
         note: Callable[[str], None] = noted,
     ) -> None:
-        self.known, self.host_bytes, self.say, self.watch, self.note = known, host_bytes, say, watch, note
+        self.known, self.host_bytes, self.tp, self.say, self.watch, self.note = known, host_bytes, tp, say, watch, note
         self.device, _ = where()
         self.about = provenance(commit)
         self._shape: tuple[str, int] | None = None
@@ -116,7 +121,8 @@ class Bench:
         if self._shape is not None:
             del self.model, self.check
             free()
-        self.model = build(one.shape, self.device, seed=one.seed)
+        make = partial(build, one.shape, self.device, seed=one.seed)
+        self.model = make() if self.tp == 1 else split(self.tp, make)
         self.forwards = {"captured": self.model.forward, "compiled": compiled_step(self.model.forward)}
         self.check = self.checks(self.model, self.forwards)
         self._shape = one.shape, one.seed
@@ -175,7 +181,8 @@ class Bench:
         """
         model, config = self.model, self.model.config.get_text_config(decoder=True)
         (before, after), steps = taken.counts, len(taken.gaps)
-        token = 2 * config.num_key_value_heads * config.head_dim * model.dtype.itemsize * one.batch  # of one layer
+        heads = config.num_key_value_heads // self.tp
+        token = 2 * heads * config.head_dim * model.dtype.itemsize * one.batch  # of one layer
         full = token * config.num_hidden_layers * cache.get_seq_length()
         held = held_bytes(cache, full)
         selected = after.selected - before.selected
@@ -191,7 +198,7 @@ class Bench:
             "elapsed_s": taken.elapsed(),
             "tokens_per_s": one.batch / taken.mean,
             "peak_device_bytes": taken.peak,
-            "weight_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
+            "weight_bytes": sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in model.parameters()),
             "full_kv_bytes": full,
             "share_of_full": on_device / mine if mine else None,
             "share_with_dense": (on_device + held["kv_dense_bytes"]) / full,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvthaw.engine.decode import decode
 from kvthaw.engine.hf import Cache, DynamicCache, PreTrainedModel
+from kvthaw.engine.hf.attention import ranks
 from kvthaw.errors import CacheError
 
 WARM = 6
@@ -105,7 +106,7 @@ def take(
     tokens: ids [B, 1] of each step; random weights that choose their own tokens soon repeat one. capture: as for
     `kvthaw.engine.decode.decode`. Raises CacheError where logits were not finite at the end.
     """
-    device, skipped = model.device, warm_steps(cache) if warm is None else warm
+    device, skipped, processes = model.device, warm_steps(cache) if warm is None else warm, ranks(model)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     gaps: list[float] = []
@@ -119,7 +120,7 @@ def take(
             gaps.append(time.perf_counter() - begin)
             if len(gaps) == WARM:  # behind all that is compiled and captured
                 patience = time.perf_counter() + _PATIENCE
-            if len(gaps) < skipped and time.perf_counter() >= patience:
+            if WARM <= len(gaps) < skipped and not processes.least(time.perf_counter() < patience):
                 skipped = len(gaps)
         last = logits
         if len(gaps) == skipped + count:

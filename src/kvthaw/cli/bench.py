@@ -23,7 +23,8 @@ app = typer.Typer(no_args_is_help=True, help="Measure speed and memory.", rich_m
 EXAMPLES = (
     "Examples:\n\n  kvthaw bench decode --shape llama-3.1-8b --length 36864 --method full,icecache-digest --json\n\n"
     "  kvthaw bench decode --method full,icecache-digest,oracle --budget 256 --out decode.jsonl --plot decode.png\n\n"
-    "  kvthaw bench decode --method full,clusterkv:keep=2:budget=1024,pariskv:retrieved=100"
+    "  kvthaw bench decode --method full,clusterkv:keep=2:budget=1024,pariskv:retrieved=100\n\n"
+    "  torchrun --nproc-per-node 2 -m kvthaw bench decode --tp 2 --shape llama-3.1-8b --length 131072 --method pariskv"
 )
 PREFILL_EXAMPLES = (
     "Examples:\n\n  kvthaw bench prefill --shape llama-3.1-8b --length 131072,524288 --chunk 8192,16384 --json\n\n"
@@ -75,6 +76,10 @@ def decode(
         ),
     ] = "eager,captured",
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to decode and time.")] = 64,
+    tp: Annotated[
+        int,
+        typer.Option(min=1, help="Split the model by heads over so many processes, which torchrun starts; bytes are of one."),
+    ] = 1,
     host_bytes: HostBytes = None,
     seed: options.Seed = 0,
     as_json: options.Lines = False,
@@ -93,19 +98,23 @@ def decode(
     from kvthaw.bench.card import where
     from kvthaw.bench.decode import Bench
     from kvthaw.bench.settings import grid
+    from kvthaw.engine.hf.model import processes
     from kvthaw.evaluate.plot import check, decode_lines
     from kvthaw.evaluate.results import ResultsFile
 
     check(plot)
-    wanted = grid(names, lengths, batches, ways, shape=shape, new_tokens=new_tokens, seed=seed, device=where()[1], **limit)
+    device = where()[1] if tp == 1 else f"{tp} x {where()[1]}"
+    wanted = grid(names, lengths, batches, ways, shape=shape, new_tokens=new_tokens, seed=seed, device=device, **limit)
     known = ResultsFile(out)
-    with bars() as progress:
-        how: dict[str, Any] = {"say": _said(as_json), "watch": _watched(progress), "note": progress.console.print}
-        bench = Bench(known, commit=commit, host_bytes=host_bytes, **how)
+    with processes(tp) as rank, bars() as progress:
+        progress.console.quiet = rank > 0
+        how: dict[str, Any] = {"say": _said(as_json and rank == 0), "watch": _watched(progress), "note": progress.console.print}
+        bench = Bench(known, commit=commit, host_bytes=host_bytes, tp=tp, **how)
         records = bench.run(wanted)
-    save_plot(plot, lambda path: decode_lines(records, path))
-    if not as_json and records:
-        print_wide(tables.decode(records))
+    if rank == 0:
+        save_plot(plot, lambda path: decode_lines(records, path))
+        if not as_json and records:
+            print_wide(tables.decode(records))
     bench.judge()
 
 

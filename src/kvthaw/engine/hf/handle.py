@@ -185,7 +185,7 @@ class Handle:
         _ATTACHED.discard(self._forward)
         self._forward.detach()
         if cache is not None:
-            self._last = cache.stats()
+            self._last, cache.replay = cache.stats(), None  # graphs hold the collectives of a model that is split
 
     def __repr__(self) -> str:
         forward, name = self._forward, type(self._forward.model).__name__

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
+import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging
@@ -79,10 +82,34 @@ def build(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) ->
     return model.eval()
 
 
-def split(model: PreTrainedModel, size: int) -> PreTrainedModel:
-    """Split a model that every one of `size` processes has, each by its heads, as from_pretrained(distributed_config=) does. A
-    process group is made, as torchrun describes it, where there is none; destroying it is the caller's."""
-    config, _, mesh = model.prepare_distribute_model(DistributedConfig(tp_size=size))
+@contextmanager
+def processes(size: int) -> Iterator[int]:
+    """Be one of the `size` processes that torchrun started, each with a GPU of its own where there are some; yields which one.
+    Raises ConfigError where torchrun started none, or another number."""
+    if size == 1:
+        yield 0
+        return
+    if not dist.is_torchelastic_launched():
+        raise ConfigError(f"tp is {size}; start as many processes: torchrun --nproc-per-node {size} -m kvthaw ...")
+    device = None
+    if torch.cuda.is_available():
+        device = torch.device("cuda", dist.get_node_local_rank())
+        torch.cuda.set_device(device)
+    dist.init_process_group("gloo" if device is None else "nccl", device_id=device)
+    if dist.get_world_size() != size:
+        raise ConfigError(f"tp is {size}; torchrun started {dist.get_world_size()} processes")
+    yield dist.get_rank()
+    dist.destroy_process_group()  # not after an error: the other processes may wait for this one
+
+
+def split(size: int, make: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+    """Return this process's part of a model that all of `size` processes make, as from_pretrained(distributed_config=) loads it.
+    Tied embeddings become two."""
+    config, _, mesh = PreTrainedModel.prepare_distribute_model(DistributedConfig(tp_size=size))
+    model = make()
+    words, scores = model.get_input_embeddings(), model.get_output_embeddings()
+    if words.weight is scores.weight:
+        scores.weight = torch.nn.Parameter(words.weight.detach().clone())
     return model.maybe_distribute_model(model, config, mesh)
 
 
