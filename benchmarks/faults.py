@@ -43,7 +43,8 @@ from kvthaw.cache.host_memory import HostMemory
 from kvthaw.engine.hf.kv_dir import fill
 from kvthaw.engine.prefill import prefill
 
-METHOD, SETTINGS = "icecache-digest", {"budget": 48, "dense_layers": 0, "block_size": 32}
+METHOD = "icecache-digest"
+SETTINGS: dict[str, Any] = {"budget": 48, "dense_layers": 0, "block_size": 32}
 TOKENS = 400
 _OTHERS: tuple[Any, ...] = (None, 7, -1, "x", [], {}, [[1, 2]], 1e300)
 MEMORY = "640KiB"  # of a device that holds a part of what the requests need

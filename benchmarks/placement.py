@@ -6,6 +6,8 @@ tokens must be those with all blocks on the device. Then each placement is timed
 rows read in their blocks with those of rows in the pool, whose roundings differ. A line is one placement of one method:
 milliseconds a step until the tokens are on the host, bytes by place, and bytes a step over the bus.
 
+`--kv-dtype fp8`: rows of 8 bits; bytes by place, over the bus and moved are those of such rows.
+
 `--sizes 1x8192,1x131072,24x4096,24x32768`: other batches. Where a method was timed at several lengths beside full attention, it
 prints from how many tokens a sequence on it is the faster, as the table of `kvthaw.methods.auto` has it.
 """
@@ -125,27 +127,29 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--method", default=",".join(SIZES))
     parser.add_argument("--device-memory", default="none,12GiB,auto", help="separated by commas; none: all blocks on the host")
+    parser.add_argument("--kv-dtype", choices=["fp8"], help="how rows are stored; the model's dtype unless given")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--commit")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     device, name = where()
     model, about = build(given.shape, device, layers=given.layers), provenance(given.commit)
-    methods = given.method.split(",")
+    methods, stored = given.method.split(","), {} if given.kv_dtype is None else {"kv_dtype": given.kv_dtype}
     for method in methods if given.check else ():
         if method not in ("full", "auto"):
-            check(model, method, SIZES[method])
+            check(model, method, SIZES[method] | stored)
     times: dict[tuple[str, int], dict[int, float]] = {}
     for seqs, length in ((int(n) for n in size.split("x")) for size in given.sizes.split(",")):
         prompts, all_tokens = random_prompts(model, seqs, length), dict[str, list[list[int]]]()
         for method in methods:
+            sizes = SIZES[method] | ({} if method == "full" else stored)
             for memory in given.device_memory.split(",") if method not in ("full", "auto") else ["auto"]:
-                tokens, found = decode(model, method, prompts, given.steps, memory, SIZES[method])
+                tokens, found = decode(model, method, prompts, given.steps, memory, sizes)
                 pooled = memory in PLACED and method not in ("full", "auto")  # rows in another order, so roundings differ
                 expected = all_tokens.setdefault(f"{found['method_in_force']} {pooled}", tokens)
                 same = tokens == expected
                 setting = {"shape": given.shape, "layers": given.layers, "seqs": seqs, "length": length, "device": name}
-                setting |= {"method": method, **SIZES[method], "device_memory": memory, "steps": given.steps}
+                setting |= {"method": method, **sizes, "device_memory": memory, "steps": given.steps}
                 line = Record(setting, {**found, "same_tokens": same, "about": about}).to_json()
                 print(line, flush=True)
                 if given.out:

@@ -19,6 +19,7 @@ from kvthaw.cache.layer_base import AttentionParams
 from kvthaw.cache.plan import Settings
 from kvthaw.kernels.row_format import E4M3, KvDtype, RowFormat
 from kvthaw.methods import METHODS, resolve
+from kvthaw.methods.options import digest
 from zoo import build, prompt, ragged
 
 SETTINGS: dict[str, Any] = {"budget": 32, "dense_layers": 0, "block_size": 16}
@@ -120,6 +121,11 @@ def test_what_cannot_be_is_refused() -> None:
         Cache(model(), "streaming", kv_dtype="fp8")
     with pytest.raises(ConfigError, match="kv_dtype"):
         Cache(model(), "quest", kv_dtype="int4")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="kv_dtype"):
+        resolve("quest:kv_dtype=int8")
+    named = Cache(model(), "quest:sink=4:kv_dtype=fp8", **SETTINGS)
+    assert named.settings.kv_dtype == named.fork("oracle").settings.kv_dtype == "fp8"
+    assert digest(named.settings.method) != digest(resolve("quest:sink=4"))
 
 
 @torch.no_grad()

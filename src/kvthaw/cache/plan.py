@@ -75,7 +75,8 @@ class Settings:
     ranks: the processes that the model is split over; bytes are of each.
     kv_dtype: "fp8" stores rows in 8 bits, see `kvthaw.kernels.row_format`: in blocks, wherever they lie, in files and in kept
     prompts. A prompt's rows are rounded when it is stored, a decoded token's when it leaves the ring, before the index gets them.
-    What dense layers hold on the device stays in the model's dtype. None: the model's dtype everywhere.
+    What dense layers hold on the device stays in the model's dtype. None: as the method
+    says, in the model's dtype unless its name has an option.
     """
 
     method: Method
@@ -101,6 +102,7 @@ class Settings:
             int, dense_layers=self.dense_layers, seed=self.seed, sparse_queries=self.sparse_queries, block_size=self.block_size
         )
         check_type(str | None, kv_dtype=self.kv_dtype)
+        object.__setattr__(self, "kv_dtype", self.kv_dtype or self.method.kv_dtype)
         if self.kv_dtype is not None:
             one_of(get_args(KvDtype), kv_dtype=self.kv_dtype)
             if self.method.evicts:

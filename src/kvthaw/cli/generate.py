@@ -41,6 +41,7 @@ def generate(
         int | None, typer.Option(max=options.MOST, help="First layers that keep all KV. Default: 2 from 16 layers on, else 0.")
     ] = None,
     device_memory: options.DeviceMemory = None,
+    kv_dtype: options.KvDtype = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after so many tokens.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
     seed: options.Seed = 0,
@@ -84,7 +85,7 @@ def generate(
     check_prompt(llm, len(ids))
     start = now(llm.device)
     settings: dict[str, Any] = {"budget": allowed, "retrieved": retrieved, "dense_layers": dense_layers}
-    settings |= {"seed": seed, "device_memory": device_memory}
+    settings |= {"seed": seed, "device_memory": device_memory, "kv_dtype": kv_dtype}
     cache, folder = Cache(llm, method, **settings), None if kv_dir is None else KvDir(kv_dir, warned)
     kept = 0 if kv is None else fill(cache, kv, ids, warned)
     kept = kept if folder is None else folder.fill(cache, ids)

@@ -31,6 +31,10 @@ DeviceMemory = Annotated[
         help='Device memory that the cache may fill, such as "8GiB"; or "auto". Default: auto with --method auto, else none.',
     ),
 ]
+KvDtype = Annotated[
+    str | None,
+    typer.Option("--kv-dtype", help="[bold]fp8[/]: store rows in 8 bits a number, with a scale each. Default: the model's."),
+]
 KvDir = Annotated[
     Path | None,
     typer.Option(
@@ -73,7 +77,7 @@ Methods = Annotated[
     typer.Option(
         "--method",
         help="Methods, separated by commas or one by one, with options as in icecache-digest:reuse=2; budget, retrieved, "
-        "dense_layers, sink, window and buffer are options of each as well: pqcache:budget=0.2,quest:sink=4.",
+        "dense_layers, sink, window, buffer and kv_dtype are options of each as well: pqcache:budget=0.2,quest:sink=4.",
     ),
 ]
 DIGEST, BOTH = ["icecache-digest"], ["icecache-digest", "streaming"]

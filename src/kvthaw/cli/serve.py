@@ -40,6 +40,7 @@ def serve(
         typer.Option(min=2, max=options.MOST, help=f"Most tokens of a request. Default {_LENGTH:,}, or the model's positions."),
     ] = None,
     device_memory: options.DeviceMemory = None,
+    kv_dtype: options.KvDtype = None,
     host_memory: Annotated[
         str | None, typer.Option(help='Host memory for KV, such as "64GiB". Default: as much as the system has.')
     ] = None,
@@ -105,6 +106,7 @@ def serve(
             "retrieved": retrieved,
             "host_bytes": host_bytes,
             "device_memory": device_memory,
+            "kv_dtype": kv_dtype,
         }
         with waiting("allocating"):
             prefix = PrefixCache(host_bytes=prefix_memory)

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from inspect import signature
-from typing import Any
+from typing import Any, get_args
 
 from kvthaw.cache.index_api import Method
-from kvthaw.errors import ConfigError, unknown
+from kvthaw.errors import ConfigError, one_of, unknown
+from kvthaw.kernels.row_format import KvDtype
 from kvthaw.methods.arkvale import arkvale
 from kvthaw.methods.clusterkv import clusterkv
 from kvthaw.methods.clusterkv_plus import clusterkv_plus
@@ -41,7 +42,7 @@ from kvthaw.typecheck import check_type
 def resolve(method: str | Method, **options: Any) -> Method:
     """Return a Method by name, with options, or as it is. Options may stand in the name: "icecache:promote=0.1:merge=union".
 
-    Every method that retrieves also takes sink, window and buffer, in tokens, instead of its own regions.
+    Every method that retrieves also takes sink, window and buffer, in tokens, instead of its own regions, every method kv_dtype.
 
     Raises ConfigError for a name that is not in METHODS, naming the nearest, and for options that the method does not take."""
     if isinstance(method, Method):
@@ -55,14 +56,16 @@ def resolve(method: str | Method, **options: Any) -> Method:
     options = {**dict(written(text) for text in texts), **options}
     if method not in METHODS:
         raise unknown("method", method, METHODS)
-    make = METHODS[method]
+    make, kv_dtype = METHODS[method], options.pop("kv_dtype", None)
+    if kv_dtype is not None:
+        one_of(get_args(KvDtype), kv_dtype=kv_dtype)
     regions = {name: options.pop(name) for name in REGIONS if name in options and name not in signature(make).parameters}
     check(method, options, make)
     check_type(int, **regions)
     made = make(**options)
     if regions and made.index is None:
         raise ConfigError(f"method {method} retrieves nothing; it has no option {next(iter(regions))!r}")
-    return replace(made, regions=replace(made.regions, **regions)) if regions else made
+    return replace(made, regions=replace(made.regions, **regions), kv_dtype=kv_dtype) if regions or kv_dtype else made
 
 
 METHODS: dict[str, Callable[..., Method]] = {

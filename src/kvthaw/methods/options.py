@@ -70,7 +70,8 @@ def digest(method: Method) -> str:
     """Eight bytes, in hexadecimal, of all options that a method's choices depend on, by name and value, defaults among them: of its
     index, of the functions and dataclasses that this is made with, and of the method itself. Raises TypeError for an option of
     another kind."""
-    text = json.dumps({name: _plain(getattr(method, name)) for name in _DECIDES}, sort_keys=True)
+    stored = {} if method.kv_dtype is None else {"kv_dtype": method.kv_dtype}
+    text = json.dumps(stored | {name: _plain(getattr(method, name)) for name in _DECIDES}, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
