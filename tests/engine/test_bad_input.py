@@ -88,7 +88,7 @@ def test_fraction_too_small_names_the_smallest(llama: PreTrainedModel) -> None:
     ("settings", "message"),
     [
         ({"budget": 64, "retrieved": 10}, "budget is 64?.*retrieved is 10|retrieved is 10.*budget is 64|give one of them"),
-        ({"budget": 1.5}, "budget is 1.5; a fraction of the prompt must lie between 0 and 1"),
+        ({"budget": 1.5}, "budget is 1.5; a fraction of the length must lie between 0 and 1"),
         ({"budget": "256"}, "budget is '256'; it must be a number or None"),
         ({"budget": True}, "budget is True; it must be a number"),
         ({"retrieved": "8"}, "retrieved is '8'; it must be a whole number or None"),

@@ -284,6 +284,7 @@ class OffloadedLayer:
         self.storage.flush(leaving, self.recent_queries)
         self.storage.trim_queries(self.recent_queries, self.sequences.idle)
         self.sparse.wait_on_stream()
+        self.plan = self.sparse.grow(self.settings, self.plan)
         self.sparse.make_room(self.sequences.capacity)
         if self.retriever is not None and not self.on_host:
             self.retriever.settle()

@@ -61,11 +61,11 @@ class Settings:
     """A cache's settings.
 
     budget: the most tokens that attention reads per KV head in one decode step, sink, window and buffer at their fullest
-    included; an integer, or a fraction in (0, 1) of the prompt. It is full attention up to budget - buffer tokens. retrieved:
-    instead of budget, the paper's regions and exactly this many rows from the index. More rows than the model has positions, or a
-    batch capacity, are never retrieved. dense_layers: the first layers, which keep all KV on the device. sparse_queries:
-    continuations of at most this many tokens are decoded one by one through the index, longer ones are
-    dense; the last chunk of a prompt given in chunks is a continuation too. block_size: tokens in a block of host memory.
+    included; an integer, or a fraction in (0, 1) of the length (see longer). It is full attention up to budget - buffer tokens.
+    retrieved: instead of budget, the paper's regions and exactly this many rows from the index. More rows than the model has
+    positions, or a batch capacity, are never retrieved. dense_layers: the first layers, which keep all KV on the device.
+    sparse_queries: continuations of at most this many tokens are decoded one by one through the index, longer ones are dense;
+    the last chunk of a prompt given in chunks is a continuation too. block_size: tokens in a block of host memory.
     host_bytes: the most host memory that blocks of KV may take, those allocated ahead included; None: as much as the system has. A
     prompt, or a token, that needs more raises HostMemoryError and changes nothing: it can be given again when something was freed.
     device_memory: device memory that the cache may fill: bytes, text such as "8GiB", or "auto", what is free at the first prompt
@@ -112,7 +112,7 @@ class Settings:
         if self.retrieved is not None and (self.retrieved < 1 or self.method.index is None):
             raise ConfigError(f"retrieved is {self.retrieved}; it must be at least 1, for a method that retrieves")
         if isinstance(self.budget, float) and not 0 < self.budget < 1:
-            raise ConfigError(f"budget is {self.budget}; a fraction of the prompt must lie between 0 and 1")
+            raise ConfigError(f"budget is {self.budget}; a fraction of the length must lie between 0 and 1")
         at_least(0, dense_layers=self.dense_layers, seed=self.seed)
         if self.seed >= 1 << 63:
             raise ConfigError(f"seed is {self.seed}; it must be less than 2^63")
@@ -149,6 +149,16 @@ class Settings:
             return plan
         window = min(plan.regions.window, most)
         return Plan(replace(plan.regions, window=window), min(plan.rows, most))
+
+    def longer(self, plan: Plan, length: int) -> Plan:
+        """Return the sizes for sequences that have grown to a length: under a fraction more rows, in the regions of the prompt.
+
+        A cache asks whenever its capacity grows, since until then no tensor of a captured step moves: 256 tokens or a sixteenth
+        behind the prompt, then by half its capacity each time. So the budget is at most the fraction of the current length, and
+        between two thirds and all of it. Methods that evict keep the prompt's; dropped tokens do not come back."""
+        if not isinstance(self.budget, float) or self.method.evicts or self.method.index is None:
+            return plan
+        return replace(plan, rows=max(plan.rows, math.ceil(self.budget * length) - plan.regions.held))
 
     def _plan(self, prompt: int) -> Plan:
         regions = self.method.regions

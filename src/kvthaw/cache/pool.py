@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvthaw.cache.deferred_batch import DeferredBatch
@@ -90,6 +91,11 @@ class Slab:
 
         rows = self.data.view(-1, *self.data.shape[3:]).index_select(0, deferred.once(key, places))
         return rows.view(len(starts), heads, n, *self.data.shape[3:])
+
+    def widen(self, slots: int) -> None:
+        """Have more slots, in another tensor."""
+        self.data = F.pad(self.data, (0, 0, 0, 0, 0, slots - self.slots))
+        self.slots = slots
 
     def reorder(self, seqs: Tensor) -> None:
         """Sequence i becomes what sequence seqs[i] was; sequences [B'] int64."""

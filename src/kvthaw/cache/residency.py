@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvthaw.kernels.admit import Placed
@@ -41,6 +42,14 @@ class Residency:
             grown = torch.full(shape, -1, dtype=torch.int32, device=self.device)
             grown[:, :, :have] = self.row_slot[:, :, :have]
             self.row_slot = grown
+
+    def widen(self, slots: int) -> None:
+        """Have more slots, in other tensors. Those there keep their rows."""
+        more = slots - self.slots
+        self.slot_row = F.pad(self.slot_row[:, :, :-1], (0, more + 1), value=-1)
+        self.used = torch.cat((F.pad(self.used[:, :, :-1], (0, more)), self.used[:, :, -1:]), dim=2)
+        self.latest = F.pad(self.latest, (0, more), value=-1)
+        self.slots = slots
 
     def admit(
         self, rows: Tensor, out: tuple[Tensor, Tensor, Tensor] | None = None, *, blocks: tuple[Tensor, int] | None = None

@@ -137,6 +137,14 @@ class Retriever:
             wait([self._searching])
             self._searching = None
 
+    def widen(self, rows: int) -> None:
+        """Select more rows from now on."""
+        self.drop_search()
+        self.settle()
+        self.rows, self.slots = rows, rows * max(1, self.method.keep)
+        self.residency.widen(self.slots)
+        self._place(self.residency.slot_row.shape[0])
+
     def make_room(self, tokens: int) -> None:
         """Allocate for so many tokens of each sequence; until there are more, no tensor of a choice moves."""
         self.index.make_room(self.residency.slot_row.shape[0], tokens)

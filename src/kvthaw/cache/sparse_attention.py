@@ -9,6 +9,7 @@ from torch import Tensor
 from kvthaw.cache.index_api import Transfer
 from kvthaw.cache.layer_base import AttentionParams
 from kvthaw.cache.layer_storage import LayerStorage
+from kvthaw.cache.plan import Plan, Settings
 from kvthaw.cache.retriever import Choice, Retriever
 from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.step import Step
@@ -128,6 +129,17 @@ class SparseAttention:
         return spread.scatter_(2, slot, log_weight)[:, :, :places]
 
     # Between steps
+
+    def grow(self, settings: Settings, plan: Plan) -> Plan:
+        """Make room for the rows of longer sequences, if their capacity has grown. Returns the sizes in force."""
+        if self.sequences.capacity <= self._room:
+            return plan
+        longer = settings.longer(plan, self.sequences.longest)
+        if longer.rows > plan.rows:
+            self.storage.slab.widen(longer.rows * max(1, settings.method.keep))
+            if self.selects and self.retriever is not None:
+                self.retriever.widen(longer.rows)
+        return longer
 
     def make_room(self, capacity: int) -> None:
         """Have room for `capacity` tokens a sequence: until that grows, nothing that a step reads moves."""

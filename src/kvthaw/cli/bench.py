@@ -62,7 +62,7 @@ def decode(
         ),
     ] = _TIMED,
     budget: Annotated[
-        str, typer.Option(help="Most tokens attended per KV head and step, or a fraction of the prompt.")
+        str, typer.Option(help="Most tokens attended per KV head and step, or a fraction of the length.")
     ] = "256",
     retrieved: Retrieved = None,
     dense_layers: Annotated[
@@ -127,7 +127,7 @@ def prefill(
     ] = "1024",
     method: options.Methods = options.DIGEST,
     budget: Annotated[
-        str, typer.Option(help="Most tokens attended per KV head and step, or a fraction of the prompt.")
+        str, typer.Option(help="Most tokens attended per KV head and step, or a fraction of the length.")
     ] = "1024",
     retrieved: Retrieved = None,
     dense_layers: Annotated[int, typer.Option(min=0, help="First layers that keep all KV on the device.")] = 0,

@@ -31,7 +31,7 @@ def generate(
     model: options.Model = "shipped",
     method: options.Method = "auto",
     budget: Annotated[
-        str | None, typer.Option(help="Most tokens attended per KV head and step, or a fraction of the prompt. Default 256.")
+        str | None, typer.Option(help="Most tokens attended per KV head and step, or a fraction of the length. Default 256.")
     ] = None,
     retrieved: Annotated[
         int | None,

@@ -81,7 +81,7 @@ Methods = Annotated[
     ),
 ]
 DIGEST, BOTH = ["icecache-digest"], ["icecache-digest", "streaming"]
-BUDGETS = typer.Option(help="Most tokens attended per KV head and step, or fractions of the prompt, separated by commas.")
+BUDGETS = typer.Option(help="Most tokens attended per KV head and step, or fractions of the length, separated by commas.")
 Instead = Annotated[
     str | None,
     typer.Option(
@@ -127,7 +127,7 @@ Out = Annotated[
 
 
 def budget_of(text: str) -> int | float:
-    """Read a budget: tokens, or with a point a fraction of the prompt. Raises ValueError."""
+    """Read a budget: tokens, or with a point a fraction of the length. Raises ValueError."""
     return float(text) if "." in text else int(text)
 
 

@@ -39,7 +39,7 @@ class Batch:
     it would get alone. One that finishes leaves by itself.
 
     model: as for `Cache`. method, and the settings budget, retrieved, dense_layers, seed, block_size, host_bytes, device_memory,
-    full_below and kv_dtype: as for `Cache`; a budget is a number of tokens, for a fraction of the prompt would differ from one to
+    full_below and kv_dtype: as for `Cache`; a budget is a number of tokens, for a fraction of the length would differ from one to
     the next.
     prefill_chunk, capture, compile: as for `attach`. prefix_cache: keeps the prompts of all requests, for those that begin like
     them.

@@ -1,0 +1,60 @@
+"""A budget that is a fraction follows the length."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from transformers import PreTrainedModel
+
+from kvthaw.engine.decode import generate
+from kvthaw.engine.hf import Cache
+from kvthaw.engine.prefill import prefill
+from kvthaw.methods import METHODS, resolve
+
+PROMPT = [i * 7 % 50 + 3 for i in range(200)]
+
+
+@pytest.fixture
+def tight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has caches grow by eight tokens."""
+    for module in ("sequences", "kv_cache"):
+        monkeypatch.setattr(f"kvthaw.cache.{module}.roomier", lambda have, need: need + 8)
+
+
+@pytest.mark.usefixtures("tight")
+@pytest.mark.parametrize("name", [name for name in METHODS if resolve(name).index is not None])
+def test_a_fraction_is_of_the_current_length(name: str, llama: PreTrainedModel) -> None:
+    cache = Cache(llama, name, budget=0.25, dense_layers=0)
+    logits = prefill(llama, cache, PROMPT)
+    first = cache.stats()
+    list(generate(llama, cache, logits, limit=40))
+    stats = cache.stats()
+    assert (first.budget, stats.regions) == (50, first.regions)
+    length = cache.get_seq_length()
+    if cache.settings.method.evicts:
+        assert stats.budget == 50
+    else:
+        assert 50 < (stats.budget or 0) <= math.ceil(0.25 * length)
+    assert (stats.attended_max or 0) <= (stats.budget or 0)
+
+
+@pytest.mark.usefixtures("tight")
+def test_rows_beyond_the_first_budget_are_attended_to(llama: PreTrainedModel) -> None:
+    caches = [Cache(llama, "oracle", budget=budget, dense_layers=0) for budget in (0.98, 400)]
+    grown, whole = ([*generate(llama, cache, prefill(llama, cache, PROMPT), limit=60)] for cache in caches)
+    assert grown == whole
+    assert (caches[0].stats().budget or 0) > 240
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("tight")
+@pytest.mark.parametrize("name", ["oracle", "prkv", "pariskv-plus", "icecache-digest"])
+def test_gpu_captured_steps_are_the_eager_ones(name: str, llama: PreTrainedModel) -> None:
+    model, told = llama.to("cuda"), []
+    for capture in (True, False):
+        cache = Cache(model, name, budget=0.25, dense_layers=0)
+        tokens = [*generate(model, cache, prefill(model, cache, PROMPT), limit=60, capture=capture)]
+        told.append((tokens, cache.stats().budget))
+        assert (cache.stats().captures > 0) is capture
+    assert told[0] == told[1]
