@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from kvthaw.cache import kv_prefetcher
 from kvthaw.errors import ConfigError, HostMemoryError
 from kvthaw.index.bounds import BoundIndex
 from kvthaw.index.clusters import ClusterIndex
+from kvthaw.index.forest import TreeIndex
 from kvthaw.kernels import dense
 from kvthaw.methods import METHODS
 from shapes import close
@@ -179,3 +181,38 @@ def test_what_cannot_be_continued_goes_through_whole(
 def test_a_chunk_has_tokens(llama: PreTrainedModel) -> None:
     with pytest.raises(ConfigError, match="prefill_chunk is 0; it must be at least 1"):
         kvthaw.attach(llama, prefill_chunk=0)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_trees_are_built_beside_the_last_chunk(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first layer's tree begins before the last layer has attended; a step that fails then leaves nothing behind."""
+    model, ids, begun, waited = build_exact("llama"), prompt(1, 150), threading.Event(), []
+    with kvthaw.attach(model, "icecache", budget=48, dense_layers=0):
+        expected = model.generate(ids, max_new_tokens=20, do_sample=False, pad_token_id=0)
+    build = TreeIndex.build
+
+    def told(index: TreeIndex, *given: Any) -> None:
+        begun.set()
+        build(index, *given)
+
+    def wait(*_: object) -> None:
+        waited.append(begun.wait(0.05 if len(waited) < 2 else 20.0))
+        if fails and len(waited) == 3:
+            raise RuntimeError("lost")
+
+    monkeypatch.setattr(TreeIndex, "build", told)
+    cache = kvthaw.Cache(model, "icecache", budget=48, dense_layers=0)
+    hook = model.model.layers[-1].register_forward_pre_hook(wait)
+    with torch.no_grad(), cache.prompt(150):
+        for start, stop in ((0, 50), (50, 100), (100, 150)):
+            if fails and stop == 150:
+                with pytest.raises(RuntimeError, match="lost"):
+                    model(ids[:, start:stop], past_key_values=cache)
+            logits = model(ids[:, start:stop], past_key_values=cache).logits
+    hook.remove()
+    assert waited[:3] == [False, False, True]
+    tokens = [int(logits[0, -1].argmax())]
+    with torch.no_grad():
+        while len(tokens) < 20:
+            tokens.append(int(model(torch.tensor([tokens[-1:]]), past_key_values=cache).logits[0, -1].argmax()))
+    assert tokens == expected[0, 150:].tolist()

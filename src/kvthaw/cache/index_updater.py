@@ -65,6 +65,7 @@ class IndexUpdater:
         """Sequences to be indexed anew before the next step."""
         self._uncommitted: dict[int, tuple[int, Tensor]] = {}  # what commit() appends: up to where, and the last queries
         self._sides: dict[int, SideIndex] = {}  # of paused sequences
+        self._begun: set[int] = set()  # those whose sides are of the step under way
         self._marked: set[int] = set()  # sequences that are stale if the step under way is counted
 
     @property
@@ -89,10 +90,10 @@ class IndexUpdater:
         from position `past` on. queries [Hq, W, D]: the last ones. remaining: tokens of the same prompt that are still to come.
 
         paused: steps of other sequences come before those of this one. It is indexed with its last chunk, since no step may select
-        of a part of it; on the host beside the others' steps, see take_built(). An index on the host cannot take keys back exactly:
-        commit() appends to it. Where an index of one piece is better than one that was appended to, a sequence that a prompt in
-        chunks makes much longer is indexed anew, once: with the last chunk if the prompt was announced, else before the next step
-        that asks."""
+        of a part of it; on the host beside the others' steps, see begin() and take_built(). An index on the host cannot take keys
+        back exactly: commit() appends to it. Where an index of one piece is better than one that was appended to, a sequence that a
+        prompt in chunks makes much longer is indexed anew, once: with the last chunk if the prompt was announced, else before the
+        next step that asks."""
         index, old = self.retriever.index, self.indexed[seq]
         much = (old > self.first or remaining > 0) and 4 * (new - old + remaining) > old - self.first
         if seq in self.stale:
@@ -160,6 +161,7 @@ class IndexUpdater:
         """Append to an index on the host what a prompt gave it, whose step is certain now; beside the others' steps where the
         sequence is paused."""
         self._marked.clear()
+        self._begun.clear()
         uncommitted, self._uncommitted = self._uncommitted, {}
         for seq, (new, queries) in uncommitted.items():
             rows = self._nothing(new - self.indexed[seq])[None]
@@ -173,8 +175,20 @@ class IndexUpdater:
             else:
                 self._append(given[0], rows.shape[2], *given[1:])
 
+    def begin(self, ends: Mapping[int, int], recent_queries: Mapping[int, Tensor]) -> None:
+        """Begin to build indexes on the host of stale sequences, up to the ends given, beside the step under way. Once it is
+        counted renew() takes them over, or take_built()."""
+        for seq, end in ends.items() if can_build_beside(self.retriever.index) else ():
+            if seq in self.stale:
+                side, rows = self._side(seq), self._nothing(end - self.first)[:, :, 0]
+                side.change(end, side.index.build, seq, self.first, rows, rows, self._queries(recent_queries, seq))
+                self._begun.add(seq)
+
     def drop(self) -> None:
         """Forget what a prompt gave, whose step failed."""
+        for seq in self._begun:
+            self._drop_side(seq)
+        self._begun.clear()
         self.stale -= self._marked
         self._marked.clear()
         self._uncommitted.clear()
@@ -202,39 +216,34 @@ class IndexUpdater:
         return seq not in self._sides or self._sides[seq].wait(timeout)
 
     def take_built(self, seq: int) -> None:
-        """Have the index hold what was built of a sequence beside the steps of others. Raises CacheError where that failed."""
+        """Have the index hold what was built of a sequence beside the steps of others, or beside the latest one. Does not wait."""
         side = self._sides.pop(seq, None)
-        if side is None:
-            return
-        try:
-            snapshot = side.snapshot()
-        except ValueError as error:
-            raise CacheError(f"layer {self.retriever.context.layer}: {error}") from error
-        index = self.retriever.index
-        assert isinstance(index, Snapshots)
-        self._submit(partial(index.take, seq, snapshot, side.end), partial(self.stale.add, seq))
-        self.indexed[seq] = side.end
-        self.stale.discard(seq)
+        if side is not None:
+            index = self.retriever.index
+            assert isinstance(index, Snapshots)
+            take = index.take
+            self._submit(lambda: take(seq, side.snapshot(), side.end), partial(self.stale.add, seq))
+            self.indexed[seq] = side.end
+            self.stale.discard(seq)
 
     def renew(self, ends: Mapping[int, int], recent_queries: Mapping[int, Tensor], paused: Collection[int] = ()) -> None:
-        """Rebuild, from the store and up to the ends given, sequences that are stale or not fully indexed; on the host beside the
-        steps of others where they are paused. To what came from a snapshot the few tokens that it lacks are appended."""
+        """Rebuild, from the store and up to the ends given, sequences that are stale or not fully indexed, unless they are being
+        built: those that are not paused take that over. To what came from a snapshot the few tokens that it lacks are appended."""
         for seq, end in ends.items():
             old = self.indexed[seq]
-            if seq in self._sides or (seq not in self.stale and old >= end):
+            if seq in self._sides:
+                if seq not in paused:
+                    self.take_built(seq)
+                continue
+            if seq not in self.stale and old >= end:
                 continue
             if seq not in self.stale and self.retriever.index.on_host and 4 * (end - old) < old - self.first:
                 rows = self._nothing(end - old)[None]
                 self._append([seq], end - old, rows[:, :, :, 0], rows[:, :, :, 1], None)
                 continue
             rows = self._nothing(end - self.first) if self.retriever.index.on_host else self._stored(seq, self.first, end)
-            given = rows[:, :, 0], rows[:, :, 1], self._queries(recent_queries, seq)
-            if seq in paused and can_build_beside(self.retriever.index):
-                side = self._side(seq)
-                side.change(end, side.index.build, seq, self.first, *given)
-            else:
-                self._build(seq, end, *given)
-                self.stale.discard(seq)
+            self._build(seq, end, rows[:, :, 0], rows[:, :, 1], self._queries(recent_queries, seq))
+            self.stale.discard(seq)
 
     def rollback(self, seq: int, start: int) -> None:
         """Remove the positions >= start from the index, exactly if it can undo its latest append."""

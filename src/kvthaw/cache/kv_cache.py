@@ -293,7 +293,7 @@ class KVCache:
         return all(updater.built(seq, timeout) for updater in updaters(self.layers))
 
     def resume(self, seq: int) -> None:
-        """Include a paused sequence in steps again. Raises CacheError where its index could not be built."""
+        """Include a paused sequence in steps again. Where its index could not be built wait() raises, and the next step."""
         for updater in updaters(self.layers):
             updater.take_built(seq)
         self.sequences.resume(seq)

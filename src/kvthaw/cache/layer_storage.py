@@ -78,6 +78,11 @@ class LayerStorage:
             self.slab.write(seq, ring, torch.stack((keys[:, ring - past :], values[:, ring - past :]), dim=2))
         return start
 
+    def index_ahead(self, ends: Mapping[int, int], recent_queries: Mapping[int, Tensor]) -> None:
+        """Begin to build indexes of prompts on the host, beside the layers that follow; see IndexUpdater.begin."""
+        if self.updater is not None:
+            self.updater.begin(ends, recent_queries)
+
     def resume(self, seq: int, blocks: Sequence[Block], length: int, kept: Snapshot | None) -> None:
         """Begin a sequence with `length` tokens whose rows are kept, and with them perhaps an index."""
         regions = self.slab.regions

@@ -183,12 +183,12 @@ class OffloadedLayer:
         for row in step.rows():
             q = query[row.row, :, row.pad - step.tokens :]  # a clone has the last queries only
             k, v = (x[row.row, :, row.pad :] for x in (key, value))
-            before = self.recent_queries.get(row.seq)
-            self.recent_queries[row.seq] = last_queries(before, q, row.past, self.storage.prompt_queries)
-            paused = row.seq in self.sequences.paused
-            ends[row.seq] = self.storage.append(row, q, k, v, step.remaining, paused=paused)
+            known = self.recent_queries.get(row.seq)
+            self.recent_queries[row.seq] = last_queries(known, q, row.past, self.storage.prompt_queries)
+            ends[row.seq] = self.storage.append(row, q, k, v, step.remaining, paused=row.seq in self.sequences.paused)
         self._taken = step, step.tokens
         self._prompts = ends if self.sequences.announced and not step.remaining else {}
+        self.storage.index_ahead(self._prompts, self.recent_queries)
 
     def resume(self, step: Step, blocks: Mapping[int, Sequence[Block]], kept: Mapping[int, Snapshot]) -> None:
         """Take the first tokens of sequences from blocks of rows that are kept; see LayerStorage.resume."""
