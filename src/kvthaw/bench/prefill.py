@@ -13,6 +13,8 @@ from torch import Tensor
 from kvthaw.bench.card import provenance, where
 from kvthaw.bench.decode import Watch, free
 from kvthaw.bench.shapes import build
+from kvthaw.cache.index_updater import IndexUpdater
+from kvthaw.cache.layers import updaters
 from kvthaw.engine.hf import PreTrainedModel, attach
 from kvthaw.errors import CacheError, at_least
 from kvthaw.evaluate.results import Record, ResultsFile
@@ -108,9 +110,10 @@ def grid(
 def measure(model: PreTrainedModel, one: PrefillSetting, host_bytes: int | None) -> dict[str, Any]:
     """Take a prompt in twice and time both.
 
-    seconds: until its last logits; indexed_s: until all is offloaded and indexed; cold_s: that of the first run, which also takes
-    the host memory from the system. None where the device's memory did not suffice. peak_device_bytes: all that torch held;
-    weight_bytes: of the model.
+    seconds: until its last logits; indexed_s: until all is offloaded and indexed, when the second token can come; index_alone_s: of
+    building the indexes on the host once more with nothing beside, so that `seconds` and these are IceCache's figure 5a; cold_s:
+    indexed_s of the first run, which also takes the host memory from the system. None where the device's memory did not suffice.
+    peak_device_bytes: all that torch held; weight_bytes: of the model.
     """
     ids, times = _prompt(model, one.length), []
     for _ in range(2):
@@ -121,10 +124,11 @@ def measure(model: PreTrainedModel, one: PrefillSetting, host_bytes: int | None)
             times.append(_run(model, one, ids, host_bytes))
         except torch.cuda.OutOfMemoryError:
             break
-    seconds, indexed = times[1] if len(times) == 2 else (None, None)
+    seconds, indexed, alone = times[1] if len(times) == 2 else (None, None, None)
     return {
         "seconds": seconds,
         "indexed_s": indexed,
+        "index_alone_s": alone,
         "cold_s": times[0][1] if times else None,
         "peak_device_bytes": torch.cuda.max_memory_allocated() if ids.is_cuda and indexed is not None else None,
         "weight_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
@@ -152,20 +156,34 @@ def check(model: PreTrainedModel, one: PrefillSetting, host_bytes: int | None) -
         )
 
 
-def _run(model: PreTrainedModel, one: PrefillSetting, ids: Tensor, host_bytes: int | None) -> tuple[float, float]:
-    """Return the seconds until the last logits, and until all is indexed."""
+def _run(model: PreTrainedModel, one: PrefillSetting, ids: Tensor, host_bytes: int | None) -> tuple[float, float, float | None]:
+    """Return the seconds until the last logits, until all is indexed, and of indexing alone where that is the host's work."""
     if one.method == HF:
         begin = _now(ids)
         out = model(ids, use_cache=True, logits_to_keep=1)  # its KV is counted as long as the time is
         seconds = _now(ids) - begin
         del out
-        return seconds, seconds
+        return seconds, seconds, None
     with attach(model, one.method, prefill_chunk=one.chunk, host_bytes=host_bytes, **_sizes(one)) as handle:
         begin = _now(ids)
         model(ids, logits_to_keep=1)
         seconds = _now(ids) - begin
         handle.cache.wait()
-        return seconds, _now(ids) - begin
+        indexed = _now(ids) - begin
+        return seconds, indexed, _build_alone(updaters(handle.cache.kv.layers))
+
+
+def _build_alone(found: Sequence[IndexUpdater]) -> float | None:
+    """Build what indexes on the host hold of the first sequence once more. Returns the seconds."""
+    begin, some = time.perf_counter(), False
+    for updater in found:
+        if updater.retriever.index.on_host and updater.indexed[0] > updater.first:
+            context, some = updater.retriever.context, True
+            rows = torch.empty(context.kv_heads, updater.indexed[0] - updater.first, 0)
+            updater.retriever.fresh_index().build(
+                0, updater.first, rows, rows, torch.empty(context.q_heads, 0, context.head_dim)
+            )
+    return time.perf_counter() - begin if some else None
 
 
 def _sizes(one: PrefillSetting) -> dict[str, Any]:
