@@ -12,6 +12,7 @@ from said import Said, refused
 FIELDS = {"task", "method", "budget", "retrieved", "length", "n", "accuracy", "full_accuracy", "attention_mass", "recall_at_k"}
 FIELDS |= {"hit_rate", "kv_device_bytes", "kv_host_bytes", "ttft_s", "tpot_s", "dense_layers", "attended_mean", "attended_max"}
 FIELDS |= {"seed", "question", "versions"}
+ORACLE = ("--method", "oracle", "--budget", "64")
 
 
 def test_eval_prints_one_object_a_run(model: str, tmp_path: Path) -> None:
@@ -40,20 +41,7 @@ def test_eval_prints_one_object_a_run(model: str, tmp_path: Path) -> None:
 
 
 def test_eval_prefills_a_prompt_once(model: str, tmp_path: Path) -> None:
-    arguments = (
-        "eval",
-        "passkey",
-        "--model",
-        model,
-        "--method",
-        "oracle",
-        "--budget",
-        "64",
-        "--length",
-        "300",
-        "--samples",
-        "2",
-    )
+    arguments = ("eval", "passkey", *ORACLE, "--model", model, "--length", "300", "--samples", "2")
     plain, kept, again = (Said(*arguments, "--json", *more) for more in ((), *[("--kv-dir", str(tmp_path / "kv"))] * 2))
     assert {said.records[0]["accuracy"] for said in (plain, kept, again)} == {plain.records[0]["accuracy"]}
     assert len(list((tmp_path / "kv").iterdir())) in (1, 2)
@@ -61,20 +49,7 @@ def test_eval_prefills_a_prompt_once(model: str, tmp_path: Path) -> None:
 
 
 def test_eval_takes_dense_layers_and_the_sparse_question(model: str) -> None:
-    arguments = (
-        "--model",
-        model,
-        "--method",
-        "oracle",
-        "--budget",
-        "64",
-        "--length",
-        "400",
-        "--samples",
-        "1",
-        "--depths",
-        "50",
-    )
+    arguments = (*ORACLE, "--model", model, "--length", "400", "--samples", "1", "--depths", "50")
     arguments += ("--method", "quest:retrieved=20,sink=4:dense_layers=0")
     said = Said("eval", "passkey", *arguments, "--dense-layers", "0,1", "--question", "sparse", "--seed", "7", "--json")
     *oracle, quest = said.records

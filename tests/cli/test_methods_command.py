@@ -42,6 +42,11 @@ def test_a_method_tells_its_options(name: str) -> None:
     assert len(told["text"]) > 60
     given = {option: of["default"] for option, of in told["options"].items()}
     assert kvthaw.methods.resolve(name, **given).name == name
+
+
+@pytest.mark.parametrize("name", ["full", "icecache", "pariskv", "prkv"])
+def test_a_method_tells_its_options_in_a_table(name: str) -> None:
+    (told,) = Said("methods", name, "--json").records
     said = Said("methods", name).out
     assert said.startswith(f"{name}: {told['text'][:40]}")
     for option, of in told["options"].items():

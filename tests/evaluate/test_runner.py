@@ -138,7 +138,7 @@ SECONDS = ("prefill_s", "index_s", "ttft_s", "tt2t_s", "tpot_s")
         ("dense", ("full", "icecache-digest", "streaming")),
         (
             "sparse",
-            ("full", "h2o", "snapkv-refreshed", "icecache-reuse", "pariskv", "clusterkv", "prkv", "omnikv", "infinigen"),
+            ("full", "h2o", "snapkv-refreshed", "icecache-reuse", "pariskv", "infinigen"),
         ),
     ],
 )
