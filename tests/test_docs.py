@@ -31,6 +31,7 @@ COMMANDS = {
     "demo",
     "methods",
     "serve",
+    "inspect",
     "task",
     "published",
     "perplexity",

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from kvthaw.cli import bench, compare, demo, evaluate, generate, harness, methods, serve
+from kvthaw.cli import bench, compare, demo, evaluate, generate, harness, inspect, methods, serve
 from kvthaw.cli.common import Commands
 
 app = typer.Typer(
@@ -27,6 +27,7 @@ app.command("lm-eval", epilog=harness.EXAMPLES, context_settings={"allow_extra_a
 )
 app.command("compare", epilog=compare.EXAMPLES)(compare.compare)
 app.command("serve", epilog=serve.EXAMPLES)(serve.serve)
+app.command("inspect", epilog=inspect.EXAMPLES)(inspect.inspect)
 app.command("demo", epilog=demo.EXAMPLES)(demo.demo)
 app.add_typer(bench.app, name="bench")
 

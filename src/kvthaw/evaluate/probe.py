@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvthaw.cache.layer_base import LayerKV
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.retriever import Choice
 from kvthaw.engine.hf import Cache
@@ -145,22 +146,24 @@ class Probe:
             return
         start = now(query.device)
         for seq in range(layer.sequences.count):
-            rows = self._rows(layer, seq, query.device)
+            rows = stored_rows(layer, seq, query.device, self._reference.get(layer.number))
             if rows is not None:
                 self.observations.append(observe(layer, seq, query[seq], choice, rows))
         self.seconds += now(query.device) - start
 
-    def _rows(self, layer: OffloadedLayer, seq: int, device: torch.device) -> list[Tensor] | None:
-        """Return all rows of a sequence in parts [H, n, 2, D], or None where some are gone for good."""
-        length, known = layer.length(seq), self._reference.get(layer.number)
-        prefix = 0 if known is None else min(length, known.length(seq))
-        if layer.settings.method.evicts and prefix < length:
-            assert layer.plan is not None
-            gone = layer.indexed(seq) > layer.plan.regions.sink and prefix < layer.indexed(seq)
-            if gone:
-                return None
-        parts = [] if known is None or prefix == 0 else [known.read(seq, 0, prefix).to(device)]
-        return [*parts, layer.read(seq, prefix, length).to(device)] if prefix < length else parts
+
+def stored_rows(layer: OffloadedLayer, seq: int, device: torch.device, known: LayerKV | None = None) -> list[Tensor] | None:
+    """Return all rows of a sequence in parts [H, n, 2, D], or None where some are gone for good. known: a layer that holds its
+    first tokens in full."""
+    length = layer.length(seq)
+    prefix = 0 if known is None else min(length, known.length(seq))
+    if layer.settings.method.evicts and prefix < length:
+        assert layer.plan is not None
+        gone = layer.indexed(seq) > layer.plan.regions.sink and prefix < layer.indexed(seq)
+        if gone:
+            return None
+    parts = [] if known is None or prefix == 0 else [known.read(seq, 0, prefix).to(device)]
+    return [*parts, layer.read(seq, prefix, length).to(device)] if prefix < length else parts
 
 
 def observe(layer: OffloadedLayer, seq: int, query: Tensor, choice: Choice | None, rows: list[Tensor]) -> Observation:

@@ -44,6 +44,11 @@ class Answer:
         self._new = 0  # tokens generated
         self._cached = [0] * len(prompts)  # tokens of each prompt that its first output found in the prefix cache
 
+    @property
+    def id(self) -> str:
+        """The answer's id."""
+        return str(self._head["id"])
+
     def opening(self) -> list[Json]:
         """Return the choices of the chunks that come before any token."""
         return []

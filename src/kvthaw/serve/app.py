@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvthaw.errors import ConfigError
-from kvthaw.serve import contexts
+from kvthaw.serve import contexts, page
 from kvthaw.serve.answers import Answer, ChatAnswer, CompletionAnswer, Json, merged
 from kvthaw.serve.clients import attended, service_of
 from kvthaw.serve.errors import ApiError, told
@@ -28,7 +28,7 @@ MOST_BYTES = 16 << 20
 """Bytes of a body."""
 KEEP_ALIVE = 10.0
 """Seconds of silence after which a stream gets a comment."""
-OPEN_PATHS = ("/health", "/ready")
+OPEN_PATHS = ("/health", "/ready", *page.FILES)
 """Those that need no key."""
 
 router = APIRouter()
@@ -48,6 +48,7 @@ def create_app(service: Service, *, api_keys: Sequence[str] = ()) -> FastAPI:
     app.state.service = service
     app.include_router(router)
     app.include_router(contexts.router)
+    app.include_router(page.router)
     app.add_middleware(Guard, api_keys=api_keys)
     app.add_exception_handler(ApiError, _told)
     app.add_exception_handler(RequestValidationError, _invalid)
@@ -176,7 +177,7 @@ async def _generate(
         sampling = body.sampling()
     except ConfigError as error:
         raise refused(body, error, param) from None
-    job = service.submit(body, prompts, sampling, param)
+    job = service.submit(body, prompts, sampling, param, answer.id)
     if body.stream:
         return EventStream(service, job, _events(service, job, answer, body))
     outputs: list[list[Delta]] = [[] for _ in job.requests]
@@ -226,7 +227,7 @@ class EventStream(StreamingResponse):
 
 def _card(service: Service) -> Json:
     card = {"id": service.name, "object": "model", "created": service.created, "owned_by": "kvthaw"}
-    return card | {"max_model_len": service.batch.capacity}
+    return card | {"max_model_len": service.batch.capacity, "chat_template": service.chats}
 
 
 def _event(data: Json) -> bytes:

@@ -10,6 +10,7 @@ from kvthaw.engine.scheduler import Scheduler
 
 _STEPS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 _REQUESTS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
+_SHARES = (0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995, 1.0)
 _CACHE = {
     "attended_tokens": ("Tokens attended per KV head and step, on average.", "attended_mean"),
     "hit_rate": ("Share of the selected rows that were in the pool already.", "hit_rate"),
@@ -42,6 +43,13 @@ class Metrics:
         self._finished = Counter(
             "kvthaw:request_success", "Requests that ended.", ["model_name", "finished_reason"], registry=self._registry
         )
+        self.attention_mass = Histogram(
+            "kvthaw:attention_mass",
+            "Share of the exact softmax that a sampled step of one layer and request covered, the mean of its heads.",
+            ["model_name"],
+            registry=self._registry,
+            buckets=_SHARES,
+        ).labels(**self._labels)
         self._cache = {field: self._gauge(metric, text) for metric, (text, field) in _CACHE.items()}
         self._bytes = Gauge("kvthaw:kv_bytes", "Bytes of KV by place.", ["model_name", "place"], registry=self._registry)
 

@@ -83,11 +83,16 @@ class Generation(Body):
     # kvthaw's
     context: Name | None = Field(None, description="a kept document, which the prompt follows")
     kv_name: Name | None = Field(None, description="keep this prompt as a context")
+    recall: Literal["selected", "exact"] | None = Field(
+        None, description="record what each token recalled, for GET /v1/recalls/ID; exact: and what the exact top-k is"
+    )
 
     def check(self) -> None:
         """Raise ApiError for fields that do not go together."""
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options is given; it needs stream", param="stream_options")
+        if self.recall is not None and self.n > 1:
+            raise ApiError(400, f"recall is given with n={self.n}; one output is recorded", param="recall")
 
     def _sampling(self, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None) -> Sampling:
         return Sampling(

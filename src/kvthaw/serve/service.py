@@ -20,6 +20,7 @@ from kvthaw.errors import ConfigError, QueueFullError
 from kvthaw.serve.errors import ApiError, too_long
 from kvthaw.serve.metrics import Metrics
 from kvthaw.serve.schema import Generation, Message
+from kvthaw.serve.watcher import Watcher
 from kvthaw.serve.worker import Job, Worker
 
 
@@ -42,7 +43,8 @@ class Service:
     ) -> None:
         self.batch, self.tokenizer, self.name, self.created = batch, tokenizer, name, int(time.time())
         scheduler = Scheduler(batch)
-        self.worker = Worker(scheduler, Metrics(scheduler, name), batch.max_seqs + max_waiting)
+        metrics = Metrics(scheduler, name)
+        self.worker = Worker(scheduler, metrics, Watcher(batch, metrics.attention_mass.observe), batch.max_seqs + max_waiting)
         self._template = chat_template or tokenizer.chat_template
         self._library = library
         kept = {} if library is None else library.restore()
@@ -54,6 +56,11 @@ class Service:
     def ready(self) -> bool:
         """Whether requests are taken."""
         return not self.worker.draining and self.worker.failure is None
+
+    @property
+    def chats(self) -> bool:
+        """Whether there is a chat template."""
+        return self._template is not None
 
     def check(self, model: str | None, outputs: int) -> None:
         """Raise ApiError, before any work is done, for a model that is not served and for more outputs than there is room for."""
@@ -126,8 +133,8 @@ class Service:
             raise ApiError(400, f"the chat template refuses the messages: {error}", param="messages") from None
         return await self.encode(text, special=False)
 
-    def submit(self, body: Generation, prompts: Sequence[Sequence[int]], sampling: Sampling, param: str) -> Job:
-        """Let each prompt wait for its n outputs. param: the field that the prompts are of. Raises ApiError."""
+    def submit(self, body: Generation, prompts: Sequence[Sequence[int]], sampling: Sampling, param: str, name: str) -> Job:
+        """Let each prompt wait for its n outputs. param: the field that the prompts are of; name: the answer's. Raises ApiError."""
         limit = self.batch.capacity
         for ids in prompts:
             if len(ids) + (sampling.max_tokens or 1) > limit:
@@ -146,7 +153,11 @@ class Service:
             if len(prompts) > 1:
                 raise ApiError(400, f"kv_name is given with {len(prompts)} prompts; it names one", param="kv_name")
             requests[0].name = body.kv_name
+        if body.recall is not None and len(prompts) > 1:
+            raise ApiError(400, f"recall is given with {len(prompts)} prompts; one is recorded", param="recall")
         self.check(None, len(requests))  # others may have come while the prompts were tokenized
+        if body.recall is not None:
+            self.worker.watcher.record(name, requests[0], exact=body.recall == "exact")
         return self.worker.submit(requests)
 
     def _encode(self, text: str, special: bool) -> list[int]:

@@ -17,6 +17,7 @@ from kvthaw.engine.sampling import TokenLogprobs
 from kvthaw.engine.scheduler import Scheduler
 from kvthaw.errors import QueueFullError
 from kvthaw.serve.metrics import Metrics
+from kvthaw.serve.watcher import Watcher
 
 Result = TypeVar("Result")
 _log = logging.getLogger(__name__)
@@ -95,6 +96,7 @@ class Worker:
 
     scheduler: Scheduler
     metrics: Metrics
+    watcher: Watcher
     room: int
     draining: bool = False
     failure: Exception | None = None
@@ -217,11 +219,13 @@ class Worker:
     def _step(self) -> None:
         began = time.perf_counter()
         try:
-            told = self.scheduler.step()
+            with self.watcher.watching():
+                told = self.scheduler.step()
         except Exception as error:
             self._recover(error)
             return
         self._failed = False
+        self.watcher.take(told)
         now = time.perf_counter()
         for output in self._outputs.values():
             if not output.placed and output.request.seq >= 0:

@@ -1,0 +1,66 @@
+"""kvthaw inspect: a page that shows which tokens an answer recalled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvthaw.cli import options
+from kvthaw.cli.common import bars, load_model, prompt_text, stderr
+from kvthaw.cli.options import variants_of
+from kvthaw.errors import ConfigError
+from kvthaw.formatting import human
+
+EXAMPLES = (
+    'Examples:\n\n  kvthaw inspect --file book.txt --question "Who stole the tarts?" -o page.html\n\n'
+    '  kvthaw inspect --file book.txt --question "..." --method icecache-digest --method quest --budget 128,256 -o page.html'
+)
+_MOST = 4  # runs of a page
+
+
+def inspect(
+    file: Annotated[Path, typer.Option(help="Read the document from this file.", exists=True, dir_okay=False)],
+    question: Annotated[str, typer.Option(help="What follows the document.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Write the page here.", dir_okay=False)],
+    model: options.Model = "shipped",
+    method: Annotated[
+        list[str] | None, typer.Option(help="Show this method; may be repeated. Default icecache-digest.")
+    ] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="Most tokens attended per KV head and step, several by commas. Default 256.")
+    ] = None,
+    dense_layers: options.DenseLayers = "auto",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after so many tokens.")] = 64,
+    exact: Annotated[bool, typer.Option(help="Compare with the exact top-k, which reads all keys at every step.")] = True,
+    chat: Annotated[bool, typer.Option(help="Send both as one message through the tokenizer's chat template.")] = False,
+    device: options.Device = None,
+    dtype: options.Dtype = "auto",
+) -> None:
+    """Answer a question about a document, and write a page that shows which tokens were recalled for each token of the answer.
+
+    The page is one file of at most 10 MB that opens without a network. All methods and budgets see the same tokens, those that the
+    first one chooses.
+    """
+    variants = variants_of(",".join(method or ["icecache-digest"]), budget, None, dense_layers)
+    if len(variants) > _MOST:
+        raise ConfigError(f"{len(variants)} methods and budgets are given; a page shows at most {_MOST}")
+    document = prompt_text(None, file)
+    from kvthaw.evaluate.text import Chat
+    from kvthaw.evaluate.variant import complete
+    from kvthaw.inspect.page import standalone
+    from kvthaw.inspect.run import inspect as run
+
+    llm, tokenizer = load_model(model, device, dtype)
+    variants = [complete(llm, variant) for variant in variants]
+    with bars() as progress:
+        task = progress.add_task("prefill", total=None)
+        found = run(
+            llm, tokenizer, document, question, variants, limit=max_new_tokens, exact=exact, chat=Chat() if chat else None,
+            progress=lambda done, total: progress.update(task, completed=done, total=total),
+        )  # fmt: skip
+    page = standalone(found, tokenizer, f"{file.name}: {question.strip()}")
+    output.write_text(page, encoding="utf-8")
+    print(tokenizer.decode(found.answer, skip_special_tokens=True))
+    stderr().print(f"wrote {output}, {human(len(page.encode()))}", style="dim", highlight=False)

@@ -1,0 +1,1 @@
+"""What decode steps recalled: a recorder, and a page that shows it."""

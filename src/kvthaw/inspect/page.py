@@ -1,0 +1,114 @@
+"""The page that shows what was recalled, as one file, and the data that it reads."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Sequence
+from html import escape
+from importlib import resources
+from typing import Any
+
+import torch
+
+from kvthaw.engine.text import TextStream
+from kvthaw.errors import ConfigError
+from kvthaw.inspect.pack import pack, pack_sets, stacked
+from kvthaw.inspect.recorder import Recording
+from kvthaw.inspect.run import Inspection, Run
+
+MOST_BYTES = 10_000_000
+"""Bytes of a page, unless another number is asked for."""
+
+
+def asset(name: str) -> str:
+    """Return a file of the page."""
+    return (resources.files("kvthaw.inspect") / "web" / name).read_text(encoding="utf-8")
+
+
+def label(method: str, budget: float | None, retrieved: int | None) -> str:
+    """Return what readers are told of a way to attend."""
+    return f"{method}, budget {256 if budget is None else budget}" if retrieved is None else f"{method}, {retrieved} retrieved"
+
+
+def texts(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
+    """Return the text that each token adds; a token within a character adds nothing."""
+    stream = TextStream(tokenizer)
+    pieces = [stream.push(token) for token in tokens]
+    rest = stream.finish()
+    if pieces:
+        pieces[-1] += rest
+    return pieces
+
+
+def text_data(tokenizer: Any, document: Sequence[int], question: Sequence[int], answer: Sequence[int]) -> dict[str, Any]:
+    """Return the text of all tokens and where each ends, in UTF-16 units, as browsers count."""
+    pieces = [piece for part in (document, question, answer) for piece in texts(tokenizer, part)]
+    lengths = torch.tensor([len(piece.encode("utf-16-le")) // 2 for piece in pieces])
+    return {
+        "text": "".join(pieces),
+        "lengths": pack(lengths),
+        "document": len(document),
+        "answer": len(document) + len(question),
+    }
+
+
+def run_data(name: str, recording: Recording, tokens: int, *, grain: int = 1, **more: Any) -> dict[str, Any]:
+    """Return what one method recalled of `tokens` positions. grain: positions that count as one."""
+    layers, rows = stacked(recording.selected, -1)
+    groups = -(-tokens // grain)
+    data: dict[str, Any] = {"name": name, "layers": layers, "heads": rows.shape[2], "grain": grain, **more}
+    data["selected"] = pack_sets(rows // grain, groups)
+    if any(recording.exact):
+        _, best = stacked(recording.exact, -1)
+        _, mass = stacked(recording.mass, 0)
+        data["exact"] = pack_sets(best // grain, groups, rows // grain)
+        data["mass"] = pack((mass.clamp(0, 1) * 255).round())
+    return data
+
+
+def standalone(inspection: Inspection, tokenizer: Any, title: str, *, most_bytes: int = MOST_BYTES) -> str:
+    """Return the page with an inspection's data in it. Where that is too large, neighbouring positions count as one, as few as will
+    do; the page says how many. Raises ConfigError where nothing helps."""
+    parts = inspection.document, inspection.question, inspection.answer
+    head = {"title": title} | text_data(tokenizer, *parts)
+    tokens, grain, size = sum(map(len, parts)), 1, most_bytes + 1
+    while grain <= tokens:
+        page = _with_data(title, head | {"runs": [_run(run, tokenizer, tokens, grain) for run in inspection.runs]})
+        size = len(page.encode())
+        if size <= most_bytes:
+            return page
+        grain *= 2
+    raise ConfigError(f"the page has {size:,} bytes however it is packed; it may have {most_bytes:,}")
+
+
+def served() -> str:
+    """Return the page that asks a server for its data."""
+    scripts = "".join(f'<script src="{name}" defer></script>' for name in ("page.js", "chat.js"))
+    return _page("kvthaw", '<link rel="stylesheet" href="page.css">', scripts)
+
+
+def _run(run: Run, tokenizer: Any, tokens: int, grain: int) -> dict[str, Any]:
+    of = run.variant
+    said = [tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False) for token in run.said]
+    name = label(of.method, of.budget, of.retrieved)
+    return run_data(name, run.recording, tokens, grain=grain, places=run.places, said=said)
+
+
+def _with_data(title: str, data: dict[str, Any]) -> str:
+    style, script = asset("page.css"), asset("page.js")
+    policy = f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; base-uri 'none'; form-action 'none'"
+    embedded = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    head = f'<meta http-equiv="Content-Security-Policy" content="{policy}"><style>{style}</style>'
+    return _page(title, head, f'<script type="application/json" id="data">{embedded}</script><script>{script}</script>')
+
+
+def _page(title: str, head: str, end: str) -> str:
+    before, _, rest = asset("page.html").partition("<!--head-->")
+    body, _, after = rest.partition("<!--end-->")
+    return before.replace("<!--title-->", escape(title)) + head + body + end + after
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

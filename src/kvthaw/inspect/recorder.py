@@ -1,0 +1,133 @@
+"""Record which tokens every layer and KV head selects, and which the exact top-k would have been."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvthaw.cache.kv_cache import KVCache
+from kvthaw.cache.layer_base import LayerKV
+from kvthaw.cache.offloaded_layer import OffloadedLayer
+from kvthaw.cache.retriever import Choice
+from kvthaw.evaluate.probe import stored_rows
+
+Rows = dict[int, Tensor]
+"""By layer: rows [H, M] int32, -1 padded, on the CPU; of layers that choose, not of those that follow them."""
+
+
+class Recorder:
+    """Holds what every layer selected in the latest step, on the device. It copies once a layer and step, in place, so captured
+    steps contain it."""
+
+    graph_safe = True
+
+    def __init__(self, kv: KVCache) -> None:
+        self._kv, self._latest = kv, dict[int, Tensor]()
+        kv.streams.observers.append(self)
+
+    def detach(self) -> None:
+        """Observe no more."""
+        self._kv.streams.observers.remove(self)
+
+    def __call__(self, layer: OffloadedLayer, query: Tensor, choice: Choice | None) -> None:
+        """Keep a layer's selection until its next step."""
+        if choice is None or not layer.chooses:
+            return
+        rows = choice.selection.rows
+        held = self._latest.get(layer.number)
+        if held is None or held.shape != rows.shape:
+            held = self._latest[layer.number] = torch.empty_like(rows, device=query.device)
+        held.copy_(rows, non_blocking=True)
+
+    def take(self, seq: int) -> Rows:
+        """Return what a sequence selected in the latest step, empty where all layers attend to everything. On a GPU the copy goes
+        behind the step; it has arrived once the device has done what it was given so far."""
+        if not self._latest or not self._kv.offloaded:
+            return {}
+        own = [held[seq] for held in self._latest.values()]
+        flat = torch.cat([rows.flatten() for rows in own]).to("cpu", non_blocking=True)
+        parts = flat.split([rows.numel() for rows in own])
+        return {number: part.view(rows.shape) for number, part, rows in zip(self._latest, parts, own, strict=True)}
+
+
+class ExactTopK:
+    """Ranks all tokens of the retrieval region beside each selection of some sequences, which reads all of their keys: steps are
+    slow, and run eagerly.
+
+    reference: layers by number that hold the same first tokens in full, for methods that evict. rows [H, M]: as many as each head
+    selected, the best by the largest softmax weight in its query group. mass [H]: the share of the exact softmax that sink, window,
+    buffer and the selected rows cover, the mean of the group.
+    """
+
+    def __init__(self, kv: KVCache, seqs: Sequence[int] = (), reference: Sequence[LayerKV] = ()) -> None:
+        self.seqs, self._kv = seqs, kv
+        self._reference = {layer.number: layer for layer in reference}
+        self._rows: dict[int, Rows] = {}
+        self._mass: dict[int, Rows] = {}
+        kv.streams.observers.append(self)
+
+    def detach(self) -> None:
+        """Observe no more."""
+        self._kv.streams.observers.remove(self)
+
+    def __call__(self, layer: OffloadedLayer, query: Tensor, choice: Choice | None) -> None:
+        """Rank the tokens for one query a head."""
+        if choice is None or not layer.chooses:
+            return
+        for seq in self.seqs:
+            parts = stored_rows(layer, seq, query.device, self._reference.get(layer.number))
+            if parts is not None:
+                rows, mass = exact_rows(layer, seq, query[seq], choice.selection.rows[seq].to(query.device), parts)
+                self._rows.setdefault(seq, {})[layer.number] = rows.cpu()
+                self._mass.setdefault(seq, {})[layer.number] = mass.cpu()
+
+    def take(self, seq: int) -> tuple[Rows, Rows]:
+        """Return the best rows and the attention mass by layer of a sequence's latest step, and forget them."""
+        return self._rows.pop(seq, {}), self._mass.pop(seq, {})
+
+
+def exact_rows(layer: OffloadedLayer, seq: int, query: Tensor, selected: Tensor, parts: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the exact top-k [H, M] int32 for a query [Hq, D], k as many as each head selected of rows [H, M], and the attention
+    mass [H] that these cover with sink and ring. parts: all rows of the sequence, [H, n, 2, D] each."""
+    assert layer.plan is not None
+    sink, ring, heads = layer.plan.regions.sink, layer.indexed(seq), selected.shape[0]
+    folded = query.float().reshape(heads, -1, query.shape[-1])
+    scores = torch.cat([folded @ part[:, :, 0].float().transpose(1, 2) for part in parts], dim=2) * layer.scale  # [H, G, n]
+    weights = torch.softmax(scores, dim=2)
+    covered = torch.zeros_like(scores[:, 0], dtype=torch.bool)
+    covered[:, :sink] = covered[:, ring:] = True
+    kept = selected >= 0
+    covered |= torch.zeros_like(covered).scatter_reduce(1, selected.clamp_min(0).long(), kept, "amax")
+    mass = (weights * covered[:, None]).sum(dim=2).mean(dim=1)
+    best = torch.full_like(selected, -1)
+    ranked = torch.log_softmax(scores[:, :, sink:ring], dim=2).amax(dim=1)
+    k = min(selected.shape[1], ranked.shape[1])
+    if k:
+        found = (torch.topk(ranked, k).indices + sink).int()
+        best[:, :k] = torch.where(torch.arange(k, device=found.device) < kept.sum(dim=1, keepdim=True), found, -1)
+    return best, mass
+
+
+@dataclass(eq=False)
+class Recording:
+    """What one sequence recalled, by answer token: the step that chose the token. A step without a selection is empty."""
+
+    selected: list[Rows] = field(default_factory=list)
+    exact: list[Rows] = field(default_factory=list)
+    mass: list[Rows] = field(default_factory=list)
+
+    def skip(self) -> None:
+        """Add a token that a dense pass chose."""
+        self.selected.append({})
+        self.exact.append({})
+        self.mass.append({})
+
+    def take(self, seq: int, recorder: Recorder, exact: ExactTopK | None) -> None:
+        """Add the latest step."""
+        self.selected.append(recorder.take(seq))
+        rows, mass = exact.take(seq) if exact is not None else ({}, {})
+        self.exact.append(rows)
+        self.mass.append(mass)

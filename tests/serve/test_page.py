@@ -1,0 +1,63 @@
+"""The page, and what the server records of its answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from servers import Served, serving
+
+from kvthaw.serve import watcher
+
+BODY: dict[str, Any] = {"prompt": "A long tale of a mouse. " * 10, "max_tokens": 6, "ignore_eos": True, "temperature": 0}
+
+
+def test_the_page_needs_no_key_and_runs_only_its_own_files(loaded: tuple[Any, Any]) -> None:
+    with serving(*loaded, api_keys=("secret",)) as served:
+        for path, kind in (("/", "html"), ("/page.css", "css"), ("/page.js", "javascript"), ("/chat.js", "javascript")):
+            said = served.http.get(path)
+            assert (said.status_code, kind in said.headers["content-type"]) == (200, True)
+            policy = said.headers["content-security-policy"]
+            assert "default-src 'none'" in policy
+            assert "unsafe" not in policy
+            assert said.headers["x-content-type-options"] == "nosniff"
+        assert served.http.get("/v1/recalls/some").status_code == 401
+
+
+def test_an_answer_tells_what_it_recalled(served: Served) -> None:
+    wanted = served.post("/v1/completions", **BODY).json()
+    said = served.post("/v1/completions", **BODY, recall="exact").json()
+    assert said["choices"][0]["text"] == wanted["choices"][0]["text"]
+    assert served.http.get(f"/v1/recalls/{wanted['id']}").status_code == 404, "nothing is recorded unasked"
+    data = served.http.get(f"/v1/recalls/{said['id']}").json()
+    prompt = said["usage"]["prompt_tokens"]
+    assert (data["document"], data["answer"], data["lengths"]["n"]) == (prompt, prompt, prompt + 6)
+    assert data["text"].startswith(BODY["prompt"])
+    (run,) = data["runs"]
+    assert (run["layers"], run["heads"], run["grain"]) == ([0, 1], 2, 1)
+    assert run["selected"]["counts"]["n"] == run["exact"]["counts"]["n"] == run["mass"]["n"] == 6 * 2 * 2
+    assert run["selected"]["gaps"]["n"] > 0
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [({"n": 2}, "recall"), ({"prompt": ["a", "b"]}, "recall"), ({"recall": "all"}, "recall")],
+)
+def test_one_output_is_recorded(served: Served, body: dict[str, Any], param: str) -> None:
+    said = served.post("/v1/completions", **BODY | {"recall": "selected"} | body)
+    assert (said.status_code, said.json()["error"]["param"]) == (400, param)
+
+
+def test_some_steps_are_compared_with_exact_attention(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def observed() -> tuple[float, float]:
+        text = served.http.get("/metrics").text
+        lines = [line.split(" ") for line in text.splitlines() if line.startswith("kvthaw:attention_mass_")]
+        found = {line[0].partition("{")[0]: float(line[-1]) for line in lines}
+        return found["kvthaw:attention_mass_count"], found["kvthaw:attention_mass_sum"]
+
+    before = observed()
+    monkeypatch.setattr(watcher, "EVERY", 4)
+    served.post("/v1/completions", **BODY | {"max_tokens": 21})
+    count, mass = (now - then for now, then in zip(observed(), before, strict=True))
+    assert count == 5
+    assert 0 < mass <= count
