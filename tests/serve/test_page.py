@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,3 +63,11 @@ def test_some_steps_are_compared_with_exact_attention(served: Served, monkeypatc
     count, mass = (now - then for now, then in zip(observed(), before, strict=True))
     assert count == 5
     assert 0 < mass <= count
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are(served: Served) -> None:
+    board = (Path(__file__).parents[2] / "examples" / "grafana.json").read_text()
+    asked = set(re.findall(r"kvthaw:\w+", board))
+    assert len(asked) > 15
+    text = served.http.get("/metrics").text
+    assert [name for name in asked if not re.search(rf"^(# TYPE )?{name}\b", text, re.MULTILINE)] == []
