@@ -10,6 +10,8 @@ from packaging.version import Version
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvthaw.methods import METHODS
+
 VOCAB = 199
 FULL, SLIDING = "full_attention", "sliding_attention"
 ROLLS_BACK_SLIDING = Version(transformers.__version__) >= Version("5.23")
@@ -92,6 +94,9 @@ KINDS = (
 )
 """A method of each kind that a cache treats otherwise: for tests of what a cache does, whatever the index. What an index does is
 tested over METHODS."""
+
+DISTINCT = tuple(name for name in METHODS if not name.endswith("-plus") and name not in ("icecache", "icecache-reuse"))
+"""All methods but those that are another one's index at other options: for tests of what an index does in a whole model."""
 
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("DeepseekV2", _LATENT),

@@ -15,7 +15,7 @@ from kvthaw.engine.batch import Batch
 from kvthaw.engine.request import Request
 from kvthaw.engine.sampling import Sampling, sample
 from kvthaw.errors import CacheError, ConfigError, UnsupportedModelError
-from zoo import build, build_exact, prompt
+from zoo import DISTINCT, build, build_exact, prompt
 
 CAPACITY = 160
 LENGTHS = [70, 5, 110, 33, 1, 90]
@@ -72,7 +72,7 @@ def test_joining_and_leaving_changes_nobodys_tokens(llama: PreTrainedModel, meth
         assert one.finished == "left" or len(one.tokens) == NEW[i]
 
 
-AGAIN = [name for name in kvthaw.METHODS if name != "snapkv-refreshed"] + ["snapkv:refresh=24", "snapkv:refresh=4"]
+AGAIN = [name for name in DISTINCT if name != "snapkv-refreshed"] + ["snapkv:refresh=24", "snapkv:refresh=4"]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel, pipeline
 
 import kvthaw
 from kvthaw.methods import resolve
-from zoo import ROLLS_BACK_SLIDING, VOCAB, build, build_exact, prompt, ragged
+from zoo import DISTINCT, ROLLS_BACK_SLIDING, VOCAB, build, build_exact, prompt, ragged
 
 METHODS = ("oracle", "icecache-digest", "icecache-digest:reuse=3")
 AMPLE = 1024
@@ -339,7 +339,7 @@ def test_crop_undoes(decoded: int, drop: int) -> None:
     torch.testing.assert_close(decode(llama, cache, IDS[:, 20:35]), decode(llama, twin, IDS[:, 20:35]), atol=1e-4, rtol=1e-4)
 
 
-@turns_of("target, source", kvthaw.METHODS, ["full", "oracle", "icecache-digest:reuse=3"])
+@turns_of("target, source", DISTINCT, ["full", "oracle", "icecache-digest:reuse=3"])
 def test_fork_equals_a_fresh_prefill(llama: PreTrainedModel, source: str, target: str) -> None:
     ids, mask = BATCH["input_ids"], BATCH["attention_mask"]
     origin = kvthaw.Cache(llama, source, budget=64)

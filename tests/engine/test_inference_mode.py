@@ -13,11 +13,9 @@ from transformers import PreTrainedModel
 
 import kvthaw
 from kvthaw import Cache
-from zoo import build, prompt, ragged
+from zoo import DISTINCT, build, prompt, ragged
 
 BATCH = ragged([60, 37])
-OTHERS = [name for name in kvthaw.METHODS if not name.endswith("-plus") and name not in ("icecache", "icecache-reuse")]
-"""All but those that are other settings of one of these."""
 EVICT = ("streaming", "h2o", "snapkv", "snapkv-refreshed")
 
 
@@ -74,7 +72,7 @@ def after(
 
 PAIRS = [
     (method, [change for change in CHANGES if change != "fork" or method not in EVICT][turn % 5])
-    for turn, method in enumerate(OTHERS)
+    for turn, method in enumerate(DISTINCT)
 ] + [("icecache-digest", "fork"), ("pariskv", "fork")]
 """Methods take turns at the changes that they allow."""
 

@@ -20,9 +20,8 @@ from kvthaw.index.bounds import BoundIndex
 from kvthaw.index.clusters import ClusterIndex
 from kvthaw.index.forest import TreeIndex
 from kvthaw.kernels import dense
-from kvthaw.methods import METHODS
 from shapes import close
-from zoo import build, build_exact, prompt, ragged
+from zoo import DISTINCT, build, build_exact, prompt, ragged
 
 BATCH = ragged([120, 90, 33])
 WHOLE = 1 << 20
@@ -53,7 +52,7 @@ def test_chunks_give_what_one_pass_gives(monkeypatch: pytest.MonkeyPatch, name: 
         close(close_to, logits)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", DISTINCT)
 def test_every_method_is_indexed_as_in_one_pass(name: str) -> None:
     """A small budget, so that the answer hangs on what the index chose; a last chunk that is no longer than a few steps."""
     llama, given = build_exact("llama", num_hidden_layers=2), {"input_ids": prompt(1, 300)}

@@ -17,6 +17,7 @@ from kvthaw.cache.layer_base import AttentionParams
 from kvthaw.cache.plan import Settings
 from kvthaw.index import clusters, codes, nodes, units
 from kvthaw.methods import METHODS, resolve
+from zoo import DISTINCT
 
 
 @pytest.mark.parametrize("method", ["oracle", "clusterkv", "prkv", "quest", "pariskv", "retroinfer", "icecache-digest"])
@@ -62,7 +63,7 @@ def test_what_is_outgrown_moves_at_one_step() -> None:
     assert one.cache.sequences.capacity == 684
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if name not in ("full", "streaming")])
+@pytest.mark.parametrize("method", [name for name in DISTINCT if name not in ("full", "streaming")])
 def test_going_ahead_changes_nothing_and_moves_nothing(method: str) -> None:
     """Work for the next token may be done while the last one's is under way. A captured step of a graph-safe index reads by
     address, and what a prompt of 200 makes room for is 456 tokens."""
@@ -90,7 +91,7 @@ SOON: dict[str, dict[str, int]] = {
 }
 """Options with which batches are full, and sets chosen anew, after a few tokens."""
 KEEP_WHAT_LEFT = ["full", "streaming", "h2o", "snapkv", "snapkv-refreshed", "icecache", "icecache-reuse", "icecache-digest"]
-REVERSIBLE = [name for name in METHODS if name not in KEEP_WHAT_LEFT]
+REVERSIBLE = [name for name in DISTINCT if name not in KEEP_WHAT_LEFT]
 
 
 def until_full(one: OneLayer) -> OneLayer:
