@@ -3,7 +3,7 @@
 `python -m benchmarks.faults --kills 200 --flips 1000`: a tiny model on a CPU under IceCache, whose trees are saved too. One JSON
 line a kind of fault, with how often what happened; "wrong" must be 0:
 
-- kill: a process is killed (SIGKILL) at a random moment while it saves other tokens over a saved cache. The folder has the old
+- kill: a process that saves one cache over another, in turn, is killed (SIGKILL) at a random moment. The folder has the old
   tokens, the new ones or is not there, each with their own KV, and the next save leaves nothing else beside it.
 - flip, truncate, header: a bit, a file's end, a field of the header is changed. A prompt that the folder began with is prefilled
   anew, with a warning that names the folder, or has the KV that was saved. forged: the same with the header's checksum made anew.
@@ -120,12 +120,16 @@ def kills(folder: Folder, count: int, rng: random.Random) -> Counter[str]:
     """Kill a save at random moments; see the head of this file."""
     found: Counter[str] = Counter()
     begin = time.perf_counter()
-    child(lambda: folder.save(0))
+    folder.save(0)
     whole = time.perf_counter() - begin
+
+    def save_on() -> None:
+        while True:
+            folder.save(1)
+            folder.save(0)
+
     for _ in range(count):
-        folder.save(0)
-        killed = child(lambda: folder.save(1), rng.uniform(0, 1.1 * whole)) == -signal.SIGKILL
-        found["killed" if killed else "ended before"] += 1
+        found["killed"] += child(save_on, rng.uniform(0, 4 * whole)) == -signal.SIGKILL
         found[folder.outcome()] += 1
     folder.save(0)
     found["left over"] = len(list(folder.path.parent.iterdir())) - 1
@@ -272,13 +276,11 @@ def campaign(kill: int, flips: int, refused: int, requests: int, seed: int = 0, 
         Path(place).chmod(0o755)  # a child that is not root looks into it
         folder = Folder(model, Path(place) / "caches" / "kv")
         assert folder.outcome() == "old"
-        faults = [
-            ("kill", kills(folder, kill, rng)),
-            *damage(folder, flips, every, rng),
-            ("refused", refusals(folder, refused, rng)),
-        ]
-        for kind, found in (*faults, ("memory", memory(model, requests, rng))):
+        yield {"fault": "kill", **kills(folder, kill, rng)}
+        for kind, found in damage(folder, flips, every, rng):
             yield {"fault": kind, **found}
+        yield {"fault": "refused", **refusals(folder, refused, rng)}
+        yield {"fault": "memory", **memory(model, requests, rng)}
 
 
 def main() -> None:

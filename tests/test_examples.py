@@ -10,7 +10,7 @@ import pytest
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 EXPECTED = {
     "attach.py": ["planted:", "tokens attended a step"],
-    "conversation.py": ["quiet-harbor: 4417382", "hit rate"],
+    "conversation.py": ["quiet-harbor: 4417382", "prompt tokens were there already", "hit rate"],
     "one_prefill_many_budgets.py": ["oracle", "streaming", "attention mass"],
     "own_method.py": ["largest-keys: "],
     "serving.py": ["tokens in sequence 0", "tokens in sequence 1", "tokens attended a step"],

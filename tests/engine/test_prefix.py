@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from transformers import PreTrainedModel
 
-from kvthaw import Batch, CacheError, PrefixCache, Request, Scheduler
+from kvthaw import Batch, CacheError, PrefixCache, Request, Scheduler, attach
 from kvthaw.engine.library import Library
 from kvthaw.index.forest import TreeIndex
 from zoo import KINDS, build, build_exact, prompt
@@ -155,6 +155,28 @@ def test_blocks_go_to_the_host_and_are_dropped_where_others_need_their_memory(mo
         found, cached = tokens_of(batch, ids)
         assert found == tokens
         assert cached == 202 or ids is prompts[0] or ids is prompts[1]
+
+
+@pytest.mark.parametrize("method", ["full", "auto", "quest", "icecache-digest", "h2o"])
+@torch.inference_mode()
+def test_a_conversation_that_is_generated_turn_by_turn_prefills_what_is_new(model: PreTrainedModel, method: str) -> None:
+    """With the tokens that it has without; a method that drops tokens says why it shares none."""
+    turns = [prompt(1, 140, seed=seed) for seed in (1, 2, 3)]
+    how = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    padded = (torch.arange(140) >= torch.tensor([[30], [0]])).long()
+    found, cached, prefix = list[list[int]](), list[int](), PrefixCache()
+    for kept in (None, prefix):
+        with attach(model, method, prefix_cache=kept, **settings_of(method)) as handle:
+            ids = prompt(1, 50)
+            for turn in turns:
+                ids = model.generate(torch.cat((ids, turn), dim=1), **how)
+                cached.append(handle.stats().cached_tokens)
+                left = model.generate(torch.cat((turn, turn)), attention_mask=padded, **how)
+                assert left.shape == (2, 145), "of other kinds of prompts nothing is taken"
+            found.append(ids.tolist())
+    assert found[0] == found[1]
+    assert cached == ([0] * 6 if method == "h2o" else [0, 0, 0, 0, 190, 335])
+    assert (prefix.stats().refused is not None) == (method == "h2o")
 
 
 def test_a_tree_is_shared_where_little_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ def in_chunks(
 
     def take(**given: Any) -> Any:
         cache = cache_of(given.get("past_key_values"))
-        columns = {name: dim for name, dim in _WITH_TOKENS.items() if given.get(name) is not None}
+        columns = columns_of(given)
         tokens = max((given[name].shape[1] for name in ("input_ids", "inputs_embeds") if name in columns), default=0)
         drafted = 0 if cache is None or tokens == 1 else _drafted(given, cache)
         if cache is None or (tokens <= chunk and not drafted):
@@ -59,7 +59,7 @@ def in_chunks(
             if cache is not None:
                 cache.check_finite()
             return out
-        reason = _whole(given, cache, names)
+        reason = reason_for_one_pass(given, cache, names)
         if reason is not None:
             _log.warning("%d tokens go through the model in one pass: %s", tokens, reason)
             return forward(**given)
@@ -114,7 +114,12 @@ def _drafted(given: dict[str, Any], cache: Cache) -> int:
     return keep - 1 if cache.rolls_back and isinstance(keep, int) and keep > 1 else 0
 
 
-def _whole(given: dict[str, Any], cache: Cache, names: Collection[str]) -> str | None:
+def columns_of(given: dict[str, Any]) -> dict[str, int]:
+    """Return the arguments that have a column for each new token, and the dimension of the columns."""
+    return {name: dim for name, dim in _WITH_TOKENS.items() if given.get(name) is not None}
+
+
+def reason_for_one_pass(given: dict[str, Any], cache: Cache, names: Collection[str]) -> str | None:
     """Return why a prompt must go through in one pass, None if it need not."""
     if "logits_to_keep" not in names:
         return "the model does not take a number of logits_to_keep"

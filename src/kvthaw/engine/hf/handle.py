@@ -17,6 +17,7 @@ from transformers.cache_utils import DynamicCache
 
 from kvthaw.cache.index_api import Method
 from kvthaw.cache.plan import Settings
+from kvthaw.cache.prefix import PrefixCache
 from kvthaw.cache.stats import Stats
 from kvthaw.engine.hf.attention import attends, give_back_attention, unwrap
 from kvthaw.engine.hf.cache import Cache
@@ -24,6 +25,7 @@ from kvthaw.engine.hf.chunks import CHUNK, in_chunks
 from kvthaw.engine.hf.hooks import drop_prefetch
 from kvthaw.engine.hf.layer import CacheLayer
 from kvthaw.engine.hf.replay import replaying
+from kvthaw.engine.hf.reuse import reusing
 from kvthaw.errors import CacheError, at_least
 from kvthaw.kernels.row_format import KvDtype
 from kvthaw.methods.auto import AUTO
@@ -40,7 +42,14 @@ class Forward:
     """
 
     def __init__(
-        self, model: PreTrainedModel, make: Callable[[], Cache], settings: Settings, capture: bool, compiled: bool, chunk: int
+        self,
+        model: PreTrainedModel,
+        make: Callable[[], Cache],
+        settings: Settings,
+        capture: bool,
+        compiled: bool,
+        chunk: int,
+        prefix: PrefixCache | None,
     ) -> None:
         self.model, self.make, self.settings = model, make, settings
         self.cache: Cache | None = None
@@ -62,6 +71,8 @@ class Forward:
         whole = self._whole
         step = replaying(forward, self._behind, compiled=compiled, eager=whole) if capture else None
         self._take = in_chunks(whole, self._behind, chunk, names=self._names, short=step)
+        if prefix is not None:
+            self._take = reusing(self._take, self._behind, prefix, names=self._names)
         model.forward = self
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled module breaks its graph here
@@ -233,6 +244,7 @@ def attach(
     prefill_chunk: int = CHUNK,
     capture: bool = True,
     compile: bool = False,
+    prefix_cache: PrefixCache | None = None,
     **options: Any,
 ) -> Handle:
     """Attend to an offloaded context: generate(), pipeline() and forward() of this model fetch only what each step needs.
@@ -242,7 +254,8 @@ def attach(
     device memory does not grow with the prompt (but for dense_layers and what an index keeps there). capture: on a GPU, replay
     decode steps as one CUDA graph, or as several with host searches between them; steps that cannot be captured, and all on a CPU,
     run eagerly, and the logger kvthaw.engine.hf.replay says why. compile: compile the step with torch.compile first (a minute or
-    more, once), with a warning where that cannot be done.
+    more, once), with a warning where that cannot be done. prefix_cache: prompts of one sequence begin with what it has of them, and
+    are kept in it, so that a conversation that is generated turn by turn prefills what is new; `Stats.cached_tokens` counts it.
 
     Continuations of up to sparse_queries tokens are decoded one by one through the index; longer ones, such as the next question of
     a chat, attend to all of the KV, streamed back from the host, and `Stats.dense_tokens` counts them.
@@ -258,6 +271,7 @@ def attach(
     """
     model = unwrap(model)
     check_type(int, prefill_chunk=prefill_chunk)
+    check_type(PrefixCache | None, prefix_cache=prefix_cache)
     at_least(1, prefill_chunk=prefill_chunk)
     earlier = _attachment(model)
     if earlier is not None:
@@ -289,4 +303,4 @@ def attach(
         if not served:
             give_back_attention(model)
         raise
-    return Handle(Forward(model, make, settings, capture, compile, prefill_chunk))
+    return Handle(Forward(model, make, settings, capture, compile, prefill_chunk, prefix_cache))

@@ -1,0 +1,44 @@
+"""Begin the prompts of an attached model with what a prefix cache has of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+
+from kvthaw.cache.prefix import PrefixCache
+from kvthaw.engine.hf.cache import Cache
+from kvthaw.engine.hf.chunks import columns_of, reason_for_one_pass
+
+
+def reusing(
+    forward: Callable[..., Any], cache_of: Callable[[Any], Cache | None], prefix: PrefixCache, *, names: Collection[str]
+) -> Callable[..., Any]:
+    """Wrap a forward that takes arguments by name, so that a prompt goes through it from where the prefix cache ends, and is kept.
+
+    That is the first prompt of a cache, of one sequence without padding, of which the last token's logits are asked for, and which
+    could go through in chunks. cache_of, names: as for in_chunks()."""
+
+    def take(**given: Any) -> Any:
+        cache, ids, mask = cache_of(given.get("past_key_values")), given.get("input_ids"), given.get("attention_mask")
+        fits = cache is not None and ids is not None and len(ids) == 1 and ids.shape[1] > 1 and given.get("logits_to_keep") == 1
+        if (
+            cache is None
+            or not fits
+            or cache.kv.sequences.padded_length
+            or reason_for_one_pass(given, cache, names) is not None
+        ):
+            return forward(**given)
+        if mask is not None and not bool(mask.all()):
+            return forward(**given)
+        with torch.inference_mode(False), torch.no_grad():  # rows outlive the caller's mode
+            taken = prefix.fill(cache.kv, ids[0])
+        rest = {name: given[name].narrow(dim, taken, ids.shape[1] - taken) for name, dim in columns_of(given).items()}
+        out = forward(**{**given, **rest})
+        cache.wait()
+        with torch.inference_mode(False), torch.no_grad():
+            prefix.keep(cache.kv, ids[0])
+        return out
+
+    return take
