@@ -5,7 +5,8 @@ usage: python3 -m benchmarks.recall recall|drift --method pariskv,quest [--budge
 recall: after one prefill for all, known tokens are sent through each method one by one. drift: the same over a long generation,
 by decode position. recall_at_k: the share of the exact top-k among the k rows selected; at rows: of as many as the budget lets a
 method bring; ceiling: the same for the best among the candidates, for methods that choose candidates first. attention_mass: the
-share of the exact softmax that is covered. Prints a JSON line a variant.
+share of the exact softmax that is covered. --prompt: "text", "needle" and published benchmarks with their data, as in
+longbench_qasper=qasper.jsonl, whose last --steps tokens are sent. Prints a JSON line a variant.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from benchmarks.passages import PASSAGES, Kind, Passage
+from benchmarks.passages import Kind, Passage, maker
 from benchmarks.script import run_as_script
 from kvthaw.cli.options import variants_of
 from kvthaw.engine.decode import decode, generate
@@ -50,7 +51,7 @@ MOST_BINS = 32
 class Study:
     """What is watched, under every variant.
 
-    length: tokens of the prompt. steps: tokens sent after it. kinds: "text", "needle"; samples: passages of each. follow: "text"
+    length: tokens of the prompt. steps: tokens sent after it. kinds: of passages; samples: of each. follow: "text"
     sends the passage's own continuation, "full" what the model draws with full attention at `temperature` (0: the likeliest), the
     same to all, "own" what each variant draws by itself; stop tokens included, for text alone. probe: every n-th step is compared
     with exact attention. text: None is the book that ships.
@@ -70,7 +71,7 @@ class Study:
         at_least(1, length=self.length, steps=self.steps, samples=self.samples, probe=self.probe)
         at_least(0, temperature=self.temperature)
         for kind in self.kinds:
-            one_of(PASSAGES, prompt=kind)
+            maker(kind)
         one_of(get_args(Follow), follow=self.follow)
         if self.follow != "text" and self.kinds != ("text",):
             raise ConfigError(f"follow is {self.follow!r}, for prompts of text alone; they are {', '.join(self.kinds)}")
@@ -209,7 +210,7 @@ class Watcher:
             done += len(settings) - len(missing)
             if not missing:
                 continue
-            passage = PASSAGES[kind](self.tokenizer, length=study.length, steps=study.steps, seed=seed, text=study.text)
+            passage = maker(kind)(self.tokenizer, length=study.length, steps=study.steps, seed=seed, text=study.text)
             for line in self._lines(study, passage, missing, show):
                 self.known.add(line)
                 done += 1

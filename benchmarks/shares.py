@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.passages import PASSAGES, Kind
+from benchmarks.passages import Kind, maker
 from benchmarks.script import run_as_script
 from kvthaw.engine.hf import Cache
 from kvthaw.engine.hf.model import check_prompt, load
@@ -61,7 +61,7 @@ def shares(
             missing = [k for k in rows if known.get(settings[k][place]) is None]
             if missing:
                 base = Cache(model, "full")
-                passage = PASSAGES[kind](tokenizer, length=length, steps=1, seed=number, text=None)
+                passage = maker(kind)(tokenizer, length=length, steps=1, seed=number, text=None)
                 prefill(model, base, passage.prompt)
                 for k in missing:
                     layers = _layers(base, f"prkv:share=auto:page={page}:window={window}", k)
@@ -101,12 +101,14 @@ def main() -> None:
     parser.add_argument("--model", default="shipped")
     parser.add_argument("--length", default="4096,8192")
     parser.add_argument("--rows", default="256,512,1024")
+    parser.add_argument("--prompt", default="text,needle", help="as for benchmarks.recall")
     parser.add_argument("--samples", type=int, default=1)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     lengths, rows = ([int(part) for part in text.split(",")] for text in (given.length, given.rows))
     model, tokenizer = load(given.model)
-    how = {"lengths": lengths, "rows": rows, "samples": given.samples, "name": given.model}
+    how: dict[str, Any] = {"lengths": lengths, "rows": rows, "samples": given.samples, "name": given.model}
+    how["kinds"] = given.prompt.split(",")
     for line in shares(model, tokenizer, ResultsFile(given.out), **how):
         print(json.dumps(line), flush=True)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.passages import PASSAGES, Passage, needle_passage, text_passage
+from benchmarks.passages import PASSAGES, Passage, maker, needle_passage, text_passage
 from benchmarks.recall import Study, Summary, Watcher
 from kvthaw.engine.hf.model import load_shipped
 from kvthaw.errors import ConfigError
@@ -220,3 +220,15 @@ def test_bad_studies_are_refused(loaded: tuple[Any, Any]) -> None:
         watcher(loaded).run(Study(100, 4), [Variant("quest", 64, dense_layers=2)])
     with pytest.raises(ConfigError, match="2,104 tokens; the model's positions end at 2,048"):
         watcher(loaded).run(Study(2100, 4, ("text",)), [PARIS])
+
+
+def test_selections_are_watched_on_published_prompts(loaded: tuple[Any, Any]) -> None:
+    gold = Path(__file__).parents[1] / "evaluate" / "published" / "gold" / "gsm8k.jsonl"
+    kind, tokenizer = f"gsm8k={gold}", loaded[1]
+    passage = maker(kind)(tokenizer, length=400, steps=8, seed=0)
+    assert (len(passage.prompt), len(passage.rest)) == (392, 8)
+    assert tokenizer.decode(passage.rest).endswith("\nA:")
+    (summary,) = watcher(loaded).run(Study(400, 4, kinds=(kind,)), [QUEST])
+    assert 0 < (summary.means.recall_at_k or 0) <= 1
+    with pytest.raises(ConfigError, match="prompt is 'gsm9k=x'; it must be one of text, needle, or"):
+        Study(400, 4, kinds=("gsm9k=x",))
