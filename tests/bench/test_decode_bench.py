@@ -177,14 +177,23 @@ def prefilled(method: str, length: int, **sizes: Any) -> tuple[Any, Cache]:
     return model, cache
 
 
-@pytest.mark.parametrize(("method", "sizes"), [("quest", {"budget": 64}), ("full", {}), ("pariskv", {"retrieved": 20})])
+@pytest.mark.parametrize(
+    ("method", "sizes"),
+    [
+        ("quest", {"budget": 64}),
+        ("full", {}),
+        ("pariskv", {"retrieved": 20}),
+        ("streaming", {"budget": 64}),
+        ("icecache-reuse", {"budget": 64}),
+    ],
+)
 def test_steps_that_do_not_count_reach_the_first_tokens_that_leave(method: str, sizes: dict[str, int]) -> None:
     """If they leave soon: that, too, compiles kernels."""
     model, cache = prefilled(method, 1000, **sizes, dense_layers=0)
     warm, rings = warm_steps(cache), [kv.indexed(0) for kv in cache.frozen_layers]
     assert WARM <= warm <= most_warm(torch.device("cpu"))
     take(model, cache, random_tokens(model, 1, 0), 1, warm=warm, capture=False)
-    if method == "quest":
+    if method in ("quest", "icecache-reuse"):
         assert all(kv.indexed(0) > before for kv, before in zip(cache.frozen_layers, rings, strict=True))
     else:
         assert warm == WARM

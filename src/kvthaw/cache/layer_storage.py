@@ -110,11 +110,12 @@ class LayerStorage:
                 recent_queries[seq] = known[:, -RECENT_QUERIES:].clone()
 
     def undisturbed(self, leaving: Sequence[Sequence[tuple[int, int, int]]]) -> int:
-        """Return how many of the next tokens come before the index changes. leaving: what leaves the rings before each token."""
-        assert self.updater is not None
-        if self.updater.stale:
+        """Return how many of the next tokens come before the index changes, or without one before tokens leave a ring. leaving: what
+        leaves the rings before each token."""
+        updater = self.updater
+        if updater is not None and updater.stale:
             return 0
-        changes = (any(self.updater.indexed[seq] < stop for seq, _, stop in before) for before in leaving)
+        changes = (any(updater is None or updater.indexed[seq] < stop for seq, _, stop in before) for before in leaving)
         return next((t for t, changed in enumerate(changes) if changed), len(leaving))
 
     def reserve(self, ends: Mapping[int, int]) -> None:

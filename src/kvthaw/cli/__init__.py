@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from kvthaw.cli import bench, compare, demo, evaluate, generate, harness, inspect, methods, serve
+from kvthaw.cli import bench, compare, demo, evaluate, generate, harness, inspect, methods, reproduce, serve
 from kvthaw.cli.common import Commands
 
 app = typer.Typer(
@@ -30,6 +30,7 @@ app.command("serve", epilog=serve.EXAMPLES)(serve.serve)
 app.command("inspect", epilog=inspect.EXAMPLES)(inspect.inspect)
 app.command("demo", epilog=demo.EXAMPLES)(demo.demo)
 app.add_typer(bench.app, name="bench")
+app.command("reproduce", epilog=reproduce.EXAMPLES)(reproduce.reproduce)
 
 
 def _version(asked: bool) -> None:

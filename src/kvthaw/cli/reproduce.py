@@ -1,0 +1,125 @@
+"""kvthaw reproduce: the papers' tables and figures."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvthaw.cli import options
+from kvthaw.cli.common import bars, load_model, print_results, save_plot, stderr, tell_outdated, warned
+from kvthaw.cli.options import words
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+    from rich.table import Table
+
+    from kvthaw.evaluate.job import Progress as State
+    from kvthaw.reproduce import Experiment, Outcome
+
+EXAMPLES = (
+    "Examples:\n\n  kvthaw reproduce list\n\n  kvthaw reproduce clusterkv-f11 --quick\n\n"
+    "  kvthaw reproduce icecache-t1 --model meta-llama/Llama-3.1-8B-Instruct --data LongBench/data --out icecache.jsonl "
+    "--plot icecache-t1.png\n\n"
+    "  kvthaw reproduce icecache-f7,clusterkv-f12,prkv-f7 --out speed.jsonl --plot pictures   (a GPU; no weights)"
+)
+
+
+def reproduce(
+    name: Annotated[str, typer.Argument(help="[bold]list[/], or names of it, papers' names or [bold]all[/], by commas.")],
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="[bold]shipped[/], a local folder, or an id on the Hugging Face hub.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="As small as can be, on the shipped model: shows that it works, compares nothing.")
+    ] = False,
+    data: Annotated[
+        str | None, typer.Option(help="Published data: a file, a folder, or [bold]hub[/] to download it.", metavar="PATH")
+    ] = None,
+    text: options.LongText = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Ask the first so many questions or samples only.")] = None,
+    as_json: options.Lines = False,
+    out: options.Out = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw each in the paper's form: a PNG file, or a folder for several.")
+    ] = None,
+    device: options.Device = None,
+    dtype: options.Dtype = "auto",
+) -> None:
+    """Measure a table or figure of a paper at the paper's settings, and print the paper's numbers beside ours."""
+    from kvthaw.evaluate.plot import check, save
+    from kvthaw.evaluate.results import ResultsFile
+    from kvthaw.reproduce import PAPERS, Lab, named, run
+    from kvthaw.reproduce.draw import picture
+
+    if name == "list":
+        every = [one for each in PAPERS.values() for one in each]
+        print_results(map(_listed, every), as_json, lambda: [_list(every)])
+        return
+    wanted = list(named(name))
+    if plot is not None and (plot.is_dir() or len(wanted) > 1 or not plot.suffix):
+        plot.mkdir(parents=True, exist_ok=True)
+    pictures = {one.name: plot / f"{one.name}.png" if plot is not None and plot.is_dir() else plot for one in wanted}
+    for path in pictures.values():
+        check(path)
+    chosen = model or ("shipped" if quick else None)
+    results = ResultsFile(out)
+    with bars() as progress:
+        lab = Lab(chosen, lambda asked: load_model(asked, device, dtype), results, data, words(text), quick, limit, note=warned)
+        outcomes = []
+        bar = progress.add_task("", total=None)
+        for one in wanted:
+            lab.tell = partial(_tell, progress, bar, one.name)
+            outcomes.append(run(one, lab))
+    tell_outdated(results.outdated)
+    for outcome in outcomes:
+        save_plot(pictures[outcome.experiment.name], lambda path, of=outcome: save(picture(of), path))  # type: ignore[misc]
+    print_results([line for each in outcomes for line in each.lines()], as_json, lambda: list(map(_table, outcomes)))
+    for outcome in outcomes:
+        if outcome.experiment.note and not as_json:
+            stderr().print(f"{outcome.experiment.name}: {outcome.experiment.note}", style="dim", soft_wrap=True)
+
+
+def _tell(bar: Progress, task: Any, name: str, state: State) -> None:
+    bar.update(task, description=f"{name}: {state.doing}", completed=state.samples, total=state.of)
+
+
+def _listed(one: Experiment) -> dict[str, object]:
+    return {
+        "name": one.name,
+        "source": one.source,
+        "title": one.title,
+        "paper_on": list(one.says),
+        "needs": one.plan.needs,
+        "minutes": one.minutes,
+    }
+
+
+def _list(every: list[Experiment]) -> Table:
+    from rich.table import Table
+
+    made = Table(title="Minutes are a rough guess for one H100. With --quick none needs anything, and each takes seconds.")
+    for column in ("name", "what", "the paper's model or machine", "needs", "minutes"):
+        made.add_column(column, justify="right" if column == "minutes" else "left")
+    for one in every:
+        made.add_row(one.name, one.title, "; ".join(one.says), one.plan.needs, f"{one.minutes:,.0f}")
+    return made
+
+
+def _table(outcome: Outcome) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    from kvthaw.reproduce.draw import shown
+
+    one = outcome.experiment
+    made = Table(title=f"{one.name}: {one.title}; {one.source}; {one.unit}", box=SIMPLE_HEAD)
+    for column in ("", "", *outcome.said.columns, "on"):
+        made.add_column(column, justify="left" if column in ("", "on") else "right", no_wrap=True)
+    for row, said in outcome.said.rows.items():
+        ours = {column: cell.value for (name, column), cell in outcome.cells.items() if name == row}
+        made.add_row(row, "paper", *(shown(said[column]) for column in outcome.said.columns), outcome.model)
+        made.add_row("", "ours", *(shown(ours.get(column)) for column in outcome.said.columns), outcome.on(row))
+    return made

@@ -1,0 +1,144 @@
+"""A table or figure of a paper: what the paper says, how it is measured, and what comes out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kvthaw.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvthaw.reproduce.lab import Lab
+
+Value = float | str | None
+"""A number, a word in its place such as OOM, or nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """What a paper says. rows: a method with its options -> its values by column."""
+
+    columns: tuple[str, ...]
+    rows: dict[str, dict[str, Value]]
+
+
+def table(text: str) -> Table:
+    """Read a table: a line of columns, then lines of a row's name and its values; "-" is no value."""
+    (columns, *lines) = [line.split() for line in text.strip().splitlines() if line.strip()]
+    found: dict[str, dict[str, Value]] = {}
+    for name, *values in lines:
+        if name in found or len(values) != len(columns):
+            raise ValueError(f"{name} has {len(values)} values for {len(columns)} columns, or stands there twice")
+        found[name] = dict(zip(columns, map(_value, values), strict=True))
+    return Table(tuple(columns), found)
+
+
+def _value(text: str) -> Value:
+    try:
+        return None if text == "-" else float(text)
+    except ValueError:
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A number of ours, and what it was measured on. parts: by depth, where samples have one."""
+
+    value: Value
+    on: str
+    parts: Mapping[float, float] = field(default_factory=dict)
+
+
+Cells = dict[tuple[str, str], Cell]
+"""(row, column) -> what was measured."""
+
+
+class Plan(Protocol):
+    """How the numbers of a table are measured."""
+
+    @property
+    def needs(self) -> str:
+        """What a user brings to a run that is not quick."""
+
+    @property
+    def columns(self) -> Mapping[str, Any]:
+        """Column -> how it is measured."""
+
+    def measure(self, lab: Lab, rows: Sequence[str]) -> Cells:
+        """Return what was measured of rows; cells that cannot be are missing. What the lab's results hold is not measured again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """name: the paper's and its table or figure, such as icecache-t1. says: the paper's model or machine -> its numbers; the first
+    is taken for any other model. unit: of the numbers. form: one of `kvthaw.reproduce.draw.FORMS`. minutes: expected on one H100,
+    roughly. note: what else a reader of the two numbers must know."""
+
+    name: str
+    title: str
+    source: str
+    says: Mapping[str, Table]
+    plan: Plan
+    unit: str
+    form: str = "bars"
+    minutes: float = 10
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        for said in self.says.values():
+            unknown = set(said.columns) - set(self.plan.columns)
+            if unknown:
+                raise ValueError(f"{self.name}: nothing measures {sorted(unknown)}")
+
+    def said(self, model: str | None) -> tuple[str, Table]:
+        """Return the paper's model that a model is, or the first, and what the paper says of it."""
+        short = (model or "").rstrip("/").rpartition("/")[2].lower()
+        return next((one for one in self.says.items() if one[0].lower() == short), next(iter(self.says.items())))
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The paper's numbers beside ours. comparable: the run had the paper's settings, as far as the paper gives them."""
+
+    experiment: Experiment
+    model: str
+    said: Table
+    cells: Cells
+    comparable: bool
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Return a plain dict a row, for JSON."""
+        about = {
+            "name": self.experiment.name,
+            "title": self.experiment.title,
+            "source": self.experiment.source,
+            "unit": self.experiment.unit,
+            "paper_on": self.model,
+        }
+        return [
+            {
+                **about,
+                "row": row,
+                "paper": said,
+                "ours": {column: cell.value for (name, column), cell in self.cells.items() if name == row},
+                "ours_on": self.on(row),
+                "comparable": self.comparable,
+            }
+            for row, said in self.said.rows.items()
+        ]
+
+    def on(self, row: str) -> str:
+        """Return what a row of ours was measured on."""
+        each = list(dict.fromkeys(cell.on for (name, _), cell in self.cells.items() if name == row))
+        words = each[0] if len(each) == 1 else f"{each[0]} ... {each[-1]}" if each else "not measured"
+        return words if self.comparable else f"{words}; NOT comparable"
+
+
+def run(experiment: Experiment, lab: Lab) -> Outcome:
+    """Measure an experiment, or read from the lab's results what is known of it."""
+    model, said = experiment.said(lab.name)
+    cells = experiment.plan.measure(lab, list(said.rows))
+    if not cells:
+        raise ConfigError(f"{experiment.name}: nothing of it could be measured here; it needs {experiment.plan.needs}")
+    return Outcome(experiment, model, said, cells, not lab.quick)

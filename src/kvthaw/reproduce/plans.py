@@ -1,0 +1,187 @@
+"""Plans over what evaluates: published benchmarks, tasks, perplexity."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from kvthaw.evaluate.job import EVEN_DEPTHS, Job
+from kvthaw.evaluate.metrics import mean
+from kvthaw.evaluate.perplexity import Course, Reader
+from kvthaw.evaluate.published.results import summarize
+from kvthaw.evaluate.published.runner import Examiner, Run
+from kvthaw.evaluate.results import Record
+from kvthaw.evaluate.runner import Runner
+from kvthaw.evaluate.tasks import find
+from kvthaw.evaluate.variant import Variant, complete
+from kvthaw.reproduce.experiment import Cell, Cells
+from kvthaw.reproduce.lab import Lab
+
+QUICK = 448
+"""Tokens of a quick prompt."""
+
+
+class Score(NamedTuple):
+    """A benchmark's metric: "score" is avg@k, "pass" pass@k of all samples; others as the benchmark counts them, with a + between
+    two the score of the questions that have both. scale: 100 for per cent."""
+
+    benchmark: str
+    metric: str = "score"
+    scale: float = 100
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Published benchmarks, asked as published. mean: the column that is the mean of all others. length: where prompts are cut in
+    the middle. thinking is the model's default."""
+
+    columns: Mapping[str, Score]
+    length: int | None = None
+    samples: int = 1
+    new_tokens: int | None = None
+    mean: str = ""
+
+    @cached_property
+    def needs(self) -> str:
+        """The benchmarks' data."""
+        names = dict.fromkeys(_family(score.benchmark) for score in self.columns.values() if score.benchmark)
+        return f"--model, --data ({', '.join(names)}: a folder, or hub)"
+
+    def measure(self, lab: Lab, rows: Sequence[str]) -> Cells:
+        """See Plan."""
+        examiner = Examiner(*lab.loaded, lab.results, name=lab.name or "model")
+        variants = {row: lab.variant(row) for row in rows}
+        found: dict[str, dict[Variant, list[Record]]] = {}
+        counts: dict[str, str] = {}
+        names = list(dict.fromkeys(score.benchmark for score in self.columns.values() if score.benchmark))
+        for name in names[: 1 if lab.quick else None]:
+            run = self._run(lab, name)
+            counts[name] = f"{name}, n={len(run.items)}" + f" x {run.samples}" * (run.samples > 1)
+            found[name] = examiner.run(run, list(dict.fromkeys(variants.values())), lab.tell)
+        cells: Cells = {}
+        for row, variant in variants.items():
+            for column, score in self.columns.items():
+                if score.benchmark in found:
+                    value = metric(found[score.benchmark][variant], score)
+                    if value is not None:
+                        cells[row, column] = Cell(value, f"{lab.on}, {said(lab, variant)}, {counts[score.benchmark]}")
+        if self.mean and not lab.quick:
+            others = [column for column in self.columns if column != self.mean]
+            for row in rows:
+                values = [cells[row, column].value for column in others if (row, column) in cells]
+                if len(values) == len(others):
+                    cells[row, self.mean] = Cell(mean(float(v) for v in values if v is not None), cells[row, others[0]].on)
+        return cells
+
+    def _run(self, lab: Lab, name: str) -> Run:
+        benchmark, how = lab.benchmark(name), dict[str, Any]()
+        if self.new_tokens is not None or lab.quick:
+            how["max_new_tokens"] = 3 if lab.quick else self.new_tokens
+        chat = benchmark.generation.chat and getattr(lab.loaded[1], "chat_template", None) is not None
+        samples = min(self.samples, 2) if lab.quick else self.samples
+        length = QUICK // 2 if lab.quick else self.length
+        return Run(benchmark, lab.items(benchmark), replace(benchmark.generation, **how), samples, length, chat)
+
+
+def metric(records: Sequence[Record], score: Score) -> float | None:
+    """Return a metric of one variant's answers, or None where no question has it."""
+    if score.metric == "pass":
+        return score.scale * max(summarize(records)["pass_at"].items())[1]
+    parts = score.metric.split("+")
+    shares = [record["scores"] for record in records if all(part in record["scores"] for part in parts)]
+    value = mean(share["score" if len(parts) > 1 else score.metric] for share in shares)
+    return None if value is None else score.scale * value
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Tasks that are made. columns: -> task, and tokens of the prompt, or words if so many. depths: where the facts stand."""
+
+    columns: Mapping[str, tuple[str | tuple[str, ...], int]]
+    samples: int
+    depths: tuple[float, ...] = EVEN_DEPTHS
+    words: bool = False
+    text: bool = False
+
+    @property
+    def needs(self) -> str:
+        """A model."""
+        return "--model" + ", --text (the essays that RULER hides needles in)" * self.text
+
+    def measure(self, lab: Lab, rows: Sequence[str]) -> Cells:
+        """See Plan."""
+        runner = Runner(*lab.loaded, lab.results, name=lab.name or "model")
+        variants, cells = {row: lab.variant(row) for row in rows}, Cells()
+        different = list(dict.fromkeys(variants.values()))
+        for column, (names, size) in self.columns.items():
+            tasks = ("passkey",) if lab.quick else (names,) if isinstance(names, str) else names
+            records: dict[Variant, list[Record]] = {}
+            for task in tasks:
+                for variant, some in runner.run(self._job(lab, task, size), different, lab.tell).items():
+                    records.setdefault(variant, []).extend(some)
+            for row, variant in variants.items():
+                mine = records[variant]
+                about = f"{'+'.join(tasks)}, {mine[0]['prompt']:,} tokens, n={len(mine)}"
+                value = mean(record["accuracy"] for record in mine)
+                depths = sorted({record["depth"] for record in mine if record["depth"] is not None})
+                parts = {d: 100 * (mean(r["accuracy"] for r in mine if r["depth"] == d) or 0.0) for d in depths}
+                cells[row, column] = Cell(100 * (value or 0.0), f"{lab.on}, {said(lab, variant)}, {about}", parts)
+        return cells
+
+    def _job(self, lab: Lab, task: str, size: int) -> Job:
+        if lab.quick:
+            return Job(task, QUICK, 1, depths=(0.5,), probe=0)
+        length = self._tokens(lab, task, size) if self.words else size
+        return Job(task, length, lab.limit or self.samples, depths=self.depths, probe=0, text=lab.text)
+
+    def _tokens(self, lab: Lab, task: str, words: int) -> int:
+        """Return about how many tokens a prompt of so many words has."""
+        sample, at = find(task).sample(lab.loaded[1], length=4096, seed=0), 4096
+        return words * at // len(sample.prompt.split())
+
+
+@dataclass(frozen=True)
+class Read:
+    """Perplexity of a book after growing lengths, a column each; deviation: the largest over full attention's at any of them."""
+
+    lengths: tuple[int, ...]
+    steps: int
+    samples: int
+    needs: str = "--model, --text (a book of PG19 of 32k tokens)"
+
+    @property
+    def columns(self) -> Mapping[str, Any]:
+        """The lengths, and the largest deviation."""
+        return {**{str(n): n for n in self.lengths}, "deviation": 0}
+
+    def measure(self, lab: Lab, rows: Sequence[str]) -> Cells:
+        """See Plan."""
+        reader = Reader(*lab.loaded, lab.results, name=lab.name or "model", batch=1)
+        lengths = {n: max(64, QUICK * n // max(self.lengths)) if lab.quick else n for n in self.lengths}
+        course = Course(tuple(dict.fromkeys(lengths.values())), 2 if lab.quick else self.steps, 1 if lab.quick else self.samples,
+                        text=lab.text)  # fmt: skip
+        variants, cells = {row: lab.variant(row) for row in rows}, Cells()
+        found = reader.run(course, list(dict.fromkeys(variants.values())), lab.tell)
+        for row, variant in variants.items():
+            by_length = {one["length"]: one for one in found[variant]}
+            on = (
+                f"{lab.on}, {said(lab, variant)}, {'the book that ships' if lab.text is None else '--text'}, n={course.samples}"
+            )
+            for asked, length in lengths.items():
+                cells[row, str(asked)] = Cell(by_length[length]["perplexity"], f"{on}, {length:,} tokens")
+            apart = max(one["perplexity"] - one["full_perplexity"] for one in by_length.values())
+            cells[row, "deviation"] = Cell(apart, on)
+        return cells
+
+
+def said(lab: Lab, variant: Variant) -> str:
+    """Return a variant with all of its limits, in a few words."""
+    whole = complete(lab.loaded[0], variant)
+    limit = f"budget {whole.budget}" if whole.retrieved is None else f"{whole.retrieved} retrieved"
+    return whole.method if whole.method == "full" else f"{whole.method}, {limit}, {whole.dense_layers} dense"
+
+
+def _family(name: str) -> str:
+    return "longbench" if name.startswith("longbench_") and "v2" not in name else name.removesuffix("_cot")

@@ -1,0 +1,102 @@
+"""Plans over the decode benchmark: times and memory of a shape with random weights, which need no model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from kvthaw.bench.card import where
+from kvthaw.bench.check import Checks
+from kvthaw.bench.decode import Bench
+from kvthaw.bench.settings import DecodeSetting, possible, setting
+from kvthaw.errors import ConfigError
+from kvthaw.evaluate.job import Progress
+from kvthaw.evaluate.results import Record
+from kvthaw.reproduce.experiment import Cell, Cells
+from kvthaw.reproduce.lab import Lab
+
+MEASURES: dict[str, Callable[[Record], float]] = {
+    "ttft": lambda record: record["ttft_s"],
+    "tt2t": lambda record: record["tt2t_s"],
+    "tpot": lambda record: record["tpot_s"],
+    "tpot-ms": lambda record: 1e3 * record["tpot_s"],
+    "throughput": lambda record: record["tokens_per_s"],
+    "memory": lambda record: (record["kv_device_bytes"] + record["index_device_bytes"] + record["kv_dense_bytes"]) / 2**20,
+    "total": lambda record: record["ttft_s"] + record["new_tokens"] * record["tpot_s"],
+    "hits": lambda record: 100 * (record["hit_rate"] or 0.0),
+    "median-ms": lambda record: 1e3 * record["itl_p50_s"],
+    "refresh-ms": lambda record: 1e3 * (record["itl_p50_s"] + 128 * max(0.0, record["tpot_s"] - record["itl_p50_s"])),
+}
+"""What is read of a record. refresh-ms: a step that makes the index anew, one in 128, by what the mean has over the median."""
+
+
+class _Passed(Checks):
+    """Lets every setting pass."""
+
+    def __call__(self, setting: DecodeSetting) -> None:
+        return
+
+
+class _Unchecked(Bench):
+    """Times without comparing with transformers first."""
+
+    checks = _Passed
+
+
+class Timing(NamedTuple):
+    """A measure of MEASURES after a prompt of so many tokens, in each row of a batch, over so many steps."""
+
+    length: int
+    measure: str
+    batch: int = 1
+    new_tokens: int = 128
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Runs of the decode benchmark after a prefill of random tokens. steps: how they are taken; eager where that cannot be."""
+
+    columns: Mapping[str, Timing]
+    shape: str = "llama-3.1-8b"
+    steps: str = "captured"
+
+    @property
+    def needs(self) -> str:
+        """A GPU."""
+        return "a GPU"
+
+    def measure(self, lab: Lab, rows: Sequence[str]) -> Cells:
+        """See Plan."""
+        if not lab.quick and where()[0].type != "cuda":
+            raise ConfigError(f"this times the shape {self.shape} on a GPU, and there is none; --quick runs a tiny shape")
+        asked = {(row, column): self._setting(lab, row, timing) for row in rows for column, timing in self.columns.items()}
+        settings = list(dict.fromkeys(asked.values()))
+
+        def watch(what: str, done: int, of: int) -> None:
+            lab.tell(Progress(done, of, 0, 0, what))
+
+        bench = (_Unchecked if lab.quick else Bench)(lab.results, watch=watch, note=lab.note)
+        found = {record.key: record for record in bench.run(settings)}
+        if lab.quick:
+            bench.judge()  # at full size what one run fails with is noted, and the others count
+        cells: Cells = {}
+        for (row, column), one in asked.items():
+            record = found.get(Record(one.to_dict(), {}).key)
+            if record is not None:
+                cells[row, column] = Cell(MEASURES[self.columns[column].measure](record), _on(one))
+        return cells
+
+    def _setting(self, lab: Lab, row: str, timing: Timing) -> DecodeSetting:
+        common = {"budget": 256, "retrieved": None, "dense_layers": None, "seed": 0, "device": where()[1]}
+        sizes = {"shape": self.shape, "length": timing.length, "batch": timing.batch, "new_tokens": timing.new_tokens}
+        if lab.quick:
+            sizes = {"shape": "tiny", "length": 160, "batch": min(2, timing.batch), "new_tokens": 2}
+        one = setting(row, steps=self.steps, **sizes, **common)
+        if lab.quick and not one.dense:
+            one = replace(one, budget=64, retrieved=None, dense_layers=0)
+        return one if possible(one, where()[0].type == "cuda") else replace(one, steps="eager")
+
+
+def _on(one: DecodeSetting) -> str:
+    return f"shape {one.shape} with random weights, {one.device}, {one}"

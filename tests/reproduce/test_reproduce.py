@@ -1,0 +1,80 @@
+"""The papers' tables and figures: what each name measures, prints and draws, as small as can be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvthaw import ConfigError
+from kvthaw.bench import decode, steps
+from kvthaw.bench.shapes import SHAPES
+from kvthaw.engine.hf.model import load
+from kvthaw.evaluate.results import ResultsFile
+from kvthaw.reproduce import EXPERIMENTS, PAPERS, Lab, named, run
+from kvthaw.reproduce.draw import picture
+from kvthaw.reproduce.experiment import table
+from timed import tinier
+
+pytest.importorskip("matplotlib")
+
+
+@pytest.fixture(scope="module")
+def lab(folder: Path) -> Any:
+    """A quick laboratory that all names share: what one measured another need not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(SHAPES, "tiny", tinier())
+        patch.setattr(steps, "most_warm", lambda device: 2)
+        patch.setattr(decode, "free", lambda: None)
+        yield Lab(str(folder), load, quick=True)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_name_runs_quick_and_is_drawn(name: str, lab: Lab, tmp_path: Path) -> None:
+    one = EXPERIMENTS[name]
+    outcome = run(one, lab)
+    lines = outcome.lines()
+    assert [line["row"] for line in lines] == list(outcome.said.rows)
+    assert any(line["ours"] for line in lines)
+    assert all(set(line["ours"]) <= set(line["paper"]) == set(outcome.said.columns) for line in lines)
+    assert all("NOT comparable" in line["ours_on"] and not line["comparable"] for line in lines)
+    figure = picture(outcome)
+    assert one.title in figure.get_suptitle()
+
+
+def test_names_stand_for_papers_and_for_all() -> None:
+    assert [one.name for one in named("all")] == list(EXPERIMENTS)
+    assert [one.name for one in named("IceCache,icecache-t1")][-1] == "icecache-t1"
+    assert {name.rpartition("-")[0] for name in EXPERIMENTS} == set(PAPERS)
+    with pytest.raises(ConfigError, match="did you mean 'icecache-t1'"):
+        list(named("icecache-t11"))
+
+
+def test_a_second_run_reads_the_first_ones_results(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    first = run(EXPERIMENTS["icecache-t3"], Lab(str(folder), load, ResultsFile(out), quick=True))
+    written = out.read_bytes()
+    assert run(EXPERIMENTS["icecache-t3"], Lab(str(folder), load, ResultsFile(out), quick=True)).cells == first.cells
+    assert out.read_bytes() == written
+
+
+def test_the_papers_numbers_are_those_of_the_model() -> None:
+    one = EXPERIMENTS["icecache-t1"]
+    assert one.said("mistralai/Mistral-7B-Instruct-v0.2")[1].rows["full"]["NrtvQA"] == 26.8
+    assert one.said("somebody/another")[0] == "Llama-3.1-8B-Instruct"
+
+
+def test_what_a_full_run_lacks_is_said(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="--model"):
+        run(EXPERIMENTS["icecache-t3"], Lab(None, load))
+    with pytest.raises(ConfigError, match="gsm8k needs its data"):
+        run(EXPERIMENTS["icecache-t3"], Lab(str(folder), load))
+
+
+def test_a_table_is_read_by_its_lines() -> None:
+    read = table("a b\nfull 1.5 OOM\nquest:page=32 - 2")
+    assert read.columns == ("a", "b")
+    assert read.rows == {"full": {"a": 1.5, "b": "OOM"}, "quest:page=32": {"a": None, "b": 2.0}}
+    with pytest.raises(ValueError, match="1 values for 2 columns"):
+        table("a b\nfull 1")
