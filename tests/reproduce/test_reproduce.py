@@ -38,7 +38,7 @@ def test_every_name_runs_quick_and_is_drawn(name: str, lab: Lab, tmp_path: Path)
     assert [line["row"] for line in lines] == list(outcome.said.rows)
     assert any(line["ours"] for line in lines)
     assert all(set(line["ours"]) <= set(line["paper"]) == set(outcome.said.columns) for line in lines)
-    assert all("NOT comparable" in line["ours_on"] and not line["comparable"] for line in lines)
+    assert all(line["ours_on"].startswith("NOT comparable") for line in lines)
     figure = picture(outcome)
     assert one.title in figure.get_suptitle()
 

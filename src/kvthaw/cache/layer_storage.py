@@ -110,7 +110,7 @@ class LayerStorage:
                 recent_queries[seq] = known[:, -RECENT_QUERIES:].clone()
 
     def undisturbed(self, leaving: Sequence[Sequence[tuple[int, int, int]]]) -> int:
-        """Return how many of the next tokens come before the index changes, or without one before tokens leave a ring. leaving: what
+        """Return how many of the next tokens come before the index changes, without one before tokens leave a ring. leaving: what
         leaves the rings before each token."""
         updater = self.updater
         if updater is not None and updater.stale:

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvthaw.errors import unknown
-from kvthaw.reproduce import icecache
+from kvthaw.reproduce import clusterkv, icecache, pariskv, prkv
 from kvthaw.reproduce.experiment import Cell, Experiment, Outcome, run
 from kvthaw.reproduce.lab import Lab
 
-PAPERS: dict[str, tuple[Experiment, ...]] = {"icecache": icecache.EXPERIMENTS}
+PAPERS: dict[str, tuple[Experiment, ...]] = {
+    "icecache": icecache.EXPERIMENTS,
+    "pariskv": pariskv.EXPERIMENTS,
+    "clusterkv": clusterkv.EXPERIMENTS,
+    "prkv": prkv.EXPERIMENTS,
+}
 """Paper -> its experiments."""
 EXPERIMENTS: dict[str, Experiment] = {one.name: one for each in PAPERS.values() for one in each}
 """Name -> experiment."""

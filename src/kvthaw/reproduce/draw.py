@@ -53,12 +53,13 @@ def _table(axes: Any, outcome: Outcome) -> None:
 
 
 def _bars(axes: Any, numbers: Numbers, outcome: Outcome) -> None:
-    rows, columns = list(outcome.said.rows), outcome.said.columns
+    rows, columns, named = list(outcome.said.rows), outcome.said.columns, set[str]()
     for place, column in enumerate(columns):
         for number, row in enumerate(rows):
             value, at = numbers[row].get(column), place + 0.8 * (number + 0.5) / len(rows) - 0.4
             if isinstance(value, float | int):
-                axes.barh(at, value, 0.8 / len(rows), color=_colour(number), label=row if place == 0 else None)
+                axes.barh(at, value, 0.8 / len(rows), color=_colour(number), label=None if row in named else row)
+                named.add(row)
                 axes.text(value, at, f" {shown(value)}", va="center", fontsize=5)
             elif value is not None:
                 axes.text(0, at, f" {value}", va="center", fontsize=5)
@@ -72,7 +73,9 @@ def _lines(axes: Any, numbers: Numbers, outcome: Outcome) -> None:
     for number, row in enumerate(outcome.said.rows):
         known = [(place, v) for place, c in enumerate(columns) if isinstance(v := numbers[row].get(c), float | int)]
         if known:
-            axes.plot(*zip(*known, strict=True), marker="o", markersize=3, color=_colour(number), label=row)
+            joined = [point for point in known if any(map(str.isdigit, columns[point[0]]))]  # others sum up, beside the line
+            axes.plot(*zip(*known, strict=True), "o", markersize=3, color=_colour(number), label=row)
+            axes.plot([place for place, _ in joined], [value for _, value in joined], color=_colour(number))
     axes.set_xticks(range(len(columns)), columns, fontsize=7, rotation=30)
     axes.set_xlim(-0.3, len(columns) - 0.7)
     axes.set_ylabel(outcome.experiment.unit, fontsize=8)

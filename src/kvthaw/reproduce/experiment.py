@@ -93,19 +93,26 @@ class Experiment:
 
     def said(self, model: str | None) -> tuple[str, Table]:
         """Return the paper's model that a model is, or the first, and what the paper says of it."""
-        short = (model or "").rstrip("/").rpartition("/")[2].lower()
-        return next((one for one in self.says.items() if one[0].lower() == short), next(iter(self.says.items())))
+        return next((one for one in self.says.items() if one[0].lower() == _short(model)), next(iter(self.says.items())))
+
+    def is_of(self, model: str | None) -> bool:
+        """Return whether the paper has numbers of a model."""
+        return _short(model) in map(str.lower, self.says)
+
+
+def _short(model: str | None) -> str:
+    return (model or "").rstrip("/").rpartition("/")[2].lower()
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The paper's numbers beside ours. comparable: the run had the paper's settings, as far as the paper gives them."""
+    """The paper's numbers beside ours. differs: in what the run differs from the paper's, settings that it does not give aside."""
 
     experiment: Experiment
     model: str
     said: Table
     cells: Cells
-    comparable: bool
+    differs: str
 
     def lines(self) -> list[dict[str, Any]]:
         """Return a plain dict a row, for JSON."""
@@ -123,7 +130,7 @@ class Outcome:
                 "paper": said,
                 "ours": {column: cell.value for (name, column), cell in self.cells.items() if name == row},
                 "ours_on": self.on(row),
-                "comparable": self.comparable,
+                "differs": self.differs,
             }
             for row, said in self.said.rows.items()
         ]
@@ -132,13 +139,23 @@ class Outcome:
         """Return what a row of ours was measured on."""
         each = list(dict.fromkeys(cell.on for (name, _), cell in self.cells.items() if name == row))
         words = each[0] if len(each) == 1 else f"{each[0]} ... {each[-1]}" if each else "not measured"
-        return words if self.comparable else f"{words}; NOT comparable"
+        return f"{self.differs}: {words}" if self.differs else words
 
 
 def run(experiment: Experiment, lab: Lab) -> Outcome:
     """Measure an experiment, or read from the lab's results what is known of it."""
     model, said = experiment.said(lab.name)
-    cells = experiment.plan.measure(lab, list(said.rows))
+    measured = experiment.plan.measure(lab, list(said.rows))
+    cells = {place: cell for place, cell in measured.items() if place[1] in said.columns}
     if not cells:
         raise ConfigError(f"{experiment.name}: nothing of it could be measured here; it needs {experiment.plan.needs}")
-    return Outcome(experiment, model, said, cells, not lab.quick)
+    return Outcome(experiment, model, said, cells, differs(experiment, lab))
+
+
+def differs(experiment: Experiment, lab: Lab) -> str:
+    """Return why numbers of ours cannot be compared with the paper's, "" where they can."""
+    if lab.quick:
+        return "NOT comparable, tiny"
+    if not experiment.plan.needs.startswith("--model"):
+        return "another machine than the paper's"
+    return "" if experiment.is_of(lab.name) else "another model than the paper's"

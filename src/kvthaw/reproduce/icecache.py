@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from kvthaw.reproduce.devices import pipelined
 from kvthaw.reproduce.experiment import Experiment, Table, table
 from kvthaw.reproduce.plans import Asked, Score, Scores
+from kvthaw.reproduce.special import Special
 from kvthaw.reproduce.timed import Timed, Timing
 
 _MODEL = "Llama-3.1-8B-Instruct"
@@ -98,6 +100,7 @@ icecache:budget=256 {_ALL}
 icecache:budget=128 {_ALL}
 icecache:budget=64  {_ALL}
 """)
+_F5 = table("prefill rest total\nserial - - -\npipelined - - -")
 _F7 = table("""
                           tt2t tpot
 full                      -    -
@@ -153,6 +156,10 @@ EXPERIMENTS = (
     Experiment("icecache-f1", "Device memory against time per token at 36k", "IceCache, figure 1", {_A100: _F1},
                Timed({"memory": Timing(_36K, "memory"), "tpot": Timing(_36K, "tpot")}), "MiB; s a token", "points", 25,
                "the picture's memory is not in the text; memory here: KV and index on the device, dense layers included"),
+    Experiment("icecache-f5", "Offloading and indexing after the prefill, and beside it", "IceCache, figure 5 (section 4.3)",
+               {_A100: _F5}, Special(pipelined, ("prefill", "rest", "total"), "a GPU", {"shape": "llama-3.1-8b", "length": _36K},
+                                     weights=False),
+               "s", "bars", 4, "the figure is a drawing"),
     Experiment("icecache-f6", "Pass key by depth and length", "IceCache, figure 6 (section 5.2)", {_MODEL: _F6},
                Asked(_WORDS, 100, words=True), "% right", "heat", 1500),
     Experiment("icecache-f7", "Time to the second token, time per token, 36k", "IceCache, figure 7 (section 5.3.2)", {_A100: _F7},

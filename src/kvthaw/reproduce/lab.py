@@ -8,25 +8,25 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kvthaw.bench.settings import setting
 from kvthaw.engine.hf import PreTrainedModel
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.job import Progress
 from kvthaw.evaluate.machine import identity
-from kvthaw.evaluate.published import BENCHMARKS, Benchmark, Item
+from kvthaw.evaluate.published import Benchmark, Item
 from kvthaw.evaluate.results import ResultsFile
-from kvthaw.evaluate.variant import FULL, Variant
+from kvthaw.evaluate.variant import FULL, Variant, read_variant
 from kvthaw.reproduce.stand_ins import records
 
-SHRINK = 16
-"""By what --quick divides budgets."""
+BUDGET = 64
+"""Of all quick runs."""
 Load = Callable[[str], tuple[PreTrainedModel, Any]]
 
 
 @dataclass
 class Lab:
     """name: of the model. load: brings model and tokenizer when they are first needed. data: a file or folder of published data, or
-    "hub"; text: a book instead of the one that ships. quick: everything as small as it can be. limit: of a benchmark's questions."""
+    "hub". text: a book instead of the one that ships. quick: run everything as small as it can be. limit: of a benchmark's
+    questions, or a task's samples."""
 
     name: str | None
     load: Load
@@ -57,24 +57,17 @@ class Lab:
 
     def variant(self, row: str) -> Variant:
         """Return the variant of a row such as "pqcache:budget=0.2", smaller if quick."""
-        asked = setting(row, shape="tiny", steps="eager", length=2, batch=1, budget=None, retrieved=None, dense_layers=None,
-                        new_tokens=2, seed=0, device="")  # fmt: skip
-        variant = Variant(asked.method, asked.budget, asked.retrieved, asked.dense_layers)
-        return FULL if asked.dense else self.shrunk(variant)
+        asked = read_variant(row)
+        return asked if asked == FULL else self.shrunk(asked)
 
     def shrunk(self, variant: Variant) -> Variant:
-        """Return the variant, with a small budget if quick."""
+        """Return the variant, with BUDGET if quick."""
         if not self.quick or isinstance(variant.budget, float):
             return variant
-        asked = variant.budget or variant.retrieved or 256
-        return replace(variant, budget=min(128, max(48, int(asked) // SHRINK)), retrieved=None, dense_layers=0)
+        return replace(variant, budget=BUDGET, retrieved=None, dense_layers=0)
 
     def items(self, benchmark: Benchmark) -> list[Item]:
         """Return a benchmark's questions, one that ships in its place if quick."""
         if self.quick:
             return benchmark.items(records(benchmark.name))
         return benchmark.load(self.data)[: self.limit]
-
-    def benchmark(self, name: str) -> Benchmark:
-        """Return a benchmark by name."""
-        return BENCHMARKS[name]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from kvthaw.evaluate.job import EVEN_DEPTHS, Job
 from kvthaw.evaluate.metrics import mean
 from kvthaw.evaluate.perplexity import Course, Reader
+from kvthaw.evaluate.published import BENCHMARKS
 from kvthaw.evaluate.published.results import summarize
 from kvthaw.evaluate.published.runner import Examiner, Run
 from kvthaw.evaluate.results import Record
@@ -24,8 +25,8 @@ QUICK = 448
 
 
 class Score(NamedTuple):
-    """A benchmark's metric: "score" is avg@k, "pass" pass@k of all samples; others as the benchmark counts them, with a + between
-    two the score of the questions that have both. scale: 100 for per cent."""
+    """A benchmark's metric: "score" is avg@k, "pass" pass@k of all samples; others as the benchmark counts them. scale: 100 for per
+    cent."""
 
     benchmark: str
     metric: str = "score"
@@ -35,63 +36,64 @@ class Score(NamedTuple):
 @dataclass(frozen=True)
 class Scores:
     """Published benchmarks, asked as published. mean: the column that is the mean of all others. length: where prompts are cut in
-    the middle. thinking is the model's default."""
+    the middle. samples, new_tokens: of a benchmark, 1 and its own if not there. options: what a benchmark adds to a method's."""
 
     columns: Mapping[str, Score]
     length: int | None = None
-    samples: int = 1
-    new_tokens: int | None = None
+    samples: Mapping[str, int] = field(default_factory=dict)
+    new_tokens: Mapping[str, int] = field(default_factory=dict)
+    options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     mean: str = ""
 
     @cached_property
     def needs(self) -> str:
         """The benchmarks' data."""
-        names = dict.fromkeys(_family(score.benchmark) for score in self.columns.values() if score.benchmark)
+        names = dict.fromkeys(family(score.benchmark) for score in self.columns.values() if score.benchmark)
         return f"--model, --data ({', '.join(names)}: a folder, or hub)"
 
     def measure(self, lab: Lab, rows: Sequence[str]) -> Cells:
         """See Plan."""
         examiner = Examiner(*lab.loaded, lab.results, name=lab.name or "model")
-        variants = {row: lab.variant(row) for row in rows}
-        found: dict[str, dict[Variant, list[Record]]] = {}
-        counts: dict[str, str] = {}
+        cells: Cells = {}
         names = list(dict.fromkeys(score.benchmark for score in self.columns.values() if score.benchmark))
         for name in names[: 1 if lab.quick else None]:
-            run = self._run(lab, name)
-            counts[name] = f"{name}, n={len(run.items)}" + f" x {run.samples}" * (run.samples > 1)
-            found[name] = examiner.run(run, list(dict.fromkeys(variants.values())), lab.tell)
-        cells: Cells = {}
-        for row, variant in variants.items():
-            for column, score in self.columns.items():
-                if score.benchmark in found:
-                    value = metric(found[score.benchmark][variant], score)
+            run, variants = self._run(lab, name), {row: lab.variant(self._written(row, name)) for row in rows}
+            count = f"n={len(run.items)}" + f" x {run.samples}" * (run.samples > 1)
+            found = examiner.run(run, list(dict.fromkeys(variants.values())), lab.tell)
+            for row, variant in variants.items():
+                on = f"{lab.on}, {said(lab, variant)}, {'a stand-in for ' * lab.quick}{name}, {count}"
+                for column, score in self.columns.items():
+                    value = metric(found[variant], score) if score.benchmark == name else None
                     if value is not None:
-                        cells[row, column] = Cell(value, f"{lab.on}, {said(lab, variant)}, {counts[score.benchmark]}")
-        if self.mean and not lab.quick:
-            others = [column for column in self.columns if column != self.mean]
+                        cells[row, column] = Cell(value, on)
+        if self.mean:
+            others = [column for column, score in self.columns.items() if score.benchmark in names[: 1 if lab.quick else None]]
             for row in rows:
                 values = [cells[row, column].value for column in others if (row, column) in cells]
                 if len(values) == len(others):
                     cells[row, self.mean] = Cell(mean(float(v) for v in values if v is not None), cells[row, others[0]].on)
         return cells
 
+    def _written(self, row: str, name: str) -> str:
+        more = self.options.get(name, {}).get(row.partition(":")[0])
+        return f"{row}:{more}" if more else row
+
     def _run(self, lab: Lab, name: str) -> Run:
-        benchmark, how = lab.benchmark(name), dict[str, Any]()
-        if self.new_tokens is not None or lab.quick:
-            how["max_new_tokens"] = 3 if lab.quick else self.new_tokens
-        chat = benchmark.generation.chat and getattr(lab.loaded[1], "chat_template", None) is not None
-        samples = min(self.samples, 2) if lab.quick else self.samples
-        length = QUICK // 2 if lab.quick else self.length
-        return Run(benchmark, lab.items(benchmark), replace(benchmark.generation, **how), samples, length, chat)
+        most = self.new_tokens.get(name)
+        benchmark = BENCHMARKS[name.removesuffix("_cot") if lab.quick else name]
+        generation = replace(
+            benchmark.generation, max_new_tokens=3 if lab.quick else most or benchmark.generation.max_new_tokens
+        )
+        chat = generation.chat and getattr(lab.loaded[1], "chat_template", None) is not None
+        samples = min(2 if lab.quick else 99, self.samples.get(name, 1))
+        return Run(benchmark, lab.items(benchmark), generation, samples, QUICK // 2 if lab.quick else self.length, chat)
 
 
 def metric(records: Sequence[Record], score: Score) -> float | None:
     """Return a metric of one variant's answers, or None where no question has it."""
     if score.metric == "pass":
-        return score.scale * max(summarize(records)["pass_at"].items())[1]
-    parts = score.metric.split("+")
-    shares = [record["scores"] for record in records if all(part in record["scores"] for part in parts)]
-    value = mean(share["score" if len(parts) > 1 else score.metric] for share in shares)
+        return score.scale * float(max(summarize(records)["pass_at"].items())[1])
+    value = mean(record["scores"].get(score.metric) for record in records)
     return None if value is None else score.scale * value
 
 
@@ -183,5 +185,5 @@ def said(lab: Lab, variant: Variant) -> str:
     return whole.method if whole.method == "full" else f"{whole.method}, {limit}, {whole.dense_layers} dense"
 
 
-def _family(name: str) -> str:
+def family(name: str) -> str:
     return "longbench" if name.startswith("longbench_") and "v2" not in name else name.removesuffix("_cot")

@@ -1,0 +1,41 @@
+"""kvthaw reproduce."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from said import Said, refused
+
+
+def test_the_list_says_what_each_needs() -> None:
+    listed = {one["name"]: one for one in Said("reproduce", "list", "--json").records}
+    assert listed["icecache-t1"]["paper_on"] == ["Llama-3.1-8B-Instruct", "Mistral-7B-Instruct-v0.2"]
+    assert "gsm8k" in listed["icecache-t3"]["needs"]
+    shown = Said("reproduce", "list").out
+    assert all(name in shown for name in listed)
+
+
+def test_the_papers_number_stands_beside_ours(model: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    asked = ("reproduce", "icecache-t3,pariskv-t1", "--quick", "--model", model, "--out", str(tmp_path / "out.jsonl"))
+    said = Said(*asked, "--plot", str(tmp_path / "pictures"), "--json")
+    rows = {(one["name"], one["row"]): one for one in said.records}
+    one = rows["icecache-t3", "icecache:budget=0.1"]
+    assert one["paper"] == {"accuracy": 47.4}
+    assert 0 <= one["ours"]["accuracy"] <= 100
+    assert one["ours_on"].startswith("NOT comparable")
+    assert rows["pariskv-t1", "MATH500"]["ours"]["update"] == rows["pariskv-t1", "MATH500"]["paper"]["update"] == 256
+    for name in ("icecache-t3", "pariskv-t1"):
+        assert (tmp_path / "pictures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    again = Said(*asked)
+    assert "47.4" in again.out
+    assert "NOT comparable" in again.out
+
+
+def test_what_is_missing_is_said_in_one_line(model: str) -> None:
+    refused(Said("reproduce", "icecache-t3"), 1, "--model")
+    refused(Said("reproduce", "icecache-t3", "--model", model), 1, "gsm8k", "data")
+    refused(Said("reproduce", "icecache-t33"), 1, "icecache-t3")
+    refused(Said("reproduce", "icecache-f7"), 1, "GPU", "--quick")
