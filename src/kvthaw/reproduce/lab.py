@@ -14,6 +14,7 @@ from kvthaw.evaluate.job import Progress
 from kvthaw.evaluate.machine import identity
 from kvthaw.evaluate.published import Benchmark, Item
 from kvthaw.evaluate.results import ResultsFile
+from kvthaw.evaluate.text import Chat
 from kvthaw.evaluate.variant import FULL, Variant, read_variant
 from kvthaw.reproduce.stand_ins import records
 
@@ -71,3 +72,8 @@ class Lab:
         if self.quick:
             return benchmark.items(records(benchmark.name))
         return benchmark.load(self.data)[: self.limit]
+
+    def chat(self, benchmark: Benchmark) -> Chat | None:
+        """Return the model's chat template, if it has one and the benchmark is asked through one."""
+        asked = benchmark.generation.chat and getattr(self.loaded[1], "chat_template", None) is not None
+        return Chat() if asked else None

@@ -84,9 +84,10 @@ class Scores:
         generation = replace(
             benchmark.generation, max_new_tokens=3 if lab.quick else most or benchmark.generation.max_new_tokens
         )
-        chat = generation.chat and getattr(lab.loaded[1], "chat_template", None) is not None
         samples = min(2 if lab.quick else 99, self.samples.get(name, 1))
-        return Run(benchmark, lab.items(benchmark), generation, samples, QUICK // 2 if lab.quick else self.length, chat)
+        return Run(
+            benchmark, lab.items(benchmark), generation, samples, QUICK // 2 if lab.quick else self.length, lab.chat(benchmark)
+        )
 
 
 def metric(records: Sequence[Record], score: Score) -> float | None:

@@ -189,8 +189,7 @@ def prompts(lab: Lab, source: View, samples: int) -> Iterator[tuple[list[int], l
             yield list(tokenizer(sample.prompt)["input_ids"]), []
     else:
         benchmark = BENCHMARKS[source.prompt]
-        chat = benchmark.generation.chat and getattr(tokenizer, "chat_template", None) is not None
         for item in lab.items(benchmark)[:samples]:
             cut = truncate(tokenizer, item, source.length or None)
-            context, question = split_prompt(tokenizer, cut.context, cut.question, chat)
+            context, question = split_prompt(tokenizer, cut.context, cut.question, lab.chat(benchmark))
             yield context + question, []
