@@ -138,10 +138,13 @@ class E4M3(RowFormat):
         return stored if stored.dtype == torch.uint8 else self.encode(stored)
 
     def _decoded(self, stored: Tensor, parts: int) -> Tensor:
-        wide = torch.float32 if self.dtype == torch.float16 else self.dtype  # float16 lacks the range of scales
-        scales = stored[..., : 4 * parts].contiguous().view(torch.float32).to(wide)
-        codes = stored[..., HEADER : HEADER + parts * self.dim].contiguous().view(torch.float8_e4m3fn)
-        rows: Tensor = codes.unflatten(-1, (parts, self.dim)).to(wide) * scales[..., None]
+        # torch takes 20 times as long on a CPU; float16 has the same bits with another bias of the exponent.
+        bits = stored[..., HEADER : HEADER + parts * self.dim].to(torch.int16)
+        sign = (bits << 8).bitwise_and_(-1 << 15)
+        halves = bits.bitwise_and_(0x7F).bitwise_left_shift_(7).bitwise_or_(sign).view(torch.float16)
+        wide = torch.float32 if self.dtype == torch.float16 else self.dtype  # which holds all scales
+        scales = stored[..., : 4 * parts].contiguous().view(torch.float32) * 256
+        rows: Tensor = halves.to(wide).unflatten(-1, (parts, self.dim)).mul_(scales.to(wide)[..., None])
         return rows.to(self.dtype)
 
 
@@ -153,10 +156,10 @@ def row_format(kv_dtype: KvDtype | None, dim: int, dtype: torch.dtype) -> RowFor
 def definition(rows: Tensor, row_bytes: int) -> Tensor:
     """Return rows [..., 2, D] as e4m3, [..., row_bytes] uint8."""
     x, dim = rows.float(), rows.shape[-1]
-    most = x.abs().amax(dim=-1, keepdim=True).nan_to_num(torch.inf, torch.inf)
+    most = torch.linalg.vector_norm(x, torch.inf, dim=-1, keepdim=True).nan_to_num(torch.inf, torch.inf)
     exponent = ((most.view(torch.int32) + 0x1FFFFF) >> 23).clamp(40, 254)  # of 256 scales; 448 is 1.75 * 256
     scale = ((exponent - 8) << 23).view(torch.float32)
-    codes = (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    codes = (x / scale).clamp_(-448, 448).to(torch.float8_e4m3fn)
     stored = torch.zeros((*rows.shape[:-2], row_bytes), dtype=torch.uint8, device=rows.device)
     stored[..., :HEADER] = torch.where(most.isinf(), torch.nan, scale).flatten(-2).view(torch.uint8)
     stored[..., HEADER : HEADER + 2 * dim] = codes.flatten(-2).view(torch.uint8)

@@ -67,10 +67,10 @@ if HAS_TRITON:
             if DIM is not None:
                 source = block + (h * block_size + row % block_size) * width + tl.zeros((1,), tl.int64)
                 d = tl.arange(0, BLOCK)
-                for part in tl.static_range(2):
-                    x = load_part(source, source != 0, d, part, DIM)
-                    target = slab + b * seq_stride + h * head_stride + (2 * place + part) * DIM + d[None, :]
-                    tl.store(target, x.to(slab.dtype.element_ty), mask=(d < DIM)[None, :])
+                keys, values = load_part(source, source != 0, d, 0, DIM), load_part(source, source != 0, d, 1, DIM)
+                target = slab + b * seq_stride + h * head_stride + 2 * place * DIM + d[None, :]  # once both are on their way
+                tl.store(target, keys.to(slab.dtype.element_ty), mask=(d < DIM)[None, :])
+                tl.store(target + DIM, values.to(slab.dtype.element_ty), mask=(d < DIM)[None, :])
             else:
                 # The compiler cannot infer the alignment of an address that it loads.
                 base = block.to(tl.pointer_type(tl.int32))
