@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from kvthaw import Batch, CacheError, ConfigError, HostMemoryError, QueueFullError, Request, Sampling, Scheduler
 from kvthaw.index.forest import TreeIndex
-from zoo import KINDS, build_exact, prompt
+from zoo import KINDS, build, build_exact, prompt
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +137,30 @@ def test_others_decode_while_the_host_builds_an_index(
     assert [first.tokens, third.tokens] == [plain[0], plain[2]]
     assert second.tokens == (plain[1] if ends == "built" else [])
     assert batch.stats().kv_host_bytes == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["icecache", "icecache-digest"])
+def test_a_gpu_decodes_while_the_host_builds_an_index(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama", max_position_embeddings=4096).to("cuda")
+    asked = [(prompt(1, n, seed=n)[0], new) for n, new in ((300, 60), (1500, 20))]
+    expected, sizes = [], {"max_seqs": 2, "capacity": 2048, "budget": 128, "block_size": 64}
+    for one in asked:
+        expected += together(Scheduler(Batch(model, method, capture=False, **sizes), step_tokens=512), one)[1]
+    scheduler, held = Scheduler(Batch(model, method, **sizes), step_tokens=512), Held(monkeypatch)
+    held.released.set()
+    first, second = (scheduler.submit(ids, max_new_tokens=new, stop=()) for ids, new in asked)
+    while not first.tokens:
+        scheduler.step()
+    held.released.clear()
+    while second.prefilled < second.prompt:
+        scheduler.step()
+    for _ in range(20):
+        assert scheduler.step() == [first]
+    held.released.set()
+    while scheduler.busy:
+        scheduler.step()
+    assert [first.tokens, second.tokens] == expected
 
 
 def test_places_go_by_priority_then_by_arrival(model: PreTrainedModel) -> None:
