@@ -41,6 +41,17 @@
     return Uint32Array.from(out);
   }
 
+  function common(a, b) {
+    let n = 0;
+    for (let i = 0, j = 0; i < a.length && j < b.length;) {
+      const [left, right] = [a[i], b[j]];
+      n += left === right;
+      i += left <= right;
+      j += right <= left;
+    }
+    return n;
+  }
+
   /** Sets by layer, head and step; each is packed as its difference to the one before, or to the same of `beside`. */
   async function sets(packed, steps, beside) {
     const [counts, gaps] = await Promise.all([ints(packed.counts), ints(packed.gaps)]);
@@ -98,17 +109,17 @@
 
   /** What the filter's sets have in common with the exact top-k, and the attention mass that they cover. */
   function quality(run, filter) {
-    let [rows, common, best, mass, n] = [0, 0, 0, 0, 0];
+    let [rows, shared, best, mass, n] = [0, 0, 0, 0, 0];
     visit(run, (s, l, h, t) => {
       if (!run.sets[s].length) return;
       n++;
       rows += run.sets[s].length;
       if (!run.best) return;
       best += run.best[s].length;
-      common += (run.sets[s].length + run.best[s].length - differ(run.sets[s], run.best[s]).length) / 2;
+      shared += common(run.sets[s], run.best[s]);
       mass += run.shares[(t * run.layers.length + l) * run.heads + h] / 255;
     }, filter);
-    return { rows: rows / n, recall: run.best ? common / best : NaN, mass: run.best ? mass / n : NaN };
+    return { rows: rows / n, recall: run.best ? shared / best : NaN, mass: run.best ? mass / n : NaN };
   }
 
   // The columns with the document
