@@ -1,4 +1,4 @@
-# make demo: the main job on real input.   make test: the whole suite.   make check: format, lint, types, quick tests.
+# make demo: the main job on real input.   make test: the whole suite.   make check: format, lint, types, quick tests.   make docs: the site.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -25,6 +25,11 @@ quick: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/kvthaw bench decode --shape tiny --length 8192 --method full,icecache-digest --json
 
+docs:
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/pip install --quiet -r docs/requirements.txt
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet --site-dir site
+
 # torch first and by its exact version: any looser request would bring the CUDA build, several GB
 $(STAMP): constraints.txt pyproject.toml CMakeLists.txt $(wildcard src/kvthaw/native/*.cpp src/kvthaw/native/*.h)
 	$(PYTHON) -m venv .venv
@@ -35,4 +40,4 @@ $(STAMP): constraints.txt pyproject.toml CMakeLists.txt $(wildcard src/kvthaw/na
 	touch $@
 
 clean:
-	rm -rf build dist .venv
+	rm -rf build dist site .venv .venv-docs

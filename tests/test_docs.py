@@ -10,6 +10,9 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
+import yaml
+from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
 from benchmarks.cells import read_cells
@@ -18,6 +21,7 @@ from kvthaw.evaluate.describe import markdown
 from kvthaw.evaluate.published import BENCHMARKS
 from kvthaw.evaluate.tasks import SUITES, TASKS
 from kvthaw.methods import METHODS, resolve
+from zoo import build, prompt
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = {
@@ -138,3 +142,30 @@ def test_every_command_that_is_shown_can_be_given(monkeypatch: pytest.MonkeyPatc
     for line in kinds.values():  # one of each command and its options, whatever their values
         said = CliRunner().invoke(cli.app, [*parts[line], "--help"])  # options are looked up before help is shown
         assert said.exit_code == 0, f"{line}: {said.output}"
+
+
+@pytest.fixture(scope="module")
+def llama() -> PreTrainedModel:
+    return build("llama")
+
+
+@pytest.mark.parametrize("page", ["index.md", "choose.md", "planning.md", "documents.md"])
+def test_code_on_a_page_runs(
+    page: str, llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One block after the other, with a model and its inputs at hand."""
+    monkeypatch.chdir(tmp_path)
+    ids = prompt(1, 100)
+    names = {"model": llama, "inputs": {"input_ids": ids, "attention_mask": torch.ones_like(ids)}}
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
+    assert blocks
+    with torch.no_grad():
+        for block in blocks:
+            exec(block, names)  # as a reader would
+
+
+def test_every_page_stands_in_the_site_s_navigation_but_two_that_others_link_to() -> None:
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    pages = [page for entry in site["nav"] for page in entry.values()]
+    assert len(pages) <= 15
+    assert sorted([*pages, "glossary.md", "published.md"]) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
