@@ -78,3 +78,23 @@ def test_it_selects_what_the_paper_would(name: str, group: int) -> None:
         ranked = most(scale * scores, [len(m) for m in members])
         wanted = filled(ranked, members, static)
         assert {row - FIRST for row in found[head]} == wanted
+
+
+def test_undo_brings_back_kept_keys_that_an_append_wrote_over() -> None:
+    """Of more tokens than leave a ring at once; a batch that becomes full later is clustered as if they had never come."""
+    plain, undone = (Seqs(partial(ClusterIndex, batch=32, clusters_per_batch=2), [100]) for _ in range(2))
+    for seqs in (plain, undone):
+        seqs.append(20)
+    length = undone.length[0]
+    undone.append(60)
+    assert isinstance(undone.index, ClusterIndex)
+    undone.index.undo(0, length)
+    undone.store.truncate(0, length)
+    undone.length[0] = length
+    for seqs in (plain, undone):
+        seqs.append(20)
+    assert undone.sets(30) == plain.sets(30)
+    assert isinstance(plain.index, ClusterIndex)
+    units = int(plain.index.counts[0])
+    assert int(undone.index.counts[0]) == units
+    assert torch.equal(undone.index.digests[0, :, :units], plain.index.digests[0, :, :units])
