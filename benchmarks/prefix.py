@@ -6,6 +6,8 @@ JSON line a method, with seconds to a first token, indexing included:
 - document_s: the document with an earlier question. fresh_s: with another, in a batch that keeps nothing. reuse_s: with that one
   where the document is kept; the least of `--repeats` questions.
 - save_s, restore_s: the document to a folder and back, out of the page cache, with SHA-256. restored_s: a question after that.
+  restored_first_s: the first one, for which a saved tree is restored; rebuilt_first_s: for which the index is built anew.
+- disk_restore_s, disk_read_s: the same where the page cache has nothing of it, and reading the files alone.
 
 Tokens of the three are compared. Times of few layers are no model's; the KV of a layer is.
 """
@@ -14,10 +16,12 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,6 +47,24 @@ def timed(work: Callable[[], Result]) -> tuple[Result, float]:
     return result, time.perf_counter() - begin
 
 
+def save(library: Library) -> float:
+    """Save the document that is kept; return the seconds."""
+    return timed(lambda: library.save("document", library.parts("document")))[1]
+
+
+def forget(folder: Path) -> None:
+    """Drop a folder's files, which are synced, from the system's page cache."""
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def read(folder: Path) -> None:
+    """Read a folder's files, as many at a time as a restore, and do nothing else."""
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda path: len(path.read_bytes()), folder.iterdir()))
+
+
 def measure(
     model: PreTrainedModel, method: str, length: int, question: int, repeats: int, settings: dict[str, Any], folder: Path
 ) -> dict[str, Any]:
@@ -54,8 +76,8 @@ def measure(
         for _ in range(repeats + 1)
     ]
 
-    def batch_of(prefix: PrefixCache | None) -> Batch:
-        made = Batch(model, method, max_seqs=1, capacity=length + question + 64, prefix_cache=prefix, **settings)
+    def batch_of(prefix: PrefixCache | None, **other: Any) -> Batch:
+        made = Batch(model, method, max_seqs=1, capacity=length + question + 64, prefix_cache=prefix, **settings, **other)
         made.join([0] * 300, max_new_tokens=2, stop=())  # allocates and compiles
         while made.requests:
             made.step()
@@ -78,16 +100,24 @@ def measure(
     _, document_s, _ = ask(batch, prompts[0])
     reused = [ask(batch, ids) for ids in prompts[1:]]
     ask(batch, document, 1, name="document")
-    library = Library(batch.cache, prefix, folder)
-    _, save_s = timed(lambda: library.save("document", library.parts("document")))
+    save_s = save(Library(batch.cache, prefix, folder))
     kv_bytes = sum(file.stat().st_size for file in (folder / "document").iterdir())
-    del batch, library, prefix
+    del batch, prefix
     gc.collect()
-    prefix = PrefixCache(host_bytes=1 << 50)
-    batch = batch_of(prefix)
-    library = Library(batch.cache, prefix, folder)
-    _, restore_s = timed(library.restore)
-    restored = [ask(batch, ids) for ids in prompts[1:]]
+
+    def restore(*, cold: bool = False, **other: Any) -> tuple[float, list[tuple[list[int], float, int]]]:
+        prefix = PrefixCache(host_bytes=1 << 50)
+        batch = batch_of(prefix, **other)
+        if cold:
+            forget(folder / "document")
+        _, seconds = timed(Library(batch.cache, prefix, folder).restore)
+        return seconds, [ask(batch, ids) for ids in prompts[1:]]
+
+    restore_s, restored = restore()
+    _, rebuilt = restore(seed=1)  # no tree that was saved is of this seed
+    forget(folder / "document")
+    _, read_s = timed(lambda: read(folder / "document"))
+    disk_s, _ = restore(cold=True)
     return {
         "document_s": document_s,
         "fresh_s": min(seconds for _, seconds, _ in fresh),
@@ -96,6 +126,10 @@ def measure(
         "save_s": save_s,
         "restore_s": restore_s,
         "restored_s": min(seconds for _, seconds, _ in restored),
+        "restored_first_s": restored[0][1],
+        "rebuilt_first_s": rebuilt[0][1],
+        "disk_restore_s": disk_s,
+        "disk_read_s": read_s,
         "kv_bytes": kv_bytes,
         "cached_tokens": [cached for _, _, cached in reused],
         "same_tokens": [tokens for tokens, _, _ in fresh]

@@ -37,11 +37,14 @@ class DeviceMemory:
         self._arenas: dict[tuple[object, ...], BlockArena] = {}
 
     def resolve(self, device: torch.device) -> None:
-        """Say what "auto" means on a device: free bytes less 2 GiB and a sixteenth of all, the least of all processes; on a CPU,
+        """Say what "auto" means on a device: the bytes that are free, and that torch may take
+        (`torch.cuda.set_per_process_memory_fraction`), less 2 GiB and a sixteenth of all, the least of all processes; on a CPU,
         nothing."""
         if self.limit == "auto" and not self.bytes and device.type == "cuda":
             free, total = torch.cuda.mem_get_info(device)
-            free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) + sum(self.fixed.values())
+            total = int(total * torch.cuda.get_per_process_memory_fraction(device))
+            taken = torch.cuda.memory_allocated(device)
+            free = min(free + torch.cuda.memory_reserved(device), total) - taken + sum(self.fixed.values())
             self.bytes = self.ranks.least(max(0, free - total // 16 - (2 << 30)))
 
     def share(self, layer: int) -> int:

@@ -22,15 +22,10 @@ def reusing(
 
     def take(**given: Any) -> Any:
         cache, ids, mask = cache_of(given.get("past_key_values")), given.get("input_ids"), given.get("attention_mask")
-        fits = cache is not None and ids is not None and len(ids) == 1 and ids.shape[1] > 1 and given.get("logits_to_keep") == 1
-        if (
-            cache is None
-            or not fits
-            or cache.kv.sequences.padded_length
-            or reason_for_one_pass(given, cache, names) is not None
-        ):
+        if cache is None or ids is None or len(ids) > 1 or ids.shape[1] == 1 or cache.kv.sequences.padded_length:
             return forward(**given)
-        if mask is not None and not bool(mask.all()):
+        padded = isinstance(mask, torch.Tensor) and not bool(mask.all())
+        if padded or given.get("logits_to_keep") != 1 or reason_for_one_pass(given, cache, names) is not None:
             return forward(**given)
         with torch.inference_mode(False), torch.no_grad():  # rows outlive the caller's mode
             taken = prefix.fill(cache.kv, ids[0])

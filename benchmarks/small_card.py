@@ -1,0 +1,164 @@
+"""How far a small card goes: torch may take 24 GiB of the device, and, in the same run, all of it.
+
+`python -m benchmarks.small_card --out small_card.jsonl` on a GPU: the 8B shape, all layers, random weights, one sequence of
+random tokens that goes through the model, so that every layer has rows of its own. For each length, one JSON line a contender and
+card:
+
+- kvthaw: method "auto", device_memory "auto". dynamic: transformers' DynamicCache. offloaded: its offloading one, up to
+  `--offloaded` tokens, since each token brings all KV over the bus.
+- prefill_s: to the first token, offloading and indexing included. ms: the median of a token's. peak_bytes: what torch took at most.
+  error: instead of these, where memory was short.
+
+In the end a line with the longest prompt that each served on the small card, and whether kvthaw's greedy tokens are the same on
+both, and how many times the whole card's ms its ms are. Exits with 1 where the tokens differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from kvthaw import Cache, HostMemoryError
+from kvthaw.bench.card import noted, provenance, where
+from kvthaw.bench.shapes import build
+from kvthaw.engine.decode import decode, forward
+from kvthaw.engine.prefill import prefill
+
+PIECE = 4096
+"""Tokens of a prompt that transformers' caches get at once."""
+
+
+def run(model: PreTrainedModel, contender: str, length: int, steps: int, budget: int) -> dict[str, Any]:
+    """Serve one prompt and some greedy tokens. Returns the times, or the error."""
+    ids = torch.randint(0, model.config.vocab_size, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        begin, cache = now(), make(model, contender, budget)
+        if isinstance(cache, Cache):
+            logits = prefill(model, cache, ids)[None]
+            cache.wait()
+        else:
+            for at in range(0, length, PIECE):
+                logits = forward(model, cache, [ids[at : at + PIECE]])
+        first, tokens, laps = now() - begin, list[int](), [now()]
+        for token in decode(model, cache, logits, lambda after: after.argmax(-1)):
+            tokens.append(int(token[0]))
+            laps.append(now())
+            if len(tokens) > steps:
+                break
+    except (torch.OutOfMemoryError, HostMemoryError) as error:
+        return {"error": str(error).splitlines()[0]}
+    each = sorted(after - before for before, after in pairwise(laps[4:]))
+    found = {
+        "prefill_s": first,
+        "ms": 1e3 * each[len(each) // 2],
+        "peak_bytes": torch.cuda.max_memory_allocated() if cuda else 0,
+    }
+    if isinstance(cache, Cache):
+        stats = cache.stats()
+        found |= {"method": stats.method, "device_block_bytes": stats.device_block_bytes, "kv_host_bytes": stats.kv_host_bytes}
+    return {**found, "tokens": tokens}
+
+
+def make(model: PreTrainedModel, contender: str, budget: int) -> Cache | DynamicCache:
+    """Return an empty cache."""
+    if contender == "kvthaw":
+        return Cache(model, "auto", budget=budget)
+    return DynamicCache(config=model.config, offloading=contender == "offloaded")
+
+
+def now() -> float:
+    """Return the time when the device has done all."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def measure(model: PreTrainedModel, given: argparse.Namespace, lengths: list[int]) -> Iterator[dict[str, Any]]:
+    """Yield a line for each card, contender and length."""
+    total = torch.cuda.get_device_properties(model.device).total_memory if torch.cuda.is_available() else 0
+    for card in ("small", "whole"):
+        if total:
+            torch.cuda.set_per_process_memory_fraction(min(1.0, given.gib * 2**30 / total) if card == "small" else 1.0)
+        for contender in given.contenders.split(","):
+            for length in lengths:
+                if contender == "offloaded" and length > given.offloaded:
+                    continue
+                found = run(model, contender, length, given.steps, given.budget)
+                gc.collect()
+                if total:
+                    torch.cuda.empty_cache()
+                yield {"card": card, "gib": given.gib, "contender": contender, "length": length, **found}
+                if "error" in found:
+                    break  # longer ones are no better off
+
+
+def verdict(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the longest prompts, and kvthaw's small card beside the whole one."""
+    served = [line for line in lines if "error" not in line]
+    longest = {
+        line["contender"]: line["length"]
+        for line in sorted(served, key=lambda line: int(line["length"]))
+        if line["card"] == "small"
+    }
+    ours = {(line["card"], line["length"]): line for line in served if line["contender"] == "kvthaw"}
+    both = [
+        (ours["small", length], ours["whole", length]) for card, length in ours if card == "small" and ("whole", length) in ours
+    ]
+    return {
+        "longest": longest,
+        "times": {small["length"]: small["ms"] / whole["ms"] for small, whole in both},
+        "same_tokens": all(small["tokens"] == whole["tokens"] for small, whole in both),
+    }
+
+
+def main() -> None:
+    """Measure, one JSON line a run."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", default="llama-3.1-8b")
+    parser.add_argument("--layers", type=int, help="all by default")
+    parser.add_argument("--lengths", default="32768,131072,524288")
+    parser.add_argument("--contenders", default="kvthaw,dynamic,offloaded")
+    parser.add_argument("--offloaded", type=int, default=131072, help="the longest prompt for transformers' offloading cache")
+    parser.add_argument("--gib", type=float, default=24.0)
+    parser.add_argument("--budget", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--commit")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    device, name = where()
+    model, lines = build(given.shape, device, layers=given.layers), list[dict[str, Any]]()
+    about = {"shape": given.shape, "layers": model.config.num_hidden_layers, "budget": given.budget, "device": name}
+
+    def told(line: dict[str, Any]) -> None:
+        text = json.dumps({**about, **line, "about": provenance(given.commit)})
+        print(text, flush=True)
+        if given.out:
+            with given.out.open("a", encoding="utf-8") as file:
+                file.write(text + "\n")
+
+    with torch.no_grad():
+        for line in measure(model, given, [int(length) for length in given.lengths.split(",")]):
+            lines.append(line)
+            told(line)
+    found = verdict(lines)
+    told(found)
+    if not found["same_tokens"]:
+        noted("kvthaw's tokens on the small card differ from those on the whole one")
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
