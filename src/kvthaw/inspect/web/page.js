@@ -229,15 +229,15 @@
     }
 
     listTop() {
-      const passages = [];
-      for (let from = 0; from < view.tokens; from += PASSAGE) {
-        let sum = 0;
-        for (let t = from; t < Math.min(from + PASSAGE, view.tokens); t++) sum += this.heat[Math.floor(t / this.shown.run.grain)];
+      const { grain } = this.shown.run;
+      const [passages, size] = [[], Math.max(PASSAGE, grain)];
+      for (let from = 0; from < view.tokens; from += size) {
+        const sum = this.heat.subarray(from / grain, (from + size) / grain).reduce((a, b) => a + b, 0);
         if (sum) passages.push([sum, from]);
       }
       passages.sort((a, b) => b[0] - a[0] || a[1] - b[1]);
       this.top.querySelector("ol").replaceChildren(...passages.slice(0, 6).map(([sum, from]) => {
-        const words = view.piece(from, Math.min(from + PASSAGE, view.tokens)).replace(/\s+/g, " ").trim();
+        const words = view.piece(from, Math.min(from + size, view.tokens)).replace(/\s+/g, " ").trim();
         const button = make("button", { type: "button" }, words || "(no text)", make("small", {}, ` token ${from}, recalled ${sum} times`));
         button.addEventListener("click", () => this.show(from));
         return make("li", {}, button);

@@ -1,0 +1,59 @@
+"""What the recorder keeps of steps, eager and captured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import bytemodel
+import kvthaw
+from kvthaw.engine.decode import decode
+from kvthaw.engine.hf.model import load
+from kvthaw.engine.prefill import prefill
+from kvthaw.inspect.recorder import Recorder
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("method", ["quest", "icecache", "omnikv"])
+def test_it_keeps_what_was_selected(tmp_path: Path, method: str, device: str) -> None:
+    """On a GPU its steps are captured, and those beside an observer that is not graph-safe are eager."""
+    model, _ = load(str(bytemodel.save(tmp_path)), device=device, dtype="float32")
+    ids = torch.randint(0, 256, (300,)).tolist()
+
+    def steps(*, eager: bool) -> tuple[list[dict[int, Tensor]], list[dict[int, Tensor]], kvthaw.Cache]:
+        cache = kvthaw.Cache(model, method, budget=64, dense_layers=0)
+        logits, tokens = prefill(model, cache, ids[:280]), iter(ids[280:])
+        recorder, seen, taken = Recorder(cache.kv), list[dict[int, Tensor]](), list[dict[int, Tensor]]()
+
+        def look(layer: Any, query: Tensor, choice: Any) -> None:
+            if layer.chooses:
+                seen[-1][layer.number] = choice.selection.rows[0].cpu().clone()
+
+        def choose(_: Tensor) -> list[int] | None:
+            if seen:
+                taken.append(recorder.take(0))
+            seen.append({})
+            token = next(tokens, None)
+            return None if token is None else [token]
+
+        if eager:
+            cache.kv.streams.observers.append(look)
+        for _ in decode(model, cache, logits[None], choose):
+            pass
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return taken, seen[:-1], cache
+
+    expected, seen, _ = steps(eager=True)
+    found, _, cache = steps(eager=False)
+    assert len(found) == len(expected) == 20
+    for one, other, own in zip(found, expected, seen, strict=True):
+        assert one.keys() == other.keys() == own.keys() != set()
+        assert all(torch.equal(one[n], other[n]) and torch.equal(other[n], own[n]) for n in own)
+    if device == "cuda":
+        assert cache.replay is not None
+        assert cache.replay.captures >= 1
