@@ -30,8 +30,12 @@ def lab(folder: Path) -> Any:
         yield Lab(str(folder), load, quick=True)
 
 
+DRAWN = {(one.form, paper): one.name for paper, each in PAPERS.items() for one in reversed(each)}
+"""A name of each form of each paper."""
+
+
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_every_name_runs_quick_and_is_drawn(name: str, lab: Lab, tmp_path: Path) -> None:
+def test_every_name_runs_quick(name: str, lab: Lab) -> None:
     one = EXPERIMENTS[name]
     outcome = run(one, lab)
     lines = outcome.lines()
@@ -39,8 +43,8 @@ def test_every_name_runs_quick_and_is_drawn(name: str, lab: Lab, tmp_path: Path)
     assert any(line["ours"] for line in lines)
     assert all(set(line["ours"]) <= set(line["paper"]) == set(outcome.said.columns) for line in lines)
     assert all(line["ours_on"].startswith("NOT comparable") for line in lines)
-    figure = picture(outcome)
-    assert one.title in figure.get_suptitle()
+    if name in DRAWN.values():
+        assert one.title in picture(outcome).get_suptitle()
 
 
 def test_names_stand_for_papers_and_for_all() -> None:
