@@ -10,6 +10,7 @@ from importlib.metadata import version
 import torch
 
 from kvthaw.engine.hf import PreTrainedModel
+from kvthaw.engine.hf.model import plain_weights
 from kvthaw.version import __version__
 
 
@@ -27,8 +28,8 @@ def identity(model: PreTrainedModel, name: str) -> dict[str, str]:
 def fingerprint(model: PreTrainedModel) -> str:
     """Return a short hash of names, shapes, dtypes and the first values of every weight, wherever they came from."""
     digest = hashlib.blake2b(digest_size=8)
-    for name, weight in model.named_parameters():
-        head = weight.detach().flatten()[:16].float().cpu().numpy().tobytes()
+    for name, weight in plain_weights(model):
+        head = weight.flatten()[:16].float().cpu().numpy().tobytes()
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode() + head)
     return digest.hexdigest()
 

@@ -11,6 +11,8 @@ from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging
@@ -111,6 +113,20 @@ def split(size: int, make: Callable[[], PreTrainedModel]) -> PreTrainedModel:
     if words.weight is scores.weight:
         scores.weight = torch.nn.Parameter(words.weight.detach().clone())
     return model.maybe_distribute_model(model, config, mesh)
+
+
+def plain_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that weights are made of, and their names: of a quantised one often several."""
+
+    def parts(name: str, weight: Any) -> Iterator[tuple[str, Tensor]]:
+        if is_traceable_wrapper_subclass(weight):
+            for inner in weight.__tensor_flatten__()[0]:
+                yield from parts(f"{name}.{inner}", getattr(weight, inner))
+        else:
+            yield name, weight.detach()
+
+    for name, weight in model.named_parameters():
+        yield from parts(name, weight)
 
 
 def silence() -> None:

@@ -37,6 +37,7 @@ from kvthaw.cache.resume import LayerShape, resume
 from kvthaw.cache.step import Step
 from kvthaw.engine.hf import tensor_file
 from kvthaw.engine.hf.attention import ranks, unwrap
+from kvthaw.engine.hf.model import plain_weights
 from kvthaw.errors import CacheError
 from kvthaw.kernels.row_format import row_format
 from kvthaw.methods.options import digest
@@ -220,8 +221,8 @@ def identity(model: PreTrainedModel) -> dict[str, str]:
     for name in ("_name_or_path", "transformers_version", "_attn_implementation", "dtype", "torch_dtype", "use_cache"):
         config.pop(name, None)
     weights = hashlib.sha256()
-    for name, weight in model.named_parameters():
-        flat = weight.detach().flatten()
+    for name, weight in plain_weights(model):
+        flat = weight.flatten()
         some = flat[:: max(1, flat.numel() // _SAMPLED)].float().cpu().numpy().tobytes()
         weights.update(f"{name} {tuple(weight.shape)}".encode() + some)
     return {
