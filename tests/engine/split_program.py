@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -33,7 +34,7 @@ METHODS = (
 
 def make() -> PreTrainedModel:
     """A model of 8 query and 4 KV heads on this process's GPU."""
-    sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "vocab_size": 200}
+    sizes: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "vocab_size": 200}
     return build("llama", max_position_embeddings=2048, **sizes).cuda()
 
 

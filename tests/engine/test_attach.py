@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DynamicCache, PreTrainedModel
 
 import kvthaw
@@ -223,3 +224,17 @@ def test_more_processes_than_kv_heads_are_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(type(model), "tp_size", 4)
     with pytest.raises(UnsupportedModelError, match="split over 4 processes and has 2 KV heads"):
         kvthaw.attach(model, "oracle", budget=48)
+
+
+def test_layers_on_several_devices_are_refused() -> None:
+    model = build("llama")
+    for number, layer in enumerate(model.model.layers):
+        with FakeTensorMode():
+            layer.self_attn.k_proj.weight = nn.Parameter(torch.empty(32, 64, device=f"cuda:{number // 2}"))
+    with pytest.raises(UnsupportedModelError, match=r"layers on cpu, cuda:0, cuda:1 .*tp_size"):
+        kvthaw.attach(model, "oracle", budget=48)
+
+
+def test_a_batch_of_a_model_whose_weights_are_offloaded_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="offloaded"):
+        kvthaw.Batch(build("llama").to("meta"), "oracle", max_seqs=1, capacity=64, budget=48)

@@ -93,6 +93,13 @@ def _check_split(model: PreTrainedModel, heads: int | None) -> None:
         )
     if mesh is not None and "pp" in (mesh.mesh_dim_names or ()) and mesh["pp"].size() > 1:
         raise UnsupportedModelError(f"{name} has its layers in {mesh['pp'].size()} processes; split it by heads, with tp_size")
+    weights = (weight for part, weight in model.named_parameters() if "att" in part)
+    devices = sorted({str(weight.device) for weight in weights if weight.device.type != "meta"})  # where accelerate offloads it
+    if len(devices) > 1:
+        raise UnsupportedModelError(
+            f"{name} has its layers on {', '.join(devices)} (device_map); kvthaw keeps a cache on one device: split the model by "
+            "heads over processes, with torchrun and tp_size"
+        )
 
 
 def attends(model: PreTrainedModel) -> bool:

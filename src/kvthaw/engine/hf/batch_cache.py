@@ -24,10 +24,15 @@ class BatchCache(Cache):
     """A `Cache` of `max_seqs` sequences with room for `capacity` tokens each, which are filled one at a time and decoded together.
 
     Sliding-window and chunked layers keep a ring for each sequence. Layers of linear attention keep transformers' own states.
-    Raises UnsupportedModelError for a model with layers of another kind; otherwise as `Cache`.
+    Raises UnsupportedModelError for a model with layers of another kind or on no device; otherwise as `Cache`.
     """
 
     def __init__(self, model: PreTrainedModel, method: str | Method, *, max_seqs: int, capacity: int, **settings: Any) -> None:
+        if model.device.type == "meta":
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has its first weights offloaded by accelerate; a running batch needs them on the device, "
+                "an attached model does not"
+            )
         super().__init__(model, method, **settings)
         for i, layer in enumerate(self.layers):
             if isinstance(layer, CacheLayerMixin) and not isinstance(layer, CacheLayer):
