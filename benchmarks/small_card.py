@@ -61,7 +61,7 @@ def run(model: PreTrainedModel, contender: str, length: int, steps: int, budget:
     except (torch.OutOfMemoryError, HostMemoryError) as error:
         return {"error": str(error).splitlines()[0]}
     each = sorted(after - before for before, after in pairwise(laps[4:]))
-    found = {
+    found: dict[str, Any] = {
         "prefill_s": first,
         "ms": 1e3 * each[len(each) // 2],
         "peak_bytes": torch.cuda.max_memory_allocated() if cuda else 0,

@@ -38,7 +38,7 @@ std::string Tree::restore(int held, double radius2, int pages, const int32_t* pa
     if (!std::isfinite(radius2) || std::any_of(norm2_.begin(), norm2_.end(), [&](double norm2) { return norm2 > radius2; }))
         return "its radius";
     radius2_ = radius2;
-    for (int i = held; i < n; ++i) level_[i] = static_cast<uint8_t>(draw_level(*settings_, head_, first_ + i));
+    for (int i = held; i < n; ++i) level_[i] = static_cast<uint8_t>(draw_level(*settings_, settings_->first_head + head_, first_ + i));
     for (int i = 0; i < n; ++i) {
         levels_[level_[i]].push_back(i);
         place_in_space(i);
