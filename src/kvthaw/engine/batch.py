@@ -26,8 +26,7 @@ from kvthaw.methods.auto import AUTO
 from kvthaw.typecheck import check_type
 
 _log = logging.getLogger(__name__)
-POLL = 0.05
-"""Seconds that a step waits for an index on the host where it has nothing else to do."""
+POLL = 0.05  # seconds that a step waits for an index on the host where it has nothing else to do
 _SCORED = 4096  # tokens of a prompt that go through the model at once where the logits of all of them are wanted
 
 

@@ -43,7 +43,7 @@ def _keys(rows: Tensor, tokens: int) -> Tensor:
     """Return (head * T + step) * tokens + position of all positions of [T, H, M], sorted, each once."""
     steps, heads, _ = rows.shape
     series = torch.arange(heads)[None, :, None] * steps + torch.arange(steps)[:, None, None]
-    keys: Tensor = (series * tokens + rows)[rows >= 0].unique()  # type: ignore[no-untyped-call]
+    keys: Tensor = (series * tokens + rows)[rows >= 0].unique()
     return keys
 
 
