@@ -130,8 +130,6 @@ def judge(cells: Sequence[Cell], claim: Claim) -> list[Judged]:
     return [Judged(claim, other, paired) for other, paired in pairs if paired is not None]
 
 
-Limit = tuple[int | float | None, int | None]
-"""The budget, or how many rows are retrieved."""
 Protocol = tuple[str, int]
 """How the question was processed, and how many layers are dense."""
 
@@ -153,13 +151,23 @@ def work(cells: Sequence[Cell]) -> set[tuple[str, int]]:
 
 
 def whole(cells: Sequence[Cell]) -> list[Cell]:
-    """The cells of the tasks and lengths that were run at every budget and number of retrieved rows."""
-    limits: dict[tuple[str, int], set[Limit]] = {}
+    """The cells of the tasks and lengths that were run at every budget."""
+    budgets: dict[tuple[str, int], set[int | float]] = {}
     for cell in cells:
-        if not cell.full:
-            limits.setdefault((cell.task, cell.length), set()).add((cell.budget, cell.retrieved))
-    every = set().union(*limits.values())
-    return [cell for cell in cells if limits.get((cell.task, cell.length)) == every]
+        if cell.budget is not None:
+            budgets.setdefault((cell.task, cell.length), set()).add(cell.budget)
+    every = set().union(*budgets.values())
+    return [cell for cell in cells if budgets.get((cell.task, cell.length)) == every]
+
+
+def complete(cells: Sequence[Cell]) -> list[Cell]:
+    """The cells of the tasks and lengths that were run under every method and budget, with the samples that all of them have."""
+    found: dict[tuple[str, int], set[tuple[str, int | float]]] = {}
+    for cell in cells:
+        if cell.budget is not None:
+            found.setdefault((cell.task, cell.length), set()).add((cell.method, cell.budget))
+    every = set().union(*found.values())
+    return _alike([cell for cell in cells if found.get((cell.task, cell.length)) == every])
 
 
 def chosen(cells: Sequence[Cell], asked: Asked) -> list[Cell]:
@@ -208,23 +216,22 @@ def verdicts(cells: Sequence[Cell], claims: Iterable[Claim] = CLAIMS) -> Table:
 
 
 def by_budget(cells: Sequence[Cell]) -> Table:
-    """Mean accuracy over the work that full attention can do and that was run under every limit, and the samples that all have.
-
-    A row a method, the best first; a column a budget or number of retrieved rows.
-    """
-    cells = _alike(whole(cells))
-    limits = sorted({(c.budget, c.retrieved) for c in cells if not c.full}, key=lambda one: (one[1] is not None, one))
+    """Mean accuracy over the work that full attention can do and that was run at every budget, and the samples that all have: a row
+    a method, the best first, a column a budget."""
+    cells = _alike(whole([cell for cell in cells if cell.retrieved is None]))
+    budgets = sorted({c.budget for c in cells if c.budget is not None})
     names = list(dict.fromkeys(c.method for c in cells if not c.full))
-    found = {name: [chosen(cells, Asked(name, *limit)) for limit in limits] for name in names}
+    found = {name: [chosen(cells, Asked(name, budget)) for budget in budgets] for name in names}
 
-    def right(name: str) -> float:
-        every = [cell for some in found[name] for cell in some if cell.budget is not None]
-        return sum(sum(c.scores.values()) for c in every) / max(1, sum(c.n for c in every))
+    def right(name: str) -> tuple[int, float]:
+        every = [cell for some in found[name] for cell in some]
+        return sum(bool(some) for some in found[name]), sum(sum(c.scores.values()) for c in every) / max(
+            1, sum(c.n for c in every)
+        )
 
-    rows = [["full", *[_share(chosen(cells, FULL))] * len(limits)]]
+    rows = [["full", *[_share(chosen(cells, FULL))] * len(budgets)]]
     rows += [[name, *map(_share, found[name])] for name in sorted(names, key=right, reverse=True)]
-    heads = (f"{budget} tokens" if retrieved is None else f"{retrieved} retrieved" for budget, retrieved in limits)
-    return Table(("method", *heads), rows)
+    return Table(("method", *(f"{budget} tokens" for budget in budgets)), rows)
 
 
 def _alike(cells: Sequence[Cell]) -> list[Cell]:

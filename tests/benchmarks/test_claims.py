@@ -10,7 +10,20 @@ from typing import Any
 import pytest
 
 from benchmarks.cells import Cell, cells_of, read_cells, read_stretches, records_of, write_cells, write_stretches
-from benchmarks.claims import BASELINES, CLAIMS, OURS, Asked, Claim, Paired, by_budget, judge, protocols, under, verdicts
+from benchmarks.claims import (
+    BASELINES,
+    CLAIMS,
+    OURS,
+    Asked,
+    Claim,
+    Paired,
+    by_budget,
+    complete,
+    judge,
+    protocols,
+    under,
+    verdicts,
+)
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.compare import summaries
 from kvthaw.evaluate.results import Record
@@ -95,6 +108,24 @@ def test_every_claim_has_a_row_and_what_was_not_run_says_so() -> None:
     fewer = [one for one in toy() if one.method != "quest"]
     assert "1 not measured" in str(verdicts(fewer).rows[list(rows).index("prkv-plus at 256 equals every baseline at 256")][2])
     assert {"full", "oracle", "auto", "icecache", *OURS}.isdisjoint(BASELINES)
+
+
+def test_only_work_that_every_method_has_done_is_complete() -> None:
+    cells = [
+        cell(name, budget, [1.0] * n, task=task)
+        for name, budget, n, task in (
+            ("full", None, 9, "a"),
+            ("quest", 64, 5, "a"),
+            ("full", None, 9, "b"),
+            ("quest", 64, 9, "b"),
+            ("oracle", 64, 9, "b"),
+            ("oracle", 64, 7, "a"),
+            ("full", None, 9, "c"),
+        )
+    ]
+    assert {(one.method, one.task): one.n for one in complete(cells)} == {
+        (name, task): n for task, n in (("a", 5), ("b", 9)) for name in ("full", "quest", "oracle")
+    }
 
 
 def test_a_claim_may_be_of_some_tasks_and_of_rows() -> None:
