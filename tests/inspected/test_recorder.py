@@ -18,7 +18,7 @@ from kvthaw.inspect.recorder import Recorder
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("method", ["quest", "icecache", "omnikv"])
+@pytest.mark.parametrize("method", ["quest", "icecache-digest", "omnikv"])
 def test_it_keeps_what_was_selected(tmp_path: Path, method: str, device: str) -> None:
     """On a GPU its steps are captured, and those beside an observer that is not graph-safe are eager."""
     model, _ = load(str(bytemodel.save(tmp_path)), device=device, dtype="float32")
