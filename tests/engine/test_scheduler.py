@@ -89,7 +89,7 @@ class Held:
         def held(index: TreeIndex, *given: Any) -> None:
             if threading.current_thread().name.startswith("kvthaw-build"):
                 self.begun.set()
-                assert self.released.wait(20)
+                assert self.released.wait(120)  # kernels may be compiled meanwhile
                 if self.error is not None:
                     raise self.error
             build(index, *given)
