@@ -71,6 +71,7 @@ def save(model: PreTrainedModel, kv: KVCache, layers: Sequence[Any], path: Path,
 def write_folder(model: PreTrainedModel, path: Path, about: Mapping[str, Any], parts: Iterable[Part]) -> None:
     """Write a file for each part and a header with what is said about them, in the place of what is there. Raises OSError, with
     what is there as it was. What a process left behind that was killed while it saved here is deleted."""
+    known = identity(model)  # refuses a split model before anything is made
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _working_folder(path) as folder:
@@ -80,7 +81,7 @@ def write_folder(model: PreTrainedModel, path: Path, about: Mapping[str, Any], p
                 name: {"sha256": sha256, "scale": scale}
                 for (name, scale, _), sha256 in _some_at_once(parts, lambda part: tensor_file.write(new / part[0], part[2]))
             }
-            header = {"format": FORMAT, "kvthaw": __version__, "model": identity(model), **about, "files": files}
+            header = {"format": FORMAT, "kvthaw": __version__, "model": known, **about, "files": files}
             (new / _HEADER).write_text(json.dumps(header | {"sha256": _digest(header)}), encoding="utf-8")
             _sync(new / _HEADER)
             _sync(new)
