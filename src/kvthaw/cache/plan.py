@@ -75,8 +75,8 @@ class Settings:
     ranks: the processes that the model is split over; bytes are of each.
     kv_dtype: "fp8" stores rows in 8 bits, see `kvthaw.kernels.row_format`: in blocks, wherever they lie, in files and in kept
     prompts. A prompt's rows are rounded when it is stored, a decoded token's when it leaves the ring, before the index gets them.
-    What dense layers hold on the device stays in the model's dtype. None: as the method
-    says, in the model's dtype unless its name has an option.
+    What dense layers hold on the device stays in the model's dtype. None: as the method says, in the model's dtype unless its name
+    has an option.
     """
 
     method: Method
@@ -155,7 +155,7 @@ class Settings:
 
         A cache asks whenever its capacity grows, since until then no tensor of a captured step moves: 256 tokens or a sixteenth
         behind the prompt, then by half its capacity each time. So the budget is at most the fraction of the current length, and
-        between two thirds and all of it. Methods that evict keep the prompt's; dropped tokens do not come back."""
+        from the first growth on at least two thirds of it. Methods that evict keep the prompt's; dropped tokens do not come back."""
         if not isinstance(self.budget, float) or self.method.evicts or self.method.index is None:
             return plan
         return replace(plan, rows=max(plan.rows, math.ceil(self.budget * length) - plan.regions.held))
