@@ -155,7 +155,8 @@ class Settings:
 
         A cache asks whenever its capacity grows, since until then no tensor of a captured step moves: 256 tokens or a sixteenth
         behind the prompt, then by half its capacity each time. So the budget is at most the fraction of the current length, and
-        from the first growth on at least two thirds of it. Methods that evict keep the prompt's; dropped tokens do not come back."""
+        from the first growth on at least two thirds of it. Methods that evict keep the prompt's: dropped tokens do not come
+        back."""
         if not isinstance(self.budget, float) or self.method.evicts or self.method.index is None:
             return plan
         return replace(plan, rows=max(plan.rows, math.ceil(self.budget * length) - plan.regions.held))
