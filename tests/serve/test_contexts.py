@@ -121,3 +121,22 @@ def test_documents_are_there_after_a_restart(
         asked = served.post("/v1/chat/completions", messages=talk, max_tokens=1, context="talk")
         assert asked.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > len(DOCUMENT) - 64
     assert "mine is damaged" in caplog.text
+
+
+def test_servers_that_share_a_folder_take_over_each_others_documents(
+    loaded: tuple[PreTrainedModel, Any], tmp_path: Path
+) -> None:
+    """Also those that were replaced or deleted meanwhile."""
+    how: dict[str, Any] = {"chat_template": TEMPLATE, "kv_dir": tmp_path, "method": METHOD}
+    talk = [{"role": "user", "content": DOCUMENT}]
+    with serving(*loaded, **how) as one, serving(*loaded, **how) as other:
+        for messages in (None, talk):
+            one.post("/v1/contexts", name="sons", **({"text": DOCUMENT} if messages is None else {"messages": messages}))
+            assert other.http.get("/v1/contexts/sons").json()["messages"] == (messages is not None)
+            answers = [complete(each, QUESTION, context="sons") for each in (one, other)]
+            assert answers[0].choices[0].text == answers[1].choices[0].text
+            assert cached(answers[1]) > len(DOCUMENT) - 64
+        assert other.http.delete("/v1/contexts/sons").status_code == 204
+        with pytest.raises(NotFoundError, match="sons"):
+            complete(one, QUESTION, context="sons")
+        assert one.http.get("/v1/contexts/.sons").status_code == 400  # no name

@@ -19,32 +19,47 @@ _log = logging.getLogger(__name__)
 
 
 class Library:
-    """A folder with a saved cache for each entry of a prefix cache, which `Cache.load` reads too.
+    """A folder with a saved cache for each entry of a prefix cache, which `Cache.load` reads too. Several processes may share it.
 
     cache: of the model and the settings under which entries are taken up again.
     """
 
     def __init__(self, cache: Cache, prefix: PrefixCache, folder: Path) -> None:
         self.cache, self.prefix, self.folder = cache, prefix, folder
+        self._stamps: dict[str, tuple[int, int] | None] = {}  # of each entry's folder when it was read or saved
 
     def restore(self) -> dict[str, Any]:
         """Take up all entries of the folder. Returns by name what was saved about each. An entry that is damaged, of another model
         or too large for the memory is left out, with a warning that says so."""
-        found = {}
+        found: dict[str, Any] = {}
         for path in sorted(self.folder.iterdir()) if self.folder.exists() else ():
-            if path.name.startswith("."):
-                continue
-            try:
-                header = check_header(self.cache.model, path)
-                layers = dict(read_layers(path, header, self.cache.kv, self.cache.model.device))
-                rows = {number: (own.shape, own.blocks[0]) for number, own in layers.items()}
-                kept = {number: own.kept[0] for number, own in layers.items() if own.kept}
-                ids = torch.tensor(header["token_ids"][0])
-                self.prefix.restore(self.cache.kv, path.name, ids, rows, salt=header.get("salt", ""), indexes=kept)
-                found[path.name] = header.get("about")
-            except (CacheError, HostMemoryError) as error:
-                _log.warning("%s; it has to be prefilled anew", error)
+            if not path.name.startswith("."):
+                found |= self.refresh(path.name)
         return found
+
+    def changed(self, name: str) -> bool:
+        """Return whether another process saved or deleted an entry since it was last read or saved here."""
+        return self._stamp(name) != self._stamps.get(name)
+
+    def refresh(self, name: str) -> dict[str, Any]:
+        """Take up an entry that is new to this process; forget one that the folder has no more. Returns as restore() does."""
+        stamp = self._stamps[name] = self._stamp(name)
+        if stamp is None:
+            if name in self.prefix.entries:
+                self.prefix.forget(name)
+            return {}
+        path = self.folder / name
+        try:
+            header = check_header(self.cache.model, path)
+            layers = dict(read_layers(path, header, self.cache.kv, self.cache.model.device))
+            rows = {number: (own.shape, own.blocks[0]) for number, own in layers.items()}
+            kept = {number: own.kept[0] for number, own in layers.items() if own.kept}
+            ids = torch.tensor(header["token_ids"][0])
+            self.prefix.restore(self.cache.kv, name, ids, rows, salt=header.get("salt", ""), indexes=kept)
+        except (CacheError, HostMemoryError) as error:
+            _log.warning("%s; it has to be prefilled anew", error)
+            return {}
+        return {name: header.get("about")}
 
     def parts(self, name: str) -> list[Part]:
         """Return what save() writes of an entry, on the host. Where the device is used, on the thread that uses it."""
@@ -69,9 +84,21 @@ class Library:
         }
         try:
             write_folder(self.cache.model, self.folder / name, header, parts)
+            self._stamps[name] = self._stamp(name)
         except OSError as error:
             _log.warning("%s; it will have to be prefilled anew after a restart", error)
 
     def delete(self, name: str) -> None:
         """Delete an entry, where there is one."""
         shutil.rmtree(self.folder / name, ignore_errors=True)
+        self._stamps[name] = self._stamp(name)
+
+    def _stamp(self, name: str) -> tuple[int, int] | None:
+        """Return what is another for every folder that is saved in the place of an entry, None where there is none."""
+        try:
+            found = (self.folder / name).stat()
+        except FileNotFoundError:
+            return None
+        except OSError:  # shared storage that does not answer has changed nothing
+            return self._stamps.get(name)
+        return found.st_ino, found.st_mtime_ns

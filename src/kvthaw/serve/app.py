@@ -94,7 +94,7 @@ async def chat(body: ChatRequest, http: Request) -> Response:
     service = service_of(http)
     body.check()
     service.check(body.model, body.n)
-    prompts = [await service.encode_chat([*service.context_messages(body), *body.messages])]
+    prompts = [await service.encode_chat([*(await service.context_messages(body)), *body.messages])]
     return await _generate(http, body, prompts, ChatAnswer(body, prompts, service.tokenizer, service.name), "messages")
 
 
@@ -104,7 +104,7 @@ async def completions(body: CompletionRequest, http: Request) -> Response:
     service = service_of(http)
     body.check()
     service.check(body.model, len(body.prompts) * body.n)
-    before = service.context_tokens(body)
+    before = await service.context_tokens(body)
     prompts = [
         before + (await service.encode(one, special=not before) if isinstance(one, str) else one) for one in body.prompts
     ]

@@ -9,7 +9,7 @@ from kvthaw.errors import CacheError, ConfigError
 from kvthaw.serve.answers import Json
 from kvthaw.serve.clients import attended, service_of
 from kvthaw.serve.errors import ApiError, told, too_long
-from kvthaw.serve.schema import ContextRequest
+from kvthaw.serve.schema import ContextRequest, Name
 from kvthaw.serve.service import Service
 
 _PATIENCE = 60.0
@@ -55,15 +55,17 @@ async def contexts(http: Request) -> Json:
 
 
 @router.get("/{name}")
-async def context(name: str, http: Request) -> Json:
+async def context(name: Name, http: Request) -> Json:
     """Describe a document that is kept."""
+    await service_of(http).refresh(name)
     return _card(service_of(http), name)
 
 
 @router.delete("/{name}")
-async def delete(name: str, http: Request) -> Response:
+async def delete(name: Name, http: Request) -> Response:
     """Let a document go."""
     service = service_of(http)
+    await service.refresh(name)
     _card(service, name)
     await service.forget(name)
     return Response(status_code=204)

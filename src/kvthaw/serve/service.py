@@ -47,10 +47,10 @@ class Service:
         self.worker = Worker(scheduler, metrics, Watcher(batch, metrics.attention_mass.observe), batch.max_seqs + max_waiting)
         self._template = chat_template or tokenizer.chat_template
         self._library = library
-        kept = {} if library is None else library.restore()
-        self.messages: dict[str, Sequence[Message]] = {  # of the contexts that were given as such
-            name: [Message.model_validate(each) for each in messages] for name, messages in kept.items() if messages
-        }
+        self._refreshing = asyncio.Lock()
+        self.messages: dict[str, Sequence[Message]] = {}  # of the contexts that were given as such
+        for kept, messages in () if library is None else library.restore().items():
+            self._know(kept, messages)
 
     @property
     def ready(self) -> bool:
@@ -89,9 +89,7 @@ class Service:
 
     async def save(self, name: str, messages: Sequence[Message] | None = None) -> None:
         """Have a prompt that was kept under a name be there after a restart, where there is a folder for it."""
-        self.messages.pop(name, None)
-        if messages is not None:
-            self.messages[name] = messages
+        self._know(name, messages)
         if self._library is not None and name in self.kept():
             parts = await self.worker.call(partial(self._library.parts, name))
             about = None if messages is None else [message.model_dump(exclude_none=True) for message in messages]
@@ -99,24 +97,32 @@ class Service:
 
     async def forget(self, name: str) -> None:
         """Let a prompt that is kept under a name go."""
-        self.messages.pop(name, None)
+        self._know(name, None)
         self.worker.forget(name)
         if self._library is not None:
             await asyncio.to_thread(self._library.delete, name)
 
-    def context_tokens(self, body: Generation) -> list[int]:
+    async def refresh(self, name: str) -> None:
+        """Take up a prompt that another server kept under a name in the same folder, or let go one that it deleted."""
+        async with self._refreshing:
+            if self._library is not None and self._library.changed(name):
+                found = await self.worker.call(partial(self._library.refresh, name))
+                self._know(name, found.get(name))
+
+    async def context_tokens(self, body: Generation) -> list[int]:
         """Return the tokens of the context that a request names, none without one; raises ApiError."""
         if body.context is None:
             return []
+        await self.refresh(body.context)
         entry = self.kept().get(body.context)
         if entry is None or entry.salt != body.cache_salt:  # another tenant's is none
             raise ApiError(404, f"no context is named {body.context!r}", param="context", code="context_not_found")
         tokens: list[int] = entry.ids.tolist()
         return tokens
 
-    def context_messages(self, body: Generation) -> Sequence[Message]:
+    async def context_messages(self, body: Generation) -> Sequence[Message]:
         """Return the messages of the context that a request names, none without one; raises ApiError."""
-        if self.context_tokens(body) and body.context not in self.messages:
+        if await self.context_tokens(body) and body.context not in self.messages:
             raise ApiError(400, f"the context {body.context!r} is a text; a conversation follows messages", param="context")
         return self.messages[body.context] if body.context is not None else []
 
@@ -159,6 +165,12 @@ class Service:
         if body.recall is not None:
             self.worker.watcher.record(name, requests[0], exact=body.recall == "exact")
         return self.worker.submit(requests)
+
+    def _know(self, name: str, messages: Sequence[Any] | None) -> None:
+        """Remember the messages of a context, None for one that is a text or is kept no more."""
+        self.messages.pop(name, None)
+        if messages is not None:
+            self.messages[name] = [Message.model_validate(each) for each in messages]
 
     def _encode(self, text: str, special: bool) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
