@@ -29,7 +29,7 @@ from kvthaw.evaluate.results import Record, ResultsFile
 from kvthaw.index.nodes import NodeIndex
 
 Watch = Callable[[str, int, int], None]
-"""Is told what is measured next, how many settings are done, and of how many."""
+"""Is told what is measured next or was measured last, how many settings are done, and of how many."""
 Measures = dict[str, Any]
 
 
@@ -79,8 +79,8 @@ class Bench:
                 record = self.known.get(one.to_dict())
                 if record is not None:
                     self.say(record)
+            self.watch(str(group[0]), done, len(wanted))
             if missing:
-                self.watch(str(missing[0]), done, len(wanted))
                 try:
                     for record in self._measure(missing):
                         self.known.add(record)
@@ -94,6 +94,7 @@ class Bench:
                         self.note(f"failed: {missing[0]}: {type(error).__name__}: {error}")
                     free()
             done += len(group)
+            self.watch(str(group[-1]), done, len(wanted))
         return [found for one in dict.fromkeys(wanted) if (found := self.known.get(one.to_dict())) is not None]
 
     def judge(self) -> None:

@@ -62,8 +62,8 @@ def run(
     checked: set[tuple[object, ...]] = set()
     for done, one in enumerate(settings):
         record = known.get(asdict(one))
+        watch(str(one), done, len(settings))
         if record is None:
-            watch(str(one), done, len(settings))
             if model is None or built != (one.shape, one.layers):
                 model, built = None, (one.shape, one.layers)
                 free()
@@ -74,6 +74,7 @@ def run(
             record = Record(asdict(one), {**measure(model, one, host_bytes), "about": about})
             known.add(record)
         say(record)
+        watch(str(one), done + 1, len(settings))
     return [record for one in settings if (record := known.get(asdict(one))) is not None]
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.bench.card import provenance, where
+from kvthaw.bench.decode import Watch
 from kvthaw.bench.shapes import build
 from kvthaw.engine.batch import Batch
 from kvthaw.engine.hf import PreTrainedModel
@@ -48,6 +49,7 @@ def run(
     *,
     commit: str | None = None,
     say: Callable[[Record], None] = lambda record: None,
+    watch: Watch = lambda what, done, of: None,
 ) -> list[Record]:
     """Serve the prompts with each method that is not known yet: every new_tokens / sequences steps one finishes and another joins.
     A small model first shows that a request gets the tokens that it gets alone."""
@@ -55,11 +57,14 @@ def run(
     settings = {method: {"method": method, **asdict(asked), "device": name} for method in methods}
     missing = [method for method in methods if known.get(settings[method]) is None]
     for method in missing:
+        watch(f"checking {method}", 0, len(missing))
         check(method, device)
     model = build(asked.shape, device) if missing else None
-    for method in missing:
+    for done, method in enumerate(missing):
         assert model is not None
+        watch(method, done, len(missing))
         known.add(Record(settings[method], {**measure(model, method, asked), "about": about}))
+        watch(method, done + 1, len(missing))
     found = [record for setting in settings.values() if (record := known.get(setting)) is not None]
     for record in found:
         say(record)

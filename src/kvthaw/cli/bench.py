@@ -10,12 +10,11 @@ import typer
 
 from kvthaw.bench.shapes import SHAPES
 from kvthaw.cli import options
-from kvthaw.cli.common import bars, print_wide, save_plot
+from kvthaw.cli.common import print_wide, save_plot
 from kvthaw.cli.options import budget_of, listed, names_of
+from kvthaw.cli.progress import bars, watched
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from kvthaw.evaluate.results import Record
 
 app = typer.Typer(no_args_is_help=True, help="Measure speed and memory.", rich_markup_mode="rich")
@@ -108,7 +107,8 @@ def decode(
     known = ResultsFile(out)
     with processes(tp) as rank, bars() as progress:
         progress.console.quiet = rank > 0
-        how: dict[str, Any] = {"say": _said(as_json and rank == 0), "watch": _watched(progress), "note": progress.console.print}
+        watch = watched(progress, "building the model")
+        how: dict[str, Any] = {"say": _said(as_json and rank == 0), "watch": watch, "note": progress.console.print}
         bench = Bench(known, commit=commit, host_bytes=host_bytes, tp=tp, **how)
         records = bench.run(wanted)
     if rank == 0:
@@ -150,7 +150,7 @@ def prefill(
     sizes = {"budget": allowed, "retrieved": retrieved, "dense_layers": dense_layers}
     wanted = grid(shape, names, lengths, chunks, chunks_only=chunks_only, **sizes)  # type: ignore[arg-type]
     with bars() as progress:
-        say, watch = _said(as_json), _watched(progress)
+        say, watch = _said(as_json), watched(progress, "building the model")
         records = run(wanted, ResultsFile(out), host_bytes=host_bytes, commit=commit, say=say, watch=watch)
     if not as_json:
         print_wide(tables.prefill(records))
@@ -177,26 +177,16 @@ def serving(
     names = names_of(method)
     from kvthaw.bench import tables
     from kvthaw.bench.serving import Serving, run
-    from kvthaw.cli.common import waiting
     from kvthaw.evaluate.results import ResultsFile
 
     sizes = {"length": length, "max_seqs": max_seqs, "requests": requests, "new_tokens": new_tokens, "budget": budget}
     asked = Serving(shape=shape, compile=compile_, **sizes)
-    with waiting(f"serving {requests} requests of up to {length:,} tokens"):
-        records = run(asked, names, ResultsFile(out), commit=commit, say=_said(as_json))
+    with bars() as progress:
+        watch = watched(progress, "building the model")
+        records = run(asked, names, ResultsFile(out), commit=commit, say=_said(as_json), watch=watch)
     if not as_json:
         print_wide(tables.serving(records))
 
 
 def _said(as_json: bool) -> Callable[[Record], None]:
     return lambda record: print(record.to_json(), flush=True) if as_json else None
-
-
-def _watched(progress: Progress) -> Callable[[str, int, int], None]:
-    """Show a bar over runs, with the one at hand. Returns what moves it."""
-    task = progress.add_task("building the model", total=None)
-
-    def watch(what: str, done: int, of: int) -> None:
-        progress.update(task, description=what, completed=done, total=of)
-
-    return watch

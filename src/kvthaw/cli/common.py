@@ -1,30 +1,26 @@
-"""What the commands share: errors, progress bars and how results are printed."""
+"""What the commands share: errors, inputs, and how results are printed."""
 
 from __future__ import annotations
 
 import errno
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
-from rich.live import Live
 from rich.measure import Measurement
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
+from kvthaw.cli.progress import stderr, waiting
 from kvthaw.errors import ConfigError, KvthawError
 
 if TYPE_CHECKING:
     from kvthaw.engine.hf import PreTrainedModel
-    from kvthaw.evaluate.job import Progress as State
 
 
 class Commands(TyperGroup):
@@ -63,11 +59,6 @@ def _unwrap(command: Any) -> None:
 def complain(message: str) -> None:
     """One red line on stderr."""
     Console(stderr=True, soft_wrap=True).print(Text(f"kvthaw: {message}", style="red"))
-
-
-def stderr() -> Console:
-    """Return where everything goes that is not the result."""
-    return Console(stderr=True)
 
 
 def stdout() -> Console:
@@ -124,44 +115,6 @@ def load_model(name: str, device: str | None, dtype: str) -> tuple[PreTrainedMod
 
         silence()
         return load(name, device=device, dtype=dtype)  # type: ignore[arg-type]
-
-
-@contextmanager
-def bars() -> Iterator[Progress]:
-    """Progress bars on stderr, gone when done."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    console = stderr()
-    how: dict[str, Any] = {"transient": True, "redirect_stdout": False, "redirect_stderr": False}
-    with Progress(*columns, console=console, disable=not console.is_terminal, **how) as progress:
-        yield progress
-
-
-def shown(progress: Progress, what: str, total: int) -> Callable[[State], None]:
-    """Two bars for a run over samples: how many are done, and how far the one at hand is. Returns what moves them."""
-    whole = progress.add_task(what, total=total)
-    part = progress.add_task("prefill", total=None)
-
-    def show(state: State) -> None:
-        progress.update(whole, completed=state.samples, total=state.of)
-        progress.update(part, completed=state.tokens, total=state.prompt or None, description=state.doing)
-        if state.samples == state.of:
-            progress.remove_task(part)
-
-    return show
-
-
-@contextmanager
-def waiting(what: str) -> Iterator[None]:
-    """A spinner on stderr while something takes its time."""
-    console = stderr()
-    with Live(Spinner("dots", what), console=console, transient=True, redirect_stdout=False, redirect_stderr=False):
-        yield
 
 
 def prompt_text(prompt: str | None, file: Path | None) -> str:

@@ -9,8 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from kvthaw.cli import options
-from kvthaw.cli.common import bars, load_model, print_wide, stderr, tell_outdated, waiting, warned
+from kvthaw.cli.common import load_model, print_wide, tell_outdated, warned
 from kvthaw.cli.options import budget_of, chat_of, listed, names_of, shard_of
+from kvthaw.cli.progress import bars, stderr, waiting, watched
 
 _ALL = ["all"]
 EXAMPLES = (
@@ -132,14 +133,7 @@ def compare(
         how |= {"kv_dir": None if kv_dir is None else KvDir(kv_dir, warned)}
         runner, reader = Runner(llm, tokenizer, results, **how), Reader(llm, tokenizer, results, **how)
         with bars() as progress:
-            bar = progress.add_task("beginning", total=None)
-            run(
-                runner,
-                reader,
-                grid,
-                shard=part,
-                tell=lambda doing, done, of: progress.update(bar, description=doing, completed=done, total=of),
-            )
+            run(runner, reader, grid, shard=part, tell=watched(progress, "beginning"))
         tell_outdated(results.outdated)
     if part[1] == 1:
         _report(out, as_json)

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvthaw.cli import options
-from kvthaw.cli.common import bars, load_model, stdout, waiting
+from kvthaw.cli.common import load_model, stdout
 from kvthaw.cli.options import one_budget
+from kvthaw.cli.progress import bars, waiting
 from kvthaw.formatting import human, number, seconds, share
 
 if TYPE_CHECKING:

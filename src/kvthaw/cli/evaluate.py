@@ -9,8 +9,9 @@ import typer
 from typer.core import TyperGroup
 
 from kvthaw.cli import options, perplexity, published
-from kvthaw.cli.common import bars, load_model, print_results, save_plot, shown, tell_outdated, tell_shard, warned
+from kvthaw.cli.common import load_model, print_results, save_plot, tell_outdated, tell_shard, warned
 from kvthaw.cli.options import chat_of, listed, shard_of, variants_of, words
+from kvthaw.cli.progress import bars, shown
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.published import benchmarks
 from kvthaw.evaluate.tasks import SUITES, TASKS, find, named

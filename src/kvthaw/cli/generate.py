@@ -12,8 +12,9 @@ from typing import Annotated, Any
 import typer
 
 from kvthaw.cli import options
-from kvthaw.cli.common import bars, load_model, prompt_text, stderr, waiting, warned
+from kvthaw.cli.common import load_model, prompt_text, warned
 from kvthaw.cli.options import one_budget
+from kvthaw.cli.progress import bars, stderr, waiting
 from kvthaw.errors import ConfigError
 from kvthaw.formatting import seconds
 

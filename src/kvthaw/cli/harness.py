@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import typer
 
+from kvthaw.engine.hub import SHIPPED, offline
 from kvthaw.errors import ConfigError
 
 EXAMPLES = (
@@ -28,6 +29,8 @@ def lm_eval(context: typer.Context) -> None:
     decoded through the method. Likelihoods are scored in one dense pass, where a method has no part, unless sparse_tokens=N in
     model_args sends the last N tokens of every prompt, and the continuation, through it one by one.
     """
+    for name in re.findall(r"(?<![^,=\s])pretrained=([^,\s]+)", " ".join(context.args)):
+        offline(name)
     try:
         from kvthaw.evaluate import harness
     except ModuleNotFoundError as error:
@@ -40,6 +43,6 @@ def lm_eval(context: typer.Context) -> None:
 def with_path(arguments: Sequence[str]) -> list[str]:
     """Return the harness's arguments with the folder of the model that ships for its name: tasks that are made to a length, as
     ruler's are, load the tokenizer by what `pretrained` says."""
-    from kvthaw.engine.hf.model import SHIPPED, shipped_path
+    from kvthaw.engine.hf.model import shipped_path
 
     return [re.sub(rf"(?<![^,=])pretrained={SHIPPED}(?![^,])", f"pretrained={shipped_path()}", one) for one in arguments]

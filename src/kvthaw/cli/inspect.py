@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from kvthaw.cli import options
-from kvthaw.cli.common import bars, load_model, prompt_text, stderr
+from kvthaw.cli.common import load_model, prompt_text
 from kvthaw.cli.options import variants_of
+from kvthaw.cli.progress import bars, stderr
 from kvthaw.errors import ConfigError
 from kvthaw.formatting import human
 

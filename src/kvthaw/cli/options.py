@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from kvthaw.cli.common import prompt_text
+from kvthaw.engine.hub import offline
 
 if TYPE_CHECKING:
     from kvthaw.evaluate.job import Shard
@@ -19,8 +20,22 @@ T = TypeVar("T")
 MOST = (1 << 31) - 1
 """The largest number of tokens: positions are 32-bit integers."""
 
+
+def named_model(name: str | None) -> str | None:
+    """Return a model's name, if it can be loaded: one on the hub costs no import of torch where the hub does not answer."""
+    if name is not None:
+        offline(name)
+    return name
+
+
 Model = Annotated[
-    str, typer.Option("--model", metavar="NAME", help="[bold]shipped[/], a local folder, or an id on the Hugging Face hub.")
+    str,
+    typer.Option(
+        "--model",
+        metavar="NAME",
+        help="[bold]shipped[/], a local folder, or an id on the Hugging Face hub.",
+        callback=named_model,
+    ),
 ]
 Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1, ...; the GPU if there is one.")]
 Dtype = Annotated[str, typer.Option("--dtype", help="float32, bfloat16, float16; auto: bfloat16 on a GPU, float32 on a CPU.")]

@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from kvthaw.cli import options
-from kvthaw.cli.common import bars, load_model, print_results, save_plot, shown, tell_outdated, tell_shard, warned
+from kvthaw.cli.common import load_model, print_results, save_plot, tell_outdated, tell_shard, warned
 from kvthaw.cli.options import listed, shard_of, variants_of, words
+from kvthaw.cli.progress import bars, shown
 
 EXAMPLES = (
     "Examples:\n\n  kvthaw eval perplexity --method icecache-digest,quest,streaming --length 1024,4096,16384 --plot ppl.png\n\n"
@@ -57,7 +58,7 @@ def perplexity(
     with bars() as progress:
         folder = None if kv_dir is None else KvDir(kv_dir, warned)
         reader = Reader(llm, tokenizer, known, name=model, full=not no_full, kv_dir=folder)
-        found = reader.run(course, variants, shown(progress, "stretches", samples), shard=mine)
+        found = reader.run(course, variants, shown(progress, "stretches", samples, steps=True), shard=mine)
     tell_outdated(known.outdated)
     if mine[1] > 1:
         tell_shard(shard, out)

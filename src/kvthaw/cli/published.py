@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvthaw.cli import options
-from kvthaw.cli.common import bars, load_model, print_results, save_plot, shown, tell_outdated, tell_shard, warned
+from kvthaw.cli.common import load_model, print_results, save_plot, tell_outdated, tell_shard, warned
 from kvthaw.cli.options import chat_of, shard_of, variants_of
+from kvthaw.cli.progress import bars, shown
 from kvthaw.evaluate.published import BENCHMARKS, FAMILIES, benchmarks
 
 if TYPE_CHECKING:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvthaw.cli import options
-from kvthaw.cli.common import bars, load_model, print_results, save_plot, stderr, tell_outdated, warned
+from kvthaw.cli.common import load_model, print_results, save_plot, tell_outdated, warned
 from kvthaw.cli.options import words
+from kvthaw.cli.progress import bars, stderr
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -30,7 +31,12 @@ EXAMPLES = (
 def reproduce(
     name: Annotated[str, typer.Argument(help="[bold]list[/], or names of it, papers' names or [bold]all[/], by commas.")],
     model: Annotated[
-        str | None, typer.Option(metavar="NAME", help="[bold]shipped[/], a local folder, or an id on the Hugging Face hub.")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="[bold]shipped[/], a local folder, or an id on the Hugging Face hub.",
+            callback=options.named_model,
+        ),
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="As small as can be, on the shipped model: shows that it works, compares nothing.")
@@ -69,7 +75,7 @@ def reproduce(
     with bars() as progress:
         lab = Lab(chosen, lambda asked: load_model(asked, device, dtype), results, data, words(text), quick, limit, note=warned)
         outcomes = []
-        bar = progress.add_task("", total=None)
+        bar = progress.add_task("", total=None, line="end")
         for one in wanted:
             lab.tell = partial(_tell, progress, bar, one.name)
             outcomes.append(run(one, lab))

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvthaw.cli import options
-from kvthaw.cli.common import load_model, prompt_text, stderr, waiting
+from kvthaw.cli.common import load_model, prompt_text
 from kvthaw.cli.options import one_budget
+from kvthaw.cli.progress import stderr, waiting
 from kvthaw.errors import ConfigError
 from kvthaw.formatting import read_bytes
 
@@ -26,7 +27,10 @@ _LENGTH = 131072  # unless --max-len is given or the model's positions end befor
 
 def serve(
     model: Annotated[
-        str, typer.Argument(help="[bold]shipped[/], a local folder, or an id on the Hugging Face hub.")
+        str,
+        typer.Argument(
+            help="[bold]shipped[/], a local folder, or an id on the Hugging Face hub.", callback=options.named_model
+        ),
     ] = "shipped",
     method: options.Method = "auto",
     budget: Annotated[str | None, typer.Option(help="Most tokens attended per KV head and step. Default 256.")] = None,

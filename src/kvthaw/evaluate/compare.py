@@ -17,7 +17,7 @@ from kvthaw.evaluate.text import Chat
 from kvthaw.evaluate.variant import FULL, Variant, complete, read_variants
 
 Tell = Callable[[str, int, int], None]
-"""Is told what is computed, and how many pieces of how many are done."""
+"""Is told what is computed or was computed last, and how many pieces of how many are done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +85,7 @@ def run(runner: Runner, reader: Reader, grid: Grid, *, shard: Shard = (1, 1), te
                         runner.results.add(*records)
         except KvthawError as error:  # the others have their turn
             failed.append(f"  {name}: {error}")
+        tell(name, done + 1, len(mine))
     if failed:
         raise KvthawError("\n".join((f"{len(failed)} pieces gave no results; the same command tries them again", *failed)))
 

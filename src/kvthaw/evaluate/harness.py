@@ -27,7 +27,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kvthaw.engine.hf import attach
-from kvthaw.engine.hf.model import SHIPPED, shipped_path
+from kvthaw.engine.hf.model import shipped_path
+from kvthaw.engine.hub import SHIPPED
 from kvthaw.errors import ConfigError, at_least
 from kvthaw.evaluate.tail import Prompt
 from kvthaw.evaluate.variant import read_variant

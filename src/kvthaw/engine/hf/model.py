@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,10 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging
 
+from kvthaw.engine.hub import SHIPPED, is_path, offline
 from kvthaw.errors import ConfigError, one_of
-
-SHIPPED = "shipped"
-"""The name of the model that comes with the package."""
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -45,12 +41,12 @@ def load(name: str = SHIPPED, *, dtype: Dtype = "auto", device: str | None = Non
     one_of(get_args(Dtype), dtype=dtype)
     kind = dtype if dtype != "auto" else "bfloat16" if where.type == "cuda" else "float32"
     source = _source(name)
-    offline = source == name and not Path(name).expanduser().is_dir() and not _hub_answers()
+    cached = offline(name)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=offline)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, kind), local_files_only=offline)
+        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=cached)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, kind), local_files_only=cached)
     except (OSError, ValueError) as error:
-        where_from = "the hub cannot be reached, and it is not in its cache" if offline else _first_line(error)
+        where_from = "the hub cannot be reached, and its local cache lacks a part" if cached else _first_line(error)
         raise ConfigError(f"model is {name!r}; it could not be loaded: {where_from}") from error
     return model.to(where).eval(), tokenizer
 
@@ -135,19 +131,6 @@ def silence() -> None:
     logging.set_verbosity_error()
 
 
-def _hub_answers() -> bool:
-    """Return whether the Hugging Face hub can be reached; transformers itself tries for the better part of a minute."""
-    from huggingface_hub.constants import ENDPOINT
-
-    try:
-        urllib.request.urlopen(urllib.request.Request(ENDPOINT, method="HEAD"), timeout=10).close()
-    except urllib.error.HTTPError:
-        return True
-    except (OSError, ValueError):
-        return False
-    return True
-
-
 def _device(name: str | None) -> torch.device:
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -169,7 +152,7 @@ def _source(name: str) -> str:
         if not (path / "config.json").exists():
             raise ConfigError(f"model is {name!r}; that folder holds no config.json")
         return str(path)
-    if path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1 or not name:
+    if is_path(name):
         raise ConfigError(f"model is {name!r}; there is no such folder")
     return name
 
