@@ -77,7 +77,7 @@ def serve(
     device: options.Device = None,
     dtype: options.Dtype = "auto",
 ) -> None:
-    """Serve a model over HTTP as OpenAI's API does: chat completions and completions, streamed or not.
+    """Serve a model over HTTP as OpenAI's API does: chat completions, completions and responses, streamed or not.
 
     Also /v1/contexts, /v1/models, /tokenize, /detokenize, /health, /ready, /version and /metrics. Ends with exit code 0 on SIGTERM.
     """

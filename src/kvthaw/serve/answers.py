@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import time
 import uuid
 from collections.abc import Sequence
@@ -10,7 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from kvthaw.engine.sampling import TokenLogprobs
-from kvthaw.serve.schema import ChatRequest, CompletionRequest
+from kvthaw.serve.errors import ApiError
+from kvthaw.serve.schema import ChatRequest, CompletionRequest, Sampled
 from kvthaw.serve.worker import Delta
 
 Json = dict[str, Any]
@@ -34,58 +36,106 @@ def merged(deltas: Sequence[Delta]) -> Delta:
 
 
 class Answer:
-    """What both kinds of completion share. prompts: token ids."""
+    """The outputs of a request as a client gets them: one JSON object, or the events of a stream. prompts: token ids."""
 
-    kind = chunk_kind = prefix = ""
+    prefix = ""
+    ending = b""
+    """Bytes at the end of a stream."""
 
-    def __init__(self, body: ChatRequest | CompletionRequest, prompts: Sequence[Sequence[int]], tokenizer: Any, model: str):
-        self._body, self._prompts, self._tokenizer = body, prompts, tokenizer
-        self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+    def __init__(self, body: Sampled, prompts: Sequence[Sequence[int]], tokenizer: Any, model: str) -> None:
+        self.id, self.created, self.model = f"{self.prefix}{uuid.uuid4().hex}", int(time.time()), model
+        self._prompts, self._tokenizer, self._outputs = prompts, tokenizer, body.outputs
         self._new = 0  # tokens generated
         self._cached = [0] * len(prompts)  # tokens of each prompt that its first output found in the prefix cache
 
-    @property
-    def id(self) -> str:
-        """The answer's id."""
-        return str(self._head["id"])
-
     def opening(self) -> list[Json]:
-        """Return the choices of the chunks that come before any token."""
+        """Return the events that come before any token."""
         return []
 
-    def part(self, delta: Delta) -> Json | None:
-        """Return the choice of a chunk, None for one that would say nothing; counts its tokens."""
-        delta = self._kept(delta)
-        self._count(delta)
-        said = delta.text or delta.logprobs or delta.finished or delta.prompt_logprobs
-        return self._choice(delta, whole=False) if said else None
+    def parts(self, delta: Delta) -> list[Json]:
+        """Return the events of what a step added, none for what would say nothing; counts its tokens."""
+        raise NotImplementedError
 
-    def chunk(self, choice: Json | None) -> Json:
-        """Return a chunk of a stream; without a choice the last one, which has the usage alone."""
-        options = self._body.stream_options
-        chunk: Json = self._head | {"object": self.chunk_kind, "choices": [choice] if choice else []}
-        if options is not None and (options.include_usage or options.continuous_usage_stats):
-            chunk["usage"] = self.usage() if choice is None or options.continuous_usage_stats else None
-        return chunk
+    def closing(self) -> list[Json]:
+        """Return the events that come after all tokens."""
+        return []
+
+    def failed(self, error: ApiError) -> Json:
+        """Return the event that ends a stream with an error."""
+        return error.body()
 
     def whole(self, outputs: Sequence[Delta]) -> Json:
         """Return the answer to a request that asked for no stream."""
+        raise NotImplementedError
+
+    def encode(self, event: Json) -> bytes:
+        """Return an event as it is sent."""
+        return b"data: " + json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+    def _count(self, delta: Delta) -> None:
+        self._new += len(delta.tokens)
+        if delta.index % self._outputs == 0:
+            self._cached[delta.index // self._outputs] += delta.cached_tokens
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+    def _scores(self, scores: Sequence[TokenLogprobs]) -> list[Json]:
+        """Return log-probabilities of tokens, each with the likeliest ones."""
+        return [
+            self._token(one.token, one.logprob) | {"top_logprobs": [self._token(*likely) for likely in one.top]}
+            for one in scores
+        ]
+
+    def _token(self, token: int, logprob: float) -> Json:
+        text = self._text([token])
+        return {"token": text, "logprob": max(logprob, IMPOSSIBLE), "bytes": None if "\ufffd" in text else list(text.encode())}
+
+
+class Completion(Answer):
+    """What chat completions and completions of texts share."""
+
+    kind = chunk_kind = ""
+    ending = b"data: [DONE]\n\n"
+
+    def __init__(
+        self, body: ChatRequest | CompletionRequest, prompts: Sequence[Sequence[int]], tokenizer: Any, model: str
+    ) -> None:
+        super().__init__(body, prompts, tokenizer, model)
+        self._body = body
+        self._head = {"id": self.id, "created": self.created, "model": model}
+
+    def parts(self, delta: Delta) -> list[Json]:
+        delta = self._kept(delta)
+        self._count(delta)
+        said = delta.text or delta.logprobs or delta.finished or delta.prompt_logprobs
+        return [self._chunk(self._choice(delta, whole=False))] if said else []
+
+    def closing(self) -> list[Json]:
+        options = self._body.stream_options
+        return [self._chunk(None)] if options is not None and options.include_usage else []
+
+    def whole(self, outputs: Sequence[Delta]) -> Json:
         outputs = [self._kept(delta) for delta in outputs]
         for delta in outputs:
             self._count(delta)
         choices = [self._choice(delta, whole=True) for delta in outputs]
-        return self._head | {"object": self.kind, "choices": choices, "usage": self.usage()}
+        return self._head | {"object": self.kind, "choices": choices, "usage": self._usage()}
 
-    def usage(self) -> Json:
+    def _chunk(self, choice: Json | None) -> Json:
+        """Return a chunk of a stream; without a choice the last one, which has the usage alone."""
+        options = self._body.stream_options
+        chunk: Json = self._head | {"object": self.chunk_kind, "choices": [choice] if choice else []}
+        if options is not None and (options.include_usage or options.continuous_usage_stats):
+            chunk["usage"] = self._usage() if choice is None or options.continuous_usage_stats else None
+        return chunk
+
+    def _usage(self) -> Json:
         """Return how many tokens there are; a prompt counts once however many outputs it has."""
         prompt = sum(map(len, self._prompts))
         counts = {"prompt_tokens": prompt, "completion_tokens": self._new, "total_tokens": prompt + self._new}
         return counts | {"prompt_tokens_details": {"cached_tokens": sum(self._cached)}}
-
-    def _count(self, delta: Delta) -> None:
-        self._new += len(delta.tokens)
-        if delta.index % self._body.n == 0:
-            self._cached[delta.index // self._body.n] += delta.cached_tokens
 
     def _kept(self, delta: Delta) -> Delta:
         """Return a delta without what was not asked for: the scheduler gives every request a token, also for max_tokens=0."""
@@ -98,38 +148,28 @@ class Answer:
     def _choice(self, delta: Delta, *, whole: bool) -> Json:
         raise NotImplementedError
 
-    def _text(self, tokens: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
 
-
-class ChatAnswer(Answer):
+class ChatAnswer(Completion):
     """Of /v1/chat/completions."""
 
-    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
     def opening(self) -> list[Json]:
         delta = {"role": "assistant", "content": ""}
-        return [{"index": i, "delta": delta, "logprobs": None, "finish_reason": None} for i in range(self._body.n)]
+        choices = [{"index": i, "delta": delta, "logprobs": None, "finish_reason": None} for i in range(self._outputs)]
+        return [self._chunk(choice) for choice in choices]
 
     def _choice(self, delta: Delta, *, whole: bool) -> Json:
-        logprobs = {"content": [self._entry(score) for score in delta.logprobs]} if delta.logprobs else None
+        logprobs = {"content": self._scores(delta.logprobs)} if delta.logprobs else None
         said: Json = {"content": delta.text} if delta.text or whole else {}
         said = {"message": {"role": "assistant", **said}} if whole else {"delta": said}
         return {"index": delta.index, **said, "logprobs": logprobs, "finish_reason": delta.finished}
 
-    def _entry(self, score: TokenLogprobs) -> Json:
-        return self._token(score.token, score.logprob) | {"top_logprobs": [self._token(*likely) for likely in score.top]}
 
-    def _token(self, token: int, logprob: float) -> Json:
-        text = self._text([token])
-        return {"token": text, "logprob": max(logprob, IMPOSSIBLE), "bytes": None if "\ufffd" in text else list(text.encode())}
-
-
-class CompletionAnswer(Answer):
+class CompletionAnswer(Completion):
     """Of /v1/completions. With echo the prompt comes with an output's first tokens."""
 
-    kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
+    kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl-"
 
     def __init__(self, body: CompletionRequest, prompts: Sequence[Sequence[int]], tokenizer: Any, model: str) -> None:
         super().__init__(body, prompts, tokenizer, model)
@@ -139,7 +179,7 @@ class CompletionAnswer(Answer):
 
     def _choice(self, delta: Delta, *, whole: bool) -> Json:
         text, scores, first = delta.text, list[TokenLogprobs | None](delta.logprobs), delta.index not in self._begun
-        prompt = self._prompts[delta.index // self._body.n] if first and self._echo else []
+        prompt = self._prompts[delta.index // self._outputs] if first and self._echo else []
         if prompt:
             text, scores = self._tokenizer.decode(prompt, skip_special_tokens=True) + text, [*delta.prompt_logprobs, *scores]
         at = self._begun.setdefault(delta.index, 0)

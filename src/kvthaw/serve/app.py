@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
@@ -19,7 +18,15 @@ from kvthaw.serve import contexts, page
 from kvthaw.serve.answers import Answer, ChatAnswer, CompletionAnswer, Json, merged
 from kvthaw.serve.clients import attended, service_of
 from kvthaw.serve.errors import ApiError, told
-from kvthaw.serve.schema import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest
+from kvthaw.serve.responses import ResponseAnswer
+from kvthaw.serve.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ResponsesRequest,
+    Sampled,
+    TokenizeRequest,
+)
 from kvthaw.serve.service import Service, refused
 from kvthaw.serve.worker import Delta, Job
 from kvthaw.version import __version__
@@ -111,6 +118,16 @@ async def completions(body: CompletionRequest, http: Request) -> Response:
     return await _generate(http, body, prompts, CompletionAnswer(body, prompts, service.tokenizer, service.name), "prompt")
 
 
+@router.post("/v1/responses")
+async def responses(body: ResponsesRequest, http: Request) -> Response:
+    """Answer a conversation with a response, of which nothing is kept."""
+    service = service_of(http)
+    body.check()
+    service.check(body.model, 1)
+    prompts = [await service.encode_chat([*await service.context_messages(body), *body.messages], param="input")]
+    return await _generate(http, body, prompts, ResponseAnswer(body, prompts, service.tokenizer, service.name), "input")
+
+
 @router.get("/v1/models")
 async def models(http: Request) -> Json:
     """List the model that is served."""
@@ -170,7 +187,11 @@ async def metrics(http: Request) -> Response:
 
 
 async def _generate(
-    http: Request, body: ChatRequest | CompletionRequest, prompts: Sequence[Sequence[int]], answer: Answer, param: str
+    http: Request,
+    body: ChatRequest | CompletionRequest | ResponsesRequest,
+    prompts: Sequence[Sequence[int]],
+    answer: Answer,
+    param: str,
 ) -> Response:
     service = service_of(http)
     try:
@@ -194,23 +215,24 @@ async def _generate(
     return JSONResponse(answer.whole([merged(each) for each in outputs]))
 
 
-async def _events(service: Service, job: Job, answer: Answer, body: Generation) -> AsyncIterator[bytes]:
+async def _events(service: Service, job: Job, answer: Answer, body: Sampled) -> AsyncIterator[bytes]:
     """Yield server-sent events."""
-    for opening in answer.opening():
-        yield _event(answer.chunk(opening))
+    for event in answer.opening():
+        yield answer.encode(event)
     async for delta in job.deltas(KEEP_ALIVE):
         if delta is None:
             yield b": keep-alive\n\n"
         elif delta.error is not None:
-            yield _event(told(delta.error).body())
+            yield answer.encode(answer.failed(told(delta.error)))
             return
-        elif (choice := answer.part(delta)) is not None:
-            yield _event(answer.chunk(choice))
+        else:
+            for event in answer.parts(delta):
+                yield answer.encode(event)
     if body.kv_name is not None:
         await service.save(body.kv_name)
-    if body.stream_options is not None and body.stream_options.include_usage:
-        yield _event(answer.chunk(None))
-    yield b"data: [DONE]\n\n"
+    for event in answer.closing():
+        yield answer.encode(event)
+    yield answer.ending
 
 
 class EventStream(StreamingResponse):
@@ -228,10 +250,6 @@ class EventStream(StreamingResponse):
 def _card(service: Service) -> Json:
     card = {"id": service.name, "object": "model", "created": service.created, "owned_by": "kvthaw"}
     return card | {"max_model_len": service.batch.capacity, "chat_template": service.chats}
-
-
-def _event(data: Json) -> bytes:
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 def _answer(error: ApiError) -> JSONResponse:

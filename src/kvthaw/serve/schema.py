@@ -55,21 +55,14 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
-class Generation(Body):
-    """What both kinds of completion take."""
+class Sampled(Body):
+    """What every kind of request for text takes."""
 
     model: str | None = None
-    max_tokens: int | None = None
-    n: int = Field(1, ge=1, le=128)
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
-    frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    presence_penalty: float = Field(0.0, ge=-2, le=2)
-    logit_bias: dict[Annotated[Token, Field(strict=False)], Annotated[float, Field(ge=-100, le=100)]] = {}
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
-    stop: str | list[Text] = []
     stream: bool = False
-    stream_options: StreamOptions | None = None
     user: str | None = None
     # vLLM's
     top_k: int = Field(0, ge=-1, description="0 and -1: all")
@@ -87,32 +80,63 @@ class Generation(Body):
         None, description="record what each token recalled, for GET /v1/recalls/ID; exact: and what the exact top-k is"
     )
 
+    @property
+    def outputs(self) -> int:
+        """Outputs of each prompt."""
+        return 1
+
     def check(self) -> None:
         """Raise ApiError for fields that do not go together."""
-        if self.stream_options is not None and not self.stream:
-            raise ApiError(400, "stream_options is given; it needs stream", param="stream_options")
-        if self.recall is not None and self.n > 1:
-            raise ApiError(400, f"recall is given with n={self.n}; one output is recorded", param="recall")
+        if self.recall is not None and self.outputs > 1:
+            raise ApiError(400, f"recall is given with n={self.outputs}; one output is recorded", param="recall")
 
-    def _sampling(self, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None) -> Sampling:
+    def _sampling(self, max_tokens: int | None, logprobs: int | None, **more: Any) -> Sampling:
         return Sampling(
             temperature=self.temperature,
             top_k=self.top_k if self.top_k > 0 else None,
             top_p=self.top_p,
             seed=secrets.randbits(63) if self.seed is None else self.seed,
             min_p=self.min_p,
-            logit_bias=self.logit_bias,
             repetition_penalty=self.repetition_penalty,
-            frequency_penalty=self.frequency_penalty,
-            presence_penalty=self.presence_penalty,
             max_tokens=max_tokens,
             min_tokens=self.min_tokens,
             stop_token_ids=self.stop_token_ids,
             ignore_eos=self.ignore_eos,
-            stop=self.stop,
             include_stop=self.include_stop_str_in_output,
             logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
+            **more,
+        )
+
+
+class Generation(Sampled):
+    """What both kinds of completion take."""
+
+    max_tokens: int | None = None
+    n: int = Field(1, ge=1, le=128)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    logit_bias: dict[Annotated[Token, Field(strict=False)], Annotated[float, Field(ge=-100, le=100)]] = {}
+    stop: str | list[Text] = []
+    stream_options: StreamOptions | None = None
+
+    @property
+    def outputs(self) -> int:
+        return self.n
+
+    def check(self) -> None:
+        super().check()
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options is given; it needs stream", param="stream_options")
+
+    def _sampling(self, max_tokens: int | None, logprobs: int | None, **more: Any) -> Sampling:
+        return super()._sampling(
+            max_tokens,
+            logprobs,
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
+            logit_bias=self.logit_bias,
+            stop=self.stop,
+            **more,
         )
 
 
@@ -137,7 +161,8 @@ class CompletionRequest(Generation):
 
     def sampling(self) -> Sampling:
         """Return how the tokens of one output are chosen; raises ConfigError."""
-        return self._sampling(max(1, self.max_tokens or 0), self.logprobs, self.logprobs if self.echo else None)
+        scored = self.logprobs if self.echo else None
+        return self._sampling(max(1, self.max_tokens or 0), self.logprobs, prompt_logprobs=scored)
 
 
 class TextPart(Body):
@@ -188,6 +213,70 @@ class ChatRequest(Generation):
         return self._sampling(
             self.max_completion_tokens or self.max_tokens, (self.top_logprobs or 0) if self.logprobs else None
         )
+
+
+class InputPart(Body):
+    """A part of a message that a response is asked for. Of an earlier answer's parts annotations and logprobs say nothing more."""
+
+    type: Literal["input_text", "output_text"]
+    text: str
+    annotations: list[Any] = Field([], max_length=0)
+    logprobs: list[Any] = []
+
+
+class InputMessage(Body):
+    """A turn of a conversation, or a message out of an earlier response, whose id and status say nothing more."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[InputPart]
+    id: str | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+    def message(self) -> Message:
+        """Return it as chat completions have it."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return Message(role=self.role, content=text)
+
+
+class ResponseText(Body):
+    """How a response's text is to look."""
+
+    format: ResponseFormat | None = None
+
+
+class ResponsesRequest(Sampled):
+    """Of POST /v1/responses. Nothing is kept of a response, so none can be gone on from by its id."""
+
+    input: Text | Annotated[list[InputMessage], Field(min_length=1)]
+    instructions: Text | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    text: ResponseText | None = None
+    include: list[Literal["message.output_text.logprobs"]] = []
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16)] = {}
+    store: Literal[False] = False
+    background: Literal[False] = False
+    truncation: Literal["disabled"] = "disabled"
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs is not None and not self.include:
+            raise ApiError(
+                400, "top_logprobs is given; it needs include to name message.output_text.logprobs", param="top_logprobs"
+            )
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation."""
+        turns = [Message(role="system", content=self.instructions)] if self.instructions else []
+        if isinstance(self.input, str):
+            return [*turns, Message(role="user", content=self.input)]
+        return [*turns, *(turn.message() for turn in self.input)]
+
+    def sampling(self) -> Sampling:
+        """Return how the tokens are chosen; raises ConfigError."""
+        return self._sampling(self.max_output_tokens, (self.top_logprobs or 0) if self.include else None)
 
 
 class TokenizeRequest(Body):

@@ -19,7 +19,7 @@ from kvthaw.engine.scheduler import Scheduler
 from kvthaw.errors import ConfigError, QueueFullError
 from kvthaw.serve.errors import ApiError, too_long
 from kvthaw.serve.metrics import Metrics
-from kvthaw.serve.schema import Generation, Message
+from kvthaw.serve.schema import Message, Sampled
 from kvthaw.serve.watcher import Watcher
 from kvthaw.serve.worker import Job, Worker
 
@@ -109,7 +109,7 @@ class Service:
                 found = await self.worker.call(partial(self._library.refresh, name))
                 self._know(name, found.get(name))
 
-    async def context_tokens(self, body: Generation) -> list[int]:
+    async def context_tokens(self, body: Sampled) -> list[int]:
         """Return the tokens of the context that a request names, none without one; raises ApiError."""
         if body.context is None:
             return []
@@ -120,32 +120,32 @@ class Service:
         tokens: list[int] = entry.ids.tolist()
         return tokens
 
-    async def context_messages(self, body: Generation) -> Sequence[Message]:
+    async def context_messages(self, body: Sampled) -> Sequence[Message]:
         """Return the messages of the context that a request names, none without one; raises ApiError."""
         if await self.context_tokens(body) and body.context not in self.messages:
             raise ApiError(400, f"the context {body.context!r} is a text; a conversation follows messages", param="context")
         return self.messages[body.context] if body.context is not None else []
 
-    async def encode_chat(self, messages: Sequence[Message], *, answer: bool = True) -> list[int]:
-        """Return the tokens of a conversation, with answer up to where the answer begins; raises ApiError."""
+    async def encode_chat(self, messages: Sequence[Message], *, answer: bool = True, param: str = "messages") -> list[int]:
+        """Return the tokens of a conversation, with answer up to where the answer begins; raises ApiError, which names param."""
         if self._template is None:
-            raise ApiError(400, "the model has no chat template; start the server with --chat-template", param="messages")
+            raise ApiError(400, "the model has no chat template; start the server with --chat-template", param=param)
         turns = [message.plain() for message in messages]
         try:
             text = self.tokenizer.apply_chat_template(
                 turns, chat_template=self._template, add_generation_prompt=answer, tokenize=False
             )
         except TemplateError as error:
-            raise ApiError(400, f"the chat template refuses the messages: {error}", param="messages") from None
+            raise ApiError(400, f"the chat template refuses the messages: {error}", param=param) from None
         return await self.encode(text, special=False)
 
-    def submit(self, body: Generation, prompts: Sequence[Sequence[int]], sampling: Sampling, param: str, name: str) -> Job:
+    def submit(self, body: Sampled, prompts: Sequence[Sequence[int]], sampling: Sampling, param: str, name: str) -> Job:
         """Let each prompt wait for its n outputs. param: the field that the prompts are of; name: the answer's. Raises ApiError."""
         limit = self.batch.capacity
         for ids in prompts:
             if len(ids) + (sampling.max_tokens or 1) > limit:
                 raise too_long(len(ids), sampling.max_tokens or 1, limit, param)
-        samplings = sampling.split(body.n)
+        samplings = sampling.split(body.outputs)
         try:
             requests = [
                 self.batch.request(ids, sampling=one, tokenizer=self.tokenizer, cache_salt=body.cache_salt)
@@ -177,7 +177,7 @@ class Service:
         return ids
 
 
-def refused(body: Generation, error: ConfigError, param: str) -> ApiError:
+def refused(body: Sampled, error: ConfigError, param: str) -> ApiError:
     """Return what a client is told of a setting that the engine refuses, by the first field that the message names."""
     words = [param if word == "prompt" else word for word in re.findall(r"\w+", str(error))]
     return ApiError(400, str(error), param=next((word for word in words if word in type(body).model_fields), None))
