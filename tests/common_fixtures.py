@@ -23,12 +23,17 @@ from transformers.utils import logging
 import bytemodel
 from kvthaw.bench.shapes import SHAPES
 from kvthaw.engine.hf.model import load
+from kvthaw.kernels import HAS_TRITON
 from timed import tinier
 from zoo import build
 
 settings.register_profile("kvthaw", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 settings.load_profile("kvthaw")
 torch.set_num_threads(1)
+if HAS_TRITON and not torch.cuda.is_available():
+    import interpreter
+
+    interpreter.quicken()
 logging.set_verbosity_error()
 
 
