@@ -23,14 +23,14 @@ papers=icecache,icecache:preset=code,pariskv,clusterkv,clusterkv:preset=code,prk
 ours=icecache-digest,icecache-digest-device,pariskv-plus,clusterkv-plus,prkv-plus
 others=full,oracle,streaming,h2o,snapkv,arkvale,quest,quest:page=32,pqcache,magicpig,omnikv,freekv,twilight,shadowkv,retroinfer,infinigen,socket
 rows=pariskv:retrieved=100,pariskv-plus:retrieved=100,prkv:retrieved=256,prkv-plus:retrieved=256
-run "$jobs" --task $does --lengths 4096,16384 --budgets 64,128,256,512,1024 --methods $papers,$ours,$others,$rows
-run "$jobs" --task $does,perplexity --lengths 8192,32768 --methods $papers,$ours,$others
-run "$few" --task passkey --lengths 65536 &
-run $(( 2 * few )) --task $does --lengths 4096,32768 --dense-layers 2 --methods icecache-digest,icecache-digest:reuse=3,pariskv,pariskv-plus,clusterkv,clusterkv-plus,prkv,omnikv &
-run "$few" --task niah_multikey,kv_retrieval --lengths 8192 --samples 8 --probe 8 &
-run "$few" --task $does --lengths 8192 --protocol sparse --budgets 256 &
+run "$jobs" --task $does --length 4096,16384 --budget 64,128,256,512,1024 --method $papers,$ours,$others,$rows
+run "$jobs" --task $does,perplexity --length 8192,32768 --method $papers,$ours,$others
+run "$few" --task passkey --length 65536 &
+run $(( 2 * few )) --task $does --length 4096,32768 --dense-layers 2 --method icecache-digest,icecache-digest:reuse=3,pariskv,pariskv-plus,clusterkv,clusterkv-plus,prkv,omnikv &
+run "$few" --task niah_multikey,kv_retrieval --length 8192 --samples 8 --probe 8 &
+run "$few" --task $does --length 8192 --question sparse --budget 256 &
 wait
 # RULER's answers may have 128 tokens, and a method that has lost its way uses them all: some two minutes of 12 processes a length. Of its 13 tasks
 # the shipped model can do nine, of BABILong's none: these say that there is nothing to keep.
-for length in 4096 8192; do run "$jobs" --task ruler --lengths $length --budgets 256; done
-run "$jobs" --task babilong --lengths 4096 --budgets 256 --samples 8
+for length in 4096 8192; do run "$jobs" --task ruler --length $length --budget 256; done
+run "$jobs" --task babilong --length 4096 --budget 256 --samples 8

@@ -10,7 +10,7 @@ from said import Said, refused
 
 
 def test_bench_refuses_what_it_cannot_read() -> None:
-    refused(Said("bench", "decode", "--length", "4k"), 2, "'4k'", "--length")
+    refused(Said("bench", "decode", "--length", "4q"), 2, "'4q'", "--length")
     refused(Said("bench", "decode", "--shape", "tiny7"), 1, "shape is 'tiny7'", "llama-3.1-8b")
     refused(Said("bench", "decode", "--plot", "nowhere/a.png"), 1, "folder does not exist")
     refused(Said("bench", "prefill", "--method", "icecach"), 1, "did you mean 'icecache'")

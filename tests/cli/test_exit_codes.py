@@ -32,7 +32,7 @@ def test_errors_are_one_line_and_exit_code_1(model: str, tmp_path: Path) -> None
     )
     refused(Said("eval", "passkeyy"), 2, "did you mean 'passkey'?")
     refused(Said("eval", "passkey", "--model", model, "--out", "/nowhere/x", "--length", "300"), 1, "/nowhere/x")
-    refused(Said("eval", "passkey", "--question", "both"), 1, "question is 'both'")
+    refused(Said("eval", "passkey", "--question", "both"), 2, "'both'")
     refused(Said("demo", "--model", model, "--length", "100"), 1, "length is 100")
     for command in (("eval", "perplexity"), ("eval", "passkey")):
         refused(Said(*command, "--plot", "plot.txt"), 1, "plot is 'plot.txt'", ".png")
@@ -56,7 +56,7 @@ def test_wrong_usage_is_exit_code_2(model: str) -> None:
     refused(Said("generate", "Hello", "--file", "nowhere.txt"), 2, "nowhere.txt")
     refused(Said("generate", "Hello", "--max-new-tokens", "0"), 2, "max-new-tokens")
     refused(Said("eval", "passkeys"), 2, "'passkeys'", "variable_tracking")
-    refused(Said("eval", "passkey", "--length", "4k"), 2, "'4k'")
+    refused(Said("eval", "passkey", "--length", "4q"), 2, "'4q'")
     refused(Said("eval", "passkey", "--depths", ","), 2, "--depths")
     refused(Said("eval", "passkey", "--depths", "50,120"), 2, "--depths", "120", "between 0 and 100")
     refused(Said("eval", "perplexity", "--retrieved", "many"), 2, "'many'", "--retrieved")
@@ -72,7 +72,7 @@ def test_numbers_beyond_64_bits_are_one_clear_line(model: str) -> None:
     refused(Said(*generate, "--budget", huge), 2, "--budget", huge, "at most")
     refused(Said(*generate, "--retrieved", huge), 2, "--retrieved")
     refused(Said("eval", "passkey", "--model", model, "--budget", f"64,{huge}"), 2, "--budget", huge)
-    refused(Said("compare", "--model", model, "--lengths", huge), 2, "--lengths", huge)
+    refused(Said("compare", "--model", model, "--length", huge), 2, "--length", huge)
     refused(Said("demo", "--model", model, "--seed", f"-{huge}"), 2, "--seed")
 
 

@@ -11,7 +11,7 @@ from said import Said
 def test_eval_perplexity(model: str, tmp_path: Path) -> None:
     plot, out = tmp_path / "ppl.png", tmp_path / "ppl.jsonl"
     arguments = ["eval", "perplexity", "--model", model, "--method", "streaming", "--budget", "64", "--length", "100,200"]
-    arguments += ["--steps", "4", "--out", str(out)]
+    arguments += ["--measured", "4", "--out", str(out)]
     said = Said(*arguments, "--json", "--plot", str(plot))
     assert [(record["method"], record["length"]) for record in said.records] == [
         ("streaming", 100),

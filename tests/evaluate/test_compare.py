@@ -156,7 +156,7 @@ def test_the_page_opens_in_a_browser(document: Document, tmp_path: Path) -> None
 
 def test_the_command_runs_continues_and_reports(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    asked = ["compare", "--task", "passkey,perplexity", "--methods", "oracle,streaming", "--budgets", "64", "--lengths", "320"]
+    asked = ["compare", "--task", "passkey,perplexity", "--method", "oracle,streaming", "--budget", "64", "--length", "320"]
     asked += ["--samples", "2", "--model", str(folder), "--device", "cpu", "--out", str(out)]
     part = CliRunner().invoke(app, [*asked, "--shard", "1/2"])
     assert part.exit_code == 0, part.output
@@ -176,9 +176,9 @@ def test_the_command_runs_continues_and_reports(folder: Path, tmp_path: Path) ->
     assert (out / "results.jsonl").read_text() == before
     alone = CliRunner().invoke(app, ["compare", "--report-only", "--out", str(out)])
     assert alone.exit_code == 0, alone.output
-    wrong = CliRunner().invoke(app, ["compare", "--protocol", "dense,both", "--out", str(out)])
+    wrong = CliRunner().invoke(app, ["compare", "--question", "dense,both", "--out", str(out)])
     assert wrong.exit_code == 2
-    assert "Invalid value for --protocol: 'both' is not one of: dense, sparse" in wrong.output
+    assert "Invalid value for --question: 'both' is not one of: dense, sparse" in wrong.output
     assert CliRunner().invoke(app, ["compare", "--shard", "3/2", "--out", str(out)]).exit_code == 2
     bare = CliRunner().invoke(app, [*asked[:-1], str(tmp_path / "bare"), "--no-full", "--json"])
     assert {json.loads(line)["method"] for line in bare.stdout.splitlines()} == {"oracle", "streaming"}

@@ -34,7 +34,7 @@ class Serving:
     max_seqs: int = 4
     requests: int = 8
     new_tokens: int = 64
-    budget: int = 256
+    budget: int | float = 256
     compile: bool = False
 
     def __post_init__(self) -> None:
@@ -132,7 +132,7 @@ def _serve(batch: Batch, prompts: list[Tensor], new: int, steps: list[tuple[floa
     return served
 
 
-def _settings(method: str, budget: int) -> dict[str, Any]:
+def _settings(method: str, budget: int | float) -> dict[str, Any]:
     return {} if resolve(method).dense else {"budget": budget}
 
 

@@ -11,7 +11,7 @@ import typer
 from kvthaw.bench.shapes import SHAPES
 from kvthaw.cli import options
 from kvthaw.cli.common import print_wide, save_plot
-from kvthaw.cli.options import budget_of, listed, names_of
+from kvthaw.cli.options import budget_of, dense_of, host_bytes_of, listed, names_of, one_budget, single, tokens_of
 from kvthaw.cli.progress import bars, watched
 
 if TYPE_CHECKING:
@@ -34,12 +34,9 @@ SERVING_EXAMPLES = (
     "  kvthaw bench serving --shape tiny --length 1000 --max-seqs 2 --requests 4 --method full,quest --out serving.jsonl"
 )
 _TIMED, _SERVED = ["hf-dynamic", "full", "icecache-digest"], ["full", "pariskv-plus"]
+_ONE, _STEPS, _CHUNK = ["1"], ["eager", "captured"], ["1024"]
 Shape = Annotated[str, typer.Option(help=f"The model's shape, with random weights: {', '.join(SHAPES)}.")]
-HostBytes = Annotated[int | None, typer.Option(help="The most host memory to use; asks the system what is free unless given.")]
 Commit = Annotated[str | None, typer.Option(help="What the records say the code's commit is; asks git unless given.")]
-Retrieved = Annotated[
-    int | None, typer.Option(max=options.MOST, help="Rows from the index in every step, beside the paper's regions; no budget.")
-]
 
 
 @app.callback()
@@ -50,8 +47,8 @@ def _bench() -> None:
 @app.command("decode", epilog=EXAMPLES)
 def decode(
     shape: Shape = "tiny",
-    length: Annotated[str, options.LENGTHS] = "4096",
-    batch: Annotated[str, typer.Option(help="Rows of the batch, separated by commas.")] = "1",
+    length: options.Lengths = options.LENGTH,
+    batch: Annotated[list[str], typer.Option(help=f"Rows of the batch; {options.SEVERAL}.")] = _ONE,
     method: Annotated[
         list[str],
         typer.Option(
@@ -60,26 +57,22 @@ def decode(
             "transformers' own caches."
         ),
     ] = _TIMED,
-    budget: Annotated[
-        str, typer.Option(help="Most tokens attended per KV head and step, or a fraction of the length.")
-    ] = "256",
-    retrieved: Retrieved = None,
-    dense_layers: Annotated[
-        int | None, typer.Option(min=0, help="First layers that keep all KV. Default: 2 from 16 layers on, else 0.")
-    ] = None,
+    budget: options.OneBudget = "256",
+    retrieved: options.Retrieved = None,
+    dense_layers: options.DenseLayers = "auto",
     steps: Annotated[
-        str,
+        list[str],
         typer.Option(
-            help="How steps are taken, separated by commas: eager, captured in CUDA graphs, compiled by torch.compile and then "
-            "captured. What a device or a method cannot do is left out."
+            help="How steps are taken: eager, captured in CUDA graphs, compiled by torch.compile and then captured; "
+            f"{options.SEVERAL}. What a device or a method cannot do is left out."
         ),
-    ] = "eager,captured",
+    ] = _STEPS,
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to decode and time.")] = 64,
     tp: Annotated[
         int,
         typer.Option(min=1, help="Split the model by heads over so many processes, which torchrun starts; bytes are of one."),
     ] = 1,
-    host_bytes: HostBytes = None,
+    host_memory: options.HostMemory = None,
     seed: options.Seed = 0,
     as_json: options.Lines = False,
     out: options.Out = None,
@@ -90,9 +83,9 @@ def decode(
 
     Each method is first checked against transformers' own logits.
     """
-    lengths, batches = listed(length, int, "--length"), listed(batch, int, "--batch")
+    lengths, batches = listed(length, tokens_of, "--length"), listed(batch, int, "--batch")
     names, ways = names_of(method), listed(steps, str, "--steps")
-    limit = {"budget": listed(budget, budget_of, "--budget")[0], "retrieved": retrieved, "dense_layers": dense_layers}
+    limit = {"budget": one_budget(budget), "retrieved": retrieved, "dense_layers": dense_of(dense_layers)}
     from kvthaw.bench import tables
     from kvthaw.bench.card import where
     from kvthaw.bench.decode import Bench
@@ -109,7 +102,7 @@ def decode(
         progress.console.quiet = rank > 0
         watch = watched(progress, "building the model")
         how: dict[str, Any] = {"say": _said(as_json and rank == 0), "watch": watch, "note": progress.console.print}
-        bench = Bench(known, commit=commit, host_bytes=host_bytes, tp=tp, **how)
+        bench = Bench(known, commit=commit, host_bytes=host_bytes_of(host_memory), tp=tp, **how)
         records = bench.run(wanted)
     if rank == 0:
         save_plot(plot, lambda path: decode_lines(records, path))
@@ -121,18 +114,16 @@ def decode(
 @app.command("prefill", epilog=PREFILL_EXAMPLES)
 def prefill(
     shape: Shape = "tiny",
-    length: Annotated[str, options.LENGTHS] = "4096",
+    length: options.Lengths = options.LENGTH,
     chunk: Annotated[
-        str, typer.Option(help="Tokens that go through the model at once, separated by commas; beside them, one pass.")
-    ] = "1024",
+        list[str], typer.Option(help=f"Tokens that go through the model at once; {options.SEVERAL}; beside them, one pass.")
+    ] = _CHUNK,
     method: options.Methods = options.DIGEST,
-    budget: Annotated[
-        str, typer.Option(help="Most tokens attended per KV head and step, or a fraction of the length.")
-    ] = "1024",
-    retrieved: Retrieved = None,
-    dense_layers: Annotated[int, typer.Option(min=0, help="First layers that keep all KV on the device.")] = 0,
+    budget: options.OneBudget = "1024",
+    retrieved: options.Retrieved = None,
+    dense_layers: options.DenseLayers = "0",
     chunks_only: Annotated[bool, typer.Option("--chunks-only", help="Leave out one pass, transformers' too.")] = False,
-    host_bytes: HostBytes = None,
+    host_memory: options.HostMemory = None,
     as_json: options.Lines = False,
     out: options.Out = None,
     commit: Commit = None,
@@ -141,17 +132,17 @@ def prefill(
 
     Each method's logits are first checked against transformers' own of one pass.
     """
-    lengths, chunks = listed(length, int, "--length"), listed(chunk, int, "--chunk")
-    names, allowed = names_of(method), listed(budget, budget_of, "--budget")[0]
+    lengths, chunks = listed(length, tokens_of, "--length"), listed(chunk, tokens_of, "--chunk")
+    names = names_of(method)
     from kvthaw.bench import tables
     from kvthaw.bench.prefill import grid, run
     from kvthaw.evaluate.results import ResultsFile
 
-    sizes = {"budget": allowed, "retrieved": retrieved, "dense_layers": dense_layers}
+    sizes = {"budget": one_budget(budget), "retrieved": retrieved, "dense_layers": dense_of(dense_layers) or 0}
     wanted = grid(shape, names, lengths, chunks, chunks_only=chunks_only, **sizes)  # type: ignore[arg-type]
     with bars() as progress:
         say, watch = _said(as_json), watched(progress, "building the model")
-        records = run(wanted, ResultsFile(out), host_bytes=host_bytes, commit=commit, say=say, watch=watch)
+        records = run(wanted, ResultsFile(out), host_bytes=host_bytes_of(host_memory), commit=commit, say=say, watch=watch)
     if not as_json:
         print_wide(tables.prefill(records))
 
@@ -159,12 +150,17 @@ def prefill(
 @app.command("serving", epilog=SERVING_EXAMPLES)
 def serving(
     shape: Shape = "tiny",
-    length: Annotated[int, typer.Option(min=2, help="Tokens of the longest prompt; the shortest has half as many.")] = 2048,
+    length: Annotated[
+        int,
+        typer.Option(
+            parser=options.tokens_of, metavar="TOKENS", help="Tokens of the longest prompt; the shortest has half as many."
+        ),
+    ] = 2048,
     max_seqs: Annotated[int, typer.Option(min=1, help="Requests that are decoded at once.")] = 4,
     requests: Annotated[int, typer.Option(min=1, help="Requests in all.")] = 8,
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens that each gets.")] = 64,
     method: options.Methods = _SERVED,
-    budget: Annotated[int, typer.Option(max=options.MOST, help="Most tokens attended per KV head and step.")] = 256,
+    budget: options.OneBudget = "256",
     compile_: Annotated[bool, typer.Option("--compile", help="Compile the step first (a minute or more).")] = False,
     as_json: options.Lines = False,
     out: options.Out = None,
@@ -179,8 +175,8 @@ def serving(
     from kvthaw.bench.serving import Serving, run
     from kvthaw.evaluate.results import ResultsFile
 
-    sizes = {"length": length, "max_seqs": max_seqs, "requests": requests, "new_tokens": new_tokens, "budget": budget}
-    asked = Serving(shape=shape, compile=compile_, **sizes)
+    sizes = {"length": length, "max_seqs": max_seqs, "requests": requests, "new_tokens": new_tokens}
+    asked = Serving(shape=shape, compile=compile_, budget=single([budget], budget_of, "--budget"), **sizes)
     with bars() as progress:
         watch = watched(progress, "building the model")
         records = run(asked, names, ResultsFile(out), commit=commit, say=_said(as_json), watch=watch)

@@ -10,48 +10,42 @@ import typer
 
 from kvthaw.cli import options
 from kvthaw.cli.common import load_model, print_wide, tell_outdated, warned
-from kvthaw.cli.options import budget_of, chat_of, listed, names_of, shard_of
+from kvthaw.cli.options import budget_of, chat_of, listed, many_dense, names_of, questions_of, shard_of, tokens_of
 from kvthaw.cli.progress import bars, stderr, waiting, watched
 
-_ALL = ["all"]
+_ALL, _BUDGETS, _TASKS = ["all"], ["64", "128", "256", "1024"], ["passkey", "niah", "longeval", "kv_retrieval"]
 EXAMPLES = (
     "Examples:\n\n"
-    "  kvthaw compare --task passkey,niah,longeval,kv-retrieval --methods all --budgets 64,128,256,1024 --out compared\n\n"
-    "  kvthaw compare --task ruler --methods icecache-digest,quest,pariskv:beta=0.2 --dense-layers 0,2 --protocol dense,sparse\n\n"
-    "  for i in 1 2 3 4; do kvthaw compare --task passkey --lengths 65536 --shard $i/4 --out compared & done; wait\n\n"
+    "  kvthaw compare --task passkey,niah,longeval,kv-retrieval --method all --budget 64,128,256,1024 --out compared\n\n"
+    "  kvthaw compare --task ruler --method icecache-digest,quest,pariskv:beta=0.2 --dense-layers 0,2 --question dense,sparse\n\n"
+    "  for i in 1 2 3 4; do kvthaw compare --task passkey --length 64k --shard $i/4 --out compared & done; wait\n\n"
     "  kvthaw compare --report-only --out compared"
 )
 
 
 def compare(
     task: Annotated[
-        str,
-        typer.Option(
-            help="Tasks or suites of them, as kvthaw eval knows them, and perplexity (of a fifth of the samples), by commas."
-        ),
-    ] = "passkey,niah,longeval,kv_retrieval",
-    methods: Annotated[
         list[str],
         typer.Option(
-            "--methods",
+            help="Tasks or suites of them, as kvthaw eval knows them, and perplexity (of a fifth of the samples); "
+            f"{options.SEVERAL}."
+        ),
+    ] = _TASKS,
+    method: Annotated[
+        list[str],
+        typer.Option(
             "--method",
             help="[bold]all[/], or methods, separated by commas or one by one, with options as in icecache-digest:reuse=2 and "
             "quest:budget=256,sink=4.",
         ),
     ] = _ALL,
-    budgets: Annotated[str, options.BUDGETS] = "64,128,256,1024",
-    retrieved: options.Beside = None,
-    lengths: Annotated[str, options.LENGTHS] = "4096",
+    budget: Annotated[list[str] | None, options.budgets(",".join(_BUDGETS))] = None,
+    retrieved: options.ManyRetrieved = None,
+    length: options.Lengths = options.LENGTH,
     samples: Annotated[int, typer.Option(min=1, help="Samples a cell, the same under every method.")] = 50,
-    protocol: Annotated[
-        str,
-        typer.Option(
-            help="How the question is processed, separated by commas: [bold]dense[/] prefills it with the context, [bold]sparse[/] "
-            "sends it through the method afterwards."
-        ),
-    ] = "dense",
-    dense_layers: Annotated[str, typer.Option(help="First layers that keep all KV, separated by commas.")] = "0",
-    chat: Annotated[bool | None, typer.Option("--chat/--no-chat", help="Ask tasks through the chat template.")] = None,
+    question: options.Questions = options.DENSE,
+    dense_layers: options.ManyDenseLayers = None,
+    chat: options.UseChat = None,
     system: options.System = None,
     thinking: options.Thinking = None,
     no_full: options.NoFull = False,
@@ -76,9 +70,7 @@ def compare(
     out: Annotated[
         Path, typer.Option(help="Folder for results.jsonl and the report. What is there already is not run again.")
     ] = Path("compared"),
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print every summary as a JSON object and nothing else on stdout.")
-    ] = False,
+    as_json: options.Lines = False,
     kv_dir: options.KvDir = None,
     model: options.Model = "shipped",
     device: options.Device = None,
@@ -89,35 +81,30 @@ def compare(
     The report, report.html and report.md in the folder, has tables, differences over the same samples and plots; results.jsonl has
     every sample. A run that was stopped continues where it was.
     """
-    questions = listed(protocol, str, "--protocol")
-    from kvthaw.evaluate.compare import Grid, run
-    from kvthaw.evaluate.job import QUESTIONS
-
-    for one in questions:
-        if one not in QUESTIONS:
-            raise typer.BadParameter(f"{one!r} is not one of: {', '.join(QUESTIONS)}", param_hint="--protocol")
+    questions, sizes = questions_of(question), tuple(listed(length, tokens_of, "--length"))
+    limits = budget or ([] if retrieved else _BUDGETS)
     part, asked = shard_of(shard, needs_out=False), chat_of(chat, system, thinking)
     from kvthaw.evaluate.results import ResultsFile
 
     if not report_only:
         from kvthaw.engine.hf.kv_dir import KvDir
+        from kvthaw.evaluate.compare import Grid, run
         from kvthaw.evaluate.perplexity import Course, Reader
         from kvthaw.evaluate.runner import Runner
         from kvthaw.evaluate.tasks import named
         from kvthaw.methods import METHODS
 
-        names = tuple(METHODS) if methods == _ALL else tuple(names_of(methods))
+        names = tuple(METHODS) if method == _ALL else tuple(names_of(method))
         wanted = listed(task, str, "--task")
         others = ",".join(name for name in wanted if name != "perplexity")
-        sizes = tuple(listed(lengths, int, "--lengths"))
         grid = Grid(
             tasks=tuple(named(others)) if others else (),
             methods=names,
-            budgets=tuple(listed(budgets, budget_of, "--budgets")),
+            budgets=tuple(listed(limits, budget_of, "--budget")) if limits else (),
             lengths=sizes,
             samples=samples,
-            questions=tuple(questions),  # type: ignore[arg-type]
-            dense_layers=tuple(listed(dense_layers, int, "--dense-layers")),
+            questions=tuple(questions),
+            dense_layers=tuple(many_dense(dense_layers)),
             seed=seed,
             probe=probe,
             retrieved=tuple(listed(retrieved, int, "--retrieved")) if retrieved else (),

@@ -10,7 +10,7 @@ import typer
 
 from kvthaw.cli import options
 from kvthaw.cli.common import load_model, stdout
-from kvthaw.cli.options import one_budget
+from kvthaw.cli.options import budget_of, single
 from kvthaw.cli.progress import bars, waiting
 from kvthaw.formatting import human, number, seconds, share
 
@@ -28,8 +28,10 @@ EXAMPLES = (
 
 def demo(
     method: options.Method = "icecache-digest",
-    budget: Annotated[str, typer.Option(help="Most tokens attended per KV head and step, or a fraction of the book.")] = "256",
-    length: Annotated[int | None, typer.Option(min=1, help="Cut the book to so many tokens.")] = None,
+    budget: options.OneBudget = "256",
+    length: Annotated[
+        int | None, typer.Option(parser=options.tokens_of, metavar="TOKENS", help="Cut the book to so many tokens.")
+    ] = None,
     model: options.Model = "shipped",
     seed: options.Seed = 0,
     as_json: options.Json = False,
@@ -40,8 +42,7 @@ def demo(
 
     One prefill serves both. Then a card says what each of them read, held and took.
     """
-    allowed = one_budget(budget)
-    assert allowed is not None
+    allowed = single([budget], budget_of, "--budget")
     from kvthaw.methods import resolve
 
     resolve(method)  # a wrong name costs no loading

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +11,7 @@ from typer.core import TyperGroup
 
 from kvthaw.cli import options, perplexity, published
 from kvthaw.cli.common import load_model, print_results, save_plot, tell_outdated, tell_shard, warned
-from kvthaw.cli.options import chat_of, listed, shard_of, variants_of, words
+from kvthaw.cli.options import chat_of, listed, questions_of, shard_of, tokens_of, variants_of, words
 from kvthaw.cli.progress import bars, shown
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.published import benchmarks
@@ -32,6 +33,8 @@ EXAMPLES = (
     "  kvthaw eval babilong --data tasks_1-20_v1-2/en --method full,prkv\n\n"
     "  kvthaw eval perplexity --method icecache-digest,quest --length 1024,4096,16384 --plot ppl.png"
 )
+
+_EVEN = ["even"]
 
 
 class Tasks(TyperGroup):
@@ -60,17 +63,20 @@ def evaluate(
     task: Annotated[str, typer.Argument(help="Tasks or their common names, separated by commas; all of them stand below.")],
     model: options.Model = "shipped",
     method: options.Methods = options.DIGEST,
-    budget: Annotated[str, options.BUDGETS] = "256",
-    retrieved: options.Instead = None,
-    length: Annotated[str, options.LENGTHS] = "4096",
+    budget: options.Budgets = None,
+    retrieved: options.ManyRetrieved = None,
+    length: options.Lengths = options.LENGTH,
     samples: Annotated[int, typer.Option(min=1, help="Samples for each length.")] = 20,
     depths: Annotated[
-        str,
-        typer.Option(help="Where the facts stand, in percent, in turn; [bold]even[/] is 0 to 95 by 5, [bold]random[/] draws."),
-    ] = "even",
-    dense_layers: options.DenseLayers = "auto",
-    question: options.Question = "dense",
-    chat: Annotated[bool | None, typer.Option("--chat/--no-chat", help="Ask through the chat template.")] = None,
+        list[str],
+        typer.Option(
+            help="Where the facts stand, in percent, in turn; [bold]even[/] is 0 to 95 by 5, [bold]random[/] draws; "
+            f"{options.SEVERAL}."
+        ),
+    ] = _EVEN,
+    dense_layers: options.ManyDenseLayers = None,
+    question: options.Questions = options.DENSE,
+    chat: options.UseChat = None,
     system: options.System = None,
     thinking: options.Thinking = None,
     max_new_tokens: Annotated[
@@ -111,12 +117,12 @@ def evaluate(
     except ConfigError as error:
         raise typer.BadParameter(str(error), param_hint="TASK") from None
     files = _files(data or [], tasks)
-    lengths, where = listed(length, int, "--length"), _depths(depths)
+    lengths, where, questions = listed(length, tokens_of, "--length"), _depths(depths), questions_of(question)
     mine, asked = shard_of(shard, out), chat_of(chat, system, thinking)
     from kvthaw.engine.hf.kv_dir import KvDir
     from kvthaw.evaluate.job import Job
 
-    variants = variants_of(method, budget if retrieved is None else None, retrieved, dense_layers)
+    variants = variants_of(method, budget, retrieved, dense_layers)
     from kvthaw.evaluate.plot import check, heat_maps
     from kvthaw.evaluate.report import by_task, table
     from kvthaw.evaluate.results import ResultsFile, summarize
@@ -128,9 +134,8 @@ def evaluate(
         find(name, files.get(name))  # nor do wrong files
     haystack = words(text)
     jobs = [
-        Job(name, n, samples, seed, where, question, probe, haystack, files.get(name), asked, max_new_tokens)  # type: ignore[arg-type]
-        for name in tasks
-        for n in lengths
+        Job(name, n, samples, seed, where, one, probe, haystack, files.get(name), asked, max_new_tokens)
+        for name, n, one in itertools.product(tasks, lengths, questions)
     ]
     results = ResultsFile(out)
     llm, tokenizer = load_model(model, device, dtype)
@@ -175,10 +180,10 @@ def _files(given: list[str], tasks: list[str]) -> dict[str, Path]:
     return found
 
 
-def _depths(text: str) -> tuple[float, ...]:
-    if text in ("even", "random"):
-        return tuple(i / 100 for i in range(0, 100, 5)) if text == "even" else ()
-    percents = listed(text, float, "--depths")
+def _depths(given: list[str]) -> tuple[float, ...]:
+    if given in (_EVEN, ["random"]):
+        return tuple(i / 100 for i in range(0, 100, 5)) if given == _EVEN else ()
+    percents = listed(given, float, "--depths")
     for percent in percents:
         if not 0 <= percent <= 100:
             raise typer.BadParameter(

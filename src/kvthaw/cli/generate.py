@@ -13,7 +13,7 @@ import typer
 
 from kvthaw.cli import options
 from kvthaw.cli.common import load_model, prompt_text, warned
-from kvthaw.cli.options import one_budget
+from kvthaw.cli.options import dense_of, one_budget
 from kvthaw.cli.progress import bars, stderr, waiting
 from kvthaw.errors import ConfigError
 from kvthaw.formatting import seconds
@@ -31,19 +31,12 @@ def generate(
     file: Annotated[Path | None, typer.Option(help="Read the prompt from this file.", exists=True, dir_okay=False)] = None,
     model: options.Model = "shipped",
     method: options.Method = "auto",
-    budget: Annotated[
-        str | None, typer.Option(help="Most tokens attended per KV head and step, or a fraction of the length. Default 256.")
-    ] = None,
-    retrieved: Annotated[
-        int | None,
-        typer.Option(max=options.MOST, help="Instead of --budget: tokens retrieved, beside the paper's own sink and window."),
-    ] = None,
-    dense_layers: Annotated[
-        int | None, typer.Option(max=options.MOST, help="First layers that keep all KV. Default: 2 from 16 layers on, else 0.")
-    ] = None,
+    budget: options.Budget = None,
+    retrieved: options.Retrieved = None,
+    dense_layers: options.DenseLayers = "auto",
     device_memory: options.DeviceMemory = None,
     kv_dtype: options.KvDtype = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after so many tokens.")] = 128,
+    max_new_tokens: options.MaxNewTokens = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
     seed: options.Seed = 0,
     kv: Annotated[
@@ -85,7 +78,7 @@ def generate(
     ids = list(tokenizer(text)["input_ids"])
     check_prompt(llm, len(ids))
     start = now(llm.device)
-    settings: dict[str, Any] = {"budget": allowed, "retrieved": retrieved, "dense_layers": dense_layers}
+    settings: dict[str, Any] = {"budget": allowed, "retrieved": retrieved, "dense_layers": dense_of(dense_layers)}
     settings |= {"seed": seed, "device_memory": device_memory, "kv_dtype": kv_dtype}
     cache, folder = Cache(llm, method, **settings), None if kv_dir is None else KvDir(kv_dir, warned)
     kept = 0 if kv is None else fill(cache, kv, ids, warned)

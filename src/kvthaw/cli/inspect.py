@@ -9,7 +9,7 @@ import typer
 
 from kvthaw.cli import options
 from kvthaw.cli.common import load_model, prompt_text
-from kvthaw.cli.options import variants_of
+from kvthaw.cli.options import chat_of, variants_of
 from kvthaw.cli.progress import bars, stderr
 from kvthaw.errors import ConfigError
 from kvthaw.formatting import human
@@ -24,18 +24,17 @@ _MOST = 4  # runs of a page
 def inspect(
     file: Annotated[Path, typer.Option(help="Read the document from this file.", exists=True, dir_okay=False)],
     question: Annotated[str, typer.Option(help="What follows the document.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Write the page here.", dir_okay=False)],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Write the page here.", dir_okay=False)],
     model: options.Model = "shipped",
-    method: Annotated[
-        list[str] | None, typer.Option(help="Show this method; may be repeated. Default icecache-digest.")
-    ] = None,
-    budget: Annotated[
-        str | None, typer.Option(help="Most tokens attended per KV head and step, several by commas. Default 256.")
-    ] = None,
-    dense_layers: options.DenseLayers = "auto",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after so many tokens.")] = 64,
+    method: options.Methods = options.DIGEST,
+    budget: options.Budgets = None,
+    retrieved: options.ManyRetrieved = None,
+    dense_layers: options.ManyDenseLayers = None,
+    max_new_tokens: options.MaxNewTokens = 64,
     exact: Annotated[bool, typer.Option(help="Compare with the exact top-k, which reads all keys at every step.")] = True,
-    chat: Annotated[bool, typer.Option(help="Send both as one message through the tokenizer's chat template.")] = False,
+    chat: options.UseChat = None,
+    system: options.System = None,
+    thinking: options.Thinking = None,
     device: options.Device = None,
     dtype: options.Dtype = "auto",
 ) -> None:
@@ -44,11 +43,10 @@ def inspect(
     The page is one file of at most 10 MB that opens without a network. All methods and budgets see the same tokens, those that the
     first one chooses.
     """
-    variants = variants_of(",".join(method or ["icecache-digest"]), budget, None, dense_layers)
+    variants = variants_of(method, budget, retrieved, dense_layers)
     if len(variants) > _MOST:
         raise ConfigError(f"{len(variants)} methods and budgets are given; a page shows at most {_MOST}")
-    document = prompt_text(None, file)
-    from kvthaw.evaluate.text import Chat
+    document, asked = prompt_text(None, file), chat_of(chat, system, thinking)
     from kvthaw.evaluate.variant import complete
     from kvthaw.inspect.page import standalone
     from kvthaw.inspect.run import inspect as run
@@ -58,10 +56,10 @@ def inspect(
     with bars() as progress:
         task = progress.add_task("prefill", total=None)
         found = run(
-            llm, tokenizer, document, question, variants, limit=max_new_tokens, exact=exact, chat=Chat() if chat else None,
+            llm, tokenizer, document, question, variants, limit=max_new_tokens, exact=exact, chat=asked,
             progress=lambda done, total: progress.update(task, completed=done, total=total),
         )  # fmt: skip
     page = standalone(found, tokenizer, f"{file.name}: {question.strip()}")
-    output.write_text(page, encoding="utf-8")
+    out.write_text(page, encoding="utf-8")
     print(tokenizer.decode(found.answer, skip_special_tokens=True))
-    stderr().print(f"wrote {output}, {human(len(page.encode()))}", style="dim", highlight=False)
+    stderr().print(f"wrote {out}, {human(len(page.encode()))}", style="dim", highlight=False)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from kvthaw.cli.common import prompt_text
 from kvthaw.engine.hub import offline
+from kvthaw.formatting import read_bytes
 
 if TYPE_CHECKING:
-    from kvthaw.evaluate.job import Shard
+    from kvthaw.evaluate.job import Question, Shard
     from kvthaw.evaluate.text import Chat
     from kvthaw.evaluate.variant import Variant
 
@@ -28,15 +29,13 @@ def named_model(name: str | None) -> str | None:
     return name
 
 
-Model = Annotated[
-    str,
-    typer.Option(
-        "--model",
-        metavar="NAME",
-        help="[bold]shipped[/], a local folder, or an id on the Hugging Face hub.",
-        callback=named_model,
-    ),
-]
+MODEL = typer.Option(
+    "--model",
+    metavar="NAME",
+    help="[bold]shipped[/], a local folder, or an id on the Hugging Face hub.",
+    callback=named_model,
+)
+Model = Annotated[str, MODEL]
 Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1, ...; the GPU if there is one.")]
 Dtype = Annotated[str, typer.Option("--dtype", help="float32, bfloat16, float16; auto: bfloat16 on a GPU, float32 on a CPU.")]
 DeviceMemory = Annotated[
@@ -95,33 +94,85 @@ Methods = Annotated[
         "dense_layers, sink, window, buffer and kv_dtype are options of each as well: pqcache:budget=0.2,quest:sink=4.",
     ),
 ]
-DIGEST, BOTH = ["icecache-digest"], ["icecache-digest", "streaming"]
-BUDGETS = typer.Option(help="Most tokens attended per KV head and step, or fractions of the length, separated by commas.")
-Instead = Annotated[
+DIGEST, BOTH, LENGTH, DENSE = ["icecache-digest"], ["icecache-digest", "streaming"], ["4096"], ["dense"]
+SEVERAL = "several by commas or repeated"
+
+
+def budgets(default: str) -> Any:
+    """Return the option --budget of a command that takes several. default: what is taken without it and without --retrieved."""
+    return typer.Option(
+        "--budget",
+        metavar="TOKENS",
+        help=f"Most tokens attended per KV head and step, or fractions of the length; {SEVERAL}. Default {default}.",
+    )
+
+
+OneBudget = Annotated[
+    str,
+    typer.Option("--budget", metavar="TOKENS", help="Most tokens attended per KV head and step, or a fraction of the length."),
+]
+Budget = Annotated[
     str | None,
     typer.Option(
-        "--retrieved",
-        help="Instead of --budget: tokens retrieved beside the paper's own sink and window, separated by commas.",
+        "--budget",
+        metavar="TOKENS",
+        help="Most tokens attended per KV head and step, or a fraction of the length. Default 256.",
     ),
 ]
-Beside = Annotated[
-    str | None,
+Budgets = Annotated[list[str] | None, budgets("256")]
+Retrieved = Annotated[
+    int | None,
     typer.Option(
         "--retrieved",
-        help="Instead of --budget, or beside it: tokens retrieved beside the paper's own sink and window, separated by commas.",
+        max=MOST,
+        metavar="TOKENS",
+        help="Instead of --budget: tokens retrieved beside the paper's own sink and window.",
+    ),
+]
+ManyRetrieved = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--retrieved",
+        metavar="TOKENS",
+        help=f"Instead of --budget, or beside it: tokens retrieved beside the paper's own sink and window; {SEVERAL}.",
     ),
 ]
 DenseLayers = Annotated[
     str,
     typer.Option(
-        "--dense-layers", help="First layers that keep all KV, separated by commas; auto: 2 from 16 layers on, else 0."
+        "--dense-layers",
+        metavar="N",
+        help="First layers that keep all KV; auto: the method's own, mostly 2, from 16 layers on, else 0.",
     ),
 ]
-Question = Annotated[
-    str,
-    typer.Option("--question", help="[bold]dense[/]: prefilled with the context; [bold]sparse[/]: after it, under the budget."),
+ManyDenseLayers = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--dense-layers",
+        metavar="N",
+        help=f"First layers that keep all KV; {SEVERAL}. Default: the method's own, mostly 2, from 16 layers on, else 0.",
+    ),
 ]
-LENGTHS = typer.Option(help="Tokens of the prompt, separated by commas.")
+Questions = Annotated[
+    list[str],
+    typer.Option(
+        "--question",
+        help="How a task's question is processed: [bold]dense[/] prefills it with the context, [bold]sparse[/] sends it through "
+        f"the method afterwards; {SEVERAL}.",
+    ),
+]
+Lengths = Annotated[
+    list[str],
+    typer.Option("--length", metavar="TOKENS", help=f"Tokens of the prompt, such as 4096 or 128k; {SEVERAL}."),
+]
+UseChat = Annotated[
+    bool | None, typer.Option("--chat/--no-chat", help="Ask through the tokenizer's chat template; --system implies it.")
+]
+MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Stop after so many tokens.")]
+HostMemory = Annotated[
+    str | None,
+    typer.Option("--host-memory", help='Host memory for KV, such as "64GiB". Default: as much as the system has.'),
+]
 Text = Annotated[
     Path | None,
     typer.Option(
@@ -146,15 +197,30 @@ def budget_of(text: str) -> int | float:
     return float(text) if "." in text else int(text)
 
 
-def listed(text: str, kind: Callable[[str], T], option: str) -> list[T]:
-    """Return the values of an option that are separated by commas, without repeats. Raises a usage error that names the value."""
+def tokens_of(text: str | int) -> int:
+    """Read a number of tokens, such as 4096, or 128k for 128 times 1,024. Raises ValueError, and a usage error for one that is too
+    large."""
+    written = str(text).strip().lower()
+    number = int(written.removesuffix("k")) * (1024 if written.endswith("k") else 1)
+    if number < 1:
+        raise ValueError(text)
+    if number > MOST:
+        raise typer.BadParameter(f"{text} is too large; it must be at most {MOST:,}")
+    return number
+
+
+def listed(given: Sequence[str], kind: Callable[[str], T], option: str) -> list[T]:
+    """Return the values of an option, separated by commas or given one by one, without repeats. Raises a usage error that names the
+    value."""
     found: dict[T, None] = {}
-    for part in text.split(","):
-        if part.strip():
+    for text in given:
+        for part in filter(None, map(str.strip, text.split(","))):
             try:
-                value = kind(part.strip())
+                value = kind(part)
             except ValueError:
-                raise typer.BadParameter(f"{part.strip()!r} in {text!r} is not a number", param_hint=option) from None
+                raise typer.BadParameter(f"{part!r} in {text!r} is not a number", param_hint=option) from None
+            except typer.BadParameter as error:
+                raise typer.BadParameter(error.message, param_hint=option) from None
             if isinstance(value, int) and value > MOST:
                 raise typer.BadParameter(f"{value} is too large; it must be at most {MOST:,}", param_hint=option)
             found[value] = None
@@ -165,7 +231,36 @@ def listed(text: str, kind: Callable[[str], T], option: str) -> list[T]:
 
 def one_budget(text: str | None) -> int | float | None:
     """Return a budget option that takes one value."""
-    return None if text is None else listed(text, budget_of, "--budget")[0]
+    return None if text is None else single([text], budget_of, "--budget")
+
+
+def dense_of(text: str) -> int | None:
+    """Return a --dense-layers that takes one value; None leaves the number to the method."""
+    return None if text == "auto" else single([text], int, "--dense-layers")
+
+
+def single(given: Sequence[str], kind: Callable[[str], T], option: str) -> T:
+    """Return the value of an option that takes one. Raises a usage error for several."""
+    found = listed(given, kind, option)
+    if len(found) > 1:
+        raise typer.BadParameter(f"{','.join(given)!r} has several values; this command takes one", param_hint=option)
+    return found[0]
+
+
+def questions_of(given: Sequence[str]) -> list[Question]:
+    """Return the values of --question. Raises a usage error for one that there is not."""
+    from kvthaw.evaluate.job import QUESTIONS
+
+    found = listed(given, str, "--question")
+    for one in found:
+        if one not in QUESTIONS:
+            raise typer.BadParameter(f"{one!r} is not one of: {', '.join(QUESTIONS)}", param_hint="--question")
+    return found  # type: ignore[return-value]
+
+
+def host_bytes_of(text: str | None) -> int | None:
+    """Return a --host-memory in bytes."""
+    return None if text is None else read_bytes(text, "--host-memory")
 
 
 def chat_of(chat: bool | None, system: str | None, thinking: bool | None) -> Chat | None:
@@ -204,13 +299,21 @@ def names_of(methods: Sequence[str]) -> list[str]:
     return [name for one in methods for name in split(one)]
 
 
-def variants_of(methods: Sequence[str], budget: str | None, retrieved: str | None, dense_layers: str) -> list[Variant]:
-    """Return every method under every limit; see read_variants. A wrong name or option costs no loading of a model."""
+def variants_of(
+    methods: Sequence[str], budget: Sequence[str] | None, retrieved: Sequence[str] | None, dense_layers: Sequence[str] | None
+) -> list[Variant]:
+    """Return every method under every limit, 256 tokens where there is none; see read_variants. A wrong name or option costs no
+    loading of a model."""
     from kvthaw.evaluate.variant import read_variants
 
     return read_variants(
-        methods,
-        [] if budget is None else listed(budget, budget_of, "--budget"),
-        [] if retrieved is None else listed(retrieved, int, "--retrieved"),
-        [] if dense_layers == "auto" else listed(dense_layers, int, "--dense-layers"),
+        names_of(methods),
+        listed(budget, budget_of, "--budget") if budget else ([] if retrieved else [256]),
+        listed(retrieved, int, "--retrieved") if retrieved else [],
+        many_dense(dense_layers),
     )
+
+
+def many_dense(given: Sequence[str] | None) -> list[int]:
+    """Return the values of --dense-layers, none where they are left to the methods."""
+    return [] if not given or list(given) == ["auto"] else listed(given, int, "--dense-layers")

@@ -9,7 +9,7 @@ import typer
 
 from kvthaw.cli import options
 from kvthaw.cli.common import load_model, print_results, save_plot, tell_outdated, tell_shard, warned
-from kvthaw.cli.options import listed, shard_of, variants_of, words
+from kvthaw.cli.options import listed, shard_of, tokens_of, variants_of, words
 from kvthaw.cli.progress import bars, shown
 
 EXAMPLES = (
@@ -18,17 +18,19 @@ EXAMPLES = (
     "--text novel.txt --model meta-llama/Llama-3.1-8B --out ppl.jsonl --json"
 )
 
+_LENGTHS = ["1024", "2048", "4096"]
+
 
 def perplexity(
     model: options.Model = "shipped",
     method: options.Methods = options.BOTH,
-    budget: Annotated[str | None, options.BUDGETS] = None,
-    retrieved: options.Beside = None,
-    length: Annotated[str, typer.Option(help="Tokens before the measured ones, separated by commas.")] = "1024,2048,4096",
-    steps: Annotated[int, typer.Option(min=1, help="Tokens measured after each length.")] = 64,
+    budget: options.Budgets = None,
+    retrieved: options.ManyRetrieved = None,
+    length: options.Lengths = _LENGTHS,
+    measured: Annotated[int, typer.Option(min=1, help="Tokens measured after each length.")] = 64,
     text: options.LongText = None,
     samples: Annotated[int, typer.Option(min=1, help="Places in the text from which it is read.")] = 1,
-    dense_layers: options.DenseLayers = "auto",
+    dense_layers: options.ManyDenseLayers = None,
     no_full: options.NoFull = False,
     shard: options.ShardOf = "1/1",
     kv_dir: options.KvDir = None,
@@ -42,7 +44,7 @@ def perplexity(
     """Perplexity by position over a text, full attention beside the methods on the same tokens (ClusterKV's figure 10).
 
     A prompt of each length is brought into the cache; what follows in the text is sent through each method token by token, and
-    every next token is scored. The text must be long enough; it does not begin anew. Without either limit: --budget 256.
+    every next token is scored. The text must be long enough; it does not begin anew.
     """
     variants, mine = variants_of(method, budget, retrieved, dense_layers), shard_of(shard, out)
     from kvthaw.engine.hf.kv_dir import KvDir
@@ -52,7 +54,7 @@ def perplexity(
     from kvthaw.evaluate.results import ResultsFile
 
     check(plot)
-    course = Course(tuple(listed(length, int, "--length")), steps, samples, seed, words(text))
+    course = Course(tuple(listed(length, tokens_of, "--length")), measured, samples, seed, words(text))
     known = ResultsFile(out)
     llm, tokenizer = load_model(model, device, dtype)
     with bars() as progress:

@@ -10,7 +10,7 @@ import typer
 
 from kvthaw.cli import options
 from kvthaw.cli.common import load_model, print_results, save_plot, tell_outdated, tell_shard, warned
-from kvthaw.cli.options import chat_of, shard_of, variants_of
+from kvthaw.cli.options import chat_of, questions_of, shard_of, variants_of
 from kvthaw.cli.progress import bars, shown
 from kvthaw.evaluate.published import BENCHMARKS, FAMILIES, benchmarks
 
@@ -41,9 +41,9 @@ def evaluate(
     ] = None,
     model: options.Model = "shipped",
     method: options.Methods = options.DIGEST,
-    budget: Annotated[str, options.BUDGETS] = "256",
-    retrieved: options.Instead = None,
-    dense_layers: options.DenseLayers = "auto",
+    budget: options.Budgets = None,
+    retrieved: options.ManyRetrieved = None,
+    dense_layers: options.ManyDenseLayers = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Ask the first so many questions only.")] = None,
     samples: Annotated[int, typer.Option(min=1, help="Answers drawn for each question: pass@k and avg@k.")] = 1,
     temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy; the benchmark's own if not given.")] = None,
@@ -52,7 +52,12 @@ def evaluate(
     ] = None,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer; the benchmark's own.")] = None,
     length: Annotated[
-        int | None, typer.Option(min=2, help="Cut longer prompts in the middle to so many tokens, as LongBench does.")
+        int | None,
+        typer.Option(
+            parser=options.tokens_of,
+            metavar="TOKENS",
+            help="Cut longer prompts in the middle to so many tokens, as LongBench does.",
+        ),
     ] = None,
     chat: Annotated[
         bool | None,
@@ -60,7 +65,7 @@ def evaluate(
     ] = None,
     system: options.System = None,
     thinking: options.Thinking = None,
-    question: options.Question = "dense",
+    question: options.Questions = options.DENSE,
     no_full: options.NoFull = False,
     shard: options.ShardOf = "1/1",
     probe: Annotated[
@@ -90,7 +95,7 @@ def evaluate(
     if not wanted:
         known = ", ".join((*BENCHMARKS, *FAMILIES))
         raise typer.BadParameter(f"{benchmark!r} is not a benchmark; there are: {known}", param_hint="BENCHMARK")
-    variants = variants_of(method, budget if retrieved is None else None, retrieved, dense_layers)
+    variants, ways = variants_of(method, budget, retrieved, dense_layers), questions_of(question)
     mine, asked = shard_of(shard, out), chat_of(chat, system, thinking)
     from kvthaw.engine.hf.kv_dir import KvDir
     from kvthaw.evaluate.plot import check, score_bars
@@ -116,12 +121,13 @@ def evaluate(
             samples,
             length,
             Chat() if chat is None and asked is None and template and one.generation.chat else asked,
-            question,  # type: ignore[arg-type]
+            way,
             seed,
             judge or "",
             probe,
         )
         for one, questions in zip(wanted, items, strict=True)
+        for way in ways
     ]
     folder = None if kv_dir is None else KvDir(kv_dir, warned)
     examiner = Examiner(llm, tokenizer, results, name=model, full=not no_full, kv_dir=folder)

@@ -30,14 +30,7 @@ EXAMPLES = (
 
 def reproduce(
     name: Annotated[str, typer.Argument(help="[bold]list[/], or names of it, papers' names or [bold]all[/], by commas.")],
-    model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="[bold]shipped[/], a local folder, or an id on the Hugging Face hub.",
-            callback=options.named_model,
-        ),
-    ] = None,
+    model: Annotated[str | None, options.MODEL] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="As small as can be, on the shipped model: shows that it works, compares nothing.")
     ] = False,

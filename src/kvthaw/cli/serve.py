@@ -9,10 +9,9 @@ import typer
 
 from kvthaw.cli import options
 from kvthaw.cli.common import load_model, prompt_text
-from kvthaw.cli.options import one_budget
+from kvthaw.cli.options import dense_of, host_bytes_of, one_budget
 from kvthaw.cli.progress import stderr, waiting
 from kvthaw.errors import ConfigError
-from kvthaw.formatting import read_bytes
 
 if TYPE_CHECKING:
     from kvthaw.engine.batch import Batch
@@ -26,28 +25,29 @@ _LENGTH = 131072  # unless --max-len is given or the model's positions end befor
 
 
 def serve(
-    model: Annotated[
-        str,
+    served: Annotated[
+        str | None,
         typer.Argument(
-            help="[bold]shipped[/], a local folder, or an id on the Hugging Face hub.", callback=options.named_model
+            metavar="[MODEL]", help="The model, as for --model; one of the two is enough.", callback=options.named_model
         ),
-    ] = "shipped",
-    method: options.Method = "auto",
-    budget: Annotated[str | None, typer.Option(help="Most tokens attended per KV head and step. Default 256.")] = None,
-    retrieved: Annotated[
-        int | None,
-        typer.Option(max=options.MOST, help="Instead of --budget: tokens retrieved, beside the paper's own sink and window."),
     ] = None,
+    model: Annotated[str | None, options.MODEL] = None,
+    method: options.Method = "auto",
+    budget: options.Budget = None,
+    retrieved: options.Retrieved = None,
+    dense_layers: options.DenseLayers = "auto",
     max_seqs: Annotated[int, typer.Option(min=1, help="Requests that are decoded at once.")] = 8,
     max_len: Annotated[
         int | None,
-        typer.Option(min=2, max=options.MOST, help=f"Most tokens of a request. Default {_LENGTH:,}, or the model's positions."),
+        typer.Option(
+            parser=options.tokens_of,
+            metavar="TOKENS",
+            help=f"Most tokens of a request. Default {_LENGTH:,}, or the model's positions.",
+        ),
     ] = None,
     device_memory: options.DeviceMemory = None,
     kv_dtype: options.KvDtype = None,
-    host_memory: Annotated[
-        str | None, typer.Option(help='Host memory for KV, such as "64GiB". Default: as much as the system has.')
-    ] = None,
+    host_memory: options.HostMemory = None,
     prefix_memory: Annotated[
         str | None,
         typer.Option(
@@ -81,8 +81,10 @@ def serve(
 
     Also /v1/contexts, /v1/models, /tokenize, /detokenize, /health, /ready, /version and /metrics. Ends with exit code 0 on SIGTERM.
     """
-    allowed = one_budget(budget)
-    host_bytes = None if host_memory is None else read_bytes(host_memory, "--host-memory")
+    if served is not None and model is not None:
+        raise typer.BadParameter(f"{served!r} and --model {model} are given; one of them is enough", param_hint="MODEL")
+    model, allowed = served or model or "shipped", one_budget(budget)
+    kept, host_bytes = dense_of(dense_layers), host_bytes_of(host_memory)
     keys = tuple(line.strip() for line in prompt_text(None, api_key_file).splitlines() if line.strip()) if api_key_file else ()
     if api_key_file is not None and not keys:
         raise ConfigError(f"{api_key_file} holds no key")
@@ -108,6 +110,7 @@ def serve(
         settings: dict[str, Any] = {
             "budget": allowed,
             "retrieved": retrieved,
+            "dense_layers": kept,
             "host_bytes": host_bytes,
             "device_memory": device_memory,
             "kv_dtype": kv_dtype,
