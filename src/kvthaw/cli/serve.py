@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from kvthaw.cli import options
-from kvthaw.cli.common import load_model, prompt_text
+from kvthaw.cli.common import prompt_text
 from kvthaw.cli.options import dense_of, host_bytes_of, one_budget
 from kvthaw.cli.progress import stderr, waiting
 from kvthaw.errors import ConfigError
-
-if TYPE_CHECKING:
-    from kvthaw.engine.batch import Batch
 
 EXAMPLES = (
     "Needs pip install kvthaw\\[serve].\n\nExamples:\n\n  kvthaw serve\n\n"
     "  kvthaw serve meta-llama/Llama-3.1-8B-Instruct --method pariskv-plus --budget 1024 --max-seqs 16 --max-len 131072\n\n"
     "  kvthaw serve ./my-model --chat-template chat.jinja --api-key-file keys.txt --host 0.0.0.0"
 )
-_LENGTH = 131072  # unless --max-len is given or the model's positions end before
 
 
 def serve(
@@ -42,7 +38,7 @@ def serve(
         typer.Option(
             parser=options.tokens_of,
             metavar="TOKENS",
-            help=f"Most tokens of a request. Default {_LENGTH:,}, or the model's positions.",
+            help="Most tokens of a request. Default 131,072, or the model's positions.",
         ),
     ] = None,
     device_memory: options.DeviceMemory = None,
@@ -93,56 +89,35 @@ def serve(
 
     check_name(method)  # a wrong name costs no loading
     try:
+        from kvthaw.serve.build import build
         from kvthaw.serve.server import listen, run
-        from kvthaw.serve.service import Service
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "kvthaw":
             raise
         raise ConfigError(f"the server's packages are not installed ({error}): pip install kvthaw[serve]") from None
-    from kvthaw.cache.prefix import PrefixCache
-    from kvthaw.engine.batch import Batch
-    from kvthaw.engine.hf.model import positions
-    from kvthaw.engine.library import Library
-
+    texts = {path.stem: prompt_text(None, path) for path in context or ()}
     with listen(host, port) as socket:  # an address that is taken costs no loading either
-        llm, tokenizer = load_model(model, device, dtype)
-        length = max_len or min(_LENGTH, positions(llm) or _LENGTH)
-        settings: dict[str, Any] = {
-            "budget": allowed,
-            "retrieved": retrieved,
-            "dense_layers": kept,
-            "host_bytes": host_bytes,
-            "device_memory": device_memory,
-            "kv_dtype": kv_dtype,
-        }
-        with waiting("allocating"):
-            prefix = PrefixCache(host_bytes=prefix_memory)
-            batch = Batch(llm, method, max_seqs=max_seqs, capacity=length, prefix_cache=prefix, **settings)
-            batch.join([0], max_new_tokens=2, stop=())  # all that a step needs: what does not fit fails here
-            while batch.requests:
-                batch.step()
-        name = served_model_name or model
-        library = None if kv_dir is None else Library(batch.cache, prefix, kv_dir)
-        with waiting("restoring documents"):
-            service = Service(batch, tokenizer, name, chat_template=template, max_waiting=max_waiting, library=library)
-        for path in context or ():
-            with waiting(f"reading {path.name}"):
-                new = _read(batch, tokenizer, path)
-            if library is not None and new:
-                library.save(path.stem, library.parts(path.stem))
+        service = build(
+            model,
+            method,
+            max_seqs=max_seqs,
+            max_len=max_len,
+            max_waiting=max_waiting,
+            prefix_memory=prefix_memory,
+            kv_dir=kv_dir,
+            contexts=texts,
+            name=served_model_name,
+            chat_template=template,
+            device=device,
+            dtype=dtype,  # type: ignore[arg-type]
+            progress=waiting,
+            budget=allowed,
+            retrieved=retrieved,
+            dense_layers=kept,
+            host_bytes=host_bytes,
+            device_memory=device_memory,
+            kv_dtype=kv_dtype,
+        )
         where = f"http://{host}:{socket.getsockname()[1]}"
-        stderr().print(f"serving {name} at {where}", style="dim", highlight=False, soft_wrap=True)
+        stderr().print(f"serving {service.name} at {where}", style="dim", highlight=False, soft_wrap=True)
         run(service, socket, grace=grace, api_keys=keys)
-
-
-def _read(batch: Batch, tokenizer: Any, path: Path) -> bool:
-    """Keep a text under the name of its file. Returns whether it was not kept already."""
-    request = batch.request(tokenizer(prompt_text(None, path))["input_ids"], max_new_tokens=1, name=path.stem)
-    kept = None if batch.prefix_cache is None else batch.prefix_cache.entries.get(path.stem)
-    if kept is not None and kept.ids.equal(request.ids):
-        return False
-    batch.prefill(batch.join(request), request.prompt)
-    batch.start(timeout=None)
-    if request.error is not None:
-        raise request.error
-    return True

@@ -1,0 +1,78 @@
+"""Build what a server serves from names and sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from kvthaw.cache.prefix import PrefixCache
+from kvthaw.engine.batch import Batch
+from kvthaw.engine.hf.model import Dtype, load, positions, silence
+from kvthaw.engine.hub import SHIPPED
+from kvthaw.engine.library import Library
+from kvthaw.serve.service import Service
+
+LENGTH = 131072
+"""Tokens of a request, unless they are given or the model's positions end before."""
+
+
+def build(
+    model: str = SHIPPED,
+    method: str = "auto",
+    *,
+    max_seqs: int = 8,
+    max_len: int | None = None,
+    max_waiting: int = 64,
+    prefix_memory: int | str | None = None,
+    kv_dir: Path | None = None,
+    contexts: Mapping[str, str] = MappingProxyType({}),
+    name: str | None = None,
+    chat_template: str | None = None,
+    device: str | None = None,
+    dtype: Dtype = "auto",
+    progress: Callable[[str], AbstractContextManager[object]] = nullcontext,
+    **settings: Any,
+) -> Service:
+    """Load a model and allocate all that a step needs, so that what does not fit fails here.
+
+    model, device, dtype: see `load`. prefix_memory: see `PrefixCache`. kv_dir: documents with a name stay in this folder. contexts:
+    texts that are prefilled and kept, by name. name: what clients call the model; None: model. progress: wraps what takes long.
+    settings: of `Batch`.
+    """
+    silence()
+    with progress(f"loading {model}"):
+        llm, tokenizer = load(model, device=device, dtype=dtype)
+    with progress("allocating"):
+        prefix = PrefixCache(host_bytes=prefix_memory)
+        length = max_len or min(LENGTH, positions(llm) or LENGTH)
+        batch = Batch(llm, method, max_seqs=max_seqs, capacity=length, prefix_cache=prefix, **settings)
+        batch.join([0], max_new_tokens=2, stop=())
+        while batch.requests:
+            batch.step()
+    library = None if kv_dir is None else Library(batch.cache, prefix, kv_dir)
+    with progress("restoring documents"):
+        service = Service(
+            batch, tokenizer, name or model, chat_template=chat_template, max_waiting=max_waiting, library=library
+        )
+    for title, text in contexts.items():
+        with progress(f"reading {title}"):
+            new = _read(batch, prefix, tokenizer, title, text)
+        if library is not None and new:
+            library.save(title, library.parts(title))
+    return service
+
+
+def _read(batch: Batch, prefix: PrefixCache, tokenizer: Any, name: str, text: str) -> bool:
+    """Keep a text under a name. Returns whether it was not kept already."""
+    request = batch.request(tokenizer(text)["input_ids"], max_new_tokens=1, name=name)
+    kept = prefix.entries.get(name)
+    if kept is not None and kept.ids.equal(request.ids):
+        return False
+    batch.prefill(batch.join(request), request.prompt)
+    batch.start(timeout=None)
+    if request.error is not None:
+        raise request.error
+    return True
