@@ -9,7 +9,7 @@ namespace kvthaw {
 // What rows are stored as; all arithmetic is in float32. i8: digests, which have a step beside the row. f8: e4m3 codes; the float
 // kScales bytes before those of a key is their scale.
 enum class Dtype : int { f32 = 0, bf16 = 1, f16 = 2, i8 = 3, f64 = 4, f8 = 5 };
-enum class Isa : int { scalar = 0, avx2 = 1, avx512 = 2 };
+enum class Isa : int { scalar = 0, avx2 = 1, avx512 = 2, neon = 3 };
 
 constexpr size_t kScales = 8;
 

@@ -1,5 +1,6 @@
 // The kernels, written once on GCC's vector types and compiled once per instruction set: the including file defines KV_NAME,
-// KV_ISA, KV_WIDTH (floats per vector) and KV_GROUP (keys per register block of `nearest`). Nothing here may be an inline function
+// KV_ISA, KV_WIDTH (floats per vector), KV_GROUP (keys per register block of `nearest`), and KV_NEON for its instructions, which each
+// aarch64 machine has, so that the compiler does not tell the scalar file from NEON's. Nothing here may be an inline function
 // of another header: the linker could keep this file's copy of it, with instructions that a lesser machine lacks. Compiled with
 // -ffp-contract=off: where a product and a sum are rounded once, `fused` says so, and no compiler decides it for each loop anew.
 
@@ -7,6 +8,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(KV_NEON)
+#include <arm_neon.h>
 #endif
 
 #include "kernels.h"
@@ -38,6 +41,17 @@ inline float half_to_float(uint16_t h) {
     if ((h & 0x7c00) == 0x7c00) bits |= 0x7f800000u;
     return from_bits(bits | static_cast<uint32_t>(h & 0x8000) << 16);
 }
+
+#if defined(KV_NEON)
+// Four bytes, in the lower half of the vector.
+inline int8x8_t load_bytes(const void* at) {
+    uint32_t bits;
+    std::memcpy(&bits, at, 4);
+    return vreinterpret_s8_u32(vdup_n_u32(bits));
+}
+
+inline Vec halves_to_floats(uint16x4_t bits) { return (Vec)vcvt_f32_f16(vreinterpret_f16_u16(bits)); }
+#endif
 
 // What an e4m3 key's codes, read as load() and load_one() do, are multiplied by.
 inline float scale_of(const void* row) {
@@ -74,6 +88,8 @@ inline Vec load(const void* row, int i) {
         return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at))));
 #elif defined(__AVX2__)
         return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at))));
+#elif defined(KV_NEON)
+        return (Vec)vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(load_bytes(at)))));
 #else
         return __builtin_convertvector(*reinterpret_cast<const Bytes*>(at), Vec);
 #endif
@@ -88,6 +104,11 @@ inline Vec load(const void* row, int i) {
         const __m128i sign = _mm_and_si128(_mm_slli_epi16(code, 8), _mm_set1_epi16(static_cast<short>(0x8000)));
         const __m128i size = _mm_and_si128(_mm_slli_epi16(code, 7), _mm_set1_epi16(0x3f80));
         return (Vec)_mm256_cvtph_ps(_mm_or_si128(sign, size));
+#elif defined(KV_NEON)
+        const int8x8_t bytes = load_bytes(static_cast<const char*>(row) + i);
+        const uint16x4_t code = vget_low_u16(vmovl_u8(vreinterpret_u8_s8(bytes)));
+        const uint16x4_t sign = vand_u16(vshl_n_u16(code, 8), vdup_n_u16(0x8000)), size = vand_u16(vshl_n_u16(code, 7), vdup_n_u16(0x3f80));
+        return halves_to_floats(vorr_u16(sign, size));
 #else
         Vec x;
         for (int j = 0; j < W; ++j) x[j] = load_one<T>(row, i + j);
@@ -108,6 +129,8 @@ inline Vec load(const void* row, int i) {
             return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
 #elif defined(__F16C__)
             return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+#elif defined(KV_NEON)
+            return halves_to_floats(vld1_u16(at));
 #else
             Vec x;
             for (int j = 0; j < W; ++j) x[j] = half_to_float(at[j]);
@@ -127,6 +150,8 @@ inline Vec fused(Vec a, Vec b, Vec c) {
     return _mm512_fmadd_ps(a, b, c);
 #elif defined(__FMA__)
     return _mm256_fmadd_ps(a, b, c);
+#elif defined(KV_NEON)
+    return (Vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
     return a * b + c;
 #endif
@@ -158,7 +183,12 @@ inline float sum(Vec x) {
 inline float sum(Vec x) { return (x[0] + x[1]) + (x[2] + x[3]); }
 
 inline void sum4(const Vec* x, float* out) {
+#if defined(KV_NEON)
+    const float32x4_t ab = vpaddq_f32((float32x4_t)x[0], (float32x4_t)x[1]), cd = vpaddq_f32((float32x4_t)x[2], (float32x4_t)x[3]);
+    vst1q_f32(out, vpaddq_f32(ab, cd));
+#else
     for (int r = 0; r < 4; ++r) out[r] = sum(x[r]);
+#endif
 }
 #endif
 

@@ -1,0 +1,25 @@
+"""The kernels of another machine, under an emulator: needs a cross compiler and qemu, and is skipped, visibly, without them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+NATIVE = Path(__file__).parents[2] / "src/kvthaw/native"
+COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
+CHOSEN = "99686b4f5eb47fc5"
+"""What scalar and AVX2 choose from trees on x86-64: a hash of all rows."""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (shutil.which(COMPILER) and shutil.which(EMULATOR)), reason=f"needs {COMPILER} and {EMULATOR}")
+def test_neon_agrees_with_scalar_and_chooses_as_other_machines(tmp_path: Path) -> None:
+    sources = [*NATIVE.glob("kernels*.cpp"), *NATIVE.glob("tree*.cpp"), NATIVE / "forest.cpp", NATIVE / "pool.cpp"]
+    sources = [source for source in sources if "avx" not in source.name] + [Path(__file__).with_name("agree.cpp")]
+    flags = ["-std=gnu++17", "-O1", "-ffp-contract=off", "-static", "-pthread", "-DKV_ARM64", f"-I{NATIVE}"]
+    subprocess.run([COMPILER, *flags, *map(str, sources), "-o", str(tmp_path / "agree")], check=True, timeout=400)
+    ran = subprocess.run([EMULATOR, str(tmp_path / "agree")], capture_output=True, text=True, timeout=200)
+    assert (ran.stdout.splitlines(), ran.returncode) == ([f"scalar {CHOSEN}", f"neon {CHOSEN}"], 0)
