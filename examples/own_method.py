@@ -55,10 +55,17 @@ class LargestKeys:
         self.norms, self.first = dict(other.norms), other.first
 
 
-method = kvthaw.Method("largest-keys", paper="-", unit="token", index=LargestKeys, regions=Regions(4, 32, 16))
-model, tokenizer = load_shipped()
-inputs = tokenizer("The sky is blue. The sun is yellow. Here we go. " * 40, return_tensors="pt").to(model.device)
-with kvthaw.attach(model, method, budget=64) as handle:
-    out = model.generate(**inputs, max_new_tokens=12, do_sample=False)
-    print(tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
-    print(handle.stats())
+def largest_keys(*, sink: int = 4) -> kvthaw.Method:
+    """Keys of the largest norm, on the device; every head of a group reads its KV head's."""
+    return kvthaw.Method("largest-keys", paper="-", unit="token", index=LargestKeys, regions=Regions(sink, 32, 16))
+
+
+METHODS = {"largest-keys": largest_keys}  # what `--plugin examples/own_method.py` adds to a command
+
+if __name__ == "__main__":
+    model, tokenizer = load_shipped()
+    inputs = tokenizer("The sky is blue. The sun is yellow. Here we go. " * 40, return_tensors="pt").to(model.device)
+    with kvthaw.attach(model, largest_keys(), budget=64) as handle:
+        out = model.generate(**inputs, max_new_tokens=12, do_sample=False)
+        print(tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+        print(handle.stats())

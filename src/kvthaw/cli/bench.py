@@ -57,6 +57,7 @@ def decode(
             "transformers' own caches."
         ),
     ] = _TIMED,
+    plugin: options.Plugin = None,
     budget: options.OneBudget = "256",
     retrieved: options.Retrieved = None,
     dense_layers: options.DenseLayers = "auto",
@@ -119,6 +120,7 @@ def prefill(
         list[str], typer.Option(help=f"Tokens that go through the model at once; {options.SEVERAL}; beside them, one pass.")
     ] = _CHUNK,
     method: options.Methods = options.DIGEST,
+    plugin: options.Plugin = None,
     budget: options.OneBudget = "1024",
     retrieved: options.Retrieved = None,
     dense_layers: options.DenseLayers = "0",
@@ -160,6 +162,7 @@ def serving(
     requests: Annotated[int, typer.Option(min=1, help="Requests in all.")] = 8,
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens that each gets.")] = 64,
     method: options.Methods = _SERVED,
+    plugin: options.Plugin = None,
     budget: options.OneBudget = "256",
     compile_: Annotated[bool, typer.Option("--compile", help="Compile the step first (a minute or more).")] = False,
     as_json: options.Lines = False,

@@ -39,6 +39,7 @@ def compare(
             "quest:budget=256,sink=4.",
         ),
     ] = _ALL,
+    plugin: options.Plugin = None,
     budget: Annotated[list[str] | None, options.budgets(",".join(_BUDGETS))] = None,
     retrieved: options.ManyRetrieved = None,
     length: options.Lengths = options.LENGTH,

@@ -28,6 +28,7 @@ EXAMPLES = (
 
 def demo(
     method: options.Method = "icecache-digest",
+    plugin: options.Plugin = None,
     budget: options.OneBudget = "256",
     length: Annotated[
         int | None, typer.Option(parser=options.tokens_of, metavar="TOKENS", help="Cut the book to so many tokens.")

@@ -63,6 +63,7 @@ def evaluate(
     task: Annotated[str, typer.Argument(help="Tasks or their common names, separated by commas; all of them stand below.")],
     model: options.Model = "shipped",
     method: options.Methods = options.DIGEST,
+    plugin: options.Plugin = None,
     budget: options.Budgets = None,
     retrieved: options.ManyRetrieved = None,
     length: options.Lengths = options.LENGTH,

@@ -31,6 +31,7 @@ def generate(
     file: Annotated[Path | None, typer.Option(help="Read the prompt from this file.", exists=True, dir_okay=False)] = None,
     model: options.Model = "shipped",
     method: options.Method = "auto",
+    plugin: options.Plugin = None,
     budget: options.Budget = None,
     retrieved: options.Retrieved = None,
     dense_layers: options.DenseLayers = "auto",

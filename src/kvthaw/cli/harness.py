@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import typer
 
+from kvthaw.cli import options
 from kvthaw.engine.hub import SHIPPED, offline
 from kvthaw.errors import ConfigError
 
@@ -22,7 +23,7 @@ EXAMPLES = (
 )
 
 
-def lm_eval(context: typer.Context) -> None:
+def lm_eval(context: typer.Context, plugin: options.Plugin = None) -> None:
     """Run lm-evaluation-harness with kvthaw as its model; every option is the harness's own.
 
     It stands for `lm_eval --model kvthaw`, which cannot be: the harness finds no model of another package by its name. Answers are

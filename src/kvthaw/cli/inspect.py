@@ -27,6 +27,7 @@ def inspect(
     out: Annotated[Path, typer.Option("--out", "-o", help="Write the page here.", dir_okay=False)],
     model: options.Model = "shipped",
     method: options.Methods = options.DIGEST,
+    plugin: options.Plugin = None,
     budget: options.Budgets = None,
     retrieved: options.ManyRetrieved = None,
     dense_layers: options.ManyDenseLayers = None,

@@ -23,6 +23,7 @@ def methods(
         ),
     ] = None,
     as_json: options.Json = False,
+    plugin: options.Plugin = None,
 ) -> None:
     """List the methods and what each does with the KV, or tell what one does and its options.
 

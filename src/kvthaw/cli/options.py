@@ -94,6 +94,28 @@ Methods = Annotated[
         "dense_layers, sink, window, buffer and kv_dtype are options of each as well: pqcache:budget=0.2,quest:sink=4.",
     ),
 ]
+
+
+def _load_plugins(paths: list[Path] | None) -> list[Path] | None:
+    if paths:
+        from kvthaw.methods import METHODS
+
+        for path in paths:
+            METHODS.load_plugin(path)
+    return paths
+
+
+Plugin = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--plugin",
+        metavar="FILE.PY",
+        help="Add the methods of this Python file, which names them in METHODS; may be repeated.",
+        callback=_load_plugins,
+        exists=True,
+        dir_okay=False,
+    ),
+]
 DIGEST, BOTH, LENGTH, DENSE = ["icecache-digest"], ["icecache-digest", "streaming"], ["4096"], ["dense"]
 SEVERAL = "several by commas or repeated"
 

@@ -24,6 +24,7 @@ _LENGTHS = ["1024", "2048", "4096"]
 def perplexity(
     model: options.Model = "shipped",
     method: options.Methods = options.BOTH,
+    plugin: options.Plugin = None,
     budget: options.Budgets = None,
     retrieved: options.ManyRetrieved = None,
     length: options.Lengths = _LENGTHS,

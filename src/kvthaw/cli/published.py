@@ -41,6 +41,7 @@ def evaluate(
     ] = None,
     model: options.Model = "shipped",
     method: options.Methods = options.DIGEST,
+    plugin: options.Plugin = None,
     budget: options.Budgets = None,
     retrieved: options.ManyRetrieved = None,
     dense_layers: options.ManyDenseLayers = None,

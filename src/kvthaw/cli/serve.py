@@ -29,6 +29,7 @@ def serve(
     ] = None,
     model: Annotated[str | None, options.MODEL] = None,
     method: options.Method = "auto",
+    plugin: options.Plugin = None,
     budget: options.Budget = None,
     retrieved: options.Retrieved = None,
     dense_layers: options.DenseLayers = "auto",

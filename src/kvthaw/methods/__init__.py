@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from inspect import signature
@@ -30,6 +29,7 @@ from kvthaw.methods.pqcache import pqcache
 from kvthaw.methods.prkv import prkv
 from kvthaw.methods.prkv_plus import prkv_plus
 from kvthaw.methods.quest import quest
+from kvthaw.methods.registry import Methods
 from kvthaw.methods.retroinfer import retroinfer
 from kvthaw.methods.shadowkv import shadowkv
 from kvthaw.methods.snapkv import snapkv
@@ -54,47 +54,51 @@ def resolve(method: str | Method, **options: Any) -> Method:
         raise ConfigError(f"method is {method!r}; it must be a name in METHODS or a Method{hint}")
     method, *texts = method.split(":")
     options = {**dict(written(text) for text in texts), **options}
-    if method not in METHODS:
+    make, kv_dtype = METHODS.get(method), options.pop("kv_dtype", None)
+    if make is None:
         raise unknown("method", method, METHODS)
-    make, kv_dtype = METHODS[method], options.pop("kv_dtype", None)
     if kv_dtype is not None:
         one_of(get_args(KvDtype), kv_dtype=kv_dtype)
     regions = {name: options.pop(name) for name in REGIONS if name in options and name not in signature(make).parameters}
     check(method, options, make)
     check_type(int, **regions)
     made = make(**options)
+    if not isinstance(made, Method):
+        raise ConfigError(f"method {method} made {made!r}; its function must return a kvthaw.Method")
     if regions and made.index is None:
         raise ConfigError(f"method {method} retrieves nothing; it has no option {next(iter(regions))!r}")
-    return replace(made, regions=replace(made.regions, **regions), kv_dtype=kv_dtype) if regions or kv_dtype else made
+    return replace(made, name=method, regions=replace(made.regions, **regions), kv_dtype=kv_dtype or made.kv_dtype)
 
 
-METHODS: dict[str, Callable[..., Method]] = {
-    "full": full,
-    "oracle": oracle,
-    "streaming": streaming,
-    "h2o": h2o,
-    "snapkv": snapkv,
-    "snapkv-refreshed": partial(snapkv, refresh=128),
-    "clusterkv": clusterkv,
-    "clusterkv-plus": clusterkv_plus,
-    "prkv": prkv,
-    "prkv-plus": prkv_plus,
-    "arkvale": arkvale,
-    "quest": quest,
-    "icecache": icecache,
-    "icecache-reuse": partial(icecache, reuse=3),
-    "icecache-digest": icecache_digest,
-    "icecache-digest-device": icecache_digest_device,
-    "pariskv": pariskv,
-    "pariskv-plus": pariskv_plus,
-    "pqcache": pqcache,
-    "magicpig": magicpig,
-    "omnikv": omnikv,
-    "freekv": freekv,
-    "twilight": partial(twilight, resolve),
-    "shadowkv": shadowkv,
-    "retroinfer": retroinfer,
-    "infinigen": infinigen,
-    "socket": socket,
-}
-"""Name -> what makes the Method from its options. The only list of methods."""
+METHODS = Methods(
+    {
+        "full": full,
+        "oracle": oracle,
+        "streaming": streaming,
+        "h2o": h2o,
+        "snapkv": snapkv,
+        "snapkv-refreshed": partial(snapkv, refresh=128),
+        "clusterkv": clusterkv,
+        "clusterkv-plus": clusterkv_plus,
+        "prkv": prkv,
+        "prkv-plus": prkv_plus,
+        "arkvale": arkvale,
+        "quest": quest,
+        "icecache": icecache,
+        "icecache-reuse": partial(icecache, reuse=3),
+        "icecache-digest": icecache_digest,
+        "icecache-digest-device": icecache_digest_device,
+        "pariskv": pariskv,
+        "pariskv-plus": pariskv_plus,
+        "pqcache": pqcache,
+        "magicpig": magicpig,
+        "omnikv": omnikv,
+        "freekv": freekv,
+        "twilight": partial(twilight, resolve),
+        "shadowkv": shadowkv,
+        "retroinfer": retroinfer,
+        "infinigen": infinigen,
+        "socket": socket,
+    }
+)
+"""Name -> the function that makes the Method from its options. The only list of methods."""

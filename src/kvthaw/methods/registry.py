@@ -1,0 +1,93 @@
+"""Methods by name: kvthaw's own, those that a program registers, and those of installed packages."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+
+from kvthaw.cache.index_api import Method
+from kvthaw.errors import ConfigError
+
+Make = Callable[..., Method]
+GROUP = "kvthaw.methods"
+"""The entry points of packages that have methods: the name is the method's, the value the function that makes it."""
+
+
+class Methods(Mapping[str, Make]):
+    """Name -> the function that makes a Method from its options.
+
+    Packages are asked when a name is not found here, and when all names are listed. A package's function is imported when its
+    method is asked for; one that cannot be imported raises ConfigError."""
+
+    def __init__(self, own: Mapping[str, Make]) -> None:
+        self._own, self._registered = dict(own), dict[str, Make]()
+
+    def register(self, name: str, make: Make) -> None:
+        """Let `name` stand for the method that a function makes: `def mine(*, sink: int = 4) -> kvthaw.Method`.
+
+        A name that was registered before stands for the new function. Raises ConfigError for a name of kvthaw's own, for one that
+        could not be told from options, and for what is no function."""
+        if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name) or name in ("auto", "all"):
+            raise ConfigError(
+                f"name is {name!r}; a method's name has letters, digits, '-', '_' and '.', and is not auto or all"
+            )
+        if name in self._own:
+            raise ConfigError(f"name is {name!r}, which is a method of kvthaw's own")
+        if not callable(make):
+            raise ConfigError(f"method {name} is {make!r}; it must be a function that returns a kvthaw.Method")
+        self._registered[name] = make
+
+    def unregister(self, name: str) -> None:
+        """Undo register()."""
+        del self._registered[name]
+
+    def load_plugin(self, path: Path | str) -> list[str]:
+        """Run a Python file and register each method of its METHODS, {name: function}. Returns their names."""
+        path = Path(path)
+        spec = importlib.util.spec_from_file_location(f"kvthaw_plugin_{path.stem}", path)
+        if spec is None or spec.loader is None or not path.is_file():
+            raise ConfigError(f"plugin is {str(path)!r}; it must be a Python file")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # where dataclasses look for their annotations
+        spec.loader.exec_module(module)
+        found = getattr(module, "METHODS", None)
+        if not isinstance(found, dict) or not found:
+            raise ConfigError(f'plugin {path} has no METHODS = {{"name": function}}, so it adds no method')
+        for name, make in found.items():
+            self.register(name, make)
+        return list(found)
+
+    def __getitem__(self, name: str) -> Make:
+        for known in (self._own, self._registered):
+            if name in known:
+                return known[name]
+        return _load(self._packaged()[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._own | self._registered | self._packaged())
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def _packaged(self) -> dict[str, EntryPoint]:
+        found = dict[str, EntryPoint]()
+        for point in entry_points(group=GROUP):
+            if point.name in self._own or found.setdefault(point.name, point).value != point.value:
+                raise ConfigError(f"method {point.name} of {_package(point)} has the name of another method")
+        return found
+
+
+def _load(point: EntryPoint) -> Make:
+    try:
+        make: Make = point.load()
+    except Exception as error:
+        raise ConfigError(f"method {point.name} of {_package(point)} cannot be loaded from {point.value}: {error}") from error
+    return make
+
+
+def _package(point: EntryPoint) -> str:
+    return point.dist.name if point.dist else "a package"
