@@ -238,3 +238,27 @@ def test_layers_on_several_devices_are_refused() -> None:
 def test_a_batch_of_a_model_whose_weights_are_offloaded_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="offloaded"):
         kvthaw.Batch(build("llama").to("meta"), "oracle", max_seqs=1, capacity=64, budget=48)
+
+
+def test_a_prompt_inside_generate_tells_how_far_it_is(llama: PreTrainedModel) -> None:
+    told: list[tuple[int, int]] = []
+    prefix = kvthaw.PrefixCache()
+    with kvthaw.attach(llama, "oracle", budget=64, prefill_chunk=40, prefix_cache=prefix, progress=lambda *at: told.append(at)):
+        llama.generate(prompt(1, 100), max_new_tokens=3, do_sample=False)
+        assert told == [(done, 100) for done in (0, 13, 26, 40, 53, 66, 80, 86, 93, 100)]  # three layers
+        told.clear()
+        llama.generate(torch.cat([prompt(1, 100), prompt(1, 30)], dim=1), max_new_tokens=2, do_sample=False)
+        assert (told[0], told[-1]) == ((0, 30), (30, 30))  # the prefix cache has the others
+
+
+def test_an_error_of_progress_ends_the_prompt(llama: PreTrainedModel) -> None:
+    def stop(done: int, total: int) -> None:
+        if done > 30:
+            raise InterruptedError
+
+    with kvthaw.attach(llama, "oracle", budget=64, prefill_chunk=40, progress=stop):
+        with pytest.raises(InterruptedError):
+            llama.generate(prompt(1, 100), max_new_tokens=3)
+        assert llama.generate(prompt(1, 30), max_new_tokens=3, do_sample=False).shape == (1, 33)
+    with pytest.raises(kvthaw.ConfigError, match="progress is 'bar'"):
+        kvthaw.attach(llama, progress="bar")  # type: ignore[arg-type]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from kvthaw.engine.hf import Cache, PreTrainedModel
 from kvthaw.engine.hf.chunks import CHUNK, spans
+from kvthaw.engine.hf.prefill_progress import PrefillProgress, Tell
 
 DENSE_CHUNK = 2048
 """CHUNK where all KV stays on the device."""
@@ -23,7 +23,7 @@ def prefill(
     ids: Sequence[int],
     *,
     chunk: int | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Tell = lambda done, total: None,
 ) -> Tensor:
     """Bring a prompt into a cache of one row, chunk by chunk. Returns the logits [V] after its last token.
 
@@ -31,8 +31,8 @@ def prefill(
     not find what they need. progress(done, total), in tokens, is called at the start and after every layer of every chunk. Does
     not wait for offloading and indexing.
     """
-    total = len(ids)
-    progress(0, total)
+    total, told = len(ids), PrefillProgress(model, progress)
+    told.begin(total)
     whole = cache.foreign or cache.settings.method.evicts
     size = total if whole else chunk or (DENSE_CHUNK if cache.settings.method.dense else CHUNK)
     tokens = torch.tensor([list(ids)], device=model.device)
@@ -40,24 +40,6 @@ def prefill(
     logits = torch.empty(0)
     with cache.prompt(total):
         for start, stop in spans(total, size):
-
-            def share(of: float, start: int = start, stop: int = stop) -> None:
-                progress(start + int((stop - start) * of), total)
-
-            with _by_layer(model, share):
+            with told.part(stop - start):
                 logits = model(input_ids=tokens[:, start:stop], past_key_values=cache, use_cache=True, **keep).logits[0, -1]
-            progress(stop, total)
     return logits
-
-
-@contextmanager
-def _by_layer(model: PreTrainedModel, tell: Callable[[float], None]) -> Iterator[None]:
-    """Call tell(share) after every decoder layer but the last, where the model has its layers in the usual place."""
-    layers = list(getattr(model.get_decoder(), "layers", []))
-    shares = [number / len(layers) for number in range(1, len(layers))]
-    hooks = [layer.register_forward_hook(lambda *_, at=at: tell(at)) for layer, at in zip(layers, shares, strict=False)]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -51,8 +51,8 @@ def in_chunks(
         cache = cache_of(given.get("past_key_values"))
         columns = columns_of(given)
         tokens = max((given[name].shape[1] for name in ("input_ids", "inputs_embeds") if name in columns), default=0)
-        drafted = 0 if cache is None or tokens == 1 else _drafted(given, cache)
-        if cache is None or (tokens <= chunk and not drafted):
+        candidates = 0 if cache is None or tokens == 1 else drafted(given, cache)
+        if cache is None or (tokens <= chunk and not candidates):
             if cache is not None:
                 cache.reserve(tokens)  # before a layer that is not kvthaw's has taken them
             out = (short or forward)(**given)
@@ -84,7 +84,7 @@ def in_chunks(
                     places.append(place)
             return out
 
-        prompt = tokens - drafted
+        prompt = tokens - candidates
         if prompt == 1 and before:  # a token that was generated: a decode step, like the candidates behind it
             prompt = 0
         if prompt:
@@ -107,7 +107,7 @@ def in_chunks(
     return take
 
 
-def _drafted(given: dict[str, Any], cache: Cache) -> int:
+def drafted(given: dict[str, Any], cache: Cache) -> int:
     """Count the candidates of assisted decoding among the new tokens, at their end: it asks for the logits of each and of the token
     before them."""
     keep = given.get("logits_to_keep")
@@ -123,7 +123,7 @@ def reason_for_one_pass(given: dict[str, Any], cache: Cache, names: Collection[s
     """Return why a prompt must go through in one pass, None if it need not."""
     if "logits_to_keep" not in names:
         return "the model does not take a number of logits_to_keep"
-    if cache.settings.method.evicts and not _drafted(given, cache):
+    if cache.settings.method.evicts and not drafted(given, cache):
         return f"{cache.settings.method.name} drops tokens that later chunks attend to"
     if cache.foreign:
         return f"a {cache.foreign[0]} may not continue where a chunk ended"

@@ -24,6 +24,7 @@ from kvthaw.engine.hf.cache import Cache
 from kvthaw.engine.hf.chunks import CHUNK, in_chunks
 from kvthaw.engine.hf.hooks import drop_prefetch
 from kvthaw.engine.hf.layer import CacheLayer
+from kvthaw.engine.hf.prefill_progress import PrefillProgress, Tell
 from kvthaw.engine.hf.replay import replaying
 from kvthaw.engine.hf.reuse import reusing
 from kvthaw.errors import CacheError, at_least
@@ -50,6 +51,7 @@ class Forward:
         compiled: bool,
         chunk: int,
         prefix: PrefixCache | None,
+        progress: Tell | None,
     ) -> None:
         self.model, self.make, self.settings = model, make, settings
         self.cache: Cache | None = None
@@ -68,9 +70,12 @@ class Forward:
             )
             forward = forward._torchdynamo_orig_callable
         self._plain = forward
-        whole = self._whole
+        told = None if progress is None else PrefillProgress(model, progress)
+        whole = self._whole if told is None else told.parts(self._whole)
         step = replaying(forward, self._behind, compiled=compiled, eager=whole) if capture else None
         self._take = in_chunks(whole, self._behind, chunk, names=self._names, short=step)
+        if told is not None:
+            self._take = told.prompts(self._take, self._behind)
         if prefix is not None:
             self._take = reusing(self._take, self._behind, prefix, names=self._names)
         model.forward = self
@@ -245,6 +250,7 @@ def attach(
     capture: bool = True,
     compile: bool = False,
     prefix_cache: PrefixCache | None = None,
+    progress: Tell | None = None,
     **options: Any,
 ) -> Handle:
     """Attend to an offloaded context: generate(), pipeline() and forward() of this model fetch only what each step needs.
@@ -256,6 +262,8 @@ def attach(
     run eagerly, and the logger kvthaw.engine.hf.replay says why. compile: compile the step with torch.compile first (a minute or
     more, once), with a warning where that cannot be done. prefix_cache: prompts of one sequence begin with what it has of them, and
     are kept in it, so that a conversation that is generated turn by turn prefills what is new; `Stats.cached_tokens` counts it.
+    progress: called as progress(done, total), in tokens, when a prompt begins and after every layer of every chunk of it; an error
+    that it raises ends the call of the model.
 
     Continuations of up to sparse_queries tokens are decoded one by one through the index; longer ones, such as the next question of
     a chat, attend to all of the KV, streamed back from the host, and `Stats.dense_tokens` counts them.
@@ -272,6 +280,7 @@ def attach(
     model = unwrap(model)
     check_type(int, prefill_chunk=prefill_chunk)
     check_type(PrefixCache | None, prefix_cache=prefix_cache)
+    check_type(Callable | None, progress=progress)
     at_least(1, prefill_chunk=prefill_chunk)
     earlier = _attachment(model)
     if earlier is not None:
@@ -303,4 +312,4 @@ def attach(
         if not served:
             give_back_attention(model)
         raise
-    return Handle(Forward(model, make, settings, capture, compile, prefill_chunk, prefix_cache))
+    return Handle(Forward(model, make, settings, capture, compile, prefill_chunk, prefix_cache, progress))
