@@ -11,7 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 import kvthaw
-from kvthaw.engine.hf.model import processes, split
+from kvthaw.engine.hf.model import split
+from kvthaw.engine.processes import processes
 from zoo import VOCAB, build
 
 METHODS = (

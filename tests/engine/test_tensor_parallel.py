@@ -14,14 +14,18 @@ import numpy as np
 import pytest
 import split_program
 import torch
-from ranks import run
 from transformers import PreTrainedModel
 
 import kvthaw
 from kvthaw.cache import host_memory
+from kvthaw.engine.hf.attention import ranks
 from kvthaw.engine.hf.model import split
+from kvthaw.engine.lockstep import Lockstep
+from kvthaw.engine.request import Request
+from kvthaw.engine.sampling import Sampling
 from kvthaw.errors import CacheError, HostMemoryError, UnsupportedModelError
 from kvthaw.methods import METHODS
+from ranks import run
 from zoo import VOCAB, build
 
 OPTIONS = (
@@ -91,7 +95,11 @@ def refused(rank: int) -> list[str]:
         with torch.no_grad(), pytest.raises(error) as caught:
             call()
         said.append(str(caught.value))
-    return said
+    lockstep = Lockstep(ranks(model))
+    lockstep.note([Request(PROMPT[0], 1, frozenset(), Sampling(), tokens=[rank])])  # their steps gave different tokens
+    with pytest.raises(CacheError) as caught:
+        lockstep.receive() if rank else lockstep.send([])
+    return [*said, str(caught.value)]
 
 
 @on_cpu

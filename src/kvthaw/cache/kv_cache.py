@@ -290,7 +290,7 @@ class KVCache:
     def built(self, seq: int, timeout: float | None = 0.0) -> bool:
         """Return whether resume() of a paused sequence need not wait for an index that is built beside the others' steps. timeout:
         wait so many seconds for it, None: as long as it takes."""
-        return all(updater.built(seq, timeout) for updater in updaters(self.layers))
+        return bool(self.settings.ranks.least(all(updater.built(seq, timeout) for updater in updaters(self.layers))))
 
     def resume(self, seq: int) -> None:
         """Include a paused sequence in steps again. Where its index could not be built wait() raises, and the next step."""

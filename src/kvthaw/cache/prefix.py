@@ -116,7 +116,7 @@ class PrefixCache:
             return 0
         self._check(kv)
         path, tokens = self._tree.match(ids, salt)
-        tokens = min(tokens, len(ids) - RECENT_QUERIES)
+        tokens = kv.settings.ranks.least(min(tokens, len(ids) - RECENT_QUERIES))  # processes evict each for itself
         if tokens <= 0:
             return 0
         path = path[: -(-tokens // self._tree.block_size)]

@@ -48,7 +48,7 @@ class Ranks:
         """Return the smallest of all processes' numbers."""
         if self.size == 1:
             return own
-        least = torch.tensor(own, device=self.device)
+        least = torch.tensor(int(own), device=self.device)
         dist.all_reduce(least, dist.ReduceOp.MIN, group=self.group)
         return int(least)
 

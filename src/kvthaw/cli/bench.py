@@ -91,7 +91,7 @@ def decode(
     from kvthaw.bench.card import where
     from kvthaw.bench.decode import Bench
     from kvthaw.bench.settings import grid
-    from kvthaw.engine.hf.model import processes
+    from kvthaw.engine.processes import processes
     from kvthaw.evaluate.plot import check, decode_lines
     from kvthaw.evaluate.results import ResultsFile
 

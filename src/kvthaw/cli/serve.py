@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -16,6 +16,7 @@ from kvthaw.errors import ConfigError
 EXAMPLES = (
     "Needs pip install kvthaw\\[serve].\n\nExamples:\n\n  kvthaw serve\n\n"
     "  kvthaw serve meta-llama/Llama-3.1-8B-Instruct --method pariskv-plus --budget 1024 --max-seqs 16 --max-len 131072\n\n"
+    "  kvthaw serve meta-llama/Llama-3.1-70B-Instruct --tp 4 --method pariskv-plus --budget 1024\n\n"
     "  kvthaw serve ./my-model --chat-template chat.jinja --api-key-file keys.txt --host 0.0.0.0"
 )
 
@@ -71,6 +72,9 @@ def serve(
         Path | None, typer.Option(help="Jinja; without it the tokenizer's own.", exists=True, dir_okay=False)
     ] = None,
     served_model_name: Annotated[str | None, typer.Option(help="What clients call the model. Default MODEL.")] = None,
+    tp: Annotated[
+        int, typer.Option(min=1, help="Split the model by heads over so many GPUs, one a process; host memory is each one's.")
+    ] = 1,
     device: options.Device = None,
     dtype: options.Dtype = "auto",
 ) -> None:
@@ -86,39 +90,44 @@ def serve(
     if api_key_file is not None and not keys:
         raise ConfigError(f"{api_key_file} holds no key")
     template = None if chat_template is None else prompt_text(None, chat_template)
+    if tp > 1 and (device is not None or kv_dir is not None):
+        raise ConfigError(
+            f"--tp is {tp}: each process takes the device of its number, and a split model's documents are not saved"
+        )
     from kvthaw.methods.auto import check_name
 
     check_name(method)  # a wrong name costs no loading
     try:
-        from kvthaw.serve.build import build
+        from kvthaw.serve.build import build, follow
         from kvthaw.serve.server import listen, run
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "kvthaw":
             raise
         raise ConfigError(f"the server's packages are not installed ({error}): pip install kvthaw[serve]") from None
-    texts = {path.stem: prompt_text(None, path) for path in context or ()}
-    with listen(host, port) as socket:  # an address that is taken costs no loading either
-        service = build(
-            model,
-            method,
-            max_seqs=max_seqs,
-            max_len=max_len,
-            max_waiting=max_waiting,
-            prefix_memory=prefix_memory,
-            kv_dir=kv_dir,
-            contexts=texts,
-            name=served_model_name,
-            chat_template=template,
-            device=device,
-            dtype=dtype,  # type: ignore[arg-type]
-            progress=waiting,
-            budget=allowed,
-            retrieved=retrieved,
-            dense_layers=kept,
-            host_bytes=host_bytes,
-            device_memory=device_memory,
-            kv_dtype=kv_dtype,
-        )
+    from kvthaw.engine.processes import spawned
+
+    how: dict[str, Any] = {
+        "max_seqs": max_seqs,
+        "max_len": max_len,
+        "max_waiting": max_waiting,
+        "prefix_memory": prefix_memory,
+        "kv_dir": kv_dir,
+        "contexts": {path.stem: prompt_text(None, path) for path in context or ()},
+        "name": served_model_name,
+        "chat_template": template,
+        "tp": tp,
+        "device": device,
+        "dtype": dtype,
+        "budget": allowed,
+        "retrieved": retrieved,
+        "dense_layers": kept,
+        "host_bytes": host_bytes,
+        "device_memory": device_memory,
+        "kv_dtype": kv_dtype,
+    }
+    with listen(host, port) as socket, spawned(tp, follow, model, method, how):  # a taken address costs no loading either
+        service = build(model, method, progress=waiting, **how)
         where = f"http://{host}:{socket.getsockname()[1]}"
         stderr().print(f"serving {service.name} at {where}", style="dim", highlight=False, soft_wrap=True)
         run(service, socket, grace=grace, api_keys=keys)
+        service.batch.cache.replay = None  # captured steps hold the group's collectives

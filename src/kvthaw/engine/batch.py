@@ -20,7 +20,6 @@ from kvthaw.engine.hf.chunks import CHUNK, spans
 from kvthaw.engine.hf.handle import is_attached
 from kvthaw.engine.request import Request, RequestOptions
 from kvthaw.engine.sampling import GREEDY, Drawn, Sampler, Sampling, logprobs, score
-from kvthaw.engine.text import Detokenizer
 from kvthaw.errors import CacheError, ConfigError, at_least
 from kvthaw.methods.auto import AUTO
 from kvthaw.typecheck import check_type
@@ -190,9 +189,7 @@ class Batch:
         request = Request(ids, limit, stops, sampling, salt, how.get("name"))
         self._sampler.check(sampling, request.stop)
         if tokenizer is not None:
-            request.decoded = Detokenizer(
-                tokenizer, sampling.stop, include_stop=sampling.include_stop, min_tokens=sampling.min_tokens
-            )
+            request.decode(tokenizer)
         return request
 
     def prefill(self, request: Request, tokens: int | None = None) -> bool:

@@ -69,6 +69,11 @@ class Request:
         """Tokens of the prompt."""
         return self.ids.shape[0]
 
+    def decode(self, tokenizer: Any) -> None:
+        """Decode its text with a tokenizer of transformers."""
+        how = self.sampling
+        self.decoded = Detokenizer(tokenizer, how.stop, include_stop=how.include_stop, min_tokens=how.min_tokens)
+
     def fail(self, error: Exception) -> None:
         """End it with an error."""
         self.finished, self.error = "error", error

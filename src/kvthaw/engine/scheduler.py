@@ -31,6 +31,8 @@ class Scheduler:
       (preemption). It goes on once another has ended: its prompt and the tokens that it has go through the model again.
     - Of the prompts that have places the one that came first and the one that is shortest take turns.
     - A method that evicts cannot take a prompt in chunks; its prompts go through the model whole.
+    - Where a model is split over processes every process makes the same calls (see `kvthaw.engine.lockstep`). Only what all of
+      them notice alike, a lack of host memory, is helped there; other errors come up, since the others may be in mid-step.
 
     batch: has no requests of its own. step_tokens: tokens of a step. max_waiting: how many requests may wait for a place; None: any
     number.
@@ -53,7 +55,7 @@ class Scheduler:
         if batch.requests:
             raise CacheError(f"the batch has {len(batch.requests)} requests of its own; a scheduler takes one that has none")
         self.batch, self.step_tokens, self.max_waiting = batch, step_tokens, max_waiting
-        self.preemptions = 0
+        self.preemptions, self.split = 0, batch.cache.kv.settings.ranks.size > 1
         self._rank: dict[Request, tuple[int, int]] = {}  # of those that have not ended: priority, number of arrival
         self._waiting: list[Request] = []
         self._arrived = 0
@@ -130,6 +132,8 @@ class Scheduler:
                 if self.batch.prefill(request, left):
                     told.append(request)
             except Exception as error:
+                if self.split and not isinstance(error, HostMemoryError):
+                    raise
                 if isinstance(error, MEMORY_ERRORS) and self.batch.requests:
                     self._wait_again(request)
                 else:
@@ -144,6 +148,8 @@ class Scheduler:
         try:
             return self.batch.decode()
         except MEMORY_ERRORS as error:
+            if self.split and not isinstance(error, HostMemoryError):
+                raise
             last = max(self.batch.requests, key=self._rank.__getitem__)
             self.batch.preempt(last)
             if self.batch.requests:

@@ -31,6 +31,7 @@ def build(
     contexts: Mapping[str, str] = MappingProxyType({}),
     name: str | None = None,
     chat_template: str | None = None,
+    tp: int = 1,
     device: str | None = None,
     dtype: Dtype = "auto",
     progress: Callable[[str], AbstractContextManager[object]] = nullcontext,
@@ -38,13 +39,13 @@ def build(
 ) -> Service:
     """Load a model and allocate all that a step needs, so that what does not fit fails here.
 
-    model, device, dtype: see `load`. prefix_memory: see `PrefixCache`. kv_dir: documents with a name stay in this folder. contexts:
-    texts that are prefilled and kept, by name. name: what clients call the model; None: model. progress: wraps what takes long.
-    settings: of `Batch`.
+    model, tp, device, dtype: see `load`; all processes of a model that is split build the same at the same time. prefix_memory: see
+    `PrefixCache`. kv_dir: documents with a name stay in this folder. contexts: texts that are prefilled and kept, by name. name:
+    what clients call the model; None: model. progress: wraps what takes long. settings: of `Batch`.
     """
     silence()
     with progress(f"loading {model}"):
-        llm, tokenizer = load(model, device=device, dtype=dtype)
+        llm, tokenizer = load(model, device=device, dtype=dtype, tp=tp)
     with progress("allocating"):
         prefix = PrefixCache(host_bytes=prefix_memory)
         length = max_len or min(LENGTH, positions(llm) or LENGTH)
@@ -63,6 +64,13 @@ def build(
         if library is not None and new:
             library.save(title, library.parts(title))
     return service
+
+
+def follow(model: str, method: str, how: Mapping[str, Any]) -> None:
+    """Be one of the other processes that a split model is served with, until the first one ends. how: as for build()."""
+    service = build(model, method, **how)
+    service.worker.lockstep.follow(service.worker.scheduler, service.tokenizer)
+    service.batch.cache.replay = None  # captured steps hold the group's collectives
 
 
 def _read(batch: Batch, prefix: PrefixCache, tokenizer: Any, name: str, text: str) -> bool:

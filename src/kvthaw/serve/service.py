@@ -14,6 +14,7 @@ from jinja2 import TemplateError
 from kvthaw.cache.prefix import Entry
 from kvthaw.engine.batch import Batch
 from kvthaw.engine.library import Library
+from kvthaw.engine.lockstep import Lockstep
 from kvthaw.engine.sampling import Sampling
 from kvthaw.engine.scheduler import Scheduler
 from kvthaw.errors import ConfigError, QueueFullError
@@ -28,7 +29,8 @@ class Service:
     """Serves one model under one name.
 
     batch: has no requests of its own. chat_template: Jinja; None for the tokenizer's. max_waiting: how many requests may wait for a
-    place; more are told to come again. library: keeps prompts with a name on disk; those that it has are taken up.
+    place; more are told to come again. library: keeps prompts with a name on disk; those that it has are taken up. The other
+    processes of a model that is split make a `Lockstep` at the same time, and follow.
     """
 
     def __init__(
@@ -44,7 +46,13 @@ class Service:
         self.batch, self.tokenizer, self.name, self.created = batch, tokenizer, name, int(time.time())
         scheduler = Scheduler(batch)
         metrics = Metrics(scheduler, name)
-        self.worker = Worker(scheduler, metrics, Watcher(batch, metrics.attention_mass.observe), batch.max_seqs + max_waiting)
+        self.worker = Worker(
+            scheduler,
+            metrics,
+            Watcher(batch, metrics.attention_mass.observe),
+            batch.max_seqs + max_waiting,
+            Lockstep(batch.cache.kv.settings.ranks),
+        )
         self._template = chat_template or tokenizer.chat_template
         self._library = library
         self._refreshing = asyncio.Lock()

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
+from kvthaw.engine.lockstep import Cancel, Change, Forget, Lockstep, Submit
 from kvthaw.engine.request import Request
 from kvthaw.engine.sampling import TokenLogprobs
 from kvthaw.engine.scheduler import Scheduler
@@ -21,6 +24,7 @@ from kvthaw.serve.watcher import Watcher
 
 Result = TypeVar("Result")
 _log = logging.getLogger(__name__)
+_HEARTBEAT = 60.0  # seconds after which other processes are told that there is nothing to do
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +43,10 @@ class Delta:
 
 
 class Job:
-    """The outputs that one HTTP request waits for. Of the event loop's thread."""
+    """The outputs that one HTTP request waits for. Of the event loop's thread. numbers: of its requests among all."""
 
-    def __init__(self, requests: Sequence[Request]) -> None:
-        self.requests, self.arrived = requests, time.perf_counter()
+    def __init__(self, requests: Sequence[Request], numbers: Sequence[int]) -> None:
+        self.requests, self.numbers, self.arrived = requests, numbers, time.perf_counter()
         self.open = set(range(len(requests)))
         self._deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
 
@@ -86,24 +90,35 @@ class _Output:
     latest: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """What the worker does between two steps, and what other processes do then."""
+
+    run: Callable[[], None]
+    changes: Sequence[Change] = ()
+
+
 @dataclass(eq=False)
 class Worker:
     """Runs a scheduler in a thread of its own. Its methods are called from the event loop, none of them waits for a step.
 
     room: the most requests at a time, those that have a place included. draining: no more are taken, which who submits must mind.
-    failure: what ended the thread; no request is served any more.
+    failure: what ended the thread; no request is served any more. lockstep: with the other processes of a model that is split.
     """
 
     scheduler: Scheduler
     metrics: Metrics
     watcher: Watcher
     room: int
+    lockstep: Lockstep = field(default_factory=Lockstep)
     draining: bool = False
     failure: Exception | None = None
     _jobs: set[Job] = field(default_factory=set)
-    _inbox: queue.SimpleQueue[Callable[[], None] | None] = field(default_factory=queue.SimpleQueue)
+    _numbers: itertools.count[int] = field(default_factory=itertools.count)
+    _inbox: queue.SimpleQueue[_Task] = field(default_factory=queue.SimpleQueue)
     _outputs: dict[Request, _Output] = field(default_factory=dict)
     _failed: bool = False  # whether the latest step did
+    _ended: bool = False
     _told: float = 0.0  # when the metrics of the cache were set
     _thread: threading.Thread | None = None
 
@@ -116,7 +131,7 @@ class Worker:
     async def stop(self) -> None:
         """End all requests and, after the step at hand, the thread."""
         self.abort()
-        self._inbox.put(None)
+        self._inbox.put(_Task(self._finish))
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
 
@@ -133,13 +148,14 @@ class Worker:
     def submit(self, requests: Sequence[Request]) -> Job:
         """Let requests that `Batch.request` made wait for a place; raises QueueFullError."""
         self.check_room(len(requests))
-        job = Job(requests)
+        job = Job(requests, [next(self._numbers) for _ in requests])
         self._jobs.add(job)
-        self._inbox.put(partial(self._submit, job))
+        changes = [Submit.of(number, request) for number, request in zip(job.numbers, requests, strict=True)]
+        self._inbox.put(_Task(partial(self._submit, job), changes))
         return job
 
     async def call(self, work: Callable[[], Result]) -> Result:
-        """Return what the thread makes of something between two steps."""
+        """Return what the thread makes of something between two steps; other processes do nothing then."""
         told: asyncio.Future[Result] = self._loop.create_future()
 
         def run() -> None:
@@ -150,21 +166,21 @@ class Worker:
             else:
                 self._loop.call_soon_threadsafe(told.set_result, result)
 
-        self._inbox.put(run)
+        self._inbox.put(_Task(run))
         return await told
 
     def forget(self, name: str) -> None:
         """Let a prompt that is kept under a name go; does nothing where there is none."""
         prefix = self.scheduler.batch.prefix_cache
         assert prefix is not None
-        self._inbox.put(lambda: prefix.forget(name) if name in prefix.entries else None)
+        self._inbox.put(_Task(lambda: prefix.forget(name) if name in prefix.entries else None, [Forget(name)]))
 
     def cancel(self, job: Job) -> None:
         """Take the outputs of a job that have not ended out of the batch. Does nothing for one that has ended."""
         self._jobs.discard(job)
         if job.open:
             job.close()
-            self._inbox.put(partial(self._cancel, job))
+            self._put_cancel(job)
 
     def abort(self) -> None:
         """End all outputs with "abort"."""
@@ -172,7 +188,7 @@ class Worker:
             for index in list(job.open):
                 job.push(Delta(index, finished="abort"))
             self._jobs.discard(job)
-            self._inbox.put(partial(self._cancel, job))
+            self._put_cancel(job)
 
     # In the event loop, for the thread
 
@@ -182,6 +198,9 @@ class Worker:
             if not job.open:
                 self._jobs.discard(job)
 
+    def _put_cancel(self, job: Job) -> None:
+        self._inbox.put(_Task(partial(self._cancel, job), [Cancel(number) for number in job.numbers]))
+
     def _end(self, error: Exception) -> None:
         self.failure = error
         self._deliver([(job, Delta(i, finished="error", error=error)) for job in list(self._jobs) for i in list(job.open)])
@@ -190,16 +209,29 @@ class Worker:
 
     def _run(self) -> None:
         try:
-            while True:
-                while not self.scheduler.busy or not self._inbox.empty():
-                    task = self._inbox.get()
-                    if task is None:
-                        return
-                    task()
-                self._step()
+            while not self._ended:
+                tasks = self._tasks()
+                self.lockstep.send([change for task in tasks for change in task.changes])
+                for task in tasks:
+                    task.run()
+                if self.scheduler.busy:
+                    self._step()
+            self.lockstep.send(None)
         except Exception as error:
             _log.exception("the worker ends; no request can be served any more")
             self._loop.call_soon_threadsafe(self._end, error)
+
+    def _tasks(self) -> list[_Task]:
+        """Return what there is to do before the next step; waits where there is no step to take."""
+        tasks: list[_Task] = []
+        with suppress(queue.Empty):
+            while True:
+                wait = not tasks and not self.scheduler.busy
+                tasks.append(self._inbox.get(wait, _HEARTBEAT))
+        return tasks
+
+    def _finish(self) -> None:
+        self._ended = True
 
     def _submit(self, job: Job) -> None:
         for index, request in enumerate(job.requests):
@@ -225,6 +257,7 @@ class Worker:
             self._recover(error)
             return
         self._failed = False
+        self.lockstep.note(told)
         self.watcher.take(told)
         now = time.perf_counter()
         for output in self._outputs.values():
@@ -238,7 +271,10 @@ class Worker:
             self.metrics.cache(batch.stats(), None if batch.prefix_cache is None else batch.prefix_cache.stats())
 
     def _recover(self, error: Exception) -> None:
-        """Let a step that failed be taken again; after the second time end the requests that it was for."""
+        """Let a step that failed be taken again; after the second time end the requests that it was for. Raises the error where
+        other processes may be in mid-step."""
+        if self.scheduler.split:
+            raise error
         _log.error("a step failed", exc_info=error)
         again, self._failed = not self._failed, not self._failed
         if again:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
@@ -31,24 +29,26 @@ def load_shipped(*, dtype: Dtype = "auto", device: str | None = None) -> tuple[P
     return load(SHIPPED, dtype=dtype, device=device)
 
 
-def load(name: str = SHIPPED, *, dtype: Dtype = "auto", device: str | None = None) -> tuple[PreTrainedModel, Any]:
+def load(name: str = SHIPPED, *, dtype: Dtype = "auto", device: str | None = None, tp: int = 1) -> tuple[PreTrainedModel, Any]:
     """Return a causal language model, ready to decode, and its tokenizer.
 
     name: "shipped", a local folder, or an id on the Hugging Face hub. dtype: "auto" is bfloat16 on a GPU and float32 on a CPU.
-    device: as torch names it; None takes the GPU where there is one. Raises ConfigError, naming what was not found.
+    device: as torch names it; None takes the GPU where there is one. tp: load this process's part of a model that so many
+    processes load, each on its own GPU. Raises ConfigError, naming what was not found.
     """
     where = _device(device)
     one_of(get_args(Dtype), dtype=dtype)
     kind = dtype if dtype != "auto" else "bfloat16" if where.type == "cuda" else "float32"
     source = _source(name)
     cached = offline(name)
+    how: dict[str, Any] = {"distributed_config": DistributedConfig(tp_size=tp)} if tp > 1 else {}
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=cached)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, kind), local_files_only=cached)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, kind), local_files_only=cached, **how)
     except (OSError, ValueError) as error:
         where_from = "the hub cannot be reached, and its local cache lacks a part" if cached else _first_line(error)
         raise ConfigError(f"model is {name!r}; it could not be loaded: {where_from}") from error
-    return model.to(where).eval(), tokenizer
+    return (model.to(where) if tp == 1 else model).eval(), tokenizer
 
 
 def check_prompt(model: PreTrainedModel, tokens: int) -> None:
@@ -78,26 +78,6 @@ def build(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) ->
     with device:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model.eval()
-
-
-@contextmanager
-def processes(size: int) -> Iterator[int]:
-    """Be one of the `size` processes that torchrun started, each with a GPU of its own where there are some; yields which one.
-    Raises ConfigError where torchrun started none, or another number."""
-    if size == 1:
-        yield 0
-        return
-    if not dist.is_torchelastic_launched():
-        raise ConfigError(f"tp is {size}; start as many processes: torchrun --nproc-per-node {size} -m kvthaw ...")
-    device = None
-    if torch.cuda.is_available():
-        device = torch.device("cuda", dist.get_node_local_rank())
-        torch.cuda.set_device(device)
-    dist.init_process_group("gloo" if device is None else "nccl", device_id=device)
-    if dist.get_world_size() != size:
-        raise ConfigError(f"tp is {size}; torchrun started {dist.get_world_size()} processes")
-    yield dist.get_rank()
-    dist.destroy_process_group()  # not after an error: the other processes may wait for this one
 
 
 def split(size: int, make: Callable[[], PreTrainedModel]) -> PreTrainedModel:

@@ -1,0 +1,129 @@
+"""The processes that a model is split over: those that torchrun started, or those that one starts itself."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import wait
+from multiprocessing.context import SpawnProcess
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from kvthaw.errors import ConfigError, KvthawError
+
+_log = logging.getLogger(__name__)
+_PATIENCE = 10.0  # seconds that the others have to end, and that this process has where one of them has failed
+
+
+@contextmanager
+def processes(size: int) -> Iterator[int]:
+    """Be one of the `size` processes that torchrun started, each with a GPU of its own where there are some; yields which one.
+    Raises ConfigError where torchrun started none, or another number."""
+    if size == 1:
+        yield 0
+        return
+    if not dist.is_torchelastic_launched():
+        raise ConfigError(f"tp is {size}; start as many processes: torchrun --nproc-per-node {size} -m kvthaw ...")
+    with _member(dist.get_node_local_rank()):
+        if dist.get_world_size() != size:
+            raise ConfigError(f"tp is {size}; torchrun started {dist.get_world_size()} processes")
+        yield dist.get_rank()
+
+
+@contextmanager
+def spawned(size: int, work: Callable[..., None], *args: Any) -> Iterator[None]:
+    """Be the first of `size` processes of one group, each with its share of the cores; the others run work(*args), which returns
+    once this process ends. They ignore SIGINT and SIGTERM.
+
+    Where one of them fails, this process ends with exit code 1: it may be waiting in a collective, which nothing else ends."""
+    if size == 1:
+        yield
+        return
+    if dist.is_torchelastic_launched():
+        raise ConfigError(f"tp is {size} under torchrun; start one process without it, which starts the others")
+    if torch.cuda.is_available() and torch.cuda.device_count() < size:
+        raise ConfigError(f"tp is {size}; there are {torch.cuda.device_count()} GPUs")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    cores, context, ending = _shares(size), multiprocessing.get_context("spawn"), threading.Event()
+    others = [
+        context.Process(target=_run, args=(rank, size, store.port, cores[rank], work, args), daemon=True)
+        for rank in range(1, size)
+    ]
+    try:
+        for other in others:
+            other.start()
+        threading.Thread(target=_watch, args=(others, ending), daemon=True).start()
+        _take(cores[0])
+        with _member(0, store=store, rank=0, world_size=size):
+            yield
+        for other in others:
+            other.join(_PATIENCE)
+    finally:
+        ending.set()
+        for other in others:
+            other.kill()
+
+
+@contextmanager
+def _member(number: int, **how: Any) -> Iterator[None]:
+    """Be a process of a group, on the GPU of a number. how: as for init_process_group; by default torchrun's environment."""
+    device = None
+    if torch.cuda.is_available():
+        device = torch.device("cuda", number)
+        torch.cuda.set_device(device)
+    dist.init_process_group("gloo" if device is None else "nccl", device_id=device, **how)
+    yield
+    dist.destroy_process_group()  # not after an error: the other processes may wait for this one
+
+
+def _shares(size: int) -> list[Sequence[int]]:
+    """Return the cores of each process; none where there are fewer cores than processes, or the system does not tell."""
+    every = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
+    return [every[len(every) * i // size : len(every) * (i + 1) // size] if len(every) >= size else [] for i in range(size)]
+
+
+def _take(cores: Sequence[int]) -> None:
+    if cores and sys.platform == "linux":
+        os.sched_setaffinity(0, cores)
+        torch.set_num_threads(min(torch.get_num_threads(), len(cores)))
+
+
+def _run(rank: int, size: int, port: int, cores: Sequence[int], work: Callable[..., None], args: Sequence[Any]) -> None:
+    """Be one of the others."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # of a terminal or a service manager: the first process decides
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_outlive, daemon=True).start()
+    _take(cores)
+    os.environ["LOCAL_RANK"] = str(rank)  # by which transformers knows the GPU
+    try:
+        with _member(rank, store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=size):
+            work(*args)
+    except KvthawError as error:
+        _log.error("process %d: %s", rank, error)
+        sys.exit(1)
+
+
+def _outlive() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _watch(others: Sequence[SpawnProcess], ending: threading.Event) -> None:
+    """End this process if one of the others fails, unless it ends by itself."""
+    left = list(others)
+    while left:
+        wait([other.sentinel for other in left])
+        left = [other for other in left if other.exitcode is None]
+        if any(other.exitcode for other in others) and not ending.wait(_PATIENCE):
+            _log.critical("a process of the split model has failed")
+            os._exit(1)
