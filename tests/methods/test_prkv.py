@@ -16,7 +16,7 @@ from kvthaw.errors import ConfigError
 from kvthaw.index.hybrid import HybridIndex
 from kvthaw.methods import resolve
 from kvthaw.regions import Regions
-from zoo import build, prompt
+from zoo import prompt
 
 
 def test_options_reach_the_index_and_the_static_set_is_refreshed(llama: PreTrainedModel) -> None:
@@ -121,50 +121,3 @@ def test_every_step_sees_the_old_set_or_the_new_one() -> None:
         assert found == choice(now, at, begin)
         assert coming is None or found != choice(coming, at, begin)
     assert changes == 4
-
-
-def test_rows_are_the_same_however_they_are_copied() -> None:
-    """Over refreshes, a crop and a batch of other rows."""
-    sizes = {"budget": 96, "page": 8, "interval": 24, "window": 16, "dense_layers": 0, "block_size": 32}
-    ways = ({}, {"transfer": "each"}, {"transfer": "each", "layout": "page"}, {"transfer": "bulk", "layout": "page"})
-    llama, ids = build("llama", num_hidden_layers=2), prompt(2, 250)
-    caches = [kvthaw.Cache(llama, "prkv", **sizes, **options) for options in ways]
-    with torch.no_grad():
-        for cache in caches:
-            llama(ids[:, :170], past_key_values=cache)
-        for at in range(170, 235):
-            if at == 205:
-                for cache in caches:
-                    cache.crop(-30)
-                    cache.reorder_cache(torch.tensor([1, 0]))
-            one, *others = (llama(ids[:, at : at + 1], past_key_values=cache).logits for cache in caches)
-            assert all(torch.equal(other, one) for other in others)
-    for kv in (*caches[2].frozen_layers, *caches[3].frozen_layers):
-        fetch = torch.arange(160, dtype=torch.int32).expand(2, 2, -1).contiguous()
-        places = kv.store.pages.places(fetch)
-        held = places >= 0
-        assert held.any(dim=2).all()
-        out = torch.empty(int(held.sum()), 2, kv.store.head_dim)
-        count, which = kv.store.pages.gather(places, out)
-        wanted = torch.stack([kv.store.read(seq, 0, 160) for seq in range(2)]).flatten(0, 2)[which]
-        assert count == held.sum()
-        assert torch.equal(out, wanted)
-
-
-def test_pages_are_copied_by_the_host() -> None:
-    with pytest.raises(ConfigError, match="layout is 'page' and transfer is 'uva'"):
-        resolve("prkv", layout="page")
-    with pytest.raises(ConfigError, match="transfer is 'fast'"):
-        resolve("prkv", transfer="fast")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("options", [{"transfer": "bulk"}, {"transfer": "each", "layout": "page"}])
-def test_rows_are_the_same_however_they_are_copied_to_a_gpu(options: dict[str, Any], device: torch.device) -> None:
-    model = build("llama").to(device)
-    found = []
-    for more in ({}, options):
-        with kvthaw.attach(model, "prkv", budget=96, page=8, interval=24, window=16, **more) as handle:
-            found.append(generate(model, {"input_ids": prompt(1, 300).to(device)}, 60))
-            assert handle.stats().sparse_steps > 0
-    assert torch.equal(*found)

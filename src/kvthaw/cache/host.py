@@ -268,9 +268,9 @@ class HostStore:
         self.pages = PageCopy(self.format, pinned=self.pinned)
 
     def rearrange(self, seq: int, order: Tensor) -> None:
-        """Begin to copy rows of a sequence in an order, [H, T] int32 positions, where copies in page order are kept."""
+        """Begin to copy rows of a sequence, which are there, in an order, [H, T] int32 positions, where copies in page order are
+        kept."""
         if self.pages is not None:
-            self.wait()
             table, blocks = self.table()[seq : seq + 1], self.blocks(seq)  # which must not go meanwhile
 
             def gather(rows: Tensor, out: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
@@ -22,41 +22,16 @@ class Pages:
     places: Tensor
 
 
-class PageCopy:
-    """Rows of a layer's sequences by their places in an order: those of a head's page are one piece of host memory.
+class PagedRows:
+    """Rows by their places in an order, as they are now: what changes later does not change this."""
 
-    A thread of its own writes a copy in a new order; the one before serves until that is there, whole. Rows that have come since
-    have no place. It takes the host memory of the rows again, twice while a new order is written, beside `host_bytes`.
-    """
-
-    def __init__(self, format: RowFormat, *, pinned: bool) -> None:
-        self.format, self.pinned = format, pinned
-        self._pages: dict[int, Pages] = {}
-        self._coming: dict[int, Future[Pages]] = {}
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvthaw-pages")
-
-    def rewrite(self, seq: int, order: Tensor, gather: Callable[[Tensor, Tensor], object]) -> None:
-        """Begin to copy a sequence's rows in an order, [H, T] int32 positions on the CPU. gather(rows [1, H, T], out [H T, *tail])
-        brings them together."""
-        self._finish(seq)
-        self._coming[seq] = self._thread.submit(self._copied, order, gather)
-
-    def forget(self, seq: int) -> None:
-        """Drop a sequence's copy; wait for one under way."""
-        self._finish(seq)
-        self._pages.pop(seq, None)
-
-    def clear(self) -> None:
-        """Drop all copies."""
-        for seq in {*self._pages, *self._coming}:
-            self.forget(seq)
+    def __init__(self, pages: Mapping[int, Pages], format: RowFormat, *, pinned: bool) -> None:
+        self._pages, self.format, self.pinned = pages, format, pinned
 
     def places(self, fetch: Tensor) -> Tensor:
         """Return where rows [B, H, M] int32 stand in their sequence's copy, -1 where they do not and for -1."""
         found = torch.full_like(fetch, -1)
         for seq, rows in enumerate(fetch):
-            if (coming := self._coming.get(seq)) is not None and coming.done():
-                self._finish(seq)
             if (pages := self._pages.get(seq)) is not None:
                 known = (rows >= 0) & (rows < pages.places.shape[1])
                 places = pages.places.gather(1, rows.clamp(0, pages.places.shape[1] - 1).long())
@@ -77,6 +52,50 @@ class PageCopy:
     def piece(self, seq: int, head: int, place: int, most: int) -> Tensor:
         """Return the rows from a place of a head on, at most so many, [n, *tail]."""
         return self._pages[seq].rows[head, place : place + most]
+
+
+class PageCopy:
+    """Rows of a layer's sequences by their places in an order: those of a head's page are one piece of host memory.
+
+    A thread of its own writes a copy in a new order; the one before serves until that is there, whole. Rows that have come since
+    have no place. It takes the host memory of the rows again, twice while a new order is written, beside `host_bytes`.
+    """
+
+    def __init__(self, format: RowFormat, *, pinned: bool) -> None:
+        self.format, self.pinned = format, pinned
+        self._pages: dict[int, Pages] = {}
+        self._coming: dict[int, Future[Pages]] = {}
+        self._tokens: dict[int, int] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvthaw-pages")
+
+    def tokens(self, seq: int) -> int:
+        """Return how many rows of a head are in a sequence's copy, or will be once it is written."""
+        return self._tokens.get(seq, 0)
+
+    def rewrite(self, seq: int, order: Tensor, gather: Callable[[Tensor, Tensor], object]) -> None:
+        """Begin to copy a sequence's rows in an order, [H, T] int32 positions on the CPU. gather(rows [1, H, T], out [H T, *tail])
+        brings them together."""
+        self._finish(seq)
+        self._tokens[seq] = order.shape[1]
+        self._coming[seq] = self._thread.submit(self._copied, order, gather)
+
+    def forget(self, seq: int) -> None:
+        """Drop a sequence's copy; wait for one under way."""
+        self._finish(seq)
+        self._pages.pop(seq, None)
+        self._tokens.pop(seq, None)
+
+    def clear(self) -> None:
+        """Drop all copies."""
+        for seq in {*self._pages, *self._coming}:
+            self.forget(seq)
+
+    def now(self) -> PagedRows:
+        """Return the copies that are written."""
+        for seq, coming in list(self._coming.items()):
+            if coming.done():
+                self._finish(seq)
+        return PagedRows(dict(self._pages), self.format, pinned=self.pinned)
 
     def _finish(self, seq: int) -> None:
         coming = self._coming.pop(seq, None)

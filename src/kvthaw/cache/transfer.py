@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import host_tensor
 from kvthaw.cache.pool import Slab
+from kvthaw.errors import ConfigError, one_of
 from kvthaw.kernels.row_format import RowFormat
 from kvthaw.kernels.uva_gather import crossing, uva_gather
 
@@ -137,9 +139,9 @@ class PagedCopy:
     def fetch(self, host: HostStore, slab: Slab, fetch: Tensor, slots: Tensor) -> None:
         """As BulkCopy.fetch."""
         assert host.pages is not None
-        fetch, slots = fetch.cpu(), slots.cpu()
-        places = host.pages.places(fetch)
-        self._paged.copy(host.pages, slab, places, slots)
+        fetch, slots, pages = fetch.cpu(), slots.cpu(), host.pages.now()
+        places = pages.places(fetch)
+        self._paged.copy(pages, slab, places, slots)
         self._others.copy(host, slab, torch.where(places < 0, fetch, -1), slots)
 
     def __deepcopy__(self, memo: dict[int, object]) -> PagedCopy:
@@ -156,3 +158,19 @@ class UvaGather:
         table = host.table_on(slab.data.device)
         count = None if host.allocator.device is None else (host.on_device.on_host, host.crossed)
         uva_gather(table, host.block_size, slab.data, fetch, slots, slab.pool_start, count, host.format)
+
+
+COPIES: dict[str, Callable[[], BulkCopy | PieceCopy] | None] = {"uva": None, "bulk": BulkCopy, "each": PieceCopy}
+
+
+def transfer_of(transfer: str, layout: str = "token") -> Callable[[], BulkCopy | PieceCopy | PagedCopy] | None:
+    """Return what makes the Transfer of a name in COPIES, None for a method's default. layout: "page" copies rows in page order
+    where the index keeps them so. Raises ConfigError for names that there are not, and for pages that nothing copies."""
+    one_of(COPIES, transfer=transfer)
+    one_of(("token", "page"), layout=layout)
+    copies = COPIES[transfer]
+    if layout == "token":
+        return copies
+    if copies is None:
+        raise ConfigError("layout is 'page' and transfer is 'uva'; pages are copied by 'bulk' or 'each'")
+    return partial(PagedCopy, copies)

@@ -90,6 +90,7 @@ class TreeIndex:
         points = keys.shape[1]
         bases = self._addresses(seq, seq + 1, {seq: first + points})
         self.forest.build(seq, first, points, bases.data_ptr(), self.threads)
+        self._copy_pages([seq])
 
     def append(self, seqs: Sequence[int], keys: Tensor, values: Tensor | None = None, queries: Tensor | None = None) -> None:
         """Insert the next n positions of some sequences, n from keys [R, H, n, D]. A sequence that was never built begins after the
@@ -104,6 +105,7 @@ class TreeIndex:
                 self.forest.build(seq, self.context.regions.sink, 0, 0, 1)
         bases = self._addresses(0, max(seqs) + 1, {seq: self.length(seq) + points for seq in seqs})[seqs]
         self.forest.append(seqs, points, bases.data_ptr(), bases.shape[1], self.threads)
+        self._copy_pages(seqs)
 
     def select(self, query: Tensor, budget: int) -> Selection:
         """At most `budget` rows a KV head: query [B, Hq, D], on any device; rows [B, H, budget] and counts come back there.
@@ -177,6 +179,7 @@ class TreeIndex:
         if not isinstance(snapshot, Mapping):
             self.forest.share(seq, snapshot, 0)
             self.truncate(seq, end)
+            self._copy_pages([seq])
             return
         found = {name: snapshot.get(name, torch.empty(0)).contiguous() for name in _STATE}
         heads, members, first = self.context.kv_heads, found["members"], self.context.regions.sink
@@ -193,6 +196,7 @@ class TreeIndex:
             )
         except ValueError as error:
             raise CacheError(str(error)) from error
+        self._copy_pages([seq])
 
     def tensors(self) -> list[Tensor]:
         """See Index: none, for trees are searched on the CPU."""
@@ -209,6 +213,13 @@ class TreeIndex:
     def nbytes(self) -> int:
         """Bytes of host memory that the trees hold, shared ones once."""
         return self.forest.nbytes()
+
+    def _copy_pages(self, seqs: Sequence[int]) -> None:
+        """Have the store copy the rows of sequences in the order of their pages, if it keeps such copies and they lack a ninth."""
+        store = self.context.store
+        for seq in seqs if store.pages is not None else ():
+            if 8 * self.forest.size(seq) > 9 * store.pages.tokens(seq):
+                store.rearrange(seq, self.state(self.snapshot(seq))["members"] + self.forest.first(seq))
 
     def _addresses(self, start: int, stop: int, lengths: dict[int, int]) -> Tensor:
         """[stop - start, blocks] int64 of these sequences, as the store has them now; it must hold so many rows of some."""

@@ -364,8 +364,10 @@ class HybridIndex(BoundIndex):
             self.seqs[seq] = Seq(tokens, units, kept, marks)
             self.statics[seq].rows, self.statics[seq].plan = self.rows, None
             self._before.pop(seq, None)
-            if self._stored(seq, tokens):
-                self.context.store.rearrange(seq, self.order[seq, :, :tokens])
+            store = self.context.store
+            if store.pages is not None and self._stored(seq, tokens):
+                store.wait()
+                store.rearrange(seq, self.order[seq, :, :tokens])
         self.counts.index_fill_(0, whole.seqs[:, 0, 0], units)
 
     def _stored(self, seq: int, tokens: int) -> bool:

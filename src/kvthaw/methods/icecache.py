@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from kvthaw.cache.index_api import IndexContext, Method, Transfer
-from kvthaw.cache.transfer import BulkCopy
+from kvthaw.cache.index_api import IndexContext, Method
+from kvthaw.cache.transfer import transfer_of
 from kvthaw.errors import at_least, one_of
 from kvthaw.index.forest import TreeIndex
 from kvthaw.index.tree_config import TreeConfig
@@ -36,10 +35,10 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 REGIONS = Regions(32, 32, 16)
 
-TRANSFERS: dict[str, Callable[[], Transfer] | None] = {"uva": None, "bulk": BulkCopy}
 
-
-def icecache(*, preset: str = "paper", reuse: int = 1, threads: int = 0, transfer: str = "bulk", **tree: Any) -> Method:
+def icecache(
+    *, preset: str = "paper", reuse: int = 1, threads: int = 0, transfer: str = "bulk", layout: str = "token", **tree: Any
+) -> Method:
     """Search a DCI-tree of each KV head on the host and fetch the pages that hold the best keys.
 
     The device keeps two pages of sink, two of window, one of buffer, and the pages selected. GQA: the query heads of a group
@@ -50,7 +49,10 @@ def icecache(*, preset: str = "paper", reuse: int = 1, threads: int = 0, transfe
     does as the authors' code: promotes every n-th point, with another ratio above level 2, and descends from the best points
     of a level, its field of view. reuse: search every so many layers; the layers between reuse the pages (the paper's IceCache
     (reuse): 3). threads: search threads, 0 for one a core. transfer, on a GPU: "bulk" gathers rows on the host into one copy, as
-    the paper does, and no step is captured; "uva" lets a kernel read the rows itself. Other options: TreeConfig's fields.
+    the paper does, and no step is captured; "each" copies each piece that is contiguous on the host; "uva" lets a kernel read the
+    rows itself. layout: "token" leaves rows in the order of the text; "page" keeps a copy of them on the host in the order of the
+    pages, as the paper does, in the layers that search; it is written anew when a sequence has grown by an eighth, and goes with
+    "bulk" and "each". Neither changes what is selected. Other options: TreeConfig's fields.
     """
     check("icecache", tree, icecache, TreeConfig)
     one_of(PRESETS, preset=preset)
@@ -60,24 +62,24 @@ def icecache(*, preset: str = "paper", reuse: int = 1, threads: int = 0, transfe
         reuse,
         threads,
         transfer,
-        differs="rows lie in token order, not by pages; the union of pages is cut to the budget; regions shrink below 160; a new "
-        "promoted key takes over nearer ones; ratio, k and P-DCI's share are kvthaw's, the paper gives none",
+        layout,
+        differs="rows lie in token order (`layout=page`: copied by pages); the union of pages is cut to the budget; regions shrink "
+        "below 160; a new promoted key takes over nearer ones; ratio, k and P-DCI's share are kvthaw's, the paper gives none",
         choose="reproducing the paper",
     )
 
 
-def tree_method(name: str, tree: dict[str, Any], reuse: int, threads: int, transfer: str, **fields: Any) -> Method:
+def tree_method(name: str, tree: dict[str, Any], reuse: int, threads: int, transfer: str, layout: str, **fields: Any) -> Method:
     """Return a method that searches trees of these TreeConfig fields on the host. fields: more of Method's."""
     at_least(1, reuse=reuse)
     at_least(0, threads=threads)
-    one_of(TRANSFERS, transfer=transfer)
     return Method(
         name,
         paper="IceCache",
         unit="page",
         index=partial(_index, TreeConfig(**tree), tree.get("seed"), threads),
         regions=REGIONS,
-        transfer=TRANSFERS[transfer],
+        transfer=transfer_of(transfer, layout),
         anchors=reuse,
         **fields,
     )

@@ -6,10 +6,11 @@ from functools import partial
 from typing import Any
 
 from kvthaw.cache.index_api import Method
-from kvthaw.errors import at_least, one_of
+from kvthaw.cache.transfer import transfer_of
+from kvthaw.errors import at_least
 from kvthaw.index.nodes import NodeConfig, NodeIndex
 from kvthaw.index.tree_config import TreeConfig
-from kvthaw.methods.icecache import REGIONS, TRANSFERS, tree_method
+from kvthaw.methods.icecache import REGIONS, tree_method
 from kvthaw.methods.options import check
 
 SETTINGS: dict[str, Any] = {
@@ -26,16 +27,18 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def icecache_digest(*, reuse: int = 1, prefetch: bool = False, threads: int = 0, transfer: str = "uva", **tree: Any) -> Method:
+def icecache_digest(
+    *, reuse: int = 1, prefetch: bool = False, threads: int = 0, transfer: str = "uva", layout: str = "token", **tree: Any
+) -> Method:
     """Search icecache's trees on the host by node digests instead of node keys.
 
     A digest is the mean, the spread and the outliers, in 8 bits, of all keys below a node; a query descends to the nodes that may
     hold the best key, so that one key unlike its node is found. The device holds what it holds under icecache. Parents are
     exact, P-DCI gives every member a true distance, and GQA is by the largest share in any head's attention.
 
-    A captured step is one graph more than it has searches; with transfer="bulk" or prefetch no step is captured. prefetch: search
-    while the layer before attends, with the query that its attention input gives. reuse, threads, transfer: as in icecache, but
-    "uva" by default. Other options: TreeConfig's fields.
+    A captured step is one graph more than it has searches; with another transfer than "uva" or with prefetch no step is captured.
+    prefetch: search while the layer before attends, with the query that its attention input gives. reuse, threads, transfer,
+    layout: as in icecache, but "uva" by default. Other options: TreeConfig's fields.
     """
     check("icecache-digest", tree, icecache_digest, TreeConfig)
     name = "icecache-digest" if reuse == 1 else f"icecache-digest:reuse={reuse}"
@@ -45,6 +48,7 @@ def icecache_digest(*, reuse: int = 1, prefetch: bool = False, threads: int = 0,
         reuse,
         threads,
         transfer,
+        layout,
         prefetches=prefetch,
         differs="descends by node digests, not keys; exact parents; no pruning by P-DCI; rows in token order",
         choose="device memory is all that matters and the host has cores to spare",
@@ -59,14 +63,13 @@ def icecache_digest_device(*, reuse: int = 1, transfer: str = "uva", **nodes: An
     """
     check("icecache-digest-device", nodes, icecache_digest_device, NodeConfig)
     at_least(1, reuse=reuse)
-    one_of(TRANSFERS, transfer=transfer)
     return Method(
         "icecache-digest-device" if reuse == 1 else f"icecache-digest-device:reuse={reuse}",
         paper="IceCache",
         unit="token",
         index=partial(NodeIndex, config=NodeConfig(**nodes)),
         regions=REGIONS,
-        transfer=TRANSFERS[transfer],
+        transfer=transfer_of(transfer),
         anchors=reuse,
         differs="flat nodes searched by digests on the device: single tokens, no tree, pages or insertion",
         choose="less device memory than ParisKV takes, no host cores to spare",

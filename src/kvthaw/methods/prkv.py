@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
 from kvthaw.cache.index_api import Method
-from kvthaw.cache.transfer import BulkCopy, PagedCopy, PieceCopy
-from kvthaw.errors import ConfigError, at_least, one_of
+from kvthaw.cache.transfer import transfer_of
+from kvthaw.errors import at_least
 from kvthaw.index.hybrid import HybridIndex
 from kvthaw.kernels.page_bounds import Spread
 from kvthaw.kernels.unit_select import Policy
 from kvthaw.regions import Regions
-
-COPIES: dict[str, Callable[[], BulkCopy | PieceCopy]] = {"bulk": BulkCopy, "each": PieceCopy}
 
 
 def prkv(
@@ -46,11 +43,6 @@ def prkv(
     decision.
     """
     at_least(1, page=page, window=window)
-    one_of(("uva", *COPIES), transfer=transfer)
-    one_of(("token", "page"), layout=layout)
-    if layout == "page" and transfer == "uva":
-        raise ConfigError("layout is 'page' and transfer is 'uva'; pages are copied by 'bulk' or 'each'")
-    copies = COPIES.get(transfer)
     index = partial(HybridIndex, page=page, share=share, interval=interval, spread=spread, policy=policy)
     return Method(
         "prkv",
@@ -58,7 +50,7 @@ def prkv(
         unit="token + page",
         index=index,
         regions=Regions(0, window, page),
-        transfer=partial(PagedCopy, copies) if copies and layout == "page" else copies,
+        transfer=transfer_of(transfer, layout),
         differs="maps tokens to pages and moves no rows (`layout=page`: copies them); a kernel reads rows (`transfer=bulk`: one "
         "copy); the budget includes the window",
         choose="reproducing the paper; long outputs whose attention keeps to a part of the context",

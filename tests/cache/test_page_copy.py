@@ -1,0 +1,101 @@
+"""Ways to copy rows, and copies of them in the order of an index's pages: the same tokens, whatever is copied how."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import kvthaw
+from kvthaw.errors import ConfigError
+from kvthaw.methods import resolve
+from zoo import build, prompt
+
+SIZES: dict[str, dict[str, Any]] = {
+    "prkv": {"page": 8, "interval": 24, "window": 16},
+    "icecache": {"page_size": 8},
+}
+WAYS: list[dict[str, Any]] = [
+    {"transfer": "each"},
+    {"transfer": "each", "layout": "page"},
+    {"transfer": "bulk", "layout": "page"},
+]
+
+
+@pytest.mark.parametrize("method", SIZES)
+def test_rows_are_the_same_however_they_are_copied(method: str) -> None:
+    """Over refreshes or insertions, a crop and a batch of other rows."""
+    llama, ids = build("llama", num_hidden_layers=2), prompt(2, 250)
+    sizes = {"budget": 96, "dense_layers": 0, "block_size": 32, **SIZES[method]}
+    caches = [kvthaw.Cache(llama, method, **sizes, **options) for options in ({}, *WAYS)]
+    with torch.no_grad():
+        for cache in caches:
+            llama(ids[:, :170], past_key_values=cache)
+        for at in range(170, 235):
+            if at == 205:
+                for cache in caches:
+                    cache.crop(-30)
+                    cache.reorder_cache(torch.tensor([1, 0]))
+            one, *others = (llama(ids[:, at : at + 1], past_key_values=cache).logits for cache in caches)
+            assert all(torch.equal(other, one) for other in others)
+    for kv in (*caches[2].frozen_layers, *caches[3].frozen_layers):
+        fetch, pages = torch.arange(160, dtype=torch.int32).expand(2, 2, -1).contiguous(), kv.store.pages.now()
+        places = pages.places(fetch)
+        held = places >= 0
+        assert held.any(dim=2).all()
+        out = torch.empty(int(held.sum()), 2, kv.store.head_dim)
+        count, which = pages.gather(places, out)
+        wanted = torch.stack([kv.store.read(seq, 0, 160) for seq in range(2)]).flatten(0, 2)[which]
+        assert count == held.sum()
+        assert torch.equal(out, wanted)
+
+
+def test_the_keys_of_a_page_lie_side_by_side(llama: PreTrainedModel) -> None:
+    """Of icecache's tree: what a page holds takes as many places as it holds keys, in the layers that search."""
+    cache = kvthaw.Cache(llama, "icecache", budget=96, dense_layers=0, transfer="bulk", layout="page", reuse=2)
+    with torch.no_grad():
+        llama(prompt(1, 300), past_key_values=cache)
+        llama(prompt(1, 1), past_key_values=cache)
+    for number, kv in enumerate(cache.frozen_layers):
+        store = kv.store
+        if number % 2:
+            assert store.pages.tokens(0) == 0
+            continue
+        index = kv.retriever.index
+        state = index.state(index.snapshot(0))
+        ends = torch.cumsum(state["page_count"], 0)
+        members = (state["members"].flatten() + index.forest.first(0)).int()
+        deadline = time.monotonic() + 60
+        while not (pages := store.pages.now()).places(members[None, None]).ge(0).any():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        heads = torch.arange(len(state["pages"])).repeat_interleave(state["members"].shape[1])
+        for begin, end in zip([0, *ends.tolist()], ends.tolist(), strict=False):
+            head = int(heads[begin])
+            fetch = torch.full((1, store.kv_heads, end - begin), -1, dtype=torch.int32)
+            fetch[0, head] = members[begin:end]
+            places = pages.places(fetch)[0, head]
+            assert torch.equal(places, places[0] + torch.arange(end - begin))
+
+
+def test_pages_are_copied_by_the_host() -> None:
+    for method in SIZES:
+        with pytest.raises(ConfigError, match="layout is 'page' and transfer is 'uva'"):
+            resolve(method, layout="page", transfer="uva")
+        with pytest.raises(ConfigError, match="transfer is 'fast'"):
+            resolve(method, transfer="fast")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", SIZES)
+def test_rows_are_the_same_however_they_are_copied_to_a_gpu(method: str, device: torch.device) -> None:
+    model = build("llama").to(device)
+    found = []
+    for more in ({"transfer": "uva"}, {"transfer": "bulk"}, {"transfer": "each", "layout": "page"}):
+        with kvthaw.attach(model, method, budget=96, **SIZES[method], **more) as handle:
+            found.append(model.generate(prompt(1, 300).to(device), max_new_tokens=60, min_new_tokens=60, do_sample=False))
+            assert handle.stats().sparse_steps > 0
+    assert all(torch.equal(each, found[0]) for each in found)
