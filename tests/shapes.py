@@ -1,55 +1,17 @@
-"""The shapes that every kernel is tested over, and the one table of tolerances."""
+"""The shapes that every kernel is tested over."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
 
-TOLERANCE: dict[torch.dtype, dict[str, float]] = {
-    torch.float64: {"atol": 1e-10, "rtol": 1e-10},
-    torch.float32: {"atol": 2e-5, "rtol": 2e-5},
-    torch.float16: {"atol": 4e-3, "rtol": 4e-3},
-    torch.bfloat16: {"atol": 3e-2, "rtol": 3e-2},
-}
-"""Of a result in this dtype against the definition in float32, for values of about 1."""
+from kvthaw.testing.shapes import DTYPES, HEAD_DIMS, TOLERANCE, Shape, close
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+__all__ = ["DTYPES", "GROUPS", "HEAD_DIMS", "LENGTHS", "SHAPES", "TOLERANCE", "Shape", "close", "over_shapes", "poisoned"]
+
 LENGTHS = [1, 2, 63, 64, 65]
 GROUPS = [1, 4, 8]
-HEAD_DIMS = [64, 80, 96, 128, 192, 256]
-
-
-@dataclass(frozen=True)
-class Shape:
-    """batch sequences, heads KV heads, group query heads on each, head_dim, tokens, dtype."""
-
-    batch: int = 2
-    heads: int = 2
-    group: int = 4
-    head_dim: int = 64
-    tokens: int = 65
-    dtype: torch.dtype = torch.float32
-
-    def __str__(self) -> str:
-        sizes = f"b{self.batch}-h{self.heads}x{self.group}-d{self.head_dim}-n{self.tokens}"
-        return f"{sizes}-{str(self.dtype).removeprefix('torch.')}"
-
-    @property
-    def q_heads(self) -> int:
-        return self.heads * self.group
-
-    def query(self, steps: int | None = None) -> Tensor:
-        """[B, Hq, D], or [B, Hq, T, D] of so many steps."""
-        size = (self.batch, self.q_heads) + (() if steps is None else (steps,)) + (self.head_dim,)
-        return torch.randn(size).to(self.dtype)
-
-    def keys(self, tokens: int | None = None) -> Tensor:
-        """[B, H, n, D]."""
-        return torch.randn(self.batch, self.heads, self.tokens if tokens is None else tokens, self.head_dim).to(self.dtype)
-
 
 SHAPES = [
     *(Shape(tokens=n) for n in LENGTHS),
@@ -63,12 +25,6 @@ SHAPES = [
     Shape(heads=2, group=4, head_dim=80, tokens=65, dtype=torch.float16),
 ]
 over_shapes = pytest.mark.parametrize("shape", list(dict.fromkeys(SHAPES)), ids=str)
-
-
-def close(found: Tensor, expected: Tensor, dtype: torch.dtype | None = None) -> None:
-    """Equal within the tolerance of a dtype, by default the found one's; NaN is never equal."""
-    allowed = TOLERANCE[dtype or found.dtype]
-    torch.testing.assert_close(found.float(), expected.float(), atol=allowed["atol"], rtol=allowed["rtol"])
 
 
 def poisoned(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:

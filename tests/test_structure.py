@@ -25,7 +25,7 @@ ORDER = (
         "index",
         "methods",
     ),
-    *("engine", "evaluate", "inspect", "serve", "bench", "reproduce", "demo", "cli", "__main__"),
+    *("testing", "engine", "evaluate", "inspect", "serve", "bench", "reproduce", "demo", "cli", "__main__"),
 )
 """Packages and files of kvthaw; each imports only what comes before it."""
 FILES = {

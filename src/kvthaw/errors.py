@@ -30,6 +30,10 @@ class QueueFullError(KvthawError, RuntimeError):
     """As many requests wait as may; submit this one later."""
 
 
+class ContractError(KvthawError, AssertionError):
+    """A method breaks a rule that every method keeps; the message names the method, the rule and the values."""
+
+
 class NotBuiltError(KvthawError, ImportError):
     """The C++ extension is missing; the message says how to build it."""
 

@@ -1,0 +1,379 @@
+"""The contract: what every method keeps, as rules that a test suite or `check_method` runs."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from kvthaw.cache.aux_stream import AuxStream
+from kvthaw.cache.deferred_batch import DeferredBatch
+from kvthaw.cache.index_api import IndexContext, Method
+from kvthaw.errors import ConfigError, ContractError
+from kvthaw.methods import resolve
+from kvthaw.methods.options import digest
+from kvthaw.testing.layer import Layer, Step, Text, need
+from kvthaw.testing.shapes import DTYPES, HEAD_DIMS, Shape, close
+
+SMALL = Shape(batch=1, heads=2, group=2, head_dim=64)
+BATCH = Shape(batch=3, heads=2, group=2, head_dim=64)
+VARIANTS = tuple(
+    dict.fromkeys(
+        (
+            *(Shape(batch=2, heads=2, group=4, head_dim=d) for d in HEAD_DIMS),
+            *(Shape(batch=2, heads=2, group=4, dtype=t) for t in DTYPES),
+            Shape(batch=2, heads=4, group=1, head_dim=128, dtype=torch.bfloat16),
+            Shape(batch=2, heads=1, group=8, head_dim=80, dtype=torch.float16),
+            Shape(batch=2, heads=1, group=7, head_dim=128, dtype=torch.bfloat16),
+        )
+    )
+)
+
+
+def check_method(method: Method | str, *, device: torch.device | str = "cpu", **options: Any) -> None:
+    """Run the contract of methods on one: a Method, or a name in METHODS with its options. It takes some ten seconds on a CPU.
+
+    Raises ContractError for the first rule that is broken, with the method, the rule, its case and the values; its cause is what
+    the method's own code raised, if it did. Raises ConfigError for a dense method, which chooses nothing."""
+    found = resolve(method, **options)
+    if found.dense:
+        raise ConfigError(
+            f"method {found.name} is dense: every token is attended to, and nothing is chosen that could be checked"
+        )
+    contract = Contract(found, device)
+    with torch.random.fork_rng():
+        for rule, case in contract.cases():
+            try:
+                getattr(contract, rule)(*case)
+            except Exception as error:
+                text = (inspect.getdoc(getattr(Contract, rule)) or rule).partition(".")[0].replace("\n", " ")
+                given = f" ({', '.join(map(str, case))})" if case else ""
+                kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
+                raise ContractError(f'method {found.name} breaks the rule {rule}{given}, "{text}": {kind}{error}') from error
+
+
+class Contract:
+    """The rules of one method that is not dense. Each raises AssertionError, or what the method raises, where it is broken."""
+
+    CASES: ClassVar[dict[str, tuple[tuple[Any, ...], ...]]] = {
+        "describes_itself": ((),),
+        "keeps_the_budget": ((48,), (16,), (100,)),
+        "keeps_to_retrieved": ((),),
+        "chooses_alike_alone": ((),),
+        "chooses_alike_again": ((),),
+        "chooses_alike_when_several_tokens_come": ((),),
+        "chooses_alike_without_residency": ((),),
+        "copies_independently": ((),),
+        "names_its_tensors": ((),),
+        "parts_sequences_of_one_prefix": ((),),
+        "follows_a_reorder": (([0, 0, 2, 1],), ([1, 0, 2],), ([2],), ([1, 1],)),
+        "forgets_what_is_cropped": ((1,), (9,), (17,), (45,), (120,)),
+        "attends_to_all_after_a_crop": ((),),
+        "serves_the_smallest_budget": ((),),
+        "serves_prompts_in_chunks": ((50,), (64,)),
+        "serves_short_prompts": ((1,), (2,), (3,), (7,), (16,), (33,)),
+        "serves_short_prompts_in_a_batch": ((),),
+        "attends_to_all_within_the_budget": tuple((shape,) for shape in VARIANTS),
+        "serves_every_shape": tuple((shape,) for shape in reversed(VARIANTS)),
+    }
+    """Every rule, with the arguments that it is run with."""
+
+    RETRIEVES = (
+        *("keeps_to_retrieved", "serves_the_smallest_budget", "serves_prompts_in_chunks", "chooses_alike_without_residency"),
+        *("forgets_what_is_cropped", "attends_to_all_after_a_crop", "names_its_tensors"),
+    )
+    """Rules of methods that have an index."""
+
+    def __init__(self, method: Method, device: torch.device | str = "cpu") -> None:
+        self.method, self.device, self.retrieves = method, device, method.index is not None
+
+    def cases(self) -> Iterator[tuple[str, tuple[Any, ...]]]:
+        """The rules that hold for the method, with each of their cases."""
+        for rule, cases in self.CASES.items():
+            if self.retrieves or rule not in self.RETRIEVES:
+                yield from ((rule, case) for case in cases)
+
+    def layer(self, text: Text, method: Method | None = None, **settings: Any) -> Layer:
+        """Return an empty layer of the method."""
+        return Layer(method or self.method, text, self.device, **settings)
+
+    def batch(self, steps: int = 24) -> Text:
+        """Return the three sequences that most rules decode."""
+        return Text(BATCH, [150, 61, 110], steps)
+
+    @cached_property
+    def whole(self) -> tuple[Layer, list[Step]]:
+        """All steps of that batch at a budget of 48, and the layer after them: what many rules compare theirs with."""
+        layer = self.layer(self.batch(), budget=48).prefill()
+        return layer, list(layer.decode())
+
+    def _same(self, one: Iterable[Step], other: Iterable[Step], what: str, seqs: Iterable[tuple[int, int]]) -> None:
+        """Demand the same rows and outputs of some sequences of each."""
+        for a, b in zip(one, other, strict=False):
+            wanted, found = a.rows, b.rows
+            for i, j in seqs:
+                where = f"step {b.number}, sequence {j}, {what}"
+                for head, (rows, before) in enumerate(zip(found[j], wanted[i], strict=True) if found else ()):
+                    need(rows == before, f"{where}, KV head {head}: the rows are {rows}, not {before}")
+                close(b.out[j], a.out[i], what=f"{where}: the output differs")
+
+    def describes_itself(self) -> None:
+        """A method has a known unit, "-" without an index, and options whose values results can record."""
+        units = set(self.method.unit.split(" + "))
+        need(units <= {"token", "page", "cluster", "-"}, f"unit is {self.method.unit!r}; it must be token, page, cluster or -")
+        need((self.method.unit == "-") != self.retrieves, f"unit is {self.method.unit!r} and index is {self.method.index}")
+        digest(self.method)
+
+    def keeps_the_budget(self, budget: int) -> None:
+        """Rows are in the retrieval region, none twice, never more than the budget; the output is attention over them."""
+        layer = self.layer(self.batch(), budget=budget).prefill()
+        for step in layer.decode():
+            layer.check(step)
+        most = layer.cache.sequences.held.most
+        if self.retrieves:
+            need(layer.retriever.meter.selected > 0, "no row was ever selected")
+            most += int(layer.retriever.meter.most)
+        need(most <= budget, f"{most} tokens were attended to in one step; the budget is {budget}")
+
+    def keeps_to_retrieved(self) -> None:
+        """With `retrieved` instead of a budget, the regions are the method's own and the rows as many as asked for."""
+        layer = self.layer(Text(SMALL, [900], 20), retrieved=20).prefill()
+        for step in layer.decode():
+            layer.check(step)
+        need(layer.plan.regions == self.method.regions, f"the regions are {layer.plan.regions}, not {self.method.regions}")
+        need(layer.plan.rows == 20, f"{layer.plan.rows} rows are asked for, not 20")
+
+    def attends_to_all_within_the_budget(self, shape: Shape) -> None:
+        """Where the budget covers the length, the output is full attention's, also once tokens have left the ring for the index."""
+        layer = self.layer(Text(shape, [52, 37], 17), budget=88).prefill()
+        for step in layer.decode():
+            layer.close_to_full(step)
+
+    def serves_every_shape(self, shape: Shape) -> None:
+        """Every head_dim, number of heads and dtype keeps the budget's rule."""
+        layer = self.layer(Text(shape, [90, 53], 9), budget=32).prefill()
+        for step in layer.decode():
+            layer.check(step)
+
+    def serves_short_prompts(self, length: int) -> None:
+        """A prompt of any length works, with steps enough that tokens leave for an index that had none."""
+        layer = self.layer(Text(SMALL, [length], 28, seed=length), budget=32).prefill()
+        for step in layer.decode():
+            layer.check(step)
+            if step.begins[0] - layer.plan.regions.sink <= layer.plan.rows:
+                layer.close_to_full(step)
+
+    def serves_short_prompts_in_a_batch(self) -> None:
+        """Sequences of very different lengths stand side by side."""
+        lengths = [24, 33, 40, 1, 2, 3, 4, 5, 8, 12, 15, 16, 17]
+        layer = self.layer(Text(Shape(batch=len(lengths), heads=1, group=2), lengths, 24), budget=24).prefill()
+        for step in layer.decode():
+            if step.number % 11 == 1:
+                layer.check(step)
+
+    def serves_the_smallest_budget(self) -> None:
+        """The smallest budget that kvthaw takes, 16 tokens, works."""
+        layer = self.layer(Text(SMALL, [90], 5), budget=16).prefill()
+        for step in layer.decode():
+            layer.check(step)
+
+    def serves_prompts_in_chunks(self, chunk: int) -> None:
+        """A prompt that comes in chunks keeps the budget's rule."""
+        layer = self.layer(self.batch(), budget=48)
+        for start in range(0, 150, chunk):
+            layer.take(start, min(150, start + chunk))
+        for step in layer.decode(12):
+            layer.check(step)
+
+    def chooses_alike_alone(self) -> None:
+        """A sequence of a batch chooses what it chooses alone: random choices follow from the seed, not from its place."""
+        for seq in (1, 2):
+            torch.manual_seed(seq)
+            alone = self.layer(self.batch().sequence(seq), budget=48).prefill()
+            self._same(self.whole[1], alone.decode(16), f"alone instead of in place {seq} of a batch", [(seq, 0)])
+
+    def chooses_alike_again(self) -> None:
+        """The same tokens and the same seed choose the same, and the tables of slots stay where they are."""
+        torch.manual_seed(99)
+        layer, addresses = self.layer(self.batch(), budget=48).prefill(), set[tuple[int, ...]]()
+
+        def steps() -> Iterator[Step]:
+            for step in layer.decode(20):
+                tensors = [layer.offloaded.slab.data]
+                if self.retrieves:
+                    table = layer.retriever.residency
+                    tensors += [table.row_slot, table.slot_row, table.used]
+                addresses.add(tuple(tensor.data_ptr() for tensor in tensors))
+                yield step
+
+        self._same(self.whole[1], steps(), "a second time", [(seq, seq) for seq in range(3)])
+        need(len(addresses) == 1, "the tables moved, though they were made for more tokens than these")
+
+    def chooses_alike_when_several_tokens_come(self) -> None:
+        """Several tokens at once equal the same tokens one by one, also where they cross an index update."""
+        many = self.layer(self.batch(), budget=48).prefill()
+        for start in range(0, 20, 5):
+            at = many.cache.sequences.padded_length
+            together = many.take(at, at + 5)
+            for t, step in enumerate(self.whole[1][start : start + 5]):
+                close(together[:, :, t], step.out, what=f"step {step.number}: the output of five tokens at once differs")
+
+    def chooses_alike_without_residency(self) -> None:
+        """With keep=0 every selected row is fetched in every step, and nothing else changes."""
+        keeps, steps = self.whole
+        drops = self.layer(self.batch(), replace(self.method, keep=0), budget=48).prefill()
+        self._same(steps, drops.decode(), "with keep=0", [(seq, seq) for seq in range(3)])
+        fetched, selected = int(drops.retriever.meter.fetched), int(drops.retriever.meter.selected)
+        need(fetched == selected, f"{fetched} rows were fetched of {selected} selected")
+        need(int(keeps.retriever.meter.fetched) <= fetched, "residency fetches more rows than none does")
+
+    def parts_sequences_of_one_prefix(self) -> None:
+        """Beams: sequences made of one by reorder() take different tokens afterwards, and choose as if they had always been two."""
+        text = Text(Shape(batch=2, heads=2, group=2), [150, 150], 20)
+        for x in text.tensors:
+            x[1, :, :150] = x[0, :, :150]
+        whole = self.layer(text, budget=48).prefill()
+        grown = self.layer(text, budget=48)
+        grown.take(0, 150, [0])
+        grown.cache.reorder([0, 0])
+        for a, b in zip(whole.decode(), grown.decode(), strict=True):
+            grown.check(b)
+            self._same([a], [b], "made of another by reorder()", [(0, 0), (1, 1)])
+
+    def follows_a_reorder(self, seqs: list[int]) -> None:
+        """After reorder() a sequence goes on as it would have, wherever it stands and whatever stands beside it."""
+        other = self.layer(self.batch(), budget=48).prefill()
+        list(other.decode(9))
+        other.cache.reorder(seqs)
+        need(other.cache.sequences.count == len(seqs), f"{other.cache.sequences.count} sequences are there, not {len(seqs)}")
+        self._same(
+            self.whole[1][9:], other.decode(12, seqs), f"after reorder({seqs})", [(old, new) for new, old in enumerate(seqs)]
+        )
+
+    def forgets_what_is_cropped(self, drop: int) -> None:
+        """Tokens that were dropped are never chosen; those that come in their place are."""
+        text, other = Text(SMALL, [120], 20), Text(SMALL, [120], 20, seed=5)
+        layer = self.layer(text, budget=48).prefill()
+        list(layer.decode())
+        layer.cache.crop(drop)
+        need(
+            layer.cache.sequences.padded_length == 140 - drop,
+            f"crop({drop}) leaves {layer.cache.sequences.padded_length} tokens",
+        )
+        for x, y in zip(text.tensors, other.tensors, strict=True):
+            x[:, :, 140 - drop :] = y[:, :, 140 - drop :]
+        for step in layer.decode(min(drop, 20)):
+            layer.check(step)
+
+    def attends_to_all_after_a_crop(self) -> None:
+        """Where the budget covers the length, crops and new tokens leave full attention."""
+        layer = self.layer(Text(SMALL, [80], 24), budget=144).prefill()
+        list(layer.decode())
+        for drop in (3, 30, 80):
+            layer.cache.crop(drop)
+            for step in layer.decode(min(drop, 15)):
+                layer.close_to_full(step)
+
+    def copies_independently(self) -> None:
+        """A deep copy and clone_from() choose as the original would have, which goes on with other tokens between their steps."""
+        one = self.layer(self.batch(), budget=48).prefill()
+        list(one.decode(8))
+        other, third = copy.deepcopy(one), copy.deepcopy(one)
+        for layer in (other, third):
+            layer.observe()
+        if self.method.index is not None:
+            one.cache.wait()
+            index, its = self.method.index(third.retriever.context), one.retriever.index
+            index.clone_from(its)
+            mine, theirs = ({_memory(x) for x in each.tensors() if x.numel()} for each in (index, its))
+            need(not mine & theirs, "clone_from() shares tensors with the index that it copies")
+            third.retriever.index = index
+        at = one.cache.sequences.padded_length
+        for x in one.text.tensors:
+            x[:, :, at:] = torch.randn_like(x[:, :, at:])
+        between = (step for step, _ in zip(third.decode(11), one.decode(11), strict=True))
+        copied = list(other.decode(11))
+        self._same(copied, between, "of a clone", [(seq, seq) for seq in range(3)])
+
+    def names_its_tensors(self) -> None:
+        """tensors() has every tensor that select() reads, however the index grew: a captured step would read freed memory."""
+        layer, sequences = self.layer(self.batch(30), budget=48).prefill(), [0, 1, 2]
+        _names_what_it_reads(layer, sequences, "after the prompt")
+        list(layer.decode(17))
+        _names_what_it_reads(layer, sequences, "after 18 steps")
+        layer.retriever.settle()
+        layer.retriever.make_room(5000)
+        _names_what_it_reads(layer, sequences, "after make_room() of 5,000 tokens")
+        sequences = [2, 0, 0, 1]
+        layer.cache.reorder(sequences)
+        _names_what_it_reads(layer, sequences, f"after reorder({sequences})")
+        list(layer.decode(8, sequences))
+        _names_what_it_reads(layer, sequences, f"8 steps after reorder({sequences})")
+
+
+class _Reads(TorchDispatchMode):
+    """Keeps every tensor that an operation is given, so that no memory is used twice meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen |= {_memory(x): x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        return func(*args, **(kwargs or {}))
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _names_what_it_reads(layer: Layer, sequences: list[int], when: str) -> None:
+    """Demand that a step reads no tensor of the index but those that tensors() names."""
+    reads, index = _Reads(), layer.retriever.index
+    calls = {name: getattr(index, name) for name in ("select", "rebuild") if hasattr(index, name)}
+    own = {name: call for name, call in vars(index).items() if name in calls}
+
+    def reading(call: Callable[..., Any]) -> Callable[..., Any]:
+        def read(*args: Any) -> Any:
+            with reads:
+                return call(*args)
+
+        return read
+
+    for name, call in calls.items():
+        setattr(index, name, reading(call))
+    list(layer.decode(1, sequences))
+    for name in calls:
+        delattr(index, name)
+    vars(index).update(own)
+    need(bool(reads.seen), "select() read no tensor")
+    told = {_memory(tensor) for tensor in index.tensors()}
+    held = {path: tensor for path, tensor in _reachable(index, type(index).__name__, set()) if tensor.numel()}
+    missing = [path for path, tensor in held.items() if _memory(tensor) in reads.seen.keys() - told]
+    need(not missing, f"{when}, select() reads {', '.join(missing)}, which tensors() does not name")
+
+
+def _reachable(owner: object, path: str, visited: set[int]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that an index holds, helper objects included, by where they are; not those of the cache's own parts."""
+    if isinstance(owner, Tensor):
+        yield path, owner
+    elif id(owner) not in visited and not isinstance(owner, IndexContext | DeferredBatch | AuxStream):
+        visited.add(id(owner))
+        parts: Iterable[tuple[Any, Any]]
+        if isinstance(owner, dict):
+            parts = owner.items()
+        elif isinstance(owner, list | tuple | set):
+            parts = enumerate(owner)
+        else:
+            names = [*getattr(owner, "__dict__", ()), *getattr(type(owner), "__slots__", ())]
+            parts = [(name, getattr(owner, name, None)) for name in names]
+        for name, part in parts:
+            yield from _reachable(part, f"{path}.{name}", visited)

@@ -1,0 +1,214 @@
+"""One layer of a method without a model, and what it must come to."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvthaw.cache.index_api import Method, Rebuilds
+from kvthaw.cache.kv_cache import KVCache
+from kvthaw.cache.layer_base import AttentionParams
+from kvthaw.cache.offloaded_layer import OffloadedLayer
+from kvthaw.cache.plan import Plan, Settings
+from kvthaw.cache.retriever import Choice, Retriever
+from kvthaw.cache.selection_check import check_selection
+from kvthaw.kernels import dense
+from kvthaw.kernels.decode_step import DecodeStep
+from kvthaw.kernels.flash_decode import definition
+from kvthaw.kernels.merge import merge
+from kvthaw.testing.shapes import Shape, close, near
+
+
+def need(ok: bool, what: str) -> None:
+    """Raise AssertionError with a message unless something holds, under python -O too."""
+    if not ok:
+        raise AssertionError(what)
+
+
+@dataclass
+class Text:
+    """Queries, keys and values of ragged sequences, padded on the left; keys in clumps, so that there is something to find."""
+
+    shape: Shape
+    lengths: list[int]
+    steps: int
+    seed: int = 0
+    pads: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        rng = torch.Generator().manual_seed(self.seed)
+        shape, longest = self.shape, max(self.lengths)
+        self.pads = [longest - n for n in self.lengths]
+        total = longest + self.steps
+
+        def noise(heads: int) -> Tensor:
+            return torch.randn(shape.batch, heads, total, shape.head_dim, generator=rng)
+
+        middles = 1.5 * torch.randn(shape.heads, 9, shape.head_dim, generator=rng)
+        which = torch.randint(0, 9, (shape.batch, total), generator=rng)
+        asked = torch.randint(0, 9, (shape.batch, total), generator=rng)
+        keys = middles[:, which].transpose(0, 1) + 0.7 * noise(shape.heads)
+        query = middles.repeat_interleave(shape.group, 0)[:, asked].transpose(0, 1) + 0.7 * noise(shape.q_heads)
+        self.query, self.keys, self.values = (x.to(shape.dtype) for x in (query, keys, noise(shape.heads)))
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, keys and values."""
+        return self.query, self.keys, self.values
+
+    def sequence(self, seq: int) -> Text:
+        """Return one sequence alone, without its padding."""
+        twin, pad = copy.copy(self), self.pads[seq]
+        twin.shape = replace(self.shape, batch=1)
+        twin.query, twin.keys, twin.values = (x[seq : seq + 1, :, pad:] for x in self.tensors)
+        twin.lengths, twin.pads = [self.lengths[seq]], [0]
+        return twin
+
+
+@dataclass
+class Step:
+    """One decode step: which, what came out [B, Hq, D], what was chosen, and where the ring of each sequence begins."""
+
+    number: int
+    out: Tensor
+    choice: Choice | None
+    begins: list[int]
+
+    @property
+    def rows(self) -> list[list[list[int]]]:
+        """Of every sequence and KV head, the rows that were chosen, ascending."""
+        if self.choice is None:
+            return []
+        return [[sorted(set(rows.tolist()) - {-1}) for rows in seq] for seq in self.choice.selection.rows]
+
+
+class Layer:
+    """A layer of a method on its own, on whatever device; texts and what is looked at are on the CPU."""
+
+    def __init__(self, method: Method, text: Text, device: torch.device | str = "cpu", **settings: Any) -> None:
+        self.method, self.text, self.how, self.device = method, text, AttentionParams(0.3), device
+        self.cache = KVCache(Settings(method, block_size=16, **settings), [3], 4)
+        self.choices: list[Choice | None] = []
+        self.steps = 0
+        self.observe()
+
+    @property
+    def offloaded(self) -> OffloadedLayer:
+        """The layer of the cache."""
+        return self.cache.offloaded[0]
+
+    @property
+    def retriever(self) -> Retriever:
+        """Its retriever; only of a method that has an index."""
+        assert self.offloaded.retriever is not None
+        return self.offloaded.retriever
+
+    @property
+    def plan(self) -> Plan:
+        """Regions and rows as they were fitted to the budget; after the prefill."""
+        assert self.offloaded.plan is not None
+        return self.offloaded.plan
+
+    def observe(self) -> None:
+        """Keep the choices of every step; copies of a cache have no observers."""
+        self.cache.streams.observers.append(self._observe)
+
+    def _observe(self, layer: OffloadedLayer, query: Tensor, choice: Choice | None) -> None:
+        self.choices.append(None if choice is None else _on_cpu(choice))
+
+    def take(self, start: int, stop: int, seqs: list[int] | None = None) -> Tensor:
+        """Attend with tokens start .. stop of the text, the padding counted; [B, Hq, n, D]."""
+        text, which = self.text, slice(None) if seqs is None else seqs
+        q, k, v = (x[which, :, start:stop].to(self.device) for x in text.tensors)
+        pads = [text.pads[seq] for seq in (range(len(text.pads)) if seqs is None else seqs)]
+        return self.cache.attend(self.offloaded, q, k, v, self.how, [min(pad, stop) for pad in pads]).cpu()
+
+    def prefill(self) -> Layer:
+        """Take the whole prompt."""
+        self.take(0, max(self.text.lengths))
+        return self
+
+    def decode(self, count: int | None = None, seqs: list[int] | None = None) -> Iterator[Step]:
+        """Take the next tokens one by one, by default all that the text has steps for."""
+        for _ in range(self.text.steps if count is None else count):
+            at = self.cache.sequences.padded_length
+            out = self.take(at, at + 1, seqs)
+            begins = [self.offloaded.indexed(seq) for seq in range(self.cache.sequences.count)]
+            yield Step(self.steps, out[:, :, 0], self.choices[-1], begins)
+            self.steps += 1
+
+    def check(self, step: Step) -> None:
+        """Raise AssertionError or CacheError unless a step selected what it may, and its output follows from that."""
+        seqs, plan = self.cache.sequences.count, self.plan
+        if step.choice is not None:
+            found = step.choice.selection
+            who, ends = f"step {step.number}", torch.tensor(step.begins)
+            check_selection(found, who, self.retriever.context, seqs, plan.rows, ends)
+            for seq in range(seqs):
+                n = self.offloaded.length(seq)
+                held, most = min(n, plan.regions.sink) + n - step.begins[seq], int(found.counts[seq].max())
+                what = f"step {step.number}, sequence {seq}: {held} tokens of sink and ring and {most} rows are attended to"
+                need(held + most <= plan.budget, f"{what}; the budget is {plan.budget}")
+        for seq in range(seqs):
+            self.close(step, seq, self.expected(step, seq), "attention over sink, ring and the selected rows")
+
+    def close(self, step: Step, seq: int, expected: Tensor, what: str) -> None:
+        """Raise AssertionError unless a step's output is the expected one, within the tolerance of the dtype. Scores are a few
+        hundred: by float32 products of a CPU, or three of tf32 on a GPU, weights differ by up to 1e-4 of themselves."""
+        what = f"step {step.number}, sequence {seq}: the output is not {what}"
+        if self.text.shape.dtype == torch.float32:
+            near(step.out[seq], expected, atol=2e-4, rtol=2e-4, what=what)
+        else:
+            close(step.out[seq], expected, self.text.shape.dtype, what=what)
+
+    def close_to_full(self, step: Step) -> None:
+        """Raise AssertionError unless a step's output is full attention of the newest token."""
+        for seq, pad in enumerate(self.text.pads):
+            n = self.offloaded.length(seq)
+            q, k, v = (x[seq : seq + 1, :, pad : pad + n] for x in self.text.tensors)
+            whole = dense.definition(q[:, :, -1:], k, v, scale=self.how.scale, causal=True)[0][0, :, 0]
+            self.close(step, seq, whole, "full attention, though the budget covers the length")
+
+    def expected(self, step: Step, seq: int) -> Tensor:
+        """Return attention over sink, ring and the chosen rows [Hq, D], from the text itself but for keys that the index made."""
+        text, pad, n = self.text, self.text.pads[seq], self.offloaded.length(seq)
+        visible = torch.zeros(1, text.shape.heads, n, dtype=torch.bool)
+        visible[:, :, : self.plan.regions.sink] = True
+        visible[:, :, step.begins[seq] :] = True
+        weight, parts = None, []
+        q, k, v = (x[seq : seq + 1, :, pad : pad + n] for x in text.tensors)
+        if step.choice is not None:
+            chosen = step.choice.selection
+            if chosen.log_weight is not None:
+                weight = torch.zeros(1, text.shape.q_heads, n)
+            for h in range(text.shape.heads):
+                rows = chosen.rows[seq, h]
+                held = rows >= 0
+                visible[0, h, rows[held].long()] = True
+                if weight is not None and chosen.log_weight is not None:
+                    for g in range(h * text.shape.group, (h + 1) * text.shape.group):
+                        weight[0, g, rows[held].long()] = chosen.log_weight[seq, g][held]
+            if chosen.partial is not None:
+                parts = [(chosen.partial.out[seq : seq + 1], chosen.partial.lse[seq : seq + 1])]
+            if isinstance(self.retriever.index, Rebuilds):
+                assert step.choice.slots is not None
+                k = k.clone()
+                for h, (rows, slots) in enumerate(zip(chosen.rows[seq], step.choice.slots[seq], strict=True)):
+                    pool = self.offloaded.slab.keys[seq, h, self.offloaded.slab.pool_start :].cpu()
+                    k[0, h, rows[rows >= 0].long()] = pool[slots[rows >= 0].long()]
+        whole = definition(DecodeStep(q[:, :, -1], k, v, visible=visible, scale=self.how.scale, log_weight=weight))
+        return merge([whole.out, *(p[0] for p in parts)], [whole.lse, *(p[1] for p in parts)])[0][0]
+
+
+def _on_cpu(what: Any) -> Any:
+    """Return dataclasses of tensors on the CPU."""
+    if isinstance(what, Tensor):
+        return what.cpu()
+    if is_dataclass(what) and not isinstance(what, type):
+        return replace(what, **{each.name: _on_cpu(getattr(what, each.name)) for each in fields(what)})
+    return what

@@ -1,0 +1,63 @@
+"""Shapes that kernels and methods are tested over, and the one table of tolerances."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+TOLERANCE: dict[torch.dtype, dict[str, float]] = {
+    torch.float64: {"atol": 1e-10, "rtol": 1e-10},
+    torch.float32: {"atol": 2e-5, "rtol": 2e-5},
+    torch.float16: {"atol": 4e-3, "rtol": 4e-3},
+    torch.bfloat16: {"atol": 3e-2, "rtol": 3e-2},
+}
+"""Of a result in this dtype against the definition in float32, for values of about 1."""
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+HEAD_DIMS = [64, 80, 96, 128, 192, 256]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """batch sequences, heads KV heads, group query heads on each, head_dim, tokens, dtype."""
+
+    batch: int = 2
+    heads: int = 2
+    group: int = 4
+    head_dim: int = 64
+    tokens: int = 65
+    dtype: torch.dtype = torch.float32
+
+    def __str__(self) -> str:
+        sizes = f"b{self.batch}-h{self.heads}x{self.group}-d{self.head_dim}-n{self.tokens}"
+        return f"{sizes}-{str(self.dtype).removeprefix('torch.')}"
+
+    @property
+    def q_heads(self) -> int:
+        """Query heads in all, Hq."""
+        return self.heads * self.group
+
+    def query(self, steps: int | None = None) -> Tensor:
+        """Return random queries [B, Hq, D], or [B, Hq, T, D] of so many steps."""
+        size = (self.batch, self.q_heads) + (() if steps is None else (steps,)) + (self.head_dim,)
+        return torch.randn(size).to(self.dtype)
+
+    def keys(self, tokens: int | None = None) -> Tensor:
+        """Return random keys [B, H, n, D]."""
+        return torch.randn(self.batch, self.heads, self.tokens if tokens is None else tokens, self.head_dim).to(self.dtype)
+
+
+def close(found: Tensor, expected: Tensor, dtype: torch.dtype | None = None, *, what: str = "") -> None:
+    """Raise AssertionError unless two results are equal within the tolerance of a dtype, by default the found one's; NaN is never
+    equal. what: what they are, for the message."""
+    near(found, expected, what=what, **TOLERANCE[dtype or found.dtype])
+
+
+def near(found: Tensor, expected: Tensor, *, atol: float, rtol: float, what: str = "") -> None:
+    """Raise AssertionError, which begins with `what`, unless two results are equal within a tolerance."""
+    text = f"{what}: " if what else ""
+    torch.testing.assert_close(
+        found.float(), expected.float(), atol=atol, rtol=rtol, msg=lambda differs: text + " ".join(differs.split())
+    )

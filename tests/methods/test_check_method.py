@@ -1,0 +1,84 @@
+"""check_method() names the rule that a method breaks, with the values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Self
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvthaw.cache.index_api import Selection
+from kvthaw.errors import ConfigError, ContractError
+from kvthaw.index.exact import ExactIndex
+from kvthaw.methods import resolve
+from kvthaw.testing import check_method
+
+
+class Twice(ExactIndex):
+    """Selects its first row once more."""
+
+    def select(self, query: Tensor, budget: int) -> Selection:
+        found = super().select(query, budget)
+        found.rows[:, :, 1] = found.rows[:, :, 0]
+        return found
+
+
+class Fails(ExactIndex):
+    """Cannot add tokens."""
+
+    def append(self, seqs: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
+        raise IndexError("no such page")
+
+
+class Draws(ExactIndex):
+    """Looks for a query of its own, drawn from torch's generator."""
+
+    def select(self, query: Tensor, budget: int) -> Selection:
+        return super().select(torch.randn_like(query), budget)
+
+
+class Keeps(ExactIndex):
+    """Shares with its copies what it holds."""
+
+    def clone_from(self, other: Self) -> None:
+        self.__dict__.update(other.__dict__)
+
+
+class Hides(ExactIndex):
+    """Does not say which tensors it reads."""
+
+    def tensors(self) -> list[Tensor]:
+        return []
+
+
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        (Twice, r"mine breaks the rule keeps_the_budget \(48\), .*none twice.*: CacheError: .* row \d+ is there twice"),
+        (Fails, r"mine breaks the rule keeps_the_budget \(48\), .*IndexError: no such page"),
+        (
+            Draws,
+            r"mine breaks the rule chooses_alike_alone, .*step 0, sequence 0, alone .*KV head \d: the rows are \[\d+, .*, not \[",
+        ),
+        (Keeps, r"mine breaks the rule copies_independently, .*clone_from\(\) shares tensors"),
+        (Hides, r"mine breaks the rule names_its_tensors, .*after the prompt, select\(\) reads Hides\.\w.*, which tensors\(\)"),
+    ],
+)
+def test_the_first_broken_rule_is_named(index: Any, words: str) -> None:
+    before = torch.random.get_rng_state()
+    with pytest.raises(ContractError, match=words):
+        check_method(replace(resolve("oracle"), name="mine", index=index))
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_a_unit_that_no_table_knows_is_refused() -> None:
+    with pytest.raises(ContractError, match=r"describes_itself, .*unit is 'word'; it must be token, page, cluster or -"):
+        check_method(replace(resolve("oracle"), unit="word"))
+
+
+def test_a_dense_method_has_nothing_to_check() -> None:
+    with pytest.raises(ConfigError, match="method full is dense"):
+        check_method("full")
