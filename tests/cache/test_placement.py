@@ -25,6 +25,7 @@ from kvthaw.engine.graph_runner import GraphRunner
 from kvthaw.errors import ConfigError, HostMemoryError
 from kvthaw.methods import resolve
 from kvthaw.regions import Regions
+from stand_in import StandIn, captured_by
 from zoo import prompt
 
 LAYERS, BLOCK, HEADS, DIM = 2, 8, 2, 4
@@ -183,8 +184,8 @@ def test_the_oldest_spill_behind_the_steps_where_nothing_tells_them_apart_and_co
 
 
 def test_replayed_steps_find_blocks_that_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their table is right before each replay though nothing is captured anew; the graph is a stand-in that does nothing."""
-    cache, tokens, captures = make(device_memory="1MiB"), Tokens(), []
+    """Their table is right before each replay though nothing is captured anew."""
+    cache, tokens = make(device_memory="1MiB"), Tokens()
     take(cache, tokens.draw(2, 40))
     room_for(cache, 30)  # not for all tokens that may come
     monkeypatch.setattr(UvaGather, "fetch", lambda *args: None)  # a kernel
@@ -196,19 +197,15 @@ def test_replayed_steps_find_blocks_that_moved(monkeypatch: pytest.MonkeyPatch) 
         take(cache, tokens.draw(2, 1))
         return SimpleNamespace(logits=torch.zeros(1))
 
-    def capture(runner: GraphRunner) -> Any:
-        captures.append(runner)
-        runner._logits, runner._graph = runner._run(), SimpleNamespace(replay=stands)  # type: ignore[assignment]
-        return runner._graph
+    class Reads(StandIn):
+        def replay(self) -> None:
+            for store in (layer.store for layer in cache.offloaded):
+                table = store.on_device.table
+                assert table is not None
+                assert torch.equal(table[:, : store.table().shape[1]], store.table())
+                assert torch.equal(store.on_device.on_host[:, : store.on_host().shape[1]], store.on_host())
 
-    def stands() -> None:
-        for store in (layer.store for layer in cache.offloaded):
-            table = store.on_device.table
-            assert table is not None
-            assert torch.equal(table[:, : store.table().shape[1]], store.table())
-            assert torch.equal(store.on_device.on_host[:, : store.on_host().shape[1]], store.on_host())
-
-    monkeypatch.setattr(GraphRunner, "_capture", capture)
+    captured_by(monkeypatch, Reads)
     of: Any = ModelCache(kv=cache)
     runner, token = GraphRunner(forward, of), torch.zeros((2, 1), dtype=torch.int64)
     for step in range(90):
@@ -217,7 +214,7 @@ def test_replayed_steps_find_blocks_that_moved(monkeypatch: pytest.MonkeyPatch) 
         runner(token, token)
     assert cache.stats().moved_bytes > 0
     assert blocks(cache)[1] == 0
-    assert len(captures) == 1
+    assert runner.captures == 1
 
 
 def test_tokens_are_those_of_a_dynamic_cache(llama: PreTrainedModel) -> None:

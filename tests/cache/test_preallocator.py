@@ -19,6 +19,7 @@ from kvthaw.cache.plan import Settings
 from kvthaw.engine.graph_runner import GraphRunner
 from kvthaw.errors import HostMemoryError
 from kvthaw.methods import resolve
+from stand_in import StandIn, captured_by
 
 LAYERS, SEQS, BLOCK_SIZE, HEADS, DIM = 4, 3, 16, 1, 4
 PROMPT = 45
@@ -29,14 +30,14 @@ class Blocks:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.given, self.left = 0, 1 << 30
-        self._real = host_memory.host_tensor
+        self.real = host_memory.host_tensor
         monkeypatch.setattr(host_memory, "host_tensor", self.give)
 
     def give(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not self.left:
             raise HostMemoryError("no more")
         self.given, self.left = self.given + 1, self.left - 1
-        return self._real(*args, **kwargs)
+        return self.real(*args, **kwargs)
 
 
 class Cache(SimpleNamespace):
@@ -61,13 +62,7 @@ class Stack:
         self.cache: Any = Cache(kv=self.kv)
         self._take(PROMPT)
         self.replay = GraphRunner(self._forward, self.cache, capture=replayed)
-
-        def capture(replay: GraphRunner) -> Any:
-            replay._logits, graph = replay._run(), SimpleNamespace(replay=lambda: None)
-            replay._graph = graph  # type: ignore[assignment]
-            return graph
-
-        monkeypatch.setattr(GraphRunner, "_capture", capture)
+        captured_by(monkeypatch, StandIn)
 
     def _take(self, tokens: int) -> None:
         pads = self.kv.sequences.left_pad or self.pads
@@ -257,32 +252,42 @@ def test_a_crop_a_clear_and_other_places_between_steps(monkeypatch: pytest.Monke
 
 
 def test_in_a_capture_nothing_is_taken_and_no_turn_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every step is captured here, of layers whose blocks are page-locked."""
+    """Every third step is captured here, of layers whose blocks are page-locked."""
     blocks, within = Blocks(monkeypatch), [False]
     stack = Stack(monkeypatch, replayed=True)
-    capture, give = GraphRunner._capture, blocks.give
+    give = blocks.give
 
-    def captured(replay: GraphRunner) -> Any:
-        within[0] = True
-        try:
-            return capture(replay)
-        finally:
+    class Capture(StandIn):
+        def __enter__(self) -> StandIn:
+            within[0] = True
+            return self
+
+        def __exit__(self, *error: object) -> None:
             within[0] = False
+
+    class Watches:
+        """An observer, for whom the step is captured anew."""
+
+        graph_safe = True
+
+        def __call__(self, *step: object) -> None:
+            pass
 
     def locked(*args: Any, pinned: bool) -> torch.Tensor:
         assert pinned
         assert not within[0]
         return give(*args, pinned=False)
 
-    monkeypatch.setattr(GraphRunner, "_capture", captured)
+    captured_by(monkeypatch, Capture)
     monkeypatch.setattr(host_memory, "host_tensor", locked)
-    monkeypatch.setattr(transfer, "host_tensor", lambda *args, pinned: blocks._real(*args, pinned=False))
+    monkeypatch.setattr(transfer, "host_tensor", lambda *args, pinned: blocks.real(*args, pinned=False))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: within[0])
     for store in stack.stores:
         store.allocator.pinned = True
     counts = []
-    for _ in range(70):
-        stack.replay._graph, stack.replay._steady = None, 9
-        counts += taken(stack, blocks, 1)
+    for _ in range(24):
+        stack.kv.streams.observers[:] = [Watches()]
+        counts += taken(stack, blocks, 3)
+    assert stack.replay.captures > 20  # but where tables grow
     assert stack.stores[0].reserved(0) > 90
     assert max(counts) <= 2

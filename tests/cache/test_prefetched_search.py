@@ -111,8 +111,7 @@ def changed(model: PreTrainedModel, cache: kvthaw.Cache) -> list[Tensor]:
     return out
 
 
-@pytest.mark.parametrize("script", [plain, several, changed])
-@pytest.mark.parametrize("reuse", [1, 2])
+@pytest.mark.parametrize(("script", "reuse"), [(plain, 1), (several, 1), (changed, 1), (several, 2)])
 def test_choices_are_those_of_asking_late(
     model: PreTrainedModel,
     monkeypatch: pytest.MonkeyPatch,

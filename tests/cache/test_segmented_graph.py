@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -16,18 +15,8 @@ from kvthaw.cache.segmented_graph import SegmentedGraph
 from kvthaw.errors import CacheError
 from kvthaw.index.forest import TreeIndex
 from kvthaw.methods import resolve
+from stand_in import StandIn
 from zoo import prompt, ragged
-
-
-class AtOnce(SegmentedGraph):
-    """Where a device works at once there is nothing to record."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def host(self, call: Callable[[], None]) -> None:
-        self.calls += 1
-        call()
 
 
 def steps(model: PreTrainedModel, cache: kvthaw.Cache, mask: Tensor) -> Tensor:
@@ -49,7 +38,7 @@ def test_a_choice_left_to_the_host_is_the_eager_one(llama: PreTrainedModel, meth
         with torch.no_grad():
             llama(**rows, past_key_values=cache)
     expected = steps(llama, eager, rows["attention_mask"])
-    now = AtOnce()
+    now = StandIn()
     with recorded.kv.streams.records(now):
         found = steps(llama, recorded, rows["attention_mask"])
     assert torch.equal(found, expected)
@@ -70,7 +59,7 @@ def test_weights_made_on_the_host_are_not_dropped(llama: PreTrainedModel) -> Non
     with torch.no_grad():
         llama(prompt(1, 90), past_key_values=cache)
         llama(prompt(1, 1), past_key_values=cache)
-        with cache.kv.streams.records(AtOnce()), pytest.raises(CacheError, match=r"icecache-digest weighs .* capture=False"):
+        with cache.kv.streams.records(StandIn()), pytest.raises(CacheError, match=r"icecache-digest weighs .* capture=False"):
             llama(prompt(1, 1), past_key_values=cache)
 
 

@@ -18,6 +18,7 @@ from kvthaw.cache.crossing import Crossing
 from kvthaw.engine.graph_runner import GraphRunner
 from kvthaw.errors import ConfigError, HostMemoryError
 from kvthaw.methods import auto
+from stand_in import StandIn, captured_by
 from zoo import prompt
 
 HOW: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
@@ -166,17 +167,13 @@ def test_kv_that_device_memory_does_not_hold_is_the_methods(llama: PreTrainedMod
 
 
 def test_a_captured_step_is_captured_anew_at_the_change_alone(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The graph is a stand-in that takes a step eagerly."""
-    captures = []
+    cache, captures = Cache(llama, "pariskv-plus", full_below=60, **SMALL), []
 
-    def capture(runner: GraphRunner) -> Any:
-        captures.append(runner._kv.stats().method)
-        runner._graph = type("Graph", (), {"replay": lambda self: None})()  # type: ignore[assignment]
-        runner._logits = runner._run()
-        return runner._graph
+    def graph() -> StandIn:
+        captures.append(cache.stats().method)
+        return StandIn()
 
-    cache = Cache(llama, "pariskv-plus", full_below=60, **SMALL)
-    monkeypatch.setattr(GraphRunner, "_capture", capture)
+    captured_by(monkeypatch, graph)
     follow(llama, cache, prompt(1, 50), prompt(1, 1))
     runner, token = GraphRunner(llama.forward, cache), torch.ones((1, 1), dtype=torch.int64)
     for at in range(51, 75):

@@ -22,6 +22,7 @@ from kvthaw.engine.graph_runner import GraphRunner, capturable, compiled_step
 from kvthaw.errors import ConfigError
 from kvthaw.index.exact import ExactIndex
 from kvthaw.methods import resolve
+from stand_in import StandIn, captured_by
 
 
 def model(device: str, dtype: torch.dtype) -> LlamaForCausalLM:
@@ -292,16 +293,11 @@ def test_layers_count_a_step_while_the_device_takes_it(
     cache = kvthaw.Cache(llama, method, **({} if method == "full" else {"budget": 64}))
     counted: list[tuple[int, int]] = []
 
-    class Graph:
+    class Graph(StandIn):
         def replay(self) -> None:
-            counted.append((int(replay._positions), cache.get_seq_length()))
+            counted.append((at, cache.get_seq_length()))
 
-    def capture(self: GraphRunner) -> Graph:
-        self._logits, graph = self._run(), Graph()
-        self._graph = graph  # type: ignore[assignment]
-        return graph
-
-    monkeypatch.setattr(GraphRunner, "_capture", capture)
+    captured_by(monkeypatch, Graph)
     with torch.no_grad():
         llama(zoo.prompt(1, 70), past_key_values=cache)
         replay = GraphRunner(llama.forward, cache)
@@ -313,20 +309,18 @@ def test_layers_count_a_step_while_the_device_takes_it(
     assert cache.get_seq_length() == 78
 
 
-class Device:
+class Device(StandIn):
     """In the place of a captured step: what the device does of it that the host must know. at: where the device counters stood when
     each step began; fails: the host's part of a step raises, behind the first of its graphs."""
 
-    def __init__(self, replay: GraphRunner, cache: kvthaw.Cache, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.replay_of, self.at, self.fails, self.captured = replay, list[list[int]](), False, 0
+    def __init__(self, cache: kvthaw.Cache) -> None:
+        super().__init__()
+        self.at, self.fails, self.captured = list[list[int]](), False, 0
         self.sequences = cache.kv.sequences
-        monkeypatch.setattr(replay, "_capture", self.capture)
 
-    def capture(self) -> Device:
-        self.replay_of._logits = self.replay_of._run()
+    def __exit__(self, *error: object) -> None:
         self.sequences.on_device.lengths.sub_(self.sequences.on_device.live)  # nothing is done while it is captured
-        self.replay_of._graph, self.captured = self, self.captured + 1  # type: ignore[assignment]
-        return self
+        self.captured += 1
 
     def replay(self) -> None:
         self.at.append(self.sequences.on_device.lengths.tolist())
@@ -349,7 +343,9 @@ def replayed(
         assert cache.replay is not None
         return cache.replay(torch.tensor([[5]]), torch.tensor([[cache.get_seq_length()]]))
 
-    return cache, Device(cache.replay, cache, monkeypatch), step
+    device = Device(cache)
+    captured_by(monkeypatch, lambda: device)
+    return cache, device, step
 
 
 @pytest.mark.parametrize("steps", [5, 3], ids=["replay", "first replay"])

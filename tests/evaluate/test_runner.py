@@ -88,11 +88,11 @@ def test_one_prefill_serves_all_and_sparse_layers_ran(loaded: tuple[Any, Any]) -
 
 @pytest.mark.parametrize("question", ["dense", "sparse"])
 def test_without_full_attention_each_method_prefills_for_itself(loaded: tuple[Any, Any], question: Any) -> None:
-    job, variants = Job("passkey", 400, 2, question=question), [ORACLE, Variant("quest", 64), STREAMING]
+    job, variants = Job("passkey", 250, 2, question=question), [ORACLE, STREAMING]
     shared, seen = runner(loaded).run(job, variants), count_forwards(loaded[0])
     alone = Runner(*loaded, full=False).run(job, variants)
     assert FULL not in alone
-    assert sum(n > 300 for n in seen) == 2 * len(variants)
+    assert sum(n > 150 for n in seen) == 2 * len(variants)
     for variant in variants:
         for mine, theirs in zip(alone[variant], shared[variant], strict=True):
             assert mine.key == theirs.key

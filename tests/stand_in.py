@@ -1,0 +1,35 @@
+"""Captured steps on a machine without a GPU: what would be captured is done at once, and a replay does nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kvthaw.cache.segmented_graph import SegmentedGraph
+from kvthaw.engine import graph_runner
+
+
+class StandIn(SegmentedGraph):
+    """In the place of a step's graphs. calls: how often the host had something to do between two."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __enter__(self) -> StandIn:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Nothing is under way."""
+
+    def host(self, call: Callable[[], None]) -> None:
+        self.calls += 1
+        call()
+
+    def replay(self) -> None:
+        """Nothing is left to do."""
+
+
+def captured_by(monkeypatch: pytest.MonkeyPatch, graph: Callable[[], StandIn]) -> None:
+    """Steps are captured by such graphs."""
+    monkeypatch.setattr(graph_runner, "SegmentedGraph", graph)
