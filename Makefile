@@ -3,6 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
+# sources are compiled once, not by every worker and every program that a test starts
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test check types quick bench clean
 
 demo: $(STAMP)

@@ -112,6 +112,7 @@ def pytest_collection_finish() -> None:
     """What has been loaded stays: no collection of garbage, of which benchmarks ask for many, need look at it again."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
