@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvthaw.cache.index_api import Method, Rebuilds
 from kvthaw.cache.kv_cache import KVCache
@@ -154,55 +155,53 @@ class Layer:
                 held, most = min(n, plan.regions.sink) + n - step.begins[seq], int(found.counts[seq].max())
                 what = f"step {step.number}, sequence {seq}: {held} tokens of sink and ring and {most} rows are attended to"
                 need(held + most <= plan.budget, f"{what}; the budget is {plan.budget}")
-        for seq in range(seqs):
-            self.close(step, seq, self.expected(step, seq), "attention over sink, ring and the selected rows")
+        self.close(step, self.expected(step), "attention over sink, ring and the selected rows")
 
-    def close(self, step: Step, seq: int, expected: Tensor, what: str) -> None:
+    def close(self, step: Step, expected: Tensor, what: str) -> None:
         """Raise AssertionError unless a step's output is the expected one, within the tolerance of the dtype. Scores are a few
         hundred: by float32 products of a CPU, or three of tf32 on a GPU, weights differ by up to 1e-4 of themselves."""
-        what = f"step {step.number}, sequence {seq}: the output is not {what}"
+        what = f"step {step.number}: the output [sequence, query head, head_dim] is not {what}"
         if self.text.shape.dtype == torch.float32:
-            near(step.out[seq], expected, atol=2e-4, rtol=2e-4, what=what)
+            near(step.out, expected, atol=2e-4, rtol=2e-4, what=what)
         else:
-            close(step.out[seq], expected, self.text.shape.dtype, what=what)
+            close(step.out, expected, self.text.shape.dtype, what=what)
 
     def close_to_full(self, step: Step) -> None:
         """Raise AssertionError unless a step's output is full attention of the newest token."""
-        for seq, pad in enumerate(self.text.pads):
+        whole = []
+        for seq, left in enumerate(self.text.pads):
             n = self.offloaded.length(seq)
-            q, k, v = (x[seq : seq + 1, :, pad : pad + n] for x in self.text.tensors)
-            whole = dense.definition(q[:, :, -1:], k, v, scale=self.how.scale, causal=True)[0][0, :, 0]
-            self.close(step, seq, whole, "full attention, though the budget covers the length")
+            q, k, v = (x[seq : seq + 1, :, left : left + n] for x in self.text.tensors)
+            whole.append(dense.definition(q[:, :, -1:], k, v, scale=self.how.scale, causal=True)[0][:, :, 0])
+        self.close(step, torch.cat(whole), "full attention, though the budget covers the length")
 
-    def expected(self, step: Step, seq: int) -> Tensor:
-        """Return attention over sink, ring and the chosen rows [Hq, D], from the text itself but for keys that the index made."""
-        text, pad, n = self.text, self.text.pads[seq], self.offloaded.length(seq)
-        visible = torch.zeros(1, text.shape.heads, n, dtype=torch.bool)
-        visible[:, :, : self.plan.regions.sink] = True
-        visible[:, :, step.begins[seq] :] = True
-        weight, parts = None, []
-        q, k, v = (x[seq : seq + 1, :, pad : pad + n] for x in text.tensors)
+    def expected(self, step: Step) -> Tensor:
+        """Return attention over sink, ring and chosen rows [B, Hq, D], from the text itself but for keys that the index made."""
+        shape, n = self.text.shape, self.cache.sequences.padded_length
+        pads, begins = torch.tensor(self.text.pads)[:, None], torch.tensor(step.begins)[:, None]
+        at = torch.arange(n + 1) - pads  # the last place stands for rows that are none
+        visible = (at >= begins) | ((at >= 0) & (at < self.plan.regions.sink))
+        visible = visible[:, None].repeat(1, shape.heads, 1)
+        keys, values = (pad(x[:, :, :n], (0, 0, 0, 1)) for x in (self.text.keys, self.text.values))
+        weight, partial = None, None
         if step.choice is not None:
-            chosen = step.choice.selection
+            chosen, partial = step.choice.selection, step.choice.selection.partial
+            rows = torch.where(chosen.rows >= 0, chosen.rows + pads[:, None], n)
+            visible.scatter_(2, rows, True)
             if chosen.log_weight is not None:
-                weight = torch.zeros(1, text.shape.q_heads, n)
-            for h in range(text.shape.heads):
-                rows = chosen.rows[seq, h]
-                held = rows >= 0
-                visible[0, h, rows[held].long()] = True
-                if weight is not None and chosen.log_weight is not None:
-                    for g in range(h * text.shape.group, (h + 1) * text.shape.group):
-                        weight[0, g, rows[held].long()] = chosen.log_weight[seq, g][held]
-            if chosen.partial is not None:
-                parts = [(chosen.partial.out[seq : seq + 1], chosen.partial.lse[seq : seq + 1])]
+                weight = torch.zeros(len(rows), shape.q_heads, n + 1)
+                weight = weight.scatter_(2, rows.repeat_interleave(shape.group, 1), chosen.log_weight)[:, :, :n]
             if isinstance(self.retriever.index, Rebuilds):
                 assert step.choice.slots is not None
-                k = k.clone()
-                for h, (rows, slots) in enumerate(zip(chosen.rows[seq], step.choice.slots[seq], strict=True)):
-                    pool = self.offloaded.slab.keys[seq, h, self.offloaded.slab.pool_start :].cpu()
-                    k[0, h, rows[rows >= 0].long()] = pool[slots[rows >= 0].long()]
-        whole = definition(DecodeStep(q[:, :, -1], k, v, visible=visible, scale=self.how.scale, log_weight=weight))
-        return merge([whole.out, *(p[0] for p in parts)], [whole.lse, *(p[1] for p in parts)])[0][0]
+                pool, wide = (
+                    self.offloaded.slab.keys[:, :, self.offloaded.slab.pool_start :].cpu(),
+                    (-1, -1, -1, shape.head_dim),
+                )
+                made = pool.gather(2, step.choice.slots.clamp(min=0).long()[..., None].expand(wide))
+                keys.scatter_(2, rows[..., None].expand(wide), made)
+        query, keys, values, visible = self.text.query[:, :, n - 1], keys[:, :, :n], values[:, :, :n], visible[:, :, :n]
+        whole = definition(DecodeStep(query, keys, values, visible=visible, scale=self.how.scale, log_weight=weight))
+        return whole.out if partial is None else merge([whole.out, partial.out], [whole.lse, partial.lse])[0]
 
 
 def _on_cpu(what: Any) -> Any:
