@@ -13,3 +13,13 @@ def mix(x: Tensor) -> Tensor:
     for shift, factor in ((30, SPREAD), (27, _LAST)):
         x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
     return x ^ ((x >> 31) & ((1 << 33) - 1))
+
+
+def gumbel(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+    """Return Gumbel noise [B, N], float64: -log(-log(u)), where u in (0, 1) is a hash of (seed, position, token).
+
+    seeds, positions [B], tokens [B, N] or [1, N]: int64.
+    """
+    salt = mix(mix(seeds * SPREAD + 1) + positions * GOLDEN)
+    bits = (mix(salt[:, None] + tokens * GOLDEN) >> 11) & ((1 << 53) - 1)
+    return -(-((bits.double() + 0.5) / ((1 << 53) + 2)).log()).log()  # 2 more, for 2^53 - 1/2 rounds to 2^53

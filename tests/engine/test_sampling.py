@@ -20,7 +20,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from kvthaw.engine.sampling import Sampler, Sampling, gumbel, logprobs, sample, score, top
+from kvthaw.counter_rng import gumbel
+from kvthaw.engine.sampling import Sampler, Sampling, logprobs, sample, score, top
 from kvthaw.errors import ConfigError
 
 VOCAB = 1500  # more than top_k can ask of torch.topk

@@ -34,6 +34,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "repetition_penalty": {"repetition_penalty": 1.3},
     "min_tokens": {"min_tokens": 8, "ignore_eos": True, "max_tokens": 12},
     "stop_token_ids": {"stop_token_ids": list(range(128)), "include_stop_str_in_output": True},
+    "json": {"response_format": {"type": "json_object"}},
     "include_stop": {"stop": ["a", "b"], "include_stop_str_in_output": True},
 }
 COMPLETIONS: dict[str, dict[str, Any]] = {

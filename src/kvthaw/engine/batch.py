@@ -87,7 +87,8 @@ class Batch:
         self._decoding = list(self._seqs)  # those of them whose prompt is whole
         self._indexing: dict[Request, Tensor] = {}  # the logits after prompts whose indexes are being built
         self._joined: list[Request] = []  # those with a place, in the order in which they joined
-        self._sampler = Sampler(max_seqs, model.config.get_text_config(decoder=True).vocab_size, model.device)
+        self.vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
+        self._sampler = Sampler(max_seqs, self.vocabulary, model.device)
         self._forward = compiled_step(model.forward) if compile else model.forward
         self._compile, self._capture = compile, capture and model.device.type == "cuda"
 
@@ -181,10 +182,9 @@ class Batch:
             raise ConfigError(f"min_tokens is {sampling.min_tokens}; it must be at most {limit}, the tokens that may come")
         if sampling.stop and tokenizer is None:
             raise ConfigError(f"stop is {sampling.stop!r}; stop strings need a tokenizer")
-        words = self._model.config.get_text_config(decoder=True).vocab_size
         least, most = int(ids.min()), int(ids.max())
-        if least < 0 or most >= words:  # on a GPU the whole batch would be lost
-            raise ConfigError(f"the prompt has token ids from {least} to {most}; the model's are 0 to {words - 1}")
+        if least < 0 or most >= self.vocabulary:  # on a GPU the whole batch would be lost
+            raise ConfigError(f"the prompt has token ids from {least} to {most}; the model's are 0 to {self.vocabulary - 1}")
         stops, salt = self._stops(how.get("stop"), sampling), how.get("cache_salt", "")
         request = Request(ids, limit, stops, sampling, salt, how.get("name"))
         self._sampler.check(sampling, request.stop)
@@ -299,8 +299,7 @@ class Batch:
         tokens, scores = drawn.read()
         told = []
         for i, request in enumerate(requests):
-            if request is not None and request.fed == len(request.tokens):
-                request.take(tokens[i], scores[i] if scores else None)
+            if request is not None and request.take(tokens[i], scores[i] if scores else None):
                 told.append(request)
                 if request.finished:
                     self._release(request)
@@ -313,7 +312,7 @@ class Batch:
         size, logits = self.cache.settings.block_size, self._indexing.pop(request)
         self._keep(request, request.prompt // size * size)  # it still writes into the last block
         self.cache.states.place(request.seq)
-        self._sampler.join(request.seq, request.sampling, request.ids, request.stop)
+        self._sampler.join(request.seq, request.sampling, request.ids, request.stop, request.matcher)
         at, place = torch.tensor([request.prompt], device=request.ids.device), slice(request.seq, request.seq + 1)
         drawn = self._sampler(logits, at, place)
         self._decoding[request.seq] = request

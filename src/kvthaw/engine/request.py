@@ -8,8 +8,10 @@ from typing import Any, Literal, TypedDict
 
 from torch import Tensor
 
+from kvthaw.engine.grammar import Matcher
 from kvthaw.engine.sampling import Sampling, TokenLogprobs
 from kvthaw.engine.text import Detokenizer
+from kvthaw.errors import ConfigError
 
 
 class RequestOptions(TypedDict, total=False):
@@ -63,6 +65,11 @@ class Request:
     error: Exception | None = field(default=None, repr=False)
     decoded: Detokenizer | None = field(default=None, repr=False)
     scored: list[Tensor] = field(default_factory=list, repr=False)
+    matcher: Matcher | None = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        grammar = self.sampling.grammar
+        self.matcher = None if grammar is None else grammar.matcher(self.stop)
 
     @property
     def prompt(self) -> int:
@@ -81,9 +88,21 @@ class Request:
     def rewind(self) -> None:
         """Let its prompt, and its tokens, go through the model again; it keeps them."""
         self.prefilled, self.cached_tokens, self.fed, self.scored = 0, 0, 0, []
+        if self.matcher is not None:
+            self.matcher.reset()
 
-    def take(self, token: int, scores: TokenLogprobs | None) -> None:
-        """Add a token, which may be the last one."""
+    def take(self, token: int, scores: TokenLogprobs | None) -> bool:
+        """Add a token, which may be the last one. Returns whether it is a new one: those that it has may come again."""
+        new = self.fed == len(self.tokens)
+        token = token if new else self.tokens[self.fed]
+        if self.matcher is not None and not self.matcher.accept(token):
+            self.fail(ConfigError("the model has no token with which its output could follow the grammar any further"))
+            return True
+        if new:
+            self._add(token, scores)
+        return new
+
+    def _add(self, token: int, scores: TokenLogprobs | None) -> None:
         self.tokens.append(token)
         n = self.sampling.logprobs
         if scores is not None and n is not None:

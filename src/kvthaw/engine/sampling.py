@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from kvthaw.counter_rng import GOLDEN, SPREAD, mix
+from kvthaw.counter_rng import gumbel
+from kvthaw.engine.grammar import Grammar, Matcher, TokenMasks
 from kvthaw.errors import ConfigError
 from kvthaw.typecheck import check_type
 
@@ -56,7 +57,7 @@ class Sampling:
     stop_token_ids: end it, beside the model's own end-of-sequence tokens, which ignore_eos turns off. stop: strings that end it;
     the text ends before the stop string, or after it with include_stop. logprobs: report the log-probability of each chosen token
     and of so many of the likeliest, by the model's logits before any of the settings above; None: do not. prompt_logprobs: as much
-    for the tokens of the prompt.
+    for the tokens of the prompt. grammar: the output follows it, and ends where it does.
 
     Raises ConfigError for a value out of range.
     """
@@ -78,6 +79,7 @@ class Sampling:
     include_stop: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         for name, value in (("stop", self.stop), ("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
@@ -101,6 +103,8 @@ class Sampling:
                 raise ConfigError(f"{name} is 0; it must be above 0")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ConfigError(f"min_tokens is {self.min_tokens}; it must be at most max_tokens, {self.max_tokens}")
+        if self.grammar is not None and self.min_tokens:
+            raise ConfigError(f"min_tokens is {self.min_tokens}; it must be 0 where a grammar says when the output ends")
         for token, bias in self.logit_bias.items():
             _whole(0, **{"a token of logit_bias": token})
             _within(-100, 100, **{f"logit_bias of token {token}": bias})
@@ -117,16 +121,6 @@ class Sampling:
 
 
 GREEDY = Sampling()
-
-
-def gumbel(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
-    """Return Gumbel noise [B, N], float64: -log(-log(u)), where u in (0, 1) is a hash of (seed, position, token).
-
-    seeds, positions [B], tokens [B, N] or [1, N]: int64.
-    """
-    salt = mix(mix(seeds * SPREAD + 1) + positions * GOLDEN)
-    bits = (mix(salt[:, None] + tokens * GOLDEN) >> 11) & ((1 << 53) - 1)
-    return -torch.log(-torch.log((bits.double() + 0.5) / ((1 << 53) + 2)))  # 2 more, for 2^53 - 1/2 rounds to 2^53
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,13 +188,13 @@ def top(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def sample(logits: Tensor, rows: Sequence[Sampling], positions: Tensor) -> Tensor:
     """Return the next token of each row, [B] int64 on the device of logits [B, V]; positions [B] int64: where it will stand.
 
-    For settings that need no state: raises ConfigError for penalties, a bias or min_tokens, which `Sampler` knows, and ValueError
-    where rows are not as many as the logits'.
+    For settings that need no state: raises ConfigError for penalties, a bias, a grammar or min_tokens, which `Sampler` knows, and
+    ValueError where rows are not as many as the logits'.
     """
     if len(rows) != len(logits):
         raise ValueError(f"{len(logits)} rows of logits and settings for {len(rows)}")
     for row in rows:
-        if row.penalized or row.logit_bias or row.min_tokens:
+        if row.penalized or row.logit_bias or row.min_tokens or row.grammar:
             raise ConfigError(f"{row} needs the tokens so far; sample() has none, a Sampler has")
     groups = _groups(rows, logits.shape[1], logits.device)
     numbers, seeds = _table(rows, logits.device) if groups else (torch.empty(0), torch.empty(0))
@@ -233,10 +227,19 @@ class Sampler:
         self._prompt: Tensor | None = None  # [S, V] bool
         self._bias: Tensor | None = None  # [S, V] float32
         self._stops: Tensor | None = None  # [S, V] bool
+        self._masks: TokenMasks | None = None
         self._groups: list[tuple[int, Tensor]] | None = None  # None: settings have changed
 
-    def join(self, seq: int, sampling: Sampling, prompt: Tensor | Sequence[int] = (), stops: Iterable[int] = ()) -> None:
-        """Give a sequence its settings and forget what was there. prompt: token ids; stops: tokens that min_tokens keeps back.
+    def join(
+        self,
+        seq: int,
+        sampling: Sampling,
+        prompt: Tensor | Sequence[int] = (),
+        stops: Iterable[int] = (),
+        matcher: Matcher | None = None,
+    ) -> None:
+        """Give a sequence its settings and forget what was there. prompt: token ids; stops: tokens that min_tokens keeps back;
+        matcher: of its grammar.
 
         Raises ConfigError, before anything has changed, for tokens that are not the model's and for more logprobs than it has."""
         stops = sorted(stops)
@@ -259,6 +262,10 @@ class Sampler:
         if sampling.min_tokens:
             self._stops = self._cleared(self._stops, seq, torch.bool)
             self._stops[seq].index_fill_(0, torch.tensor(stops, dtype=torch.int64, device=self.device), True)
+        if matcher is not None and self._masks is None:
+            self._masks = TokenMasks(self.seqs, self.vocabulary, self.device)
+        if self._masks is not None:
+            self._masks.join(seq, matcher)
         self._groups = None
 
     def leave(self, seq: int) -> None:
@@ -275,6 +282,8 @@ class Sampler:
             for token in tokens:
                 _whole(0, self.vocabulary - 1, **{f"a token of {name}": token})
         _whole(0, self.vocabulary, logprobs=sampling.logprobs, prompt_logprobs=sampling.prompt_logprobs)
+        if sampling.grammar is not None and sampling.grammar.vocabulary != self.vocabulary:
+            raise ConfigError(f"grammar is of {sampling.grammar.vocabulary} tokens; the model has {self.vocabulary}")
 
     def __call__(self, logits: Tensor, positions: Tensor, seqs: slice = slice(None)) -> Drawn:
         """Choose the next tokens of these sequences and count them.
@@ -288,6 +297,8 @@ class Sampler:
             groups = _groups(samplings, self.vocabulary, self.device)
             self._groups = groups if whole else self._groups
         x = self._processed(logits, positions, seqs, samplings)
+        if self._masks is not None:
+            x = self._masks(x, seqs)
         tokens = _choose(x, positions, self._numbers[seqs], self._seeds[seqs], groups)
         if self._counts is not None:
             ones = torch.ones_like(tokens, dtype=torch.int32)
@@ -296,8 +307,7 @@ class Sampler:
         return Drawn(tokens, score(logits, tokens, max(asked)) if asked else None)
 
     def _processed(self, logits: Tensor, positions: Tensor, seqs: slice, samplings: Sequence[Sampling]) -> Tensor:
-        """Return logits after bias, penalties and the stop tokens that may not come yet, as they are where nobody asks for
-        these."""
+        """Return logits after bias, penalties and the stop tokens that may not come yet; as they are without these."""
         penalized, biased = any(one.penalized for one in samplings), any(one.logit_bias for one in samplings)
         waiting = any(one.min_tokens for one in samplings)
         if not (penalized or biased or waiting):

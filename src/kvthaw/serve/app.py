@@ -195,7 +195,7 @@ async def _generate(
 ) -> Response:
     service = service_of(http)
     try:
-        sampling = body.sampling()
+        sampling = body.sampling(await service.grammar(body))
     except ConfigError as error:
         raise refused(body, error, param) from None
     job = service.submit(body, prompts, sampling, param, answer.id)

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvthaw.serve.answers import Answer, Json
 from kvthaw.serve.errors import ApiError
-from kvthaw.serve.schema import ResponseFormat, ResponsesRequest, ResponseText
+from kvthaw.serve.schema import ResponsesRequest
 from kvthaw.serve.worker import Delta
 
 _ENDED = ApiError(500, "the server ended before the answer did", code="server_error")
@@ -95,7 +95,6 @@ class ResponseAnswer(Answer):
         body, ended = self._body, status != "in_progress"
         error = _ENDED if status == "failed" and error is None else error
         output = [self._message("completed" if status == "completed" else "incomplete")] if ended else []
-        text = body.text or ResponseText()
         return {
             "id": self.id,
             "object": "response",
@@ -111,7 +110,7 @@ class ResponseAnswer(Answer):
             "temperature": body.temperature,
             "top_p": body.top_p,
             "top_logprobs": body.top_logprobs or 0,
-            "text": {"format": (text.format or ResponseFormat(type="text")).model_dump()},
+            "text": body.text.model_dump(by_alias=True),
             "metadata": body.metadata,
             "user": body.user,
             "previous_response_id": None,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
+from kvthaw.engine.grammar import Grammar
 from kvthaw.engine.sampling import Sampling
 from kvthaw.serve.errors import ApiError
 
@@ -55,9 +56,42 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
+class JsonSchema(Body):
+    """What JSON is to look like. name and description say nothing more; strict: objects have no members but those named."""
+
+    name: str = Field(max_length=64)
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool = False
+
+
+class TextFormat(Body):
+    """Any text, or any JSON object."""
+
+    type: Literal["text", "json_object"]
+
+
+class SchemaFormat(Body):
+    """JSON by a schema, as completions name it."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+class FlatSchemaFormat(JsonSchema):
+    """JSON by a schema, as responses name it."""
+
+    type: Literal["json_schema"]
+
+
+def _json_object(asked: TextFormat | None) -> Literal["json_object"] | None:
+    return "json_object" if asked is not None and asked.type == "json_object" else None
+
+
 class Sampled(Body):
     """What every kind of request for text takes."""
 
+    format_field: ClassVar[str] = "response_format"
     model: str | None = None
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
@@ -85,10 +119,19 @@ class Sampled(Body):
         """Outputs of each prompt."""
         return 1
 
+    @property
+    def json_format(self) -> JsonSchema | Literal["json_object"] | None:
+        """The JSON that the output must be; None for any text."""
+        return None
+
     def check(self) -> None:
         """Raise ApiError for fields that do not go together."""
         if self.recall is not None and self.outputs > 1:
             raise ApiError(400, f"recall is given with n={self.outputs}; one output is recorded", param="recall")
+
+    def sampling(self, grammar: Grammar | None) -> Sampling:
+        """Return how the tokens of one output are chosen; raises ConfigError."""
+        raise NotImplementedError
 
     def _sampling(self, max_tokens: int | None, logprobs: int | None, **more: Any) -> Sampling:
         return Sampling(
@@ -118,10 +161,16 @@ class Generation(Sampled):
     logit_bias: dict[Annotated[Token, Field(strict=False)], Annotated[float, Field(ge=-100, le=100)]] = {}
     stop: str | list[Text] = []
     stream_options: StreamOptions | None = None
+    response_format: Annotated[TextFormat | SchemaFormat, Field(discriminator="type")] | None = None
 
     @property
     def outputs(self) -> int:
         return self.n
+
+    @property
+    def json_format(self) -> JsonSchema | Literal["json_object"] | None:
+        asked = self.response_format
+        return asked.json_schema if isinstance(asked, SchemaFormat) else _json_object(asked)
 
     def check(self) -> None:
         super().check()
@@ -159,10 +208,9 @@ class CompletionRequest(Generation):
         one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
         return [self.prompt] if one else self.prompt  # type: ignore[list-item, return-value]
 
-    def sampling(self) -> Sampling:
-        """Return how the tokens of one output are chosen; raises ConfigError."""
+    def sampling(self, grammar: Grammar | None) -> Sampling:
         scored = self.logprobs if self.echo else None
-        return self._sampling(max(1, self.max_tokens or 0), self.logprobs, prompt_logprobs=scored)
+        return self._sampling(max(1, self.max_tokens or 0), self.logprobs, prompt_logprobs=scored, grammar=grammar)
 
 
 class TextPart(Body):
@@ -185,12 +233,6 @@ class Message(Body):
         return {"role": self.role, "content": text} | ({"name": self.name} if self.name else {})
 
 
-class ResponseFormat(Body):
-    """Text; JSON is not served yet."""
-
-    type: Literal["text"]
-
-
 class ChatRequest(Generation):
     """Of POST /v1/chat/completions."""
 
@@ -199,7 +241,6 @@ class ChatRequest(Generation):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
-    response_format: ResponseFormat | None = None
 
     def check(self) -> None:
         super().check()
@@ -208,11 +249,9 @@ class ChatRequest(Generation):
         if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
             raise ApiError(400, "max_tokens and max_completion_tokens differ; give one of them", param="max_tokens")
 
-    def sampling(self) -> Sampling:
-        """Return how the tokens of one output are chosen; raises ConfigError."""
-        return self._sampling(
-            self.max_completion_tokens or self.max_tokens, (self.top_logprobs or 0) if self.logprobs else None
-        )
+    def sampling(self, grammar: Grammar | None) -> Sampling:
+        new, likeliest = self.max_completion_tokens or self.max_tokens, (self.top_logprobs or 0) if self.logprobs else None
+        return self._sampling(new, likeliest, grammar=grammar)
 
 
 class InputPart(Body):
@@ -242,16 +281,17 @@ class InputMessage(Body):
 class ResponseText(Body):
     """How a response's text is to look."""
 
-    format: ResponseFormat | None = None
+    format: Annotated[TextFormat | FlatSchemaFormat, Field(discriminator="type")] = TextFormat(type="text")
 
 
 class ResponsesRequest(Sampled):
     """Of POST /v1/responses. Nothing is kept of a response, so none can be gone on from by its id."""
 
+    format_field = "text"
     input: Text | Annotated[list[InputMessage], Field(min_length=1)]
     instructions: Text | None = None
     max_output_tokens: int | None = Field(None, ge=1)
-    text: ResponseText | None = None
+    text: ResponseText = ResponseText()
     include: list[Literal["message.output_text.logprobs"]] = []
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16)] = {}
@@ -274,9 +314,13 @@ class ResponsesRequest(Sampled):
             return [*turns, Message(role="user", content=self.input)]
         return [*turns, *(turn.message() for turn in self.input)]
 
-    def sampling(self) -> Sampling:
-        """Return how the tokens are chosen; raises ConfigError."""
-        return self._sampling(self.max_output_tokens, (self.top_logprobs or 0) if self.include else None)
+    @property
+    def json_format(self) -> JsonSchema | Literal["json_object"] | None:
+        asked = self.text.format
+        return asked if isinstance(asked, FlatSchemaFormat) else _json_object(asked)
+
+    def sampling(self, grammar: Grammar | None) -> Sampling:
+        return self._sampling(self.max_output_tokens, (self.top_logprobs or 0) if self.include else None, grammar=grammar)
 
 
 class TokenizeRequest(Body):

@@ -13,6 +13,7 @@ from jinja2 import TemplateError
 
 from kvthaw.cache.prefix import Entry
 from kvthaw.engine.batch import Batch
+from kvthaw.engine.grammar import Grammar, Grammars
 from kvthaw.engine.library import Library
 from kvthaw.engine.lockstep import Lockstep
 from kvthaw.engine.sampling import Sampling
@@ -53,6 +54,8 @@ class Service:
             batch.max_seqs + max_waiting,
             Lockstep(batch.cache.kv.settings.ranks),
         )
+        self._grammars: Grammars | None = None
+        self._compiling = asyncio.Lock()
         self._template = chat_template or tokenizer.chat_template
         self._library = library
         self._refreshing = asyncio.Lock()
@@ -146,6 +149,23 @@ class Service:
         except TemplateError as error:
             raise ApiError(400, f"the chat template refuses the messages: {error}", param=param) from None
         return await self.encode(text, special=False)
+
+    async def grammar(self, body: Sampled) -> Grammar | None:
+        """Return the grammar of the JSON that a request asks for, None for any text; raises ApiError. Compiles one at a time."""
+        asked = body.json_format
+        if asked is None:
+            return None
+        if self.worker.lockstep.size > 1:
+            raise ApiError(400, f"{body.format_field}: a model that is split serves no JSON yet", param=body.format_field)
+        async with self._compiling:
+            try:
+                if self._grammars is None:
+                    self._grammars = await asyncio.to_thread(Grammars, self.tokenizer, self.batch.vocabulary)
+                if asked == "json_object":
+                    return self._grammars.json()
+                return await asyncio.to_thread(self._grammars.json_schema, asked.schema_, strict=asked.strict)
+            except ConfigError as error:
+                raise ApiError(400, f"{body.format_field}: {error}", param=body.format_field) from None
 
     def submit(self, body: Sampled, prompts: Sequence[Sequence[int]], sampling: Sampling, param: str, name: str) -> Job:
         """Let each prompt wait for its n outputs. param: the field that the prompts are of; name: the answer's. Raises ApiError."""

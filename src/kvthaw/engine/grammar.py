@@ -1,0 +1,127 @@
+"""Output that follows a grammar: which tokens may come next, kept as bits on the device. JSON by xgrammar."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvthaw.engine.json_schema import check_schema
+from kvthaw.errors import ConfigError
+
+_CACHED_BYTES = 64 << 20  # of compiled grammars
+
+
+class Matcher:
+    """Follows one output through a grammar."""
+
+    def __init__(self, matcher: Any, vocabulary: int) -> None:
+        self._matcher, self.vocabulary = matcher, vocabulary
+
+    def accept(self, token: int) -> bool:
+        """Go on by a token. Returns whether the grammar allows it."""
+        return bool(self._matcher.accept_token(token))
+
+    def reset(self) -> None:
+        """Go back to the beginning."""
+        self._matcher.reset()
+
+    def fill(self, bits: np.ndarray[Any, Any]) -> None:
+        """Write which tokens may come next into bits [1, ceil(V / 32)] int32, on the host: token t is bit t % 32 of t // 32."""
+        self._matcher.fill_next_token_bitmask(bits)
+
+
+class Grammar:
+    """A compiled grammar of one tokenizer, which any number of outputs may follow."""
+
+    def __init__(self, compiled: Any, vocabulary: int) -> None:
+        self._compiled, self.vocabulary = compiled, vocabulary
+
+    def matcher(self, stops: Collection[int]) -> Matcher:
+        """Return what follows an output that ends with one of the tokens `stops`; raises ConfigError where there are none."""
+        import xgrammar
+
+        if not stops:
+            raise ConfigError(
+                "ignore_eos is set or the model has no end-of-sequence token; a grammar needs a token to end with"
+            )
+        return Matcher(xgrammar.GrammarMatcher(self._compiled, override_stop_tokens=sorted(stops)), self.vocabulary)
+
+
+class Grammars:
+    """Compiles grammars for a tokenizer of transformers and a model of so many tokens, and keeps the latest.
+
+    JSON is laid out as json.dumps lays it out, so no token is spent on white space. Raises ConfigError where xgrammar is missing.
+    """
+
+    def __init__(self, tokenizer: Any, vocabulary: int) -> None:
+        try:
+            import xgrammar
+        except ImportError:
+            raise ConfigError("JSON output needs xgrammar, which is not installed: pip install 'kvthaw[serve]'") from None
+        known = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocabulary, stop_token_ids=[0])
+        special = set(tokenizer.all_special_ids)  # they are left out where the output is decoded
+        texts = [
+            b"" if token in special or any(byte < 32 for byte in text) else text  # JSON has control characters escaped alone
+            for token, text in enumerate(known.decoded_vocab)
+        ]
+        info = xgrammar.TokenizerInfo(texts, vocab_size=vocabulary, stop_token_ids=[0])
+        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=_CACHED_BYTES)
+        self._vocabulary = vocabulary
+
+    def json(self) -> Grammar:
+        """Return the grammar of a JSON object."""
+        return self._compile({"type": "object"}, strict=False)
+
+    def json_schema(self, schema: Any, *, strict: bool = False) -> Grammar:
+        """Return the grammar of JSON that a schema describes; strict: objects have no members that it does not name.
+
+        Raises ConfigError for a schema whose keywords would not all be met, see `check_schema`."""
+        check_schema(schema)
+        return self._compile(schema, strict)
+
+    def _compile(self, schema: Any, strict: bool) -> Grammar:
+        try:
+            compiled = self._compiler.compile_json_schema(json.dumps(schema), any_whitespace=False, strict_mode=strict)
+        except RuntimeError as error:
+            raise ConfigError(f"json_schema cannot be met: {str(error).rpartition(': ')[2].strip()}") from None
+        return Grammar(compiled, self._vocabulary)
+
+
+class TokenMasks:
+    """Which tokens may come next in each sequence of a running batch; all, where no matcher was given.
+
+    The bits are made on the host while the device computes the logits that they are for, and copied there from pinned memory, so
+    a step does not wait for the device."""
+
+    def __init__(self, seqs: int, vocabulary: int, device: torch.device) -> None:
+        self._matchers: list[Matcher | None] = [None] * seqs
+        self._vocabulary = vocabulary
+        shape = seqs, -(-vocabulary // 32)
+        with torch.inference_mode(False):
+            self._host = torch.full(shape, -1, dtype=torch.int32, pin_memory=device.type == "cuda")
+            self._bits = torch.full(shape, -1, dtype=torch.int32, device=device)
+            self._places = torch.arange(32, dtype=torch.int32, device=device)
+        self._rows = self._host.numpy()
+
+    def join(self, seq: int, matcher: Matcher | None) -> None:
+        """Let a sequence follow a matcher; None: any token."""
+        self._matchers[seq] = matcher
+        self._rows[seq] = -1
+
+    def __call__(self, x: Tensor, seqs: slice) -> Tensor:
+        """Return logits [B, V] of these sequences with -inf for tokens that may not come."""
+        matchers = self._matchers[seqs]
+        if not any(matchers):
+            return x
+        for row, matcher in zip(self._rows[seqs], matchers, strict=True):
+            if matcher is not None:
+                matcher.fill(row[None])
+        bits = self._bits[seqs]
+        bits.copy_(self._host[seqs], non_blocking=True)
+        allowed = ((bits[:, :, None] >> self._places) & 1).flatten(1)[:, : self._vocabulary].bool()
+        return x.masked_fill(~allowed, -torch.inf)
