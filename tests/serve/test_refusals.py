@@ -112,3 +112,15 @@ def test_keys_and_templates(loaded: tuple[Any, Any]) -> None:
         assert served.http.get("/ready").status_code == 200
         with pytest.raises(openai.BadRequestError, match="--chat-template"):
             served.openai.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "Hi"}])
+
+
+def test_the_description_tells_of_errors_and_of_fields_that_may_be_null(served: Served) -> None:
+    described = served.http.get("/openapi.json").json()
+    answers = [one["responses"] for path in described["paths"].values() for one in path.values()]
+    assert all({"4XX", "5XX"} <= one.keys() and "422" not in one for one in answers)
+    schemas = described["components"]["schemas"]
+    assert set(schemas["ErrorDetail"]["properties"]) == {"message", "type", "param", "code"}
+    fields = schemas["CompletionRequest"]
+    assert fields["additionalProperties"] is False
+    for name, field in fields["properties"].items():
+        assert ({"type": "null"} in field.get("anyOf", ())) == (name != "prompt"), name

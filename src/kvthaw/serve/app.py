@@ -6,10 +6,11 @@ import asyncio
 import hmac
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -17,7 +18,7 @@ from kvthaw.errors import ConfigError
 from kvthaw.serve import contexts, page
 from kvthaw.serve.answers import Answer, ChatAnswer, CompletionAnswer, Json, merged
 from kvthaw.serve.clients import attended, service_of
-from kvthaw.serve.errors import ApiError, told
+from kvthaw.serve.errors import ERRORS, ApiError, told
 from kvthaw.serve.responses import ResponseAnswer
 from kvthaw.serve.schema import (
     ChatRequest,
@@ -38,6 +39,7 @@ KEEP_ALIVE = 10.0
 OPEN_PATHS = ("/health", "/ready", *page.FILES)
 """Those that need no key."""
 
+_STREAMS: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}
 router = APIRouter()
 
 
@@ -53,9 +55,8 @@ def create_app(service: Service, *, api_keys: Sequence[str] = ()) -> FastAPI:
 
     app = FastAPI(title="kvthaw", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.service = service
-    app.include_router(router)
-    app.include_router(contexts.router)
-    app.include_router(page.router)
+    for each in (router, contexts.router, page.router):
+        app.include_router(each, responses=ERRORS)
     app.add_middleware(Guard, api_keys=api_keys)
     app.add_exception_handler(ApiError, _told)
     app.add_exception_handler(RequestValidationError, _invalid)
@@ -95,7 +96,7 @@ class Guard:
         return sum(hmac.compare_digest(given, key) for key in self._keys) > 0  # compares all of them, whichever is right
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", responses=_STREAMS)
 async def chat(body: ChatRequest, http: Request) -> Response:
     """Answer a conversation."""
     service = service_of(http)
@@ -105,7 +106,7 @@ async def chat(body: ChatRequest, http: Request) -> Response:
     return await _generate(http, body, prompts, ChatAnswer(body, prompts, service.tokenizer, service.name), "messages")
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", responses=_STREAMS)
 async def completions(body: CompletionRequest, http: Request) -> Response:
     """Continue texts or tokens."""
     service = service_of(http)
@@ -118,7 +119,7 @@ async def completions(body: CompletionRequest, http: Request) -> Response:
     return await _generate(http, body, prompts, CompletionAnswer(body, prompts, service.tokenizer, service.name), "prompt")
 
 
-@router.post("/v1/responses")
+@router.post("/v1/responses", responses=_STREAMS)
 async def responses(body: ResponsesRequest, http: Request) -> Response:
     """Answer a conversation with a response, of which nothing is kept."""
     service = service_of(http)
@@ -161,7 +162,7 @@ async def detokenize(body: DetokenizeRequest, http: Request) -> Json:
     return {"prompt": await asyncio.to_thread(service_of(http).tokenizer.decode, body.tokens)}
 
 
-@router.get("/health")
+@router.get("/health", response_class=Response)
 async def health(http: Request) -> Response:
     """Say that the process lives and can compute."""
     return Response(status_code=200 if service_of(http).worker.failure is None else 503)
@@ -180,7 +181,7 @@ async def version() -> Json:
     return {"version": __version__}
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(http: Request) -> Response:
     """Return metrics in Prometheus' text format."""
     return Response(service_of(http).worker.metrics.text(), media_type="text/plain; version=0.0.4")

@@ -61,7 +61,7 @@ async def context(name: Name, http: Request) -> Json:
     return _card(service_of(http), name)
 
 
-@router.delete("/{name}")
+@router.delete("/{name}", status_code=204)
 async def delete(name: Name, http: Request) -> Response:
     """Let a document go."""
     service = service_of(http)

@@ -4,7 +4,31 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydantic import BaseModel
+
 from kvthaw.errors import ConfigError, HostMemoryError
+
+
+class ErrorDetail(BaseModel):
+    """What is wrong, its kind, and the field that it is in."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """The body of every answer that is an error."""
+
+    error: ErrorDetail
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorBody, "description": "the request cannot be served"},
+    "5XX": {"model": ErrorBody, "description": "the server cannot serve it"},
+}
+"""What OpenAPI's description says of them."""
 
 
 class ApiError(Exception):

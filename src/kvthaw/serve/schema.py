@@ -38,10 +38,18 @@ Prompt = Annotated[
 ]
 
 
+def _nullable(schema: dict[str, Any]) -> None:
+    """Let the description say that a field that need not be given may be null."""
+    properties = schema.get("properties", {})
+    for name in properties.keys() - schema.get("required", []):
+        if {"type": "null"} not in properties[name].get("anyOf", []):
+            properties[name] = {"anyOf": [properties[name], {"type": "null"}]}
+
+
 class Body(BaseModel):
     """A JSON object without unknown fields; a field that is null is not given."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, json_schema_extra=_nullable)
 
     @model_validator(mode="before")
     @classmethod
