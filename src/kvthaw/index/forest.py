@@ -217,8 +217,10 @@ class TreeIndex:
     def _copy_pages(self, seqs: Sequence[int]) -> None:
         """Have the store copy the rows of sequences in the order of their pages, if it keeps such copies and they lack a ninth."""
         store = self.context.store
-        for seq in seqs if store.pages is not None else ():
-            if 8 * self.forest.size(seq) > 9 * store.pages.tokens(seq):
+        if (pages := store.pages) is None:
+            return
+        for seq in seqs:
+            if 8 * self.forest.size(seq) > 9 * pages.tokens(seq):
                 store.rearrange(seq, self.state(self.snapshot(seq))["members"] + self.forest.first(seq))
 
     def _addresses(self, start: int, stop: int, lengths: dict[int, int]) -> Tensor:
