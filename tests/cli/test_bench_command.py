@@ -59,3 +59,17 @@ def test_bench_serving_shows_steps(tmp_path: Path) -> None:
     assert "tokens/s" in said.out
     assert [json.loads(line)["setting"]["method"] for line in out.read_text().splitlines()] == ["full"]
     refused(Said(*some, "--new-tokens", "3"), 1, "none had all 2 places busy")
+
+
+def test_a_model_of_ones_own_is_timed_and_a_sentence_says_what_to_do(model: str, tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("Alice was beginning to get very tired. " * 30)
+    asked = ("bench", "decode", "--model", model, "--new-tokens", "4")
+    said = Said(*asked, "--file", str(tmp_path / "book.txt"), "--method", "quest", "--budget", "64", "--device", "cpu")
+    assert said.code == 0
+    assert said.out.splitlines()[-1].startswith("At ")
+    assert "on this CPU" in said.out
+    assert "as full" in said.out
+    assert model not in said.out
+    refused(Said(*asked, "--tp", "2"), 2, "--tp", "--shape")
+    refused(Said("bench", "decode", "--file", __file__), 2, "--file", "--model")
+    refused(Said("bench", "decode", "--device", "meta"), 1, "device is 'meta'")

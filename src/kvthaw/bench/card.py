@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from kvthaw.engine.hf.model import find_device
+
 
 def provenance(commit: str | None = None) -> dict[str, Any]:
     """Return GPU or CPU, versions and commit; commit None asks git, which may not know."""
@@ -31,10 +33,10 @@ def provenance(commit: str | None = None) -> dict[str, Any]:
     }
 
 
-def where() -> tuple[torch.device, str]:
-    """Return the device to measure, and its name in results."""
-    cuda = torch.cuda.is_available()
-    return torch.device("cuda" if cuda else "cpu"), torch.cuda.get_device_name() if cuda else "cpu"
+def where(name: str | None = None) -> tuple[torch.device, str]:
+    """Return the device to measure, by torch's name or the GPU where there is one, and its name in results."""
+    device = find_device(name)
+    return device, torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def noted(text: str) -> None:

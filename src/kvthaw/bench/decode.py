@@ -41,7 +41,14 @@ class Bench:
     what was left out or failed.
     """
 
-    checks = Checks
+    checks: Callable[..., Callable[[DecodeSetting], None]] = Checks
+    attends = "sdpa"
+    """transformers' attention function, for its own caches and the prompts."""
+    model: PreTrainedModel
+    forwards: dict[str, Callable[..., Any]]
+    check: Callable[[DecodeSetting], None]
+    warm: int | None = None
+    """Steps that do not count, None as `take` has it."""
 
     def __init__(
         self,
@@ -53,9 +60,10 @@ class Bench:
         say: Callable[[Record], None] = lambda record: None,
         watch: Watch = lambda what, done, of: None,
         note: Callable[[str], None] = noted,
+        device: str | None = None,
     ) -> None:
         self.known, self.host_bytes, self.tp, self.say, self.watch, self.note = known, host_bytes, tp, say, watch, note
-        self.device, _ = where()
+        self.device, _ = where(device)
         self.about = provenance(commit)
         self._shape: tuple[str, int] | None = None
         self._failed: list[tuple[DecodeSetting, Exception]] = []
@@ -87,15 +95,19 @@ class Bench:
                         self.say(record)
                 except Exception as error:  # hours of others' times are not lost for it
                     traceback.clear_frames(error.__traceback__)  # which hold caches
-                    if missing[0].hf:
-                        self.note(f"left out, transformers' own cache fails: {missing[0]}: {error}")
-                    else:
-                        self._failed.append((missing[0], error))
-                        self.note(f"failed: {missing[0]}: {type(error).__name__}: {error}")
+                    self.failed(missing[0], error)
                     free()
             done += len(group)
             self.watch(str(group[-1]), done, len(wanted))
         return [found for one in dict.fromkeys(wanted) if (found := self.known.get(one.to_dict())) is not None]
+
+    def failed(self, one: DecodeSetting, error: Exception) -> None:
+        """Note what a setting failed with, for judge, or that it is left out."""
+        if one.hf:
+            self.note(f"left out, transformers' own cache fails: {one}: {error}")
+        else:
+            self._failed.append((one, error))
+            self.note(f"failed: {one}: {type(error).__name__}: {error}")
 
     def judge(self) -> None:
         """Raise what a setting failed with; CacheError with all of it where several did."""
@@ -107,18 +119,17 @@ class Bench:
 
     @torch.no_grad()
     def _measure(self, group: list[DecodeSetting]) -> Iterator[Record]:
-        self._build(group[0])
-        with attention(self.model, "sdpa"):
+        self.prepare(group[0])
+        with attention(self.model, self.attends):
             for one in group:
                 self.check(one)
-        with attention(self.model, "sdpa"):  # again: the checks' caches brought kvthaw's
+        with attention(self.model, self.attends):  # again: the checks' caches brought kvthaw's
             yield from self._records(group)
 
-    def _build(self, one: DecodeSetting) -> None:
+    def prepare(self, one: DecodeSetting) -> None:
+        """Have the model of a setting."""
         if self._shape == (one.shape, one.seed):
             return
-        self.model: PreTrainedModel
-        self.check: Checks
         if self._shape is not None:
             del self.model, self.check
             free()
@@ -155,15 +166,19 @@ class Bench:
         """Return what else is measured of a setting, after its steps."""
         return {}
 
+    def tokens(self, one: DecodeSetting) -> Iterator[Tensor]:
+        """Return the ids [B, 1] of each step."""
+        return random_tokens(self.model, one.batch, one.seed)
+
     def _records(self, group: list[DecodeSetting]) -> Iterator[Record]:
         one = group[0]
-        tokens = random_tokens(self.model, one.batch, one.seed)
+        tokens = self.tokens(one)
         free()
         cache, begun = self.begin(one, tokens)
         for setting in group:
             replay = replayed(cache, setting.steps, self.forwards)
-            taken = take(self.model, cache, tokens, setting.new_tokens, capture=setting.steps != "eager")
-            measures = {**begun, **self._taken(setting, cache, taken), **self.more(setting, cache, tokens)}
+            taken = take(self.model, cache, tokens, setting.new_tokens, self.warm, capture=setting.steps != "eager")
+            measures = {**begun, **self.taken(setting, cache, taken), **self.more(setting, cache, tokens)}
             if replay is not None:
                 captured = {"captures": replay.captures, "capture_s": replay.capture_seconds}
                 measures |= {**captured, "capture_bytes": replay.capture_bytes}
@@ -171,7 +186,7 @@ class Bench:
         del cache
         free()
 
-    def _taken(self, one: DecodeSetting, cache: DynamicCache, taken: Steps) -> Measures:
+    def taken(self, one: DecodeSetting, cache: DynamicCache, taken: Steps) -> Measures:
         """Return what one way to take steps came to. Seconds are of the clock, bytes of K and V unless they say otherwise.
 
         tpot_s: the mean of all steps, those that update an index among them; itl_*: of single steps. elapsed_s: after so many of
@@ -182,8 +197,9 @@ class Bench:
         """
         model, config = self.model, self.model.config.get_text_config(decoder=True)
         (before, after), steps = taken.counts, len(taken.gaps)
-        heads = config.num_key_value_heads // self.tp
-        token = 2 * heads * config.head_dim * model.dtype.itemsize * one.batch  # of one layer
+        heads = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) // self.tp
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        token = 2 * heads * head_dim * model.dtype.itemsize * one.batch  # of one layer
         full = token * config.num_hidden_layers * cache.get_seq_length()
         held = held_bytes(cache, full)
         selected = after.selected - before.selected

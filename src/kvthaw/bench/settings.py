@@ -21,7 +21,7 @@ HF = ("hf-dynamic", "hf-offloaded")
 """transformers' own caches with sdpa attention: DynamicCache, and the same with offloading=True."""
 STEPS = ("eager", "captured", "compiled")
 """Ways to take a step: the model's Python, the CUDA graphs of it, and the same compiled by torch.compile first."""
-PROMPTS = ("run", "filled", "text")
+PROMPTS = ("run", "filled", "text", "file")
 _OWN = OWN | {"hits": float, "new_tokens": int}
 
 
@@ -32,8 +32,9 @@ class DecodeSetting:
     method: a name in METHODS, with options ("clusterkv:keep=2"), or one of HF. steps: one of STEPS. budget, retrieved,
     dense_layers: as for `kvthaw.Cache`. prompt: "run" prefills random tokens. device: the GPU's name, or the CPU's kind. For
     benchmarks/ of the repository: prompt "filled" begins with a cache of random keys and values, "text" with those of a model that
-    read a book. hits: None leaves the choice of rows to the index; a share in [0, 1) has neighbouring steps share so much of their
-    rows. shared: the layers of a cache that was not prefilled share their rows on the host.
+    read a book. Prompt "file" is of `kvthaw.bench.own`, where shape is a model's name. hits: None leaves the choice of rows to the
+    index; a share in [0, 1) has neighbouring steps share so much of their rows. shared: the layers of a cache that was not
+    prefilled share their rows on the host.
     """
 
     shape: str
@@ -52,9 +53,10 @@ class DecodeSetting:
     device: str
 
     def __post_init__(self) -> None:
-        one_of(SHAPES, shape=self.shape)
         one_of(STEPS, steps=self.steps)
         one_of(PROMPTS, prompt=self.prompt)
+        if self.prompt != "file":
+            one_of(SHAPES, shape=self.shape)
         at_least(2, length=self.length, new_tokens=self.new_tokens)
         at_least(1, batch=self.batch)
         if self.hits is not None and not 0 <= self.hits < 1:
@@ -134,26 +136,31 @@ def grid(
 
 
 def setting(written: str, **wanted: Any) -> DecodeSetting:
-    """Return a setting of a method with options behind colons: those of its cache (budget, retrieved, dense_layers, hits,
-    new_tokens) come before the wanted ones, and what a method has no use for is None."""
+    """Return a setting of a method with options behind colons; see `values`."""
+    return DecodeSetting(**values(written, **wanted))
+
+
+def values(written: str, **wanted: Any) -> dict[str, Any]:
+    """Return the fields of a setting of a method with options behind colons: those of its cache (budget, retrieved, dense_layers,
+    hits, new_tokens) come before the wanted ones, and what a method has no use for is None."""
     method, given = take(written, _OWN)
-    values = {"hits": None, "prompt": "run", "shared": False, **wanted, **given}
-    if values["retrieved"] is not None and ("retrieved" in given or "budget" not in given):
-        values["budget"] = given.get("budget")
+    fields: dict[str, Any] = {"hits": None, "prompt": "run", "shared": False, **wanted, **given}
+    if fields["retrieved"] is not None and ("retrieved" in given or "budget" not in given):
+        fields["budget"] = given.get("budget")
     elif "budget" in given:
-        values["retrieved"] = None
+        fields["retrieved"] = None
     name = written.partition(":")[0]
     found = None if name in HF else resolve(method)
     if name in HF and name != written:
         raise ConfigError(f"method is {written!r}; {name} takes no options")
     if found is None or found.dense:
-        values |= {"budget": None, "retrieved": None, "dense_layers": None, "hits": None, "shared": False}
+        fields |= {"budget": None, "retrieved": None, "dense_layers": None, "hits": None, "shared": False}
     elif found.index is None:
-        values |= {"retrieved": None, "hits": None, "budget": 256 if values["budget"] is None else values["budget"]}
-    return DecodeSetting(method=method, **values)
+        fields |= {"retrieved": None, "hits": None, "budget": 256 if fields["budget"] is None else fields["budget"]}
+    return {"method": method, **fields}
 
 
-def groups(grid: list[DecodeSetting]) -> Iterator[list[DecodeSetting]]:
+def groups(grid: Sequence[DecodeSetting]) -> Iterator[list[DecodeSetting]]:
     """Return the settings of a grid that one cache can serve, in order; repeats once."""
     found: dict[DecodeSetting, list[DecodeSetting]] = {}
     for one in dict.fromkeys(grid):

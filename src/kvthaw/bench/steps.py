@@ -29,11 +29,13 @@ def most_warm(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """What some steps took. gaps: seconds of each, the device at rest between them. counts: before and after. peak: bytes."""
+    """What some steps took. gaps: seconds of each, the device at rest between them. counts: before and after. peak: bytes. chosen:
+    the likeliest tokens [B] after each."""
 
     gaps: tuple[float, ...]
     counts: tuple[Counts, Counts]
     peak: int | None
+    chosen: tuple[Tensor, ...] = ()
 
     @property
     def mean(self) -> float:
@@ -110,12 +112,13 @@ def take(
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     gaps: list[float] = []
+    chosen: list[Tensor] = []
     last, before, begin, patience = torch.zeros(1), Counts(), 0.0, math.inf
 
     def choose(logits: Tensor) -> Tensor | None:
         nonlocal begin, last, before, skipped, patience
         if begin:
-            logits.argmax(dim=-1)
+            chosen.append(logits.argmax(dim=-1))
             synchronize(device)
             gaps.append(time.perf_counter() - begin)
             if len(gaps) == WARM:  # behind all that is compiled and captured
@@ -137,7 +140,7 @@ def take(
     if not torch.isfinite(last).all():
         raise CacheError("the model's logits are not finite at the end of the steps that were timed")
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    return Steps(tuple(gaps[skipped:]), (before, Counts.of(cache)), peak)
+    return Steps(tuple(gaps[skipped:]), (before, Counts.of(cache)), peak, tuple(chosen[skipped:]))
 
 
 def random_tokens(model: PreTrainedModel, batch: int, seed: int) -> Iterator[Tensor]:

@@ -51,6 +51,7 @@ def decode(records: Sequence[Record]) -> Table:
         ("p50", _known("itl_p50_s", "{:.2f}", 1e3)),
         ("p95", _known("itl_p95_s", "{:.2f}", 1e3)),
         ("tokens/s", _known("tokens_per_s", "{:.1f}")),
+        *([("as full", _known("agreement", "{:.0%}"))] if "agreement" in first.measures else []),
         ("hits", _known("hit_rate", "{:.0%}")),
         ("bus MB", _known("bus_bytes", "{:.2f}", 1e-6)),
         ("KV + index", held),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,17 +11,19 @@ import typer
 
 from kvthaw.bench.shapes import SHAPES
 from kvthaw.cli import options
-from kvthaw.cli.common import print_wide, save_plot
-from kvthaw.cli.options import budget_of, dense_of, host_bytes_of, listed, names_of, one_budget, single, tokens_of
-from kvthaw.cli.progress import bars, watched
+from kvthaw.cli.common import load_model, print_wide, save_plot, stdout
+from kvthaw.cli.options import budget_of, dense_of, host_bytes_of, listed, names_of, one_budget, single, tokens_of, words
+from kvthaw.cli.progress import bars, stderr, watched
 
 if TYPE_CHECKING:
+    from kvthaw.bench.settings import DecodeSetting
     from kvthaw.evaluate.results import Record
 
 app = typer.Typer(no_args_is_help=True, help="Measure speed and memory.", rich_markup_mode="rich")
 
 EXAMPLES = (
-    "Examples:\n\n  kvthaw bench decode --shape llama-3.1-8b --length 36864 --method full,icecache-digest --json\n\n"
+    "Examples:\n\n  kvthaw bench decode --model ./my-model --file book.txt\n\n"
+    "  kvthaw bench decode --shape llama-3.1-8b --length 36864 --method full,icecache-digest --json\n\n"
     "  kvthaw bench decode --method full,icecache-digest,oracle --budget 256 --out decode.jsonl --plot decode.png\n\n"
     "  kvthaw bench decode --method full,clusterkv:keep=2:budget=1024,pariskv:retrieved=100\n\n"
     "  torchrun --nproc-per-node 2 -m kvthaw bench decode --tp 2 --shape llama-3.1-8b --length 131072 --method pariskv"
@@ -47,16 +50,32 @@ def _bench() -> None:
 @app.command("decode", epilog=EXAMPLES)
 def decode(
     shape: Shape = "tiny",
-    length: options.Lengths = options.LENGTH,
+    model: Annotated[str | None, options.MODEL] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --model: the prompt is this text, which begins anew where it ends. Default: the book that ships.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None,
+    length: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TOKENS",
+            help=f"Tokens of the prompt, such as 4096 or 128k; {options.SEVERAL}. Default 4096, or all of --file.",
+        ),
+    ] = None,
     batch: Annotated[list[str], typer.Option(help=f"Rows of the batch; {options.SEVERAL}.")] = _ONE,
     method: Annotated[
-        list[str],
+        list[str] | None,
         typer.Option(
             help="Methods, separated by commas or one by one. Options follow behind colons, a method's and its cache's: "
             "clusterkv:keep=2, pariskv:retrieved=100, icecache-digest:budget=256:new_tokens=64. hf-dynamic and hf-offloaded are "
-            "transformers' own caches."
+            f"transformers' own caches. Default {','.join(_TIMED)}; with --model transformers' and full are always timed, and by "
+            "default what is best on the device for long contexts."
         ),
-    ] = _TIMED,
+    ] = None,
     plugin: options.Plugin = None,
     budget: options.OneBudget = "256",
     retrieved: options.Retrieved = None,
@@ -79,37 +98,60 @@ def decode(
     out: options.Out = None,
     plot: Annotated[Path | None, typer.Option(help="Draw time per output token and throughput into this PNG file.")] = None,
     commit: Commit = None,
+    device: options.Device = None,
+    dtype: options.Dtype = "auto",
 ) -> None:
-    """Time prefill and decoding on random weights, transformers' caches and full attention beside every method.
+    """Time prefill and decoding, transformers' caches and full attention beside every method.
 
-    Each method is first checked against transformers' own logits.
+    On random weights each method is first checked against transformers' own logits. With --model: a model of yours on a prompt of
+    yours, every cache on the same tokens, and at the end a sentence says what to do.
     """
-    lengths, batches = listed(length, tokens_of, "--length"), listed(batch, int, "--batch")
-    names, ways = names_of(method), listed(steps, str, "--steps")
-    limit = {"budget": one_budget(budget), "retrieved": retrieved, "dense_layers": dense_of(dense_layers)}
+    lengths = listed(length or options.LENGTH, tokens_of, "--length")
+    names, batches, ways = names_of(method or _TIMED), listed(batch, int, "--batch"), listed(steps, str, "--steps")
+    limit: dict[str, Any] = {"budget": one_budget(budget), "retrieved": retrieved, "dense_layers": dense_of(dense_layers)}
     from kvthaw.bench import tables
+    from kvthaw.bench.advice import advice
     from kvthaw.bench.card import where
     from kvthaw.bench.decode import Bench
+    from kvthaw.bench.own import OwnBench, Reading
     from kvthaw.bench.settings import grid
+    from kvthaw.engine.hub import display_name
     from kvthaw.engine.processes import processes
     from kvthaw.evaluate.plot import check, decode_lines
     from kvthaw.evaluate.results import ResultsFile
+    from kvthaw.methods.auto import find
 
     check(plot)
-    device = where()[1] if tp == 1 else f"{tp} x {where()[1]}"
-    wanted = grid(names, lengths, batches, ways, shape=shape, new_tokens=new_tokens, seed=seed, device=device, **limit)
-    known = ResultsFile(out)
+    known, on = ResultsFile(out), where(device)[1]
+    limit |= {"new_tokens": new_tokens, "seed": seed, "device": on if tp == 1 else f"{tp} x {on}"}
+    if model is not None:
+        if tp > 1:
+            raise typer.BadParameter("it goes with --shape, not with --model", param_hint="--tp")
+        llm, tokenizer = load_model(model, device, dtype)
+        reading = Reading(llm, tokenizer, display_name(model), words(file))
+        if file is not None and length is None:
+            lengths = [len(reading.ids())]
+        names = names_of(method or [find("auto", llm.device)[0].name])
+        wanted: Sequence[DecodeSetting] = reading.grid(names, lengths, batches, ways, **limit)
+    else:
+        if file is not None:
+            raise typer.BadParameter("it goes with --model", param_hint="--file")
+        wanted = grid(names, lengths, batches, ways, shape=shape, **limit)
     with processes(tp) as rank, bars() as progress:
         progress.console.quiet = rank > 0
         watch = watched(progress, "building the model")
         how: dict[str, Any] = {"say": _said(as_json and rank == 0), "watch": watch, "note": progress.console.print}
-        bench = Bench(known, commit=commit, host_bytes=host_bytes_of(host_memory), tp=tp, **how)
+        how |= {"commit": commit, "host_bytes": host_bytes_of(host_memory), "tp": tp, "device": device}
+        bench = Bench(known, **how) if model is None else OwnBench(reading, known, **how)
         records = bench.run(wanted)
     if rank == 0:
         save_plot(plot, lambda path: decode_lines(records, path))
         if not as_json and records:
             print_wide(tables.decode(records))
     bench.judge()
+    if model is not None:
+        for some in itertools.groupby(records, key=lambda one: (one["length"], one["batch"])):
+            (stderr() if as_json else stdout()).print(advice(list(some[1])), highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command("prefill", epilog=PREFILL_EXAMPLES)

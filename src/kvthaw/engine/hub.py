@@ -36,6 +36,11 @@ def is_path(name: str) -> bool:
     return not name or name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists()
 
 
+def display_name(name: str) -> str:
+    """Return what results call a model: no folders of this machine."""
+    return Path(name).expanduser().resolve().name if name.startswith((".", "/", "~")) else name
+
+
 @cache
 def _answers(endpoint: str) -> bool:
     """Return whether a server answers in time."""

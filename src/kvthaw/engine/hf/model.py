@@ -36,7 +36,7 @@ def load(name: str = SHIPPED, *, dtype: Dtype = "auto", device: str | None = Non
     device: as torch names it; None takes the GPU where there is one. tp: load this process's part of a model that so many
     processes load, each on its own GPU. Raises ConfigError, naming what was not found.
     """
-    where = _device(device)
+    where = find_device(device)
     one_of(get_args(Dtype), dtype=dtype)
     kind = dtype if dtype != "auto" else "bfloat16" if where.type == "cuda" else "float32"
     source = _source(name)
@@ -111,7 +111,8 @@ def silence() -> None:
     logging.set_verbosity_error()
 
 
-def _device(name: str | None) -> torch.device:
+def find_device(name: str | None) -> torch.device:
+    """Return a device by torch's name, None the GPU where there is one. Raises ConfigError for one that torch cannot use."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

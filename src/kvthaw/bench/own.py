@@ -1,0 +1,136 @@
+"""Time a user's own model on a prompt of the user's: full attention and transformers' caches beside kvthaw's methods."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvthaw.bench.check import replayed
+from kvthaw.bench.decode import Bench, Measures, free
+from kvthaw.bench.settings import HF, DecodeSetting, possible, values
+from kvthaw.bench.steps import WARM, Steps, prefill, take
+from kvthaw.engine.graph_runner import compiled_step
+from kvthaw.engine.hf import DynamicCache, PreTrainedModel
+from kvthaw.engine.hf.model import check_prompt
+from kvthaw.errors import CacheError, HostMemoryError
+from kvthaw.evaluate.machine import fingerprint
+from kvthaw.evaluate.passages import opening, text_name, tokens_of
+from kvthaw.evaluate.results import ResultsFile
+
+EXACT = (*HF, "full")
+"""Caches under which a model attends to everything, from the one that the others are compared with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnSetting(DecodeSetting):
+    """A setting of a loaded model. shape: its name; weights: their fingerprint; text: that of what is read."""
+
+    weights: str
+    dtype: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A model, what it is called, and a text that begins its prompts and goes on as the tokens of the steps. None: the book that
+    ships."""
+
+    model: PreTrainedModel
+    tokenizer: Any
+    name: str
+    text: str | None = None
+
+    def ids(self) -> list[int]:
+        """Return all tokens, special ones before them."""
+        return [*opening(self.tokenizer), *tokens_of(self.tokenizer, self.text)]
+
+    def grid(
+        self, methods: Sequence[str], lengths: Sequence[int], batches: Sequence[int], ways: Sequence[str], **wanted: Any
+    ) -> list[OwnSetting]:
+        """Return the settings: transformers' caches and full attention, then the methods, each by the last of the ways to take
+        steps that it can. Raises ConfigError for what cannot be."""
+        model = self.model
+        of_model = {"shape": self.name, "weights": fingerprint(model), "dtype": str(model.dtype).removeprefix("torch.")}
+        wanted = {**wanted, **of_model, "prompt": "file", "text": text_name(self.text)}
+        cuda, found = model.device.type == "cuda", list[OwnSetting]()
+        for length, batch in itertools.product(lengths, batches):
+            check_prompt(model, length + 1 + WARM + wanted["new_tokens"])
+            for method in dict.fromkeys((HF[0], "full", *HF[1:] * cuda, *methods)):
+                fields = values(method, length=length, batch=batch, **wanted)
+                each = [OwnSetting(steps=way, **fields) for way in ways]
+                found.append(next((one for one in reversed(each) if possible(one, cuda)), each[0]))
+        return found
+
+
+class OwnBench(Bench):
+    """A Bench of one model: every cache gets the same prompt and the same tokens after it, those of a text, and all choices of
+    exact caches must be the same, but for a tenth that rounding may change. unfit: what memory did not suffice for."""
+
+    warm = WARM
+
+    def __init__(self, reading: Reading, known: ResultsFile, **how: Any) -> None:
+        super().__init__(known, **how)
+        self.model, self.attends = reading.model, reading.model.config._attn_implementation
+        self.forwards = {"captured": self.model.forward, "compiled": compiled_step(self.model.forward)}
+        self.check = lambda one: None
+        self.unfit: list[DecodeSetting] = []
+        self._ids = reading.ids()
+
+    def prepare(self, one: DecodeSetting) -> None:
+        """Do nothing: the model is there."""
+
+    def failed(self, one: DecodeSetting, error: Exception) -> None:
+        if isinstance(error, (torch.OutOfMemoryError, HostMemoryError)):
+            self.unfit.append(one)
+            self.note(f"does not fit: {one}")
+        else:
+            super().failed(one, error)
+
+    def tokens(self, one: DecodeSetting) -> Iterator[Tensor]:
+        for at in itertools.count(one.length):
+            yield torch.full((one.batch, 1), self._ids[at % len(self._ids)], device=self.device)
+
+    def begin(self, one: DecodeSetting, tokens: Iterator[Tensor]) -> tuple[DynamicCache, Measures]:
+        row = list(itertools.islice(itertools.cycle(self._ids), one.length))
+        prompt = torch.tensor([row] * one.batch, device=self.device)
+        found: Measures = {"fill_s": None}
+        for name, each in (("cold_", self.tokens(one)), ("", tokens)):
+            cache = self.cache(one)
+            first = prefill(self.model, cache, prompt)
+            second = take(self.model, cache, each, 1, warm=0, capture=False).mean
+            found |= {f"{name}ttft_s": first, f"{name}tt2t_s": first + second}
+            if name:  # what later steps compile
+                replayed(cache, one.steps, self.forwards)
+                take(self.model, cache, each, 1, capture=one.steps != "eager")
+                del cache
+                free()
+        return cache, found
+
+    def taken(self, one: DecodeSetting, cache: DynamicCache, taken: Steps) -> Measures:
+        """As a Bench's, and chosen: the likeliest tokens [B][n] of the steps; agreement: the share of them that the first of EXACT
+        that is known chose as well."""
+        chosen = torch.stack(taken.chosen, dim=1).tolist()
+        same, agreement = self._exact(one), 1.0
+        if same is not None:
+            pairs = [pair for rows in zip(chosen, same, strict=True) for pair in zip(*rows, strict=True)]
+            agreement = sum(ours == theirs for ours, theirs in pairs) / len(pairs)
+            if one.method in EXACT and len(pairs) * (1 - agreement) > max(1, len(pairs) / 10):
+                raise CacheError(
+                    f"{one.method} chose {agreement:.0%} of the tokens that another exact cache chose; all should be the same"
+                )
+        known = {"agreement": agreement if same is not None or one.method in EXACT else None}
+        return {**super().taken(one, cache, taken), **known, "chosen": chosen}
+
+    def _exact(self, one: DecodeSetting) -> list[list[int]] | None:
+        """Return what an exact cache chose at the steps of a setting."""
+        mine = {name: value for name, value in one.to_dict().items() if name in _SAME}
+        found = {record["method"]: record["chosen"] for record in self.known if mine.items() <= record.setting.items()}
+        return next((found[name] for name in EXACT if name in found), None)
+
+
+_SAME = ("shape", "weights", "dtype", "text", "length", "batch", "new_tokens", "device")
