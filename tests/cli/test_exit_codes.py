@@ -83,6 +83,7 @@ def test_a_device_without_memory_is_refused(model: str) -> None:
 def test_a_hub_that_cannot_be_reached_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     refused(Said("generate", "Hello", "--model", "nobody/nothing"), 1, "'nobody/nothing'", "cannot be reached")
+    refused(Said("demo", "--model", "--help"), 1, "'--help'", "cannot be reached")
 
 
 def test_a_results_file_with_a_bad_line_is_named(model: str, tmp_path: Path) -> None:

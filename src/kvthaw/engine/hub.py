@@ -22,11 +22,10 @@ def offline(name: str) -> bool:
     if name == SHIPPED or is_path(name):
         return False
     from huggingface_hub import constants
-    from huggingface_hub.file_download import repo_folder_name
 
     if not constants.HF_HUB_OFFLINE and _answers(constants.ENDPOINT):
         return False
-    if not Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model"), "snapshots").is_dir():
+    if not Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}", "snapshots").is_dir():
         raise ConfigError(f"model is {name!r}; no folder and no cached model has that name, and the hub cannot be reached")
     return True
 
