@@ -18,6 +18,11 @@ _log = logging.getLogger(__name__)
 _CHUNK = 16  # blocks that an arena allocates at once
 
 
+def spare(free: int, total: int) -> int:
+    """Return what a cache may fill of a device's free bytes: all but 2 GiB and a sixteenth of all, for activations."""
+    return max(0, free - total // 16 - (2 << 30))
+
+
 class DeviceMemory:
     """Device memory of one cache: at most `limit` bytes, shared evenly by the layers that offload.
 
@@ -38,14 +43,13 @@ class DeviceMemory:
 
     def resolve(self, device: torch.device) -> None:
         """Say what "auto" means on a device: the bytes that are free, and that torch may take
-        (`torch.cuda.set_per_process_memory_fraction`), less 2 GiB and a sixteenth of all, the least of all processes; on a CPU,
-        nothing."""
+        (`torch.cuda.set_per_process_memory_fraction`), less what `spare` leaves, the least of all processes; on a CPU, nothing."""
         if self.limit == "auto" and not self.bytes and device.type == "cuda":
             free, total = torch.cuda.mem_get_info(device)
             total = int(total * torch.cuda.get_per_process_memory_fraction(device))
             taken = torch.cuda.memory_allocated(device)
             free = min(free + torch.cuda.memory_reserved(device), total) - taken + sum(self.fixed.values())
-            self.bytes = self.ranks.least(max(0, free - total // 16 - (2 << 30)))
+            self.bytes = self.ranks.least(spare(free, total))
 
     def share(self, layer: int) -> int:
         """Return the bytes that blocks of a layer may take."""

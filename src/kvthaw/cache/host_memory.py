@@ -37,6 +37,11 @@ def available_host_memory(ranks: Ranks = ALONE) -> int | None:
     return None
 
 
+def pinned_bytes(size: int) -> int:
+    """Return the bytes that torch page-locks for a tensor of so many: the next power of two."""
+    return 1 << (size - 1).bit_length()
+
+
 def host_tensor(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> Tensor:
     """Return an uninitialised tensor in host memory, page-locked if pinned. Raises HostMemoryError where the system gives none."""
     try:

@@ -128,7 +128,7 @@ class OffloadedLayer:
         transfer: Transfer | None = None
         if method.index is not None:
             transfer = (method.transfer or UvaGather)()
-            if transfer.graph_safe and not key.is_cuda:
+            if transfer.graph_safe and key.is_cpu:
                 transfer = BulkCopy()
             if isinstance(transfer, PagedCopy):
                 self.store.keep_pages()
@@ -142,7 +142,7 @@ class OffloadedLayer:
                 self.storage.updater = IndexUpdater(self.retriever, self.store, self.slab, self.streams.deferred)
             else:
                 self.retriever = self.leader.retriever
-        if transfer is not None and not self.on_host and (transfer.graph_safe or not key.is_cuda):
+        if transfer is not None and not self.on_host and (transfer.graph_safe or key.is_cpu):
             self.storage.place_on_device(self.number)  # what the host reads stays there
         self.sparse = SparseAttention(self.storage, self.sequences, self.retriever, transfer, selects=self.chooses)
         self.plan = plan

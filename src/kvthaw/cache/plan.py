@@ -129,6 +129,10 @@ class Settings:
         rows = f"budget {budget}" if self.retrieved is None else f"{self.retrieved} retrieved"
         return f"{full}{self.method.name}, {rows}" + (f", rows in {self.kv_dtype}" if self.kv_dtype else "")
 
+    def in_blocks(self, tokens: int) -> int:
+        """Return for how many tokens the blocks have room that a sequence of so many tokens takes."""
+        return -(-tokens // self.block_size) * self.block_size
+
     def selects(self, layer: int, offloaded: Sequence[int], depth: int) -> bool:
         """Return whether a layer selects for itself and for those after it. offloaded: the layers that retrieve, of `depth`."""
         anchors = self.method.anchors

@@ -185,7 +185,7 @@ class SparseAttention:
         own = [data]
         if self.selects and self.retriever is not None:
             own = [*self.tensors(), *self.retriever.residency.tensors()]
-        return sum({tensor.data_ptr(): tensor.nbytes for tensor in own if tensor.device == data.device}.values())
+        return sum({id(tensor): tensor.nbytes for tensor in own if tensor.device == data.device}.values())
 
     @property
     def reads_table(self) -> bool:

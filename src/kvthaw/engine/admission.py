@@ -46,8 +46,7 @@ class Admission:
         return free is None or sum(map(self._missing, every)) <= free + sum(rooms)
 
     def _tokens(self, request: Request) -> int:
-        size = self.kv.settings.block_size
-        return -(-(request.prompt + request.limit) // size) * size
+        return self.kv.settings.in_blocks(request.prompt + request.limit)
 
     def _missing(self, request: Request) -> int:
         """Return the bytes of blocks that a request may take beside those that it has."""

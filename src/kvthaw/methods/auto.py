@@ -41,12 +41,13 @@ def find(method: str | Method, device: torch.device, **options: Any) -> tuple[Me
         return resolve(method, **options), None
     if options:
         raise ConfigError(f"options {sorted(options)} go with a method's name; {AUTO} takes none")
-    kind = device.type
-    if kind == "cuda":
-        name = torch.cuda.get_device_name(device)
-        kind = next((known for known in BEST if name.startswith(known)), kind)
-    best = BEST.get(kind, BEST["cpu"])
+    best = best_on(torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu")
     return resolve(best.method), best.crossing
+
+
+def best_on(name: str) -> Best:
+    """Return the method for a GPU of a name, as torch gives it, or for "cpu"."""
+    return BEST[next((known for known in BEST if name.startswith(known)), "cuda")]
 
 
 def check_name(method: str | Method) -> None:

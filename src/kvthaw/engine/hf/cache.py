@@ -55,12 +55,14 @@ def head_dim(config: Any) -> int:
 
 
 def _crossing(
-    model: PreTrainedModel, layer: Any, known: Crossing | None, full_below: int | None, split: int
+    model: PreTrainedModel, layer: Any, known: Crossing | None, full_below: int | Crossing | None, split: int
 ) -> Crossing | None:
     """Return up to where a model whose layers have such a config attends to everything: what the user says, or what is known.
     split: over how many processes the heads are."""
-    check_type(int | None, full_below=full_below)
-    if full_below is not None:
+    if isinstance(full_below, Crossing):
+        known = full_below
+    elif full_below is not None:
+        check_type(int, full_below=full_below)
         at_least(0, full_below=full_below)
         known = Crossing(((1, full_below),))
     heads = (getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads) // split
@@ -78,7 +80,8 @@ class Cache(DynamicCache):
     further keyword arguments are the method's options. "auto": full attention while all KV lies on the device and that is the
     faster way, by what was measured (`kvthaw.methods.auto`), then the best index: pariskv-plus on a GPU, icecache-digest on a CPU;
     device_memory is "auto" unless given. `Stats.method` and `Stats.reason` tell what is in force and why, and the log when that
-    changes. full_below: full attention up to so many tokens a sequence, instead of what was measured, or before any other method.
+    changes. full_below: full attention up to so many tokens a sequence, instead of what was measured, or before any other method; or a
+    crossing that was measured elsewhere.
     budget, retrieved, seed, sparse_queries, block_size, host_bytes, device_memory, kv_dtype: see `kvthaw.cache.plan.Settings`.
     dense_layers: the first layers, which keep all KV on the device (default: the method's for models of 16 layers and more, else
     0).
@@ -102,7 +105,7 @@ class Cache(DynamicCache):
         block_size: int = 1024,
         host_bytes: int | None = None,
         device_memory: int | str | None = None,
-        full_below: int | None = None,
+        full_below: int | Crossing | None = None,
         kv_dtype: KvDtype | None = None,
         **options: Any,
     ) -> None:

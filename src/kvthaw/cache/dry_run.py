@@ -1,0 +1,140 @@
+"""What a cache will hold, by the cache itself: its layers are allocated on torch's meta device, where tensors have sizes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kvthaw.cache.dense import DenseLayer
+from kvthaw.cache.host import HostStore
+from kvthaw.cache.host_memory import pinned_bytes
+from kvthaw.cache.kv_cache import KVCache
+from kvthaw.cache.offloaded_layer import OffloadedLayer
+from kvthaw.cache.plan import Plan
+from kvthaw.cache.sequences import roomier
+from kvthaw.cache.step import Step
+
+_SAMPLE, _DECODED = 4096, 64
+"""Keys of the index by which one on the host is estimated, and how many of them come after the prompt: tables grow then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a cache takes, in bytes, until its sequences have all their tokens.
+
+    On the device: dense (KV of the layers that attend to everything, at their capacity), slab (sink, window, buffer and fetched
+    rows), index, blocks (rows that lie there), windows (KV of sliding-window layers). On the host: rows, and host_index, an estimate.
+    searching, retrieving: how many layers select, and how many have rows selected. plan: the sizes in force, None if every layer
+    attends to everything. reason: why what is in force is. capacity: tokens that a sequence has room for on the device.
+    """
+
+    dense: int
+    slab: int
+    index: int
+    blocks: int
+    rows: int
+    host_index: int
+    searching: int
+    retrieving: int
+    plan: Plan | None
+    reason: str
+    capacity: int
+    windows: int = 0
+
+    @property
+    def device(self) -> int:
+        """All bytes on the device."""
+        return self.dense + self.windows + self.slab + self.index + self.blocks
+
+    @property
+    def host(self) -> int:
+        """All bytes on the host."""
+        return self.rows + self.host_index
+
+
+def dry_run(
+    kv: KVCache, tensors: Callable[[int], tuple[Tensor, Tensor]], batch: int, prompt: int, new_tokens: int, *, pinned: bool
+) -> Needs:
+    """Return what an empty cache takes for `batch` sequences with prompts of so many tokens and answers of at most `new_tokens`.
+
+    tensors: returns a layer's query [B, Hq, prompt, D] and key [B, H, prompt, D] by its number, on the meta device. pinned: rows on
+    the host are page-locked. The cache is of no use afterwards: it counts tokens that it does not have.
+    """
+    made: dict[Hashable, OffloadedLayer] = {}
+    twins: dict[int, OffloadedLayer] = {}  # the allocated layer that a layer is like
+    dense: list[DenseLayer] = []
+
+    def fill(layer: OffloadedLayer | DenseLayer, step: Step) -> None:
+        query, key = tensors(layer.number)
+        if isinstance(layer, DenseLayer):
+            dense.append(layer)
+            layer.append(step, query, key, key)
+            return
+        twins[layer.number] = twin = made.setdefault((layer.chooses, query.shape, key.shape), layer)
+        if twin is layer:
+            layer.allocate(step, query, key, 1.0)
+
+    kv.take_in(prompt, [0] * batch, fill)
+    sequences, settings, memory = kv.sequences, kv.settings, kv.streams.device
+    while sequences.capacity < prompt + new_tokens:
+        sequences.capacity = roomier(sequences.capacity, sequences.capacity + 1)
+        for one in dense:
+            one.before_step(())
+        for layer in made.values():
+            assert layer.plan is not None
+            layer.plan = layer.sparse.grow(settings, layer.plan)
+            layer.sparse.make_room(sequences.capacity)
+    memory.fixed = {one.number: one.fixed_bytes() for one in dense}
+    memory.fixed |= {number: twin.fixed_bytes() for number, twin in twins.items()}
+    a_key = {id(twin): _bytes_a_key(twin) for twin in made.values() if twin.on_host and twin.chooses}
+    blocks = rows = host_index = 0
+    for number, twin in twins.items():
+        block = settings.block_size * twin.host_bytes_per_token()
+        many = batch * settings.in_blocks(prompt + new_tokens) // settings.block_size if block else 0
+        near = min(many, max(0, memory.share(number)) // block) if many and twin.storage.placement is not None else 0
+        blocks += near * block
+        rows += (many - near) * (pinned_bytes(block) if pinned else block)
+        if twin.retriever is not None and twin.on_host and twin.chooses:
+            host_index += round(batch * prompt * twin.store.kv_heads * a_key[id(twin)])
+            host_index += sum(table.nbytes for table in twin.retriever.residency.tensors())
+    slab = sum(twin.slab.data.nbytes for twin in twins.values())
+    first = next(iter(twins.values()), None)
+    return Needs(
+        dense=sum(one.fixed_bytes() for one in dense),
+        slab=slab,
+        index=sum(memory.fixed[number] for number in twins) - slab,
+        blocks=blocks,
+        rows=rows,
+        host_index=host_index,
+        searching=sum(twin.chooses and twin.retriever is not None for twin in twins.values()),
+        retrieving=sum(twin.retriever is not None for twin in twins.values()),
+        plan=None if first is None else first.plan,
+        reason=kv.chooser.reason,
+        capacity=sequences.capacity,
+    )
+
+
+def _bytes_a_key(layer: OffloadedLayer) -> float:
+    """Return the bytes of host memory that an index on the host takes for a key of one KV head, from one of random keys; 0 for an
+    index that does not tell."""
+    method, retriever = layer.settings.method, layer.retriever
+    assert method.index is not None and retriever is not None
+    own = retriever.context
+    store, first = HostStore(1, 1, own.head_dim, own.dtype, format=layer.store.format), own.regions.sink
+    cpu = torch.device("cpu")
+    context = replace(
+        own, q_heads=own.group, kv_heads=1, device=cpu, store=store, slab=None, sequences=None, aux=None, deferred=None
+    )
+    index = method.index(context)
+    if not hasattr(index, "nbytes"):
+        return 0.0
+    rows = torch.randn(1, first + _SAMPLE, 2, own.head_dim, generator=torch.Generator().manual_seed(0)).to(own.dtype)
+    store.append(0, rows)
+    queries = rows[:, -1:, 0].expand(own.group, -1, -1)
+    prompt, behind = rows[:, first:].split([_SAMPLE - _DECODED, _DECODED], dim=1)
+    index.build(0, first, prompt[:, :, 0], prompt[:, :, 1], queries)
+    index.append([0], behind[None, :, :, 0], behind[None, :, :, 1], None)
+    return float(index.nbytes() / _SAMPLE)

@@ -1,0 +1,48 @@
+"""What a model's cache will hold, of the config alone: model and cache are made on torch's meta device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+from kvthaw.cache import dry_run as cache_dry_run
+from kvthaw.cache.dry_run import Needs
+from kvthaw.cache.index_api import Method
+from kvthaw.engine.hf.cache import Cache, head_dim, of_layer
+
+
+def dry_run(
+    model: PreTrainedModel, method: Method, batch: int, prompt: int, new_tokens: int, *, pinned: bool, **settings: Any
+) -> Needs:
+    """Return what a `Cache` of a model on the meta device takes for `batch` prompts of so many tokens and answers of at most
+    `new_tokens`. pinned: rows on the host are page-locked. settings: as for `Cache`."""
+    config = model.config.get_text_config(decoder=True)
+
+    def tensors(layer: int) -> tuple[Tensor, Tensor]:
+        own = of_layer(config, layer)
+        q_heads = own.num_attention_heads
+        heads = getattr(own, "num_key_value_heads", None) or q_heads
+        query, key = (torch.empty(batch, n, prompt, head_dim(own), dtype=model.dtype, device="meta") for n in (q_heads, heads))
+        return query, key
+
+    cache = Cache(model, method, **settings)
+    needs = cache_dry_run.dry_run(cache.kv, tensors, batch, prompt, new_tokens, pinned=pinned)
+    windows = [layer for layer in cache.layers if isinstance(layer, DynamicSlidingWindowLayer)]
+    for layer in windows:
+        key = tensors(cache.layers.index(layer))[1]
+        layer.update(key, key)
+    return replace(needs, windows=sum(layer.keys.nbytes + layer.values.nbytes for layer in windows))
+
+
+def weight_bytes(model: PreTrainedModel, tokens: int = 0) -> int:
+    """Return the bytes of a model's weights; tokens: of those that a step of so many tokens reads, which use few of the experts."""
+    config = model.config.get_text_config(decoder=True)
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = next((n for name in names if (n := getattr(config, name, None))), 0)
+    used = min(1.0, tokens * (getattr(config, "num_experts_per_tok", None) or 1) / experts) if experts and tokens else 1.0
+    return sum(round(weight.nbytes * (used if ".experts." in name else 1.0)) for name, weight in model.named_parameters())

@@ -1,0 +1,93 @@
+"""What a dry run says is what a cache then holds."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+from kvthaw import Cache
+from kvthaw.cache.dry_run import Needs
+from kvthaw.engine.hf.dry_run import dry_run
+from kvthaw.methods import METHODS, resolve
+from zoo import build, prompt
+
+def held(cache: Cache) -> dict[str, int]:
+    """The bytes that a cache holds, as Needs names them. On a CPU the tables of an index on the host are on the device too."""
+    layers, stats = cache.frozen_layers, cache.stats()
+    fixed = {layer.number: layer.fixed_bytes() for layer in cache.kv_layers}
+    slab = sum(layer.slab.data.nbytes for layer in layers)
+    windows = [layer for layer in cache.layers if isinstance(layer, DynamicSlidingWindowLayer)]
+    trees = [layer.retriever for layer in layers if layer.on_host and layer.chooses and layer.retriever is not None]
+    tables = sum(table.nbytes for tree in trees for table in tree.residency.tensors())
+    return {
+        "dense": sum(fixed[layer.number] for layer in cache.kv_layers if layer not in layers),
+        "windows": sum(layer.keys.nbytes + layer.values.nbytes for layer in windows),
+        "slab": slab,
+        "index": sum(fixed[layer.number] for layer in layers) - slab - tables,
+        "blocks": stats.device_block_bytes,
+        "rows": stats.kv_host_bytes,
+        "host_index": tables + sum(tree.index.nbytes() for tree in trees),
+    }
+
+
+def agree(model: PreTrainedModel, method: str, length: int = 300, new: int = 3, rows: int = 2, **settings: Any) -> Needs:
+    """Check a dry run against a cache that takes prompts and some tokens. Returns what it said."""
+    settings = {"budget": 64, "dense_layers": 1, "block_size": 32, **settings}
+    needs = dry_run(copy.deepcopy(model).to("meta"), resolve(method), rows, length, new, pinned=False, **settings)
+    cache, ids = Cache(model, method, **settings), prompt(rows, length + new)
+    with torch.no_grad():
+        model(ids[:, :length], past_key_values=cache)
+        for at in range(length, length + new):
+            model(ids[:, at : at + 1], past_key_values=cache)
+    cache.wait()
+    found = held(cache)
+    trees, told = found.pop("host_index"), {name: getattr(needs, name) for name in found}
+    assert needs.host_index == pytest.approx(trees, rel=0.1 if length > 2000 else 1)
+    ahead = sum(layer.store.allocator.nbytes() for layer in cache.frozen_layers)
+    table = 24 * 8 * rows * len(cache.kv_layers)  # addresses of blocks, without which a CPU does
+    for name, real in found.items():
+        slack = {"index": table, "rows": ahead}.get(name, 0)
+        assert told[name] == pytest.approx(real, rel=0, abs=slack), (name, told, found)
+    return needs
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_bytes_of_every_method(method: str) -> None:
+    agree(build("llama"), method)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma4", "gpt_oss", "qwen3_moe", "phi3", "llama4", "qwen3_next"])
+def test_bytes_of_every_kind_of_layer(name: str) -> None:
+    needs = agree(build(name), "clusterkv-plus")
+    assert bool(needs.windows) == (name in ("gemma3", "gemma4", "gpt_oss", "llama4"))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"device_memory": 200_000},
+        {"device_memory": "1GiB"},
+        {"kv_dtype": "fp8"},
+        {"budget": 0.25},
+        {"full_below": 10_000},
+        {"full_below": 100},
+        {"full_below": 10_000, "device_memory": 60_000},
+        {"rows": 1, "length": 40},
+    ],
+    ids=str,
+)
+def test_bytes_under_settings(settings: dict[str, Any]) -> None:
+    agree(build("llama"), "clusterkv-plus", **settings)
+
+
+def test_bytes_of_an_answer_that_outgrows_the_capacity() -> None:
+    agree(build("llama", num_hidden_layers=1), "full", new=260, rows=1, dense_layers=0)
+
+
+def test_bytes_of_trees_are_those_of_a_sample() -> None:
+    agree(build("llama", max_position_embeddings=4096), "icecache-digest", length=3000, new=12, rows=1, block_size=1024)
