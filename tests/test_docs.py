@@ -39,6 +39,7 @@ COMMANDS = {
     "task",
     "published",
     "perplexity",
+    "plan",
 }
 PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/**/*.md"))]
 
@@ -130,7 +131,7 @@ def test_every_command_that_is_shown_can_be_given(monkeypatch: pytest.MonkeyPatc
     for one in pkgutil.iter_modules(cli.__path__):
         module = vars(importlib.import_module(f"kvthaw.cli.{one.name}"))
         texts += [value for name, value in module.items() if name.endswith("EXAMPLES")]
-    commands = "eval|generate|compare|bench|reproduce|demo|methods|serve|inspect"
+    commands = "eval|generate|compare|bench|reproduce|demo|methods|serve|inspect|plan"
     shown = [
         line
         for text in texts

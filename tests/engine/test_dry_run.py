@@ -16,6 +16,7 @@ from kvthaw.engine.hf.dry_run import dry_run
 from kvthaw.methods import METHODS, resolve
 from zoo import build, prompt
 
+
 def held(cache: Cache) -> dict[str, int]:
     """The bytes that a cache holds, as Needs names them. On a CPU the tables of an index on the host are on the device too."""
     layers, stats = cache.frozen_layers, cache.stats()
@@ -23,12 +24,16 @@ def held(cache: Cache) -> dict[str, int]:
     slab = sum(layer.slab.data.nbytes for layer in layers)
     windows = [layer for layer in cache.layers if isinstance(layer, DynamicSlidingWindowLayer)]
     trees = [layer.retriever for layer in layers if layer.on_host and layer.chooses and layer.retriever is not None]
+    angles = {layer.rotary for layer in layers if layer.rotary is not None}  # shared by layers
     tables = sum(table.nbytes for tree in trees for table in tree.residency.tensors())
     return {
         "dense": sum(fixed[layer.number] for layer in cache.kv_layers if layer not in layers),
         "windows": sum(layer.keys.nbytes + layer.values.nbytes for layer in windows),
         "slab": slab,
-        "index": sum(fixed[layer.number] for layer in layers) - slab - tables,
+        "index": sum(fixed[layer.number] for layer in layers)
+        - slab
+        - tables
+        + sum(one.cos.nbytes + one.sin.nbytes for one in angles),
         "blocks": stats.device_block_bytes,
         "rows": stats.kv_host_bytes,
         "host_index": tables + sum(tree.index.nbytes() for tree in trees),

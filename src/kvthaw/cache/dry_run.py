@@ -26,9 +26,10 @@ class Needs:
     """What a cache takes, in bytes, until its sequences have all their tokens.
 
     On the device: dense (KV of the layers that attend to everything, at their capacity), slab (sink, window, buffer and fetched
-    rows), index, blocks (rows that lie there), windows (KV of sliding-window layers). On the host: rows, and host_index, an estimate.
+    rows), index, blocks (rows that lie there), windows (KV of sliding-window layers). On the host: rows; host_index, an estimate.
     searching, retrieving: how many layers select, and how many have rows selected. plan: the sizes in force, None if every layer
-    attends to everything. reason: why what is in force is. capacity: tokens that a sequence has room for on the device.
+    attends to everything. reason: why what is in force is. capacity: tokens that a sequence has room for on the device. fetched:
+    bytes that cross the bus in a step if none of the selected rows is on the device already.
     """
 
     dense: int
@@ -42,6 +43,7 @@ class Needs:
     plan: Plan | None
     reason: str
     capacity: int
+    fetched: int
     windows: int = 0
 
     @property
@@ -90,22 +92,24 @@ def dry_run(
     memory.fixed = {one.number: one.fixed_bytes() for one in dense}
     memory.fixed |= {number: twin.fixed_bytes() for number, twin in twins.items()}
     a_key = {id(twin): _bytes_a_key(twin) for twin in made.values() if twin.on_host and twin.chooses}
-    blocks = rows = host_index = 0
+    blocks = rows = host_index = fetched = 0
     for number, twin in twins.items():
         block = settings.block_size * twin.host_bytes_per_token()
         many = batch * settings.in_blocks(prompt + new_tokens) // settings.block_size if block else 0
         near = min(many, max(0, memory.share(number)) // block) if many and twin.storage.placement is not None else 0
         blocks += near * block
         rows += (many - near) * (pinned_bytes(block) if pinned else block)
+        if many and twin.plan is not None:
+            fetched += batch * twin.plan.rows * twin.host_bytes_per_token() * (many - near) // many
         if twin.retriever is not None and twin.on_host and twin.chooses:
             host_index += round(batch * prompt * twin.store.kv_heads * a_key[id(twin)])
             host_index += sum(table.nbytes for table in twin.retriever.residency.tensors())
     slab = sum(twin.slab.data.nbytes for twin in twins.values())
-    first = next(iter(twins.values()), None)
+    first, rotary = next(iter(twins.values()), None), {twin.rotary for twin in made.values() if twin.rotary is not None}
     return Needs(
         dense=sum(one.fixed_bytes() for one in dense),
         slab=slab,
-        index=sum(memory.fixed[number] for number in twins) - slab,
+        index=sum(memory.fixed[number] for number in twins) - slab + sum(one.cos.nbytes + one.sin.nbytes for one in rotary),
         blocks=blocks,
         rows=rows,
         host_index=host_index,
@@ -114,6 +118,7 @@ def dry_run(
         plan=None if first is None else first.plan,
         reason=kv.chooser.reason,
         capacity=sequences.capacity,
+        fetched=fetched,
     )
 
 

@@ -180,11 +180,14 @@ class SparseAttention:
         return found
 
     def fixed_bytes(self) -> int:
-        """Bytes on the device wherever blocks lie: the slab and, in the layer that selects, the index."""
+        """Bytes on the device wherever blocks lie: the slab and, in the layer that selects, the index, without rotary angles."""
         data = self.storage.slab.data
         own = [data]
         if self.selects and self.retriever is not None:
-            own = [*self.tensors(), *self.retriever.residency.tensors()]
+            rotary = self.retriever.context.rotary
+            shared = [] if rotary is None else [id(rotary.cos), id(rotary.sin)]
+            tensors = [*self.tensors(), *self.retriever.residency.tensors()]
+            own = [tensor for tensor in tensors if id(tensor) not in shared]
         return sum({id(tensor): tensor.nbytes for tensor in own if tensor.device == data.device}.values())
 
     @property

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from kvthaw.cli import bench, compare, demo, evaluate, generate, harness, inspect, methods, reproduce, serve
+from kvthaw.cli import bench, compare, demo, evaluate, generate, harness, inspect, methods, plan, reproduce, serve
 from kvthaw.cli.common import Commands
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ app.add_typer(evaluate.app, name="eval")
 app.command("lm-eval", epilog=harness.EXAMPLES, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
     harness.lm_eval
 )
+app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
 app.command("compare", epilog=compare.EXAMPLES)(compare.compare)
 app.command("serve", epilog=serve.EXAMPLES)(serve.serve)
 app.command("inspect", epilog=inspect.EXAMPLES)(inspect.inspect)

@@ -80,8 +80,8 @@ class Cache(DynamicCache):
     further keyword arguments are the method's options. "auto": full attention while all KV lies on the device and that is the
     faster way, by what was measured (`kvthaw.methods.auto`), then the best index: pariskv-plus on a GPU, icecache-digest on a CPU;
     device_memory is "auto" unless given. `Stats.method` and `Stats.reason` tell what is in force and why, and the log when that
-    changes. full_below: full attention up to so many tokens a sequence, instead of what was measured, or before any other method; or a
-    crossing that was measured elsewhere.
+    changes. full_below: full attention up to so many tokens a sequence, or as a Crossing says, instead of what was measured, or
+    before any other method.
     budget, retrieved, seed, sparse_queries, block_size, host_bytes, device_memory, kv_dtype: see `kvthaw.cache.plan.Settings`.
     dense_layers: the first layers, which keep all KV on the device (default: the method's for models of 16 layers and more, else
     0).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -39,16 +40,29 @@ def load(name: str = SHIPPED, *, dtype: Dtype = "auto", device: str | None = Non
     where = find_device(device)
     one_of(get_args(Dtype), dtype=dtype)
     kind = dtype if dtype != "auto" else "bfloat16" if where.type == "cuda" else "float32"
-    source = _source(name)
-    cached = offline(name)
     how: dict[str, Any] = {"distributed_config": DistributedConfig(tp_size=tp)} if tp > 1 else {}
-    try:
+    with _found(name) as (source, cached):
         tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=cached)
         model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, kind), local_files_only=cached, **how)
+    return (model.to(where) if tp == 1 else model).eval(), tokenizer
+
+
+def load_config(name: str) -> PreTrainedConfig:
+    """Return the configuration of a model, named as for `load`; no weights are read or fetched. Raises ConfigError."""
+    with _found(name) as (source, cached):
+        config: PreTrainedConfig = AutoConfig.from_pretrained(source, local_files_only=cached)
+    return config
+
+
+@contextmanager
+def _found(name: str) -> Iterator[tuple[str, bool]]:
+    """Yield where to load a model from, and whether from the hub's local cache alone. Errors of loading become ConfigError."""
+    source, cached = _source(name), offline(name)
+    try:
+        yield source, cached
     except (OSError, ValueError) as error:
         where_from = "the hub cannot be reached, and its local cache lacks a part" if cached else _first_line(error)
         raise ConfigError(f"model is {name!r}; it could not be loaded: {where_from}") from error
-    return (model.to(where) if tp == 1 else model).eval(), tokenizer
 
 
 def check_prompt(model: PreTrainedModel, tokens: int) -> None:

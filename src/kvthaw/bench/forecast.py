@@ -1,0 +1,142 @@
+"""What a model, a method and a length will take of a machine, before there is either: bytes by place, what fits, time a token."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from kvthaw.bench.gpus import Basis, Machine, step_seconds
+from kvthaw.cache.device_memory import spare
+from kvthaw.cache.dry_run import Needs
+from kvthaw.cache.index_api import Method
+from kvthaw.engine.hf import PreTrainedConfig
+from kvthaw.engine.hf.dry_run import dry_run, weight_bytes
+from kvthaw.engine.hf.model import build, check_prompt, positions
+from kvthaw.methods import resolve
+from kvthaw.methods.auto import AUTO, best_on
+from kvthaw.typecheck import check_type
+
+HITS = 0.7
+"""Share of the selected rows that are on the device already, as measured on text."""
+_UNIT = 1024
+"""Tokens by which the longest prompt is searched."""
+_MOST = 1 << 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """What one method takes.
+
+    method: as it was asked for. in_force: the one that attends to the prompt. fits: None where no memory is known. step_s: seconds
+    a decode step takes if HITS of the selected rows are on the device already, step_no_hits_s: if none is; basis: how well that is
+    known; all None where nothing was measured. longest: the longest prompt that fits, in units of 1,024 tokens; None where no
+    memory is known.
+    """
+
+    method: str
+    in_force: str
+    needs: Needs
+    fits: bool | None
+    step_s: float | None
+    step_no_hits_s: float | None
+    basis: Basis | None
+    longest: int | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a plain dict, for JSON."""
+        return asdict(self) | {"device_bytes": self.needs.device, "host_bytes": self.needs.host}
+
+
+class Forecaster:
+    """Answers for one model on one machine, for `batch` sequences with prompts of a length and answers of `new_tokens` at most.
+
+    weights: bytes of them, for a model that is quantised; None: all weights are of the dtype. settings: of a `Cache`.
+    """
+
+    def __init__(
+        self, config: PreTrainedConfig, dtype: torch.dtype, machine: Machine, *, batch: int = 1, new_tokens: int = 256,
+        weights: int | None = None, **settings: Any,
+    ) -> None:  # fmt: skip
+        self.model, self.machine, self.batch = build(config, torch.device("meta"), dtype), machine, batch
+        self.new_tokens, self.settings = new_tokens, settings
+        check_type(int | None, weights=weights)
+        whole = weight_bytes(self.model)
+        self.weights = whole if weights is None else weights
+        self._read = round(self.weights / whole * weight_bytes(self.model, batch))
+
+    @property
+    def room(self) -> int | None:
+        """Bytes that a cache may fill on the GPU beside weights and activations, as device_memory="auto" reckons; None where its
+        memory is not known."""
+        memory = self.machine.gpu_memory
+        return None if memory is None else spare(memory - self.weights, memory)
+
+    def forecast(self, method: str, length: int) -> Forecast:
+        """Return what a method takes. Raises ConfigError for a length that the model has no positions for."""
+        check_prompt(self.model, length + self.new_tokens)
+        needs, made = self._needs(method, length)
+        in_force = "full" if needs.plan is None else made.name
+        warm, cold = (self._step(in_force if method == AUTO else method, needs, length, hits) for hits in (HITS, 0.0))
+        fits = self._fits(needs)
+        return Forecast(
+            method=method,
+            in_force=in_force,
+            needs=needs,
+            fits=fits,
+            step_s=warm and warm[0],
+            step_no_hits_s=cold and cold[0],
+            basis=warm and warm[1],
+            longest=None if fits is None else self._longest(method),
+        )
+
+    def _needs(self, name: str, length: int) -> tuple[Needs, Method]:
+        machine, settings = self.machine, dict(self.settings)
+        if name == AUTO:
+            best = best_on("cpu" if machine.cpu else machine.gpu.name if machine.gpu else "")
+            method = resolve(best.method)
+            settings["full_below"] = best.crossing
+            settings["device_memory"] = settings.get("device_memory") or "auto"
+        else:
+            method = resolve(name)
+        if method.index is None:
+            settings |= {"retrieved": None} | ({"budget": None} if method.dense else {})
+        if settings.get("device_memory") == "auto":
+            settings["device_memory"] = None if machine.cpu else self.room
+        needs = dry_run(self.model, method, self.batch, length, self.new_tokens, pinned=not machine.cpu, **settings)
+        return needs, method
+
+    def _fits(self, needs: Needs) -> bool | None:
+        machine, room = self.machine, self.room
+        host = needs.host + (needs.device + self.weights if machine.cpu else 0)
+        limits = [(needs.device, room), (host, machine.host_memory)]
+        known = [need <= limit for need, limit in limits if limit is not None]
+        return all(known) if known else None
+
+    def _longest(self, method: str) -> int:
+        """Return the longest prompt that fits, by halving."""
+        low, high = 0, min(positions(self.model) or _MOST, _MOST) // _UNIT
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._fits(self._needs(method, middle * _UNIT - self.new_tokens)[0]):
+                low = middle
+            else:
+                high = middle - 1
+        return low * _UNIT
+
+    def _step(self, method: str, needs: Needs, length: int, hits: float) -> tuple[float, Basis] | None:
+        gpu, config = self.machine.gpu, self.model.config.get_text_config(decoder=True)
+        if gpu is None:
+            return None
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        share = (length + self.new_tokens) / needs.capacity  # of dense layers' KV that there is
+        return step_seconds(
+            gpu,
+            method,
+            layers=config.num_hidden_layers,
+            searching=needs.searching,
+            keys=self.batch * length * heads,
+            read=self._read + round(needs.dense * share) + needs.windows,
+            fetched=round((1 - hits) * needs.fetched),
+        )

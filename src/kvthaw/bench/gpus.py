@@ -1,0 +1,118 @@
+"""How long a decode step takes, from what it reads: constants by GPU and by method, fitted to benchmarks/results/decode.jsonl."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kvthaw.errors import unknown
+
+Basis = Literal["expected", "reckoned"]
+"""How well a time is known. expected: GPU and method were measured, on an 8B model; reckoned: by the bandwidth that a GPU's maker
+gives, or by a method's like."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU.
+
+    name: as torch begins it. memory: bytes. bandwidth, bus: bytes a second that steps read from its memory, and from the host's.
+    layer_us: microseconds of a captured step for each layer, beside reading. measured: all of this is, else it follows from
+    the maker's numbers.
+    """
+
+    name: str
+    memory: int
+    bandwidth: float
+    bus: float
+    layer_us: float
+    measured: bool = False
+
+
+def _by_maker(name: str, mib: int, bandwidth: float, *, pcie: int) -> Gpu:
+    """Return a GPU of which nothing was measured: steps read at 85 % of the bandwidth, as on an H100."""
+    return Gpu(name, mib << 20, 0.85 * bandwidth, {4: 23e9, 5: 47e9}[pcie], 90)
+
+
+GPUS = {
+    "H200": Gpu("NVIDIA H200", 143_771 << 20, 4.47e12, 47e9, 104, measured=True),
+    "H100": Gpu("NVIDIA H100", 81_559 << 20, 2.78e12, 47e9, 75, measured=True),
+    "A100": _by_maker("NVIDIA A100", 81_920, 2.04e12, pcie=4),
+    "L40S": _by_maker("NVIDIA L40S", 46_068, 0.86e12, pcie=4),
+    "L4": _by_maker("NVIDIA L4", 23_034, 0.30e12, pcie=4),
+    "RTX-5090": _by_maker("NVIDIA GeForce RTX 5090", 32_607, 1.79e12, pcie=5),
+    "RTX-4090": _by_maker("NVIDIA GeForce RTX 4090", 24_564, 1.01e12, pcie=4),
+    "RTX-3090": _by_maker("NVIDIA GeForce RTX 3090", 24_576, 0.94e12, pcie=4),
+}
+"""By short name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What a model is to run on; None: not known, or without a limit.
+
+    gpu: None for a CPU, or for a GPU of which no more is known than its memory. gpu_memory, host_memory: bytes. cpu: there is no
+    GPU.
+    """
+
+    gpu: Gpu | None = None
+    gpu_memory: int | None = None
+    host_memory: int | None = None
+    cpu: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What a layer that selects takes, beside its weights and the rows that cross the bus, on an H200 and its host of 16 cores.
+
+    fixed_us: microseconds. per_million_us: more, for each million keys of its index. lengths: how many were measured.
+    """
+
+    fixed_us: float
+    per_million_us: float
+    lengths: int
+
+
+SEARCHES = {
+    "full": Search(0, 0, 6),
+    "streaming": Search(2, 0, 1),
+    "pariskv-plus": Search(38, 20, 5),
+    "pariskv": Search(50, 20, 1),
+    "clusterkv-plus": Search(48, 16, 3),
+    "clusterkv": Search(43, 16, 1),
+    "prkv": Search(50, 70, 3),
+    "prkv-plus": Search(45, 70, 1),
+    "icecache-digest-device": Search(97, 132, 2),
+    "icecache-digest": Search(450, 1300, 2),
+}
+"""By method. Of one length the growth is that of the method's like."""
+
+
+def find_gpu(name: str) -> Gpu:
+    """Return a GPU by its short name, in any case. Raises ConfigError."""
+    for short, gpu in GPUS.items():
+        if name.lower() == short.lower():
+            return gpu
+    raise unknown("gpu", name, GPUS)
+
+
+def known_gpu(name: str) -> Gpu | None:
+    """Return a GPU by the name that torch gives it, None for one that is not in the table."""
+    return next((gpu for gpu in GPUS.values() if name.startswith(gpu.name)), None)
+
+
+def step_seconds(
+    gpu: Gpu, method: str, *, layers: int, searching: int, keys: int, read: int, fetched: int
+) -> tuple[float, Basis] | None:
+    """Return what a captured decode step takes, and how well that is known; None for a method of which nothing was measured.
+
+    method: with its options. layers: of the model; searching: those that select, each among so many keys of all heads and
+    sequences. read: bytes of weights and of dense layers' KV; fetched: bytes of rows from the host.
+    """
+    base, _, given = method.partition(":")
+    search = SEARCHES.get(base)
+    if search is None:
+        return None
+    micros = layers * gpu.layer_us + searching * (search.fixed_us + search.per_million_us * keys / 1e6)
+    known = gpu.measured and search.lengths > 1 and not given
+    return micros / 1e6 + read / gpu.bandwidth + fetched / gpu.bus, "expected" if known else "reckoned"

@@ -1,0 +1,204 @@
+"""kvthaw plan: what a model and a length will take of a machine, and what fits, from the model's config alone."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvthaw.bench.gpus import GPUS, Machine, find_gpu, known_gpu
+from kvthaw.bench.shapes import SHAPES
+from kvthaw.cli import options
+from kvthaw.cli.common import print_wide, stdout
+from kvthaw.cli.options import dense_of, names_of, one_budget, single, tokens_of
+from kvthaw.cli.progress import waiting
+from kvthaw.errors import ConfigError, one_of, unknown
+from kvthaw.formatting import human, read_bytes
+
+if TYPE_CHECKING:
+    import torch
+    from rich.table import Table
+
+    from kvthaw.bench.forecast import Forecast, Forecaster
+    from kvthaw.engine.hf import PreTrainedConfig
+
+EXAMPLES = (
+    "Examples:\n\n  kvthaw plan --shape llama-3.1-8b --length 128k --gpu RTX-4090 --host-memory 64GB\n\n"
+    "  kvthaw plan --model Qwen/Qwen3-8B --length 32k --batch 24 --gpu H100\n\n"
+    "  kvthaw plan --model ./my-model --length 100000 --gpu-memory 24GB --method clusterkv-plus --budget 1024 --json"
+)
+_METHODS = ["auto", "full", "pariskv-plus", "clusterkv-plus", "icecache-digest-device", "icecache-digest"]
+_LENGTH = ["128k"]
+
+
+def plan(
+    model: Annotated[
+        str | None,
+        typer.Option("--model", metavar="NAME", help="A local folder or an id on the hub; config.json alone is read.",
+                     callback=options.named_model),
+    ] = None,
+    shape: Annotated[str | None, typer.Option(help=f"Instead of a model: one of {', '.join(SHAPES)}.")] = None,
+    length: Annotated[list[str], typer.Option("--length", metavar="TOKENS", help="Tokens of each prompt, such as 128k.")] = _LENGTH,
+    new_tokens: Annotated[int, typer.Option(min=1, max=options.MOST, help="Tokens of each answer, at most.")] = 256,
+    batch: Annotated[int, typer.Option(min=1, max=4096, help="Sequences that are decoded together.")] = 1,
+    gpu: Annotated[
+        str | None,
+        typer.Option("--gpu", metavar="NAME", help=f"{', '.join(GPUS)}; [bold]none[/]: a CPU. Default: this machine's."),
+    ] = None,
+    gpu_memory: Annotated[str | None, typer.Option(help='Its memory, such as "24GB". Default: that of --gpu.')] = None,
+    host_memory: Annotated[
+        str | None, typer.Option(help='Free memory of the host, such as "64GB". Default: without a limit.')
+    ] = None,
+    method: options.Methods = _METHODS,
+    budget: options.Budget = None,
+    retrieved: options.Retrieved = None,
+    dense_layers: options.DenseLayers = "auto",
+    device_memory: options.DeviceMemory = None,
+    kv_dtype: options.KvDtype = None,
+    dtype: options.Dtype = "auto",
+    weights: Annotated[str | None, typer.Option(help='Bytes of the weights, such as "5GB", where they are quantised.')] = None,
+    as_json: options.Json = False,
+) -> None:  # fmt: skip
+    """Tell what a model, a method and a length will take of a machine, before any weight is loaded.
+
+    Bytes are those that the cache itself allocates, made on torch's meta device, which holds nothing. Milliseconds a token are of
+    captured steps: expected where GPU and method were measured, reckoned from bytes where not; in brackets if none of the
+    selected rows is on the device already.
+    """
+    tokens, names, limit = single(length, tokens_of, "--length"), names_of(method), one_budget(budget)
+    if (model is None) == (shape is None):
+        raise typer.BadParameter("give one of --model and --shape", param_hint="--model")
+    settings: dict[str, Any] = {
+        "budget": limit, "retrieved": retrieved, "dense_layers": dense_of(dense_layers), "device_memory": device_memory,
+        "kv_dtype": kv_dtype,
+    }  # fmt: skip
+    if shape is not None and shape not in SHAPES:
+        raise unknown("shape", shape, SHAPES)
+    whole = None if weights is None else read_bytes(weights, "--weights")
+    machine = _machine(gpu, gpu_memory, host_memory)
+    with waiting("planning"):
+        from kvthaw.bench.forecast import Forecaster
+
+        config = _config(model, shape)
+        kind = _dtype(dtype, cpu=machine.cpu)
+        forecaster = Forecaster(config, kind, machine, batch=batch, new_tokens=new_tokens, weights=whole, **settings)
+        found = [forecaster.forecast(name, tokens) for name in names]
+    about = {
+        "model": model or shape, "dtype": str(kind).removeprefix("torch."), "length": tokens, "new_tokens": new_tokens,
+        "batch": batch, "gpu": machine.gpu.name if machine.gpu else None, "gpu_memory": machine.gpu_memory,
+        "host_memory": machine.host_memory, "weights": forecaster.weights, "gpu_room": forecaster.room,
+    }  # fmt: skip
+    if as_json:
+        print(json.dumps(about | {"forecasts": [one.to_dict() for one in found]}))
+        return
+    print_wide(_places(about, found[0], forecaster))
+    if len(found) > 1:
+        print_wide(_methods(found))
+    for line in _words(about, found[0], machine, forecaster):
+        stdout().print(line, highlight=False, soft_wrap=True)
+
+
+def _machine(gpu: str | None, gpu_memory: str | None, host_memory: str | None) -> Machine:
+    """Return what the options describe; this machine's GPU if they name none."""
+    memory = None if gpu_memory is None else read_bytes(gpu_memory, "--gpu-memory")
+    host = None if host_memory is None else read_bytes(host_memory, "--host-memory")
+    if gpu == "none":
+        if memory is not None:
+            raise ConfigError(f"--gpu is none and --gpu-memory is {gpu_memory!r}; give one of them")
+        return Machine(host_memory=host, cpu=True)
+    if gpu is None and memory is None:
+        import torch
+
+        if torch.cuda.is_available():
+            name, memory = torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1]
+            return Machine(gpu=known_gpu(name), gpu_memory=memory, host_memory=host)
+    known = None if gpu is None else find_gpu(gpu)
+    return Machine(gpu=known, gpu_memory=known.memory if known and memory is None else memory, host_memory=host)
+
+
+def _config(model: str | None, shape: str | None) -> PreTrainedConfig:
+    from kvthaw.bench.shapes import config
+    from kvthaw.engine.hf.model import load_config, silence
+
+    silence()
+    return config(shape) if model is None and shape is not None else load_config(str(model))
+
+
+def _dtype(name: str, *, cpu: bool) -> torch.dtype:
+    import torch
+
+    one_of(("auto", "float32", "bfloat16", "float16"), dtype=name)
+    kind: torch.dtype = getattr(torch, name if name != "auto" else "float32" if cpu else "bfloat16")
+    return kind
+
+
+def _places(about: dict[str, Any], one: Forecast, forecaster: Forecaster) -> Table:
+    """Return the bytes of the first method by place."""
+    from rich.table import Table
+
+    needs, many = one.needs, "" if about["batch"] == 1 else f" x {about['batch']}"
+    where = about["gpu"] or ("a CPU" if forecaster.machine.cpu else "a GPU")
+    table = Table(title=f"{about['model']}, {about['dtype']}, {about['length']:,} tokens{many}, {one.method}, on {where}")
+    table.add_column("what")
+    table.add_column("device", justify="right")
+    table.add_column("host", justify="right")
+    rows = [
+        ("weights", forecaster.weights, 0),
+        ("KV of layers that attend to everything", needs.dense, 0),
+        ("KV of sliding-window layers", needs.windows, 0),
+        ("sink, window, buffer and pool", needs.slab, 0),
+        ("index", needs.index, needs.host_index),
+        ("rows in blocks", needs.blocks, needs.rows),
+    ]
+    for what, device, host in rows:
+        if device or host:
+            table.add_row(what, human(device) if device else "", human(host) if host else "")
+    table.add_section()
+    table.add_row("sum", human(forecaster.weights + needs.device), human(needs.host))
+    if about["gpu_memory"] is not None and forecaster.room is not None:
+        kept = about["gpu_memory"] - forecaster.weights - forecaster.room
+        table.add_row("kept for activations", human(kept), "")
+    if about["gpu_memory"] or about["host_memory"]:
+        table.add_row("there is", *(human(about[name]) if about[name] else "" for name in ("gpu_memory", "host_memory")))
+    return table
+
+
+def _methods(found: list[Forecast]) -> Table:
+    """Return the methods side by side."""
+    from rich.table import Table
+
+    table = Table(title="Methods: KV and index, beside the weights")
+    for name in ("method", "device", "host", "fits", "ms a token", "longest prompt"):
+        table.add_column(name, justify="left" if name == "method" else "right")
+    for one in found:
+        name = one.method if one.in_force == one.method.partition(":")[0] else f"{one.method} ({one.in_force})"
+        fits = "-" if one.fits is None else "yes" if one.fits else "no"
+        longest = "-" if one.longest is None else f"{one.longest:,}"
+        table.add_row(name, human(one.needs.device), human(one.needs.host), fits, _time(one), longest)
+    return table
+
+
+def _time(one: Forecast) -> str:
+    if one.step_s is None or one.step_no_hits_s is None:
+        return "-"
+    low, high = (f"{1000 * seconds:.1f}" for seconds in (one.step_s, one.step_no_hits_s))
+    return f"{one.basis} {low}" + (f" ({high})" if high != low else "")
+
+
+def _words(about: dict[str, Any], one: Forecast, machine: Machine, forecaster: Forecaster) -> list[str]:
+    """Return what the first forecast says, in sentences."""
+    needs = one.needs
+    attends = (
+        "full attention" if needs.plan is None else f"{one.in_force}, at most {needs.plan.budget:,} tokens attended a step"
+    )
+    said = [f"{one.method} takes {attends}" + (f": {needs.reason}." if needs.reason else ".")]
+    if one.fits is not None:
+        short = "fits" if one.fits else "does not fit"
+        said.append(f"It {short}; the longest prompt that does has {one.longest:,} tokens.")
+    if one.step_s is not None:
+        said.append(f"A token takes {_time(one)} ms.")
+    quantised = getattr(forecaster.model.config, "quantization_config", None)
+    if quantised is not None:
+        said.append(f"The model is quantised; its weights are counted in {about['dtype']} unless --weights says otherwise.")
+    return said

@@ -1,0 +1,126 @@
+"""kvthaw plan's numbers, against what was measured on GPUs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvthaw import ConfigError
+from kvthaw.bench.forecast import Forecast, Forecaster
+from kvthaw.bench.gpus import GPUS, Machine, find_gpu, known_gpu
+from kvthaw.bench.shapes import config
+from zoo import build
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "decode.jsonl"
+GIB = 1 << 30
+
+
+def measured() -> list[dict[str, Any]]:
+    """Captured steps of today's tables, in which layers share no rows: of each method, GPU, alone or in a batch the longest."""
+    lines = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    found = {}
+    for line in sorted(lines, key=lambda line: int(line["setting"]["length"])):
+        one = line["setting"]
+        todays = line["about"]["commit"] in ("6d49fb0", "aa0aadc", "0415dbb", "82c856d")
+        if todays and one["steps"] == "captured" and not one["shared"] and not one["method"].startswith("shadowkv"):
+            found[one["device"], one["method"], one["batch"] > 1] = line
+    return list(found.values())
+
+
+def on(gpu: str | None, *, memory: float | None = None, shape: str = "llama-3.1-8b", **asked: Any) -> Forecaster:
+    known = None if gpu is None else GPUS[gpu]
+    machine = Machine(gpu=known, gpu_memory=None if memory is None else int(memory * GIB), host_memory=asked.pop("host", None))
+    return Forecaster(config(shape), torch.bfloat16, machine, **asked)
+
+
+def test_forecasts_are_near_what_was_measured() -> None:
+    lines, made = measured(), dict[str, Forecaster]()
+    assert len(lines) > 20
+    for line in lines:
+        setting = line["setting"]
+        sizes = {part: setting[part] for part in ("batch", "new_tokens", "budget", "retrieved", "dense_layers")}
+        gpu, key = known_gpu(setting["device"]), f"{setting['device']} {sizes}"
+        assert gpu is not None
+        if key not in made:
+            made[key] = Forecaster(config(setting["shape"]), torch.bfloat16, Machine(gpu=gpu), **sizes)
+        forecaster = made[key]
+        told = forecaster.forecast(setting["method"], setting["length"])
+        held = sum(line[part] for part in ("kv_device_bytes", "index_device_bytes", "kv_dense_bytes"))
+        assert told.needs.device == pytest.approx(held, rel=0.065), setting  # dense layers have room for a sixteenth more
+        assert told.needs.index == pytest.approx(line["index_device_bytes"], rel=0.02, abs=1e5), setting
+        assert forecaster.weights == line["weight_bytes"]
+        assert forecaster.weights + told.needs.device == pytest.approx(line["peak_device_bytes"], rel=0.05), setting
+        if setting["batch"] == 1:  # the sequences of a batch shared one sequence's rows there
+            block = 30 * 4096 * 1024
+            assert told.needs.rows == pytest.approx(line["kv_host_bytes"], rel=0.05, abs=1.1 * block), setting
+        if line["index_host_bytes"]:
+            assert told.needs.host_index == pytest.approx(line["index_host_bytes"], rel=0.05), setting
+        if told.step_s is not None and told.step_no_hits_s is not None:
+            assert 0.8 * told.step_s < line["tpot_s"] < 1.25 * told.step_no_hits_s, setting
+
+
+def test_auto_is_what_a_cache_would_choose() -> None:
+    short, long = (on("H100", memory=80).forecast("auto", length) for length in (8192, 65536))
+    assert (short.in_force, long.in_force) == ("full", "pariskv-plus")
+    assert "35,700" in long.needs.reason
+    small = on("H100", memory=21).forecast("auto", 30_000)
+    assert small.in_force == "pariskv-plus", "full attention is the faster way, but does not fit"
+    cpu = Forecaster(config("tiny"), torch.float32, Machine(cpu=True)).forecast("auto", 10_000)
+    assert (cpu.in_force, cpu.fits, cpu.step_s) == ("icecache-digest", None, None)
+
+
+@pytest.mark.parametrize("method", ["auto", "full", "clusterkv-plus"])
+def test_the_longest_prompt_is_the_longest_that_fits(method: str) -> None:
+    def forecast(length: int) -> Forecast:
+        return on(None, memory=8, host=8 * GIB, shape="llama-3.2-1b").forecast(method, length)
+
+    longest = forecast(4096).longest
+    assert longest is not None
+    assert longest > 4096
+    assert forecast(longest - 256).fits
+    assert not forecast(longest + 1024).fits
+
+
+def test_rows_go_to_the_device_while_there_is_room() -> None:
+    forecaster = on("H100", memory=40, device_memory="auto")
+    some = forecaster.forecast("clusterkv-plus", 262_144).needs
+    assert some.blocks
+    assert some.rows
+    assert forecaster.room is not None
+    assert forecaster.room - 200 * (1 << 20) < some.device <= forecaster.room
+    assert on("H100", memory=40).forecast("clusterkv-plus", 262_144).needs.blocks == 0
+
+
+def test_rows_of_eight_bits_are_page_locked_in_powers_of_two() -> None:
+    """As torch page-locks memory: what is not a power of two takes the next."""
+    plain, small = (on("H100", kv_dtype=dtype).forecast("clusterkv-plus", 65536).needs for dtype in (None, "fp8"))
+    assert small.rows == plain.rows
+
+
+def test_a_step_reads_the_experts_that_it_uses() -> None:
+    moe = build("qwen3_moe").config
+    alone, many = (Forecaster(moe, torch.float32, Machine(gpu=GPUS["H100"]), batch=batch) for batch in (1, 8))
+    told = [one.forecast("full", 200).step_s for one in (alone, many)]
+    assert told[0] is not None
+    assert told[1] is not None
+    assert told[0] < told[1]
+    assert Forecaster(moe, torch.float32, Machine(), weights=1000).weights == 1000
+
+
+def test_times_are_reckoned_where_nothing_was_measured() -> None:
+    assert on("H100").forecast("pariskv-plus", 65536).basis == "expected"
+    assert on("RTX-4090").forecast("pariskv-plus", 65536).basis == "reckoned"
+    assert on("H100").forecast("quest", 65536).basis is None
+    assert find_gpu("rtx-4090") is GPUS["RTX-4090"]
+    assert known_gpu("NVIDIA GTX 980") is None
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigError, match="positions end at"):
+        on("H100").forecast("full", 1 << 22)
+    with pytest.raises(ConfigError, match="did you mean 'H100'"):
+        find_gpu("H10")

@@ -1,0 +1,56 @@
+"""kvthaw plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from said import Said, refused
+
+from zoo import build
+
+SHAPE = ("plan", "--shape", "llama-3.2-1b", "--method", "auto,full")
+GPU = ("--gpu", "L4", "--host-memory", "64GB")
+
+
+def test_json_has_the_bytes_of_every_method() -> None:
+    (told,) = Said(*SHAPE, "--length", "64k", *GPU, "--json").records
+    assert told["length"] == 65536
+    assert told["weights"] == 2_471_628_800
+    auto, full = told["forecasts"]
+    assert (full["method"], full["in_force"], full["host_bytes"]) == ("full", "full", 0)
+    assert full["needs"]["dense"] >= 65536 * 16 * 2 * 8 * 64 * 2
+    assert auto["fits"]
+    assert auto["basis"] == "reckoned"
+    assert auto["longest"] >= full["longest"] > 65536
+
+
+def test_tables_name_the_place_of_the_bytes() -> None:
+    said = Said(*SHAPE, "--length", "262144", *GPU).out
+    assert all(word in said for word in ("weights", "index", "rows", "NVIDIA L4", "longest prompt", "full", "reckoned"))
+
+
+def test_a_folder_needs_no_weights(tmp_path: Path) -> None:
+    build("gemma3").config.save_pretrained(tmp_path)
+    (told,) = Said("plan", "--model", str(tmp_path), "--length", "300", "--new-tokens", "20", "--gpu", "none", "--json").records
+    assert [one["method"] for one in told["forecasts"]][:2] == ["auto", "full"]
+    assert told["forecasts"][0]["needs"]["windows"]
+    assert told["forecasts"][0]["fits"] is None
+
+
+@pytest.mark.parametrize(
+    ("given", "code", "words"),
+    [
+        (("--shape", "llama"), 1, ("shape", "'llama'", "llama-3.1-8b")),
+        (("--shape", "tiny", "--method", "parisk"), 1, ("method", "'pariskv'")),
+        (("--shape", "tiny", "--gpu", "H10"), 1, ("gpu", "'H100'")),
+        (("--shape", "tiny", "--gpu-memory", "24XB"), 1, ("--gpu-memory", "24XB", "8GiB")),
+        (("--shape", "tiny", "--gpu", "none", "--gpu-memory", "24GB"), 1, ("--gpu-memory",)),
+        (("--shape", "tiny", "--length", "1m"), 2, ("--length", "1m")),
+        (("--shape", "tiny", "--model", "shipped"), 2, ("--model", "--shape")),
+        (("--model", "./nothing-here"), 1, ("./nothing-here",)),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_told_in_a_line(given: tuple[str, ...], code: int, words: tuple[str, ...]) -> None:
+    refused(Said("plan", *given), code, *words)
