@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -72,6 +73,13 @@ def serve(
         Path | None, typer.Option(help="Jinja; without it the tokenizer's own.", exists=True, dir_okay=False)
     ] = None,
     served_model_name: Annotated[str | None, typer.Option(help="What clients call the model. Default MODEL.")] = None,
+    on_ray: Annotated[
+        bool, typer.Option("--ray", help="Serve with Ray on the cluster that this process finds, or on a local one.")
+    ] = False,
+    replicas: Annotated[
+        str | None,
+        typer.Option(help="With --ray: [bold]2[/], or the least and the most, [bold]1:4[/]: more while requests wait."),
+    ] = None,
     tp: Annotated[
         int, typer.Option(min=1, help="Split the model by heads over so many GPUs, one a process; host memory is each one's.")
     ] = 1,
@@ -94,10 +102,16 @@ def serve(
         raise ConfigError(
             f"--tp is {tp}: each process takes the device of its number, and a split model's documents are not saved"
         )
+    count = _least_and_most(replicas or "1")
+    if on_ray and tp > 1:
+        raise ConfigError(f"--tp is {tp}; with --ray a replica has one GPU")
+    if replicas is not None and not on_ray:
+        raise ConfigError(f"--replicas is {replicas}; it needs --ray")
     from kvthaw.methods.auto import check_name
 
     check_name(method)  # a wrong name costs no loading
     try:
+        from kvthaw.serve import ray
         from kvthaw.serve.build import build, follow
         from kvthaw.serve.server import listen, run
     except ModuleNotFoundError as error:
@@ -106,14 +120,17 @@ def serve(
         raise ConfigError(f"the server's packages are not installed ({error}): pip install kvthaw[serve]") from None
     from kvthaw.engine.processes import spawned
 
+    name, local = served_model_name or model, Path(model).expanduser()
+    if local.is_dir():
+        model = str(local.absolute())  # processes of a cluster have other working directories
     how: dict[str, Any] = {
         "max_seqs": max_seqs,
         "max_len": max_len,
         "max_waiting": max_waiting,
         "prefix_memory": prefix_memory,
-        "kv_dir": kv_dir,
+        "kv_dir": None if kv_dir is None else kv_dir.absolute(),
         "contexts": {path.stem: prompt_text(None, path) for path in context or ()},
-        "name": served_model_name,
+        "name": name,
         "chat_template": template,
         "tp": tp,
         "device": device,
@@ -125,9 +142,34 @@ def serve(
         "device_memory": device_memory,
         "kv_dtype": kv_dtype,
     }
+
+    def serving(where: str) -> None:
+        stderr().print(f"serving {name} {where}", style="dim", highlight=False, soft_wrap=True)
+
+    if on_ray:
+        ray.run(
+            partial(build, model, method, **how),
+            host=host,
+            port=port,
+            grace=grace,
+            device=device,
+            replicas=count,
+            api_keys=keys,
+            max_seqs=max_seqs,
+            max_waiting=max_waiting,
+            ready=partial(serving, "with Ray"),  # which says where: other applications may have started its proxies
+        )
+        return
     with listen(host, port) as socket, spawned(tp, follow, model, method, how):  # a taken address costs no loading either
         service = build(model, method, progress=waiting, **how)
-        where = f"http://{host}:{socket.getsockname()[1]}"
-        stderr().print(f"serving {service.name} at {where}", style="dim", highlight=False, soft_wrap=True)
+        serving(f"at http://{host}:{socket.getsockname()[1]}")
         run(service, socket, grace=grace, api_keys=keys)
         service.batch.cache.replay = None  # captured steps hold the group's collectives
+
+
+def _least_and_most(replicas: str) -> tuple[int, int]:
+    """Read a number, or two with a colon between."""
+    least, _, most = replicas.partition(":")
+    if not (least + (most or "1")).isdecimal() or not 1 <= int(least) <= int(most or least):
+        raise ConfigError(f'--replicas is {replicas!r}; it must be a number such as "2", or the least and the most, "1:4"')
+    return int(least), int(most or least)

@@ -1,0 +1,345 @@
+"""The server as a Ray Serve application: replicas behind an ingress that sends sessions and documents to the replica that has them.
+
+An ingress reads each request, hashes what its KV is likely shared by, and forwards it through Ray's consistent-hash router to a
+replica, which is a whole server without a socket. Replicas share nothing but the folder in which documents are kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Mount
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvthaw.errors import ConfigError, KvthawError
+from kvthaw.serve.errors import ApiError
+
+if TYPE_CHECKING:
+    from kvthaw.serve.service import Service
+
+NAME = "kvthaw"
+"""Of the application on the cluster."""
+FIRST_BLOCK = 2048
+"""Characters of a prompt by which it is routed where the client names no session; a quarter as many tokens."""
+_ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+_SENT = (
+    "type",
+    "asgi",
+    "http_version",
+    "method",
+    "scheme",
+    "path",
+    "raw_path",
+    "query_string",
+    "root_path",
+    "headers",
+    "client",
+)
+_STREAM = b"text/event-stream"
+_log = logging.getLogger(__name__)
+
+
+def routing_key(path: str, headers: Mapping[str, str], body: bytes) -> str:
+    """Return a digest of what requests have in common that one replica is to answer, "" where any may.
+
+    That is the session, the header x-session-id; else the name of a context; else the prompt's first block, no more of a
+    conversation than its first user's turn, so that the turns to come have the same key.
+    """
+    try:
+        shared = _shared(path, headers.get("x-session-id"), json.loads(body or "{}"))
+    except (ValueError, RecursionError):  # a replica says what is wrong
+        shared = None
+    return "" if shared is None else hashlib.blake2b(shared.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def _shared(path: str, session: str | None, body: Any) -> str | None:
+    if session:
+        return f"session {session}"
+    fields = body if isinstance(body, dict) else {}
+    if path.startswith("/v1/contexts"):
+        return f"context {path.removeprefix('/v1/contexts').strip('/') or fields.get('name')}"
+    if name := fields.get("context") or fields.get("kv_name"):
+        return f"context {name}"
+    prompt = next((fields[field] for field in ("prompt", "messages", "input") if fields.get(field)), None)
+    return None if prompt is None else f"prompt {fields.get('cache_salt')} {_beginning(prompt)}"
+
+
+def _beginning(prompt: Any) -> str:
+    if isinstance(prompt, list) and isinstance(prompt[0], list | str):
+        prompt = prompt[0]  # of several
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
+        turns = [each.get("role") if isinstance(each, dict) else None for each in prompt]
+        prompt = json.dumps(prompt[: turns.index("user") + 1 if "user" in turns else 1])
+    elif isinstance(prompt, list):
+        prompt = str(prompt[: FIRST_BLOCK // 4])
+    return str(prompt)[:FIRST_BLOCK]
+
+
+class Replica:
+    """A server that answers what an ingress forwards."""
+
+    async def __init__(self, build: Callable[[], Service], api_keys: Sequence[str]) -> None:  # type: ignore[misc]  # Ray waits
+        from ray.serve import get_replica_context
+
+        from kvthaw.serve.app import create_app  # not on an ingress: it needs torch
+
+        self.id = get_replica_context().replica_id.unique_id
+        self._service = build()
+        self._app = create_app(self._service, api_keys=api_keys)
+        self._service.worker.start()
+
+    def check_health(self) -> None:
+        """Raise where the model cannot go on; Ray then starts another replica."""
+        if self._service.worker.failure is not None:
+            raise KvthawError(f"the model cannot go on: {self._service.worker.failure}")
+
+    async def drain(self, grace: float) -> None:
+        """Take no more requests; end with "abort" those that run for longer than so many seconds."""
+        worker, ends = self._service.worker, time.monotonic() + grace
+        worker.draining = True
+        while worker.open and time.monotonic() < ends:
+            await asyncio.sleep(0.1)
+        worker.abort()
+
+    async def answer(self, scope: Scope, body: bytes) -> AsyncIterator[list[Message]]:
+        """Yield the app's answer to a request, as many messages at a time as there are."""
+        messages: asyncio.Queue[Message | None] = asyncio.Queue()
+        coming = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> Message:
+            return coming.pop() if coming else await asyncio.Future()  # a client that leaves cancels all of this
+
+        task = asyncio.create_task(self._app(scope, receive, messages.put))
+        task.add_done_callback(lambda _: messages.put_nowait(None))
+        try:
+            while not task.done() or not messages.empty():
+                ready = [await messages.get()]
+                while not messages.empty():
+                    ready.append(messages.get_nowait())
+                yield [self._signed(message) for message in ready if message is not None]
+            if (error := task.exception()) is not None:
+                _log.error("a request failed", exc_info=error)  # its client was told
+        finally:
+            task.cancel()
+
+    async def whole(self, scope: Scope, body: bytes) -> tuple[str, int, bytes]:
+        """Return this replica's id, and the status and the body of its answer."""
+        messages = [message async for some in self.answer(scope, body) for message in some]
+        return self.id, messages[0]["status"], b"".join(message.get("body", b"") for message in messages)
+
+    def _signed(self, message: Message) -> Message:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message["headers"], (b"x-replica-id", self.id.encode())]
+        return message
+
+
+class Ingress:
+    """Forwards requests to replicas. most_bytes: of a body; no more of it is forwarded, and a replica says that it is too large."""
+
+    def __init__(self, replicas: Any, most_bytes: int) -> None:
+        self._replicas, self._most_bytes = replicas.options(stream=True), most_bytes
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        return Starlette(routes=[Mount("", app=self._forward)])
+
+    async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = bytearray()
+        while len(body) <= self._most_bytes:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            body += message.get("body", b"")
+            if not message.get("more_body"):
+                break
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        sent = {name: scope[name] for name in _SENT if name in scope}
+        if scope["method"] == "GET" and (path in ("/metrics", "/v1/contexts") or path.startswith("/v1/recalls/")):
+            together = await self._all(path, sent)
+            await together(scope, receive, send)
+            return
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        replicas = self._replicas.options(session_id=routing_key(path, headers, bytes(body)))
+        await _relay(replicas.answer.remote(sent, bytes(body)), scope, receive, send)
+
+    async def _all(self, path: str, scope: Scope) -> Response:
+        """Return one answer for those of all replicas."""
+        answers = await self._replicas.broadcast("whole", scope, b"").results_async(return_exceptions=True)
+        answers = [answer for answer in answers if not isinstance(answer, BaseException)]
+        if not answers:
+            return _response(_away())
+        _, status, body = min(answers, key=lambda answer: answer[1])
+        if status == 200 and path == "/metrics":
+            return Response(merged_metrics({each: text.decode() for each, code, text in answers if code == 200}))
+        if status == 200 and path == "/v1/contexts":
+            cards = {card["id"]: card for _, code, text in answers if code == 200 for card in json.loads(text)["data"]}
+            return JSONResponse({"object": "list", "data": [cards[name] for name in sorted(cards)]})
+        return Response(body, status, media_type="application/json")
+
+
+async def _relay(answer: AsyncIterator[list[Message]], scope: Scope, receive: Receive, send: Send) -> None:
+    """Send an answer; say so, in the stream where it is one, if its replica dies."""
+    from ray.exceptions import RayError
+    from ray.serve.exceptions import BackPressureError, RayServeException
+
+    start: Message | None = None
+    try:
+        async for messages in answer:
+            for message in messages:
+                start = start or message
+                await send(message)
+    except BackPressureError:
+        error = ApiError(429, "all replicas are full", code="rate_limit_exceeded", headers={"Retry-After": "1"})
+        await _response(error)(scope, receive, send)
+    except (RayError, RayServeException) as error:
+        _log.warning("a replica did not answer: %s", error)
+        if start is None:
+            await _response(_away())(scope, receive, send)
+        elif any(name == b"content-type" and value.startswith(_STREAM) for name, value in start["headers"]):
+            event = b"data: " + json.dumps(_away().body()).encode() + b"\n\n"
+            await send({"type": "http.response.body", "body": event})
+        else:
+            raise
+
+
+def _away() -> ApiError:
+    return ApiError(503, "the replica went away; try again", code="replica_unavailable", headers={"Retry-After": "1"})
+
+
+def _response(error: ApiError) -> Response:
+    return JSONResponse(error.body(), error.status, headers=error.headers)
+
+
+def merged_metrics(texts: Mapping[str, str]) -> str:
+    """Return the metrics of all replicas in Prometheus' text format, with a label for the replica."""
+    families: dict[str, list[str]] = {}
+    for replica, text in texts.items():
+        family: list[str] = []
+        for line in text.splitlines():
+            if line.startswith("# HELP"):
+                family = families.setdefault(line, [])
+            elif not line.startswith("#"):
+                family.append(line.replace("{", f'{{replica="{replica}",', 1))
+            elif line not in family:
+                family.append(line)
+    return "".join(f"{line}\n" for help, family in families.items() for line in (help, *family))
+
+
+def application(
+    build: Callable[[], Service],
+    *,
+    max_seqs: int = 8,
+    max_waiting: int = 64,
+    replicas: tuple[int, int] = (1, 1),
+    num_gpus: float = 1,
+    num_cpus: float = 1,
+    grace: float = 30,
+    api_keys: Sequence[str] = (),
+    upscale_delay: float = 30,
+) -> Any:
+    """Return an application for `ray.serve.run`, `serve run` and `serve build`.
+
+    build: makes what a replica serves, in its process, with these max_seqs and max_waiting. replicas: the least and the most;
+    there are more while requests wait for upscale_delay seconds, that is, more than max_seqs a replica are open. num_gpus,
+    num_cpus: of a replica. grace: seconds that requests have to finish where a replica is taken away. api_keys: see `create_app`.
+    Raises ConfigError where Ray is not installed.
+    """
+    serve = _import_ray().serve
+    from kvthaw.serve.app import MOST_BYTES
+
+    least, most = replicas
+    if not 1 <= least <= most:
+        raise ConfigError(f"replicas is {least}:{most}; it must be at least 1, and the least no more than the most")
+    room = max_seqs + max_waiting
+    shared = {
+        "graceful_shutdown_timeout_s": grace,
+        "graceful_shutdown_wait_loop_s": min(1.0, max(grace, 0.1)),
+        "max_constructor_retry_count": 3,
+    }
+    bounds = {"min_replicas": least, "max_replicas": most, "upscale_delay_s": upscale_delay}
+    servers = serve.deployment(
+        Replica,
+        max_ongoing_requests=room,  # one that is full is passed over
+        max_queued_requests=max(1, max_waiting),
+        autoscaling_config=bounds | {"target_ongoing_requests": max_seqs},
+        request_router_config={"request_router_class": _ROUTER},
+        ray_actor_options={"num_gpus": num_gpus, "num_cpus": num_cpus},
+        **shared,
+    )
+    ingress = serve.deployment(
+        serve.ingress()(Ingress),
+        name="Ingress",
+        max_ongoing_requests=1 << 16,  # replicas say when they are full
+        autoscaling_config=bounds | {"min_replicas": 1, "target_ongoing_requests": 4 * room},
+        ray_actor_options={"num_cpus": 0},
+        **shared,
+    )
+    return ingress.bind(servers.bind(build, tuple(api_keys)), MOST_BYTES)
+
+
+def run(
+    build: Callable[[], Service],
+    *,
+    host: str,
+    port: int,
+    grace: float,
+    device: str | None,
+    replicas: tuple[int, int],
+    ready: Callable[[], None],
+    **settings: Any,
+) -> None:
+    """Serve on the cluster that this process belongs to or finds, or on a local one, until SIGTERM or Ctrl-C.
+
+    ready: called when all replicas are. settings: of `application`. Raises KvthawError where no replica starts, and
+    KeyboardInterrupt after Ctrl-C.
+    """
+    ray = _import_ray()
+    joined = ray.is_initialized()
+    if not joined:
+        ray.init(include_dashboard=False, log_to_driver=False)
+    has = ray.cluster_resources()
+    gpus = 0 if device == "cpu" else has.get("GPU", 0)
+    share = max(1, int(has.get("CPU", 1) // (gpus or replicas[1])))
+    app = application(build, replicas=replicas, num_gpus=min(1, gpus), num_cpus=share, grace=grace, **settings)
+    ray.serve.start(http_options={"host": host, "port": port})
+    ended, signals = threading.Event(), list[int]()
+
+    def end(number: int, _: object) -> None:
+        if signals:
+            raise KeyboardInterrupt
+        signals.append(number)
+        ended.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
+    try:
+        ray.serve.run(app, name=NAME)
+        ready()
+        ended.wait()
+        drained = ray.serve.get_deployment_handle(Replica.__name__, NAME).broadcast("drain", grace)
+        drained.results(return_exceptions=True)
+    except RuntimeError as error:
+        raise KvthawError(f"the replicas did not start: {error}") from None
+    finally:
+        ray.serve.delete(NAME)
+        if not joined:
+            ray.shutdown()
+    if signals == [signal.SIGINT]:
+        raise KeyboardInterrupt
+
+
+def _import_ray() -> Any:
+    try:
+        import ray.serve
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"Ray Serve is not installed ({error}): pip install kvthaw[ray]") from None
+    return ray
