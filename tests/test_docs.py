@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[1]
 COMMANDS = {
     "eval",
     "generate",
+    "chat",
     "compare",
     "bench",
     "decode",

@@ -25,7 +25,8 @@ ORDER = (
         "index",
         "methods",
     ),
-    *("testing", "engine", "evaluate", "inspect", "serve", "bench", "reproduce", "demo", "cli", "__main__"),
+    *("testing", "engine", "evaluate", "inspect", "serve", "bench", "reproduce", "demo", "answering", "conversation"),
+    *("cli", "__main__"),
 )
 """Packages and files of kvthaw; each imports only what comes before it."""
 FILES = {

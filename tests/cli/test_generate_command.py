@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from said import Said
+from said import Said, refused
 
 
 def test_generate_from_argument_file_and_stdin(model: str, tmp_path: Path) -> None:
@@ -68,6 +68,49 @@ def test_generate_keeps_the_kv_of_a_prompt(model: str, tmp_path: Path) -> None:
     assert [each["kept_tokens"] for each in many] == [0, len(text), len(text) - 50, 0]
     assert many[1]["text"] == plain[1]["text"]
     assert len(list((tmp_path / "many").iterdir())) == 2
+
+
+@pytest.mark.parametrize("method", ["oracle", "streaming"])
+def test_several_questions_of_one_prompt(model: str, tmp_path: Path, method: str) -> None:
+    """The prompt is prefilled once, unless the method drops tokens; each answer is that to a question alone."""
+    text = "The grass is green. The sky is blue." * 10
+    common = ("--model", model, "--method", method, "--budget", "64", "--max-new-tokens", "5")
+    asked = ("Who?", "Why?", "When?")
+    both = Said("generate", text, *common, *(part for one in asked for part in ("--question", one)), "--json").records
+    alone = [Said("generate", f"{text}\n{one}", *common, "--json").records[0] for one in asked]
+    assert [one["text"] for one in both] == [one["text"] for one in alone]
+    assert [one["question"] for one in both] == list(asked)
+    assert [one["kept_tokens"] for one in both] == [0, *[len(text) if method == "oracle" else 0] * 2]
+    if method == "oracle":
+        plain = Said("generate", text, *common, "--question", "Who?", "--question", "Why?")
+        assert plain.out == f"> Who?\n{alone[0]['text']}\n> Why?\n{alone[1]['text']}\n"
+        kv = ("--kv", str(tmp_path / "kept"), "--question", "Who?", "--json")
+        kept = [Said("generate", text, *common, *kv).records[0] for _ in range(2)]
+        assert [one["kept_tokens"] for one in kept] == [0, len(text) - 1], "the question is not kept"
+
+
+def test_generate_through_a_chat_template(model: str, tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}[assistant]")
+    common = ("--model", model, "--method", "full", "--max-new-tokens", "5", "--json")
+    chat = Said("generate", "Hello", *common, "--chat-template", str(template), "--system", "Be brief.").records[0]
+    assert chat["text"] == Said("generate", "[system]Be brief.[user]Hello[assistant]", *common).records[0]["text"]
+    refused(Said("generate", "Hello", *common, "--chat"), 1, "no chat template")
+
+
+def test_generate_samples_as_it_is_told(model: str) -> None:
+    def text(*arguments: str) -> str:
+        common = ("--model", model, "--method", "full", "--max-new-tokens", "12", "--seed", "3", "--json")
+        return str(Said("generate", "Hello there", *common, *arguments).records[0]["text"])
+
+    greedy = text()
+    assert text("--temperature", "2") != greedy
+    assert text("--temperature", "2", "--top-p", "0.001") == text("--temperature", "2", "--top-k", "1") == greedy
+    assert text("--temperature", "2", "--min-p", "1") == greedy
+    assert text("--repetition-penalty", "50") != greedy
+    assert text("--stop", greedy[3]) == greedy[: greedy.index(greedy[3])]
+    assert text("--prefill-chunk", "4") == greedy
+    refused(Said("generate", "Hello", "--model", model, "--top-p", "1.5"), 1, "top_p is 1.5")
 
 
 @pytest.mark.gpu

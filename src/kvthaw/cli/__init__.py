@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from kvthaw.cli import bench, compare, demo, evaluate, generate, harness, inspect, methods, plan, reproduce, serve
+from kvthaw.cli import bench, chat, compare, demo, evaluate, generate, harness, inspect, methods, plan, reproduce, serve
 from kvthaw.cli.common import Commands
 
 app = typer.Typer(
@@ -20,6 +20,7 @@ app = typer.Typer(
     epilog="Exit codes: 0 done, 1 it failed (one line on stderr says why), 2 wrong usage, 130 stopped by Ctrl-C.",
 )
 app.command("generate", epilog=generate.EXAMPLES)(generate.generate)
+app.command("chat", epilog=chat.EXAMPLES)(chat.chat)
 app.command("methods", epilog=methods.EXAMPLES)(methods.methods)
 app.add_typer(evaluate.app, name="eval")
 app.command("lm-eval", epilog=harness.EXAMPLES, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(

@@ -120,7 +120,9 @@ def load_model(name: str, device: str | None, dtype: str) -> tuple[PreTrainedMod
 def prompt_text(prompt: str | None, file: Path | None) -> str:
     """Return the prompt from the argument, the file, or stdin. Raises a usage error where there is none or more than one."""
     if prompt is not None and file is not None:
-        raise typer.BadParameter("give a prompt or --file, not both", param_hint="PROMPT")
+        raise typer.BadParameter(
+            "give a prompt or --file, not both; what is asked about a file is a --question", param_hint="PROMPT"
+        )
     if prompt is None and file is None and sys.stdin.isatty():
         raise typer.BadParameter("give a prompt, --file, or text on stdin", param_hint="PROMPT")
     if prompt is not None:

@@ -22,6 +22,18 @@ MOST = (1 << 31) - 1
 """The largest number of tokens: positions are 32-bit integers."""
 
 
+def tokens_of(text: str | int) -> int:
+    """Read a number of tokens, such as 4096, or 128k for 128 times 1,024. Raises ValueError, and a usage error for one that is too
+    large."""
+    written = str(text).strip().lower()
+    number = int(written.removesuffix("k")) * (1024 if written.endswith("k") else 1)
+    if number < 1:
+        raise ValueError(text)
+    if number > MOST:
+        raise typer.BadParameter(f"{text} is too large; it must be at most {MOST:,}")
+    return number
+
+
 def named_model(name: str | None) -> str | None:
     """Return a model's name, if it can be loaded: one on the hub costs no import of torch where the hub does not answer."""
     if name is not None:
@@ -191,6 +203,32 @@ UseChat = Annotated[
     bool | None, typer.Option("--chat/--no-chat", help="Ask through the tokenizer's chat template; --system implies it.")
 ]
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Stop after so many tokens.")]
+ChatTemplate = Annotated[
+    Path | None,
+    typer.Option("--chat-template", help="Jinja; without it the tokenizer's own.", exists=True, dir_okay=False),
+]
+Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0 takes the likeliest token.")]
+TopK = Annotated[int | None, typer.Option("--top-k", min=1, help="Draw from so many of the likeliest tokens.")]
+TopP = Annotated[float, typer.Option("--top-p", help="Draw from the likeliest tokens that have this probability together.")]
+MinP = Annotated[float, typer.Option("--min-p", help="Draw from tokens of at least this share of the likeliest's probability.")]
+RepetitionPenalty = Annotated[
+    float, typer.Option("--repetition-penalty", help="Above 1: tokens of the prompt and the answer become less likely.")
+]
+FrequencyPenalty = Annotated[
+    float, typer.Option("--frequency-penalty", help="Above 0: a token of the answer becomes less likely each time.")
+]
+PresencePenalty = Annotated[
+    float, typer.Option("--presence-penalty", help="Above 0: a token of the answer becomes less likely once.")
+]
+Stop = Annotated[
+    list[str] | None, typer.Option("--stop", metavar="TEXT", help="End an answer before this text; may be repeated.")
+]
+PrefillChunk = Annotated[
+    int | None,
+    typer.Option(
+        "--prefill-chunk", parser=tokens_of, metavar="TOKENS", help="Tokens that go through the model at once. Default 16k."
+    ),
+]
 HostMemory = Annotated[
     str | None,
     typer.Option("--host-memory", help='Host memory for KV, such as "64GiB". Default: as much as the system has.'),
@@ -217,18 +255,6 @@ Out = Annotated[
 def budget_of(text: str) -> int | float:
     """Read a budget: tokens, or with a point a fraction of the length. Raises ValueError."""
     return float(text) if "." in text else int(text)
-
-
-def tokens_of(text: str | int) -> int:
-    """Read a number of tokens, such as 4096, or 128k for 128 times 1,024. Raises ValueError, and a usage error for one that is too
-    large."""
-    written = str(text).strip().lower()
-    number = int(written.removesuffix("k")) * (1024 if written.endswith("k") else 1)
-    if number < 1:
-        raise ValueError(text)
-    if number > MOST:
-        raise typer.BadParameter(f"{text} is too large; it must be at most {MOST:,}")
-    return number
 
 
 def listed(given: Sequence[str], kind: Callable[[str], T], option: str) -> list[T]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
@@ -126,3 +126,26 @@ def watched(progress: Progress, what: str) -> Callable[[str, int, int], None]:
         progress.update(task, description=doing, completed=done, total=of)
 
     return watch
+
+
+class Reading:
+    """A bar over the tokens of a prompt, from its first token on until its last, when it goes: to be called with how many are
+    prefilled, of how many. kept: ends it, whatever happens."""
+
+    def __init__(self, kept: ExitStack) -> None:
+        self._kept = kept.enter_context(ExitStack())
+        self._bar: tuple[Progress, TaskID] | None = None
+
+    def __call__(self, done: int, total: int) -> None:
+        """Move the bar."""
+        if self._bar is None:
+            progress = self._kept.enter_context(bars())
+            self._bar = progress, progress.add_task("prefill", total=total)
+        progress, task = self._bar
+        description = "offloading and indexing" if done == total else "prefill"
+        progress.update(task, completed=done, total=total, description=description)
+
+    def end(self) -> None:
+        """Take the bar away; the next call makes another."""
+        self._bar = None
+        self._kept.close()

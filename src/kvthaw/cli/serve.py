@@ -69,9 +69,7 @@ def serve(
     api_key_file: Annotated[
         Path | None, typer.Option(help="Require one of the keys in this file, one a line.", exists=True, dir_okay=False)
     ] = None,
-    chat_template: Annotated[
-        Path | None, typer.Option(help="Jinja; without it the tokenizer's own.", exists=True, dir_okay=False)
-    ] = None,
+    chat_template: options.ChatTemplate = None,
     served_model_name: Annotated[str | None, typer.Option(help="What clients call the model. Default MODEL.")] = None,
     on_ray: Annotated[
         bool, typer.Option("--ray", help="Serve with Ray on the cluster that this process finds, or on a local one.")

@@ -13,7 +13,7 @@ from kvthaw.engine.graph_runner import GraphRunner, capturable
 from kvthaw.engine.hf import Cache, DynamicCache, PreTrainedModel
 from kvthaw.engine.hf.handle import is_attached
 from kvthaw.engine.hf.model import positions
-from kvthaw.engine.sampling import GREEDY, Sampling, sample
+from kvthaw.engine.sampling import GREEDY, Sampler, Sampling
 
 Tokens = Sequence[int] | Tensor
 """The next token of each row."""
@@ -48,14 +48,16 @@ def generate(
     limit: int,
     stops: frozenset[int] = frozenset(),
     sampling: Sampling = GREEDY,
+    prompt: Sequence[int] = (),
     capture: bool = True,
 ) -> Iterator[int]:
     """Yield the tokens of a cache of one row, from the logits [V] before the first: until `limit`, a stop token (not yielded) or
-    the model's last position."""
-    most = positions(model)
+    the model's last position. prompt: the tokens before, for penalties."""
+    most, sampler = positions(model), Sampler(1, logits.shape[-1], logits.device)
+    sampler.join(0, sampling, prompt, stops)
 
     def choose(after: Tensor) -> Tokens | None:
-        token = int(sample(after, [sampling], torch.tensor([cache.get_seq_length()], device=after.device)))
+        token = int(sampler(after, torch.tensor([cache.get_seq_length()], device=after.device)).tokens)
         return None if token in stops else [token]
 
     for given, (token,) in enumerate(decode(model, cache, logits[None], choose, capture=capture) if limit > 0 else (), 1):

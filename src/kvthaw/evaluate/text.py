@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -87,12 +87,15 @@ class Chat:
 
     def render(self, tokenizer: Any, prompt: str) -> str:
         """Return the text that asks for an answer to a prompt."""
-        messages = [{"role": "user", "content": prompt}]
+        return self.turns(tokenizer, [{"role": "user", "content": prompt}])
+
+    def turns(self, tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
+        """Return the text that asks for an answer after several messages."""
         if self.system is not None:
-            messages.insert(0, {"role": "system", "content": self.system})
+            messages = [{"role": "system", "content": self.system}, *messages]
         switch = {} if self.thinking is None else dict.fromkeys(_SWITCHES, self.thinking)
         try:
-            text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **switch)
+            text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **switch)
         except Exception as error:  # whatever the template raises
             raise ConfigError(f"the chat template fails: {error}") from error
         return text
@@ -104,6 +107,12 @@ def spoken(text: str, stops: Sequence[str] = ()) -> str:
     return said[
         : min((at for stop in stops if (at := said.find(stop, len(said) - len(said.lstrip()))) >= 0), default=len(said))
     ]
+
+
+def following(document: str, question: str) -> str:
+    """Return a question as it stands behind a document: on a line of its own."""
+    apart = not document or document.endswith("\n") or question[:1] in ("", "\n")
+    return question if apart else f"\n{question}"
 
 
 def split_prompt(tokenizer: Any, context: str, question: str, chat: Chat | None = None) -> tuple[list[int], list[int]]:

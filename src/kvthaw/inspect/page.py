@@ -93,7 +93,8 @@ def _run(run: Run, tokenizer: Any, tokens: int, grain: int) -> dict[str, Any]:
     of = run.variant
     said = [tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False) for token in run.said]
     name = label(of.method, of.budget, of.retrieved)
-    return run_data(name, run.recording, tokens, grain=grain, places=run.places, said=said)
+    known = {"places": run.places} if any(run.places.values()) else {}
+    return run_data(name, run.recording, tokens, grain=grain, **known, **({"said": said} if said else {}))
 
 
 def _with_data(title: str, data: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ from kvthaw.engine.hf import Cache, PreTrainedModel
 from kvthaw.engine.hf.model import check_prompt
 from kvthaw.engine.prefill import prefill
 from kvthaw.errors import ConfigError, at_least
-from kvthaw.evaluate.text import Chat, split_prompt, stop_tokens
+from kvthaw.evaluate.text import Chat, following, split_prompt, stop_tokens
 from kvthaw.evaluate.variant import Variant, fork, whole
 from kvthaw.inspect.recorder import ExactTopK, Recorder, Recording
 from kvthaw.methods import resolve
@@ -64,7 +64,7 @@ def inspect(
             raise ConfigError(f"method is {variant.method!r}, which retrieves nothing that could be shown")
     if chat is not None:
         chat.check(tokenizer)
-    before, asked = split_prompt(tokenizer, document, question, chat)
+    before, asked = split_prompt(tokenizer, document, following(document, question), chat)
     if not before or not asked:
         raise ConfigError(f"the document has {len(before)} tokens and the question {len(asked)}; each needs at least 1")
     check_prompt(model, len(before) + len(asked) + limit)

@@ -71,8 +71,8 @@ def keep(cache: Cache, path: Path, ids: Sequence[int], warn: Callable[[str], Non
     return True
 
 
-def common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many tokens two prompts begin with alike."""
+def common(one: Sequence[object], other: Sequence[object]) -> int:
+    """Return how many tokens, or characters, two prompts begin with alike."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 

@@ -54,8 +54,8 @@ _AT_ONCE = 8  # files read or written at a time
 _SAMPLED = 64  # values of each weight that tell models apart
 
 
-def save(model: PreTrainedModel, kv: KVCache, layers: Sequence[Any], path: Path, token_ids: Tensor) -> None:
-    """See `Cache.save`. layers: transformers' own of the cache, by number."""
+def save(model: PreTrainedModel, kv: KVCache, layers: Sequence[Any], path: Path, token_ids: Tensor, about: Any = None) -> None:
+    """See `Cache.save`. layers: transformers' own of the cache, by number. about: what the header says of it beside, as JSON."""
     tokens = torch.as_tensor(token_ids).reshape(-1, torch.as_tensor(token_ids).shape[-1]).cpu()
     held = [kv.sequences.count, kv.sequences.padded_length]
     if list(tokens.shape) != held:
@@ -64,8 +64,8 @@ def save(model: PreTrainedModel, kv: KVCache, layers: Sequence[Any], path: Path,
         raise CacheError(f"{kv.settings.method.name} has dropped tokens, so its cache cannot be saved")
     kv.settle_failure()
     kv.wait()
-    about = {"left_pad": list(kv.sequences.left_pad), "token_ids": tokens.tolist()}
-    write_folder(model, path, index_kind(kv) | about, _tensors(kv, layers))
+    header = {"left_pad": list(kv.sequences.left_pad), "token_ids": tokens.tolist(), "about": about}
+    write_folder(model, path, index_kind(kv) | header, _tensors(kv, layers))
 
 
 def write_folder(model: PreTrainedModel, path: Path, about: Mapping[str, Any], parts: Iterable[Part]) -> None:

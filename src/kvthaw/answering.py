@@ -1,0 +1,134 @@
+"""Answers that stream, to one prompt or to several that begin alike."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvthaw.engine.decode import generate
+from kvthaw.engine.hf import Cache, PreTrainedModel
+from kvthaw.engine.hf.kv_dir import common
+from kvthaw.engine.hf.model import positions
+from kvthaw.engine.prefill import prefill
+from kvthaw.engine.sampling import GREEDY, Sampling
+from kvthaw.evaluate.text import AnswerText, stop_tokens
+
+Progress = Callable[[int, int], None]
+"""Is told how many tokens of a prompt are prefilled, of how many."""
+
+
+class Answer:
+    """The answer of a cache of one row, in pieces of text as tokens come; to be iterated once.
+
+    logits [V]: after the prompt. prompt: its tokens, for penalties. sampling: its max_tokens counts, 128 where it is None. text,
+    tokens: so far. times: when each token came, as `time.perf_counter` says. finish: "stop" for a stop token or string, "length";
+    "interrupted" where the iteration was ended from outside.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        cache: Cache,
+        logits: Tensor,
+        *,
+        sampling: Sampling = GREEDY,
+        prompt: Sequence[int] = (),
+    ) -> None:
+        self.tokens: list[int] = []
+        self.times: list[float] = []
+        self.finish = "interrupted"
+        self._out, self._cache, self._most = AnswerText(tokenizer, sampling.stop), cache, positions(model)
+        self._limit = 128 if sampling.max_tokens is None else sampling.max_tokens
+        stops = stop_tokens(model, tokenizer)
+        self._coming = generate(model, cache, logits, limit=self._limit, stops=stops, sampling=sampling, prompt=prompt)
+
+    @property
+    def text(self) -> str:
+        return self._out.text
+
+    def __iter__(self) -> Generator[str, None, None]:
+        try:
+            for token in self._coming:
+                self.times.append(time.perf_counter())
+                self.tokens.append(token)
+                yield self._out.push(token)
+                if self._out.stopped:
+                    break
+            full = self._most is not None and self._cache.get_seq_length() >= self._most
+            over = len(self.tokens) >= self._limit or full
+            self.finish = "length" if over and not self._out.stopped else "stop"
+            yield self._out.finish()
+        finally:
+            self._out.finish()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string ended it, tokens of which are in the cache."""
+        return self._out.stopped
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time of a token after the first; None without any."""
+        return (self.times[-1] - self.times[0]) / (len(self.times) - 1) if len(self.times) > 1 else None
+
+
+def shared_tokens(parts: Sequence[tuple[list[int], list[int]]]) -> list[int]:
+    """Return the tokens that the contexts of several prompts begin with; each prompt is a context and a question."""
+    shared = parts[0][0]
+    for before, _ in parts[1:]:
+        shared = shared[: common(shared, before)]
+    return shared
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """Prompts that begin alike, of which the beginning is prefilled once; each goes on from a fork of its cache.
+
+    Those of a method that evicts tokens, or of a model with a state that cannot be continued, are prefilled each for itself.
+
+    cache: of method, and empty, or with the first `taken` tokens. shared: what all begin with. chunk: as for prefill().
+    """
+
+    model: PreTrainedModel
+    cache: Cache
+    method: str
+    prompts: Sequence[list[int]]
+    shared: Sequence[int]
+    taken: int = 0
+    chunk: int | None = None
+
+    @property
+    def alone(self) -> bool:
+        """Whether each is prefilled for itself."""
+        return self.cache.settings.method.evicts or bool(self.cache.foreign)
+
+    def read(self, progress: Progress) -> Tensor:
+        """Prefill and index what all begin with. Returns the logits after it."""
+        if self.alone or not self.shared:
+            return torch.empty(0)
+        return self._read(self.cache, self.shared, self.taken, progress)
+
+    def each(self, after: Tensor, progress: Progress) -> Iterator[tuple[Cache, Tensor, int]]:
+        """Yield for each prompt its cache, the logits after it, and how many of its tokens had been there. after: what read()
+        returned."""
+        for number, ids in enumerate(self.prompts, 1):
+            if self.alone:
+                self.cache.reset()
+                yield self.cache, self._read(self.cache, ids, 0, progress), 0
+                continue
+            cache = self.cache if number == len(self.prompts) else self.cache.fork(self.method)
+            held = len(self.shared)
+            logits = after if held == len(ids) else self._read(cache, ids, held, progress)
+            yield cache, logits, self.taken if number == 1 else held
+
+    def _read(self, cache: Cache, ids: Sequence[int], taken: int, progress: Progress) -> Tensor:
+        show = lambda done, _: progress(taken + done, len(ids))  # noqa: E731
+        logits = prefill(self.model, cache, ids[taken:], chunk=self.chunk, progress=show)
+        cache.wait()
+        return logits

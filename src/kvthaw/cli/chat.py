@@ -1,0 +1,250 @@
+"""kvthaw chat: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvthaw.cli import options
+from kvthaw.cli.common import complain, load_model, prompt_text, warned
+from kvthaw.cli.options import chat_of, dense_of, host_bytes_of, one_budget
+from kvthaw.cli.progress import Reading, stderr, waiting
+from kvthaw.errors import ConfigError, KvthawError
+from kvthaw.formatting import human, seconds
+
+if TYPE_CHECKING:
+    from kvthaw.conversation import Conversation
+    from kvthaw.engine.sampling import Sampling
+
+EXAMPLES = (
+    "Examples:\n\n  kvthaw chat --model Qwen/Qwen3-8B --no-thinking\n\n"
+    "  kvthaw chat --model Qwen/Qwen3-8B --file book.txt --context book   (keeps the book's KV as kv/book)\n\n"
+    "  kvthaw chat --model Qwen/Qwen3-8B --context book   (takes it up again, without prefill)\n\n"
+    '  echo "Who stole the tarts?" | kvthaw chat --model Qwen/Qwen3-8B --file book.txt --method icecache-digest --budget 256'
+)
+HELP = {
+    "/recalled [N]": "the N passages that the last answer recalled most, 5 if not given",
+    "/recalled PAGE.html": "a page that shows what it recalled, token by token",
+    "/stats": "what the cache holds and did",
+    "/save NAME": "keep the conversation and its KV; kvthaw chat --context NAME takes it up again",
+    "/clear": "forget all but the document",
+    "/quit": "end, as Ctrl-D does; Ctrl-C ends an answer only",
+}
+
+
+def chat(
+    file: Annotated[Path | None, typer.Option(help="Talk about this text.", exists=True, dir_okay=False)] = None,
+    context: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Take up the document or conversation that --kv-dir has under this name; with --file, keep the text under it.",
+        ),
+    ] = None,
+    kv_dir: Annotated[
+        Path, typer.Option(help="Where --context and /save keep documents and conversations.", file_okay=False)
+    ] = Path("kv"),
+    system: options.System = None,
+    thinking: options.Thinking = None,
+    chat_template: options.ChatTemplate = None,
+    model: options.Model = "shipped",
+    method: options.Method = "auto",
+    budget: options.Budget = None,
+    retrieved: options.Retrieved = None,
+    dense_layers: options.DenseLayers = "auto",
+    device_memory: options.DeviceMemory = None,
+    host_memory: options.HostMemory = None,
+    kv_dtype: options.KvDtype = None,
+    prefill_chunk: options.PrefillChunk = None,
+    max_new_tokens: options.MaxNewTokens = 1024,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = None,
+    top_p: options.TopP = 1.0,
+    min_p: options.MinP = 0.0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    stop: options.Stop = None,
+    seed: options.Seed = 0,
+    device: options.Device = None,
+    dtype: options.Dtype = "auto",
+) -> None:
+    """Talk with a model, about a text if you like; every turn prefills only what is new.
+
+    Through the tokenizer's chat template; a model without one goes on with what you write, line by line. /help lists what else you
+    can ask. Answers go to stdout, all else to stderr; without a terminal, every line of stdin is a turn.
+    """
+    settings: dict[str, Any] = {"budget": one_budget(budget), "retrieved": retrieved, "dense_layers": dense_of(dense_layers)}
+    settings |= {"seed": seed, "device_memory": device_memory, "kv_dtype": kv_dtype, "host_bytes": host_bytes_of(host_memory)}
+    document, place = None if file is None else prompt_text(None, file), None if context is None else _place(kv_dir, context)
+    if place is not None and document is None and not place.exists():
+        raise ConfigError(f"nothing is kept in {place}; give a text for it as --file")
+    from kvthaw.methods.auto import check_name
+
+    check_name(method)  # a wrong name costs no loading
+    from kvthaw.conversation import Conversation, plain_template
+    from kvthaw.engine.hf import Cache
+    from kvthaw.engine.sampling import Sampling
+
+    sampling = Sampling(
+        temperature,
+        top_k,
+        top_p,
+        seed,
+        min_p,
+        repetition_penalty=repetition_penalty,
+        stop=stop or (),
+        max_tokens=max_new_tokens,
+    )
+    llm, tokenizer = load_model(model, device, dtype)
+    if chat_template is not None:
+        tokenizer.chat_template = prompt_text(None, chat_template)
+    if not tokenizer.chat_template:
+        tokenizer.chat_template = plain_template(tokenizer)
+        warned(
+            f"{model} has no chat template: it goes on with the text where your line ends. --chat-template FILE gives it one."
+        )
+    asked = chat_of(None, system, thinking)
+    talk = Conversation(llm, tokenizer, Cache(llm, method, **settings), asked, prefill_chunk=prefill_chunk)
+    if document is not None:
+        with ExitStack() as shown:
+            talk.read(document, kept=place, progress=Reading(shown))
+        _say(f"{file}: {len(talk.tokens):,} tokens, {talk.prefilled:,} of them prefilled")
+    elif place is not None:
+        with waiting(f"reading {place}"):
+            talk.resume(place)
+        _say(f"{place}: {len(talk.tokens):,} tokens, {len(talk.messages)} messages")
+    _say("/help lists commands; Ctrl-C ends an answer, Ctrl-D the conversation")
+    for line in _lines():
+        if line == "/quit":
+            break
+        try:
+            if line.startswith("/"):
+                _obey(talk, *line.split(maxsplit=1), kv_dir=kv_dir)
+            else:
+                _answer(talk, line, sampling)
+        except (KvthawError, OSError) as error:
+            complain(str(error))
+
+
+def _answer(talk: Conversation, question: str, sampling: Sampling) -> None:
+    """Print an answer as it comes, until Ctrl-C."""
+    with _interruptible() as interrupted, ExitStack() as shown:
+        reading = Reading(shown)
+
+        def read(done: int, total: int) -> None:
+            if interrupted():
+                raise KeyboardInterrupt
+            reading(done, total)
+
+        try:
+            talk.ask(question, progress=read)
+        except KeyboardInterrupt:
+            reading.end()
+            _say("stopped; the question is forgotten")
+            return
+        reading.end()
+        pieces = talk.stream(sampling)
+        for piece in pieces:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+            if interrupted():
+                break
+        pieces.close()
+        print(flush=True)
+    answer = talk.answer
+    if answer is not None:
+        why = {"length": "; cut at --max-new-tokens", "interrupted": "; stopped"}.get(answer.finish, "")
+        _say(
+            f"{talk.prefilled:,} tokens prefilled, {len(talk.tokens):,} in all; first token after {seconds(talk.ttft_s)}, then "
+            f"{seconds(answer.tpot_s)} a token{why}"
+        )
+
+
+def _obey(talk: Conversation, command: str, argument: str = "", *, kv_dir: Path) -> None:
+    """Do what a line that begins with a slash asks for."""
+    if command == "/recalled" and argument.endswith(".html"):
+        page = talk.page("What the last answer recalled")
+        Path(argument).write_text(page, encoding="utf-8")
+        _say(f"wrote {argument}, {human(len(page.encode()))}")
+    elif command == "/recalled" and (not argument or argument.isdecimal()):
+        _recalled(talk, int(argument or 5))
+    elif command == "/stats":
+        _say(str(talk.cache.stats()))
+    elif command == "/save" and argument:
+        place = _place(kv_dir, argument)
+        with waiting(f"saving {place}"):
+            talk.save(place)
+        _say(f"kept in {place}; --context {argument} takes it up again")
+    elif command == "/clear":
+        talk.clear()
+        _say(f"forgotten; {len(talk.tokens):,} tokens stay")
+    else:
+        for name, what in HELP.items():
+            _say(f"{name:20} {what}")
+
+
+def _recalled(talk: Conversation, most: int) -> None:
+    passages = talk.recalled(most)
+    if not passages:
+        stats = talk.cache.stats()
+        _say(f"nothing was recalled: {stats.method} attended to all {stats.tokens:,} tokens; --method takes an index")
+    else:
+        from kvthaw.conversation import RECENT
+
+        _say(f"share of all that was recalled; the last {RECENT} tokens are left out")
+    for one in passages:
+        where = f"{100 * one.share:4.1f} %  tokens {one.start:,} to {one.stop:,}"
+        print(f"{where}  {' '.join(one.text.split())}")
+
+
+def _place(folder: Path, name: str) -> Path:
+    """Return where what has a name is kept. Raises ConfigError for a name that is none."""
+    if not name.strip() or Path(name).name != name or name.startswith("."):
+        raise ConfigError(f"{name!r} is no name for a folder in {folder}")
+    return folder / name
+
+
+def _lines() -> Iterator[str]:
+    """Yield what is typed, line by line, until the end of the input."""
+    if not sys.stdin.isatty():
+        yield from (line.strip() for line in sys.stdin if line.strip())
+        return
+    with suppress(ImportError):
+        import readline  # noqa: F401  # input() edits lines with it
+    while True:
+        try:
+            line = input("> ").strip()
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print()
+            continue
+        if line:
+            yield line
+
+
+@contextmanager
+def _interruptible() -> Iterator[Callable[[], bool]]:
+    """Within it Ctrl-C is noted; the second one interrupts. Yields what tells whether there was one."""
+    noted = list[bool]()
+
+    def note(*_: object) -> None:
+        if noted:
+            raise KeyboardInterrupt
+        noted.append(True)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(noted)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _say(text: str) -> None:
+    stderr().print(text, style="dim", highlight=False, soft_wrap=True, markup=False)

@@ -1,0 +1,228 @@
+"""A conversation on one cache: each turn prefills only what is new."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvthaw.answering import Answer, Progress
+from kvthaw.engine.hf import Cache, PreTrainedModel, saving
+from kvthaw.engine.hf.kv_dir import common, fill, keep
+from kvthaw.engine.hf.model import check_prompt
+from kvthaw.engine.prefill import prefill
+from kvthaw.engine.sampling import GREEDY, Sampling
+from kvthaw.errors import CacheError, ConfigError
+from kvthaw.evaluate.machine import now
+from kvthaw.evaluate.text import Chat, following
+from kvthaw.evaluate.variant import Variant
+from kvthaw.inspect.page import standalone
+from kvthaw.inspect.recorder import Recorder, Recording
+from kvthaw.inspect.run import Inspection, Run
+
+RECENT = 512
+"""Tokens at the end of a conversation that are no passages."""
+_PASSAGE = 32  # tokens of a passage
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """Neighbouring tokens that an answer recalled. share: of all that it recalled."""
+
+    start: int
+    stop: int
+    share: float
+    text: str
+
+
+def plain_template(tokenizer: Any) -> str:
+    """Return a chat template for a model without one: messages of the user begin a new line, and the model goes on behind them."""
+    start = json.dumps(tokenizer.decode(tokenizer("")["input_ids"]))
+    return (
+        f"{{{{ {start} }}}}{{% for message in messages %}}{{% if message['role'] != 'assistant' and not loop.first %}}"
+        r"{{ '\n' }}{% endif %}{{ message['content'] }}{% endfor %}"
+    )
+
+
+class Conversation:
+    """A conversation through a tokenizer's chat template, on an empty cache of one row.
+
+    Each turn prefills what the cache does not hold. Answers stay in it as the tokens that were generated, whatever tokens their
+    text would have. A turn that fails or is interrupted leaves the conversation as it was before.
+
+    messages: what was said, as chat templates take them. tokens: of the conversation, which the cache may hold in part. prefilled:
+    how many tokens of the latest prompt were not in the cache. answer: the latest. recording: what it recalled.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        cache: Cache,
+        chat: Chat | None = None,
+        *,
+        prefill_chunk: int | None = None,
+    ) -> None:
+        self.model, self.tokenizer, self.cache, self.chat = model, tokenizer, cache, chat or Chat()
+        self.chat.check(tokenizer)
+        self.messages: list[dict[str, str]] = []
+        self.tokens: list[int] = []
+        self.document = ""
+        self.prefilled = 0
+        self.ttft_s = 0.0
+        self.answer: Answer | None = None
+        self.recording = Recording()
+        self._chunk, self._logits = prefill_chunk, torch.empty(0)
+        self._segments: list[tuple[str, list[int]]] = []  # text of the prompt and its tokens
+        self._recorder = Recorder(cache.kv)
+        self._asked = 0  # where the latest question begins
+
+    def read(self, document: str, *, kept: Path | None = None, progress: Progress = lambda done, total: None) -> None:
+        """Begin with a document, which the first question follows. kept: a folder with its KV, which is read, or written."""
+        self.document = document.rstrip()
+        text = self._begin(self.document)
+        ids = self._tokens(text)
+        check_prompt(self.model, len(ids) + 1)
+        done = 0 if kept is None else fill(self.cache, kept, ids)
+        prefill(self.model, self.cache, ids[done:], chunk=self._chunk, progress=progress)
+        self.cache.wait()
+        if kept is not None and done < len(ids) - 1:
+            keep(self.cache, kept, ids)
+        self.tokens, self._segments, self.prefilled = ids, [(text, ids)], len(ids) - done
+
+    def save(self, path: Path) -> None:
+        """Save the conversation and its KV in a folder, which resume() takes up, and a server as a context."""
+        held = self.tokens[: self.cache.get_seq_length()]
+        saving.save(self.model, self.cache.kv, self.cache.layers, path, torch.tensor(held), about=self.messages or None)
+
+    def resume(self, path: Path) -> None:
+        """Take up a conversation or a document that was saved. Raises CacheError where there is none, and ConfigError for a text
+        that was kept without this chat template."""
+        header = saving.check_header(self.model, path)
+        ids = header["token_ids"][0]
+        text = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        messages, head = header.get("about") or [], self._begin("")
+        if not text.startswith(head):
+            raise ConfigError(f"{path} was kept without this chat template and system prompt; give its text as --file")
+        saving.load(self.model, self.cache.kv, self.cache.layers, path)
+        self.messages, self.document = list(messages), "" if messages else text[len(head) :]
+        self.tokens, self._segments = ids, [(text, ids)]
+
+    def ask(self, question: str, *, progress: Progress = lambda done, total: None) -> None:
+        """Prefill a question, with what stands before it and is not in the cache. progress: see `prefill`."""
+        start, before = now(self.model.device), len(self._held)
+        opened = not self.messages and self.document
+        content = self.document + following(self.document, question) if opened else question
+        messages = [*self.messages, {"role": "user", "content": content}]
+        segments = self._encode(self.chat.turns(self.tokenizer, messages))
+        ids = [token for _, part in segments for token in part]
+        check_prompt(self.model, len(ids))
+        kept = self._rewind(ids)
+        try:
+            self._logits = prefill(self.model, self.cache, ids[kept:], chunk=self._chunk, progress=progress)
+        except BaseException:
+            self._keep(min(before, kept))
+            raise
+        self.cache.wait()
+        self.messages, self._segments, self.tokens, self.prefilled = messages, segments, ids, len(ids) - kept
+        self._asked, self.ttft_s = kept, now(self.model.device) - start
+
+    def stream(self, sampling: Sampling = GREEDY) -> Generator[str, None, None]:
+        """Yield the answer to what was asked, in pieces; what came before the iteration is ended, is part of the conversation."""
+        answer = self.answer = Answer(
+            self.model, self.tokenizer, self.cache, self._logits, sampling=sampling, prompt=self.tokens
+        )
+        recording = self.recording = Recording()
+        pieces = answer.__iter__()
+        try:
+            for piece in pieces:
+                if not recording.selected:
+                    recording.skip()
+                elif len(recording.selected) < len(answer.tokens):
+                    recording.take(0, self._recorder, None)
+                yield piece
+        finally:
+            pieces.close()
+            self.messages = [*self.messages, {"role": "assistant", "content": answer.text}]
+            if not answer.stopped:
+                self._segments.append((answer.text, answer.tokens))
+            self.tokens = self.tokens + answer.tokens
+
+    def clear(self) -> None:
+        """Forget all but the document."""
+        text = self._begin(self.document) if self.document else ""
+        ids = self._tokens(text) if text else []
+        self._keep(common(self._held, ids))
+        self.messages, self.tokens, self.answer = [], ids, None
+        self._segments = [(text, ids)] if text else []
+
+    def recalled(self, most: int = 5) -> list[Passage]:
+        """Return the passages that the latest answer recalled most, over its tokens, layers and KV heads; none where it attended to
+        everything. Heads recall what came last whatever is asked: the last RECENT tokens, or the last half, are left out."""
+        rows = [one[one >= 0].long() // _PASSAGE for step in self.recording.selected for one in step.values()]
+        if not rows:
+            return []
+        counts, found = torch.bincount(torch.cat(rows)), list[Passage]()
+        total, size = int(counts.sum()), len(self.tokens)
+        counts = counts[: (size - min(RECENT, size // 2)) // _PASSAGE]
+        for passage in counts.argsort(descending=True, stable=True)[:most].tolist():
+            start, stop = passage * _PASSAGE, (passage + 1) * _PASSAGE
+            if counts[passage]:
+                text = self.tokenizer.decode(self.tokens[start:stop], skip_special_tokens=True)
+                found.append(Passage(start, stop, int(counts[passage]) / total, text))
+        return found
+
+    def page(self, title: str) -> str:
+        """Return a page that shows what the latest answer recalled, token by token. Raises ConfigError where nothing was."""
+        if self.answer is None or not any(self.recording.selected):
+            raise ConfigError("nothing was recalled that could be shown")
+        prompt, stats = self.tokens[: len(self.tokens) - len(self.answer.tokens)], self.cache.stats()
+        run = Run(Variant(stats.method, stats.budget), self.recording)
+        return standalone(
+            Inspection(prompt[: self._asked], prompt[self._asked :], self.answer.tokens, [run]), self.tokenizer, title
+        )
+
+    @property
+    def _held(self) -> list[int]:
+        return self.tokens[: self.cache.get_seq_length()]
+
+    def _begin(self, content: str) -> str:
+        """Return what all prompts begin with whose first message begins with a text."""
+        one, other = (self.chat.turns(self.tokenizer, [{"role": "user", "content": content + end}]) for end in ("a", "b"))
+        return one[: common(one, other)]
+
+    def _tokens(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def _encode(self, text: str) -> list[tuple[str, list[int]]]:
+        """Return a prompt in parts with their tokens; those that it has in common with the last prompt and answer, keep theirs."""
+        found, at = list[tuple[str, list[int]]](), 0
+        for part, ids in self._segments:
+            as_it_is = next((one for one in (part, part.strip()) if text.startswith(one, at)), None)
+            if as_it_is is None:
+                break
+            found.append((as_it_is, ids))
+            at += len(as_it_is)
+        return [*found, (text[at:], self._tokens(text[at:]))]
+
+    def _rewind(self, ids: list[int]) -> int:
+        """Have the cache hold nothing but the beginning of a prompt. Returns how much; its last token is not included."""
+        kept = 0 if self.cache.foreign else min(common(self._held, ids), len(ids) - 1)
+        return self._keep(kept)
+
+    def _keep(self, length: int) -> int:
+        """Keep the first tokens in the cache, or none where it cannot go back. Returns how many are left."""
+        try:
+            if length:
+                self.cache.keep(length)
+                return length
+        except CacheError:
+            pass
+        self.cache.reset()
+        self._recorder.detach()
+        self._recorder = Recorder(self.cache.kv)  # without what was selected before
+        return 0

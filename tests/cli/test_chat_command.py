@@ -1,0 +1,80 @@
+"""kvthaw chat."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from said import Said, refused
+
+from kvthaw.evaluate.text import AnswerText
+
+DOCUMENT = "Down the rabbit hole. " * 30
+
+
+@pytest.fixture
+def talk(endless: Path, tmp_path: Path) -> Any:
+    """Runs the command on lines of input, with KV kept in a folder of the test's own."""
+    (tmp_path / "book.txt").write_text(DOCUMENT)
+
+    def run(*arguments: str, says: tuple[str, ...]) -> Said:
+        common = ("--model", str(endless), "--kv-dir", str(tmp_path / "kv"), "--max-new-tokens", "5")
+        return Said("chat", *common, *arguments, stdin="\n".join(says) + "\n")
+
+    return run
+
+
+def test_a_conversation_about_a_document(talk: Any, tmp_path: Path) -> None:
+    page, sparse = tmp_path / "page.html", ("--method", "oracle", "--budget", "64")
+    file = ("--file", str(tmp_path / "book.txt"))
+    said = talk(*file, *sparse, says=("Who?", "/recalled 2", f"/recalled {page}", "/stats", "Why?", "/save talk", "/quit", "x"))
+    assert said.code == 0, said.err
+    assert "no chat template" in said.err
+    assert f"{len(DOCUMENT) - 1:,} tokens, {len(DOCUMENT) - 1:,} of them prefilled" in said.err, "without the last blank"
+    assert "5 tokens prefilled" in said.err
+    assert " %  tokens " in said.out
+    assert "tokens attended a step" in said.err
+    assert "Down the rabbit hole." in page.read_text()
+    again = talk("--context", "talk", *sparse, says=("And now?",))
+    assert "4 messages" in again.err
+    assert again.code == 0
+    prefilled = re.search(r"([\d,]+) tokens prefilled", again.err)
+    assert prefilled is not None
+    assert int(prefilled[1].replace(",", "")) < 30, "the question, and what is no text at the end of an answer"
+
+
+def test_a_document_is_prefilled_once(talk: Any, tmp_path: Path) -> None:
+    file = ("--file", str(tmp_path / "book.txt"), "--context", "book")
+    first, again, named = talk(*file, says=("Who?",)), talk(*file, says=("Who?",)), talk("--context", "book", says=("Who?",))
+    assert " 1 of them prefilled" in again.err
+    assert first.out == again.out == named.out
+    refused(talk("--context", "nothing", says=("Who?",)), 1, "nothing", "--file")
+    refused(talk("--context", "../up", says=("Who?",)), 1, "../up")
+
+
+def test_what_fails_ends_no_conversation(talk: Any) -> None:
+    said = talk(says=("a" * 3000, "/save ../up", "/nonsense", "/recalled", "Who?"))
+    assert said.code == 0
+    assert "3,001 tokens" in said.err or "3,000 tokens" in said.err
+    assert "/recalled" in said.err, "the list of commands"
+    assert "Traceback" not in said.err
+    assert said.out.strip()
+
+
+def test_ctrl_c_ends_an_answer_and_not_the_conversation(talk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    push, tokens = AnswerText.push, list[int]()
+
+    def third(self: AnswerText, token: int) -> str:
+        tokens.append(token)
+        if len(tokens) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return push(self, token)
+
+    monkeypatch.setattr(AnswerText, "push", third)
+    said = talk(says=("Who?", "Why?"))
+    assert said.code == 0
+    assert "; stopped" in said.err
+    assert len(tokens) == 3 + 5
