@@ -132,7 +132,7 @@ def test_every_command_that_is_shown_can_be_given(monkeypatch: pytest.MonkeyPatc
     for one in pkgutil.iter_modules(cli.__path__):
         module = vars(importlib.import_module(f"kvthaw.cli.{one.name}"))
         texts += [value for name, value in module.items() if name.endswith("EXAMPLES")]
-    commands = "eval|generate|compare|bench|reproduce|demo|methods|serve|inspect|plan"
+    commands = "eval|generate|chat|compare|bench|reproduce|demo|methods|serve|inspect|plan"
     shown = [
         line
         for text in texts

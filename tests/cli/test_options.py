@@ -12,6 +12,9 @@ from said import Said, refused
 from kvthaw.cli import app
 from kvthaw.cli.options import budget_of, listed, tokens_of, variants_of
 
+OWN = ("--data", "--question", "--context")
+"""What is a text to ask, or a name, where one prompt is answered, and a way to ask, or a file, where there are many."""
+
 
 def commands(command: Any = None, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every command that does something."""
@@ -28,7 +31,7 @@ def test_an_option_takes_a_list_under_all_commands_that_take_several() -> None:
     looks: dict[str, dict[str | None, str]] = {}
     for name, command in commands():
         for param in command.params:
-            for option in (one for one in param.opts if one.startswith("--") and one != "--data"):
+            for option in (one for one in param.opts if one.startswith("--") and one not in OWN):
                 looks.setdefault(option, {})[param.metavar] = name
     assert {option: found for option, found in looks.items() if len(found) > 1} == {}
 

@@ -10,7 +10,7 @@ import typer
 
 from kvthaw.cli import options
 from kvthaw.cli.common import load_model, print_wide, tell_outdated, warned
-from kvthaw.cli.options import budget_of, chat_of, listed, many_dense, names_of, questions_of, shard_of, tokens_of
+from kvthaw.cli.options import budget_of, chat_of, listed, many_dense, names_of, questions_of, shard_of, tokens_of, words
 from kvthaw.cli.progress import bars, stderr, waiting, watched
 
 _ALL, _BUDGETS, _TASKS = ["all"], ["64", "128", "256", "1024"], ["passkey", "niah", "longeval", "kv_retrieval"]
@@ -46,6 +46,7 @@ def compare(
     samples: Annotated[int, typer.Option(min=1, help="Samples a cell, the same under every method.")] = 50,
     question: options.Questions = options.DENSE,
     dense_layers: options.ManyDenseLayers = None,
+    text: options.Text = None,
     chat: options.UseChat = None,
     system: options.System = None,
     thinking: options.Thinking = None,
@@ -83,7 +84,7 @@ def compare(
     every sample. A run that was stopped continues where it was.
     """
     questions, sizes = questions_of(question), tuple(listed(length, tokens_of, "--length"))
-    limits = budget or ([] if retrieved else _BUDGETS)
+    limits, haystack = budget or ([] if retrieved else _BUDGETS), words(text)
     part, asked = shard_of(shard, needs_out=False), chat_of(chat, system, thinking)
     from kvthaw.evaluate.results import ResultsFile
 
@@ -110,7 +111,8 @@ def compare(
             probe=probe,
             retrieved=tuple(listed(retrieved, int, "--retrieved")) if retrieved else (),
             chat=asked,
-            course=Course(sizes, samples=max(1, samples // 5), seed=seed) if "perplexity" in wanted else None,
+            text=haystack,
+            course=Course(sizes, samples=max(1, samples // 5), seed=seed, text=haystack) if "perplexity" in wanted else None,
         )
         grid.jobs(), grid.variants()  # what is wrong costs no loading
         if not out.exists() and out.parent.is_dir():

@@ -41,11 +41,12 @@ class Grid:
     course: Course | None = None
     retrieved: tuple[int, ...] = ()
     chat: Chat | None = None
+    text: str | None = None
 
     def jobs(self) -> list[Job]:
         """Return a job a task, length and protocol. Raises ConfigError for what no job can be."""
         return [
-            Job(task, length, self.samples, self.seed, self.depths, question, self.probe, chat=self.chat)
+            Job(task, length, self.samples, self.seed, self.depths, question, self.probe, self.text, chat=self.chat)
             for task, length, question in itertools.product(self.tasks, self.lengths, self.questions)
         ]
 
