@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = (
     "Examples:\n\n  kvthaw chat --model Qwen/Qwen3-8B --no-thinking\n\n"
-    "  kvthaw chat --model Qwen/Qwen3-8B --file book.txt --context book   (keeps the book's KV as kv/book)\n\n"
+    "  kvthaw chat --model Qwen/Qwen3-8B --file book.txt --context book   (its KV is kept as kv/book)\n\n"
     "  kvthaw chat --model Qwen/Qwen3-8B --context book   (takes it up again, without prefill)\n\n"
     '  echo "Who stole the tarts?" | kvthaw chat --model Qwen/Qwen3-8B --file book.txt --method icecache-digest --budget 256'
 )
