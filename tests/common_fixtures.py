@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ if not torch.cuda.is_available():  # before triton is imported anywhere
     os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest
+import typer.testing
 from hypothesis import HealthCheck, settings
 from transformers import PreTrainedModel
 from transformers.utils import logging
@@ -35,6 +37,7 @@ if HAS_TRITON and not torch.cuda.is_available():
 
     interpreter.quicken()
 logging.set_verbosity_error()
+typer.testing._get_command = functools.cache(typer.testing._get_command)  # which takes longer than most commands
 
 
 LONG = (

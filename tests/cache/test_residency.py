@@ -54,7 +54,9 @@ def wanted(rng: torch.Generator, seqs: int, heads: int, count: int, length: int)
     return rows
 
 
-ACTIONS = st.lists(st.sampled_from(["admit"] * 6 + ["grow", "clear", "clear all", "reorder", "copy"]), min_size=1, max_size=40)
+ACTIONS = st.lists(
+    st.sampled_from(["admit"] * 6 + ["grow", "widen", "clear", "clear all", "reorder", "copy"]), min_size=1, max_size=40
+)
 
 
 @given(actions=ACTIONS, slots=st.integers(1, 9), heads=st.integers(1, 2), seed=st.integers(0, 10_000))
@@ -82,6 +84,11 @@ def test_against_the_model(actions: list[str], slots: int, heads: int, seed: int
         elif action == "grow":
             length += int(torch.randint(1, 300, (), generator=rng))
             table.grow(length)
+        elif action == "widen":
+            slots += 2
+            table.widen(slots)
+            for one in model.values():
+                one.rows, one.used = [*one.rows, None, None], [*one.used, 0, 0]
         elif action.startswith("clear"):
             seq = int(torch.randint(0, seqs, (), generator=rng))
             keep = 0 if action == "clear all" else int(torch.randint(0, length, (), generator=rng))

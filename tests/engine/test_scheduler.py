@@ -289,6 +289,32 @@ def test_requests_without_memory_wait_and_go_on(
     assert scheduler.batch.stats().kv_host_bytes == 0
 
 
+@pytest.mark.parametrize(("priorities", "loser"), [((0, 0), 1), ((1, 0), 0)])
+def test_the_last_in_order_gives_its_place_up(
+    model: PreTrainedModel, priorities: tuple[int, int], loser: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def short() -> None:
+        raise HostMemoryError("short")
+
+    scheduler = Scheduler(Batch(model, "oracle", max_seqs=2, capacity=100, budget=48))
+    requests = [scheduler.submit([5] * 4, max_new_tokens=6, stop=(), priority=priority) for priority in priorities]
+    while len(scheduler.decoding) < 2:
+        scheduler.step()
+    monkeypatch.setattr(scheduler.batch, "decode", short)
+    scheduler.step()
+    assert scheduler.waiting == [requests[loser]]
+    assert scheduler.decoding == [requests[1 - loser]]
+
+
+def test_a_request_needs_memory_for_its_new_tokens_too(model: PreTrainedModel) -> None:
+    batch = Batch(model, "oracle", max_seqs=2, capacity=100, budget=48, block_size=16)
+    batch.join([5] * 4, max_new_tokens=2, stop=())
+    batch.step()
+    few, many = (batch.admission.need(batch.request([5] * 20, max_new_tokens=n)) for n in (10, 60))
+    assert few > 0
+    assert many / few == 80 / 32  # whole blocks
+
+
 def test_a_step_that_has_changed_states_is_taken_again_by_way_of_the_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build_exact("qwen3_next")
     asked = [(prompt(1, n, seed=n)[0], new) for n, new in ((60, 9), (30, 12))]

@@ -76,8 +76,7 @@ def test_length_seed_and_score(tokenizer: Any, name: str) -> None:
     assert task.score(first, f" {', '.join(answer[::-1] for answer in first.answers)}") == 0.0
 
 
-@pytest.mark.parametrize("depth", [0.0, 0.7])
-@pytest.mark.parametrize("name", PLACED)
+@pytest.mark.parametrize(("name", "depth"), list(zip(PLACED, itertools.cycle([0.0, 0.7]), strict=False)))
 def test_depth(tokenizer: Any, name: str, depth: float) -> None:
     sample = make(tokenizer, name, length=4000, depth=depth, seed=2)
     assert sample.depth == pytest.approx(depth, abs=0.12)

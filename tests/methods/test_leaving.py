@@ -68,13 +68,13 @@ def test_going_ahead_changes_nothing_and_moves_nothing(method: str) -> None:
     """Work for the next token may be done while the last one's is under way. A captured step of a graph-safe index reads by
     address, and what a prompt of 200 makes room for is 456 tokens."""
     torch.manual_seed(3)
-    plain = OneLayer(method, 200, 40)
+    plain = OneLayer(method, 200, 26)
     torch.manual_seed(3)
-    ahead = OneLayer(method, 200, 40)
+    ahead = OneLayer(method, 200, 26)
     assert plain.layer.retriever is not None
     safe = plain.layer.retriever.index.graph_safe
     addresses: list[list[int]] = []
-    for _ in range(40):
+    for _ in range(26):
         assert ahead.step() == plain.step()
         ahead.cache.run_ahead(certain=True)
         assert not ahead.cache.sequences.full() or not ahead.cache.needs_host()
