@@ -316,13 +316,14 @@ class IndexUpdater:
         self._last.pop(seq, None)
 
     def _append(self, sequences: list[int], n: int, keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
-        starts = {seq: self.indexed[seq] for seq in sequences}
+        starts, index = {seq: self.indexed[seq] for seq in sequences}, self.retriever.index
 
         def failed() -> None:
             for seq, start in starts.items():
-                self.indexed[seq] = min(self.indexed[seq], start)
+                end = self.indexed[seq] = min(self.indexed[seq], start)
+                index.truncate(seq, end if end > self.first else 0)  # some of the sequences may have their tokens already
 
-        self._submit(partial(self.retriever.index.append, sequences, keys, values, queries), failed)
+        self._submit(partial(index.append, sequences, keys, values, queries), failed)
         for seq, start in starts.items():
             self.indexed[seq] = start + n
         self._last.update(starts)

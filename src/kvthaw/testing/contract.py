@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -72,6 +72,7 @@ class Contract:
         "chooses_alike_when_several_tokens_come": ((),),
         "chooses_alike_without_residency": ((),),
         "copies_independently": ((),),
+        "repeats_what_failed": ((),),
         "names_its_tensors": ((),),
         "parts_sequences_of_one_prefix": ((),),
         "follows_a_reorder": (([0, 0, 2, 1],), ([1, 0, 2],), ([2],), ([1, 1],)),
@@ -88,7 +89,7 @@ class Contract:
 
     RETRIEVES = (
         *("keeps_to_retrieved", "serves_the_smallest_budget", "serves_prompts_in_chunks", "chooses_alike_without_residency"),
-        *("forgets_what_is_cropped", "attends_to_all_after_a_crop", "names_its_tensors"),
+        *("forgets_what_is_cropped", "attends_to_all_after_a_crop", "names_its_tensors", "repeats_what_failed"),
     )
     """Rules of methods that have an index."""
 
@@ -305,6 +306,28 @@ class Contract:
         copied = list(other.decode(11))
         self._same(copied, between, "of a clone", [(seq, seq) for seq in range(3)])
 
+    def repeats_what_failed(self) -> None:
+        """A step whose append() fails after the first sequence is taken again, and every token is indexed once."""
+        layer = self.layer(Text(Shape(batch=2, heads=2, group=2), [80, 80], 24), budget=144).prefill()
+        index, calls = layer.retriever.index, 0
+        append = index.append
+
+        def half(seqs: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 1:
+                append(seqs[:1], keys[:1], values[:1], None if queries is None else queries[:1])
+                raise _HalfWay
+            append(seqs, keys, values, queries)
+
+        index.append = half  # type: ignore[method-assign]
+        for _ in range(layer.text.steps):
+            try:
+                (step,) = layer.decode(1)
+            except _HalfWay:
+                (step,) = layer.decode(1)
+            layer.close_to_full(step)
+
     def names_its_tensors(self) -> None:
         """tensors() has every tensor that select() reads, however the index grew: a captured step would read freed memory."""
         layer, sequences = self.layer(self.batch(30), budget=48).prefill(), [0, 1, 2]
@@ -319,6 +342,10 @@ class Contract:
         _names_what_it_reads(layer, sequences, f"after reorder({sequences})")
         list(layer.decode(8, sequences))
         _names_what_it_reads(layer, sequences, f"8 steps after reorder({sequences})")
+
+
+class _HalfWay(Exception):
+    """What fails on purpose."""
 
 
 class _Reads(TorchDispatchMode):
