@@ -57,7 +57,7 @@ class SignIndex:
 
 
 def sign_keys(*, sink: int = 4, window: int = 32) -> kvthaw.Method:
-    """Tokens by the signs of their keys. Host: the rows. Device: the signs, a byte a channel. A group of heads takes its best score."""
+    """Tokens by the signs of their keys. Host: the rows. Device: a byte a channel. A group of heads takes its best score."""
     return kvthaw.Method("sign-keys", paper="-", unit="token", index=SignIndex, regions=Regions(sink, window, buffer=16))
 
 

@@ -151,7 +151,7 @@ def llama() -> PreTrainedModel:
     return build("llama")
 
 
-@pytest.mark.parametrize("page", ["index.md", "choose.md", "planning.md", "documents.md"])
+@pytest.mark.parametrize("page", ["index.md", "choose.md", "planning.md", "documents.md", "own-method.md"])
 def test_code_on_a_page_runs(
     page: str, llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -161,9 +161,17 @@ def test_code_on_a_page_runs(
     names = {"model": llama, "inputs": {"input_ids": ids, "attention_mask": torch.ones_like(ids)}}
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
     assert blocks
+    before = list(METHODS)
     with torch.no_grad():
         for block in blocks:
             exec(block, names)  # as a reader would
+    for method in set(METHODS) - set(before):
+        METHODS.unregister(method)
+
+
+def test_the_method_that_is_explained_is_the_example() -> None:
+    first = re.findall(r"```python\n(.*?)```", (ROOT / "docs/own-method.md").read_text(), re.DOTALL)[0]
+    assert first == (ROOT / "examples/own_method.py").read_text()
 
 
 def test_every_page_stands_in_the_site_s_navigation_but_two_that_others_link_to() -> None:

@@ -12,7 +12,7 @@ EXPECTED = {
     "attach.py": ["planted:", "tokens attended a step"],
     "conversation.py": ["quiet-harbor: 4417382", "prompt tokens were there already", "hit rate"],
     "one_prefill_many_budgets.py": ["oracle", "streaming", "attention mass"],
-    "own_method.py": ["largest-keys: "],
+    "own_method.py": ["sign-keys: "],
     "ray_serve.py": ["replica ", "12345"],
     "serving.py": ["tokens in sequence 0", "tokens in sequence 1", "tokens attended a step"],
 }

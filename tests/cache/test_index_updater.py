@@ -36,6 +36,9 @@ class Recorder:
     def append(self, seqs: list[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
         self.calls.append(("append", seqs, keys, -1 if queries is None else queries.shape[2]))
 
+    def truncate(self, seq: int, length: int) -> None:
+        self.calls.append(("truncate", seq, torch.empty(length), -1))
+
 
 def an_updater(*, grows: bool, on_host: bool = False) -> tuple[IndexUpdater, Recorder, Tensor]:
     """An updater, its index, and 30 rows [H, 30, 2, D], all in the store; in the slab the sink and 12 .. 20."""
@@ -105,7 +108,7 @@ def test_what_an_index_did_not_take_is_given_again() -> None:
         updater.flush([(0, 12, 16)], {})
     index.append = append  # type: ignore[method-assign]
     updater.flush([(0, 12, 16)], {})
-    assert [call[:2] for call in index.calls] == [("append", [0])]
+    assert [call[:2] for call in index.calls] == [("truncate", 0), ("append", [0])]
     assert updater.indexed == [16, 12]
 
 

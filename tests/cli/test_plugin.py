@@ -20,8 +20,8 @@ EXAMPLE = str(Path(__file__).parents[2] / "examples/own_method.py")
 @pytest.fixture(autouse=True)
 def _unregister() -> Iterator[None]:
     yield
-    if "largest-keys" in METHODS:
-        METHODS.unregister("largest-keys")
+    if "sign-keys" in METHODS:
+        METHODS.unregister("sign-keys")
 
 
 def commands(group: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -40,17 +40,17 @@ def test_every_command_that_takes_a_method_takes_a_plugin() -> None:
 
 
 def test_a_file_s_method_generates_and_is_described(model: str) -> None:
-    (told,) = Said("methods", "largest-keys", "--plugin", EXAMPLE, "--json").records
+    (told,) = Said("methods", "sign-keys", "--plugin", EXAMPLE, "--json").records
     assert told["decides"] == "device"
     said = Said(
-        *("generate", "1234567890" * 8, "--model", model, "--plugin", EXAMPLE, "--method", "largest-keys:sink=2"),
+        *("generate", "1234567890" * 8, "--model", model, "--plugin", EXAMPLE, "--method", "sign-keys:sink=2"),
         *("--budget", "32", "--max-new-tokens", "2", "--json"),
     )
-    assert json.loads(said.out)["method"].startswith("largest-keys")
+    assert json.loads(said.out)["method"].startswith("sign-keys")
 
 
 def test_a_method_without_its_file_is_unknown(model: str) -> None:
-    refused(Said("generate", "hi", "--model", model, "--method", "largest-keys"), 1, "largest-keys")
+    refused(Said("generate", "hi", "--model", model, "--method", "sign-keys"), 1, "sign-keys")
 
 
 def test_a_file_without_methods_is_refused(tmp_path: Path, model: str) -> None:

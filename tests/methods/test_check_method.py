@@ -14,7 +14,7 @@ from kvthaw.cache.index_api import Selection
 from kvthaw.errors import ConfigError, ContractError
 from kvthaw.index.exact import ExactIndex
 from kvthaw.methods import resolve
-from kvthaw.testing import check_method
+from kvthaw.testing import Contract, check_method
 
 
 class Twice(ExactIndex):
@@ -59,12 +59,6 @@ class Hides(ExactIndex):
     [
         (Twice, r"mine breaks the rule keeps_the_budget \(48\), .*none twice.*: CacheError: .* row \d+ is there twice"),
         (Fails, r"mine breaks the rule keeps_the_budget \(48\), .*IndexError: no such page"),
-        (
-            Draws,
-            r"mine breaks the rule chooses_alike_alone, .*step 0, sequence 0, alone .*KV head \d: the rows are \[\d+, .*, not \[",
-        ),
-        (Keeps, r"mine breaks the rule copies_independently, .*clone_from\(\) shares tensors"),
-        (Hides, r"mine breaks the rule names_its_tensors, .*after the prompt, select\(\) reads Hides\.\w.*, which tensors\(\)"),
     ],
 )
 def test_the_first_broken_rule_is_named(index: Any, words: str) -> None:
@@ -72,6 +66,19 @@ def test_the_first_broken_rule_is_named(index: Any, words: str) -> None:
     with pytest.raises(ContractError, match=words):
         check_method(replace(resolve("oracle"), name="mine", index=index))
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("index", "rule", "words"),
+    [
+        (Draws, "chooses_alike_alone", r"step 0, sequence 0, alone .*KV head \d: the rows are \[\d+, .*, not \["),
+        (Keeps, "copies_independently", r"clone_from\(\) shares tensors"),
+        (Hides, "names_its_tensors", r"after the prompt, select\(\) reads Hides\.\w.*, which tensors\(\) does not name"),
+    ],
+)
+def test_a_broken_rule_says_what_it_found(index: Any, rule: str, words: str) -> None:
+    with pytest.raises(AssertionError, match=words):
+        getattr(Contract(replace(resolve("oracle"), index=index)), rule)()
 
 
 def test_a_unit_that_no_table_knows_is_refused() -> None:

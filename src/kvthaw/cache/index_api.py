@@ -111,8 +111,8 @@ class Index(Protocol):
         last, at most `Method.prompt_queries`."""
 
     def append(self, seqs: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
-        """Add the next n positions of some sequences, in place. keys, values: [R, H, n, D] for the R sequences; queries: None
-        or [R, Hq, W, D]."""
+        """Add the next n positions of some sequences, in place; one that was never built begins after the sink. keys, values:
+        [R, H, n, D] for the R sequences; queries: None or [R, Hq, W, D]. If it raises, they are truncated to where they were."""
 
     def select(self, query: Tensor, budget: int) -> Selection:
         """Select at most `budget` rows per KV head for one query per head. query: [B, Hq, D], after RoPE, unscaled."""

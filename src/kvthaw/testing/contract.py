@@ -317,14 +317,14 @@ class Contract:
             calls += 1
             if calls == 1:
                 append(seqs[:1], keys[:1], values[:1], None if queries is None else queries[:1])
-                raise _HalfWay
+                raise _HalfWayError
             append(seqs, keys, values, queries)
 
         index.append = half  # type: ignore[method-assign]
         for _ in range(layer.text.steps):
             try:
                 (step,) = layer.decode(1)
-            except _HalfWay:
+            except _HalfWayError:
                 (step,) = layer.decode(1)
             layer.close_to_full(step)
 
@@ -344,7 +344,7 @@ class Contract:
         _names_what_it_reads(layer, sequences, f"8 steps after reorder({sequences})")
 
 
-class _HalfWay(Exception):
+class _HalfWayError(Exception):
     """What fails on purpose."""
 
 
