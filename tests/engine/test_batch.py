@@ -78,20 +78,29 @@ AGAIN = [name for name in DISTINCT if name != "snapkv-refreshed"] + ["snapkv:ref
 @pytest.mark.parametrize(
     ("method", "first", "second"), [(method, *((60, 5), (5, 60))[turn % 2]) for turn, method in enumerate(AGAIN)]
 )
-def test_nothing_of_a_request_stays_for_the_next_one_in_its_place(method: str, first: int, second: int) -> None:
-    model = build("llama", num_hidden_layers=1)
+def test_a_step_computes_the_sequences_up_to_the_last_that_decodes(method: str, first: int, second: int) -> None:
+    model, rows = build_exact("llama", num_hidden_layers=1), []
+    model.get_input_embeddings().register_forward_pre_hook(lambda _, given: rows.append(len(given[0])))
 
-    def serve(batch: Batch, length: int, new: int) -> list[int]:
-        sampling = Sampling(temperature=1.0, seed=length)  # greedy tokens repeat themselves and hide what was attended to
-        request = batch.join(prompt(1, length, seed=length)[0], max_new_tokens=new, stop=(), sampling=sampling)
+    def serve(batch: Batch, *lengths: int) -> list[list[int]]:
+        """Tokens of requests that join together; each leaves some steps before the one in the place before it."""
+        requests = []
+        for i, length in enumerate(lengths):
+            sampling = Sampling(temperature=1.0, seed=length)  # greedy tokens repeat themselves and hide what was attended to
+            requests.append(
+                batch.join(prompt(1, length, seed=length)[0], max_new_tokens=16 - 4 * i, stop=(), sampling=sampling)
+            )
         while batch.requests:
             batch.step()
-        return request.tokens
+        return [request.tokens for request in requests]
 
     settings = {"dense_layers": 1} if method == "full" else {"budget": 32, "dense_layers": 0, "block_size": 16}
-    used, fresh = (Batch(model, method, max_seqs=2, capacity=CAPACITY, **settings) for _ in range(2))
-    serve(used, first, 16)
-    assert serve(used, second, 16) == serve(fresh, second, 16)
+    batch = Batch(model, method, max_seqs=3, capacity=CAPACITY, **settings)
+    together = serve(batch, first, second, 33)
+    assert set(rows) == {1, 2, 3}
+    expected = [serve(batch, length)[0] for length in (first, second, 33)]  # nothing stays of those before
+    assert together == [tokens[: 16 - 4 * i] for i, tokens in enumerate(expected)]
+    assert serve(batch, 33, first)[0] == expected[2]
 
 
 @pytest.mark.parametrize("method", ["full", "streaming", "oracle", "clusterkv", "h2o", "icecache-digest"])
@@ -147,16 +156,17 @@ def test_stop_tokens_and_limits(llama: PreTrainedModel) -> None:
 def test_an_empty_sequence_is_attended_by_nobody(llama: PreTrainedModel) -> None:
     """It has no rows, its attention is 0, and it does not count."""
     batch = Batch(llama, "oracle", max_seqs=3, capacity=CAPACITY, budget=48)
-    request = prefilled(batch, prompt(1, 90)[0], stop=())
+    first, request = (prefilled(batch, prompt(1, 90)[0], stop=()) for _ in range(2))
+    batch.leave(first)
     seen = []
     batch.cache.kv.streams.observers.append(lambda layer, query, choice: seen.append(choice.selection.counts))
     batch.step()
-    assert all(counts[request.seq].min() > 0 and counts[1:].max() == 0 for counts in seen)
+    assert all(counts[request.seq].min() > 0 and counts[first.seq].max() == 0 for counts in seen)
     assert batch.stats().attended_mean == 48 - 6 + 1 == alone_stats(llama, 90).attended_mean
     heads = [torch.randn(3, n, 1, 16, dtype=torch.float64) for n in (4, 2, 2)]
     out = batch.cache.kv.attend(batch.cache.kv.layers[0], *heads, AttentionParams(0.25))
-    assert (out[1:] == 0).all()
-    assert (out[0] != 0).all()
+    assert (out[[0, 2]] == 0).all()
+    assert (out[1] != 0).all()
 
 
 def alone_stats(model: PreTrainedModel, tokens: int) -> kvthaw.Stats:
@@ -319,7 +329,7 @@ def test_one_capture_serves_every_company(method: str, compiled: bool) -> None:
             batch.step()
     assert [request.tokens for request in requests] == expected
     stats = batch.stats()
-    assert stats.captures == 1
+    assert stats.captures == (1 if compiled else 3)  # of one, two and three sequences
     assert stats.capture_seconds > 0
 
 
@@ -338,5 +348,5 @@ def test_windows_are_captured_with_the_other_layers(architecture: str, method: s
         while scheduler.busy:
             scheduler.step()
         found.append([request.tokens for request in requests])
-        assert batch.stats().captures == capture
+        assert batch.stats().captures == 2 * capture  # of one sequence and of two
     assert found[0] == found[1]

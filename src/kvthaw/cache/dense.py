@@ -53,7 +53,7 @@ class DenseLayer:
 
     def nonfinite(self) -> Tensor | None:
         """See LayerKV."""
-        return self._tickets[-1:] if self._data is not None else None
+        return self._tickets[:1] if self._data is not None else None
 
     def device_bytes(self) -> int:
         """See LayerKV."""
@@ -149,13 +149,14 @@ class DenseLayer:
 
     def _attend_one(self, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
         assert self._data is not None
+        data = self._data[: len(query)]
         step = DecodeStep(
             query[:, :, 0],
-            self._data[:, :, :, 0],
-            self._data[:, :, :, 1],
+            data[:, :, :, 0],
+            data[:, :, :, 1],
             scale=attention.scale,
             newest=(key[:, :, -1], value[:, :, -1]),
-            lengths=self.sequences.on_device.lengths,
+            lengths=self.sequences.on_device.lengths[: len(query)],
             softcap=attention.softcap,
             sinks=attention.sinks,
         )

@@ -255,8 +255,8 @@ class HostStore:
         return out
 
     def gather(self, rows: Tensor, out: Tensor) -> tuple[int, Tensor]:
-        """As `kvthaw.native.gather_rows`: rows [B, H, M] int32 of all sequences, as they are stored."""
-        return gather_rows(self.table(), self.block_size, rows, out)
+        """As `kvthaw.native.gather_rows`: rows [B, H, M] int32 of the first B sequences, as they are stored."""
+        return gather_rows(self.table()[: len(rows)], self.block_size, rows, out)
 
     def piece(self, seq: int, head: int, row: int, most: int) -> Tensor:
         """Return rows of a head from one on that lie in one block, at most so many, [n, *tail], as they are stored."""

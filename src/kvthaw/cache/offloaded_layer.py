@@ -89,7 +89,7 @@ class OffloadedLayer:
 
     def nonfinite(self) -> Tensor | None:
         """See LayerKV."""
-        return self.slab.tickets[-1:] if self.plan else None
+        return self.slab.tickets[:1] if self.plan else None
 
     def device_bytes(self) -> int:
         """Return the bytes of KV on the device: sink, ring, pool and blocks."""

@@ -54,16 +54,16 @@ class Residency:
     def admit(
         self, rows: Tensor, out: tuple[Tensor, Tensor, Tensor] | None = None, *, blocks: tuple[Tensor, int] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Give every row a slot. rows: [B, H, M] int32, -1 padded, none twice, M <= C. blocks: which blocks lie on the host, [B,
-        blocks] bool, and their size; rows in others are read there and get no slot.
+        """Give every row a slot. rows: [B, H, M] int32, of the first B sequences, -1 padded, none twice, M <= C. blocks: which
+        blocks lie on the host, [., blocks] bool, and their size; rows in others are read there and get no slot.
 
         Returns (slots [B, H, M] int32, -1 where rows is -1; fetch [B, H, M] int32: the row where it must be brought, else -1; live
         [B, H, C] bool: the slots that hold a row of this step), on the host in `out` where that is given.
         """
-        rows, tables = rows.contiguous(), (self.row_slot, self.slot_row, self.used, self.counts)
-        placed = None
+        rows, seqs, placed = rows.contiguous(), len(rows), None
+        tables = self.row_slot[:seqs], self.slot_row[:seqs], self.used[:seqs], self.counts
         if blocks is not None:
-            placed = Placed(*blocks, self.latest)
+            placed = Placed(blocks[0][:seqs], blocks[1], self.latest[:seqs])
         if self.device.type == "cuda":
             return device_admit(rows, *tables, placed)
         if placed is not None:
@@ -76,6 +76,7 @@ class Residency:
         self.slot_row[seq].masked_fill_(gone, -1)
         self.used[seq].masked_fill_(gone, 0)
         self.row_slot[seq, :, length:] = -1
+        self.latest[seq].masked_fill_(self.latest[seq] >= length, -1)
 
     def reorder(self, seqs: Tensor) -> None:
         """Sequence i becomes what sequence seqs[i] was; sequences [B'] int64."""

@@ -90,7 +90,13 @@ class Retriever:
 
     def _place(self, seqs: int) -> None:
         if self.index.on_host:
-            self._selection_buffer = HostSelectionBuffer(self.context, seqs, self.rows, self.slots)
+            self._buffers = {seqs: HostSelectionBuffer(self.context, seqs, self.rows, self.slots)}
+
+    def _buffer(self, seqs: int) -> HostSelectionBuffer:
+        """Return the buffer for choices of so many sequences, which stays where it is."""
+        if seqs not in self._buffers:
+            self._buffers[seqs] = HostSelectionBuffer(self.context, seqs, self.rows, self.slots)
+        return self._buffers[seqs]
 
     def submit(
         self, after: torch.cuda.Event | None, job: Callable[[], None], failed: Callable[[], None] = lambda: None
@@ -247,7 +253,7 @@ class Retriever:
             self.context,
             query.shape[0],
             self.rows,
-            sequences.on_device.starts,
+            sequences.on_device.starts[: len(query)],
         )
         if self._unchecked is not None:
             self._unchecked -= 1
@@ -255,7 +261,8 @@ class Retriever:
     def _recorded(self, query: Tensor, graph: SegmentedGraph) -> Choice:
         """Record a choice made on the host between two graphs: one writes the query to a pinned buffer, the next reads the choice
         from another."""
-        selection_buffer, seqs = self._selection_buffer, query.shape[0]
+        seqs = query.shape[0]
+        selection_buffer = self._buffer(seqs)
         here = selection_buffer.parts(selection_buffer.answer)
         selection_buffer.query.copy_(query, non_blocking=True)
 
@@ -297,11 +304,10 @@ class Retriever:
 
     def _upload(self, selection: Selection, query: Tensor) -> Choice:
         """Assign slots to a selection made on the host, and copy both to the query's device at once."""
-        here = torch.empty_like(
-            self._selection_buffer.answer, pin_memory=True
-        )  # of its own: the last one may still be on its way
-        host = self._answer(selection, self._selection_buffer.parts(here))
-        return Choice(selection, *self._selection_buffer.parts(here.to(query.device, non_blocking=True))[2:], host)
+        buffer = self._buffer(len(query))
+        here = torch.empty_like(buffer.answer, pin_memory=True)  # of its own: the last one may still be on its way
+        host = self._answer(selection, buffer.parts(here))
+        return Choice(selection, *buffer.parts(here.to(query.device, non_blocking=True))[2:], host)
 
     def clone_from(self, other: Retriever) -> None:
         """Copy the index of another group with as many sequences."""

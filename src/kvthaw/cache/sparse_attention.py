@@ -46,11 +46,12 @@ class SparseAttention:
     def attend(
         self, step: Step | None, t: int, query: Tensor, newest: Newest, attention: AttentionParams
     ) -> tuple[Tensor, Choice | None]:
-        """Attend with query [B, Hq, D] of token t of a step. Returns the output [B, Hq, D] and the choice.
+        """Attend with query [B, Hq, D] of token t of a step of the first B sequences. Returns the output [B, Hq, D] and the choice.
 
         newest: key and value [B, H, D] of the token, which enter the ring; again where another layer's queries come, which is no
         step of its own: None."""
         slab, choice, visible, selected, log_weight, partials = self.storage.slab, None, None, None, None, []
+        seqs, on_device = len(query), self.sequences.on_device
         if self.retriever is not None and self.transfer is not None:
             choice = self._choose(self.retriever, step, query, t)
             self.wait_on_stream()
@@ -68,13 +69,13 @@ class SparseAttention:
                 log_weight = self._by_place(selection.log_weight, None if reads else choice.slots)
         decode_step = DecodeStep(
             query,
-            slab.keys,
-            slab.values,
+            slab.keys[:seqs],
+            slab.values[:seqs],
             scale=attention.scale,
             newest=newest,
             visible=visible,
-            lengths=self.sequences.on_device.lengths,
-            starts=self.sequences.on_device.starts,
+            lengths=on_device.lengths[:seqs],
+            starts=on_device.starts[:seqs],
             regions=slab.regions,
             selected=selected,
             softcap=attention.softcap,
@@ -105,7 +106,8 @@ class SparseAttention:
         selection, store = choice.selection, self.storage.store
         counts = selection.counts, retriever.residency.counts
         tally = counts if choice.slots is None and self.selects else None
-        return Selected(selection.rows.contiguous(), choice.slots, self._table(), store.block_size, tally, store.format)
+        rows = selection.rows.contiguous()
+        return Selected(rows, choice.slots, self._table()[: len(rows)], store.block_size, tally, store.format)
 
     def _table(self) -> Tensor:
         """Return the addresses of the blocks, as they are now, on the device."""

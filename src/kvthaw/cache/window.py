@@ -72,7 +72,7 @@ class WindowLayer:
 
     def nonfinite(self) -> Tensor | None:
         """See LayerKV."""
-        return None if self.slab is None else self.slab.tickets[-1:]
+        return None if self.slab is None else self.slab.tickets[:1]
 
     def device_bytes(self) -> int:
         """See LayerKV."""
@@ -145,17 +145,17 @@ class WindowLayer:
 
     def _attend_one(self, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams) -> Tensor:
         assert self.slab is not None
-        lengths = self.sequences.on_device.lengths
+        lengths, seqs = self.sequences.on_device.lengths, len(query)
         if self.leader is None:
             self._starts = self.span.firsts(lengths - 1)
         step = DecodeStep(
             query[:, :, 0],
-            self.slab.keys,
-            self.slab.values,
+            self.slab.keys[:seqs],
+            self.slab.values[:seqs],
             scale=attention.scale,
             newest=(key[:, :, -1], value[:, :, -1]),
-            lengths=lengths,
-            starts=(self.leader or self)._starts,
+            lengths=lengths[:seqs],
+            starts=(self.leader or self)._starts[:seqs],
             regions=self.slab.regions,
             softcap=attention.softcap,
             sinks=attention.sinks,

@@ -33,8 +33,9 @@ class Batch:
     """Up to `max_seqs` requests decoded together, each of its own length; they join and leave between steps.
 
     Everything that a step reads is allocated for `capacity` tokens a sequence when the first joins and stays where it is, so that
-    on a GPU one captured step (see kvthaw.engine.graph_runner) serves any requests. Each request's tokens are those that
-    it would get alone. One that finishes leaves by itself.
+    on a GPU captured steps (see kvthaw.engine.graph_runner) serve any requests. A step computes the first 1, 2, 4, 8, ...
+    sequences, as few as hold all that decode, and there is a capture for each of these numbers. Each request's tokens are those
+    that it would get alone. One that finishes leaves by itself.
 
     model: as for `Cache`. method, and the settings budget, retrieved, dense_layers, seed, block_size, host_bytes, device_memory,
     full_below and kv_dtype: as for `Cache`; a budget is a number of tokens, for a fraction of the length would differ from one to
@@ -244,13 +245,15 @@ class Batch:
         live, sequences = self.decoding, self.cache.kv.sequences
         if not live:
             return []
-        at = [(one.tokens[one.fed], one.prompt + one.fed) if one else (0, 0) for one in self._decoding]
+        every = self._compile or self.cache.states  # compiled for one number; transformers' states are of all sequences
+        rows = self.max_seqs if every else min(self.max_seqs, 1 << live[-1].seq.bit_length())
+        seqs, commits = slice(0, rows), sequences.commits
+        at = [(one.tokens[one.fed], one.prompt + one.fed) if one else (0, 0) for one in self._decoding[seqs]]
         ids, positions = torch.tensor(at, device=self._model.device)[:, :, None].unbind(1)
-        commits = sequences.commits
         try:
             with torch.no_grad():
                 logits = self._replay(ids, positions)[:, -1]
-                drawn = self._sampler(logits, positions[:, 0] + 1)
+                drawn = self._sampler(logits, positions[:, 0] + 1, seqs)
             self._replay.run_ahead()
         except BaseException:
             if self.cache.states or sequences.commits != commits:
@@ -259,7 +262,7 @@ class Batch:
             raise
         for request in live:
             request.fed += 1
-        return self._give(self._decoding, drawn)
+        return self._give(self._decoding[seqs], drawn)
 
     def step(self) -> list[Request]:
         """Give the requests whose prompts are whole a token each, and the first other one the next chunk of its prompt. Returns

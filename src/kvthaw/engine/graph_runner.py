@@ -26,6 +26,7 @@ from kvthaw.cache.streams import Observer
 from kvthaw.engine.ops import serving
 
 _log = logging.getLogger(__name__)
+_Bucket = tuple[Tensor, Tensor, Tensor, SegmentedGraph | None, int]
 _WARM = 2  # eager steps before a capture, in which kernels are compiled and tuned
 
 
@@ -98,7 +99,7 @@ class GraphRunner:
 
     forward(input_ids=, position_ids=, past_key_values=, use_cache=, attention_mask=) is the model's own, or that compiled.
     capture: False runs it eagerly at every step. captures, capture_seconds: how often a graph was captured and how long that took
-    in all; capture_bytes: device memory that the latest one took.
+    in all; capture_bytes: device memory that the latest one took. Steps of other numbers of rows have graphs of their own.
     """
 
     def __init__(self, forward: Callable[..., Any], cache: ModelCache, *, compiled: bool = False, capture: bool = True) -> None:
@@ -111,6 +112,7 @@ class GraphRunner:
         self._steady = 0
         self._observers: list[Observer] = []  # those that the graph has captured
         self._ids = self._positions = self._logits = torch.empty(0)
+        self._others: dict[int, _Bucket] = {}  # by rows
 
     def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Logits [B, 1, V] of one token a row, ids and positions [B, 1]; valid until the next step.
@@ -130,8 +132,7 @@ class GraphRunner:
 
     def _take(self, ids: Tensor, positions: Tensor) -> Tensor:
         if self._ids.shape != ids.shape or self._ids.device != ids.device:
-            self._ids, self._positions = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (ids, positions))
-            self._graph = None
+            self._switch(ids, positions)
         self._ids.copy_(ids)  # every step reads the same two tensors, so that a compiled forward meets no other strides
         self._positions.copy_(positions)
         kv, sequences = self._kv, self._kv.sequences
@@ -141,6 +142,7 @@ class GraphRunner:
             return self._run()
         if self._observers != observers:
             self._graph, self._steady, self._observers = None, 0, list(observers)
+            self._others.clear()
         if self._graph is None or self._known != (sequences.version, sequences.padded_length) or kv.needs_host():
             self._prepare()
         if self._graph is None:
@@ -164,6 +166,15 @@ class GraphRunner:
         self._known = sequences.version, sequences.padded_length
         return self._logits
 
+    def _switch(self, ids: Tensor, positions: Tensor) -> None:
+        """Use the inputs, the graph and its output of steps of as many rows."""
+        self._others[len(self._ids)] = self._ids, self._positions, self._logits, self._graph, self._steady
+        bucket = self._others.pop(len(ids), None)
+        if bucket is None or bucket[0].shape != ids.shape or bucket[0].device != ids.device:
+            own = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (ids, positions)]
+            bucket = own[0], own[1], torch.empty(0), None, 0
+        self._ids, self._positions, self._logits, self._graph, self._steady = bucket
+
     def _prepare(self) -> None:
         self._kv.before_step()
         addresses = tuple(tensor.data_ptr() for tensor in self._kv.tensors())
@@ -171,6 +182,7 @@ class GraphRunner:
             if self._graph is not None:
                 _log.info("what the captured step reads has moved; decoding eagerly until it is steady")
             self._graph, self._addresses, self._steady = None, addresses, 0
+            self._others.clear()
             self._captures = self.capture and search_needs_host(self._kv) is None
 
     def _run(self) -> Tensor:

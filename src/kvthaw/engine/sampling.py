@@ -228,7 +228,7 @@ class Sampler:
         self._bias: Tensor | None = None  # [S, V] float32
         self._stops: Tensor | None = None  # [S, V] bool
         self._masks: TokenMasks | None = None
-        self._groups: list[tuple[int, Tensor]] | None = None  # None: settings have changed
+        self._groups: dict[tuple[int, int], list[tuple[int, Tensor]]] = {}  # by range of sequences, since settings changed
 
     def join(
         self,
@@ -266,7 +266,7 @@ class Sampler:
             self._masks = TokenMasks(self.seqs, self.vocabulary, self.device)
         if self._masks is not None:
             self._masks.join(seq, matcher)
-        self._groups = None
+        self._groups.clear()
 
     def leave(self, seq: int) -> None:
         """Let a sequence go: it costs no more than a greedy one."""
@@ -290,12 +290,10 @@ class Sampler:
 
         logits [B, V]: the model's; positions [B] int64: where the tokens will stand, a prompt of T tokens having stood at 0 to T-1.
         """
-        samplings = self._samplings[seqs]
-        whole = len(samplings) == self.seqs
-        groups = self._groups if whole else None
+        samplings, (first, stop, _) = self._samplings[seqs], seqs.indices(self.seqs)
+        groups = self._groups.get((first, stop))
         if groups is None:
-            groups = _groups(samplings, self.vocabulary, self.device)
-            self._groups = groups if whole else self._groups
+            groups = self._groups[first, stop] = _groups(samplings, self.vocabulary, self.device)
         x = self._processed(logits, positions, seqs, samplings)
         if self._masks is not None:
             x = self._masks(x, seqs)

@@ -84,7 +84,7 @@ class HeavyIndex(KeptIndex):
             batch, length = query.shape[0], self.tables["length"]
             self.add()
             self.tables["asked"][:batch] = query
-            length[:batch] = self.context.sequences.on_device.lengths
+            length[:batch] = self.context.sequences.on_device.lengths[:batch]
         return selection
 
     def truncate(self, seq: int, length: int) -> None:

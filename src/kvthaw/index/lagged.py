@@ -45,7 +45,7 @@ class LaggedIndex(BoundIndex):
         now = (
             self.asked[:batch].amax(dim=1) + 1
             if self.context.sequences is None
-            else self.context.sequences.on_device.lengths.long()
+            else self.context.sequences.on_device.lengths[:batch].long()
         )
         before = (now - 1) % _KEPT
         previous, asked = self.previous[seqs, before], self.asked[seqs, before]

@@ -105,7 +105,7 @@ class ShadowIndex(UnitIndex):
         source.scatter_(2, torch.where(wanted, slots, slab.slots).long(), among)
         source = source[:, :, : slab.slots, None]
         made = self.keys(place).gather(2, source.clamp(min=0).expand(-1, -1, -1, self.context.head_dim))
-        pool = slab.data[:, :, slab.pool_start :, 0]
+        pool = slab.data[:batch, :, slab.pool_start :, 0]
         pool.copy_(torch.where(source >= 0, made, pool))
 
     def keys(self, place: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ class FreshSnapIndex(SnapIndex):
         selection = super().select(query, budget)
         slot = self.cursor % self.width
         if self.context.sequences is not None:  # a sequence without a token asks nothing
-            query = torch.where(self.context.sequences.on_device.live[:, None, None] > 0, query, 0.0)
+            query = torch.where(self.context.sequences.on_device.live[: len(query), None, None] > 0, query, 0.0)
         self.tables["recent"][: query.shape[0]].index_copy_(2, slot, query[:, :, None].to(self.context.dtype))
         self.cursor.add_(1)
         return selection

@@ -37,10 +37,10 @@ class Recorder:
         if choice is None or not layer.chooses:
             return
         rows = choice.selection.rows
-        held = self._latest.get(layer.number)
-        if held is None or held.shape != rows.shape:
-            held = self._latest[layer.number] = torch.empty_like(rows, device=query.device)
-        held.copy_(rows, non_blocking=True)
+        shape, held = (self._kv.sequences.count, *rows.shape[1:]), self._latest.get(layer.number)
+        if held is None or held.shape != shape:
+            held = self._latest[layer.number] = rows.new_full(shape, -1, device=query.device)
+        held[: len(rows)].copy_(rows, non_blocking=True)
 
     def take(self, seq: int) -> Rows:
         """Return what a sequence selected in the latest step, empty where all layers attend to everything. On a GPU the copy goes

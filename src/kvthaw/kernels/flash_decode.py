@@ -183,7 +183,7 @@ elif HAS_TRITON:
                 sums = tl.where(some[:, None] & (offset == 0)[None, :], 1.0, sums)
                 acc = tl.where(some[:, None], nv.to(tl.float32)[None, :], acc)
             finite = (tl.abs(nk.to(tl.float32)) < float("inf")) & (tl.abs(nv.to(tl.float32)) < float("inf"))
-            tl.store(tickets + tl.num_programs(0) + d * 0, 1, mask=is_dim & mine & (finite == 0))
+            tl.store(tickets + d * 0, 1, mask=is_dim & mine & (finite == 0))
             tl.store(keys + home * k_row + d, nk, mask=is_dim & mine)
             tl.store(values + home * v_row + d, nv, mask=is_dim & mine)
         for at in range(begin, end, BLOCK_N):
@@ -257,9 +257,9 @@ elif HAS_TRITON:
         # The last program of the KV head merges the splits. acq_rel orders every program's stores before its ticket; the
         # results are loaded past the L1 cache (.cg).
         tl.debug_barrier()
-        arrived = tl.atomic_add(tickets + pair, 1, sem="acq_rel")
+        arrived = tl.atomic_add(tickets + 1 + pair, 1, sem="acq_rel")
         if arrived == splits - 1:
-            tl.store(tickets + pair, 0)
+            tl.store(tickets + 1 + pair, 0)
             mg, s, c = tl.arange(0, MERGE_G), tl.arange(0, MERGE_S), tl.arange(0, CHUNK)
             is_mine = mg < GROUP
             head = h * GROUP + mg
@@ -309,7 +309,8 @@ def flash_decode(step: DecodeStep, tickets: Tensor | None = None) -> Tensor:
     """Launch the kernel: as `definition`, but return only the output, [B, Hq, D] in the dtype of query.
 
     Does not read keys outside [starts, lengths). tickets: at least B * H + 1 int32 zeros, which the kernel resets to zero, so one
-    tensor can serve many steps; but tickets[B * H] becomes and stays 1 once a newest key or value is not finite.
+    tensor can serve many steps, of fewer sequences too; but tickets[0] becomes and stays 1 once a newest key or value is not
+    finite.
     """
     query, keys, values, visible, selected = step.query, step.keys, step.values, step.visible, step.selected
     lengths, starts, regions, log_weight, sinks = step.lengths, step.starts, step.regions, step.log_weight, step.sinks

@@ -24,7 +24,7 @@ def sparse_decode(step: DecodeStep, tickets: Tensor | None = None) -> Tensor:
     if tickets is not None and step.newest is not None:
         assert step.lengths is not None
         finite = torch.isfinite(step.newest[0]) & torch.isfinite(step.newest[1])
-        tickets[step.keys.shape[0] * step.keys.shape[1]] |= ~(finite.all(dim=(1, 2)) | (step.lengths <= 0)).all()
+        tickets[0] |= ~(finite.all(dim=(1, 2)) | (step.lengths <= 0)).all()
     if step.selected is not None:
         assert step.regions is not None
         step.write_newest()

@@ -249,7 +249,8 @@ class CacheLayer(CacheLayerMixin):
                 raise CacheError("this cache belongs to another model")
             self.know(module)
             count = cache.sequences.count if cache.sequences.filling is None else 1
-            if held and batch != count:
+            whole = batch == count or (cache.sequences.room and cache.sequences.filling is None and batch < count)
+            if held and not whole:  # a running batch may leave out its last sequences
                 raise CacheError(f"the cache holds {count} rows and was given {batch}; use one cache for each batch")
             if serves(cache) or cache.sequences.room:  # nothing is padded; some models make a mask of ones (OPT, until 5.23)
                 mask = None
