@@ -21,6 +21,7 @@ from torch import Tensor
 from kvthaw import Batch, Request, Scheduler
 from kvthaw.bench.card import provenance, where
 from kvthaw.bench.shapes import build
+from kvthaw.engine.warm import warm
 from kvthaw.evaluate.results import Record
 from kvthaw.methods import resolve
 from kvthaw.methods.auto import AUTO
@@ -128,6 +129,7 @@ def main() -> None:
     for method in given.method.split(","):
         sizes = sizes_of(method, given.budget, given.device_memory)
         batch = Batch(model, method, max_seqs=given.seqs + 2, capacity=given.long + 2048, **sizes)
+        warm(batch)
         scheduler = Scheduler(batch, step_tokens=given.step_tokens)
         alone(scheduler, short)  # compiles kernels
         quiet = alone(scheduler, long)

@@ -26,6 +26,7 @@ from benchmarks.joining import check, random_prompt, sizes_of
 from kvthaw import Batch, Request, Scheduler
 from kvthaw.bench.card import provenance, where
 from kvthaw.bench.shapes import build
+from kvthaw.engine.warm import warm
 from kvthaw.evaluate.results import Record
 
 
@@ -147,9 +148,8 @@ def main() -> None:
         scheduler = Scheduler(
             Batch(model, method, max_seqs=seqs, capacity=given.capacity, **sizes), step_tokens=given.step_tokens
         )
-        replay(
-            scheduler, [Arrival(0.0, min(600, one.prompt), min(200, one.new)) for one in coming[:seqs]]
-        )  # compiles and captures
+        warm(scheduler.batch)
+        replay(scheduler, [Arrival(0.0, min(600, one.prompt), min(200, one.new)) for one in coming[:seqs]])  # compiles kernels
         setting = {key: value for key, value in vars(given).items() if key not in ("out", "commit", "method", "trace")}
         setting |= {"method": method, "seqs": seqs, "device": name, "trace": given.trace.name if given.trace else "drawn"}
         line = Record(setting, {**replay(scheduler, coming), "about": about}).to_json()

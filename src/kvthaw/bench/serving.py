@@ -17,6 +17,7 @@ from kvthaw.bench.shapes import build
 from kvthaw.engine.batch import Batch
 from kvthaw.engine.hf import PreTrainedModel
 from kvthaw.engine.request import Request
+from kvthaw.engine.warm import warm
 from kvthaw.errors import CacheError, ConfigError, at_least
 from kvthaw.evaluate.results import Record, ResultsFile
 from kvthaw.methods import resolve
@@ -90,6 +91,7 @@ def measure(model: PreTrainedModel, method: str, asked: Serving) -> dict[str, An
     prompts = [_prompt(model, length - i * length // (2 * requests), i) for i in range(requests)]
     settings = _settings(method, asked.budget)
     batch = Batch(model, method, max_seqs=seqs, capacity=length + new_tokens, compile=asked.compile, **settings)
+    warm(batch)
     steps: list[tuple[float, int]] = []
     joins: list[float] = []
     begin = time.perf_counter()

@@ -13,6 +13,7 @@ from kvthaw.engine.batch import Batch
 from kvthaw.engine.hf.model import Dtype, load, positions, silence
 from kvthaw.engine.hub import SHIPPED
 from kvthaw.engine.library import Library
+from kvthaw.engine.warm import warm
 from kvthaw.serve.service import Service
 
 LENGTH = 131072
@@ -50,7 +51,7 @@ def build(
         prefix = PrefixCache(host_bytes=prefix_memory)
         length = max_len or min(LENGTH, positions(llm) or LENGTH)
         batch = Batch(llm, method, max_seqs=max_seqs, capacity=length, prefix_cache=prefix, **settings)
-        _warm(batch, captures=llm.device.type == "cuda")
+        warm(batch)
     library = None if kv_dir is None else Library(batch.cache, prefix, kv_dir)
     with progress("restoring documents"):
         service = Service(
@@ -69,19 +70,6 @@ def follow(model: str, method: str, how: Mapping[str, Any]) -> None:
     service = build(model, method, **how)
     service.worker.lockstep.follow(service.worker.scheduler, service.tokenizer)
     service.batch.cache.replay = None  # captured steps hold the group's collectives
-
-
-def _warm(batch: Batch, *, captures: bool) -> None:
-    """Take steps, of each number of sequences that steps can have where they are captured, so that no request waits for it."""
-    seqs = 1
-    while True:
-        for _ in range(seqs):
-            batch.prefill(batch.join([0], max_new_tokens=5, stop=()))
-        while batch.requests:
-            batch.step()
-        if not captures or seqs == batch.max_seqs:
-            return
-        seqs = min(2 * seqs, batch.max_seqs)
 
 
 def _read(batch: Batch, prefix: PrefixCache, tokenizer: Any, name: str, text: str) -> bool:
