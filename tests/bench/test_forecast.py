@@ -81,8 +81,19 @@ def test_the_longest_prompt_is_the_longest_that_fits(method: str) -> None:
     longest = forecast(4096).longest
     assert longest is not None
     assert longest > 4096
-    assert forecast(longest - 256).fits
+    assert forecast(longest).fits
     assert not forecast(longest + 1024).fits
+
+
+def test_a_method_may_have_a_budget_of_its_own() -> None:
+    forecaster = on("H100", budget=256, memory=80)
+    plans = [forecaster.forecast(name, 65536).needs.plan for name in ("quest", "quest:budget=1024", "auto:retrieved=100")]
+    assert [(plan.budget, plan.rows) for plan in plans if plan] == [(256, 224), (1024, 992), (996, 100)]
+
+
+def test_a_model_that_is_larger_than_the_gpu_fits_with_no_prompt() -> None:
+    told = on(None, memory=12).forecast("auto", 4096)
+    assert (told.fits, told.longest) == (False, 0)
 
 
 def test_rows_go_to_the_device_while_there_is_room() -> None:

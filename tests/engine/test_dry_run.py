@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from kvthaw import Cache
+from kvthaw import Batch, Cache
 from kvthaw.cache.dry_run import Needs
 from kvthaw.engine.hf.dry_run import dry_run
 from kvthaw.methods import METHODS, resolve
@@ -47,8 +47,8 @@ def agree(model: PreTrainedModel, method: str, length: int = 300, new: int = 3, 
     cache, ids = Cache(model, method, **settings), prompt(rows, length + new)
     with torch.no_grad():
         model(ids[:, :length], past_key_values=cache)
-        for at in range(length, length + new):
-            model(ids[:, at : at + 1], past_key_values=cache)
+        for some in ids[:, length:].split(1 if new < 16 else new, dim=1):
+            model(some, past_key_values=cache)
     cache.wait()
     found = held(cache)
     trees, told = found.pop("host_index"), {name: getattr(needs, name) for name in found}
@@ -90,8 +90,17 @@ def test_bytes_under_settings(settings: dict[str, Any]) -> None:
     agree(build("llama"), "clusterkv-plus", **settings)
 
 
+def test_admission_counts_the_same_rows() -> None:
+    model = build("llama")
+    batch = Batch(model, "quest", max_seqs=2, capacity=400, budget=64, dense_layers=1)
+    request = batch.join(prompt(1, 300)[0], max_new_tokens=20)
+    batch.prefill(request)
+    told = dry_run(copy.deepcopy(model).to("meta"), resolve("quest"), 1, 300, 20, pinned=False, budget=64, dense_layers=1)
+    assert batch.admission.need(request) == told.rows
+
+
 def test_bytes_of_an_answer_that_outgrows_the_capacity() -> None:
-    agree(build("llama", num_hidden_layers=1), "full", new=260, rows=1, dense_layers=0)
+    agree(build("llama", num_hidden_layers=1), "full", length=200, new=260, rows=1, dense_layers=0)
 
 
 def test_bytes_of_trees_are_those_of_a_sample() -> None:

@@ -14,8 +14,10 @@ from kvthaw.cache.index_api import Method
 from kvthaw.engine.hf import PreTrainedConfig
 from kvthaw.engine.hf.dry_run import dry_run, weight_bytes
 from kvthaw.engine.hf.model import build, check_prompt, positions
+from kvthaw.evaluate.variant import OWN
 from kvthaw.methods import resolve
 from kvthaw.methods.auto import AUTO, best_on
+from kvthaw.methods.options import take
 from kvthaw.typecheck import check_type
 
 HITS = 0.7
@@ -73,12 +75,18 @@ class Forecaster:
         memory = self.machine.gpu_memory
         return None if memory is None else spare(memory - self.weights, memory)
 
+    @property
+    def most(self) -> int:
+        """The longest prompt that the model has positions for, beside the answer."""
+        return min(positions(self.model) or _MOST, _MOST) - self.new_tokens
+
     def forecast(self, method: str, length: int) -> Forecast:
         """Return what a method takes. Raises ConfigError for a length that the model has no positions for."""
         check_prompt(self.model, length + self.new_tokens)
         needs, made = self._needs(method, length)
         in_force = "full" if needs.plan is None else made.name
-        warm, cold = (self._step(in_force if method == AUTO else method, needs, length, hits) for hits in (HITS, 0.0))
+        asked = take(method, OWN)[0]
+        warm, cold = (self._step(in_force if asked == AUTO else asked, needs, length, hits) for hits in (HITS, 0.0))
         fits = self._fits(needs)
         return Forecast(
             method=method,
@@ -93,6 +101,10 @@ class Forecaster:
 
     def _needs(self, name: str, length: int) -> tuple[Needs, Method]:
         machine, settings = self.machine, dict(self.settings)
+        name, own = take(name, OWN)
+        if "budget" in own or "retrieved" in own:
+            settings |= {"budget": None, "retrieved": None}
+        settings |= own
         if name == AUTO:
             best = best_on("cpu" if machine.cpu else machine.gpu.name if machine.gpu else "")
             method = resolve(best.method)
@@ -116,10 +128,10 @@ class Forecaster:
 
     def _longest(self, method: str) -> int:
         """Return the longest prompt that fits, by halving."""
-        low, high = 0, min(positions(self.model) or _MOST, _MOST) // _UNIT
+        low, high = 0, self.most // _UNIT
         while low < high:
             middle = (low + high + 1) // 2
-            if self._fits(self._needs(method, middle * _UNIT - self.new_tokens)[0]):
+            if self._fits(self._needs(method, middle * _UNIT)[0]):
                 low = middle
             else:
                 high = middle - 1

@@ -94,8 +94,8 @@ def plan(
         return
     print_wide(_places(about, found[0], forecaster))
     if len(found) > 1:
-        print_wide(_methods(found))
-    for line in _words(about, found[0], machine, forecaster):
+        print_wide(_methods(found, forecaster.most))
+    for line in _words(about, found[0], forecaster):
         stdout().print(line, highlight=False, soft_wrap=True)
 
 
@@ -164,8 +164,8 @@ def _places(about: dict[str, Any], one: Forecast, forecaster: Forecaster) -> Tab
     return table
 
 
-def _methods(found: list[Forecast]) -> Table:
-    """Return the methods side by side."""
+def _methods(found: list[Forecast], most: int) -> Table:
+    """Return the methods side by side. most: tokens of the longest prompt that the model has positions for."""
     from rich.table import Table
 
     table = Table(title="Methods: KV and index, beside the weights")
@@ -174,9 +174,14 @@ def _methods(found: list[Forecast]) -> Table:
     for one in found:
         name = one.method if one.in_force == one.method.partition(":")[0] else f"{one.method} ({one.in_force})"
         fits = "-" if one.fits is None else "yes" if one.fits else "no"
-        longest = "-" if one.longest is None else f"{one.longest:,}"
-        table.add_row(name, human(one.needs.device), human(one.needs.host), fits, _time(one), longest)
+        table.add_row(name, human(one.needs.device), human(one.needs.host), fits, _time(one), _longest(one, most))
     return table
+
+
+def _longest(one: Forecast, most: int) -> str:
+    if one.longest is None:
+        return "-"
+    return "none" if not one.longest else f"{one.longest:,}" + (", all positions" if one.longest + 1024 > most else "")
 
 
 def _time(one: Forecast) -> str:
@@ -186,7 +191,7 @@ def _time(one: Forecast) -> str:
     return f"{one.basis} {low}" + (f" ({high})" if high != low else "")
 
 
-def _words(about: dict[str, Any], one: Forecast, machine: Machine, forecaster: Forecaster) -> list[str]:
+def _words(about: dict[str, Any], one: Forecast, forecaster: Forecaster) -> list[str]:
     """Return what the first forecast says, in sentences."""
     needs = one.needs
     attends = (
@@ -195,7 +200,7 @@ def _words(about: dict[str, Any], one: Forecast, machine: Machine, forecaster: F
     said = [f"{one.method} takes {attends}" + (f": {needs.reason}." if needs.reason else ".")]
     if one.fits is not None:
         short = "fits" if one.fits else "does not fit"
-        said.append(f"It {short}; the longest prompt that does has {one.longest:,} tokens.")
+        said.append(f"It {short}. The longest prompt that does, in tokens: {_longest(one, forecaster.most)}.")
     if one.step_s is not None:
         said.append(f"A token takes {_time(one)} ms.")
     quantised = getattr(forecaster.model.config, "quantization_config", None)
