@@ -148,6 +148,7 @@ class Forecaster:
             method,
             layers=config.num_hidden_layers,
             searching=needs.searching,
+            batch=self.batch,
             keys=self.batch * length * heads,
             read=self._read + round(needs.dense * share) + needs.windows,
             fetched=round((1 - hits) * needs.fetched),

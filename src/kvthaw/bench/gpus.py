@@ -73,9 +73,11 @@ class Search:
     lengths: int
 
 
+_SEQUENCE_US = 5
+"""Microseconds that a layer which selects takes for each further sequence of a batch."""
 SEARCHES = {
     "full": Search(0, 0, 6),
-    "streaming": Search(2, 0, 1),
+    "streaming": Search(0, 0, 1),
     "pariskv-plus": Search(38, 20, 5),
     "pariskv": Search(50, 20, 1),
     "clusterkv-plus": Search(48, 16, 3),
@@ -102,17 +104,18 @@ def known_gpu(name: str) -> Gpu | None:
 
 
 def step_seconds(
-    gpu: Gpu, method: str, *, layers: int, searching: int, keys: int, read: int, fetched: int
+    gpu: Gpu, method: str, *, layers: int, searching: int, batch: int, keys: int, read: int, fetched: int
 ) -> tuple[float, Basis] | None:
     """Return what a captured decode step takes, and how well that is known; None for a method of which nothing was measured.
 
     method: with its options. layers: of the model; searching: those that select, each among so many keys of all heads and
-    sequences. read: bytes of weights and of dense layers' KV; fetched: bytes of rows from the host.
+    of all sequences of the batch. read: bytes of weights and of dense layers' KV; fetched: bytes of rows from the host.
     """
     base, _, given = method.partition(":")
     search = SEARCHES.get(base)
     if search is None:
         return None
-    micros = layers * gpu.layer_us + searching * (search.fixed_us + search.per_million_us * keys / 1e6)
+    select = search.fixed_us + search.per_million_us * keys / 1e6 + _SEQUENCE_US * (batch - 1)
+    micros = layers * gpu.layer_us + searching * select
     known = gpu.measured and search.lengths > 1 and not given
     return micros / 1e6 + read / gpu.bandwidth + fetched / gpu.bus, "expected" if known else "reckoned"
