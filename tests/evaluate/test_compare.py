@@ -135,6 +135,16 @@ def test_the_report_has_tables_first_and_asks_for_nothing(document: Document) ->
     assert "-10.0 (" in text
 
 
+def test_the_report_has_times_and_no_folders_of_the_machine() -> None:
+    timed = [Record(one.setting, {**one.measures, "step_s": 0.0125, "rows": 10}) for one in toy(model="/home/me/models/mine")]
+    document = overview(*summaries(timed))
+    for text in (document.html(), document.markdown()):
+        assert "/home" not in text
+        assert "12.5" in text
+        assert "up to 10 samples" in text
+    assert "Model mine (" in document.markdown()
+
+
 def test_names_are_text_in_both_forms_of_the_report() -> None:
     document = overview(*summaries(toy(model="<script>alert(1)</script>", task="a|b<i>")))
     for text in (document.html(), document.markdown()):

@@ -136,6 +136,8 @@ def decode(
     else:
         if file is not None:
             raise typer.BadParameter("it goes with --model", param_hint="--file")
+        if plot is not None and not {"full", "hf-dynamic"} & set(names):
+            names = ["full", *names]  # what every plot compares with
         wanted = grid(names, lengths, batches, ways, shape=shape, **limit)
     with processes(tp) as rank, bars() as progress:
         progress.console.quiet = rank > 0

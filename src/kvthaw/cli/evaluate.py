@@ -102,7 +102,7 @@ def evaluate(
         Path | None, typer.Option(help="Append a JSON line a sample to this file; what stands there is not run again.")
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw depth by length, a panel a method and budget, into this PNG file.")
+        Path | None, typer.Option(help="Draw accuracy into this PNG file: bars, or depth by length where there are several.")
     ] = None,
     kv_dir: options.KvDir = None,
     device: options.Device = None,
@@ -124,7 +124,7 @@ def evaluate(
     from kvthaw.evaluate.job import Job
 
     variants = variants_of(method, budget, retrieved, dense_layers)
-    from kvthaw.evaluate.plot import check, heat_maps
+    from kvthaw.evaluate.plot import accuracies, check
     from kvthaw.evaluate.report import by_task, table
     from kvthaw.evaluate.results import ResultsFile, summarize
     from kvthaw.evaluate.runner import Runner
@@ -143,20 +143,20 @@ def evaluate(
     folder = None if kv_dir is None else KvDir(kv_dir, warned)
     runner = Runner(llm, tokenizer, results, name=model, full=not no_full, kv_dir=folder)
     summaries: list[dict[str, Any]] = []
-    found: dict[tuple[Variant, int], list[Record]] = {}
+    found: dict[tuple[str, Variant, int], list[Record]] = {}
     with bars() as progress:
         for job in jobs:
             show = shown(progress, f"{job.task} {job.length:,}", job.samples)
             records = runner.run(job, variants, show, shard=mine)
             for variant, some in records.items():
-                found.setdefault((variant, job.length), []).extend(some)
+                found.setdefault((job.task, variant, job.length), []).extend(some)
             if mine[1] == 1:
                 summaries += [summarize(records[variant], records.get(FULL, ())) for variant in variants]
     tell_outdated(results.outdated)
     if mine[1] > 1:
         tell_shard(shard, out)
         return
-    save_plot(plot, lambda path: heat_maps(found, path, title=f"{task}, question {question}"))
+    save_plot(plot, lambda path: accuracies(found, path, title=f"{task}, question {question}"))
     tables = table if len(tasks) == 1 else by_task
     print_results(summaries, as_json, lambda: [tables(summaries)])
 

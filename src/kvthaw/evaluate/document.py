@@ -29,11 +29,9 @@ class Share:
 
     @property
     def colour(self) -> str:
-        """Red through yellow to green; differences from white to red or green."""
-        if self.signed:
-            strength = min(1.0, abs(self.value))
-            return f"hsl({120 if self.value >= 0 else 0} 70% {100 - 40 * strength:.0f}%)"
-        return f"hsl({120 * self.value:.0f} 70% 82%)"
+        """Orange through white to blue, over the page's own background; differences from white to one of them."""
+        apart = self.value if self.signed else 2 * self.value - 1
+        return f"hsl({210 if apart >= 0 else 28} 85% 50% / {45 * min(1.0, abs(apart)):.0f}%)"
 
 
 Value = Share | str
@@ -139,13 +137,22 @@ class Document:
 
 
 _STYLE = (
-    "body{font:15px/1.45 system-ui,sans-serif;max-width:1200px;margin:2rem auto;padding:0 1rem;color:#1c2127}"
-    "h2{margin-top:2.2rem;border-bottom:1px solid #d5dae0;padding-bottom:.2rem}"
-    ".wide{overflow-x:auto;margin:.8rem 0}table{border-collapse:collapse;font-size:13px;font-variant-numeric:tabular-nums}"
-    "th,td{padding:.22rem .5rem;border:1px solid #e1e5ea;text-align:left;white-space:nowrap}th{background:#f3f5f7}"
-    "td.share{text-align:right}td small{display:block;color:#4b5563;font-size:10px}"
+    ":root{color-scheme:light dark;--ink:#1c2127;--soft:#4b5563;--line:#d5dae0;--head:#f3f5f7;--page:#fff}"
+    "@media(prefers-color-scheme:dark){:root{--ink:#e4e7eb;--soft:#a3acb8;--line:#3a424d;--head:#252b33;--page:#171b20}"
+    "figure svg{filter:invert(.9) hue-rotate(180deg)}}"
+    "body{font:15px/1.45 system-ui,sans-serif;max-width:1200px;margin:2rem auto;padding:0 1rem;color:var(--ink);"
+    "background:var(--page);overflow-wrap:anywhere}"
+    "h2{margin-top:2.2rem;border-bottom:1px solid var(--line);padding-bottom:.2rem}"
+    ".wide,figure{overflow-x:auto;margin:.8rem 0}"
+    "table{border-collapse:collapse;font-size:13px;font-variant-numeric:tabular-nums;overflow-wrap:normal}"
+    "th,td{padding:.22rem .5rem;border:1px solid var(--line);text-align:left}td{white-space:nowrap}"
+    "th{background:var(--head);vertical-align:bottom;min-width:3.5em}"
+    "td:first-child,th:first-child{position:sticky;left:0;background:var(--head)}"
+    "td.share{text-align:right}td small{display:block;color:var(--soft);font-size:11px}"
     "details{margin:.6rem 0}summary{cursor:pointer;font-weight:600}"
-    "figure{margin:1rem 0}figure svg,figure img{max-width:100%;height:auto}figcaption{color:#4b5563;font-size:13px}"
+    "figure svg,figure img{width:100%;min-width:420px;height:auto}figcaption{color:var(--soft);font-size:13px}"
+    "@media(max-width:600px){body{margin:1rem auto;padding:0 .6rem}h1{font-size:1.4rem}h2{font-size:1.15rem}"
+    "table{font-size:12px}th,td{padding:.2rem .3rem}td small{white-space:normal;width:5.2em;margin-left:auto}}"
 )
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from kvthaw.engine.hub import display_name
 from kvthaw.evaluate import plot
 from kvthaw.evaluate.compare import named
 from kvthaw.evaluate.document import Block, Document, Fold, Heading, Picture, Share, Table, Text, Value
-from kvthaw.evaluate.metrics import wilson
+from kvthaw.evaluate.metrics import mean, wilson
+from kvthaw.evaluate.report import milliseconds
 
 Summary = dict[str, Any]
 Row = tuple[str, ...]
@@ -23,9 +25,10 @@ def overview(tasks: Sequence[Summary], perplexities: Sequence[Summary] = ()) -> 
         counts = sorted({one["n"] for one in some})
         samples = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
         about = (
-            f"Model {some[0]['model']} ({some[0]['weights']}) in {some[0]['dtype']} on {some[0]['device']}; {samples} samples a "
-            "cell, the same under every method. A budget is the most tokens that attention reads per KV head and step. Percent "
-            "with 95 % intervals: Wilson's of an accuracy, Agresti and Min's of the paired difference to full attention."
+            f"Model {display_name(some[0]['model'])} ({some[0]['weights']}) in {some[0]['dtype']} on {some[0]['device']}; "
+            f"{samples} samples a cell, the same under every method. A budget is the most tokens that attention reads per KV head "
+            "and step. Percent with 95 % intervals: Wilson's of an accuracy, Agresti and Min's of the paired difference to full "
+            f"attention. A decode step is shared by up to {max(one['rows'] for one in some)} samples."
         )
         blocks += [Heading(f"Accuracy, the question {how}"), Text(about), _accuracies(some)]
         for length in sorted({one["length"] for one in some}):
@@ -60,10 +63,21 @@ def _accuracies(some: Sequence[Summary]) -> Table:
                 _difference(mine),
                 *(_share(of) for of in by_task.values()),
                 f"{sum(held) / len(held):.0f}" if held else "all",
+                milliseconds(mean(one["step_s"] for one in mine)),
                 f"{max(one['kv_device_bytes'] + one['kv_dense_bytes'] for one in mine) / 2**20:.2f}",
             ]
         )
-    heads = ("method", "budget", "dense layers", "mean", "less full", *tasks, "tokens attended", "KV MiB on the device")
+    heads = (
+        "method",
+        "budget",
+        "dense layers",
+        "mean",
+        "less full",
+        *tasks,
+        "tokens attended",
+        "ms a step",
+        "KV MiB on the device",
+    )
     return Table(heads, lines)
 
 
@@ -88,10 +102,9 @@ def _difference(some: Sequence[Summary]) -> Value:
 
 
 def _pictures(some: Sequence[Summary]) -> list[Block]:
-    budgets = {one["budget"] for one in some if one["budget"] is not None}
-    if len(budgets) < 2:
+    if all(one["method"] == "full" for one in some):
         return []
-    return [Heading("Plots", 3), Picture(plot.svg(plot.by_budget(some)), "Accuracy against budget, all tasks and lengths.")]
+    return [Heading("Plots", 3), Picture(plot.svg(plot.by_budget(some)), "Accuracy by budget, all tasks and lengths.")]
 
 
 def _perplexities(some: Sequence[Summary]) -> Table:

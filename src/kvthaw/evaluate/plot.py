@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import io
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvthaw.errors import ConfigError
-from kvthaw.evaluate.metrics import mean
+from kvthaw.evaluate.metrics import mean, wilson
 from kvthaw.evaluate.results import Record
 from kvthaw.evaluate.variant import Variant
 
@@ -25,43 +27,131 @@ def check(path: Path | None) -> None:
         raise ConfigError(f"plot is {str(path)!r}; its folder does not exist")
 
 
-def heat_maps(found: Mapping[tuple[Variant, int], Sequence[Record]], path: Path, *, title: str) -> None:
-    """Accuracy by depth (down) and length (across), a panel a variant. found: a variant's records at each length.
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A value of a variant with its 95 % interval; full attention's is grey, and a line goes through it."""
 
-    Raises ConfigError where matplotlib is missing, where no sample has a depth, or where the file's suffix is no picture's.
-    """
-    variants = list(dict.fromkeys(variant for variant, _ in found))
-    lengths = sorted({length for _, length in found})
-    every = [record for records in found.values() for record in records if record["at"] is not None]
-    depths = sorted({record["depth"] for record in every if record["depth"] is not None})
-    if not depths:
-        problem = "the samples have no set depths, so there is no heat map; leave --depths as it is, or take a task with a fact"
-        raise ConfigError(problem)
-    across = min(3, len(variants))
-    down = -(-len(variants) // across)
-    wide = 2.0 + max(1.4, 0.6 * len(lengths))
-    figure = new(across * wide + 1.2, down * (1.2 + 0.16 * len(depths)))
-    axes = figure.subplots(down, across, squeeze=False).flatten()
-    for axis, variant in zip(axes, variants, strict=False):
-        cells = [[_cell(found[variant, length], depth) for length in lengths] for depth in depths]
-        axis.imshow(cells, cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
-        axis.set_title(name(variant), fontsize=9)
-        axis.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=45, fontsize=7)
-        ticks = range(0, len(depths), max(1, len(depths) // 10))
-        axis.set_yticks(ticks, [f"{100 * depths[i]:.0f} %" for i in ticks], fontsize=7)
-        axis.set_xlabel("tokens", fontsize=8)
-        axis.set_ylabel("depth", fontsize=8)
-    for axis in axes[len(variants) :]:
-        axis.remove()
+    name: str
+    value: float
+    interval: Sequence[float] | None = None
+    full: bool = False
+
+
+Found = Mapping[tuple[str, Variant, int], Sequence[Record]]
+"""Records of a task under a variant at a length."""
+
+
+def accuracies(found: Found, path: Path, *, title: str) -> None:
+    """Accuracy of tasks: at one length a bar a variant, a panel a task; else maps of depth by length. Raises ConfigError where
+    matplotlib is missing, or where the file's suffix is no picture's."""
+    if len({length for _, _, length in found}) > 1:
+        heat_maps(found, path, title=title)
+        return
+    panels: dict[str, list[Bar]] = {}
+    for (task, variant, length), records in found.items():
+        right, n = sum(record["accuracy"] for record in records) / len(records), len(records)
+        interval = [100 * side for side in wilson(right, n)]
+        full = variant.method == "full"
+        bar = Bar("full" if full else name(variant), 100 * right, interval, full)
+        panels.setdefault(f"{task}, {length:,} tokens, n={n}", []).append(bar)
+    figure = _bar_panels(panels, "accuracy, %", most=100)
     figure.suptitle(title, fontsize=10)
-    figure.colorbar(axes[0].images[0], ax=list(axes[: len(variants)]), label="accuracy", shrink=0.8)
     save(figure, path)
 
 
+def heat_maps(found: Found, path: Path, *, title: str) -> None:
+    """Accuracy in percent by depth (down) and length (across), a panel a task and variant; one row where samples have no depth."""
+    panels = list(dict.fromkeys((task, variant) for task, variant, _ in found))
+    lengths = sorted({length for _, _, length in found})
+    depths = {task: _depths([one for (of, *_), some in found.items() if of == task for one in some]) for task, _ in panels}
+    columns, rows = _arranged(len(panels))
+    figure = new(columns * (2.0 + max(1.6, 0.6 * len(lengths))) + 1.2, rows * (1.4 + 0.2 * max(map(len, depths.values()))))
+    axes = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axis, (task, variant) in zip(axes, panels, strict=False):
+        down = depths[task]
+        cells = [[_cell(found.get((task, variant, length), ()), depth) for length in lengths] for depth in down]
+        axis.imshow(cells, cmap="viridis", vmin=0, vmax=1, aspect="auto")
+        for (y, row), x in itertools.product(enumerate(cells), range(len(lengths))):
+            if row[x] == row[x]:
+                ink = "white" if row[x] < 0.6 else "black"
+                axis.text(x, y, f"{100 * row[x]:.0f}", ha="center", va="center", fontsize=6, color=ink)
+        called = "full" if variant.method == "full" else name(variant)
+        axis.set_title(called if len(depths) == 1 else f"{task}: {called}", fontsize=9)
+        axis.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=45, fontsize=7)
+        ticks = range(0, len(down), max(1, len(down) // 10))
+        axis.set_yticks(ticks, ["all" if (at := down[i]) is None else f"{100 * at:.0f} %" for i in ticks], fontsize=7)
+        axis.set_xlabel("tokens", fontsize=8)
+        axis.set_ylabel("depth", fontsize=8)
+    for axis in axes[len(panels) :]:
+        axis.remove()
+    figure.suptitle(f"{title}: accuracy, %", fontsize=10)
+    save(figure, path)
+
+
+def _depths(records: Sequence[Record]) -> list[float | None]:
+    """Return where the facts of samples were asked to stand; None alone where there are no facts."""
+    return sorted({one["depth"] for one in records if one["at"] is not None and one["depth"] is not None}) or [None]
+
+
+def _bar_panels(panels: Mapping[str, Sequence[Bar]], unit: str, most: float | None = None) -> Any:
+    """Return a figure with bars, a panel each."""
+    columns, rows = _arranged(len(panels))
+    figure = new(6.5 * columns, (1.6 + 0.3 * max(map(len, panels.values()))) * rows)
+    axes = figure.subplots(rows, columns, squeeze=False).flat
+    for axis, (title, bars) in zip(axes, panels.items(), strict=False):
+        draw_bars(axis, bars, unit)
+        axis.set_title(title, fontsize=10)
+        if most is not None:
+            axis.set_xlim(0, 1.12 * most)
+    for axis in axes[len(panels) :]:
+        axis.remove()
+    return figure
+
+
+def _arranged(panels: int) -> tuple[int, int]:
+    """Return columns and rows, full ones if that can be."""
+    columns = next((n for n in (3, 2) if panels % n == 0), min(3, panels))
+    return columns, -(-panels // columns)
+
+
+def draw_bars(axis: Any, bars: Sequence[Bar], unit: str) -> None:
+    """Draw horizontal bars with their values, full attention's first."""
+    bars = sorted(bars, key=lambda bar: not bar.full)
+    for place, bar in enumerate(bars):
+        axis.barh(place, bar.value, color="0.6" if bar.full else "C0", height=0.7)
+        if bar.interval is not None:
+            axis.plot(bar.interval, (place, place), color="black", linewidth=1)
+        if bar.full:
+            axis.axvline(bar.value, color="grey", linewidth=0.8)
+        end = max(bar.value, 0.0, *(bar.interval or ()))
+        axis.annotate(f"{bar.value:.3g}", (end, place), (4, 0), textcoords="offset points", va="center", fontsize=7)
+    axis.set_yticks(range(len(bars)), [bar.name for bar in bars], fontsize=7)
+    axis.invert_yaxis()
+    axis.margins(x=0.12)
+    axis.set_xlabel(unit, fontsize=8)
+
+
 def perplexity_lines(found: Mapping[Variant, Sequence[dict[str, Any]]], path: Path) -> None:
-    """Perplexity by position, and the distance to full attention in nats, a line a variant. Raises as heat_maps."""
+    """Perplexity by position, and the distance to full attention in nats, a line a variant. Raises as accuracies."""
     figure = new(11, 4.4)
     whole, apart = figure.subplots(1, 2)
+    nats = "nats a token over full attention, 95 %"
+    if all(len(rows) == 1 for rows in found.values()):
+        only = {variant: rows[0] for variant, rows in found.items()}
+        names = {variant: "full" if variant.method == "full" else name(variant) for variant in only}
+        bars = [Bar(names[v], row["perplexity"], full=v.method == "full") for v, row in only.items()]
+        draw_bars(whole, bars, f"perplexity after {next(iter(only.values()))['length']:,} tokens")
+        gaps = [(v, row) for v, row in only.items() if v.method != "full" and row["difference"] is not None]
+        draw_bars(apart, [Bar(names[v], row["difference"], row["difference_95"]) for v, row in gaps], nats)
+    else:
+        _by_position(whole, apart, found, nats)
+    first = next(iter(found.values()))[0]
+    said = f"{first['n']} place" + "s" * (first["n"] > 1)
+    figure.suptitle(f"perplexity by position: {first['steps']} tokens each, from {said} of the text", fontsize=10)
+    save(figure, path)
+
+
+def _by_position(whole: Any, apart: Any, found: Mapping[Variant, Sequence[dict[str, Any]]], nats: str) -> None:
     for number, (variant, rows) in enumerate(found.items()):
         places, color = [row["length"] for row in rows], f"C{number % 10}"
         whole.plot(places, [row["perplexity"] for row in rows], marker="o", markersize=3, color=color, label=name(variant))
@@ -71,55 +161,38 @@ def perplexity_lines(found: Mapping[Variant, Sequence[dict[str, Any]]], path: Pa
         apart.plot(places, [row["difference"] for row in rows], marker="o", markersize=3, color=color)
         apart.fill_between(places, low, high, color=color, alpha=0.15, linewidth=0)
     whole.set_ylabel("perplexity")
-    apart.set_ylabel("nats a token over full attention, 95 %")
+    apart.set_ylabel(nats)
     apart.axhline(0, color="grey", linewidth=0.8)
     for axis in (whole, apart):
         axis.set_xlabel("tokens before")
     whole.legend(fontsize=7)
-    first = next(iter(found.values()))[0]
-    said = f"{first['n']} place" + "s" * (first["n"] > 1)
-    figure.suptitle(f"perplexity by position: {first['steps']} tokens each, from {said} of the text", fontsize=10)
-    save(figure, path)
 
 
 def score_bars(summaries: Sequence[dict[str, Any]], path: Path) -> None:
     """The score of every variant of published benchmarks, a panel each, with its 95 % interval where it has one, and a line at full
-    attention's. Raises as heat_maps."""
-    names = list(dict.fromkeys(one["benchmark"] for one in summaries))
-    groups = [[one for one in summaries if one["benchmark"] == name] for name in names]
-    columns = min(len(groups), 3)
-    rows = -(-len(groups) // columns)
-    figure = new(7 * columns, (1.6 + 0.3 * len(groups[0])) * rows)
-    panels = figure.subplots(rows, columns, squeeze=False).flat
-    for axis, group in zip(panels, groups, strict=False):
-        _bars(axis, group)
-    for axis in panels[len(groups) :]:
-        axis.axis("off")
-    save(figure, path)
-
-
-def _bars(axis: Any, group: Sequence[dict[str, Any]]) -> None:
-    first, names = group[0], []
-    for place, one in enumerate(group):
+    attention's. Raises as accuracies."""
+    panels: dict[str, list[Bar]] = {}
+    for one in summaries:
+        questions = f"{one['n']} question{'s' * (one['n'] > 1)}"
+        interval = None if one["score_95"] is None else [100 * side for side in one["score_95"]]
         full = one["method"] == "full"
-        axis.barh(place, 100 * one["score"], color="0.6" if full else "C0", height=0.7)
-        if one["score_95"] is not None:
-            axis.plot([100 * side for side in one["score_95"]], (place, place), color="black", linewidth=1.2)
-        if full:
-            axis.axvline(100 * one["score"], color="grey", linewidth=0.8)
-        asked = Variant(one["method"], one["budget"], one["retrieved"], one["dense_layers"])
-        names.append("full" if full else name(asked))
-    axis.set_yticks(range(len(group)), names, fontsize=7)
-    axis.invert_yaxis()
-    axis.set_xlim(0, 100)
-    axis.set_xlabel(f"score (avg@{first['samples']}), %")
-    questions = f"{first['n']} question{'s' * (first['n'] > 1)}"
-    axis.set_title(f"{first['benchmark']}, question {first['question']}: {questions}", fontsize=10)
+        asked = "full" if full else name(Variant(one["method"], one["budget"], one["retrieved"], one["dense_layers"]))
+        panels.setdefault(f"{one['benchmark']}, question {one['question']}: {questions}", []).append(
+            Bar(asked, 100 * one["score"], interval, full)
+        )
+    save(_bar_panels(panels, f"score (avg@{summaries[0]['samples']}), %", most=100), path)
 
 
 def by_budget(summaries: Sequence[dict[str, Any]]) -> Any:
-    """Accuracy against the budget, a line a method over all tasks and lengths, and full attention's. Returns the figure."""
-    figure = new(9, 4.8)
+    """Accuracy against the budget, a line a method over all tasks and lengths, and full attention's; with one budget bars. Returns
+    the figure."""
+    if len({one["budget"] for one in summaries if one["method"] != "full"}) == 1:
+        panels: dict[str, list[float]] = {}
+        for one in summaries:
+            panels.setdefault(one["method"], []).append(100 * one["accuracy"])
+        bars = [Bar(method, sum(of) / len(of), full=method == "full") for method, of in panels.items()]
+        return _bar_panels({"": bars}, "accuracy, %", most=100)
+    figure = new(7.5, 4.4)
     axes = figure.subplots()
     budgets = sorted({one["budget"] for one in summaries if one["budget"] is not None})
     for number, method in enumerate(dict.fromkeys(one["method"] for one in summaries if one["method"] != "full")):
@@ -138,11 +211,19 @@ def by_budget(summaries: Sequence[dict[str, Any]]) -> Any:
 
 
 def decode_lines(records: Sequence[Record], path: Path) -> None:
-    """Time per output token against the context's length, and tokens a second against the batch. Raises as heat_maps."""
-    figure = new(11, 4.2)
-    left, right = figure.subplots(1, 2)
-    by_length(left, records)
-    by_batch(right, records)
+    """Time per output token against the context's length, as bars at one, and tokens a second against several batches. Raises
+    as accuracies."""
+    batches, lengths = ({record[of] for record in records} for of in ("batch", "length"))
+    figure = new(11 if len(batches) > 1 else 6.5, 4.2)
+    panels = figure.subplots(1, 1 + (len(batches) > 1), squeeze=False)[0]
+    if len(lengths) > 1:
+        by_length(panels[0], records)
+    else:
+        least = [record for record in records if record["batch"] == min(batches)]
+        bars = [Bar(f"{label(one)} ({one['steps']})", 1e3 * one["tpot_s"], full=one["method"] == "full") for one in least]
+        draw_bars(panels[0], bars, f"time per output token at {lengths.pop():,} tokens, ms")
+    if len(batches) > 1:
+        by_batch(panels[1], records)
     save(figure, path)
 
 
@@ -244,6 +325,6 @@ def name(variant: Variant) -> str:
     return ", ".join(words)
 
 
-def _cell(records: Sequence[Record], depth: float) -> float:
-    value = mean(record["accuracy"] for record in records if record["depth"] == depth and record["at"] is not None)
+def _cell(records: Sequence[Record], depth: float | None) -> float:
+    value = mean(record["accuracy"] for record in records if depth is None or record["depth"] == depth)
     return float("nan") if value is None else value

@@ -8,6 +8,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from kvthaw.engine.hub import display_name
 from kvthaw.evaluate.metrics import mean
 
 Summary = dict[str, Any]
@@ -57,7 +58,7 @@ def table(summaries: Sequence[Summary]) -> Table:
             mebibytes(row["kv_device_bytes"]),
             mebibytes(row["kv_host_bytes"]),
             "-" if row["ttft_s"] is None else f"{row['ttft_s']:.2f}",
-            "-" if row["tpot_s"] is None else f"{1000 * row['tpot_s']:.1f}",
+            milliseconds(row["tpot_s"]),
         )
     return made
 
@@ -71,22 +72,28 @@ def by_task(summaries: Sequence[Summary]) -> Table:
     samples = f"{' / '.join(map(str, counts))} sample{'s' * (max(counts) > 1)}"
     title = f"accuracy, {samples} a cell, question {first['question']}, {_on(first)}"
     made = _table(
-        title, ("length", "method", "budget", "dense\nlayers", *(name.replace("_", "\n", 1) for name in tasks), "mean")
+        title,
+        ("length", "method", "budget", "dense\nlayers", *(name.replace("_", "\n", 1) for name in tasks), "mean", "ms a\nstep"),
     )
+    times: dict[tuple[int, str, str, int], list[float]] = {}
     rows: dict[tuple[int, str, str, int], dict[str, float]] = {}
     for row in summaries:  # full attention first, on the same samples
         if row["full_accuracy"] is not None:
             rows.setdefault((row["length"], "full", "-", 0), {})[row["task"]] = row["full_accuracy"]
+            times.setdefault((row["length"], "full", "-", 0), []).extend(filter(None, [row["full_step_s"]]))
     for row in summaries:
         budget = "-" if row["budget"] is None else str(row["budget"])
-        rows.setdefault((row["length"], row["method"], budget, row["dense_layers"]), {})[row["task"]] = row["accuracy"]
+        key = row["length"], row["method"], budget, row["dense_layers"]
+        rows.setdefault(key, {})[row["task"]] = row["accuracy"]
+        times.setdefault(key, []).extend(filter(None, [row["step_s"]]))
     length = first["length"]
     for (size, method, budget, dense), found in sorted(rows.items(), key=lambda item: item[0][0]):
+        step = mean(times.get((size, method, budget, dense), ()))
         if size != length:
             made.add_section()
             length = size
         shares = [found.get(name) for name in tasks]
-        made.add_row(f"{size:,}", method, budget, str(dense), *map(percent, shares), percent(mean(shares)))
+        made.add_row(f"{size:,}", method, budget, str(dense), *map(percent, shares), percent(mean(shares)), milliseconds(step))
     return made
 
 
@@ -172,7 +179,7 @@ def _limit(row: Summary) -> str:
 
 
 def _on(row: Summary) -> str:
-    return f"{row['model']} in {row['dtype']} on {row['device']}"
+    return f"{display_name(row['model'])} in {row['dtype']} on {row['device']}"
 
 
 def _table(title: str, columns: Sequence[str]) -> Table:
@@ -185,6 +192,11 @@ def _table(title: str, columns: Sequence[str]) -> Table:
 def percent(value: float | None) -> str:
     """Return a share with one digit, without the sign."""
     return "-" if value is None else f"{100 * value:.1f}"
+
+
+def milliseconds(seconds: float | None) -> str:
+    """Return seconds in ms."""
+    return "-" if seconds is None else f"{1000 * seconds:.1f}"
 
 
 def mebibytes(count: int) -> str:

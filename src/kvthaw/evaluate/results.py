@@ -163,16 +163,20 @@ def asked_budget(record: Record) -> int | float | None:
 def summarize(records: Iterable[Record], full: Iterable[Record]) -> dict[str, Any]:
     """Summarize one variant's samples of a task at one length, and full attention's accuracy on the same samples.
 
-    accuracy_95: Wilson's interval. difference: of the accuracy to full attention's, paired by sample, with its 95 % interval. Means
-    are over the samples that have the value.
+    step_s: of a decode step that up to `rows` samples share. accuracy_95: Wilson's interval. difference: of the accuracy to full
+    attention's, paired by sample, with its 95 % interval. Means are over the samples that have the value.
     """
-    mine, theirs = list(records), {(one["seed"], one["depth"]): one["accuracy"] for one in full}
+    mine, dense = list(records), list(full)
+    theirs = {(one["seed"], one["depth"]): one["accuracy"] for one in dense}
     gaps = [one["accuracy"] - theirs[place] for one in mine if (place := (one["seed"], one["depth"])) in theirs]
     accuracy = sum(record["accuracy"] for record in mine) / len(mine)
     return {
         **shared(mine, *_SAME),
         **{name: mine[0].setting.get(name) for name in ("chat", "system", "thinking")},
         **means(mine, *_MEANS, *_SECONDS),
+        "step_s": mean(one.measures.get("step_s") for one in mine),
+        "full_step_s": mean(one.measures.get("step_s") for one in dense),
+        "rows": max(one.measures.get("rows", 1) for one in mine),
         "budget": asked_budget(mine[0]),
         "n": len(mine),
         "accuracy": accuracy,

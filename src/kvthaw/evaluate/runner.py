@@ -196,6 +196,8 @@ class Runner:
                 **{name: None if quality is None else getattr(quality, name) for name in QUALITY},
                 "new_tokens": answers.new_tokens[row],
                 **asdict(timing),
+                "step_s": (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None,
+                "rows": len(settings),
                 "versions": versions(),
             }
             records.append(Record(setting, measures))
