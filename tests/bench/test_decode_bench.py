@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
+import kvthaw
 from kvthaw import CacheError, ConfigError
 from kvthaw.bench import decode, steps
 from kvthaw.bench.decode import Bench
@@ -18,6 +20,7 @@ from kvthaw.bench.steps import WARM, Counts, Steps, most_warm, random_tokens, ta
 from kvthaw.engine.hf import Cache
 from kvthaw.evaluate.results import Record, ResultsFile
 from timed import Unchecked, measured, settings
+from zoo import prompt
 
 pytestmark = pytest.mark.usefixtures("small")
 
@@ -215,3 +218,12 @@ def test_the_time_that_a_compilation_takes_does_not_end_the_steps_that_do_not_co
     monkeypatch.setattr(steps, "_PATIENCE", 0.0)
     take(model, cache, random_tokens(model, 1, 0), 1, warm=WARM + 3, capture=False)
     assert len(taken) == 2 * WARM + 3 + 2
+
+
+def test_counts_are_of_all_sequences_and_layers(llama: PreTrainedModel) -> None:
+    cache = kvthaw.Cache(llama, "oracle", budget=64, dense_layers=0)
+    with torch.no_grad():
+        llama(prompt(2, 100), past_key_values=cache)
+    stored = [layer.store.length(seq) for layer in cache.frozen_layers for seq in range(2)]
+    assert min(stored) > 0
+    assert Counts.of(cache).stored_bytes == sum(stored) * 2 * (2 * 16 * 4)  # heads, K and V in float32

@@ -23,3 +23,12 @@ def test_the_past_is_all_that_was_not_evicted(keeps: bool, positions: list[int])
     past = list(Offloader(store, slab, Streams(), keeps=keeps).past(0, 20, 12))
     assert torch.equal(torch.cat([keys[0] for keys, _ in past], dim=1), rows[:, positions, 0])
     assert torch.equal(torch.cat([values[0] for _, values in past], dim=1), rows[:, positions, 1])
+
+
+def test_a_ring_is_filled_again_as_far_as_the_store_goes() -> None:
+    rows, store = torch.randn(2, 20, 2, 4), HostStore(1, 2, 4, torch.float32, block_size=4)
+    slab = Slab(1, 2, 4, Regions(2, 4, 4), 1, dtype=torch.float32, device=torch.device("cpu"))
+    slab.write(0, 14, rows[:, 14:])
+    store.append(0, rows[:, :14])
+    Offloader(store, slab, Streams(), keeps=True).refill(0, 12, 20)
+    assert torch.equal(slab.read(0, 12, 20), rows[:, 12:])

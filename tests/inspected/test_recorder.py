@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 import bytemodel
 import kvthaw
 from kvthaw.engine.decode import decode
 from kvthaw.engine.hf.model import load
 from kvthaw.engine.prefill import prefill
-from kvthaw.inspect.recorder import Recorder
+from kvthaw.inspect.recorder import ExactTopK, Recorder
+from zoo import prompt
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -57,3 +59,14 @@ def test_it_keeps_what_was_selected(tmp_path: Path, method: str, device: str) ->
     if device == "cuda":
         assert cache.replay is not None
         assert cache.replay.captures >= 1
+
+
+def test_rows_for_everything_cover_the_whole_softmax(llama: PreTrainedModel) -> None:
+    cache = kvthaw.Cache(llama, "oracle", budget=256, dense_layers=0)
+    exact = ExactTopK(cache.kv, [0])
+    with torch.no_grad():
+        for ids in (prompt(1, 120), prompt(1, 1)):
+            llama(ids, past_key_values=cache)
+    rows, mass = exact.take(0)
+    assert rows.keys() == mass.keys() == {0, 1, 2}
+    torch.testing.assert_close(torch.stack([*mass.values()]), torch.ones(3, 2))

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from openai import BadRequestError, NotFoundError
 from servers import TEMPLATE, Served, serving
 from transformers import PreTrainedModel
+
+from kvthaw.cache.prefix import PrefixStats
+from kvthaw.serve.metrics import Metrics
 
 METHOD = "quest"
 """One whose answers after reuse are those of a fresh prefill."""
@@ -140,3 +144,15 @@ def test_servers_that_share_a_folder_take_over_each_others_documents(
         with pytest.raises(NotFoundError, match="sons"):
             complete(one, QUESTION, context="sons")
         assert one.http.get("/v1/contexts/.sons").status_code == 400  # no name
+
+
+def test_counters_follow_what_the_prefix_cache_counts() -> None:
+    scheduler: Any = SimpleNamespace(batch=SimpleNamespace(requests=[]), waiting=[])
+    shares, sizes = ("attended_mean", "hit_rate", "device_rate", "fetched_bytes"), ("kv_device_bytes", "kv_dense_bytes")
+    stats: Any = SimpleNamespace(**dict.fromkeys((*shares, *sizes, "kv_host_bytes"), 0))
+    metrics = Metrics(scheduler, "tiny")
+    for queries, hits in ((10, 4), (15, 4), (30, 12)):
+        metrics.cache(stats, PrefixStats(queries=queries, hits=hits))
+    text = metrics.text().decode()
+    assert 'kvthaw:prefix_cache_queries_total{model_name="tiny"} 30.0' in text
+    assert 'kvthaw:prefix_cache_hits_total{model_name="tiny"} 12.0' in text
