@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvthaw import Batch, CacheError, ConfigError, HostMemoryError, QueueFullError, Request, Sampling, Scheduler
+from kvthaw.index.clusters import ClusterIndex
 from kvthaw.index.forest import TreeIndex
 from zoo import KINDS, build, build_exact, prompt
 
@@ -32,6 +33,32 @@ def alone(model: PreTrainedModel, method: str, *asked: tuple[torch.Tensor, int])
     while batch.requests:
         batch.step()
     return [request.tokens for request in requests]
+
+
+def test_a_joining_prompt_is_indexed_a_few_layers_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = build_exact("llama", num_hidden_layers=6)
+    built: list[int] = []
+    build_one = ClusterIndex.build
+    monkeypatch.setattr(
+        ClusterIndex, "build", lambda index, *given: (built.append(index.context.layer), build_one(index, *given))
+    )
+    scheduler = Scheduler(Batch(deep, "clusterkv", max_seqs=2, capacity=200, budget=48, block_size=16), step_tokens=40)
+    first, ids = scheduler.submit(prompt(1, 9)[0], max_new_tokens=40, stop=()), prompt(1, 120)[0]
+    while not first.tokens:
+        scheduler.step()
+    joining, steps = scheduler.submit(ids, max_new_tokens=4, stop=()), list[int]()
+    while not joining.tokens:
+        built.clear()
+        assert first in scheduler.step()
+        steps.append(len(built))
+    assert max(steps) < sum(steps) == len(scheduler.batch.cache.kv.offloaded)
+    while scheduler.busy:
+        scheduler.step()
+    batch = Batch(deep, "clusterkv", max_seqs=1, capacity=200, budget=48, block_size=16)
+    own = batch.join(ids, max_new_tokens=4, stop=())
+    while batch.requests:
+        batch.step()
+    assert joining.tokens == own.tokens
 
 
 @pytest.mark.parametrize("method", KINDS)

@@ -14,7 +14,7 @@ from kvthaw.bench.card import provenance, where
 from kvthaw.bench.decode import Watch, free
 from kvthaw.bench.shapes import build
 from kvthaw.cache.index_updater import IndexUpdater
-from kvthaw.cache.layers import updaters
+from kvthaw.cache.layers import indexed_layers
 from kvthaw.engine.hf import PreTrainedModel, attach
 from kvthaw.errors import CacheError, at_least
 from kvthaw.evaluate.results import Record, ResultsFile
@@ -171,7 +171,7 @@ def _run(model: PreTrainedModel, one: PrefillSetting, ids: Tensor, host_bytes: i
         seconds = _now(ids) - begin
         handle.cache.wait()
         indexed = _now(ids) - begin
-        return seconds, indexed, _build_alone(updaters(handle.cache.kv.layers))
+        return seconds, indexed, _build_alone([updater for _, updater in indexed_layers(handle.cache.kv.layers)])
 
 
 def _build_alone(found: Sequence[IndexUpdater]) -> float | None:

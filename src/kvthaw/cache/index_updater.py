@@ -228,14 +228,15 @@ class IndexUpdater:
 
     def renew(self, ends: Mapping[int, int], recent_queries: Mapping[int, Tensor], paused: Collection[int] = ()) -> None:
         """Rebuild, from the store and up to the ends given, sequences that are stale or not fully indexed, unless they are being
-        built: those that are not paused take that over. To what came from a snapshot the few tokens that it lacks are appended."""
+        built: those that are not paused take that over. To what came from a snapshot the few tokens that it lacks are appended.
+        Those that are paused wait for a call of their own where the index is on the device."""
         for seq, end in ends.items():
             old = self.indexed[seq]
             if seq in self._sides:
                 if seq not in paused:
                     self.take_built(seq)
                 continue
-            if seq not in self.stale and old >= end:
+            if (seq not in self.stale and old >= end) or (seq in paused and not self.retriever.index.on_host):
                 continue
             if seq not in self.stale and self.retriever.index.on_host and 4 * (end - old) < old - self.first:
                 rows = self._nothing(end - old)[None]

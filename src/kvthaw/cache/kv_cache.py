@@ -14,7 +14,7 @@ from kvthaw.cache.chooser import Chooser
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.finite import FiniteCheck
 from kvthaw.cache.layer_base import AttentionParams, LayerKV
-from kvthaw.cache.layers import make_layers, offloaded_numbers, updaters
+from kvthaw.cache.layers import built, indexed_layers, make_layers, offloaded_numbers
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.plan import Settings
 from kvthaw.cache.preallocator import BlockPreallocator
@@ -288,13 +288,13 @@ class KVCache:
             layer.wait()
 
     def built(self, seq: int, timeout: float | None = 0.0) -> bool:
-        """Return whether resume() of a paused sequence need not wait for an index that is built beside the others' steps. timeout:
-        wait so many seconds for it, None: as long as it takes."""
-        return bool(self.settings.ranks.least(all(updater.built(seq, timeout) for updater in updaters(self.layers))))
+        """Build indexes of a paused sequence, and return whether all are, so that resume() need not wait. timeout: wait so many
+        seconds for those that are built beside the others' steps, None: as long as it takes."""
+        return bool(self.settings.ranks.least(built(self.layers, seq, timeout)))
 
     def resume(self, seq: int) -> None:
         """Include a paused sequence in steps again. Where its index could not be built wait() raises, and the next step."""
-        for updater in updaters(self.layers):
+        for _, updater in indexed_layers(self.layers):
             updater.take_built(seq)
         self.sequences.resume(seq)
 

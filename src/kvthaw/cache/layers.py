@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
+
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.index_updater import IndexUpdater
 from kvthaw.cache.offloaded_layer import OffloadedLayer
@@ -13,6 +15,9 @@ from kvthaw.cache.sequences import Sequences
 from kvthaw.cache.streams import Streams
 from kvthaw.cache.window import Span, WindowLayer, window_layers
 from kvthaw.errors import ConfigError
+
+BUILT_AT_ONCE = 4
+"""Layers whose indexes of a joining prompt are built between two steps of other sequences."""
 
 
 def offloaded_numbers(settings: Settings, numbers: Sequence[int], depth: int) -> list[int]:
@@ -46,7 +51,18 @@ def make_layers(
     return layers
 
 
-def updaters(layers: Sequence[object]) -> list[IndexUpdater]:
-    """Return the index updaters of those layers that have one."""
+def indexed_layers(layers: Sequence[object]) -> list[tuple[OffloadedLayer, IndexUpdater]]:
+    """Return the layers that have an index of their own, and its updater."""
     offloaded = [layer for layer in layers if isinstance(layer, OffloadedLayer) and layer.plan is not None]
-    return [layer.storage.updater for layer in offloaded if layer.storage.updater is not None]
+    return [(layer, layer.storage.updater) for layer in offloaded if layer.storage.updater is not None]
+
+
+@torch.inference_mode(False)  # tensors made here outlive the caller's mode
+@torch.no_grad()
+def built(layers: Sequence[object], seq: int, timeout: float | None) -> bool:
+    """See KVCache.built. Indexes on the device are built here: with timeout 0, where other sequences wait, of few layers a call."""
+    most = len(layers) if timeout is None or timeout > 0 else BUILT_AT_ONCE
+    left = [(layer, own) for layer, own in indexed_layers(layers) if seq in own.stale and not own.retriever.index.on_host]
+    for layer, updater in left[:most]:
+        updater.renew({seq: layer.sequences.indexed(seq)}, layer.recent_queries)
+    return len(left) <= most and all(updater.built(seq, timeout) for _, updater in indexed_layers(layers))

@@ -25,7 +25,7 @@ from kvthaw.methods.auto import AUTO
 from kvthaw.typecheck import check_type
 
 _log = logging.getLogger(__name__)
-POLL = 0.05  # seconds that a step waits for an index on the host where it has nothing else to do
+POLL = 0.05  # seconds that a step waits for an index where it has nothing else to do
 _SCORED = 4096  # tokens of a prompt that go through the model at once where the logits of all of them are wanted
 
 
@@ -105,8 +105,8 @@ class Batch:
 
     @property
     def prefilling(self) -> list[Request]:
-        """Those that do not decode yet, in the order in which they joined: their prompts have not come wholly, or an index on the
-        host is still being built."""
+        """Those that do not decode yet, in the order in which they joined: their prompts have not come wholly, or indexes are still
+        being built."""
         return [request for request in self._joined if self._decoding[request.seq] is not request]
 
     @property
@@ -195,8 +195,8 @@ class Batch:
 
     def prefill(self, request: Request, tokens: int | None = None) -> bool:
         """Bring the next `tokens` tokens of a request's prompt into its sequence, in chunks of at most `prefill_chunk`; None: one
-        chunk. With the last of them choose the request's first token, and return True if it is a new one; where an index is built
-        on the host start() chooses it.
+        chunk. With the last of them choose the request's first token, and return True if it is a new one; where indexes are still
+        being built start() chooses it.
 
         Under a method that evicts, and in models with linear attention, the whole prompt is one chunk. Where the prefill fails, the
         request has no place any longer and may join again; the batch is as it was."""
@@ -226,9 +226,9 @@ class Batch:
 
         timeout: seconds to wait for the indexes where they are not built; None: as long as it takes."""
         told = []
-        for request in [one for one in self._indexing if self.cache.kv.built(one.seq, timeout)]:
+        for request in list(self._indexing):
             try:
-                if self._start(request):
+                if self.cache.kv.built(request.seq, timeout) and self._start(request):
                     told.append(request)
             except Exception as error:
                 self.preempt(request)

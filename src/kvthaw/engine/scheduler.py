@@ -69,8 +69,8 @@ class Scheduler:
 
     @property
     def prefilling(self) -> list[Request]:
-        """Requests that have a place and do not decode yet, in the order of their places: their prompts have not come wholly, or an
-        index on the host is still being built."""
+        """Requests that have a place and do not decode yet, in the order of their places: their prompts have not come wholly, or
+        indexes are still being built."""
         return sorted(self.batch.prefilling, key=self._rank.__getitem__)
 
     @property
