@@ -41,6 +41,38 @@ def test_an_answer_tells_what_it_recalled(served: Served) -> None:
     assert run["selected"]["gaps"]["n"] > 0
 
 
+def test_another_method_or_budget_recalls_for_the_same_tokens(served: Served) -> None:
+    said = served.post("/v1/completions", **BODY, recall="exact").json()
+    data = served.http.get(f"/v1/recalls/{said['id']}").json()
+    assert {"quest", "icecache"} <= set(data["methods"])
+    assert "full" not in data["methods"]
+    same = served.post(f"/v1/recalls/{said['id']}/runs", budget=64).json()
+    assert [same[part] for part in ("selected", "exact", "said")] == [
+        data["runs"][0][part] for part in ("selected", "exact", "said")
+    ]
+    other = served.post(f"/v1/recalls/{said['id']}/runs", method="quest", budget=128).json()
+    assert other["name"] == "quest, budget 128"
+    assert other["exact"]["counts"]["n"] == same["exact"]["counts"]["n"]
+    assert len(other["said"]) == len(other["places"]["host"]) == 6
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"method": "nothing"}, "method"),
+        ({"method": "full"}, "method"),
+        ({"budget": 1}, "budget"),
+        ({"budget": 0}, "budget"),
+        ({"x": 1}, "x"),
+    ],
+)
+def test_a_method_that_cannot_recall_is_refused(served: Served, body: dict[str, Any], param: str) -> None:
+    name = served.post("/v1/completions", **BODY, recall="selected").json()["id"]
+    said = served.post(f"/v1/recalls/{name}/runs", **body)
+    assert (said.status_code, said.json()["error"]["param"]) == (400, param), said.text
+    assert served.post("/v1/recalls/none/runs", **body).status_code in (400, 404)
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [({"n": 2}, "recall"), ({"prompt": ["a", "b"]}, "recall"), ({"recall": "all"}, "recall")],

@@ -83,7 +83,7 @@ class Batch:
         check_positions(model, capacity)
         self.capacity, self.prefill_chunk = capacity, prefill_chunk
         self.cache = BatchCache(model, method, max_seqs=max_seqs, capacity=capacity, **settings)
-        self._model, self.prefix_cache, self.admission = model, prefix_cache, Admission(self.cache, prefix_cache)
+        self.model, self.prefix_cache, self.admission = model, prefix_cache, Admission(self.cache, prefix_cache)
         self._seqs: list[Request | None] = [None] * max_seqs  # those with a place
         self._decoding = list(self._seqs)  # those of them whose prompt is whole
         self._indexing: dict[Request, Tensor] = {}  # the logits after prompts whose indexes are being built
@@ -128,7 +128,7 @@ class Batch:
     def streams_back(self) -> bool:
         """Whether each chunk of a prompt brings what came before it back over the bus."""
         kv, device = self.cache.kv, self.cache.kv.streams.device
-        return self._model.device.type == "cuda" and bool(kv.offloaded) and (not device.bytes or device.spills)
+        return self.model.device.type == "cuda" and bool(kv.offloaded) and (not device.bytes or device.spills)
 
     def stats(self) -> Stats:
         """Stats of the batch's cache, over all requests so far."""
@@ -147,7 +147,7 @@ class Batch:
         seq = self._seqs.index(None)
         self.cache.wait()
         self.cache.kv.clear(seq)  # steps that it took part in as an empty sequence leave traces too
-        request.seq, request.ids = seq, request.ids.to(self._model.device)
+        request.seq, request.ids = seq, request.ids.to(self.model.device)
         self._seqs[seq] = request
         self._joined.append(request)
         return request
@@ -249,7 +249,7 @@ class Batch:
         rows = self.max_seqs if every else min(self.max_seqs, 1 << live[-1].seq.bit_length())
         seqs, commits = slice(0, rows), sequences.commits
         at = [(one.tokens[one.fed], one.prompt + one.fed) if one else (0, 0) for one in self._decoding[seqs]]
-        ids, positions = torch.tensor(at, device=self._model.device)[:, :, None].unbind(1)
+        ids, positions = torch.tensor(at, device=self.model.device)[:, :, None].unbind(1)
         try:
             with torch.no_grad():
                 logits = self._replay(ids, positions)[:, -1]
@@ -336,14 +336,14 @@ class Batch:
         """Return the logits [1, V] after tokens start .. stop of a request's prompt."""
         cache, seq, ids = self.cache, request.seq, request.ids[None]
         n = None if request.tokens else request.sampling.prompt_logprobs
-        some = {"logits_to_keep": 1} if n is None and self._model._supports_logits_to_keep() else {}
+        some = {"logits_to_keep": 1} if n is None and self.model._supports_logits_to_keep() else {}
         most = self.prefill_chunk if n is None else min(self.prefill_chunk, _SCORED)
         chunk = request.prompt if self._whole else most
         logits = torch.empty(0)
         with cache.kv.sequences.prompt(request.prompt - start, seq), cache.states.filling(seq), torch.no_grad():
             for begin, end in spans(stop - start, chunk):
                 begin, end = start + begin, start + end
-                every = self._model(ids[:, begin:end], past_key_values=self.cache, use_cache=True, **some).logits
+                every = self.model(ids[:, begin:end], past_key_values=self.cache, use_cache=True, **some).logits
                 logits = every[:, -1]
                 if n is not None:
                     next_ids = ids[0, begin + 1 : end + 1]
@@ -366,7 +366,7 @@ class Batch:
             forward, compiled = self._forward, self._compile
             if compiled and (reason := compilable(cache)) is not None:
                 _log.warning("steps are not compiled: %s", reason)
-                forward, compiled = self._model.forward, False
+                forward, compiled = self.model.forward, False
             captured = self._capture and capturable(cache) is None
             cache.replay = GraphRunner(forward, cache, compiled=compiled, capture=captured)
         return cache.replay
@@ -394,6 +394,6 @@ class Batch:
 
     def _stops(self, stop: int | Sequence[int] | None, sampling: Sampling) -> frozenset[int]:
         if stop is None and not sampling.ignore_eos:
-            stop = getattr(self._model.generation_config, "eos_token_id", None)
+            stop = getattr(self.model.generation_config, "eos_token_id", None)
         own = () if stop is None else [stop] if isinstance(stop, int) else stop
         return frozenset([*own, *sampling.stop_token_ids])

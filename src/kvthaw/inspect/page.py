@@ -68,6 +68,19 @@ def run_data(name: str, recording: Recording, tokens: int, *, grain: int = 1, **
     return data
 
 
+def replay_data(run: Run, tokenizer: Any, tokens: int, *, grain: int = 1) -> dict[str, Any]:
+    """Return what a run recalled, with the tokens that it would have said and its bytes by place."""
+    of = run.variant
+    name, said = label(of.method, of.budget, of.retrieved), words(tokenizer, run.said)
+    known = {"places": run.places} if any(run.places.values()) else {}
+    return run_data(name, run.recording, tokens, grain=grain, **known, **({"said": said} if said else {}))
+
+
+def words(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
+    """Return the text of each token by itself."""
+    return [tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False) for token in tokens]
+
+
 def standalone(inspection: Inspection, tokenizer: Any, title: str, *, most_bytes: int = MOST_BYTES) -> str:
     """Return the page with an inspection's data in it. Where that is too large, neighbouring positions count as one, as few as will
     do; the page says how many. Raises ConfigError where nothing helps."""
@@ -75,7 +88,7 @@ def standalone(inspection: Inspection, tokenizer: Any, title: str, *, most_bytes
     head = {"title": title} | text_data(tokenizer, *parts)
     tokens, grain, size = sum(map(len, parts)), 1, most_bytes + 1
     while grain <= tokens:
-        page = _with_data(title, head | {"runs": [_run(run, tokenizer, tokens, grain) for run in inspection.runs]})
+        page = _with_data(title, head | {"runs": [replay_data(run, tokenizer, tokens, grain=grain) for run in inspection.runs]})
         size = len(page.encode())
         if size <= most_bytes:
             return page
@@ -87,14 +100,6 @@ def served() -> str:
     """Return the page that asks a server for its data."""
     scripts = "".join(f'<script src="{name}" defer></script>' for name in ("page.js", "chat.js"))
     return _page("kvthaw", '<link rel="stylesheet" href="page.css">', scripts)
-
-
-def _run(run: Run, tokenizer: Any, tokens: int, grain: int) -> dict[str, Any]:
-    of = run.variant
-    said = [tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False) for token in run.said]
-    name = label(of.method, of.budget, of.retrieved)
-    known = {"places": run.places} if any(run.places.values()) else {}
-    return run_data(name, run.recording, tokens, grain=grain, **known, **({"said": said} if said else {}))
 
 
 def _with_data(title: str, data: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from kvthaw.cache.layer_base import LayerKV
 from kvthaw.engine.decode import decode
 from kvthaw.engine.hf import Cache, PreTrainedModel
 from kvthaw.engine.hf.model import check_prompt
@@ -60,8 +61,7 @@ def inspect(
     """
     at_least(1, max_new_tokens=limit)
     for variant in variants:
-        if resolve(variant.method).index is None:
-            raise ConfigError(f"method is {variant.method!r}, which retrieves nothing that could be shown")
+        check_retrieves(variant)
     if chat is not None:
         chat.check(tokenizer)
     before, asked = split_prompt(tokenizer, document, following(document, question), chat)
@@ -74,15 +74,35 @@ def inspect(
     runs = []
     for variant in variants:
         run = Run(variant)
-        _record(model, fork(base, variant), base, logits, asked, run, answer, exact, stop_tokens(model, tokenizer), limit)
+        stops = stop_tokens(model, tokenizer)
+        _record(model, fork(base, variant), base.kv_layers, logits, asked, run, answer, exact, stops, limit)
         runs.append(run)
     return Inspection(before, asked, answer, runs)
+
+
+def replay(
+    model: PreTrainedModel, variant: Variant, prompt: Sequence[int], answer: Sequence[int], *, exact: bool = False
+) -> Run:
+    """Record what a variant recalls for an answer that was given after a prompt. exact: rank all tokens beside every step, but for
+    methods that evict. Raises ConfigError for a method that retrieves nothing."""
+    check_retrieves(variant)
+    cache, run = Cache(model, variant.method, budget=variant.budget, retrieved=variant.retrieved), Run(variant)
+    logits = prefill(model, cache, prompt)
+    cache.wait()
+    _record(model, cache, (), logits, (), run, list(answer), exact, frozenset(), len(answer))
+    return run
+
+
+def check_retrieves(variant: Variant) -> None:
+    """Raise ConfigError for a method that retrieves nothing that could be shown."""
+    if resolve(variant.method).index is None:
+        raise ConfigError(f"method is {variant.method!r}, which retrieves nothing that could be shown")
 
 
 def _record(
     model: PreTrainedModel,
     cache: Cache,
-    base: Cache,
+    reference: Sequence[LayerKV],
     logits: Tensor,
     asked: Sequence[int],
     run: Run,
@@ -94,7 +114,7 @@ def _record(
     """Send the question and the answer through a cache; an answer that is empty is filled."""
     given, pending = list(answer), deque(asked)
     recorder = Recorder(cache.kv)
-    ranked = ExactTopK(cache.kv, [0], base.kv_layers) if exact else None
+    ranked = ExactTopK(cache.kv, [0], reference) if exact else None
 
     def choose(after: Tensor) -> list[int] | None:
         if pending:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from kvthaw.inspect.page import asset, label, run_data, served, text_data
+from kvthaw.errors import ConfigError
+from kvthaw.evaluate.variant import Variant
+from kvthaw.inspect.page import asset, label, replay_data, run_data, served, text_data, words
+from kvthaw.inspect.run import replay
+from kvthaw.methods import METHODS, resolve
 from kvthaw.serve.answers import Json
 from kvthaw.serve.clients import service_of
 from kvthaw.serve.errors import ApiError
-from kvthaw.serve.service import Service
+from kvthaw.serve.schema import RecallRun
+from kvthaw.serve.service import Service, refused
 from kvthaw.serve.watcher import Recall
 
 FILES = {"/": "text/html", "/page.css": "text/css", "/page.js": "text/javascript", "/chat.js": "text/javascript"}
@@ -43,18 +49,46 @@ async def page(http: Request) -> Response:
 async def recall(name: str, http: Request) -> Json:
     """Return what the tokens of an answer recalled, for the page."""
     service = service_of(http)
+    return await asyncio.to_thread(_data, service, _recorded(service, name))
+
+
+@router.post("/v1/recalls/{name}/runs")
+async def run(name: str, body: RecallRun, http: Request) -> Json:
+    """Send the tokens of an answer through another method or budget, and return what they recalled there. Other requests wait for
+    it."""
+    service = service_of(http)
+    found = _recorded(service, name)
+    service.check(None, 1)
+    if service.worker.lockstep.size > 1:
+        raise ApiError(400, "method: a model that is split compares no methods", param="method")
+    prompt, answer = found.request.ids.tolist(), _answer(found)
+    variant = Variant(body.method or service.batch.cache.settings.method.name, body.budget, body.retrieved)
+    try:
+        ran = await service.worker.call(partial(replay, service.batch.model, variant, prompt, answer, exact=found.exact))
+    except ConfigError as error:
+        raise refused(body, error, "method") from None
+    return await asyncio.to_thread(replay_data, ran, service.tokenizer, len(prompt) + len(answer))
+
+
+def _recorded(service: Service, name: str) -> Recall:
     found = service.worker.watcher.recalls.get(name)
     if found is None:
         raise ApiError(404, f"nothing is recorded of {name!r}", param="name", code="recall_not_found")
     if found.open:
         raise ApiError(409, f"{name!r} has not ended", param="name", code="recall_open")
-    return await asyncio.to_thread(_data, service, found)
+    return found
+
+
+def _answer(recall: Recall) -> list[int]:
+    """The tokens of the answer that are recorded."""
+    return recall.request.tokens[: len(recall.recording.selected)]
 
 
 def _data(service: Service, recall: Recall) -> Json:
-    request, settings = recall.request, service.batch.cache.settings
-    answer = request.tokens[: len(recall.recording.selected)]
+    request, settings, answer = recall.request, service.batch.cache.settings, _answer(recall)
     head = text_data(service.tokenizer, request.ids.tolist(), (), answer)
     name = label(settings.method.name, settings.budget, settings.retrieved)
-    run = run_data(name, recall.recording, request.prompt + len(answer))
-    return {"id": service.name, "title": service.name, **head, "runs": [run]}
+    said = words(service.tokenizer, answer)
+    run = run_data(name, recall.recording, request.prompt + len(answer), said=said)
+    methods = [name for name in METHODS if resolve(name).index is not None]
+    return {"id": service.name, "title": service.name, "methods": methods, **head, "runs": [run]}

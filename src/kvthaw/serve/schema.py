@@ -352,6 +352,14 @@ class DetokenizeRequest(Body):
     tokens: Annotated[list[Token], Field(fail_fast=True)]
 
 
+class RecallRun(Body):
+    """Of POST /v1/recalls/ID/runs (kvthaw's): a method, that of the server by default, and how much it may attend."""
+
+    method: Annotated[str, Field(max_length=256)] | None = None
+    budget: int | None = Field(None, ge=1, lt=1 << 31)
+    retrieved: int | None = Field(None, ge=1, lt=1 << 31)
+
+
 class ContextRequest(Body):
     """Of POST /v1/contexts (kvthaw's): a text, or messages through the chat template, to be kept under a name."""
 

@@ -21,7 +21,7 @@ from kvthaw.engine.scheduler import Scheduler
 from kvthaw.errors import ConfigError, QueueFullError
 from kvthaw.serve.errors import ApiError, too_long
 from kvthaw.serve.metrics import Metrics
-from kvthaw.serve.schema import Message, Sampled
+from kvthaw.serve.schema import Body, Message, Sampled
 from kvthaw.serve.watcher import Watcher
 from kvthaw.serve.worker import Job, Worker
 
@@ -205,7 +205,7 @@ class Service:
         return ids
 
 
-def refused(body: Sampled, error: ConfigError, param: str) -> ApiError:
+def refused(body: Body, error: ConfigError, param: str) -> ApiError:
     """Return what a client is told of a setting that the engine refuses, by the first field that the message names."""
     words = [param if word == "prompt" else word for word in re.findall(r"\w+", str(error))]
     return ApiError(400, str(error), param=next((word for word in words if word in type(body).model_fields), None))

@@ -6,6 +6,7 @@
   let turns = []; // the conversation, for models with a chat template
   let about = ""; // the document that it is about
   let abort = null;
+  let shown = null; // the answer whose recalls are shown: its id, and what it recalled
 
   function ask(path, body, signal) {
     const headers = { "Content-Type": "application/json" };
@@ -97,7 +98,7 @@
       }
       if (model.chat_template) turns.push({ role: "assistant", content: said.textContent });
       $("question").value = "";
-      await open(await json(`v1/recalls/${id}`));
+      await show(id);
       await look();
     } catch (error) {
       turns.length = before;
@@ -109,7 +110,33 @@
     }
   }
 
+  async function show(id) {
+    shown = { id, data: await json(`v1/recalls/${id}`) };
+    const { value } = $("method");
+    $("method").replaceChildren(...shown.data.methods.map((name) => make("option", { value: name, textContent: name })));
+    if (value) $("method").value = value;
+    $("beside").hidden = false;
+    await open(shown.data);
+  }
+
+  /** Send the answer's tokens through another method or budget, and show what they recall there in the second column. */
+  async function compare(event) {
+    event.preventDefault();
+    const { id, data } = shown;
+    $("compare").disabled = true;
+    try {
+      const way = { method: $("method").value, budget: Number($("budget").value) };
+      data.runs[1] = await (await answered(await ask(`v1/recalls/${id}/runs`, way))).json();
+      if (shown.data === data) await open(data);
+    } catch (error) {
+      $("status").textContent = error.message;
+    } finally {
+      $("compare").disabled = false;
+    }
+  }
+
   $("ask").addEventListener("submit", send);
+  $("beside").addEventListener("submit", compare);
   $("stop").addEventListener("click", () => abort?.abort());
   $("key").addEventListener("change", connect);
   $("question").addEventListener("keydown", (event) => {
