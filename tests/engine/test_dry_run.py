@@ -25,18 +25,17 @@ def held(cache: Cache) -> dict[str, int]:
     windows = [layer for layer in cache.layers if isinstance(layer, DynamicSlidingWindowLayer)]
     trees = [layer.retriever for layer in layers if layer.on_host and layer.chooses and layer.retriever is not None]
     angles = {layer.rotary for layer in layers if layer.rotary is not None}  # shared by layers
-    tables = sum(table.nbytes for tree in trees for table in tree.residency.tensors())
+    turns = sum(one.cos.nbytes + one.sin.nbytes for one in angles)
+    tables = [table for tree in trees for table in tree.residency.tensors()]
+    here = sum(table.nbytes for table in tables if table.device == layers[0].slab.data.device)
     return {
         "dense": sum(fixed[layer.number] for layer in cache.kv_layers if layer not in layers),
         "windows": sum(layer.keys.nbytes + layer.values.nbytes for layer in windows),
         "slab": slab,
-        "index": sum(fixed[layer.number] for layer in layers)
-        - slab
-        - tables
-        + sum(one.cos.nbytes + one.sin.nbytes for one in angles),
+        "index": sum(fixed[layer.number] for layer in layers) - slab - here + turns,
         "blocks": stats.device_block_bytes,
         "rows": stats.kv_host_bytes,
-        "host_index": tables + sum(tree.index.nbytes() for tree in trees),
+        "host_index": sum(table.nbytes for table in tables) + sum(tree.index.nbytes() for tree in trees),
     }
 
 
@@ -44,7 +43,7 @@ def agree(model: PreTrainedModel, method: str, length: int = 300, new: int = 3, 
     """Check a dry run against a cache that takes prompts and some tokens. Returns what it said."""
     settings = {"budget": 64, "dense_layers": 1, "block_size": 32, **settings}
     needs = dry_run(copy.deepcopy(model).to("meta"), resolve(method), rows, length, new, pinned=False, **settings)
-    cache, ids = Cache(model, method, **settings), prompt(rows, length + new)
+    cache, ids = Cache(model, method, **settings), prompt(rows, length + new).to(model.device)
     with torch.no_grad():
         model(ids[:, :length], past_key_values=cache)
         for some in ids[:, length:].split(1 if new < 16 else new, dim=1):
@@ -105,3 +104,9 @@ def test_bytes_of_an_answer_that_outgrows_the_capacity() -> None:
 
 def test_bytes_of_trees_are_those_of_a_sample() -> None:
     agree(build("llama", max_position_embeddings=4096), "icecache-digest", length=3000, new=12, rows=1, block_size=1024)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["full", "clusterkv-plus", "pariskv-plus", "prkv", "shadowkv", "icecache-digest"])
+def test_gpu_bytes(method: str, device: torch.device) -> None:
+    agree(build("llama", head_dim=64).to(device, torch.bfloat16), method)
