@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from said import Said, refused
+from transformers import T5Config
 
 from zoo import build
 
@@ -36,6 +37,11 @@ def test_a_folder_needs_no_weights(tmp_path: Path) -> None:
     assert [one["method"] for one in told["forecasts"]][:2] == ["auto", "full"]
     assert told["forecasts"][0]["needs"]["windows"]
     assert told["forecasts"][0]["fits"] is None
+
+
+def test_a_model_that_decodes_nothing_is_refused_by_name(tmp_path: Path) -> None:
+    T5Config().save_pretrained(tmp_path)
+    refused(Said("plan", "--model", str(tmp_path)), 1, "T5Config")
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ class Forecaster:
             return None
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         share = (length + self.new_tokens) / needs.capacity  # of dense layers' KV that there is
-        return step_seconds(
+        step = step_seconds(
             gpu,
             method,
             layers=config.num_hidden_layers,
@@ -153,3 +153,4 @@ class Forecaster:
             read=self._read + round(needs.dense * share) + needs.windows,
             fetched=round((1 - hits) * needs.fetched),
         )
+        return step if step is None or self._read == self.weights else (step[0], "reckoned")  # no experts were measured

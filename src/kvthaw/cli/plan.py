@@ -203,6 +203,8 @@ def _words(about: dict[str, Any], one: Forecast, forecaster: Forecaster) -> list
         said.append(f"It {short}. The longest prompt that does, in tokens: {_longest(one, forecaster.most)}.")
     if one.step_s is not None:
         said.append(f"A token takes {_time(one)} ms.")
+    elif not (forecaster.machine.gpu or forecaster.machine.cpu):
+        said.append("With --gpu it tells milliseconds a token, too.")
     quantised = getattr(forecaster.model.config, "quantization_config", None)
     if quantised is not None:
         said.append(f"The model is quantised; its weights are counted in {about['dtype']} unless --weights says otherwise.")

@@ -15,7 +15,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging
 
 from kvthaw.engine.hub import SHIPPED, is_path, offline
-from kvthaw.errors import ConfigError, one_of
+from kvthaw.errors import ConfigError, UnsupportedModelError, one_of
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -88,9 +88,12 @@ def make_config(kind: str, **fields: Any) -> PreTrainedConfig:
 
 
 def build(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """Build a causal language model of random weights."""
-    with device:
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    """Build a causal language model of random weights. Raises UnsupportedModelError for a config of another kind of model."""
+    try:
+        with device:
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except ValueError as error:
+        raise UnsupportedModelError(f"transformers makes no causal language model of a {type(config).__name__}") from error
     return model.eval()
 
 
