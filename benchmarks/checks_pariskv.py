@@ -71,14 +71,14 @@ def check(policy: Policy, tokens: int = 40_000, *, group: int = GROUP, dim: int 
         queries(2, group, dim),
         dim**-0.5,
     )
-    now, data, mean = index._summaries, index._data, policy == "mean_query"
+    now, data, mean = index.summaries, index.tables, policy == "mean_query"
     lengths, wanted = data["lengths"], data["wanted"]
     found = Ratios()
     index.select(query, K)
     keys = torch.randn(1, HEADS, 1000, dim, device="cuda", dtype=torch.bfloat16)
     trial = encoding.Summaries(*(x.clone() for x in (now.ids, now.codes, now.weights, now.sizes)))
-    encoding.launch(keys, index._rotation, index._quantizer, trial, [1], [17])
-    ids, codes, weights = encoding.definition(keys[0], index._rotation, index._quantizer)
+    encoding.launch(keys, index.rotation, index.quantizer, trial, [1], [17])
+    ids, codes, weights = encoding.definition(keys[0], index.rotation, index.quantizer)
     differ = {
         "ids": (trial.ids[1, :, :, 17:1017] != ids).float().mean(),
         "codes": (trial.codes[1, :, 17:1017] != codes).float().mean(),
@@ -86,15 +86,13 @@ def check(policy: Policy, tokens: int = 40_000, *, group: int = GROUP, dim: int 
     }
     for name, share in differ.items():
         demand(float(share) < 1e-3, f"encode: {float(share):.5f} of the {name} differ")
-    for seq, n in enumerate(index._counts):
+    for seq, n in enumerate(index.counts):
         flat = now.ids[seq, :, :, :n].long()
         counted = torch.zeros_like(now.sizes[seq]).scatter_add_(2, flat, torch.ones_like(flat, dtype=torch.int32))
         demand(torch.equal(counted, now.sizes[seq]), "count: cluster sizes differ")
     totals = torch.full((2, HEADS, collision.BINS), 99, dtype=torch.int32, device="cuda")
-    rotated, table = tiering.launch(
-        query, index._rotation, now.sizes, data["limits"], totals, mean=mean, combine=index._combine
-    )
-    want = turning.rotate_queries(query, HEADS, index._rotation, mean=mean)
+    rotated, table = tiering.launch(query, index.rotation, now.sizes, data["limits"], totals, mean=mean, combine=index._combine)
+    want = turning.rotate_queries(query, HEADS, index.rotation, mean=mean)
     demand(float((rotated.values - want).norm() / want.norm()) < 1e-5, "tiers: rotated queries differ")
     rounded = turning.in_bytes(rotated.values)
     demand(float((rotated.rounded() - rounded.rounded()).norm() / want.norm()) < 1e-3, "tiers: queries in bytes differ")
@@ -102,10 +100,10 @@ def check(policy: Policy, tokens: int = 40_000, *, group: int = GROUP, dim: int 
     demand(torch.equal(table, tiering.pack(votes, index._combine)), "tiers: votes differ")
     scores = collision.definition(table, now.ids, index._combine, index._shift)
     got = collision.launch(table, now.ids, lengths, totals.zero_(), index._combine, index._shift)
-    for seq, n in enumerate(index._counts):
+    for seq, n in enumerate(index.counts):
         demand(torch.equal(got.scores[seq, :, :n].int(), scores[seq, :, :n]), "collide: scores differ")
-    demand(_counted(got, index._counts), "collide: counts differ")
-    again, planes = rounding.launch(query, index._rotation, HEADS, totals.clone(), mean=mean, combine=index._combine)
+    demand(_counted(got, index.counts), "collide: counts differ")
+    again, planes = rounding.launch(query, index.rotation, HEADS, totals.clone(), mean=mean, combine=index._combine)
     demand(float((again.rounded() - rounded.rounded()).norm() / want.norm()) < 1e-3, "planes: queries in bytes differ")
     subs = now.ids.shape[2]
     numbers = rounding.unpack(rounding.pack(rounding.coarse(rotated.values, index._combine)), subs)
@@ -113,18 +111,18 @@ def check(policy: Policy, tokens: int = 40_000, *, group: int = GROUP, dim: int 
     demand(off < 0.01, f"planes: {off:.4f} of the coordinates differ")  # just about half of a step
     by_signs = signing.launch(planes, now.ids, lengths, torch.zeros_like(totals))
     votes = signing.definition(planes, now.ids)
-    for seq, n in enumerate(index._counts):
+    for seq, n in enumerate(index.counts):
         demand(torch.equal(by_signs.scores[seq, :, :n].int(), votes[seq, :, :n]), "signs: scores differ")
-    demand(_counted(by_signs, index._counts), "signs: counts differ")
+    demand(_counted(by_signs, index.counts), "signs: counts differ")
     width = -(-found.most(now.capacity, K) // reranking.TILE) * reranking.TILE
     chosen = bucket.launch(got, lengths, wanted, width)
     candidates = bucket.by_counting(got.scores, lengths, wanted, width)
     known = torch.arange(width, device="cuda") < wanted[:, None, None]
     demand(torch.equal(chosen.masked_fill(~known, -1), candidates), "bucket_topk: candidates differ")
-    estimate = reranking.definition(rotated, now.codes, now.weights, candidates, index._quantizer)
+    estimate = reranking.definition(rotated, now.codes, now.weights, candidates, index.quantizer)
     run = choosing.run_length(width, K)
     assert run is not None
-    made = reranking.launch(rotated, now, chosen, wanted, index._quantizer, scale, run)
+    made = reranking.launch(rotated, now, chosen, wanted, index.quantizer, scale, run)
     gap = (made.scores - estimate).masked_fill(~known[:, :, None], 0.0).norm() / estimate.masked_fill(
         ~known[:, :, None], 0.0
     ).norm()

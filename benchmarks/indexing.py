@@ -73,7 +73,7 @@ def measure(
         if not isinstance(index, UnitIndex):
             raise ConfigError(f"method is {method!r}; this benchmark is for pages and clusters on the device")
         indexes.append(index)
-    alone = sum(_again(cache, number, index) for number, index in enumerate(indexes))
+    alone = sum(again(cache, number, index) for number, index in enumerate(indexes))
     own = statistics.median(times[1:])
     line: dict[str, Any] = {"method": method, "budget": budget, "prefill_s": own, "prefill_runs_s": times}
     line |= {"indexing_s": alone, "indexing_share": alone / full, "beside_share": own / full - 1}
@@ -96,7 +96,7 @@ def _prefill(model: PreTrainedModel, cache: Cache, ids: Tensor) -> tuple[float, 
     return time.perf_counter() - begin, logits[:, -1:].argmax(dim=-1)
 
 
-def _again(cache: Cache, number: int, index: UnitIndex) -> float:
+def again(cache: Cache, number: int, index: UnitIndex) -> float:
     """Seconds to index a layer once more, alone, the second of two times; and the check that it comes to the same."""
     layer = cache.frozen_layers[number]
     rows = layer.read(0, index.first, layer.indexed(0)).to(index.context.device)

@@ -90,10 +90,10 @@ def encode_time(tokens: int) -> dict[str, Any]:
 
     def counted() -> None:
         _encode(index, keys)
-        encoding.launch_count(index._summaries, [0], [0], [tokens])
+        encoding.launch_count(index.summaries, [0], [0], [tokens])
 
     alone, both = _event_time(lambda: _encode(index, keys)), _event_time(counted)
-    theirs = _event_time(lambda: encoding.definition(keys[0], index._rotation, index._quantizer))
+    theirs = _event_time(lambda: encoding.definition(keys[0], index.rotation, index.quantizer))
     moved = keys.nbytes + HEADS * tokens * 112
     line = {"op": "encode", "tokens": tokens, "batch": 1, **rates(alone, moved, DEVICE_GBPS), "goal_us": 300}
     return line | {
@@ -104,7 +104,7 @@ def encode_time(tokens: int) -> dict[str, Any]:
 
 
 def _encode(index: CodesIndex, keys: Tensor) -> None:
-    encoding.launch(keys, index._rotation, index._quantizer, index._summaries, [0], [0], index._data.get("centre"))
+    encoding.launch(keys, index.rotation, index.quantizer, index.summaries, [0], [0], index.tables.get("centre"))
 
 
 def _event_time(call: Callable[[], object]) -> float:
@@ -129,7 +129,7 @@ class Chain:
     def __init__(self, batch: int, tokens: int) -> None:
         self.batch, self.tokens, self.scale = batch, tokens, DIM**-0.5
         self.index, self.query = make(batch, tokens), queries(batch)
-        index, data, self.now = self.index, self.index._data, self.index._summaries
+        index, data, self.now = self.index, self.index.tables, self.index.summaries
         index.select(self.query, K)
         self.lengths, self.wanted, self.limits = data["lengths"], data["wanted"], data["limits"]
         count = max(1, -(-_COLD // self.now.ids.nbytes))
@@ -149,10 +149,10 @@ class Chain:
         self.made = self.rerank(self.now)
 
     def tiers(self, one: encoding.Summaries) -> tuple[turning.Rotated, Tensor]:
-        return tiering.launch(self.query, self.index._rotation, one.sizes, self.limits, self.totals, mean=False, combine="max")
+        return tiering.launch(self.query, self.index.rotation, one.sizes, self.limits, self.totals, mean=False, combine="max")
 
     def planes(self, one: encoding.Summaries) -> tuple[turning.Rotated, Tensor]:
-        return rounding.launch(self.query, self.index._rotation, HEADS, self.totals, mean=False, combine="max")
+        return rounding.launch(self.query, self.index.rotation, HEADS, self.totals, mean=False, combine="max")
 
     def collide(self, one: encoding.Summaries) -> object:
         return collision.launch(self.table, one.ids, self.lengths, self.totals, "max", 0)
@@ -164,19 +164,19 @@ class Chain:
         return bucket.launch(self.got, self.lengths, self.wanted, self.width)
 
     def rerank(self, one: encoding.Summaries) -> reranking.Estimates:
-        return reranking.launch(self.rotated, one, self.chosen, self.wanted, self.index._quantizer, self.scale, self.run)
+        return reranking.launch(self.rotated, one, self.chosen, self.wanted, self.index.quantizer, self.scale, self.run)
 
     def topk(self, one: encoding.Summaries) -> tuple[Tensor, Tensor]:
         return choosing.launch(self.made, self.chosen, self.wanted, K, SINK, self.scale, "max")
 
     def select(self, one: encoding.Summaries) -> object:
-        self.index._summaries = one
+        self.index.summaries = one
         return self.index.select(self.query, K)
 
     def seconds(self, step: str, replays: int = 20) -> float:
         """Of a step of this name."""
         seconds = replay_time(_calls(getattr(self, step), self.sets), replays)
-        self.index._summaries = self.now
+        self.index.summaries = self.now
         return seconds
 
     def moved(self) -> dict[str, int]:
@@ -205,7 +205,7 @@ class Chain:
             "planes": lambda one: rounding.pack(rounding.coarse(self.rotated.values, "max")),
             "signs": lambda one: signing.definition(self.bits, one.ids),
             "bucket_topk": lambda one: torch.topk(scores.int(), want, dim=2),
-            "rerank": lambda one: reranking.definition(self.rotated, one.codes, one.weights, real, self.index._quantizer),
+            "rerank": lambda one: reranking.definition(self.rotated, one.codes, one.weights, real, self.index.quantizer),
             "topk": lambda one: torch.topk(choosing.merge(estimates, self.scale, "max"), K, dim=2),
         }
 

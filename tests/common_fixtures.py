@@ -17,6 +17,7 @@ if not torch.cuda.is_available():  # before triton is imported anywhere
     os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest
+import typer.main
 import typer.testing
 from hypothesis import HealthCheck, settings
 from transformers import PreTrainedModel
@@ -37,7 +38,7 @@ if HAS_TRITON and not torch.cuda.is_available():
 
     interpreter.quicken()
 logging.set_verbosity_error()
-typer.testing._get_command = functools.cache(typer.testing._get_command)  # which takes longer than most commands
+vars(typer.testing)["_get_command"] = functools.cache(typer.main.get_command)  # which takes longer than most commands
 
 
 LONG = (

@@ -26,7 +26,7 @@ def test_an_index_that_is_another_alone_is_seen() -> None:
     model(torch.arange(150)[None], past_key_values=cache)
     index = cache.frozen_layers[1].retriever.index  # type: ignore[union-attr]
     assert isinstance(index, indexing.UnitIndex)
-    assert indexing._again(cache, 1, index) > 0
+    assert indexing.again(cache, 1, index) > 0
     index.digests[0, 0, 0, 0] += 1
     with pytest.raises(CacheError, match="layer 1: digests, made beside the prefill"):
-        indexing._again(cache, 1, index)
+        indexing.again(cache, 1, index)

@@ -34,10 +34,8 @@ def test_an_index_in_anothers_place_is_the_one_that_is_joined(llama: PreTrainedM
 def test_a_selection_buffer_stays_while_there_are_as_many_sequences(llama: PreTrainedModel) -> None:
     """Beams change places at every step, and its memory is page-locked on a GPU."""
     group = group_of(llama, "icecache-digest")
-    selection_buffer = group._selection_buffer
+    buffer = group.buffer(2)
     group.reorder([1, 0])
-    assert group._selection_buffer is selection_buffer
+    assert group.buffer(2) is buffer
     group.reorder([0, 0, 1])
-    assert group._selection_buffer.query.shape[0] == 3
-    group.reorder([2])
-    assert group._selection_buffer.query.shape[0] == 1
+    assert group.buffer(3).query.shape[0] == 3

@@ -190,7 +190,7 @@ def test_layers_cluster_together_what_left_their_rings_at_once(llama: PreTrained
 
 def test_a_layer_that_could_not_go_ahead_is_not_forgotten() -> None:
     """PRKV's layers put new sets in place in turn, and then their work waits for the token."""
-    model = build("llama", num_hidden_layers=8)
+    model = build("llama", num_hidden_layers=4)
     eager, cache = (kvthaw.Cache(model, "prkv", budget=64, dense_layers=0, page=8, interval=32) for _ in range(2))
     replay = GraphRunner(model.forward, cache, capture=False)
     for each in (eager, cache):

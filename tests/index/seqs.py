@@ -68,13 +68,13 @@ class Seqs:
         self.index = make(self.context)
         self.length = [FIRST] * len(prompts)
         for seq, prompt in enumerate(prompts):
-            self._store(seq, FIRST + prompt)
+            self.put(seq, FIRST + prompt)
             if prompt and build:
                 keys = self.keys[seq][:, FIRST : FIRST + prompt]
                 self.index.build(seq, FIRST, keys, keys, self.queries[seq][:, :64])
             self.length[seq] = FIRST + prompt
 
-    def _store(self, seq: int, length: int) -> None:
+    def put(self, seq: int, length: int) -> None:
         have = self.store.length(seq)
         if have < length:
             keys = self.keys[seq][:, have:length].cpu()
@@ -85,7 +85,7 @@ class Seqs:
         seqs = range(len(self.length)) if seqs is None else seqs
         keys = torch.stack([self.keys[seq][:, self.length[seq] : self.length[seq] + n] for seq in seqs])
         for seq in seqs:
-            self._store(seq, self.length[seq] + n)
+            self.put(seq, self.length[seq] + n)
             self.length[seq] += n
         self.index.append(list(seqs), keys, keys, None)
 

@@ -169,12 +169,11 @@ def test_addresses_stay_within_a_capacity() -> None:
     index = seqs.index
     assert isinstance(index, ClusterIndex)
     seqs.append(1)
-    tables = [getattr(index, name) for name in index._tables()]
-    where = [t.data_ptr() for t in tables]
+    where = [tensor.data_ptr() for tensor in index.tensors()]
     for _ in range(10):
         seqs.append(10)
         seqs.select(64)
-    assert [getattr(index, name).data_ptr() for name in index._tables()] == where
+    assert [tensor.data_ptr() for tensor in index.tensors()] == where
 
 
 def test_recall_rises_with_the_number_of_clusters() -> None:

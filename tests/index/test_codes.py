@@ -62,15 +62,15 @@ def sets(selection: Selection) -> list[set[int]]:
 
 def same(a: CodesIndex, b: CodesIndex) -> None:
     """Equal where there are keys."""
-    assert a._counts == b._counts
-    for seq, n in enumerate(a._counts):
-        x, y = a._summaries, b._summaries
+    assert a.counts == b.counts
+    for seq, n in enumerate(a.counts):
+        x, y = a.summaries, b.summaries
         assert torch.equal(x.ids[seq, :, :, :n], y.ids[seq, :, :, :n])
         assert torch.equal(x.codes[seq, :, :n], y.codes[seq, :, :n])
         assert torch.equal(x.weights[seq, :, :n], y.weights[seq, :, :n])
         assert torch.equal(x.sizes[seq], y.sizes[seq])
         for name in ("lengths", "wanted", "limits"):
-            assert torch.equal(a._data[name][seq], b._data[name][seq])
+            assert torch.equal(a.tables[name][seq], b.tables[name][seq])
 
 
 @pytest.mark.parametrize("policy", ["max", "mean", "mean_query"])
@@ -132,18 +132,18 @@ def test_append_equals_build_and_addresses_stay() -> None:
     whole, parts = make(), make()
     fill(whole, 0, keys)
     fill(parts, 0, keys[:, :4500])
-    before = {name: tensor.data_ptr() for name, tensor in parts._data.items()}
+    before = {name: tensor.data_ptr() for name, tensor in parts.tables.items()}
     for at in range(4500, 5000, 250):
         parts.append([0], keys[None, :, at : at + 250], keys[None, :, at : at + 250], None)
         parts.select(query, 20)
-    assert before == {name: tensor.data_ptr() for name, tensor in parts._data.items()}
+    assert before == {name: tensor.data_ptr() for name, tensor in parts.tables.items()}
     same(whole, parts)
     assert torch.equal(whole.select(query, 50).rows, parts.select(query, 50).rows)
     for _ in range(2):
         parts.append([0], keys[None], keys[None], None)
-    assert parts._counts == [15000]
-    assert parts._summaries.capacity >= 15000
-    assert torch.equal(parts._summaries.sizes.sum(dim=3), torch.full_like(parts._summaries.sizes[..., 0], 15000))
+    assert parts.counts == [15000]
+    assert parts.summaries.capacity >= 15000
+    assert torch.equal(parts.summaries.sizes.sum(dim=3), torch.full_like(parts.summaries.sizes[..., 0], 15000))
 
 
 def test_sequences_of_different_lengths_grow_together() -> None:
@@ -152,7 +152,7 @@ def test_sequences_of_different_lengths_grow_together() -> None:
     for seq, n in enumerate((300, 0, 40)):
         fill(index, seq, keys[seq, :, :n])
     index.append([2, 1], keys[:2, :, :40], keys[:2, :, :40], None)
-    assert index._counts == [300, 40, 80]
+    assert index.counts == [300, 40, 80]
     other = make(seqs=3)
     fill(other, 0, keys[0])
     fill(other, 1, keys[1, :, :40])
@@ -183,21 +183,21 @@ def test_truncate_reorder_and_state(options: dict[str, Any]) -> None:
     swapped = index.select(query.flip(0), 25)
     assert torch.equal(swapped.rows.flip(0), before.rows)
     index.reorder([0, 0, 1])
-    assert index._counts == [333, 333, 900]
+    assert index.counts == [333, 333, 900]
     assert torch.equal(index.select(query[[1, 1, 0]], 25).rows, before.rows[[1, 1, 0]])
     index.truncate(0, 0)
     cleared = index.select(query[[1, 1, 0]], 25)
     assert cleared.counts[0].tolist() == [0, 0]
     assert torch.equal(cleared.rows[1], before.rows[1])
-    assert not index._summaries.sizes[0].any()
+    assert not index.summaries.sizes[0].any()
 
 
 def test_the_summary_takes_112_bytes_a_key_at_128() -> None:
     index = make(dim=128, heads=1)
-    data = index._summaries
+    data = index.summaries
     per_key = sum(t.nbytes for t in (data.ids, data.codes, data.weights)) / data.capacity
     assert per_key == 112
-    assert make(dim=64, heads=1)._summaries.codes.nbytes * 2 == data.codes.nbytes
+    assert make(dim=64, heads=1).summaries.codes.nbytes * 2 == data.codes.nbytes
 
 
 @pytest.mark.parametrize(("dim", "options"), [(64, {}), (96, {}), (128, {}), (256, {}), (64, DEFAULT)])
@@ -241,10 +241,10 @@ def test_later_keys_are_seen_from_the_first_ones_centre() -> None:
     keys, query = torch.randn(2, 700, 64) + 3, torch.randn(1, 4, 64)
     index = make(**DEFAULT)
     fill(index, 0, keys[:, :500])
-    centre = index._data["centre"].clone()
+    centre = index.tables["centre"].clone()
     torch.testing.assert_close(centre[0], keys[:, :500].mean(dim=1))
     index.append([0], keys[None, :, 500:] + 5, keys[None, :, 500:], None)
-    assert torch.equal(index._data["centre"], centre)
+    assert torch.equal(index.tables["centre"], centre)
     moved = torch.cat((keys[:, :500], keys[:, 500:] + 5), dim=1)
     want = torch.einsum("hgd,hnd->hgn", query.reshape(2, 2, 64), moved).reshape(1, 4, 700)
     assert float((index.estimate(query) - want).norm() / want.norm()) < 0.1
@@ -264,7 +264,7 @@ def test_candidates_are_what_is_chosen_from() -> None:
         listed = found[seq, head, found[seq, head] >= 0].tolist()
         assert listed == sorted(set(listed))
         assert set(again.rows[seq, head, : again.counts[seq, head]].tolist()) <= set(listed)
-    y, q = (srht(x[0].double(), index._rotation).reshape(2, -1, 8, 8) for x in (keys, query[:, :, None]))
+    y, q = (srht(x[0].double(), index.rotation).reshape(2, -1, 8, 8) for x in (keys, query[:, :, None]))
     nearness = (q * torch.where(y >= 0, 1.0, -1.0)).sum(dim=3)  # [H, n, subspaces]
     before = (nearness[:, :, None] < nearness[:, None]).sum(dim=2)  # keys nearer than each
     ends = torch.tensor([8, 24, 48, 80, 120, 160])  # of 160 keys that collide
@@ -280,10 +280,10 @@ def test_looking_at_candidates_changes_nothing() -> None:
     index = make(ratios=Ratios(rho=0.4, beta=0.25))
     fill(index, 0, torch.randn(2, 400, 64))
     query = torch.randn(1, 4, 64)
-    before, rows = {name: tensor.clone() for name, tensor in index._data.items()}, index.select(query, 10).rows
+    before, rows = {name: tensor.clone() for name, tensor in index.tables.items()}, index.select(query, 10).rows
     index.candidates(query, 10)
     assert torch.equal(index.select(query, 10).rows, rows)
-    assert all(torch.equal(a, b) for name, a in before.items() if name != "wanted" for b in [index._data[name]])
+    assert all(torch.equal(a, b) for name, a in before.items() if name != "wanted" for b in [index.tables[name]])
 
 
 def test_a_sequence_attended_to_whole_has_no_candidates() -> None:

@@ -92,7 +92,7 @@ def test_reorder_and_clone(make: Make) -> None:
     other.index.clone_from(seqs.index)
     other.keys, other.queries, other.length = seqs.keys, seqs.queries, list(seqs.length)
     for seq, length in enumerate(seqs.length):
-        other._store(seq, length)
+        other.put(seq, length)
     for step, n in enumerate((10, 50, 200, 10)):
         assert rows(other, 40, step) == rows(seqs, 40, step)
         seqs.append(n)

@@ -275,7 +275,7 @@ def test_reorder_and_clone_with_a_plan_under_way() -> None:
     other.index.clone_from(seqs.index)
     other.keys, other.length, other.queries = seqs.keys, list(seqs.length), seqs.queries
     for seq in range(3):
-        other._store(seq, seqs.length[seq])
+        other.put(seq, seqs.length[seq])
     for step, n in enumerate((10, 10, 10, 10)):
         assert other.sets(40, step) == seqs.sets(40, step)
         seqs.append(n)

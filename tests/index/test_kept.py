@@ -40,7 +40,7 @@ def test_observed_is_causal_attention(
 def prompt(seqs: Seqs, seq: int, tokens: int) -> None:
     """A prompt of which 10 more tokens stand behind those that are indexed."""
     index, end = seqs.index, FIRST + tokens
-    seqs._store(seq, end + 10)
+    seqs.put(seq, end + 10)
     keys = seqs.keys[seq][:, FIRST:end]
     index.build(seq, FIRST, keys, keys, seqs.queries[seq][:, :64])
     seqs.length[seq] = end

@@ -54,11 +54,11 @@ def test_learned_centroids_serve_and_drift(normalise: bool, rotate: bool) -> Non
     old, new = clustered(1500, 64), clustered(1500, 64, shift=2.0)
     index = make(group=1, centroids="learned", normalise=normalise, rotate=rotate)
     fill(index, 0, old)
-    learned = index._learned
+    learned = index.learned
     assert learned is not None
     before = learned.clone()
     index.append([0], new[None], new[None], None)
-    assert torch.equal(index._learned, before)
+    assert torch.equal(index.learned, before)
     keys = torch.cat((old, new), dim=1)
     queries = new[:, :6].transpose(0, 1).contiguous()
     assert recall(index, keys, queries) > 0.2

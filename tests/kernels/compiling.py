@@ -177,8 +177,7 @@ def attention(dtype: torch.dtype, dim: int) -> None:
     from kvthaw.kernels.in_place import Selected
     from kvthaw.kernels.row_format import E4M3
 
-    ways = (500, None, None), (4000, empty(2, HEADS, 4000), None), (500, None, E4M3(dim, dtype))
-    for places, slots, format in (*ways, (4000, empty(2, HEADS, 4000), E4M3(dim, dtype))):
+    for places, slots, format in ((500, None, None), (4000, empty(2, HEADS, 4000), E4M3(dim, dtype))):
         slab, regions = empty(2, HEADS, 500, 2, dim, dtype=dtype), Regions(100, 200, 100)
         tally = None if slots is not None else (empty(2, HEADS), empty(4, dtype=torch.int64))
         selected = Selected(empty(2, HEADS, places), slots, empty(2, 8, dtype=torch.int64), 1024, tally, format)

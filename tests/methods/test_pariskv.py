@@ -76,7 +76,7 @@ def test_presets_and_options_reach_the_index(llama: PreTrainedModel) -> None:
         index = indices(handle)[0]
         assert index.policy == "mean_query"
         assert (index.ratios.rho, index.ratios.beta, index.ratios.tiered) == (0.4, 0.3, False)
-        assert index._rotation.scale == 1.0
+        assert index.rotation.scale == 1.0
         stats = handle.stats()
         assert stats.attended_max is not None
         assert stats.attended_max <= 32
@@ -121,7 +121,7 @@ def test_below_the_full_attention_threshold_it_attends_densely(llama: PreTrained
     for threshold in (100, 0):
         with kvthaw.attach(llama, "pariskv", retrieved=4, full_threshold=threshold, window=8, buffer=8) as handle:
             same.append(torch.equal(generate(llama, inputs, max_new_tokens=60), expected))
-            assert all(50 < index._counts[0] < 100 for index in indices(handle))
+            assert all(50 < index.counts[0] < 100 for index in indices(handle))
     assert same == [True, False]
 
 
@@ -130,7 +130,7 @@ def test_rows_are_reproducible_and_follow_the_seed(llama: PreTrainedModel) -> No
     runs = []
     for seed in (0, 0, 1):
         with kvthaw.attach(llama, "pariskv", budget=32, seed=seed) as handle:
-            runs.append((generate(llama, inputs), indices(handle)[0]._rotation.basis.clone()))
+            runs.append((generate(llama, inputs), indices(handle)[0].rotation.basis.clone()))
     assert torch.equal(runs[0][0], runs[1][0])
     assert torch.equal(runs[0][1], runs[1][1])
     assert not torch.equal(runs[0][1], runs[2][1])
@@ -200,5 +200,5 @@ def test_centre_and_grades_keep_a_text_in_pieces_as_it_is(llama: PreTrainedModel
         caches.append(cache)
     for one, other in zip(*(cache.frozen_layers for cache in caches), strict=True):
         a, b = one.retriever.index, other.retriever.index
-        torch.testing.assert_close(a._data["centre"], b._data["centre"])
-        assert a._counts == b._counts
+        torch.testing.assert_close(a.tables["centre"], b.tables["centre"])
+        assert a.counts == b.counts

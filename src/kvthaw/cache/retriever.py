@@ -92,7 +92,7 @@ class Retriever:
         if self.index.on_host:
             self._buffers = {seqs: HostSelectionBuffer(self.context, seqs, self.rows, self.slots)}
 
-    def _buffer(self, seqs: int) -> HostSelectionBuffer:
+    def buffer(self, seqs: int) -> HostSelectionBuffer:
         """Return the buffer for choices of so many sequences, which stays where it is."""
         if seqs not in self._buffers:
             self._buffers[seqs] = HostSelectionBuffer(self.context, seqs, self.rows, self.slots)
@@ -262,7 +262,7 @@ class Retriever:
         """Record a choice made on the host between two graphs: one writes the query to a pinned buffer, the next reads the choice
         from another."""
         seqs = query.shape[0]
-        selection_buffer = self._buffer(seqs)
+        selection_buffer = self.buffer(seqs)
         here = selection_buffer.parts(selection_buffer.answer)
         selection_buffer.query.copy_(query, non_blocking=True)
 

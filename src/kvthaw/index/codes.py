@@ -60,6 +60,9 @@ class CodesIndex:
     first keys and values, which the index then keeps on the device, [L, H, dense_below, D] each; its rows are none and its
     attention is the selection's partial. The budget does not bound that, nor does it know of a softcap; 0 never does it.
 
+    tables: all tensors of the sequences, by name; summaries: those of them that kernels read; counts: tokens of each sequence;
+    learned: centroids, where there are any.
+
     Summaries are allocated at a capacity that doubles; within one, all tensors stay where they are. Lengths and limits are
     int32 on the device. select() launches five kernels of fixed shape on a GPU, six with policy="mean"; on a CPU the same steps
     run in torch."""
@@ -90,21 +93,21 @@ class CodesIndex:
         self._sets = context.group if policy == "each" else 1
         """Sets of rows that the query heads of a KV head choose."""
         self._enough(context.rows)
-        self._rotation = make_rotation(context.head_dim, context.seed, rotate=rotate, device=context.device)
-        self._quantizer = make_quantizer(context.device)
-        self._subs = self._rotation.padded // SUB
+        self.rotation = make_rotation(context.head_dim, context.seed, rotate=rotate, device=context.device)
+        self.quantizer = make_quantizer(context.device)
+        self._subs = self.rotation.padded // SUB
         scored = context.group if policy in ("max", "mean") else 1
         self._combine: Combine = "sum" if policy == "mean" else "max"
         self._merge: Merge = "mean" if policy == "mean" else "max"
         self._graded, self._centre = graded, centre
         votes = most(self._subs, self._combine) if graded else most_votes(self._subs, scored, self._combine)
         self._shift = shift(votes)
-        self._learned: Tensor | None = None  # [L, H, B, 256, 8]
+        self.learned: Tensor | None = None  # [L, H, B, 256, 8]
         self._learn = centroids == "learned"
         self.grows = not (self._learn or centre)
         self._first, self._k = context.regions.sink, 1
-        self._counts: list[int] = []
-        self._data: dict[str, Tensor] = {}
+        self.counts: list[int] = []
+        self.tables: dict[str, Tensor] = {}
         self._reserve(context.store.seqs, 0)
 
     # Changes
@@ -119,46 +122,46 @@ class CodesIndex:
         self._first = first
         self._reserve(seq + 1, 0)
         if self._centre and keys.shape[1]:
-            self._data["centre"][seq] = keys.mean(dim=1, dtype=torch.float32).to(keys.dtype)
+            self.tables["centre"][seq] = keys.mean(dim=1, dtype=torch.float32).to(keys.dtype)
         if self._learn and keys.shape[1]:
-            assert self._learned is not None
-            points = subspaces(self._moved(seq, keys), self._rotation, normalise=self.normalise)
-            self._learned[seq] = learn(points, self.context.seed)
+            assert self.learned is not None
+            points = subspaces(self._moved(seq, keys), self.rotation, normalise=self.normalise)
+            self.learned[seq] = learn(points, self.context.seed)
         self.append([seq], keys[None], values[None], None)
 
     def append(self, seqs: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
         """See Index."""
         n = keys.shape[2]
         self._reserve(max(seqs) + 1, 0)
-        starts = [self._counts[seq] for seq in seqs]
+        starts = [self.counts[seq] for seq in seqs]
         self._reserve(0, max(starts) + n)
-        encode(keys, self._rotation, self._quantizer, self._summaries, seqs, starts, self._data.get("centre"))
+        encode(keys, self.rotation, self.quantizer, self.summaries, seqs, starts, self.tables.get("centre"))
         for i, (seq, start) in enumerate(zip(seqs, starts, strict=True)):
-            if self._learned is not None and n:
-                points = subspaces(self._moved(seq, keys[i]), self._rotation, normalise=self.normalise)
-                self._data["ids"][seq, :, :, start : start + n] = assign(points, self._learned[seq])
+            if self.learned is not None and n:
+                points = subspaces(self._moved(seq, keys[i]), self.rotation, normalise=self.normalise)
+                self.tables["ids"][seq, :, :, start : start + n] = assign(points, self.learned[seq])
             near = min(n, self.dense_below - start)
             if near > 0:
                 for name, new in (("keys", keys), ("values", values)):
-                    self._data[name][seq, :, start : start + near] = new[i, :, :near]
-            self._counts[seq] = start + n
+                    self.tables[name][seq, :, start : start + near] = new[i, :, :near]
+            self.counts[seq] = start + n
         if not self._graded:  # only tiers ask how many keys a cluster has
-            count(self._summaries, seqs, starts, [start + n for start in starts])
+            count(self.summaries, seqs, starts, [start + n for start in starts])
         self._update()
 
     def _moved(self, seq: int, keys: Tensor) -> Tensor:
         """Keys [H, n, D] of a sequence, its centre taken off if there is one."""
-        return keys - self._data["centre"][seq, :, None].to(keys.dtype) if self._centre else keys
+        return keys - self.tables["centre"][seq, :, None].to(keys.dtype) if self._centre else keys
 
     def truncate(self, seq: int, length: int) -> None:
         """See Index."""
-        if seq < len(self._counts):
-            old = self._counts[seq]
+        if seq < len(self.counts):
+            old = self.counts[seq]
             new = min(old, max(0, length - self._first))
             if new < old:
                 if not self._graded:
-                    count(self._summaries, [seq], [new], [old], -1)
-                self._counts[seq] = new
+                    count(self.summaries, [seq], [new], [old], -1)
+                self.counts[seq] = new
                 self._update()
 
     def undo(self, seq: int, length: int) -> None:
@@ -169,13 +172,13 @@ class CodesIndex:
         """See Index."""
         self._reserve(max(seqs) + 1, 0)
         index = torch.tensor(seqs, device=self.context.device)
-        for name, tensor in self._data.items():
+        for name, tensor in self.tables.items():
             moved = tensor[index]
             if moved.shape == tensor.shape:
                 tensor.copy_(moved)
             else:
-                self._data[name] = moved
-        self._counts = [self._counts[seq] for seq in seqs]
+                self.tables[name] = moved
+        self.counts = [self.counts[seq] for seq in seqs]
         self._bind()
         self._update()
 
@@ -205,7 +208,7 @@ class CodesIndex:
         """The rows [B, H, budget] of the best estimates, ascending, -1 padded, and how many there are [B, H]."""
         rotated, now, candidates, wanted = self._collect(query, budget)
         run = run_length(candidates.shape[2], budget) or TILE
-        found = rerank(rotated, now, candidates, wanted, self._quantizer, self.context.scale, run)
+        found = rerank(rotated, now, candidates, wanted, self.quantizer, self.context.scale, run)
         return topk(found, candidates, wanted, budget, self._first, self.context.scale, self._merge)
 
     def candidates(self, query: Tensor, budget: int) -> Tensor:
@@ -228,28 +231,28 @@ class CodesIndex:
         """The first stage. Rotated queries [B, H, P, 8, subspaces], the summaries that they are compared with, candidates [B, H,
         width] as positions in them, and how many of each sequence's are wanted [B]."""
         batch, mean = query.shape[0], self.policy == "mean_query"
-        if batch > len(self._counts):
+        if batch > len(self.counts):
             self._reserve(batch, 0)
         if budget != self._k:
             self._k = budget
             self._update()
-        data, now = self._data, self._summaries
+        data, now = self.tables, self.summaries
         lengths, wanted = data["lengths"][:batch], data["wanted"][:batch]
         if query.device.type == "cpu":  # no fixed shapes needed: leave out what no sequence has
-            longest = max(1, *self._counts[:batch])
+            longest = max(1, *self.counts[:batch])
             now = Summaries(now.ids[:, :, :, :longest], now.codes[:, :, :longest], now.weights[:, :, :longest], now.sizes)
         width = -(-max(budget, self.ratios.most(now.capacity, budget)) // TILE) * TILE
         totals = torch.empty((batch, self.context.kv_heads, BINS), dtype=torch.int32, device=query.device)
         sizes, limits = now.sizes[:batch], data["limits"][:batch]
-        if self._learned is None and self._graded:
-            rotated, bits = planes(query, self._rotation, sizes.shape[1], totals, mean=mean, combine=self._combine)
+        if self.learned is None and self._graded:
+            rotated, bits = planes(query, self.rotation, sizes.shape[1], totals, mean=mean, combine=self._combine)
             scores = signs(bits, now.ids, lengths, totals)
         else:
-            if self._learned is None:
-                rotated, table = tiers(query, self._rotation, sizes, limits, totals, mean=mean, combine=self._combine)
+            if self.learned is None:
+                rotated, table = tiers(query, self.rotation, sizes, limits, totals, mean=mean, combine=self._combine)
             else:
-                rotated = in_bytes(rotate_queries(query, self.context.kv_heads, self._rotation, mean=mean))
-                similarity = torch.einsum("lhpjb,lhbcj->lhpbc", rotated.values, self._learned[:batch])
+                rotated = in_bytes(rotate_queries(query, self.context.kv_heads, self.rotation, mean=mean))
+                similarity = torch.einsum("lhpjb,lhbcj->lhpbc", rotated.values, self.learned[:batch])
                 votes = grade(similarity, self._combine) if self._graded else definition(similarity, sizes, limits)
                 table = pack(votes, self._combine)
                 totals.zero_()
@@ -266,58 +269,58 @@ class CodesIndex:
 
     def estimate(self, query: Tensor) -> Tensor:
         """Estimates of q.k for every indexed key, [B, Hq, longest] float32; -inf beyond a sequence's length. For measurements."""
-        batch, most = query.shape[0], max(self._counts, default=0)
-        rotated = in_bytes(rotate_queries(query, self.context.kv_heads, self._rotation, mean=False))
+        batch, most = query.shape[0], max(self.counts, default=0)
+        rotated = in_bytes(rotate_queries(query, self.context.kv_heads, self.rotation, mean=False))
         place = torch.arange(most, dtype=torch.int32, device=query.device)
-        known = place < self._data["lengths"][:batch, None]
+        known = place < self.tables["lengths"][:batch, None]
         candidates = torch.where(known, place, -1)[:, None].expand(-1, self.context.kv_heads, -1).contiguous()
-        found = rerank(rotated, self._summaries, candidates, self._data["lengths"][:batch], self._quantizer, self.context.scale)
+        found = rerank(rotated, self.summaries, candidates, self.tables["lengths"][:batch], self.quantizer, self.context.scale)
         scores = found.scores
         if self._centre:
             grouped = query.float().reshape(batch, self.context.kv_heads, -1, query.shape[2])
-            scores = scores + torch.einsum("bhgd,bhd->bhg", grouped, self._data["centre"][:batch])[..., None]
+            scores = scores + torch.einsum("bhgd,bhd->bhg", grouped, self.tables["centre"][:batch])[..., None]
         return scores.flatten(1, 2).masked_fill(~known[:, None], -torch.inf)
 
     def _dense(self, query: Tensor) -> Partial | None:
         if not self.dense_below:
             return None
-        if query.device.type == "cpu" and not any(0 < n < self.dense_below for n in self._counts[: query.shape[0]]):
+        if query.device.type == "cpu" and not any(0 < n < self.dense_below for n in self.counts[: query.shape[0]]):
             return None  # on a GPU it stays, for a captured step must serve sequences that shrink
         place = torch.arange(self.dense_below, device=query.device)
-        lengths = self._data["lengths"][: query.shape[0], None]
+        lengths = self.tables["lengths"][: query.shape[0], None]
         visible = ((place < lengths) & (lengths < self.dense_below))[:, None].expand(-1, self.context.kv_heads, -1)
-        keys, values = (self._data[name][: query.shape[0]] for name in ("keys", "values"))
+        keys, values = (self.tables[name][: query.shape[0]] for name in ("keys", "values"))
         return attend(DecodeStep(query, keys, values, scale=self.context.scale, visible=visible))
 
     # State
 
     def tensors(self) -> list[Tensor]:
         """See Index."""
-        return [*self._data.values(), self._rotation.basis, self._quantizer.thresholds, self._quantizer.levels]
+        return [*self.tables.values(), self.rotation.basis, self.quantizer.thresholds, self.quantizer.levels]
 
     def clone_from(self, other: Self) -> None:
         """See Index."""
-        self._data = {name: tensor.clone() for name, tensor in other._data.items()}
-        self._counts, self._first, self._k = list(other._counts), other._first, other._k
+        self.tables = {name: tensor.clone() for name, tensor in other.tables.items()}
+        self.counts, self._first, self._k = list(other.counts), other._first, other._k
         self._bind()
         self._update()
 
     def nbytes(self) -> int:
         """Bytes on the device, unused capacity included."""
-        return sum(tensor.nbytes for tensor in self._data.values())
+        return sum(tensor.nbytes for tensor in self.tables.values())
 
     def _bind(self) -> None:
-        data = self._data
-        self._summaries = Summaries(data["ids"], data["codes"], data["weights"], data["sizes"])
-        self._learned = data.get("learned")
+        data = self.tables
+        self.summaries = Summaries(data["ids"], data["codes"], data["weights"], data["sizes"])
+        self.learned = data.get("learned")
 
     def _reserve(self, seqs: int, length: int) -> None:
         """Room for so many sequences and positions; what is there stays."""
-        have_seqs = len(self._counts)
-        have = self._data["ids"].shape[3] if self._data else 0
-        if seqs <= have_seqs and length <= have and self._data:
+        have_seqs = len(self.counts)
+        have = self.tables["ids"].shape[3] if self.tables else 0
+        if seqs <= have_seqs and length <= have and self.tables:
             return
-        self._counts += [0] * (seqs - have_seqs)
+        self.counts += [0] * (seqs - have_seqs)
         room = length + length // 8 if have == 0 else max(length, 2 * have)
         capacity = have if length <= have and have else max(CHUNK, -(-room // CHUNK) * CHUNK)
         heads, subs, dim, device = self.context.kv_heads, self._subs, self.context.head_dim, self.context.device
@@ -337,18 +340,18 @@ class CodesIndex:
         if self._learn:
             sizes["learned"] = ((heads, subs, CENTROIDS, SUB), torch.float32)
         for name, (size, dtype) in sizes.items():
-            new = torch.zeros((len(self._counts), *size), dtype=dtype, device=device)
-            if name in self._data:
-                old = self._data[name]
+            new = torch.zeros((len(self.counts), *size), dtype=dtype, device=device)
+            if name in self.tables:
+                old = self.tables[name]
                 new[tuple(slice(n) for n in old.shape)] = old
-            self._data[name] = new
+            self.tables[name] = new
         self._bind()
 
     def _update(self) -> None:
         """Lengths, candidates wanted and tier limits on the device follow the counts, in place."""
-        dense = [n < self.dense_below for n in self._counts]
-        wanted = [0 if d else self.ratios.wanted(n, self._k) for n, d in zip(self._counts, dense, strict=True)]
-        limits = [self.ratios.limits(n) for n in self._counts]
-        for name, values in (("lengths", self._counts), ("wanted", wanted), ("limits", limits)):
-            given = torch.tensor(values, dtype=torch.int32).reshape(self._data[name].shape)
-            self._data[name].copy_(given, non_blocking=True)
+        dense = [n < self.dense_below for n in self.counts]
+        wanted = [0 if d else self.ratios.wanted(n, self._k) for n, d in zip(self.counts, dense, strict=True)]
+        limits = [self.ratios.limits(n) for n in self.counts]
+        for name, values in (("lengths", self.counts), ("wanted", wanted), ("limits", limits)):
+            given = torch.tensor(values, dtype=torch.int32).reshape(self.tables[name].shape)
+            self.tables[name].copy_(given, non_blocking=True)
