@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 from rich.console import Console
@@ -51,6 +51,10 @@ def test_without_a_terminal_a_long_wait_is_not_silent(monkeypatch: pytest.Monkey
     with console(monkeypatch, terminal=False) as text, progress.waiting("indexing"):
         time.sleep(0.08)
     assert text.getvalue().startswith("indexing [")
+    with console(monkeypatch, terminal=False) as text, ExitStack() as kept:
+        progress.Reading(kept)(100, 100)
+        time.sleep(0.08)
+    assert "offloading and indexing: 100 of 100" in text.getvalue()
 
 
 def test_a_terminal_gets_bars_that_go(monkeypatch: pytest.MonkeyPatch) -> None:

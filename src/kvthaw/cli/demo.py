@@ -11,13 +11,12 @@ import typer
 from kvthaw.cli import options
 from kvthaw.cli.common import load_model, stdout
 from kvthaw.cli.options import budget_of, single
-from kvthaw.cli.progress import bars, waiting
+from kvthaw.cli.progress import Reading, waiting
 from kvthaw.formatting import human, number, seconds, share
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.panel import Panel
-    from rich.progress import Progress, TaskID
 
     from kvthaw.demo import Event, Outcome
 
@@ -73,17 +72,13 @@ class _Stage:
 
     def __init__(self, shown: ExitStack, *, quiet: bool) -> None:
         self._shown, self._quiet, self._console = shown, quiet, stdout()
-        self._bars: tuple[Progress, TaskID] | None = None
+        self._reading = Reading(shown)
 
     def read(self, done: int, total: int) -> None:
         """Move the prefill's bar; it goes when the book is read."""
-        if self._bars is None:
-            bar = self._shown.enter_context(bars())
-            self._bars = bar, bar.add_task("reading the book", total=total)
-        bar, task = self._bars
-        bar.update(task, completed=done)
+        self._reading(done, total)
         if done == total:
-            self._shown.close()
+            self._reading.end()
 
     def show(self, event: Event) -> None:
         """Show what happens."""

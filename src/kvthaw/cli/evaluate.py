@@ -146,19 +146,21 @@ def evaluate(
     found: dict[tuple[str, Variant, int], list[Record]] = {}
     with bars() as progress:
         for job in jobs:
-            show = shown(progress, f"{job.task} {job.length:,}", job.samples)
+            name = job.task if len(questions) == 1 else f"{job.task}, question {job.question}"
+            show = shown(progress, f"{name} {job.length:,}", job.samples)
             records = runner.run(job, variants, show, shard=mine)
             for variant, some in records.items():
-                found.setdefault((job.task, variant, job.length), []).extend(some)
+                found.setdefault((name, variant, job.length), []).extend(some)
             if mine[1] == 1:
                 summaries += [summarize(records[variant], records.get(FULL, ())) for variant in variants]
     tell_outdated(results.outdated)
     if mine[1] > 1:
         tell_shard(shard, out)
         return
-    save_plot(plot, lambda path: accuracies(found, path, title=f"{task}, question {question}"))
+    save_plot(plot, lambda path: accuracies(found, path, title=f"{task}, question {', '.join(questions)}"))
     tables = table if len(tasks) == 1 else by_task
-    print_results(summaries, as_json, lambda: [tables(summaries)])
+    of = [[one for one in summaries if one["question"] == asked] for asked in questions]
+    print_results(summaries, as_json, lambda: list(map(tables, of)))
 
 
 app.command("published", epilog=published.EXAMPLES)(published.evaluate)

@@ -70,10 +70,12 @@ class Lines(Progress):
     def _repeat(self) -> None:
         while not self._over.wait(max(0.01, self._said + EVERY - time.monotonic())):
             if time.monotonic() >= self._said + EVERY:
-                self._say([task for task in self.tasks if not task.finished])
+                self._say([task for task in self.tasks if not task.finished] or self.tasks[-1:])
 
     def _say(self, tasks: Sequence[Task]) -> None:
         self._said = time.monotonic()
+        if not tasks:
+            return
         parts = [
             task.description if task.total is None else f"{task.description}: {task.completed:,.0f} of {task.total:,.0f}"
             for task in tasks
