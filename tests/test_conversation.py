@@ -10,6 +10,7 @@ import pytest
 from kvthaw.answering import Answer
 from kvthaw.conversation import Conversation, plain_template
 from kvthaw.engine.hf import Cache
+from kvthaw.engine.hf.model import load
 from kvthaw.engine.prefill import prefill
 from kvthaw.engine.sampling import Sampling
 from kvthaw.errors import CacheError, ConfigError
@@ -148,3 +149,20 @@ def test_a_model_without_a_template_goes_on_with_the_text(loaded: tuple[Any, Any
     ]
     tokenizer.chat_template = plain_template(tokenizer)
     assert Chat().turns(tokenizer, messages) == "One two\nThree"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["pariskv", "icecache-digest", "full"])
+def test_turns_replay_graphs_on_a_gpu(folder: Path, method: str) -> None:
+    loaded = load(str(folder), device="cuda", dtype="float32")
+    talk = begin(loaded, method, budget=None if method == "full" else 2000)
+    talk.read(DOCUMENT)
+    for question in ("Who?", "Why?"):
+        answer = turn(talk, question)
+        assert answer == anew(talk, talk.tokens[: len(talk.tokens) - len(talk.answer.tokens)])  # type: ignore[union-attr]
+    assert talk.cache.stats().captures > 0
+    if method != "full":
+        sparse = begin(loaded, method, budget=64)
+        sparse.read(DOCUMENT)
+        turn(sparse, "Who?")
+        assert all(sparse.recording.selected[1:]), "captured steps are observed"

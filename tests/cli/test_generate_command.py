@@ -21,6 +21,7 @@ def test_generate_from_argument_file_and_stdin(model: str, tmp_path: Path) -> No
     assert streamed.out == Said("generate", *common, stdin=text).out
     record = Said("generate", text, *common, "--json").records[0]
     assert record["text"] + "\n" == streamed.out
+    assert f"--file {path} reads it" in Said("generate", str(path), *common).err
     assert record["prompt_tokens"] == len(text)
     assert record["new_tokens"] == 6
     assert record["finish"] == "length"

@@ -166,7 +166,7 @@ def test_the_page_opens_in_a_browser(document: Document, tmp_path: Path) -> None
 
 def test_the_command_runs_continues_and_reports(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    asked = ["compare", "--task", "passkey,perplexity", "--method", "oracle,streaming", "--budget", "64", "--length", "320"]
+    asked = ["compare", "passkey,perplexity", "--method", "oracle,streaming", "--budget", "64", "--length", "320"]
     asked += ["--samples", "2", "--model", str(folder), "--device", "cpu", "--out", str(out)]
     part = CliRunner().invoke(app, [*asked, "--shard", "1/2"])
     assert part.exit_code == 0, part.output

@@ -24,6 +24,7 @@ EXAMPLES = (
 
 
 def compare(
+    tasks: Annotated[str | None, typer.Argument(metavar="[TASK]", help="The tasks, as for --task.")] = None,
     task: Annotated[
         list[str],
         typer.Option(
@@ -97,7 +98,7 @@ def compare(
         from kvthaw.methods import METHODS
 
         names = tuple(METHODS) if method == _ALL else tuple(names_of(method))
-        wanted = listed(task, str, "--task")
+        wanted = listed([tasks] if tasks else task, str, "--task")
         others = ",".join(name for name in wanted if name != "perplexity")
         grid = Grid(
             tasks=tuple(named(others)) if others else (),

@@ -86,6 +86,8 @@ def generate(
     if kv is not None and kv_dir is not None:
         raise ConfigError("--kv and --kv-dir are given; one of them is enough")
     text, asked = prompt_text(prompt, file), chat_of(chat, system, thinking)
+    if prompt is not None and len(prompt) < 256 and Path(prompt).is_file():
+        warned(f"{prompt} is a file; its name is the prompt. --file {prompt} reads it.")
     if not text.strip():
         raise ConfigError("the prompt is empty")
     from kvthaw.methods.auto import check_name
