@@ -36,8 +36,10 @@ def run(program: str) -> str:
     return done.stdout
 
 
-def test_the_version_has_three_numbers() -> None:
+def test_the_version_has_three_numbers_and_is_the_one_to_cite() -> None:
     assert kvthaw.__version__.count(".") == 2
+    assert f"\nversion: {kvthaw.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\n## {kvthaw.__version__} (" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
 def test_public_things_are_documented() -> None:
