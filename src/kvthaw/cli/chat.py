@@ -55,6 +55,7 @@ def chat(
     chat_template: options.ChatTemplate = None,
     model: options.Model = "shipped",
     method: options.Method = "auto",
+    plugin: options.Plugin = None,
     budget: options.Budget = None,
     retrieved: options.Retrieved = None,
     dense_layers: options.DenseLayers = "auto",

@@ -42,6 +42,7 @@ def generate(
     chat_template: options.ChatTemplate = None,
     model: options.Model = "shipped",
     method: options.Method = "auto",
+    plugin: options.Plugin = None,
     budget: options.Budget = None,
     retrieved: options.Retrieved = None,
     dense_layers: options.DenseLayers = "auto",

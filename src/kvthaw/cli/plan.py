@@ -51,6 +51,7 @@ def plan(
         str | None, typer.Option(help='Free memory of the host, such as "64GB". Default: without a limit.')
     ] = None,
     method: options.Methods = _METHODS,
+    plugin: options.Plugin = None,
     budget: options.Budget = None,
     retrieved: options.Retrieved = None,
     dense_layers: options.DenseLayers = "auto",
