@@ -304,7 +304,7 @@ class Retriever:
 
     def _upload(self, selection: Selection, query: Tensor) -> Choice:
         """Assign slots to a selection made on the host, and copy both to the query's device at once."""
-        buffer = self._buffer(len(query))
+        buffer = self.buffer(len(query))
         here = torch.empty_like(buffer.answer, pin_memory=True)  # of its own: the last one may still be on its way
         host = self._answer(selection, buffer.parts(here))
         return Choice(selection, *buffer.parts(here.to(query.device, non_blocking=True))[2:], host)
