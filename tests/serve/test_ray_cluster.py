@@ -197,8 +197,17 @@ def test_a_replica_that_dies_takes_only_its_own_requests(http: httpx2.Client) ->
     until(lambda: running() == 2, 90)
 
 
+def test_replicas_that_are_taken_away_finish_what_they_began(http: httpx2.Client) -> None:
+    with http.stream("POST", "/v1/completions", json={"prompt": "Hi"} | LONG | {"max_tokens": 300}) as stream:
+        lines = stream.iter_lines()
+        seen = [next(lines)]
+        serve.delete(NAME, _blocking=False)
+        seen += lines
+    assert "data: [DONE]" in seen
+    until(lambda: NAME not in serve.status().applications, 60)
+
+
 def test_the_command_ends_what_runs_and_exits(url: str, folder: Path) -> None:
-    serve.delete(NAME)
     address = ray.get_runtime_context().gcs_address
     options = ["--ray", "--device", "cpu", "--budget", "64", "--grace", "0.5"]
     command = [sys.executable, "-m", "kvthaw", "serve", str(folder / "model"), *options]

@@ -310,7 +310,6 @@ def run(
     gpus = 0 if device == "cpu" else has.get("GPU", 0)
     share = max(1, int(has.get("CPU", 1) // (gpus or replicas[1])))
     app = application(build, replicas=replicas, num_gpus=min(1, gpus), num_cpus=share, grace=grace, **settings)
-    ray.serve.start(http_options={"host": host, "port": port})
     ended, signals = threading.Event(), list[int]()
 
     def end(number: int, _: object) -> None:
@@ -322,15 +321,18 @@ def run(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
     try:
-        ray.serve.run(app, name=NAME)
-        ready()
-        ended.wait()
-        drained = ray.serve.get_deployment_handle(Replica.__name__, NAME).broadcast("drain", grace)
-        drained.results(return_exceptions=True)
+        ray.serve.start(http_options={"host": host, "port": port})
+        try:
+            ray.serve.run(app, name=NAME)
+            ready()
+            ended.wait()
+            drained = ray.serve.get_deployment_handle(Replica.__name__, NAME).broadcast("drain", grace)
+            drained.results(return_exceptions=True)
+        finally:
+            ray.serve.delete(NAME)
     except RuntimeError as error:
-        raise KvthawError(f"the replicas did not start: {error}") from None
+        raise KvthawError(f"Ray cannot serve: {error}") from None
     finally:
-        ray.serve.delete(NAME)
         if not joined:
             ray.shutdown()
     if signals == [signal.SIGINT]:
