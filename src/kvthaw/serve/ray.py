@@ -299,17 +299,17 @@ def run(
 ) -> None:
     """Serve on the cluster that this process belongs to or finds, or on a local one, until SIGTERM or Ctrl-C.
 
-    ready: called when all replicas are. settings: of `application`. Raises KvthawError where no replica starts, and
-    KeyboardInterrupt after Ctrl-C.
+    A replica has a GPU, where there are any and device is not "cpu", and the share of the cores that goes with it. ready: called
+    when all replicas are. settings: of `application`. Raises KvthawError if Ray cannot serve, and KeyboardInterrupt after Ctrl-C.
     """
     ray = _import_ray()
     joined = ray.is_initialized()
     if not joined:
         ray.init(include_dashboard=False, log_to_driver=False)
-    has = ray.cluster_resources()
-    gpus = 0 if device == "cpu" else has.get("GPU", 0)
-    share = max(1, int(has.get("CPU", 1) // (gpus or replicas[1])))
-    app = application(build, replicas=replicas, num_gpus=min(1, gpus), num_cpus=share, grace=grace, **settings)
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    shares = [node.get("CPU", 0) // node["GPU"] for node in nodes if node.get("GPU") and device != "cpu"]
+    share = min(shares) if shares else max(node.get("CPU", 0) for node in nodes) // replicas[1]
+    app = application(build, replicas=replicas, num_gpus=min(1, len(shares)), num_cpus=max(1, share), grace=grace, **settings)
     ended, signals = threading.Event(), list[int]()
 
     def end(number: int, _: object) -> None:
