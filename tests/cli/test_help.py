@@ -61,9 +61,8 @@ def test_help_lists_commands_and_exit_codes() -> None:
 
 
 def test_help_is_as_wide_as_the_terminal() -> None:
-    said = Said("eval", "perplexity", "--help")
-    line = "what follows in the text is sent through each method token by token, and every next token is scored"
-    assert line in said.out, "not broken where the source is"
+    lines = [line.rstrip() for line in Said("eval", "perplexity", "--help").out.splitlines()]
+    assert max(len(line) for line in lines if not set("│─") & set(line)) > 140, "text is not broken where the source is"
 
 
 def test_version() -> None:
