@@ -195,10 +195,10 @@ def _time(one: Forecast) -> str:
 def _words(about: dict[str, Any], one: Forecast, forecaster: Forecaster) -> list[str]:
     """Return what the first forecast says, in sentences."""
     needs = one.needs
-    attends = (
-        "full attention" if needs.plan is None else f"{one.in_force}, at most {needs.plan.budget:,} tokens attended a step"
-    )
-    said = [f"{one.method} takes {attends}" + (f": {needs.reason}." if needs.reason else ".")]
+    takes = "full attention" if needs.plan is None else f"at most {needs.plan.budget:,} tokens attended a step"
+    if one.in_force not in ("full", one.method.partition(":")[0]):
+        takes = f"{one.in_force}, {takes}"
+    said = [f"{one.method}: {takes}" + (f"; {needs.reason}." if needs.reason else ".")]
     if one.fits is not None:
         short = "fits" if one.fits else "does not fit"
         said.append(f"It {short}. The longest prompt that does, in tokens: {_longest(one, forecaster.most)}.")
