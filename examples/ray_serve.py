@@ -27,7 +27,7 @@ if __name__ == "__main__":
     serve.run(app, name=NAME)
     body = {
         "prompt": "The pass key is 12345. Remember it. What is the pass key? The pass key is",
-        "max_tokens": 4,
+        "max_tokens": 8,
         "temperature": 0,
     }
     headers = {"Content-Type": "application/json", "x-session-id": "a user"}  # what follows it goes to the same replica
