@@ -400,7 +400,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plot.check(given.plot)
     drift = given.kind == "drift"
     rows = "100" if drift and given.budget is None and given.retrieved is None else given.retrieved
-    variants = variants_of([given.method], given.budget, rows, given.dense_layers)
+    budget, retrieved, dense = (None if one is None else [one] for one in (given.budget, rows, given.dense_layers))
+    variants = variants_of([given.method], budget, retrieved, dense)
     text = None if given.text is None else given.text.read_text(encoding="utf-8")
     lengths = [int(part) for part in (given.length or ("8192" if drift else "4096")).split(",")]
     how: dict[str, Any] = {"samples": given.samples, "seed": given.seed, "text": text, "kinds": tuple(given.prompt.split(","))}

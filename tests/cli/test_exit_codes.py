@@ -113,12 +113,10 @@ def test_nan_in_the_keys_is_one_line(model: str, tmp_path: Path) -> None:
 
 
 def test_ctrl_c_is_exit_code_130(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvthaw.engine import prefill
-
     def stop(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(prefill, "prefill", stop)
+    monkeypatch.setattr("kvthaw.answering.prefill", stop)
     said = Said("generate", "Hello", "--model", model)
     assert (said.code, said.err.strip()) == (130, "kvthaw: stopped")
 
