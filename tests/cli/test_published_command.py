@@ -55,7 +55,8 @@ def test_a_name_of_several_benchmarks_has_their_mean(model: str, tmp_path: Path)
         *(("aime25", "icecache-digest"), ("aime25", "full")),
     ]
     plot = tmp_path / "scores.png"
-    table = Said(*asked, "--plot", str(plot))
+    table = Said(*asked, "--plot", str(plot), "--question", "dense,sparse")
+    assert table.out.count("question dense") == table.out.count("question sparse") == 1
     assert all(word in table.out for word in ("aime24", "aime25", "mean", "icecache-digest", "full"))
     assert plot.read_bytes().startswith(b"\x89PNG")
     (tmp_path / "aime25.jsonl").unlink()

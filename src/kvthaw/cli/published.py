@@ -138,7 +138,8 @@ def evaluate(
     summaries: list[dict[str, Any]] = []
     with bars() as progress:
         for run in runs:
-            watch = shown(progress, run.benchmark.name, len(run.items))
+            name = run.benchmark.name if len(ways) == 1 else f"{run.benchmark.name}, question {run.question}"
+            watch = shown(progress, name, len(run.items))
             found = examiner.run(run, variants, watch, ask, shard=mine)
             if mine[1] == 1:
                 summaries += [summarize(some, found.get(FULL, ())) for some in found.values()]
@@ -147,5 +148,6 @@ def evaluate(
         tell_shard(shard, out)
         return
     save_plot(plot, lambda path: score_bars(summaries, path))
-    tables = scores if len(runs) == 1 else by_benchmark
-    print_results(summaries, as_json, lambda: [tables(summaries)])
+    tables = scores if len(wanted) == 1 else by_benchmark
+    of = [[one for one in summaries if one["question"] == way] for way in ways]
+    print_results(summaries, as_json, lambda: list(map(tables, of)))
