@@ -80,8 +80,7 @@ class Contract:
         "attends_to_all_after_a_crop": ((),),
         "serves_the_smallest_budget": ((),),
         "serves_prompts_in_chunks": ((50,), (64,)),
-        "serves_short_prompts": ((1,), (2,), (3,), (7,), (16,), (33,)),
-        "serves_short_prompts_in_a_batch": ((),),
+        "serves_short_prompts": ((),),
         "attends_to_all_within_the_budget": tuple((shape,) for shape in VARIANTS),
         "serves_every_shape": tuple((shape,) for shape in reversed(VARIANTS)),
     }
@@ -166,16 +165,8 @@ class Contract:
         for step in layer.decode():
             layer.check(step)
 
-    def serves_short_prompts(self, length: int) -> None:
-        """A prompt of any length works, with steps enough that tokens leave for an index that had none."""
-        layer = self.layer(Text(SMALL, [length], 28, seed=length), budget=32).prefill()
-        for step in layer.decode():
-            layer.check(step)
-            if step.begins[0] - layer.plan.regions.sink <= layer.plan.rows:
-                layer.close_to_full(step)
-
-    def serves_short_prompts_in_a_batch(self) -> None:
-        """Sequences of very different lengths stand side by side."""
+    def serves_short_prompts(self) -> None:
+        """Prompts of any length work side by side, with steps enough that tokens leave for an index that had none."""
         lengths = [24, 33, 40, 1, 2, 3, 4, 5, 8, 12, 15, 16, 17]
         layer = self.layer(Text(Shape(batch=len(lengths), heads=1, group=2), lengths, 24), budget=24).prefill()
         for step in layer.decode():
