@@ -103,10 +103,10 @@ def main() -> None:
                 time.sleep(0.1)
             stats = served.service.batch.stats()
             result = {"answers": dict(found), "running": len(scheduler.batch.requests), "waiting": len(scheduler.waiting)}
-            prefixes = served.service.batch.prefix_cache.stats().kept_bytes
+            prefix = served.service.batch.prefix_cache
             result |= {
                 "kv_host_bytes": stats.kv_host_bytes,
-                "prefix_bytes": prefixes,
+                "prefix_bytes": 0 if prefix is None else prefix.stats().kept_bytes,
                 "mib_before": before,
                 "mib_after": memory(),
             }
