@@ -22,6 +22,12 @@ from kvthaw.regions import Regions
 from kvthaw.typecheck import check_type
 
 
+def default_block_size(kv_dtype: KvDtype | None) -> int:
+    """Return how many tokens a block has unless a cache is told. torch page-locks the next power of two bytes: rows of 8 bits with
+    their scales in blocks of 1,024 would take as much host memory as rows of 16."""
+    return 1024 if kv_dtype is None else 960
+
+
 def try_index(method: Method, head_dim: int, dtype: torch.dtype = torch.float32, softcap: float | None = None) -> None:
     """Raise ConfigError for options that a method's index would refuse in a layer whose keys have so many dimensions, for an index
     without tensors(), and for a softcap that it does not know: one is made that holds nothing, of one head, on the CPU."""
@@ -65,7 +71,8 @@ class Settings:
     retrieved: instead of budget, the paper's regions and exactly this many rows from the index. More rows than the model has
     positions, or a batch capacity, are never retrieved. dense_layers: the first layers, which keep all KV on the device.
     sparse_queries: continuations of at most this many tokens are decoded one by one through the index, longer ones are dense;
-    the last chunk of a prompt given in chunks is a continuation too. block_size: tokens in a block of host memory.
+    the last chunk of a prompt given in chunks is a continuation too. block_size: tokens in a block of host memory; see
+    default_block_size().
     host_bytes: the most host memory that blocks of KV may take, those allocated ahead included; None: as much as the system has. A
     prompt, or a token, that needs more raises HostMemoryError and changes nothing: it can be given again when something was freed.
     device_memory: device memory that the cache may fill: bytes, text such as "8GiB", or "auto", what is free at the first prompt

@@ -27,7 +27,7 @@ from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.index_api import Method
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.offloaded_layer import OffloadedLayer
-from kvthaw.cache.plan import Settings, try_index
+from kvthaw.cache.plan import Settings, default_block_size, try_index
 from kvthaw.cache.rotary import Rotary
 from kvthaw.cache.stats import Stats
 from kvthaw.cache.window import Span, WindowLayer
@@ -102,7 +102,7 @@ class Cache(DynamicCache):
         dense_layers: int | None = None,
         seed: int = 0,
         sparse_queries: int = 16,
-        block_size: int = 1024,
+        block_size: int | None = None,
         host_bytes: int | None = None,
         device_memory: int | str | None = None,
         full_below: int | Crossing | None = None,
@@ -126,6 +126,8 @@ class Cache(DynamicCache):
             sparse_queries = 1  # layers that share KV ask after the index has gone on, so several tokens at once are dense
         if crossing is not None and device_memory is None:
             device_memory = "auto"
+        if block_size is None:
+            block_size = default_block_size(kv_dtype or chosen.kv_dtype)
         processes = ranks(model)
         crossing = _crossing(model, of_layer(config, full[0]), crossing, full_below, processes.all_heads(1))
         self.settings = Settings(

@@ -241,7 +241,7 @@ def attach(
     dense_layers: int | None = None,
     seed: int = 0,
     sparse_queries: int = 16,
-    block_size: int = 1024,
+    block_size: int | None = None,
     host_bytes: int | None = None,
     device_memory: int | str | None = None,
     full_below: int | None = None,
