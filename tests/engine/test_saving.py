@@ -98,7 +98,7 @@ def test_any_damage_is_seen(saved: tuple[Path, torch.Tensor], llama: PreTrainedM
     header = json.loads((path / "header.json").read_text())
     for name in header:
         changed = copy.deepcopy(header)
-        changed[name] = None
+        changed[name] = None if header[name] is not None else 1
         (path / "header.json").write_text(json.dumps(changed))
         with pytest.raises(CacheError, match="damaged"):
             Cache.load(path, llama, "oracle", **SETTINGS)
