@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 # sources are compiled once, not by every worker and every program that a test starts
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test check types quick bench clean
+.PHONY: demo test check types quick bench docs clean
 
 demo: $(STAMP)
 	$(BIN)/kvthaw demo
