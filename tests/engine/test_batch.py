@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import resource
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -350,3 +352,19 @@ def test_windows_are_captured_with_the_other_layers(architecture: str, method: s
         found.append([request.tokens for request in requests])
         assert batch.stats().captures == 2 * capture  # of one sequence and of two
     assert found[0] == found[1]
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the system does not tell")
+def test_capacity_that_nobody_uses_takes_no_host_memory() -> None:
+    """On a CPU: a server of long requests starts at once."""
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    batch = Batch(build("llama", num_hidden_layers=1, max_position_embeddings=131072), "full", max_seqs=8, capacity=131072)
+    before = resident()
+    batch.prefill(batch.join([1, 2, 3], max_new_tokens=4))
+    batch.step()
+    data = batch.cache.kv.layers[0].tensors()[0]
+    assert data.nbytes > 128 << 20
+    assert resident() - before < data.nbytes // 4

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -185,7 +187,7 @@ class DenseLayer:
     def _allocate(self, key: Tensor, count: int, scale: float) -> None:
         _, heads, _, dim = key.shape
         self.scale = scale
-        self._data = torch.zeros((count, heads, self.sequences.capacity, 2, dim), dtype=key.dtype, device=key.device)
+        self._data = _zeros((count, heads, self.sequences.capacity, 2, dim), key.dtype, key.device)
         self._tickets = torch.zeros(count * heads + 1, dtype=torch.int32, device=key.device)
 
     def _make_room(self) -> None:
@@ -194,7 +196,7 @@ class DenseLayer:
         assert data is not None
         have, capacity = data.shape[2], self.sequences.capacity
         if have < capacity:
-            grown = data.new_zeros((*data.shape[:2], capacity, *data.shape[3:]))
+            grown = _zeros((*data.shape[:2], capacity, *data.shape[3:]), data.dtype, data.device)
             grown[:, :, :have] = data
             self._data = grown
 
@@ -249,3 +251,12 @@ class DenseLayer:
 def _causal(query: Tensor, data: Tensor, attention: AttentionParams) -> Tensor:
     """Return the attention of the last tokens of data [B, H, n, 2, D]."""
     return attention.causal(query, data[:, :, :, 0], data[:, :, :, 1])
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros. On a CPU the system gives their pages when they are written: capacity that nobody uses costs no time."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size, aligned = math.prod(shape) * dtype.itemsize, 64  # bytes, as torch's own
+    data = torch.from_numpy(np.zeros(size + aligned, dtype=np.uint8))
+    return data[-data.data_ptr() % aligned :][:size].view(dtype).view(shape)
