@@ -71,7 +71,7 @@ def check_prompt(model: PreTrainedModel, tokens: int) -> None:
         raise ConfigError("the prompt is empty")
     limit = positions(model)
     if limit is not None and tokens > limit:
-        most = f"the model's positions end at {limit:,}: raise max_position_embeddings or scale its RoPE"
+        most = f"the model's positions end at {limit:,}: shorten it, raise max_position_embeddings or scale its RoPE"
         raise ConfigError(f"the prompt has {tokens:,} tokens; {most}")
 
 
