@@ -37,6 +37,8 @@ def test_a_folder_needs_no_weights(tmp_path: Path) -> None:
     assert [one["method"] for one in told["forecasts"]][:2] == ["auto", "full"]
     assert told["forecasts"][0]["needs"]["windows"]
     assert told["forecasts"][0]["fits"] is None
+    (told,) = Said("plan", "--model", str(tmp_path), "--gpu", "none", "--method", "full", "--json").records
+    assert told["length"] + told["new_tokens"] == build("gemma3").config.max_position_embeddings
 
 
 def test_a_model_that_decodes_nothing_is_refused_by_name(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ EXAMPLES = (
     "  kvthaw plan --model ./my-model --length 100000 --gpu-memory 24GB --method clusterkv-plus --budget 1024 --json"
 )
 _METHODS = ["auto", "full", "pariskv-plus", "clusterkv-plus", "icecache-digest-device", "icecache-digest"]
-_LENGTH = ["128k"]
+_LENGTH = 131072
 
 
 def plan(
@@ -39,7 +39,12 @@ def plan(
                      callback=options.named_model),
     ] = None,
     shape: Annotated[str | None, typer.Option(help=f"Instead of a model: one of {', '.join(SHAPES)}.")] = None,
-    length: Annotated[list[str], typer.Option("--length", metavar="TOKENS", help="Tokens of each prompt, such as 128k.")] = _LENGTH,
+    length: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--length", metavar="TOKENS", help="Tokens of each prompt. Default: 128k, or as many as the model has positions for."
+        ),
+    ] = None,
     new_tokens: Annotated[int, typer.Option(min=1, max=options.MOST, help="Tokens of each answer, at most.")] = 256,
     batch: Annotated[int, typer.Option(min=1, max=4096, help="Sequences that are decoded together.")] = 1,
     gpu: Annotated[
@@ -67,7 +72,7 @@ def plan(
     captured steps: expected where GPU and method were measured, reckoned from bytes where not; in brackets if none of the
     selected rows is on the device already.
     """
-    tokens, names, limit = single(length, tokens_of, "--length"), names_of(method), one_budget(budget)
+    given, names, limit = length and single(length, tokens_of, "--length"), names_of(method), one_budget(budget)
     if (model is None) == (shape is None):
         raise typer.BadParameter("give one of --model and --shape", param_hint="--model")
     settings: dict[str, Any] = {
@@ -84,6 +89,7 @@ def plan(
         config = _config(model, shape)
         kind = _dtype(dtype, cpu=machine.cpu)
         forecaster = Forecaster(config, kind, machine, batch=batch, new_tokens=new_tokens, weights=whole, **settings)
+        tokens = given or min(_LENGTH, forecaster.most)
         found = [forecaster.forecast(name, tokens) for name in names]
     about = {
         "model": model or shape, "dtype": str(kind).removeprefix("torch."), "length": tokens, "new_tokens": new_tokens,

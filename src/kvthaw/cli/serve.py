@@ -161,6 +161,8 @@ def serve(
     with listen(host, port) as socket, spawned(tp, follow, model, method, how):  # a taken address costs no loading either
         service = build(model, method, progress=waiting, **how)
         serving(f"at http://{host}:{socket.getsockname()[1]}")
+        if not service.chats:
+            stderr().print("without a chat template: completions only; --chat-template gives one", style="dim", soft_wrap=True)
         run(service, socket, grace=grace, api_keys=keys)
         service.batch.cache.replay = None  # captured steps hold the group's collectives
 
