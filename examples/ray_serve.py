@@ -1,6 +1,7 @@
 """The server as a Ray Serve application of up to four replicas: `serve run examples.ray_serve:app`, or this file as it is."""
 
 import json
+import tempfile
 import urllib.request
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from kvthaw.serve.ray import NAME, application
 if not ray.is_initialized():
     ray.init(include_dashboard=False)
 sizes = {"max_seqs": 4, "max_waiting": 16}
-folder = Path("/tmp/kvthaw-documents")  # on storage that all machines of the cluster share
+folder = Path(tempfile.gettempdir(), "kvthaw-documents")  # better on storage that all machines of the cluster share
 gpus = min(1, ray.cluster_resources().get("GPU", 0))
 app = application(
     partial(build, "shipped", "icecache-digest", budget=256, max_len=4096, kv_dir=folder, **sizes),
