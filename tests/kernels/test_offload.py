@@ -9,6 +9,7 @@ import torch
 
 from kvthaw.cache.host_memory import host_tensor
 from kvthaw.kernels.offload import definition, offload
+from kvthaw.kernels.row_format import E4M3
 from shapes import DTYPES, HEAD_DIMS, poisoned
 
 pytest.importorskip("triton")
@@ -34,6 +35,19 @@ def test_against_the_definition(head_dim: int, dtype: torch.dtype, count: int, o
         torch.cuda.synchronize()
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
     assert count == 40 or expected.isnan().any(), "what stands beside them is left as it was"
+
+
+@pytest.mark.parametrize("count", [1, 17, 40])
+def test_rows_of_8_bits(count: int, device: torch.device) -> None:
+    format = E4M3(24, torch.bfloat16)
+    shape, pinned = (3, 40, *format.tail), torch.cuda.is_available()
+    found, expected = (host_tensor(shape, format.stored, pinned=pinned).fill_(7) for _ in range(2))
+    rows = format.encode(torch.randn(3, count, 2, 24, device=device).bfloat16())
+    definition(rows, expected, 40 - count)
+    offload(rows, found, 40 - count)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    assert torch.equal(found, expected)
 
 
 def test_layout_is_checked(device: torch.device) -> None:

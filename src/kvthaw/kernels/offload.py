@@ -6,6 +6,8 @@ rows cross the bus once: 64 KiB for 16 tokens of 8 heads, D = 128, bf16, 1.2 us 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,7 @@ MOST = 4096
 
 
 def definition(rows: Tensor, block: Tensor, offset: int) -> None:
-    """Copy rows [H, n, 2, D] to block[:, offset : offset + n] of a host block [H, E, 2, D]."""
+    """Copy stored rows [H, n, *tail] to block[:, offset : offset + n] of a host block [H, E, *tail]."""
     block[:, offset : offset + rows.shape[1]] = rows.to(block.device)
 
 
@@ -37,12 +39,15 @@ if HAS_TRITON:
 def offload(rows: Tensor, block: Tensor, offset: int) -> None:
     """Launch the kernel: as `definition`, on the rows' current stream, without a sync.
 
-    rows: each head contiguous; block: contiguous, pinned if the rows are on a GPU. The size of a row is a multiple of 4 bytes.
+    rows: each head contiguous; block: contiguous, pinned if the rows are on a GPU. tail: [2, D], or what a row of 8 bits is stored
+    as. The size of a row is a multiple of 4 bytes.
     """
-    heads, count = rows.shape[:2]
-    row_bytes = 2 * rows.shape[3] * rows.element_size()
-    assert rows.stride()[1:] == (2 * rows.shape[3], rows.shape[3], 1) and block.is_contiguous()
-    assert rows.dtype == block.dtype and block.shape[0] == heads and 0 <= offset <= block.shape[1] - count
+    heads, count, *tail = rows.shape
+    row_bytes = math.prod(tail) * rows.element_size()
+    assert rows[:1].is_contiguous() and block.is_contiguous()
+    assert (rows.dtype, heads, *tail) == (block.dtype, block.shape[0], *block.shape[2:]) and 0 <= offset <= block.shape[
+        1
+    ] - count
     assert row_bytes % 4 == 0, "rows are copied in 32-bit words"
     assert block.is_pinned() or block.is_cuda or not rows.is_cuda, "a kernel writes device or pinned memory only"
     width, tile = row_bytes // 4, 16
