@@ -95,7 +95,7 @@ class FilledBench(Bench):
     def begin(self, one: DecodeSetting, tokens: Iterator[Tensor]) -> tuple[DynamicCache, Measures]:
         if one.prompt != "text":
             self.text = None  # it takes a gigabyte of the device
-        if one.prompt == "run":
+        if one.prompt in ("run", "once"):
             return super().begin(one, tokens)
         cache, begin = self.cache(one), time.perf_counter()
         text = self._text(one) if one.prompt == "text" else None

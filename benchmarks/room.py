@@ -49,7 +49,7 @@ def need(setting: DecodeSetting, dtype: torch.dtype) -> Need:
         index = share * a_key * heads * tokens
     offloaded = setting.method == HF[1]
     on_device = setting.batch * (token * tokens * 17 / 16 * (2 if offloaded else kept) + frozen * (token * held + index))
-    if setting.prompt != "run":
+    if setting.prompt not in ("run", "once"):
         passing = _MADE * token * setting.length * (setting.batch if setting.hf else 1)
     else:  # the widest layer of the model: the two inputs of its MLP and their product
         passing = setting.batch * setting.length * (3 * config.intermediate_size + 4 * config.hidden_size) * size
@@ -57,7 +57,7 @@ def need(setting: DecodeSetting, dtype: torch.dtype) -> Need:
     rows = 0 if evicts else token * tokens * (layers if offloaded else frozen)
     if setting.shared:
         rows = min(rows, 2 * token * tokens)
-    elif setting.prompt == "run" or setting.hf:
+    elif setting.prompt in ("run", "once") or setting.hf:
         rows *= setting.batch
     return Need(weights, round(weights + on_device + passing) + _SPARE, rows)
 

@@ -49,6 +49,13 @@ def test_a_record_says_everything_of_a_run() -> None:
     assert quest["bus_bytes"] == quest["fetched_bytes"] + quest["stored_bytes"]
 
 
+def test_steps_alone_come_after_one_prompt() -> None:
+    (one,) = measured("streaming", prompt="once", new_tokens=2)
+    assert (one["ttft_s"], one["tt2t_s"]) == (None, None)
+    assert one["cold_ttft_s"] > 0
+    assert one["tpot_s"] > 0
+
+
 def test_transformers_caches_attend_by_transformers_own_function(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     timed = decode.take

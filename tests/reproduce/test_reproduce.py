@@ -49,6 +49,12 @@ def test_every_name_runs_quick(name: str, lab: Lab) -> None:
         assert one.title in picture(outcome).get_suptitle()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [one.name for one in EXPERIMENTS.values() if one.plan.needs == "a GPU"])
+def test_what_needs_no_weights_runs_quick_on_a_gpu(name: str) -> None:
+    assert run(EXPERIMENTS[name], Lab(None, load, quick=True)).cells
+
+
 def test_names_stand_for_papers_and_for_all() -> None:
     assert [one.name for one in named("all")] == list(EXPERIMENTS)
     assert [one.name for one in named("IceCache,icecache-t1")][-1] == "icecache-t1"

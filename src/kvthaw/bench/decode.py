@@ -111,33 +111,34 @@ class Bench:
 
     def judge(self) -> None:
         """Raise what a setting failed with; CacheError with all of it where several did."""
-        if len(self._failed) == 1:
-            raise self._failed[0][1]
-        if self._failed:
-            each = "; ".join(f"{one}: {error}" for one, error in self._failed)
-            raise CacheError(f"{len(self._failed)} settings failed: {each}")
+        failed, self._failed = self._failed, []
+        if len(failed) == 1:
+            raise failed[0][1]
+        if failed:
+            each = "; ".join(f"{one}: {error}" for one, error in failed)
+            raise CacheError(f"{len(failed)} settings failed: {each}")
 
     @torch.no_grad()
     def _measure(self, group: list[DecodeSetting]) -> Iterator[Record]:
-        self.prepare(group[0])
+        self.prepare(group[0].shape, group[0].seed)
         with attention(self.model, self.attends):
             for one in group:
                 self.check(one)
         with attention(self.model, self.attends):  # again: the checks' caches brought kvthaw's
             yield from self._records(group)
 
-    def prepare(self, one: DecodeSetting) -> None:
-        """Have the model of a setting."""
-        if self._shape == (one.shape, one.seed):
+    def prepare(self, shape: str, seed: int = 0) -> None:
+        """Have the model of a shape."""
+        if self._shape == (shape, seed):
             return
         if self._shape is not None:
             del self.model, self.check
             free()
-        make = partial(build, one.shape, self.device, seed=one.seed)
+        make = partial(build, shape, self.device, seed=seed)
         self.model = make() if self.tp == 1 else split(self.tp, make)
         self.forwards = {"captured": self.model.forward, "compiled": compiled_step(self.model.forward)}
         self.check = self.checks(self.model, self.forwards)
-        self._shape = one.shape, one.seed
+        self._shape = shape, seed
 
     def cache(self, one: DecodeSetting) -> DynamicCache:
         """Return an empty cache of a setting."""
@@ -147,16 +148,17 @@ class Bench:
 
     def begin(self, one: DecodeSetting, tokens: Iterator[Tensor]) -> tuple[DynamicCache, Measures]:
         """Return a cache after its prompt, and seconds until the first and the second token, of a run that comes after a cold one
-        (cold_*), in which kernels are compiled and host memory is touched first."""
+        (cold_*), in which kernels are compiled and host memory is touched first. With prompt "once" the cold run is all."""
         generator = torch.Generator().manual_seed(one.seed + one.length)
         ids = torch.randint(0, self.model.config.vocab_size, (one.batch, one.length), generator=generator).to(self.device)
-        found: Measures = {"fill_s": None}
-        for name in ("cold_", ""):
+        found: Measures = {"fill_s": None, "ttft_s": None, "tt2t_s": None}
+        names = ("cold_",) if one.prompt == "once" else ("cold_", "")
+        for name in names:
             cache = self.cache(one)
             first = prefill(self.model, cache, ids)
             second = take(self.model, cache, tokens, 1, warm=0, capture=False).mean
             found |= {f"{name}ttft_s": first, f"{name}tt2t_s": first + second}
-            if name:
+            if name != names[-1]:
                 take(self.model, cache, tokens, 3, warm=0, capture=False)
                 del cache
                 free()

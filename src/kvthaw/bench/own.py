@@ -81,7 +81,7 @@ class OwnBench(Bench):
         self.unfit: list[DecodeSetting] = []
         self._ids = reading.ids()
 
-    def prepare(self, one: DecodeSetting) -> None:
+    def prepare(self, shape: str, seed: int = 0) -> None:
         """Do nothing: the model is there."""
 
     def failed(self, one: DecodeSetting, error: Exception) -> None:

@@ -21,7 +21,7 @@ HF = ("hf-dynamic", "hf-offloaded")
 """transformers' own caches with sdpa attention: DynamicCache, and the same with offloading=True."""
 STEPS = ("eager", "captured", "compiled")
 """Ways to take a step: the model's Python, the CUDA graphs of it, and the same compiled by torch.compile first."""
-PROMPTS = ("run", "filled", "text", "file")
+PROMPTS = ("run", "once", "filled", "text", "file")
 _OWN = OWN | {"hits": float, "new_tokens": int}
 
 
@@ -30,7 +30,8 @@ class DecodeSetting:
     """All that a record depends on beside the code.
 
     method: a name in METHODS, with options ("clusterkv:keep=2"), or one of HF. steps: one of STEPS. budget, retrieved,
-    dense_layers: as for `kvthaw.Cache`. prompt: "run" prefills random tokens. device: the GPU's name, or the CPU's kind. For
+    dense_layers: as for `kvthaw.Cache`. prompt: "run" prefills random tokens, after a cold run of the same, "once" without one: for
+    times of steps, and times of the first tokens are cold. device: the GPU's name, or the CPU's kind. For
     benchmarks/ of the repository: prompt "filled" begins with a cache of random keys and values, "text" with those of a model that
     read a book. Prompt "file" is of `kvthaw.bench.own`, where shape is a model's name. hits: None leaves the choice of rows to the
     index; a share in [0, 1) has neighbouring steps share so much of their rows. shared: the layers of a cache that was not
@@ -61,7 +62,7 @@ class DecodeSetting:
         at_least(1, batch=self.batch)
         if self.hits is not None and not 0 <= self.hits < 1:
             raise ConfigError(f"hits is {self.hits}; it must be at least 0 and below 1")
-        if self.shared and self.prompt == "run":
+        if self.shared and self.prompt in ("run", "once"):
             raise ConfigError(f"shared goes with prompt='filled' or 'text'; prompt is {self.prompt!r}")
         if self.hits is not None and self.prompt == "text":
             raise ConfigError(f"hits is {self.hits}; with prompt='text' the text says which rows are found")

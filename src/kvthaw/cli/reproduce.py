@@ -10,7 +10,7 @@ import typer
 
 from kvthaw.cli import options
 from kvthaw.cli.common import load_model, print_results, save_plot, tell_outdated, warned
-from kvthaw.cli.options import words
+from kvthaw.cli.options import host_bytes_of, words
 from kvthaw.cli.progress import bars, stderr
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ def reproduce(
     ] = None,
     text: options.LongText = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Ask the first so many questions or samples only.")] = None,
+    host_memory: options.HostMemory = None,
     as_json: options.Lines = False,
     out: options.Out = None,
     plot: Annotated[
@@ -66,7 +67,9 @@ def reproduce(
     chosen = model or ("shipped" if quick else None)
     results = ResultsFile(out)
     with bars() as progress:
-        lab = Lab(chosen, lambda asked: load_model(asked, device, dtype), results, data, words(text), quick, limit, note=warned)
+        room = host_bytes_of(host_memory)
+        lab = Lab(chosen, lambda asked: load_model(asked, device, dtype), results, data, words(text), quick, limit, room)
+        lab.note = warned
         outcomes = []
         bar = progress.add_task("", total=None, line="end")
         for one in wanted:

@@ -8,6 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from kvthaw.bench.check import Checks
+from kvthaw.bench.decode import Bench
+from kvthaw.bench.settings import DecodeSetting
 from kvthaw.engine.hf import PreTrainedModel
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.job import Progress
@@ -23,11 +26,24 @@ BUDGET = 64
 Load = Callable[[str], tuple[PreTrainedModel, Any]]
 
 
+class _Passed(Checks):
+    """Lets every setting pass."""
+
+    def __call__(self, setting: DecodeSetting) -> None:
+        return
+
+
+class _Unchecked(Bench):
+    """Times without comparing with transformers first."""
+
+    checks = _Passed
+
+
 @dataclass
 class Lab:
     """name: of the model. load: brings model and tokenizer when they are first needed. data: a file or folder of published data, or
     "hub". text: a book instead of the one that ships. quick: run everything as small as it can be. limit: of a benchmark's
-    questions, or a task's samples."""
+    questions, or a task's samples. host_bytes: most host memory for KV where shapes are timed; None: as much as is free."""
 
     name: str | None
     load: Load
@@ -36,6 +52,7 @@ class Lab:
     text: str | None = None
     quick: bool = False
     limit: int | None = None
+    host_bytes: int | None = None
     tell: Callable[[Progress], None] = lambda progress: None
     note: Callable[[str], None] = lambda text: None
 
@@ -45,6 +62,16 @@ class Lab:
         if self.name is None:
             raise ConfigError("this needs the weights of a model, the paper's for comparable numbers: --model NAME, or --quick")
         return self.load(self.name)
+
+    @cached_property
+    def bench(self) -> Bench:
+        """The decode benchmark, over the lab's results. Experiments share its model and what it has checked."""
+
+        def watch(what: str, done: int, of: int) -> None:
+            self.tell(Progress(done, of, 0, 0, what))
+
+        kind = _Unchecked if self.quick else Bench
+        return kind(self.results, host_bytes=self.host_bytes, watch=watch, note=lambda text: self.note(text))
 
     @cached_property
     def same(self) -> dict[str, str]:

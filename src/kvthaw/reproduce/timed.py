@@ -7,11 +7,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from kvthaw.bench.card import where
-from kvthaw.bench.check import Checks
-from kvthaw.bench.decode import Bench
 from kvthaw.bench.settings import DecodeSetting, possible, setting
 from kvthaw.errors import ConfigError
-from kvthaw.evaluate.job import Progress
 from kvthaw.evaluate.results import Record
 from kvthaw.reproduce.experiment import Cell, Cells
 from kvthaw.reproduce.lab import BUDGET, Lab
@@ -23,27 +20,25 @@ MEASURES: dict[str, Callable[[Record], float]] = {
     "tpot-ms": lambda record: 1e3 * record["tpot_s"],
     "throughput": lambda record: record["tokens_per_s"],
     "memory": lambda record: (record["kv_device_bytes"] + record["index_device_bytes"] + record["kv_dense_bytes"]) / 2**20,
-    "total": lambda record: record["ttft_s"] + record["new_tokens"] * record["tpot_s"],
+    "total": lambda record: _total(record, record["new_tokens"]),
+    "total-256": lambda record: _total(record, 256),
+    "total-512": lambda record: _total(record, 512),
     "hits": lambda record: 100 * (record["hit_rate"] or 0.0),
     "index-%": lambda record: 100 * (record["tt2t_s"] - record["ttft_s"] - record["itl_p50_s"]) / record["ttft_s"],
     "amortised-%": lambda record: 100 * (record["tpot_s"] / record["itl_p50_s"] - 1),
     "refresh-%": lambda record: 12800 * (record["tpot_s"] / record["itl_p50_s"] - 1),
 }
-"""What is read of a record. index-%: what comes between the first token and the second beside a step, of the prefill. amortised-%:
-what a mean step takes over the median one; refresh-%: the same, were it one step in 128."""
+"""What is read of a record. total: until the last token, or the 256th or 512th of more. index-%: what comes between the first token
+and the second beside a step, of the prefill. amortised-%: what a mean step takes over the median one; refresh-%: the same, were it
+one step in 128."""
 
 
-class _Passed(Checks):
-    """Lets every setting pass."""
-
-    def __call__(self, setting: DecodeSetting) -> None:
-        return
+_OF_STEPS = ("tpot", "tpot-ms", "throughput", "memory", "hits", "amortised-%", "refresh-%")
+"""Measures that need no warm prompt."""
 
 
-class _Unchecked(Bench):
-    """Times without comparing with transformers first."""
-
-    checks = _Passed
+def _total(record: Record, steps: int) -> float:
+    return float(record["ttft_s"] + record["elapsed_s"].get(str(steps), record["new_tokens"] * record["tpot_s"]))
 
 
 class Timing(NamedTuple):
@@ -73,15 +68,10 @@ class Timed:
         if not lab.quick and where()[0].type != "cuda":
             raise ConfigError(f"this times the shape {self.shape} on a GPU, and there is none; --quick runs a tiny shape")
         asked = {(row, column): self._setting(lab, row, timing) for row in rows for column, timing in self.columns.items()}
-        settings = list(dict.fromkeys(asked.values()))
-
-        def watch(what: str, done: int, of: int) -> None:
-            lab.tell(Progress(done, of, 0, 0, what))
-
-        bench = (_Unchecked if lab.quick else Bench)(lab.results, watch=watch, note=lab.note)
-        found = {record.key: record for record in bench.run(settings)}
+        settings = sorted(dict.fromkeys(asked.values()), key=lambda one: one.length * one.batch)
+        found = {record.key: record for record in lab.bench.run(settings)}
         if lab.quick:
-            bench.judge()  # at full size what one run fails with is noted, and the others count
+            lab.bench.judge()  # at full size what one run fails with is noted, and the others count
         cells: Cells = {}
         for (row, column), one in asked.items():
             record = found.get(Record(one.to_dict(), {}).key)
@@ -97,7 +87,9 @@ class Timed:
         one = setting(row, steps=self.steps, **sizes, **common)
         if lab.quick and not one.dense:
             one = replace(one, budget=BUDGET, retrieved=None, dense_layers=0)
-        return one if possible(one, where()[0].type == "cuda") else replace(one, steps="eager")
+        one = one if possible(one, where()[0].type == "cuda") else replace(one, steps="eager")
+        cold = not lab.quick and all(each.measure in _OF_STEPS for each in self.columns.values())
+        return replace(one, prompt="once") if cold and lab.results.get(one.to_dict()) is None else one
 
 
 def _on(one: DecodeSetting) -> str:
