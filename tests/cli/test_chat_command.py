@@ -55,10 +55,18 @@ def test_a_document_is_prefilled_once(talk: Any, tmp_path: Path) -> None:
     refused(talk("--context", "../up", says=("Who?",)), 1, "../up")
 
 
+def test_a_command_that_lacks_something_says_so(talk: Any) -> None:
+    said = talk(says=("/save", "/recalled five", "/help"))
+    assert "/save: NAME is missing" in said.err
+    assert "/recalled: 'five' is neither" in said.err
+    assert "/clear" in said.err
+
+
 def test_what_fails_ends_no_conversation(talk: Any) -> None:
     said = talk(says=("a" * 3000, "/save ../up", "/nonsense", "/recalled", "Who?"))
     assert said.code == 0
     assert "3,001 tokens" in said.err or "3,000 tokens" in said.err
+    assert "'/nonsense'" in said.err, "that there is no such command"
     assert "/recalled" in said.err, "the list of commands"
     assert "Traceback" not in said.err
     assert said.out.strip()

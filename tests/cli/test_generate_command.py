@@ -87,7 +87,30 @@ def test_generate_through_a_chat_template(model: str, tmp_path: Path) -> None:
     common = ("--model", model, "--method", "full", "--max-new-tokens", "5", "--json")
     chat = Said("generate", "Hello", *common, "--chat-template", str(template), "--system", "Be brief.").records[0]
     assert chat["text"] == Said("generate", "[system]Be brief.[user]Hello[assistant]", *common).records[0]["text"]
-    refused(Said("generate", "Hello", *common, "--chat"), 1, "no chat template")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("generate", "Hello", "--chat"),
+        ("generate", "Hello", "--system", "Be brief."),
+        ("chat", "--system", "Be brief."),
+        ("chat", "--no-thinking"),
+        ("inspect", "--file", __file__, "--question", "What?", "--out", "DATA", "--chat"),
+        ("eval", "passkey", "--length", "256", "--chat"),
+        ("eval", "gsm8k", "--data", "DATA", "--chat"),
+    ],
+)
+def test_a_missing_chat_template_is_said_before_weights_are_read(
+    command: tuple[str, ...], model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", fail)
+    (tmp_path / "data.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
+    given = [str(tmp_path / "data.jsonl") if word == "DATA" else word for word in command]
+    refused(Said(*given, "--model", model), 1, "chat template")
 
 
 def test_generate_samples_as_it_is_told(model: str) -> None:

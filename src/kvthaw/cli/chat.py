@@ -15,7 +15,7 @@ from kvthaw.cli import options
 from kvthaw.cli.common import complain, load_model, prompt_text, warned
 from kvthaw.cli.options import chat_of, dense_of, host_bytes_of, one_budget
 from kvthaw.cli.progress import Reading, stderr, waiting
-from kvthaw.errors import ConfigError, KvthawError
+from kvthaw.errors import ConfigError, KvthawError, unknown
 from kvthaw.formatting import human, seconds
 
 if TYPE_CHECKING:
@@ -101,15 +101,13 @@ def chat(
         stop=stop or (),
         max_tokens=max_new_tokens,
     )
-    llm, tokenizer = load_model(model, device, dtype)
-    if chat_template is not None:
-        tokenizer.chat_template = prompt_text(None, chat_template)
+    asked, template = chat_of(None, system, thinking), None if chat_template is None else prompt_text(None, chat_template)
+    llm, tokenizer = load_model(model, device, dtype, asked, template)
     if not tokenizer.chat_template:
         tokenizer.chat_template = plain_template(tokenizer)
         warned(
             f"{model} has no chat template: it goes on with the text where your line ends. --chat-template FILE gives it one."
         )
-    asked = chat_of(None, system, thinking)
     talk = Conversation(llm, tokenizer, Cache(llm, method, **settings), asked, prefill_chunk=prefill_chunk)
     if document is not None:
         with ExitStack() as shown:
@@ -172,11 +170,15 @@ def _obey(talk: Conversation, command: str, argument: str = "", *, kv_dir: Path)
         page = talk.page("What the last answer recalled")
         Path(argument).write_text(page, encoding="utf-8")
         _say(f"wrote {argument}, {human(len(page.encode()))}")
-    elif command == "/recalled" and (not argument or argument.isdecimal()):
+    elif command == "/recalled":
+        if argument and not argument.isdecimal():
+            raise ConfigError(f"/recalled: {argument!r} is neither a number nor the name of a page, PAGE.html")
         _recalled(talk, int(argument or 5))
     elif command == "/stats":
         _say(str(talk.cache.stats()))
-    elif command == "/save" and argument:
+    elif command == "/save":
+        if not argument:
+            raise ConfigError("/save: NAME is missing")
         place = _place(kv_dir, argument)
         with waiting(f"saving {place}"):
             talk.save(place)
@@ -184,9 +186,11 @@ def _obey(talk: Conversation, command: str, argument: str = "", *, kv_dir: Path)
     elif command == "/clear":
         talk.clear()
         _say(f"forgotten; {len(talk.tokens):,} tokens stay")
-    else:
+    elif command == "/help":
         for name, what in HELP.items():
             _say(f"{name:20} {what}")
+    else:
+        raise unknown("command", command, dict.fromkeys(["/help", *(name.split()[0] for name in HELP)]))
 
 
 def _recalled(talk: Conversation, most: int) -> None:

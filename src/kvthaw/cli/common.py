@@ -21,6 +21,7 @@ from kvthaw.errors import ConfigError, KvthawError
 
 if TYPE_CHECKING:
     from kvthaw.engine.hf import PreTrainedModel
+    from kvthaw.evaluate.text import Chat
 
 
 class Commands(TyperGroup):
@@ -108,13 +109,23 @@ def tell_shard(shard: str, out: Path | None) -> None:
     )
 
 
-def load_model(name: str, device: str | None, dtype: str) -> tuple[PreTrainedModel, Any]:
-    """Load a model under a spinner on stderr."""
+def load_model(
+    name: str, device: str | None, dtype: str, chat: Chat | None = None, template: str | None = None
+) -> tuple[PreTrainedModel, Any]:
+    """Load a model under a spinner on stderr. template: a chat template instead of the tokenizer's. Raises ConfigError before weights
+    are read where the template cannot do what `chat` asks for."""
+
+    def prepare(tokenizer: Any) -> None:
+        if template is not None:
+            tokenizer.chat_template = template
+        if chat is not None:
+            chat.check(tokenizer)
+
     with waiting(f"loading {name}"):
         from kvthaw.engine.hf.model import load, silence
 
         silence()
-        return load(name, device=device, dtype=dtype)  # type: ignore[arg-type]
+        return load(name, device=device, dtype=dtype, prepare=prepare)  # type: ignore[arg-type]
 
 
 def prompt_text(prompt: str | None, file: Path | None) -> str:

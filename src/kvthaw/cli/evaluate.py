@@ -139,7 +139,7 @@ def evaluate(
         for name, n, one in itertools.product(tasks, lengths, questions)
     ]
     results = ResultsFile(out)
-    llm, tokenizer = load_model(model, device, dtype)
+    llm, tokenizer = load_model(model, device, dtype, asked)
     folder = None if kv_dir is None else KvDir(kv_dir, warned)
     runner = Runner(llm, tokenizer, results, name=model, full=not no_full, kv_dir=folder)
     summaries: list[dict[str, Any]] = []

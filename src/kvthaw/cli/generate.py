@@ -107,11 +107,8 @@ def generate(
         temperature, top_k, top_p, seed, min_p, repetition_penalty=repetition_penalty, frequency_penalty=frequency_penalty,
         presence_penalty=presence_penalty, stop=stop or (), max_tokens=max_new_tokens,
     )  # fmt: skip
-    llm, tokenizer = load_model(model, device, dtype)
-    if chat_template is not None:
-        tokenizer.chat_template = prompt_text(None, chat_template)
-    if asked is not None:
-        asked.check(tokenizer)
+    template = None if chat_template is None else prompt_text(None, chat_template)
+    llm, tokenizer = load_model(model, device, dtype, asked, template)
     questions = question or [""]
     parts = [split_prompt(tokenizer, text, following(text, one), asked) for one in questions]
     prompts = [before + after for before, after in parts]

@@ -52,7 +52,7 @@ def inspect(
     from kvthaw.inspect.page import standalone
     from kvthaw.inspect.run import inspect as run
 
-    llm, tokenizer = load_model(model, device, dtype)
+    llm, tokenizer = load_model(model, device, dtype, asked)
     variants = [complete(llm, variant) for variant in variants]
     with bars() as progress:
         task = progress.add_task("prefill", total=None)

@@ -112,7 +112,7 @@ def evaluate(
     changes = {name: value for name, value in given.items() if value is not None}
     items = [one.load(data)[:limit] for one in wanted]
     results = ResultsFile(out)
-    llm, tokenizer = load_model(model, device, dtype)
+    llm, tokenizer = load_model(model, device, dtype, asked)
     template = getattr(tokenizer, "chat_template", None) is not None
     runs = [
         Run(

@@ -76,7 +76,7 @@ class Chat:
     def check(self, tokenizer: Any) -> None:
         """Raise ConfigError for a tokenizer whose template does not do what is asked for."""
         if getattr(tokenizer, "chat_template", None) is None:
-            raise ConfigError("chat is asked for, but the tokenizer has no chat template; turn it off with --no-chat")
+            raise ConfigError("chat, a system prompt or thinking is asked for, but the tokenizer has no chat template")
         if self.system is not None and self.system.strip() not in self.render(tokenizer, "Hello."):
             raise ConfigError("system is given, but the chat template leaves the system prompt out")
         if self.thinking is not None:

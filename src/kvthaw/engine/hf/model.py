@@ -30,12 +30,20 @@ def load_shipped(*, dtype: Dtype = "auto", device: str | None = None) -> tuple[P
     return load(SHIPPED, dtype=dtype, device=device)
 
 
-def load(name: str = SHIPPED, *, dtype: Dtype = "auto", device: str | None = None, tp: int = 1) -> tuple[PreTrainedModel, Any]:
+def load(
+    name: str = SHIPPED,
+    *,
+    dtype: Dtype = "auto",
+    device: str | None = None,
+    tp: int = 1,
+    prepare: Callable[[Any], None] = lambda tokenizer: None,
+) -> tuple[PreTrainedModel, Any]:
     """Return a causal language model, ready to decode, and its tokenizer.
 
     name: "shipped", a local folder, or an id on the Hugging Face hub. dtype: "auto" is bfloat16 on a GPU and float32 on a CPU.
     device: as torch names it; None takes the GPU where there is one. tp: load this process's part of a model that so many
-    processes load, each on its own GPU. Raises ConfigError, naming what was not found.
+    processes load, each on its own GPU. prepare: is called with the tokenizer before weights are read, and may refuse it. Raises
+    ConfigError, naming what was not found.
     """
     where = find_device(device)
     one_of(get_args(Dtype), dtype=dtype)
@@ -43,6 +51,7 @@ def load(name: str = SHIPPED, *, dtype: Dtype = "auto", device: str | None = Non
     how: dict[str, Any] = {"distributed_config": DistributedConfig(tp_size=tp)} if tp > 1 else {}
     with _found(name) as (source, cached):
         tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=cached)
+        prepare(tokenizer)
         model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, kind), local_files_only=cached, **how)
     return (model.to(where) if tp == 1 else model).eval(), tokenizer
 
@@ -60,6 +69,8 @@ def _found(name: str) -> Iterator[tuple[str, bool]]:
     source, cached = _source(name), offline(name)
     try:
         yield source, cached
+    except ConfigError:
+        raise
     except (OSError, ValueError) as error:
         where_from = "the hub cannot be reached, and its local cache lacks a part" if cached else _first_line(error)
         raise ConfigError(f"model is {name!r}; it could not be loaded: {where_from}") from error
