@@ -20,15 +20,24 @@ GIB = 1 << 30
 
 
 def measured() -> list[dict[str, Any]]:
-    """Captured steps of today's tables, in which layers share no rows: of each method, GPU, alone or in a batch the longest."""
+    """Captured steps of today's tables, in which layers share no rows: of each method, GPU, alone or in a batch the longest, and of
+    these the largest."""
     lines = [json.loads(line) for line in RESULTS.read_text().splitlines()]
     found = {}
-    for line in sorted(lines, key=lambda line: int(line["setting"]["length"])):
+    for line in sorted(lines, key=lambda line: (line["setting"]["length"], line["setting"]["batch"])):
         one = line["setting"]
-        todays = line["about"]["commit"] in ("6d49fb0", "aa0aadc", "0415dbb", "82c856d")
+        todays = line["about"]["commit"] in ("6d49fb0", "aa0aadc", "0415dbb", "82c856d", "3e0cd90")
         if todays and one["steps"] == "captured" and not one["shared"]:
             found[one["device"], one["method"], one["batch"] > 1] = line
     return list(found.values())
+
+
+def scripted(setting: dict[str, Any], told: Forecast) -> int:
+    """Bytes of the rows that a benchmark's script holds on the device: 128 steps of each KV head of 30 layers (benchmarks/scripted.py)."""
+    if setting["hits"] is None or told.needs.plan is None:
+        return 0
+    rows = told.needs.plan.rows
+    return int(4 * setting["batch"] * 8 * 30 * (rows + 127 * round((1 - setting["hits"]) * rows)))
 
 
 def on(gpu: str | None, *, memory: float | None = None, shape: str = "llama-3.1-8b", **asked: Any) -> Forecaster:
@@ -53,7 +62,8 @@ def test_forecasts_are_near_what_was_measured() -> None:
         assert told.needs.device == pytest.approx(held, rel=0.065), setting  # dense layers have room for a sixteenth more
         assert told.needs.index == pytest.approx(line["index_device_bytes"], rel=0.02, abs=1e5), setting
         assert forecaster.weights == line["weight_bytes"]
-        assert forecaster.weights + told.needs.device == pytest.approx(line["peak_device_bytes"], rel=0.05), setting
+        peak = line["peak_device_bytes"] - scripted(setting, told)
+        assert forecaster.weights + told.needs.device == pytest.approx(peak, rel=0.05), setting
         if setting["batch"] == 1:  # the sequences of a batch shared one sequence's rows there
             block = 30 * 4096 * 1024
             assert told.needs.rows == pytest.approx(line["kv_host_bytes"], rel=0.05, abs=1.1 * block), setting

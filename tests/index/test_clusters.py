@@ -95,8 +95,10 @@ def test_a_full_batch_is_clustered_among_itself_however_it_came() -> None:
         assert not torch.equal(batch, batch.sort(dim=1).values)  # clustered, no longer in text order
 
 
-def test_layers_batches_are_clustered_at_once_time_after_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where steps are replayed nobody asks the indexes between one batch and the next."""
+@pytest.mark.parametrize("at_once", [module.AT_ONCE, 1])
+def test_layers_batches_are_clustered_at_once_time_after_time(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where steps are replayed nobody asks the indexes between one batch and the next. And layer by layer, if there is no memory."""
+    monkeypatch.setattr(module, "AT_ONCE", at_once)
     calls: list[int] = []
     real = module.cluster
     monkeypatch.setattr(module, "cluster", lambda every, count: (calls.append(len(every)), real(every, count))[1])

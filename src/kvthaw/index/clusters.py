@@ -22,6 +22,8 @@ from kvthaw.kernels.unit_select import Policy
 Start = Literal["covering", "random"]
 """The keys that k-means begins with: half drawn at random and half those that the others cover worst, or all drawn, as in the
 paper."""
+AT_ONCE = 1 << 28
+"""Bytes of generated tokens' keys that are clustered at once, of one layer at least: many sequences' need much memory."""
 _ROUNDS, _MOST, _AMONG = 4, 256, 4  # rounds at least; what a round adds at most, and among how many times as many
 
 
@@ -83,19 +85,29 @@ def first_keys(keys: Tensor, positions: Tensor, count: int, *, start: Start, str
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """Of sequences of an index, batches of tokens to be clustered: keys [R, H, n, T, D], n batches of each sequence; where the
-    first is."""
+    """Of sequences of an index, batches of tokens to be clustered, and where the first is. given: their keys [R, H, n, T, D], n
+    batches of each sequence; None: one each, whose keys the index has."""
 
     index: ClusterIndex
     first: Sequence[Full]
-    keys: Tensor
+    given: Tensor | None = None
+
+    def keys(self) -> Tensor:
+        """Return the keys [R, H, n, T, D], a copy if the index has them."""
+        return self.index.last(self.first, self.index.recent)[:, :, None] if self.given is None else self.given
 
 
 def cluster(every: Sequence[Batches], count: int) -> None:
     """Cluster each batch among itself, into `count` units, and write these into the tables. All have as many tokens and batches,
-    and their indexes differ in nothing but the layer."""
+    and their indexes differ in nothing but the layer. At once as many as have AT_ONCE bytes of keys."""
+    some = max(1, AT_ONCE // (len(every[0].first) * every[0].index.recent[0].nbytes))
+    for at in range(0, len(every), some):
+        _cluster_together(every[at : at + some], count)
+
+
+def _cluster_together(every: Sequence[Batches], count: int) -> None:
     one = every[0].index
-    keys = torch.cat([each.keys for each in every]) if len(every) > 1 else every[0].keys.contiguous()
+    keys = torch.cat([each.keys() for each in every]) if len(every) > 1 else every[0].keys().contiguous()
     many, heads, batches, tokens, dim = keys.shape
     of_rows = [(each.index.first, stream(each.index.context), own) for each in every for own in each.first]
     where = [(first + own.begin, own.begin, number) for first, number, own in of_rows]
@@ -178,8 +190,7 @@ class ClusterIndex(UnitIndex):
         context = self.context
         same = context.kv_heads, context.head_dim, context.dtype, context.device, context.seed
         how = self.batch, self.per_batch, self.distance, self.start, self.iterations
-        item = Batches(self, full, self.last(full, self.recent)[:, :, None])
-        self.defer((ClusterIndex, *same, *how), partial(cluster, count=self.per_batch), item)
+        self.defer((ClusterIndex, *same, *how), partial(cluster, count=self.per_batch), Batches(self, full))
 
     def _cluster(self, first: Sequence[Full], keys: Tensor, count: int) -> None:
         """Cluster batches of sequences, keys [R, H, n, T, D], of which the first is said, each into `count` units, now."""
