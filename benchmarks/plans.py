@@ -16,6 +16,7 @@ from kvthaw.evaluate import plot
 from kvthaw.evaluate.results import Record
 
 FIGURES = {
+    "overview": "The README's: full attention, transformers' offloaded cache and pariskv-plus, 36k to 512k",
     "length": "Time per output token against the length, 36k to 1M",
     "icecache": "IceCache's ways to search at 36k and 128k",
     "baseline": "After a prompt of 36k: transformers' caches, full attention, and methods, eager and captured",
@@ -102,6 +103,15 @@ def _length(c: Common) -> list[DecodeSetting]:
     far = [c.run(m, 512 * _K, shared=m != "full") for m in ("full", *_PARISKV, *quick)]
     missed = [c.run(m, n * _K) for n in (36, 128) for m in _units(0.0)]
     return near + far + missed + [c.run(m, 1024 * _K) for m in (*_PARISKV, *quick)]
+
+
+def _overview(c: Common) -> list[DecodeSetting]:
+    full, ours, offloaded = "full", _PARISKV[1], "hf-offloaded"
+    return [
+        c.run(method, n * _K, new_tokens=8 if method == offloaded else None, shared=n == 512 and method == ours)
+        for n in (36, 128, 512)
+        for method in (offloaded, full, ours)
+    ]
 
 
 def _draw_length(figure: Any, lines: list[Record]) -> None:
@@ -285,6 +295,7 @@ def _stacked(axes: Any, lines: list[Record], decoding: list[float]) -> None:
 
 _8B = "llama-3.1-8b"
 PLANS = {
+    "overview": Figure(_8B, _overview, _draw_lengths, steps=("compiled",)),
     "length": Figure(_8B, _length, _draw_length, steps=("compiled",)),
     "icecache": Figure(_8B, _icecache, _draw_lengths, steps=("compiled",)),
     "baseline": Figure(_8B, _baseline, _draw_baseline, (10, 4)),

@@ -33,7 +33,7 @@ def measured() -> list[dict[str, Any]]:
 
 
 def scripted(setting: dict[str, Any], told: Forecast) -> int:
-    """Bytes of the rows that a benchmark's script holds on the device: 128 steps of each KV head of 30 layers (benchmarks/scripted.py)."""
+    """Bytes that a benchmark's script holds on the device: the rows of 128 steps, of 8 KV heads and 30 layers."""
     if setting["hits"] is None or told.needs.plan is None:
         return 0
     rows = told.needs.plan.rows

@@ -97,7 +97,7 @@ def test_a_full_batch_is_clustered_among_itself_however_it_came() -> None:
 
 @pytest.mark.parametrize("at_once", [module.AT_ONCE, 1])
 def test_layers_batches_are_clustered_at_once_time_after_time(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where steps are replayed nobody asks the indexes between one batch and the next. And layer by layer, if there is no memory."""
+    """Where steps are replayed nobody asks the indexes between one batch and the next. And layer by layer, in little memory."""
     monkeypatch.setattr(module, "AT_ONCE", at_once)
     calls: list[int] = []
     real = module.cluster

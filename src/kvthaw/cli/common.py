@@ -112,8 +112,10 @@ def tell_shard(shard: str, out: Path | None) -> None:
 def load_model(
     name: str, device: str | None, dtype: str, chat: Chat | None = None, template: str | None = None
 ) -> tuple[PreTrainedModel, Any]:
-    """Load a model under a spinner on stderr. template: a chat template instead of the tokenizer's. Raises ConfigError before weights
-    are read where the template cannot do what `chat` asks for."""
+    """Load a model under a spinner on stderr. template: a chat template instead of the tokenizer's.
+
+    Raises ConfigError, before weights are read, for a tokenizer whose template cannot do what `chat` asks for.
+    """
 
     def prepare(tokenizer: Any) -> None:
         if template is not None:
