@@ -51,6 +51,7 @@ def prkv(
         index=index,
         regions=Regions(0, window, page),
         transfer=transfer_of(transfer, layout),
+        dense_layers=0,
         differs="maps tokens to pages and moves no rows (`layout=page`: copies them); a kernel reads rows (`transfer=bulk`: one "
         "copy); the budget includes the window",
         choose="reproducing the paper; long outputs whose attention keeps to a part of the context",

@@ -11,7 +11,7 @@ from kvthaw.reproduce.watched import View, Watched
 
 _LLAMA, _QWEN = "Llama-3.1-8B-Instruct", "Qwen2.5-14B-Instruct"
 _BUDGETS = (4096, 2048, 1024, 512, 256)
-_WRITTEN = {"Quest": "quest:page=32:retrieved=", "ArkVale": "arkvale:retrieved=", "ShadowKV": "shadowkv:retrieved=",
+_WRITTEN = {"Quest": "quest:page=32:window=64:retrieved=", "ArkVale": "arkvale:retrieved=", "ShadowKV": "shadowkv:retrieved=",
             "SnapKV": "snapkv:budget=", "PRKV": "prkv:retrieved="}  # fmt: skip
 _SPLIT = ("Overall", "Easy", "Hard", "Short", "Medium", "Long")
 _V2 = {name: Score("longbench_v2", "score" if name == "Overall" else name.lower()) for name in _SPLIT}
@@ -120,7 +120,7 @@ _T1 = {
     "Qwen3-4B": table(f"""
 {_T1_COLUMNS}
 full                            86.67 74.17 95.40 94.20
-quest:page=32:retrieved=1024    70.00 56.67 84.80 78.50
+quest:page=32:window=64:retrieved=1024    70.00 56.67 84.80 78.50
 arkvale:retrieved=1024          76.67 62.50 85.40 84.30
 shadowkv:retrieved=1024         76.67 59.17 85.00 81.10
 snapkv-refreshed:retrieved=1024 83.33 67.50 93.60 90.00
@@ -129,7 +129,7 @@ prkv:retrieved=1024             86.67 75.00 95.00 93.80
     "Qwen3-8B": table(f"""
 {_T1_COLUMNS}
 full                            83.33 74.17 96.20 95.10
-quest:page=32:retrieved=1024    76.67 65.83 86.80 78.60
+quest:page=32:window=64:retrieved=1024    76.67 65.83 86.80 78.60
 arkvale:retrieved=1024          80.00 68.33 87.00 86.90
 shadowkv:retrieved=1024         76.67 67.50 86.80 82.60
 snapkv-refreshed:retrieved=1024 83.33 67.50 93.60 93.60
