@@ -34,6 +34,7 @@ from kvthaw.bench.shapes import build
 from kvthaw.engine.hf.model import load
 from kvthaw.engine.library import Library
 from kvthaw.evaluate.results import Record
+from kvthaw.formatting import read_bytes
 
 Result = TypeVar("Result")
 
@@ -148,6 +149,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--method", default="full,pariskv,clusterkv-plus,icecache-digest")
     parser.add_argument("--device-memory", help="none by default: all blocks on the host")
+    parser.add_argument("--host-memory", help="by default what the system says is free")
     parser.add_argument("--folder", type=Path, help="where the document is saved; default: a new one of the system's")
     parser.add_argument("--commit")
     parser.add_argument("--out", type=Path)
@@ -157,6 +159,8 @@ def main() -> None:
     for method in given.method.split(","):
         folder = Path(tempfile.mkdtemp(dir=given.folder))
         settings: dict[str, Any] = {} if method == "full" else {"budget": 1024, "device_memory": given.device_memory}
+        if given.host_memory is not None and method != "full":
+            settings["host_bytes"] = read_bytes(given.host_memory, "host_memory")
         setting = {"shape": given.shape, "layers": model.config.num_hidden_layers, "length": given.length, "device": name}
         setting |= {"question": given.question, "method": method, **settings}
         try:

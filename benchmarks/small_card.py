@@ -33,19 +33,20 @@ from kvthaw.bench.card import noted, provenance, where
 from kvthaw.bench.shapes import build
 from kvthaw.engine.decode import decode, forward
 from kvthaw.engine.prefill import prefill
+from kvthaw.formatting import read_bytes
 
 PIECE = 4096
 """Tokens of a prompt that transformers' caches get at once."""
 
 
-def run(model: PreTrainedModel, contender: str, length: int, steps: int, budget: int) -> dict[str, Any]:
+def run(model: PreTrainedModel, contender: str, length: int, steps: int, **sizes: Any) -> dict[str, Any]:
     """Serve one prompt and some greedy tokens. Returns the times, or the error."""
     ids = torch.randint(0, model.config.vocab_size, (length,), generator=torch.Generator().manual_seed(length)).tolist()
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     try:
-        begin, cache = now(), make(model, contender, budget)
+        begin, cache = now(), make(model, contender, **sizes)
         if isinstance(cache, Cache):
             logits = prefill(model, cache, ids)[None]
             cache.wait()
@@ -72,10 +73,10 @@ def run(model: PreTrainedModel, contender: str, length: int, steps: int, budget:
     return {**found, "tokens": tokens}
 
 
-def make(model: PreTrainedModel, contender: str, budget: int) -> Cache | DynamicCache:
+def make(model: PreTrainedModel, contender: str, **sizes: Any) -> Cache | DynamicCache:
     """Return an empty cache."""
     if contender == "kvthaw":
-        return Cache(model, "auto", budget=budget)
+        return Cache(model, "auto", **sizes)
     return DynamicCache(config=model.config, offloading=contender == "offloaded")
 
 
@@ -88,15 +89,16 @@ def now() -> float:
 
 def measure(model: PreTrainedModel, given: argparse.Namespace, lengths: list[int]) -> Iterator[dict[str, Any]]:
     """Yield a line for each card, contender and length."""
+    host = None if given.host_memory is None else read_bytes(given.host_memory, "host_memory")
     total = torch.cuda.get_device_properties(model.device).total_memory if torch.cuda.is_available() else 0
-    for card in ("small", "whole"):
+    for card in given.cards.split(","):
         if total:
             torch.cuda.set_per_process_memory_fraction(min(1.0, given.gib * 2**30 / total) if card == "small" else 1.0)
         for contender in given.contenders.split(","):
             for length in lengths:
                 if contender == "offloaded" and length > given.offloaded:
                     continue
-                found = run(model, contender, length, given.steps, given.budget)
+                found = run(model, contender, length, given.steps, budget=given.budget, host_bytes=host)
                 gc.collect()
                 if total:
                     torch.cuda.empty_cache()
@@ -134,6 +136,8 @@ def main() -> None:
     parser.add_argument("--offloaded", type=int, default=131072, help="the longest prompt for transformers' offloading cache")
     parser.add_argument("--gib", type=float, default=24.0)
     parser.add_argument("--budget", type=int, default=1024)
+    parser.add_argument("--host-memory", help="by default what the system says is free")
+    parser.add_argument("--cards", default="small,whole")
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--commit")
     parser.add_argument("--out", type=Path)

@@ -80,7 +80,7 @@ def replay(scheduler: Scheduler, coming: list[Arrival]) -> dict[str, Any]:
     vocabulary = scheduler.batch.cache.model.config.vocab_size
     prompts = [random_prompt(vocabulary, one.prompt, seed) for seed, one in enumerate(coming)]
     served: dict[Request, Served] = {}
-    begin, asked, waiting = time.perf_counter(), 0, 0
+    begin, asked, waiting, steps, full = time.perf_counter(), 0, 0, 0, 0
     while asked < len(coming) or scheduler.busy:
         now = time.perf_counter() - begin
         while asked < len(coming) and coming[asked].at <= now:
@@ -95,10 +95,24 @@ def replay(scheduler: Scheduler, coming: list[Arrival]) -> dict[str, Any]:
             if request.error is not None:
                 raise request.error
             served[request].tokens.append(time.perf_counter() - begin)
+        steps += 1
+        full += not scheduler.batch.cache.kv.offloaded
     whole = time.perf_counter() - begin
-    first = [one.tokens[0] - one.came for one in served.values()]
-    gaps = [b - a for one in served.values() for a, b in zip(one.tokens, one.tokens[1:], strict=False)]
-    tokens = sum(len(one.tokens) for one in served.values())
+    return {
+        **told(coming, list(served.values()), whole),
+        "most_waiting": waiting,
+        "preemptions": scheduler.preemptions,
+        "captures": scheduler.batch.stats().captures,
+        "steps": steps,
+        "full_steps": full,
+    }
+
+
+def told(coming: list[Arrival], served: list[Served], whole: float) -> dict[str, Any]:
+    """Return what came of the requests in so many seconds."""
+    first = [one.tokens[0] - one.came for one in served]
+    gaps = [b - a for one in served for a, b in zip(one.tokens, one.tokens[1:], strict=False)]
+    tokens = sum(len(one.tokens) for one in served)
     return {
         "requests": len(coming),
         "prompt_tokens": sum(one.prompt for one in coming),
@@ -107,9 +121,6 @@ def replay(scheduler: Scheduler, coming: list[Arrival]) -> dict[str, Any]:
         "output_tokens_per_s": tokens / whole,
         **{f"ttft_p{n}_s": rank(first, n) for n in (50, 95)},
         **{f"itl_p{n}_s": rank(gaps, n) for n in (50, 95, 99)},
-        "most_waiting": waiting,
-        "preemptions": scheduler.preemptions,
-        "captures": scheduler.batch.stats().captures,
     }
 
 
@@ -131,7 +142,9 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=1024)
     parser.add_argument("--step-tokens", type=int, default=4096)
     parser.add_argument("--device-memory")
+    parser.add_argument("--host-memory", help="by default what the system says is free")
     parser.add_argument("--method", default="full,auto")
+    parser.add_argument("--unchecked", action="store_true", help="where the tests have run on this machine")
     parser.add_argument("--commit")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
@@ -139,20 +152,21 @@ def main() -> None:
     methods = given.method.split(",")
     places = [int(n) for n in given.seqs.split(",")]
     places = places if len(places) == len(methods) else places[:1] * len(methods)
-    for method in methods:
-        check(method, given.budget, device)
+    checked = [None if given.unchecked else check(method, given.budget, device) for method in methods]
     coming = arrivals(given.trace, given.requests, given.capacity, given.speed)
     model, about = build(given.shape, device, layers=given.layers), provenance(given.commit)
-    for method, seqs in zip(methods, places, strict=True):
-        sizes = sizes_of(method, given.budget, given.device_memory)
+    for method, seqs, same in zip(methods, places, checked, strict=True):
+        sizes = sizes_of(method, given.budget, given.device_memory, given.host_memory)
         scheduler = Scheduler(
             Batch(model, method, max_seqs=seqs, capacity=given.capacity, **sizes), step_tokens=given.step_tokens
         )
         warm(scheduler.batch)
         replay(scheduler, [Arrival(0.0, min(600, one.prompt), min(200, one.new)) for one in coming[:seqs]])  # compiles kernels
-        setting = {key: value for key, value in vars(given).items() if key not in ("out", "commit", "method", "trace")}
+        setting = {
+            key: value for key, value in vars(given).items() if key not in ("out", "commit", "method", "trace", "unchecked")
+        }
         setting |= {"method": method, "seqs": seqs, "device": name, "trace": given.trace.name if given.trace else "drawn"}
-        line = Record(setting, {**replay(scheduler, coming), "about": about}).to_json()
+        line = Record(setting, {**replay(scheduler, coming), "same_alone": same, "about": about}).to_json()
         print(line, flush=True)
         if given.out:
             with given.out.open("a", encoding="utf-8") as file:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from benchmarks.over_http import over_http
 from benchmarks.trace import Arrival, arrivals, replay
 from kvthaw import Batch, Scheduler
 from zoo import build_exact
@@ -36,3 +38,11 @@ def test_a_replay_serves_every_request() -> None:
     assert (found["requests"], found["output_tokens"]) == (5, 20)
     assert 0 < found["itl_p50_s"] <= found["itl_p99_s"] <= found["seconds"]
     assert found["ttft_p50_s"] <= found["ttft_p95_s"]
+
+
+def test_a_replay_over_http_serves_every_request() -> None:
+    batch = Batch(build_exact("llama", num_hidden_layers=2), "quest", max_seqs=2, capacity=200, budget=48)
+    with ThreadPoolExecutor(1) as clients:
+        found = over_http(batch, [Arrival(0.01 * i, 20 + i, 4) for i in range(5)], clients)
+    assert (found["requests"], found["output_tokens"]) == (5, 20)
+    assert 0 < found["ttft_p50_s"] <= found["ttft_p95_s"] <= found["seconds"]

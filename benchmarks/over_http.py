@@ -1,0 +1,133 @@
+"""Replay requests of a trace over HTTP, and by the scheduler alone: what the server costs.
+
+`python -m benchmarks.over_http --trace AzureLLMInferenceTrace_conv.csv --out over_http.jsonl`: as `benchmarks.trace`, on one batch
+first by its scheduler, then streamed from a server of this process, whose client is a process of its own, then by the scheduler
+again. The line says both and, in `over`, how many times as long the server took: in all, and to first tokens and between tokens by
+their medians, beside the mean of the two runs without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import threading
+import time
+from concurrent.futures import Executor, ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from benchmarks.joining import random_prompt, sizes_of
+from benchmarks.trace import Arrival, Served, arrivals, replay, told
+from kvthaw import Batch, Scheduler
+from kvthaw.bench.card import provenance, where
+from kvthaw.bench.shapes import build
+from kvthaw.engine.warm import warm
+from kvthaw.evaluate.results import Record
+from kvthaw.serve.server import Server, listen
+from kvthaw.serve.service import Service
+
+COMPARED = ("seconds", "ttft_p50_s", "itl_p50_s")
+
+
+def tokenizer_of(vocabulary: int) -> PreTrainedTokenizerFast:
+    """Return a tokenizer whose tokens are words."""
+    words = models.WordLevel({f"w{i}": i for i in range(vocabulary)}, unk_token="w0")
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words))
+
+
+def client(port: int, vocabulary: int, coming: list[Arrival]) -> dict[str, Any]:
+    """Send the requests as they come. Returns what was measured."""
+    bodies = [
+        {"prompt": random_prompt(vocabulary, one.prompt, seed).tolist(), "max_tokens": one.new, "ignore_eos": True}
+        for seed, one in enumerate(coming)
+    ]
+    return asyncio.run(_client(port, [json.dumps({**body, "stream": True}).encode() for body in bodies], coming))
+
+
+async def _client(port: int, bodies: list[bytes], coming: list[Arrival]) -> dict[str, Any]:
+    begin = time.perf_counter()
+
+    async def send(body: bytes, one: Arrival) -> Served:
+        await asyncio.sleep(begin + one.at - time.perf_counter())
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        writer.write(head.encode() + body)
+        served, status = Served(one.at), await reader.readline()
+        if b" 200 " not in status:
+            raise RuntimeError(f"{status!r}: {await reader.read(1000)!r}")
+        while (line := await reader.readline()) != b"data: [DONE]\n":
+            if line.startswith(b'data: {"id'):
+                served.tokens.append(time.perf_counter() - begin)
+        writer.close()
+        return served
+
+    served = await asyncio.gather(*(send(body, one) for body, one in zip(bodies, coming, strict=True)))
+    return told(coming, served, time.perf_counter() - begin)
+
+
+def over_http(batch: Batch, coming: list[Arrival], clients: Executor) -> dict[str, Any]:
+    """Serve the requests of a client. Returns what it measured."""
+    service = Service(batch, tokenizer_of(batch.vocabulary), "random", max_waiting=len(coming))
+    listener = listen("127.0.0.1", 0)
+    server = Server(service, grace=0.0)
+    thread = threading.Thread(target=server.run, args=([listener],))
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.01)
+        return clients.submit(client, listener.getsockname()[1], batch.vocabulary, coming).result()
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def main() -> None:
+    """Measure, one JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trace", type=Path, help="a file of requests; left out, requests are drawn")
+    parser.add_argument("--requests", type=int, default=100)
+    parser.add_argument("--speed", type=float, default=0.0, help="requests come so many times as fast; 0: all at once")
+    parser.add_argument("--shape", default="llama-3.1-8b")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--seqs", type=int, default=16)
+    parser.add_argument("--capacity", type=int, default=8192)
+    parser.add_argument("--budget", type=int, default=1024)
+    parser.add_argument("--host-memory", help="by default what the system says is free")
+    parser.add_argument("--method", default="auto")
+    parser.add_argument("--commit")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    device, name = where()
+    coming = arrivals(given.trace, given.requests, given.capacity, given.speed)
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as clients:
+        clients.submit(random_prompt, 1, 1, 0)  # imports what it needs meanwhile
+        model, about = build(given.shape, device, layers=given.layers), provenance(given.commit)
+        sizes = sizes_of(given.method, given.budget, None, given.host_memory)
+        batch = Batch(model, given.method, max_seqs=given.seqs, capacity=given.capacity, **sizes)
+        warm(batch)
+        few = [Arrival(0.0, min(600, one.prompt), min(100, one.new)) for one in coming[: given.seqs]]
+        replay(Scheduler(batch), few)  # compiles kernels
+        over_http(batch, few, clients)
+        before = replay(Scheduler(batch), coming)
+        found = over_http(batch, coming, clients)
+        after = replay(Scheduler(batch), coming)
+    alone = {key: (before[key] + after[key]) / 2 for key in COMPARED}
+    setting = {key: value for key, value in vars(given).items() if key not in ("out", "commit", "trace")}
+    setting |= {"device": name, "trace": given.trace.name if given.trace else "drawn"}
+    compared = {f"over_{key}": found[key] / alone[key] for key in COMPARED}
+    line = Record(setting, {**compared, "http": found, "alone": [before, after], "about": about}).to_json()
+    print(line, flush=True)
+    if given.out:
+        with given.out.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main()
