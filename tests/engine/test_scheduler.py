@@ -247,7 +247,7 @@ def test_full_attention_counts_what_the_method_may_need_after_it(model: PreTrain
 
 
 def test_chunks_hide_the_bus_that_brings_earlier_ones_back(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvthaw.engine.scheduler.STEP_TOKENS", 64)
+    monkeypatch.setattr("kvthaw.engine.scheduler.STREAMED", 64)
     for streams, chunk in ((True, 64), (False, 19)):
         monkeypatch.setattr(Batch, "streams_back", streams)
         scheduler = Scheduler(Batch(model, "oracle", max_seqs=2, capacity=200, budget=48), step_tokens=20)
@@ -256,6 +256,20 @@ def test_chunks_hide_the_bus_that_brings_earlier_ones_back(model: PreTrainedMode
         long = scheduler.submit(prompt(1, 150)[0], max_new_tokens=1, stop=())
         scheduler.step()
         assert long.prefilled == chunk
+
+
+def test_chunks_become_smaller_deeper_in_a_prompt(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk after as many tokens as its own other work is worth has half of the tokens."""
+    monkeypatch.setattr("kvthaw.engine.scheduler.DEPTH", 40)
+    scheduler = Scheduler(Batch(model, "full", max_seqs=2, capacity=200), step_tokens=41)
+    scheduler.submit([1, 2, 3], max_new_tokens=30, stop=())
+    scheduler.step()
+    long, ends = scheduler.submit(prompt(1, 150)[0], max_new_tokens=1, stop=()), list[int]()
+    while not long.finished:
+        scheduler.step()
+        ends.append(long.prefilled)
+    assert ends[:3] == [40, 60, 76]
+    assert ends[-1] == 150
 
 
 def test_a_failing_prompt_ends_and_the_others_go_on(model: PreTrainedModel) -> None:

@@ -21,6 +21,7 @@ from kvthaw.engine.warm import warm
 from kvthaw.errors import CacheError, ConfigError, at_least
 from kvthaw.evaluate.results import Record, ResultsFile
 from kvthaw.methods import resolve
+from kvthaw.methods.auto import AUTO
 
 _WARM = 8  # steps that do not count: two eager ones, the capture, and the first replays
 
@@ -135,7 +136,7 @@ def _serve(batch: Batch, prompts: list[Tensor], new: int, steps: list[tuple[floa
 
 
 def _settings(method: str, budget: int | float) -> dict[str, Any]:
-    return {} if resolve(method).dense else {"budget": budget}
+    return {} if method != AUTO and resolve(method).dense else {"budget": budget}
 
 
 def _prompt(model: PreTrainedModel, tokens: int, seed: int) -> Tensor:

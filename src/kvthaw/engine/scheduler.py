@@ -15,15 +15,21 @@ from kvthaw.typecheck import check_type
 
 MEMORY_ERRORS = (HostMemoryError, torch.OutOfMemoryError)
 STEP_TOKENS = 4096
-"""Tokens that one step processes while other requests decode. A chunk of so many hides the bus that brings the KV before it."""
+"""Tokens that one step processes while other requests decode."""
+DEPTH = 24576
+"""Earlier tokens to which attention takes about as long as all else that a token takes, for an 8B model."""
+STREAMED = 2048
+"""Tokens of a chunk whose attention takes about as long as the bus that brings the KV before it."""
+_TILE = 64  # chunks are multiples of it: matrix products round up to them, and kernels are compiled for such numbers
 
 
 class Scheduler:
     """Serves more requests than a batch has places for, and lets no long prompt silence the others.
 
     Each step gives every request whose prompt is whole one token, and one waiting prompt a chunk of what the budget of tokens
-    leaves (chunked prefill; Sarathi-Serve, vLLM). While nobody decodes a chunk has the batch's `prefill_chunk` tokens. It has at
-    least STEP_TOKENS where earlier KV of the prompt does not lie on the GPU, for smaller ones wait for the bus.
+    leaves (chunked prefill; Sarathi-Serve, vLLM). The deeper in the prompt a chunk is the fewer tokens it has, so that steps take
+    about as long each; it has at least STREAMED where earlier KV does not lie on the GPU, for smaller ones wait for the bus. While
+    nobody decodes it has the batch's `prefill_chunk` tokens.
 
     - Requests get places by priority, the lowest number first, then in the order in which they came, once host and device
       memory suffice for all that they may need beside those that have places.
@@ -34,8 +40,8 @@ class Scheduler:
     - Where a model is split over processes every process makes the same calls (see `kvthaw.engine.lockstep`). Only what all of
       them notice alike, a lack of host memory, is helped there; other errors come up, since the others may be in mid-step.
 
-    batch: has no requests of its own. step_tokens: tokens of a step. max_waiting: how many requests may wait for a place; None: any
-    number.
+    batch: has no requests of its own. step_tokens: tokens of a step, at the beginning of a prompt. max_waiting: how many requests
+    may wait for a place; None: any number.
 
     Example::
 
@@ -126,10 +132,8 @@ class Scheduler:
         request = self._next_prompt()
         told += self.batch.start(POLL if request is None and not told else 0.0)
         if request is not None:
-            least = STEP_TOKENS if self.batch.streams_back else 1
-            left = max(least, self.step_tokens - len(told)) if told else self.batch.prefill_chunk
             try:
-                if self.batch.prefill(request, left):
+                if self.batch.prefill(request, self._chunk(request, len(told)) if told else None):
                     told.append(request)
             except Exception as error:
                 if self.split and not isinstance(error, HostMemoryError):
@@ -143,6 +147,12 @@ class Scheduler:
             if request.finished:
                 del self._rank[request]
         return told
+
+    def _chunk(self, request: Request, decoded: int) -> int:
+        """Return how many tokens of a prompt go through the model beside so many that were decoded."""
+        left = round((self.step_tokens - decoded) / (1 + request.prefilled / DEPTH))
+        left -= left % _TILE if left > _TILE else 0
+        return max(STREAMED if self.batch.streams_back else 1, left)
 
     def _decode(self) -> list[Request]:
         try:
