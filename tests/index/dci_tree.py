@@ -72,6 +72,12 @@ def coarse(rows: Tensor) -> Tensor:
     return (rows / step.clamp_min(1e-300)).round() * step
 
 
+def fine(query: Tensor) -> Tensor:
+    """[D], each number rounded to one of 65,535 of it, or to so many that products with codes of 8 bits add up to 31 bits."""
+    step = float(query.abs().max()) / min(32767, (2**31 - 1) // (127 * len(query)))
+    return (query / max(step, 1e-300)).round() * step
+
+
 Unit = tuple[int, ...]
 """The points of a page, in order; or one point."""
 
@@ -262,15 +268,18 @@ class DciTree:
         digests = self.digests() if config.descend == "digest" else {}
         target = self.directions[:, :-1] @ query * (math.sqrt(self.radius2) / norm if norm else 0.0)
 
+        exact, asked = config.descend != "digest", fine(query)
+
         def nearness(points: Sequence[int]) -> list[float]:
-            return [float(x) for x in (self.keys[torch.as_tensor(points, dtype=torch.int64)] @ query).tolist()]
+            keys = self.keys[torch.as_tensor(points, dtype=torch.int64)]
+            return [float(x) for x in (keys @ query if exact else coarse(keys) @ asked).tolist()]
 
         def merit(node: int) -> float:
             if node not in digests:
                 return -math.inf
             digest = digests[node]
-            odd: list[float] = (coarse(self.keys[list(digest.outliers)]) @ query).tolist()
-            return max([float(digest.mean @ query) + config.spread * norm * digest.spread, *odd])
+            odd: list[float] = (coarse(self.keys[list(digest.outliers)]) @ asked).tolist()
+            return max([float(digest.mean @ asked) + config.spread * norm * digest.spread, *odd])
 
         pages = -(-budget * (1 if config.descend == "node" else 2) // config.page_size)
         return Probe(

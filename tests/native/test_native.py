@@ -16,13 +16,11 @@ from kvthaw.errors import KvthawError
 from kvthaw.kernels.row_format import E4M3, HEADER
 from kvthaw.native import DTYPES, ELEMENTS, Isa, _native, cores, gather_rows, isa_code, isas
 
-CODES = {torch.int8: 3, **DTYPES}
-
 
 def dots(query: torch.Tensor, rows: torch.Tensor, isa: Isa) -> torch.Tensor:
     """query [D] float32 times rows [n, D], each contiguous: [n] float32."""
     out, stride = torch.empty(len(rows)), rows.stride(0) * rows.element_size()
-    sizes = len(rows), stride, rows.shape[1], CODES[rows.dtype]
+    sizes = len(rows), stride, rows.shape[1], DTYPES[rows.dtype]
     _native.dots(query.data_ptr(), rows.data_ptr(), *sizes, out.data_ptr(), isa_code(isa))
     return out
 
@@ -68,11 +66,18 @@ def test_dots(isa: Isa, dtype: torch.dtype, dim: int) -> None:
 
 
 @pytest.mark.parametrize("isa", isas())
-@pytest.mark.parametrize("dim", [1, 7, 16, 80, 128])
+@pytest.mark.parametrize("dim", [1, 7, 16, 80, 128, 576])
 def test_dots_with_codes(isa: Isa, dim: int) -> None:
+    """Sums of whole numbers, so that every instruction set gives the same bits, times the steps of query and row."""
     g = torch.Generator().manual_seed(dim)
-    query, rows = torch.randn(dim, generator=g), torch.randint(-127, 128, (37, dim), generator=g, dtype=torch.int8)
-    torch.testing.assert_close(dots(query, rows, isa=isa), rows.float() @ query, rtol=1e-5, atol=1e-2)
+    query, codes = torch.randn(dim, generator=g), torch.randint(-127, 128, (37, dim), generator=g, dtype=torch.int8)
+    steps = torch.rand(37, 1, generator=g)
+    rows = torch.cat([torch.nn.functional.pad(codes, (0, -dim % 4)), steps.view(torch.int8)], 1).contiguous()
+    out = torch.empty(37)
+    _native.dots(query.data_ptr(), rows.data_ptr(), 37, rows.shape[1], dim, 3, out.data_ptr(), isa_code(isa))
+    step = query.abs().max() / min(32767, (2**31 - 1) // (127 * dim))
+    whole = codes.long() @ (query / step).round().long()
+    assert torch.equal(out, whole.float() * (step * steps[:, 0]))
 
 
 @pytest.mark.parametrize("isa", isas())

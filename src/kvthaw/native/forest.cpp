@@ -86,6 +86,7 @@ void Forest::summarise(const std::vector<std::shared_ptr<Tree>>& made, const int
     std::vector<Item> items;
     constexpr int kNodes = 64;  // nearly all nodes are of the lowest level: in blocks
     for (int head = 0; head < heads_; ++head) {
+        made[head]->make_room();
         const int nodes = static_cast<int>(made[head]->at_level(made[head]->lowest_nodes()).size());
         for (int begin = 0; begin < nodes; begin += kNodes) items.push_back({head, begin, std::min(kNodes, nodes - begin)});
     }
@@ -96,6 +97,7 @@ void Forest::summarise(const std::vector<std::shared_ptr<Tree>>& made, const int
     });
     pool.run(heads_, threads, [&](size_t head) {
         Tree& tree = *made[head];
+        tree.summarise(rows(bases, static_cast<int>(head)), &kRoot, 1);
         for (int level = std::max(tree.lowest_nodes(), 1) + 1; level <= kMaxLevel; ++level)
             tree.summarise(rows(bases, static_cast<int>(head)), tree.at_level(level).data(),
                            static_cast<int>(tree.at_level(level).size()));

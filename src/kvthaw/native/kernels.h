@@ -6,8 +6,8 @@
 
 namespace kvthaw {
 
-// What rows are stored as; all arithmetic is in float32. i8: digests, which have a step beside the row. f8: e4m3 codes; the float
-// kScales bytes before those of a key is their scale.
+// What rows are stored as; all arithmetic is in float32, but for i8: codes that encode() made, with their step behind them. f8: e4m3
+// codes; the float kScales bytes before those of a key is their scale.
 enum class Dtype : int { f32 = 0, bf16 = 1, f16 = 2, i8 = 3, f64 = 4, f8 = 5 };
 enum class Isa : int { scalar = 0, avx2 = 1, avx512 = 2, neon = 3 };
 
@@ -17,6 +17,9 @@ constexpr size_t size_of(Dtype dtype) {
     return dtype == Dtype::f64 ? 8 : dtype == Dtype::f32 ? 4 : dtype == Dtype::i8 || dtype == Dtype::f8 ? 1 : 2;
 }
 
+// Bytes of an i8 row: codes to a whole number of floats, then the step.
+constexpr size_t coded_bytes(int dim) { return (static_cast<size_t>(dim) + 3) / 4 * 4 + 4; }
+
 struct Kernels {
     Isa isa;
     int panel;  // parents side by side in a packed panel of `nearest`
@@ -25,11 +28,13 @@ struct Kernels {
     void (*widen)(const void* row, int dim, Dtype dtype, float* out);
     // sum[dim] += weight * a stored row.
     void (*add)(const void* row, int dim, Dtype dtype, double weight, double* sum);
-    // out[dim]: whole numbers from -127 to 127, the nearest to from / step; returns the step, max |from| / 127.
-    float (*encode)(const float* from, int dim, int8_t* out);
+    // out[coded_bytes(dim)]: whole numbers from -127 to 127, the nearest to from / step, and the step, max |from| / 127.
+    void (*encode)(const float* from, int dim, void* out);
     // |key|^2 in double, and the inner products with `count` directions that lie `stride` floats apart.
     void (*measure)(const float* key, int dim, const float* directions, int count, int stride, double* norm2, float* raw);
-    // out[count]: query . row for rows scattered in memory. Each value is the same whatever its neighbours are.
+    // out[count]: query . row for rows scattered in memory. Each value is the same whatever its neighbours are. With i8 rows the query
+    // is rounded to one of 65,535 multiples of its largest number (fewer above 512 dimensions), products are summed as whole
+    // numbers, and every instruction set gives the same bits.
     void (*dots)(const float* query, const void* const* rows, size_t count, int dim, Dtype dtype, float* out);
     // The natural logarithm of the sum of exp(scale x) over count > 0 finite numbers, scale > 0.
     float (*log_sum_exp)(const float* x, size_t count, float scale);

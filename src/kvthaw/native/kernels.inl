@@ -60,6 +60,13 @@ inline float scale_of(const void* row) {
     return scale * 256.0f;
 }
 
+// What an i8 row's codes are multiplied by.
+inline float step_of(const void* row, int dim) {
+    float step;
+    std::memcpy(&step, static_cast<const char*>(row) + coded_bytes(dim) - 4, 4);
+    return step;
+}
+
 // f8: 1/256 of the code's number, since float16 has its bits with another bias of the exponent.
 template <Dtype T>
 inline float load_one(const void* row, int i) {
@@ -216,6 +223,7 @@ void add_as(const void* row, int dim, double weight, double* sum) {
     typedef double LooseDoubles __attribute__((vector_size(4 * W), aligned(8), may_alias));
     int i = 0;
     if constexpr (T == Dtype::f8) weight *= scale_of(row);
+    if constexpr (T == Dtype::i8) weight *= step_of(row, dim);
     for (; i + W <= dim; i += W) {
         const Vec x = load<T>(row, i);
         HalfVec half[2];
@@ -233,29 +241,6 @@ void add(const void* row, int dim, Dtype dtype, double weight, double* sum) {
     if (dtype == Dtype::f64) return add_as<Dtype::f64>(row, dim, weight, sum);
     if (dtype == Dtype::f8) return add_as<Dtype::f8>(row, dim, weight, sum);
     return add_as<Dtype::f16>(row, dim, weight, sum);
-}
-
-float encode(const float* from, int dim, int8_t* out) {
-    Vec most = {};
-    int i = 0;
-    for (; i + W <= dim; i += W) {
-        const Vec x = load(from + i), size = x < 0 ? -x : x;
-        most = size > most ? size : most;
-    }
-    float largest = 0;
-    for (int j = 0; j < W; ++j) largest = most[j] > largest ? most[j] : largest;
-    for (int j = i; j < dim; ++j) largest = __builtin_fabsf(from[j]) > largest ? __builtin_fabsf(from[j]) : largest;
-    const float step = largest / 127.0f, safe = step > 0 ? step : 1.0f;
-    constexpr float kRound = 0x1.8p23f;  // a number added to it stands in its lowest bits, rounded
-    for (i = 0; i + W <= dim; i += W) {
-        const Ints whole = (Ints)(load(from + i) / safe + kRound);
-        *reinterpret_cast<Bytes*>(out + i) = __builtin_convertvector(whole, Bytes);
-    }
-    for (; i < dim; ++i) {
-        const float at = from[i] / safe + kRound;
-        std::memcpy(out + i, &at, 1);
-    }
-    return step;
 }
 
 void measure(const float* key, int dim, const float* directions, int count, int stride, double* norm2, float* raw) {
@@ -302,24 +287,28 @@ inline void dot_rows(const float* query, const void* const* rows, int dim, float
 // more lines at once than the first.
 constexpr size_t kAhead = 64;
 
+inline void ask(const void* row, size_t bytes) {
+    for (size_t b = 0; b < bytes; b += 64) __builtin_prefetch(static_cast<const char*>(row) + b, 0, 2);
+}
+
 template <Dtype T>
 void dots_as(const float* query, const void* const* rows, size_t count, int dim, float* out) {
     const size_t bytes = static_cast<size_t>(dim) * size_of(T);
-    for (size_t r = 0; r < count && r < kAhead; ++r)
-        for (size_t b = 0; b < bytes; b += 64) __builtin_prefetch(static_cast<const char*>(rows[r]) + b, 0, 2);
+    for (size_t r = 0; r < count && r < kAhead; ++r) ask(rows[r], bytes);
     size_t r = 0;
     for (; r + 4 <= count; r += 4) {
-        for (size_t a = r + kAhead; a < r + kAhead + 4 && a < count; ++a)
-            for (size_t b = 0; b < bytes; b += 64) __builtin_prefetch(static_cast<const char*>(rows[a]) + b, 0, 2);
+        for (size_t a = r + kAhead; a < r + kAhead + 4 && a < count; ++a) ask(rows[a], bytes);
         dot_rows<T, 4>(query, rows + r, dim, out + r);
     }
     for (; r < count; ++r) dot_rows<T, 1>(query, rows + r, dim, out + r);
 }
 
+#include "codes.inl"
+
 void dots(const float* query, const void* const* rows, size_t count, int dim, Dtype dtype, float* out) {
     if (dtype == Dtype::f32) return dots_as<Dtype::f32>(query, rows, count, dim, out);
     if (dtype == Dtype::bf16) return dots_as<Dtype::bf16>(query, rows, count, dim, out);
-    if (dtype == Dtype::i8) return dots_as<Dtype::i8>(query, rows, count, dim, out);
+    if (dtype == Dtype::i8) return dots_of_codes(query, rows, count, dim, out);
     if (dtype == Dtype::f64) return dots_as<Dtype::f64>(query, rows, count, dim, out);
     if (dtype == Dtype::f8) return dots_as<Dtype::f8>(query, rows, count, dim, out);
     return dots_as<Dtype::f16>(query, rows, count, dim, out);
@@ -327,7 +316,6 @@ void dots(const float* query, const void* const* rows, size_t count, int dim, Dt
 
 // exp(x) for x <= 0, to 2e-7 of itself, 0 below -87: 2^n times a polynomial of what is left, at most half of log 2 from 0.
 inline Vec exp_below(Vec x) {
-    constexpr float kRound = 0x1.8p23f;
     const Vec at = x < -87.0f ? Vec{} - 87.0f : x;
     const Vec shifted = at * 1.44269504f + kRound, n = shifted - kRound;
     const Vec f = (at - n * 0.693359375f) - n * -2.12194440e-4f;

@@ -181,7 +181,6 @@ int Tree::new_node(int point) {
         nodes_.emplace_back();
         if (settings_->digests()) {
             digests_.emplace_back();
-            records_.resize(records_.size() + settings_->record_bytes());
             outliers_.resize(outliers_.size() + settings_->outliers, -1);
         }
     } else {
@@ -190,7 +189,6 @@ int Tree::new_node(int point) {
         nodes_[node] = Node{};
         if (settings_->digests()) digests_[node] = Digest{};
     }
-    if (settings_->digests()) *figures(node) = -1.0f;
     return node_of_[point] = node;
 }
 
@@ -268,7 +266,8 @@ size_t Tree::nbytes() const {
     const auto bytes = [](const auto& v) { return v.capacity() * sizeof(v[0]); };
     size_t total = bytes(norm2_) + bytes(raw_) + bytes(lift_) + bytes(projection_) + bytes(level_) + bytes(parent_) + bytes(page_) +
                    bytes(node_of_) + bytes(nodes_) + bytes(free_nodes_) + bytes(free_page_ids_) + bytes(pages_) +
-                   bytes(page_slots_) + bytes(page_line_) + bytes(digests_) + bytes(records_) + bytes(outliers_);
+                   bytes(page_slots_) + bytes(page_line_) + bytes(digests_) + bytes(outliers_) + node_digests_.nbytes() +
+                   page_keys_.nbytes();
     for (const auto& level : levels_) total += bytes(level);
     return total;
 }

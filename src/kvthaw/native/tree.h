@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "records.h"
 #include "rows.h"
 
 namespace kvthaw {
@@ -63,17 +64,18 @@ struct Settings {
         return static_cast<int>(std::max<int64_t>({query.keep, static_cast<int64_t>(std::ceil(query_beam_share * points)), pages}));
     }
     bool digests() const { return descend == Descend::digest; }
-    // What a query reads of a digest lies in one place: codes [1 + outliers][dim] of the mean, then of the outliers, the mean again
-    // where there are fewer; floats: the spread, below 0 for a node without points, then the step of each row's codes.
+    // What a query reads of a node's digest lies in one place: the mean, then the outliers, the mean again where there are fewer, as
+    // i8 rows, and the spread, a float, below 0 for a node without points. What it reads of a page likewise: its keys as i8 rows.
     int digest_rows() const { return 1 + outliers; }
-    size_t codes_bytes() const { return (static_cast<size_t>(digest_rows()) * dim + 3) / 4 * 4; }
-    size_t record_bytes() const { return codes_bytes() + 4 * static_cast<size_t>(digest_rows() + 1); }
+    size_t row_bytes() const { return coded_bytes(dim); }
+    size_t digest_bytes() const { return digests() ? digest_rows() * row_bytes() + 4 : 0; }
+    size_t page_bytes() const { return digests() ? page_size * row_bytes() : 0; }
     const float* directions_of(int head) const { return directions.data() + static_cast<size_t>(head) * indices() * (dim + 1); }
 };
 
 // What a search looks for. key is float32 [dim]; lift 0 and any scale for a query. reach: how far above a node's mean, in
-// spreads, its keys may lie; below 0: nodes are ranked by their points, not by their digests. each: effort.keep is of a node, not of
-// a level.
+// spreads, its keys may lie, and keys are read as i8 rows; below 0: nodes are ranked by their points, not by their digests, and keys
+// read as they are stored. each: effort.keep is of a node, not of a level.
 struct Probe {
     const float* key;
     float lift;
@@ -134,7 +136,9 @@ public:
     std::vector<std::array<int, 2>> level_pairs() const;          // (below, above), from the top
     const std::vector<int32_t>& at_level(int level) const { return levels_[level]; }
     int lowest_nodes() const;                                     // the lowest level that has nodes; 0: none
-    void summarise(const Rows& rows, const int32_t* points, int count);  // the digests of these points' nodes, level by level
+    void make_room();  // for what queries read of the nodes and pages that there are
+    // Writes what queries read of these points' nodes: digests, level by level, and pages.
+    void summarise(const Rows& rows, const int32_t* points, int count);
 
     // Changing. measured: norms and raw projections of the new points, finite.
     void append(const Rows& rows, int count, const double* norm2, const float* raw);
@@ -194,13 +198,12 @@ private:
     int new_page(int node);
     void free_pages(int node);
     void fill(int node, std::vector<int32_t>& members);
-    int8_t* codes(int node) { return reinterpret_cast<int8_t*>(records_.data() + node * settings_->record_bytes()); }
-    const int8_t* codes(int node) const { return reinterpret_cast<const int8_t*>(records_.data() + node * settings_->record_bytes()); }
-    float* figures(int node) { return reinterpret_cast<float*>(codes(node) + settings_->codes_bytes()); }
-    const float* figures(int node) const { return reinterpret_cast<const float*>(codes(node) + settings_->codes_bytes()); }
+    float& spread(int node) { return *reinterpret_cast<float*>(node_digests_.at(node) + settings_->digest_bytes() - 4); }
+    float spread(int node) const { return *reinterpret_cast<const float*>(node_digests_.at(node) + settings_->digest_bytes() - 4); }
     int32_t* outliers(int node) { return outliers_.data() + static_cast<size_t>(node) * settings_->outliers; }
     const int32_t* outliers(int node) const { return outliers_.data() + static_cast<size_t>(node) * settings_->outliers; }
-    void refresh(const Rows& rows, std::vector<int32_t>& points);  // digests of these points' nodes and of all above them
+    void encode_pages(const Rows& rows, int node);
+    void refresh(const Rows& rows, std::vector<int32_t>& points);  // summarise() these points' nodes and all above them
     void weigh(const Probe& probe, size_t begin, Seen& seen) const;
     void members_of(int node, std::vector<int32_t>& out) const;
     std::vector<int32_t> page_of_node_order() const;  // every page, nodes by point
@@ -212,6 +215,7 @@ private:
     int choose_pages(const Seen* seen, int heads, int budget, int32_t* out) const;
     int choose_tokens(const Seen* seen, int heads, int budget, int32_t* out) const;
     void collect(int node, const Probe& probe, Seen& seen) const;
+    void score(const Rows& rows, const Probe& probe, size_t begin, size_t span, Seen& seen) const;
     void prioritized_dci(int node, const Probe& probe, int retrieve, Seen& seen) const;
 
     std::shared_ptr<const Settings> settings_;  // outlives the forest that made the tree: copies share trees
@@ -228,7 +232,7 @@ private:
     std::array<std::vector<int32_t>, kMaxLevel + 1> levels_;
     std::vector<Node> nodes_{Node{}};  // the root first
     std::vector<Digest> digests_{Digest{}};  // by node; the root's and all of it stay empty where points are descended by
-    std::vector<char> records_ = std::vector<char>(settings_->record_bytes());  // by node
+    Records node_digests_{settings_->digest_bytes()}, page_keys_{settings_->page_bytes()};
     std::vector<int32_t> outliers_ = std::vector<int32_t>(settings_->outliers, -1);
     std::vector<int32_t> free_nodes_, free_page_ids_;
     std::vector<Page> pages_;

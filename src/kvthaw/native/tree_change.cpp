@@ -14,8 +14,11 @@ void Tree::append(const Rows& rows, int count, const double* norm2, const float*
     std::copy(raw, raw + static_cast<size_t>(count) * indices, raw_.begin() + static_cast<size_t>(begin) * indices);
     Seen seen;
     std::vector<int32_t> changed;
+    const double radius2 = radius2_;
     for (int i = begin; i < begin + count; ++i) insert(rows, i, seen, changed);
-    refresh(rows, changed);  // inserting asks no digest, so that once for all will do
+    refresh(rows, changed);  // inserting reads none of this, so that once for all will do
+    if (radius2_ != radius2 && settings_->digests())
+        for (int node = 0; node < static_cast<int>(nodes_.size()); ++node) encode_pages(rows, node);
 }
 
 void Tree::insert(const Rows& rows, int point, Seen& seen, std::vector<int32_t>& changed) {

@@ -1,6 +1,8 @@
-// A node's digest: the mean and the spread of all keys below it, and its outliers, the points that these two describe worst.
+// What queries read of a node: its members' keys in 8 bits, page by page, and its digest, the mean and the spread of all keys below it
+// and its outliers, the points that these two describe worst.
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 
 #include "tree.h"
 
@@ -9,35 +11,53 @@ namespace kvthaw {
 // Two points lie equally far from their mean, whatever rounding says.
 constexpr float kTie = 1e-4f;
 
+void Tree::make_room() {
+    if (!settings_->digests()) return;
+    node_digests_.resize(nodes_.size());
+    page_keys_.resize(pages_.size());
+}
+
+void Tree::encode_pages(const Rows& rows, int node) {
+    const int dim = settings_->dim;
+    std::vector<float> key(dim);
+    for (int page = nodes_[node].page; page >= 0; page = pages_[page].next)
+        for (int slot = 0; slot < pages_[page].count; ++slot) {
+            settings_->kernels->widen(rows.key(first_ + slots(page)[slot]), dim, rows.dtype(), key.data());
+            settings_->kernels->encode(key.data(), dim, page_keys_.at(page) + slot * settings_->row_bytes());
+        }
+}
+
 void Tree::summarise(const Rows& rows, const int32_t* points, int count) {
     if (!settings_->digests()) return;
     const int dim = settings_->dim, most = settings_->outliers;
+    const size_t bytes = settings_->row_bytes();
     const Kernels& kernels = *settings_->kernels;
     std::vector<double> sum(dim);
     std::vector<float> centre(dim), apart, dots;
     std::vector<int32_t> members, candidates;
     std::vector<const void*> at;
     for (int p = 0; p < count; ++p) {
-        const int node = node_of_[points[p]];
-        Digest& digest = digests_[node] = Digest{};
-        int8_t* own = codes(node);
-        float *spread = figures(node), *step = spread + 1;
-        *spread = -1.0f;
-        std::fill(outliers(node), outliers(node) + most, -1);
+        const int node = node_of(points[p]);
         members_of(node, members);
+        for (int i : members)
+            for (size_t b = 0; b < size_of(rows.dtype()) * dim; b += 64) __builtin_prefetch(rows.key(first_ + i) + b);
+        encode_pages(rows, node);
+        if (node == 0) continue;  // the root, which nobody descends to
+        Digest& digest = digests_[node] = Digest{};
+        char* own = node_digests_.at(node);
+        spread(node) = -1.0f;
+        std::fill(outliers(node), outliers(node) + most, -1);
         if (members.empty()) continue;
         std::sort(members.begin(), members.end());  // sums do not depend on the order of the pages
         std::fill(sum.begin(), sum.end(), 0.0);
         candidates = members;
-        for (int i : members)
-            for (size_t b = 0; b < size_of(rows.dtype()) * dim; b += 64) __builtin_prefetch(rows.key(first_ + i) + b);
         for (int i : members) {
             kernels.add(rows.key(first_ + i), dim, rows.dtype(), 1.0, sum.data());
             digest.points += 1;
             digest.norm2 += norm2_[i];
             const int below = node_of_[i];
             if (below < 0 || digests_[below].points == 0) continue;
-            kernels.add(codes(below), dim, Dtype::i8, static_cast<double>(figures(below)[1]) * digests_[below].points, sum.data());
+            kernels.add(node_digests_.at(below), dim, Dtype::i8, digests_[below].points, sum.data());
             digest.points += digests_[below].points;
             digest.norm2 += digests_[below].norm2;
             for (int o = 0; o < most && outliers(below)[o] >= 0; ++o) candidates.push_back(outliers(below)[o]);
@@ -48,12 +68,9 @@ void Tree::summarise(const Rows& rows, const int32_t* points, int count) {
             centre[d] = static_cast<float>(x);
             centre2 += x * x;
         }
-        *spread = static_cast<float>(std::sqrt(std::max(0.0, digest.norm2 / digest.points - centre2) / dim));
-        step[0] = kernels.encode(centre.data(), dim, own);
-        for (int o = 1; o <= most; ++o) {  // until there is an outlier
-            std::copy(own, own + dim, own + static_cast<size_t>(o) * dim);
-            step[o] = step[0];
-        }
+        spread(node) = static_cast<float>(std::sqrt(std::max(0.0, digest.norm2 / digest.points - centre2) / dim));
+        kernels.encode(centre.data(), dim, own);
+        for (int o = 1; o <= most; ++o) std::copy(own, own + bytes, own + o * bytes);  // until there is an outlier
 
         // Each outlier is the candidate farthest from the mean and from the outliers before it.
         std::sort(candidates.begin(), candidates.end());
@@ -72,7 +89,7 @@ void Tree::summarise(const Rows& rows, const int32_t* points, int count) {
             apart[farthest] = -HUGE_VALF;
             centre2 = norm2_[candidates[farthest]];
             kernels.widen(at[farthest], dim, rows.dtype(), centre.data());
-            step[o + 1] = kernels.encode(centre.data(), dim, own + static_cast<size_t>(o + 1) * dim);
+            kernels.encode(centre.data(), dim, own + (o + 1) * bytes);
         }
     }
 }
@@ -88,29 +105,27 @@ void Tree::refresh(const Rows& rows, std::vector<int32_t>& points) {
     for (size_t next = 0; next < points.size(); ++next)  // grows: whoever is above
         if (points[next] != kRoot && parent_[points[next]] != kRoot) points.push_back(parent_[points[next]]);
     once();
-    if (!points.empty() && points.front() == kRoot) points.erase(points.begin());
-    std::sort(points.begin(), points.end(), lower);
+    std::sort(points.begin() + (!points.empty() && points.front() == kRoot), points.end(), lower);
+    make_room();
     summarise(rows, points.data(), static_cast<int>(points.size()));
 }
 
 // What a query may find at best below the points from `begin` on: the merit by which their nodes are descended.
 void Tree::weigh(const Probe& probe, size_t begin, Seen& seen) const {
-    const size_t found = seen.points.size() - begin;
-    const int each = settings_->digest_rows(), dim = settings_->dim;
-    seen.rows.resize(found * each);
+    const size_t found = seen.points.size() - begin, each = settings_->digest_rows(), bytes = settings_->row_bytes();
+    seen.rows.clear();
     for (size_t s = 0; s < found; ++s) {
-        const int8_t* own = codes(node_of_[seen.points[begin + s]]);
-        for (int r = 0; r < each; ++r) seen.rows[s * each + r] = own + static_cast<size_t>(r) * dim;
+        const char* own = node_digests_.at(node_of_[seen.points[begin + s]]);
+        for (size_t r = 0; r < each; ++r) seen.rows.push_back(own + r * bytes);
     }
     seen.lines.resize(seen.rows.size());
-    settings_->kernels->dots(probe.key, seen.rows.data(), seen.rows.size(), dim, Dtype::i8, seen.lines.data());
+    settings_->kernels->dots(probe.key, seen.rows.data(), seen.rows.size(), settings_->dim, Dtype::i8, seen.lines.data());
     seen.merits.resize(found);
     for (size_t s = 0; s < found; ++s) {
-        const float *spread = figures(node_of_[seen.points[begin + s]]), *step = spread + 1;
         const float* line = seen.lines.data() + s * each;
-        float merit = line[0] * step[0] + probe.reach * *spread;
-        for (int r = 1; r < each; ++r) merit = std::max(merit, line[r] * step[r]);
-        seen.merits[s] = *spread < 0 ? -HUGE_VALF : merit;
+        const float own = spread(node_of_[seen.points[begin + s]]);
+        const float merit = std::max(line[0] + probe.reach * own, *std::max_element(line, line + each));
+        seen.merits[s] = own < 0 ? -HUGE_VALF : merit;
     }
 }
 
@@ -118,10 +133,14 @@ void Tree::save_digests(float* spread, float* rows, int32_t* outliers) const {
     for (int i = 0; i < size(); ++i) {
         const int node = node_of_[i];
         if (node < 0) continue;
-        const float* own = figures(node);
-        *spread++ = own[0];
+        *spread++ = this->spread(node);
         for (int r = 0; r < settings_->digest_rows(); ++r)
-            for (int d = 0; d < settings_->dim; ++d) *rows++ = own[1 + r] * codes(node)[static_cast<size_t>(r) * settings_->dim + d];
+            for (int d = 0; d < settings_->dim; ++d) {
+                const char* row = node_digests_.at(node) + r * settings_->row_bytes();
+                float step;
+                std::memcpy(&step, row + settings_->row_bytes() - 4, 4);
+                *rows++ = step * static_cast<int8_t>(row[d]);
+            }
         outliers = std::copy(this->outliers(node), this->outliers(node) + settings_->outliers, outliers);
     }
 }

@@ -67,11 +67,34 @@ void Tree::prioritized_dci(int node, const Probe& probe, int retrieve, Seen& see
     }
 }
 
+// True distances of the points from `begin` on, which are those of the spans from `span` on.
+void Tree::score(const Rows& rows, const Probe& probe, size_t begin, size_t span, Seen& seen) const {
+    const size_t found = seen.points.size() - begin;
+    seen.rows.resize(found);
+    seen.scores.resize(seen.points.size());
+    if (probe.reach < 0) {
+        for (size_t s = 0; s < found; ++s) seen.rows[s] = rows.key(first_ + seen.points[begin + s]);
+    } else {
+        for (; span < seen.spans.size(); ++span) {
+            const Span& own = seen.spans[span];
+            const char* row = page_keys_.at(own.page);
+            for (int at = own.begin, slot = 0; at < own.end; ++at, ++slot) {
+                while (slots(own.page)[slot] != seen.points[at]) ++slot;  // both are in the node's order
+                seen.rows[at - begin] = row + slot * settings_->row_bytes();
+            }
+        }
+    }
+    const Dtype dtype = probe.reach < 0 ? rows.dtype() : Dtype::i8;
+    settings_->kernels->dots(probe.key, seen.rows.data(), found, rows.dim(), dtype, seen.scores.data() + begin);
+    if (probe.lift != 0)
+        for (size_t s = begin; s < seen.points.size(); ++s) seen.scores[s] += probe.lift * lift_[seen.points[s]];
+}
+
 void Tree::search(const Rows& rows, const Probe& probe, int stop, Seen& seen) const {
     seen.frontier.assign(1, 0);
     for (int level = kMaxLevel; level >= stop; --level) {
         if (levels_[level].empty()) continue;
-        const size_t begin = seen.last = seen.points.size();
+        const size_t begin = seen.last = seen.points.size(), span = seen.spans.size();
         // Nodes, then their pages, then rows lie anywhere: ask for all of one kind before the first is needed.
         for (int node : seen.frontier) __builtin_prefetch(&nodes_[node]);
         for (int node : seen.frontier)
@@ -86,13 +109,7 @@ void Tree::search(const Rows& rows, const Probe& probe, int stop, Seen& seen) co
             seen.nodes.push_back(seen.points.size());
         }
 
-        const size_t found = seen.points.size() - begin;
-        seen.rows.resize(found);
-        for (size_t s = 0; s < found; ++s) seen.rows[s] = rows.key(first_ + seen.points[begin + s]);
-        seen.scores.resize(seen.points.size());
-        settings_->kernels->dots(probe.key, seen.rows.data(), found, rows.dim(), rows.dtype(), seen.scores.data() + begin);
-        if (probe.lift != 0)
-            for (size_t s = begin; s < seen.points.size(); ++s) seen.scores[s] += probe.lift * lift_[seen.points[s]];
+        score(rows, probe, begin, span, seen);
 
         if (level <= stop) break;
         if (probe.reach >= 0) {

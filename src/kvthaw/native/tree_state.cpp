@@ -106,16 +106,23 @@ std::string Tree::check(const Rows& rows) const {
     if (levelled != parent_.size()) return "a point at no level";
     if (!settings_->digests()) return "";
     Tree fresh(*this);
+    const int pages = static_cast<int>(pages_.size());
+    for (int page = 0; page < pages; ++page) std::memset(fresh.page_keys_.at(page), 0, settings_->page_bytes());
+    fresh.summarise(rows, &kRoot, 1);
     for (int level = 2; level <= kMaxLevel; ++level)
         fresh.summarise(rows, levels_[level].data(), static_cast<int>(levels_[level].size()));
     for (int i = 0; i < size(); ++i)
         if (const int node = node_of_[i]; node >= 0) {
             if (digests_[node].points != fresh.digests_[node].points) return "a digest's count";
             if (!std::equal(outliers(node), outliers(node) + settings_->outliers, fresh.outliers(node))) return "a digest's outliers";
-            if (*figures(node) != *fresh.figures(node)) return "a digest's spread";
-            if (digests_[node].points && std::memcmp(codes(node), fresh.codes(node), settings_->record_bytes()))
+            if (spread(node) != fresh.spread(node)) return "a digest's spread";
+            if (digests_[node].points && std::memcmp(node_digests_.at(node), fresh.node_digests_.at(node), settings_->digest_bytes()))
                 return "a digest's codes or steps";
         }
+    for (int page = 0; page < pages; ++page)
+        if (const size_t bytes = pages_[page].node < 0 ? 0 : pages_[page].count * settings_->row_bytes();
+            std::memcmp(page_keys_.at(page), fresh.page_keys_.at(page), bytes))
+            return "a page's keys in 8 bits";
     return "";
 }
 

@@ -1,0 +1,114 @@
+// Rows of 8 bits with their step: a part of kernels.inl. Whole numbers have one sum in any order, so that all machines agree to the bit.
+
+constexpr float kRound = 0x1.8p23f;  // a number added to it stands in its lowest bits, rounded
+
+// The largest |x|.
+inline float largest_of(const float* from, int dim) {
+    Vec most = {};
+    int i = 0;
+    for (; i + W <= dim; i += W) {
+        const Vec x = load(from + i), size = x < 0 ? -x : x;
+        most = size > most ? size : most;
+    }
+    float largest = 0;
+    for (int j = 0; j < W; ++j) largest = most[j] > largest ? most[j] : largest;
+    for (; i < dim; ++i) largest = __builtin_fabsf(from[i]) > largest ? __builtin_fabsf(from[i]) : largest;
+    return largest;
+}
+
+// out[dim]: the whole numbers nearest to from / step, at most `most` in size; returns the step.
+template <class Code>
+inline float round_to(const float* from, int dim, int most, Code* out) {
+    typedef Code Codes __attribute__((vector_size(sizeof(Code) * W), aligned(1), may_alias));
+    const float step = largest_of(from, dim) / static_cast<float>(most), safe = step > 0 ? step : 1.0f;
+    int i = 0;
+    for (; i + W <= dim; i += W) {
+        const Ints whole = (Ints)(load(from + i) / safe + kRound);
+        *reinterpret_cast<Codes*>(out + i) = __builtin_convertvector(whole, Codes);
+    }
+    for (; i < dim; ++i) {
+        const float at = from[i] / safe + kRound;
+        std::memcpy(out + i, &at, sizeof(Code));
+    }
+    return step;
+}
+
+void encode(const float* from, int dim, void* out) {
+    const float step = round_to(from, dim, 127, static_cast<int8_t*>(out));
+    std::memcpy(static_cast<char*>(out) + coded_bytes(dim) - 4, &step, 4);
+}
+
+#if defined(__AVX512F__)
+typedef __m512i Sums;
+constexpr int kCodes = 32;  // at a time
+inline Sums multiply(Sums sum, const int16_t* query, const int8_t* row) {
+    const __m512i wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(row)));
+    return _mm512_add_epi32(sum, _mm512_madd_epi16(wide, _mm512_loadu_si512(query)));
+}
+inline __m256i halve(Sums x) { return _mm256_add_epi32(_mm512_castsi512_si256(x), _mm512_extracti64x4_epi64(x, 1)); }
+#elif defined(__AVX2__)
+typedef __m256i Sums;
+constexpr int kCodes = 16;
+inline Sums multiply(Sums sum, const int16_t* query, const int8_t* row) {
+    const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(row)));
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(wide, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(query))));
+}
+inline __m256i halve(Sums x) { return x; }
+#elif defined(KV_NEON)
+typedef int32x4_t Sums;
+constexpr int kCodes = 8;
+inline Sums multiply(Sums sum, const int16_t* query, const int8_t* row) {
+    const int16x8_t wide = vmovl_s8(vld1_s8(row)), own = vld1q_s16(query);
+    return vmlal_s16(vmlal_s16(sum, vget_low_s16(wide), vget_low_s16(own)), vget_high_s16(wide), vget_high_s16(own));
+}
+inline void totals(const Sums* x, int32_t* out) {
+    vst1q_s32(out, vpaddq_s32(vpaddq_s32(x[0], x[1]), vpaddq_s32(x[2], x[3])));
+}
+#else
+typedef int32_t Sums;
+constexpr int kCodes = 1;
+inline Sums multiply(Sums sum, const int16_t* query, const int8_t* row) { return sum + static_cast<int32_t>(*query) * *row; }
+inline void totals(const Sums* x, int32_t* out) { std::memcpy(out, x, 16); }
+#endif
+
+#if defined(__AVX2__)
+inline void totals(const Sums* x, int32_t* out) {
+    const __m256i ab = _mm256_hadd_epi32(halve(x[0]), halve(x[1])), cd = _mm256_hadd_epi32(halve(x[2]), halve(x[3]));
+    const __m256i all = _mm256_hadd_epi32(ab, cd);
+    const __m128i sums = _mm_add_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out), sums);
+}
+#endif
+
+inline void dot_codes(const int16_t* query, float scale, const void* const* rows, int dim, float* out) {
+    Sums sums[4] = {};
+    int32_t dots[4];
+    int i = 0;
+    for (; i + kCodes <= dim; i += kCodes)
+#pragma GCC unroll 4
+        for (int r = 0; r < 4; ++r) sums[r] = multiply(sums[r], query + i, static_cast<const int8_t*>(rows[r]) + i);
+    totals(sums, dots);
+    for (; i < dim; ++i)
+        for (int r = 0; r < 4; ++r) dots[r] += static_cast<int32_t>(query[i]) * static_cast<const int8_t*>(rows[r])[i];
+    for (int r = 0; r < 4; ++r) out[r] = static_cast<float>(dots[r]) * (scale * step_of(rows[r], dim));
+}
+
+void dots_of_codes(const float* query, const void* const* rows, size_t count, int dim, float* out) {
+    constexpr int64_t kMost = 0x7fffffff;  // no sum is larger
+    const int64_t fits = kMost / (static_cast<int64_t>(127) * dim);
+    auto* whole = static_cast<int16_t*>(__builtin_alloca(2 * static_cast<size_t>(dim)));
+    const float scale = round_to(query, dim, fits < 32767 ? static_cast<int>(fits) : 32767, whole);
+    const size_t bytes = coded_bytes(dim);
+    for (size_t r = 0; r < count && r < kAhead; ++r) ask(rows[r], bytes);
+    size_t r = 0;
+    for (; r + 4 <= count; r += 4) {
+        for (size_t a = r + kAhead; a < r + kAhead + 4 && a < count; ++a) ask(rows[a], bytes);
+        dot_codes(whole, scale, rows + r, dim, out + r);
+    }
+    for (; r < count; ++r) {
+        const void* same[4] = {rows[r], rows[r], rows[r], rows[r]};
+        float one[4];
+        dot_codes(whole, scale, same, dim, one);
+        out[r] = one[0];
+    }
+}
