@@ -18,6 +18,7 @@ from kvthaw.errors import ConfigError, KvthawError
 from kvthaw.evaluate import variant
 from kvthaw.evaluate.compare import Grid, run, summaries
 from kvthaw.evaluate.document import Document
+from kvthaw.evaluate.metrics import paired
 from kvthaw.evaluate.overview import overview
 from kvthaw.evaluate.perplexity import Course, Reader
 from kvthaw.evaluate.results import Record, ResultsFile
@@ -133,6 +134,14 @@ def test_the_report_has_tables_first_and_asks_for_nothing(document: Document) ->
     assert page.index("<table") < page.index("<svg")
     assert "90 (60 to 98, n=10)" in text
     assert "-10.0 (" in text
+
+
+def test_the_report_names_rows_and_pools_the_samples_of_all_lengths() -> None:
+    rows = [record("quest", None, seed, 1.0, retrieved=100) for seed in range(10)]
+    text = overview(*summaries([*toy(), *toy(length=8192), *rows])).markdown()
+    assert "| quest | 100 retrieved | 0 |" in text
+    _, low, high = paired([-1.0, *[0.0] * 9] * 2)
+    assert f"-10.0 ({100 * low:+.1f} to {100 * high:+.1f}, n=20)" in text
 
 
 def test_the_report_has_times_and_no_folders_of_the_machine() -> None:

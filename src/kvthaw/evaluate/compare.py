@@ -127,4 +127,6 @@ def _perplexities(cells: Cells) -> list[dict[str, Any]]:
 def named(summary: dict[str, Any]) -> Sequence[str]:
     """Return a variant in the words of a table's first columns: its method, what it was asked for, and its dense layers."""
     asked = "-" if summary["budget"] is None else str(summary["budget"])
+    if rows := summary.get("asked_retrieved"):
+        asked = f"{rows} retrieved"
     return summary["method"], asked, str(summary["dense_layers"])

@@ -17,9 +17,13 @@ def paired(gaps: Sequence[float]) -> tuple[float, float, float]:
 
     The interval is Agresti and Min's (2005): two pseudo-pairs are added, so that equal scores do not pass for certainty.
     """
-    n, total = len(gaps), sum(gaps)
+    return paired_sums(len(gaps), sum(gaps), sum(gap * gap for gap in gaps))
+
+
+def paired_sums(n: int, total: float, squares: float) -> tuple[float, float, float]:
+    """Return what `paired` does of n differences, from their sum and the sum of their squares."""
     middle = total / (n + 2)
-    spread = 1.959964 * math.sqrt(((sum(gap * gap for gap in gaps) + 1) / (n + 2) - middle * middle) / (n + 2))
+    spread = 1.959964 * math.sqrt(((squares + 1) / (n + 2) - middle * middle) / (n + 2))
     return total / n, max(-1.0, middle - spread), min(1.0, middle + spread)
 
 

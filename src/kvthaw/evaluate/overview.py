@@ -9,7 +9,7 @@ from kvthaw.engine.hub import display_name
 from kvthaw.evaluate import plot
 from kvthaw.evaluate.compare import named
 from kvthaw.evaluate.document import Block, Document, Fold, Heading, Picture, Share, Table, Text, Value
-from kvthaw.evaluate.metrics import mean, wilson
+from kvthaw.evaluate.metrics import mean, paired_sums, wilson
 from kvthaw.evaluate.report import milliseconds
 
 Summary = dict[str, Any]
@@ -28,8 +28,10 @@ def overview(tasks: Sequence[Summary], perplexities: Sequence[Summary] = ()) -> 
             f"Model {display_name(some[0]['model'])} ({some[0]['weights']}) in {some[0]['dtype']} on {some[0]['device']}; "
             f"{samples} samples a cell, the same under every method. A budget is the most tokens that attention reads per KV head "
             "and step. Percent with 95 % intervals: Wilson's of an accuracy, Agresti and Min's of the paired difference to full "
-            f"attention. A decode step is shared by up to {max(one['rows'] for one in some)} samples."
+            "attention."
         )
+        if any(one["step_s"] is not None for one in some):
+            about += f" A decode step is shared by up to {max(one['rows'] for one in some)} samples."
         blocks += [Heading(f"Accuracy, the question {how}"), Text(about), _accuracies(some)]
         for length in sorted({one["length"] for one in some}):
             at = [one for one in some if one["length"] == length]
@@ -92,13 +94,8 @@ def _share(some: Sequence[Summary]) -> Value:
 
 def _difference(some: Sequence[Summary]) -> Value:
     """To full attention; cells that share no sample with it have none."""
-    known = [one for one in some if one["difference"] is not None]
-    if not known or some[0]["method"] == "full":
-        return "-"
-    n = sum(one["n"] for one in known)
-    mean = sum(one["difference"][0] * one["n"] for one in known) / n
-    half = sum(((one["difference"][2] - one["difference"][1]) / 2 * one["n"]) ** 2 for one in known) ** 0.5 / n
-    return Share(mean, max(-1.0, mean - half), min(1.0, mean + half), n, signed=True)
+    n, total, squares = (sum(column) for column in zip(*(one["paired"] for one in some), strict=True))
+    return "-" if n == 0 or some[0]["method"] == "full" else Share(*paired_sums(n, total, squares), n, signed=True)
 
 
 def _pictures(some: Sequence[Summary]) -> list[Block]:

@@ -164,7 +164,9 @@ def summarize(records: Iterable[Record], full: Iterable[Record]) -> dict[str, An
     """Summarize one variant's samples of a task at one length, and full attention's accuracy on the same samples.
 
     step_s: of a decode step that up to `rows` samples share. accuracy_95: Wilson's interval. difference: of the accuracy to full
-    attention's, paired by sample, with its 95 % interval. Means are over the samples that have the value.
+    attention's, paired by sample, with its 95 % interval. paired: how many samples, the sum of their differences and that of the
+    squares, for a mean over several summaries. asked_retrieved: the rows that the variant was asked to retrieve. Means
+    are over the samples that have the value.
     """
     mine, dense = list(records), list(full)
     theirs = {(one["seed"], one["depth"]): one["accuracy"] for one in dense}
@@ -178,11 +180,13 @@ def summarize(records: Iterable[Record], full: Iterable[Record]) -> dict[str, An
         "full_step_s": mean(one.measures.get("step_s") for one in dense),
         "rows": max(one.measures.get("rows", 1) for one in mine),
         "budget": asked_budget(mine[0]),
+        "asked_retrieved": mine[0].setting["retrieved"],
         "n": len(mine),
         "accuracy": accuracy,
         "accuracy_95": wilson(accuracy, len(mine)),
         "full_accuracy": mean(theirs.values()),
         "difference": paired(gaps) if gaps else None,
+        "paired": (len(gaps), sum(gaps), sum(gap * gap for gap in gaps)),
         **largest(mine, "attended_max", *BYTES),
         "seed": min(record["seed"] for record in mine),
         "versions": mine[0]["versions"],
