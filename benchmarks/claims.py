@@ -92,7 +92,7 @@ class Claim:
 
 
 CLAIMS = (
-    Claim("IceCache, section 4.2", Asked("icecache", 256), share=0.99),
+    Claim("IceCache, abstract", Asked("icecache", 256), share=0.99),
     Claim("IceCache, figure 6", Asked("icecache", 64), margin=MARGIN, tasks=("passkey",)),
     Claim("ParisKV, tables 3 and 6", Asked("pariskv", retrieved=100), share=0.99),
     Claim("ClusterKV, table I", Asked("clusterkv", 256), share=0.953),
@@ -130,21 +130,6 @@ def judge(cells: Sequence[Cell], claim: Claim) -> list[Judged]:
     return [Judged(claim, other, paired) for other, paired in pairs if paired is not None]
 
 
-Protocol = tuple[str, int]
-"""How the question was processed, and how many layers are dense."""
-
-
-def protocols(cells: Sequence[Cell]) -> list[Protocol]:
-    """Those that methods were measured under."""
-    return sorted({(cell.question, cell.dense_layers) for cell in cells if not cell.full})
-
-
-def under(cells: Sequence[Cell], protocol: Protocol) -> list[Cell]:
-    """The cells of a protocol, full attention's among them whatever its layers."""
-    question, dense = protocol
-    return [cell for cell in cells if cell.question == question and (cell.full or cell.dense_layers == dense)]
-
-
 def work(cells: Sequence[Cell]) -> set[tuple[str, int]]:
     """Task and length of the cells where full attention is right often enough."""
     return {(cell.task, cell.length) for cell in cells if cell.full and cell.accuracy >= WORKS}
@@ -161,26 +146,22 @@ def whole(cells: Sequence[Cell]) -> list[Cell]:
 
 
 def complete(cells: Sequence[Cell]) -> list[Cell]:
-    """The cells of the tasks and lengths that were run under every method and budget, with the samples that all of them have."""
+    """The cells of the tasks and lengths that were run under every method and budget, with the seeds that all of them have, so that
+    every task and length counts alike."""
     found: dict[tuple[str, int], set[tuple[str, int | float]]] = {}
     for cell in cells:
         if cell.budget is not None:
             found.setdefault((cell.task, cell.length), set()).add((cell.method, cell.budget))
     every = set().union(*found.values())
-    return _alike([cell for cell in cells if found.get((cell.task, cell.length)) == every])
+    some = _alike([cell for cell in cells if found.get((cell.task, cell.length)) == every])
+    seeds = set.intersection(*({seed for seed, _ in cell.scores} for cell in some))
+    return [replace(cell, scores={place: score for place, score in cell.scores.items() if place[0] in seeds}) for cell in some]
 
 
 def chosen(cells: Sequence[Cell], asked: Asked) -> list[Cell]:
     """The cells of a method where full attention is right often enough."""
     where, limit = work(cells), (asked.method, asked.budget, asked.retrieved)
     return [c for c in cells if (c.method, c.budget, c.retrieved) == limit and (c.task, c.length) in where]
-
-
-def named(protocol: Protocol) -> str:
-    """A protocol in words."""
-    question, dense = protocol
-    how = "the question in the prefill" if question == "dense" else "the question through the method"
-    return f"{how}, " + (f"{dense} dense layers" if dense else "every layer under the method")
 
 
 def verdicts(cells: Sequence[Cell], claims: Iterable[Claim] = CLAIMS) -> Table:
@@ -232,6 +213,26 @@ def by_budget(cells: Sequence[Cell]) -> Table:
     rows = [["full", *[_share(chosen(cells, FULL))] * len(budgets)]]
     rows += [[name, *map(_share, found[name])] for name in sorted(names, key=right, reverse=True)]
     return Table(("method", *(f"{budget} tokens" for budget in budgets)), rows)
+
+
+def by_task(cells: Sequence[Cell], budget: int) -> Table:
+    """Accuracy at a budget, or with the rows that a method was asked to retrieve: a row a method, the best first; a column a task,
+    exact strings last, in percent at each length; and how many tokens a step attends to."""
+    some = [cell for cell in cells if cell.budget in (budget, None)]
+    tasks = sorted({cell.task for cell in some}, key=lambda task: (task in EXACT, task))
+    lengths = sorted({cell.length for cell in some})
+    found: dict[str, list[Cell]] = {}
+    for cell in some:
+        found.setdefault(str(Asked(cell.method, retrieved=cell.retrieved)), []).append(cell)
+
+    def row(name: str) -> list[Value]:
+        right = {(cell.task, cell.length): f"{100 * cell.accuracy:.0f}" for cell in found[name]}
+        read = [cell.means["attended_mean"] for cell in found[name]]
+        attended = "all" if None in read else f"{sum(filter(None, read)) / len(read):.0f}"
+        return [name, *(" / ".join(right.get((task, length), "-") for length in lengths) for task in tasks), attended]
+
+    names = sorted(found, key=lambda name: (name != "full", -sum(cell.accuracy for cell in found[name])))
+    return Table(("method", *tasks, "attended"), [row(name) for name in names])
 
 
 def _alike(cells: Sequence[Cell]) -> list[Cell]:

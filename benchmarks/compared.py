@@ -1,9 +1,10 @@
-"""Publish a comparison: copy its cells to benchmarks/results/compare*.jsonl, write the summary tables of
-docs/results.md, and take docs/compare.png from the report (where Chromium is installed).
+"""Publish a comparison: copy its cells to benchmarks/results/compare.jsonl, write the summary tables of docs/results.md, and take
+docs/compare.png from the report (where Chromium is installed).
 
 usage: python3 -m benchmarks.compared OUT [REPORT]    OUT: the folder of kvthaw compare, or a file of its cells
 
-Samples from 1000 on are fresh and go to compare_fresh.jsonl. REPORT: only write the report of all tables into this HTML file.
+Only what every task and length has under every method is published, so that all numbers are of the same samples. REPORT: only write
+the report of all tables into this HTML file, of all samples.
 """
 
 from __future__ import annotations
@@ -16,35 +17,37 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.cells import Cell, read_cells, read_stretches, records_of, write_cells, write_stretches
-from benchmarks.claims import EXACT, by_budget, complete, protocols, under, verdicts
+from benchmarks.claims import EXACT, by_budget, by_task, complete, verdicts
 from kvthaw.evaluate.compare import summaries
 from kvthaw.evaluate.overview import overview
 
 HERE = Path(__file__).parents[1]
 BEGIN, END = "<!-- written by benchmarks/compared.py -->", "<!-- until here -->"
-
-
 FRESH = 1000
 """Samples from here on were not looked at when methods were designed."""
-RESULTS = HERE / "benchmarks" / "results"
+RESULTS = HERE / "benchmarks" / "results" / "compare.jsonl"
 
 
 def summary(cells: Sequence[Cell]) -> str:
-    """Claims and mean accuracies on fresh seeds, with and without the exact-string tasks, then those of the large comparison."""
-    fresh = complete(read_cells(RESULTS / "compare_fresh.jsonl"))
-    asked = {(cell.task, cell.length): cell.n for cell in fresh}
-    words = ", ".join(f"{task} at {length // 1024}k" for task, length in asked)
-    others = [cell for cell in fresh if cell.task not in EXACT]
+    """Claims, mean accuracies with and without the exact-string tasks, and accuracy by task at 256 tokens."""
+    (machine,) = {cell.about[3] for cell in cells}
+    (samples,) = {cell.n for cell in cells}
+    seeds = sorted({seed for seed, _ in cells[0].scores})
+    tasks, lengths = {cell.task for cell in cells}, sorted({cell.length for cell in cells})
+    exact = ", ".join(sorted(tasks.intersection(EXACT)))
     return "\n\n".join(
         (
-            f"**Fresh seeds** (from 1000 on; no design looked at them; {fresh[0].about[3]}; every method has the same "
-            f"{max(asked.values())} samples of {words}):",
-            verdicts(fresh).markdown(),
-            by_budget(fresh).markdown(),
-            f"Without {', '.join(sorted({cell.task for cell in fresh} & set(EXACT)))}:",
-            by_budget(others).markdown(),
-            f"**The large comparison** (seeds 0 to 49, which our methods were designed on; {cells[0].about[3]}; 4k to 32k):",
-            by_budget(under(cells, protocols(cells)[0])).markdown(),
+            f"{machine}, bfloat16; seeds {seeds[0]} to {seeds[-1]}, which no method was designed on; {len(tasks)} tasks at "
+            f"{' and '.join(f'{length // 1024}k' for length in lengths)}, every method on the same {samples} samples of each.",
+            "**Claims**",
+            verdicts(cells).markdown(),
+            "**Mean of all tasks and lengths**",
+            by_budget(cells).markdown(),
+            f"**Without the exact strings** ({exact}), which none of the four papers asks for",
+            by_budget([cell for cell in cells if cell.task not in EXACT]).markdown(),
+            f"**By task**, 256 tokens or the rows that are named, percent at {' / '.join(f'{n // 1024}k' for n in lengths)}, "
+            f"n = {samples} each; and the tokens that a step attends to on average",
+            by_task(cells, 256).markdown(),
         )
     )
 
@@ -81,20 +84,21 @@ def main(arguments: list[str]) -> None:
     """See the module."""
     if len(arguments) not in (1, 2) or arguments[0].startswith("-"):
         sys.exit(__doc__)
-    cells, stretches = read_cells(Path(arguments[0])), read_stretches(Path(arguments[0]))
-    report = overview(*summaries([*records_of(cells), *stretches])).html()
+    path = Path(arguments[0])
+    stretches = read_stretches(path)
     if len(arguments) == 2:
-        Path(arguments[1]).write_text(report, encoding="utf-8")
+        records = [*records_of(read_cells(path)), *stretches]
+        Path(arguments[1]).write_text(overview(*summaries(records)).html(), encoding="utf-8")
         return
-    results = RESULTS / ("compare_fresh.jsonl" if min(seed for seed, _ in cells[0].scores) >= FRESH else "compare.jsonl")
-    write_cells(cells, results)
+    cells = complete([cell for cell in read_cells(path) if cell.question == "dense" and cell.dense_layers == 0])
+    if min(seed for cell in cells for seed, _ in cell.scores) < FRESH:
+        sys.exit(f"{path} has samples below {FRESH}, on which methods were designed")
+    write_cells(cells, RESULTS)
     if stretches:
-        write_stretches(stretches, results)
+        write_stretches(stretches, RESULTS)
     for page, text in PAGES.items():
-        put(HERE / page, text(read_cells(RESULTS / "compare.jsonl")))
-    if results.stem == "compare_fresh":
-        return
-    photograph(report, HERE / "docs" / "compare.png")
+        put(HERE / page, text(cells))
+    photograph(overview(*summaries(records_of(cells))).html(), HERE / "docs" / "compare.png")
 
 
 if __name__ == "__main__":

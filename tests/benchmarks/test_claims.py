@@ -18,10 +18,9 @@ from benchmarks.claims import (
     Claim,
     Paired,
     by_budget,
+    by_task,
     complete,
     judge,
-    protocols,
-    under,
     verdicts,
 )
 from kvthaw.errors import ConfigError
@@ -110,7 +109,7 @@ def test_every_claim_has_a_row_and_what_was_not_run_says_so() -> None:
     assert {"full", "oracle", "auto", "icecache", *OURS}.isdisjoint(BASELINES)
 
 
-def test_only_work_that_every_method_has_done_is_complete() -> None:
+def test_only_seeds_that_every_method_has_done_are_complete() -> None:
     cells = [
         cell(name, budget, [1.0] * n, task=task)
         for name, budget, n, task in (
@@ -124,7 +123,7 @@ def test_only_work_that_every_method_has_done_is_complete() -> None:
         )
     ]
     assert {(one.method, one.task): one.n for one in complete(cells)} == {
-        (name, task): n for task, n in (("a", 5), ("b", 9)) for name in ("full", "quest", "oracle")
+        (name, task): 5 for task in ("a", "b") for name in ("full", "quest", "oracle")
     }
 
 
@@ -149,10 +148,16 @@ def test_the_mean_by_budget_is_of_what_full_attention_can_do() -> None:
     assert by_budget([*toy(), *longer]).rows == table.rows  # nor does work that was run at one budget only
 
 
-def test_protocols_are_apart_and_full_attention_is_of_all() -> None:
-    cells = [*toy(), cell("quest", 256, [1.0] * 3, dense_layers=2), cell("quest", 256, [1.0] * 3, question="sparse")]
-    assert protocols(cells) == [("dense", 0), ("dense", 2), ("sparse", 0)]
-    assert {c.method for c in under(cells, ("dense", 2))} == {"full", "quest"}
+def test_accuracy_by_task_has_a_row_for_every_number_of_rows() -> None:
+    longer = [cell(name, budget, [1.0] * 10, length=8192) for name, budget in (("full", None), ("quest", 256))]
+    table = by_task([*toy(), *longer, cell("quest", None, [1.0] * 4 + [0.0] * 6, retrieved=100)], 256)
+    assert table.columns == ("method", "hard", "passkey", "attended")
+    rows = {row[0]: row[1:] for row in table.rows}
+    assert rows["full"][1] == "100 / 100"
+    assert rows["quest"] == ["0 / -", "100 / 100", "50"]
+    assert rows["quest, 100 retrieved"] == ["- / -", "40 / -", "50"]
+    assert rows["prkv-plus"][1] == "50 / -"
+    assert table.rows[0][0] == "full"
 
 
 def test_cells_survive_their_file_and_become_records(tmp_path: Path) -> None:

@@ -47,5 +47,5 @@ def prkv_plus(
         regions=Regions(0, window, page),
         differs="pages of 16, not 32; the last 8 queries choose the static set, not 64; static tokens stay in their pages' "
         "volumes; two dense layers",
-        choose="as prkv, and strings must be found among their like",
+        choose="as prkv, and lines must be found among their like",
     )
