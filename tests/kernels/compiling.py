@@ -1,7 +1,7 @@
 """Compiles kernels for a GPU on a machine that may have none, as far as types and layouts are checked (no machine code is made).
 
-Run as a script with the names of CASES; prints a line of JSON for each: what was compiled, or the error. Launchers are called with
-tensors that hold nothing, and what they would launch is compiled instead.
+Run as a script with a target ("cuda:90", "hip:gfx942") and names of CASES; prints a line of JSON for each case: what was compiled,
+or the error. Launchers are called with tensors that hold nothing, and what they would launch is compiled instead.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -110,7 +109,6 @@ def moves(dtype: torch.dtype, dim: int) -> None:
 
 
 def codes(dtype: torch.dtype, dim: int) -> None:
-    from kvthaw.kernels import bits as instructions
     from kvthaw.kernels import bucket_topk, code_hits, collide, planes, rerank, signs, tiers
     from kvthaw.kernels.encode import Summaries, make_quantizer
     from kvthaw.kernels.srht import make_rotation
@@ -129,14 +127,32 @@ def codes(dtype: torch.dtype, dim: int) -> None:
         collide.launch(votes, summaries.ids, empty(3), totals, "max", 0)
         rotated, bits = planes.launch(query, rotation, HEADS, totals, mean=False, combine="max")
         found = signs.launch(bits, summaries.ids, empty(3), totals)
-        if width == 16:  # a loop over the subspaces, unrolled: takes long where there are many
-            with mock.patch.object(instructions, "native", return_value=False):
-                signs.launch(bits, summaries.ids, empty(3), totals)
         bucket_topk.launch(found, empty(3), empty(3), 640)
         for run in (64, 8) if width == dim else ():
             rerank.launch(rotated, summaries, empty(3, HEADS, 640), empty(3), quantizer, 0.1, run)
     tables, asked = (empty(3, HEADS, n, 150, dtype=torch.int16) for n in (900, GROUP))
     code_hits.launch(tables[:, :, :700], asked, empty(3, dtype=torch.int64))
+
+
+def elsewhere(dtype: torch.dtype, dim: int) -> None:
+    """What other GPUs have no instructions or launch options for: ParisKV's products and its chain, k-means, float32 products."""
+    from kvthaw.kernels import flash_decode, kmeans, planes, rerank, signs
+    from kvthaw.kernels.decode_step import DecodeStep
+    from kvthaw.kernels.encode import Summaries, make_quantizer
+    from kvthaw.kernels.srht import make_rotation
+
+    rotation, totals = make_rotation(dim, 0, device="meta"), empty(3, HEADS, 128)
+    subs = rotation.padded // 8
+    ids, codes = empty(3, HEADS, subs, 4096, dtype=torch.uint8), empty(3, HEADS, 4096, subs)
+    summaries = Summaries(ids, codes, codes.bfloat16(), empty(3, HEADS, subs, 256))
+    query = empty(3, HEADS * GROUP, dim, dtype=dtype)
+    rotated, bits = planes.launch(query, rotation, HEADS, totals, mean=False, combine="max")
+    signs.launch(bits, ids, empty(3), totals)
+    rerank.launch(rotated, summaries, empty(3, HEADS, 640), empty(3), make_quantizer("meta"), 0.1, 64)
+    kmeans.launch(empty(HEADS, 700, dim, dtype=dtype), empty(HEADS, 30, dtype=torch.int64), distance="l2", iterations=1)
+    slab = empty(3, HEADS, 500, 2, dim, dtype=dtype)
+    step = DecodeStep(query, slab[:, :, :, 0], slab[:, :, :, 1], scale=0.1, lengths=empty(3))
+    flash_decode.flash_decode(step)
 
 
 def batches(dtype: torch.dtype, dim: int) -> None:
@@ -199,6 +215,7 @@ CASES: dict[str, Callable[[torch.dtype, int], None]] = {
     "rows": rows,
     "moves": moves,
     "codes": codes,
+    "elsewhere": elsewhere,
     "batches": batches,
 }
 
@@ -207,22 +224,31 @@ class _Stop(Exception):  # noqa: N818
     """Far enough."""
 
 
-def _only_compile(seen: list[str], kinds: set[tuple[str, str]]) -> None:
-    """From now on a launch compiles its kernel for compute capability 9.0, up to the GPU's own layouts. seen: the kernels' names;
-    kinds: with them, hashes of what was compiled, the same for launches that a GPU would serve with the same machine code, which
-    is compiled once."""
+def _only_compile(target: str, seen: list[str], kinds: set[tuple[str, str]]) -> None:
+    """From now on a launch compiles its kernel for a target, up to the GPU's own layouts. seen: the kernels' names; kinds: with
+    them, hashes of what was compiled, the same for launches that a GPU would serve with the same machine code, which is compiled
+    once."""
+    from triton.backends import backends
     from triton.backends.compiler import GPUTarget
-    from triton.backends.nvidia.compiler import CUDABackend
     from triton.compiler import ASTSource
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    import kvthaw.kernels.bits
-    import kvthaw.kernels.chain
+    kind, _, arch = target.partition(":")
+    cuda = kind == "cuda"
+    compiler: Any = backends["nvidia" if cuda else "amd"].compiler
+    torch.version.hip = None if cuda else "6"
+
+    import kvthaw.kernels.gpu
+
+    def nvidia(device: torch.device, least: tuple[int, int] = (7, 0)) -> bool:
+        return cuda and least <= divmod(int(arch), 10)
+
+    kvthaw.kernels.gpu.nvidia = nvidia  # before any other module takes it from there
 
     class Driver:
         def get_current_target(self) -> GPUTarget:
-            return GPUTarget("cuda", 90, 32)
+            return GPUTarget("cuda", int(arch), 32) if cuda else GPUTarget("hip", arch, 64)
 
         def get_current_device(self) -> int:
             return 0
@@ -241,7 +267,7 @@ def _only_compile(seen: list[str], kinds: set[tuple[str, str]]) -> None:
         def ptr_range(self) -> int:
             return 0
 
-    run, stages_of, make_ir = JITFunction.run, CUDABackend.add_stages, ASTSource.make_ir
+    run, stages_of, make_ir = JITFunction.run, compiler.add_stages, ASTSource.make_ir
     asked, compiled = "", set[str]()
 
     def make_once(self: Any, target: Any, options: Any, *rest: Any) -> Any:
@@ -271,16 +297,14 @@ def _only_compile(seen: list[str], kinds: set[tuple[str, str]]) -> None:
             kinds.add((self.__name__, asked))
 
     driver.set_active(Driver())
-    CUDABackend.add_stages, JITFunction.run, ASTSource.make_ir = add_stages, compile_only, make_once
-    for module, name in ((kvthaw.kernels.chain, "chained"), (kvthaw.kernels.bits, "native")):
-        setattr(module, name, lambda device: True)  # before any other module takes it from there
+    compiler.add_stages, JITFunction.run, ASTSource.make_ir = add_stages, compile_only, make_once
 
 
 def main() -> None:
     seen: list[str] = []
     kinds: set[tuple[str, str]] = set()
-    _only_compile(seen, kinds)
-    for name in sys.argv[1:]:
+    _only_compile(sys.argv[1], seen, kinds)
+    for name in sys.argv[2:]:
         seen.clear()
         kinds.clear()
         line: dict[str, Any] = {"case": name}

@@ -125,3 +125,5 @@ def test_devices_without_the_instructions_are_known(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert bits.native(torch.device("cuda", 0)) == has
     assert not bits.native(torch.device("cpu"))
+    monkeypatch.setattr(torch.version, "hip", "6.4")  # whose GPUs have capabilities above 9.0
+    assert not bits.native(torch.device("cuda", 0))

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 
 import torch
 
+from kvthaw.kernels.gpu import nvidia
+
 MOST, MIDDLE = 127, 64
 """The maximum of the votes, and the votes of a sum of 0."""
 
@@ -112,7 +114,7 @@ def count() -> tuple[str, str]:
 
 def native(device: torch.device) -> bool:
     """Return whether a device has these instructions (compute capability 8.0 and above)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    return nvidia(device, (8, 0))
 
 
 def above(halves: int) -> int:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
-from kvthaw.kernels.chain import chained
+from kvthaw.kernels.chain import dependent
 from kvthaw.kernels.collide import BINS, CHUNK, Scores
 
 WARPS = 4
@@ -164,10 +164,10 @@ def launch(found: Scores, lengths: Tensor, wanted: Tensor, width: int) -> Tensor
     assert found.scores.is_contiguous() and found.counts.is_contiguous() and found.totals.is_contiguous()
     assert lengths.dtype == wanted.dtype == torch.int32 and capacity == chunks * CHUNK
     out = torch.empty((batch, heads, width), dtype=torch.int32, device=found.scores.device)
-    pdl = chained(out.device)
     _bucket_topk[(chunks, heads, batch)](
         found.scores.view(torch.int32), found.counts, found.totals, lengths, wanted, out, heads, capacity // 4, chunks, width,
-        BINS=bins, CHUNK=CHUNK, CHUNKS=triton.next_power_of_2(chunks), PDL=pdl, num_warps=WARPS, launch_pdl=pdl,
+        BINS=bins, CHUNK=CHUNK, CHUNKS=triton.next_power_of_2(chunks), num_warps=WARPS,
+        **dependent(out.device),
     )  # fmt: skip
     return out
 

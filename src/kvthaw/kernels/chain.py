@@ -1,6 +1,6 @@
 """Programmatic dependent launch: let a kernel start while its predecessor in the stream still runs.
 
-A kernel launched with `launch_pdl` may start before its predecessor ends. Before it calls `follow` it must not read what the
+A kernel launched with `dependent` may start before its predecessor ends. Before it calls `follow` it must not read what the
 predecessor writes; afterwards all of those writes are visible. Every kernel of a chain waits for its predecessor before it lets
 its successor start, so the writes of earlier kernels are visible from the beginning.
 """
@@ -8,16 +8,18 @@ its successor start, so the writes of earlier kernels are visible from the begin
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 
 from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels.gpu import nvidia
 
 
 @functools.cache
-def chained(device: torch.device) -> bool:
-    """Return whether the device supports programmatic dependent launch (compute capability 9.0 and above)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+def dependent(device: torch.device) -> dict[str, Any]:
+    """Return the launch arguments of a kernel that follows another, PDL among them: for compute capability 9.0 and above."""
+    return {"PDL": True, "launch_pdl": True} if nvidia(device, (9, 0)) else {"PDL": False}
 
 
 if HAS_TRITON:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
-from kvthaw.kernels.chain import chained
+from kvthaw.kernels.chain import dependent
 from kvthaw.kernels.tiers import Combine
 
 CHUNK = 2048
@@ -115,13 +115,13 @@ def launch(table: Tensor, ids: Tensor, lengths: Tensor, totals: Tensor, combine:
     assert capacity % CHUNK == 0 and ids.is_contiguous() and table.is_contiguous() and totals.is_contiguous()
     assert ids.dtype == torch.uint8 and table.dtype == lengths.dtype == totals.dtype == torch.int32
     assert totals.shape == (batch, heads, BINS)
-    chunks, pdl = capacity // CHUNK, chained(ids.device)
+    chunks = capacity // CHUNK
     scores = torch.empty((batch, heads, capacity), dtype=torch.uint8, device=ids.device)
     counts = torch.empty((batch, heads, BINS, chunks), dtype=torch.int32, device=ids.device)
     _collide[(chunks, heads, batch)](
         table, ids, lengths, scores, counts, totals, heads, capacity, chunks, W=words, SUBS=subs,
         PART=min(subs, 16), BINS=BINS, SUM=combine == "sum", SHIFT=shift, CHUNK=CHUNK,
-        PDL=pdl, num_warps=WARPS, launch_pdl=pdl,
+        num_warps=WARPS, **dependent(ids.device),
     )  # fmt: skip
     return Scores(scores, counts, totals)
 

@@ -46,6 +46,8 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
+    from kvthaw.kernels.gpu import PRECISION
+
     @triton.jit(do_not_specialize=["tokens", "count"])
     def _direct(keys, which, units, tokens, count, dim, DP: tl.constexpr):
         # Program (chosen key; problem).
@@ -77,7 +79,7 @@ if HAS_TRITON:
             )
             if UPCAST:
                 m = m.to(tl.float32)
-            found = tl.dot(k, tl.trans(m), input_precision="tf32x3")
+            found = tl.dot(k, tl.trans(m), input_precision=PRECISION)
             if start + BN > count:
                 found = tl.where((c < count)[None, :], found, float("-inf"))
             best = tl.maximum(best, found)

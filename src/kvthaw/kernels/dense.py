@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvthaw.kernels.gpu import nvidia
 from kvthaw.kernels.merge import merge_into
 
 BLOCK = 16384
@@ -164,7 +165,7 @@ def _flash_attend(query: Tensor, keys: Tensor, values: Tensor, *, scale: float, 
 def _cudnn(query: Tensor, keys: Tensor, values: Tensor, causal: bool) -> bool:
     """Return whether to use cuDNN attention, as scaled_dot_product_attention does from Hopper on, where it is 1.5 times as
     fast."""
-    if torch.cuda.get_device_capability(query.device)[0] < 9:
+    if not nvidia(query.device, (9, 0)):
         return False
     cuda = torch.backends.cuda
     return cuda.can_use_cudnn_attention(cuda.SDPAParams(query, keys, values, None, 0.0, causal, False))

@@ -45,6 +45,7 @@ elif HAS_TRITON:
     import triton
     import triton.language as tl
 
+    from kvthaw.kernels.gpu import PRECISION
     from kvthaw.kernels.in_place import addresses
     from kvthaw.kernels.row_format import load_part
 
@@ -232,7 +233,7 @@ elif HAS_TRITON:
                 v = tl.where(seen[:, None], v, 0.0)
             if UPCAST:
                 k, v = k.to(tl.float32), v.to(tl.float32)
-            score = _capped(tl.dot(q, tl.trans(k), input_precision="tf32x3"), scale, softcap)
+            score = _capped(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale, softcap)
             if log_weight is not None:
                 where = log_weight + b * w_seq + heads[:, None] * w_head + place[None, :]
                 score += tl.load(where, mask=is_head[:, None] & inside[None, :], other=0.0) * _LOG2E
@@ -242,7 +243,7 @@ elif HAS_TRITON:
             weight = tl.exp2(score - shift[:, None])
             decay = tl.exp2(top - shift)
             sums = sums * decay[:, None] + weight
-            acc = tl.dot(weight.to(v.dtype), v, acc * decay[:, None], input_precision="tf32x3")
+            acc = tl.dot(weight.to(v.dtype), v, acc * decay[:, None], input_precision=PRECISION)
             top = new
 
         total = tl.sum(sums, 1)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvthaw.errors import one_of
 from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels.gpu import nvidia
 
 Distance = Literal["cosine", "l2", "inner"]
 SCORES = 1 << 22
@@ -108,6 +109,8 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
+    from kvthaw.kernels.gpu import PRECISION
+
     # labels, ranks and order are slices of one tensor, and changed is a row of one: whether their addresses are multiples of 16
     # depends on the numbers of tokens and problems, so kernels are not specialized on it.
     @triton.jit(do_not_specialize=["tokens", "count"], do_not_specialize_on_alignment=["labels", "changed"])
@@ -131,7 +134,7 @@ if HAS_TRITON:
                 )
                 if UPCAST:
                     m = m.to(tl.float32)
-                found = tl.dot(k, tl.trans(m), input_precision="tf32x3")
+                found = tl.dot(k, tl.trans(m), input_precision=PRECISION)
                 if L2:
                     found += tl.load(bias + n * count + c, mask=c < count, other=0.0)[None, :]
                 if start + BN > count:
@@ -214,7 +217,7 @@ def tiling(dim: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]
     tall, broad = (128, 64) if row <= 256 else (64, 64) if row <= 512 else (64, 16)
     found = {"BM": tall, "BN": broad, "DP": padded, "UPCAST": device.type == "cpu" or dtype == torch.float32, "num_warps": 8}
     # This limit allows two programs per multiprocessor and causes no spills.
-    return found | ({"maxnreg": 128} if row <= 512 and dtype.itemsize == 2 else {})
+    return found | ({"maxnreg": 128} if row <= 512 and dtype.itemsize == 2 and nvidia(device) else {})
 
 
 def launch(keys: Tensor, start: Tensor, *, distance: Distance, iterations: int = 20) -> tuple[Tensor, Tensor, Tensor]:

@@ -46,6 +46,8 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
+    from kvthaw.kernels.gpu import PRECISION
+
     @triton.jit(do_not_specialize=["tokens", "count"])
     def _nearest(keys, lift, promoted, up, labels, tokens, count, dim,
                  BM: tl.constexpr, BN: tl.constexpr, DP: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
@@ -64,7 +66,7 @@ if HAS_TRITON:
             p = tl.load(
                 promoted + (n * count + c[:, None]) * dim + d[None, :], mask=there[:, None] & inside[None, :], other=0.0
             )
-            near = tl.dot(k, tl.trans(p.to(tl.float32)), input_precision="tf32x3") if UPCAST else tl.dot(k, tl.trans(p))
+            near = tl.dot(k, tl.trans(p.to(tl.float32)), input_precision=PRECISION) if UPCAST else tl.dot(k, tl.trans(p))
             near += own[:, None] * tl.load(up + n * count + c, mask=there, other=0.0)[None, :]
             near = tl.where(there[None, :], near, float("-inf"))
             top = tl.max(near, axis=1)

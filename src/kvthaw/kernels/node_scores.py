@@ -36,6 +36,7 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
+    from kvthaw.kernels.gpu import PRECISION
     from kvthaw.kernels.parts import store_block_part
 
     @triton.jit
@@ -65,7 +66,7 @@ if HAS_TRITON:
             best = tl.full([BLOCK, GP], float("-inf"), tl.float32)
             for p in tl.static_range(POINTS):
                 tile = tl.load(row[:, None] + p * dim + d[None, :], mask=known[:, None] & inside[None, :], other=0.0)
-                found = tl.dot(tile.to(tl.float32), q, input_precision="tf32x3") if UPCAST else tl.dot(tile, q)
+                found = tl.dot(tile.to(tl.float32), q, input_precision=PRECISION) if UPCAST else tl.dot(tile, q)
                 if p == 0:
                     found += spread[:, None] * far[None, :]
                 best = tl.maximum(best, found)

@@ -44,6 +44,8 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
+    from kvthaw.kernels.gpu import PRECISION
+
     @triton.jit(do_not_specialize=["tokens", "span"])
     def _denominators(
         queries, keys, parts, width, tokens, dim, key_stride, row_stride, scale, span,
@@ -65,7 +67,7 @@ if HAS_TRITON:
             k = tl.load(where, mask=known[:, None] & (d < dim)[None, :], other=0.0)
             if UPCAST:
                 k = k.to(tl.float32)
-            found = tl.dot(q, tl.trans(k), input_precision="tf32x3") * (scale * 1.4426950408889634)
+            found = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * 1.4426950408889634)
             found = tl.where(known[None, :], found, float("-inf"))
             new = tl.maximum(top, tl.max(found, axis=1))
             total = total * tl.exp2(top - new) + tl.sum(tl.exp2(found - new[:, None]), axis=1)
@@ -95,7 +97,7 @@ if HAS_TRITON:
             )
             if UPCAST:
                 q = q.to(tl.float32)
-            found = tl.dot(k, tl.trans(q), input_precision="tf32x3") * (scale * 1.4426950408889634)
+            found = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (scale * 1.4426950408889634)
             below = tl.load(lse + n * width + w, mask=known, other=0.0)
             weight = tl.load(weights + n * weight_stride + w, mask=known, other=0.0)
             share = tl.exp2(found - below[None, :]) * weight[None, :]

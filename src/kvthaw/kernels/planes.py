@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
-from kvthaw.kernels.chain import chained
+from kvthaw.kernels.chain import dependent
 from kvthaw.kernels.encode import SUB
 from kvthaw.kernels.query import Rotated, empty_rotated, in_bytes, rotate_queries
 from kvthaw.kernels.srht import Rotation
@@ -133,14 +133,14 @@ def launch(query: Tensor, rotation: Rotation, heads: int, totals: Tensor, *, mea
     assert query.is_contiguous() and totals.is_contiguous() and totals.dtype == torch.int32
     group, subs, square = q_heads // heads, rotation.padded // SUB, rotation.basis.shape[0]
     scored = 1 if mean else group
-    rotated, pdl = empty_rotated(batch, heads, scored, subs, query.device), chained(query.device)
+    rotated = empty_rotated(batch, heads, scored, subs, query.device)
     fours, row = 1 if combine == "sum" else -(-scored // 4), -(-subs // WIDE) * WIDE
     planes = torch.empty((batch, heads, fours, 2, 8, row), dtype=torch.uint8, device=query.device)
     apart = 1 if combine == "sum" else scored
     _planes[(batch * heads, subs, apart)](
         query, rotation.basis, rotated.values, rotated.whole, rotated.factors, planes, totals, rotation.scale, dim, GROUP=group,
         P=scored, PER=scored // apart, SUBS=subs, SQUARE=square, BINS=totals.shape[2], COLUMNS=4 * fours, ROW=row, STEPS=STEPS,
-        SUM=combine == "sum", PDL=pdl, num_warps=WARPS, launch_pdl=pdl,
+        SUM=combine == "sum", num_warps=WARPS, **dependent(query.device),
     )  # fmt: skip
     return rotated, planes
 

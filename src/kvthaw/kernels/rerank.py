@@ -26,8 +26,9 @@ import torch
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
-from kvthaw.kernels.chain import chained
+from kvthaw.kernels.chain import dependent
 from kvthaw.kernels.encode import Quantizer, Summaries, decode
+from kvthaw.kernels.gpu import nvidia
 from kvthaw.kernels.query import Rotated
 
 TILE = 64
@@ -155,7 +156,11 @@ if HAS_TRITON:
             half = tl.join(half, half)  # not a broadcast, which the compiler would move past the decoding
             half = tl.reshape(tl.join(half, half), (TILE, 4, S, 2, 4))
             key = tl.reshape(_decoded(tl.permute(half, (2, 0, 1, 3, 4)), low, high, PLAIN), (S, TILE, 32))
-            sums = tl.dot(key, query, start, out_dtype=tl.int32).to(tl.float32, bitcast=True)
+            if PLAIN:  # exact, and Triton has no int8 products before sm_80
+                sums = start + tl.dot(key.to(tl.float16), query.to(tl.float16)).to(tl.int32)
+            else:
+                sums = tl.dot(key, query, start, out_dtype=tl.int32)
+            sums = sums.to(tl.float32, bitcast=True)
             sums = tl.reshape(sums * factor[:, None, :] - less[:, None, :], (S, TILE, 2, PP, 2))
             weigh = tl.permute(tl.reshape(weight.to(tl.float32), (TILE, 4, S)), (2, 0, 1))
             sums = tl.sum(sums * tl.reshape(weigh, (S, TILE, 2, 1, 2)), axis=0)
@@ -180,7 +185,7 @@ def launch(rotated: Rotated, summaries: Summaries, candidates: Tensor, wanted: T
     assert candidates.is_contiguous() and wanted.dtype == candidates.dtype == torch.int32
     assert TILE % run == 0, f"{run} candidates do not divide a tile"
     tile, splits = shape(run)
-    runs, pdl = triton.cdiv(width, TILE) * (TILE // run), chained(candidates.device)
+    runs = triton.cdiv(width, TILE) * (TILE // run)
     scores, parts, peaks = (
         torch.empty((batch, heads, scored, *size), dtype=torch.float32, device=candidates.device)
         for size in ((width,), (splits, 2), (runs,))
@@ -188,7 +193,7 @@ def launch(rotated: Rotated, summaries: Summaries, candidates: Tensor, wanted: T
     _rerank[(splits, heads, batch)](
         rotated.whole, rotated.factors, summaries.codes, summaries.weights, candidates, wanted, scores, peaks, parts, heads,
         summaries.capacity, width, *quantizer.bytes, scale, P=scored, PP=max(2, triton.next_power_of_2(scored)), SUBS=subs,
-        TILE=tile, ROOM=TILE, RUN=run, PLAIN=candidates.device.type == "cpu", PDL=pdl, num_warps=1, launch_pdl=pdl,
+        TILE=tile, ROOM=TILE, RUN=run, PLAIN=not nvidia(candidates.device, (8, 0)), num_warps=1, **dependent(candidates.device),
     )  # fmt: skip
     return Estimates(scores, parts, peaks, run)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON, bits
-from kvthaw.kernels.chain import chained
+from kvthaw.kernels.chain import dependent
 from kvthaw.kernels.collide import BINS, CHUNK, Scores
 from kvthaw.kernels.encode import CENTROIDS, SUB
 from kvthaw.kernels.planes import WIDE, unpack
@@ -81,10 +81,10 @@ if HAS_TRITON:
         # Compute bits.votes bit by bit.
         worth = tl.where(tl.arange(0, 4) < 3, 1 << tl.arange(0, 4), -8)
         best = tl.full(place.shape, -64 << SHIFT, tl.int32)
-        for h in tl.static_range(4 * FOURS):
+        for h in range(4 * FOURS):  # loops, for unrolled ones take minutes to compile
             total = tl.zeros(place.shape, tl.int32)
             every = tl.zeros((), tl.int32)
-            for b in tl.static_range(SUBS):
+            for b in range(SUBS):
                 id = tl.load(ids + b * capacity + place).to(tl.int32)
                 plane = _number(planes, b, h, ROW)
                 for j in tl.static_range(8):
@@ -167,7 +167,7 @@ def launch(planes: Tensor, ids: Tensor, lengths: Tensor, totals: Tensor) -> Scor
     assert capacity % CHUNK == 0 and ids.is_contiguous() and planes.is_contiguous() and totals.is_contiguous()
     assert ids.dtype == planes.dtype == torch.uint8 and lengths.dtype == totals.dtype == torch.int32
     assert totals.shape == (batch, heads, BINS) and row % WIDE == 0 and row >= subs
-    chunks, halves, pdl, tile = capacity // CHUNK, row // WIDE, chained(ids.device), CHUNK if plain else TILE
+    chunks, halves, tile = capacity // CHUNK, row // WIDE, CHUNK if plain else TILE
     scores = torch.empty((batch, heads, capacity), dtype=torch.uint8, device=ids.device)
     counts = torch.empty((batch, heads, BINS, chunks), dtype=torch.int32, device=ids.device)
     start, votes, count = bits.start(halves), bits.votes(fours, halves, shift(subs)), bits.count()
@@ -175,7 +175,7 @@ def launch(planes: Tensor, ids: Tensor, lengths: Tensor, totals: Tensor) -> Scor
         ids if plain else ids.view(torch.int32), planes if plain else planes.view(torch.int32), lengths, scores, counts, totals,
         heads, capacity // 4, chunks, SUBS=subs, ROW=row, FOURS=fours, SHIFT=shift(subs), BINS=BINS, CHUNK=CHUNK, TILE=tile,
         START=start[0], START_TYPES=start[1], VOTES=votes[0], VOTES_TYPES=votes[1], COUNT=count[0], COUNT_TYPES=count[1],
-        PLAIN=plain, PDL=pdl, num_warps=tile // 128, launch_pdl=pdl,
+        PLAIN=plain, num_warps=tile // 128, **dependent(ids.device),
     )  # fmt: skip
     return Scores(scores, counts, totals)
 

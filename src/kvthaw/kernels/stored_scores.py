@@ -40,6 +40,7 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
+    from kvthaw.kernels.gpu import PRECISION
     from kvthaw.kernels.parts import accumulate, store_part
     from kvthaw.kernels.row_format import load_part
 
@@ -75,7 +76,7 @@ if HAS_TRITON:
                 at = tl.multiple_of(key.to(tl.pointer_type(tl.int32)), ALIGN)[:, None] + w[None, :]  # no address tells
                 word = tl.load(at, mask=live[:, None] & (w < words)[None, :], other=0)
             if DIM is not None:
-                score = tl.dot(load_part(key, live, w, 0, DIM).to(even.dtype), even, input_precision="tf32x3")
+                score = tl.dot(load_part(key, live, w, 0, DIM).to(even.dtype), even, input_precision=PRECISION)
             elif PAIRS:
                 first = word.to(tl.int16).to(kind, bitcast=True)
                 second = (word >> 16).to(tl.int16).to(kind, bitcast=True)
@@ -83,7 +84,7 @@ if HAS_TRITON:
                     first, second = first.to(tl.float32), second.to(tl.float32)
                 score = tl.dot(second, odd, tl.dot(first, even))
             else:
-                score = tl.dot(word.to(tl.float32, bitcast=True), even, input_precision="tf32x3")
+                score = tl.dot(word.to(tl.float32, bitcast=True), even, input_precision=PRECISION)
             here = (g < G)[None, :]
             tl.store(scores + (pair * G + g[None, :]) * width + m[:, None], score, mask=here & live[:, None])
             score = tl.where(live[:, None], score, float("-inf"))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
-from kvthaw.kernels.chain import chained
+from kvthaw.kernels.chain import dependent
 from kvthaw.kernels.encode import CENTROIDS, SUB
 from kvthaw.kernels.query import Rotated, empty_rotated, in_bytes, rotate_queries
 from kvthaw.kernels.srht import Rotation
@@ -165,12 +165,12 @@ def launch(query: Tensor, rotation: Rotation, sizes: Tensor, limits: Tensor, tot
     rotated = empty_rotated(batch, heads, scored, subs, query.device)
     words = 1 if combine == "sum" else (scored + 3) // 4
     table = torch.empty((batch, heads, words, subs, CENTROIDS), dtype=torch.int32, device=query.device)
-    apart, pdl = 1 if combine == "sum" else scored, chained(query.device)
+    apart = 1 if combine == "sum" else scored
     _tiers[(batch * heads, subs, apart)](
         query, rotation.basis, sizes, limits, rotated.values, rotated.whole, rotated.factors,
         table if combine == "sum" else table.view(torch.uint8), totals, heads, rotation.scale, dim, GROUP=group, P=scored,
-        PER=scored // apart, SUBS=subs, SQUARE=rotation.basis.shape[0], BINS=totals.shape[2], SUM=combine == "sum", PDL=pdl,
-        num_warps=WARPS, launch_pdl=pdl,
+        PER=scored // apart, SUBS=subs, SQUARE=rotation.basis.shape[0], BINS=totals.shape[2], SUM=combine == "sum",
+        num_warps=WARPS, **dependent(query.device),
     )  # fmt: skip
     return rotated, table
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from kvthaw.errors import ConfigError
 from kvthaw.kernels import HAS_TRITON
 from kvthaw.kernels.bucket_topk import compact
-from kvthaw.kernels.chain import chained
+from kvthaw.kernels.chain import dependent
 from kvthaw.kernels.rerank import TILE, Estimates
 
 Merge = Literal["max", "mean"]
@@ -216,7 +216,7 @@ def launch(found: Estimates, candidates: Tensor, wanted: Tensor, k: int, first: 
     assert found.parts is not None and found.peaks is not None
     scores, peaks, run = found.scores, found.peaks, found.run
     batch, heads, scored, width = scores.shape
-    runs, padded, pdl = peaks.shape[3], triton.next_power_of_2(k), chained(candidates.device)
+    runs, padded, follows = peaks.shape[3], triton.next_power_of_2(k), dependent(candidates.device)
     assert scores.is_contiguous() and candidates.is_contiguous() and found.parts.is_contiguous() and peaks.is_contiguous()
     assert width % TILE == 0, f"{width} candidates are no whole tiles of {TILE}"
     assert runs <= MOST and padded * run <= MOST, f"{runs} runs of {run} candidates are too many for {k} rows"
@@ -225,7 +225,7 @@ def launch(found: Estimates, candidates: Tensor, wanted: Tensor, k: int, first: 
         peaks = torch.empty((batch, heads, 1, runs), dtype=torch.float32, device=scores.device)
         _mean[(triton.cdiv(width, 1024), heads, batch)](
             scores, found.parts, wanted, merged, peaks, heads, width, runs, scale, P=scored, PP=triton.next_power_of_2(scored),
-            SPLITS=found.parts.shape[3], RUN=run, BLOCK=1024, PDL=pdl, num_warps=4, launch_pdl=pdl,
+            SPLITS=found.parts.shape[3], RUN=run, BLOCK=1024, num_warps=4, **follows,
         )  # fmt: skip
         scores, scored = merged, 1
     chosen, rows = torch.empty((2, batch, heads, k), dtype=torch.int32, device=candidates.device).unbind()
@@ -234,7 +234,7 @@ def launch(found: Estimates, candidates: Tensor, wanted: Tensor, k: int, first: 
     _choose[(heads, batch)](
         scores, peaks, found.parts, candidates, wanted, chosen, rows, counts, heads, width, runs, scale, k, first, P=scored,
         PP=triton.next_power_of_2(scored), SPLITS=found.parts.shape[3], RUN=run, RUNS=triton.next_power_of_2(runs), KP=padded,
-        PDL=pdl, num_warps=min(16, max(4, most // PER_WARP)), launch_pdl=pdl,
+        num_warps=min(16, max(4, most // PER_WARP)), **follows,
     )  # fmt: skip
     return rows, counts
 

@@ -62,6 +62,7 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
+    from kvthaw.kernels.gpu import PRECISION
     from kvthaw.kernels.parts import store_block_part
 
     @triton.jit
@@ -104,7 +105,7 @@ if HAS_TRITON:
             stop = stops + bh * (units + 1) + u
             size = tl.load(stop + 1, mask=known, other=0) - tl.load(stop, mask=known, other=0)
             # 16-bit operands are exact here: both have the tile's dtype, and the sum is float32.
-            found = tl.dot(tile.to(tl.float32), q, input_precision="tf32x3") if UPCAST else tl.dot(tile, q)
+            found = tl.dot(tile.to(tl.float32), q, input_precision=PRECISION) if UPCAST else tl.dot(tile, q)
             found *= scale
             found = tl.where((size > 0)[:, None], found, float("-inf"))
             to = scores + (bh * GS + g[None, :]) * units + u[:, None]

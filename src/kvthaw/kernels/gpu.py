@@ -1,0 +1,19 @@
+"""What a GPU's instructions and compiler offer. torch calls AMD's GPUs "cuda" too and numbers their capabilities otherwise."""
+
+from __future__ import annotations
+
+import torch
+
+from kvthaw.kernels import HAS_TRITON
+
+
+def nvidia(device: torch.device, least: tuple[int, int] = (7, 0)) -> bool:
+    """Return whether a device is an NVIDIA GPU of at least this compute capability."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= least
+
+
+if HAS_TRITON:
+    import triton.language as tl
+
+    PRECISION = tl.constexpr("tf32x3" if torch.version.hip is None else "ieee")
+    """How tl.dot multiplies float32. Triton's compiler for AMD has no products of three tf32 parts."""
