@@ -18,6 +18,7 @@ from kvthaw.index.hybrid import HybridIndex
 from kvthaw.index.lsh import HashIndex
 from kvthaw.index.nodes import NodeConfig, NodeIndex
 from kvthaw.index.pq import ProductIndex
+from kvthaw.index.static_pages import StaticPageIndex
 
 Make = Callable[[IndexContext], Index]
 HYBRID = partial(HybridIndex, page=8, interval=20)
@@ -29,6 +30,7 @@ FILLS: dict[str, Make] = {
     "hybrid": partial(HYBRID, share=0.25),
     "static": partial(HYBRID, share=1.0),
     "auto": partial(HYBRID, share="auto"),
+    "static_pages": partial(StaticPageIndex, page=8, interval=20),
     "exact": ExactIndex,
     "product": partial(ProductIndex, centroids=8),
     "filter": FilterIndex,

@@ -88,30 +88,6 @@ def test_no_static_set_is_arkvale() -> None:
     assert hybrids.sets(40) == pages.sets(40)
 
 
-def test_static_tokens_stay_in_their_pages_volumes() -> None:
-    """Pages are those of the text and rank by all of their keys; none of their tokens is selected twice, and none is lost."""
-    seqs = Seqs(partial(SMALL, share=0.5, stay=True, observe=3), [203], heads=2, group=1)
-    found, everything = seqs.sets(40)[0], seqs.sets(300)[0]
-    index = hybrid(seqs)
-    assert index.queries.shape[2] == 3
-    for head in range(2):
-        keys, queries = seqs.keys[0][head, FIRST : FIRST + 203].double(), seqs.queries[0][head].double()
-        static = set(torch.softmax(queries[61:64] @ keys.T * 64**-0.5, dim=1).mean(dim=0).topk(20).indices.tolist())
-        pages = [range(at, min(at + 8, 203)) for at in range(0, 203, 8)]
-        bounds = page_bounds.definition(keys[None].float(), 8, spread="mean")[0].double()
-        query = queries[100]
-        scores = bounds[:, :64] @ query + bounds[:, 64:] @ query.abs()
-        ranked = [token for page in scores.argsort(descending=True).tolist() for token in pages[page] if token not in static]
-        assert found[head] == {FIRST + token for token in (*static, *ranked[:20])}
-        assert everything[head] == set(range(FIRST, FIRST + 203))
-    for n in (5, 16, 3, 20):
-        seqs.append(n)
-        assert [len(one) for one in seqs.sets(400)[0]] == [seqs.length[0] - FIRST] * 2
-    seqs.index.truncate(0, FIRST + 130)
-    seqs.length[0] = FIRST + 130
-    assert [len(one) for one in seqs.sets(400)[0]] == [130] * 2
-
-
 def test_all_static_does_not_look_at_the_query() -> None:
     seqs = Seqs(partial(SMALL, share=1.0), [100])
     assert seqs.sets(40, step=100) == seqs.sets(40, step=101)
@@ -204,7 +180,7 @@ def test_rows_known_at_the_prompt_or_at_the_first_step_are_the_same() -> None:
     for seq, prompt in enumerate((150, 63)):
         keys = early.keys[seq][:, FIRST : FIRST + prompt]
         index.build(seq, FIRST, keys, keys, early.queries[seq][:, :64])
-    assert index.statics[0].rows == 40
+    assert index.turns[0].rows == 40
     for _ in range(4):
         assert late.sets(40) == early.sets(40)
         late.append(16)

@@ -32,6 +32,7 @@ def index_of(seqs: Seqs) -> NodeIndex:
 
 def nodes_of(index: NodeIndex, seq: int, head: int) -> list[list[int]]:
     """The positions of every node of a sequence."""
+    index.join()
     assert index.order is not None
     stops = index.stops[seq, head, : index.seqs[seq].units + 1].tolist()
     order = index.order[seq, head].tolist()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, get_args
@@ -85,10 +85,10 @@ def first_keys(keys: Tensor, positions: Tensor, count: int, *, start: Start, str
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """Of sequences of an index, batches of tokens to be clustered, and where the first is. given: their keys [R, H, n, T, D], n
-    batches of each sequence; None: one each, whose keys the index has."""
+    """Of sequences of an index, batches of tokens that become units among themselves, and where the first is. given: their keys
+    [R, H, n, T, D], n batches of each sequence; None: one each, whose keys the index has."""
 
-    index: ClusterIndex
+    index: UnitIndex
     first: Sequence[Full]
     given: Tensor | None = None
 
@@ -97,42 +97,60 @@ class Batches:
         return self.index.last(self.first, self.index.recent)[:, :, None] if self.given is None else self.given
 
 
-def cluster(every: Sequence[Batches], count: int) -> None:
-    """Cluster each batch among itself, into `count` units, and write these into the tables. All have as many tokens and batches,
-    and their indexes differ in nothing but the layer. At once as many as have AT_ONCE bytes of keys."""
+class BatchGroup:
+    """Batches of indexes that differ in nothing but the layer, all of as many tokens and batches: keys [M, H, n, T, D], their
+    positions [M, 1, n, T], and the numbers of their heads [M, H, 1, 1], from which random choices derive."""
+
+    def __init__(self, every: Sequence[Batches]) -> None:
+        self.every = every
+        keys = torch.cat([each.keys() for each in every]) if len(every) > 1 else every[0].keys().contiguous()
+        of_rows = [(each.index.first, stream(each.index.context), own) for each in every for own in each.first]
+        where = [(first + own.begin, own.begin, number) for first, number, own in of_rows]
+        first, begin, streams = torch.tensor(where).to(keys.device, non_blocking=True).t()[:, :, None, None, None].unbind()
+        heads, batches, tokens = keys.shape[1:4]
+        self.starts = torch.arange(batches, device=keys.device)[:, None] * tokens  # of each batch
+        self.positions = first + self.starts + torch.arange(tokens, device=keys.device)
+        self.streams = streams + torch.arange(heads, device=keys.device)[:, None, None]
+        self.keys, self._first, self._begin = keys, first, begin
+
+    def write(self, digests: Tensor, order: Tensor, stops: Tensor) -> None:
+        """Write the units of all batches into the tables: digests [M H n, C, E]; order [M H n, T] of a batch's tokens, in which
+        unit c is stops[c] : stops[c + 1], [M H n, C + 1]."""
+        many, heads, batches, tokens = self.keys.shape[:4]
+        count = stops.shape[1] - 1
+        digests = digests.view(many, heads, batches * count, -1).to(self.every[0].index.digests.dtype)
+        ends = (stops.view(many, heads, batches, -1)[..., 1:] + self.starts + self._begin).flatten(2)
+        ends = torch.cat((self._begin[..., 0].expand(-1, heads, 1), ends), dim=2).int()
+        places = (order.view(many, heads, batches, tokens) + self.starts + self._first).int().flatten(2)
+        targets: dict[tuple[Full, ...], Target] = {}
+        done = 0
+        for each in self.every:
+            own, rows = tuple(each.first), slice(done, done + len(each.first))
+            if own not in targets:
+                targets[own] = Target.of(own, heads, self.keys.device)
+            at = targets[own]
+            assert each.index.order is not None
+            each.index.digests[at.units(batches * count)] = digests[rows]
+            each.index.stops[at.units(batches * count + 1)] = ends[rows]
+            each.index.order[at.places(batches * tokens)] = places[rows]
+            done += len(each.first)
+
+
+def groups(every: Sequence[Batches]) -> Iterator[BatchGroup]:
+    """Yield groups of as many batches as have AT_ONCE bytes of keys."""
     some = max(1, AT_ONCE // (len(every[0].first) * every[0].index.recent[0].nbytes))
     for at in range(0, len(every), some):
-        _cluster_together(every[at : at + some], count)
+        yield BatchGroup(every[at : at + some])
 
 
-def _cluster_together(every: Sequence[Batches], count: int) -> None:
-    one = every[0].index
-    keys = torch.cat([each.keys() for each in every]) if len(every) > 1 else every[0].keys().contiguous()
-    many, heads, batches, tokens, dim = keys.shape
-    of_rows = [(each.index.first, stream(each.index.context), own) for each in every for own in each.first]
-    where = [(first + own.begin, own.begin, number) for first, number, own in of_rows]
-    first, begin, streams = torch.tensor(where).to(keys.device, non_blocking=True).t()[:, :, None, None, None].unbind()
-    starts = torch.arange(batches, device=keys.device)[:, None] * tokens  # of each batch
-    positions = first + starts + torch.arange(tokens, device=keys.device)
-    streams = streams + torch.arange(heads, device=keys.device)[:, None, None]
-    chosen = first_keys(keys, positions, count, start=one.start, streams=streams)
-    means, order, stops = kmeans(keys.flatten(0, 2), chosen, distance=one.distance, iterations=one.iterations)
-    digests = means.view(many, heads, batches * count, dim).to(one.digests.dtype)
-    ends = (stops.view(many, heads, batches, count + 1)[..., 1:] + starts + begin).flatten(2)
-    ends = torch.cat((begin[..., 0].expand(-1, heads, 1), ends), dim=2).int()
-    places = (order.view(many, heads, batches, tokens) + starts + first).int().flatten(2)
-    targets: dict[tuple[Full, ...], Target] = {}
-    done = 0
-    for each in every:
-        own, index = tuple(each.first), each.index
-        if own not in targets:
-            targets[own] = Target.of(own, heads, keys.device)
-        at, rows = targets[own], slice(done, done + len(own))
-        assert index.order is not None
-        index.digests[at.units(batches * count)] = digests[rows]
-        index.stops[at.units(batches * count + 1)] = ends[rows]
-        index.order[at.places(batches * tokens)] = places[rows]
-        done += len(own)
+def cluster(every: Sequence[Batches], count: int) -> None:
+    """Cluster each batch among itself, into `count` units, and write these into the tables. All have as many tokens and batches,
+    and their indexes differ in nothing but the layer."""
+    for group in groups(every):
+        one = group.every[0].index
+        assert isinstance(one, ClusterIndex)
+        chosen = first_keys(group.keys, group.positions, count, start=one.start, streams=group.streams)
+        group.write(*kmeans(group.keys.flatten(0, 2), chosen, distance=one.distance, iterations=one.iterations))
 
 
 class ClusterIndex(UnitIndex):

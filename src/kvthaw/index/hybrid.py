@@ -11,17 +11,15 @@ from torch import Tensor
 
 from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.cache.ranks import ALONE, Ranks
-from kvthaw.errors import ConfigError, at_least
-from kvthaw.index.bounds import BoundIndex
+from kvthaw.errors import ConfigError
+from kvthaw.index.observed import ObservedIndex
 from kvthaw.index.target import Full, Target
-from kvthaw.index.unit_counts import Seq, grown
+from kvthaw.index.unit_counts import Seq
 from kvthaw.index.units import UnitIndex
 from kvthaw.kernels.observe import observe
 from kvthaw.kernels.page_bounds import Spread, page_bounds
-from kvthaw.kernels.unit_scores import RecentQueries
 from kvthaw.kernels.unit_select import Policy
 
-_GOLDEN = (5**0.5 - 1) / 2
 _KEYS = 1 << 28
 """Bytes of keys from which static sets are chosen at once."""
 _WINDOW_QUERIES = 128  # queries of the observation window, at most
@@ -64,15 +62,9 @@ class Reordering:
 
 @dataclass(slots=True)
 class Static:
-    """Of a sequence: tokens since its static set was chosen, and the layer's early ones in the first interval; the same before the
-    last append; for how many rows the set was, the share that is static, how many queries of its prompt were watched, and the plan
-    that the next append puts in place."""
+    """Of a sequence: the share of its rows that is static, and the plan that the next append puts in place."""
 
-    since: int = 0
-    before: int = 0
-    rows: int | None = None
     share: float | None = None
-    recorded: int = 0
     plan: Reordering | None = None
 
 
@@ -102,27 +94,20 @@ def overlap_share(queries: Tensor, keys: Tensor, rows: int, page: int, ranks: Ra
     return page * int(common / page) / rows
 
 
-class HybridIndex(BoundIndex):
+class HybridIndex(ObservedIndex):
     """Static tokens first, then pages of the rest, ranked by their bounds (PRKV, section 4).
 
     share: of the rows that select() may bring, how many are static; "auto" chooses it at the prompt, or at the first refresh that
     has more tokens than rows to choose among, with 0.25 until then. Every `interval` tokens the last queries that select() was
     given choose the static set anew and pages and digests are rebuilt around it: in the map of this index, no row moves. The work
     starts in one append and is put in place, whole, by the next; on a GPU it runs beside the steps between, on the cache's side
-    stream, and reads the keys from the host. Layers take turns: the first interval of each is shorter by `early` tokens, a share
-    that spreads their numbers evenly, so that in every append only few begin.
-
-    observe: how many of the last queries choose the static set; at most the window's tokens, which is the default. stay: static
-    tokens leave the pages, which are then those of the text, but not their bounding volumes, so that a page still ranks by its
-    best key.
+    stream, and reads all keys from the host.
 
     A sequence that was built before the number of rows was known begins as pages only; the first select() makes its static set,
     from the keys in the store.
     """
 
-    grows = False
-
-    mapped = shuffled = remembers = True
+    shuffled = True
 
     def __init__(
         self,
@@ -133,21 +118,14 @@ class HybridIndex(BoundIndex):
         share: float | Literal["auto"] = 0.25,
         interval: int = 128,
         policy: Policy = "max",
-        observe: int | None = None,
-        stay: bool = False,
     ) -> None:
         if share != "auto" and not (isinstance(share, int | float) and 0 <= share <= 1):
             raise ConfigError(f"share is {share!r}; it must be 'auto' or between 0 and 1")
-        at_least(1, interval=interval, **({} if observe is None else {"observe": observe}))
-        super().__init__(context, page=page, spread=spread, policy=policy)
-        self.share, self.interval, self.stay = share, interval, stay
-        self.early = int(interval * (context.layer * _GOLDEN % 1))
-        self.rows: int | None = context.rows or None
-        self.window = max(1, min(_WINDOW_QUERIES, context.regions.window, observe or _WINDOW_QUERIES))
-        device, heads = context.device, context.q_heads
-        self.queries = torch.zeros((0, heads, self.window, context.head_dim), dtype=context.dtype, device=device)
-        self.seen = torch.zeros((0, self.window), dtype=torch.float32, device=device)
-        self.steps = torch.zeros(1, dtype=torch.int64, device=device)
+        self.auto = share == "auto"
+        known = _UNKNOWN if share == "auto" else float(share)
+        super().__init__(
+            context, page=page, spread=spread, policy=policy, share=known, interval=interval, window=_WINDOW_QUERIES
+        )
         self.statics: list[Static] = []
 
     @property
@@ -155,20 +133,11 @@ class HybridIndex(BoundIndex):
         """See Reversible: not where the next append puts a plan in the place of what is there."""
         return all(static.plan is None for static in self.statics)
 
-    def recent_queries(self, seqs: int) -> RecentQueries:
-        """See UnitIndex: the observation window."""
-        return RecentQueries(self.queries[:seqs], self.seen[:seqs], self.steps)
-
     # Index
 
     def build(self, seq: int, first: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         """See Index."""
-        self.truncate(seq, 0)
-        self.first = first
-        self.reserve(seq + 1)
-        self.statics[seq] = Static(since=self.early)
-        self.seen[seq].zero_()
-        self._record_queries(seq, queries)
+        self.begin(seq, first, queries)
         UnitIndex.append(self, [seq], keys[None], values[None], None)
         if self.rows and keys.shape[1]:
             self._place({seq: self.plan([seq], keys[None], *self.windows([seq]))[0]})
@@ -178,12 +147,6 @@ class HybridIndex(BoundIndex):
         self.reserve(max(seqs) + 1)
         self._place({seq: plan for seq in seqs if (plan := self.statics[seq].plan) is not None})
         super().append(seqs, keys, values, queries)
-        for i, seq in enumerate(seqs):
-            static = self.statics[seq]
-            static.before = static.since
-            if queries is not None:
-                self._record_queries(seq, queries[i])
-            static.since += keys.shape[2]
         self._refresh(seqs, keys)
 
     def select(self, query: Tensor, budget: int) -> Selection:
@@ -192,10 +155,10 @@ class HybridIndex(BoundIndex):
         self.reserve(batch)
         self.rows = budget
         for seq in range(batch):
-            host, static = self.seqs[seq], self.statics[seq]
-            if host.tokens and static.rows != budget and self._stored(seq, host.tokens):
-                if not static.recorded:  # no prompt was long enough to be built
-                    self._record_queries(seq, query[seq, :, None])
+            host, turn = self.seqs[seq], self.turns[seq]
+            if host.tokens and turn.rows != budget and self.stored(seq, host.tokens):
+                if not turn.recorded:  # no prompt was long enough to be built
+                    self.record_queries(seq, query[seq, :, None])
                 self._drop(seq)
                 self._place({seq: self.plan([seq], self.read([seq], host.tokens), *self.windows([seq]))[0]})
         return super().select(query, budget)
@@ -204,16 +167,14 @@ class HybridIndex(BoundIndex):
         """See Index. A plan that has not been put in place is dropped, and made again with the next append."""
         if seq < len(self.statics):
             if self._drop(seq):
-                self.statics[seq].since = self.interval
+                self.turns[seq].since = self.interval
             if length <= self.first:
-                self.statics[seq] = Static(since=self.early)
-                self.seen[seq].zero_()
+                self.statics[seq] = Static()
         super().truncate(seq, length)
 
     def undo(self, seq: int, length: int) -> None:
         """See Reversible. A plan that the append began is dropped."""
         self._drop(seq)
-        self.statics[seq].since = self.statics[seq].before
         super().undo(seq, length)
 
     def reorder(self, seqs: Sequence[int]) -> None:
@@ -221,39 +182,17 @@ class HybridIndex(BoundIndex):
         super().reorder(seqs)
         self.statics = [replace(self.statics[seq]) for seq in seqs]
 
-    def tensors(self) -> list[Tensor]:
-        """See Index."""
-        return [*super().tensors(), self.steps]
-
     def clone_from(self, other: Self) -> None:
         """See Index."""
         super().clone_from(other)
-        self.steps, self.rows = other.steps.clone(), other.rows
         self.statics = [replace(static, plan=static.plan and static.plan.copy()) for static in other.statics]
 
     def reserve(self, seqs: int, units: int = 0, tokens: int = 0) -> None:
         """See UnitIndex."""
         super().reserve(seqs, units, tokens)
-        self.statics += [Static(since=self.early) for _ in range(len(self.seqs) - len(self.statics))]
-        self.queries, self.seen = grown(self.queries, len(self.seqs)), grown(self.seen, len(self.seqs))
+        self.statics += [Static() for _ in range(len(self.seqs) - len(self.statics))]
 
     # The static set
-
-    def _record_queries(self, seq: int, queries: Tensor) -> None:
-        """Queries [Hq, W, D] become the last that the window saw."""
-        recent = queries[:, -self.window :]
-        width = recent.shape[1]
-        slots = (self.steps + torch.arange(-width, 0, device=self.steps.device)) % self.window
-        self.queries[seq].index_copy_(1, slots, recent.to(self.queries.dtype))
-        self.seen[seq].index_fill_(0, slots, 1.0)
-        self.statics[seq].recorded = width
-
-    def windows(self, seqs: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Copies of the windows' queries [R, H, G W, D] of some sequences and their weights [R, G W], which sum to 1."""
-        which = self._deferred.numbers([(seq,) for seq in seqs], self.seen.device)[:, 0]
-        queries = self.queries.index_select(0, which).unflatten(1, (self.context.kv_heads, -1)).flatten(2, 3)
-        seen = self.seen.index_select(0, which)
-        return queries, (seen / (seen.sum(dim=1, keepdim=True) * self.context.group).clamp(min=1)).repeat(1, self.context.group)
 
     def plan(self, seqs: Sequence[int], keys: Tensor, queries: Tensor, weights: Tensor) -> list[Reordering]:
         """The static sets that windows' queries choose from keys [R, H, T, D] of sequences whose sets are of one size, and the
@@ -264,16 +203,10 @@ class HybridIndex(BoundIndex):
         order = choose_static(mass, count, self.first)
         rest = (order[:, count:] - self.first).long()
         assert self.spread is not None
-        if self.stay:
-            digests, kept = page_bounds(flat, self.size, spread=self.spread), 0
-            pages = (rest // self.size).contiguous()
-            begins = torch.arange(digests.shape[1] + 1, device=flat.device).expand(len(flat), -1).contiguous()
-            stops = count + torch.searchsorted(pages, begins)
-        else:
-            digests = page_bounds(flat, self.size, spread=self.spread, order=rest.contiguous())
-            kept = (tokens - count - 1) % self.size + 1 if tokens > count else 0
-            ends = torch.arange(digests.shape[1] + 1, device=flat.device) * self.size
-            stops = (count + ends.clamp(max=tokens - count)).expand(len(flat), -1)
+        digests = page_bounds(flat, self.size, spread=self.spread, order=rest.contiguous())
+        kept = (tokens - count - 1) % self.size + 1 if tokens > count else 0
+        ends = torch.arange(digests.shape[1] + 1, device=flat.device) * self.size
+        stops = (count + ends.clamp(max=tokens - count)).expand(len(flat), -1)
         tail = flat.gather(1, rest[:, rest.shape[1] - kept :, None].expand(-1, -1, dim))
         of_seqs = (tensor.unflatten(0, (rows, heads)).unbind() for tensor in (order, digests, stops.int(), tail))
         return [Reordering(own, count, *of_pages) for own, *of_pages in zip(*of_seqs, strict=True)]
@@ -283,8 +216,8 @@ class HybridIndex(BoundIndex):
         static = self.statics[seq]
         assert self.rows is not None
         if static.share is None:
-            static.share = self._auto(seq, keys) if self.share == "auto" else float(self.share)
-        share = _UNKNOWN if static.share is None else static.share
+            static.share = self._auto(seq, keys) if self.auto else self.share
+        share = self.share if static.share is None else static.share
         return min(keys.shape[1], int(share * self.rows + 1e-6))
 
     def _auto(self, seq: int, keys: Tensor) -> float | None:
@@ -304,9 +237,9 @@ class HybridIndex(BoundIndex):
         n, row = new.shape[2], new[0, :, 0].nbytes
         alike: dict[tuple[int, object], list[tuple[int, Tensor]]] = {}
         for seq, own in zip(seqs, new.unbind(), strict=True):
-            host, static = self.seqs[seq], self.statics[seq]
-            if static.since >= self.interval and static.rows is not None and self._stored(seq, host.tokens - n):
-                static.since = 0
+            host, turn, static = self.seqs[seq], self.turns[seq], self.statics[seq]
+            if turn.since >= self.interval and turn.rows is not None and self.stored(seq, host.tokens - n):
+                turn.since = 0
                 share = (seq,) if static.share is None else static.share  # which is told apart with its keys
                 alike.setdefault((host.tokens, share), []).append((seq, own))
         for (tokens, _), some in alike.items():
@@ -362,17 +295,13 @@ class HybridIndex(BoundIndex):
             last_page = (tokens - kept, units - (kept > 0))
             marks = [(0, 0)] if last_page == (0, 0) else [(0, 0), last_page]
             self.seqs[seq] = Seq(tokens, units, kept, marks)
-            self.statics[seq].rows, self.statics[seq].plan = self.rows, None
+            self.turns[seq].rows, self.statics[seq].plan = self.rows, None
             self._before.pop(seq, None)
             store = self.context.store
-            if store.pages is not None and self._stored(seq, tokens):
+            if store.pages is not None and self.stored(seq, tokens):
                 store.wait()
                 store.rearrange(seq, self.order[seq, :, :tokens])
         self.counts.index_fill_(0, whole.seqs[:, 0, 0], units)
-
-    def _stored(self, seq: int, tokens: int) -> bool:
-        store = self.context.store
-        return seq < store.seqs and store.length(seq) >= self.first + tokens
 
     def read(self, seqs: Sequence[int], tokens: int, new: Tensor | None = None) -> Tensor:
         """Keys [R, H, T, D] of sequences: the first `tokens` of each from the store, then new [R, H, n, D]."""
@@ -385,6 +314,3 @@ class HybridIndex(BoundIndex):
         if new is not None:
             keys[:, :, tokens:] = new
         return keys
-
-    def _tables(self) -> list[str]:
-        return [*super()._tables(), "queries", "seen"]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self, get_args
 
 import torch
@@ -12,8 +13,8 @@ from torch import Tensor
 
 from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.errors import ConfigError
-from kvthaw.index.clusters import drawn, stream
-from kvthaw.index.target import Full, Target
+from kvthaw.index.clusters import Batches, drawn, groups
+from kvthaw.index.target import Full
 from kvthaw.index.units import UnitIndex
 from kvthaw.kernels import HAS_TRITON, node_scores
 from kvthaw.kernels.extend import Place
@@ -157,14 +158,27 @@ class NodeIndex(UnitIndex):
             alike.setdefault(place.kept, []).append(place)
         for kept, some in alike.items():
             whole = kept // self.size  # nodes that have all of their keys, and their digests
-            last = [Full(place.seq, place.begin + whole * self.size, place.before + whole) for place in some]
-            own = self.recent[self._last(last, kept + keys.shape[2] - whole * self.size)]
-            made = self.digest(own.flatten(0, 1)).unflatten(0, own.shape[:2])
-            self.digests[Target.of(last, self.context.kv_heads, keys.device).units(made.shape[2])] = made
+            last = tuple(Full(place.seq, place.begin + whole * self.size, place.before + whole) for place in some)
+            n = kept + keys.shape[2] - whole * self.size
+            self.defer((self._kind(), "open", last, n), partial(digest_open, last=last, n=n), self)
 
     def close(self, full: Sequence[Full], keys: Tensor | None) -> None:
-        """See UnitIndex: each batch makes nodes among itself."""
-        self._form(full, self.last(full, self.recent)[:, :, None] if keys is None else keys, self.config.nodes_per_batch)
+        """See UnitIndex: each batch makes nodes among itself; single ones with those of other layers, which have theirs at the same
+        step."""
+        if keys is not None:
+            self._form(full, keys, self.config.nodes_per_batch)
+            return
+        work = partial(form, count=self.config.nodes_per_batch)
+        self.defer((self._kind(), "form", tuple(full)), work, Batches(self, full))
+
+    def _form(self, first: Sequence[Full], keys: Tensor, count: int) -> None:
+        """Make `count` nodes of each of some batches, keys [R, H, n, T, D], now."""
+        form([Batches(self, first, keys)], count)
+
+    def _kind(self) -> Hashable:
+        """What indexes have in common that work together."""
+        context = self.context
+        return NodeIndex, context.kv_heads, context.head_dim, context.dtype, context.device, context.seed, self.config
 
     def reserve(self, seqs: int, units: int = 0, tokens: int = 0) -> None:
         """See UnitIndex."""
@@ -175,8 +189,8 @@ class NodeIndex(UnitIndex):
 
     def know(self, seqs: Sequence[int]) -> None:
         """See UnitIndex: how many rows of a sequence get a true score is known on the device."""
-        wanted = [min(seq.tokens, self.width) for seq in self.seqs]
-        self.wanted.copy_(torch.tensor(wanted, dtype=torch.int32), non_blocking=True)
+        wanted = tuple(min(seq.tokens, self.width) for seq in self.seqs)
+        self.wanted.copy_(self._deferred.numbers([wanted], self.wanted.device)[0])
 
     # Inside
 
@@ -192,21 +206,24 @@ class NodeIndex(UnitIndex):
         store, device = self.context.store, self.context.device
         return store.table_on(device) if device.type == "cuda" else store.table()
 
-    def _form(self, first: Sequence[Full], keys: Tensor, count: int) -> None:
-        """Make `count` nodes of each of some batches, keys [R, H, n, T, D], of which the first of each sequence is said, in their
-        places of the tables."""
-        rows, heads, batches, tokens = keys.shape[:4]
-        device, context = keys.device, self.context
-        target = Target.of(first, heads, device)
-        starts = torch.arange(batches, device=device)[:, None] * tokens + target.begin[..., None]  # [R, 1, n, 1]
-        positions = self.first + starts + torch.arange(tokens, device=device)
-        streams = stream(context) + torch.arange(heads, device=device)[:, None, None]
-        chosen, flat = drawn(positions, count, streams), keys.flatten(0, 2)
+
+def digest_open(every: Sequence[NodeIndex], last: Sequence[Full], n: int) -> None:
+    """Make the digests of the nodes in text order of the last n tokens of sequences, which begin where `last` says."""
+    one = every[0]
+    own = torch.stack([index.recent[index.last_places(last, n)] for index in every])
+    made = one.digest(own.flatten(0, 2)).unflatten(0, own.shape[:3])
+    where = one.target(last).units(made.shape[3])
+    for index, digests in zip(every, made.unbind(), strict=True):
+        index.digests[where] = digests
+
+
+def form(every: Sequence[Batches], count: int) -> None:
+    """Make `count` nodes of each batch, and write these into the tables. All have as many tokens and batches, and their indexes
+    differ in nothing but the layer."""
+    for group in groups(every):
+        one = group.every[0].index
+        assert isinstance(one, NodeIndex)
+        flat, chosen = group.keys.flatten(0, 2), drawn(group.positions, count, group.streams)
         order, stops = grouped(nearest(flat, chosen.flatten(0, 2)), count)
-        digests, order = node_digests(flat, order, stops, self.config.outliers)
-        self.digests[target.units(batches * count)] = digests.view(rows, heads, batches * count, -1)
-        ends = (stops.view(rows, heads, batches, -1)[..., 1:] + starts).flatten(2)
-        self.stops[target.units(batches * count + 1)] = torch.cat((target.begin.expand(-1, heads, 1), ends), dim=2).int()
-        assert self.order is not None
-        where = order.view(rows, heads, batches, tokens) + starts + self.first
-        self.order[target.places(batches * tokens)] = where.flatten(2).int()
+        digests, order = node_digests(flat, order, stops, one.config.outliers)
+        group.write(digests, order, stops)

@@ -343,12 +343,20 @@ class UnitIndex:
 
     def last(self, full: Sequence[Full], table: Tensor) -> Tensor:
         """Of the last batches of sequences what a table holds by places in the map, [R, H, batch, D]."""
-        return table[self._last(full, self.batch)]
+        return table[self.last_places(full, self.batch)]
 
-    def _last(self, full: Sequence[Full], n: int) -> tuple[Tensor, Tensor, Tensor]:
+    def last_places(self, full: Sequence[Full], n: int) -> tuple[Tensor, Tensor, Tensor]:
         """Indices of a table of the last tokens: of each sequence n tokens; made once for all layers."""
-        own, heads, ring, device = tuple(full), self.context.kv_heads, self.recent.shape[2], self.context.device
-        return self._deferred.once((own, n, ring, heads, device), lambda: Target.of(own, heads, device).places(n, ring))
+        own, ring = tuple(full), self.recent.shape[2]
+        return self._deferred.once((own, n, ring, *self._heads()), lambda: Target.of(own, *self._heads()).places(n, ring))
+
+    def target(self, full: Sequence[Full]) -> Target:
+        """Return the places of batches of sequences in the tables; made once for all layers."""
+        own = tuple(full)
+        return self._deferred.once((own, *self._heads()), lambda: Target.of(own, *self._heads()))
+
+    def _heads(self) -> tuple[int, torch.device]:
+        return self.context.kv_heads, self.context.device
 
     def _again(self, seq: int, begin: int, before: int, n: int, marks: list[tuple[int, int]]) -> None:
         """A sequence ends with the first n tokens of a batch, whose keys are kept."""

@@ -107,7 +107,7 @@ class WaveIndex(ClusterIndex):
                 self._arriving[seq] = torch.cat((known, values[i]), dim=1)
         few = min(n, self.recent_values.shape[2])
         where = [Full(seq, host.tokens + n - few, 0) for seq, host in zip(seqs, hosts, strict=True)]
-        self.recent_values[self._last(where, few)] = values[:, :, n - few :]
+        self.recent_values[self.last_places(where, few)] = values[:, :, n - few :]
 
     def close(self, full: Sequence[Full], keys: Tensor | None) -> None:
         """See UnitIndex; at once, for their values follow."""

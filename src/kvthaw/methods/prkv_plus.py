@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal
 
 from kvthaw.cache.index_api import Method
 from kvthaw.errors import at_least
-from kvthaw.index.hybrid import HybridIndex
+from kvthaw.index.static_pages import StaticPageIndex
 from kvthaw.kernels.page_bounds import Spread
 from kvthaw.kernels.unit_select import Policy
 from kvthaw.regions import Regions
@@ -16,11 +15,10 @@ from kvthaw.regions import Regions
 def prkv_plus(
     *,
     page: int = 16,
-    share: float | Literal["auto"] = 0.25,
+    share: float = 0.25,
     interval: int = 128,
     window: int = 64,
     observe: int = 8,
-    stay: bool = True,
     spread: Spread = "mean",
     policy: Policy = "max",
 ) -> Method:
@@ -28,24 +26,24 @@ def prkv_plus(
 
     Three changes to prkv find lines among their like, which pages of 32 lose. page: 16 tokens; with 8 some random strings are found
     too, for 86 bytes a key on the device instead of 45. observe: the last 8 queries choose the static set, for those of a
-    question's template spend it elsewhere. stay=True: a static token leaves its page, so that no row is selected twice, but not the
-    page's bounding volume: the rest of its line still ranks by its best key. With stay=False the pages are made of what is left, as
-    in prkv.
+    question's template spend it elsewhere; at most as many as make 64 queries a KV head. A static token leaves its page, so that no
+    row is selected twice, but not the page's bounding volume: the rest of its line still ranks by its best key.
 
-    Host: the rows, from which a refresh reads the keys. Device: as for prkv. Other options, and how the query heads of a group
+    A fourth makes steps alike: a refresh (every `interval` tokens) reads the keys of the pages that rank best for these queries,
+    some thousand a head, not all keys.
+
+    Host: the rows, from which a refresh reads those keys. Device: as for prkv. Other options, and how the query heads of a group
     agree on pages: as in prkv.
     """
     at_least(1, page=page, window=window, observe=observe)
-    index = partial(
-        HybridIndex, page=page, share=share, interval=interval, spread=spread, policy=policy, observe=observe, stay=stay
-    )
+    index = partial(StaticPageIndex, page=page, share=share, interval=interval, spread=spread, policy=policy, observe=observe)
     return Method(
         "prkv-plus",
         paper="PRKV",
         unit="token + page",
         index=index,
         regions=Regions(0, window, page),
-        differs="pages of 16, not 32; the last 8 queries choose the static set, not 64; static tokens stay in their pages' "
-        "volumes; two dense layers",
+        differs="pages of 16, not 32; the last 8 queries choose the static set, not 64, later from the best pages' keys; "
+        "static tokens stay in their pages' volumes; two dense layers",
         choose="as prkv, and lines must be found among their like",
     )

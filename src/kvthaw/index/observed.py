@@ -1,0 +1,143 @@
+"""Pages beside static tokens, which the last queries choose again and again (PRKV): what its two indexes have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from kvthaw.cache.index_api import IndexContext
+from kvthaw.errors import at_least
+from kvthaw.index.bounds import BoundIndex
+from kvthaw.index.unit_counts import grown
+from kvthaw.kernels.page_bounds import Spread
+from kvthaw.kernels.unit_scores import RecentQueries
+from kvthaw.kernels.unit_select import Policy
+
+_GOLDEN = (5**0.5 - 1) / 2
+
+
+@dataclass(slots=True)
+class Turn:
+    """Of a sequence: tokens since its static set was chosen, and the layer's early ones in the first interval; the same before the
+    last append; for how many rows the set was; how many queries of its prompt were watched."""
+
+    since: int = 0
+    before: int = 0
+    rows: int | None = None
+    recorded: int = 0
+
+
+class ObservedIndex(BoundIndex):
+    """Pages, and a window of the last queries that select() was given, [B, Hq, W, D], recorded within a captured step.
+
+    Every `interval` tokens these choose the static set anew. Layers take turns: the first interval of each is shorter by `early`
+    tokens, a share that spreads their numbers evenly, so that in every append only few have theirs.
+    """
+
+    grows = False
+    mapped = remembers = True
+
+    def __init__(
+        self, context: IndexContext, *, page: int, spread: Spread, policy: Policy, share: float, interval: int, window: int
+    ) -> None:
+        at_least(1, interval=interval)
+        super().__init__(context, page=page, spread=spread, policy=policy)
+        self.share, self.interval = share, interval
+        self.early = int(interval * (context.layer * _GOLDEN % 1))
+        self.rows: int | None = context.rows or None
+        self.window = max(1, min(context.regions.window, window))
+        device, heads = context.device, context.q_heads
+        self.queries = torch.zeros((0, heads, self.window, context.head_dim), dtype=context.dtype, device=device)
+        self.seen = torch.zeros((0, self.window), dtype=torch.float32, device=device)
+        self.steps = torch.zeros(1, dtype=torch.int64, device=device)
+        self.turns: list[Turn] = []
+
+    def recent_queries(self, seqs: int) -> RecentQueries:
+        """See UnitIndex: the observation window."""
+        return RecentQueries(self.queries[:seqs], self.seen[:seqs], self.steps)
+
+    # Index
+
+    def append(self, seqs: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
+        """See Index."""
+        super().append(seqs, keys, values, queries)
+        for i, seq in enumerate(seqs):
+            turn = self.turns[seq]
+            turn.before = turn.since
+            if queries is not None:
+                self.record_queries(seq, queries[i])
+            turn.since += keys.shape[2]
+
+    def truncate(self, seq: int, length: int) -> None:
+        """See Index."""
+        if seq < len(self.turns) and length <= self.first:
+            self.turns[seq] = Turn(since=self.early)
+            self.seen[seq].zero_()
+            self.queries[seq].zero_()
+        super().truncate(seq, length)
+
+    def undo(self, seq: int, length: int) -> None:
+        """See Reversible."""
+        self.turns[seq].since = self.turns[seq].before
+        super().undo(seq, length)
+
+    def reorder(self, seqs: Sequence[int]) -> None:
+        """See Index."""
+        super().reorder(seqs)
+        self.turns = [replace(self.turns[seq]) for seq in seqs]
+
+    def tensors(self) -> list[Tensor]:
+        """See Index."""
+        return [*super().tensors(), self.steps]
+
+    def clone_from(self, other: Self) -> None:
+        """See Index."""
+        super().clone_from(other)
+        self.steps, self.rows = other.steps.clone(), other.rows
+        self.turns = [replace(turn) for turn in other.turns]
+
+    def reserve(self, seqs: int, units: int = 0, tokens: int = 0) -> None:
+        """See UnitIndex."""
+        super().reserve(seqs, units, tokens)
+        self.turns += [Turn(since=self.early) for _ in range(len(self.seqs) - len(self.turns))]
+        self.queries, self.seen = grown(self.queries, len(self.seqs)), grown(self.seen, len(self.seqs))
+
+    # The static set
+
+    def begin(self, seq: int, first: int, queries: Tensor) -> None:
+        """Empty a sequence and take the last queries [Hq, W, D] of its prompt."""
+        self.truncate(seq, 0)
+        self.first = first
+        self.reserve(seq + 1)
+        self.turns[seq] = Turn(since=self.early)
+        self.seen[seq].zero_()
+        self.queries[seq].zero_()
+        self.record_queries(seq, queries)
+
+    def record_queries(self, seq: int, queries: Tensor) -> None:
+        """Queries [Hq, W, D] become the last that the window saw."""
+        recent = queries[:, -self.window :]
+        width = recent.shape[1]
+        slots = (self.steps + torch.arange(-width, 0, device=self.steps.device)) % self.window
+        self.queries[seq].index_copy_(1, slots, recent.to(self.queries.dtype))
+        self.seen[seq].index_fill_(0, slots, 1.0)
+        self.turns[seq].recorded = width
+
+    def windows(self, seqs: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Copies of the windows' queries [R, H, G W, D] of some sequences and their weights [R, G W], which sum to 1."""
+        which = self._deferred.numbers([(seq,) for seq in seqs], self.seen.device)[:, 0]
+        queries = self.queries.index_select(0, which).unflatten(1, (self.context.kv_heads, -1)).flatten(2, 3)
+        seen = self.seen.index_select(0, which)
+        return queries, (seen / (seen.sum(dim=1, keepdim=True) * self.context.group).clamp(min=1)).repeat(1, self.context.group)
+
+    def stored(self, seq: int, tokens: int) -> bool:
+        """Return whether the store has a sequence's first `tokens` tokens behind the sink."""
+        store = self.context.store
+        return seq < store.seqs and store.length(seq) >= self.first + tokens
+
+    def _tables(self) -> list[str]:
+        return [*super()._tables(), "queries", "seen"]
