@@ -249,7 +249,7 @@ def test_full_attention_counts_what_the_method_may_need_after_it(model: PreTrain
 def test_chunks_hide_the_bus_that_brings_earlier_ones_back(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvthaw.engine.scheduler.STREAMED", 64)
     for streams, chunk in ((True, 64), (False, 19)):
-        monkeypatch.setattr(Batch, "streams_back", streams)
+        monkeypatch.setattr(Batch, "streams_back", lambda *_, streams=streams: streams)
         scheduler = Scheduler(Batch(model, "oracle", max_seqs=2, capacity=200, budget=48), step_tokens=20)
         scheduler.submit([1, 2, 3], max_new_tokens=9, stop=())
         scheduler.step()
@@ -431,3 +431,13 @@ def test_a_request_that_was_made_before_can_be_submitted(model: PreTrainedModel)
     while scheduler.busy:
         scheduler.step()
     assert [made.tokens] == alone(model, "oracle", (prompt(1, 30)[0], 4))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("memory", "streams"), [(None, True), ("auto", False)])
+def test_earlier_rows_cross_the_bus_from_the_host_alone(memory: str | None, streams: bool) -> None:
+    model = build("llama").to("cuda")
+    batch = Batch(model, "quest", max_seqs=2, capacity=600, budget=48, block_size=16, prefill_chunk=100, device_memory=memory)
+    request = batch.join(prompt(1, 300)[0], max_new_tokens=2, stop=())
+    batch.prefill(request)
+    assert batch.streams_back(request) == streams

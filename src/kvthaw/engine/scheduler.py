@@ -152,7 +152,7 @@ class Scheduler:
         """Return how many tokens of a prompt go through the model beside so many that were decoded."""
         left = round((self.step_tokens - decoded) / (1 + request.prefilled / DEPTH))
         left -= left % _TILE if left > _TILE else 0
-        return max(STREAMED if self.batch.streams_back else 1, left)
+        return max(STREAMED if self.batch.streams_back(request) else 1, left)
 
     def _decode(self) -> list[Request]:
         try:
