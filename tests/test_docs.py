@@ -148,10 +148,12 @@ def test_every_command_that_is_shown_can_be_given(monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture(scope="module")
 def llama() -> PreTrainedModel:
-    return build("llama")
+    return build("llama", max_position_embeddings=1 << 16)
 
 
-@pytest.mark.parametrize("page", ["index.md", "choose.md", "planning.md", "documents.md", "own-method.md"])
+@pytest.mark.parametrize(
+    "page", ["../README.md", "index.md", "choose.md", "planning.md", "documents.md", "own-method.md", "troubleshooting.md"]
+)
 def test_code_on_a_page_runs(
     page: str, llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -167,6 +169,14 @@ def test_code_on_a_page_runs(
             exec(block, names)  # as a reader would
     for method in set(METHODS) - set(before):
         METHODS.unregister(method)
+
+
+def test_the_readme_is_read_in_minutes() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 120
+    assert len(text.split()) <= 900
+    tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
+    assert all(table.count("\n") - 2 <= 6 and table.splitlines()[0].count("|") - 1 <= 5 for table in tables)
 
 
 def test_the_method_that_is_explained_is_the_example() -> None:

@@ -33,8 +33,8 @@ class Forecast:
 
     method: as it was asked for. in_force: the one that attends to the prompt. fits: None where no memory is known. step_s: seconds
     a decode step takes if HITS of the selected rows are on the device already, step_no_hits_s: if none is; basis: how well that is
-    known; all None where nothing was measured. longest: the longest prompt that fits, in units of 1,024 tokens; None where no
-    memory is known.
+    known; all None where nothing was measured. longest: the longest prompt that fits, in units of 1,024 tokens, or as long as the
+    model's positions; None where no memory is known.
     """
 
     method: str
@@ -128,6 +128,8 @@ class Forecaster:
 
     def _longest(self, method: str) -> int:
         """Return the longest prompt that fits, by halving."""
+        if self._fits(self._needs(method, self.most)[0]):
+            return self.most
         low, high = 0, self.most // _UNIT
         while low < high:
             middle = (low + high + 1) // 2

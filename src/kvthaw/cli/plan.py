@@ -188,7 +188,7 @@ def _methods(found: list[Forecast], most: int) -> Table:
 def _longest(one: Forecast, most: int) -> str:
     if one.longest is None:
         return "-"
-    return "none" if not one.longest else f"{one.longest:,}" + (", all positions" if one.longest + 1024 > most else "")
+    return "none" if not one.longest else f"{one.longest:,}" + (", all positions" if one.longest == most else "")
 
 
 def _time(one: Forecast) -> str:
@@ -209,7 +209,7 @@ def _words(about: dict[str, Any], one: Forecast, forecaster: Forecaster) -> list
         short = "fits" if one.fits else "does not fit"
         said.append(f"It {short}. The longest prompt that does, in tokens: {_longest(one, forecaster.most)}.")
     if one.step_s is not None:
-        said.append(f"A token takes {_time(one)} ms.")
+        said.append(f"A token takes, in ms: {_time(one)}.")
     elif not (forecaster.machine.gpu or forecaster.machine.cpu):
         said.append("With --gpu it tells milliseconds a token, too.")
     quantised = getattr(forecaster.model.config, "quantization_config", None)

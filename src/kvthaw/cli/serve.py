@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -96,10 +97,12 @@ def serve(
     if api_key_file is not None and not keys:
         raise ConfigError(f"{api_key_file} holds no key")
     template = None if chat_template is None else prompt_text(None, chat_template)
-    if tp > 1 and (device is not None or kv_dir is not None):
-        raise ConfigError(
-            f"--tp is {tp}: each process takes the device of its number, and a split model's documents are not saved"
-        )
+    if tp > 1 and device is not None:
+        raise ConfigError(f"--tp is {tp} and --device {device!r}; each process takes the device of its number, or the CPU")
+    if tp > 1 and kv_dir is not None:
+        raise ConfigError(f"--tp is {tp} and --kv-dir {str(kv_dir)!r}; a split model's documents are not saved")
+    if tp > 1 and find_spec("accelerate") is None:
+        raise ConfigError(f"--tp is {tp}; transformers splits a model with accelerate: pip install kvthaw[tp]")
     count = _least_and_most(replicas or "1")
     if on_ray and tp > 1:
         raise ConfigError(f"--tp is {tp}; with --ray a replica has one GPU")
