@@ -59,9 +59,9 @@ def decode(records: Sequence[Record]) -> Table:
         ("host MiB", _known("kv_host_bytes", "{:,.1f}", 2**-20)),
         ("captures", _known("captures", "{}")),
     ]
-    return _table(
-        f"decode, {first['shape']}, {first['device']}, commit {first['about'].get('commit')}", records, columns, words=2
-    )
+    commit = first["about"].get("commit")
+    title = f"decode, {first['shape']}, {first['device']}" + (f", commit {commit}" if commit else "")
+    return _table(title, records, columns, words=2)
 
 
 def prefill(records: Sequence[Record]) -> Table:
