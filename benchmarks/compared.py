@@ -76,7 +76,7 @@ def photograph(page: str, to: Path) -> None:
         path.write_text(page, encoding="utf-8")
         look = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={folder}/user"]
         subprocess.run(
-            [browser, *look, "--window-size=1250,1700", f"--screenshot={to}", path.as_uri()], check=True, capture_output=True
+            [browser, *look, "--window-size=1250,1000", f"--screenshot={to}", path.as_uri()], check=True, capture_output=True
         )
 
 

@@ -152,7 +152,8 @@ _STYLE = (
     "details{margin:.6rem 0}summary{cursor:pointer;font-weight:600}"
     "figure svg,figure img{width:100%;min-width:420px;height:auto}figcaption{color:var(--soft);font-size:13px}"
     "@media(max-width:600px){body{margin:1rem auto;padding:0 .6rem}h1{font-size:1.4rem}h2{font-size:1.15rem}"
-    "table{font-size:12px}th,td{padding:.2rem .3rem}td small{white-space:normal;width:5.2em;margin-left:auto}}"
+    "table{font-size:12px}th,td{padding:.2rem .3rem}td small{white-space:normal;width:5.2em;margin-left:auto}"
+    "td:first-child{white-space:normal;overflow-wrap:anywhere;min-width:8.5em;max-width:8.5em}}"
 )
 
 

@@ -30,8 +30,9 @@ def overview(tasks: Sequence[Summary], perplexities: Sequence[Summary] = ()) -> 
             "and step. Percent with 95 % intervals: Wilson's of an accuracy, Agresti and Min's of the paired difference to full "
             "attention."
         )
-        if any(one["step_s"] is not None for one in some):
-            about += f" A decode step is shared by up to {max(one['rows'] for one in some)} samples."
+        rows = max(one["rows"] for one in some) if any(one["step_s"] for one in some) else 1
+        if rows > 1:
+            about += f" Up to {rows} samples share a decode step."
         blocks += [Heading(f"Accuracy, the question {how}"), Text(about), _accuracies(some)]
         for length in sorted({one["length"] for one in some}):
             at = [one for one in some if one["length"] == length]
