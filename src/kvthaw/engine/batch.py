@@ -126,11 +126,10 @@ class Batch:
 
     def streams_back(self, request: Request) -> bool:
         """Return whether the next chunk of a prompt may bring some of what came before it back over the bus."""
-        kv = self.cache.kv
-        if self.model.device.type != "cuda" or kv.settings.ranks.size > 1:  # where blocks lie may differ between processes
-            return self.model.device.type == "cuda" and bool(kv.offloaded)
-        stores = [layer.store for layer in kv.offloaded if layer.plan]
-        return any(not block.on_device for store in stores for block in store.blocks(request.seq))
+        kv, cuda = self.cache.kv, self.model.device.type == "cuda"
+        split = kv.settings.ranks.size > 1  # where blocks lie may differ between processes
+        stores = [layer.store for layer in kv.offloaded if layer.plan and cuda]
+        return any(split or not block.on_device for store in stores for block in store.blocks(request.seq))
 
     def stats(self) -> Stats:
         """Stats of the batch's cache, over all requests so far."""
