@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,7 @@ from kvthaw.engine.hf.model import split
 from kvthaw.engine.lockstep import Lockstep
 from ranks import run
 
+pytest.importorskip("xgrammar", reason="needs pip install 'kvthaw[serve]'")
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="transformers splits a model over the GPUs where there are some"
 )
@@ -51,6 +53,10 @@ def answers(served: Served) -> list[Any]:
     assert served.post("/v1/contexts", name="times", text=TEXT).status_code == 200
     found.append(ask(prompt="Of", context="times"))
     assert served.http.delete("/v1/contexts/times").status_code == 204
+    person = {"type": "object", "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 150}}, "required": ["age"]}
+    named = {"type": "json_schema", "json_schema": {"name": "person", "schema": person, "strict": True}}
+    found.append(ask(prompt=TEXT, response_format=named, max_tokens=60))
+    assert 0 <= json.loads(found[-1][0][0])["age"] <= 150
     return [*found, ask(prompt=TEXT)]
 
 

@@ -13,6 +13,8 @@ from torch import Tensor
 from kvthaw.engine.json_schema import check_schema
 from kvthaw.errors import ConfigError
 
+Source = tuple[str, bool]
+"""A JSON schema as text, and whether objects have no members that it does not name."""
 _CACHED_BYTES = 64 << 20  # of compiled grammars
 
 
@@ -36,10 +38,11 @@ class Matcher:
 
 
 class Grammar:
-    """A compiled grammar of one tokenizer, which any number of outputs may follow."""
+    """A compiled grammar of one tokenizer, which any number of outputs may follow. source: of which `Grammars.compile` makes it in
+    another process."""
 
-    def __init__(self, compiled: Any, vocabulary: int) -> None:
-        self._compiled, self.vocabulary = compiled, vocabulary
+    def __init__(self, compiled: Any, vocabulary: int, source: Source) -> None:
+        self._compiled, self.vocabulary, self.source = compiled, vocabulary, source
 
     def matcher(self, stops: Collection[int]) -> Matcher:
         """Return what follows an output that ends with one of the tokens `stops`; raises ConfigError where there are none."""
@@ -75,21 +78,23 @@ class Grammars:
 
     def json(self) -> Grammar:
         """Return the grammar of a JSON object."""
-        return self._compile({"type": "object"}, strict=False)
+        return self.compile((json.dumps({"type": "object"}), False))
 
     def json_schema(self, schema: Any, *, strict: bool = False) -> Grammar:
         """Return the grammar of JSON that a schema describes; strict: objects have no members that it does not name.
 
         Raises ConfigError for a schema whose keywords would not all be met, see `check_schema`."""
         check_schema(schema)
-        return self._compile(schema, strict)
+        return self.compile((json.dumps(schema), strict))
 
-    def _compile(self, schema: Any, strict: bool) -> Grammar:
+    def compile(self, source: Source) -> Grammar:
+        """Return the grammar of a schema that was checked; raises ConfigError where nothing can meet it."""
+        schema, strict = source
         try:
-            compiled = self._compiler.compile_json_schema(json.dumps(schema), any_whitespace=False, strict_mode=strict)
+            compiled = self._compiler.compile_json_schema(schema, any_whitespace=False, strict_mode=strict)
         except RuntimeError as error:
             raise ConfigError(f"json_schema cannot be met: {str(error).rpartition(': ')[2].strip()}") from None
-        return Grammar(compiled, self._vocabulary)
+        return Grammar(compiled, self._vocabulary, source)
 
 
 class TokenMasks:

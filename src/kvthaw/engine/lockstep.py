@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from kvthaw.cache.ranks import ALONE, Ranks
+from kvthaw.engine.grammar import Grammars, Source
 from kvthaw.engine.request import Request
 from kvthaw.engine.scheduler import Scheduler
 from kvthaw.errors import CacheError, KvthawError
@@ -19,16 +20,20 @@ from kvthaw.errors import CacheError, KvthawError
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """A request is submitted; number: how later changes name it; decodes: it has text and stop strings."""
+    """A request is submitted, without its tokenizer and grammar; number: how later changes name it; decodes: it has text and stop
+    strings; grammar: the source of its grammar."""
 
     number: int
     request: Request
     decodes: bool
+    grammar: Source | None
 
     @classmethod
     def of(cls, number: int, request: Request) -> Submit:
-        """Describe a request that has not been submitted, without its tokenizer."""
-        return cls(number, replace(request, decoded=None), request.decoded is not None)
+        """Describe a request that has not been submitted."""
+        how, grammar = replace(request.sampling, grammar=None), request.sampling.grammar
+        plain = replace(request, decoded=None, sampling=how)
+        return cls(number, plain, request.decoded is not None, None if grammar is None else grammar.source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +84,16 @@ class Lockstep:
 
     def follow(self, scheduler: Scheduler, tokenizer: Any) -> None:
         """Other ranks: do what rank 0 does until it ends."""
-        requests: dict[int, Request] = {}
+        requests, grammars = dict[int, Request](), None
         prefix = scheduler.batch.prefix_cache
         while (changes := self.receive()) is not None:
             for change in changes:
                 match change:
-                    case Submit(number, request, decodes):
+                    case Submit(number, request, decodes, grammar):
+                        if grammar is not None:
+                            grammars = grammars or Grammars(tokenizer, scheduler.batch.vocabulary)
+                            how = replace(request.sampling, grammar=grammars.compile(grammar))
+                            request = replace(request, sampling=how)
                         if decodes:
                             request.decode(tokenizer)
                         try:

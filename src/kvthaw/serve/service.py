@@ -155,8 +155,6 @@ class Service:
         asked = body.json_format
         if asked is None:
             return None
-        if self.worker.lockstep.size > 1:
-            raise ApiError(400, f"{body.format_field}: a model that is split serves no JSON yet", param=body.format_field)
         async with self._compiling:
             try:
                 if self._grammars is None:
