@@ -2,7 +2,7 @@
 # All methods on the same work, on a machine with a GPU: benchmarks/compare.sh OUT [MINUTES [PROCESSES [SEED]]]
 # Resumable: what stands in OUT is not run again. The large table comes first; what is left of MINUTES (8) is for the other parts, side by side.
 # PROCESSES (8) share the GPU, best under NVIDIA's MPS; each holds up to 5 GiB of prompts, as much for indexes, and as much pinned on the host.
-# SEED (1000): samples from there on; 0 to 49 are those that kvthaw's own methods were designed on.
+# SEED (1000): samples from there on; kvthaw's own methods were designed on 0 to 49.
 # Afterwards, on any machine with matplotlib: kvthaw compare --report-only --out OUT; python3 -m benchmarks.compared OUT publishes it.
 set -euo pipefail
 out=$1 minutes=${2:-8} jobs=${3:-8} seed=${4:-1000}
@@ -19,11 +19,14 @@ run() { # by so many processes, in the time that is left
 does=passkey,niah_single,niah_multikey,niah_multikey_uuid,longeval,kv_retrieval,variable_tracking  # what the shipped model can
 few=$(( jobs > 6 ? jobs / 6 : 1 ))
 mkdir -p "$(dirname "$out")"
-papers=icecache,icecache:preset=code,pariskv,clusterkv,clusterkv:preset=code,prkv
+papers=icecache,pariskv,clusterkv,prkv
 ours=icecache-digest,icecache-digest-device,pariskv-plus,clusterkv-plus,prkv-plus
-others=full,oracle,streaming,h2o,snapkv,arkvale,quest,quest:page=32,pqcache,magicpig,omnikv,freekv,twilight,shadowkv,retroinfer,infinigen,socket
+others=full,oracle,streaming,h2o,snapkv,arkvale,quest,pqcache,magicpig,omnikv,freekv,twilight,shadowkv,retroinfer,infinigen,socket
+settings=icecache:preset=code:budget=256,clusterkv:preset=code:budget=256,quest:page=32:budget=256
 rows=pariskv:retrieved=100,pariskv-plus:retrieved=100,prkv:retrieved=256,prkv-plus:retrieved=256
-run "$jobs" --task $does --length 4096,16384 --budget 64,128,256,512,1024 --method $papers,$ours,$others,$rows
+for samples in 16 32 48; do # each whole for every task, length and method before it grows: only that is published
+  run "$jobs" --samples $samples --task $does --length 4096,16384 --budget 64,128,256,1024 --method $papers,$ours,$others,$settings,$rows
+done
 run "$jobs" --task $does,perplexity --length 8192,32768 --method $papers,$ours,$others
 run "$few" --task passkey --length 65536 &
 run $(( 2 * few )) --task $does --length 4096,32768 --dense-layers 2 --method icecache-digest,icecache-digest:reuse=3,pariskv,pariskv-plus,clusterkv,clusterkv-plus,prkv,omnikv &

@@ -283,14 +283,14 @@ def test_run_continues_where_the_file_ends(loaded: tuple[Any, Any], tmp_path: Pa
     assert seen == []
     assert again == first
     more = runner(loaded, ResultsFile(path)).run(Job("passkey", 400, 3), [ORACLE, STREAMING])
-    assert len(path.read_text().splitlines()) == 4 + 3 + 4  # other depths for two of three samples
+    assert len(path.read_text().splitlines()) == 4 + 2 + 3  # full attention and oracle for the third sample, streaming for all
     assert sum(n > 1 for n in seen) == 3
     assert len(more[STREAMING]) == 3
     loaded[0].lm_head.weight.data[0] += 1  # other weights, other results
     runner(loaded, ResultsFile(path)).run(Job("passkey", 400, 1), [])
-    assert len(path.read_text().splitlines()) == 12
+    assert len(path.read_text().splitlines()) == 10
     path.write_text(path.read_text() + '{"not": "a result"}\n')
-    with pytest.raises(ConfigError, match="line 13 is not a result"):
+    with pytest.raises(ConfigError, match="line 11 is not a result"):
         ResultsFile(path)
 
 
@@ -331,9 +331,16 @@ def test_progress_tells_prefill_and_samples(loaded: tuple[Any, Any]) -> None:
 
 
 def test_samples_spread_over_the_depths() -> None:
-    assert [d for _, d in Job("passkey", 400, 20).cells()] == list(EVEN_DEPTHS)
-    assert [d for _, d in Job("passkey", 400, 4).cells()] == [0.0, 0.25, 0.5, 0.75]
-    assert [d for _, d in Job("passkey", 400, 21).cells()][-1] == 0.0
+    forty = Job("passkey", 400, 40).cells()
+    assert sorted(depth for _, depth in forty[:20]) == sorted(depth for _, depth in forty[20:]) == list(EVEN_DEPTHS)
+    for few in (1, 4, 16):
+        assert Job("passkey", 400, few).cells() == forty[:few], "more samples add to those of fewer"
+    four = sorted(depth for _, depth in forty[:4])
+    assert four[0] < 0.25
+    assert four[-1] >= 0.75
+    for count in range(1, 12):
+        depths = tuple(i / 20 for i in range(count))
+        assert sorted(d for _, d in Job("passkey", 400, count, depths=depths).cells()) == list(depths)
     assert Job("passkey", 400, 2, seed=7, depths=()).cells() == [(7, None), (8, None)]
 
 

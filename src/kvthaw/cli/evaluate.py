@@ -71,7 +71,7 @@ def evaluate(
     depths: Annotated[
         list[str],
         typer.Option(
-            help="Where the facts stand, in percent, in turn; [bold]even[/] is 0 to 95 by 5, [bold]random[/] draws; "
+            help="Where the facts stand, in percent, equally often; [bold]even[/] is 0 to 95 by 5, [bold]random[/] draws; "
             f"{options.SEVERAL}."
         ),
     ] = _EVEN,

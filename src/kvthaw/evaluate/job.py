@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,8 +34,8 @@ def check_question(question: str) -> None:
 class Job:
     """Samples of one task at one length.
 
-    length: tokens of context and question. depths: where the samples' facts stand, 0..1, in turn; empty leaves it to the task.
-    question: "dense" prefills it with the context; "sparse" caches the context and sends the question's tokens through the
+    length: tokens of context and question. depths: where the samples' facts stand, 0..1, equally often; empty leaves it to the
+    task. question: "dense" prefills it with the context; "sparse" caches the context and sends the question's tokens through the
     sparse path one by one. probe: observe every n-th step, 0 for none. text: the haystack, the book that ships if None. data: files
     that the task's questions come from instead of what ships. chat: ask through the chat template, whose tokens length does not
     count. max_new_tokens: the longest answer, thoughts included; None: the task's, or THINKING where thinking is on.
@@ -70,12 +72,13 @@ class Job:
         return self.max_new_tokens or (THINKING if self.thinks else task.max_new_tokens)
 
     def cells(self) -> list[tuple[int, float | None]]:
-        """(seed, depth) of every sample. Fewer samples than depths are spread over them evenly."""
+        """(seed, depth) of every sample. More samples begin with those of fewer, and few are spread over the depths, too: each
+        lies about .618 of them behind the one before."""
         if not self.depths:
             return [(self.seed + i, None) for i in range(self.samples)]
         count = len(self.depths)
-        spread = [i * count // self.samples if self.samples < count else i % count for i in range(self.samples)]
-        return [(self.seed + i, self.depths[place]) for i, place in enumerate(spread)]
+        step = next(step for step in itertools.count(round(0.618 * count)) if math.gcd(step, count) == 1)
+        return [(self.seed + i, self.depths[i * step % count]) for i in range(self.samples)]
 
 
 @dataclass(frozen=True, slots=True)
