@@ -95,8 +95,10 @@ CLAIMS = (
     Claim("IceCache, abstract", Asked("icecache", 256), share=0.99),
     Claim("IceCache, figure 6", Asked("icecache", 64), margin=MARGIN, tasks=("passkey",)),
     Claim("ParisKV, tables 3 and 6", Asked("pariskv", retrieved=100), share=0.99),
-    Claim("ClusterKV, table I", Asked("clusterkv", 256), share=0.953),
-    Claim("ClusterKV, table I", Asked("clusterkv", 1024), share=0.986),
+    Claim("ClusterKV, table I", Asked("clusterkv", retrieved=256), share=0.953),
+    Claim("ClusterKV, table I", Asked("clusterkv", retrieved=1024), share=0.986),
+    Claim("table I, regions within the budget", Asked("clusterkv", 256), share=0.953),
+    Claim("table I, regions within the budget", Asked("clusterkv", 1024), share=0.986),
     Claim("PRKV, figure 6", Asked("prkv", retrieved=256), margin=MARGIN, tasks=("niah_single",)),
     *(Claim("kvthaw", Asked(name, 256), share=0.99) for name in OURS),
     *(

@@ -24,6 +24,7 @@ ours=icecache-digest,icecache-digest-device,pariskv-plus,clusterkv-plus,prkv-plu
 others=full,oracle,streaming,h2o,snapkv,arkvale,quest,pqcache,magicpig,omnikv,freekv,twilight,shadowkv,retroinfer,infinigen,socket
 settings=icecache:preset=code:budget=256,clusterkv:preset=code:budget=256,quest:page=32:budget=256
 rows=pariskv:retrieved=100,pariskv-plus:retrieved=100,prkv:retrieved=256,prkv-plus:retrieved=256
+rows+=,clusterkv:retrieved=256,clusterkv:retrieved=1024,magicpig:budget=0.5  # as their papers count
 for samples in 16 32 48; do # each whole for every task, length and method before it grows: only that is published
   run "$jobs" --samples $samples --task $does --length 4096,16384 --budget 64,128,256,1024 --method $papers,$ours,$others,$settings,$rows
 done
