@@ -55,14 +55,14 @@ def summary(cells: Sequence[Cell]) -> str:
 PAGES = {"docs/results.md": summary}  # what stands between the marks of each
 
 
-def put(path: Path, text: str) -> None:
+def put(path: Path, text: str, mark: str = BEGIN) -> None:
     """Replace what stands between the marks of a file. Ends the script where it has none."""
     whole = path.read_text(encoding="utf-8")
-    before, begin, rest = whole.partition(BEGIN)
+    before, begin, rest = whole.partition(mark)
     _, end, after = rest.partition(END)
     if not (begin and end):
-        sys.exit(f"{path} has no {BEGIN} followed by {END}")
-    path.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")
+        sys.exit(f"{path} has no {mark} followed by {END}")
+    path.write_text(f"{before}{mark}\n\n{text}\n\n{END}{after}", encoding="utf-8")
 
 
 def photograph(page: str, to: Path) -> None:

@@ -9,9 +9,10 @@ import pytest
 
 from kvthaw import ConfigError
 from kvthaw.bench import decode, steps
+from kvthaw.bench.settings import setting
 from kvthaw.bench.shapes import SHAPES
 from kvthaw.engine.hf.model import load
-from kvthaw.evaluate.results import ResultsFile
+from kvthaw.evaluate.results import Record, ResultsFile
 from kvthaw.reproduce import EXPERIMENTS, PAPERS, Lab, named, run
 from kvthaw.reproduce.draw import picture
 from kvthaw.reproduce.experiment import table
@@ -82,6 +83,29 @@ def test_what_a_full_run_lacks_is_said(folder: Path) -> None:
         run(EXPERIMENTS["icecache-t3"], Lab(None, load))
     with pytest.raises(ConfigError, match="gsm8k needs its data"):
         run(EXPERIMENTS["icecache-t3"], Lab(str(folder), load))
+
+
+def test_times_of_a_gpu_are_read_where_there_is_none() -> None:
+    one, same = (
+        EXPERIMENTS["clusterkv-f12"],
+        {"prompt": "run", "dense_layers": None, "seed": 0, "device": "some GPU", "budget": 256},
+    )
+    sizes = {
+        "shape": "llama-3.1-8b",
+        "length": 32 * 1024,
+        "batch": 1,
+        "new_tokens": 1024,
+        "steps": "captured",
+        "retrieved": None,
+    }
+    taken = {"ttft_s": 2.0, "tpot_s": 0.01, "elapsed_s": {"256": 2.5, "512": 5.0, "1024": 10.24}}
+    results = ResultsFile()
+    results.add(Record(setting("full", **same, **sizes).to_dict(), taken))
+    (full, *others) = run(one, Lab(None, load, results, known="some GPU")).lines()
+    assert full["ours"] == {"32k+256": 4.5, "32k+512": 7.0, "32k+1024": pytest.approx(12.24)}
+    assert not any(line["ours"] for line in others)
+    with pytest.raises(ConfigError, match="nothing of it"):
+        run(one, Lab(None, load, results, known="another GPU"))
 
 
 def test_a_table_is_read_by_its_lines() -> None:

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from kvthaw.bench.card import where
 from kvthaw.bench.check import Checks
 from kvthaw.bench.decode import Bench
 from kvthaw.bench.settings import DecodeSetting
@@ -43,7 +44,8 @@ class _Unchecked(Bench):
 class Lab:
     """name: of the model. load: brings model and tokenizer when they are first needed. data: a file or folder of published data, or
     "hub". text: a book instead of the one that ships. quick: run everything as small as it can be. limit: of a benchmark's
-    questions, or a task's samples. host_bytes: most host memory for KV where shapes are timed; None: as much as is free."""
+    questions, or a task's samples. host_bytes: most host memory for KV where shapes are timed; None: as much as is free. known: of
+    times, show what the results hold of a GPU of this name, and measure none."""
 
     name: str | None
     load: Load
@@ -53,6 +55,7 @@ class Lab:
     quick: bool = False
     limit: int | None = None
     host_bytes: int | None = None
+    known: str | None = None
     tell: Callable[[Progress], None] = lambda progress: None
     note: Callable[[str], None] = lambda text: None
 
@@ -62,6 +65,16 @@ class Lab:
         if self.name is None:
             raise ConfigError("this needs the weights of a model, the paper's for comparable numbers: --model NAME, or --quick")
         return self.load(self.name)
+
+    @property
+    def timed_on(self) -> str:
+        """The name of the device whose times are asked for."""
+        return self.known or where()[1]
+
+    @property
+    def gpu(self) -> bool:
+        """Whether that is a GPU."""
+        return self.known is not None or where()[0].type == "cuda"
 
     @cached_property
     def bench(self) -> Bench:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from kvthaw.bench.card import where
 from kvthaw.bench.settings import DecodeSetting, possible, setting
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.results import Record
@@ -65,29 +64,29 @@ class Timed:
 
     def measure(self, lab: Lab, rows: Sequence[str]) -> Cells:
         """See Plan."""
-        if not lab.quick and where()[0].type != "cuda":
+        if not (lab.quick or lab.gpu):
             raise ConfigError(f"this times the shape {self.shape} on a GPU, and there is none; --quick runs a tiny shape")
         asked = {(row, column): self._setting(lab, row, timing) for row in rows for column, timing in self.columns.items()}
-        settings = sorted(dict.fromkeys(asked.values()), key=lambda one: one.length * one.batch)
-        found = {record.key: record for record in lab.bench.run(settings)}
+        if lab.known is None:
+            lab.bench.run(sorted(dict.fromkeys(asked.values()), key=lambda one: one.length * one.batch))
         if lab.quick:
             lab.bench.judge()  # at full size what one run fails with is noted, and the others count
         cells: Cells = {}
         for (row, column), one in asked.items():
-            record = found.get(Record(one.to_dict(), {}).key)
+            record = lab.results.get(one.to_dict())
             if record is not None:
                 cells[row, column] = Cell(MEASURES[self.columns[column].measure](record), _on(one))
         return cells
 
     def _setting(self, lab: Lab, row: str, timing: Timing) -> DecodeSetting:
-        common = {"budget": 256, "retrieved": None, "dense_layers": None, "seed": 0, "device": where()[1]}
+        common = {"budget": 256, "retrieved": None, "dense_layers": None, "seed": 0, "device": lab.timed_on}
         sizes = {"shape": self.shape, "length": timing.length, "batch": timing.batch, "new_tokens": timing.new_tokens}
         if lab.quick:
             sizes = {"shape": "tiny", "length": 160, "batch": min(2, timing.batch), "new_tokens": 2}
         one = setting(row, steps=self.steps, **sizes, **common)
         if lab.quick and not one.dense:
             one = replace(one, budget=BUDGET, retrieved=None, dense_layers=0)
-        one = one if possible(one, where()[0].type == "cuda") else replace(one, steps="eager")
+        one = one if possible(one, lab.gpu) else replace(one, steps="eager")
         cold = not lab.quick and all(each.measure in _OF_STEPS for each in self.columns.values())
         return replace(one, prompt="once") if cold and lab.results.get(one.to_dict()) is None else one
 

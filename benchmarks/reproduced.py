@@ -1,0 +1,62 @@
+"""Write the paper's numbers beside those of benchmarks/results/reproduce.jsonl into docs/reproduce.md.
+
+usage: python3 -m benchmarks.reproduced [OUT]    OUT: lines of kvthaw reproduce --out, which are added first
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from benchmarks.compared import HERE, RESULTS, put
+from kvthaw.errors import ConfigError
+from kvthaw.evaluate.document import Table
+from kvthaw.evaluate.results import ResultsFile
+from kvthaw.reproduce import EXPERIMENTS, Lab, Outcome, run
+from kvthaw.reproduce.draw import shown
+
+BEGIN = "<!-- written by benchmarks/reproduced.py -->"
+DEVICE = "NVIDIA H200"
+FILE = RESULTS / "reproduce.jsonl"
+
+
+def unloaded(name: str) -> tuple[object, object]:
+    """Stand for a loader where no model may be needed."""
+    raise ConfigError(f"{name} is not loaded")
+
+
+def pages() -> str:
+    """Return the tables of all names of which something was timed, the paper's number before ours."""
+    lab = Lab(None, unloaded, ResultsFile(FILE), known=DEVICE)  # type: ignore[arg-type]
+    made = []
+    for one in EXPERIMENTS.values():
+        if one.plan.needs == "a GPU":
+            try:
+                made.append(page(run(one, lab)))
+            except ConfigError:  # nothing of it was measured
+                continue
+    return "\n\n".join(made)
+
+
+def page(outcome: Outcome) -> str:
+    """Return the table of an outcome; columns and rows without a number of ours are left out."""
+    one, columns = outcome.experiment, [c for c in outcome.said.columns if any(c == of for _, of in outcome.cells)]
+    rows = []
+    for row, said in outcome.said.rows.items():
+        ours = [outcome.cells.get((row, column)) for column in columns]
+        if any(ours):
+            each = zip(columns, ours, strict=True)
+            rows.append([f"`{row}`", *(f"{shown(said[c])} / {shown(cell.value) if cell else '-'}" for c, cell in each)])
+    head = f"**{one.name}**: {one.title}. {one.source}; {one.unit}. The paper's on {outcome.model}"
+    return f"{head}{'; ' * bool(one.note)}{one.note}.\n\n" + Table(("paper / here", *columns), rows).markdown()
+
+
+def main(arguments: list[str]) -> None:
+    """See the module."""
+    if arguments:
+        ResultsFile(FILE).add(*ResultsFile(Path(arguments[0])))
+    put(HERE / "docs" / "reproduce.md", pages(), BEGIN)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
