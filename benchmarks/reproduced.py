@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from benchmarks.compared import HERE, RESULTS, put
+from benchmarks.compared import HERE, put
 from kvthaw.errors import ConfigError
 from kvthaw.evaluate.document import Table
 from kvthaw.evaluate.results import ResultsFile
@@ -17,7 +17,7 @@ from kvthaw.reproduce.draw import shown
 
 BEGIN = "<!-- written by benchmarks/reproduced.py -->"
 DEVICE = "NVIDIA H200"
-FILE = RESULTS / "reproduce.jsonl"
+FILE = HERE / "benchmarks" / "results" / "reproduce.jsonl"
 
 
 def unloaded(name: str) -> tuple[object, object]:
