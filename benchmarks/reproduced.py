@@ -27,7 +27,7 @@ def unloaded(name: str) -> tuple[object, object]:
 
 def pages() -> str:
     """Return the tables of all names of which something was timed, the paper's number before ours."""
-    lab = Lab(None, unloaded, ResultsFile(FILE), known=DEVICE)  # type: ignore[arg-type]
+    lab = Lab(None, unloaded, ResultsFile(FILE), known=DEVICE)
     made = []
     for one in EXPERIMENTS.values():
         if one.plan.needs == "a GPU":

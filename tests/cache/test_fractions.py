@@ -7,6 +7,7 @@ import math
 import pytest
 from transformers import PreTrainedModel
 
+from kvthaw import ConfigError
 from kvthaw.engine.decode import generate
 from kvthaw.engine.hf import Cache
 from kvthaw.engine.prefill import prefill
@@ -39,6 +40,19 @@ def test_a_fraction_is_of_the_current_length(name: str) -> None:
     else:
         assert 50 < (stats.budget or 0) <= math.ceil(0.25 * length)
     assert (stats.attended_max or 0) <= (stats.budget or 0)
+
+
+@pytest.mark.usefixtures("tight")
+def test_a_fraction_that_is_retrieved_shrinks_no_region(llama: PreTrainedModel) -> None:
+    cache = Cache(llama, "pqcache", retrieved=0.25, dense_layers=0)
+    logits = prefill(llama, cache, PROMPT)
+    assert cache.stats().budget == 50 + cache.stats().regions.held
+    list(generate(llama, cache, logits, limit=24))
+    stats = cache.stats()
+    assert stats.regions == cache.settings.method.regions
+    assert 50 < (stats.budget or 0) - stats.regions.held <= math.ceil(0.25 * cache.get_seq_length())
+    with pytest.raises(ConfigError, match="retrieved is 1\\.5"):
+        Cache(llama, "pqcache", retrieved=1.5)
 
 
 @pytest.mark.usefixtures("tight")

@@ -237,6 +237,7 @@ def test_what_a_batch_refuses(llama: PreTrainedModel) -> None:
         ({"max_seqs": 0}, "max_seqs is 0; it must be at least 1"),
         ({"capacity": 513}, "capacity is 513; the model's positions end at 512"),
         ({"budget": 0.1}, "budget is 0.1; a batch needs a number of tokens"),
+        ({"retrieved": 0.1}, "retrieved is 0.1; a batch needs a number of tokens"),
     ):
         with pytest.raises(ConfigError, match=message):
             Batch(llama, "oracle", **{"max_seqs": 2, "capacity": 64, **wrong})

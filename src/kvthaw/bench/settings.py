@@ -44,7 +44,7 @@ class DecodeSetting:
     length: int
     batch: int
     budget: int | float | None
-    retrieved: int | None
+    retrieved: int | float | None
     dense_layers: int | None
     new_tokens: int
     prompt: str

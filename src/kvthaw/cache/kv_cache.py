@@ -130,10 +130,8 @@ class KVCache:
         if not self.offloaded:
             return
         lengths = {max(tokens, self.sequences.coming) - pad for pad in pads}
-        if isinstance(self.settings.budget, float) and len(lengths) > 1:
-            raise CacheError(
-                f"budget is {self.settings.budget}, a fraction of the length, but the rows' prompts differ in theirs"
-            )
+        if self.settings.fraction is not None and len(lengths) > 1:
+            raise CacheError(f"the limit is {self.settings.fraction} of the length, but the rows' prompts differ in theirs")
         regions = self.settings.plan(max(lengths), self.sequences.limit).regions
         self.sequences.divide(regions, self.settings.sparse_queries)
 

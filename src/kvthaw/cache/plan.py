@@ -68,8 +68,9 @@ class Settings:
 
     budget: the most tokens that attention reads per KV head in one decode step, sink, window and buffer at their fullest
     included; an integer, or a fraction in (0, 1) of the length (see longer). It is full attention up to budget - buffer tokens.
-    retrieved: instead of budget, the paper's regions and exactly this many rows from the index. More rows than the model has
-    positions, or a batch capacity, are never retrieved. dense_layers: the first layers, which keep all KV on the device.
+    retrieved: instead of budget, the paper's regions and exactly this many rows from the index, or a fraction of the length. More
+    rows than the model has positions, or a batch capacity, are never retrieved. dense_layers: the first layers, which keep all KV
+    on the device.
     sparse_queries: continuations of at most this many tokens are decoded one by one through the index, longer ones are dense;
     the last chunk of a prompt given in chunks is a continuation too. block_size: tokens in a block of host memory; see
     default_block_size().
@@ -88,7 +89,7 @@ class Settings:
 
     method: Method
     budget: int | float | None = None
-    retrieved: int | None = None
+    retrieved: int | float | None = None
     dense_layers: int = 0
     seed: int = 0
     sparse_queries: int = 16
@@ -100,8 +101,8 @@ class Settings:
     kv_dtype: KvDtype | None = None
 
     def __post_init__(self) -> None:
-        check_type(int | float | None, budget=self.budget)
-        check_type(int | None, retrieved=self.retrieved, host_bytes=self.host_bytes)
+        check_type(int | float | None, budget=self.budget, retrieved=self.retrieved)
+        check_type(int | None, host_bytes=self.host_bytes)
         check_type(int | str | None, device_memory=self.device_memory)
         if self.device_memory not in (None, "auto"):
             object.__setattr__(self, "device_memory", read_bytes(self.device_memory, "device_memory"))
@@ -116,10 +117,11 @@ class Settings:
                 raise ConfigError(f"kv_dtype is {self.kv_dtype!r}, and {self.method.name} stores no rows: it evicts tokens")
         if self.retrieved is not None and self.budget is not None:
             raise ConfigError(f"budget is {self.budget} and retrieved is {self.retrieved}; give one of them")
-        if self.retrieved is not None and (self.retrieved < 1 or self.method.index is None):
+        if self.retrieved is not None and ((self.fraction is None and self.retrieved < 1) or self.method.index is None):
             raise ConfigError(f"retrieved is {self.retrieved}; it must be at least 1, for a method that retrieves")
-        if isinstance(self.budget, float) and not 0 < self.budget < 1:
-            raise ConfigError(f"budget is {self.budget}; a fraction of the length must lie between 0 and 1")
+        if self.fraction is not None and not 0 < self.fraction < 1:
+            name = "budget" if self.retrieved is None else "retrieved"
+            raise ConfigError(f"{name} is {self.fraction}; a fraction of the length must lie between 0 and 1")
         at_least(0, dense_layers=self.dense_layers, seed=self.seed)
         if self.seed >= 1 << 63:
             raise ConfigError(f"seed is {self.seed}; it must be less than 2^63")
@@ -135,6 +137,12 @@ class Settings:
             full = f"full attention up to {self.full_below.total(1):,} tokens, then "
         rows = f"budget {budget}" if self.retrieved is None else f"{self.retrieved} retrieved"
         return f"{full}{self.method.name}, {rows}" + (f", rows in {self.kv_dtype}" if self.kv_dtype else "")
+
+    @property
+    def fraction(self) -> float | None:
+        """Budget or retrieved, if it is a fraction of the length."""
+        limit = self.budget if self.retrieved is None else self.retrieved
+        return limit if isinstance(limit, float) else None
 
     def in_blocks(self, tokens: int) -> int:
         """Return for how many tokens the blocks have room that a sequence of so many tokens takes."""
@@ -168,14 +176,16 @@ class Settings:
         behind the prompt, then by half its capacity each time. So the budget is at most the fraction of the current length, and
         from the first growth on at least two thirds of it. Methods that evict keep the prompt's: dropped tokens do not come
         back."""
-        if not isinstance(self.budget, float) or self.method.evicts or self.method.index is None:
+        if self.fraction is None or self.method.evicts or self.method.index is None:
             return plan
-        return replace(plan, rows=max(plan.rows, math.ceil(self.budget * length) - plan.regions.held))
+        held = plan.regions.held if self.retrieved is None else 0
+        return replace(plan, rows=max(plan.rows, math.ceil(self.fraction * length) - held))
 
     def _plan(self, prompt: int) -> Plan:
         regions = self.method.regions
         if self.retrieved is not None:
-            return Plan(regions, self.retrieved)
+            rows = self.retrieved if isinstance(self.retrieved, int) else max(1, math.ceil(self.retrieved * prompt))
+            return Plan(regions, rows)
         budget = _BUDGET if self.budget is None else self.budget
         if isinstance(budget, float):
             budget = math.ceil(budget * prompt)

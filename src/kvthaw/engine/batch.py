@@ -75,8 +75,9 @@ class Batch:
     ) -> None:
         check_type(int, max_seqs=max_seqs, capacity=capacity, prefill_chunk=prefill_chunk)
         at_least(1, max_seqs=max_seqs, capacity=capacity, prefill_chunk=prefill_chunk)
-        if isinstance(settings.get("budget"), float):
-            raise ConfigError(f"budget is {settings['budget']}; a batch needs a number of tokens, no fraction of a prompt")
+        for name in ("budget", "retrieved"):
+            if isinstance(settings.get(name), float):
+                raise ConfigError(f"{name} is {settings[name]}; a batch needs a number of tokens, no fraction of a prompt")
         model = unwrap(model)
         if is_attached(model):
             raise CacheError("the model is attached; detach its handle first")

@@ -51,7 +51,7 @@ class KvthawLM(HFLM):
         *,
         method: str = "icecache-digest",
         budget: int | float | None = None,
-        retrieved: int | None = None,
+        retrieved: int | float | None = None,
         dense_layers: int | None = None,
         seed: int = 0,
         sparse_tokens: int = 0,

@@ -103,7 +103,7 @@ class Runner:
                 lacking.setdefault(lack, []).append(place)
         units = []
         for lack, some in lacking.items():
-            fraction = any(isinstance(variant.budget, float) for variant in lack)  # of each prompt's own length
+            fraction = any(isinstance(one, float) for variant in lack for one in (variant.budget, variant.retrieved))
             spans = spread(len(some), 1 if fraction else self._rows.at(job.length))
             units += [Unit(job, tuple(some[a:b]), lack) for a, b in spans]
         return units

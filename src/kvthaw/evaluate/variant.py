@@ -21,7 +21,7 @@ class Variant:
 
     method: str
     budget: int | float | None = None
-    retrieved: int | None = None
+    retrieved: int | float | None = None
     dense_layers: int | None = None
 
     @property
@@ -35,12 +35,12 @@ class Variant:
 
 
 FULL = Variant("full")
-OWN = {"budget": int | float, "retrieved": int, "dense_layers": int}
+OWN = {"budget": int | float, "retrieved": int | float, "dense_layers": int}
 """Options of a variant that stand among those of its method."""
 
 
 def read_variant(
-    written: str, budget: int | float | None = None, retrieved: int | None = None, dense_layers: int | None = None
+    written: str, budget: int | float | None = None, retrieved: int | float | None = None, dense_layers: int | None = None
 ) -> Variant:
     """Return a method with options under a limit. A budget, retrieved or dense_layers among the options, as in
     "pqcache:budget=0.2", comes instead of those given."""

@@ -27,7 +27,7 @@ def asset(name: str) -> str:
     return (resources.files("kvthaw.inspect") / "web" / name).read_text(encoding="utf-8")
 
 
-def label(method: str, budget: float | None, retrieved: int | None) -> str:
+def label(method: str, budget: float | None, retrieved: float | None) -> str:
     """Return what readers are told of a way to attend."""
     return f"{method}, budget {256 if budget is None else budget}" if retrieved is None else f"{method}, {retrieved} retrieved"
 

@@ -12,8 +12,8 @@ from kvthaw.reproduce.watched import View, Watched
 _Q4, _Q8, _R1, _LLAMA = "Qwen3-4B-Thinking-2507", "Qwen3-8B", "DeepSeek-R1-Distill-Llama-8B", "Llama-3.1-8B-Instruct"
 _NAMES = {
     "Full": "full", "ParisKV": "pariskv:retrieved=100",
-    "PQCache": "pqcache:sink=128:window=256:buffer=512:budget=0.2",
-    "MagicPIG": "magicpig:sink=128:window=256:buffer=512:budget=0.5",
+    "PQCache": "pqcache:sink=128:window=256:buffer=512:retrieved=0.2",
+    "MagicPIG": "magicpig:sink=128:window=256:buffer=512:retrieved=0.5",
     "ShadowKV": "shadowkv:window=256:budget=1152", "FreeKV": "freekv:sink=64:window=256:retrieved=128",
     "Quest": "quest:budget=1152", "RetroInfer": "retroinfer:budget=1152", "SOCKET": "socket:budget=1152",
     "Twilight": "twilight:budget=1152",
@@ -26,8 +26,8 @@ _TIMED = _NAMES | {
 }
 """Of the tables of speed (appendix D.2): sink 128 and local window 512, MagicPIG's the same, PQCache's its own."""
 _BASELINES = (
-    "MagicPIG takes what its hashes draw (budget=0.5 bounds nothing); Quest, RetroInfer, SOCKET and Twilight have the 1,152 tokens "
-    "of the paper's ShadowKV, since the paper gives them no number; of these its outliers have 216, in the paper 384"
+    "MagicPIG takes what its hashes draw (half of the tokens bounds nothing); Quest, RetroInfer, SOCKET and Twilight have the 1,152 "
+    "tokens of the paper's ShadowKV, since the paper gives them no number; of these its outliers have 216, in the paper 384"
 )
 
 

@@ -98,7 +98,7 @@ class Cache(DynamicCache):
         method: str | Method = AUTO,
         *,
         budget: int | float | None = None,
-        retrieved: int | None = None,
+        retrieved: int | float | None = None,
         dense_layers: int | None = None,
         seed: int = 0,
         sparse_queries: int = 16,
