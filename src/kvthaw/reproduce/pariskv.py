@@ -26,8 +26,8 @@ _TIMED = _NAMES | {
 }
 """Of the tables of speed (appendix D.2): sink 128 and local window 512, MagicPIG's the same, PQCache's its own."""
 _BASELINES = (
-    "MagicPIG takes what its hashes draw (half of the tokens bounds nothing); Quest, RetroInfer, SOCKET and Twilight have the 1,152 "
-    "tokens of the paper's ShadowKV, since the paper gives them no number; of these its outliers have 216, in the paper 384"
+    "MagicPIG takes what its hashes draw (half of the tokens bounds nothing); Quest, RetroInfer, SOCKET and Twilight have the "
+    "1,152 tokens of the paper's ShadowKV, since the paper gives them no number; of these its outliers have 216, in the paper 384"
 )
 
 
