@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvthaw.cache.aux_stream import AuxStream
 from kvthaw.cache.deferred_batch import DeferredBatch
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.index_api import Index, IndexContext, Selection
@@ -63,6 +64,7 @@ class Seqs:
             regions,
             scale=dim**-0.5,
             seed=7,
+            aux=AuxStream(),
             deferred=self.deferred,
         )
         self.index = make(self.context)

@@ -35,6 +35,12 @@ def table(index: HybridIndex, seq: int) -> list[Tensor]:
     return [part.clone() for part in parts]
 
 
+def run_all(seqs: Seqs) -> None:
+    """Do what is spread over the coming steps."""
+    assert seqs.context.aux is not None
+    seqs.context.aux.advance(1)
+
+
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return all(x.shape == y.shape and torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
@@ -93,13 +99,16 @@ def test_all_static_does_not_look_at_the_query() -> None:
     assert seqs.sets(40, step=100) == seqs.sets(40, step=101)
 
 
-def test_every_step_sees_the_old_set_or_the_new_one() -> None:
+def test_every_step_sees_the_old_set_or_the_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keys are read in pieces, some with each step."""
+    monkeypatch.setattr(module, "_PIECE", 30 * 2 * 64 * 4)
     seqs = Seqs(partial(SMALL, share=0.5), [200, 70])
     seqs.select(40, 64)
     index, changes = hybrid(seqs), 0
     for step in range(65, 130):
         before = [table(index, seq) for seq in range(2)]
         plans = [static.plan for static in index.statics]
+        index.context.aux.advance(9 - (step - 1) % 10)  # type: ignore[union-attr]
         seqs.select(40, step)
         assert all(same(table(index, seq), before[seq]) for seq in range(2))  # no step changes a set
         if step % 10 == 0:
@@ -111,9 +120,10 @@ def test_every_step_sees_the_old_set_or_the_new_one() -> None:
                     assert torch.equal(now[1][:, 0], before[seq][1][:, 0])
                 else:  # the planned one whole, and the new tokens behind it
                     changes += 1
-                    assert torch.equal(now[0][:, : plan.order.shape[1]], plan.order)
-                    full = plan.digests.shape[1] - 1
-                    assert torch.equal(now[2][:, :full], plan.digests[:, :full])
+                    made = plan.take()
+                    assert torch.equal(now[0][:, : made.order.shape[1]], made.order)
+                    full = made.digests.shape[1] - 1
+                    assert torch.equal(now[2][:, :full], made.digests[:, :full])
     assert changes == 2 * 3  # the first interval is shorter
 
 
@@ -166,6 +176,7 @@ def test_sequences_that_stand_alike_are_planned_at_once_and_as_alone(
         assert deferred.sets(40, 100 + step) == [one.sets(40, 100 + step)[0] for one in alone]
         calls.clear()
         deferred.append(n)
+        run_all(deferred)
         if n == 20:
             assert calls == ([2, 2, 1] if hybrid(deferred).statics[0].share is not None else [1] * 5)
         for seq, one in enumerate(alone):
@@ -223,6 +234,7 @@ def test_auto_share_waits_until_it_says_something(prompt: int, rows: int) -> Non
         seqs.select(rows, step)
         if step % 10 == 9:
             seqs.append(10)
+            run_all(seqs)
             if index.statics[0].share is not None:
                 break
     share, seen = index.statics[0].share, index.queries[0].index_select(1, (index.steps + torch.tensor([-64, -1])) % 64)

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
+
+
+class SpreadWork:
+    """Jobs that run in order, some with each step. done: passes when all of them are complete; None where the device is no GPU."""
+
+    def __init__(self, device: torch.device, jobs: Iterable[Callable[[], None]] = ()) -> None:
+        self.device, self.jobs = device, deque(jobs)
+        self.start: torch.cuda.Event | None = None
+        self.done: torch.cuda.Event | None = None
 
 
 class AuxStream:
@@ -15,6 +25,7 @@ class AuxStream:
     def __init__(self, made: list[torch.cuda.Stream] | None = None) -> None:
         self._made = [] if made is None else made  # streams of the cache, this one's included
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._waiting: deque[SpreadWork] = deque()
 
     def run(self, device: torch.device, job: Callable[[], None], *used: Tensor) -> torch.cuda.Event | None:
         """Run a job behind what the current stream has been given so far; the event that ends it. Where the device is no GPU, now,
@@ -22,10 +33,7 @@ class AuxStream:
         if device.type != "cuda":
             job()
             return None
-        stream = self._streams.get(device)
-        if stream is None:
-            stream = self._streams[device] = torch.cuda.Stream(device)
-            self._made.append(stream)
+        stream = self._stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             job()
@@ -34,6 +42,62 @@ class AuxStream:
             done = torch.cuda.Event()
             done.record(stream)
         return done
+
+    def spread(self, device: torch.device, jobs: Iterable[Callable[[], None]], *used: Tensor) -> SpreadWork:
+        """Queue jobs, of which advance() runs some with each step, behind what the current stream has been given so far. used: as
+        for run()."""
+        work = SpreadWork(device, jobs)
+        if device.type == "cuda":
+            work.start = torch.cuda.Event()
+            work.start.record(torch.cuda.current_stream(device))
+            for tensor in used:
+                tensor.record_stream(self._stream(device))
+        self._waiting.append(work)
+        return work
+
+    @torch.inference_mode(False)  # what the jobs make outlives the caller's mode
+    @torch.no_grad()
+    def advance(self, steps: int) -> None:
+        """Run as many of the queued jobs that as many with each of `steps` steps are all of them. The host does not wait."""
+        count = sum(len(work.jobs) for work in self._waiting)
+        for _ in range(-(-count // max(1, steps))):
+            self._next(self._waiting[0])
+
+    def finish(self, work: SpreadWork) -> None:
+        """Run what is left of some work; the host does not wait for it."""
+        while work.jobs:
+            self._next(work)
+
+    def cancel(self, work: SpreadWork) -> None:
+        """Drop what is left of some work; the host waits for what has begun."""
+        if work in self._waiting:
+            self._waiting.remove(work)
+        work.jobs.clear()
+        if work.device in self._streams:
+            self._streams[work.device].synchronize()
+
+    def _next(self, work: SpreadWork) -> None:
+        job = work.jobs.popleft()
+        if not work.jobs:
+            self._waiting.remove(work)
+        if work.device.type != "cuda":
+            job()
+            return
+        stream = self._stream(work.device)
+        if work.start is not None:
+            stream.wait_event(work.start)
+            work.start = None
+        with torch.cuda.stream(stream):
+            job()
+            if not work.jobs:
+                work.done = torch.cuda.Event()
+                work.done.record(stream)
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+            self._made.append(self._streams[device])
+        return self._streams[device]
 
     def __deepcopy__(self, memo: dict[int, object]) -> AuxStream:
         return AuxStream()

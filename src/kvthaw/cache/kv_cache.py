@@ -248,8 +248,8 @@ class KVCache:
         self.streams.deferred.flush()
 
     def after_step(self) -> None:
-        """Preallocate host memory for coming tokens."""
-        layers = {layer.number: layer for layer in self.layers if isinstance(layer, OffloadedLayer) and layer.plan is not None}
+        """Preallocate host memory for coming tokens, and go on with work that is spread over steps."""
+        layers = {layer.number: layer for layer in self.offloaded if layer.plan is not None}
         first = next(iter(layers.values()), None)
         if first is None or first.plan is None or (first.store.pinned and torch.cuda.is_current_stream_capturing()):
             return  # where a step is captured nothing can be page-locked; afterwards this is called again
@@ -257,6 +257,7 @@ class KVCache:
         for at, seq in self.preallocator.turns(sequences.decoded, sequences.count, rounds):
             if at in layers and seq not in sequences.idle:
                 layers[at].preallocate(seq)
+        self.streams.aux.advance(sequences.until_full())
 
     def reserve(self, tokens: int) -> None:
         """Allocate the host blocks for the tokens that leave their rings during the next `tokens` tokens, if these are decoded one
@@ -265,8 +266,7 @@ class KVCache:
         if sequences.regions is None or sequences.filling is not None or not sequences.decodes(tokens):
             return
         after = {seq: sequences.length(seq) + tokens for seq in range(sequences.count) if seq not in sequences.idle}
-        ends = {seq: sequences.indexed(seq, length) for seq, length in after.items()}
-        ends = {seq: end for seq, end in ends.items() if end > sequences.indexed(seq)}
+        ends = {seq: end for seq, n in after.items() if (end := sequences.indexed(seq, n)) > sequences.indexed(seq)}
         for layer in self.layers if ends else ():
             layer.reserve_blocks(ends)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, Self
 
 import torch
 from torch import Tensor
 
+from kvthaw.cache.aux_stream import AuxStream, SpreadWork
 from kvthaw.cache.index_api import IndexContext, Selection
 from kvthaw.cache.ranks import ALONE, Ranks
 from kvthaw.errors import ConfigError
@@ -22,6 +24,8 @@ from kvthaw.kernels.unit_select import Policy
 
 _KEYS = 1 << 28
 """Bytes of keys from which static sets are chosen at once."""
+_PIECE = 1 << 24
+"""Bytes of keys that are read at once."""
 _WINDOW_QUERIES = 128  # queries of the observation window, at most
 _UNKNOWN = 0.25  # the automatic share as long as it cannot be chosen: the paper's
 
@@ -60,12 +64,34 @@ class Reordering:
         return Reordering(order, self.static, rest[0], rest[1], rest[2])
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A reordering that the next append puts in place. made: those of all sequences that are planned at once, by the numbers that
+    they had then, once the work is done."""
+
+    seq: int
+    made: dict[int, Reordering]
+    aux: AuxStream
+    work: SpreadWork
+
+    def take(self) -> Reordering:
+        """Return the reordering; run what is left of the work."""
+        self.aux.finish(self.work)
+        made = self.made[self.seq]
+        made.done = self.work.done
+        return made
+
+    def copy(self) -> Plan:
+        """Return a copy, made on the current stream."""
+        return Plan(0, {0: self.take().copy()}, self.aux, SpreadWork(self.work.device))
+
+
 @dataclass(slots=True)
 class Static:
     """Of a sequence: the share of its rows that is static, and the plan that the next append puts in place."""
 
     share: float | None = None
-    plan: Reordering | None = None
+    plan: Plan | None = None
 
 
 def choose_static(mass: Tensor, count: int, first: int) -> Tensor:
@@ -100,8 +126,8 @@ class HybridIndex(ObservedIndex):
     share: of the rows that select() may bring, how many are static; "auto" chooses it at the prompt, or at the first refresh that
     has more tokens than rows to choose among, with 0.25 until then. Every `interval` tokens the last queries that select() was
     given choose the static set anew and pages and digests are rebuilt around it: in the map of this index, no row moves. The work
-    starts in one append and is put in place, whole, by the next; on a GPU it runs beside the steps between, on the cache's side
-    stream, and reads all keys from the host.
+    starts in one append and is put in place, whole, by the next. It reads all keys from the host, 16 MB at a time, and the steps
+    between do about as much of it each; on a GPU on the cache's side stream, beside the model.
 
     A sequence that was built before the number of rows was known begins as pages only; the first select() makes its static set,
     from the keys in the store.
@@ -140,12 +166,12 @@ class HybridIndex(ObservedIndex):
         self.begin(seq, first, queries)
         UnitIndex.append(self, [seq], keys[None], values[None], None)
         if self.rows and keys.shape[1]:
-            self._place({seq: self.plan([seq], keys[None], *self.windows([seq]))[0]})
+            self._place({seq: self.plan([seq], keys[None], *self.watched([seq]))[0]})
 
     def append(self, seqs: Sequence[int], keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
         """See Index."""
         self.reserve(max(seqs) + 1)
-        self._place({seq: plan for seq in seqs if (plan := self.statics[seq].plan) is not None})
+        self._place({seq: plan.take() for seq in seqs if (plan := self.statics[seq].plan) is not None})
         super().append(seqs, keys, values, queries)
         self._refresh(seqs, keys)
 
@@ -160,7 +186,7 @@ class HybridIndex(ObservedIndex):
                 if not turn.recorded:  # no prompt was long enough to be built
                     self.record_queries(seq, query[seq, :, None])
                 self._drop(seq)
-                self._place({seq: self.plan([seq], self.read([seq], host.tokens), *self.windows([seq]))[0]})
+                self._place({seq: self.plan([seq], self.read(seq, host.tokens), *self.watched([seq]))[0]})
         return super().select(query, budget)
 
     def truncate(self, seq: int, length: int) -> None:
@@ -179,6 +205,9 @@ class HybridIndex(ObservedIndex):
 
     def reorder(self, seqs: Sequence[int]) -> None:
         """See Index."""
+        for static in self.statics:
+            if static.plan is not None:
+                static.plan.take()  # while the sequences have the numbers that its work knows
         super().reorder(seqs)
         self.statics = [replace(self.statics[seq]) for seq in seqs]
 
@@ -194,10 +223,21 @@ class HybridIndex(ObservedIndex):
 
     # The static set
 
-    def plan(self, seqs: Sequence[int], keys: Tensor, queries: Tensor, weights: Tensor) -> list[Reordering]:
+    def watched(self, seqs: Sequence[int]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Copies of what `plan` needs of some sequences' windows: queries, weights, and of the first sequence the first and the last
+        query [Hq, 2, D], where they are to choose its share and are not the same."""
+        ends, static = None, self.statics[seqs[0]]
+        if self.auto and static.share is None and (recorded := int(self.seen[seqs[0]].sum())) > 1:
+            back = torch.tensor([-recorded, -1], device=self.steps.device)
+            ends = self.queries[seqs[0]].index_select(1, (self.steps + back) % self.window)
+        return *self.windows(seqs), ends
+
+    def plan(
+        self, seqs: Sequence[int], keys: Tensor, queries: Tensor, weights: Tensor, ends: Tensor | None = None
+    ) -> list[Reordering]:
         """The static sets that windows' queries choose from keys [R, H, T, D] of sequences whose sets are of one size, and the
         pages of the others."""
-        (rows, heads, tokens, dim), count = keys.shape, self._count(seqs[0], keys[0])
+        (rows, heads, tokens, dim), count = keys.shape, self._count(seqs[0], keys[0], ends)
         flat = keys.flatten(0, 1)
         mass = observe(queries.flatten(0, 1), flat, weights.repeat_interleave(heads, dim=0), scale=self.context.scale)
         order = choose_static(mass, count, self.first)
@@ -211,25 +251,17 @@ class HybridIndex(ObservedIndex):
         of_seqs = (tensor.unflatten(0, (rows, heads)).unbind() for tensor in (order, digests, stops.int(), tail))
         return [Reordering(own, count, *of_pages) for own, *of_pages in zip(*of_seqs, strict=True)]
 
-    def _count(self, seq: int, keys: Tensor) -> int:
-        """Of how many tokens a sequence's static set is, keys [H, T, D]."""
+    def _count(self, seq: int, keys: Tensor, ends: Tensor | None) -> int:
+        """Of how many tokens a sequence's static set is, keys [H, T, D]. The automatic share stays unknown where it would say
+        nothing: with a single query, or with no more keys than rows, all of which any two queries choose."""
         static = self.statics[seq]
         assert self.rows is not None
-        if static.share is None:
-            static.share = self._auto(seq, keys) if self.auto else self.share
+        if static.share is None and not self.auto:
+            static.share = self.share
+        elif static.share is None and ends is not None and keys.shape[1] > self.rows:
+            static.share = overlap_share(ends, keys, self.rows, self.size, self.context.ranks)
         share = self.share if static.share is None else static.share
         return min(keys.shape[1], int(share * self.rows + 1e-6))
-
-    def _auto(self, seq: int, keys: Tensor) -> float | None:
-        """Appendix G, from the first and the last query of the window. None where it would say nothing: with a single query, or
-        with no more keys than rows, all of which any two queries choose."""
-        assert self.rows is not None
-        recorded = int(self.seen[seq].sum())
-        if recorded < 2 or keys.shape[1] <= self.rows:
-            return None
-        back = torch.tensor([-recorded, -1], device=self.steps.device)
-        ends = self.queries[seq].index_select(1, (self.steps + back) % self.window)
-        return overlap_share(ends, keys, self.rows, self.size, self.context.ranks)
 
     def _refresh(self, seqs: Sequence[int], new: Tensor) -> None:
         """Make the plans that the next append will put in place, of sequences whose interval is over. new [R, H, n, D]: the keys of
@@ -249,25 +281,37 @@ class HybridIndex(ObservedIndex):
 
     def _begin(self, seqs: tuple[int, ...], new: tuple[Tensor, ...]) -> None:
         """Begin the plans of sequences that have as many tokens; new [H, n, D] each, the last of them."""
-        keys, windows = torch.stack(new), self.windows(seqs)
-        old = self.seqs[seqs[0]].tokens - keys.shape[2]
+        last, windows = torch.stack(new), self.watched(seqs)
+        old, piece = self.seqs[seqs[0]].tokens - last.shape[2], max(1, _PIECE // last[0, :, 0].nbytes)
+        keys: list[Tensor] = []
+        made: dict[int, Reordering] = {}
 
-        def job() -> None:
-            for seq, plan in zip(seqs, self.plan(seqs, self.read(seqs, old, keys), *windows), strict=True):
-                self.statics[seq].plan = plan
+        def start() -> None:
+            keys.append(self._keys(len(seqs), old + last.shape[2]))
+            keys[0][:, :, old:] = last
 
-        done = self._side.run(keys.device, job, keys, *windows)
+        def read(i: int, at: int) -> None:
+            if self.stored(seqs[i], old):  # else nobody asks for the plan any more
+                self._read(seqs[i], at, keys[0][i, :, at : min(at + piece, old)])
+
+        def finish() -> None:
+            made.update(zip(seqs, self.plan(seqs, keys.pop(), *windows), strict=True))
+
+        jobs: list[Callable[[], None]] = [partial(read, i, at) for i in range(len(seqs)) for at in range(0, old, piece)]
+        work = self._side.spread(last.device, [start, *jobs, finish], last, *(x for x in windows if x is not None))
         for seq in seqs:
-            plan = self.statics[seq].plan
-            assert plan is not None
-            plan.done = done
+            self.statics[seq].plan = Plan(seq, made, self._side, work)
 
     def _drop(self, seq: int) -> bool:
         """Forget a plan; the host waits until the device no longer reads the store for it. Whether there was one."""
         plan, self.statics[seq].plan = self.statics[seq].plan, None
-        if plan is not None and plan.done is not None:
-            plan.done.synchronize()
-        return plan is not None
+        if plan is None:
+            return False
+        others = [static for static in self.statics if static.plan is not None and static.plan.work is plan.work]
+        if others:
+            self._side.finish(plan.work)
+        self._side.cancel(plan.work)
+        return True
 
     def _place(self, plans: dict[int, Reordering]) -> None:
         """Put plans of sequences in place, whole: on the current stream, so between two steps; those of equal sizes at once."""
@@ -303,14 +347,18 @@ class HybridIndex(ObservedIndex):
                 store.rearrange(seq, self.order[seq, :, :tokens])
         self.counts.index_fill_(0, whole.seqs[:, 0, 0], units)
 
-    def read(self, seqs: Sequence[int], tokens: int, new: Tensor | None = None) -> Tensor:
-        """Keys [R, H, T, D] of sequences: the first `tokens` of each from the store, then new [R, H, n, D]."""
-        context, more = self.context, 0 if new is None else new.shape[2]
-        keys = torch.empty(
-            (len(seqs), context.kv_heads, tokens + more, context.head_dim), dtype=context.dtype, device=context.device
-        )
-        for own, seq in zip(keys, seqs, strict=True):
-            context.store.read_keys(seq, self.first, self.first + tokens, context.device, own[:, :tokens])
-        if new is not None:
-            keys[:, :, tokens:] = new
+    def _keys(self, seqs: int, tokens: int) -> Tensor:
+        context = self.context
+        size = seqs, context.kv_heads, tokens, context.head_dim
+        return torch.empty(size, dtype=context.dtype, device=context.device)
+
+    def read(self, seq: int, tokens: int) -> Tensor:
+        """Return the keys [1, H, T, D] of the first `tokens` tokens of a sequence, from the store."""
+        keys = self._keys(1, tokens)
+        self._read(seq, 0, keys[0])
         return keys
+
+    def _read(self, seq: int, at: int, out: Tensor) -> None:
+        """Copy a sequence's keys from token `at` on to out [H, n, D]."""
+        begin = self.first + at
+        self.context.store.read_keys(seq, begin, begin + out.shape[1], self.context.device, out)

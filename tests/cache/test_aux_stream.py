@@ -1,0 +1,38 @@
+"""Work that is spread over steps."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from kvthaw.cache.aux_stream import AuxStream
+
+CPU = torch.device("cpu")
+
+
+def test_work_is_spread_evenly_in_order() -> None:
+    aux, done = AuxStream(), list[str]()
+    for name in "ab":
+        aux.spread(CPU, [partial(done.append, f"{name}{i}") for i in range(4)])
+    sizes = []
+    for left in (3, 2, 1):
+        before = len(done)
+        aux.advance(left)
+        sizes.append(len(done) - before)
+    assert sizes == [3, 3, 2]
+    assert done == [f"{name}{i}" for name in "ab" for i in range(4)]
+    aux.advance(1)
+    assert len(done) == 8
+
+
+def test_work_is_finished_when_it_is_needed_and_dropped_when_it_is_not() -> None:
+    aux, done = AuxStream(), list[str]()
+    first, second, third = (aux.spread(CPU, [partial(done.append, f"{name}{i}") for i in range(2)]) for name in "abc")
+    aux.advance(6)
+    aux.finish(second)
+    aux.cancel(first)
+    assert done == ["a0", "b0", "b1"]
+    aux.advance(1)
+    aux.finish(third)
+    assert done == ["a0", "b0", "b1", "c0", "c1"]
