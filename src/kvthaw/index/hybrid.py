@@ -224,8 +224,8 @@ class HybridIndex(ObservedIndex):
     # The static set
 
     def watched(self, seqs: Sequence[int]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Copies of what `plan` needs of some sequences' windows: queries, weights, and of the first sequence the first and the last
-        query [Hq, 2, D], where they are to choose its share and are not the same."""
+        """Copies of what `plan` needs of some sequences' windows: queries, weights, and of the first sequence the first and the
+        last query [Hq, 2, D], where they are to choose its share and are not the same."""
         ends, static = None, self.statics[seqs[0]]
         if self.auto and static.share is None and (recorded := int(self.seen[seqs[0]].sum())) > 1:
             back = torch.tensor([-recorded, -1], device=self.steps.device)
