@@ -32,7 +32,7 @@ def overview(tasks: Sequence[Summary], perplexities: Sequence[Summary] = ()) -> 
         )
         rows = max(one["rows"] for one in some) if any(one["step_s"] for one in some) else 1
         if rows > 1:
-            about += f" Up to {rows} samples share a decode step."
+            about += f" A decode step is shared by up to {rows} samples."
         blocks += [Heading(f"Accuracy, the question {how}"), Text(about), _accuracies(some)]
         for length in sorted({one["length"] for one in some}):
             at = [one for one in some if one["length"] == length]
