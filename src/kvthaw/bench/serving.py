@@ -29,7 +29,8 @@ _WARM = 8  # steps that do not count: two eager ones, the capture, and the first
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
     """What is served. length: tokens of the longest prompt; the shortest has half as many. sequences: requests that are decoded
-    together; requests: in all; new_tokens: that each gets. budget: as for `kvthaw.Cache`. compile: the step, first."""
+    together; requests: in all; new_tokens: that each gets. budget, device_memory: as for `kvthaw.Cache`. compile: the step
+    first."""
 
     shape: str = "tiny"
     length: int = 2048
@@ -37,6 +38,7 @@ class Serving:
     requests: int = 8
     new_tokens: int = 64
     budget: int | float = 256
+    device_memory: str | None = None
     compile: bool = False
 
     def __post_init__(self) -> None:
@@ -80,7 +82,7 @@ def check(method: str, device: torch.device) -> None:
     prompts = [_prompt(model, n, i) for i, n in enumerate((150, 60, 100))]
     found = []
     for seqs in (1, 2):
-        batch = Batch(model, method, max_seqs=seqs, capacity=200, **_settings(method, 48))
+        batch = Batch(model, method, max_seqs=seqs, capacity=200, **_settings(method, 48, None))
         found.append([request.tokens for request in _serve(batch, prompts, 30, [], [])])
     if found[0] != found[1]:
         raise CacheError(f"{method}: a request in company gets other tokens than alone")
@@ -90,7 +92,7 @@ def measure(model: PreTrainedModel, method: str, asked: Serving) -> dict[str, An
     """Step times in ms, joins in s, and what was captured."""
     length, seqs, requests, new_tokens = asked.length, asked.max_seqs, asked.requests, asked.new_tokens
     prompts = [_prompt(model, length - i * length // (2 * requests), i) for i in range(requests)]
-    settings = _settings(method, asked.budget)
+    settings = _settings(method, asked.budget, asked.device_memory)
     batch = Batch(model, method, max_seqs=seqs, capacity=length + new_tokens, compile=asked.compile, **settings)
     warm(batch)
     steps: list[tuple[float, int]] = []
@@ -135,8 +137,8 @@ def _serve(batch: Batch, prompts: list[Tensor], new: int, steps: list[tuple[floa
     return served
 
 
-def _settings(method: str, budget: int | float) -> dict[str, Any]:
-    return {} if method != AUTO and resolve(method).dense else {"budget": budget}
+def _settings(method: str, budget: int | float, memory: str | None) -> dict[str, Any]:
+    return {} if method != AUTO and resolve(method).dense else {"budget": budget, "device_memory": memory}
 
 
 def _prompt(model: PreTrainedModel, tokens: int, seed: int) -> Tensor:

@@ -208,6 +208,7 @@ def serving(
     method: options.Methods = _SERVED,
     plugin: options.Plugin = None,
     budget: options.OneBudget = "256",
+    device_memory: options.DeviceMemory = None,
     compile_: Annotated[bool, typer.Option("--compile", help="Compile the step first (a minute or more).")] = False,
     as_json: options.Lines = False,
     out: options.Out = None,
@@ -222,8 +223,9 @@ def serving(
     from kvthaw.bench.serving import Serving, run
     from kvthaw.evaluate.results import ResultsFile
 
-    sizes = {"length": length, "max_seqs": max_seqs, "requests": requests, "new_tokens": new_tokens}
-    asked = Serving(shape=shape, compile=compile_, budget=single([budget], budget_of, "--budget"), **sizes)
+    sizes: dict[str, Any] = {"length": length, "max_seqs": max_seqs, "requests": requests, "new_tokens": new_tokens}
+    limits: dict[str, Any] = {"budget": single([budget], budget_of, "--budget"), "device_memory": device_memory}
+    asked = Serving(shape=shape, compile=compile_, **limits, **sizes)
     with bars() as progress:
         watch = watched(progress, "building the model")
         records = run(asked, names, ResultsFile(out), commit=commit, say=_said(as_json), watch=watch)
