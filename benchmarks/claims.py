@@ -201,7 +201,7 @@ def verdicts(cells: Sequence[Cell], claims: Iterable[Claim] = CLAIMS) -> Table:
 def by_budget(cells: Sequence[Cell]) -> Table:
     """Mean accuracy over the work that full attention can do and that was run at every budget, and the samples that all have: a row
     a method, the best first, a column a budget."""
-    cells = _alike(whole([cell for cell in cells if cell.retrieved is None]))
+    cells = _alike(whole([cell for cell in cells if cell.retrieved is None and not isinstance(cell.budget, float)]))
     budgets = sorted({c.budget for c in cells if c.budget is not None})
     names = list(dict.fromkeys(c.method for c in cells if not c.full))
     found = {name: [chosen(cells, Asked(name, budget)) for budget in budgets] for name in names}
@@ -218,14 +218,15 @@ def by_budget(cells: Sequence[Cell]) -> Table:
 
 
 def by_task(cells: Sequence[Cell], budget: int) -> Table:
-    """Accuracy at a budget, or with the rows that a method was asked to retrieve: a row a method, the best first; a column a task,
-    exact strings last, in percent at each length; and how many tokens a step attends to."""
-    some = [cell for cell in cells if cell.budget in (budget, None)]
+    """Accuracy at a budget, or with the rows or the share of the context that a method was asked for: a row a method, the best
+    first; a column a task, exact strings last, in percent at each length; and how many tokens a step attends to."""
+    some = [cell for cell in cells if cell.budget in (budget, None) or isinstance(cell.budget, float)]
     tasks = sorted({cell.task for cell in some}, key=lambda task: (task in EXACT, task))
     lengths = sorted({cell.length for cell in some})
     found: dict[str, list[Cell]] = {}
     for cell in some:
-        found.setdefault(str(Asked(cell.method, retrieved=cell.retrieved)), []).append(cell)
+        share = cell.budget if isinstance(cell.budget, float) else None
+        found.setdefault(str(Asked(cell.method, share, cell.retrieved)), []).append(cell)
 
     def row(name: str) -> list[Value]:
         right = {(cell.task, cell.length): f"{100 * cell.accuracy:.0f}" for cell in found[name]}

@@ -150,12 +150,15 @@ def test_the_mean_by_budget_is_of_what_full_attention_can_do() -> None:
 
 def test_accuracy_by_task_has_a_row_for_every_number_of_rows() -> None:
     longer = [cell(name, budget, [1.0] * 10, length=8192) for name, budget in (("full", None), ("quest", 256))]
-    table = by_task([*toy(), *longer, cell("quest", None, [1.0] * 4 + [0.0] * 6, retrieved=100)], 256)
+    others = cell("quest", None, [1.0] * 4 + [0.0] * 6, retrieved=100), replace(cell("quest", 64, [1.0] * 10), budget=0.5)
+    table = by_task([*toy(), *longer, *others], 256)
+    assert by_budget([*toy(), *others]).rows == by_budget(toy()).rows
     assert table.columns == ("method", "hard", "passkey", "attended")
     rows = {row[0]: row[1:] for row in table.rows}
     assert rows["full"][1] == "100 / 100"
     assert rows["quest"] == ["0 / -", "100 / 100", "50"]
     assert rows["quest, 100 retrieved"] == ["- / -", "40 / -", "50"]
+    assert rows["quest at 0.5"] == ["- / -", "100 / -", "50"]
     assert rows["prkv-plus"][1] == "50 / -"
     assert table.rows[0][0] == "full"
 
