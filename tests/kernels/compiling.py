@@ -190,6 +190,8 @@ def attention(dtype: torch.dtype, dim: int) -> None:
     for places, mask, regions in ((500, empty(2, HEADS, 100, dtype=torch.bool), Regions(100, 200, 100)), (70_000, None, None)):
         slab = empty(2, HEADS, places, 2, dim, dtype=dtype)
         flash_decode.flash_decode(DecodeStep(query, slab[:, :, :, 0], slab[:, :, :, 1], visible=mask, regions=regions, **how))
+    eight = empty(2, HEADS, 70_000, 2, dim, dtype=torch.float8_e4m3fn)
+    flash_decode.flash_decode(DecodeStep(query, eight[:, :, :, 0], eight[:, :, :, 1], **how))
     from kvthaw.kernels.in_place import Selected
     from kvthaw.kernels.row_format import E4M3
 

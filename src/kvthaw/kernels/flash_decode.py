@@ -107,6 +107,7 @@ elif HAS_TRITON:
         begin = first + split * run
         end = tl.minimum(begin + run, last)
 
+        KIND: tl.constexpr = query.dtype.element_ty if keys.dtype.element_ty.primitive_bitwidth == 8 else keys.dtype.element_ty
         g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
         offset = tl.arange(0, BLOCK_N)
         is_head, is_dim = g < GROUP, d < DIM
@@ -148,20 +149,20 @@ elif HAS_TRITON:
                 row = place.to(tl.int64)[:, None]
                 at_keys, at_values = keys + row * k_row + d[None, :], values + row * v_row + d[None, :]
                 both = (place < end)[:, None] & is_dim[None, :]
-            v = tl.load(at_values, mask=both, other=0.0)
+            v = tl.load(at_values, mask=both, other=0.0).to(KIND)
             if FP8:
                 v = tl.where(apart[:, None], load_part(lie, apart, d, 1, DIM).to(v.dtype), v)
             if new_key is not None:
-                nk = tl.load(new_key, mask=is_dim, other=0.0).to(keys.dtype.element_ty)
-                nv = tl.load(new_value, mask=is_dim, other=0.0).to(values.dtype.element_ty)
+                nk = tl.load(new_key, mask=is_dim, other=0.0).to(keys.dtype.element_ty).to(KIND)
+                nv = tl.load(new_value, mask=is_dim, other=0.0).to(values.dtype.element_ty).to(KIND)
         q = tl.load(
             query + b * q_seq + heads[:, None] * q_head + d[None, :], mask=is_head[:, None] & is_dim[None, :], other=0.0
         )
         if ONE:
-            k = tl.load(at_keys, mask=both, other=0.0)
+            k = tl.load(at_keys, mask=both, other=0.0).to(KIND)
             if FP8:
                 k = tl.where(apart[:, None], load_part(lie, apart, d, 0, DIM).to(k.dtype), k)
-        q = q.to(tl.float32) if UPCAST else q.to(keys.dtype.element_ty)
+        q = q.to(tl.float32) if UPCAST else q.to(KIND)
         top = tl.full((BLOCK_G,), float("-inf"), tl.float32)
         sums = tl.zeros((BLOCK_G, BLOCK_N), tl.float32)  # reduced over BLOCK_N only at the end
         acc = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
@@ -173,8 +174,8 @@ elif HAS_TRITON:
                 v = tl.where(is_new[:, None], nv[None, :], v)
             else:
                 mine = mine & (split == 0)
-                nk = tl.load(new_key, mask=is_dim & mine, other=0.0).to(keys.dtype.element_ty)
-                nv = tl.load(new_value, mask=is_dim & mine, other=0.0).to(values.dtype.element_ty)
+                nk = tl.load(new_key, mask=is_dim & mine, other=0.0).to(keys.dtype.element_ty).to(KIND)
+                nv = tl.load(new_value, mask=is_dim & mine, other=0.0).to(values.dtype.element_ty).to(KIND)
                 alone = _capped(tl.sum(q.to(tl.float32) * nk.to(tl.float32)[None, :], 1), scale, softcap)
                 if log_weight is not None:
                     weighed = log_weight + b * w_seq + heads * w_head + place_new
@@ -201,8 +202,8 @@ elif HAS_TRITON:
                     row = place.to(tl.int64)[:, None]
                     at_keys, at_values = keys + row * k_row + d[None, :], values + row * v_row + d[None, :]
                     both = inside[:, None] & is_dim[None, :]
-                k = tl.load(at_keys, mask=both, other=0.0)
-                v = tl.load(at_values, mask=both, other=0.0)
+                k = tl.load(at_keys, mask=both, other=0.0).to(KIND)
+                v = tl.load(at_values, mask=both, other=0.0).to(KIND)
                 if FP8:
                     k = tl.where(apart[:, None], load_part(lie, apart, d, 0, DIM).to(k.dtype), k)
                     v = tl.where(apart[:, None], load_part(lie, apart, d, 1, DIM).to(v.dtype), v)
