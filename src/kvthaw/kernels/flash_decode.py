@@ -310,9 +310,9 @@ elif HAS_TRITON:
 def flash_decode(step: DecodeStep, tickets: Tensor | None = None) -> Tensor:
     """Launch the kernel: as `definition`, but return only the output, [B, Hq, D] in the dtype of query.
 
-    Does not read keys outside [starts, lengths). tickets: at least B * H + 1 int32 zeros, which the kernel resets to zero, so one
-    tensor can serve many steps, of fewer sequences too; but tickets[0] becomes and stays 1 once a newest key or value is not
-    finite.
+    Does not read keys outside [starts, lengths). Keys and values may be float8_e4m3fn; they are multiplied in the dtype of query.
+    tickets: at least B * H + 1 int32 zeros, which the kernel resets to zero, so one tensor can serve many steps, of fewer sequences
+    too; but tickets[0] becomes and stays 1 once a newest key or value is not finite.
     """
     query, keys, values, visible, selected = step.query, step.keys, step.values, step.visible, step.selected
     lengths, starts, regions, log_weight, sinks = step.lengths, step.starts, step.regions, step.log_weight, step.sinks
