@@ -58,6 +58,8 @@ def test_choices_show_what_they_recalled(tmp_path: Path) -> None:
             ]
 
         assert page.run("document.documentElement.scrollWidth") == 360
+        shown = "getComputedStyle(document.querySelector('{}')).display != 'none'"
+        assert [page.run(shown.format(part)) for part in ("#beside", "#key-row", "h2")] == [False, False, True]
         assert page.run("document.querySelector('.text').textContent") == "".join(
             map(chr, [*inspection.document, *inspection.question, *inspection.answer])
         )
