@@ -36,3 +36,22 @@ def test_work_is_finished_when_it_is_needed_and_dropped_when_it_is_not() -> None
     aux.advance(1)
     aux.finish(third)
     assert done == ["a0", "b0", "b1", "c0", "c1"]
+
+
+def test_work_without_memory_is_taken_again_where_it_is_needed(device: torch.device) -> None:
+    aux, tried, x, made = AuxStream(), list[str](), torch.arange(1 << 18, device=device), list[torch.Tensor]()
+
+    def first() -> None:
+        tried.append("first")
+        if len(tried) == 1:
+            raise torch.OutOfMemoryError("no memory")
+        made.append(x + 1)
+
+    work = aux.spread(device, [first, lambda: made.append(2 * made[0])], x)
+    aux.advance(2)
+    assert not made
+    aux.finish(work)
+    if work.done is not None:
+        torch.cuda.current_stream(device).wait_event(work.done)
+    assert tried == ["first", "first"]
+    assert torch.equal(made[1], 2 * x + 2)

@@ -145,19 +145,27 @@ def test_layers_take_turns() -> None:
     assert max(counts.values()) <= 3
 
 
-def test_a_refresh_uses_the_last_queries_that_were_selected_for() -> None:
-    seqs = Seqs(partial(SMALL, share=0.5), [200])
-    seqs.select(40, 100)
-    for step in range(110, 190):  # more than the window's 64
-        seqs.select(40, step)
-    seqs.append(20)  # starts
-    seqs.append(1)  # puts in place
-    keys, queries = seqs.keys[0][:, FIRST : FIRST + 220], seqs.queries[0][:, 126:190]
-    mass = observe.definition(queries.reshape(2, 128, 64), keys, torch.full((128,), 1 / 128), scale=64**-0.5)
-    index = hybrid(seqs)
-    assert index.order is not None
-    static = mass.topk(20, dim=1).indices + FIRST
-    assert torch.equal(index.order[0, :, :20].sort(dim=1).values, static.int().sort(dim=1).values)
+def test_a_refresh_uses_the_last_queries_before_it_began(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much of it the steps between have done, and whatever they asked."""
+    monkeypatch.setattr(module, "_PIECE", 30 * 2 * 64 * 4)
+    for pieces in (0, 3, 20):
+        seqs = Seqs(partial(SMALL, share=0.5), [200], device=device)
+        seqs.select(40, 100)
+        for step in range(110, 190):  # more than the window's 64
+            seqs.select(40, step)
+        seqs.append(20)  # starts
+        for step in range(pieces):
+            seqs.select(40, step)
+            assert seqs.context.aux is not None
+            seqs.context.aux.advance(20 - step)
+        seqs.append(1)  # puts in place
+        keys, queries = seqs.keys[0][:, FIRST : FIRST + 220], seqs.queries[0][:, 126:190]
+        weights = torch.full((128,), 1 / 128, device=device)
+        mass = observe.definition(queries.reshape(2, 128, 64), keys, weights, scale=64**-0.5)
+        index = hybrid(seqs)
+        assert index.order is not None
+        static = mass.topk(20, dim=1).indices + FIRST
+        assert torch.equal(index.order[0, :, :20].sort(dim=1).values, static.int().sort(dim=1).values)
 
 
 @pytest.mark.parametrize("share", [0.25, "auto"])

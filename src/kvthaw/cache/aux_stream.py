@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -58,10 +59,12 @@ class AuxStream:
     @torch.inference_mode(False)  # what the jobs make outlives the caller's mode
     @torch.no_grad()
     def advance(self, steps: int) -> None:
-        """Run as many of the queued jobs that as many with each of `steps` steps are all of them. The host does not wait."""
+        """Run as many of the queued jobs that as many with each of `steps` steps are all of them. The host does not wait. A job
+        that finds too little memory is left to finish()."""
         count = sum(len(work.jobs) for work in self._waiting)
-        for _ in range(-(-count // max(1, steps))):
-            self._next(self._waiting[0])
+        with suppress(torch.OutOfMemoryError):
+            for _ in range(-(-count // max(1, steps))):
+                self._next(self._waiting[0])
 
     def finish(self, work: SpreadWork) -> None:
         """Run what is left of some work; the host does not wait for it."""
@@ -77,21 +80,21 @@ class AuxStream:
             self._streams[work.device].synchronize()
 
     def _next(self, work: SpreadWork) -> None:
-        job = work.jobs.popleft()
+        if work.device.type != "cuda":
+            work.jobs[0]()
+        else:
+            stream = self._stream(work.device)
+            if work.start is not None:
+                stream.wait_event(work.start)
+                work.start = None
+            with torch.cuda.stream(stream):
+                work.jobs[0]()
+                if len(work.jobs) == 1:
+                    work.done = torch.cuda.Event()
+                    work.done.record(stream)
+        work.jobs.popleft()
         if not work.jobs:
             self._waiting.remove(work)
-        if work.device.type != "cuda":
-            job()
-            return
-        stream = self._stream(work.device)
-        if work.start is not None:
-            stream.wait_event(work.start)
-            work.start = None
-        with torch.cuda.stream(stream):
-            job()
-            if not work.jobs:
-                work.done = torch.cuda.Event()
-                work.done.record(stream)
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
         if device not in self._streams:

@@ -295,7 +295,8 @@ class HybridIndex(ObservedIndex):
                 self._read(seqs[i], at, keys[0][i, :, at : min(at + piece, old)])
 
         def finish() -> None:
-            made.update(zip(seqs, self.plan(seqs, keys.pop(), *windows), strict=True))
+            made.update(zip(seqs, self.plan(seqs, keys[0], *windows), strict=True))
+            keys.clear()
 
         jobs: list[Callable[[], None]] = [partial(read, i, at) for i in range(len(seqs)) for at in range(0, old, piece)]
         work = self._side.spread(last.device, [start, *jobs, finish], last, *(x for x in windows if x is not None))
