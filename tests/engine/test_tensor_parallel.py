@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import urllib.request
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -123,3 +125,40 @@ def test_gpu_captured_steps_of_two_processes_are_those_of_one(tmp_path: Path) ->
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     subprocess.run(launch, check=True, timeout=400, env=environment)  # which ends
     assert json.loads(told.read_text()) == split_program.generated(split_program.make())
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_gpu_a_server_starts_the_other_process_itself() -> None:
+    given = [
+        "serve",
+        "shipped",
+        "--tp",
+        "2",
+        "--port",
+        "0",
+        "--max-seqs",
+        "2",
+        "--max-len",
+        "2048",
+        "--budget",
+        "256",
+        "--grace",
+        "5",
+    ]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen(
+        [sys.executable, "-m", "kvthaw", *given], stderr=subprocess.PIPE, text=True, env=environment
+    ) as server:
+        try:
+            assert server.stderr is not None
+            url = next(word for line in server.stderr for word in line.split() if word.startswith("http://"))
+            body = json.dumps({"prompt": "It was the best of times", "max_tokens": 8, "ignore_eos": True}).encode()
+            asked = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+            with urllib.request.urlopen(asked, timeout=60) as said:
+                assert json.load(said)["usage"]["completion_tokens"] == 8
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(30) == 0
+        finally:
+            server.kill()

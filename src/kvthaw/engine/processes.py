@@ -62,7 +62,7 @@ def spawned(size: int, work: Callable[..., None], *args: Any) -> Iterator[None]:
             other.start()
         threading.Thread(target=_watch, args=(others, ending), daemon=True).start()
         _take(cores[0])
-        with _member(0, store=store, rank=0, world_size=size):
+        with _local_rank(0), _member(0, store=store, rank=0, world_size=size):
             yield
         for other in others:
             other.join(_PATIENCE)
@@ -84,6 +84,17 @@ def _member(number: int, **how: Any) -> Iterator[None]:
     dist.destroy_process_group()  # not after an error: the other processes may wait for this one
 
 
+@contextmanager
+def _local_rank(number: int) -> Iterator[None]:
+    """Say by torchrun's variable, which transformers asks for where there are GPUs, which of this machine's processes this is."""
+    before = os.environ.get("LOCAL_RANK")
+    os.environ["LOCAL_RANK"] = str(number)
+    try:
+        yield
+    finally:
+        os.environ.pop("LOCAL_RANK") if before is None else os.environ.update(LOCAL_RANK=before)
+
+
 def _shares(size: int) -> list[Sequence[int]]:
     """Return the cores of each process; none where there are fewer cores than processes, or the system does not tell."""
     every = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
@@ -102,9 +113,8 @@ def _run(rank: int, size: int, port: int, cores: Sequence[int], work: Callable[.
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_outlive, daemon=True).start()
     _take(cores)
-    os.environ["LOCAL_RANK"] = str(rank)  # by which transformers knows the GPU
     try:
-        with _member(rank, store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=size):
+        with _local_rank(rank), _member(rank, store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=size):
             work(*args)
     except KvthawError as error:
         _log.error("process %d: %s", rank, error)
