@@ -64,7 +64,8 @@ def icecache(
         transfer,
         layout,
         differs="rows lie in token order (`layout=page`: copied by pages); the union of pages is cut to the budget; regions shrink "
-        "below 160; a new promoted key takes over nearer ones; ratio, k and P-DCI's share are kvthaw's, the paper gives none",
+        "below 160; a new promoted key takes over nearer ones; ratio, k, page size, sink, window and P-DCI's share are kvthaw's, "
+        "the paper gives none",
         choose="reproducing the paper",
     )
 
