@@ -15,9 +15,11 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from kvthaw.cache import host_memory
 from kvthaw.cache.deferred_batch import DeferredBatch
 from kvthaw.cache.host import HostStore
-from kvthaw.cache.host_memory import check_host_memory
+from kvthaw.cache.host_memory import HostMemory, check_host_memory, held_bytes
+from kvthaw.cache.plan import default_block_size
 from kvthaw.cache.pool import Slab
 from kvthaw.errors import HostMemoryError
+from kvthaw.kernels.row_format import KvDtype, row_format
 from kvthaw.regions import Regions
 from shapes import DTYPES
 
@@ -287,3 +289,20 @@ def test_what_is_shared_stays_shared_where_there_is_no_memory_for_a_copy(monkeyp
     store.append(1, rows([4]))
     assert torch.equal(store.read(0, 0, 3), rows([1, 2, 3]))
     assert torch.equal(store.read(1, 0, 3), rows([1, 2, 4]))
+
+
+@pytest.mark.gpu
+def test_a_limit_counts_what_is_page_locked() -> None:
+    memory = HostMemory(1 << 20)
+    held = memory.allocate((5 << 10,), torch.int8, pinned=True)
+    assert memory.used == 8 << 10
+    del held
+    assert memory.used == 0
+
+
+@pytest.mark.parametrize(("heads", "dim"), [(8, 128), (10, 128), (32, 96), (32, 80), (5, 64), (3, 112)])
+@pytest.mark.parametrize(("kv_dtype", "most"), [(None, 0.07), ("fp8", 0.1)])
+def test_blocks_fill_what_is_page_locked_for_them(heads: int, dim: int, kv_dtype: KvDtype | None, most: float) -> None:
+    token = heads * row_format(kv_dtype, dim, torch.bfloat16).row_bytes
+    size = default_block_size(token) * token
+    assert size <= held_bytes(size, pinned=True) <= (1 + most) * size

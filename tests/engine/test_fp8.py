@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 import kvthaw
 from kvthaw import Batch, Cache, CacheError, ConfigError, PrefixCache, Scheduler
 from kvthaw.cache import layer_storage
-from kvthaw.cache.host_memory import pinned_bytes
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.layer_base import AttentionParams
 from kvthaw.cache.plan import Settings
@@ -182,13 +181,3 @@ def test_captured_steps_on_a_gpu(method: str) -> None:
             found.append(llama.generate(**inputs, max_new_tokens=60, do_sample=False).tolist())
             assert handle.stats().kv_device_bytes > 0
     assert all(tokens == found[0] for tokens in found)
-
-
-@pytest.mark.parametrize("dim", [64, 128, 256])
-def test_blocks_of_8_bits_are_page_locked_in_half_the_bytes(dim: int) -> None:
-    """torch page-locks whole powers of two."""
-    sizes = {kv_dtype: Cache(model(), "quest", kv_dtype=kv_dtype).settings.block_size for kv_dtype in (None, "fp8")}
-    rows = {None: RowFormat(dim, torch.bfloat16), "fp8": E4M3(dim, torch.bfloat16)}
-    taken = {each: pinned_bytes(8 * rows[each].row_bytes * size) / size for each, size in sizes.items()}
-    assert taken["fp8"] <= 0.54 * taken[None]
-    assert Cache(model(), "quest", kv_dtype="fp8", block_size=64).settings.block_size == 64

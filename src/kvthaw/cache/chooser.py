@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from kvthaw.cache.dense import DenseLayer
+from kvthaw.cache.host_memory import held_bytes
 from kvthaw.cache.layer_base import LayerKV
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.plan import Settings
@@ -157,7 +158,7 @@ class Chooser:
         for i, layer in self.by_method.items():
             own = self.layers[i].read(0, 0, 0)
             row = row_format(settings.kv_dtype, own.shape[3], own.dtype)
-            need = blocks * settings.block_size * len(own) * row.row_bytes
+            need = blocks * held_bytes(settings.block_size * len(own) * row.row_bytes, pinned=own.is_cuda)
             room = device.share(layer.number) + device.fixed.get(layer.number, 0) if device.bytes else 0
             short += max(0, need - room)
         self.streams.memory.check(short)

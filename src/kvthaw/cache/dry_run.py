@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvthaw.cache.dense import DenseLayer
 from kvthaw.cache.host import HostStore
-from kvthaw.cache.host_memory import pinned_bytes
+from kvthaw.cache.host_memory import held_bytes
 from kvthaw.cache.kv_cache import KVCache
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.plan import Plan
@@ -98,7 +98,7 @@ def dry_run(
         many = batch * settings.in_blocks(prompt + new_tokens) // settings.block_size if block else 0
         near = min(many, max(0, memory.share(number)) // block) if many and twin.storage.placement is not None else 0
         blocks += near * block
-        rows += (many - near) * (pinned_bytes(block) if pinned else block)
+        rows += (many - near) * held_bytes(block, pinned=pinned)
         if many and twin.plan is not None:
             fetched += batch * twin.plan.rows * twin.host_bytes_per_token() * (many - near) // many
         if twin.retriever is not None and twin.on_host and twin.chooses:

@@ -42,6 +42,11 @@ def pinned_bytes(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
+def held_bytes(size: int, *, pinned: bool) -> int:
+    """Return the bytes of host memory that a tensor of so many takes."""
+    return pinned_bytes(size) if pinned else size
+
+
 def host_tensor(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> Tensor:
     """Return an uninitialised tensor in host memory, page-locked if pinned. Raises HostMemoryError where the system gives none."""
     try:
@@ -68,7 +73,7 @@ class HostMemory:
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> Tensor:
         """Return an uninitialised tensor in host memory. Raises HostMemoryError beyond the limit, or if the system gives none."""
-        size = math.prod(shape) * dtype.itemsize
+        size = held_bytes(math.prod(shape) * dtype.itemsize, pinned=pinned)
         while True:
             try:
                 data = self._allocate(size, shape, dtype, pinned=pinned)

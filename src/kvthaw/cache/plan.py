@@ -12,7 +12,7 @@ import torch
 from kvthaw.cache.crossing import Crossing
 from kvthaw.cache.device_memory import DeviceMemory
 from kvthaw.cache.host import HostStore
-from kvthaw.cache.host_memory import HostMemory
+from kvthaw.cache.host_memory import HostMemory, pinned_bytes
 from kvthaw.cache.index_api import Attends, IndexContext, Method
 from kvthaw.cache.ranks import ALONE, Ranks
 from kvthaw.errors import ConfigError, at_least, one_of
@@ -22,10 +22,14 @@ from kvthaw.regions import Regions
 from kvthaw.typecheck import check_type
 
 
-def default_block_size(kv_dtype: KvDtype | None) -> int:
-    """Return how many tokens a block has unless a cache is told. torch page-locks the next power of two bytes: rows of 8 bits with
-    their scales in blocks of 1,024 would take as much host memory as rows of 16."""
-    return 1024 if kv_dtype is None else 960
+def default_block_size(token_bytes: int) -> int:
+    """Return how many tokens a block has unless a cache is told: 512 to 1,024, as many as fill best what torch page-locks for them.
+    token_bytes: of a token in one layer. Of rows of 8 bits with their scales 1,024 would take as much as of rows of 16."""
+
+    def filled(tokens: int) -> tuple[float, int]:
+        return tokens * token_bytes / pinned_bytes(tokens * token_bytes), tokens
+
+    return max(range(512, 1025, 64), key=filled)
 
 
 def try_index(method: Method, head_dim: int, dtype: torch.dtype = torch.float32, softcap: float | None = None) -> None:
@@ -74,8 +78,9 @@ class Settings:
     sparse_queries: continuations of at most this many tokens are decoded one by one through the index, longer ones are dense;
     the last chunk of a prompt given in chunks is a continuation too. block_size: tokens in a block of host memory; see
     default_block_size().
-    host_bytes: the most host memory that blocks of KV may take, those allocated ahead included; None: as much as the system has. A
-    prompt, or a token, that needs more raises HostMemoryError and changes nothing: it can be given again when something was freed.
+    host_bytes: the most host memory that blocks of KV may take, each rounded up to a power of two where it is page-locked, those
+    allocated ahead included; None: as much as the system has. A prompt, or a token, that needs more raises HostMemoryError and
+    changes nothing: it can be given again when something was freed.
     device_memory: device memory that the cache may fill: bytes, text such as "8GiB", or "auto", what is free at the first prompt
     less a margin for activations. Index, sink, ring, pool and dense layers count; what is left holds blocks, of which the others go
     to the host. None: all blocks lie on the host. full_below: up to where every layer attends to everything and keeps its KV on the

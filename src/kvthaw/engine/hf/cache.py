@@ -38,7 +38,7 @@ from kvthaw.engine.hf.hooks import prefetch, rotary, turns_by_length
 from kvthaw.engine.hf.layer import CacheLayer, Layers, Shared, WindowCacheLayer
 from kvthaw.errors import CacheError, UnsupportedModelError, at_least
 from kvthaw.formatting import human
-from kvthaw.kernels.row_format import KvDtype
+from kvthaw.kernels.row_format import KvDtype, row_format
 from kvthaw.methods.auto import AUTO, find
 from kvthaw.typecheck import check_type
 
@@ -55,18 +55,17 @@ def head_dim(config: Any) -> int:
 
 
 def _crossing(
-    model: PreTrainedModel, layer: Any, known: Crossing | None, full_below: int | Crossing | None, split: int
+    model: PreTrainedModel, token_bytes: int, known: Crossing | None, full_below: int | Crossing | None
 ) -> Crossing | None:
-    """Return up to where a model whose layers have such a config attends to everything: what the user says, or what is known.
-    split: over how many processes the heads are."""
+    """Return up to where a model attends to everything, of a token of whose layers KV takes so many bytes: what the user says, or
+    what is known."""
     if isinstance(full_below, Crossing):
         known = full_below
     elif full_below is not None:
         check_type(int, full_below=full_below)
         at_least(0, full_below=full_below)
         known = Crossing(((1, full_below),))
-    heads = (getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads) // split
-    return None if known is None else known.on(2 * heads * head_dim(layer) * model.dtype.itemsize, model.device)
+    return None if known is None else known.on(token_bytes, model.device)
 
 
 class Cache(DynamicCache):
@@ -126,10 +125,13 @@ class Cache(DynamicCache):
             sparse_queries = 1  # layers that share KV ask after the index has gone on, so several tokens at once are dense
         if crossing is not None and device_memory is None:
             device_memory = "auto"
+        processes, layer = ranks(model), of_layer(config, full[0])
+        heads = (getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads) // processes.all_heads(1)
         if block_size is None:
-            block_size = default_block_size(kv_dtype or chosen.kv_dtype)
-        processes = ranks(model)
-        crossing = _crossing(model, of_layer(config, full[0]), crossing, full_below, processes.all_heads(1))
+            block_size = default_block_size(
+                heads * row_format(kv_dtype or chosen.kv_dtype, head_dim(layer), model.dtype).row_bytes
+            )
+        crossing = _crossing(model, 2 * heads * head_dim(layer) * model.dtype.itemsize, crossing, full_below)
         self.settings = Settings(
             chosen, budget, retrieved, dense_layers, seed, sparse_queries, block_size, host_bytes, device_memory, crossing,
             processes, kv_dtype,
