@@ -125,3 +125,10 @@ def test_gpu_attend_with_its_log_sum_exp(dtype: torch.dtype, dim: int, steps: in
     past = ((k[:, :, a:b], v[:, :, a:b]) for a, b in ((0, 512), (512, 1000)))
     out = continued(q, k[:, :, 1000:], v[:, :, 1000:], past, scale=SCALE)
     close(out, definition(q, k, v, scale=SCALE, causal=True)[0])
+
+
+def test_plans_are_made_for_few_lengths() -> None:
+    """Chunks in powers of two, of any group of query heads, over blocks of earlier keys; not a prompt's own length."""
+    assert all(dense.common(group * chunk, dense.BLOCK) for group in (1, 4, 7) for chunk in (512, 4096, dense.BLOCK))
+    assert not any(dense.common(n, n) for n in (100, 2000, 13457))
+    assert sum(dense.common(4 * chunk, keys) for chunk in range(1, 8192) for keys in range(0, 16385, 2048)) < 300

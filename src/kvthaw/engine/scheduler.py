@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Unpack
 
@@ -20,7 +21,7 @@ DEPTH = 24576
 """Earlier tokens to which attention takes about as long as all else that a token takes, for an 8B model."""
 STREAMED = 2048
 """Tokens of a chunk whose attention takes about as long as the bus that brings the KV before it."""
-_TILE = 64  # chunks are multiples of it: matrix products round up to them, and kernels are compiled for such numbers
+_FEW = 512  # longer chunks are powers of two: attention has plans for few lengths, see kvthaw.kernels.dense
 
 
 class Scheduler:
@@ -40,8 +41,8 @@ class Scheduler:
     - Where a model is split over processes every process makes the same calls (see `kvthaw.engine.lockstep`). Only what all of
       them notice alike, a lack of host memory, is helped there; other errors come up, since the others may be in mid-step.
 
-    batch: has no requests of its own. step_tokens: tokens of a step, at the beginning of a prompt. max_waiting: how many requests
-    may wait for a place; None: any number.
+    batch: has no requests of its own. step_tokens: about the tokens of a step, at the beginning of a prompt. max_waiting: how
+    many requests may wait for a place; None: any number.
 
     Example::
 
@@ -150,8 +151,9 @@ class Scheduler:
 
     def _chunk(self, request: Request, decoded: int) -> int:
         """Return how many tokens of a prompt go through the model beside so many that were decoded."""
-        left = round((self.step_tokens - decoded) / (1 + request.prefilled / DEPTH))
-        left -= left % _TILE if left > _TILE else 0
+        left = max(1, round((self.step_tokens - decoded) / (1 + request.prefilled / DEPTH)))
+        if left > _FEW:
+            left = 1 << round(math.log2(left))
         return max(STREAMED if self.batch.streams_back(request) else 1, left)
 
     def _decode(self) -> list[Request]:
