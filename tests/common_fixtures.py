@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import os
@@ -158,10 +159,15 @@ def model(folder: Path) -> str:
     return str(folder)
 
 
-@pytest.fixture
-def loaded(folder: Path) -> tuple[Any, Any]:
-    """That model and its tokenizer, of the test's own."""
+@pytest.fixture(scope="session")
+def _loaded(folder: Path) -> tuple[Any, Any]:
     return load(str(folder))
+
+
+@pytest.fixture
+def loaded(_loaded: tuple[Any, Any]) -> tuple[Any, Any]:
+    """That model and its tokenizer, of the test's own."""
+    return copy.deepcopy(_loaded)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -54,7 +55,9 @@ def modules(module: str) -> Iterator[str]:
             yield name
 
 
-IMPORTS = {module: set(modules(module)) - {module} for module in FILES}
+@functools.cache
+def imports() -> dict[str, set[str]]:
+    return {module: set(modules(module)) - {module} for module in FILES}
 
 
 def place(module: str) -> int:
@@ -63,9 +66,9 @@ def place(module: str) -> int:
     return ORDER.index(name) if name else len(ORDER)
 
 
-def circles(imports: dict[str, set[str]]) -> list[list[str]]:
+def circles(files: dict[str, set[str]]) -> list[list[str]]:
     """Circles of files, one a group of files that import each other."""
-    found, left = [], dict(imports)
+    found, left = [], dict(files)
     while True:
         try:
             TopologicalSorter(left).prepare()
@@ -79,14 +82,14 @@ def circles(imports: dict[str, set[str]]) -> list[list[str]]:
 
 def test_no_file_imports_itself_by_way_of_others() -> None:
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()})
-    assert circles({module: {name for name in names if name in FILES} for module, names in IMPORTS.items()}) == []
+    assert circles({module: {name for name in names if name in FILES} for module, names in imports().items()}) == []
 
 
 def test_packages_import_what_stands_before_them() -> None:
-    ours = [(module, name) for module, names in IMPORTS.items() for name in names if name in FILES and name != "kvthaw"]
+    ours = [(module, name) for module, names in imports().items() for name in names if name in FILES and name != "kvthaw"]
     assert len(ours) > 500
     assert [f"{module} imports {name}" for module, name in ours if place(name) > place(module)] == []
 
 
 def test_only_the_adapter_imports_transformers() -> None:
-    assert {module for module, names in IMPORTS.items() if "transformers" in names and ".engine.hf" not in module} == set()
+    assert {module for module, names in imports().items() if "transformers" in names and ".engine.hf" not in module} == set()

@@ -100,7 +100,7 @@ def read_book(tokenizer: Any, *, length: int | None = None, seed: int = 0) -> Re
     Raises ConfigError where the facts alone are longer.
     """
     rng = random.Random(seed)
-    planted = _facts(rng)
+    planted = facts(rng)
     book = Haystack.of(read_asset("book.txt"))
     words = len(book.words)
     while True:
@@ -119,7 +119,8 @@ def read_book(tokenizer: Any, *, length: int | None = None, seed: int = 0) -> Re
 INTRO = niah.INTRO.format(kind="numbers")
 
 
-def _facts(rng: random.Random) -> list[Question]:
+def facts(rng: random.Random) -> list[Question]:
+    """Return the facts in the order in which they are planted, one for each of DEPTHS."""
     key = number(rng, 5)
     found = [Question(passkey.FACT.format(key=key), passkey.QUESTION, key, 8, 0.0)]
     names = distinct(rng, word_key, len(DEPTHS) - 1)

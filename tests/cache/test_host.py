@@ -120,7 +120,7 @@ class Stores(RuleBasedStateMachine):
         assert all(seq < store.seqs for store, _ in self.known for seq in store.allocator.ahead)
 
 
-Stores.TestCase.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
+Stores.TestCase.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
 TestStores = Stores.TestCase
 
 

@@ -139,7 +139,7 @@ class Spilling(RuleBasedStateMachine):
                 assert torch.equal(table[seq, : len(addresses)], addresses)
 
 
-Spilling.TestCase.settings = settings(max_examples=8, stateful_step_count=10, deadline=None)
+Spilling.TestCase.settings = settings(max_examples=5, stateful_step_count=10, deadline=None)
 TestSpilling = Spilling.TestCase
 
 

@@ -88,7 +88,7 @@ def test_the_search_begins_before_the_layer_before_is_done(model: PreTrainedMode
 
 
 def plain(model: PreTrainedModel, cache: kvthaw.Cache) -> list[Tensor]:
-    return [step(model, cache, IDS[:, t : t + 1]) for t in range(24)]
+    return [step(model, cache, IDS[:, t : t + 1]) for t in range(14)]
 
 
 def several(model: PreTrainedModel, cache: kvthaw.Cache) -> list[Tensor]:
@@ -98,7 +98,7 @@ def several(model: PreTrainedModel, cache: kvthaw.Cache) -> list[Tensor]:
 def changed(model: PreTrainedModel, cache: kvthaw.Cache) -> list[Tensor]:
     """Cropped, continued densely, with sequences that change places, and copied."""
     out = []
-    for t in range(0, 36, 3):
+    for t in range(0, 24, 3):
         out += [step(model, cache, IDS[:, t + i : t + i + 1]) for i in range(3)]
         if t % 5 == 0:
             cache.crop(-1 - t)

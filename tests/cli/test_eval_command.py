@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from said import Said, refused
+
+from forked import forked
 
 FIELDS = {"task", "method", "budget", "retrieved", "length", "n", "accuracy", "full_accuracy", "attention_mass", "recall_at_k"}
 FIELDS |= {"hit_rate", "kv_device_bytes", "kv_host_bytes", "ttft_s", "tpot_s", "dense_layers", "attended_mean", "attended_max"}
@@ -105,8 +105,8 @@ def test_eval_refuses_files_before_it_loads(tmp_path: Path) -> None:
 def test_two_processes_share_the_work(model: str, tmp_path: Path) -> None:
     out = str(tmp_path / "out.jsonl")
     asked = ["eval", "passkey", "--model", model, "--method", "oracle", "--length", "300", "--samples", "3", "--out", out]
-    parts = [[sys.executable, "-m", "kvthaw", *asked, "--shard", f"{i}/2"] for i in (1, 2)]
-    running = [subprocess.Popen(part, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for part in parts]
-    assert all("the same command without --shard" in process.communicate(timeout=120)[1] for process in running)
+    with forked(*asked, "--shard", "1/2") as first, forked(*asked, "--shard", "2/2") as second:
+        assert all("the same command without --shard" in process.stderr.read() for process in (first, second))
+        assert (first.wait(), second.wait()) == (0, 0)
     assert len(Path(out).read_text().splitlines()) == 2 * 3
     assert [(record["method"], record["n"]) for record in Said(*asked, "--json").records] == [("oracle", 3)]

@@ -53,7 +53,7 @@ WAYS: dict[str, tuple[dict[str, Tensor], dict[str, Any]]] = {
     "chunks inside the padding": (BATCH, {"prefill_chunk_size": 17}),
     "small chunks": (BATCH, {"prefill_chunk_size": 5}),
     "chunks of one": (ragged([31, 12]), {"prefill_chunk_size": 1}),
-    "long": ({"input_ids": IDS[:, :20]}, {"max_new_tokens": 80}),
+    "long": ({"input_ids": IDS[:, :20]}, {"max_new_tokens": 50}),
 }
 
 
@@ -287,9 +287,7 @@ def decode(model: PreTrainedModel, cache: Any, ids: Tensor) -> Tensor:
     return torch.cat(logits, dim=1) if logits else torch.empty(0)
 
 
-@turns_of(
-    "architecture, steps, method", [("llama", 2), ("gemma3", 8), ("gpt_oss", 5), ("llama", 8), ("gemma3", 5), ("llama", 5)]
-)
+@turns_of("architecture, steps, method", [("llama", 2), ("gemma3", 8), ("gpt_oss", 5)])
 def test_several_tokens_equal_one_by_one(architecture: str, method: str, steps: int) -> None:
     model = build_exact(architecture)
     one, many = (kvthaw.Cache(model, method, budget=TIGHT) for _ in range(2))

@@ -10,8 +10,8 @@ from machines import MODES, Batches, Caches, Setting
 
 pytestmark = pytest.mark.slow
 
-Caches.TestCase.settings = settings(max_examples=16, stateful_step_count=8)
-Batches.TestCase.settings = settings(max_examples=8, stateful_step_count=8)
+Caches.TestCase.settings = settings(max_examples=10, stateful_step_count=8)
+Batches.TestCase.settings = settings(max_examples=6, stateful_step_count=8)
 TestCaches, TestBatches = Caches.TestCase, Batches.TestCase
 
 

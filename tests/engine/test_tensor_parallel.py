@@ -26,9 +26,8 @@ from kvthaw.engine.lockstep import Lockstep
 from kvthaw.engine.request import Request
 from kvthaw.engine.sampling import Sampling
 from kvthaw.errors import CacheError, HostMemoryError, UnsupportedModelError
-from kvthaw.methods import METHODS
 from ranks import run
-from zoo import VOCAB, build
+from zoo import DISTINCT, VOCAB, build
 
 OPTIONS = (
     "arkvale:policy=mean",
@@ -58,7 +57,7 @@ def logits(model: PreTrainedModel, methods: list[str]) -> dict[str, Any]:
 
 
 @on_cpu
-@pytest.mark.parametrize(("size", "methods"), [(2, [*METHODS, *OPTIONS]), (4, ["icecache-digest", "arkvale"])])
+@pytest.mark.parametrize(("size", "methods"), [(2, [*DISTINCT, *OPTIONS]), (4, ["icecache-digest", "arkvale"])])
 def test_a_method_chooses_in_several_processes_what_it_does_in_one(size: int, methods: list[str], tmp_path: Path) -> None:
     alone = logits(small(), methods)
     for one in run(size, lambda rank: logits(small(size), methods), tmp_path / "meeting"):

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +174,8 @@ def test_the_page_opens_in_a_browser(document: Document, tmp_path: Path) -> None
     assert done.stdout.rstrip().endswith("</body></html>")
 
 
-def test_the_command_runs_continues_and_reports(folder: Path, tmp_path: Path) -> None:
+def test_the_command_runs_continues_and_reports(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvthaw.evaluate.perplexity.Course", partial(Course, steps=8))
     out = tmp_path / "out"
     asked = ["compare", "passkey,perplexity", "--method", "oracle,streaming", "--budget", "64", "--length", "320"]
     asked += ["--samples", "2", "--model", str(folder), "--device", "cpu", "--out", str(out)]

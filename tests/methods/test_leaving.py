@@ -68,13 +68,13 @@ def test_going_ahead_changes_nothing_and_moves_nothing(method: str) -> None:
     """Work for the next token may be done while the last one's is under way. A captured step of a graph-safe index reads by
     address, and what a prompt of 200 makes room for is 456 tokens."""
     torch.manual_seed(3)
-    plain = OneLayer(method, 200, 26)
+    plain = OneLayer(method, 200, 18)
     torch.manual_seed(3)
-    ahead = OneLayer(method, 200, 26)
+    ahead = OneLayer(method, 200, 18)
     assert plain.layer.retriever is not None
     safe = plain.layer.retriever.index.graph_safe
     addresses: list[list[int]] = []
-    for _ in range(26):
+    for _ in range(18):
         assert ahead.step() == plain.step()
         ahead.cache.run_ahead(certain=True)
         assert not ahead.cache.sequences.full() or not ahead.cache.needs_host()
@@ -270,10 +270,10 @@ def test_more_rows_are_no_more_launches(method: str, pads: str, monkeypatch: pyt
     found = []
     for rows in (2, 7):  # of one row some are views instead
         left = [0] * rows if pads == "none" else [3 * row for row in range(rows)]
-        query, key, value = (torch.randn(rows, heads, 244, 16) for heads in (4, 2, 2))
+        query, key, value = (torch.randn(rows, heads, 236, 16) for heads in (4, 2, 2))
         options = {} if method == "prkv" else SOON.get(method, {})  # PRKV's sets are chosen anew sequence by sequence
         cache = KVCache(Settings(resolve(method, **options), budget=64, block_size=32), [2], 3)
-        for start, stop in [(0, 200), *((at, at + 1) for at in range(200, 244))]:
+        for start, stop in [(0, 200), *((at, at + 1) for at in range(200, 236))]:
             if stop == start + 1 and cache.needs_host():
                 with monkeypatch.context() as patch, Launches() as launches:
                     for module, name in KERNELS:
@@ -284,5 +284,5 @@ def test_more_rows_are_no_more_launches(method: str, pads: str, monkeypatch: pyt
             q, k, v = (x[:, :, start:stop] for x in (query, key, value))
             cache.attend(cache.layers[0], q, k, v, AttentionParams(SCALE), left)
     two, seven = ([of[1:] for of in found if of[0] == rows] for rows in (2, 7))
-    assert len(two) >= 3
+    assert len(two) >= 2
     assert two == seven

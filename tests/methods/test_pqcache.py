@@ -22,15 +22,18 @@ def lloyd(points: Tensor, start: Tensor, iterations: int) -> Tensor:
     """k-means by hand, [C, s] float64."""
     centroids, before = points[start].clone(), None
     for _ in range(iterations):
-        nearest = [int(((point - centroids) ** 2).sum(dim=1).argmin()) for point in points]
-        if nearest == before:
+        nearest = codes(points, centroids)
+        if before is not None and torch.equal(nearest, before):
             break
         before = nearest
-        for c in range(len(centroids)):
-            own = [i for i, n in enumerate(nearest) if n == c]
-            if own:
-                centroids[c] = points[own].mean(dim=0)
+        for c in nearest.unique().tolist():
+            centroids[c] = points[nearest == c].mean(dim=0)
     return centroids
+
+
+def codes(points: Tensor, centroids: Tensor) -> Tensor:
+    """The nearest centroid of each point."""
+    return ((points[:, None] - centroids) ** 2).sum(dim=2).argmin(dim=1)
 
 
 @pytest.mark.parametrize(("heads", "group", "parts", "centroids"), [(2, 2, 2, 16), (1, 4, 4, 8), (3, 1, 1, 64)])
@@ -53,11 +56,8 @@ def test_the_choice_is_the_papers(heads: int, group: int, parts: int, centroids:
         asked = layer.query[0, :, at].double().view(heads, group, parts, -1)
         for head in range(heads):
             scores = torch.zeros(group, begin - sink, dtype=torch.float64)
-            for i in range(sink, begin):
-                for part in range(parts):
-                    book = books[head][part]
-                    code = book[((split[head, i, part] - book) ** 2).sum(dim=1).argmin()]  # frozen, for generated keys too
-                    scores[:, i - sink] += asked[head, :, part] @ code
+            for part, book in enumerate(books[head]):  # frozen, for generated keys too
+                scores += asked[head, :, part] @ book[codes(split[head, sink:begin, part], book)].T
             weights = torch.softmax(scores * SCALE, dim=1).amax(dim=0).tolist()
             ranked = sorted(range(len(weights)), key=lambda i, weights=weights: (-weights[i], i))  # type: ignore[misc]
             assert len(found[head]) == plan.rows

@@ -47,7 +47,8 @@ COMPLETIONS: dict[str, dict[str, Any]] = {
     "lists of tokens": {"prompt": [[5, 6, 7], [8]], "echo": True},
     "the prompt alone": {"max_tokens": 0, "echo": True, "logprobs": 1},
 }
-CHATS: dict[str, dict[str, Any]] = {
+CHATS: dict[str, dict[str, Any]] = {  # sampling is the same as that of a completion
+    **{name: FIELDS[name] for name in ("plain", "n", "stop", "json")},
     "logprobs": {"logprobs": True},
     "top_logprobs": {"logprobs": True, "top_logprobs": 4, "n": 2},
     "max_completion_tokens": {"max_completion_tokens": 5, "max_tokens": None},
@@ -81,7 +82,7 @@ def test_greedy_text_is_that_of_generate(served: Served) -> None:
 
 @pytest.mark.parametrize("fields", [*FIELDS.values(), *COMPLETIONS.values()], ids=[*FIELDS, *COMPLETIONS])
 def test_a_streamed_completion_is_the_whole_one(served: Served, fields: dict[str, Any]) -> None:
-    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 10, "seed": 3} | fields
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 7, "seed": 3} | fields
     whole = served.post("/v1/completions", **body).raise_for_status().json()
     chunks = events(served, "/v1/completions", body)
     assert {chunk["id"] for chunk in chunks[:-1]} == {chunks[0]["id"]}
@@ -97,9 +98,9 @@ def test_a_streamed_completion_is_the_whole_one(served: Served, fields: dict[str
     )
 
 
-@pytest.mark.parametrize("fields", [*FIELDS.values(), *CHATS.values()], ids=[*FIELDS, *CHATS])
+@pytest.mark.parametrize("fields", CHATS.values(), ids=CHATS)
 def test_a_streamed_chat_is_the_whole_one(served: Served, fields: dict[str, Any]) -> None:
-    body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 10, "seed": 3} | fields
+    body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 7, "seed": 3} | fields
     whole = served.post("/v1/chat/completions", **body).raise_for_status().json()
     chunks = events(served, "/v1/chat/completions", body)
     for choice in whole["choices"]:
