@@ -369,3 +369,13 @@ def test_capacity_that_nobody_uses_takes_no_host_memory() -> None:
     data = batch.cache.kv.layers[0].tensors()[0]
     assert data.nbytes > 128 << 20
     assert resident() - before < data.nbytes // 4
+
+
+def test_a_step_says_when_it_is_on_its_way(llama: PreTrainedModel) -> None:
+    """Once a step, when its tokens are not there yet."""
+    batch, seen = Batch(llama, "oracle", max_seqs=2, capacity=100, budget=48), list[int]()
+    request = batch.join([1, 2, 3], max_new_tokens=4, stop=())
+    batch.launched = lambda: seen.append(len(request.tokens))
+    while batch.requests:
+        batch.step()
+    assert seen == [1, 2, 3]

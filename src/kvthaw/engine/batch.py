@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
 import torch
@@ -93,6 +93,7 @@ class Batch:
         self._sampler = Sampler(max_seqs, self.vocabulary, model.device)
         self._forward = compiled_step(model.forward) if compile else model.forward
         self._compile, self._capture = compile, capture and model.device.type == "cuda"
+        self.launched: Callable[[], object] = lambda: None  # called when a step is on the device, before its tokens are read
 
     @property
     def requests(self) -> list[Request]:
@@ -127,9 +128,8 @@ class Batch:
 
     def streams_back(self, request: Request) -> bool:
         """Return whether the next chunk of a prompt may bring some of what came before it back over the bus."""
-        kv, cuda = self.cache.kv, self.model.device.type == "cuda"
-        split = kv.settings.ranks.size > 1  # where blocks lie may differ between processes
-        stores = [layer.store for layer in kv.offloaded if layer.plan and cuda]
+        kv, split = self.cache.kv, self.cache.kv.settings.ranks.size > 1  # where blocks lie may differ between processes
+        stores = [layer.store for layer in kv.offloaded if layer.plan and self.model.device.type == "cuda"]
         return any(split or not block.on_device for store in stores for block in store.blocks(request.seq))
 
     def stats(self) -> Stats:
@@ -262,15 +262,14 @@ class Batch:
                 for request in live:
                     self._begin_again(request)
             raise
+        self.launched()
         for request in live:
             request.fed += 1
         return self._give(self._decoding[seqs], drawn)
 
     def step(self) -> list[Request]:
         """Give the requests whose prompts are whole a token each, and the first other one the next chunk of its prompt. Returns
-        those that got a token or ended, those whose prefill failed with finished="error" and the exception in `error`.
-
-        What a decode step raises comes up, and the next call takes it again."""
+        those that got a token or ended, failed prefills with `error` set. Where a decode step raises the next call repeats it."""
         told = self.decode()
         coming = [request for request in self.prefilling if request not in self._indexing]
         told += self.start(0.0 if told or coming else POLL)

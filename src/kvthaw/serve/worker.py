@@ -117,6 +117,7 @@ class Worker:
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
     _inbox: queue.SimpleQueue[_Task] = field(default_factory=queue.SimpleQueue)
     _outputs: dict[Request, _Output] = field(default_factory=dict)
+    _unsent: list[tuple[Job, Delta]] = field(default_factory=list)  # of the latest step
     _failed: bool = False  # whether the latest step did
     _ended: bool = False
     _told: float = 0.0  # when the metrics of the cache were set
@@ -125,6 +126,7 @@ class Worker:
     def start(self) -> None:
         """Start the thread; in the event loop that it is to serve."""
         self._loop = asyncio.get_running_loop()
+        self.scheduler.batch.launched = self._flush
         self._thread = threading.Thread(target=self._run, name="kvthaw-worker", daemon=True)
         self._thread.start()
 
@@ -212,6 +214,8 @@ class Worker:
             while not self._ended:
                 tasks = self._tasks()
                 self.lockstep.send([change for task in tasks for change in task.changes])
+                if tasks:
+                    self._flush()
                 for task in tasks:
                     task.run()
                 if self.scheduler.busy:
@@ -254,8 +258,10 @@ class Worker:
             with self.watcher.watching():
                 told = self.scheduler.step()
         except Exception as error:
+            self._flush()
             self._recover(error)
             return
+        self._flush()
         self._failed = False
         self.lockstep.note(told)
         self.watcher.take(told)
@@ -264,7 +270,9 @@ class Worker:
             if not output.placed and output.request.seq >= 0:
                 output.placed = began
                 self.metrics.queued.observe(max(0.0, began - output.job.arrived))
-        self._send([self._take(self._outputs[request], now) for request in told])
+        self._unsent = [self._take(self._outputs[request], now) for request in told]
+        if not self.scheduler.decoding:
+            self._flush()
         if now - self._told > 1 or not self.scheduler.busy:
             self._told = now
             batch = self.scheduler.batch
@@ -312,6 +320,13 @@ class Worker:
     def _failure(self, output: _Output, error: Exception) -> tuple[Job, Delta]:
         self.metrics.finished("error")
         return output.job, Delta(output.index, finished="error", error=error)
+
+    def _flush(self) -> None:
+        """Send what the latest step gave, where it was not sent yet. The next step is on its way on the device then, so that the
+        event loop works while this thread waits for it, and does not keep it from giving the device work."""
+        unsent, self._unsent = self._unsent, []
+        if unsent:
+            self._send(unsent)
 
     def _send(self, pairs: Sequence[tuple[Job, Delta]]) -> None:
         self._loop.call_soon_threadsafe(self._deliver, pairs)
