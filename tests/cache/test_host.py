@@ -198,7 +198,9 @@ def test_blocks_are_pinned() -> None:
     store = HostStore(1, HEADS, DIM, torch.float32, block_size=BLOCK_SIZE, pinned=True)
     store.append(0, rows(list(range(9))).cuda(), non_blocking=True)
     torch.cuda.synchronize()
-    assert all(block_size.data.is_pinned() for block_size in store._blocks[0])
+    blocks = store.full_blocks()
+    assert len(blocks) == 9 // BLOCK_SIZE > 0
+    assert all(block.data.is_pinned() for block in blocks)
     assert torch.equal(store.read(0, 0, 9), rows(list(range(9))))
 
 

@@ -80,7 +80,7 @@ def test_a_terminal_gets_bars_that_go(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_no_command_waits_for_a_hub_that_does_not_answer(command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvthaw.engine.hub._answers", lambda _: False)
+    monkeypatch.setattr("kvthaw.engine.hub.answers", lambda _: False)
     named = {"serve": ("nobody/nothing",), "lm-eval": ()}.get(command[0], ("--model", "nobody/nothing"))
     begun = time.monotonic()
     said = Said(*command, *named)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvthaw.cache.host import HostStore
 from kvthaw.kernels.freeze import definition, freeze
 from shapes import poisoned
 
@@ -20,10 +19,8 @@ SPANS = [
 
 
 def blocks(head_dim: int, dtype: torch.dtype) -> list[list[torch.Tensor]]:
-    store = HostStore(SEQS, HEADS, head_dim, dtype, block_size=16, pinned=torch.cuda.is_available())
-    for seq in range(SEQS):
-        store.append(seq, poisoned(HEADS, 48, 2, head_dim, dtype=dtype))
-    return [[block_size.data for block_size in own] for own in store._blocks]
+    made = [[poisoned(HEADS, 16, 2, head_dim, dtype=dtype) for _ in range(3)] for _ in range(SEQS)]
+    return [[block.pin_memory() for block in own] for own in made] if torch.cuda.is_available() else made
 
 
 @pytest.mark.parametrize(

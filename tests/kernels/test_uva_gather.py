@@ -41,7 +41,7 @@ def test_against_the_definition(head_dim: int, dtype: torch.dtype, device: torch
     host = store(head_dim, dtype, 16, lengths)
     fetch, places = wishes(lengths, heads, 9, slots)
     found, expected = (poisoned(3, heads, offset + slots, 2, head_dim, dtype=dtype).to(device) for _ in range(2))
-    tables = [[e.data for e in blocks] for blocks in host._blocks]
+    tables = [list(host.read(seq, 0, length).split(16, dim=1)) for seq, length in enumerate(lengths)]
     definition(tables, 16, expected, fetch, places, offset)
     on_host, counters = torch.rand(host.table().shape) < 0.5, torch.zeros(COUNTERS, dtype=torch.int64, device=device)
     rows = fetch.to(device), places.to(device)

@@ -23,7 +23,7 @@ def offline(name: str) -> bool:
         return False
     from huggingface_hub import constants
 
-    if not constants.HF_HUB_OFFLINE and _answers(constants.ENDPOINT):
+    if not constants.HF_HUB_OFFLINE and answers(constants.ENDPOINT):
         return False
     if not Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}", "snapshots").is_dir():
         raise ConfigError(f"model is {name!r}; no folder and no cached model has that name, and the hub cannot be reached")
@@ -41,7 +41,7 @@ def display_name(name: str) -> str:
 
 
 @cache
-def _answers(endpoint: str) -> bool:
+def answers(endpoint: str) -> bool:
     """Return whether a server answers in time."""
     found: list[bool] = []
     ask = Thread(target=lambda: found.append(_asked(endpoint)), daemon=True)
