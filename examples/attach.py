@@ -5,7 +5,7 @@ from kvthaw.engine.hf.model import load_shipped
 from kvthaw.evaluate.tasks import TASKS
 
 model, tokenizer = load_shipped()  # any causal language model of transformers will do
-sample = TASKS["passkey"].sample(tokenizer, length=2048, seed=1)
+sample = TASKS["passkey"].sample(tokenizer, length=1024, seed=1)
 inputs = tokenizer(sample.prompt, return_tensors="pt").to(model.device)
 
 with kvthaw.attach(model, method="icecache-digest", budget=128) as handle:

@@ -8,7 +8,7 @@ from kvthaw.evaluate.probe import Probe
 from kvthaw.evaluate.tasks import TASKS
 
 model, tokenizer = load_shipped()
-sample = TASKS["niah_single"].sample(tokenizer, length=2048, seed=2, depth=0.4)
+sample = TASKS["niah_single"].sample(tokenizer, length=1024, seed=2, depth=0.4)
 base = kvthaw.Cache(model, "full")
 logits = prefill(model, base, tokenizer(sample.prompt)["input_ids"])
 

@@ -3,6 +3,7 @@ methods' definitions stand in the tests of their own and of their indices."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 
@@ -77,6 +78,7 @@ def test_oracle_attends_to_the_largest_products() -> None:
         torch.testing.assert_close(one.out[:, 0].double(), expected, rtol=1e-5, atol=1e-5)
 
 
+@functools.cache
 def levels() -> tuple[Tensor, Tensor]:
     """Lloyd-Max thresholds and centres of x = |u_j|, whose square is Beta(1/2, (m - 1) / 2) at m = 8, so that its density is as
     (1 - x^2)^2.5. From the definition: centres are the means between thresholds, thresholds the middle of centres."""
@@ -121,38 +123,37 @@ def test_pariskv_takes_the_best_codes_among_those_that_collide_most(preset: str,
         padded = torch.nn.functional.pad(x.double(), (0, width - dim))
         return (padded * diagonal @ walsh(width) / math.sqrt(width)).unflatten(-1, (-1, 8))
 
-    for at in range(total, total + 2):
-        chosen, sink = one.step(), plan.regions.sink
-        stop = one.layer.indexed(0)
-        for head in range(one.heads):
-            keys = one.keys[0, head, sink:stop]
-            query = rotated(one.query[0, head * group : (head + 1) * group, at].double().mean(dim=0))
-            k = rotated(keys)  # [n, subspaces, 8]
-            n = len(k)
-            positive = k >= 0
-            ids = (positive.long() << torch.arange(8)).sum(dim=2)
-            votes = torch.zeros(n, dtype=torch.int64)
-            for b in range(k.shape[1]):
-                patterns = torch.where((torch.arange(256)[:, None] >> torch.arange(8)) & 1 == 1, 1.0, -1.0).double()
-                ranked = (patterns @ query[b]).argsort(descending=True).tolist()
-                covered = 0
-                for centroid in ranked:  # from the nearest on, while the keys of those before are less than a tier's end
-                    ends = [math.ceil(share * rho * n - 1e-9) for share in (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)]
-                    votes[ids[:, b] == centroid] += sum(covered < end for end in ends)
-                    covered += int((ids[:, b] == centroid).sum())
-            candidates = sorted(range(n), key=lambda i: (-int(votes[i]), i))[: math.ceil(beta * n - 1e-9)]
-            unit = k / k.norm(dim=2, keepdim=True)
-            decoded = centres[torch.bucketize(unit.abs(), thresholds)] * torch.where(positive, 1.0, -1.0)
-            alpha = (decoded * unit).sum(dim=2)
-            weight = (k.norm(dim=2) / alpha).bfloat16().double()  # |k| r / alpha, kept in bfloat16
-            estimate = (weight * (decoded * query).sum(dim=2)).sum(dim=1)
-            assert float((estimate - (k * query).sum(dim=(1, 2))).norm() / (k * query).sum(dim=(1, 2)).norm()) < 0.15
-            found = {row - sink for row in chosen[head]}
-            assert len(found) == rows
-            assert found <= set(candidates)
-            best = sorted(candidates, key=lambda i: -float(estimate[i]))[:rows]
-            near = 0.02 * float(estimate.std())  # kvthaw rounds the query that is estimated with to bytes
-            assert all(abs(float(estimate[i] - estimate[best[-1]])) < near for i in found ^ set(best))
+    at, chosen, sink = total, one.step(), plan.regions.sink
+    stop = one.layer.indexed(0)
+    for head in range(one.heads):
+        keys = one.keys[0, head, sink:stop]
+        query = rotated(one.query[0, head * group : (head + 1) * group, at].double().mean(dim=0))
+        k = rotated(keys)  # [n, subspaces, 8]
+        n = len(k)
+        positive = k >= 0
+        ids = (positive.long() << torch.arange(8)).sum(dim=2)
+        votes = torch.zeros(n, dtype=torch.int64)
+        for b in range(k.shape[1]):
+            patterns = torch.where((torch.arange(256)[:, None] >> torch.arange(8)) & 1 == 1, 1.0, -1.0).double()
+            ranked = (patterns @ query[b]).argsort(descending=True).tolist()
+            covered = 0
+            for centroid in ranked:  # from the nearest on, while the keys of those before are less than a tier's end
+                ends = [math.ceil(share * rho * n - 1e-9) for share in (0.05, 0.15, 0.30, 0.50, 0.75, 1.0)]
+                votes[ids[:, b] == centroid] += sum(covered < end for end in ends)
+                covered += int((ids[:, b] == centroid).sum())
+        candidates = sorted(range(n), key=lambda i: (-int(votes[i]), i))[: math.ceil(beta * n - 1e-9)]
+        unit = k / k.norm(dim=2, keepdim=True)
+        decoded = centres[torch.bucketize(unit.abs(), thresholds)] * torch.where(positive, 1.0, -1.0)
+        alpha = (decoded * unit).sum(dim=2)
+        weight = (k.norm(dim=2) / alpha).bfloat16().double()  # |k| r / alpha, kept in bfloat16
+        estimate = (weight * (decoded * query).sum(dim=2)).sum(dim=1)
+        assert float((estimate - (k * query).sum(dim=(1, 2))).norm() / (k * query).sum(dim=(1, 2)).norm()) < 0.15
+        found = {row - sink for row in chosen[head]}
+        assert len(found) == rows
+        assert found <= set(candidates)
+        best = sorted(candidates, key=lambda i: -float(estimate[i]))[:rows]
+        near = 0.02 * float(estimate.std())  # kvthaw rounds the query that is estimated with to bytes
+        assert all(abs(float(estimate[i] - estimate[best[-1]])) < near for i in found ^ set(best))
 
 
 @pytest.mark.parametrize("n", [40, 700])
