@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +36,23 @@ def complete(served: Served, prompt: str, **more: Any) -> Any:
 
 def cached(answer: Any) -> int:
     return int(answer.usage.prompt_tokens_details.cached_tokens)
+
+
+def test_the_code_of_the_docs_runs(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    blocks = re.findall(
+        r"```python\n(.*?)```", text.replace("http://127.0.0.1:8000", served.url).replace("shipped", "tiny"), re.S
+    )
+    (tmp_path / "book.txt").write_text("Once upon a time. " * 20)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(block, names)  # as a reader would
+    names["client"].close()
+    assert capsys.readouterr().out
+    assert served.http.delete("/v1/contexts/book").is_success
 
 
 def test_a_prompt_that_begins_like_an_earlier_one_is_cached_in_part(served: Served) -> None:
