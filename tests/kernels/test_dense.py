@@ -128,7 +128,9 @@ def test_gpu_attend_with_its_log_sum_exp(dtype: torch.dtype, dim: int, steps: in
 
 
 def test_plans_are_made_for_few_lengths() -> None:
-    """Chunks in powers of two, of any group of query heads, over blocks of earlier keys; not a prompt's own length."""
-    assert all(dense.common(group * chunk, dense.BLOCK) for group in (1, 4, 7) for chunk in (512, 4096, dense.BLOCK))
-    assert not any(dense.common(n, n) for n in (100, 2000, 13457))
-    assert sum(dense.common(4 * chunk, keys) for chunk in range(1, 8192) for keys in range(0, 16385, 2048)) < 300
+    """Chunks in powers of two, of any group of query heads, over blocks of earlier keys; of a prompt's own length if it is long."""
+    plan = dense.worth_a_plan
+    assert all(plan(group * chunk, dense.BLOCK) for group in (1, 4, 7) for chunk in (512, 4096, dense.BLOCK))
+    assert plan(131073, 131073)
+    assert not any(plan(n, n) for n in (100, 2000, 13457))
+    assert sum(plan(4 * chunk, keys) for chunk in range(1, 4096) for keys in range(0, 16385, 2048)) < 300

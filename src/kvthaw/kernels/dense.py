@@ -74,7 +74,7 @@ def causal_attention(
     sinks [Hq]: learned attention-sink logits, which take softmax weight and contribute no value (gpt-oss).
     """
     steps, n = query.shape[2], keys.shape[2]
-    planned = not query.is_cuda or not _flash(query) or steps == 1 or common(steps, n)  # see _cudnn
+    planned = not query.is_cuda or not _flash(query) or steps == 1 or worth_a_plan(steps, n)  # see _cudnn
     if softcap is None and sinks is None and (steps == n or steps == 1) and planned:
         if steps == 1:  # the query heads of a group become queries of their KV head
             folded = query.reshape(query.shape[0], keys.shape[1], -1, query.shape[3])
@@ -144,10 +144,12 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
     return out.float() * share[..., None]
 
 
-def common(queries: int, keys: int) -> bool:
-    """Return whether so many queries and keys are among the pairs of lengths that come again and again: keys in multiples of 2,048
-    up to BLOCK, queries a power of two from 512 on, or that times the query heads of a KV head, if fewer than 16."""
-    return keys % 2048 == 0 and keys <= BLOCK and queries % 512 == 0 and (queries & -queries) * 16 > queries
+def worth_a_plan(queries: int, keys: int) -> bool:
+    """Return whether cuDNN shall plan attention for so many queries and keys: where flash attention would take longer than the
+    plan, and for pairs that come again and again: keys in multiples of 2,048 up to BLOCK; queries a power of two from 512 on,
+    or that times the query heads of a KV head, if fewer than 16."""
+    again = keys % 2048 == 0 and keys <= BLOCK and queries % 512 == 0 and (queries & -queries) * 16 > queries
+    return again or min(queries, keys) >= BLOCK
 
 
 def _flash(query: Tensor) -> bool:
@@ -171,8 +173,8 @@ def _flash_attend(query: Tensor, keys: Tensor, values: Tensor, *, scale: float, 
 
 def _cudnn(query: Tensor, keys: Tensor, values: Tensor, causal: bool) -> bool:
     """Return whether to use cuDNN attention, as scaled_dot_product_attention does from Hopper on, where it is 1.5 times as
-    fast. It makes a plan of each pair of lengths, which takes some 40 ms, so only pairs that come again get one."""
-    if not nvidia(query.device, (9, 0)) or not common(query.shape[2], keys.shape[2]):
+    fast. It makes a plan of each pair of lengths, which takes some 40 ms, see worth_a_plan."""
+    if not nvidia(query.device, (9, 0)) or not worth_a_plan(query.shape[2], keys.shape[2]):
         return False
     cuda = torch.backends.cuda
     return cuda.can_use_cudnn_attention(cuda.SDPAParams(query, keys, values, None, 0.0, causal, False))
