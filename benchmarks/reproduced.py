@@ -35,7 +35,7 @@ def pages() -> str:
                 made.append(page(run(one, lab)))
             except ConfigError:  # nothing of it was measured
                 continue
-    return "\n\n".join(made)
+    return "\n\n".join(made) or "No times yet."
 
 
 def page(outcome: Outcome) -> str:
