@@ -6,5 +6,7 @@ from benchmarks import reproduced
 
 
 def test_the_tables_of_the_docs_come_from_the_results() -> None:
-    text = (reproduced.HERE / "docs" / "reproduce.md").read_text().partition(reproduced.BEGIN)[2].partition("<!-- until here")[0]
+    text = (
+        (reproduced.HERE / "docs" / "reproduce.md").read_text().partition(reproduced.BEGIN)[2].partition("<!-- until here")[0]
+    )
     assert text.strip() == reproduced.pages(), "benchmarks/reproduced.py has not been run"
