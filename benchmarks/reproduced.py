@@ -1,6 +1,6 @@
 """Write the paper's numbers beside those of benchmarks/results/reproduce.jsonl into docs/reproduce.md.
 
-usage: python3 -m benchmarks.reproduced [OUT]    OUT: lines of kvthaw reproduce --out, which are added first
+usage: python3 -m benchmarks.reproduced [OUT]    OUT: a file that kvthaw reproduce --out wrote, which is added first
 """
 
 from __future__ import annotations
