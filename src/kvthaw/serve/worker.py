@@ -220,8 +220,10 @@ class Worker:
                     task.run()
                 if self.scheduler.busy:
                     self._step()
+            self._flush()
             self.lockstep.send(None)
         except Exception as error:
+            self._unsent = []
             _log.exception("the worker ends; no request can be served any more")
             self._loop.call_soon_threadsafe(self._end, error)
 
