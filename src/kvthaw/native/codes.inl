@@ -34,8 +34,10 @@ inline float round_to(const float* from, int dim, int most, Code* out) {
 }
 
 void encode(const float* from, int dim, void* out) {
-    const float step = round_to(from, dim, 127, static_cast<int8_t*>(out));
-    std::memcpy(static_cast<char*>(out) + coded_bytes(dim) - 4, &step, 4);
+    auto* codes = static_cast<int8_t*>(out);
+    const float step = round_to(from, dim, 127, codes);
+    for (size_t i = dim; i < coded_bytes(dim) - 4; ++i) codes[i] = 0;
+    std::memcpy(codes + coded_bytes(dim) - 4, &step, 4);
 }
 
 #if defined(__AVX512F__)

@@ -86,7 +86,6 @@ void Forest::summarise(const std::vector<std::shared_ptr<Tree>>& made, const int
     std::vector<Item> items;
     constexpr int kNodes = 64;  // nearly all nodes are of the lowest level: in blocks
     for (int head = 0; head < heads_; ++head) {
-        made[head]->make_room();
         const int nodes = static_cast<int>(made[head]->at_level(made[head]->lowest_nodes()).size());
         for (int begin = 0; begin < nodes; begin += kNodes) items.push_back({head, begin, std::min(kNodes, nodes - begin)});
     }

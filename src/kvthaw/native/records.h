@@ -7,7 +7,6 @@
 #include <cstring>
 #include <memory>
 #include <new>
-#include <utility>
 #include <vector>
 
 #if defined(__linux__)
@@ -34,21 +33,20 @@ public:
     Records(Records&&) = default;
     Records& operator=(Records&&) = default;
 
-    char* at(size_t number) { return const_cast<char*>(std::as_const(*this).at(number)); }
-    const char* at(size_t number) const {
+    size_t size() const { return size_; }
+    char* at(size_t number) const {
         const Piece* piece = pieces_.data();
         while (number >= piece->end) ++piece;  // nearly always the first
         return piece->data.get() + (number - piece->begin) * bytes_;
     }
-    // Records that are new hold zeros.
     void resize(size_t size) {
-        if (const size_t have = pieces_.empty() ? 0 : pieces_.back().end; size > have) {
-            const size_t count = std::max(size - have, have < 1024 ? have : have / 8);
-            pieces_.push_back({have, have + count, allocate(count * bytes_)});
-        }
-        size_ = std::max(size_, size);
+        if (const size_t have = room(); size > have) reserve(std::max(size, have < 1024 ? 2 * have : have + have / 8));
+        size_ = size;
     }
-    size_t nbytes() const { return pieces_.empty() ? 0 : pieces_.back().end * bytes_; }
+    void reserve(size_t size) {
+        if (const size_t have = room(); size > have) pieces_.push_back({have, size, allocate((size - have) * bytes_)});
+    }
+    size_t nbytes() const { return room() * bytes_; }
 
 private:
     struct Free {
@@ -58,6 +56,7 @@ private:
         size_t begin, end;
         std::unique_ptr<char[], Free> data;
     };
+    size_t room() const { return pieces_.empty() ? 0 : pieces_.back().end; }
     static size_t end_of(const std::vector<Piece>& pieces, size_t number) {
         return std::find_if(pieces.begin(), pieces.end(), [&](const Piece& piece) { return number < piece.end; })->end;
     }
@@ -70,7 +69,6 @@ private:
 #if defined(__linux__)
         if (align == kHuge) madvise(data, bytes, MADV_HUGEPAGE);
 #endif
-        std::memset(data, 0, bytes);
         return std::unique_ptr<char[], Free>(data);
     }
 

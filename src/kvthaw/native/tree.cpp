@@ -80,6 +80,9 @@ void Tree::lay_levels() {
         levels_[level_[i]].push_back(i);
     }
     for (int i = 0; i < size(); ++i) place_in_space(i);
+    const size_t nodes = 1 + parent_.size() - levels_[1].size();
+    nodes_.reserve(nodes);
+    pages_.reserve(nodes + parent_.size() / settings_->page_size);
     if (size()) fill_level(level_below(kMaxLevel + 1));
 }
 
@@ -178,7 +181,7 @@ int Tree::new_node(int point) {
     int node;
     if (free_nodes_.empty()) {
         node = static_cast<int>(nodes_.size());
-        nodes_.emplace_back();
+        nodes_.resize(node + 1);
         if (settings_->digests()) {
             digests_.emplace_back();
             outliers_.resize(outliers_.size() + settings_->outliers, -1);
@@ -186,9 +189,9 @@ int Tree::new_node(int point) {
     } else {
         node = free_nodes_.back();
         free_nodes_.pop_back();
-        nodes_[node] = Node{};
         if (settings_->digests()) digests_[node] = Digest{};
     }
+    node_at(node) = Node{};
     return node_of_[point] = node;
 }
 
@@ -196,29 +199,28 @@ int Tree::new_page(int node) {
     int page;
     if (free_page_ids_.empty()) {
         page = static_cast<int>(pages_.size());
-        pages_.push_back({node, -1, 0});
-        page_slots_.resize(page_slots_.size() + settings_->page_size);
-        page_line_.resize(page_line_.size() + settings_->page_size);
+        pages_.resize(page + 1);
     } else {
         page = free_page_ids_.back();
         free_page_ids_.pop_back();
-        pages_[page] = {node, -1, 0};
     }
+    page_at(page) = {node, -1, 0};
     return page;
 }
 
 void Tree::free_pages(int node) {
     std::vector<int32_t> chain;
-    for (int page = nodes_[node].page; page >= 0; page = pages_[page].next) chain.push_back(page);
-    for (int page : chain) pages_[page].node = -1;
+    for (int page = node_at(node).page; page >= 0; page = page_at(page).next) chain.push_back(page);
+    for (int page : chain) page_at(page).node = -1;
     free_page_ids_.insert(free_page_ids_.end(), chain.rbegin(), chain.rend());
-    nodes_[node] = Node{};
+    node_at(node).page = -1;
+    node_at(node).members = 0;
 }
 
 void Tree::members_of(int node, std::vector<int32_t>& out) const {
     out.clear();
-    for (int page = nodes_[node].page; page >= 0; page = pages_[page].next)
-        out.insert(out.end(), slots(page), slots(page) + pages_[page].count);
+    for (int page = node_at(node).page; page >= 0; page = page_at(page).next)
+        out.insert(out.end(), slots(page), slots(page) + page_at(page).count);
 }
 
 void Tree::fill(int node, std::vector<int32_t>& members) {
@@ -231,16 +233,16 @@ void Tree::fill(int node, std::vector<int32_t>& members) {
     int previous = -1;
     for (int64_t b = 0; b < count; ++b) {
         const int page = new_page(node);
-        (previous < 0 ? nodes_[node].page : pages_[previous].next) = page;
+        (previous < 0 ? node_at(node).page : page_at(previous).next) = page;
         previous = page;
         for (int64_t m = b * n / count; m < (b + 1) * n / count; ++m) {
-            const int slot = pages_[page].count++;
+            const int slot = page_at(page).count++;
             slots(page)[slot] = members[m];
             line(page)[slot] = projection(members[m]);
             page_[members[m]] = page;
         }
     }
-    nodes_[node].members = static_cast<int32_t>(n);
+    node_at(node).members = static_cast<int32_t>(n);
 }
 
 void Tree::fill_level(int level) {
@@ -265,9 +267,8 @@ void Tree::fill_level(int level) {
 size_t Tree::nbytes() const {
     const auto bytes = [](const auto& v) { return v.capacity() * sizeof(v[0]); };
     size_t total = bytes(norm2_) + bytes(raw_) + bytes(lift_) + bytes(projection_) + bytes(level_) + bytes(parent_) + bytes(page_) +
-                   bytes(node_of_) + bytes(nodes_) + bytes(free_nodes_) + bytes(free_page_ids_) + bytes(pages_) +
-                   bytes(page_slots_) + bytes(page_line_) + bytes(digests_) + bytes(outliers_) + node_digests_.nbytes() +
-                   page_keys_.nbytes();
+                   bytes(node_of_) + bytes(free_nodes_) + bytes(free_page_ids_) + bytes(digests_) + bytes(outliers_) + nodes_.nbytes() +
+                   pages_.nbytes();
     for (const auto& level : levels_) total += bytes(level);
     return total;
 }

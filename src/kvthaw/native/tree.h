@@ -64,12 +64,8 @@ struct Settings {
         return static_cast<int>(std::max<int64_t>({query.keep, static_cast<int64_t>(std::ceil(query_beam_share * points)), pages}));
     }
     bool digests() const { return descend == Descend::digest; }
-    // What a query reads of a node's digest lies in one place: the mean, then the outliers, the mean again where there are fewer, as
-    // i8 rows, and the spread, a float, below 0 for a node without points. What it reads of a page likewise: its keys as i8 rows.
     int digest_rows() const { return 1 + outliers; }
     size_t row_bytes() const { return coded_bytes(dim); }
-    size_t digest_bytes() const { return digests() ? digest_rows() * row_bytes() + 4 : 0; }
-    size_t page_bytes() const { return digests() ? page_size * row_bytes() : 0; }
     const float* directions_of(int head) const { return directions.data() + static_cast<size_t>(head) * indices() * (dim + 1); }
 };
 
@@ -89,6 +85,8 @@ struct Probe {
 struct Span {
     int32_t page;
     int32_t begin, end;
+    float best = 0;      // of their scores, and the earliest of them, once a query's search has ended
+    int32_t tie = 0;
 };
 
 // Everything a search gave a true distance, level by level.
@@ -101,7 +99,7 @@ struct Seen {
     std::vector<uint64_t> best;  // the budget's best points by rank_key, in order, where single tokens are chosen
     // Room to work in.
     std::vector<const void*> rows;
-    std::vector<int32_t> frontier, members;
+    std::vector<int32_t> frontier, members, below;  // below: nodes of a level's points
     std::vector<size_t> nodes;  // where each visited node's points end
     std::vector<uint64_t> order, ranked;
     std::vector<float> lines, merits;
@@ -117,7 +115,10 @@ struct Seen {
 class Tree {
 public:
     Tree(std::shared_ptr<const Settings> settings, int head, int first)
-        : settings_(std::move(settings)), directions_(settings_->directions_of(head)), head_(head), first_(first) {}
+        : settings_(std::move(settings)), directions_(settings_->directions_of(head)), head_(head), first_(first) {
+        nodes_.resize(1);
+        node_at(0) = Node{};
+    }
 
     int size() const { return static_cast<int>(parent_.size()); }
     int first() const { return first_; }
@@ -136,8 +137,7 @@ public:
     std::vector<std::array<int, 2>> level_pairs() const;          // (below, above), from the top
     const std::vector<int32_t>& at_level(int level) const { return levels_[level]; }
     int lowest_nodes() const;                                     // the lowest level that has nodes; 0: none
-    void make_room();  // for what queries read of the nodes and pages that there are
-    // Writes what queries read of these points' nodes: digests, level by level, and pages.
+    // Writes what queries by digests read of these points' nodes, level by level.
     void summarise(const Rows& rows, const int32_t* points, int count);
 
     // Changing. measured: norms and raw projections of the new points, finite.
@@ -168,12 +168,21 @@ public:
     static int draw_level(const Settings& settings, int head, int position);
 
 private:
+    // What a query reads of a node or a page lies in one piece. A node: this, then its digest as i8 rows, the mean, then the outliers,
+    // the mean again where there are fewer.
     struct Node {
         int32_t page = -1, members = 0;  // the first of its chain of pages
+        float spread = -1;               // of the digest; below 0: no points
     };
+    // A page: this, its points [page_size], their nodes [page_size] and their keys as i8 rows, both written by summarise(), and their
+    // projections on the first direction [page_size].
     struct Page {
         int32_t node, next, count;
     };
+    static size_t node_bytes(const Settings& set) { return sizeof(Node) + (set.digests() ? set.digest_rows() * set.row_bytes() : 0); }
+    static size_t page_bytes(const Settings& set) {
+        return sizeof(Page) + set.page_size * (12 + (set.digests() ? set.row_bytes() : 0));
+    }
     // Of a node's points and all below them: what the nodes above need to make theirs.
     struct Digest {
         int32_t points = 0;
@@ -183,10 +192,13 @@ private:
     // lift and projections of a point at the present c
     void place_in_space(int point);
     void grow_radius();
-    float* line(int page) { return page_line_.data() + static_cast<size_t>(page) * settings_->page_size; }
-    const float* line(int page) const { return page_line_.data() + static_cast<size_t>(page) * settings_->page_size; }
-    int32_t* slots(int page) { return page_slots_.data() + static_cast<size_t>(page) * settings_->page_size; }
-    const int32_t* slots(int page) const { return page_slots_.data() + static_cast<size_t>(page) * settings_->page_size; }
+    Node& node_at(int node) const { return *reinterpret_cast<Node*>(nodes_.at(node)); }
+    char* digest_rows(int node) const { return nodes_.at(node) + sizeof(Node); }
+    Page& page_at(int page) const { return *reinterpret_cast<Page*>(pages_.at(page)); }
+    int32_t* slots(int page) const { return reinterpret_cast<int32_t*>(pages_.at(page) + sizeof(Page)); }
+    int32_t* below(int page) const { return slots(page) + settings_->page_size; }
+    char* page_rows(int page) const { return reinterpret_cast<char*>(below(page) + settings_->page_size); }
+    float* line(int page) const { return reinterpret_cast<float*>(pages_.at(page) + page_bytes(*settings_)) - settings_->page_size; }
     float projection(int point) const { return projection_[static_cast<size_t>(point) * settings_->indices()]; }
 
     int node_of(int point) const { return point == kRoot ? 0 : node_of_[point]; }
@@ -198,13 +210,23 @@ private:
     int new_page(int node);
     void free_pages(int node);
     void fill(int node, std::vector<int32_t>& members);
-    float& spread(int node) { return *reinterpret_cast<float*>(node_digests_.at(node) + settings_->digest_bytes() - 4); }
-    float spread(int node) const { return *reinterpret_cast<const float*>(node_digests_.at(node) + settings_->digest_bytes() - 4); }
     int32_t* outliers(int node) { return outliers_.data() + static_cast<size_t>(node) * settings_->outliers; }
     const int32_t* outliers(int node) const { return outliers_.data() + static_cast<size_t>(node) * settings_->outliers; }
     void encode_pages(const Rows& rows, int node);
     void refresh(const Rows& rows, std::vector<int32_t>& points);  // summarise() these points' nodes and all above them
-    void weigh(const Probe& probe, size_t begin, Seen& seen) const;
+    void weigh(const Probe& probe, size_t begin, size_t span, Seen& seen) const;
+    // visit(at, page, slot) of every point of the spans from `span` on.
+    template <class Visit>
+    void each_slot(const Seen& seen, size_t span, Visit visit) const {
+        for (; span < seen.spans.size(); ++span) {
+            const Span& own = seen.spans[span];
+            const int32_t* tokens = slots(own.page);
+            for (int at = own.begin, slot = 0; at < own.end; ++at, ++slot) {
+                while (tokens[slot] != seen.points[at]) ++slot;  // both are in the node's order
+                visit(at, own.page, slot);
+            }
+        }
+    }
     void members_of(int node, std::vector<int32_t>& out) const;
     std::vector<int32_t> page_of_node_order() const;  // every page, nodes by point
     void insert(const Rows& rows, int point, Seen& seen, std::vector<int32_t>& changed);  // changed: whose nodes did
@@ -230,14 +252,10 @@ private:
     std::vector<int32_t> parent_, page_, node_of_;  // node_of_: -1 at level 1
 
     std::array<std::vector<int32_t>, kMaxLevel + 1> levels_;
-    std::vector<Node> nodes_{Node{}};  // the root first
     std::vector<Digest> digests_{Digest{}};  // by node; the root's and all of it stay empty where points are descended by
-    Records node_digests_{settings_->digest_bytes()}, page_keys_{settings_->page_bytes()};
     std::vector<int32_t> outliers_ = std::vector<int32_t>(settings_->outliers, -1);
     std::vector<int32_t> free_nodes_, free_page_ids_;
-    std::vector<Page> pages_;
-    std::vector<int32_t> page_slots_;
-    std::vector<float> page_line_;  // projections of the slots on the first direction
+    Records nodes_{node_bytes(*settings_)}, pages_{page_bytes(*settings_)};  // the root first
 };
 
 }  // namespace kvthaw

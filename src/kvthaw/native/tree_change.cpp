@@ -105,32 +105,32 @@ void Tree::place(int point) {
     const int node = node_of(parent_[point]), size = settings_->page_size;
     const float at = projection(point);
     const auto before = [&](float x, int other) { return x < at || (x == at && other < point); };
-    ++nodes_[node].members;
-    int page = nodes_[node].page;
+    ++node_at(node).members;
+    int page = node_at(node).page;
     if (page < 0) {
         page = new_page(node);
-        nodes_[node].page = page;
+        node_at(node).page = page;
     }
-    while (pages_[page].next >= 0 && before(line(page)[pages_[page].count - 1], slots(page)[pages_[page].count - 1]))
-        page = pages_[page].next;
-    int count = pages_[page].count, slot = 0;
+    while (page_at(page).next >= 0 && before(line(page)[page_at(page).count - 1], slots(page)[page_at(page).count - 1]))
+        page = page_at(page).next;
+    int count = page_at(page).count, slot = 0;
     while (slot < count && before(line(page)[slot], slots(page)[slot])) ++slot;
     if (count == size) {  // with the new point the page has one too many: its halves become two pages
         const int half = (size + 2) / 2, kept = slot < half ? half - 1 : half, right = new_page(node);
-        pages_[right].next = pages_[page].next;
-        pages_[page].next = right;
+        page_at(right).next = page_at(page).next;
+        page_at(page).next = right;
         for (int s = kept; s < size; ++s) {
             slots(right)[s - kept] = slots(page)[s];
             line(right)[s - kept] = line(page)[s];
             page_[slots(page)[s]] = right;
         }
-        pages_[right].count = size - kept;
-        pages_[page].count = kept;
+        page_at(right).count = size - kept;
+        page_at(page).count = kept;
         if (slot >= half) {
             slot -= kept;
             page = right;
         }
-        count = pages_[page].count;
+        count = page_at(page).count;
     }
     for (int s = count; s > slot; --s) {
         slots(page)[s] = slots(page)[s - 1];
@@ -138,7 +138,7 @@ void Tree::place(int point) {
     }
     slots(page)[slot] = point;
     line(page)[slot] = at;
-    pages_[page].count = count + 1;
+    page_at(page).count = count + 1;
     page_[point] = page;
 }
 

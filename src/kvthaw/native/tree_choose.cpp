@@ -76,9 +76,7 @@ int Tree::choose_pages(const Seen* seen, int heads, int budget, int32_t* out) co
     static thread_local Room room;
     const bool join = settings_->merge == Merge::join;
     const float scale = settings_->scale;
-    const auto value = [&](int head, int at) {
-        return join ? seen[head].scores[at] * scale - seen[head].lse : seen[head].scores[at];
-    };
+    const auto value = [&](int head, float score) { return join ? score * scale - seen[head].lse : score; };
     // Scores of a page's slots as its queue sees them; -inf: no true distance.
     const auto score_slots = [&](int page, int first) {
         room.slot_scores.assign(settings_->page_size, -HUGE_VALF);
@@ -87,7 +85,7 @@ int Tree::choose_pages(const Seen* seen, int heads, int budget, int32_t* out) co
             const Span& span = seen[part.head].spans[part.span];
             for (int at = span.begin, slot = 0; at < span.end; ++at, ++slot) {
                 while (slots(page)[slot] != seen[part.head].points[at]) ++slot;  // both are in the node's order
-                room.slot_scores[slot] = std::max(room.slot_scores[slot], value(part.head, at));
+                room.slot_scores[slot] = std::max(room.slot_scores[slot], value(part.head, seen[part.head].scores[at]));
             }
         }
     };
@@ -101,12 +99,7 @@ int Tree::choose_pages(const Seen* seen, int heads, int budget, int32_t* out) co
         auto& queue = room.queues[join ? 0 : head];
         for (size_t s = 0; s < seen[head].spans.size(); ++s) {
             const Span& span = seen[head].spans[s];
-            Ranked ranked{-HUGE_VALF, INT32_MAX, span.page, static_cast<int32_t>(room.parts.size())};
-            for (int at = span.begin; at < span.end; ++at) {
-                const float score = value(head, at);
-                ranked.score = std::max(ranked.score, score);
-                ranked.tie = std::min(ranked.tie, seen[head].points[at]);
-            }
+            const Ranked ranked{value(head, span.best), span.tie, span.page, static_cast<int32_t>(room.parts.size())};
             int32_t next = -1;
             if (int32_t& mark = room.mark[span.page]; !join || mark == 0) {
                 if (join) mark = static_cast<int32_t>(queue.size()) + 1;
@@ -143,7 +136,7 @@ int Tree::choose_pages(const Seen* seen, int heads, int budget, int32_t* out) co
         idle = 0;
         room.mark[next.page] = 1;
         room.undo.push_back(next.page);
-        const int count = pages_[next.page].count, left = budget - chosen;
+        const int count = page_at(next.page).count, left = budget - chosen;
         const int32_t* tokens = slots(next.page);
         if (count <= left) {
             for (int slot = 0; slot < count; ++slot) out[chosen++] = first_ + tokens[slot];

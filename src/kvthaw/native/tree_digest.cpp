@@ -11,19 +11,14 @@ namespace kvthaw {
 // Two points lie equally far from their mean, whatever rounding says.
 constexpr float kTie = 1e-4f;
 
-void Tree::make_room() {
-    if (!settings_->digests()) return;
-    node_digests_.resize(nodes_.size());
-    page_keys_.resize(pages_.size());
-}
-
 void Tree::encode_pages(const Rows& rows, int node) {
     const int dim = settings_->dim;
     std::vector<float> key(dim);
-    for (int page = nodes_[node].page; page >= 0; page = pages_[page].next)
-        for (int slot = 0; slot < pages_[page].count; ++slot) {
+    for (int page = node_at(node).page; page >= 0; page = page_at(page).next)
+        for (int slot = 0; slot < page_at(page).count; ++slot) {
             settings_->kernels->widen(rows.key(first_ + slots(page)[slot]), dim, rows.dtype(), key.data());
-            settings_->kernels->encode(key.data(), dim, page_keys_.at(page) + slot * settings_->row_bytes());
+            settings_->kernels->encode(key.data(), dim, page_rows(page) + slot * settings_->row_bytes());
+            below(page)[slot] = node_of_[slots(page)[slot]];
         }
 }
 
@@ -44,8 +39,8 @@ void Tree::summarise(const Rows& rows, const int32_t* points, int count) {
         encode_pages(rows, node);
         if (node == 0) continue;  // the root, which nobody descends to
         Digest& digest = digests_[node] = Digest{};
-        char* own = node_digests_.at(node);
-        spread(node) = -1.0f;
+        char* own = digest_rows(node);
+        node_at(node).spread = -1.0f;
         std::fill(outliers(node), outliers(node) + most, -1);
         if (members.empty()) continue;
         std::sort(members.begin(), members.end());  // sums do not depend on the order of the pages
@@ -57,7 +52,7 @@ void Tree::summarise(const Rows& rows, const int32_t* points, int count) {
             digest.norm2 += norm2_[i];
             const int below = node_of_[i];
             if (below < 0 || digests_[below].points == 0) continue;
-            kernels.add(node_digests_.at(below), dim, Dtype::i8, digests_[below].points, sum.data());
+            kernels.add(digest_rows(below), dim, Dtype::i8, digests_[below].points, sum.data());
             digest.points += digests_[below].points;
             digest.norm2 += digests_[below].norm2;
             for (int o = 0; o < most && outliers(below)[o] >= 0; ++o) candidates.push_back(outliers(below)[o]);
@@ -68,7 +63,7 @@ void Tree::summarise(const Rows& rows, const int32_t* points, int count) {
             centre[d] = static_cast<float>(x);
             centre2 += x * x;
         }
-        spread(node) = static_cast<float>(std::sqrt(std::max(0.0, digest.norm2 / digest.points - centre2) / dim));
+        node_at(node).spread = static_cast<float>(std::sqrt(std::max(0.0, digest.norm2 / digest.points - centre2) / dim));
         kernels.encode(centre.data(), dim, own);
         for (int o = 1; o <= most; ++o) std::copy(own, own + bytes, own + o * bytes);  // until there is an outlier
 
@@ -106,26 +101,27 @@ void Tree::refresh(const Rows& rows, std::vector<int32_t>& points) {
         if (points[next] != kRoot && parent_[points[next]] != kRoot) points.push_back(parent_[points[next]]);
     once();
     std::sort(points.begin() + (!points.empty() && points.front() == kRoot), points.end(), lower);
-    make_room();
     summarise(rows, points.data(), static_cast<int>(points.size()));
 }
 
 // What a query may find at best below the points from `begin` on: the merit by which their nodes are descended.
-void Tree::weigh(const Probe& probe, size_t begin, Seen& seen) const {
+void Tree::weigh(const Probe& probe, size_t begin, size_t span, Seen& seen) const {
     const size_t found = seen.points.size() - begin, each = settings_->digest_rows(), bytes = settings_->row_bytes();
     seen.rows.clear();
-    for (size_t s = 0; s < found; ++s) {
-        const char* own = node_digests_.at(node_of_[seen.points[begin + s]]);
+    seen.below.clear();
+    each_slot(seen, span, [&](int, int page, int slot) {
+        seen.below.push_back(below(page)[slot]);
+        const char* own = digest_rows(seen.below.back());
         for (size_t r = 0; r < each; ++r) seen.rows.push_back(own + r * bytes);
-    }
+    });
     seen.lines.resize(seen.rows.size());
     settings_->kernels->dots(probe.key, seen.rows.data(), seen.rows.size(), settings_->dim, Dtype::i8, seen.lines.data());
     seen.merits.resize(found);
     for (size_t s = 0; s < found; ++s) {
         const float* line = seen.lines.data() + s * each;
-        const float own = spread(node_of_[seen.points[begin + s]]);
-        const float merit = std::max(line[0] + probe.reach * own, *std::max_element(line, line + each));
-        seen.merits[s] = own < 0 ? -HUGE_VALF : merit;
+        const float spread = reinterpret_cast<const Node*>(static_cast<const char*>(seen.rows[s * each]) - sizeof(Node))->spread;
+        const float merit = std::max(line[0] + probe.reach * spread, *std::max_element(line, line + each));
+        seen.merits[s] = spread < 0 ? -HUGE_VALF : merit;
     }
 }
 
@@ -133,10 +129,10 @@ void Tree::save_digests(float* spread, float* rows, int32_t* outliers) const {
     for (int i = 0; i < size(); ++i) {
         const int node = node_of_[i];
         if (node < 0) continue;
-        *spread++ = this->spread(node);
+        *spread++ = node_at(node).spread;
         for (int r = 0; r < settings_->digest_rows(); ++r)
             for (int d = 0; d < settings_->dim; ++d) {
-                const char* row = node_digests_.at(node) + r * settings_->row_bytes();
+                const char* row = digest_rows(node) + r * settings_->row_bytes();
                 float step;
                 std::memcpy(&step, row + settings_->row_bytes() - 4, 4);
                 *rows++ = step * static_cast<int8_t>(row[d]);

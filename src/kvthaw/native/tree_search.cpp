@@ -8,7 +8,7 @@
 namespace kvthaw {
 
 void Tree::collect(int node, const Probe& probe, Seen& seen) const {
-    const int members = nodes_[node].members;
+    const int members = node_at(node).members;
     const int limit = probe.effort.retrieved(members);
     if (limit < members && settings_->indices() > 1) return prioritized_dci(node, probe, limit, seen);
     // With one direction the members nearest in projection are a run of the node's order: cut it from the farther end.
@@ -16,9 +16,9 @@ void Tree::collect(int node, const Probe& probe, Seen& seen) const {
     if (limit < members) {
         seen.lines.clear();
         seen.members.clear();
-        for (int page = nodes_[node].page; page >= 0; page = pages_[page].next) {
-            seen.lines.insert(seen.lines.end(), line(page), line(page) + pages_[page].count);
-            seen.members.insert(seen.members.end(), slots(page), slots(page) + pages_[page].count);
+        for (int page = node_at(node).page; page >= 0; page = page_at(page).next) {
+            seen.lines.insert(seen.lines.end(), line(page), line(page) + page_at(page).count);
+            seen.members.insert(seen.members.end(), slots(page), slots(page) + page_at(page).count);
         }
         const float at = probe.projections[0];
         while (high - low > limit) {
@@ -30,8 +30,8 @@ void Tree::collect(int node, const Probe& probe, Seen& seen) const {
         }
     }
     int start = 0;
-    for (int page = nodes_[node].page; page >= 0; start += pages_[page].count, page = pages_[page].next) {
-        const int begin = std::max(low - start, 0), end = std::min(high - start, static_cast<int>(pages_[page].count));
+    for (int page = node_at(node).page; page >= 0; start += page_at(page).count, page = page_at(page).next) {
+        const int begin = std::max(low - start, 0), end = std::min(high - start, static_cast<int>(page_at(page).count));
         if (begin >= end) continue;
         const int32_t at = static_cast<int32_t>(seen.points.size());
         seen.points.insert(seen.points.end(), slots(page) + begin, slots(page) + end);
@@ -59,9 +59,9 @@ void Tree::prioritized_dci(int node, const Probe& probe, int retrieve, Seen& see
     std::nth_element(best.begin(), best.begin() + retrieve - 1, best.end());
     const uint64_t last = best[retrieve - 1];
     size_t m = 0;
-    for (int page = nodes_[node].page; page >= 0; page = pages_[page].next) {
+    for (int page = node_at(node).page; page >= 0; page = page_at(page).next) {
         const int32_t at = static_cast<int32_t>(seen.points.size());
-        for (int s = 0; s < pages_[page].count; ++s, ++m)
+        for (int s = 0; s < page_at(page).count; ++s, ++m)
             if (seen.order[m] <= last) seen.points.push_back(seen.members[m]);
         if (static_cast<size_t>(at) < seen.points.size()) seen.spans.push_back({page, at, static_cast<int32_t>(seen.points.size())});
     }
@@ -75,14 +75,8 @@ void Tree::score(const Rows& rows, const Probe& probe, size_t begin, size_t span
     if (probe.reach < 0) {
         for (size_t s = 0; s < found; ++s) seen.rows[s] = rows.key(first_ + seen.points[begin + s]);
     } else {
-        for (; span < seen.spans.size(); ++span) {
-            const Span& own = seen.spans[span];
-            const char* row = page_keys_.at(own.page);
-            for (int at = own.begin, slot = 0; at < own.end; ++at, ++slot) {
-                while (slots(own.page)[slot] != seen.points[at]) ++slot;  // both are in the node's order
-                seen.rows[at - begin] = row + slot * settings_->row_bytes();
-            }
-        }
+        const size_t bytes = settings_->row_bytes();
+        each_slot(seen, span, [&](int at, int page, int slot) { seen.rows[at - begin] = page_rows(page) + slot * bytes; });
     }
     const Dtype dtype = probe.reach < 0 ? rows.dtype() : Dtype::i8;
     settings_->kernels->dots(probe.key, seen.rows.data(), found, rows.dim(), dtype, seen.scores.data() + begin);
@@ -96,13 +90,15 @@ void Tree::search(const Rows& rows, const Probe& probe, int stop, Seen& seen) co
         if (levels_[level].empty()) continue;
         const size_t begin = seen.last = seen.points.size(), span = seen.spans.size();
         // Nodes, then their pages, then rows lie anywhere: ask for all of one kind before the first is needed.
-        for (int node : seen.frontier) __builtin_prefetch(&nodes_[node]);
-        for (int node : seen.frontier)
-            if (const int page = nodes_[node].page; page >= 0) {
-                __builtin_prefetch(&pages_[page]);
-                __builtin_prefetch(slots(page));
-                __builtin_prefetch(slots(page) + settings_->page_size);  // a node's pages mostly follow each other
+        for (int node : seen.frontier) __builtin_prefetch(&node_at(node));
+        for (int node : seen.frontier) {
+            const int count = (node_at(node).members + settings_->page_size - 1) / settings_->page_size;
+            for (int p = 0; p < count; ++p) {  // a node's pages mostly follow each other
+                const char* header = pages_.at(node_at(node).page) + p * page_bytes(*settings_);
+                __builtin_prefetch(header);
+                __builtin_prefetch(header + 64);
             }
+        }
         seen.nodes.clear();
         for (int node : seen.frontier) {
             collect(node, probe, seen);
@@ -113,33 +109,37 @@ void Tree::search(const Rows& rows, const Probe& probe, int stop, Seen& seen) co
 
         if (level <= stop) break;
         if (probe.reach >= 0) {
-            weigh(probe, begin, seen);
+            weigh(probe, begin, span, seen);
         } else {
             seen.merits.assign(seen.scores.begin() + begin, seen.scores.end());
+            seen.below.clear();
+            for (size_t s = begin; s < seen.points.size(); ++s) seen.below.push_back(node_of_[seen.points[s]]);
         }
         seen.frontier.clear();
         bool children = false;
-        const auto descend = [&](int point) {
-            seen.frontier.push_back(node_of_[point]);
-            children |= nodes_[node_of_[point]].members > 0;
+        const auto descend = [&](int node) {
+            seen.frontier.push_back(node);
+            children |= node_at(node).members > 0;
         };
         if (!probe.each) seen.nodes.assign(1, seen.points.size());
         size_t from = begin;
         for (size_t to : seen.nodes) {  // the best of each
             const size_t keep = probe.effort.keep;
             if (to - from <= keep) {
-                for (size_t s = from; s < to; ++s) descend(seen.points[s]);
+                for (size_t s = from; s < to; ++s) descend(seen.below[s - begin]);
             } else {
                 seen.order.clear();
                 for (size_t s = from; s < to; ++s) seen.order.push_back(rank_key(seen.merits[s - begin], seen.points[s]));
-                std::nth_element(seen.order.begin(), seen.order.begin() + keep, seen.order.end());
-                for (size_t s = 0; s < keep; ++s) descend(id_of(seen.order[s]));
+                seen.ranked = seen.order;
+                std::nth_element(seen.ranked.begin(), seen.ranked.begin() + keep - 1, seen.ranked.end());
+                for (size_t s = from; s < to; ++s)
+                    if (seen.order[s - from] <= seen.ranked[keep - 1]) descend(seen.below[s - begin]);
             }
             from = to;
         }
         if (!children) {  // the level below has points, but none here: descend from all
             seen.frontier.clear();
-            for (int point : levels_[level]) descend(point);
+            for (int point : levels_[level]) descend(node_of_[point]);
         }
     }
 }
@@ -156,6 +156,10 @@ void Tree::search_query(const Rows& rows, const float* query, int budget, Seen& 
     probe.effort.keep = set.keep(size(), budget);
     seen.clear();
     search(rows, probe, 1, seen);
+    for (Span& span : seen.spans) {
+        span.best = *std::max_element(seen.scores.begin() + span.begin, seen.scores.begin() + span.end);
+        span.tie = *std::min_element(seen.points.begin() + span.begin, seen.points.begin() + span.end);
+    }
     if (set.merge == Merge::join) seen.lse = set.kernels->log_sum_exp(seen.scores.data(), seen.scores.size(), set.scale);
     if (set.unit == Unit::token) {
         const size_t keep = std::min<size_t>(budget, seen.points.size());

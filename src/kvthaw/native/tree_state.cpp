@@ -11,7 +11,7 @@ std::vector<int32_t> Tree::page_of_node_order() const {
     std::vector<int32_t> order;
     for (int point = kRoot; point < size(); ++point) {
         if (point != kRoot && node_of_[point] < 0) continue;
-        for (int page = nodes_[node_of(point)].page; page >= 0; page = pages_[page].next) order.push_back(page);
+        for (int page = node_at(node_of(point)).page; page >= 0; page = page_at(page).next) order.push_back(page);
     }
     return order;
 }
@@ -20,8 +20,8 @@ void Tree::save(double* radius2, int32_t* page_node, int32_t* page_count, int32_
     *radius2 = radius2_;
     for (int page : page_of_node_order()) {
         *page_node++ = parent_[slots(page)[0]];
-        *page_count++ = pages_[page].count;
-        members = std::copy(slots(page), slots(page) + pages_[page].count, members);
+        *page_count++ = page_at(page).count;
+        members = std::copy(slots(page), slots(page) + page_at(page).count, members);
     }
 }
 
@@ -51,17 +51,17 @@ std::string Tree::restore(int held, double radius2, int pages, const int32_t* pa
         if (of < std::max(kRoot, before) || of >= n || (of != kRoot && level_[of] < 2)) return "the node of a page";
         if (count < 1 || count > settings_->page_size || count > n - placed) return "the number of keys in a page";
         const int page = new_page(node_of(of));
-        (of == before ? pages_[last].next : nodes_[node_of(of)].page) = page;
+        (of == before ? page_at(last).next : node_at(node_of(of)).page) = page;
         last = page;
-        for (; pages_[page].count < count; ++placed) {
-            const int i = members[placed], slot = pages_[page].count++;
+        for (; page_at(page).count < count; ++placed) {
+            const int i = members[placed], slot = page_at(page).count++;
             if (i < 0 || i >= n || parent_[i] != unknown) return "a key in no page, or in two";
             parent_[i] = of;
             page_[i] = page;
             slots(page)[slot] = i;
             line(page)[slot] = projection(i);
         }
-        nodes_[node_of(of)].members += count;
+        node_at(node_of(of)).members += count;
     }
     for (int i = 0; i < n; ++i) {
         const int above = level_above(level_[i]);
@@ -79,11 +79,11 @@ std::string Tree::check(const Rows& rows) const {
         if (point != kRoot && node_of_[point] < 0) continue;
         const int node = node_of(point);
         int members = 0;
-        for (int page = nodes_[node].page; page >= 0; page = pages_[page].next, ++chained) {
-            if (pages_[page].node != node) return "a page of another node";
-            if (pages_[page].count < 1 || pages_[page].count > settings_->page_size) return "a page's count";
-            members += pages_[page].count;
-            for (int s = 0; s < pages_[page].count; ++s) {
+        for (int page = node_at(node).page; page >= 0; page = page_at(page).next, ++chained) {
+            if (page_at(page).node != node) return "a page of another node";
+            if (page_at(page).count < 1 || page_at(page).count > settings_->page_size) return "a page's count";
+            members += page_at(page).count;
+            for (int s = 0; s < page_at(page).count; ++s) {
                 const int i = slots(page)[s];
                 if (i < 0 || i >= size()) return "a slot without a point";
                 ++found[i];
@@ -93,7 +93,7 @@ std::string Tree::check(const Rows& rows) const {
                 if (lift_[i] != static_cast<float>(std::sqrt(std::max(0.0, radius2_ - norm2_[i])))) return "a lift";
             }
         }
-        if (members != nodes_[node].members) return "a node's count";
+        if (members != node_at(node).members) return "a node's count";
     }
     if (std::any_of(found.begin(), found.end(), [](int times) { return times != 1; })) return "a point in no page, or in two";
     if (chained + free_page_ids_.size() != pages_.size()) return "lost pages";
@@ -107,7 +107,7 @@ std::string Tree::check(const Rows& rows) const {
     if (!settings_->digests()) return "";
     Tree fresh(*this);
     const int pages = static_cast<int>(pages_.size());
-    for (int page = 0; page < pages; ++page) std::memset(fresh.page_keys_.at(page), 0, settings_->page_bytes());
+    for (int page = 0; page < pages; ++page) std::memset(fresh.below(page), 0, settings_->page_size * (4 + settings_->row_bytes()));
     fresh.summarise(rows, &kRoot, 1);
     for (int level = 2; level <= kMaxLevel; ++level)
         fresh.summarise(rows, levels_[level].data(), static_cast<int>(levels_[level].size()));
@@ -115,14 +115,16 @@ std::string Tree::check(const Rows& rows) const {
         if (const int node = node_of_[i]; node >= 0) {
             if (digests_[node].points != fresh.digests_[node].points) return "a digest's count";
             if (!std::equal(outliers(node), outliers(node) + settings_->outliers, fresh.outliers(node))) return "a digest's outliers";
-            if (spread(node) != fresh.spread(node)) return "a digest's spread";
-            if (digests_[node].points && std::memcmp(node_digests_.at(node), fresh.node_digests_.at(node), settings_->digest_bytes()))
+            if (node_at(node).spread != fresh.node_at(node).spread) return "a digest's spread";
+            const size_t bytes = settings_->digest_rows() * settings_->row_bytes();
+            if (digests_[node].points && std::memcmp(digest_rows(node), fresh.digest_rows(node), bytes))
                 return "a digest's codes or steps";
         }
     for (int page = 0; page < pages; ++page)
-        if (const size_t bytes = pages_[page].node < 0 ? 0 : pages_[page].count * settings_->row_bytes();
-            std::memcmp(page_keys_.at(page), fresh.page_keys_.at(page), bytes))
-            return "a page's keys in 8 bits";
+        if (const size_t count = page_at(page).node < 0 ? 0 : page_at(page).count;
+            std::memcmp(below(page), fresh.below(page), 4 * count) ||
+            std::memcmp(page_rows(page), fresh.page_rows(page), count * settings_->row_bytes()))
+            return "a page's nodes or keys in 8 bits";
     return "";
 }
 
