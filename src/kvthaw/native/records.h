@@ -35,12 +35,12 @@ public:
 
     size_t size() const { return size_; }
     char* at(size_t number) const {
-        const Piece* piece = pieces_.data();
-        while (number >= piece->end) ++piece;  // nearly always the first
+        const Piece* piece = &pieces_.back();
+        while (number < piece->begin) --piece;  // nearly always the last, or one of few
         return piece->data.get() + (number - piece->begin) * bytes_;
     }
     void resize(size_t size) {
-        if (const size_t have = room(); size > have) reserve(std::max(size, have < 1024 ? 2 * have : have + have / 8));
+        if (const size_t have = room(); size > have) reserve(std::max(size, have + have / 8 + 16));
         size_ = size;
     }
     void reserve(size_t size) {

@@ -80,9 +80,7 @@ void Tree::lay_levels() {
         levels_[level_[i]].push_back(i);
     }
     for (int i = 0; i < size(); ++i) place_in_space(i);
-    const size_t nodes = 1 + parent_.size() - levels_[1].size();
-    nodes_.reserve(nodes);
-    pages_.reserve(nodes + parent_.size() / settings_->page_size);
+    nodes_.reserve(1 + parent_.size() - levels_[1].size());
     if (size()) fill_level(level_below(kMaxLevel + 1));
 }
 
@@ -255,6 +253,9 @@ void Tree::fill_level(int level) {
     }
     std::vector<int32_t> start(high - low + 2, 0), sorted(levels_[level].size()), members;
     for (int i : levels_[level]) ++start[node_of(parent_[i]) - low + 1];
+    size_t pages = pages_.size();
+    for (size_t node = 1; node < start.size(); ++node) pages += (start[node] + settings_->page_size - 1) / settings_->page_size;
+    pages_.reserve(pages);
     for (size_t node = 0; node + 1 < start.size(); ++node) start[node + 1] += start[node];
     std::vector<int32_t> at(start.begin(), start.end() - 1);
     for (int i : levels_[level]) sorted[at[node_of(parent_[i]) - low]++] = i;
