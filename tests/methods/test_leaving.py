@@ -23,10 +23,10 @@ from zoo import DISTINCT
 @pytest.mark.parametrize("method", ["oracle", "clusterkv", "prkv", "quest", "pariskv", "retroinfer", "icecache-digest"])
 def test_work_between_steps_is_done_once(method: str) -> None:
     torch.manual_seed(1)
-    plain = OneLayer(method, 200, 50)
+    plain = OneLayer(method, 200, 36)
     torch.manual_seed(1)
-    asked = OneLayer(method, 200, 50)
-    for _ in range(50):
+    asked = OneLayer(method, 200, 36)
+    for _ in range(36):
         for _ in range(2):
             if asked.cache.needs_host():
                 asked.cache.before_step()
