@@ -211,8 +211,8 @@ def test_the_host_waits_for_nothing_between_replayed_steps(method: str) -> None:
         return token
 
     token = steps(0, 40, token)
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         steps(40, 100, token)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -130,8 +130,8 @@ def test_encoding_waits_for_nothing(device: torch.device) -> None:
     rotation, quantizer = make_rotation(64, SEED, device=device), op.make_quantizer(device)
     keys, out = torch.randn(1, 2, 70, 64, device=device), blank(1, 2, rotation, 70, device)
     out.ids.zero_()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         op.launch(keys, rotation, quantizer, out, [0], [0])
         op.launch_count(out, [0], [0], [70])
     finally:

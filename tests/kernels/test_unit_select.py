@@ -142,6 +142,29 @@ def test_scores_are_the_definition(wide: bool, mean: bool, dtype: torch.dtype, d
         torch.testing.assert_close(found[seq, ..., :units], wanted[seq, ..., :units], rtol=near, atol=near)
 
 
+@pytest.mark.skipif(not HAS_TRITON, reason="no Triton")
+@pytest.mark.parametrize("mean", [False, True])
+def test_many_queries_of_wide_digests(mean: bool, device: torch.device) -> None:
+    """As many as one program's shared memory has no room for."""
+    made = tables([66], 1, 256, wide=True, mapped=False, static=0, dtype=torch.float32, capacity=70)
+    digests, stops, _, counts = (None if t is None else t.to(device) for t in made)
+    query = torch.randn(1, 33, 256, device=device)
+    how: dict[str, Any] = {"first": 0, "budget": 20, "scale": 0.1, "policy": "mean_query" if mean else "mean"}
+    wanted = unit_scores.definition(query, digests, stops, counts, scale=0.1, mean=mean)
+    recent = RecentQueries(
+        torch.zeros(1, 33, 2, 256, device=device),
+        torch.zeros(1, 2, device=device),
+        torch.zeros(1, dtype=torch.int64, device=device),
+    )
+    found, _ = unit_scores.launch(query, digests, stops, counts, scale=0.1, mean=mean, recent=recent)
+    torch.testing.assert_close(found[..., :66], wanted[..., :66], rtol=1e-4, atol=1e-4)
+    assert torch.equal(recent.queries[:, :, 0], query)
+    if HAS_TRITON:
+        rows, _ = op.launch(query, digests, stops, None, counts, **how)
+        expected, _ = op.vectorised(query, digests, stops, None, counts, **how)
+        assert torch.equal(rows, expected)
+
+
 def test_units_that_are_all_empty_give_nothing(device: torch.device) -> None:
     digests, query = torch.ones(1, 1, 3, 64, device=device), torch.ones(1, 2, 64, device=device)
     stops = torch.zeros(1, 1, 4, dtype=torch.int32, device=device)

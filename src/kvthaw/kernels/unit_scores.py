@@ -69,26 +69,29 @@ if HAS_TRITON:
     def _score(
         query, digests, stops, counts, scores, parts, recent_queries, seen, steps, scale, heads, dim, width, units, blocks, window,
         G: tl.constexpr, GS: tl.constexpr, GC: tl.constexpr, GP: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr,
-        STAGES: tl.constexpr, UPCAST: tl.constexpr, RECORD: tl.constexpr,
+        STAGES: tl.constexpr, UPCAST: tl.constexpr, RECORD: tl.constexpr, PARTS: tl.constexpr,
     ):  # fmt: skip
-        # Program (share of the blocks of units; sequence and head). scores [B, H, GS, U]; parts [B, H, blocks, 2, GC]: maximum,
-        # and sum of size exp(score - maximum), from which _narrow computes the denominators. GS is 1 if the mean query scores
-        # for all.
-        bh, e, g = tl.program_id(1).to(tl.int64), tl.arange(0, EP), tl.arange(0, GP)
+        # Program (share of the blocks of units; sequence and head; GP queries, or PARTS times as many whose mean scores).
+        # scores [B, H, GS, U]; parts [B, H, blocks, 2, GC]: maximum, and sum of size exp(score - maximum), from which _narrow
+        # computes the denominators. GS is 1 if the mean query scores for all.
+        bh, e, g = tl.program_id(1).to(tl.int64), tl.arange(0, EP), tl.program_id(2) * GP + tl.arange(0, GP)
         count = tl.load(counts + bh // heads)
         inside = e < width
         channel = tl.where(e < dim, e, e - dim)
-        place = query + (bh * G + g[:, None]) * dim + channel[None, :]
-        q = tl.load(place, mask=(g < G)[:, None] & inside[None, :], other=0.0)
-        if RECORD:  # noqa: SIM102  RecentQueries.record, except that _choose counts the step after all reads
-            if tl.program_id(0) == 0:
-                slot = tl.load(steps) % window
-                own = recent_queries + ((bh * G + g[:, None]) * window + slot) * dim + e[None, :]
-                tl.store(own, q, mask=(g < G)[:, None] & (e < dim)[None, :])
-                tl.store(seen + bh // heads * window + slot, 1.0)
-        q = q.to(tl.float32)
+        total = tl.zeros((EP,), tl.float32)
+        for part in tl.static_range(PARTS):
+            row = bh * G + g[:, None] + part * GP
+            own = (g[:, None] + part * GP < G) & inside[None, :]
+            q = tl.load(query + row * dim + channel[None, :], mask=own, other=0.0)
+            if RECORD:  # noqa: SIM102  RecentQueries.record, except that _choose counts the step after all reads
+                if tl.program_id(0) == 0:
+                    slot = tl.load(steps) % window
+                    tl.store(recent_queries + (row * window + slot) * dim + e[None, :], q, mask=own & (e < dim)[None, :])
+                    tl.store(seen + bh // heads * window + slot, 1.0)
+            q = q.to(tl.float32)
+            total += tl.sum(q, axis=0)
         if GS < G:
-            q = tl.broadcast_to((tl.sum(q, axis=0) / G)[None, :], (GP, EP))
+            q = tl.broadcast_to((total / G)[None, :], (GP, EP))
             q = q.to(query.dtype.element_ty).to(tl.float32)
         q = tl.trans(tl.where((e < dim)[None, :], q, tl.abs(q)))
         if not UPCAST:
@@ -146,12 +149,16 @@ def launch(
     compact, blocks = triton.next_power_of_2(seen), max(1, triton.cdiv(units, BLOCK))
     scores = query.new_empty((batch, heads, seen, units), dtype=torch.float32)
     parts = query.new_empty((batch, heads, blocks, 2, compact), dtype=torch.float32)
-    stages, many = programs(BLOCK * wide * digests.dtype.itemsize, blocks, batch * heads)
+    tile, held = BLOCK * wide * digests.dtype.itemsize, padded * wide * digests.dtype.itemsize
+    if tile + 2 * held > _SHARED:
+        padded = 16
+    shares = triton.cdiv(group, padded)
+    stages, many = programs(tile, blocks, batch * heads)
     to = (query, query, counts, 0) if recent is None else (recent.queries, recent.seen, recent.steps, recent.queries.shape[2])
-    _score[(many, batch * heads)](
+    _score[(many, batch * heads, 1 if mean else shares)](
         query, digests, stops, counts, scores, parts, *to[:3], scale, heads, dim, width, units, blocks, to[3],
         G=group, GS=seen, GC=compact, GP=padded, EP=wide, BLOCK=BLOCK, STAGES=stages, num_warps=4, RECORD=recent is not None,
-        UPCAST=query.device.type == "cpu" or digests.dtype == torch.float32,
+        PARTS=shares if mean else 1, UPCAST=query.device.type == "cpu" or digests.dtype == torch.float32,
     )  # fmt: skip
     return scores, parts
 
