@@ -91,7 +91,7 @@ def test_fraction_too_small_names_the_smallest(llama: PreTrainedModel) -> None:
         ({"budget": 1.5}, "budget is 1.5; a fraction of the length must lie between 0 and 1"),
         ({"budget": "256"}, "budget is '256'; it must be a number or None"),
         ({"budget": True}, "budget is True; it must be a number"),
-        ({"retrieved": "8"}, "retrieved is '8'; it must be a whole number or None"),
+        ({"retrieved": "8"}, "retrieved is '8'; it must be a number or None"),
         ({"dense_layers": 1.5}, "dense_layers is 1.5; it must be a whole number"),
         ({"seed": "x"}, "seed is 'x'; it must be a whole number"),
         ({"retrieved": 0}, "retrieved is 0; it must be at least 1"),
