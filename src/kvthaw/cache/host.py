@@ -280,18 +280,21 @@ class HostStore:
             self.pages.rewrite(seq, order.to("cpu", copy=True).contiguous(), gather)
 
     def copy_to(self, out: Tensor, seq: int, start: int) -> None:
-        """Copy the rows from `start` on into out [H, n, 2, D] of any device, block by block. From pinned memory to a GPU
-        that is only enqueued on the current stream."""
+        """Copy the rows from `start` on into out [H, n, 2, D] of any device: at once where all lie on it, else block by block. From
+        pinned memory to a GPU that is only enqueued on the current stream."""
         stop, stored = start + out.shape[1], self.format.like(out)
         if stop > self._length[seq]:
             raise IndexError(f"rows {start}..{stop} of sequence {seq}, which holds {self._length[seq]}")
-        for number, offset, done, take in self._pieces(start, stop):
-            rows, target = self._blocks[seq][number].data, stored[:, done : done + take]
-            if take == self.block_size:
-                target.copy_(rows, non_blocking=True)
-            else:  # a part of a block is one contiguous piece a head
-                for h in range(self.kv_heads):
-                    target[h].copy_(rows[h, offset : offset + take], non_blocking=True)
+        blocks, pieces = self._blocks[seq], list(self._pieces(start, stop))
+        parts = [blocks[number].data[:, offset : offset + take] for number, offset, _, take in pieces]
+        if parts and all(part.device == out.device for part in parts):
+            torch.cat(parts, dim=1, out=stored)
+        else:
+            for part, (_, _, done, take) in zip(parts, pieces, strict=True):
+                target = stored[:, done : done + take]
+                whole = take == self.block_size  # a part of a block is one contiguous piece a head
+                for to, rows in ((target, part),) if whole else zip(target, part, strict=True):
+                    to.copy_(rows, non_blocking=True)
         if stored is not out:
             out.copy_(self.format.decode(stored))
 
