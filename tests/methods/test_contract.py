@@ -10,9 +10,9 @@ import torch
 
 from kvthaw.errors import ConfigError
 from kvthaw.methods import METHODS
-from kvthaw.testing.contract import SMALL, VARIANTS, Contract
+from kvthaw.testing.contract import Contract
 from kvthaw.testing.layer import Layer, Text
-from kvthaw.testing.shapes import Shape
+from kvthaw.testing.shapes import SMALL, VARIANTS, Shape
 
 MADE = {name: make() for name, make in METHODS.items()}
 RETRIEVES = [name for name, method in MADE.items() if method.index is not None]

@@ -21,21 +21,7 @@ from kvthaw.errors import ConfigError, ContractError
 from kvthaw.methods import resolve
 from kvthaw.methods.options import digest
 from kvthaw.testing.layer import Layer, Step, Text, need
-from kvthaw.testing.shapes import DTYPES, HEAD_DIMS, Shape, close
-
-SMALL = Shape(batch=1, heads=2, group=2, head_dim=64)
-BATCH = Shape(batch=3, heads=2, group=2, head_dim=64)
-VARIANTS = tuple(
-    dict.fromkeys(
-        (
-            *(Shape(batch=2, heads=2, group=4, head_dim=d) for d in HEAD_DIMS),
-            *(Shape(batch=2, heads=2, group=4, dtype=t) for t in DTYPES),
-            Shape(batch=2, heads=4, group=1, head_dim=128, dtype=torch.bfloat16),
-            Shape(batch=2, heads=1, group=8, head_dim=80, dtype=torch.float16),
-            Shape(batch=2, heads=1, group=7, head_dim=128, dtype=torch.bfloat16),
-        )
-    )
-)
+from kvthaw.testing.shapes import BATCH, SMALL, VARIANTS, Shape, close
 
 
 def check_method(method: Method | str, *, device: torch.device | str = "cpu", **options: Any) -> None:

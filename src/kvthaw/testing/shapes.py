@@ -49,6 +49,22 @@ class Shape:
         return torch.randn(self.batch, self.heads, self.tokens if tokens is None else tokens, self.head_dim).to(self.dtype)
 
 
+SMALL = Shape(batch=1, heads=2, group=2, head_dim=64)
+BATCH = Shape(batch=3, heads=2, group=2, head_dim=64)
+VARIANTS = tuple(
+    dict.fromkeys(
+        (
+            *(Shape(batch=2, heads=2, group=4, head_dim=d) for d in HEAD_DIMS),
+            *(Shape(batch=2, heads=2, group=4, dtype=t) for t in DTYPES),
+            Shape(batch=2, heads=4, group=1, head_dim=128, dtype=torch.bfloat16),
+            Shape(batch=2, heads=1, group=8, head_dim=80, dtype=torch.float16),
+            Shape(batch=2, heads=1, group=7, head_dim=128, dtype=torch.bfloat16),
+        )
+    )
+)
+"""Head dimensions, dtypes and groups of query heads, one at a time and some together."""
+
+
 def close(found: Tensor, expected: Tensor, dtype: torch.dtype | None = None, *, what: str = "") -> None:
     """Raise AssertionError unless two results are equal within the tolerance of a dtype, by default the found one's; NaN is never
     equal. what: what they are, for the message."""
