@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.script import tell
 from kvthaw import Batch, Request, Scheduler
 from kvthaw.bench.card import noted, provenance, where
 from kvthaw.bench.shapes import build
@@ -145,10 +146,7 @@ def main() -> None:
         found |= {"long_alone_s": quiet, "long_later": found["long_first_s"] / quiet, "captures": batch.stats().captures}
         found |= {"same_alone": same}
         line = Record(setting, {**found, "about": about}).to_json()
-        print(line, flush=True)
-        if given.out:
-            with given.out.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
+        tell(line, given.out)
         batch.cache.reset()
         del batch, scheduler
 

@@ -22,6 +22,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.joining import random_prompt, sizes_of
+from benchmarks.script import tell
 from benchmarks.trace import Arrival, Served, arrivals, replay, told
 from kvthaw import Batch, Scheduler
 from kvthaw.bench.card import provenance, where
@@ -123,10 +124,7 @@ def main() -> None:
     setting |= {"device": name, "trace": given.trace.name if given.trace else "drawn"}
     compared = {f"over_{key}": found[key] / alone[key] for key in COMPARED}
     line = Record(setting, {**compared, "http": found, "alone": [before, after], "about": about}).to_json()
-    print(line, flush=True)
-    if given.out:
-        with given.out.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+    tell(line, given.out)
 
 
 if __name__ == "__main__":

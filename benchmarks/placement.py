@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from benchmarks.script import tell
 from kvthaw import Batch
 from kvthaw.bench.card import noted, provenance, where
 from kvthaw.bench.shapes import build
@@ -154,10 +155,7 @@ def main() -> None:
                 setting = {"shape": given.shape, "layers": given.layers, "seqs": seqs, "length": length, "device": name}
                 setting |= {"method": method, **sizes, "device_memory": memory, "steps": given.steps}
                 line = Record(setting, {**found, "same_tokens": same, "about": about}).to_json()
-                print(line, flush=True)
-                if given.out:
-                    with given.out.open("a", encoding="utf-8") as file:
-                        file.write(line + "\n")
+                tell(line, given.out)
                 if not same:
                     noted(f"{method}: tokens depend on where blocks lie")
                 times.setdefault((method, seqs), {})[length] = found["mean_ms"]

@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedModel
 
+from benchmarks.script import tell
 from kvthaw import Batch, PrefixCache
 from kvthaw.bench.card import provenance, where
 from kvthaw.bench.shapes import build
@@ -168,10 +169,7 @@ def main() -> None:
         finally:
             shutil.rmtree(folder)
         line = Record(setting, {**found, "about": provenance(given.commit)}).to_json()
-        print(line, flush=True)
-        if given.out:
-            with given.out.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
+        tell(line, given.out)
 
 
 if __name__ == "__main__":

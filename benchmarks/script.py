@@ -34,6 +34,14 @@ class Report:
                 file.write(text + "\n")
 
 
+def tell(line: str, out: Path | None) -> None:
+    """Print a line, and append it to a file if one is given."""
+    print(line, flush=True)
+    if out is not None:
+        with out.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+
 def run_as_script(main: Callable[[], object]) -> None:
     """Errors of kvthaw are one line."""
     try:

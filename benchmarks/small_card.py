@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from benchmarks.script import tell
 from kvthaw import Cache, HostMemoryError
 from kvthaw.bench.card import noted, provenance, where
 from kvthaw.bench.shapes import build
@@ -148,10 +149,7 @@ def main() -> None:
 
     def told(line: dict[str, Any]) -> None:
         text = json.dumps({**about, **line, "about": provenance(given.commit)})
-        print(text, flush=True)
-        if given.out:
-            with given.out.open("a", encoding="utf-8") as file:
-                file.write(text + "\n")
+        tell(text, given.out)
 
     with torch.no_grad():
         for line in measure(model, given, [int(length) for length in given.lengths.split(",")]):

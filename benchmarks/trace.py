@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.joining import check, random_prompt, sizes_of
+from benchmarks.script import tell
 from kvthaw import Batch, Request, Scheduler
 from kvthaw.bench.card import provenance, where
 from kvthaw.bench.shapes import build
@@ -167,10 +168,7 @@ def main() -> None:
         }
         setting |= {"method": method, "seqs": seqs, "device": name, "trace": given.trace.name if given.trace else "drawn"}
         line = Record(setting, {**replay(scheduler, coming), "same_alone": same, "about": about}).to_json()
-        print(line, flush=True)
-        if given.out:
-            with given.out.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
+        tell(line, given.out)
         scheduler.batch.cache.reset()
         del scheduler
 
