@@ -227,8 +227,7 @@ class HostStore:
         host, or on the device where any does."""
         if not 0 <= start <= stop <= self._length[seq]:
             raise IndexError(f"rows {start}..{stop} of sequence {seq}, which holds {self._length[seq]}")
-        blocks, pieces = self._blocks[seq], self._pieces(start, stop)
-        parts = [blocks[number].data[:, offset : offset + take] for number, offset, _, take in pieces]
+        parts = self._parts(seq, start, stop)
         if not parts:
             return torch.empty((self.kv_heads, 0, 2, self.head_dim), dtype=self.dtype)
         devices = {part.device for part in parts}
@@ -285,16 +284,13 @@ class HostStore:
         stop, stored = start + out.shape[1], self.format.like(out)
         if stop > self._length[seq]:
             raise IndexError(f"rows {start}..{stop} of sequence {seq}, which holds {self._length[seq]}")
-        blocks, pieces = self._blocks[seq], list(self._pieces(start, stop))
-        parts = [blocks[number].data[:, offset : offset + take] for number, offset, _, take in pieces]
+        parts = self._parts(seq, start, stop)
         if parts and all(part.device == out.device for part in parts):
             torch.cat(parts, dim=1, out=stored)
-        else:
-            for part, (_, _, done, take) in zip(parts, pieces, strict=True):
-                target = stored[:, done : done + take]
-                whole = take == self.block_size  # a part of a block is one contiguous piece a head
-                for to, rows in ((target, part),) if whole else zip(target, part, strict=True):
-                    to.copy_(rows, non_blocking=True)
+        elif parts:
+            for target, part in zip(stored.split([part.shape[1] for part in parts], dim=1), parts, strict=True):
+                for to, rows in ((target, part),) if part.is_contiguous() else zip(target, part, strict=True):
+                    to.copy_(rows, non_blocking=True)  # a part of a block is one contiguous piece a head
         if stored is not out:
             out.copy_(self.format.decode(stored))
 
@@ -376,6 +372,11 @@ class HostStore:
         for block in chain.from_iterable(twin._blocks):
             block.owners += 1
         return twin
+
+    def _parts(self, seq: int, start: int, stop: int) -> list[Tensor]:
+        """Return rows of a sequence as they are stored, [H, n, *tail] of each block."""
+        own, pieces = self._blocks[seq], self._pieces(start, stop)
+        return [own[number].data[:, offset : offset + take] for number, offset, _, take in pieces]
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
         """Yield, for each block that has some of the rows start .. stop: its number, where they begin in it, how many come before

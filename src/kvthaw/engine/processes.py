@@ -62,7 +62,7 @@ def spawned(size: int, work: Callable[..., None], *args: Any) -> Iterator[None]:
             other.start()
         threading.Thread(target=_watch, args=(others, ending), daemon=True).start()
         _take(cores[0])
-        with _local_rank(0), _member(0, store=store, rank=0, world_size=size):
+        with _member(0, store=store, rank=0, world_size=size):
             yield
         for other in others:
             other.join(_PATIENCE)
@@ -80,7 +80,8 @@ def _member(number: int, **how: Any) -> Iterator[None]:
         device = torch.device("cuda", number)
         torch.cuda.set_device(device)
     dist.init_process_group("gloo" if device is None else "nccl", device_id=device, **how)
-    yield
+    with _local_rank(number):
+        yield
     dist.destroy_process_group()  # not after an error: the other processes may wait for this one
 
 
@@ -114,7 +115,7 @@ def _run(rank: int, size: int, port: int, cores: Sequence[int], work: Callable[.
     threading.Thread(target=_outlive, daemon=True).start()
     _take(cores)
     try:
-        with _local_rank(rank), _member(rank, store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=size):
+        with _member(rank, store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=size):
             work(*args)
     except KvthawError as error:
         _log.error("process %d: %s", rank, error)
