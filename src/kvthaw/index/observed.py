@@ -113,9 +113,6 @@ class ObservedIndex(BoundIndex):
         self.truncate(seq, 0)
         self.first = first
         self.reserve(seq + 1)
-        self.turns[seq] = Turn(since=self.early)
-        self.seen[seq].zero_()
-        self.queries[seq].zero_()
         self.record_queries(seq, queries)
 
     def record_queries(self, seq: int, queries: Tensor) -> None:
