@@ -116,7 +116,7 @@ def check(policy: Policy, tokens: int = 40_000, *, group: int = GROUP, dim: int 
     demand(_counted(by_signs, index.counts), "signs: counts differ")
     width = -(-found.most(now.capacity, K) // reranking.TILE) * reranking.TILE
     chosen = bucket.launch(got, lengths, wanted, width)
-    candidates = bucket.by_counting(got.scores, lengths, wanted, width)
+    candidates = bucket.definition(got.scores, lengths, wanted, width)
     known = torch.arange(width, device="cuda") < wanted[:, None, None]
     demand(torch.equal(chosen.masked_fill(~known, -1), candidates), "bucket_topk: candidates differ")
     estimate = reranking.definition(rotated, now.codes, now.weights, candidates, index.quantizer)

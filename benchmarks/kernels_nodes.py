@@ -25,7 +25,7 @@ from kvthaw.kernels.kmeans import grouped
 from kvthaw.kernels.rerank import TILE
 from kvthaw.kernels.stored_scores import definition, launch
 from kvthaw.kernels.topk import run_length, topk
-from kvthaw.kernels.unit_select import launch_choice, vectorised_choice
+from kvthaw.kernels.unit_select import choose, launch_choice
 from kvthaw.regions import Regions
 
 ROWS = 176
@@ -81,7 +81,7 @@ def check(device: torch.device, tokens: int = 20_000) -> list[dict[str, Any]]:
         order = index.order
         assert order is not None
         rows, _ = launch_choice(scores, parts, index.stops, order, index.counts, **how)
-        theirs, _ = vectorised_choice(want, index.stops, order, index.counts, **how)
+        theirs, _ = choose(want, index.stops, order, index.counts, **how)
         nodes = other(rows, theirs)
         demand(nodes <= 64, f"the field of view: {nodes} rows of a head differ from the definition's")
         run = run_length(index.width, ROWS) or TILE

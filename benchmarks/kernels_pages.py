@@ -82,7 +82,7 @@ def check(device: torch.device, tokens: int = 40_000) -> list[dict[str, Any]]:
         policies: tuple[Policy, ...] = ("max", "mean", "mean_query")
         for policy in policies:
             (rows, counts), (want, want_counts) = (
-                made.select(query, policy, f) for f in (unit_select.launch, unit_select.vectorised)
+                made.select(query, policy, f) for f in (unit_select.launch, unit_select.definition)
             )
             again, _ = made.select(query, policy, unit_select.launch)
             demand(torch.equal(again, rows), f"{method} select differs from run to run")
@@ -102,7 +102,7 @@ def check(device: torch.device, tokens: int = 40_000) -> list[dict[str, Any]]:
     lines.append({"op": "check watch"})
     many = Tables(torch.randn(1, HEADS, tokens, DIM, device=device).bfloat16(), *single(tokens, device))
     query = torch.randn(1, HEADS * GROUP, DIM, device=device).bfloat16()
-    (rows, _), (want, _) = (many.select(query, "max", f) for f in (unit_select.launch, unit_select.vectorised))
+    (rows, _), (want, _) = (many.select(query, "max", f) for f in (unit_select.launch, unit_select.definition))
     other = max(int((~torch.isin(a, b)).sum()) for a, b in zip(rows[0], want[0], strict=True))
     demand(other <= 8, f"select among single tokens: {other} rows differ from the definition's")
     lines.append({"op": "check select", "method": "single tokens", "policy": "max", "rows_differ": other})
@@ -113,7 +113,7 @@ def check(device: torch.device, tokens: int = 40_000) -> list[dict[str, Any]]:
         got, want = (f(keys, 32, spread=spread, order=order) for f in (page_bounds.launch, page_bounds.definition))
         lines.append({"op": "check page_bounds", "spread": spread, "error": agree(got, want, "page_bounds")})
     queries, weights = keys[:, -256:].contiguous(), torch.rand(256, device=device)
-    got, want = (f(queries, keys, weights, scale=DIM**-0.5) for f in (observe.launch, observe.vectorised))
+    got, want = (f(queries, keys, weights, scale=DIM**-0.5) for f in (observe.launch, observe.definition))
     lines.append({"op": "check observe", "error": agree(got, want, "observe", 1e-3)})
     lines.append({"op": "check cover", "error": check_cover(keys)})
     lines.append({"op": "check kmeans", **check_kmeans(keys)})
@@ -174,15 +174,21 @@ def check_kmeans(keys: Tensor) -> dict[str, Any]:
     demand(torch.equal(order.sort(dim=1).values, whole), "k-means' clusters are not a partition")
     sizes = stops.diff(dim=1)
     demand(bool((sizes >= 0).all()) and bool((stops[:, -1] == tokens).all()), "k-means' stops are not in order")
-    labels = torch.searchsorted(stops[:, 1:].contiguous(), whole.contiguous(), right=True)
-    labels = torch.empty_like(labels).scatter_(1, order.long(), labels)
+    labels = labels_of(order, stops)
     sums = torch.zeros_like(means).scatter_add_(1, labels[:, :, None].expand_as(keys), keys.float())
     filled = sizes > 0
     error = agree(means[filled], (sums / sizes[..., None].clamp(min=1))[filled], "a cluster's mean", 1e-4)
-    theirs, their_labels = kmeans.vectorised(keys, start, distance="cosine", iterations=5)
-    near = [cosine(keys, m, x) for m, x in ((means, labels), (theirs, their_labels))]
+    theirs = kmeans.definition(keys, start, distance="cosine", iterations=5)
+    near = [cosine(keys, *each) for each in ((means, labels), (theirs[0], labels_of(*theirs[1:])))]
     demand(abs(near[0] - near[1]) < 2e-3 * abs(near[1]), f"k-means: mean cosine {near[0]:.5f}, the definition's {near[1]:.5f}")
     return {"mean_error": error, "cosine": round(near[0], 5), "cosine_of_definition": round(near[1], 5)}
+
+
+def labels_of(order: Tensor, stops: Tensor) -> Tensor:
+    """The cluster of each key [H, T], of clusters order[stops[c] : stops[c + 1]]."""
+    place = torch.arange(order.shape[1], device=order.device, dtype=torch.int32).expand(len(order), -1).contiguous()
+    labels = torch.searchsorted(stops[:, 1:].contiguous(), place, right=True)
+    return torch.empty_like(labels).scatter_(1, order.long(), labels)
 
 
 def cosine(keys: Tensor, means: Tensor, labels: Tensor) -> float:
@@ -210,7 +216,7 @@ def select_time(method: str, tokens: int, batch: int) -> dict[str, Any]:
     line = {"op": "select", "method": method, "tokens": tokens, "batch": batch, "rows": ROWS, "units": units}
     line |= rates(seconds, moved, DEVICE_GBPS) | {"scores_us": round(scoring * 1e6, 2)}
     if batch == 1:
-        line["torch_us"] = round(replay_time(all_sets(unit_select.vectorised)[:2], 5) * 1e6, 2)
+        line["torch_us"] = round(replay_time(all_sets(unit_select.definition)[:2], 5) * 1e6, 2)
     return line
 
 
@@ -249,7 +255,7 @@ def kmeans_time(method: str, tokens: int, *, iterations: int) -> dict[str, Any]:
         return kmeans.launch(keys, first_of_prompt(keys, count), distance="cosine", iterations=iterations)
 
     seconds, first = eager_time(call), eager_time(lambda: first_of_prompt(keys, count))
-    plain = eager_time(lambda: kmeans.vectorised(keys, start, distance="cosine", iterations=1), 2)
+    plain = eager_time(lambda: kmeans.definition(keys, start, distance="cosine", iterations=1), 2)
     work = 2 * HEADS * tokens * count * DIM * iterations
     return {
         "op": "kmeans",
@@ -287,7 +293,7 @@ def refresh_time(tokens: int) -> dict[str, Any]:
         "observe": lambda: observe.launch(window[0], keys, window[1], scale=DIM**-0.5),
         "order": lambda: choose_static(mass, ROWS // 4, 0),
         "bounds": lambda: page_bounds.launch(keys, 32, spread="mean", order=rest),
-        "torch_observe": lambda: observe.vectorised(window[0], keys, window[1], scale=DIM**-0.5),
+        "torch_observe": lambda: observe.definition(window[0], keys, window[1], scale=DIM**-0.5),
         "torch_bounds": lambda: page_bounds.definition(keys, 32, spread="mean", order=rest),
     }
     whole = eager_time(lambda: index.plan([0], index.read(0, tokens), *windows))

@@ -36,10 +36,7 @@ def test_all_heads_get_the_pages_of_the_largest_shares(
     counts = torch.tensor(pages, dtype=torch.int32, device=device)
     query = torch.randn(len(pages), heads * group, dim, device=device)
     how: dict[str, Any] = {"first": 4, "budget": budget, "scale": dim**-0.5, "policy": policy}
-    if path == "launch":
-        rows, taken = op.launch(query, digests, stops, counts, **how)
-    else:
-        rows, taken = op.definition(query, digests, stops, None, counts, **how)
+    rows, taken = getattr(op, path)(query, digests, stops, None, counts, **how)
     for seq, n in enumerate(pages):
         shares = []
         for head in range(heads * group):

@@ -1,4 +1,4 @@
-"""Choosing units against the plain definition: the vectorised path, and the kernels."""
+"""Choosing units one after the other, against the definition in tensors and the kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvthaw.errors import ConfigError
 from kvthaw.kernels import HAS_TRITON, unit_scores
 from kvthaw.kernels import unit_select as op
 from kvthaw.kernels.unit_scores import RecentQueries
@@ -66,9 +65,36 @@ CASES = [
 ]
 
 
+def plain(
+    query: Tensor, digests: Tensor, stops: Tensor, order: Tensor | None, counts: Tensor, *, first: int, budget: int, scale: float,
+    policy: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The definition head by head and unit by unit."""
+    heads = stops.shape[1]
+    all_scores = unit_scores.definition(query, digests, stops, counts, scale=scale, mean=policy == "mean_query")
+    rows = torch.full((query.shape[0], heads, budget), -1, dtype=torch.int32)
+    for b, h in product(range(query.shape[0]), range(heads)):
+        bounds = stops[b, h, : int(counts[b]) + 1].tolist()
+        sizes = torch.tensor(bounds).diff().float().to(query.device)
+        scores = all_scores[b, h, :, : len(sizes)]
+        if len(scores) > 1:
+            scores = scores - torch.logsumexp(scores + sizes.log(), dim=1, keepdim=True).clamp(min=-3e38)
+        merged = scores.amax(dim=0) if policy == "max" else torch.logsumexp(scores, dim=0)
+        room = budget - min(bounds[0], budget)
+        taken = [0] * len(sizes)
+        for u in torch.sort(merged, descending=True, stable=True).indices.tolist():
+            taken[u] = min(room, bounds[u + 1] - bounds[u])
+            room -= taken[u]
+        spans = [(0, min(bounds[0], budget)), *((bounds[u], bounds[u] + n) for u, n in enumerate(taken))]
+        places = [i for span in spans for i in range(*span)]
+        chosen = [first + i for i in places] if order is None else order[b, h, places].tolist()
+        rows[b, h, : len(chosen)] = torch.tensor(chosen, dtype=torch.int32)
+    return rows.to(query.device), (rows >= 0).sum(dim=2, dtype=torch.int32).to(query.device)
+
+
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("path", ["vectorised", "kernels"])
-def test_choice_is_the_definitions(case: tuple[Any, ...], path: str, device: torch.device) -> None:
+@pytest.mark.parametrize("path", ["definition", "kernels"])
+def test_choice_is_that_of_unit_after_unit(case: tuple[Any, ...], path: str, device: torch.device) -> None:
     sizes, heads, group, dim, budget, wide, mapped, static, policy, dtype = case
     if path == "kernels" and not HAS_TRITON:
         pytest.skip("no Triton")
@@ -76,16 +102,16 @@ def test_choice_is_the_definitions(case: tuple[Any, ...], path: str, device: tor
     digests, stops, order, counts = (None if t is None else t.to(device) for t in made)
     query = torch.randn(len(sizes), heads * group, dim).to(dtype).to(device)
     how = {"first": 4, "budget": budget, "scale": dim**-0.5, "policy": policy}
-    wanted, wanted_counts = op.definition(query, digests, stops, order, counts, **how)
-    rows, taken = (op.vectorised if path == "vectorised" else op.launch)(query, digests, stops, order, counts, **how)
+    wanted, wanted_counts = plain(query, digests, stops, order, counts, **how)
+    rows, taken = (op.definition if path == "definition" else op.launch)(query, digests, stops, order, counts, **how)
     assert torch.equal(rows, wanted)
     assert torch.equal(taken, wanted_counts)
     assert rows.dtype == taken.dtype == torch.int32
 
 
-@pytest.mark.parametrize("path", ["vectorised", "kernels"])
+@pytest.mark.parametrize("path", ["definition", "kernels"])
 def test_of_equal_scores_the_earlier_goes_first_and_the_last_is_cut(path: str, device: torch.device) -> None:
-    run = op.vectorised if path == "vectorised" else op.launch
+    run = op.definition if path == "definition" else op.launch
     if path == "kernels" and not HAS_TRITON:
         pytest.skip("no Triton")
     digests = torch.ones(1, 1, 6, 64, device=device)
@@ -119,14 +145,9 @@ def test_extreme_scores_keep_their_order(device: torch.device) -> None:
     stops = torch.arange(9, dtype=torch.int32, device=device)[None, None].contiguous()
     counts = torch.tensor([8], dtype=torch.int32, device=device)
     ranked = sorted(range(8), key=lambda i: -scores[i])
-    for run, budget in product([op.vectorised] + [op.launch] * HAS_TRITON, (1, 3, 8)):
+    for run, budget in product([op.definition] + [op.launch] * HAS_TRITON, (1, 3, 8)):
         rows, _ = run(query, digests, stops, None, counts, first=0, budget=budget, scale=1.0, policy="max")
         assert rows[0, 0].tolist() == sorted(ranked[:budget])
-
-
-def test_unknown_policy_is_named() -> None:
-    with pytest.raises(ConfigError, match="policy is 'best'; it must be one of max, mean, mean_query"):
-        op.check_policy("best")
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="no Triton")
@@ -161,7 +182,7 @@ def test_many_queries_of_wide_digests(mean: bool, device: torch.device) -> None:
     assert torch.equal(recent.queries[:, :, 0], query)
     if HAS_TRITON:
         rows, _ = op.launch(query, digests, stops, None, counts, **how)
-        expected, _ = op.vectorised(query, digests, stops, None, counts, **how)
+        expected, _ = op.definition(query, digests, stops, None, counts, **how)
         assert torch.equal(rows, expected)
 
 
@@ -169,13 +190,13 @@ def test_units_that_are_all_empty_give_nothing(device: torch.device) -> None:
     digests, query = torch.ones(1, 1, 3, 64, device=device), torch.ones(1, 2, 64, device=device)
     stops = torch.zeros(1, 1, 4, dtype=torch.int32, device=device)
     counts = torch.tensor([3], dtype=torch.int32, device=device)
-    for run in [op.definition, op.vectorised] + [op.launch] * HAS_TRITON:
+    for run in [op.definition] + [op.launch] * HAS_TRITON:
         rows, taken = run(query, digests, stops, None, counts, first=0, budget=5, scale=1.0, policy="mean")
         assert rows.tolist() == [[[-1] * 5]]
         assert taken.tolist() == [[0]]
 
 
-@pytest.mark.parametrize(("path", "mean", "units"), [("kernels", False, 70), ("kernels", True, 0), ("vectorised", False, 70)])
+@pytest.mark.parametrize(("path", "mean", "units"), [("kernels", False, 70), ("kernels", True, 0), ("definition", False, 70)])
 def test_queries_are_noted_in_the_same_launches(path: str, mean: bool, units: int, device: torch.device) -> None:
     if path == "kernels" and not HAS_TRITON:
         pytest.skip("no Triton")
@@ -188,7 +209,7 @@ def test_queries_are_noted_in_the_same_launches(path: str, mean: bool, units: in
         query = torch.randn(2, 8, 48).bfloat16().to(device)
         run = op.launch if path == "kernels" else op.unit_select
         rows, _ = run(query, digests, stops, order, counts, **how, recent=RecentQueries(asked, seen, steps))
-        assert torch.equal(rows, op.vectorised(query, digests, stops, order, counts, **how)[0])
+        assert torch.equal(rows, op.definition(query, digests, stops, order, counts, **how)[0])
         assert torch.equal(asked[:, :, step % 5], query)
         assert int(steps) == step + 1
     assert (asked[:, :, 1:4] == 7.0).all()
@@ -205,7 +226,7 @@ def test_chunks_that_leave_many_units(sizes: list[int], budget: int, device: tor
     query = torch.randn(len(sizes), 2, 64, device=device)
     how: dict[str, Any] = {"first": 4, "budget": budget, "scale": 0.2, "policy": "mean"}
     rows, taken = op.launch(query, digests, stops, order, counts, **how)
-    wanted, wanted_counts = op.vectorised(query, digests, stops, order, counts, **how)
+    wanted, wanted_counts = op.definition(query, digests, stops, order, counts, **how)
     assert torch.equal(rows, wanted)
     assert torch.equal(taken, wanted_counts)
 

@@ -16,7 +16,7 @@ from kvthaw.errors import ConfigError, at_least, one_of
 from kvthaw.index.target import Full, Target
 from kvthaw.index.units import UnitIndex
 from kvthaw.kernels.cover import cover, directions
-from kvthaw.kernels.kmeans import Distance, check_distance, kmeans
+from kvthaw.kernels.kmeans import Distance, kmeans
 from kvthaw.kernels.unit_select import Policy
 
 Start = Literal["covering", "random"]
@@ -178,7 +178,7 @@ class ClusterIndex(UnitIndex):
         iterations: int = 8,
         policy: Policy = "max",
     ) -> None:
-        check_distance(distance)
+        one_of(get_args(Distance), distance=distance)
         one_of(get_args(Start), start=start)
         at_least(1, tokens_per_cluster=tokens_per_cluster, batch=batch, clusters_per_batch=clusters_per_batch)
         at_least(1, iterations=iterations, clusters=clusters)

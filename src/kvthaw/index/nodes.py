@@ -24,7 +24,7 @@ from kvthaw.kernels.node_digests import node_digests, row_width
 from kvthaw.kernels.rerank import TILE
 from kvthaw.kernels.stored_scores import stored_scores
 from kvthaw.kernels.topk import Merge, run_length, topk
-from kvthaw.kernels.unit_select import launch_choice, vectorised_choice
+from kvthaw.kernels.unit_select import choose, launch_choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class NodeIndex(UnitIndex):
             nodes = max(seq.units for seq in self.seqs[:batch])  # no kernel that stops at the sequences' lengths
             digests, stops = digests[:, :, :nodes], stops[:, :, : nodes + 1]
             found = node_scores.definition(query, digests, stops, counts, **scores)
-            rows, _ = vectorised_choice(found, stops, order[:batch], counts, **choice)
+            rows, _ = choose(found, stops, order[:batch], counts, **choice)
         wanted, run = self.wanted[:batch], run_length(self.width, budget) or TILE
         query, store = query.to(self.context.dtype), self.context.store
         how: dict[str, Any] = {"scale": scale, "run": run, "format": store.format}

@@ -8,7 +8,7 @@ their digests are made anew with every append, so that every token can be select
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import torch
 from torch import Tensor
@@ -16,12 +16,13 @@ from torch import Tensor
 from kvthaw.cache.aux_stream import AuxStream
 from kvthaw.cache.deferred_batch import DeferredBatch
 from kvthaw.cache.index_api import IndexContext, Selection
+from kvthaw.errors import one_of
 from kvthaw.index.target import Full, Target
 from kvthaw.index.unit_counts import Before, Seq, grown
 from kvthaw.kernels.extend import Place, Tables, extend, means
 from kvthaw.kernels.page_bounds import Spread, page_bounds
 from kvthaw.kernels.unit_scores import RecentQueries
-from kvthaw.kernels.unit_select import Policy, check_policy, unit_select
+from kvthaw.kernels.unit_select import Policy, unit_select
 
 
 class UnitIndex:
@@ -46,7 +47,7 @@ class UnitIndex:
     """What selects units for a query."""
 
     def __init__(self, context: IndexContext, *, size: int, batch: int, width: int, policy: Policy) -> None:
-        check_policy(policy)
+        one_of(get_args(Policy), policy=policy)
         self.context, self.size, self.batch, self.policy = context, size, batch, policy
         self.first = context.regions.sink
         heads, device = context.kv_heads, context.device

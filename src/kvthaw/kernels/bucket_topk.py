@@ -26,30 +26,8 @@ def definition(scores: Tensor, lengths: Tensor, wanted: Tensor, width: int) -> T
     """Return the positions of the wanted[l] <= width largest of scores[l, h, : lengths[l]], [L, H, width] int32, ascending, -1
     padded.
 
-    Ties go to the lowest position.
+    Ties go to the lowest position. By a histogram, as in the kernel.
     """
-    batch, heads, n = scores.shape
-    place = torch.arange(n, device=scores.device)
-    known = (place < lengths[:, None])[:, None]
-    value = torch.where(known, scores.int(), -1)
-    # a key's rank: the number of keys with a larger score, plus earlier ones with the same score
-    order = torch.sort(value, dim=2, descending=True, stable=True).indices
-    keep = torch.zeros((batch, heads, n), dtype=torch.bool, device=scores.device)
-    keep.scatter_(2, order, (place < torch.minimum(wanted, lengths)[:, None])[:, None].expand(-1, heads, -1))
-    return compact(keep, width)
-
-
-def compact(keep: Tensor, width: int) -> Tensor:
-    """Return the positions of True in keep [L, H, n], ascending, [L, H, width] int32, -1 padded. At most width per row."""
-    out = torch.full((*keep.shape[:2], width + 1), -1, dtype=torch.int32, device=keep.device)
-    slot = torch.where(keep, keep.cumsum(dim=2) - 1, width)
-    place = torch.arange(keep.shape[2], dtype=torch.int32, device=keep.device)
-    out.scatter_(2, slot, place.expand_as(slot))
-    return out[:, :, :width]
-
-
-def by_counting(scores: Tensor, lengths: Tensor, wanted: Tensor, width: int) -> Tensor:
-    """Compute `definition` by a histogram, as the kernel does."""
     batch, heads, n = scores.shape
     known = (torch.arange(n, device=scores.device) < lengths[:, None])[:, None]
     value = torch.where(known, scores.long(), BINS)
@@ -62,6 +40,15 @@ def by_counting(scores: Tensor, lengths: Tensor, wanted: Tensor, width: int) -> 
     tie = known & (value == threshold)
     keep = above | (tie & (tie.cumsum(dim=2) <= goal - above.sum(dim=2, keepdim=True)))
     return compact(keep, width)
+
+
+def compact(keep: Tensor, width: int) -> Tensor:
+    """Return the positions of True in keep [L, H, n], ascending, [L, H, width] int32, -1 padded. At most width per row."""
+    out = torch.full((*keep.shape[:2], width + 1), -1, dtype=torch.int32, device=keep.device)
+    slot = torch.where(keep, keep.cumsum(dim=2) - 1, width)
+    place = torch.arange(keep.shape[2], dtype=torch.int32, device=keep.device)
+    out.scatter_(2, slot, place.expand_as(slot))
+    return out[:, :, :width]
 
 
 if HAS_TRITON:
@@ -179,4 +166,4 @@ def bucket_topk(found: Scores, lengths: Tensor, wanted: Tensor, width: int) -> T
     """
     if found.scores.is_cuda and found.counts is not None:
         return launch(found, lengths, wanted, width)
-    return by_counting(found.scores, lengths, wanted, width)
+    return definition(found.scores, lengths, wanted, width)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels.gpu import by_device
 
 _BLOCK = 1 << 25  # codes that the definition compares at once
 
@@ -67,8 +68,4 @@ def launch(codes: Tensor, asked: Tensor, known: Tensor) -> Tensor:
     return found
 
 
-def code_hits(codes: Tensor, asked: Tensor, known: Tensor) -> Tensor:
-    """Count as in `definition`: by the kernel on a GPU, by torch elsewhere."""
-    if HAS_TRITON and codes.is_cuda:
-        return launch(codes, asked, known)
-    return definition(codes, asked, known)
+code_hits = by_device(launch, definition)

@@ -11,23 +11,17 @@ import torch
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels.gpu import by_device
 from kvthaw.kernels.kmeans import SCORES, tiling
 
 
 def definition(covered: Tensor, keys: Tensor, centres: Tensor) -> None:
-    """Update covered[n, t] to the maximum of itself and cos(keys[n, t], keys[n, c]) over all c in centres[n], in place.
+    """Update covered[n, t] to the maximum of itself and cos(keys[n, t], keys[n, c]) over all c in centres[n], in place, in
+    blocks of keys.
 
     A zero key has no direction to miss: its coverage is 1, and as a centre its cosine is 0. covered [N, T] float32; keys [N, T,
     D]; centres [N, C] int64, C >= 1.
     """
-    for covered_n, keys_n, centres_n in zip(covered, keys.float(), centres, strict=True):
-        unit = torch.nn.functional.normalize(keys_n, dim=1)
-        nearest = (unit @ unit[centres_n].T).amax(dim=1)
-        covered_n.copy_(torch.maximum(covered_n, torch.where(keys_n.any(dim=1), nearest, 1.0)))
-
-
-def vectorised(covered: Tensor, keys: Tensor, centres: Tensor) -> None:
-    """Compute `definition` batched, with the cosines in blocks, never [N, T, C] at once."""
     m = _directions(keys, centres, torch.float32).transpose(1, 2)
     block = max(1, SCORES // max(1, centres.numel()))
     for at in range(0, keys.shape[1], block):
@@ -37,7 +31,8 @@ def vectorised(covered: Tensor, keys: Tensor, centres: Tensor) -> None:
         covered[:, at : at + block] = torch.maximum(covered[:, at : at + block], nearest)
 
 
-def _directions(keys: Tensor, which: Tensor, dtype: torch.dtype) -> Tensor:
+def _directions(keys: Tensor, which: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the keys [N, T, D] at which [N, C] int64, normalised to length 1, or 0 where a key is 0: [N, C, D]."""
     taken = keys.gather(1, which[:, :, None].expand(-1, -1, keys.shape[2])).float()
     return torch.nn.functional.normalize(taken, dim=2).to(dtype)
 
@@ -88,8 +83,8 @@ if HAS_TRITON:
         tl.store(place, tl.maximum(tl.load(place, mask=known, other=0.0), nearest), mask=known)
 
 
-def launch_directions(keys: Tensor, which: Tensor, dtype: torch.dtype) -> Tensor:
-    """Launch the Triton kernel; arguments and result as in `directions`."""
+def launch_directions(keys: Tensor, which: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Launch the Triton kernel; arguments and result as in `_directions`."""
     keys, which = keys.contiguous(), which.contiguous()
     problems, tokens, dim = keys.shape
     units = torch.empty((*which.shape, dim), dtype=dtype, device=keys.device)
@@ -111,15 +106,5 @@ def launch(covered: Tensor, keys: Tensor, centres: Tensor) -> None:
     )
 
 
-def cover(covered: Tensor, keys: Tensor, centres: Tensor) -> None:
-    """Compute `definition`: by the kernel on a GPU, without a host sync; vectorised elsewhere."""
-    if HAS_TRITON and keys.device.type == "cuda":
-        launch(covered, keys, centres)
-    else:
-        vectorised(covered, keys, centres)
-
-
-def directions(keys: Tensor, which: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the keys [N, T, D] at which [N, C] int64, normalised to length 1, or 0 where a key is 0: [N, C, D]."""
-    make = launch_directions if HAS_TRITON and keys.device.type == "cuda" else _directions
-    return make(keys, which, dtype)
+cover = by_device(launch, definition)
+directions = by_device(launch_directions, _directions)

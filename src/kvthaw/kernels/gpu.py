@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
 import torch
 
 from kvthaw.kernels import HAS_TRITON
+
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+
+
+def by_device(launch: Callable[_Args, _Result], definition: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+    """Return an operation that launches a kernel where its first argument is on a GPU, and computes the definition elsewhere."""
+
+    def run(*args: _Args.args, **options: _Args.kwargs) -> _Result:
+        first: Any = args[0]
+        return (launch if HAS_TRITON and first.is_cuda else definition)(*args, **options)
+
+    return run
 
 
 def nvidia(device: torch.device, least: tuple[int, int] = (7, 0)) -> bool:

@@ -10,23 +10,17 @@ labels did not change skips its products.
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from kvthaw.errors import one_of
 from kvthaw.kernels import HAS_TRITON
-from kvthaw.kernels.gpu import nvidia
+from kvthaw.kernels.gpu import by_device, nvidia
 
 Distance = Literal["cosine", "l2", "inner"]
 SCORES = 1 << 22
-"""float32 similarities that a vectorised path holds at once."""
-
-
-def check_distance(distance: str) -> None:
-    """Raise ConfigError for an unknown distance."""
-    one_of(get_args(Distance), distance=distance)
+"""float32 similarities that a definition holds at once."""
 
 
 def probes(centroids: Tensor, distance: Distance) -> tuple[Tensor, Tensor]:
@@ -42,32 +36,13 @@ def probes(centroids: Tensor, distance: Distance) -> tuple[Tensor, Tensor]:
     return centroids, half if distance == "l2" else torch.zeros_like(half)
 
 
-def definition(keys: Tensor, start: Tensor, *, distance: Distance, iterations: int = 20) -> tuple[Tensor, Tensor]:
+def definition(keys: Tensor, start: Tensor, *, distance: Distance, iterations: int = 20) -> tuple[Tensor, Tensor, Tensor]:
     """Cluster keys [N, T, D] around C centroids, initially keys[n, start[n]]; start [N, C] int64.
 
     Assign every key to its nearest centroid (ties go to the first) and replace every centroid by the mean of its keys, until no
     assignment changes or for `iterations` iterations. An empty cluster keeps its centroid. Returns the means [N, C, D] float32
-    and the labels [N, T] int64 from which they were computed.
+    and the clusters from which they were computed, in the form of `grouped`. Similarities are computed in blocks.
     """
-    means, labels = [], []
-    for keys_n, start_n in zip(keys.float(), start, strict=True):
-        centroids, label = keys_n[start_n], torch.full((keys_n.shape[0],), -1, device=keys.device)
-        for _ in range(iterations):
-            m, b = (x[0] for x in probes(centroids[None], distance))
-            nearest = (keys_n @ m.T + b).argmax(dim=1)
-            if torch.equal(nearest, label):
-                break
-            label = nearest
-            centroids = torch.stack(
-                [keys_n[label == c].mean(dim=0) if (label == c).any() else mu for c, mu in enumerate(centroids)]
-            )
-        means.append(centroids)
-        labels.append(label)
-    return torch.stack(means), torch.stack(labels)
-
-
-def vectorised(keys: Tensor, start: Tensor, *, distance: Distance, iterations: int = 20) -> tuple[Tensor, Tensor]:
-    """Compute `definition` batched, with the similarities in blocks, never [N, T, C] at once."""
     problems, tokens, dim = keys.shape
     count = start.shape[1]
     centroids = keys.gather(1, start[:, :, None].expand(-1, -1, dim)).float()
@@ -90,7 +65,7 @@ def vectorised(keys: Tensor, start: Tensor, *, distance: Distance, iterations: i
             sums.scatter_add_(1, part, keys[:, at : at + block].float())
         sizes = torch.zeros((problems, count), device=keys.device).scatter_add_(1, labels, ones)[..., None]
         centroids = torch.where(sizes > 0, sums / sizes.clamp(min=1), centroids)
-    return centroids, labels
+    return centroids, *grouped(labels, count)
 
 
 def grouped(labels: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -221,8 +196,8 @@ def tiling(dim: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]
 
 
 def launch(keys: Tensor, start: Tensor, *, distance: Distance, iterations: int = 20) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the Triton kernels; arguments and result as in `kmeans`. With 16-bit keys the centroids are compared in 16 bits
-    too."""
+    """Launch the Triton kernels, without a host sync; arguments and result as in `definition`. With 16-bit keys the centroids are
+    compared in 16 bits too."""
     keys = keys.contiguous()
     problems, tokens, dim = keys.shape
     count = start.shape[1]
@@ -257,12 +232,4 @@ def launch(keys: Tensor, start: Tensor, *, distance: Distance, iterations: int =
     return means, order, torch.nn.functional.pad(ends, (1, 0)).int()
 
 
-def kmeans(keys: Tensor, start: Tensor, *, distance: Distance, iterations: int = 20) -> tuple[Tensor, Tensor, Tensor]:
-    """Run k-means as in `definition`; return the means [N, C, D] float32 and the clusters in the form of `grouped`.
-
-    Uses the kernels on a GPU, without a host sync; vectorised elsewhere.
-    """
-    if HAS_TRITON and keys.device.type == "cuda":
-        return launch(keys, start, distance=distance, iterations=iterations)
-    means, labels = vectorised(keys, start, distance=distance, iterations=iterations)
-    return means, *grouped(labels, start.shape[1])
+kmeans = by_device(launch, definition)

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvthaw.kernels import HAS_TRITON, unit_scores, unit_select
-from kvthaw.kernels.unit_scores import RecentQueries
+from kvthaw.kernels import unit_scores, unit_select
+from kvthaw.kernels.gpu import by_device
 from kvthaw.kernels.unit_select import Policy
 
 Gather = Callable[[Tensor], Tensor]
@@ -25,25 +25,24 @@ def _as_it_is(scores: Tensor) -> Tensor:
 
 
 def definition(
-    query: Tensor, digests: Tensor, stops: Tensor, order: Tensor | None, counts: Tensor,
-    *, first: int, budget: int, scale: float, policy: Policy, gather: Gather = _as_it_is,
+    query: Tensor, digests: Tensor, stops: Tensor, order: None, counts: Tensor,
+    *, first: int, budget: int, scale: float, policy: Policy, gather: Gather = _as_it_is, recent: None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Select rows as unit_select's definition does, but one choice for the layer, by the policy over all its query heads.
 
-    Arguments and result as there; order is None (text order, so that units are the same tokens in every head), policy "max" or
-    "mean". gather: completes scores [B, 1, Hq, U] by those of query heads that other processes have. Plain torch over all units; no
-    host sync on a GPU.
+    Arguments and result as there; order is None (text order, so that units are the same tokens in every head) and so is recent,
+    policy "max" or "mean". gather: completes scores [B, 1, Hq, U] by those of query heads that other processes have. Plain torch
+    over all units; no host sync on a GPU.
     """
-    assert order is None, "units of a layer's choice are in text order"
     scores = unit_scores.definition(query, digests, stops, counts, scale=scale, mean=False).flatten(1, 2)[:, None]
     how: dict[str, Any] = {"first": first, "budget": budget, "policy": policy}
-    rows, taken = unit_select.vectorised_choice(gather(scores), stops[:, :1], None, counts, **how)
+    rows, taken = unit_select.choose(gather(scores), stops[:, :1], None, counts, **how)
     return _of_all_heads(rows, taken, digests.shape[1])
 
 
 def launch(
-    query: Tensor, digests: Tensor, stops: Tensor, counts: Tensor,
-    *, first: int, budget: int, scale: float, policy: Policy, gather: Gather = _as_it_is,
+    query: Tensor, digests: Tensor, stops: Tensor, order: None, counts: Tensor,
+    *, first: int, budget: int, scale: float, policy: Policy, gather: Gather = _as_it_is, recent: None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Launch the Triton kernels; arguments and result as in `definition`. Static shapes, no host sync."""
     scores, parts = unit_scores.launch(query, digests, stops, counts, scale=scale, mean=False)
@@ -61,18 +60,8 @@ def launch(
     return _of_all_heads(*found, digests.shape[1])
 
 
-def layer_select(
-    query: Tensor, digests: Tensor, stops: Tensor, order: Tensor | None, counts: Tensor,
-    *, first: int, budget: int, scale: float, policy: Policy, gather: Gather = _as_it_is,
-    recent: RecentQueries | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Select as in `definition`: by the kernels on a GPU, by torch elsewhere. recent is None."""
-    assert recent is None, "a layer's choice keeps no queries"
-    how: dict[str, Any] = {"first": first, "budget": budget, "scale": scale, "policy": policy, "gather": gather}
-    if HAS_TRITON and query.device.type == "cuda":
-        return launch(query, digests, stops, counts, **how)
-    return definition(query, digests, stops, order, counts, **how)
-
-
 def _of_all_heads(rows: Tensor, taken: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     return rows.expand(-1, heads, -1).contiguous(), taken.expand(-1, heads).contiguous()
+
+
+layer_select = by_device(launch, definition)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels.gpu import by_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +79,9 @@ if HAS_TRITON:
 
 
 def launch(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Launch the Triton kernel; arguments as in `definition`. out, lse and part_lse are contiguous, as is part's last
-    dimension."""
-    batch, heads, steps, dim = out.shape
-    assert out.is_contiguous() and lse.is_contiguous() and part_lse.is_contiguous() and part.stride(3) == 1
+    """Launch the Triton kernel; arguments as in `definition`. out and lse are contiguous, as is part's last dimension."""
+    (batch, heads, steps, dim), part_lse = out.shape, part_lse.contiguous()
+    assert out.is_contiguous() and lse.is_contiguous() and part.stride(3) == 1
     assert out.dtype == lse.dtype == part_lse.dtype == torch.float32
     assert part.shape == out.shape and lse.shape == part_lse.shape == out.shape[:3]
     rows = 16
@@ -90,9 +90,4 @@ def launch(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     )
 
 
-def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merge as in `definition`: by the kernel on a GPU, by torch elsewhere."""
-    if HAS_TRITON and out.is_cuda:
-        launch(out, lse, part, part_lse.contiguous())
-    else:
-        definition(out, lse, part, part_lse)
+merge_into = by_device(launch, definition)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels.gpu import by_device
 
 ROOM = 1.25
 """c^2 over the largest |k|^2. At 1 the last bit of the largest norm would decide parents: keys of a repeated token have equal
@@ -92,8 +93,4 @@ def launch(keys: Tensor, promoted: Tensor) -> Tensor:
     return labels
 
 
-def nearest(keys: Tensor, promoted: Tensor) -> Tensor:
-    """Compute `definition`: by the kernel on a GPU, by torch elsewhere."""
-    if HAS_TRITON and keys.is_cuda:
-        return launch(keys, promoted)
-    return definition(keys, promoted)
+nearest = by_device(launch, definition)

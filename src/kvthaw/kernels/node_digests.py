@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels.gpu import by_device
 
 TAIL = 8
 """Elements after the points of a digest: the spread, then padding that keeps the next digest aligned."""
@@ -149,7 +150,7 @@ def launch(keys: Tensor, order: Tensor, stops: Tensor, outliers: int) -> tuple[T
     """Launch the Triton kernel; arguments and result as in `definition`."""
     problems, tokens, dim = keys.shape
     nodes = stops.shape[1] - 1
-    assert keys.is_contiguous(), "keys are read as contiguous"
+    keys = keys.contiguous()
     assert stops.dtype == torch.int32 and stops.stride(1) == 1, f"stops are {stops.dtype} of strides {stops.stride()}"
     assert order.dtype == torch.int32 and order.stride(1) == 1, f"the order is {order.dtype} of strides {order.stride()}"
     out = keys.new_empty((problems, nodes, row_width(dim, outliers)))
@@ -163,8 +164,4 @@ def launch(keys: Tensor, order: Tensor, stops: Tensor, outliers: int) -> tuple[T
     return out, moved
 
 
-def node_digests(keys: Tensor, order: Tensor, stops: Tensor, outliers: int) -> tuple[Tensor, Tensor]:
-    """Compute `definition`: by the kernel on a GPU, by torch elsewhere."""
-    if HAS_TRITON and keys.is_cuda:
-        return launch(keys.contiguous(), order, stops, outliers)
-    return definition(keys, order, stops, outliers)
+node_digests = by_device(launch, definition)

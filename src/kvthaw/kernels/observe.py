@@ -11,22 +11,17 @@ import torch
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels.gpu import by_device
 
-_SCORES = 1 << 19  # float32 scores per problem that the vectorised path holds at once
+_SCORES = 1 << 19  # float32 scores per problem that the definition holds at once
 
 
 def definition(queries: Tensor, keys: Tensor, weights: Tensor, *, scale: float) -> Tensor:
-    """Compute sum_w weights[w] softmax_t(scale q_w.k_t), [N, T] float32.
+    """Compute sum_w weights[w] softmax_t(scale q_w.k_t), [N, T] float32, in blocks of keys.
 
     queries [N, W, D]; keys [N, T, D]; weights [N, W] or [W] float32, not negative. A query of weight 0 may hold any finite
     values.
     """
-    scores = scale * queries.float() @ keys.float().transpose(1, 2)
-    return (torch.softmax(scores, dim=2) * weights[..., None]).sum(dim=1)
-
-
-def vectorised(queries: Tensor, keys: Tensor, weights: Tensor, *, scale: float) -> Tensor:
-    """Compute `definition` in blocks of keys."""
     q, tokens = queries.float() * scale, keys.shape[1]
     weights = weights.expand(q.shape[:2])
     block = max(1, _SCORES // max(1, q.shape[1]))  # independent of N, and so is the result of a problem
@@ -134,7 +129,4 @@ def launch(queries: Tensor, keys: Tensor, weights: Tensor, *, scale: float) -> T
     return out
 
 
-def observe(queries: Tensor, keys: Tensor, weights: Tensor, *, scale: float) -> Tensor:
-    """Compute `definition`: by the kernels on a GPU, by torch in blocks elsewhere."""
-    run = launch if HAS_TRITON and keys.device.type == "cuda" else vectorised
-    return run(queries, keys, weights, scale=scale)
+observe = by_device(launch, definition)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels.gpu import by_device
 
 Spread = Literal["max", "mean"]
 """Half block of a page's box: "max" covers every key (Quest), "mean" is the mean distance of the keys (ArkVale)."""
@@ -109,8 +110,4 @@ def launch(keys: Tensor, page: int, *, spread: Spread, order: Tensor | None = No
     return out
 
 
-def page_bounds(keys: Tensor, page: int, *, spread: Spread, order: Tensor | None = None) -> Tensor:
-    """Compute `definition`: by the kernel on a GPU, by torch elsewhere."""
-    if HAS_TRITON and keys.device.type == "cuda":
-        return launch(keys, page, spread=spread, order=order)
-    return definition(keys, page, spread=spread, order=order)
+page_bounds = by_device(launch, definition)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kvthaw.kernels import HAS_TRITON
+from kvthaw.kernels.gpu import by_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +60,11 @@ def make_rotation(dim: int, seed: int, *, rotate: bool = True, device: torch.dev
     return Rotation(dim, width, width**-0.5 if rotate else 1.0, basis.to(device))
 
 
-def definition(x: Tensor, diagonal: Tensor) -> Tensor:
-    """Compute H D x / sqrt(d') by the fast Walsh-Hadamard transform, float32. x [..., d]; diagonal [d'] +-1. Returns [..., d']."""
-    width = diagonal.shape[0]
-    y = torch.nn.functional.pad(x.float(), (0, width - x.shape[-1])) * diagonal.float()
-    step = 1
-    while step < width:
-        pairs = y.reshape(*y.shape[:-1], width // (2 * step), 2, step)
-        a, b = pairs[..., 0, :], pairs[..., 1, :]
-        y = torch.stack((a + b, a - b), dim=-2).reshape(y.shape)
-        step *= 2
-    return y * float(width**-0.5)
+def definition(x: Tensor, rotation: Rotation) -> Tensor:
+    """Rotate vectors [..., d] of any float dtype to [..., d'] float32."""
+    basis = rotation.basis[: rotation.head_dim, : rotation.padded].float()
+    y: Tensor = x.float() @ basis * rotation.scale
+    return y
 
 
 if HAS_TRITON:
@@ -110,22 +105,16 @@ if HAS_TRITON:
 
 
 def launch(x: Tensor, rotation: Rotation) -> Tensor:
-    """Launch the kernel on any device. x [n, d] with contiguous rows."""
-    assert x.ndim == 2 and x.shape[1] == rotation.head_dim and x.stride(1) == 1
-    count, square = x.shape[0], rotation.basis.shape[0]
-    out = torch.empty((count, rotation.padded), dtype=torch.float32, device=x.device)
-    if count:
-        _srht[(triton.cdiv(count, 64),)](
-            x, rotation.basis, out, rotation.scale, count, x.stride(0), rotation.head_dim,
+    """Launch the kernel on any device; arguments and result as in `definition`."""
+    assert x.shape[-1] == rotation.head_dim, f"vectors are {x.shape[-1]} wide"
+    flat, square = x.reshape(-1, x.shape[-1]).contiguous(), rotation.basis.shape[0]
+    out = torch.empty((len(flat), rotation.padded), dtype=torch.float32, device=x.device)
+    if len(flat):
+        _srht[(triton.cdiv(len(flat), 64),)](
+            flat, rotation.basis, out, rotation.scale, len(flat), flat.stride(0), rotation.head_dim,
             PADDED=rotation.padded, SQUARE=square, BLOCK=64, UPCAST=x.device.type == "cpu",
         )  # fmt: skip
-    return out
+    return out.view(*x.shape[:-1], rotation.padded)
 
 
-def srht(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate vectors [..., d] of any float dtype to [..., d'] float32. Equals `definition` for a Hadamard basis."""
-    if x.is_cuda and HAS_TRITON:
-        return launch(x.reshape(-1, x.shape[-1]).contiguous(), rotation).reshape(*x.shape[:-1], rotation.padded)
-    basis = rotation.basis[: rotation.head_dim, : rotation.padded].float()
-    y: Tensor = x.float() @ basis * rotation.scale
-    return y
+srht = by_device(launch, definition)

@@ -10,13 +10,13 @@ share, and writes the rows. Bytes: 4 (G + 2) per unit, 24 per unit kept, 8 per r
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from kvthaw.errors import one_of
 from kvthaw.kernels import HAS_TRITON, unit_scores
+from kvthaw.kernels.gpu import by_device
 from kvthaw.kernels.unit_scores import RecentQueries
 
 Policy = Literal["max", "mean", "mean_query"]
@@ -24,14 +24,9 @@ Policy = Literal["max", "mean", "mean_query"]
 contributes n exp(score) to the denominator, or by the score of their mean query."""
 
 
-def check_policy(policy: str) -> None:
-    """Raise ConfigError for an unknown policy."""
-    one_of(get_args(Policy), policy=policy)
-
-
 def definition(
     query: Tensor, digests: Tensor, stops: Tensor, order: Tensor | None, counts: Tensor,
-    *, first: int, budget: int, scale: float, policy: Policy,
+    *, first: int, budget: int, scale: float, policy: Policy, recent: RecentQueries | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Select the rows of the units with the best scores, [B, H, budget] int32, and their number, [B, H] int32.
 
@@ -42,43 +37,19 @@ def definition(
 
     Tokens before stops[0] are static: always selected, up to the budget. Units are selected whole, except that the last one is
     cut. The rows are the static ones, then those of the units in unit order, then -1. Ties go to the earlier unit.
+
+    recent: the query is stored there and the step counted. Torch operations over all units; no host sync on a GPU.
     """
-    heads = stops.shape[1]
-    all_scores = unit_scores.definition(query, digests, stops, counts, scale=scale, mean=policy == "mean_query")
-    rows = torch.full((query.shape[0], heads, budget), -1, dtype=torch.int32)
-    for b in range(query.shape[0]):
-        for h in range(heads):
-            bounds = stops[b, h, : int(counts[b]) + 1].tolist()
-            sizes = torch.tensor(bounds).diff().float().to(query.device)
-            scores = all_scores[b, h, :, : len(sizes)]
-            if len(scores) > 1:
-                scores = scores - torch.logsumexp(scores + sizes.log(), dim=1, keepdim=True).clamp(min=-3e38)
-            merged = scores.amax(dim=0) if policy == "max" else torch.logsumexp(scores, dim=0)
-            room = budget - min(bounds[0], budget)
-            taken = [0] * len(sizes)
-            for u in torch.sort(merged, descending=True, stable=True).indices.tolist():
-                taken[u] = min(room, bounds[u + 1] - bounds[u])
-                room -= taken[u]
-            spans = [(0, min(bounds[0], budget)), *((bounds[u], bounds[u] + n) for u, n in enumerate(taken))]
-            places = [i for span in spans for i in range(*span)]
-            chosen = [first + i for i in places] if order is None else order[b, h, places].tolist()
-            rows[b, h, : len(chosen)] = torch.tensor(chosen, dtype=torch.int32)
-    return rows.to(query.device), (rows >= 0).sum(dim=2, dtype=torch.int32).to(query.device)
-
-
-def vectorised(
-    query: Tensor, digests: Tensor, stops: Tensor, order: Tensor | None, counts: Tensor,
-    *, first: int, budget: int, scale: float, policy: Policy,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute `definition` in torch operations over all units; no host sync on a GPU."""
+    if recent is not None:
+        recent.record(query)
     scores = unit_scores.definition(query, digests, stops, counts, scale=scale, mean=policy == "mean_query")
-    return vectorised_choice(scores, stops, order, counts, first=first, budget=budget, policy=policy)
+    return choose(scores, stops, order, counts, first=first, budget=budget, policy=policy)
 
 
-def vectorised_choice(
+def choose(
     scores: Tensor, stops: Tensor, order: Tensor | None, counts: Tensor, *, first: int, budget: int, policy: Policy
 ) -> tuple[Tensor, Tensor]:
-    """Select as `vectorised` does, from scores [B, H, G, U] float32, -inf for missing or empty units."""
+    """Select as `definition` does, from scores [B, H, G, U] float32, -inf for missing or empty units."""
     batch, heads, _, units = scores.shape
     known = torch.arange(units, device=scores.device) < counts[:, None, None]
     sizes = torch.where(known, stops[:, :, 1:] - stops[:, :, :-1], 0)
@@ -299,10 +270,7 @@ def launch(
     query: Tensor, digests: Tensor, stops: Tensor, order: Tensor | None, counts: Tensor,
     *, first: int, budget: int, scale: float, policy: Policy, recent: RecentQueries | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Launch the Triton kernels; arguments and result as in `definition`. All tensors contiguous; static shapes, no host sync.
-
-    recent: the kernels store the query there and count the step.
-    """
+    """Launch the Triton kernels; arguments and result as in `definition`. All tensors contiguous; static shapes, no host sync."""
     scores, parts = unit_scores.launch(query, digests, stops, counts, scale=scale, mean=policy == "mean_query", recent=recent)
     steps = None if recent is None else recent.steps
     return launch_choice(scores, parts, stops, order, counts, first=first, budget=budget, policy=policy, steps=steps)
@@ -335,15 +303,4 @@ def launch_choice(
     return rows, taken
 
 
-def unit_select(
-    query: Tensor, digests: Tensor, stops: Tensor, order: Tensor | None, counts: Tensor,
-    *, first: int, budget: int, scale: float, policy: Policy, recent: RecentQueries | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Select as in `definition`: by the kernels on a GPU, by vectorised torch elsewhere. Stores the query in `recent`, if
-    given, and counts the step."""
-    how: dict[str, Any] = {"first": first, "budget": budget, "scale": scale, "policy": policy}
-    if HAS_TRITON and query.device.type == "cuda":
-        return launch(query, digests, stops, order, counts, **how, recent=recent)
-    if recent is not None:
-        recent.record(query)
-    return vectorised(query, digests, stops, order, counts, **how)
+unit_select = by_device(launch, definition)
