@@ -71,3 +71,15 @@ def test_generate_keeps_one_cache_and_detach_none(llama: PreTrainedModel, method
     second = held(handle.cache)
     handle.detach()
     assert not [ref() for ref in second if ref() is not None]
+
+
+def test_what_a_prefix_cache_keeps_is_freed_with_it(llama: PreTrainedModel) -> None:
+    prefix = kvthaw.PrefixCache()
+    batch = kvthaw.Batch(llama, "quest", max_seqs=1, capacity=200, budget=32, block_size=16, host_bytes=1 << 30, prefix_cache=prefix)
+    batch.join(IDS[0], max_new_tokens=3, stop=[])
+    while batch.requests:
+        batch.step()
+    found = [weakref.ref(one) for one in (prefix, batch.cache)]
+    assert prefix.stats().kept_bytes
+    del batch, prefix
+    assert not [ref() for ref in found if ref() is not None]

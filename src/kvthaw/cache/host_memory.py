@@ -59,15 +59,26 @@ def host_tensor(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> Te
         ) from error
 
 
+class _Used:
+    """Bytes that tensors take. Their finalizers hold this and nothing else: what they held would live as long as they do."""
+
+    def __init__(self) -> None:
+        self.bytes, self.lock = 0, threading.RLock()
+
+    def release(self, size: int) -> None:
+        with self.lock:  # a finalizer may run on any thread
+            self.bytes -= size
+
+
 class HostMemory:
     """Host memory that the blocks of one cache take, those allocated ahead and those shared with copies included.
 
-    limit: the most bytes; None: as many as the system gives. used: bytes now, counted where there is a limit. reclaim: drops some
-    of what is kept for later requests; returns whether there was any.
+    limit: the most bytes; None: as many as the system gives. reclaim: drops some of what is kept for later requests; returns
+    whether there was any.
     """
 
     def __init__(self, limit: int | None = None, ranks: Ranks = ALONE) -> None:
-        self.limit, self.ranks, self.used, self._lock = limit, ranks, 0, threading.RLock()
+        self.limit, self.ranks, self._used = limit, ranks, _Used()
         self.reclaim: Callable[[], bool] = lambda: False
         self.allocators: weakref.WeakSet[BlockAllocator] = weakref.WeakSet()
 
@@ -83,8 +94,13 @@ class HostMemory:
             else:
                 break
         if self.limit is not None:
-            weakref.finalize(data, self._release, size).atexit = False
+            weakref.finalize(data, self._used.release, size).atexit = False
         return data
+
+    @property
+    def used(self) -> int:
+        """Bytes now, counted where there is a limit."""
+        return self._used.bytes
 
     def check(self, need: int) -> None:
         """Raise HostMemoryError if a prompt's KV needs more bytes than are free. Blocks allocated ahead count as free."""
@@ -105,23 +121,19 @@ class HostMemory:
     def _allocate(self, size: int, shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> Tensor:
         if self.limit is None:
             return host_tensor(shape, dtype, pinned=pinned)
-        with self._lock:
+        with self._used.lock:
             free = self.limit - self.used
             if size > free:
                 raise HostMemoryError(
                     f"the next block of KV needs {size:,} bytes of host memory, and {max(0, free):,} of host_bytes="
                     f"{self.limit:,} are free; crop the cache, let a request leave, or raise host_bytes"
                 )
-            self.used += size
+            self._used.bytes += size
         try:
             return host_tensor(shape, dtype, pinned=pinned)
         except HostMemoryError:
-            self._release(size)
+            self._used.release(size)
             raise
-
-    def _release(self, size: int) -> None:
-        with self._lock:  # a finalizer may run on any thread
-            self.used -= size
 
     def __deepcopy__(self, memo: dict[int, object]) -> HostMemory:
         return HostMemory(self.limit, self.ranks)
