@@ -75,7 +75,9 @@ def test_generate_keeps_one_cache_and_detach_none(llama: PreTrainedModel, method
 
 def test_what_a_prefix_cache_keeps_is_freed_with_it(llama: PreTrainedModel) -> None:
     prefix = kvthaw.PrefixCache()
-    batch = kvthaw.Batch(llama, "quest", max_seqs=1, capacity=200, budget=32, block_size=16, host_bytes=1 << 30, prefix_cache=prefix)
+    batch = kvthaw.Batch(
+        llama, "quest", max_seqs=1, capacity=200, budget=32, block_size=16, host_bytes=1 << 30, prefix_cache=prefix
+    )
     batch.join(IDS[0], max_new_tokens=3, stop=[])
     while batch.requests:
         batch.step()

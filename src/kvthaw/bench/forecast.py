@@ -114,6 +114,8 @@ class Forecaster:
             method = resolve(name)
         if method.index is None:
             settings |= {"retrieved": None} | ({"budget": None} if method.dense else {})
+        if not method.stores:
+            settings["kv_dtype"] = None
         if settings.get("device_memory") == "auto":
             settings["device_memory"] = None if machine.cpu else self.room
         needs = dry_run(self.model, method, self.batch, length, self.new_tokens, pinned=not machine.cpu, **settings)

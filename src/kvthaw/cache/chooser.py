@@ -50,6 +50,8 @@ class Chooser:
             return
         self.full = True
         self.reason = f"full attention is the faster way up to {crossing.total(1):,} tokens of one sequence ({crossing.source})"
+        if self.settings.kv_dtype is not None:
+            self.reason += f"; until then all KV lies on the device in the model's dtype, not in {self.settings.kv_dtype}"
         for i, layer in self.by_method.items():
             layer.reset()
             self.layers[i] = DenseLayer(layer.number, self.sequences, self.settings.method.prompt_queries)

@@ -247,6 +247,11 @@ class Method:
     differs: str = "-"
     choose: str = "-"
 
+    @property
+    def stores(self) -> bool:
+        """Whether rows are stored in blocks: neither dense nor evicting."""
+        return not (self.dense or self.evicts)
+
     def __post_init__(self) -> None:
         if not isinstance(self.regions, Regions):
             raise ConfigError(f"regions is {self.regions!r}; a Method needs Regions(sink, window, buffer), of kvthaw.regions")

@@ -13,7 +13,7 @@ from kvthaw.cache.crossing import Crossing
 from kvthaw.cache.device_memory import DeviceMemory
 from kvthaw.cache.host import HostStore
 from kvthaw.cache.host_memory import HostMemory, pinned_bytes
-from kvthaw.cache.index_api import Attends, IndexContext, Method
+from kvthaw.cache.index_api import Attends, Index, IndexContext, Method
 from kvthaw.cache.ranks import ALONE, Ranks
 from kvthaw.errors import ConfigError, at_least, one_of
 from kvthaw.formatting import read_bytes
@@ -32,9 +32,11 @@ def default_block_size(token_bytes: int) -> int:
     return max(range(512, 1025, 64), key=filled)
 
 
-def try_index(method: Method, head_dim: int, dtype: torch.dtype = torch.float32, softcap: float | None = None) -> None:
-    """Raise ConfigError for options that a method's index would refuse in a layer whose keys have so many dimensions, for an index
-    without tensors(), and for a softcap that it does not know: one is made that holds nothing, of one head, on the CPU."""
+def try_index(method: Method, head_dim: int, dtype: torch.dtype = torch.float32, softcap: float | None = None) -> Index | None:
+    """Return an index of a method that holds nothing, of one head, on the CPU; None where it has none. Raises ConfigError for
+    options that it refuses in a layer whose keys have so many dimensions, for an index without tensors(), and for a softcap that it
+    does not know."""
+    index: Index | None = None
     if method.index is not None:
         store, device = HostStore(0, 1, head_dim, dtype), torch.device("cpu")
         index = method.index(IndexContext(0, 1, 1, head_dim, dtype, device, store, method.regions, scale=1.0, rows=1))
@@ -48,6 +50,7 @@ def try_index(method: Method, head_dim: int, dtype: torch.dtype = torch.float32,
                 f"{method.name} attends to some tokens itself, without the softcap of {softcap} that the model has; it works with "
                 "models that have none"
             )
+    return index
 
 
 _BUDGET = 256  # where neither budget nor retrieved is given
@@ -88,8 +91,8 @@ class Settings:
     ranks: the processes that the model is split over; bytes are of each.
     kv_dtype: "fp8" stores rows in 8 bits, see `kvthaw.kernels.row_format`: in blocks, wherever they lie, in files and in kept
     prompts. A prompt's rows are rounded when it is stored, a decoded token's when it leaves the ring, before the index gets them.
-    What dense layers hold on the device stays in the model's dtype. None: as the method says, in the model's dtype unless its name
-    has an option.
+    What dense layers hold on the device stays in the model's dtype, and so does all KV while full_below has full attention in
+    force; a method that stores no rows refuses it. None: as the method says, in the model's dtype unless its name has an option.
     """
 
     method: Method
@@ -118,8 +121,12 @@ class Settings:
         object.__setattr__(self, "kv_dtype", self.kv_dtype or self.method.kv_dtype)
         if self.kv_dtype is not None:
             one_of(get_args(KvDtype), kv_dtype=self.kv_dtype)
-            if self.method.evicts:
-                raise ConfigError(f"kv_dtype is {self.kv_dtype!r}, and {self.method.name} stores no rows: it evicts tokens")
+            if not self.method.stores:
+                why = "keeps all KV on the device in the model's dtype" if self.method.dense else "evicts tokens"
+                raise ConfigError(
+                    f"kv_dtype is {self.kv_dtype!r}, and {self.method.name} stores no rows: it {why}; it must be None but for a "
+                    "method that offloads"
+                )
         if self.retrieved is not None and self.budget is not None:
             raise ConfigError(f"budget is {self.budget} and retrieved is {self.retrieved}; give one of them")
         if self.retrieved is not None and ((self.fraction is None and self.retrieved < 1) or self.method.index is None):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvthaw.cache.dense import DenseLayer
@@ -73,6 +73,10 @@ class Stats:
     """Device memory that the latest capture holds."""
     reason: str = ""
     """Why it is in force, where it was chosen by the number of tokens."""
+    kv_dtype: str | None = None
+    """How blocks hold rows; None: in the model's dtype, as the KV of dense layers, and of full attention, always is."""
+    no_effect: dict[str, str] = field(default_factory=dict)
+    """Settings that were given and change nothing here, and why."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return a plain dict, for JSON."""
@@ -82,6 +86,7 @@ class Stats:
         attended = "all" if self.attended_mean is None else f"{number(self.attended_mean)} of"
         device = human(self.kv_device_bytes + self.kv_dense_bytes)
         dense = f", {self.dense_tokens:,} tokens attended to all" if self.dense_tokens else ""
+        stored = f", rows in {self.kv_dtype}" if self.kv_dtype else ""
         left = [
             f"{name} {getattr(self.regions, name)} of {getattr(self.paper_regions, name)}"
             for name in ("sink", "window", "buffer")
@@ -90,7 +95,7 @@ class Stats:
         shrunk = f"; the budget leaves {', '.join(left)} tokens" if left else ""
         return (
             f"{self.method}: {attended} {self.tokens:,} tokens attended a step{dense}{shrunk}; KV {device} on the device, "
-            f"{human(self.kv_host_bytes)} on the host; hit rate {share(self.hit_rate)}"
+            f"{human(self.kv_host_bytes)} on the host{stored}; hit rate {share(self.hit_rate)}"
         )
 
 
@@ -111,6 +116,7 @@ def collect(settings: Settings, sequences: Sequences, layers: Sequence[LayerKV],
     return Stats(
         method=settings.method.name if offloaded or settings.method.dense else "full",
         reason=reason,
+        kv_dtype=settings.kv_dtype if offloaded else None,
         budget=plan.budget if plan else None,
         regions=plan.regions if plan else None,
         paper_regions=settings.method.regions if plan else None,

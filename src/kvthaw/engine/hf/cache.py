@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -24,8 +25,9 @@ from transformers.cache_utils import (
 from kvthaw.cache.clone import clone
 from kvthaw.cache.crossing import Crossing
 from kvthaw.cache.dense import DenseLayer
-from kvthaw.cache.index_api import Method
+from kvthaw.cache.index_api import Index, Method
 from kvthaw.cache.kv_cache import KVCache
+from kvthaw.cache.no_effect import no_effect
 from kvthaw.cache.offloaded_layer import OffloadedLayer
 from kvthaw.cache.plan import Settings, default_block_size, try_index
 from kvthaw.cache.rotary import Rotary
@@ -41,6 +43,8 @@ from kvthaw.formatting import human
 from kvthaw.kernels.row_format import KvDtype, row_format
 from kvthaw.methods.auto import AUTO, find
 from kvthaw.typecheck import check_type
+
+_log = logging.getLogger(__name__)
 
 
 def of_layer(config: Any, layer: int) -> Any:
@@ -87,6 +91,9 @@ class Cache(DynamicCache):
 
     Give it to assisted decoding on an attached model: kvthaw must see the forward's arguments to tell candidates from a question.
 
+    A setting that changes nothing under the method, such as device_memory where the host searches, is accepted:
+    `Stats.no_effect` says which and why, and the log.
+
     Raises CacheError, with the layer, if the model gives keys or values that are not finite: see `check_finite`.
     Raises ConfigError for a setting out of range and UnsupportedModelError for a model that cannot work.
     """
@@ -108,6 +115,10 @@ class Cache(DynamicCache):
         kv_dtype: KvDtype | None = None,
         **options: Any,
     ) -> None:
+        given = {
+            "budget": budget, "dense_layers": dense_layers, "seed": seed, "sparse_queries": sparse_queries,
+            "block_size": block_size, "host_bytes": host_bytes, "device_memory": device_memory, "full_below": full_below,
+        }  # fmt: skip
         model = unwrap(model)
         use_kvthaw_attention(model)
         chosen, crossing = find(method, model.device, **options)
@@ -139,8 +150,12 @@ class Cache(DynamicCache):
         self.kv = KVCache(self.settings, full, len(self.layers), self._windows(config))
         if len(full) == len(self.layers):
             self.kv.origin = weakref.ref(model)
+        index: Index | None = None
         for dim in {head_dim(of_layer(config, layer.number)) for layer in self.kv.chooser.by_method.values()}:
-            try_index(chosen, dim, model.dtype, getattr(config, "attn_logit_softcapping", None))
+            index = try_index(chosen, dim, model.dtype, getattr(config, "attn_logit_softcapping", None))
+        self._no_effect = no_effect(given, self.settings, index, full, model.device)
+        for name, why in self._no_effect.items():
+            _log.info("%s=%r has no effect: %s", name, given[name], why)
         self.replay: GraphRunner | None = None
         self.rolls_back = False
         """Whether a forward that asks for several logits may be a verification of assisted decoding."""
@@ -261,8 +276,9 @@ class Cache(DynamicCache):
         if "budget" not in settings and "retrieved" not in settings:
             settings |= {"budget": mine.budget, "retrieved": mine.retrieved}
         settings.setdefault("dense_layers", self._dense_layers)
-        for name in ("seed", "sparse_queries", "block_size", "host_bytes", "device_memory", "kv_dtype"):
+        for name in ("seed", "sparse_queries", "block_size", "host_bytes", "device_memory"):
             settings.setdefault(name, getattr(mine, name))
+        settings.setdefault("kv_dtype", mine.kv_dtype if find(method, model.device)[0].stores else None)
         twin = Cache(model, method, **settings)
         self.kv.settle_failure()
         clone(twin.kv, self.kv.sequences, self.kv.layers)
@@ -309,7 +325,7 @@ class Cache(DynamicCache):
 
     def stats(self) -> Stats:
         """Return what the cache holds and did so far. Waits for the device."""
-        stats, replay = self.kv.stats(), self.replay
+        stats, replay = replace(self.kv.stats(), no_effect=dict(self._no_effect)), self.replay
         if replay is None:
             return stats
         return replace(
